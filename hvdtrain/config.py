@@ -1,0 +1,246 @@
+"""What a run is told: frozen dataclasses whose fields become flags, variables and config-file keys.
+
+A field `batch_size` with a docstring under it is the flag `--batch-size`, the variable `HVDTRAIN_BATCH_SIZE` and the
+key `batch_size` of a `--config FILE.toml`; the flag wins over the file, the file over the variable, the variable over
+the default. Workloads extend `TrainConfig` in their own file.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import math
+import os
+import re
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_type_hints
+
+from hvdtrain import exits
+from hvdtrain.exits import Failure
+
+C = TypeVar("C")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """What every training workload is told. Raises Failure (78) for values that do not fit together."""
+
+    framework: Literal["torch", "tensorflow", "auto"] = "auto"
+    """PyTorch or TensorFlow; auto: PyTorch if it is installed, else TensorFlow"""
+    strategy: str = "allreduce"
+    """How gradients are exchanged between ranks; an unknown name lists the known ones"""
+    epochs: int = 12
+    """Passes over the training set"""
+    batch_size: int | None = None
+    """Samples per rank and step (default: 32); the global batch grows with the number of ranks"""
+    global_batch_size: int | None = None
+    """Samples per step over all ranks, instead of --batch-size; must be a multiple of the number of ranks"""
+    lr: float = 0.05
+    """Learning rate for a global batch of the size given (--batch-size or --global-batch-size)"""
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
+    """Multiply --lr by the ratio of the global batch to the batch size given, by its square root, or not at all"""
+    warmup_epochs: float = 1.0
+    """Epochs over which the learning rate rises linearly to its full value"""
+    schedule: Literal["constant", "cosine", "step"] = "cosine"
+    """After the warm-up: constant, half a cosine down to 0, or divided by 10 at 50 % and at 75 % of the epochs"""
+    momentum: float = 0.9
+    """Momentum of SGD"""
+    weight_decay: float = 0.0
+    """L2 penalty added to every parameter's gradient"""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Arithmetic of the forward and backward pass; parameters stay fp32, fp16 uses dynamic loss scaling"""
+    device: Literal["auto", "cpu", "gpu"] = "auto"
+    """Where to compute; auto: this rank's GPU if there is one, else the CPU"""
+    threads: int = 0
+    """CPU threads per rank; 0: cores of this host divided by its ranks"""
+    seed: int = 0
+    """Seed of the initial weights and of the order of the data"""
+    run_dir: str | None = None
+    """This run's own folder (default: results/<UTC>-<workload>-<6 hex>)"""
+    resume: bool = False
+    """Continue the run in --run-dir from its newest valid checkpoint; starts at step 0 if there is none"""
+    checkpoint_epochs: int = 1
+    """Save a checkpoint after every so many epochs; 0: only when stopped by a signal"""
+    checkpoint_steps: int = 0
+    """Save a checkpoint after every so many steps too; 0: not by steps"""
+    keep_checkpoints: int = 2
+    """How many of the newest checkpoints stay; the best one (by validation accuracy) stays besides"""
+    json: bool = False
+    """Rank 0 prints one JSON document on stdout instead of tables"""
+    dry_run: bool = False
+    """Print the resolved config, the batch arithmetic, parameters and bytes per step, and exit"""
+    debug: bool = False
+    """Show the traceback of errors that are otherwise one line"""
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch_size", "global_batch_size", "keep_checkpoints"):
+            _at_least(self, name, 1)
+        for name in ("threads", "seed", "checkpoint_epochs", "checkpoint_steps", "warmup_epochs", "weight_decay"):
+            _at_least(self, name, 0)
+        if not (math.isfinite(self.lr) and self.lr > 0):
+            raise Failure(f"--lr is {self.lr}: give a positive number", exits.BAD_CONFIG)
+        if not 0 <= self.momentum < 1:
+            raise Failure(
+                f"--momentum is {self.momentum}: give a number from 0 up to, not including, 1", exits.BAD_CONFIG
+            )
+        if self.batch_size and self.global_batch_size:
+            raise Failure("--batch-size and --global-batch-size are both given: give one of them", exits.BAD_CONFIG)
+        if self.warmup_epochs > self.epochs:
+            raise Failure(
+                f"--warmup-epochs {self.warmup_epochs} is more than --epochs {self.epochs}: lower it", exits.BAD_CONFIG
+            )
+        if self.resume and not self.run_dir:
+            raise Failure("--resume needs the folder of the run to continue: add --run-dir DIR", exits.BAD_CONFIG)
+
+
+def _at_least(config: Any, name: str, least: float) -> None:
+    value = getattr(config, name)
+    if value is not None and not (math.isfinite(value) and value >= least):
+        raise Failure(f"{flag(name)} is {value}: it must be at least {least}", exits.BAD_CONFIG)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchPlan:
+    """The batch arithmetic of a run, fixed before step 0. Learning rates are per step of the global batch."""
+
+    ranks: int
+    rank_batch: int
+    """Samples per rank and step"""
+    global_batch: int
+    """Samples per step over all ranks"""
+    steps_per_epoch: int
+    steps: int
+    """Steps of the whole run"""
+    base_lr: float
+    """Learning rate after scaling, before warm-up and schedule"""
+    scaling: str
+    """How base_lr came from --lr, in words"""
+    warmup_steps: int
+    schedule: str
+
+    def learning_rate(self, step: int) -> float:
+        """Learning rate of step `step` (counted from 0 over the whole run)."""
+        if step < self.warmup_steps:
+            return self.base_lr * (step + 1) / self.warmup_steps
+        done = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
+        if self.schedule == "cosine":
+            return self.base_lr * 0.5 * (1 + math.cos(math.pi * done))
+        if self.schedule == "step":
+            return self.base_lr * 0.1 ** ((step >= self.steps / 2) + (step >= self.steps * 3 / 4))
+        return self.base_lr
+
+
+def rank_batch(config: TrainConfig, ranks: int) -> int:
+    """Samples per rank and step; raises Failure (78) if the global batch does not divide by `ranks`."""
+    if config.global_batch_size is None:
+        return config.batch_size or 32
+    if config.global_batch_size % ranks:
+        near = max(1, round(config.global_batch_size / ranks)) * ranks
+        raise Failure(
+            f"--global-batch-size {config.global_batch_size} is not a multiple of {ranks} ranks: try {near}",
+            exits.BAD_CONFIG,
+        )
+    return config.global_batch_size // ranks
+
+
+def batch_plan(config: TrainConfig, ranks: int, steps_per_epoch: int) -> BatchPlan:
+    """The arithmetic of batches, steps and learning rate for `ranks` ranks."""
+    per_rank = rank_batch(config, ranks)
+    ratio = ranks * per_rank / (config.global_batch_size or per_rank)
+    factor = {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[config.lr_scaling]
+    return BatchPlan(
+        ranks=ranks,
+        rank_batch=per_rank,
+        global_batch=per_rank * ranks,
+        steps_per_epoch=steps_per_epoch,
+        steps=steps_per_epoch * config.epochs,
+        base_lr=config.lr * factor,
+        scaling=f"--lr {config.lr:g} x {factor:g} (--lr-scaling {config.lr_scaling}, batch ratio {ratio:g})",
+        warmup_steps=round(config.warmup_epochs * steps_per_epoch),
+        schedule=config.schedule,
+    )
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """Field name -> the string literal under it, base classes included."""
+    docs: dict[str, str] = {}
+    for part in reversed(cls.__mro__):
+        if not dataclasses.is_dataclass(part):
+            continue
+        body = ast.parse(textwrap.dedent(inspect.getsource(part))).body[0].body  # type: ignore[attr-defined]
+        for line, following in itertools.pairwise(body):
+            if isinstance(line, ast.AnnAssign) and isinstance(following, ast.Expr):
+                docs[line.target.id] = ast.literal_eval(following.value)  # type: ignore[union-attr]
+    return docs
+
+
+def parser_for(cls: type, *, prog: str, purpose: str, positionals: Sequence[str] = ()) -> Any:
+    """A jsonargparse parser with one flag per field of `cls`; `purpose` heads the help and shows examples."""
+    from jsonargparse import ArgumentParser
+    from jsonargparse._formatters import DefaultHelpFormatter
+
+    class Formatter(DefaultHelpFormatter):
+        """Keeps the line breaks of the examples."""
+
+        def _fill_text(self, text: str, width: int, indent: str) -> str:
+            return "\n".join(indent + line for line in text.splitlines())
+
+    parser = ArgumentParser(
+        prog=prog,
+        usage=f"{prog} {' '.join(name.upper() for name in positionals)} [--flag value ...]",
+        description=purpose,
+        env_prefix="HVDTRAIN",
+        default_env=True,
+        parser_mode="toml",
+        exit_on_error=False,
+        formatter_class=Formatter,
+    )
+    parser.add_argument("--config", action="config", help="TOML file with values for the flags below")
+    hints, docs = get_type_hints(cls), field_docs(cls)
+    for field in dataclasses.fields(cls):
+        if field.name in positionals:
+            parser.add_argument(field.name, type=hints[field.name], help=docs[field.name])
+        elif hints[field.name] is bool:
+            parser.add_argument(flag(field.name), action="store_true", help=docs[field.name])
+        else:
+            parser.add_argument(flag(field.name), type=hints[field.name], default=field.default, help=docs[field.name])
+    return parser
+
+
+def parse(
+    cls: type[C], argv: Sequence[str] | None = None, *, prog: str, purpose: str, positionals: Sequence[str] = ()
+) -> C:
+    """The config that flags, `--config` file, `HVDTRAIN_*` variables and defaults add up to.
+
+    Raises Failure (2) for a flag, key or value that is not accepted, Failure (78) for values that do not fit together.
+    """
+    import argparse
+
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = parser_for(cls, prog=prog, purpose=purpose, positionals=positionals)
+    for file in _config_files(arguments):
+        if not Path(file).is_file():
+            raise Failure(f"--config {file}: no such file", exits.USAGE)
+    try:
+        space = parser.parse_args(arguments)
+    except argparse.ArgumentError as error:
+        reason = re.sub(r'Parser key "(\w+)":', lambda key: flag(key[1]) + ":", " ".join(str(error).split()))
+        reason = re.sub(r"<class '(\w+)'>", r"\1", reason).replace("a typing.Literal", "one of ")
+        raise Failure(f"{reason} (see `{prog} --help`)", exits.USAGE) from error
+    return cls(**{field.name: getattr(space, field.name) for field in dataclasses.fields(cls)})  # type: ignore[arg-type]
+
+
+def _config_files(arguments: Sequence[str]) -> list[str]:
+    """The files named by --config, for an error that names them (jsonargparse takes a missing file for inline TOML)."""
+    files = [following for word, following in itertools.pairwise(arguments) if word == "--config"]
+    files += [word.partition("=")[2] for word in arguments if word.startswith("--config=")]
+    return files + ([os.environ["HVDTRAIN_CONFIG"]] if "HVDTRAIN_CONFIG" in os.environ else [])

@@ -1,0 +1,73 @@
+"""Starts real ranks for the tests: mpirun and horovodrun from this environment, on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PROGRAMS = ROOT / "tests" / "programs"
+# The smallest run that exercises everything: digits at 16x16, an eighth of ResNet-34's channels.
+SMALL = ["--image-size", "16", "--width", "0.125", "--batch-size", "48"]
+
+
+def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The tests' environment without hvdtrain's own settings, one thread per rank, mpirun allowed for root."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("HVDTRAIN_", "OMPI_COMM"))}
+    return inherited | {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "OMP_NUM_THREADS": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        **(extra or {}),
+    }
+
+
+def command(ranks: int, arguments: list[str], launcher: str = "mpirun") -> list[str]:
+    """`arguments` to python on `ranks` ranks; without a launcher for ranks=0."""
+    python = [sys.executable, *arguments]
+    if not ranks:
+        return python
+    if shutil.which(launcher.split()[0], path=environment()["PATH"]) is None:
+        pytest.skip(f"no {launcher} in this environment: run `make setup`")
+    start = {
+        "mpirun": ["mpirun", "-np", str(ranks), "--bind-to", "none", "--oversubscribe"],
+        "horovodrun": ["horovodrun", "-np", str(ranks), "-H", f"localhost:{ranks}"],
+        "horovodrun --gloo": ["horovodrun", "--gloo", "-np", str(ranks), "-H", f"localhost:{ranks}"],
+    }
+    return [*start[launcher], *python]
+
+
+def launch(
+    ranks: int, arguments: list[str], launcher: str = "mpirun", extra: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs to the end (two minutes at most); output as text."""
+    return subprocess.run(
+        command(ranks, arguments, launcher),
+        env=environment(extra),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def document(done: subprocess.CompletedProcess[str]) -> Any:
+    """The one JSON document on stdout, behind whatever a launcher puts before it."""
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [line[line.index("{") :] for line in done.stdout.splitlines() if "{" in line]
+    assert len(lines) == 1, done.stdout
+    return json.loads(lines[0])
+
+
+def resnet(ranks: int, *flags: str, launcher: str = "mpirun") -> subprocess.CompletedProcess[str]:
+    return launch(ranks, ["-m", "hvdtrain.resnet", *flags], launcher)

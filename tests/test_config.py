@@ -1,0 +1,67 @@
+"""Batch arithmetic and learning-rate rules, against the rules written out."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdtrain.config import TrainConfig, batch_plan, field_docs, rank_batch
+from hvdtrain.exits import Failure
+from hvdtrain.resnet import ResNetConfig
+from hvdtrain.world import Place, place, threads_per_rank
+
+
+@given(st.integers(1, 64), st.integers(1, 16), st.sampled_from(["none", "linear", "sqrt"]))
+def test_rate_follows_the_global_batch_and_not_how_it_is_given(batch: int, ranks: int, rule: str) -> None:
+    per_rank = batch_plan(TrainConfig(batch_size=batch, lr=0.1, lr_scaling=rule), ranks, 10)
+    total = batch_plan(TrainConfig(global_batch_size=batch * ranks, lr=0.1, lr_scaling=rule), ranks, 10)
+    assert per_rank.global_batch == total.global_batch == batch * ranks
+    assert per_rank.base_lr == pytest.approx(0.1 * {"none": 1, "linear": ranks, "sqrt": math.sqrt(ranks)}[rule])
+    assert total.base_lr == pytest.approx(0.1), "the rate is for the batch that was named"
+
+
+def test_warmup_rises_evenly_to_the_full_rate_and_schedules_end_where_they_should() -> None:
+    common = {"epochs": 8, "warmup_epochs": 2, "lr": 0.4}
+    plans = {s: batch_plan(TrainConfig(schedule=s, **common), 1, 5) for s in ("constant", "cosine", "step")}
+    for plan in plans.values():
+        assert [plan.learning_rate(step) for step in range(10)] == pytest.approx([0.04 * (n + 1) for n in range(10)])
+    assert {plans["constant"].learning_rate(step) for step in range(10, 40)} == {0.4}
+    cosine = [plans["cosine"].learning_rate(step) for step in range(10, 40)]
+    assert cosine[0] == 0.4
+    assert cosine == sorted(cosine, reverse=True)
+    assert cosine[15] == pytest.approx(0.2)
+    assert 0 < cosine[-1] < 0.01
+    assert [plans["step"].learning_rate(n) for n in (19, 20, 29, 30)] == pytest.approx([0.4, 0.04, 0.04, 0.004])
+
+
+def test_a_global_batch_that_does_not_divide_names_one_that_does() -> None:
+    with pytest.raises(Failure, match="try 99") as error:
+        rank_batch(TrainConfig(global_batch_size=100), 3)
+    assert error.value.code == 78
+
+
+@pytest.mark.parametrize("wrong", [{"lr": math.nan}, {"lr": 0.0}, {"momentum": 1.0}, {"epochs": 0}, {"seed": -1}])
+def test_values_out_of_range_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(Failure) as error:
+        TrainConfig(**wrong)
+    assert error.value.code == 78
+
+
+def test_every_field_is_documented() -> None:
+    docs = field_docs(ResNetConfig)
+    assert all(docs.get(field.name) for field in dataclasses.fields(ResNetConfig))
+
+
+def test_place_and_threads_follow_the_launcher() -> None:
+    assert place({}) == Place(launcher="alone")
+    gloo = {"HOROVOD_RANK": "3", "HOROVOD_SIZE": "4", "HOROVOD_LOCAL_RANK": "1", "HOROVOD_LOCAL_SIZE": "2"}
+    assert place(gloo) == Place(launcher="horovodrun", rank=3, size=4, local_rank=1, local_size=2)
+    mpi = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
+    assert place(mpi | {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}).local_size == 2
+    assert threads_per_rank(3, place(gloo), {}) == 3
+    assert threads_per_rank(0, place(gloo), {"OMP_NUM_THREADS": "5"}) == 5
+    assert threads_per_rank(0, Place(launcher="horovodrun", size=1000, local_size=1000), {}) == 1

@@ -1,0 +1,400 @@
+"""Checkpoints: whole or absent, checksummed, free of pickle.
+
+On disk, on every file system that a rank of the job writes to:
+
+    checkpoints/step-00000120/
+        shared.safetensors      equal on all ranks (weights, optimizer state): written once per file system
+        rank0000.safetensors    one per rank that uses this file system (BatchNorm statistics, strategy state)
+        checkpoint.json         written last: schema, save (a random token), step, best, progress, ranks, identity,
+                                files {name: {sha256, bytes}} of all ranks, digest (SHA-256 of all the rest)
+    checkpoints/.saving-step-00000120-<token>/      a save on its way, renamed when it is whole
+    checkpoints/.replaced-step-00000120-<token>/    the one before of the same step, valid until the new is on all hosts
+    checkpoints/.removing-step-00000120-<token>/    an old one on its way out
+
+The files are in the safetensors format (u64 header length, JSON header, raw little-endian arrays), for any safetensors
+library to read. They are written and read here because one pass then does it all: arrays go from their own memory to
+file and hash, and a file into the hash and the one buffer that the loaded arrays are views of. The library wants
+contiguous arrays, holds two copies while it loads, and leaves the hash a second pass over the file both ways.
+
+A save is three small gathers. (1) All ranks learn rank 0's token, and each tries to make the temp folder of that name:
+one rank per file system succeeds and is its writer, whether all hosts share a disk, some or none. No state crosses the
+network. (2) All files are fsynced; the writers write and fsync checkpoint.json, fsync the folder, rename it and fsync
+its parent. (3) It is in place everywhere: the writers remove old ones. A rank that fails says so in the next gather, so
+that all ranks raise the same Failure and none is left waiting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdtrain.exits import BAD_CONFIG, CANNOT_WRITE, FAILED, IO_ERROR, NO_PERMISSION, Failure
+
+JSON: TypeAlias = Any  # what json.dumps takes and json.loads gives
+Arrays: TypeAlias = dict[str, NDArray[Any]]
+
+SCHEMA = "hvdtrain/checkpoint/1"
+_MANIFEST = "checkpoint.json"
+_SHARED = "shared.safetensors"
+_CHUNK_BYTES = 1 << 20  # small enough to be hashed from the processor's cache
+_CHECKPOINT = re.compile(r"step-(\d{8}|[1-9]\d{8,})|\.replaced-step-(\d{8,})-[0-9a-f]{16}")
+_LEFTOVER = re.compile(r"\.(saving|replaced|removing)-step-\d{8,}-[0-9a-f]{16}")
+_CODES = {"<f8": "F64", "<f4": "F32", "<f2": "F16", "<c8": "C64", "|b1": "BOOL", "|i1": "I8", "|u1": "U8"}
+_CODES |= {"<i8": "I64", "<u8": "U64", "<i4": "I32", "<u4": "U32", "<i2": "I16", "<u2": "U16"}
+_DTYPES = {code: dtype for dtype, code in _CODES.items()}
+_DENIED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
+_ADVICE = dict.fromkeys(_DENIED, "; check the path and its permissions or choose another folder")
+_ADVICE |= dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "; free some room or choose another folder")
+_ADVICE[errno.EFBIG] = "; raise the limit of file sizes (ulimit -f)"
+
+
+class Group(Protocol):
+    """The ranks that save and load together."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    def gather(self, value: JSON) -> list[JSON]:
+        """The value of every rank, in rank order, on all ranks. Collective."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """What save() was given; the arrays are writable and in the order they were saved in."""
+
+    step: int
+    shared: Arrays
+    local: Arrays
+    progress: dict[str, JSON]
+
+
+class Checkpoints:
+    """The checkpoints of one run in `folder`: the same path on every host, on one file system or on several.
+
+    `identity` is what a checkpoint must fit (workload, framework, digest of the parameters' names and shapes ...),
+    equal on all ranks. The last `keep` and the last one saved as best stay. `report` gets one line for each checkpoint
+    that newest() refuses; it is called on rank 0 only. One job at a time may use the folder.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        group: Group,
+        *,
+        keep: int,
+        identity: dict[str, JSON],
+        report: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
+    ) -> None:
+        if keep < 1:
+            raise Failure(f"{keep} checkpoints to keep: give 1 or more", BAD_CONFIG)
+        self._folder, self._group, self._keep = folder, group, keep
+        self._report = report if group.rank == 0 else lambda line: None
+        self._own = f"rank{group.rank:04d}.safetensors"
+        self._identity: dict[str, JSON] = json.loads(json.dumps(identity))
+        self._refused: set[int] = set()
+
+    def save(self, step: int, shared: Arrays, local: Arrays, progress: dict[str, JSON], best: bool = False) -> Path:
+        """Save this rank's part of step `step` (>= 0) and return the checkpoint's folder. Collective.
+
+        Arrays may have any layout and any dtype of safetensors' (bfloat16: hand over its uint16 view); `progress` and
+        `best` are rank 0's. A checkpoint of the same step is replaced. When one rank fails, all raise the same Failure,
+        older checkpoints are as they were and the temp folder is gone: CANNOT_WRITE (permission, read-only), IO_ERROR
+        (no room, broken disk), FAILED (ranks at different steps, a dtype or value that cannot be stored).
+        """
+        final = self._folder / _name(step)
+        task, mine = f"save {final}", {"save": secrets.token_hex(8), "step": int(step), "best": bool(best)}
+        heads = self._agree(task, CANNOT_WRITE, lambda: mine | {"progress": json.dumps(progress)})
+        if len(steps := {head["step"] for head in heads}) > 1:
+            raise Failure(f"cannot {task}: the ranks are at different steps, {sorted(steps)}", FAILED)
+        head = heads[0] | {"progress": json.loads(heads[0]["progress"])}
+        saving = _Saving(final, head["save"])
+        try:
+            parts = self._agree(task, CANNOT_WRITE, lambda: saving.write(shared, self._own, local))
+            head |= {"schema": SCHEMA, "ranks": self._group.size, "identity": self._identity}
+            head["files"] = {name: entry for part in parts for name, entry in part.items()}
+            self._agree(task, CANNOT_WRITE, lambda: saving.publish(head))
+        except Failure:
+            saving.undo()
+            raise
+        self._refused.discard(step)
+        if saving.writer:
+            with contextlib.suppress(OSError):  # the save is done; the next one tries again to remove the old ones
+                self._prune(step)
+        return final
+
+    def newest(self) -> Loaded | None:
+        """The newest checkpoint that every rank finds valid, or None (`report` says why). Collective.
+
+        Bytes, SHA-256 and identity are verified before anything is used; what one rank refuses all refuse, and the one
+        before it is tried. Raises Failure if a rank cannot list the folder that exists: NO_PERMISSION or IO_ERROR.
+        """
+        self._tidy("saving", "removing")
+        surveys = self._agree(f"list {self._folder}", NO_PERMISSION, self._survey)
+        for step, save, reasons in _choices(surveys):
+            if save:
+                name = next(name for _, token, _, name in surveys[self._group.rank] if token == save)
+                loaded, reason = self._load(name, step)
+                reasons = self._group.gather(reason)
+                if loaded and not any(reasons):
+                    if name != _name(step):
+                        self._refused.add(step)  # its successor is not on all hosts, so not one of those to keep
+                    return loaded
+                del loaded  # its memory is needed for the next one
+            self._refused.add(step)
+            self._report(f"checkpoint {self._folder / _name(step)} refused: {_told(reasons)}")
+        self._report(f"no {'valid ' if any(surveys) else ''}checkpoint in {self._folder}")
+        return None
+
+    def _agree(self, task: str, denied: int, work: Callable[[], JSON]) -> list[JSON]:
+        """Do this rank's part; return the results of all ranks, or raise on all ranks the Failure of the first."""
+        cause: Exception | None = None
+        reply: dict[str, JSON] = {"error": None}
+        try:
+            reply["result"] = work()
+        except Exception as error:  # whatever it is: the other ranks wait in the gather
+            cause, reply = error, {"error": f"{type(error).__name__}: {error}", "code": FAILED}
+            if isinstance(error, OSError):
+                reply["error"] = (
+                    f"{error.strerror or error} on {os.uname().nodename}{_ADVICE.get(error.errno or 0, '')}"
+                )
+                reply["code"] = denied if error.errno in _DENIED else IO_ERROR
+        replies = self._group.gather(reply)
+        if failed := [reply for reply in replies if reply["error"]]:
+            reasons = _told([reply["error"] for reply in replies])
+            raise Failure(f"cannot {task}: {reasons}", failed[0]["code"]) from cause
+        return [reply["result"] for reply in replies]
+
+    def _tidy(self, *kinds: str) -> None:
+        """Remove what unfinished saves left behind, and nothing else; any number of ranks may do so at once."""
+        with contextlib.suppress(OSError):
+            for path in list(self._folder.iterdir()):
+                if (leftover := _LEFTOVER.fullmatch(path.name)) and leftover[1] in kinds:
+                    shutil.rmtree(path, ignore_errors=True)
+
+    def _survey(self) -> list[list[JSON]]:
+        """[step, token of the save, None, name] of each checkpoint here; [step, None, why, name] if refused."""
+        found = []
+        for name, step in self._names():
+            try:
+                found.append([step, self._manifest(name, step)["save"], None, name])
+            except Exception as error:
+                found.append([step, None, _why(error), name])
+        return found
+
+    def _names(self) -> list[tuple[str, int]]:
+        """(name, step) of all checkpoints: newest first, a replaced one behind its successor."""
+        paths = self._folder.iterdir() if self._folder.exists() else ()
+        matches = [match for path in paths if (match := _CHECKPOINT.fullmatch(path.name))]
+        return sorted(((m[0], int(m[1] or m[2])) for m in matches), key=lambda pair: (pair[1], pair[0]), reverse=True)
+
+    def _manifest(self, name: str, step: int) -> dict[str, JSON]:
+        """The checkpoint.json of a checkpoint that fits this run; else raises ValueError or OSError."""
+        try:
+            manifest = json.loads((self._folder / name / _MANIFEST).read_bytes())
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"its {_MANIFEST} is not JSON: {error}") from None
+        schema = manifest.get("schema") if isinstance(manifest, dict) else None
+        if schema != SCHEMA:
+            raise ValueError(f"its {_MANIFEST} is of schema {schema!r:.80}, this version reads {SCHEMA!r}")
+        if manifest.pop("digest", None) != _digest(manifest):
+            raise ValueError(f"its {_MANIFEST} is damaged (SHA-256 differs)")
+        if manifest["step"] != step:
+            raise ValueError(f"the folder's name disagrees with the step in its {_MANIFEST}, {manifest['step']}")
+        if (ranks := manifest["ranks"]) != self._group.size:
+            raise ValueError(f"it was saved by {ranks} ranks, here are {self._group.size}: start with -np {ranks}")
+        old, new = manifest["identity"], self._identity
+        if old != new:
+            fields = [field for field in old | new if old.get(field) != new.get(field)]
+            told = [f"{field} is {old.get(field)!r:.80} there and {new.get(field)!r:.80} here" for field in fields]
+            raise ValueError(f"it does not fit this run: {', '.join(told)}")
+        return dict(manifest)
+
+    def _load(self, name: str, step: int) -> tuple[Loaded | None, str | None]:
+        """This rank's part of a checkpoint, or why it is refused."""
+        try:
+            manifest = self._manifest(name, step)
+            shared, local = (
+                _read(self._folder / name / file, manifest["files"][file]) for file in (_SHARED, self._own)
+            )
+            return Loaded(step=step, shared=shared, local=local, progress=manifest["progress"]), None
+        except Exception as error:  # whatever it is: the other ranks wait in the gather
+            return None, _why(error)
+
+    def _prune(self, step: int) -> None:
+        """Remove what `step` replaced, and of this run's checkpoints up to it all but the last `keep` and the best.
+
+        Those of other runs (identity), later ones and those that newest() refused are neither counted nor touched.
+        """
+        self._tidy("saving", "replaced", "removing")
+        ours = []
+        for name, other in self._names():
+            with contextlib.suppress(Exception):
+                if name == _name(other) and other <= step and other not in self._refused:
+                    ours.append((name, self._manifest(name, other)["best"]))
+        best = next((name for name, is_best in ours if is_best), None)
+        for name in [name for name, _ in ours[self._keep :] if name != best]:
+            hidden = self._folder / f".removing-{name}-{secrets.token_hex(8)}"
+            shutil.rmtree((self._folder / name).rename(hidden), ignore_errors=True)  # so nobody ever sees a half one
+
+
+class _Saving:
+    """One save on its way to this rank's disk; `writer` if this rank is the one that made the temp folder there."""
+
+    def __init__(self, final: Path, token: str) -> None:
+        self.final, self.writer, self.published = final, False, False
+        self.temp = final.with_name(f".saving-{final.name}-{token}")
+        self.replaced = final.with_name(f".replaced-{final.name}-{token}")
+
+    def write(self, shared: Arrays, own: str, local: Arrays) -> dict[str, JSON]:
+        """Write this rank's files; {name: {sha256, bytes}}."""
+        if not self.final.parent.is_dir():
+            self.final.parent.mkdir(parents=True, exist_ok=True)
+            _sync_folder(self.final.parent.parent)
+        with contextlib.suppress(FileExistsError):  # another rank of this file system was faster
+            self.temp.mkdir()
+            self.writer = True
+        self.shared = {_SHARED: _write(self.temp / _SHARED, _pieces(shared))} if self.writer else {}
+        return self.shared | {own: _write(self.temp / own, _pieces(local))}
+
+    def publish(self, manifest: dict[str, JSON]) -> None:
+        """Complete the temp folder and give it its name."""
+        if not self.writer:
+            return
+        manifest["files"] |= self.shared  # of this file system: other processors may differ in the last bit
+        manifest["digest"] = _digest(manifest)
+        _write(self.temp / _MANIFEST, [memoryview(json.dumps(manifest, indent=1).encode())])
+        _sync_folder(self.temp)
+        if self.final.exists():
+            self.final.rename(self.replaced)
+        self.temp.rename(self.final)
+        self.published = True
+        _sync_folder(self.final.parent)
+
+    def undo(self) -> None:
+        """Leave the disk as it was, as far as a failing disk allows; the next start removes the rest."""
+        if self.writer:
+            with contextlib.suppress(OSError):
+                if self.published:
+                    self.final.rename(self.temp)
+                if self.replaced.exists():
+                    self.replaced.rename(self.final)
+            shutil.rmtree(self.temp, ignore_errors=True)
+
+
+def _write(path: Path, pieces: Iterable[memoryview]) -> dict[str, JSON]:
+    """Write and fsync a new file, hashing on the way; its SHA-256 and bytes."""
+    sha256, size = hashlib.sha256(), 0
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        for piece in pieces:
+            for start in range(0, len(piece), _CHUNK_BYTES):
+                chunk = piece[start : start + _CHUNK_BYTES]
+                sha256.update(chunk)
+                while chunk:
+                    chunk = chunk[os.write(file, chunk) :]
+            size += len(piece)
+        os.fsync(file)
+    finally:
+        os.close(file)
+    return {"sha256": sha256.hexdigest(), "bytes": size}
+
+
+def _pieces(arrays: Arrays) -> Iterator[memoryview]:
+    """A safetensors file piece by piece, without copying (but for one array at a time that is not contiguous)."""
+    header: dict[str, JSON] = dict.fromkeys(arrays)  # in the caller's order
+    by_size = sorted(arrays.items(), key=lambda item: -item[1].dtype.itemsize)  # this keeps every array aligned
+    end = 0
+    for name, array in by_size:
+        code = _CODES.get(array.dtype.newbyteorder("<").str)
+        if code is None or name == "__metadata__":
+            raise TypeError(f"array {name!r} of {array.dtype} cannot be stored in safetensors")
+        start, end = end, end + array.nbytes
+        header[name] = {"dtype": code, "shape": array.shape, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield memoryview(len(text).to_bytes(8, "little") + text)
+    for _, array in by_size:
+        plain = array.astype(array.dtype.newbyteorder("<"), order="C", copy=False)
+        yield plain.reshape(-1).view(np.uint8).data
+
+
+def _read(path: Path, entry: dict[str, JSON]) -> Arrays:
+    """The verified arrays of a safetensors file, as views of one buffer; raises ValueError or OSError."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        size, done, sha256 = os.fstat(file).st_size, 0, hashlib.sha256()
+        if size != entry["bytes"]:
+            raise ValueError(f"{path.name} has {size} bytes, should have {entry['bytes']}")
+        buffer = np.empty(size, np.uint8)
+        while done < size:
+            chunk = buffer[done : done + _CHUNK_BYTES].data
+            if not (count := os.readv(file, [chunk])):
+                raise ValueError(f"{path.name} ends after {done} of {size} bytes")
+            sha256.update(chunk[:count])
+            done += count
+    finally:
+        os.close(file)
+    if sha256.hexdigest() != entry["sha256"]:
+        raise ValueError(f"{path.name} is damaged (SHA-256 differs)")
+    data = 8 + int.from_bytes(buffer[:8].tobytes(), "little")
+    arrays = {}
+    for name, about in json.loads(buffer[8:data].tobytes()).items():
+        start, end = about["data_offsets"]
+        arrays[name] = buffer[data + start : data + end].view(_DTYPES[about["dtype"]]).reshape(about["shape"])
+    return arrays
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a folder's entries durable."""
+    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def _choices(surveys: list[list[list[JSON]]]) -> Iterator[tuple[int, str | None, list[str | None]]]:
+    """Newest step first: (step, token, []) for each save that all ranks hold; if none, (step, None, why by rank)."""
+    for step in sorted({entry[0] for survey in surveys for entry in survey}, reverse=True):
+        views = [[entry for entry in survey if entry[0] == step] for survey in surveys]
+        common = set.intersection(*({save for _, save, _, _ in view if save} for view in views))
+        reasons = [next((why for _, _, why, _ in view if why), None if view else "it is missing") for view in views]
+        if not common:
+            yield step, None, reasons if any(reasons) else ["the hosts hold different saves of this step"]
+        for save in (save for _, save, _, _ in views[0] if save in common):
+            yield step, save, []
+
+
+def _told(reasons: list[str | None]) -> str:
+    """Why, in one line: the first rank's reason with its rank, or without if all ranks have the same."""
+    rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason)
+    return reason if len(set(reasons)) == 1 else f"{reason} (rank {rank})"
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, FileNotFoundError):
+        return f"{Path(error.filename).name} is missing (the folder is not hvdtrain's, or it was saved on other hosts)"
+    return str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+
+
+def _digest(manifest: dict[str, JSON]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _name(step: int) -> str:
+    return f"step-{step:08d}"

@@ -1,0 +1,703 @@
+"""Laws of checkpoints: what is saved is what is loaded; whatever happens, there is always a whole one; all ranks agree.
+
+Ranks are real processes joined by pipes; a host with a disk of its own is a root folder of its own.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import multiprocessing
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from safetensors.numpy import load_file, save_file
+
+from hvdtrain import checkpoint
+from hvdtrain.checkpoint import Checkpoints, Loaded
+from hvdtrain.exits import BAD_CONFIG, CANNOT_WRITE, FAILED, IO_ERROR, NO_PERMISSION, Failure
+
+IDENTITY = {"workload": "resnet", "framework": "torch", "parameters": "ab12", "width": 0.25}
+PATIENCE_S = 30  # a rank that waits longer is a test that hangs
+MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # for the laws with many examples and no need of a disk
+
+
+class Pipes:
+    """A group of processes in a star of pipes around rank 0."""
+
+    def __init__(self, rank: int, size: int, pipes: list[tuple[Connection, Connection]]) -> None:
+        self.rank, self.size, self._pipes = rank, size, pipes
+
+    def gather(self, value: Any) -> list[Any]:
+        text = json.dumps(value)
+        if self.rank > 0:
+            end = self._pipes[self.rank][1]
+            end.send(text)
+            assert end.poll(PATIENCE_S)
+            return json.loads(end.recv())
+        texts = [text]
+        for end, _ in self._pipes[1:]:
+            assert end.poll(PATIENCE_S)
+            texts.append(end.recv())
+        whole = f"[{','.join(texts)}]"
+        for end, _ in self._pipes[1:]:
+            end.send(whole)
+        return json.loads(whole)
+
+
+@pytest.fixture
+def memory_path() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+        yield Path(folder)
+
+
+ALONE = Pipes(0, 1, [])
+
+
+def run(size: int, work: Callable[[Pipes], Any]) -> list[Any]:
+    """work(group) in `size` processes: each one's result, or its Failure as (code, text), or None if it was killed.
+
+    As a launcher does, the death of one kills the others.
+    """
+    fork = multiprocessing.get_context("fork")
+    pipes = [fork.Pipe() for _ in range(size)]
+    answers = [fork.Pipe(duplex=False) for _ in range(size)]
+
+    def rank(number: int) -> None:
+        try:
+            answer = ("done", work(Pipes(number, size, pipes)))
+        except Failure as failure:
+            answer = ("done", (failure.code, str(failure)))
+        except BaseException:
+            answer = ("broken", traceback.format_exc())
+        answers[number][1].send(answer)
+
+    processes = [fork.Process(target=rank, args=(number,), daemon=True) for number in range(size)]
+    for process in processes:
+        process.start()
+    alive: dict[Any, Any] = {process.sentinel: process for process in processes}
+    while alive:
+        for sentinel in wait(list(alive)):
+            process = alive.pop(sentinel)
+            process.join()
+            if process.exitcode:
+                for other in alive.values():
+                    other.kill()
+    results = [end.recv() if end.poll() else ("done", None) for end, _ in answers]
+    for end in [end for pair in pipes + answers for end in pair]:
+        end.close()
+    for kind, result in results:
+        assert kind == "done", result
+    return [result for _, result in results]
+
+
+def state(step: int, rank: int = 0, version: int = 0) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    shared = {"weight": np.full((7, 100), step + version / 8, np.float32), "steps": np.array(step)}
+    return shared, {"mean": np.full(50, 1000 * step + rank, np.float64)}, {"epoch": step // 10, "version": version}
+
+
+def same(left: dict[str, Any], right: dict[str, Any]) -> bool:
+    return list(left) == list(right) and all(
+        left[name].dtype == right[name].dtype
+        and left[name].shape == right[name].shape
+        and left[name].tobytes() == right[name].tobytes()
+        for name in left
+    )
+
+
+def whole(loaded: Loaded, rank: int = 0) -> bool:
+    shared, local, progress = state(loaded.step, rank, loaded.progress["version"])
+    return same(loaded.shared, shared) and same(loaded.local, local) and loaded.progress == progress
+
+
+def make(folder: Path, group: Any = ALONE, keep: int = 2, **more: Any) -> Checkpoints:
+    settings_: dict[str, Any] = {"identity": IDENTITY, "report": lambda line: None} | more
+    return Checkpoints(folder, group, keep=keep, **settings_)
+
+
+def save(folder: Path, *steps: int, group: Any = ALONE, **more: Any) -> Path:
+    for step in steps:
+        path = make(folder, group, **more).save(step, *state(step, group.rank))
+    return path
+
+
+def found(checkpoints: Checkpoints) -> Loaded:
+    loaded = checkpoints.newest()
+    assert loaded is not None
+    return loaded
+
+
+def present(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def names(*steps: int) -> list[str]:
+    return [f"step-{step:08d}" for step in steps]
+
+
+# What is saved is what is loaded
+
+DTYPES = [np.float32, np.float64, np.float16, np.int64, np.uint8, np.uint16, np.bool_, np.complex64, np.int8, np.uint64]
+
+
+@st.composite
+def arrays(draw: st.DrawFn) -> np.ndarray:
+    shape = draw(hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=5))
+    dtype = np.dtype(draw(st.sampled_from(DTYPES)))
+    count = int(np.prod(shape)) * dtype.itemsize
+    raw = np.frombuffer(draw(st.binary(min_size=count, max_size=count)), np.uint8)
+    array = (raw % 2 if dtype.kind == "b" else raw).view(dtype).reshape(shape)  # any bits, NaNs too
+    if array.ndim and draw(st.booleans()):
+        array = array.transpose(draw(st.permutations(range(array.ndim))))
+        array = array[(slice(None, None, draw(st.sampled_from([1, 2, -1]))),)]
+    return array
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.dictionaries(st.text(max_size=8), arrays(), max_size=5),
+    st.dictionaries(st.text(max_size=8), arrays(), max_size=2),
+    st.dictionaries(st.text(max_size=8), st.integers() | st.floats(allow_nan=False) | st.text() | st.lists(st.none())),
+    st.integers(0, 10**10),
+)
+def test_what_is_saved_is_what_is_loaded(shared: Any, local: Any, progress: Any, step: int) -> None:
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+        path = make(Path(folder) / "checkpoints").save(step, shared, local, progress)
+        loaded = found(make(Path(folder) / "checkpoints"))
+        assert (loaded.step, loaded.progress) == (step, progress)
+        assert same(loaded.shared, shared)
+        assert same(loaded.local, local)
+        assert all(array.flags.writeable and array.flags.aligned for array in loaded.shared.values())
+        library = load_file(path / "shared.safetensors")
+        assert same({name: library[name] for name in shared}, shared)
+
+
+def test_files_of_the_safetensors_library_load(tmp_path: Path) -> None:
+    shared = {"b": np.arange(6.0).reshape(2, 3), "a": np.array(3, np.int16)}
+    save_file(shared, tmp_path / "x")
+    digest = hashlib.sha256((tmp_path / "x").read_bytes()).hexdigest()
+    loaded = checkpoint._read(tmp_path / "x", {"bytes": (tmp_path / "x").stat().st_size, "sha256": digest})
+    assert same({name: loaded[name] for name in shared}, shared)
+
+
+def test_big_endian_arrays_keep_their_values(tmp_path: Path) -> None:
+    make(tmp_path).save(1, {"x": np.arange(5, dtype=">f4")}, {}, {})
+    np.testing.assert_array_equal(found(make(tmp_path)).shared["x"], np.arange(5, dtype="<f4"))
+
+
+def test_no_second_copy_in_memory(tmp_path: Path) -> None:
+    def status(key: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith(key))
+
+    def peak(work: Callable[[], Any]) -> float:
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+        before, result = status("VmRSS"), work()
+        assert result
+        return (status("VmHWM") - before) / 1024
+
+    def child(group: Pipes) -> tuple[float, float]:
+        shared = {str(i): np.full((1024, 1024), i, np.float32) for i in range(16)}  # 64 MiB
+        save_mib = peak(lambda: make(tmp_path).save(1, shared, {}, {}))
+        return save_mib, peak(lambda: found(make(tmp_path)))
+
+    ((save_mib, load_mib),) = run(1, child)
+    assert save_mib < 8
+    assert load_mib < 64 + 8
+
+
+# Which ones stay
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.booleans(), min_size=1, max_size=8), st.integers(1, 3))
+def test_the_last_k_and_the_best_stay(bests: list[bool], keep: int) -> None:
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+        for step, best in enumerate(bests):
+            make(Path(folder), keep=keep).save(step, *state(step), best=best)
+        last = range(len(bests))[-keep:]
+        best_steps = [step for step, best in enumerate(bests) if best][-1:]
+        assert present(Path(folder)) == names(*sorted({*last, *best_steps}))
+
+
+def test_of_other_runs_nothing_is_removed_and_of_leftovers_only_ours(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2, identity={"workload": "captioning"})
+    others = [*names(1, 2), ".saving-notes", ".saving-step-00000001-short", "step-1", "notes"]
+    for name in [*others[2:], *(f".{kind}-step-00000003-0123456789abcdef" for kind in ("saving", "removing"))]:
+        (tmp_path / name).mkdir()
+    assert make(tmp_path).newest() is None
+    assert present(tmp_path) == sorted(others)
+    save(tmp_path, 3, 4, 5)
+    assert present(tmp_path) == sorted([*others, *names(4, 5)])
+
+
+def test_refused_ones_neither_count_nor_hide_what_is_saved_after_them(tmp_path: Path) -> None:
+    save(tmp_path, 10, 20, 30, keep=3)
+    for step in (20, 30):
+        os.truncate(tmp_path / names(step)[0] / "shared.safetensors", 99)
+    run_ = make(tmp_path, keep=1)
+    assert found(run_).step == 10
+    run_.save(25, *state(25))
+    assert present(tmp_path) == names(20, 25, 30)
+    assert found(make(tmp_path)).step == 25
+    run_.save(30, *state(30))
+    assert found(make(tmp_path)).step == 30
+
+
+def test_later_ones_than_the_one_saved_are_left_alone(tmp_path: Path) -> None:
+    save(tmp_path, 10, 20, 30, keep=3)
+    save(tmp_path, 15, keep=1)
+    assert present(tmp_path) == names(15, 20, 30)
+
+
+# Refusals, each with its reason, each falling back to the one before
+
+
+def edit(path: Path, **fields: Any) -> None:
+    """Change checkpoint.json as another version would, with a digest that fits."""
+    manifest = json.loads(path.read_text()) | fields
+    del manifest["digest"]
+    path.write_text(json.dumps(manifest | {"digest": checkpoint._digest(manifest)}))
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 0x10
+    path.write_bytes(data)
+
+
+def into_a_file(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.write_text("")
+
+
+def into_a_folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "truncated": (
+        lambda f: os.truncate(f / "shared.safetensors", 100),
+        "shared.safetensors has 100 bytes, should have",
+    ),
+    "longer": (lambda f: os.truncate(f / "rank0000.safetensors", 9999), "rank0000.safetensors has 9999 bytes"),
+    "empty": (lambda f: os.truncate(f / "shared.safetensors", 0), "has 0 bytes"),
+    "bit in array": (lambda f: flip(f / "shared.safetensors", -1), "shared.safetensors is damaged (SHA-256 differs)"),
+    "bit in header": (lambda f: flip(f / "rank0000.safetensors", 0), "rank0000.safetensors is damaged"),
+    "missing": (lambda f: (f / "rank0000.safetensors").unlink(), "rank0000.safetensors is missing"),
+    "foreign folder": (
+        lambda f: (f / "checkpoint.json").unlink(),
+        "checkpoint.json is missing (the folder is not hvdtrain's",
+    ),
+    "foreign file": (into_a_file, "NotADirectoryError"),
+    "foreign JSON": (lambda f: (f / "checkpoint.json").write_text('{"step": 1}'), "is of schema None"),
+    "JSON list": (lambda f: (f / "checkpoint.json").write_text("[]"), "is of schema None"),
+    "not JSON": (lambda f: (f / "checkpoint.json").write_text('{"step": '), "checkpoint.json is not JSON"),
+    "not text": (lambda f: (f / "checkpoint.json").write_bytes(b"\xff\xfe\x00"), "checkpoint.json is not JSON"),
+    "deep JSON": (lambda f: (f / "checkpoint.json").write_text("[" * 10**6), "checkpoint.json is not JSON"),
+    "bit in JSON": (
+        lambda f: (f / "checkpoint.json").write_text(
+            (f / "checkpoint.json").read_text().replace('"epoch": 2', '"epoch": 3')
+        ),
+        "checkpoint.json is damaged",
+    ),
+    "schema": (
+        lambda f: edit(f / "checkpoint.json", schema="hvdtrain/checkpoint/9"),
+        "is of schema 'hvdtrain/checkpoint/9', this version",
+    ),
+    "no fields": (lambda f: edit(f / "checkpoint.json", files={}), "KeyError: 'shared.safetensors'"),
+    "older model": (
+        lambda f: edit(f / "checkpoint.json", identity=IDENTITY | {"width": 1.0}),
+        "width is 1.0 there and 0.25 here",
+    ),
+    "new field": (
+        lambda f: edit(f / "checkpoint.json", identity={"workload": "resnet"}),
+        "framework is None there and 'torch' here",
+    ),
+    "ranks": (lambda f: edit(f / "checkpoint.json", ranks=4), "saved by 4 ranks, here are 1: start with -np 4"),
+    "renamed": (lambda f: f.rename(f.with_name("step-00000077")), "disagrees with the step in its checkpoint.json, 20"),
+    "a directory": (lambda f: into_a_folder(f / "shared.safetensors"), "shared.safetensors has"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_is_wrong_is_refused_with_the_reason_and_the_one_before_is_used(tmp_path: Path, damage: str) -> None:
+    harm, reason = DAMAGES[damage]
+    save(tmp_path, 10, 20)
+    harm(tmp_path / names(20)[0])
+    lines: list[str] = []
+    loaded = found(make(tmp_path, report=lines.append))
+    assert loaded.step == 10
+    assert whole(loaded)
+    assert len(lines) == 1
+    assert "refused: " in lines[0]
+    assert reason in lines[0]
+    assert "\n" not in lines[0]
+
+
+def test_nothing_valid_is_none_and_says_why(tmp_path: Path) -> None:
+    lines: list[str] = []
+    assert make(tmp_path / "new", report=lines.append).newest() is None
+    assert lines == [f"no checkpoint in {tmp_path / 'new'}"]
+    save(tmp_path, 1, 2)
+    lines.clear()
+    assert make(tmp_path, report=lines.append, identity=IDENTITY | {"framework": "tensorflow"}).newest() is None
+    assert [names(2)[0] in lines[0], names(1)[0] in lines[1]] == [True, True]
+    assert "framework is 'torch' there and 'tensorflow' here" in lines[0]
+    assert lines[2] == f"no valid checkpoint in {tmp_path}"
+
+
+def test_keep_must_be_positive(tmp_path: Path) -> None:
+    with pytest.raises(Failure) as failure:
+        make(tmp_path, keep=0)
+    assert failure.value.code == BAD_CONFIG
+
+
+# Several ranks, one disk or several
+
+DISKS: dict[str, Callable[[int], str]] = {
+    "one disk": lambda rank: "all",
+    "a disk per host": lambda rank: f"host{rank // 2}",
+    "a disk each": str,
+}
+
+
+@pytest.mark.parametrize("disk", DISKS)
+def test_each_disk_gets_the_shared_file_once_and_each_rank_loads_its_own(tmp_path: Path, disk: str) -> None:
+    def work(group: Pipes) -> tuple[int, bool]:
+        folder = tmp_path / DISKS[disk](group.rank) / "run" / "checkpoints"
+        save(folder, 10, 20, 30, group=group)
+        loaded = found(make(folder, group))
+        return loaded.step, whole(loaded, group.rank)
+
+    assert run(4, work) == [(30, True)] * 4
+    for host in {DISKS[disk](rank) for rank in range(4)}:
+        folder = tmp_path / host / "run" / "checkpoints"
+        here = [f"rank{rank:04d}.safetensors" for rank in range(4) if DISKS[disk](rank) == host]
+        assert present(folder) == names(20, 30)
+        assert present(folder / names(30)[0]) == ["checkpoint.json", *here, "shared.safetensors"]
+
+
+def test_hosts_that_differ_in_the_last_bit_get_back_their_own(tmp_path: Path) -> None:
+    def work(group: Pipes) -> float:
+        run_ = make(tmp_path / str(group.rank), group)
+        run_.save(1, {"weight": np.array(0.1) + group.rank * 2**-53}, {}, {})
+        return float(found(run_).shared["weight"])
+
+    assert run(2, work) == [0.1, 0.1 + 2**-53]
+
+
+@pytest.mark.parametrize("harm", ["flip", "remove", "other"])
+def test_all_ranks_agree_on_the_newest_that_is_valid_everywhere(tmp_path: Path, harm: str) -> None:
+    def work(group: Pipes) -> tuple[list[str], bool, int]:
+        lines: list[str] = []
+        folder = tmp_path / str(group.rank)
+        save(folder, 10, 20, group=group)
+        last = folder / names(20)[0]
+        if group.rank == 1:
+            if harm == "flip":
+                flip(last / "rank0001.safetensors", -1)
+            elif harm == "remove":
+                shutil.rmtree(last)
+            else:
+                edit(last / "checkpoint.json", save="another")
+        loaded = found(make(folder, group, report=lines.append))
+        return lines, whole(loaded, group.rank), loaded.step
+
+    (lines, *first), *others = run(3, work)
+    reasons = {
+        "flip": "refused: rank0001.safetensors is damaged (SHA-256 differs) (rank 1)",
+        "remove": "refused: it is missing (rank 1)",
+        "other": "refused: the hosts hold different saves of this step",
+    }
+    assert first == [True, 10]
+    assert others == [([], True, 10)] * 2
+    assert len(lines) == 1
+    assert lines[0].endswith(reasons[harm])
+
+
+def limit_files(size: int) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+@pytest.mark.parametrize("trouble", ["no room", "folder is a file", "dtype", "progress", "step"])
+@pytest.mark.parametrize("disk", ["one disk", "a disk each"])
+def test_a_rank_that_fails_fails_all_alike_and_leaves_the_one_before(tmp_path: Path, disk: str, trouble: str) -> None:
+    culprit = 0 if trouble == "progress" else 2
+
+    def work(group: Pipes) -> Any:
+        folder = tmp_path / DISKS[disk](group.rank)
+        save(folder, 10, group=group)
+        shared, local, progress = state(20, group.rank)
+        guilty = group.rank == culprit
+        if guilty and trouble == "no room":
+            limit_files(2000)
+            local["big"] = np.zeros(9999)
+        if guilty and trouble == "dtype":
+            local["big"] = np.zeros(3, object)
+        if guilty and trouble == "progress":
+            progress["loss"] = np.float32(3)
+        if guilty and trouble == "folder is a file":
+            folder = tmp_path / "file"
+            folder.write_text("")
+        try:
+            make(folder, group).save(21 if guilty and trouble == "step" else 20, shared, local, progress)
+        except Failure as failure:
+            limit_files(resource.RLIM_INFINITY)
+            folder = tmp_path / DISKS[disk](group.rank)
+            loaded = found(make(folder, group))
+            group.gather(None)
+            text = str(failure)
+            return failure.code, text[text.index(": ") :], loaded.step, present(folder)
+
+    results = run(3, work)
+    codes = {"no room": IO_ERROR, "folder is a file": CANNOT_WRITE}
+    says = {
+        "no room": f"{os.strerror(errno.EFBIG)} on {os.uname().nodename}; raise the limit",
+        "folder is a file": f"{os.strerror(errno.EEXIST)} on {os.uname().nodename}; check the path",
+        "dtype": "TypeError: array 'big' of object cannot be stored",
+        "progress": "TypeError: Object of type float32",
+        "step": "the ranks are at different steps, [20, 21]",
+    }
+    codes_seen, texts, steps, entries = zip(*results, strict=True)
+    assert set(codes_seen) == {codes.get(trouble, FAILED)}
+    assert set(steps) == {10}
+    assert all(entry == names(10) for entry in entries)
+    assert all(says[trouble] in text and "\n" not in text for text in texts)
+    assert trouble == "step" or all(f"(rank {culprit})" in text for text in texts)
+    assert len(set(texts)) == 1
+
+
+@pytest.mark.parametrize("step", [10, 20], ids=["same step", "next step"])
+def test_a_failure_on_one_host_while_the_others_are_done_is_undone_everywhere(tmp_path: Path, step: int) -> None:
+    identity = {"long": "x" * 9000}  # checkpoint.json is then the largest file, and the only one over the limit
+
+    def work(group: Pipes) -> Any:
+        folder = tmp_path / str(group.rank)
+        save(folder, 10, group=group, identity=identity)
+        if group.rank == 1:
+            limit_files(6000)
+        with pytest.raises(Failure, match=r"\(rank 1\)") as failure:
+            make(folder, group, identity=identity).save(step, *state(step, group.rank, version=1))
+        loaded = found(make(folder, group, identity=identity))
+        return failure.value.code, loaded.step, whole(loaded, group.rank), loaded.progress["version"], present(folder)
+
+    assert run(3, work) == [(IO_ERROR, 10, True, 0, names(10))] * 3
+
+
+# Killed, cut off, full, read-only
+
+CALLS = ("open", "write", "fsync", "close", "mkdir", "rename", "unlink", "rmdir", "scandir", "listdir")
+
+
+def watch(before: Callable[[str, tuple[Any, ...]], None]) -> None:
+    """In this process, call before(name, arguments) ahead of each call of the operating system's file functions."""
+
+    def wrapped(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before(name, args)
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in CALLS:
+        setattr(os, name, wrapped(name, getattr(os, name)))
+
+
+def die_at(number: int) -> Callable[[], int]:
+    """Kill this process with SIGKILL at its `number`-th call, a write half done; returns how many calls there were."""
+    real_write, count = os.write, 0
+
+    def before(name: str, args: tuple[Any, ...]) -> None:
+        nonlocal count
+        count += 1
+        if count == number:
+            if name == "write":
+                real_write(args[0], args[1][: len(args[1]) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    watch(before)
+    return lambda: count
+
+
+def after(folder: Path, group: Any) -> tuple[int, int, bool, list[str], int]:
+    """What a new process finds in the folder, and that it can go on from there."""
+    first = found(make(folder, group, keep=1))
+    good = whole(first, group.rank)
+    save(folder, 30, group=group, keep=1)
+    final = found(make(folder, group))
+    assert whole(final, group.rank)
+    return first.step, first.progress["version"], good, present(folder), final.step
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["next step", "same step"])
+def test_killed_anywhere_in_a_save_there_is_always_a_whole_one(
+    memory_path: Path, again: bool, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(checkpoint, "_CHUNK_BYTES", 256)
+    step, seen, number = 10 if again else 20, [], 0
+    while True:
+        number += 1
+        folder = memory_path / str(number)
+        save(folder, 10)
+
+        def work(group: Pipes, folder: Path = folder, number: int = number) -> int:
+            calls = die_at(number)
+            make(folder, group, keep=1).save(step, *state(step, version=1))
+            return calls()
+
+        (calls,) = run(1, work)
+        ((first, version, good, entries, final),) = run(1, partial(after, folder))
+        seen.append((first, version))
+        assert good
+        assert (entries, final) == (names(30), 30)
+        if calls is not None:
+            break
+    assert number > 40
+    old, new = (10, 0), (step, 1)
+    assert seen == [old] * seen.count(old) + [new] * seen.count(new)  # at one moment, the old one became the new one
+    assert min(seen.count(old), seen.count(new)) > 1
+
+
+@pytest.mark.parametrize("disk", ["one disk", "a disk each"])
+@pytest.mark.parametrize("again", [False, True], ids=["next step", "same step"])
+def test_one_of_several_ranks_killed_all_agree_on_a_whole_one(memory_path: Path, disk: str, again: bool) -> None:
+    step, seen = 10 if again else 20, set()
+    for victim, number in [(number % 2, number) for number in range(1, 44, 3)]:
+
+        def place(group: Pipes, number: int = number) -> Path:
+            return memory_path / str(number) / DISKS[disk](group.rank)
+
+        def work(group: Pipes, victim: int = victim, number: int = number) -> None:
+            save(place(group, number), 10, group=group)
+            if group.rank == victim:
+                die_at(number)
+            make(place(group, number), group, keep=1).save(step, *state(step, group.rank, version=1))
+
+        run(2, work)
+        results = run(2, lambda group: after(place(group), group))
+        assert len({result[:2] for result in results}) == 1
+        assert all(good and entries == names(30) and final == 30 for _, _, good, entries, final in results)
+        seen.add(results[0][:2])
+    assert (10, 0) in seen
+    assert seen <= {(10, 0), (step, 1)}
+
+
+def test_everything_is_durable_before_the_name_and_the_name_before_the_old_one_goes(tmp_path: Path) -> None:
+    def work(group: Pipes) -> list[str]:
+        save(tmp_path, 10)
+        unsynced: set[str] = set()  # files with bytes, and folders with entries, that a loss of power may take
+        opened: dict[int, str] = {}
+        story: list[str] = []
+        real_open = os.open
+
+        def before(name: str, args: tuple[Any, ...]) -> None:
+            if name == "write":
+                unsynced.update((opened[args[0]], os.path.dirname(opened[args[0]])))  # noqa: PTH120
+            elif name == "fsync":
+                unsynced.discard(opened[args[0]])
+            elif name == "rename":
+                story.append(f"{Path(args[1]).name[:8]} {len(unsynced - {str(tmp_path)})}{str(tmp_path) in unsynced}")
+                unsynced.add(str(tmp_path))
+            elif name in ("unlink", "rmdir"):
+                story.append("removal")
+
+        watch(before)
+        counting_open = os.open
+
+        def open_(path: Any, *args: Any, **kwargs: Any) -> int:
+            file = counting_open(path, *args, **kwargs)
+            opened[file] = str(path)
+            return file
+
+        assert real_open is not counting_open
+        os.open = open_
+        make(tmp_path, keep=1).save(20, *state(20))
+        return story
+
+    ((new_name, old_goes, *rest),) = run(1, work)
+    assert new_name == "step-000 0False"
+    assert old_goes == ".removin 0False"
+    assert set(rest) == {"removal"}
+
+
+def mounted(folder: Path, options: str) -> bool:
+    command = ["mount", "-t", "tmpfs", "-o", options, "none", str(folder)]
+    return (
+        os.geteuid() == 0
+        and bool(shutil.which("mount"))
+        and not subprocess.run(command, capture_output=True).returncode
+    )
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 2 MiB with a checkpoint on it, or without the right to mount one a limit of 1 MiB for any file."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    mount = mounted(folder, "size=2m")
+    if not mount:
+        limit_files(1 << 20)
+    save(folder / "checkpoints", 10)
+    yield folder / "checkpoints"
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    if mount:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_is_an_io_error_and_the_one_before_stays(small_disk: Path) -> None:
+    shared = {"big": np.zeros(1 << 19)}
+    for _ in range(2):  # what the first try left would fill the disk for good
+        with pytest.raises(Failure, match=r"(No space left on device|File too large) on .*; ") as failure:
+            make(small_disk).save(20, shared, {}, {})
+        assert failure.value.code == IO_ERROR
+        assert present(small_disk) == names(10)
+    assert shared["big"].sum() == 0
+    assert whole(found(make(small_disk)))
+    save(small_disk, 20)
+
+
+def test_a_folder_that_cannot_be_written_says_so_and_can_still_be_read(tmp_path: Path) -> None:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = mounted(folder, "size=2m")
+    if not mount and os.geteuid() == 0:
+        pytest.skip("root may write anywhere and may not mount here")
+    save(folder, 10)
+    try:
+        if mount:
+            subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
+        else:
+            folder.chmod(0o555)
+        with pytest.raises(Failure, match="check the path and its permissions") as failure:
+            save(folder, 20)
+        assert failure.value.code == CANNOT_WRITE
+        assert whole(found(make(folder)))
+        assert present(folder) == names(10)
+    finally:
+        folder.chmod(0o755) if not mount else subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_folder_that_cannot_be_listed_is_a_failure_and_not_a_fresh_start(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Failure, match="cannot list") as failure:
+        found(make(tmp_path / "file"))
+    assert failure.value.code == NO_PERMISSION

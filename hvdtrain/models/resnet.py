@@ -1,0 +1,210 @@
+"""ResNet-34 as data: its numbers, layer plan, array shapes and initial values, for both frameworks.
+
+He, Zhang, Ren, Sun: "Deep residual learning for image recognition", CVPR 2016 (arXiv:1512.03385), table 1, 34 layers:
+
+    images (N, H, W, channels)
+      stem      7x7 convolution / 2, BatchNorm, ReLU, 3x3 max pooling / 2
+      4 stages  3 + 4 + 6 + 3 blocks; a block is relu(BN(conv3x3(relu(BN(conv3x3(x))))) + shortcut(x))
+      head      mean over all positions, linear layer
+    logits (N, classes)
+
+A stage halves the image in the first convolution of its first block. Where a block changes the shape, its shortcut is
+a 1x1 convolution and BatchNorm (option B of the paper), else the identity. Every window of size k is padded by k // 2
+on each side, so that any image size from 1x1 on works. `resnet_torch.py` and `resnet_tf.py` walk the plan below.
+
+Names and shapes are torchvision's (`resnet34`): convolutions (out, in, height, width), linear (out, in).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdtrain.exits import BAD_CONFIG, Failure
+
+Shapes = dict[str, tuple[int, ...]]
+
+NORM_EPSILON = 1e-5
+"""Added to the variance in every BatchNorm."""
+
+NORM_MOMENTUM = 0.1
+"""Share of the newest batch in the running statistics (PyTorch's convention; the variance is the unbiased one)."""
+
+POOL_SIZE, POOL_STRIDE = 3, 2
+"""Window and stride of the stem's max pooling."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResNetSpec:
+    """What may vary in the network. Raises Failure (BAD_CONFIG) for a value that makes no network."""
+
+    channels: int = 3
+    """Channels of the images: 1 for gray, 3 for colour."""
+    classes: int = 1000
+    """Number of logits per image."""
+    width: float = 1.0
+    """Factor on the channels of every layer; 1.0 is ResNet-34, 0.25 has a sixteenth of its parameters."""
+    zero_gamma: bool = False
+    """Start the last BatchNorm scale of each block at 0: each block starts as its shortcut (arXiv:1706.02677)."""
+
+    def __post_init__(self) -> None:
+        for name in ("channels", "classes"):
+            if (value := getattr(self, name)) < 1:
+                raise Failure(f"model: {name} is {value}; give at least 1", BAD_CONFIG)
+        if not 1 / STEM.channels <= self.width < math.inf:
+            raise Failure(
+                f"model: width is {self.width}; give at least {1 / STEM.channels:g} (one channel), 1.0 for ResNet-34",
+                BAD_CONFIG,
+            )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The layer plan.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A row of the paper's table: output channels at width 1, number of blocks, stride of the first one."""
+
+    channels: int
+    blocks: int = 1
+    stride: int
+
+
+STEM = Stage(channels=64, stride=2)
+STAGES = {
+    "layer1": Stage(channels=64, blocks=3, stride=1),
+    "layer2": Stage(channels=128, blocks=4, stride=2),
+    "layer3": Stage(channels=256, blocks=6, stride=2),
+    "layer4": Stage(channels=512, blocks=3, stride=2),
+}
+
+
+@dataclass(frozen=True)
+class ConvNorm:
+    """A convolution without bias and the BatchNorm behind it, with the names of the two."""
+
+    conv: str
+    norm: str
+    inputs: int
+    outputs: int
+    size: int
+    stride: int
+
+    @property
+    def padding(self) -> int:
+        """Zeros added on each of the four sides."""
+        return self.size // 2
+
+
+@dataclass(frozen=True)
+class Block:
+    """relu(second(relu(first(x))) + shortcut(x)); a shortcut of None is the identity."""
+
+    first: ConvNorm
+    second: ConvNorm
+    shortcut: ConvNorm | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The whole network: stem, blocks in order, and the linear layer `fc` from `features` to `classes`."""
+
+    stem: ConvNorm
+    blocks: tuple[Block, ...]
+    features: int
+    classes: int
+
+    @property
+    def convolutions(self) -> tuple[ConvNorm, ...]:
+        """Every convolution with its BatchNorm, in torchvision's order."""
+        in_blocks = chain.from_iterable((block.first, block.second, block.shortcut) for block in self.blocks)
+        return (self.stem, *(layer for layer in in_blocks if layer))
+
+
+def plan(spec: ResNetSpec) -> Plan:
+    """Lay out the network of `spec`."""
+    inputs = round(STEM.channels * spec.width)
+    stem = ConvNorm("conv1", "bn1", spec.channels, inputs, size=7, stride=STEM.stride)
+    blocks = []
+    for name, stage in STAGES.items():
+        for number in range(stage.blocks):
+            outputs = round(stage.channels * spec.width)
+            stride = stage.stride if number == 0 else 1
+            blocks.append(_block(f"{name}.{number}", inputs, outputs, stride))
+            inputs = outputs
+    return Plan(stem, tuple(blocks), features=inputs, classes=spec.classes)
+
+
+def _block(name: str, inputs: int, outputs: int, stride: int) -> Block:
+    shortcut = ConvNorm(f"{name}.downsample.0", f"{name}.downsample.1", inputs, outputs, size=1, stride=stride)
+    return Block(
+        first=ConvNorm(f"{name}.conv1", f"{name}.bn1", inputs, outputs, size=3, stride=stride),
+        second=ConvNorm(f"{name}.conv2", f"{name}.bn2", outputs, outputs, size=3, stride=1),
+        shortcut=None if (inputs, stride) == (outputs, 1) else shortcut,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The arrays.
+
+
+def parameters(spec: ResNetSpec) -> Shapes:
+    """Name and shape of every trained array, in torchvision's order."""
+    network = plan(spec)
+    shapes: Shapes = {}
+    for layer in network.convolutions:
+        shapes[f"{layer.conv}.weight"] = (layer.outputs, layer.inputs, layer.size, layer.size)
+        shapes[f"{layer.norm}.weight"] = (layer.outputs,)
+        shapes[f"{layer.norm}.bias"] = (layer.outputs,)
+    shapes["fc.weight"] = (network.classes, network.features)
+    shapes["fc.bias"] = (network.classes,)
+    return shapes
+
+
+def buffers(spec: ResNetSpec) -> Shapes:
+    """Name and shape of every BatchNorm running statistic, in torchvision's order."""
+    shapes: Shapes = {}
+    for layer in plan(spec).convolutions:
+        shapes[f"{layer.norm}.running_mean"] = (layer.outputs,)
+        shapes[f"{layer.norm}.running_var"] = (layer.outputs,)
+    return shapes
+
+
+def parameter_count(spec: ResNetSpec) -> int:
+    """Number of trained values: 21,797,672 for ResNet-34 with 3 channels and 1000 classes."""
+    return sum(math.prod(shape) for shape in parameters(spec).values())
+
+
+def initial_state(spec: ResNetSpec, seed: int) -> dict[str, NDArray[np.float32]]:
+    """Parameters and buffers before the first step, float32, a pure function of `spec` and `seed`.
+
+    The distributions are torchvision's, so that published recipes carry over: convolutions from He's normal with
+    variance 2 / fan_out (arXiv:1502.01852 shows that fan_in and fan_out serve alike), the linear layer uniform within
+    +-1 / sqrt(inputs), BatchNorm scale 1 (or 0, see `zero_gamma`) and offset 0. Each array has a random stream of its
+    own, keyed by its name, so that no array depends on the others.
+
+    Raises Failure (BAD_CONFIG) for a negative seed.
+    """
+    if seed < 0:
+        raise Failure(f"model: seed is {seed}; give 0 or more", BAD_CONFIG)
+    network = plan(spec)
+    zeros = {f"{block.second.norm}.weight" for block in network.blocks if spec.zero_gamma}
+    state: dict[str, NDArray[np.float32]] = {}
+    for name, shape in (parameters(spec) | buffers(spec)).items():
+        stream = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=tuple(name.encode())))
+        if len(shape) == 4:
+            deviation = math.sqrt(2 / (shape[0] * shape[2] * shape[3]))
+            state[name] = stream.standard_normal(shape, np.float32) * np.float32(deviation)
+        elif name.startswith("fc."):
+            bound = 1 / math.sqrt(network.features)
+            state[name] = (stream.random(shape, np.float32) * 2 - 1) * np.float32(bound)
+        elif name.endswith((".bias", ".running_mean")) or name in zeros:
+            state[name] = np.zeros(shape, np.float32)
+        else:
+            state[name] = np.ones(shape, np.float32)
+    return state

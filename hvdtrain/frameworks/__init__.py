@@ -1,0 +1,77 @@
+"""What the loop needs of a framework: one model replica on one device, the same for PyTorch and TensorFlow."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from hvdtrain import exits
+from hvdtrain.data import Batch
+from hvdtrain.exits import Failure
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sums:
+    """One step's totals over all ranks."""
+
+    loss: float
+    """Sum over samples"""
+    correct: float
+    """Samples classified correctly"""
+    stopping: bool
+    """Whether any rank has been asked to stop"""
+
+
+class Replica(Protocol):
+    """A model, its optimizer and its device. State goes in and out as arrays in PyTorch's layout, named neutrally."""
+
+    device: str
+    """For people and records: 'cpu', 'cuda:0' ..."""
+    exchange_is_timed: bool
+    """False where backward and an overlapped exchange are one graph, so that waiting for it cannot be told apart"""
+
+    def backward(self, batch: Batch, stop: bool) -> list[Any]:
+        """Forward and backward of this rank's batch: the gradients, divided by the sample count of all ranks."""
+        ...
+
+    def apply(self, gradients: list[Any], lr: float) -> None:
+        """One step of SGD with momentum: v = momentum v + g + weight_decay p; p -= lr v."""
+        ...
+
+    def sums(self) -> Sums:
+        """Totals of the last `backward` over all ranks."""
+        ...
+
+    def evaluate(self, batch: Batch) -> tuple[float, float]:
+        """Sum of losses and number of correct samples of this rank's batch; nothing is learnt from it."""
+        ...
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Parameters and optimizer state: equal on all ranks."""
+        ...
+
+    def load(self, state: dict[str, np.ndarray]) -> None: ...
+
+    def local_state(self) -> dict[str, np.ndarray]:
+        """Running statistics of BatchNorm: each rank has its own."""
+        ...
+
+    def load_local(self, state: dict[str, np.ndarray]) -> None: ...
+
+    def synchronize(self) -> None:
+        """Waits until the device has done all work given to it."""
+
+
+def resolve(framework: Literal["torch", "tensorflow", "auto"]) -> str:
+    """The framework to use; raises Failure (78) if it is not installed."""
+    installed = [name for name in ("torch", "tensorflow") if importlib.util.find_spec(name)]
+    if framework == "auto" and installed:
+        return installed[0]
+    if framework not in installed:
+        names = "PyTorch or TensorFlow" if framework == "auto" else framework
+        wanted = "torch" if framework == "auto" else framework
+        raise Failure(f"{names} is not installed: run `make setup FRAMEWORKS={wanted}`", exits.BAD_CONFIG)
+    return framework

@@ -1,0 +1,131 @@
+"""A PyTorch replica: one model on one device, updated by torch.optim.SGD."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import numpy as np
+import torch
+
+from hvdtrain import exits
+from hvdtrain.config import TrainConfig
+from hvdtrain.data import Batch
+from hvdtrain.exits import Failure
+from hvdtrain.frameworks import Sums
+from hvdtrain.strategies import Strategy
+from hvdtrain.world import World
+
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def prepare(asked: str, local_rank: int, threads: int) -> str:
+    """Pins this rank's GPU, or the CPU with `threads` threads. Raises Failure (78) if a GPU is asked for in vain."""
+    torch.set_num_threads(threads)
+    if asked != "cpu" and torch.cuda.is_available():
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        return str(device)
+    if asked == "gpu":
+        raise Failure("--device gpu: PyTorch sees no GPU here; use --device cpu or auto", exits.BAD_CONFIG)
+    return "cpu"
+
+
+class TorchReplica:
+    """See `frameworks.Replica`. `model.loss(*arrays)` returns the sum of losses and the number of correct samples."""
+
+    exchange_is_timed = True
+
+    def __init__(
+        self, model: torch.nn.Module, *, device: str, config: TrainConfig, world: World, strategy: Strategy
+    ) -> None:
+        self.device = device
+        self._device = torch.device(device)
+        self._model = model.to(self._device)
+        self._world = world
+        self._parameters = dict(model.named_parameters())
+        self._autocast = (
+            contextlib.nullcontext()
+            if config.precision == "fp32"
+            else torch.autocast(self._device.type, PRECISIONS[config.precision])
+        )
+        self._scaler = torch.amp.GradScaler(self._device.type, enabled=config.precision == "fp16")
+        self._optimizer: torch.optim.Optimizer = torch.optim.SGD(
+            self._parameters.values(),
+            lr=config.lr,
+            momentum=config.momentum,
+            weight_decay=config.weight_decay,
+            # The fused kernel leaves the momentum uninitialised if loss scaling skips the very first step.
+            fused=config.precision != "fp16",
+        )
+        if strategy.in_backward:
+            self._optimizer = world.torch_optimizer(self._optimizer, self._parameters.items())
+
+    def backward(self, batch: Batch, stop: bool) -> list[Any]:
+        self._model.train()
+        self._optimizer.zero_grad()
+        with self._autocast:
+            loss, correct = self._model.loss(*self._tensors(batch))
+        totals = torch.stack([loss.detach(), correct.to(loss.dtype), torch.full_like(loss, stop, requires_grad=False)])
+        self._totals = self._world.start_sum(totals, "step.totals")
+        self._scaler.scale(loss / batch.total_weight).backward()
+        return [parameter.grad for parameter in self._parameters.values()]
+
+    def apply(self, gradients: list[Any], lr: float) -> None:
+        for parameter, gradient in zip(self._parameters.values(), gradients, strict=True):
+            parameter.grad = gradient
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        with self._world.updating(self._optimizer):
+            self._scaler.step(self._optimizer)
+        self._scaler.update()
+
+    def sums(self) -> Sums:
+        loss, correct, stopping = self._world.finish_sum(self._totals).tolist()
+        return Sums(loss=loss, correct=correct, stopping=stopping > 0)
+
+    @torch.inference_mode()
+    def evaluate(self, batch: Batch) -> tuple[float, float]:
+        self._model.eval()
+        with self._autocast:
+            loss, correct = self._model.loss(*self._tensors(batch))
+        return float(loss), float(correct)
+
+    def state(self) -> dict[str, np.ndarray]:
+        arrays = {f"parameter.{name}": p.detach().cpu().numpy() for name, p in self._parameters.items()}
+        for name, parameter in self._parameters.items():
+            momentum = self._optimizer.state.get(parameter, {}).get("momentum_buffer")
+            if momentum is not None:
+                arrays[f"momentum.{name}"] = momentum.cpu().numpy()
+        if self._scaler.is_enabled():
+            scaler = self._scaler.state_dict()
+            arrays["loss_scale"] = np.array([scaler["scale"], scaler["_growth_tracker"]], dtype=np.float64)
+        return arrays
+
+    @torch.no_grad()
+    def load(self, state: dict[str, np.ndarray]) -> None:
+        for name, parameter in self._parameters.items():
+            parameter.copy_(torch.from_numpy(state[f"parameter.{name}"]))
+            if f"momentum.{name}" in state:
+                momentum = torch.empty_like(parameter).copy_(torch.from_numpy(state[f"momentum.{name}"]))
+                self._optimizer.state[parameter]["momentum_buffer"] = momentum
+        if "loss_scale" in state:
+            scale, steps = state["loss_scale"]
+            self._scaler.load_state_dict(
+                {**self._scaler.state_dict(), "scale": float(scale), "_growth_tracker": int(steps)}
+            )
+
+    def local_state(self) -> dict[str, np.ndarray]:
+        return {name: buffer.cpu().numpy() for name, buffer in self._model.named_buffers()}
+
+    @torch.no_grad()
+    def load_local(self, state: dict[str, np.ndarray]) -> None:
+        for name, buffer in self._model.named_buffers():
+            buffer.copy_(torch.from_numpy(state[name]))
+
+    def synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _tensors(self, batch: Batch) -> list[torch.Tensor]:
+        return [torch.from_numpy(array).to(self._device, non_blocking=True) for array in batch.arrays]

@@ -1,0 +1,175 @@
+"""A TensorFlow replica: one tf.Module on one device; backward and update are two compiled graphs."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from hvdtrain import exits
+from hvdtrain.config import TrainConfig
+from hvdtrain.data import Batch
+from hvdtrain.exits import Failure
+from hvdtrain.frameworks import Sums
+from hvdtrain.strategies import Strategy
+from hvdtrain.world import World
+
+
+@contextmanager
+def _without_build_notes() -> Iterator[None]:
+    """Drops the build notes that TensorFlow's C++ side prints at import whatever its log level; other lines pass."""
+    notes = (b"absl::InitializeLog", b"oneDNN custom operations", b"To enable the following instructions")
+    kept = os.dup(2)
+    with tempfile.TemporaryFile() as caught:
+        os.dup2(caught.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+            caught.seek(0)
+            for line in caught:
+                if not any(note in line for note in notes):
+                    sys.stderr.buffer.write(line)
+
+
+with _without_build_notes():
+    import tensorflow as tf
+
+    tf.config.list_physical_devices("CPU")
+
+
+PRECISIONS = {"fp32": tf.float32, "bf16": tf.bfloat16, "fp16": tf.float16}
+# Dynamic loss scaling with the constants of torch.amp.GradScaler, so that both frameworks scale alike.
+FIRST_SCALE, GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0**16, 2.0, 0.5, 2000
+
+
+def prepare(asked: str, local_rank: int, threads: int) -> str:
+    """Pins this rank's GPU, or the CPU with `threads` threads; before the first operation, when TensorFlow fixes them.
+
+    Raises Failure (78) if a GPU is asked for in vain.
+    """
+    tf.config.threading.set_intra_op_parallelism_threads(threads)
+    tf.config.threading.set_inter_op_parallelism_threads(max(2, threads))
+    gpus = [] if asked == "cpu" else tf.config.list_physical_devices("GPU")
+    if asked == "gpu" and not gpus:
+        raise Failure("--device gpu: TensorFlow sees no GPU here; use --device cpu or auto", exits.BAD_CONFIG)
+    mine = gpus[local_rank % len(gpus)] if gpus else None
+    tf.config.set_visible_devices([mine] if mine else [], "GPU")
+    if mine is None:
+        return "cpu"
+    tf.config.experimental.set_memory_growth(mine, True)
+    return f"gpu:{local_rank % len(gpus)}"
+
+
+def turned(array: np.ndarray) -> np.ndarray:
+    """A convolution's kernel from PyTorch's (out, in, h, w) to TensorFlow's (h, w, in, out); others as they are."""
+    return array.transpose(2, 3, 1, 0) if array.ndim == 4 else array
+
+
+def turned_back(array: np.ndarray) -> np.ndarray:
+    return array.transpose(3, 2, 0, 1) if array.ndim == 4 else array
+
+
+class TensorFlowReplica:
+    """See `frameworks.Replica`. `model.loss(*arrays, training=...)` returns the loss sum and the correct samples."""
+
+    exchange_is_timed = False
+
+    def __init__(self, model: Any, *, device: str, config: TrainConfig, world: World, strategy: Strategy) -> None:
+        self.device = device
+        self._model, self._world = model, world
+        self._in_backward = strategy.in_backward
+        self._momentum, self._weight_decay = config.momentum, config.weight_decay
+        self._weights: dict[str, tf.Variable] = model.weights
+        self._slots = {name: tf.Variable(tf.zeros_like(w), trainable=False) for name, w in self._weights.items()}
+        self._scale = tf.Variable(FIRST_SCALE if config.precision == "fp16" else 1.0, trainable=False)
+        self._good_steps = tf.Variable(0, trainable=False)
+        self._scaled = config.precision == "fp16"
+        self._backward_graph = tf.function(self._backward, reduce_retracing=True)
+        self._apply_graph = tf.function(self._apply)
+        self._evaluate_graph = tf.function(lambda *arrays: model.loss(*arrays, training=False), reduce_retracing=True)
+
+    def backward(self, batch: Batch, stop: bool) -> list[Any]:
+        gradients, self._totals = self._backward_graph(
+            [tf.constant(array) for array in batch.arrays],
+            tf.constant(batch.total_weight, tf.float32),
+            tf.constant(stop, tf.float32),
+        )
+        return gradients  # type: ignore[no-any-return]
+
+    def _backward(self, arrays: list[tf.Tensor], total_weight: tf.Tensor, stop: tf.Tensor) -> Any:
+        tape = tf.GradientTape()
+        with tape:
+            loss, correct = self._model.loss(*arrays, training=True)
+            mean = loss / total_weight * self._scale
+        totals = self._world.graph_sum(tf.stack([loss, tf.cast(correct, loss.dtype), stop]), "step.totals")
+        if self._in_backward:
+            tape = self._world.tensorflow_tape(tape)
+        return tape.gradient(mean, list(self._weights.values())), totals
+
+    def apply(self, gradients: list[Any], lr: float) -> None:
+        self._apply_graph(gradients, tf.constant(lr, tf.float32))
+
+    def _apply(self, gradients: list[tf.Tensor], lr: tf.Tensor) -> None:
+        if not self._scaled:
+            self._update(gradients, lr)
+            return
+        finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(gradient)) for gradient in gradients])
+        if finite:
+            self._update([gradient / self._scale for gradient in gradients], lr)
+            self._good_steps.assign_add(1)
+            if self._good_steps == GROWTH_INTERVAL:
+                self._scale.assign(self._scale * GROWTH)
+                self._good_steps.assign(0)
+        else:
+            self._scale.assign(self._scale * BACKOFF)
+            self._good_steps.assign(0)
+
+    def _update(self, gradients: list[tf.Tensor], lr: tf.Tensor) -> None:
+        for weight, slot, gradient in zip(self._weights.values(), self._slots.values(), gradients, strict=True):
+            if self._weight_decay:
+                gradient += self._weight_decay * weight
+            tf.raw_ops.ResourceApplyMomentum(
+                var=weight.handle, accum=slot.handle, lr=lr, grad=gradient, momentum=self._momentum
+            )
+
+    def sums(self) -> Sums:
+        loss, correct, stopping = self._totals.numpy().tolist()
+        return Sums(loss=loss, correct=correct, stopping=stopping > 0)
+
+    def evaluate(self, batch: Batch) -> tuple[float, float]:
+        loss, correct = self._evaluate_graph(*(tf.constant(array) for array in batch.arrays))
+        return float(loss), float(correct)
+
+    def state(self) -> dict[str, np.ndarray]:
+        arrays = {f"parameter.{name}": turned_back(weight.numpy()) for name, weight in self._weights.items()}
+        arrays |= {f"momentum.{name}": turned_back(slot.numpy()) for name, slot in self._slots.items()}
+        if self._scaled:
+            arrays["loss_scale"] = np.array([self._scale.numpy(), self._good_steps.numpy()], dtype=np.float64)
+        return arrays
+
+    def load(self, state: dict[str, np.ndarray]) -> None:
+        for name, weight in self._weights.items():
+            weight.assign(turned(state[f"parameter.{name}"]))
+            if f"momentum.{name}" in state:
+                self._slots[name].assign(turned(state[f"momentum.{name}"]))
+        if "loss_scale" in state:
+            scale, steps = state["loss_scale"]
+            self._scale.assign(scale)
+            self._good_steps.assign(int(steps))
+
+    def local_state(self) -> dict[str, np.ndarray]:
+        return {name: buffer.numpy() for name, buffer in self._model.buffers.items()}
+
+    def load_local(self, state: dict[str, np.ndarray]) -> None:
+        for name, buffer in self._model.buffers.items():
+            buffer.assign(state[name])
+
+    def synchronize(self) -> None:
+        tf.test.experimental.sync_devices()

@@ -1,0 +1,53 @@
+"""How gradients become their mean over the samples of all ranks: the protocol, and the one table of strategies.
+
+A new strategy is one file and one line in STRATEGIES.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+
+from hvdtrain import exits
+from hvdtrain.exits import Failure
+from hvdtrain.strategies.allreduce import AllReduce
+from hvdtrain.world import World
+
+
+class Strategy(Protocol):
+    """One object, one verb. Its state lives in it and goes into the checkpoint."""
+
+    in_backward: bool
+    """True: Horovod's optimizer or tape exchanges each gradient while backward still computes the others"""
+
+    def __init__(self, world: World, payload_bytes: int) -> None:
+        """`payload_bytes`: bytes of one rank's gradients."""
+
+    def bytes_per_step(self) -> int:
+        """Payload bytes that this rank sends in one step."""
+        ...
+
+    def exchange(self, gradients: list[Any]) -> tuple[list[Any], int]:
+        """Takes this rank's gradients, each divided by the sample count of all ranks' step, and returns their sums over
+        ranks (the mean over all samples, however uneven the shares) and the payload bytes that this rank sent.
+        """
+        ...
+
+    def state(self) -> dict[str, np.ndarray]:
+        """What this rank must have to continue as if never interrupted."""
+        ...
+
+    def load(self, state: dict[str, np.ndarray]) -> None: ...
+
+
+STRATEGIES: dict[str, type[Strategy]] = {
+    "allreduce": AllReduce,
+}
+
+
+def strategy_class(name: str) -> type[Strategy]:
+    """Raises Failure (78) for an unknown name."""
+    if name not in STRATEGIES:
+        raise Failure(f"--strategy {name}: unknown; known: {', '.join(STRATEGIES)}", exits.BAD_CONFIG)
+    return STRATEGIES[name]

@@ -1,0 +1,290 @@
+"""Who am I among the ranks, and what can ranks do together: the only importer of Horovod.
+
+A program joins the world once. Under horovodrun, mpirun or srun it becomes one of several ranks, which Horovod
+connects; started alone it is rank 0 of 1 and Horovod is not even imported. Collectives here are for small things
+(counts, checksums, messages) and for Horovod's own optimizer and tape, which carry the gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from types import FrameType
+from typing import Any, Protocol
+
+import numpy as np
+
+from hvdtrain import exits
+from hvdtrain.exits import Failure
+
+PEER_PATIENCE_S = 2.0
+"""How long a rank that lost a peer, or failed beside rank 0, waits for its launcher to end it before it speaks."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Place:
+    """A rank's place as its launcher's environment variables tell it, known before anything is imported."""
+
+    launcher: str
+    """alone, horovodrun, mpirun or srun"""
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+
+
+# launcher, then the variables of rank, size, local rank, local size
+LAUNCHERS = [
+    (
+        "mpirun",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    ("horovodrun", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
+    ("srun", "PMIX_RANK", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+]
+
+
+def place(environment: Mapping[str, str] = os.environ) -> Place:
+    """This process's place. horovodrun on MPI starts mpirun and so appears as mpirun."""
+    for launcher, rank, size, local_rank, local_size in LAUNCHERS:
+        if rank in environment and size in environment:
+            return Place(
+                launcher=launcher,
+                rank=int(environment[rank]),
+                size=int(environment[size]),
+                local_rank=int(environment.get(local_rank, 0)),
+                local_size=int(environment.get(local_size, 1)),
+            )
+    return Place(launcher="alone")
+
+
+def threads_per_rank(asked: int, where: Place, environment: Mapping[str, str] = os.environ) -> int:
+    """CPU threads for this rank: as asked, else OMP_NUM_THREADS, else this host's cores divided by its ranks.
+
+    Open MPI binds each rank to cores of its own; then those are its threads.
+    """
+    if asked:
+        return asked
+    if environment.get("OMP_NUM_THREADS", "").isdigit():
+        return max(1, int(environment["OMP_NUM_THREADS"]))
+    mine = len(os.sched_getaffinity(0))
+    bound = where.launcher == "mpirun" and mine < (os.cpu_count() or 1)
+    return max(1, mine if bound else mine // where.local_size)
+
+
+class Waitable(Protocol):
+    """What Horovod's torch optimizer offers: wait for the reductions that its backward hooks started."""
+
+    def synchronize(self) -> None: ...
+
+
+class World:
+    """The ranks of this job. Collective methods must be called by every rank, in the same order.
+
+    `framework` ("torch" or "tensorflow") says whose Horovod carries the collectives. Raises Failure (69) if Horovod is
+    missing or cannot connect the ranks.
+    """
+
+    def __init__(self, framework: str) -> None:
+        self.place = place()
+        self.rank, self.size = self.place.rank, self.place.size
+        self.local_rank, self.local_size = self.place.local_rank, self.place.local_size
+        self.host = socket.gethostname()
+        self.framework = framework
+        self.collectives = "none"
+        self._in_flight: Waitable | None = None
+        self._hvd: Any = None
+        if self.place.launcher == "alone":
+            return
+        try:
+            if framework == "torch":
+                import horovod.torch as hvd
+            else:
+                import horovod.tensorflow as hvd
+        except ImportError as error:
+            raise Failure(
+                f"{error}; Horovod for {framework} is missing in {sys.prefix}: run `make setup FRAMEWORKS={framework}`",
+                exits.UNREACHABLE,
+            ) from error
+        hvd.init()
+        self._hvd = hvd
+        self.rank, self.size = hvd.rank(), hvd.size()
+        self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
+        self.collectives = "gloo" if hvd.gloo_enabled() else "mpi"
+
+    def leave(self) -> None:
+        """Disconnects from the other ranks; collective in effect, since a rank waits for the slowest."""
+        if self._hvd is not None:
+            self._hvd.shutdown()
+
+    # --- collectives on small host arrays -----------------------------------------------------------------------
+
+    def sum(self, values: np.ndarray, name: str) -> np.ndarray:
+        """Element-wise sum over ranks, same shape and type. `name` must be the same on all ranks."""
+        if self._hvd is None:
+            return values
+        return self._numpy(self._hvd.allreduce(self._tensor(values), op=self._hvd.Sum, name=name))
+
+    def gather(self, value: Any) -> list[Any]:
+        """The JSON-able value of every rank, in rank order, on all ranks."""
+        if self._hvd is None:
+            return [value]
+        mine = np.frombuffer(json.dumps(value).encode(), dtype=np.uint8)
+        lengths = self._numpy(self._hvd.allgather(self._tensor(np.array([mine.size])), name="gather.lengths"))
+        joined = self._numpy(self._hvd.allgather(self._tensor(mine), name="gather.bytes")).tobytes()
+        ends = np.cumsum(lengths)
+        return [json.loads(joined[end - length : end]) for end, length in zip(ends, lengths, strict=True)]
+
+    def agreed(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The same arrays on all ranks: this rank's own if every rank's SHA-256 is equal, else rank 0's, sent to all.
+
+        Ranks that make their arrays from the same seed send 64 characters and not the arrays, which at 10 Mbit/s take
+        more than a minute for ResNet-34.
+        """
+        digest = hashlib.sha256()
+        for name, array in arrays.items():
+            digest.update(name.encode())
+            digest.update(np.ascontiguousarray(array))
+        if len(set(self.gather(digest.hexdigest()))) == 1:
+            return arrays
+        return {
+            name: self._numpy(self._hvd.broadcast(self._tensor(array), root_rank=0, name=f"broadcast.{name}"))
+            for name, array in arrays.items()
+        }
+
+    def _tensor(self, array: np.ndarray) -> Any:
+        if self.framework == "torch":
+            import torch
+
+            return torch.from_numpy(np.array(array))
+        import tensorflow as tf
+
+        return tf.constant(array)
+
+    @staticmethod
+    def _numpy(tensor: Any) -> np.ndarray:
+        return np.asarray(tensor.numpy())
+
+    # --- Horovod's own optimizer and tape -----------------------------------------------------------------------
+
+    def torch_optimizer(self, optimizer: Any, named_parameters: Any) -> Any:
+        """Horovod's optimizer round `optimizer`: backward starts the sum of each gradient over ranks as it appears."""
+        if self._hvd is None:
+            return optimizer
+        wrapped = self._hvd.DistributedOptimizer(optimizer, named_parameters=named_parameters, op=self._hvd.Sum)
+        self._in_flight = wrapped
+        return wrapped
+
+    def tensorflow_tape(self, tape: Any) -> Any:
+        """Horovod's tape round `tape`: its gradients are already summed over ranks."""
+        if self._hvd is None:
+            return tape
+        return self._hvd.DistributedGradientTape(tape, op=self._hvd.Sum)
+
+    def wait(self) -> None:
+        """Waits until the reductions that backward started are done."""
+        if self._in_flight is not None:
+            self._in_flight.synchronize()
+
+    def updating(self, optimizer: Any) -> contextlib.AbstractContextManager[None]:
+        """Tells Horovod's torch optimizer that its gradients have been waited for."""
+        if self._in_flight is optimizer:
+            manager: contextlib.AbstractContextManager[None] = optimizer.skip_synchronize()
+            return manager
+        return contextlib.nullcontext()
+
+    def start_sum(self, tensor: Any, name: str) -> Any:
+        """Starts the sum of a torch tensor over ranks, in place; `finish_sum` waits for it."""
+        if self._hvd is None:
+            return tensor
+        return self._hvd.allreduce_async_(tensor, op=self._hvd.Sum, name=name)
+
+    def finish_sum(self, handle: Any) -> Any:
+        return handle if self._hvd is None else self._hvd.synchronize(handle)
+
+    def graph_sum(self, tensor: Any, name: str) -> Any:
+        """The sum of a TensorFlow tensor over ranks, inside a graph."""
+        return tensor if self._hvd is None else self._hvd.allreduce(tensor, op=self._hvd.Sum, name=name)
+
+
+# --- stopping --------------------------------------------------------------------------------------------------------
+
+
+class StopSignal:
+    """SIGTERM, SIGINT and SIGUSR1 as a request to stop after the current step.
+
+    Until `resumable` is set there is nothing to save, and a signal ends the process with 128 + its number. A second
+    SIGINT ends it in any case.
+    """
+
+    def __init__(self) -> None:
+        self.requested: signal.Signals | None = None
+        self.resumable = False
+        self.peer_lost = False
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, self._arrived)
+
+    def _arrived(self, number: int, frame: FrameType | None) -> None:
+        repeated = number == signal.SIGINT and self.requested is signal.SIGINT
+        if self.peer_lost or repeated or not self.resumable:
+            os._exit(128 + number)
+        self.requested = signal.Signals(number)
+
+
+def run(program: Callable[[StopSignal], int], *, debug: bool) -> None:
+    """Runs a rank's program and ends the process so that the whole job ends, with the cause shown last.
+
+    A Failure is one line, shown once per job. Any other exception is a traceback, and the process ends at once without
+    leaving the world, because a rank that stayed in its exit handlers would keep its peers waiting for ever. A rank
+    that only lost its peer stays silent unless its launcher leaves it alive.
+    """
+    stop = StopSignal()
+    where = place()
+    try:
+        code = program(stop)
+    except Failure as failure:
+        if debug:
+            traceback.print_exc()
+        stop.peer_lost = True
+        if where.rank:
+            time.sleep(PEER_PATIENCE_S)
+        print(f"hvdtrain: {_who(where)}{failure}", file=sys.stderr, flush=True)
+        code = failure.code
+    except Exception as error:
+        stop.peer_lost = True
+        if _lost_peer(error):
+            time.sleep(PEER_PATIENCE_S)
+            print(f"hvdtrain: {_who(where)}lost contact with another rank: {error}", file=sys.stderr, flush=True)
+        else:
+            sys.stderr.write(f"hvdtrain: {_who(where)}failed:\n{traceback.format_exc()}")
+            sys.stderr.flush()
+        code = exits.FAILED
+    if code and where.launcher != "alone":
+        sys.stdout.flush()
+        os._exit(code)
+    raise SystemExit(code)
+
+
+def _who(where: Place) -> str:
+    return f"rank {where.rank} on {socket.gethostname()}: " if where.rank else ""
+
+
+def _lost_peer(error: BaseException | None) -> bool:
+    """Whether Horovod raised this because another rank went away."""
+    while error is not None:
+        if type(error).__name__ == "HorovodInternalError" or "Horovod" in str(error):
+            return True
+        error = error.__cause__
+    return False

@@ -1,0 +1,73 @@
+"""Laws of what ranks do together, on real ranks: sums equal NumPy's, evaluation equals one process's, failures end jobs."""
+
+from __future__ import annotations
+
+import runpy
+
+import numpy as np
+import pytest
+from conftest import PROGRAMS, document, launch
+
+FRAMEWORKS = ("torch", "tensorflow")
+
+
+def numpy_training() -> tuple[np.ndarray, list[float]]:
+    """The weights and losses of exchange.py's problem, trained on the whole batch in float64."""
+    program = runpy.run_path(str(PROGRAMS / "exchange.py"), run_name="read")
+    inputs, labels, weight = (np.asarray(a, dtype=np.float64) for a in program["problem"]())
+    one_hot = np.eye(program["CLASSES"])[labels.astype(int)]
+    momentum, losses = np.zeros_like(weight), []
+    for _ in range(program["STEPS"]):
+        logits = inputs @ weight.T
+        p = np.exp(logits - logits.max(1, keepdims=True))
+        p /= p.sum(1, keepdims=True)
+        losses.append(float(-np.log((p * one_hot).sum(1)).mean()))
+        gradient = (p - one_hot).T @ inputs / len(inputs) + 0.01 * weight
+        momentum = 0.9 * momentum + gradient
+        weight = weight - program["LR"] * momentum
+    return weight, losses
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("ranks", [0, 2, 3])
+def test_uneven_ranks_train_as_one_process_on_all_samples(framework: str, ranks: int) -> None:
+    report = document(launch(ranks, [str(PROGRAMS / "exchange.py"), framework]))
+    size = max(1, ranks)
+    weight, losses = numpy_training()
+    np.testing.assert_allclose(report["weight"], weight, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(report["losses"], losses, rtol=1e-5)
+    assert report["size"] == size
+    assert all(other == report["weight"] for other in report["weights_of_ranks"])
+    assert report["stopping"] is True, "the last rank asked to stop"
+    assert report["bytes_sent"] == 2 * (size - 1) * np.asarray(weight, dtype=np.float32).nbytes // size
+    assert report["sum"] == [size, sum(range(size))]
+    assert report["gathered"] == [{"rank": r, "text": "ä" * r} for r in range(size)]
+    assert report["agreed"] == {"own": [0.0] * 3, "same": [0, 1]}, "ranks that differ take rank 0's"
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_evaluation_is_exact_whatever_the_number_of_ranks(framework: str) -> None:
+    alone, two, three = (document(launch(n, [str(PROGRAMS / "evaluate.py"), framework])) for n in (0, 2, 3))
+    assert alone["accuracy"] == two["accuracy"] == three["accuracy"]
+    assert two["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+    assert three["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun", "horovodrun --gloo"])
+def test_a_rank_that_raises_ends_the_job_and_its_traceback_is_shown_last(launcher: str) -> None:
+    done = launch(2, [str(PROGRAMS / "failing.py"), "torch", "raise"], launcher)
+    assert done.returncode != 0
+    output = done.stderr + done.stdout
+    assert output.count("hvdtrain: ") == 1, "peers that only lost contact stay silent"
+    assert "hvdtrain: rank 1 on " in output
+    assert "ZeroDivisionError: the cause" in output[output.index("hvdtrain: ") :]
+
+
+def test_a_failure_of_one_rank_is_one_line_with_its_rank() -> None:
+    done = launch(2, [str(PROGRAMS / "failing.py"), "tensorflow", "failure"])
+    assert done.returncode == 65
+    lines = [line for line in done.stderr.splitlines() if "hvdtrain: " in line]
+    assert len(lines) == 1
+    assert "rank 1" in lines[0]
+    assert lines[0].endswith("photo.jpg: truncated; remove it")
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,74 @@
+"""The `hvdtrain` command: what is not training itself. Each part is imported when its subcommand runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+from hvdtrain import __version__, config, exits
+from hvdtrain.exits import Failure
+
+IMAGES = """Prepare a folder of pictures, one folder per class, for training.
+
+Every picture is decoded, turned upright, resized and stored once in memory-mapped arrays, so that a run reads them at
+once. An interrupted preparation goes on where it was when the same command is given again.
+
+examples:
+  hvdtrain data images Fish_Dataset fish --size 197x148 --gray --split 85/2/13
+  hvdtrain data images photos prepared --size 224x224 --dtype uint8 --on-bad-sample skip
+  python -m hvdtrain.resnet --data fish
+"""
+
+
+def data_images(arguments: list[str]) -> int:
+    from hvdtrain.data.images import ImagesConfig, prepare
+
+    settings = config.parse(
+        ImagesConfig, arguments, prog="hvdtrain data images", purpose=IMAGES, positionals=("source", "destination")
+    )
+    print(json.dumps(prepare(settings), indent=2))
+    return exits.OK
+
+
+# words -> (what it does, the function that takes the arguments behind them)
+COMMANDS: dict[tuple[str, ...], tuple[str, Callable[[list[str]], int]]] = {
+    ("data", "images"): ("prepare a folder of pictures for training", data_images),
+}
+
+
+def usage() -> str:
+    lines = [f"  hvdtrain {' '.join(words):<14}{purpose}" for words, (purpose, _) in COMMANDS.items()]
+    return (
+        "hvdtrain: what is not training itself\n\n"
+        + "\n".join(lines)
+        + "\n\nEach has a --help of its own. Training is started by its entry point: python -m hvdtrain.resnet --help"
+    )
+
+
+def main() -> NoReturn:
+    arguments = sys.argv[1:]
+    if arguments in ([], ["--help"], ["-h"]):
+        print(usage())
+        raise SystemExit(exits.OK if arguments else exits.USAGE)
+    if arguments == ["--version"]:
+        print(f"hvdtrain {__version__}")
+        raise SystemExit(exits.OK)
+    for words, (_, function) in COMMANDS.items():
+        if tuple(arguments[: len(words)]) == words:
+            try:
+                raise SystemExit(function(arguments[len(words) :]))
+            except Failure as failure:
+                print(f"hvdtrain: {failure}", file=sys.stderr)
+                raise SystemExit(failure.code) from None
+            except KeyboardInterrupt:
+                raise SystemExit(exits.SIGINT) from None
+    known = ", ".join(" ".join(words) for words in COMMANDS)
+    asked = " ".join(arguments[:2])
+    print(f"hvdtrain: unknown command {asked!r}; known: {known} (see hvdtrain --help)", file=sys.stderr)
+    raise SystemExit(exits.USAGE)
+
+
+if __name__ == "__main__":
+    main()

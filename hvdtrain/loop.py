@@ -1,0 +1,289 @@
+"""The step loop, blind to framework, model and strategy.
+
+    for each epoch:
+        for each batch:  gradients -> strategy -> apply -> record
+        evaluate on the validation split, record, save a checkpoint
+    evaluate on the test split, record, mark the run COMPLETE
+
+A signal, or a signal to any other rank, ends the loop after the current step with a checkpoint of that very step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from hvdtrain import records
+from hvdtrain.checkpoint import Checkpoints
+from hvdtrain.config import BatchPlan, TrainConfig
+from hvdtrain.data import Dataset, Split
+from hvdtrain.data.loader import Loader
+from hvdtrain.evaluation import evaluate
+from hvdtrain.exits import Failure
+from hvdtrain.frameworks import Replica
+from hvdtrain.progress import Progress
+from hvdtrain.strategies import Strategy
+from hvdtrain.timing import WARMUP_STEPS, Clock
+from hvdtrain.world import StopSignal, World
+
+
+@dataclasses.dataclass
+class Position:
+    """How far the run is, and the sums that its records are made of; saved with each checkpoint."""
+
+    step: int = 0
+    """Steps done since the start of the run"""
+    loss: float = 0.0
+    """Sums over the current epoch and all ranks"""
+    correct: float = 0.0
+    samples: int = 0
+    epoch_s: float = 0.0
+    rated_samples: int = 0
+    """Samples over all ranks, and seconds, of the current epoch's steps that are not warm-up"""
+    rated_s: float = 0.0
+    total_rated_samples: int = 0
+    total_rated_s: float = 0.0
+    total_data_s: float = 0.0
+    train_s: float = 0.0
+    validation_s: float = 0.0
+    checkpoint_s: float = 0.0
+    bytes_sent: int = 0
+    validation_accuracy: list[float | None] = dataclasses.field(default_factory=list)
+
+    def end_epoch(self) -> None:
+        self.loss = self.correct = self.epoch_s = self.rated_s = 0.0
+        self.samples = self.rated_samples = 0
+
+
+class Loop:
+    """One rank's training run in `folder`, which exists. All ranks call the same methods in the same order."""
+
+    def __init__(
+        self,
+        *,
+        workload: str,
+        config: TrainConfig,
+        plan: BatchPlan,
+        dataset: Dataset,
+        loader: Loader,
+        world: World,
+        replica: Replica,
+        strategy: Strategy,
+        parameters: int,
+        folder: Path,
+        identity: dict[str, Any],
+        stop: StopSignal,
+    ) -> None:
+        self._workload, self._config, self._plan = workload, config, plan
+        self._dataset, self._loader, self._world = dataset, loader, world
+        self._replica, self._strategy, self._parameters = replica, strategy, parameters
+        self._folder, self._stop = folder, stop
+        self._checkpoints = Checkpoints(
+            folder / "checkpoints", world, keep=config.keep_checkpoints, identity=identity, report=self._say
+        )
+        self._writer = records.Writer(folder / "metrics" / f"rank{world.rank:04d}.jsonl")
+        self._clock = Clock(replica.synchronize)
+        self._at = Position()
+        self._steps_here = 0
+        self._first_step_s: float | None = None
+
+    def run(self) -> records.Summary | None:
+        """Trains to the end; None if a signal stopped it first (its checkpoint is saved)."""
+        if self._config.resume:
+            self._resume()
+        self._stop.resumable = True
+        (self._folder / "COMPLETE").unlink(missing_ok=True)
+        while self._at.step < self._plan.steps:
+            if not self._epoch(self._at.step // self._plan.steps_per_epoch):
+                return None
+        return self._finish()
+
+    def _epoch(self, epoch: int) -> bool:
+        """Trains from where the epoch stands to its end, evaluates, records, saves; False if stopped by a signal."""
+        start = self._at.step % self._plan.steps_per_epoch
+        batches = self._loader.epoch(epoch, start=start)
+        label = f"epoch {epoch + 1}/{self._config.epochs}"
+        with Progress(label, self._plan.steps_per_epoch - start, "steps", enabled=self._speaks()) as progress:
+            try:
+                for _ in range(start, self._plan.steps_per_epoch):
+                    loss, stopping = self._step(epoch, batches)
+                    progress.advance(note=f"loss {loss:.4f}")
+                    if stopping:
+                        self._save()
+                        return False
+                    every = self._config.checkpoint_steps
+                    if every and self._at.step % every == 0 and self._at.step % self._plan.steps_per_epoch:
+                        self._save()
+            finally:
+                batches.close()
+        self._end_epoch(epoch)
+        return True
+
+    def _step(self, epoch: int, batches: Any) -> tuple[float, bool]:
+        """One step on all ranks: its mean loss, and whether some rank was asked to stop."""
+        at, clock, lr = self._at, self._clock, self._plan.learning_rate(self._at.step)
+        began = time.perf_counter()
+        with clock.span("data"):
+            batch = next(batches)
+        with clock.span("compute"):
+            gradients = self._replica.backward(batch, self._stop.requested is not None)
+        with clock.span("communication"):
+            gradients, sent = self._strategy.exchange(gradients)
+        with clock.span("compute"):
+            self._replica.apply(gradients, lr)
+            sums = self._replica.sums()
+        loss = sums.loss / batch.total_weight
+        timed = self._replica.exchange_is_timed or not self._strategy.in_backward
+        communication_s = clock.take("communication")
+        record = records.Step(
+            step=at.step,
+            epoch=epoch,
+            loss=loss,
+            samples=batch.weight,
+            lr=lr,
+            data_s=clock.take("data"),
+            compute_s=clock.take("compute"),
+            communication_s=communication_s if timed else None,
+            bytes_sent=sent,
+            warmup=self._steps_here < WARMUP_STEPS,
+        )
+        self._writer.write(record)
+        if not math.isfinite(loss):
+            raise Failure(
+                f"the loss is {loss} at step {at.step} (epoch {epoch + 1}, learning rate {lr:g}): lower --lr or "
+                f"lengthen --warmup-epochs; checkpoints of earlier steps are in {self._folder / 'checkpoints'}"
+            )
+        seconds = time.perf_counter() - began
+        at.step += 1
+        at.loss += sums.loss
+        at.correct += sums.correct
+        at.samples += batch.total_weight
+        at.epoch_s += seconds
+        at.bytes_sent += sent
+        if not record.warmup:
+            at.rated_samples += batch.total_weight
+            at.rated_s += seconds
+            at.total_rated_samples += batch.total_weight
+            at.total_rated_s += seconds
+            at.total_data_s += record.data_s
+        if self._steps_here == 0:
+            self._first_step_s = _process_age_s()
+        self._steps_here += 1
+        return loss, sums.stopping
+
+    def _end_epoch(self, epoch: int) -> None:
+        at = self._at
+        with self._clock.span("validation"):
+            validation_loss, validation_accuracy = self._evaluate(self._dataset.validation)
+        validation_s = self._clock.take("validation")
+        record = records.Epoch(
+            epoch=epoch,
+            step=at.step,
+            train_loss=at.loss / at.samples,
+            train_accuracy=at.correct / at.samples,
+            validation_loss=validation_loss,
+            validation_accuracy=validation_accuracy,
+            train_s=at.epoch_s,
+            validation_s=validation_s,
+            samples=at.samples,
+            samples_per_s=at.rated_samples / at.rated_s if at.rated_s else None,
+        )
+        at.train_s += at.epoch_s
+        at.validation_s += validation_s
+        best = [a for a in at.validation_accuracy if a is not None]
+        is_best = validation_accuracy is not None and validation_accuracy > max(best, default=-1.0)
+        at.validation_accuracy.append(validation_accuracy)
+        at.end_epoch()
+        if self._world.rank == 0:
+            self._writer.write(record)
+            accuracy = "none" if validation_accuracy is None else f"{validation_accuracy:.4f}"
+            rate = "" if record.samples_per_s is None else f", {record.samples_per_s:.0f} samples/s"
+            self._say(
+                f"epoch {epoch + 1}/{self._config.epochs}: train loss {record.train_loss:.4f} accuracy "
+                f"{record.train_accuracy:.4f}, validation accuracy {accuracy}, {record.train_s:.1f} s{rate}"
+            )
+        every = self._config.checkpoint_epochs
+        if every and (epoch + 1) % every == 0:
+            self._save(best=is_best)
+
+    def _finish(self) -> records.Summary:
+        """Evaluates on the test split, writes the summary and then COMPLETE."""
+        at, world = self._at, self._world
+        with self._clock.span("test"):
+            test_loss, test_accuracy = self._evaluate(self._dataset.test)
+        facts = world.gather([world.host, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024])
+        rate = at.total_rated_samples / at.total_rated_s if at.total_rated_s else None
+        summary = records.Summary(
+            run_dir=str(self._folder),
+            workload=self._workload,
+            framework=world.framework,
+            strategy=self._config.strategy,
+            ranks=world.size,
+            hosts=len({host for host, _ in facts}),
+            parameters=self._parameters,
+            global_batch=self._plan.global_batch,
+            epochs=self._config.epochs,
+            steps=at.step,
+            test_accuracy=test_accuracy,
+            test_loss=test_loss,
+            validation_accuracy=at.validation_accuracy,
+            train_s=at.train_s,
+            validation_s=at.validation_s,
+            test_s=self._clock.take("test"),
+            checkpoint_s=at.checkpoint_s,
+            samples_per_s=rate,
+            samples_per_s_per_rank=rate / world.size if rate else None,
+            data_share=at.total_data_s / at.total_rated_s if at.total_rated_s else None,
+            bytes_sent=at.bytes_sent,
+            first_step_s=self._first_step_s,
+            peak_rss_bytes=max(rss for _, rss in facts),
+        )
+        if world.rank == 0:
+            self._writer.write(summary)
+            records.write_document(self._folder / "COMPLETE", {"schema": records.SCHEMA, "utc": records.utc_now()})
+        self._writer.close()
+        return summary
+
+    def _evaluate(self, split: Split) -> tuple[float | None, float | None]:
+        return evaluate(self._replica, split, self._plan.rank_batch, self._world)
+
+    def _save(self, best: bool = False) -> None:
+        began = time.perf_counter()
+        local = {f"buffer.{name}": array for name, array in self._replica.local_state().items()}
+        local |= {f"strategy.{name}": array for name, array in self._strategy.state().items()}
+        self._checkpoints.save(self._at.step, self._replica.state(), local, dataclasses.asdict(self._at), best=best)
+        seconds = time.perf_counter() - began
+        self._at.checkpoint_s += seconds
+        if self._world.rank == 0:
+            self._writer.write(records.Saved(step=self._at.step, checkpoint_s=seconds, best=best))
+
+    def _resume(self) -> None:
+        loaded = self._checkpoints.newest()
+        if loaded is None:
+            self._say("no valid checkpoint to resume from: starting at step 0")
+            return
+        self._at = Position(**loaded.progress)
+        self._replica.load(loaded.shared)
+        for prefix, load in (("buffer.", self._replica.load_local), ("strategy.", self._strategy.load)):
+            load({name.removeprefix(prefix): a for name, a in loaded.local.items() if name.startswith(prefix)})
+        self._writer.write(records.Resumed(step=self._at.step, utc=records.utc_now()))
+        self._say(f"resumed at step {self._at.step} of {self._plan.steps}")
+
+    def _speaks(self) -> bool:
+        return self._world.rank == 0 and not self._config.json
+
+    def _say(self, message: str) -> None:
+        if self._speaks():
+            print(message, file=sys.stderr, flush=True)
+
+
+def _process_age_s() -> float:
+    """Seconds since this process started (proc(5): field 22 of stat, in clock ticks since boot)."""
+    started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started

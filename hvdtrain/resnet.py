@@ -1,0 +1,171 @@
+"""Train ResNet-34 on images, on one process or on many ranks.
+
+examples:
+  python -m hvdtrain.resnet --epochs 2 --width 0.25
+  horovodrun -np 4 -H a:2,b:2 python -m hvdtrain.resnet
+  mpirun -np 2 python -m hvdtrain.resnet --framework tensorflow --json
+  python -m hvdtrain.resnet --config launch/presets/cruz2021_resnet34.toml --data PREPARED --dry-run
+
+Without --data it trains on scikit-learn's handwritten digits; `hvdtrain data images` prepares a folder of pictures.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+
+from hvdtrain import config as configuration
+from hvdtrain import data, exits, run, world
+from hvdtrain.data.loader import Loader
+from hvdtrain.exits import Failure
+from hvdtrain.frameworks import Replica, resolve
+from hvdtrain.models import resnet
+from hvdtrain.strategies import strategy_class
+
+WORKLOAD = "resnet"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResNetConfig(configuration.TrainConfig):
+    """What this workload is told besides."""
+
+    data: str = "digits"
+    """'digits', or a folder made by `hvdtrain data images`"""
+    image_size: str | None = None
+    """N or WIDTHxHEIGHT that digits are resized to (default: 32); a prepared folder has its own"""
+    width: float = 1.0
+    """Channels relative to ResNet-34"""
+    zero_gamma: bool = False
+    """Start the last BatchNorm of each block at 0, so that blocks start as the identity"""
+
+    def size(self) -> tuple[int, int] | None:
+        """(width, height) as asked; raises Failure (78) if it is no size."""
+        if self.image_size is None:
+            return None
+        parts = self.image_size.lower().split("x")
+        if len(parts) > 2 or not all(part.isdigit() and int(part) > 0 for part in parts):
+            raise Failure(
+                f"--image-size {self.image_size}: give N or WIDTHxHEIGHT, e.g. 32 or 197x148", exits.BAD_CONFIG
+            )
+        return int(parts[0]), int(parts[-1])
+
+
+def main(stop: world.StopSignal) -> int:
+    # 1. Config: flags, file, variables; then what the launcher says of our place among the ranks.
+    config = configuration.parse(ResNetConfig, prog="python -m hvdtrain.resnet", purpose=__doc__ or "")
+    framework, strategy_type = resolve(config.framework), strategy_class(config.strategy)
+    config = dataclasses.replace(config, framework=framework)
+    place = world.place()
+    threads = world.threads_per_rank(config.threads, place)
+
+    # 2. Data: memory-mapped splits, and this rank's share of each epoch.
+    dataset = data.load(config.data, config.size())
+    batch = configuration.rank_batch(config, place.size)
+    loader = Loader(dataset.train, batch_size=batch, rank=place.rank, size=place.size, seed=config.seed)
+    plan = configuration.batch_plan(config, place.size, loader.steps_per_epoch)
+
+    # 3. Model: numbers first, so that a dry run needs no framework.
+    height, width, channels = dataset.image_shape
+    spec = resnet.ResNetSpec(
+        channels=channels, classes=len(dataset.classes), width=config.width, zero_gamma=config.zero_gamma
+    )
+    parameters = resnet.parameter_count(spec)
+    facts = {
+        "model": f"ResNet-34, width {config.width:g}: {parameters:,} parameters, {4 * parameters / 1e6:.2f} MB",
+        "data": f"{dataset.name}: {len(dataset.train.labels):,} training, {len(dataset.validation.labels):,} "
+        f"validation, {len(dataset.test.labels):,} test images of {width}x{height}x{channels}, "
+        f"{len(dataset.classes)} classes",
+        "ranks": f"{place.size} ({place.launcher}), {framework}, {threads} threads each",
+    }
+    if config.dry_run:
+        if place.rank == 0:
+            sent = 2 * (place.size - 1) * 4 * parameters // place.size
+            run.show_dry_run(config, plan, {**facts, "exchange": f"{sent / 1e6:.2f} MB sent per rank and step"})
+        return exits.OK
+
+    # 4. World and strategy: connect the ranks.
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # read when a framework is first imported
+    if framework == "torch":
+        from hvdtrain.frameworks.pytorch import TorchReplica, prepare
+    else:
+        from hvdtrain.frameworks.tensorflow import PRECISIONS, TensorFlowReplica, prepare
+    device = prepare(config.device, place.local_rank, threads)
+    ranks = world.World(framework)
+    strategy = strategy_type(ranks, 4 * parameters)
+    facts["exchange"] = (
+        f"{config.strategy} over {ranks.collectives}: {strategy.bytes_per_step() / 1e6:.2f} MB per rank and step"
+    )
+
+    # 5. Replica: the same weights from the same seed on every rank.
+    replica: Replica
+    if framework == "torch":
+        from hvdtrain.models.resnet_torch import ResNetTorch
+
+        replica = TorchReplica(ResNetTorch(spec), device=device, config=config, world=ranks, strategy=strategy)
+    else:
+        from hvdtrain.models.resnet_tf import ResNetTF
+
+        model = ResNetTF(spec, PRECISIONS[config.precision])
+        replica = TensorFlowReplica(model, device=device, config=config, world=ranks, strategy=strategy)
+    state = ranks.agreed(resnet.initial_state(spec, config.seed))
+    replica.load({f"parameter.{name}": state[name] for name in resnet.parameters(spec)})
+    replica.load_local({name: state[name] for name in resnet.buffers(spec)})
+    facts["device"] = device
+
+    # 6. Loop: train, evaluate, save; every record goes to the run's folder.
+    from hvdtrain.loop import Loop
+
+    folder = run.open_folder(config, WORKLOAD, ranks)
+    run.write_manifest(
+        folder,
+        workload=WORKLOAD,
+        config=config,
+        plan=plan,
+        data={"name": dataset.name, "classes": len(dataset.classes), "fingerprint": dataset.fingerprint}
+        | {split: len(getattr(dataset, split).labels) for split in ("train", "validation", "test")},
+        model={"name": "resnet34", "parameters": parameters, "spec": dataclasses.asdict(spec)},
+        device=device,
+        threads=threads,
+        world=ranks,
+    )
+    if ranks.rank == 0 and not config.json:
+        print(run.arithmetic(config, plan, facts), file=sys.stderr, flush=True)
+    loop = Loop(
+        workload=WORKLOAD,
+        config=config,
+        plan=plan,
+        dataset=dataset,
+        loader=loader,
+        world=ranks,
+        replica=replica,
+        strategy=strategy,
+        parameters=parameters,
+        folder=folder,
+        identity={
+            "workload": WORKLOAD,
+            "model": dataclasses.asdict(spec),
+            "data": dataset.fingerprint,
+            "strategy": config.strategy,
+            "ranks": ranks.size,
+            "batch_size": batch,
+            "seed": config.seed,
+        },
+        stop=stop,
+    )
+    summary = loop.run()
+
+    # 7. Results: on stdout, once.
+    if summary is None:
+        if ranks.rank == 0:
+            print(f"hvdtrain: stopped; continue with --run-dir {folder} --resume", file=sys.stderr, flush=True)
+        ranks.leave()
+        return exits.RESUMABLE
+    if ranks.rank == 0:
+        run.show_summary(summary, as_json=config.json)
+    ranks.leave()
+    return exits.OK
+
+
+if __name__ == "__main__":
+    world.run(main, debug="--debug" in sys.argv)

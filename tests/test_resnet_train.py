@@ -1,0 +1,278 @@
+"""`python -m hvdtrain.resnet` as users start it: alone, under mpirun, under horovodrun; stopped, killed and resumed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import ROOT, SMALL, command, document, environment, launch, resnet
+from safetensors.numpy import load_file
+
+from hvdtrain import records
+
+FRAMEWORKS = ("torch", "tensorflow")
+SUMMARY_KEYS = (
+    "schema run_dir framework strategy ranks hosts parameters epochs test_accuracy test_loss train_s validation_s"
+    " test_s samples_per_s"
+).split()
+
+
+def read_run(folder: Path, rank: int = 0) -> dict[str, list[Any]]:
+    """The records of one rank by type."""
+    found: dict[str, list[Any]] = {name: [] for name in records.RECORDS}
+    for record in records.read(folder / "metrics" / f"rank{rank:04d}.jsonl"):
+        found[record.type].append(record)
+    return found
+
+
+def newest_arrays(folder: Path) -> dict[str, np.ndarray]:
+    """Everything in the newest checkpoint, file name and array name -> array."""
+    newest = max((folder / "checkpoints").glob("step-*"))
+    return {
+        f"{file.name}/{name}": array
+        for file in sorted(newest.glob("*.safetensors"))
+        for name, array in load_file(file).items()
+    }
+
+
+@contextlib.contextmanager
+def started(ranks: int, folder: Path, *flags: str) -> Iterator[subprocess.Popen[str]]:
+    """A run in the background; killed with its children if it is still there at the end."""
+    process = subprocess.Popen(
+        command(ranks, ["-m", "hvdtrain.resnet", "--run-dir", str(folder), *flags]),
+        env=environment(),
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def wait_for_steps(process: subprocess.Popen[str], folder: Path, steps: int) -> None:
+    """Returns once rank 0 has recorded so many steps."""
+    path = folder / "metrics" / "rank0000.jsonl"
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline and process.poll() is None:
+        if path.exists() and path.read_bytes().count(b'"type":"step"') >= steps:
+            return
+        time.sleep(0.002)
+    raise AssertionError(f"no {steps} steps: exit code {process.poll()}")
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_one_process_trains_and_leaves_a_whole_run_folder(framework: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    flags = ["--framework", framework, "--epochs", "2", "--json", "--run-dir", str(folder), *SMALL]
+    summary = document(resnet(0, *flags))
+    assert set(SUMMARY_KEYS) <= set(summary)
+    assert (summary["framework"], summary["ranks"], summary["hosts"], summary["epochs"]) == (framework, 1, 1, 2)
+    assert 0.2 < summary["test_accuracy"] <= 1, "it learns something in two epochs"
+    manifest = records.from_json(json.loads((folder / "manifest.json").read_text()), "manifest.json")
+    assert manifest.config["framework"] == framework
+    assert manifest.model["parameters"] == summary["parameters"]
+    assert (folder / "COMPLETE").exists()
+    found = read_run(folder)
+    assert [step.step for step in found["step"]] == list(range(summary["steps"]))
+    assert sum(step.samples for step in found["step"]) == 2 * manifest.data["train"]
+    assert [epoch.samples for epoch in found["epoch"]] == [manifest.data["train"]] * 2
+    assert [step.warmup for step in found["step"][:5]] == [True] * 3 + [False] * 2
+    assert found["epoch"][0].train_loss == pytest.approx(
+        sum(s.loss * s.samples for s in found["step"] if s.epoch == 0) / manifest.data["train"]
+    )
+    timed = [s.data_s + s.compute_s + (s.communication_s or 0) for s in found["step"]]
+    assert sum(timed) <= summary["train_s"]
+
+
+def test_both_frameworks_give_the_same_first_losses(tmp_path: Path) -> None:
+    # Blocks that start as the identity, and a small rate: otherwise a relative change of 1e-7 in the weights of one
+    # framework alone moves the loss by 0.1 within five steps, and no two programs could agree (docs/LOG.md).
+    flags = ["--image-size", "48", "--width", "0.125", "--batch-size", "48", "--zero-gamma", "--lr", "0.005"]
+    losses = []
+    for framework in FRAMEWORKS:
+        folder = tmp_path / framework
+        document(resnet(0, "--framework", framework, "--epochs", "1", "--json", "--run-dir", str(folder), *flags))
+        losses.append([step.loss for step in read_run(folder)["step"][:10]])
+    np.testing.assert_allclose(losses[0], losses[1], atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("framework", "launcher", "ranks"),
+    [("torch", "horovodrun", 2), ("tensorflow", "horovodrun", 2), ("torch", "mpirun", 3)],
+)
+def test_ranks_record_equal_losses_and_disjoint_samples(
+    framework: str, launcher: str, ranks: int, tmp_path: Path
+) -> None:
+    flags = ["--framework", framework, "--epochs", "1", "--json", "--run-dir", str(tmp_path / "run"), *SMALL]
+    summary = document(resnet(ranks, *flags, launcher=launcher))
+    assert summary["ranks"] == ranks
+    found = [read_run(tmp_path / "run", rank) for rank in range(ranks)]
+    assert all([s.loss for s in each["step"]] == [s.loss for s in found[0]["step"]] for each in found)
+    trained = json.loads((tmp_path / "run" / "manifest.json").read_text())["data"]["train"]
+    assert sum(s.samples for each in found for s in each["step"]) == trained
+    assert sum(s.bytes_sent for s in found[0]["step"]) == summary["bytes_sent"] > 0
+    arrays = newest_arrays(tmp_path / "run")
+    assert {name.split("/")[0] for name in arrays} == {
+        "shared.safetensors",
+        *(f"rank{rank:04d}.safetensors" for rank in range(ranks)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("framework", "ranks", "tolerance"), [("torch", 0, 0.0), ("torch", 2, 0.0), ("tensorflow", 0, 1e-6)]
+)
+def test_resumed_equals_uninterrupted(framework: str, ranks: int, tolerance: float, tmp_path: Path) -> None:
+    flags = ["--framework", framework, "--epochs", "3", "--json", *SMALL]
+    whole = document(resnet(ranks, "--run-dir", str(tmp_path / "whole"), *flags))
+    cut = tmp_path / "cut"
+    with started(ranks, cut, *flags) as process:
+        wait_for_steps(process, cut, 17)
+        process.send_signal(signal.SIGUSR1)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 75, errors
+    assert "--resume" in errors
+    assert not (cut / "COMPLETE").exists()
+    resumed = document(resnet(ranks, "--run-dir", str(cut), "--resume", *flags))
+    assert len(read_run(cut)["resumed"]) == 1
+    expected, got = newest_arrays(tmp_path / "whole"), newest_arrays(cut)
+    assert expected.keys() == got.keys()
+    for name, array in expected.items():
+        np.testing.assert_allclose(got[name], array, rtol=tolerance, atol=tolerance, err_msg=name)
+    assert resumed["test_loss"] == pytest.approx(whole["test_loss"], abs=tolerance)
+    assert resumed["validation_accuracy"] == whole["validation_accuracy"]
+    assert [e.train_loss for e in read_run(cut)["epoch"]] == pytest.approx(
+        [e.train_loss for e in read_run(tmp_path / "whole")["epoch"]], abs=tolerance
+    )
+
+
+def test_killed_run_resumes_from_its_last_checkpoint_to_the_same_end(tmp_path: Path) -> None:
+    flags = ["--framework", "torch", "--epochs", "2", "--json", "--checkpoint-steps", "5", *SMALL]
+    document(resnet(0, "--run-dir", str(tmp_path / "whole"), *flags))
+    cut = tmp_path / "cut"
+    with started(0, cut, *flags) as process:
+        wait_for_steps(process, cut, 18)
+        process.kill()
+    document(resnet(0, "--run-dir", str(cut), "--resume", *flags))
+    expected, got = newest_arrays(tmp_path / "whole"), newest_arrays(cut)
+    for name, array in expected.items():
+        np.testing.assert_array_equal(got[name], array, err_msg=name)
+
+
+def test_torch_checkpoint_continues_in_tensorflow(tmp_path: Path) -> None:
+    flags = ["--json", "--run-dir", str(tmp_path), *SMALL]
+    first = document(resnet(0, "--framework", "torch", "--epochs", "1", "--schedule", "constant", *flags))
+    second = document(
+        resnet(0, "--framework", "tensorflow", "--epochs", "2", "--schedule", "constant", "--resume", *flags)
+    )
+    assert second["validation_accuracy"][0] == first["validation_accuracy"][0]
+    assert second["steps"] == 2 * first["steps"]
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_low_precision_starts_close_to_fp32(framework: str, precision: str, tmp_path: Path) -> None:
+    losses = []
+    for each in ("fp32", precision):
+        folder = tmp_path / each
+        flags = ["--framework", framework, "--precision", each, "--epochs", "1", "--json", "--run-dir", str(folder)]
+        document(resnet(0, *flags, *SMALL))
+        losses.append([step.loss for step in read_run(folder)["step"][:4]])
+    np.testing.assert_allclose(losses[1], losses[0], rtol=0.05)
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_a_loss_that_is_no_number_stops_the_run_with_step_and_rate(ranks: int, tmp_path: Path) -> None:
+    flags = ["--lr", "1e18", "--warmup-epochs", "0", "--epochs", "1", "--run-dir", str(tmp_path / "run"), *SMALL]
+    done = resnet(ranks, *flags)
+    assert done.returncode == 1
+    lines = [line for line in done.stderr.splitlines() if "hvdtrain: " in line]
+    assert len(lines) == 1, done.stderr
+    assert "the loss is" in lines[0]
+    assert "at step" in lines[0]
+    assert "learning rate" in lines[0]
+
+
+BAD = [
+    (["--lr", "x"], 2, "--lr: Expected a float"),
+    (["--frmework", "torch"], 2, "unrecognized arguments"),
+    (["--framework", "mxnet"], 2, "one of ['torch', 'tensorflow', 'auto']"),
+    (["--config", "nowhere.toml"], 2, "nowhere.toml: no such file"),
+    (["--batch-size", "0"], 78, "--batch-size is 0"),
+    (["--batch-size", "8", "--global-batch-size", "8"], 78, "give one of them"),
+    (["--strategy", "telepathy"], 78, "known: allreduce"),
+    (["--image-size", "axb"], 78, "WIDTHxHEIGHT"),
+    (["--data", "nowhere"], 65, "nowhere"),
+    (["--resume"], 78, "--run-dir"),
+    (["--width", "0"], 78, "width"),
+    (["--batch-size", "8", "--epochs", "1", "--warmup-epochs", "2"], 78, "--warmup-epochs"),
+]
+
+
+@pytest.mark.parametrize(("flags", "code", "text"), BAD, ids=lambda value: str(value)[:30])
+def test_bad_input_is_one_line_and_its_exit_code(flags: list[str], code: int, text: str) -> None:
+    done = resnet(0, *flags)
+    assert done.returncode == code, done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert text in done.stderr
+    assert done.stdout == ""
+
+
+def test_bad_input_under_a_launcher_is_said_once() -> None:
+    done = resnet(2, "--global-batch-size", "7")
+    assert done.returncode == 78
+    assert done.stderr.count("hvdtrain: ") == 1
+    assert "is not a multiple of 2 ranks: try 8" in done.stderr
+
+
+def test_a_folder_with_a_run_or_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text("{}")
+    done = resnet(0, "--run-dir", str(tmp_path), *SMALL)
+    assert done.returncode == 73
+    assert "--resume" in done.stderr.splitlines()[-1]
+    done = resnet(0, "--run-dir", "/proc/nothing", *SMALL)
+    assert done.returncode == 73
+    assert "choose another --run-dir" in done.stderr.splitlines()[-1]
+
+
+def test_dry_run_prints_the_arithmetic_and_loads_no_framework(tmp_path: Path) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text('global_batch_size = 64\nlr = 0.2\nlr_scaling = "linear"\nseed = 3\n')
+    code = (
+        "import sys; sys.argv = ['resnet', '--dry-run', '--json', '--config', sys.argv[1], '--seed', '4']\n"
+        "from hvdtrain import resnet, world\n"
+        "try: world.run(resnet.main, debug=False)\n"
+        "finally: assert not {'torch', 'tensorflow', 'horovod'} & set(sys.modules)"
+    )
+    extra = {"HVDTRAIN_LR": "9", "HVDTRAIN_MOMENTUM": "0.5"}
+    done = launch(0, ["-c", code, str(config)], extra=extra)
+    shown = document(done)
+    asked = {name: shown["config"][name] for name in ("seed", "lr", "momentum")}
+    assert asked == {"seed": 4, "lr": 0.2, "momentum": 0.5}, "flag over file over variable over default"
+    assert shown["plan"]["rank_batch"] == shown["plan"]["global_batch"] == 64
+    assert "21,283,530" in shown["facts"]["model"]
+
+
+def test_a_signal_before_the_first_step_has_nothing_to_resume() -> None:
+    code = (
+        "import os, signal\nfrom hvdtrain import world\n"
+        "world.run(lambda stop: os.kill(os.getpid(), signal.SIGTERM) or 0, debug=False)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), cwd=ROOT, check=False)
+    assert done.returncode == 143

@@ -62,6 +62,9 @@ def main() -> NoReturn:
             except Failure as failure:
                 print(f"hvdtrain: {failure}", file=sys.stderr)
                 raise SystemExit(failure.code) from None
+            except BrokenPipeError:  # the reader of our output has gone
+                sys.stdout = None
+                raise SystemExit(exits.FAILED) from None
             except KeyboardInterrupt:
                 raise SystemExit(exits.SIGINT) from None
     known = ", ".join(" ".join(words) for words in COMMANDS)

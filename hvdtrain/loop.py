@@ -10,6 +10,7 @@ A signal, or a signal to any other rank, ends the loop after the current step wi
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -107,21 +108,20 @@ class Loop:
     def _epoch(self, epoch: int) -> bool:
         """Trains from where the epoch stands to its end, evaluates, records, saves; False if stopped by a signal."""
         start = self._at.step % self._plan.steps_per_epoch
-        batches = self._loader.epoch(epoch, start=start)
+        steps, every = self._plan.steps_per_epoch, self._config.checkpoint_steps
         label = f"epoch {epoch + 1}/{self._config.epochs}"
-        with Progress(label, self._plan.steps_per_epoch - start, "steps", enabled=self._speaks()) as progress:
-            try:
-                for _ in range(start, self._plan.steps_per_epoch):
-                    loss, stopping = self._step(epoch, batches)
-                    progress.advance(note=f"loss {loss:.4f}")
-                    if stopping:
-                        self._save()
-                        return False
-                    every = self._config.checkpoint_steps
-                    if every and self._at.step % every == 0 and self._at.step % self._plan.steps_per_epoch:
-                        self._save()
-            finally:
-                batches.close()
+        with (
+            contextlib.closing(self._loader.epoch(epoch, start=start)) as batches,
+            Progress(label, steps, "steps", enabled=self._speaks(), done=start) as progress,
+        ):
+            for _ in range(start, steps):
+                loss, stopping = self._step(epoch, batches)
+                progress.advance(note=f"loss {loss:.4f}")
+                if stopping:
+                    self._save()
+                    return False
+                if every and self._at.step % every == 0 and self._at.step % steps:
+                    self._save()
         self._end_epoch(epoch)
         return True
 

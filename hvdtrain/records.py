@@ -14,13 +14,12 @@ import os
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, get_args
 
 from hvdtrain import exits
 from hvdtrain.exits import Failure
 
 SCHEMA = "hvdtrain/1"
-R = TypeVar("R")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -150,7 +149,7 @@ class Summary:
 
 
 Record = Manifest | Step | Epoch | Saved | Resumed | Summary
-RECORDS: dict[str, type] = {cls.type: cls for cls in (Manifest, Step, Epoch, Saved, Resumed, Summary)}
+RECORDS: dict[str, type[Record]] = {cls.type: cls for cls in get_args(Record)}
 
 
 def utc_now() -> str:

@@ -84,10 +84,12 @@ def threads_per_rank(asked: int, where: Place, environment: Mapping[str, str] = 
     return max(1, mine if bound else mine // where.local_size)
 
 
-class Waitable(Protocol):
-    """What Horovod's torch optimizer offers: wait for the reductions that its backward hooks started."""
+class OverlappedOptimizer(Protocol):
+    """What Horovod's torch optimizer adds: its backward hooks start reductions, and someone must wait for them once."""
 
     def synchronize(self) -> None: ...
+
+    def skip_synchronize(self) -> contextlib.AbstractContextManager[None]: ...
 
 
 class World:
@@ -104,7 +106,7 @@ class World:
         self.host = socket.gethostname()
         self.framework = framework
         self.collectives = "none"
-        self._in_flight: Waitable | None = None
+        self._overlapped: OverlappedOptimizer | None = None
         self._hvd: Any = None
         if self.place.launcher == "alone":
             return
@@ -156,7 +158,7 @@ class World:
         digest = hashlib.sha256()
         for name, array in arrays.items():
             digest.update(name.encode())
-            digest.update(np.ascontiguousarray(array))
+            digest.update(np.ascontiguousarray(array).data)
         if len(set(self.gather(digest.hexdigest()))) == 1:
             return arrays
         return {
@@ -184,7 +186,7 @@ class World:
         if self._hvd is None:
             return optimizer
         wrapped = self._hvd.DistributedOptimizer(optimizer, named_parameters=named_parameters, op=self._hvd.Sum)
-        self._in_flight = wrapped
+        self._overlapped = wrapped
         return wrapped
 
     def tensorflow_tape(self, tape: Any) -> Any:
@@ -195,15 +197,14 @@ class World:
 
     def wait(self) -> None:
         """Waits until the reductions that backward started are done."""
-        if self._in_flight is not None:
-            self._in_flight.synchronize()
+        if self._overlapped is not None:
+            self._overlapped.synchronize()
 
     def updating(self, optimizer: Any) -> contextlib.AbstractContextManager[None]:
         """Tells Horovod's torch optimizer that its gradients have been waited for."""
-        if self._in_flight is optimizer:
-            manager: contextlib.AbstractContextManager[None] = optimizer.skip_synchronize()
-            return manager
-        return contextlib.nullcontext()
+        if self._overlapped is None or self._overlapped is not optimizer:
+            return contextlib.nullcontext()
+        return self._overlapped.skip_synchronize()
 
     def start_sum(self, tensor: Any, name: str) -> Any:
         """Starts the sum of a torch tensor over ranks, in place; `finish_sum` waits for it."""

@@ -1,4 +1,4 @@
-"""Laws of what ranks do together, on real ranks: sums equal NumPy's, evaluation equals one process's, failures end jobs."""
+"""Laws of real ranks together: sums equal NumPy's, evaluation equals one process's, a failure ends the job."""
 
 from __future__ import annotations
 

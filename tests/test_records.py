@@ -10,7 +10,16 @@ from hvdtrain import records
 from hvdtrain.exits import Failure
 
 STEP = records.Step(
-    step=1, epoch=0, loss=0.5, samples=3, lr=0.1, data_s=0.0, compute_s=1.0, communication_s=None, bytes_sent=7, warmup=True
+    step=1,
+    epoch=0,
+    loss=0.5,
+    samples=3,
+    lr=0.1,
+    data_s=0.0,
+    compute_s=1.0,
+    communication_s=None,
+    bytes_sent=7,
+    warmup=True,
 )
 
 
@@ -33,7 +42,7 @@ def test_records_come_back_equal_and_a_torn_line_costs_only_itself(tmp_path: Pat
 def test_a_whole_line_that_is_no_record_is_refused_with_file_and_line(line: str, tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text(f'{{"type":"resumed","step":1,"utc":"u","of":"the future"}}\n{line}\n')
-    with pytest.raises(Failure, match="x.jsonl:2") as error:
+    with pytest.raises(Failure, match=r"x\.jsonl:2") as error:
         list(records.read(path))
     assert error.value.code == 65
 

@@ -65,13 +65,10 @@ class Replica(Protocol):
         """Waits until the device has done all work given to it."""
 
 
-def resolve(framework: Literal["torch", "tensorflow", "auto"]) -> str:
+def resolve(framework: Literal["torch", "tensorflow", "auto"]) -> Literal["torch", "tensorflow"]:
     """The framework to use; raises Failure (78) if it is not installed."""
-    installed = [name for name in ("torch", "tensorflow") if importlib.util.find_spec(name)]
-    if framework == "auto" and installed:
-        return installed[0]
-    if framework not in installed:
-        names = "PyTorch or TensorFlow" if framework == "auto" else framework
-        wanted = "torch" if framework == "auto" else framework
-        raise Failure(f"{names} is not installed: run `make setup FRAMEWORKS={wanted}`", exits.BAD_CONFIG)
+    if framework == "auto":
+        framework = "torch" if importlib.util.find_spec("torch") else "tensorflow"
+    if importlib.util.find_spec(framework) is None:
+        raise Failure(f"{framework} is not installed: run `make setup FRAMEWORKS={framework}`", exits.BAD_CONFIG)
     return framework

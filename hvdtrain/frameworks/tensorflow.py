@@ -101,7 +101,7 @@ class TensorFlowReplica:
             tf.constant(batch.total_weight, tf.float32),
             tf.constant(stop, tf.float32),
         )
-        return gradients  # type: ignore[no-any-return]
+        return gradients
 
     def _backward(self, arrays: list[tf.Tensor], total_weight: tf.Tensor, stop: tf.Tensor) -> Any:
         tape = tf.GradientTape()

@@ -35,7 +35,9 @@ def torch_model():
 
         def loss(self, inputs, labels):
             logits = inputs @ self.weight.T
-            return torch.nn.functional.cross_entropy(logits, labels, reduction="sum"), (logits.argmax(1) == labels).sum()
+            return torch.nn.functional.cross_entropy(logits, labels, reduction="sum"), (
+                logits.argmax(1) == labels
+            ).sum()
 
     return Linear()
 

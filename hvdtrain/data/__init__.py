@@ -1,0 +1,141 @@
+"""Data sets as plain NumPy arrays, the same for every framework.
+
+    dataset = load("digits", (32, 32))                          # bundled, no download
+    dataset = load("fish", None)                                # a folder made by `hvdtrain data images`
+    loader = Loader(dataset.train, batch_size=128, rank=0, size=4, seed=1)     # hvdtrain.data.loader
+    for batch in loader.epoch(0): ...
+
+A batch always holds images as float32 in 0..1, laid out (samples, height, width, channels), and labels as int64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdtrain.exits import BAD_CONFIG, BAD_DATA, Failure
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """One part of a data set."""
+
+    samples: NDArray[Any]
+    """(N, height, width, channels); uint8 in 0..255, or float16 or float32 in 0..1. May be a memory map."""
+    labels: NDArray[np.int64]
+    """(N,), the index of each sample's class."""
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dataset:
+    """A data set cut into its three parts; each sample is in exactly one."""
+
+    name: str
+    classes: tuple[str, ...]
+    """Class names; a label is an index into them."""
+    train: Split
+    validation: Split
+    test: Split
+    fingerprint: str
+    """SHA-256 that changes whenever a sample, a label, a class name or the cut does."""
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """(height, width, channels) of every image."""
+        _, height, width, channels = self.train.samples.shape
+        return height, width, channels
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """What one rank works on in one step."""
+
+    arrays: tuple[NDArray[Any], ...]
+    """Images, float32 (n, height, width, channels) in 0..1; labels, int64 (n,)."""
+    weight: int
+    """Samples of this rank in this step (n)."""
+    total_weight: int
+    """Samples of all ranks in this step: a sum of losses divided by it, summed over ranks, is the exact mean."""
+
+
+def load(name: str, image_size: tuple[int, int] | None = None, *, verify: bool = False) -> Dataset:
+    """The data set called `name`: 'digits', or the path of a folder made by `hvdtrain data images`.
+
+    `image_size` is (width, height) in pixels; None means 32x32 for digits and the prepared size for a folder.
+    `verify` reads a folder's large array too and compares its SHA-256.
+    Raises Failure: BAD_DATA for a folder that is missing, foreign or damaged, BAD_CONFIG for a size it does not have.
+    """
+    if name == "digits":
+        from hvdtrain.data import digits
+
+        return digits.load(image_size or digits.DEFAULT_SIZE)
+
+    from hvdtrain.data.prepared import open_images
+
+    if not Path(name).is_dir():
+        raise Failure(f"no data set '{name}': name 'digits' or a folder made by `hvdtrain data images`", BAD_DATA)
+    dataset = open_images(name, verify=verify)
+    height, width, _ = dataset.image_shape
+    if image_size not in (None, (width, height)):
+        asked = "{}x{}".format(*image_size)
+        raise Failure(
+            f"{name} holds images of {width}x{height}, not {asked}: leave the size out, or prepare the pictures again"
+            f" with `hvdtrain data images ... --size {asked}`",
+            BAD_CONFIG,
+        )
+    return dataset
+
+
+def apportion(counts: Sequence[int], shares: Sequence[Fraction]) -> NDArray[np.int64]:
+    """Cuts each class into parts: how many of its `counts[c]` samples go to each part, as (classes, parts).
+
+    `shares` are fractions that sum to 1. What rounding owes a part in one class it gets back in the next ones, so that
+    a part's total is never two or more away from its share of all samples, and is exact where that share is whole:
+    2 % of 50 classes with 10 samples each are 10 samples, not 0.
+    """
+    scale = math.lcm(*(share.denominator for share in shares))
+    owed = [0] * len(shares)  # in 1/scale of a sample, exact
+    table = np.zeros((len(counts), len(shares)), np.int64)
+    for row, count in zip(table, counts, strict=True):
+        owed = [debt + count * int(share * scale) for debt, share in zip(owed, shares, strict=True)]
+        # Most of the samples at once, the last few one by one to the part that is owed most.
+        row[:] = [max(0, debt // scale - len(shares)) for debt in owed]
+        owed = [debt - int(given) * scale for debt, given in zip(owed, row, strict=True)]
+        for _ in range(count - int(row.sum())):
+            part = owed.index(max(owed))
+            row[part] += 1
+            owed[part] -= scale
+    return table
+
+
+def stratify(
+    labels: NDArray[np.int64], lots: NDArray[np.uint64], classes: int, shares: Sequence[Fraction]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Cuts samples into parts, class by class, by the lots they drew; returns (order, table).
+
+    `order` lists the samples part after part, and within a part by lot, so classes are mixed there;
+    `table` is `apportion`'s, (classes, parts). Each sample's lot is its own, so a sample that is taken out moves no
+    others except across the borders of parts.
+    """
+    table = apportion(np.bincount(labels, minlength=classes).tolist(), shares)
+    by_class = np.lexsort((lots, labels))
+    part = np.concatenate([np.repeat(np.arange(len(shares)), row) for row in table])
+    return by_class[np.lexsort((lots[by_class], part))], table
+
+
+def cut(samples: NDArray[Any], labels: NDArray[np.int64], table: NDArray[np.int64]) -> tuple[Split, Split, Split]:
+    """Train, validation and test as views of arrays that are already in `stratify`'s order."""
+    first, second = table.sum(axis=0).cumsum()[:2]
+    parts = (slice(None, first), slice(first, second), slice(second, None))
+    train, validation, test = (Split(samples=samples[part], labels=labels[part]) for part in parts)
+    return train, validation, test

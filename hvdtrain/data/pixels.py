@@ -1,0 +1,130 @@
+"""One picture -> one row of an array, and the processes that do it on all cores.
+
+What is done to a picture is told at the head of hvdtrain.data.images.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import get_context, parent_process
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+FORMATS = ("JPEG", "PNG", "GIF", "BMP", "TIFF", "WEBP")  # never PostScript, which Pillow gives to Ghostscript
+MAX_PIXELS = 89_478_485  # Pillow's own bound for a decompression bomb: 256 MiB of RGB
+
+Bad = dict[int, str]  # row -> what is wrong with its file
+
+
+def pixels(path: str, shape: tuple[int, int, int], fast_jpeg: bool = False) -> NDArray[np.uint8]:
+    """The picture at `path` as uint8 (height, width, channels = 1 or 3). Raises any exception if it is no good one."""
+    height, width, channels = shape
+    mode = "L" if channels == 1 else "RGB"
+    with Image.open(path, formats=FORMATS) as image:
+        if image.width * image.height > MAX_PIXELS:
+            raise ValueError(f"{image.width}x{image.height} pixels are more than {MAX_PIXELS:,}: a decompression bomb?")
+        if min(image.size) < 2:
+            raise ValueError(f"{image.width}x{image.height} pixels are no picture")
+        if fast_jpeg:
+            image.draft(mode, (max(width, height),) * 2)  # a square, as the picture may still have to be turned
+        ImageOps.exif_transpose(image, in_place=True)
+        small = _eight_bit(image, mode).resize((width, height), Image.Resampling.BILINEAR)
+    return np.asarray(small).reshape(shape)
+
+
+def _eight_bit(image: Image.Image, mode: str) -> Image.Image:
+    if image.mode.startswith("I;16"):
+        # Pillow's own conversion clips at 255.
+        image = Image.fromarray(((np.asarray(image).astype(np.uint32) * 255 + 32767) // 65535).astype(np.uint8))
+    elif image.mode in ("I", "F"):
+        raise ValueError("32 bits per pixel, of which nobody says what is white")
+    elif image.mode == "CMYK":
+        image = image.convert("RGB")
+    return image if image.mode == mode else image.convert(mode)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """Neighbouring rows, one worker's next piece of work."""
+
+    array: str
+    first: int
+    files: list[str]
+    shape: tuple[int, int, int]
+    dtype: str
+    fast_jpeg: bool
+
+
+def convert(chunk: Chunk) -> Bad:
+    """Fills the chunk's rows in the array file; a bad row stays zero."""
+    values = np.arange(256)
+    table = values.astype(np.uint8) if chunk.dtype == "uint8" else (values / 255).astype(chunk.dtype)
+    rows = np.zeros((len(chunk.files), *chunk.shape), chunk.dtype)
+    bad: Bad = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Pillow's are about metadata, and about the bombs that we refuse
+        for number, file in enumerate(chunk.files):
+            try:
+                rows[number] = table[pixels(file, chunk.shape, chunk.fast_jpeg)]
+            except Exception as error:  # a damaged file makes Pillow raise nearly anything
+                bad[chunk.first + number] = _reason(error, file)
+    start = len(npy_header(0, chunk.shape, chunk.dtype)) + chunk.first * rows[:1].nbytes
+    with open(chunk.array, "r+b", buffering=0) as array:  # noqa: PTH123  (a plain path travels lighter)
+        array.seek(start)
+        left = rows.data.cast("B")
+        while left:
+            left = left[array.write(left) :]
+    return bad
+
+
+def _reason(error: Exception, file: str) -> str:
+    if isinstance(error, UnidentifiedImageError):
+        return "empty file" if Path(file).stat().st_size == 0 else "no JPEG, PNG, GIF, BMP, TIFF or WebP picture"
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return " ".join((text or type(error).__name__).split())[:200]
+
+
+def npy_header(rows: int, shape: tuple[int, ...], dtype: str) -> bytes:
+    """The head of an .npy file; NumPy pads it, so that it is as long for any number of rows."""
+    head = io.BytesIO()
+    description = {"descr": np.dtype(dtype).str, "fortran_order": False, "shape": (rows, *shape)}
+    np.lib.format.write_array_header_1_0(head, description)
+    return head.getvalue()
+
+
+@contextmanager
+def workers(count: int) -> Iterator[Callable[[Callable[[Chunk], Bad], Iterable[Chunk]], Iterator[Bad]]]:
+    """A `map` over `count` processes (0: one per core; 1: this one) with results in order; leaving cancels the rest."""
+    count = count or len(os.sched_getaffinity(0))
+    if count == 1:
+        yield map
+        return
+    pool = ProcessPoolExecutor(count, mp_context=get_context("spawn"), initializer=_start_worker)
+    try:
+        yield pool.map
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _start_worker() -> None:
+    """Ctrl-C is the parent's to handle; and a worker whose parent was killed goes too, as nobody will end it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = parent_process()
+    assert parent is not None
+
+    def follow() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()

@@ -1,0 +1,514 @@
+"""Folders of pictures: arrays against Pillow by hand, every kind of bad file, kills, full disks, damaged folders."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from PIL import Image
+
+from hvdtrain.data.images import ImagesConfig, prepare
+from hvdtrain.data.loader import Loader
+from hvdtrain.data.pixels import pixels
+from hvdtrain.data.prepared import open_images
+from hvdtrain.exits import BAD_CONFIG, BAD_DATA, CANNOT_WRITE, IO_ERROR, NO_PERMISSION, RESUMABLE, Failure
+
+ROOT = os.geteuid() == 0
+RUN = "import json, sys; from hvdtrain.data import images; images.COMMIT_S = 0; images.CHUNK_BYTES = 100_000;"
+RUN += "print(json.dumps(images.prepare(images.ImagesConfig(**json.loads(sys.argv[1])))))"
+
+
+def photo(seed: int = 0, size: tuple[int, int] = (60, 44)) -> Image.Image:
+    """Smooth colours with some noise, as a camera would see them."""
+    rng = np.random.default_rng(seed)
+    smooth = Image.fromarray(rng.integers(0, 256, (4, 5, 3), dtype=np.uint8)).resize(size, Image.Resampling.BICUBIC)
+    return Image.fromarray((np.asarray(smooth) * 0.95 + rng.integers(0, 12, (size[1], size[0], 3))).astype(np.uint8))
+
+
+def tree(folder: Path, classes: int = 3, each: int = 5, ending: str = "png") -> Path:
+    for label in range(classes):
+        (folder / f"class{label}").mkdir(parents=True)
+        for number in range(each):
+            photo(100 * label + number).save(folder / f"class{label}" / f"{number}.{ending}")
+    return folder
+
+
+def config(folder: Path, **changes: Any) -> ImagesConfig:
+    usual = {"source": str(folder / "in"), "destination": str(folder / "out"), "size": "20x16", "workers": 1}
+    return ImagesConfig(**{**usual, "split": "60/20/20", **changes})
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
+
+
+def refused(action: Callable[[], object], code: int, *words: str) -> None:
+    with pytest.raises(Failure) as failure:
+        action()
+    assert failure.value.code == code
+    assert all(word in str(failure.value) for word in words), failure.value
+    assert "\n" not in str(failure.value)
+
+
+# What a picture becomes.
+
+
+@pytest.mark.parametrize("gray", [True, False])
+@pytest.mark.parametrize("dtype", ["uint8", "float16", "float32"])
+def test_the_arrays_are_what_pillow_makes_by_hand(tmp_path: Path, gray: bool, dtype: str) -> None:
+    source = tree(tmp_path / "in", ending="jpg")
+    prepare(config(tmp_path, gray=gray, dtype=dtype))
+    dataset = open_images(tmp_path / "out", verify=True)
+    assert dataset.image_shape == (16, 20, 1 if gray else 3) and dataset.classes == ("class0", "class1", "class2")
+    by_hand: dict[bytes, int] = {}
+    for path in source.rglob("*.jpg"):
+        small = Image.open(path).convert("L" if gray else "RGB").resize((20, 16), Image.Resampling.BILINEAR)
+        row = np.asarray(small) if dtype == "uint8" else (np.asarray(small) / 255).astype(dtype)
+        by_hand[row.tobytes()] = int(path.parent.name[-1])
+    parts = (dataset.train, dataset.validation, dataset.test)
+    ours = {row.tobytes(): label for part in parts for row, label in zip(part.samples, part.labels, strict=True)}
+    assert ours == by_hand
+    assert [np.bincount(part.labels).tolist() for part in parts] == [[3, 3, 3], [1, 1, 1], [1, 1, 1]]
+
+
+@pytest.mark.parametrize("ending", ["jpg", "png", "gif", "bmp", "tif", "webp"])
+def test_every_format(tmp_path: Path, ending: str) -> None:
+    photo().save(tmp_path / f"p.{ending}")
+    row = pixels(str(tmp_path / f"p.{ending}"), (44, 60, 3))
+    assert np.abs(row.astype(int) - np.asarray(photo())).mean() < 16
+
+
+def test_luma_is_itu_r_601(tmp_path: Path) -> None:
+    rgb = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+    Image.fromarray(rgb).save(tmp_path / "p.png")
+    luma = pixels(str(tmp_path / "p.png"), (32, 32, 1))[..., 0]
+    assert np.abs(luma - rgb @ [0.299, 0.587, 0.114]).max() <= 0.51
+
+
+@pytest.mark.parametrize("ending", ["jpg", "tif"])
+def test_cmyk_is_converted(tmp_path: Path, ending: str) -> None:
+    Image.new("CMYK", (16, 16), (10, 200, 30, 40)).save(tmp_path / f"p.{ending}")
+    expected = [(255 - ink) * (255 - 40) / 255 for ink in (10, 200, 30)]
+    assert np.abs(pixels(str(tmp_path / f"p.{ending}"), (4, 4, 3)) - expected).max() < 3
+    luma = np.dot(expected, [0.299, 0.587, 0.114])
+    assert np.abs(pixels(str(tmp_path / f"p.{ending}"), (4, 4, 1)) - luma).max() < 3
+
+
+@pytest.mark.parametrize("ending", ["png", "tif"])
+def test_sixteen_bits_are_scaled(tmp_path: Path, ending: str) -> None:
+    wide = np.linspace(0, 65535, 64 * 64).astype(np.uint16).reshape(64, 64)
+    Image.fromarray(wide).save(tmp_path / f"p.{ending}")
+    row = pixels(str(tmp_path / f"p.{ending}"), (64, 64, 1))[..., 0]
+    assert np.abs(row - wide / 257).max() <= 0.5
+
+
+def test_sixteen_bit_colour_keeps_its_high_byte(tmp_path: Path) -> None:
+    wide = np.random.default_rng(0).integers(0, 65536, (8, 8, 3)).astype(">u2")
+    lines = b"".join(b"\0" + line.tobytes() for line in wide)
+    (tmp_path / "p.png").write_bytes(png(8, 8, depth=16, colour=2, data=lines))
+    assert np.array_equal(pixels(str(tmp_path / "p.png"), (8, 8, 3)), wide >> 8)
+
+
+def test_exif_orientation_turns_the_picture_upright(tmp_path: Path) -> None:
+    upright, exif = photo(), Image.Exif()
+    exif[0x0112] = 6  # the camera was turned: the file is to be rotated by 90 degrees clockwise
+    upright.transpose(Image.Transpose.ROTATE_90).save(tmp_path / "p.png", exif=exif)
+    assert np.array_equal(pixels(str(tmp_path / "p.png"), (44, 60, 3)), np.asarray(upright))
+
+
+def test_fast_jpeg_is_near_the_exact_way(tmp_path: Path) -> None:
+    photo(size=(800, 600)).save(tmp_path / "p.jpg", quality=95)
+    exact, fast = (pixels(str(tmp_path / "p.jpg"), (60, 80, 1), way).astype(int) for way in (False, True))
+    assert 0 < np.abs(exact - fast).mean() < 3
+
+
+# Where it goes.
+
+
+def test_the_seed_decides_and_nothing_else(tmp_path: Path) -> None:
+    tree(tmp_path / "in", each=20)
+    outputs = {}
+    for name, changes in {"a": {}, "b": {"workers": 2}, "c": {"seed": 1}}.items():
+        prepare(config(tmp_path, destination=str(tmp_path / name), **changes))
+        outputs[name] = contents(tmp_path / name)
+    assert outputs["a"] == outputs["b"] and outputs["a"]["samples.npy"] != outputs["c"]["samples.npy"]
+    assert set(outputs["a"]) == {"samples.npy", "labels.npy", "index.json"}
+    labels = open_images(tmp_path / "a").train.labels
+    assert len(np.unique(labels[:10])) > 1, "classes are mixed"
+
+
+def test_dry_run_makes_nothing(tmp_path: Path) -> None:
+    tree(tmp_path / "in")
+    summary = prepare(config(tmp_path, dry_run=True))
+    assert summary["counts"] == {"train": [3, 3, 3], "validation": [1, 1, 1], "test": [1, 1, 1]}
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_the_loader_reads_the_map(tmp_path: Path) -> None:
+    tree(tmp_path / "in")
+    prepare(config(tmp_path))
+    split = open_images(tmp_path / "out").train
+    for batch in Loader(split, batch_size=4, rank=0, size=1, seed=0).epoch(0):
+        shown, labels = batch.arrays
+        for image, label in zip(shown, labels, strict=True):
+            twins = np.all(split.samples == image.astype(np.float16), axis=(1, 2, 3))
+            assert split.labels[twins].tolist() == [label]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"size": "20"},
+        {"size": "0x5"},
+        {"size": "20x16x3"},
+        {"split": "85/2/12"},
+        {"split": "85/15"},
+        {"split": "0/50/50"},
+        {"split": "a/b/c"},
+        {"dtype": "int8"},
+        {"on_bad_sample": "ask"},
+        {"seed": -1},
+        {"max_bad_samples": -1},
+        {"workers": -1},
+    ],
+)
+def test_wrong_settings_name_the_flag(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    refused(lambda: config(tmp_path, **wrong), BAD_CONFIG, f"--{next(iter(wrong)).replace('_', '-')} ")
+
+
+# Bad samples.
+
+
+def png(width: int, height: int, *, depth: int = 8, colour: int = 0, data: bytes = b"") -> bytes:
+    """A PNG file made by hand, for what Pillow would not write."""
+
+    def piece(kind: bytes, body: bytes) -> bytes:
+        return len(body).to_bytes(4) + kind + body + zlib.crc32(kind + body).to_bytes(4)
+
+    head = width.to_bytes(4) + height.to_bytes(4) + bytes([depth, colour, 0, 0, 0])
+    return b"\x89PNG\r\n\x1a\n" + piece(b"IHDR", head) + piece(b"IDAT", zlib.compress(data)) + piece(b"IEND", b"")
+
+
+def truncated(path: Path) -> None:
+    photo().save(path, "JPEG")
+    path.write_bytes(path.read_bytes()[:-300])
+
+
+def leaving_link(path: Path) -> None:
+    outside = path.parents[2] / "outside.png"
+    photo().save(outside)
+    path.symlink_to(outside)
+
+
+BAD: dict[str, tuple[Callable[[Path], object], str]] = {
+    "truncated": (truncated, "truncated"),
+    "zero bytes": (lambda path: path.touch(), "empty file"),
+    "no image": (lambda path: path.write_text("class,label\n"), "no JPEG, PNG"),
+    "PostScript": (lambda path: photo().save(path, "EPS"), "no JPEG, PNG"),
+    "one pixel": (lambda path: Image.new("L", (1, 1)).save(path, "PNG"), "1x1 pixels are no picture"),
+    "bomb": (lambda path: path.write_bytes(png(12_000, 12_000)), "decompression bomb"),
+    "great bomb": (lambda path: path.write_bytes(png(60_000, 60_000)), "decompression bomb"),
+    "32 bits": (lambda path: Image.new("F", (8, 8)).save(path, "TIFF"), "32 bits"),
+    "link out of the tree": (leaving_link, "leaves the tree"),
+    "link to nothing": (lambda path: path.symlink_to(path.parent / "none"), "a link to no file"),
+    "link to a folder": (lambda path: path.symlink_to(path.parent), "a link to no file"),
+    "pipe": (os.mkfifo, "not a plain file"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_bad_sample_is_named_or_skipped(tmp_path: Path, kind: str) -> None:
+    make, reason = BAD[kind]
+    make(tree(tmp_path / "in") / "class1" / "bad.img")
+    refused(lambda: prepare(config(tmp_path)), BAD_DATA, "class1/bad.img", reason, "--on-bad-sample skip")
+    assert not (tmp_path / "out").exists()
+    summary = prepare(config(tmp_path, on_bad_sample="skip"))  # continues what the refusal left
+    ((bad,),) = [summary["bad_samples"]]
+    assert bad["file"] == "class1/bad.img" and reason in bad["reason"]
+    assert summary["samples"] == 15 and summary["source"]["files"] == 16
+    (tmp_path / "in" / "class1" / "bad.img").unlink()
+    prepare(config(tmp_path, destination=str(tmp_path / "clean")))
+    skipped, clean = contents(tmp_path / "out"), contents(tmp_path / "clean")
+    assert skipped["samples.npy"] == clean["samples.npy"] and skipped["labels.npy"] == clean["labels.npy"]
+
+
+def test_bad_samples_are_capped(tmp_path: Path) -> None:
+    source = tree(tmp_path / "in")
+    for number in range(4):
+        (source / "class0" / f"bad{number}.png").touch()
+    skip = {"on_bad_sample": "skip"}
+    refused(lambda: prepare(config(tmp_path, **skip, max_bad_samples=3)), BAD_DATA, "4 bad samples", "class0/bad")
+    assert len(prepare(config(tmp_path, **skip, max_bad_samples=4))["bad_samples"]) == 4
+
+
+def test_a_mended_sample_starts_again(tmp_path: Path) -> None:
+    bad = tree(tmp_path / "in") / "class1" / "bad.png"
+    bad.touch()
+    refused(lambda: prepare(config(tmp_path)), BAD_DATA, "class1/bad.png")
+    photo(7).save(bad)
+    assert prepare(config(tmp_path))["samples"] == 16
+
+
+def test_a_state_without_its_array_is_worth_nothing(tmp_path: Path) -> None:
+    (tree(tmp_path / "in") / "class1" / "bad.png").touch()
+    refused(lambda: prepare(config(tmp_path)), BAD_DATA, "bad.png")
+    shutil.rmtree(tmp_path / ".out.unfinished" / "result")
+    summary = prepare(config(tmp_path, on_bad_sample="skip"))
+    assert summary["resumed_rows"] == 0 and summary["samples"] == 15
+    assert open_images(tmp_path / "out", verify=True).train.samples.any(axis=(1, 2, 3)).all()
+
+
+def test_trees_that_will_not_do(tmp_path: Path) -> None:
+    refused(lambda: prepare(config(tmp_path)), BAD_DATA, "is no folder")
+    source = tree(tmp_path / "in", classes=1)
+    refused(lambda: prepare(config(tmp_path)), BAD_DATA, "at least two")
+    (source / "hollow").mkdir()
+    refused(lambda: prepare(config(tmp_path)), BAD_DATA, "hollow holds no pictures")
+    (source / "hollow" / "bad.png").touch()
+    refused(lambda: prepare(config(tmp_path, on_bad_sample="skip")), BAD_DATA, "hollow holds no good picture")
+    (source / "hollow" / "bad.png").unlink()
+    (source / "hollow").rmdir()
+    (source / "linked").symlink_to("/usr")
+    tree(tmp_path / "more", classes=1)
+    (tmp_path / "more" / "class0").rename(source / "second")
+    refused(lambda: prepare(config(tmp_path)), BAD_DATA, "linked: a link to a folder")
+    refused(lambda: prepare(config(tmp_path, destination=str(source / "new"))), BAD_CONFIG, "lies in the source")
+
+
+def test_an_unreadable_folder_is_named(tmp_path: Path) -> None:
+    source = tree(tmp_path / "in")
+    for folder in (tmp_path, *tmp_path.parents):
+        if ROOT and folder.stat().st_uid == 0 and folder != Path("/") and not folder.stat().st_mode & 0o001:
+            folder.chmod(0o711)  # pytest's own folder, which nobody must be able to pass
+    (source / "class1").chmod(0o000)
+    # Imports first: the package may lie where nobody may not go.
+    code = f"""
+import os, sys
+from fractions import Fraction
+from pathlib import Path
+from hvdtrain.data.tree import find
+from hvdtrain.exits import Failure
+if {ROOT}:
+    os.setgid(65534)
+    os.setuid(65534)
+try:
+    find(Path(sys.argv[1]), 0, (Fraction(1), Fraction(0), Fraction(0)))
+except Failure as failure:
+    print(failure)
+    sys.exit(failure.code)
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(source)], capture_output=True, text=True, timeout=60)
+    (source / "class1").chmod(0o755)
+    assert done.returncode == NO_PERMISSION and "class1: Permission denied" in done.stdout, done
+
+
+# Interruptions, full disks, other people's folders.
+
+
+def start(settings: ImagesConfig, **more: Any) -> subprocess.Popen[str]:
+    words = [sys.executable, "-c", RUN, json.dumps(vars(settings))]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more)
+
+
+def rows_done(folder: Path) -> int:
+    state = folder / ".out.unfinished" / "state.json"
+    return int(json.loads(state.read_text())["rows"]) if state.exists() else 0
+
+
+@pytest.mark.parametrize("bad", [0, 3])
+def test_killed_half_way_continues_with_the_same_bytes(tmp_path: Path, bad: int) -> None:
+    source = tree(tmp_path / "in", each=60)
+    for number in range(bad):
+        (source / "class2" / f"bad{number}.png").touch()
+    changes = {"on_bad_sample": "skip", "workers": 2, "size": "64x64"}
+    for share in (0.2, 0.6):
+        process = start(config(tmp_path, **changes))
+        while rows_done(tmp_path) < share * 180 and process.poll() is None:
+            time.sleep(0.002)
+        workers = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL and not (tmp_path / "out").exists()
+        assert not psutil.wait_procs(workers, timeout=10)[1], "workers go with their parent"
+    summary = prepare(config(tmp_path, **changes))
+    assert summary["resumed_rows"] >= 0.6 * 180
+    prepare(config(tmp_path, **changes, destination=str(tmp_path / "whole")))
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out", "whole"]
+
+
+def test_interrupted_says_how_to_go_on(tmp_path: Path) -> None:
+    tree(tmp_path / "in", each=60)
+    code = RUN.replace("print(", "\ntry: print(") + "\nexcept BaseException as e: sys.exit(f'{e} {e.code}')"
+    words = [sys.executable, "-c", code, json.dumps(vars(config(tmp_path, size="64x64")))]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while rows_done(tmp_path) == 0 and process.poll() is None:
+        time.sleep(0.002)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=30)
+    assert f"the same command continues {RESUMABLE}" in said
+    assert prepare(config(tmp_path, size="64x64"))["resumed_rows"] > 0
+
+
+def test_two_at_once_is_refused(tmp_path: Path) -> None:
+    tree(tmp_path / "in", each=60)
+    process = start(config(tmp_path, size="64x64"))
+    while rows_done(tmp_path) == 0 and process.poll() is None:
+        time.sleep(0.002)
+    process.send_signal(signal.SIGSTOP)
+    refused(lambda: prepare(config(tmp_path, size="64x64")), CANNOT_WRITE, "another process is at work")
+    process.send_signal(signal.SIGCONT)
+    out, _ = process.communicate(timeout=30)
+    assert json.loads(out)["samples"] == 180
+
+
+def test_what_exists_is_never_overwritten(tmp_path: Path) -> None:
+    bad = tree(tmp_path / "in") / "class1" / "bad.png"
+    bad.touch()
+    refused(lambda: prepare(config(tmp_path)), BAD_DATA, "bad.png")
+    refused(lambda: prepare(config(tmp_path, seed=2)), CANNOT_WRITE, ".out.unfinished", "seed 0, not 2", "remove")
+    prepare(config(tmp_path, on_bad_sample="skip"))
+    before = contents(tmp_path / "out")
+    refused(lambda: prepare(config(tmp_path)), CANNOT_WRITE, "out exists", "remove it")
+    assert contents(tmp_path / "out") == before
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    """A limit on file sizes is a full disk that needs no root."""
+    tree(tmp_path / "in")
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+
+    process = start(config(tmp_path), preexec_fn=limit)
+    _, said = process.communicate(timeout=30)
+    assert said.splitlines()[-1].startswith("hvdtrain.exits.Failure") and "make room" in said.splitlines()[-1]
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+@pytest.mark.skipif(not ROOT, reason="mounting a small file system needs root")
+def test_a_really_full_disk(tmp_path: Path) -> None:
+    tree(tmp_path / "in")
+    (tmp_path / "small").mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path / "small")]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("no right to mount a tmpfs here")
+    try:
+        small = config(tmp_path, destination=str(tmp_path / "small" / "out"), size="64x64")
+        refused(lambda: prepare(small), IO_ERROR, "No space left on device", "make room")
+        assert not list((tmp_path / "small").iterdir())
+    finally:
+        subprocess.run(["umount", str(tmp_path / "small")], check=True)
+
+
+def test_memory_stays_flat(tmp_path: Path) -> None:
+    """Eight times the pictures, the same peak (the pages of the array are the system's, not ours)."""
+    few, many = tmp_path / "few", tmp_path / "many"
+    for folder, each in ((few, 150), (many, 1200)):
+        for label in "ab":
+            (folder / "in" / label).mkdir(parents=True)
+            for number in range(each):
+                Image.new("L", (8, 8), number % 256).save(folder / "in" / label / f"{number}.png")
+    code = "import json, resource, sys; from hvdtrain.data.images import ImagesConfig, prepare;"
+    code += "prepare(ImagesConfig(**json.loads(sys.argv[1])));"
+    code += "print(max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))"
+    peaks_kib = []
+    for folder in (few, many):
+        settings = config(folder, size="96x96", workers=2)
+        words = [sys.executable, "-c", code, json.dumps(vars(settings))]
+        done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60)
+        peaks_kib.append(int(done.stdout))
+    assert (many / "out" / "samples.npy").stat().st_size > 125 * 2**20
+    assert peaks_kib[1] - peaks_kib[0] < 10 * 1024
+
+
+# Reading it back.
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("prepared")
+    tree(folder / "in")
+    prepare(config(folder))
+    return folder / "out"
+
+
+def change_index(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    index = json.loads((folder / "index.json").read_text())
+    change(index)
+    (folder / "index.json").write_text(json.dumps(index))
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def pickled(folder: Path) -> None:
+    size = (folder / "samples.npy").stat().st_size
+    np.save(folder / "samples.npy", np.array([{"a": 1}], object), allow_pickle=True)
+    with (folder / "samples.npy").open("ab") as file:
+        file.truncate(size)
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no index": (lambda folder: (folder / "index.json").unlink(), "index.json is missing"),
+    "no labels": (lambda folder: (folder / "labels.npy").unlink(), "labels.npy is missing"),
+    "torn index": (lambda folder: (folder / "index.json").write_text('{"schema": '), "index.json is damaged"),
+    "binary index": (lambda folder: (folder / "index.json").write_bytes(b"\xff\xfe\0"), "index.json is damaged"),
+    "index of another kind": (lambda folder: (folder / "index.json").write_text("[]"), "index.json is damaged"),
+    "later schema": (lambda folder: change_index(folder, lambda i: i.update(schema="x/9")), "schema 'x/9'"),
+    "field missing": (lambda folder: change_index(folder, lambda i: i.pop("counts")), "index.json is damaged"),
+    "other counts": (
+        lambda folder: change_index(
+            folder, lambda i: i["counts"]["train"].reverse() or i["counts"]["train"].__setitem__(0, 2)
+        ),
+        "its counts",
+    ),
+    "other classes": (lambda folder: change_index(folder, lambda i: i["classes"].pop()), "its counts"),
+    "other size": (lambda folder: change_index(folder, lambda i: i.update(width=10)), "samples.npy holds"),
+    "other dtype": (lambda folder: change_index(folder, lambda i: i.update(dtype="int16")), "samples.npy holds"),
+    "short samples": (lambda folder: os.truncate(folder / "samples.npy", 1000), "samples.npy has 1000 bytes"),
+    "flipped label": (lambda folder: flip(folder / "labels.npy"), "labels.npy is damaged"),
+    "pickle": (pickled, "samples.npy is no array"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damaged_folders_are_refused_by_name(prepared: Path, tmp_path: Path, kind: str) -> None:
+    for path in prepared.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    damage, words = DAMAGE[kind]
+    damage(tmp_path)
+    refused(lambda: open_images(tmp_path), BAD_DATA, str(tmp_path), words)
+
+
+def test_a_flipped_pixel_is_found_on_demand(prepared: Path, tmp_path: Path) -> None:
+    for path in prepared.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    flip(tmp_path / "samples.npy")
+    open_images(tmp_path)
+    refused(lambda: open_images(tmp_path, verify=True), BAD_DATA, "samples.npy is damaged")
+
+
+def test_the_fingerprint_follows_the_content(prepared: Path, tmp_path: Path) -> None:
+    tree(tmp_path / "in")
+    prepare(config(tmp_path))
+    assert open_images(tmp_path / "out").fingerprint == open_images(prepared).fingerprint
+    prepare(config(tmp_path, seed=3, destination=str(tmp_path / "other")))
+    assert open_images(tmp_path / "other").fingerprint != open_images(prepared).fingerprint

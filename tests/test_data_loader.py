@@ -1,0 +1,190 @@
+"""The loader's laws: what an epoch is, whatever the sizes; and a prefetch thread that overlaps and goes away."""
+
+from __future__ import annotations
+
+import threading
+import time
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from hvdtrain.data import Batch, Split
+from hvdtrain.data.loader import Loader, _prefetch, shard
+from hvdtrain.exits import BAD_CONFIG, Failure
+
+
+def numbered(samples: int) -> Split:
+    """A split whose images and labels both say which sample they are."""
+    labels = np.arange(samples, dtype=np.int64)
+    return Split(samples=labels.astype(np.float32).reshape(-1, 1, 1, 1), labels=labels)
+
+
+def loaders(samples: int, batch_size: int, size: int, seed: int = 0) -> list[Loader]:
+    split = numbered(samples)
+    return [Loader(split, batch_size=batch_size, rank=rank, size=size, seed=seed) for rank in range(size)]
+
+
+def seen(batches: Iterator[Batch]) -> list[list[int]]:
+    rows = []
+    for batch in batches:
+        images, labels = batch.arrays
+        assert images.dtype == np.float32 and labels.dtype == np.int64
+        assert np.array_equal(images.ravel(), labels) and batch.weight == len(labels) == len(images)
+        rows.append(labels.tolist())
+    return rows
+
+
+shapes = st.tuples(st.integers(1, 8), st.integers(1, 9)).flatmap(
+    lambda pair: st.tuples(st.integers(min(2, pair[1]) * pair[0], 150), st.just(pair[1]), st.just(pair[0]))
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes, st.integers(0, 2**32), st.integers(0, 5))
+def test_epoch_laws(shape: tuple[int, int, int], seed: int, epoch: int) -> None:
+    samples, batch_size, size = shape
+    ranks = loaders(samples, batch_size, size, seed)
+    runs = [list(loader.epoch(epoch)) for loader in ranks]
+    labels = [[batch.arrays[1] for batch in run] for run in runs]
+    drawn = np.concatenate([part for run in labels for part in run])
+    assert np.array_equal(np.sort(drawn), np.arange(samples)), "disjoint and covering"
+    assert {len(run) for run in runs} == {ranks[0].steps_per_epoch}, "equal step counts"
+    for step in zip(*runs, strict=True):
+        weights = [batch.weight for batch in step]
+        assert {batch.total_weight for batch in step} == {sum(weights)}, "weights sum"
+        assert max(weights) - min(weights) <= 1, "even"
+        assert min(2, batch_size) <= min(weights) and max(weights) <= batch_size + 2, "never too small for BatchNorm"
+
+
+@settings(max_examples=25, deadline=None)
+@given(shapes, st.integers(0, 2**32), st.data())
+def test_an_epoch_is_a_pure_function_and_start_is_its_tail(
+    shape: tuple[int, int, int], seed: int, data: st.DataObject
+) -> None:
+    loader = loaders(*shape, seed)[-1]
+    whole = seen(loader.epoch(3))
+    start = data.draw(st.integers(0, len(whole)))
+    assert seen(loader.epoch(3)) == whole
+    assert seen(loader.epoch(3, start)) == whole[start:]
+
+
+def test_epochs_seeds_and_steps_differ() -> None:
+    first, other = loaders(64, 8, 1, seed=1)[0], loaders(64, 8, 1, seed=2)[0]
+    assert seen(first.epoch(0)) != seen(first.epoch(1)) != seen(other.epoch(1))
+
+
+@pytest.mark.parametrize(
+    ("samples", "batch_size", "size", "totals"),
+    [
+        (64, 8, 2, [16, 16, 16, 16]),
+        (68, 8, 2, [16, 16, 16, 16, 4]),  # short, but two for each rank
+        (67, 8, 2, [16, 16, 16, 10, 9]),  # three for two ranks: joined and halved
+        (7, 8, 2, [7]),
+        (9, 2, 2, [4, 5]),  # halves would be too small: joined only
+        (3, 1, 2, [3]),
+    ],
+)
+def test_tiny_last_batches_are_joined(samples: int, batch_size: int, size: int, totals: list[int]) -> None:
+    assert [batch.total_weight for batch in loaders(samples, batch_size, size)[0].epoch(0)] == totals
+
+
+def test_too_few_samples_is_a_failure() -> None:
+    with pytest.raises(Failure, match="too few for 4 ranks") as failure:
+        loaders(7, 8, 4)
+    assert failure.value.code == BAD_CONFIG
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 60), st.integers(1, 9), st.integers(1, 8))
+def test_shards_cover_in_order(samples: int, batch_size: int, size: int) -> None:
+    split = numbered(samples)
+    runs = [list(shard(split, batch_size=batch_size, rank=rank, size=size)) for rank in range(size)]
+    drawn = [label for run in runs for labels in seen(iter(run)) for label in labels]
+    assert drawn == list(range(samples))
+    for step in range(max(map(len, runs))):
+        here = [run[step] for run in runs if step < len(run)]
+        assert {batch.total_weight for batch in here} == {sum(batch.weight for batch in here)}
+        assert max(batch.weight for batch in here) <= batch_size
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "float16", "float32"])
+def test_every_stored_value_becomes_its_float(dtype: str) -> None:
+    if dtype == "uint8":
+        stored = np.arange(256, dtype=np.uint8)
+        expected = stored / np.float32(255)
+    else:  # every float16 in 0..1, subnormals included
+        stored = np.arange(0x3C01, dtype=np.uint16).view(np.float16).astype(dtype)
+        expected = stored.astype(np.float32)
+    split = Split(samples=stored.reshape(1, 1, -1, 1), labels=np.zeros(1, np.int64))
+    (batch,) = Loader(split, batch_size=1, rank=0, size=1, seed=0).epoch(0)
+    assert np.allclose(batch.arrays[0].ravel(), expected, rtol=2e-7 if dtype == "uint8" else 0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "float16", "float32"])
+def test_gathering_allocates_the_batch_and_no_more(tmp_path: Path, dtype: str) -> None:
+    np.save(tmp_path / "samples.npy", np.zeros((256, 64, 64, 1), dtype))
+    samples: NDArray[np.generic] = np.asarray(np.load(tmp_path / "samples.npy", mmap_mode="r"))
+    split = Split(samples=samples, labels=np.zeros(256, np.int64))
+    batches = Loader(split, batch_size=128, rank=0, size=1, seed=0)._batches(0, 0)
+    tracemalloc.start()
+    try:
+        batch = next(batches)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < batch.arrays[0].nbytes + 64 * 1024
+
+
+def prefetchers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "hvdtrain-prefetch"]
+
+
+def test_prefetch_overlaps() -> None:
+    def slow() -> Iterator[int]:
+        for number in range(8):
+            time.sleep(0.03)
+            yield number
+
+    started_s = time.monotonic()
+    for _ in _prefetch(slow()):
+        time.sleep(0.03)
+    assert time.monotonic() - started_s < 0.75 * 8 * 0.06, "one after the other"
+
+
+def test_prefetch_stays_two_ahead_and_ends_when_closed() -> None:
+    produced = []
+    batches = _prefetch(produced.append(n) or n for n in range(10**9))  # type: ignore[func-returns-value]
+    assert next(batches) == 0
+    time.sleep(0.05)
+    assert len(produced) <= 4, "one taken, two ready, one in hand"
+    started_s = time.monotonic()
+    batches.close()  # type: ignore[attr-defined]
+    assert not prefetchers() and time.monotonic() - started_s < 0.5
+
+
+def test_prefetch_ends_when_the_consumer_raises() -> None:
+    def consume() -> None:
+        for _ in loaders(64, 4, 1)[0].epoch(0):
+            raise RuntimeError("the consumer's")
+
+    with pytest.raises(RuntimeError):
+        consume()
+    assert not prefetchers()
+
+
+def test_prefetch_hands_exceptions_over() -> None:
+    def broken() -> Iterator[int]:
+        yield 1
+        raise OSError("disk gone")
+
+    batches = _prefetch(broken())
+    assert next(batches) == 1
+    with pytest.raises(OSError, match="disk gone"):
+        next(batches)
+    assert not prefetchers()

@@ -1,0 +1,406 @@
+"""ResNet-34: its published numbers, and the law that the two twins are one network.
+
+The twins are compared at odd image sizes and on tiny maps too: there a wrong padding or BatchNorm convention shows.
+
+What two float32 implementations can agree on: logits and losses of equal weights, to about 1e-6; and gradients, but for
+a ReLU whose input lies within rounding of 0, which one of them may cut and the other not. One such unit changes a
+gradient by up to a few percent, and training multiplies a difference by up to 50 per step: PyTorch against itself, its
+weights changed by one unit in the last place, is 0.3 apart in loss after ten steps. Hence the losses of a real run are
+compared from equal weights at each step, those of two separate runs in a net so small that hardly a unit comes that
+near to 0, and gradients over several batches.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvdtrain.exits import BAD_CONFIG, Failure
+from hvdtrain.models.resnet import (
+    NORM_MOMENTUM,
+    ResNetSpec,
+    buffers,
+    initial_state,
+    parameter_count,
+    parameters,
+    plan,
+)
+
+torch = pytest.importorskip("torch")
+tf = pytest.importorskip("tensorflow")
+
+from hvdtrain.models.resnet_tf import ResNetTF  # noqa: E402
+from hvdtrain.models.resnet_torch import ResNetTorch  # noqa: E402
+
+Arrays = dict[str, np.ndarray]
+
+SMALL = ResNetSpec(channels=1, classes=10, width=0.25)
+ODD_SIZES = [(32, 32), (33, 31), (64, 48), (49, 37), (197, 148), (8, 8), (1, 1)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    if not tf.config.list_physical_devices("GPU"):
+        try:
+            tf.config.threading.set_intra_op_parallelism_threads(1)
+            tf.config.threading.set_inter_op_parallelism_threads(1)
+        except RuntimeError:  # another test file has started TensorFlow: only slower
+            pass
+    yield
+    torch.set_num_threads(before)
+
+
+def batch(spec: ResNetSpec, size: tuple[int, int], count: int = 16, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(seed)
+    images = random.random((count, *size, spec.channels), dtype=np.float32)
+    return images, random.integers(0, spec.classes, count)
+
+
+class Torch:
+    """The PyTorch twin, spoken to in NumPy arrays."""
+
+    def __init__(self, spec: ResNetSpec, state: Arrays) -> None:
+        self.model = ResNetTorch(spec)
+        self.model.load_state_dict({name: torch.from_numpy(array) for name, array in state.items()})
+        self.momentum = {name: torch.zeros_like(p) for name, p in self.model.named_parameters()}
+
+    def logits(self, images: np.ndarray, training: bool = False) -> np.ndarray:
+        with torch.no_grad():
+            return np.asarray(self.model.train(training)(torch.from_numpy(images)))
+
+    def gradients(self, images: np.ndarray, labels: np.ndarray) -> tuple[float, int, Arrays]:
+        self.model.train().zero_grad()
+        loss, correct = self.model.loss(torch.from_numpy(images), torch.from_numpy(labels))
+        (loss / len(labels)).backward()
+        return loss.item() / len(labels), correct.item(), {n: p.grad.numpy() for n, p in self.model.named_parameters()}
+
+    def step(self, images: np.ndarray, labels: np.ndarray, rate: float) -> float:
+        loss, _, _ = self.gradients(images, labels)
+        with torch.no_grad():
+            for name, p in self.model.named_parameters():
+                self.momentum[name].mul_(0.9).add_(p.grad)
+                p.sub_(rate * self.momentum[name])
+        return loss
+
+    def state(self) -> Arrays:
+        return {name: array.numpy().copy() for name, array in self.model.state_dict().items()}
+
+
+class TensorFlow:
+    """The TensorFlow twin, spoken to in NumPy arrays of the neutral layout."""
+
+    def __init__(self, spec: ResNetSpec, state: Arrays, dtype: Any = tf.float32) -> None:
+        self.model = ResNetTF(spec, dtype)
+        self.load(state)
+        self.names = list(self.model.weights)
+        self.variables = list(self.model.weights.values())
+        self.momentum = [tf.Variable(tf.zeros_like(v)) for v in self.variables]
+        images = tf.TensorSpec((None, None, None, spec.channels))
+        labels = tf.TensorSpec((None,), tf.int64)
+        self._gradients = tf.function(self._gradients_eager, input_signature=[images, labels])
+        self._step = tf.function(self._step_eager, input_signature=[images, labels, tf.TensorSpec(())])
+
+    def load(self, state: Arrays) -> None:
+        for name, variable in (dict(self.model.weights) | dict(self.model.buffers)).items():
+            variable.assign(state[name].transpose(2, 3, 1, 0) if state[name].ndim == 4 else state[name])
+
+    def _gradients_eager(self, images: Any, labels: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss, correct = self.model.loss(images, labels, training=True)
+            mean = loss / tf.cast(tf.shape(labels)[0], tf.float32)
+        return mean, correct, tape.gradient(mean, self.variables)
+
+    def _step_eager(self, images: Any, labels: Any, rate: Any) -> Any:
+        mean, _, gradients = self._gradients_eager(images, labels)
+        for variable, velocity, gradient in zip(self.variables, self.momentum, gradients, strict=True):
+            variable.assign_sub(rate * velocity.assign(0.9 * velocity + gradient))
+        return mean
+
+    def logits(self, images: np.ndarray, training: bool = False) -> np.ndarray:
+        return np.asarray(self.model(images, training))
+
+    def gradients(self, images: np.ndarray, labels: np.ndarray) -> tuple[float, int, Arrays]:
+        loss, correct, gradients = self._gradients(images, labels)
+        return float(loss), int(correct), {n: neutral(g) for n, g in zip(self.names, gradients, strict=True)}
+
+    def step(self, images: np.ndarray, labels: np.ndarray, rate: float) -> float:
+        return float(self._step(images, labels, rate))
+
+    def state(self) -> Arrays:
+        return {n: neutral(v) for n, v in (dict(self.model.weights) | dict(self.model.buffers)).items()}
+
+
+def neutral(tensor: Any) -> np.ndarray:
+    array: np.ndarray = tensor.numpy()
+    return array.transpose(3, 2, 0, 1) if array.ndim == 4 else array
+
+
+def twins(spec: ResNetSpec = SMALL, seed: int = 0) -> tuple[Torch, TensorFlow]:
+    state = initial_state(spec, seed)
+    return Torch(spec, state), TensorFlow(spec, state)
+
+
+def worn(spec: ResNetSpec) -> Arrays:
+    """A state in which no BatchNorm array has its neutral value: a swapped or forgotten one would show."""
+    random = np.random.default_rng(7)
+    state = initial_state(spec, 0)
+    for name, array in state.items():
+        if array.ndim == 1:
+            state[name] = (array + random.uniform(-0.3, 0.3, array.shape)).astype(np.float32)
+    return state
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The neutral file.
+
+
+def test_resnet34_has_its_published_size() -> None:
+    assert parameter_count(ResNetSpec()) == 21_797_672
+    assert len(parameters(ResNetSpec())) == 110
+    assert len(buffers(ResNetSpec())) == 72
+
+
+def test_thirty_four_layers_with_weights_besides_the_shortcuts() -> None:
+    network = plan(ResNetSpec())
+    shortcuts = [block.shortcut for block in network.blocks if block.shortcut]
+    assert len(network.convolutions) - len(shortcuts) + 1 == 34
+    assert [layer.conv for layer in shortcuts] == [f"layer{n}.0.downsample.0" for n in (2, 3, 4)]
+    assert all((layer.size, layer.stride) == (1, 2) for layer in shortcuts)
+
+
+def test_names_are_torchvisions() -> None:
+    names = list(parameters(ResNetSpec()))
+    assert names[:4] == ["conv1.weight", "bn1.weight", "bn1.bias", "layer1.0.conv1.weight"]
+    assert names[-2:] == ["fc.weight", "fc.bias"]
+    assert parameters(ResNetSpec())["layer2.0.downsample.0.weight"] == (128, 64, 1, 1)
+    assert parameters(ResNetSpec())["layer4.2.conv2.weight"] == (512, 512, 3, 3)
+    assert buffers(ResNetSpec())["layer3.5.bn2.running_var"] == (256,)
+
+
+@given(channels=st.integers(1, 9), classes=st.integers(1, 50), width=st.floats(1 / 64, 2))
+def test_every_spec_makes_a_chain_of_fitting_layers(channels: int, classes: int, width: float) -> None:
+    spec = ResNetSpec(channels=channels, classes=classes, width=width)
+    network = plan(spec)
+    assert network.stem.inputs == channels
+    carried = network.stem.outputs
+    for block in network.blocks:
+        assert block.first.inputs == carried
+        assert block.first.outputs == block.second.inputs == block.second.outputs
+        assert (block.shortcut is None) == (block.first.inputs == block.first.outputs and block.first.stride == 1)
+        carried = block.second.outputs
+    assert parameters(spec)["fc.weight"] == (classes, carried)
+    assert len(parameters(spec)) == 110
+
+
+def test_width_scales_every_layer() -> None:
+    full, quarter = parameters(ResNetSpec()), parameters(ResNetSpec(width=0.25))
+    for name in full.keys() - {"fc.bias"}:
+        assert quarter[name][0] == (full[name][0] if name == "fc.weight" else full[name][0] // 4)
+    assert parameter_count(SMALL) == 1_334_970
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("channels", 0), ("classes", 0), ("width", 0.001), ("width", float("nan"))]
+)
+def test_a_bad_spec_or_seed_is_refused_by_name(field: str, value: float) -> None:
+    with pytest.raises(Failure, match=f"{field} is {value}; give at least") as caught:
+        ResNetSpec(**{field: value})  # type: ignore[arg-type]
+    assert caught.value.code == BAD_CONFIG
+    with pytest.raises(Failure, match="seed is -1"):
+        initial_state(SMALL, seed=-1)
+
+
+def test_initial_values_follow_their_distributions() -> None:
+    state = initial_state(ResNetSpec(width=0.5), seed=3)
+    kernel = state["layer4.1.conv1.weight"]  # 256 x 256 x 3 x 3, so 1 % is over ten standard errors
+    assert abs(kernel.mean()) < 0.01 * kernel.std()
+    assert kernel.std() == pytest.approx((2 / (256 * 9)) ** 0.5, rel=0.01)
+    assert np.abs(state["fc.weight"]).max() == pytest.approx(256**-0.5, rel=0.01)
+    assert all(array.dtype == np.float32 for array in state.values())
+    assert all((array == 1).all() for name, array in state.items() if name.endswith(("bn1.weight", "running_var")))
+
+
+def test_initial_arrays_do_not_depend_on_each_other() -> None:
+    state, other = initial_state(SMALL, 0), initial_state(ResNetSpec(channels=3, classes=5, width=0.25), 0)
+    np.testing.assert_array_equal(state["layer3.2.conv1.weight"], other["layer3.2.conv1.weight"])
+    same_shape = state["layer3.2.conv2.weight"]
+    assert not np.array_equal(state["layer3.2.conv1.weight"], same_shape)
+    assert not np.array_equal(initial_state(SMALL, 1)["layer3.2.conv2.weight"], same_shape)
+
+
+def test_initial_state_is_the_same_in_every_process_and_needs_no_framework() -> None:
+    code = (
+        "import sys, hashlib\n"
+        "from hvdtrain.models.resnet import ResNetSpec, initial_state\n"
+        "state = initial_state(ResNetSpec(channels=1, classes=10, width=0.25), 5)\n"
+        "assert not {'torch', 'tensorflow'} & set(sys.modules)\n"
+        "print(hashlib.sha256(b''.join(array.tobytes() for array in state.values())).hexdigest())"
+    )
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ | {"PYTHONHASHSEED": str(seed)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in (1, 2)
+    }
+    assert len(digests) == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The twins are one network.
+
+
+def test_both_twins_hold_exactly_the_neutral_arrays() -> None:
+    expected = parameters(SMALL) | buffers(SMALL)
+    for twin in twins():
+        state = twin.state()
+        assert {name: array.shape for name, array in state.items()} == expected
+        for name, array in initial_state(SMALL, 0).items():
+            np.testing.assert_array_equal(state[name], array)
+    assert list(dict(ResNetTorch(SMALL).named_parameters())) == list(parameters(SMALL))
+
+
+@pytest.mark.parametrize("size", ODD_SIZES)
+def test_same_weights_same_logits(size: tuple[int, int]) -> None:
+    images, _ = batch(SMALL, size)
+    state = worn(SMALL)
+    one, other = Torch(SMALL, state), TensorFlow(SMALL, state)
+    np.testing.assert_allclose(one.logits(images), other.logits(images), atol=1e-4)
+    training = one.logits(images, training=True), other.logits(images, training=True)
+    # On maps of one pixel a BatchNorm sees 16 nearly equal values, and scales their rounding up with them.
+    np.testing.assert_allclose(*training, atol=1e-4 if min(size) > 8 else 1e-3)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    size=st.tuples(st.integers(1, 70), st.integers(1, 70)),
+    channels=st.integers(1, 4),
+    classes=st.integers(1, 12),
+    width=st.floats(1 / 64, 0.2),
+)
+def test_same_logits_for_any_shape(size: tuple[int, int], channels: int, classes: int, width: float) -> None:
+    spec = ResNetSpec(channels=channels, classes=classes, width=width)
+    images, _ = batch(spec, size, count=3)
+    one, other = twins(spec)
+    assert one.logits(images).shape == (3, classes)
+    np.testing.assert_allclose(one.logits(images), other.logits(images), atol=1e-4)
+
+
+@pytest.mark.parametrize("framework", [Torch, TensorFlow])
+def test_running_statistics_are_the_unbiased_ones_of_the_batch(framework: Any) -> None:
+    """Images of one pixel meet the stem's kernel in its centre only, so that NumPy can say what BatchNorm must keep."""
+    images, _ = batch(SMALL, (1, 1))
+    twin = framework(SMALL, initial_state(SMALL, 0))
+    activations = images[:, 0, 0, :] @ twin.state()["conv1.weight"][:, :, 3, 3].T
+    twin.logits(images, training=True)
+    state = twin.state()
+    np.testing.assert_allclose(state["bn1.running_mean"], NORM_MOMENTUM * activations.mean(0), atol=1e-6)
+    expected = 1 - NORM_MOMENTUM + NORM_MOMENTUM * activations.var(0, ddof=1)
+    np.testing.assert_allclose(state["bn1.running_var"], expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("framework", [Torch, TensorFlow])
+def test_evaluation_changes_nothing_and_takes_each_image_alone(framework: Any) -> None:
+    images, _ = batch(SMALL, (32, 32), count=5)
+    state = worn(SMALL)
+    twin = framework(SMALL, state)
+    together = twin.logits(images)
+    alone = np.concatenate([twin.logits(images[i : i + 1]) for i in range(5)])
+    np.testing.assert_allclose(together, alone, atol=1e-5)
+    assert all(np.array_equal(array, state[name]) for name, array in twin.state().items())
+
+
+@pytest.mark.parametrize("size", [(64, 64), (49, 37)])
+def test_same_loss_hits_gradients_and_running_statistics(size: tuple[int, int]) -> None:
+    """A wrong convention shows in every batch, a ReLU at the edge in few."""
+    closest = dict.fromkeys(parameters(SMALL), np.inf)
+    one, other = twins()
+    for seed in range(3):
+        images, labels = batch(SMALL, size, seed=seed)
+        loss, correct, gradients = one.gradients(images, labels)
+        other_loss, other_correct, other_gradients = other.gradients(images, labels)
+        assert loss == pytest.approx(other_loss, abs=1e-4)
+        assert correct == other_correct
+        ours, theirs = one.state(), other.state()
+        for name in buffers(SMALL):
+            np.testing.assert_allclose(ours[name], theirs[name], atol=1e-4, err_msg=name)
+        for name, gradient in gradients.items():
+            distance = np.linalg.norm(other_gradients[name] - gradient) / np.linalg.norm(gradient)
+            closest[name] = min(closest[name], float(distance))
+    assert max(closest.values()) < 1e-3, closest
+
+
+def test_loss_is_the_sum_over_the_batch_and_hits_are_counted() -> None:
+    images, labels = batch(SMALL, (32, 32))
+    for twin in twins():
+        logits = twin.logits(images, training=True)
+        exact = np.log(np.exp(logits).sum(1)) - logits[np.arange(len(labels)), labels]
+        loss, correct, _ = twin.gradients(images, labels)
+        assert loss == pytest.approx(exact.mean(), abs=1e-5)
+        assert correct == (logits.argmax(1) == labels).sum()
+
+
+@pytest.mark.parametrize("zero_gamma", [False, True])
+def test_same_first_ten_losses_from_equal_weights(zero_gamma: bool) -> None:
+    """Along PyTorch's own run: the other twin receives its weights and statistics before each step."""
+    spec = ResNetSpec(channels=1, classes=10, width=0.25, zero_gamma=zero_gamma)
+    one, other = twins(spec)
+    for seed in range(10):
+        other.load(one.state())
+        drawn = batch(spec, (32, 32), count=32, seed=seed)
+        assert one.step(*drawn, rate=0.05) == pytest.approx(other.step(*drawn, rate=0.05), abs=1e-3)
+
+
+def test_same_first_ten_losses() -> None:
+    spec = ResNetSpec(channels=1, classes=10, width=1 / 16, zero_gamma=True)
+    one, other = twins(spec)
+    batches = [batch(spec, (64, 64), seed=step % 2) for step in range(10)]
+    losses = [one.step(*drawn, rate=0.002) for drawn in batches]
+    np.testing.assert_allclose(losses, [other.step(*drawn, rate=0.002) for drawn in batches], atol=1e-3)
+    assert losses[8] < losses[0] - 0.02, "the weights must move for the comparison to mean something"
+
+
+def test_zero_gamma_starts_every_block_as_its_shortcut() -> None:
+    spec = ResNetSpec(channels=1, classes=10, width=0.25, zero_gamma=True)
+    images, _ = batch(spec, (32, 32))
+    state = initial_state(spec, 0)
+    assert sum((array == 0).all() for name, array in state.items() if name.endswith("bn2.weight")) == 16
+    other = state | {name: 2 * array for name, array in state.items() if ".conv2." in name}
+    np.testing.assert_array_equal(Torch(spec, state).logits(images), Torch(spec, other).logits(images))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Half precision: close to float32, with float32 logits and statistics.
+
+
+@pytest.mark.parametrize(("kind", "tolerance"), [("bfloat16", 0.05), ("float16", 0.01)])
+def test_half_precision_stays_close(kind: str, tolerance: float) -> None:
+    images, labels = batch(SMALL, (32, 32))
+    state = initial_state(SMALL, 0)
+    exact = Torch(SMALL, state).logits(images)
+    one, other = Torch(SMALL, state), TensorFlow(SMALL, state, getattr(tf, kind))
+    with torch.autocast("cpu", getattr(torch, kind)):
+        ours = one.logits(images)
+        _, _, our_gradients = one.gradients(images, labels)
+    theirs = other.logits(images)
+    _, _, their_gradients = other.gradients(images, labels)
+    for logits in (ours, theirs):
+        assert logits.dtype == np.float32
+        assert np.linalg.norm(logits - exact) < tolerance * np.linalg.norm(exact)
+    for arrays in (our_gradients, their_gradients, one.state(), other.state()):
+        assert all(array.dtype == np.float32 and np.isfinite(array).all() for array in arrays.values())

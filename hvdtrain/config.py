@@ -209,7 +209,7 @@ def parser_for(cls: type, *, prog: str, purpose: str, positionals: Sequence[str]
     for field in dataclasses.fields(cls):
         if field.name in positionals:
             parser.add_argument(field.name, type=hints[field.name], help=docs[field.name])
-        elif hints[field.name] is bool:
+        elif field.default is False:
             parser.add_argument(flag(field.name), action="store_true", help=docs[field.name])
         else:
             parser.add_argument(flag(field.name), type=hints[field.name], default=field.default, help=docs[field.name])

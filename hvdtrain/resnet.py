@@ -36,8 +36,8 @@ class ResNetConfig(configuration.TrainConfig):
     """N or WIDTHxHEIGHT that digits are resized to (default: 32); a prepared folder has its own"""
     width: float = 1.0
     """Channels relative to ResNet-34"""
-    zero_gamma: bool = False
-    """Start the last BatchNorm of each block at 0, so that blocks start as the identity"""
+    zero_gamma: bool = True
+    """Start the last BatchNorm's scale of each block at 0, so that blocks start as the identity (Goyal et al., 2017)"""
 
     def size(self) -> tuple[int, int] | None:
         """(width, height) as asked; raises Failure (78) if it is no size."""
@@ -111,7 +111,7 @@ def main(stop: world.StopSignal) -> int:
     state = ranks.agreed(resnet.initial_state(spec, config.seed))
     replica.load({f"parameter.{name}": state[name] for name in resnet.parameters(spec)})
     replica.load_local({name: state[name] for name in resnet.buffers(spec)})
-    facts["device"] = device
+    facts["device"] = f"{device} ({framework} sees no GPU)" if device == "cpu" and config.device == "auto" else device
 
     # 6. Loop: train, evaluate, save; every record goes to the run's folder.
     from hvdtrain.loop import Loop

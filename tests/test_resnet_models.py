@@ -26,15 +26,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.exits import BAD_CONFIG, Failure
-from hvdtrain.models.resnet import (
-    NORM_MOMENTUM,
-    ResNetSpec,
-    buffers,
-    initial_state,
-    parameter_count,
-    parameters,
-    plan,
-)
+from hvdtrain.models.resnet import NORM_MOMENTUM, ResNetSpec, buffers, initial_state, parameter_count, parameters, plan
 
 torch = pytest.importorskip("torch")
 tf = pytest.importorskip("tensorflow")

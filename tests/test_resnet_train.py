@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import ROOT, SMALL, command, document, environment, launch, resnet
+from PIL import Image
 from safetensors.numpy import load_file
+from sklearn.datasets import load_sample_image
 
 from hvdtrain import records
 
@@ -111,7 +113,7 @@ def test_one_process_trains_and_leaves_a_whole_run_folder(framework: str, tmp_pa
 def test_both_frameworks_give_the_same_first_losses(tmp_path: Path) -> None:
     # Blocks that start as the identity, and a small rate: otherwise a relative change of 1e-7 in the weights of one
     # framework alone moves the loss by 0.1 within five steps, and no two programs could agree (docs/LOG.md).
-    flags = ["--image-size", "48", "--width", "0.125", "--batch-size", "48", "--zero-gamma", "--lr", "0.005"]
+    flags = ["--image-size", "48", "--width", "0.125", "--batch-size", "48", "--lr", "0.005"]
     losses = []
     for framework in FRAMEWORKS:
         folder = tmp_path / framework
@@ -167,6 +169,33 @@ def test_resumed_equals_uninterrupted(framework: str, ranks: int, tolerance: flo
     assert [e.train_loss for e in read_run(cut)["epoch"]] == pytest.approx(
         [e.train_loss for e in read_run(tmp_path / "whole")["epoch"]], abs=tolerance
     )
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_two_ranks_learn_the_digits(framework: str, tmp_path: Path) -> None:
+    flags = ["--framework", framework, "--epochs", "5", "--width", "0.25", "--seed", "1", "--json"]
+    summary = document(resnet(2, "--run-dir", str(tmp_path / "run"), *flags))
+    assert summary["test_accuracy"] > 0.9, summary
+
+
+def test_a_prepared_folder_of_photographs_trains(tmp_path: Path) -> None:
+    """Patches of the two photographs that scikit-learn ships, told apart after three epochs."""
+    photographs = {"china": load_sample_image("china.jpg"), "flower": load_sample_image("flower.jpg")}
+    for name, pixels in photographs.items():
+        (tmp_path / "source" / name).mkdir(parents=True)
+        for number in range(90):
+            y, x = 40 * (number // 10), 58 * (number % 10)
+            Image.fromarray(pixels[y : y + 60, x : x + 90]).save(tmp_path / "source" / name / f"{number}.jpg")
+    source, prepared = str(tmp_path / "source"), str(tmp_path / "prepared")
+    flags = ["--size", "36x24", "--split", "70/10/20", "--seed", "1"]
+    done = launch(0, ["-m", "hvdtrain.cli", "data", "images", source, prepared, *flags])
+    assert done.returncode == 0, done.stderr
+    flags = ["--data", prepared, "--width", "0.125", "--epochs", "3", "--batch-size", "8", "--json"]
+    summary = document(resnet(2, "--run-dir", str(tmp_path / "run"), *flags))
+    assert summary["test_accuracy"] > 0.7, summary
+    refused = resnet(0, "--data", prepared, "--image-size", "32")
+    assert refused.returncode == 78
+    assert "36x24" in refused.stderr
 
 
 def test_killed_run_resumes_from_its_last_checkpoint_to_the_same_end(tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ from hvdtrain.world import World
 
 @contextmanager
 def _without_build_notes() -> Iterator[None]:
-    """Drops the build notes that TensorFlow's C++ side prints at import whatever its log level; other lines pass."""
-    notes = (b"absl::InitializeLog", b"oneDNN custom operations", b"To enable the following instructions")
+    """Drops the build notes that TensorFlow's C++ side prints as it starts, whatever its log level; other lines pass."""
+    notes = (b"absl::InitializeLog", b"oneDNN custom operations", b"cpu_feature_guard", b"To enable the following")
     kept = os.dup(2)
     with tempfile.TemporaryFile() as caught:
         os.dup2(caught.fileno(), 2)
@@ -40,8 +40,6 @@ def _without_build_notes() -> Iterator[None]:
 
 with _without_build_notes():
     import tensorflow as tf
-
-    tf.config.list_physical_devices("CPU")
 
 
 PRECISIONS = {"fp32": tf.float32, "bf16": tf.bfloat16, "fp16": tf.float16}
@@ -61,10 +59,11 @@ def prepare(asked: str, local_rank: int, threads: int) -> str:
         raise Failure("--device gpu: TensorFlow sees no GPU here; use --device cpu or auto", exits.BAD_CONFIG)
     mine = gpus[local_rank % len(gpus)] if gpus else None
     tf.config.set_visible_devices([mine] if mine else [], "GPU")
-    if mine is None:
-        return "cpu"
-    tf.config.experimental.set_memory_growth(mine, True)
-    return f"gpu:{local_rank % len(gpus)}"
+    if mine:
+        tf.config.experimental.set_memory_growth(mine, True)
+    with _without_build_notes():
+        tf.constant(0)  # starts the runtime
+    return f"gpu:{local_rank % len(gpus)}" if mine else "cpu"
 
 
 def turned(array: np.ndarray) -> np.ndarray:

@@ -40,8 +40,9 @@ class ResNetTorch(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits (N, classes) float32 of images (N, H, W, channels)."""
-        # A view, no copy: PyTorch's channels-last. Activations stay so; the weights stay contiguous, because their
-        # gradients then lie in memory as every strategy, checkpoint and the other twin has them, at the same speed.
+        # A view, no copy: PyTorch's channels-last. Activations stay so; the weights stay contiguous, so that their
+        # gradients lie in memory as strategies and checkpoints want them. On CPUs that is within 10 % of weights in
+        # channels-last, slower or faster by image size; all in channels-first loses 20 % on larger images when narrow.
         x = images.permute(0, 3, 1, 2)
         x = F.relu_(self._conv_norm(self.plan.stem, x))
         x = F.max_pool2d(x, POOL_SIZE, POOL_STRIDE, POOL_SIZE // 2)

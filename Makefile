@@ -1,0 +1,30 @@
+# `make` lists the targets. All of them work in .venv, which `setup` makes first where needed (see tools/setup.sh).
+FRAMEWORKS ?=
+SHELL := bash
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint bench clean
+
+help:  ## this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
+
+setup:  ## make .venv, or bring it up to date: FRAMEWORKS=torch|tensorflow|torch,tensorflow PYTHON=... HVDTRAIN_MPI=system
+	@tools/setup.sh $(FRAMEWORKS)
+
+demo: setup  ## train ResNet-34 on real handwritten digits with two Horovod ranks: DEMO_ARGS='--framework tensorflow'
+	. .venv/bin/activate && horovodrun -np 2 -H localhost:2 python -m hvdtrain.resnet --epochs 6 --seed 1 $(DEMO_ARGS)
+
+test: setup  ## run the tests: TEST_ARGS='tests/test_setup.py -k disk'
+	. .venv/bin/activate && pytest $(TEST_ARGS)
+
+lint: setup  ## ruff, mypy, and the syntax of the shell scripts
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+	for script in $(wildcard tools/*.sh launch/*.sh launch/*.sbatch .ci/run); do bash -n $$script || exit; done
+
+bench: setup  ## measure the training loop against a bare Horovod loop: BENCH_ARGS=...
+	. .venv/bin/activate && python tools/bench.py $(BENCH_ARGS)
+
+clean:  ## remove .venv and the tools' caches; results and ~/.cache/hvdtrain stay
+	rm -rf .venv build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,236 @@
+"""Set-up: every way it can fail ends with one line that says what to do, and doing it twice costs nothing.
+
+The real scripts run in copies of the checkout, with a hostile PATH, package index, disk or cache. Nothing is built.
+"""
+
+from __future__ import annotations
+
+import configparser
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SETUP_FILES = ["Makefile", "setup.cfg", "pyproject.toml", "LICENSE", "tools/setup.sh"]
+SETUP_FILES += ["tools/constraints.txt", "tools/build_horovod.py"]
+FRAMEWORK = "torch" if importlib.util.find_spec("torch") else "tensorflow"
+BASE_PYTHON = Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}"
+BUILD = [sys.executable, ROOT / "tools/build_horovod.py", FRAMEWORK]
+CLOSED = {  # no package index: nothing listens on port 9, and no local folder of wheels helps out
+    "PIP_INDEX_URL": "http://127.0.0.1:9/simple",
+    "PIP_CONFIG_FILE": os.devnull,
+    "PIP_FIND_LINKS": "",
+    "PIP_NO_CACHE_DIR": "1",
+    "PIP_RETRIES": "0",
+}
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of what set-up reads."""
+    copy = tmp_path / "checkout"
+    for name in SETUP_FILES:
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, copy / name)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def builder() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("build_horovod", ROOT / "tools/build_horovod.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(command: list[str | Path], cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs without what the caller's make, pip and virtual environment set."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS", "PIP_", "HVDTRAIN_"))}
+    path = os.pathsep.join(p for p in os.environ["PATH"].split(os.pathsep) if not p.startswith(sys.prefix))
+    environment = {**kept, "PATH": path, "PYTHON": str(BASE_PYTHON), **variables}
+    return subprocess.run(command, cwd=cwd, env=environment, text=True, capture_output=True, timeout=180)
+
+
+def without(tmp_path: Path, *missing: str) -> str:
+    """A PATH with all commands of this machine except the missing ones."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for directory in ["/usr/local/bin", "/usr/bin", "/bin"]:
+        for tool in Path(directory).iterdir():
+            if tool.name not in missing and not (folder / tool.name).is_symlink():
+                (folder / tool.name).symlink_to(tool)
+    return str(folder)
+
+
+def last_line(done: subprocess.CompletedProcess[str]) -> str:
+    assert "Traceback" not in done.stderr
+    return done.stderr.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize("answer", ["echo 3.9", "echo 3.13", "exit 1"])
+def test_wrong_python(checkout: Path, answer: str) -> None:
+    fake = checkout / "python"
+    fake.write_text(f"#!/bin/sh\n{answer}\n")
+    fake.chmod(0o755)
+    done = run(["tools/setup.sh"], checkout, PYTHON=str(fake))
+    assert (done.returncode, (checkout / ".venv").exists()) == (2, False)
+    assert "is not Python 3.11 or 3.12" in last_line(done) and "PYTHON=" in last_line(done)
+
+
+def test_the_first_python_that_fits_is_taken(checkout: Path, tmp_path: Path) -> None:
+    path = Path(without(tmp_path, "g++", "python3", "python3.11", "python3.12"))
+    (path / "python3").write_text("#!/bin/sh\necho 3.10\n")
+    (path / "python3").chmod(0o755)
+    (path / "python3.11").symlink_to(BASE_PYTHON)
+    done = run(["tools/setup.sh"], checkout, PATH=str(path), PYTHON="")
+    assert "no g++ found" in last_line(done)  # the step after
+
+
+@pytest.mark.parametrize("tool", ["g++", "make"])
+def test_no_compiler_or_make(checkout: Path, tmp_path: Path, tool: str) -> None:
+    done = run(["tools/setup.sh"], checkout, PATH=without(tmp_path, tool))
+    assert done.returncode == 1
+    assert f"no {tool} found; install it" in last_line(done)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "said"),
+    [
+        (["jax"], {}, "unknown FRAMEWORKS 'jax'; known: torch, tensorflow"),
+        ([], {"HVDTRAIN_MPI": "mpich"}, "HVDTRAIN_MPI is 'mpich'; known: wheel, system"),
+    ],
+)
+def test_unknown_choice(checkout: Path, arguments: list[str], variables: dict[str, str], said: str) -> None:
+    done = run(["tools/setup.sh", *arguments], checkout, **variables)
+    assert done.returncode == 2
+    assert said in last_line(done)
+
+
+def test_disk_full(checkout: Path, tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    script = f'mount -t tmpfs -o size=20m none "{small}" && cp -r . "{small}" && exec "{small}/tools/setup.sh"'
+    if run(["unshare", "--map-root-user", "--mount", "mount", "-t", "tmpfs", "none", small], tmp_path).returncode:
+        pytest.skip("mounting a small disk is not allowed here")
+    done = run(["unshare", "--map-root-user", "--mount", "sh", "-c", script], checkout)
+    assert done.returncode == 74
+    assert "MB free in" in last_line(done) and "free some space" in last_line(done)
+
+
+def test_no_package_index_then_repair(checkout: Path) -> None:
+    """Without an index it says so; a half-made environment is made good, and never taken for a finished one."""
+    packages = checkout / ".venv/lib" / f"python3.{sys.version_info.minor}" / "site-packages"
+    (checkout / ".venv/bin").mkdir(parents=True)
+    (checkout / ".venv/bin/python").symlink_to(BASE_PYTHON)  # an environment that got no further than this
+    for _ in range(2):
+        done = run(["make", "setup", "FRAMEWORKS=torch"], checkout, **CLOSED)
+        assert "Error 69" in last_line(done)
+        assert "cannot reach the package index; check the network" in done.stderr
+        assert (packages / "pip/__init__.py").is_file()
+        assert not (packages / "torn-1.0.dist-info").exists()
+        (packages / "torn-1.0.dist-info").mkdir()  # a package whose installation was interrupted
+    assert (checkout / ".venv/hvdtrain-setup").read_text() == "torch wheel unfinished\n"
+
+
+def test_second_setup_does_nothing() -> None:
+    state = ROOT / ".venv/hvdtrain-setup"
+    if not state.is_file() or "unfinished" in state.read_text():
+        pytest.skip("this .venv was not made by `make setup`")
+    before = state.stat()
+    began = time.monotonic()
+    done = run(["make", "setup"], ROOT, PYTHON="", **CLOSED)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert time.monotonic() - began < 1
+    assert state.stat() == before
+
+
+def test_horovod_download_without_index(tmp_path: Path) -> None:
+    done = run(BUILD, tmp_path, XDG_CACHE_HOME=str(tmp_path), **CLOSED)
+    assert done.returncode == 69
+    assert "cannot download horovod" in last_line(done) and "check the network" in last_line(done)
+    assert list(tmp_path.glob("hvdtrain/*/*.whl")) == []
+
+
+def test_torn_wheel_in_the_cache_is_built_anew(tmp_path: Path, builder: ModuleType) -> None:
+    done = run([*BUILD, "--print-key"], tmp_path, XDG_CACHE_HOME=str(tmp_path))
+    key = builder.digest(json.loads(done.stdout))
+    wheel = tmp_path / "hvdtrain" / f"horovod-{builder.VERSION}-{key}" / f"horovod-{builder.VERSION}-cp311-linux.whl"
+    wheel.parent.mkdir(parents=True)
+    wheel.write_bytes(b"PK\x03\x04 torn")
+    done = run(BUILD, tmp_path, XDG_CACHE_HOME=str(tmp_path), **CLOSED)
+    assert "holds no complete wheel; building it anew" in done.stderr
+    assert not wheel.exists()
+
+
+def test_cache_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "hvdtrain").write_text("a file where the cache folder belongs")
+    done = run(BUILD, tmp_path, XDG_CACHE_HOME=str(tmp_path))
+    assert done.returncode == 73
+    assert "set XDG_CACHE_HOME to a folder you may write" in last_line(done)
+
+
+def test_a_build_log_becomes_one_line(
+    tmp_path: Path, builder: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "hvdtrain").mkdir()
+    log = tmp_path / "log"
+    for text, code, said in [
+        ("x\nCMake Error at C.txt:1 (message):\n  Could NOT find NCCL\n", 1, "the build failed: Could NOT find NCCL"),
+        ("a.cc:7:1: error: 'x' is not a type\nerror: subprocess-exited-with-error", 1, "'x' is not a type"),
+        ("cc1plus: fatal error: write: No space left on device", 74, "the disk filled up"),
+        ("c++: fatal error: Killed signal terminated program cc1plus", 1, "out of memory"),
+    ]:
+        log.write_text(text)
+        with pytest.raises(SystemExit) as stopped:
+            builder.explain(log)
+        assert stopped.value.code == code
+        assert said in capsys.readouterr().err
+
+
+def test_nccl_is_used_only_when_everything_for_it_is_there(
+    tmp_path: Path, builder: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in "CUDA_HOME", "HOROVOD_NCCL_HOME", "HOROVOD_BUILD_CUDA_CC_LIST":
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    site, cuda = tmp_path / "site-packages", tmp_path / "usr/local/cuda"
+    for part in (
+        site / "torch/version.py",
+        cuda / "bin/nvcc",
+        cuda / "include/cuda_runtime.h",
+        site / "nvidia/nccl/include/nccl.h",
+    ):
+        assert builder.find_nccl(["torch"], site, tmp_path / "usr") == {}
+        part.parent.mkdir(parents=True)
+        part.write_text("cuda: Optional[str] = '13.0'\n" if part.name == "version.py" else "")
+    found = builder.find_nccl(["torch"], site, tmp_path / "usr")
+    assert found["HOROVOD_GPU_OPERATIONS"] == "NCCL"
+    assert found["HOROVOD_CUDA_HOME"] == str(cuda)
+    assert found["HOROVOD_NCCL_HOME"] == str(site / "nvidia/nccl")
+    (site / "torch/version.py").write_text("cuda: Optional[str] = None\nhip: Optional[str] = '6.1'\n")
+    assert builder.find_nccl(["torch"], site, tmp_path / "usr") == {}
+
+
+def test_pins_cover_the_requirements() -> None:
+    """Whatever setup.cfg asks for has one exact pin, so that no set-up can differ from the tested one."""
+    lines = (ROOT / "tools/constraints.txt").read_text().splitlines()
+    pins = [line.partition("==") for line in lines if line and not line.startswith("#")]
+    assert all(separator and version for _, separator, version in pins)
+    pinned = {name.lower().replace("_", "-") for name, _, _ in pins}
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "setup.cfg")
+    extras = settings["options.extras_require"]
+    wanted = [settings["options"]["install_requires"], extras["horovod"], extras["dev"], extras["torch"]]
+    asked = {re.split("[<>=]", line)[0].lower() for line in "\n".join(wanted).split()}
+    assert asked and asked <= pinned, asked - pinned

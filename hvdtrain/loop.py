@@ -132,7 +132,7 @@ class Loop:
         with clock.span("data"):
             batch = next(batches)
         with clock.span("compute"):
-            gradients = self._replica.backward(batch, self._stop.requested is not None)
+            gradients = self._replica.backward(batch, lr, self._stop.requested is not None)
         with clock.span("communication"):
             gradients, sent = self._strategy.exchange(gradients)
         with clock.span("compute"):

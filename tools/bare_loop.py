@@ -69,7 +69,9 @@ else:
     weights = list(model.weights.values())
     slots = [tf.Variable(tf.zeros_like(weight)) for weight in weights]
 
-    @tf.function(reduce_retracing=True)
+    @tf.function(
+        input_signature=[tf.TensorSpec([None, *images.shape[1:]], tf.float32), tf.TensorSpec([None], tf.int64)]
+    )
     def graph(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
         with tf.GradientTape() as tape:
             loss, _ = model.loss(x, y, training=True)
@@ -83,16 +85,17 @@ else:
         graph(tf.constant(x), tf.constant(y)).numpy()
 
 
-steps = len(labels) // (args.batch_size * hvd.size())
+whole = args.batch_size * hvd.size()
 done, seconds = 0, 0.0
 for epoch in range(args.epochs):
     order = np.random.default_rng(epoch).permutation(len(labels))
-    for number in range(steps):
+    for number, first in enumerate(range(0, len(labels), whole)):
         began = time.perf_counter()
-        mine = order[(number * hvd.size() + hvd.rank()) * args.batch_size :][: args.batch_size]
+        together = order[first : first + whole]  # the last one is short, as in every epoch of ours
+        mine = np.array_split(together, hvd.size())[hvd.rank()]
         step(images[mine], labels[mine])
         if epoch or number >= 3:
-            done += args.batch_size * hvd.size()
+            done += len(together)
             seconds += time.perf_counter() - began
 if hvd.rank() == 0:
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

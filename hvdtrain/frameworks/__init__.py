@@ -33,12 +33,16 @@ class Replica(Protocol):
     exchange_is_timed: bool
     """False where backward and an overlapped exchange are one graph, so that waiting for it cannot be told apart"""
 
-    def backward(self, batch: Batch, stop: bool) -> list[Any]:
-        """Forward and backward of this rank's batch: the gradients, divided by the sample count of all ranks."""
+    def backward(self, batch: Batch, lr: float, stop: bool) -> list[Any]:
+        """Forward and backward of this rank's batch: the gradients, divided by the sample count of all ranks.
+
+        A framework whose graph holds an overlapped exchange updates each parameter in that graph, as soon as its
+        gradient has arrived; it then returns no gradients.
+        """
         ...
 
     def apply(self, gradients: list[Any], lr: float) -> None:
-        """One step of SGD with momentum: v = momentum v + g + weight_decay p; p -= lr v."""
+        """One step of SGD with momentum, unless backward made it: v = momentum v + g + weight_decay p; p -= lr v."""
         ...
 
     def sums(self) -> Sums:

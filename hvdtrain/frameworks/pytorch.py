@@ -61,7 +61,7 @@ class TorchReplica:
         if strategy.in_backward:
             self._optimizer = world.torch_optimizer(self._optimizer, self._parameters.items())
 
-    def backward(self, batch: Batch, stop: bool) -> list[Any]:
+    def backward(self, batch: Batch, lr: float, stop: bool) -> list[Any]:
         self._model.train()
         self._optimizer.zero_grad()
         with self._autocast:

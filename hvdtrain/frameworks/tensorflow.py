@@ -1,4 +1,8 @@
-"""A TensorFlow replica: one tf.Module on one device; backward and update are two compiled graphs."""
+"""A TensorFlow replica: one tf.Module on one device.
+
+Backward, Horovod's exchange and the update are one compiled graph, in which a parameter is updated while the gradients
+of others are still on their way; a strategy that works outside the graph gets backward and update as two.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ from hvdtrain.world import World
 
 @contextmanager
 def _without_build_notes() -> Iterator[None]:
-    """Drops the build notes that TensorFlow's C++ side prints as it starts, whatever its log level; other lines pass."""
+    """Drops the notes that TensorFlow's C++ side prints as it starts, whatever its log level; other lines pass."""
     notes = (b"absl::InitializeLog", b"oneDNN custom operations", b"cpu_feature_guard", b"To enable the following")
     kept = os.dup(2)
     with tempfile.TemporaryFile() as caught:
@@ -75,6 +79,11 @@ def turned_back(array: np.ndarray) -> np.ndarray:
     return array.transpose(3, 2, 0, 1) if array.ndim == 4 else array
 
 
+def any_length(arrays: list[tf.Tensor]) -> list[tf.TensorSpec]:
+    """The arrays' types for any number of samples, so that a short batch is not compiled anew (seconds)."""
+    return [tf.TensorSpec([None, *array.shape[1:]], array.dtype) for array in arrays]
+
+
 class TensorFlowReplica:
     """See `frameworks.Replica`. `model.loss(*arrays, training=...)` returns the loss sum and the correct samples."""
 
@@ -90,30 +99,37 @@ class TensorFlowReplica:
         self._scale = tf.Variable(FIRST_SCALE if config.precision == "fp16" else 1.0, trainable=False)
         self._good_steps = tf.Variable(0, trainable=False)
         self._scaled = config.precision == "fp16"
-        self._backward_graph = tf.function(self._backward, reduce_retracing=True)
+        self._backward_graph: Any = None
+        self._evaluate_graph: Any = None
         self._apply_graph = tf.function(self._apply)
-        self._evaluate_graph = tf.function(lambda *arrays: model.loss(*arrays, training=False), reduce_retracing=True)
 
-    def backward(self, batch: Batch, stop: bool) -> list[Any]:
+    def backward(self, batch: Batch, lr: float, stop: bool) -> list[Any]:
+        arrays = [tf.constant(array) for array in batch.arrays]
+        if self._backward_graph is None:
+            scalar = tf.TensorSpec((), tf.float32)
+            self._backward_graph = tf.function(self._backward, input_signature=[any_length(arrays), *[scalar] * 3])
         gradients, self._totals = self._backward_graph(
-            [tf.constant(array) for array in batch.arrays],
+            arrays,
             tf.constant(batch.total_weight, tf.float32),
+            tf.constant(lr, tf.float32),
             tf.constant(stop, tf.float32),
         )
         return gradients
 
-    def _backward(self, arrays: list[tf.Tensor], total_weight: tf.Tensor, stop: tf.Tensor) -> Any:
+    def _backward(self, arrays: list[tf.Tensor], total_weight: tf.Tensor, lr: tf.Tensor, stop: tf.Tensor) -> Any:
         tape = tf.GradientTape()
         with tape:
             loss, correct = self._model.loss(*arrays, training=True)
             mean = loss / total_weight * self._scale
         totals = self._world.graph_sum(tf.stack([loss, tf.cast(correct, loss.dtype), stop]), "step.totals")
-        if self._in_backward:
-            tape = self._world.tensorflow_tape(tape)
-        return tape.gradient(mean, list(self._weights.values())), totals
+        if not self._in_backward:
+            return tape.gradient(mean, list(self._weights.values())), totals
+        self._apply(self._world.tensorflow_tape(tape).gradient(mean, list(self._weights.values())), lr)
+        return [], totals
 
     def apply(self, gradients: list[Any], lr: float) -> None:
-        self._apply_graph(gradients, tf.constant(lr, tf.float32))
+        if gradients:
+            self._apply_graph(gradients, tf.constant(lr, tf.float32))
 
     def _apply(self, gradients: list[tf.Tensor], lr: tf.Tensor) -> None:
         if not self._scaled:
@@ -143,8 +159,14 @@ class TensorFlowReplica:
         return Sums(loss=loss, correct=correct, stopping=stopping > 0)
 
     def evaluate(self, batch: Batch) -> tuple[float, float]:
-        loss, correct = self._evaluate_graph(*(tf.constant(array) for array in batch.arrays))
+        arrays = [tf.constant(array) for array in batch.arrays]
+        if self._evaluate_graph is None:
+            self._evaluate_graph = tf.function(self._evaluate, input_signature=[any_length(arrays)])
+        loss, correct = self._evaluate_graph(arrays)
         return float(loss), float(correct)
+
+    def _evaluate(self, arrays: list[tf.Tensor]) -> Any:
+        return self._model.loss(*arrays, training=False)
 
     def state(self) -> dict[str, np.ndarray]:
         arrays = {f"parameter.{name}": turned_back(weight.numpy()) for name, weight in self._weights.items()}

@@ -82,7 +82,7 @@ def main() -> None:
     batch = Batch(arrays=(inputs[mine], labels[mine]), weight=mine.stop - mine.start, total_weight=SAMPLES)
     losses, sent = [], 0
     for _ in range(STEPS):
-        gradients, sent = strategy.exchange(replica.backward(batch, stop=world.rank == world.size - 1))
+        gradients, sent = strategy.exchange(replica.backward(batch, LR, stop=world.rank == world.size - 1))
         replica.apply(gradients, LR)
         sums = replica.sums()
         losses.append(sums.loss / SAMPLES)

@@ -7,6 +7,7 @@ the default. Workloads extend `TrainConfig` in their own file.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import dataclasses
 import inspect
@@ -196,7 +197,8 @@ def parser_for(cls: type, *, prog: str, purpose: str, positionals: Sequence[str]
 
     parser = ArgumentParser(
         prog=prog,
-        usage=f"{prog} {' '.join(name.upper() for name in positionals)} [--flag value ...]",
+        usage=argparse.SUPPRESS,  # the help starts with the purpose
+        print_config=None,
         description=purpose,
         env_prefix="HVDTRAIN",
         default_env=True,
@@ -211,6 +213,8 @@ def parser_for(cls: type, *, prog: str, purpose: str, positionals: Sequence[str]
             parser.add_argument(field.name, type=hints[field.name], help=docs[field.name])
         elif field.default is False:
             parser.add_argument(flag(field.name), action="store_true", help=docs[field.name])
+        elif field.default is dataclasses.MISSING:
+            parser.add_argument(flag(field.name), type=hints[field.name], required=True, help=docs[field.name])
         else:
             parser.add_argument(flag(field.name), type=hints[field.name], default=field.default, help=docs[field.name])
     return parser
@@ -223,8 +227,6 @@ def parse(
 
     Raises Failure (2) for a flag, key or value that is not accepted, Failure (78) for values that do not fit together.
     """
-    import argparse
-
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = parser_for(cls, prog=prog, purpose=purpose, positionals=positionals)
     for file in _config_files(arguments):

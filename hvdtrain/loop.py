@@ -22,13 +22,13 @@ from typing import Any
 
 from hvdtrain import records
 from hvdtrain.checkpoint import Checkpoints
-from hvdtrain.config import BatchPlan, TrainConfig
 from hvdtrain.data import Dataset, Split
 from hvdtrain.data.loader import Loader
 from hvdtrain.evaluation import evaluate
 from hvdtrain.exits import Failure
 from hvdtrain.frameworks import Replica
 from hvdtrain.progress import Progress
+from hvdtrain.run import Run
 from hvdtrain.strategies import Strategy
 from hvdtrain.timing import WARMUP_STEPS, Clock
 from hvdtrain.world import StopSignal, World
@@ -67,26 +67,26 @@ class Loop:
 
     def __init__(
         self,
+        run: Run,
+        folder: Path,
         *,
-        workload: str,
-        config: TrainConfig,
-        plan: BatchPlan,
         dataset: Dataset,
         loader: Loader,
         world: World,
         replica: Replica,
         strategy: Strategy,
-        parameters: int,
-        folder: Path,
-        identity: dict[str, Any],
         stop: StopSignal,
     ) -> None:
-        self._workload, self._config, self._plan = workload, config, plan
+        self._about, self._config, self._plan = run, run.config, run.plan
         self._dataset, self._loader, self._world = dataset, loader, world
-        self._replica, self._strategy, self._parameters = replica, strategy, parameters
+        self._replica, self._strategy = replica, strategy
         self._folder, self._stop = folder, stop
         self._checkpoints = Checkpoints(
-            folder / "checkpoints", world, keep=config.keep_checkpoints, identity=identity, report=self._say
+            folder / "checkpoints",
+            world,
+            keep=run.config.keep_checkpoints,
+            identity=run.identity(),
+            report=self._say,
         )
         self._writer = records.Writer(folder / "metrics" / f"rank{world.rank:04d}.jsonl")
         self._clock = Clock(replica.synchronize)
@@ -114,16 +114,16 @@ class Loop:
             contextlib.closing(self._loader.epoch(epoch, start=start)) as batches,
             Progress(label, steps, "steps", enabled=self._speaks(), done=start) as progress,
         ):
-            for _ in range(start, steps):
+            for done in range(start + 1, steps + 1):
                 loss, stopping = self._step(epoch, batches)
                 progress.advance(note=f"loss {loss:.4f}")
+                if done < steps and (stopping or (every and self._at.step % every == 0)):
+                    self._save()
                 if stopping:
-                    self._save()
-                    return False
-                if every and self._at.step % every == 0 and self._at.step % steps:
-                    self._save()
-        self._end_epoch(epoch)
-        return True
+                    break
+        if done == steps:
+            self._end_epoch(epoch, save=stopping)
+        return not stopping
 
     def _step(self, epoch: int, batches: Any) -> tuple[float, bool]:
         """One step on all ranks: its mean loss, and whether some rank was asked to stop."""
@@ -177,7 +177,7 @@ class Loop:
         self._steps_here += 1
         return loss, sums.stopping
 
-    def _end_epoch(self, epoch: int) -> None:
+    def _end_epoch(self, epoch: int, save: bool) -> None:
         at = self._at
         with self._clock.span("validation"):
             validation_loss, validation_accuracy = self._evaluate(self._dataset.validation)
@@ -209,7 +209,7 @@ class Loop:
                 f"{record.train_accuracy:.4f}, validation accuracy {accuracy}, {record.train_s:.1f} s{rate}"
             )
         every = self._config.checkpoint_epochs
-        if every and (epoch + 1) % every == 0:
+        if save or (every and (epoch + 1) % every == 0):
             self._save(best=is_best)
 
     def _finish(self) -> records.Summary:
@@ -221,12 +221,12 @@ class Loop:
         rate = at.total_rated_samples / at.total_rated_s if at.total_rated_s else None
         summary = records.Summary(
             run_dir=str(self._folder),
-            workload=self._workload,
+            workload=self._about.workload,
             framework=world.framework,
             strategy=self._config.strategy,
             ranks=world.size,
             hosts=len({host for host, _ in facts}),
-            parameters=self._parameters,
+            parameters=self._about.model["parameters"],
             global_batch=self._plan.global_batch,
             epochs=self._config.epochs,
             steps=at.step,

@@ -20,6 +20,7 @@ from hvdtrain import data, exits, run, world
 from hvdtrain.data.loader import Loader
 from hvdtrain.exits import Failure
 from hvdtrain.frameworks import Replica, resolve
+from hvdtrain.loop import Loop
 from hvdtrain.models import resnet
 from hvdtrain.strategies import strategy_class
 
@@ -73,15 +74,15 @@ def main(stop: world.StopSignal) -> int:
     parameters = resnet.parameter_count(spec)
     facts = {
         "model": f"ResNet-34, width {config.width:g}: {parameters:,} parameters, {4 * parameters / 1e6:.2f} MB",
-        "data": f"{dataset.name}: {len(dataset.train.labels):,} training, {len(dataset.validation.labels):,} "
-        f"validation, {len(dataset.test.labels):,} test images of {width}x{height}x{channels}, "
-        f"{len(dataset.classes)} classes",
+        "data": f"{dataset.name}: {len(dataset.train):,} training, {len(dataset.validation):,} validation, "
+        f"{len(dataset.test):,} test images of {width}x{height}x{channels}, {len(dataset.classes)} classes",
         "ranks": f"{place.size} ({place.launcher}), {framework}, {threads} threads each",
     }
+    sent = strategy_type.bytes_per_step(4 * parameters, place.size)
+    facts["exchange"] = f"{config.strategy}: {sent / 1e6:.2f} MB sent per rank and step"
     if config.dry_run:
         if place.rank == 0:
-            sent = 2 * (place.size - 1) * 4 * parameters // place.size
-            run.show_dry_run(config, plan, {**facts, "exchange": f"{sent / 1e6:.2f} MB sent per rank and step"})
+            run.show_dry_run(config, plan, facts)
         return exits.OK
 
     # 4. World and strategy: connect the ranks.
@@ -91,11 +92,9 @@ def main(stop: world.StopSignal) -> int:
     else:
         from hvdtrain.frameworks.tensorflow import PRECISIONS, TensorFlowReplica, prepare
     device = prepare(config.device, place.local_rank, threads)
-    ranks = world.World(framework)
+    ranks = world.World(framework, gpu=device != "cpu")
     strategy = strategy_type(ranks, 4 * parameters)
-    facts["exchange"] = (
-        f"{config.strategy} over {ranks.collectives}: {strategy.bytes_per_step() / 1e6:.2f} MB per rank and step"
-    )
+    facts["collectives"] = ranks.collectives
 
     # 5. Replica: the same weights from the same seed on every rank.
     replica: Replica
@@ -114,44 +113,20 @@ def main(stop: world.StopSignal) -> int:
     facts["device"] = f"{device} ({framework} sees no GPU)" if device == "cpu" and config.device == "auto" else device
 
     # 6. Loop: train, evaluate, save; every record goes to the run's folder.
-    from hvdtrain.loop import Loop
-
-    folder = run.open_folder(config, WORKLOAD, ranks)
-    run.write_manifest(
-        folder,
+    this = run.Run(
         workload=WORKLOAD,
         config=config,
         plan=plan,
         data={"name": dataset.name, "classes": len(dataset.classes), "fingerprint": dataset.fingerprint}
-        | {split: len(getattr(dataset, split).labels) for split in ("train", "validation", "test")},
+        | {split: len(getattr(dataset, split)) for split in ("train", "validation", "test")},
         model={"name": "resnet34", "parameters": parameters, "spec": dataclasses.asdict(spec)},
-        device=device,
-        threads=threads,
-        world=ranks,
     )
+    folder = run.open_folder(config, WORKLOAD, ranks)
+    run.write_manifest(this, folder, device=device, threads=threads, world=ranks)
     if ranks.rank == 0 and not config.json:
         print(run.arithmetic(config, plan, facts), file=sys.stderr, flush=True)
     loop = Loop(
-        workload=WORKLOAD,
-        config=config,
-        plan=plan,
-        dataset=dataset,
-        loader=loader,
-        world=ranks,
-        replica=replica,
-        strategy=strategy,
-        parameters=parameters,
-        folder=folder,
-        identity={
-            "workload": WORKLOAD,
-            "model": dataclasses.asdict(spec),
-            "data": dataset.fingerprint,
-            "strategy": config.strategy,
-            "ranks": ranks.size,
-            "batch_size": batch,
-            "seed": config.seed,
-        },
-        stop=stop,
+        this, folder, dataset=dataset, loader=loader, world=ranks, replica=replica, strategy=strategy, stop=stop
     )
     summary = loop.run()
 

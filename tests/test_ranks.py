@@ -53,9 +53,12 @@ def test_evaluation_is_exact_whatever_the_number_of_ranks(framework: str) -> Non
     assert three["loss"] == pytest.approx(alone["loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun", "horovodrun --gloo"])
-def test_a_rank_that_raises_ends_the_job_and_its_traceback_is_shown_last(launcher: str) -> None:
-    done = launch(2, [str(PROGRAMS / "failing.py"), "torch", "raise"], launcher)
+@pytest.mark.parametrize(
+    ("framework", "launcher"),
+    [("torch", "mpirun"), ("tensorflow", "mpirun"), ("torch", "horovodrun"), ("tensorflow", "horovodrun --gloo")],
+)
+def test_a_rank_that_raises_ends_the_job_and_its_traceback_is_shown_last(framework: str, launcher: str) -> None:
+    done = launch(2, [str(PROGRAMS / "failing.py"), framework, "raise"], launcher)
     assert done.returncode != 0
     output = done.stderr + done.stdout
     assert output.count("hvdtrain: ") == 1, "peers that only lost contact stay silent"

@@ -145,14 +145,23 @@ def test_ranks_record_equal_losses_and_disjoint_samples(
 
 
 @pytest.mark.parametrize(
-    ("framework", "ranks", "tolerance"), [("torch", 0, 0.0), ("torch", 2, 0.0), ("tensorflow", 0, 1e-6)]
+    ("framework", "ranks", "tolerance", "extra", "steps"),
+    [
+        ("torch", 0, 0.0, ["--epochs", "3"], 17),
+        ("torch", 2, 0.0, ["--epochs", "3"], 17),
+        ("tensorflow", 0, 1e-6, ["--epochs", "3"], 17),
+        # One step is a whole epoch, so that the signal arrives in an epoch's last step.
+        ("torch", 0, 0.0, ["--epochs", "8", "--batch-size", "1500", "--checkpoint-epochs", "8"], 2),
+    ],
 )
-def test_resumed_equals_uninterrupted(framework: str, ranks: int, tolerance: float, tmp_path: Path) -> None:
-    flags = ["--framework", framework, "--epochs", "3", "--json", *SMALL]
+def test_resumed_equals_uninterrupted(
+    framework: str, ranks: int, tolerance: float, extra: list[str], steps: int, tmp_path: Path
+) -> None:
+    flags = ["--framework", framework, "--json", *SMALL, *extra]
     whole = document(resnet(ranks, "--run-dir", str(tmp_path / "whole"), *flags))
     cut = tmp_path / "cut"
     with started(ranks, cut, *flags) as process:
-        wait_for_steps(process, cut, 17)
+        wait_for_steps(process, cut, steps)
         process.send_signal(signal.SIGUSR1)
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 75, errors

@@ -24,8 +24,9 @@ class Strategy(Protocol):
     def __init__(self, world: World, payload_bytes: int) -> None:
         """`payload_bytes`: bytes of one rank's gradients."""
 
-    def bytes_per_step(self) -> int:
-        """Payload bytes that this rank sends in one step."""
+    @staticmethod
+    def bytes_per_step(payload_bytes: int, ranks: int) -> int:
+        """Payload bytes that each of `ranks` ranks sends in one step."""
         ...
 
     def exchange(self, gradients: list[Any]) -> tuple[list[Any], int]:

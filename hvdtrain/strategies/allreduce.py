@@ -25,15 +25,15 @@ class AllReduce:
 
     def __init__(self, world: World, payload_bytes: int) -> None:
         self._world = world
-        self._payload_bytes = payload_bytes
+        self._sent = self.bytes_per_step(payload_bytes, world.size)
 
-    def bytes_per_step(self) -> int:
-        ranks = self._world.size
-        return 2 * (ranks - 1) * self._payload_bytes // ranks
+    @staticmethod
+    def bytes_per_step(payload_bytes: int, ranks: int) -> int:
+        return 2 * (ranks - 1) * payload_bytes // ranks
 
     def exchange(self, gradients: list[Any]) -> tuple[list[Any], int]:
         self._world.wait()
-        return gradients, self.bytes_per_step()
+        return gradients, self._sent
 
     def state(self) -> dict[str, np.ndarray]:
         return {}

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hvdtrain import records
+from hvdtrain import exits, records
 from hvdtrain.checkpoint import Checkpoints
 from hvdtrain.data import Dataset, Split
 from hvdtrain.data.loader import Loader
@@ -112,7 +112,7 @@ class Loop:
         label = f"epoch {epoch + 1}/{self._config.epochs}"
         with (
             contextlib.closing(self._loader.epoch(epoch, start=start)) as batches,
-            Progress(label, steps, "steps", enabled=self._speaks(), done=start) as progress,
+            Progress(label, steps, "steps", enabled=self._world.rank == 0, done=start) as progress,
         ):
             for done in range(start + 1, steps + 1):
                 loss, stopping = self._step(epoch, batches)
@@ -266,7 +266,14 @@ class Loop:
     def _resume(self) -> None:
         loaded = self._checkpoints.newest()
         if loaded is None:
-            self._say("no valid checkpoint to resume from: starting at step 0")
+            folder = self._folder / "checkpoints"
+            if any(self._world.gather(any(folder.glob("step-*")))):
+                raise Failure(
+                    f"{folder}: no checkpoint there fits this run (reasons above); give the settings that it was made "
+                    "with, or choose another --run-dir",
+                    exits.BAD_CONFIG,
+                )
+            self._say("no checkpoint to resume from: starting at step 0")
             return
         self._at = Position(**loaded.progress)
         self._replica.load(loaded.shared)
@@ -275,11 +282,8 @@ class Loop:
         self._writer.write(records.Resumed(step=self._at.step, utc=records.utc_now()))
         self._say(f"resumed at step {self._at.step} of {self._plan.steps}")
 
-    def _speaks(self) -> bool:
-        return self._world.rank == 0 and not self._config.json
-
     def _say(self, message: str) -> None:
-        if self._speaks():
+        if self._world.rank == 0:
             print(message, file=sys.stderr, flush=True)
 
 

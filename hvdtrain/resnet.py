@@ -110,6 +110,7 @@ def main(stop: world.StopSignal) -> int:
     state = ranks.agreed(resnet.initial_state(spec, config.seed))
     replica.load({f"parameter.{name}": state[name] for name in resnet.parameters(spec)})
     replica.load_local({name: state[name] for name in resnet.buffers(spec)})
+    del state  # as large as the model, and the loop runs inside this function
     facts["device"] = f"{device} ({framework} sees no GPU)" if device == "cpu" and config.device == "auto" else device
 
     # 6. Loop: train, evaluate, save; every record goes to the run's folder.
@@ -123,7 +124,7 @@ def main(stop: world.StopSignal) -> int:
     )
     folder = run.open_folder(config, WORKLOAD, ranks)
     run.write_manifest(this, folder, device=device, threads=threads, world=ranks)
-    if ranks.rank == 0 and not config.json:
+    if ranks.rank == 0:
         print(run.arithmetic(config, plan, facts), file=sys.stderr, flush=True)
     loop = Loop(
         this, folder, dataset=dataset, loader=loader, world=ranks, replica=replica, strategy=strategy, stop=stop

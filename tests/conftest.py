@@ -41,6 +41,7 @@ def command(ranks: int, arguments: list[str], launcher: str = "mpirun") -> list[
     start = {
         "mpirun": ["mpirun", "-np", str(ranks), "--bind-to", "none", "--oversubscribe"],
         "horovodrun": ["horovodrun", "-np", str(ranks), "-H", f"localhost:{ranks}"],
+        "horovodrun --hostfile": ["horovodrun", "-np", str(ranks), "--hostfile", f"hostfiles/local{ranks}.txt"],
         "horovodrun --gloo": ["horovodrun", "--gloo", "-np", str(ranks), "-H", f"localhost:{ranks}"],
     }
     return [*start[launcher], *python]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -124,7 +125,7 @@ def test_both_frameworks_give_the_same_first_losses(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("framework", "launcher", "ranks"),
-    [("torch", "horovodrun", 2), ("tensorflow", "horovodrun", 2), ("torch", "mpirun", 3)],
+    [("torch", "horovodrun", 2), ("tensorflow", "horovodrun --hostfile", 2), ("torch", "mpirun", 3)],
 )
 def test_ranks_record_equal_losses_and_disjoint_samples(
     framework: str, launcher: str, ranks: int, tmp_path: Path
@@ -202,6 +203,10 @@ def test_a_prepared_folder_of_photographs_trains(tmp_path: Path) -> None:
     flags = ["--data", prepared, "--width", "0.125", "--epochs", "3", "--batch-size", "8", "--json"]
     summary = document(resnet(2, "--run-dir", str(tmp_path / "run"), *flags))
     assert summary["test_accuracy"] > 0.7, summary
+    preset = ["--config", "launch/presets/cruz2021_resnet34.toml", "--image-size", "36x24", "--dry-run", "--json"]
+    shown = document(resnet(0, *preset, "--data", prepared))
+    asked = [shown["config"][name] for name in ("batch_size", "lr", "epochs", "momentum", "schedule", "zero_gamma")]
+    assert asked == [128, 0.05, 100, 0.0, "constant", False]
     refused = resnet(0, "--data", prepared, "--image-size", "32")
     assert refused.returncode == 78
     assert "36x24" in refused.stderr
@@ -220,6 +225,21 @@ def test_killed_run_resumes_from_its_last_checkpoint_to_the_same_end(tmp_path: P
         np.testing.assert_array_equal(got[name], array, err_msg=name)
 
 
+def test_a_run_with_other_settings_does_not_resume_and_loses_nothing(tmp_path: Path) -> None:
+    flags = ["--framework", "torch", "--epochs", "1", "--json", "--run-dir", str(tmp_path), *SMALL]
+    document(resnet(0, *flags))
+    before = newest_arrays(tmp_path)
+    done = resnet(2, *flags, "--resume")
+    assert done.returncode == 78
+    assert "-np 1" in done.stderr
+    assert "no checkpoint there fits this run" in done.stderr
+    done = resnet(0, *flags, "--resume", "--width", "0.25")
+    assert done.returncode == 78
+    assert "width" in done.stderr
+    after = newest_arrays(tmp_path)
+    assert all(np.array_equal(array, after[name]) for name, array in before.items())
+
+
 def test_torch_checkpoint_continues_in_tensorflow(tmp_path: Path) -> None:
     flags = ["--json", "--run-dir", str(tmp_path), *SMALL]
     first = document(resnet(0, "--framework", "torch", "--epochs", "1", "--schedule", "constant", *flags))
@@ -228,6 +248,21 @@ def test_torch_checkpoint_continues_in_tensorflow(tmp_path: Path) -> None:
     )
     assert second["validation_accuracy"][0] == first["validation_accuracy"][0]
     assert second["steps"] == 2 * first["steps"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_gpu_trains_as_the_cpu_does(framework: str, precision: str, tmp_path: Path) -> None:
+    if shutil.which("nvidia-smi") is None or subprocess.run(["nvidia-smi", "-L"], check=False).returncode:
+        pytest.skip("no NVIDIA GPU here")
+    losses = []
+    for device in ("cpu", "gpu"):
+        folder = tmp_path / device
+        flags = ["--framework", framework, "--device", device, "--epochs", "1", "--json", "--run-dir", str(folder)]
+        document(resnet(0, *flags, "--precision", "fp32" if device == "cpu" else precision, *SMALL))
+        losses.append([step.loss for step in read_run(folder)["step"][:4]])
+    np.testing.assert_allclose(losses[1], losses[0], rtol=0.05)
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
@@ -277,6 +312,15 @@ def test_bad_input_is_one_line_and_its_exit_code(flags: list[str], code: int, te
     assert len(done.stderr.splitlines()) == 1, done.stderr
     assert text in done.stderr
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_gpu_that_is_not_there_is_one_line(framework: str) -> None:
+    arguments = ["-m", "hvdtrain.resnet", "--framework", framework, "--device", "gpu"]
+    done = launch(0, arguments, extra={"CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode == 78
+    assert done.stderr.splitlines()[-1].endswith("sees no GPU here; use --device cpu or auto")
+    assert "Traceback" not in done.stderr
 
 
 def test_bad_input_under_a_launcher_is_said_once() -> None:

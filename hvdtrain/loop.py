@@ -139,6 +139,11 @@ class Loop:
             self._replica.apply(gradients, lr)
             sums = self._replica.sums()
         loss = sums.loss / batch.total_weight
+        if not math.isfinite(loss):
+            raise Failure(
+                f"the loss is {loss} at step {at.step} (epoch {epoch + 1}, learning rate {lr:g}): lower --lr or "
+                f"lengthen --warmup-epochs; checkpoints of earlier steps are in {self._folder / 'checkpoints'}"
+            )
         timed = self._replica.exchange_is_timed or not self._strategy.in_backward
         communication_s = clock.take("communication")
         record = records.Step(
@@ -154,11 +159,6 @@ class Loop:
             warmup=self._steps_here < WARMUP_STEPS,
         )
         self._writer.write(record)
-        if not math.isfinite(loss):
-            raise Failure(
-                f"the loss is {loss} at step {at.step} (epoch {epoch + 1}, learning rate {lr:g}): lower --lr or "
-                f"lengthen --warmup-epochs; checkpoints of earlier steps are in {self._folder / 'checkpoints'}"
-            )
         seconds = time.perf_counter() - began
         at.step += 1
         at.loss += sums.loss

@@ -273,7 +273,7 @@ class Loop:
                     "with, or choose another --run-dir",
                     exits.BAD_CONFIG,
                 )
-            self._say("no checkpoint to resume from: starting at step 0")
+            self._say("starting at step 0")
             return
         self._at = Position(**loaded.progress)
         self._replica.load(loaded.shared)

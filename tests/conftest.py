@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,58 @@ ROOT = Path(__file__).parent.parent
 PROGRAMS = ROOT / "tests" / "programs"
 # The smallest run that exercises everything: digits at 16x16, an eighth of ResNet-34's channels.
 SMALL = ["--image-size", "16", "--width", "0.125", "--batch-size", "48"]
+
+
+NETWORK_TOOLS = ("ip", "tc", "iperf3", "sshd")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `root` run where they can, and elsewhere say what they lack."""
+    lacking = "root: sudo make test" if os.geteuid() else ""
+    for tool in NETWORK_TOOLS:
+        if not lacking and shutil.which(tool, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None:
+            lacking = f"{tool} (Debian: apt-get install iproute2 iperf3 openssh-server)"
+    for item in items:
+        if lacking and item.get_closest_marker("root"):
+            item.add_marker(pytest.mark.skip(reason=f"needs {lacking}"))
+
+
+class Cluster:
+    """A virtual cluster of the tests, driven by the command that users type."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def command(self, *words: str) -> list[str]:
+        return [str(ROOT / "tools" / "cluster.sh"), words[0], "--name", self.name, *words[1:]]
+
+    def run(self, *words: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+        """`hvdtrain cluster WORDS` to its end; output as text."""
+        return subprocess.run(
+            self.command(*words),
+            env=environment(),
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            stdin=subprocess.DEVNULL,
+        )
+
+    def on(self, host: str, *words: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+        """A command on a host."""
+        return self.run("exec", host, "--", *words, timeout_s=timeout_s)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """Two virtual hosts, a and b, with all of the machine's processor; unlimited links."""
+    made = Cluster(f"t{secrets.token_hex(3)}")
+    done = made.run("up", "--hosts", "a,b")
+    assert done.returncode == 0, done.stderr
+    try:
+        yield made
+    finally:
+        assert made.run("down").returncode == 0
 
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:

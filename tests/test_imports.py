@@ -23,7 +23,7 @@ ALLOWED = {
     "progress": "rich",
     "config": "jsonargparse",
     "records": "",
-    "world": ".config .records numpy horovod mpi4py torch tensorflow",
+    "world": ".config .cluster .records .sentinel numpy horovod mpi4py torch tensorflow",
     "timing": ".records",
     "monitors": ".config .records psutil pynvml",
     "data": ".config .progress numpy PIL sklearn",
@@ -31,7 +31,7 @@ ALLOWED = {
     "frameworks": ".config .data! .models .timing .world .strategies! numpy",
     "strategies": ".config .records .world numpy array_api_compat",
     "checkpoint": ".config .records numpy safetensors",
-    "run": ".config .records .world rich",
+    "run": ".cluster .config .records .world rich",
     "evaluation": ".data .frameworks! .progress .records .timing .world numpy",
     "loop": (
         ".checkpoint .config .data .evaluation .frameworks! .monitors .progress .records .run .strategies! .timing"
@@ -39,6 +39,7 @@ ALLOWED = {
     ),
     "results": ".records numpy pandas matplotlib",
     "cluster": "",
+    "sentinel": ".cluster",
     "sweep": ".cluster .config .records",
     "cli": ".cluster .config .data .progress .records .results .sweep",
 }

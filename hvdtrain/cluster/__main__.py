@@ -1,0 +1,201 @@
+"""The command line of the virtual cluster: `hvdtrain cluster ...`, `tools/cluster.sh ...`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pwd
+import sys
+from pathlib import Path
+from typing import Any
+
+from hvdtrain import exits
+from hvdtrain.cluster import enter, lifecycle, topology, virtual
+from hvdtrain.cluster.commands import run, succeeds
+from hvdtrain.exits import Failure
+
+PURPOSE = """Virtual hosts on this machine, joined by a network of their own, to try what a real cluster would do.
+
+examples:
+  sudo hvdtrain cluster up --hosts a,b,c,d --cpu-share 0.5
+  hvdtrain cluster exec a -- horovodrun -np 4 -H a:2,b:2 python -m hvdtrain.resnet --epochs 1
+  sudo hvdtrain cluster up --name adsl --topology hostfiles/adsl.toml
+  hvdtrain cluster hostfile > hostfile
+  hvdtrain cluster status --json
+  sudo hvdtrain cluster down
+
+Where sudo does not find hvdtrain: sudo tools/cluster.sh up ..., the same with the system's own python3.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="hvdtrain cluster", description=PURPOSE, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def add(name: str, purpose: str, *, dry_run: bool = True) -> argparse.ArgumentParser:
+        one = commands.add_parser(name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".")
+        one.add_argument("--name", help="the cluster's name (default: lab, or the only one that is up)")
+        if dry_run:
+            one.add_argument("--dry-run", action="store_true", help="print the exact commands and change nothing")
+        return one
+
+    up = add("up", "make a cluster (root)")
+    which = up.add_mutually_exclusive_group(required=True)
+    which.add_argument("--hosts", metavar="A,B,..", help="names of the hosts")
+    which.add_argument("--topology", metavar="FILE.toml", type=Path, help="hosts that differ: see topology.py's head")
+    up.add_argument("--slots", type=int, default=2, help="ranks per host in the hostfile (default: 2)")
+    up.add_argument("--cpu-share", type=float, metavar="CORES", help="cores each host may use, e.g. 0.5 (default: all)")
+    up.add_argument("--cpus", metavar="LIST", help="cores the hosts may run on, e.g. 0-1,3 (default: all)")
+    up.add_argument("--rate", metavar="RATE", help="rate of every link, e.g. 10mbit (default: unlimited)")
+
+    add("down", "remove a cluster and end what runs on its hosts (root); nothing to remove is no error")
+    add("status", "hosts, addresses, rates, CPU shares, processes", dry_run=False).add_argument(
+        "--json", action="store_true", help="one JSON document"
+    )
+    add("hostfile", "print the hosts as `a slots=2` lines", dry_run=False)
+    run = add("exec", "run a command on a host, as the calling user")
+    run.add_argument("--env", action="append", default=[], metavar="NAME", help="keep this variable too (repeatable)")
+    run.add_argument("host")
+    run.add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the command and its arguments")
+    add("shell", "open a shell on a host").add_argument("host")
+    return top
+
+
+def make(asked: argparse.Namespace) -> int:
+    user = enter.caller()
+    if asked.topology:
+        cluster = topology.from_toml(asked.topology, cluster=asked.name, user=user)
+    else:
+        cluster = topology.from_names(
+            asked.hosts,
+            cluster=asked.name or "lab",
+            user=user,
+            slots=asked.slots,
+            cpu_share=asked.cpu_share,
+            cpus=asked.cpus,
+            rate=asked.rate,
+        )
+    lifecycle.up(cluster, dry_run=asked.dry_run)
+    if not asked.dry_run:
+        print(f"hvdtrain: cluster {cluster.name} is up: {', '.join(h.name for h in cluster.hosts)}", file=sys.stderr)
+    return exits.OK
+
+
+def remove(asked: argparse.Namespace) -> int:
+    known = virtual.clusters()
+    if asked.name is None and len(known) > 1:
+        raise Failure(f"several clusters are up ({', '.join(known)}); choose one with --name", exits.USAGE)
+    name = asked.name or (known[0] if known else "lab")
+    there = lifecycle.down(name, dry_run=asked.dry_run)
+    said = f"cluster {name} is down" if there else f"nothing of a cluster {name} is there"
+    if not asked.dry_run:
+        print(f"hvdtrain: {said}", file=sys.stderr)
+    return exits.OK
+
+
+def status(cluster: topology.Cluster) -> dict[str, Any]:
+    """What the cluster is, and what is going on there. Rates and processes are null where only root may look."""
+    root = os.geteuid() == 0
+    hosts = []
+    for host in cluster.hosts:
+        here = virtual.folder(cluster.name) / "hosts" / host.name
+        pid = (here / "sshd.pid").read_text().strip() if (here / "sshd.pid").exists() else ""
+        hosts.append(
+            {
+                "host": host.name,
+                "address": cluster.address(host.name),
+                "slots": host.slots,
+                "cpu_share": host.cpu_share,
+                "cpus": host.cpus,
+                "sshd": bool(pid) and Path(f"/proc/{pid}").exists(),
+                "link_up": _link_up(cluster, host.name) if root else None,
+                "rates_asked": _asked(here / "throttle.json"),
+                "rates_set": _rates_set(cluster, host.name) if root else None,
+                "processes": len(lifecycle.processes(cluster.netns(host.name))) if root else None,
+            }
+        )
+    return {"schema": "hvdtrain/cluster/1", "name": cluster.name, "user": cluster.user, "hosts": hosts}
+
+
+def _link_up(cluster: topology.Cluster, host: str) -> bool:
+    return succeeds(["ip", "-n", cluster.netns(host), "route", "get", "10.77.0.254"])
+
+
+def _asked(path: Path) -> dict[str, Any] | None:
+    try:
+        document: dict[str, Any] = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    return {"up_mbit": document.get("up_mbit"), "down_mbit": document.get("down_mbit")}
+
+
+def _rates_set(cluster: topology.Cluster, host: str) -> dict[str, float | None]:
+    """What the kernel's queues limit the host's link to, in Mbit/s."""
+    found: dict[str, float | None] = {}
+    for link in (link for link in virtual.links(cluster) if link.host == host):
+        queues = json.loads(run(["tc", "-json", "-n", link.netns, "qdisc", "show", "dev", link.dev]))
+        rates = [queue["options"]["rate"] for queue in queues if "rate" in queue.get("options", {})]
+        found[f"{link.direction}_mbit"] = rates[0] * 8 / 1e6 if rates else None  # tc reports bytes per second
+    return found
+
+
+def show_status(document: dict[str, Any]) -> None:
+    def text(value: Any, none: str) -> str:
+        return none if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+    def rates(pair: dict[str, Any] | None, none: str) -> str:
+        if pair is None:
+            return none
+        return "/".join(text(pair[f"{direction}_mbit"], "-") for direction in ("up", "down"))
+
+    rows = [("host", "address", "slots", "cores", "asked up/down", "set up/down", "link", "sshd", "processes")]
+    for host in document["hosts"]:
+        cores = text(host["cpu_share"], "all") + (f" of {host['cpus']}" if host["cpus"] else "")
+        link = {True: "up", False: "DOWN", None: "?"}[host["link_up"]]
+        rows.append(
+            (
+                *(host["host"], host["address"], str(host["slots"]), cores),
+                *(rates(host["rates_asked"], "-"), rates(host["rates_set"], "?")),
+                *(link, "up" if host["sshd"] else "DOWN", text(host["processes"], "?")),
+            )
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    print(f"cluster {document['name']} of {document['user']}; rates in Mbit/s, ?: needs root")
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def main(arguments: list[str]) -> int:
+    """Returns the exit code; raises Failure, whose message is for the user."""
+    asked = parser().parse_args(arguments)
+    if asked.command == "up":
+        return make(asked)
+    if asked.command == "down":
+        return remove(asked)
+    cluster = virtual.load(asked.name)
+    if asked.command == "hostfile":
+        print("\n".join(f"{host.name} slots={host.slots}" for host in cluster.hosts))
+        return exits.OK
+    if asked.command == "status":
+        document = status(cluster)
+        print(json.dumps(document, indent=2)) if asked.json else show_status(document)
+        return exits.OK
+    if asked.command == "shell":
+        enter.become(cluster, asked.host, [pwd.getpwnam(enter.caller()).pw_shell], dry_run=asked.dry_run)
+        return exits.OK
+    words = asked.words[1:] if asked.words[:1] == ["--"] else asked.words
+    if not words:
+        raise Failure("exec needs a command: hvdtrain cluster exec a -- hostname", exits.USAGE)
+    enter.become(cluster, asked.host, words, extra=asked.env, dry_run=asked.dry_run)
+    return exits.OK
+
+
+if __name__ == "__main__":
+    try:
+        raise SystemExit(main(sys.argv[1:]))
+    except Failure as failure:
+        print(f"hvdtrain: {failure}", file=sys.stderr)
+        raise SystemExit(failure.code) from None

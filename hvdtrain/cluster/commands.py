@@ -1,0 +1,99 @@
+"""Running other programs: lists of words, never a shell line, and failures as one line."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterable, Mapping
+
+from hvdtrain import exits
+from hvdtrain.exits import Failure
+
+Command = list[str]
+
+PACKAGES = {
+    "ip": "iproute2",
+    "tc": "iproute2",
+    "iperf3": "iperf3",
+    "sshd": "openssh-server",
+    "ssh": "openssh-client",
+    "ssh-keygen": "openssh-client",
+    "nsenter": "util-linux",
+    "unshare": "util-linux",
+    "taskset": "util-linux",
+}
+"""Debian's package of each program that this room starts"""
+
+_DENIED = ("operation not permitted", "permission denied")
+
+
+def show(command: Command) -> str:
+    """The command as one would type it."""
+    return shlex.join(command)
+
+
+def find(program: str) -> str:
+    """Its path; also looks in the sbin folders, which a user's PATH often leaves out. Raises Failure (69)."""
+    path = os.environ.get("PATH", os.defpath) + ":/usr/local/sbin:/usr/sbin:/sbin"
+    found = shutil.which(program, path=path)
+    if found is None:
+        package = PACKAGES.get(program, program)
+        raise Failure(
+            f"no {program} on this machine; install it (Debian: apt-get install {package})", exits.UNREACHABLE
+        )
+    return found
+
+
+def run(
+    command: Command,
+    *,
+    stdin: str | None = None,
+    timeout_s: float | None = 60,
+    environment: Mapping[str, str] | None = None,
+) -> str:
+    """Its standard output. Raises Failure with the command and its own message: 77 if not permitted, 69 if missing."""
+    words = [find(command[0]), *command[1:]]
+    try:
+        done = subprocess.run(
+            words,
+            input=stdin,
+            stdin=None if stdin is not None else subprocess.DEVNULL,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise Failure(f"`{show(command)}` gave no answer in {timeout_s:g} s", exits.UNREACHABLE) from error
+    if done.returncode:
+        said = " ".join((done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").split())
+        denied = any(word in said.lower() for word in _DENIED)
+        raise Failure(f"`{show(command)}`: {said}", exits.NO_PERMISSION if denied else exits.FAILED)
+    return done.stdout
+
+
+def succeeds(command: Command) -> bool:
+    """Whether it exits with 0; what it says is dropped."""
+    try:
+        run(command)
+    except Failure:
+        return False
+    return True
+
+
+def run_all(commands: Iterable[Command], *, dry_run: bool = False) -> None:
+    """Runs them in order, or only prints them on stdout. Raises Failure at the first that fails."""
+    for command in commands:
+        if dry_run:
+            print(show(command))
+        else:
+            run(command)
+
+
+def need_root(purpose: str) -> None:
+    """Raises Failure (77) unless this process is root."""
+    if os.geteuid():
+        raise Failure(f"{purpose} needs root: run it with sudo", exits.NO_PERMISSION)

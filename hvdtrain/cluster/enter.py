@@ -1,0 +1,96 @@
+"""A command on a virtual host: its streams, its exit code and its signals are the command's own.
+
+The calling process becomes the command (execve(2)), so there is nothing in between that could lose any of them. It runs
+as the calling user (under sudo: as the user who called sudo), in the same folder, with an environment by allow-list.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import NoReturn
+
+from hvdtrain import exits
+from hvdtrain.cluster import virtual
+from hvdtrain.cluster.commands import Command, find, show
+from hvdtrain.cluster.topology import Cluster
+from hvdtrain.exits import Failure
+
+KEPT = (
+    *("COLUMNS", "LANG", "LC_*", "LD_LIBRARY_PATH", "NO_COLOR", "PATH", "TERM", "TMPDIR", "TZ", "VIRTUAL_ENV"),
+    *("CUDA_*", "HOROVOD_*", "HVDTRAIN_*", "KMP_*", "MALLOC_*", "MKL_*", "NCCL_*", "OMP_*", "OMPI_*", "OPAL_*"),
+    *("PYTHON*", "SLURM_CONF", "TF_*", "TORCH_*"),
+)
+"""Variables that a command on a host keeps; nothing else, so that no secret of the caller's shell gets there"""
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+
+
+def caller() -> str:
+    """Who called: under sudo, whoever called sudo."""
+    if os.geteuid() == 0 and os.environ.get("SUDO_USER"):
+        return os.environ["SUDO_USER"]
+    return pwd.getpwuid(os.geteuid()).pw_name
+
+
+def environment(inherited: Mapping[str, str], user: pwd.struct_passwd, extra: Sequence[str] = ()) -> dict[str, str]:
+    """What the command gets: the allow-list, `extra`, the user's own, and the checkout's .venv if there is one."""
+    names = [name for name in inherited if any(fnmatchcase(name, kept) for kept in (*KEPT, *extra))]
+    kept = {name: inherited[name] for name in names if not name.startswith("OMPI_COMM_")}
+    kept |= {"HOME": user.pw_dir, "USER": user.pw_name, "LOGNAME": user.pw_name, "SHELL": user.pw_shell or "/bin/sh"}
+    kept.setdefault("PATH", "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin")
+    venv = Path(kept.get("VIRTUAL_ENV", CHECKOUT / ".venv"))
+    if (venv / "bin" / "python").exists():  # sudo drops what activate has set
+        kept["VIRTUAL_ENV"] = str(venv)
+        folders = kept["PATH"].split(os.pathsep)
+        if str(venv / "bin") not in folders:
+            kept["PATH"] = os.pathsep.join([str(venv / "bin"), *folders])
+        if (venv / "bin" / "orted").exists():
+            kept.setdefault("OPAL_PREFIX", str(venv))
+            kept.setdefault("OMPI_MCA_orte_launch_agent", str(venv / "bin" / "orted"))
+    if user.pw_uid == 0:
+        kept |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return kept
+
+
+def command(cluster: Cluster, host: str, words: Sequence[str], user: pwd.struct_passwd, directory: Path) -> Command:
+    """The whole command that runs `words` on the host as `user` in `directory`."""
+    drop = []
+    if user.pw_uid:
+        drop = ["setpriv", f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--init-groups", "--"]
+    return [*virtual.inside(cluster, host), *drop, "env", f"--chdir={directory}", "--", *words]
+
+
+def become(cluster: Cluster, host: str, words: Sequence[str], *, extra: Sequence[str] = (), dry_run: bool) -> None:
+    """Turns this process into the command. Returns only for a dry run. Raises Failure (2, 69, 77)."""
+    user = pwd.getpwnam(caller())
+    cluster.host(host)
+    full = command(cluster, host, words, user, Path.cwd())
+    if dry_run:
+        print(show(full))
+        return
+    if os.geteuid():
+        _through_sudo(sys.argv[1:])
+    kept = environment(os.environ, user, extra)
+    if shutil.which(words[0], path=kept["PATH"]) is None:
+        raise Failure(f"host {host}: no command {words[0]!r} in its PATH ({kept['PATH']})", exits.USAGE)
+    sys.stdout.flush()
+    os.execve(find(full[0]), full, kept)
+
+
+def _through_sudo(arguments: Sequence[str]) -> NoReturn:
+    """The same command again as root, where sudo asks nothing."""
+    sudo = shutil.which("sudo")
+    if sudo is None or os.spawnv(os.P_WAIT, sudo, ["sudo", "-n", "true"]):
+        raise Failure(
+            "entering a virtual host needs root: run it with sudo (it changes back to you on the host)",
+            exits.NO_PERMISSION,
+        )
+    names = [name for name in os.environ if any(fnmatchcase(name, kept) for kept in KEPT) and name != "PATH"]
+    words = ["sudo", "-n", f"--preserve-env={','.join(names)}", str(CHECKOUT / "tools" / "cluster.sh"), *arguments]
+    os.execv(sudo, words)

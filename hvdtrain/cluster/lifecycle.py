@@ -1,0 +1,233 @@
+"""Making a virtual cluster and taking it down again, whatever was killed in between."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import pwd
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from hvdtrain import exits
+from hvdtrain.cluster import topology
+from hvdtrain.cluster.commands import find, need_root, run, run_all
+from hvdtrain.cluster.topology import Cluster, Host
+from hvdtrain.cluster.virtual import (
+    CGROUPS,
+    PINS,
+    SELF,
+    STATE,
+    cgroup,
+    cgroup_version,
+    files,
+    folder,
+    host_commands,
+    key_commands,
+    pin_commands,
+    share_commands,
+    switch_commands,
+)
+from hvdtrain.exits import Failure
+
+PATIENCE_S = 3.0
+
+
+def up(cluster: Cluster, *, dry_run: bool = False) -> None:
+    """Makes the cluster. Raises Failure: 77 without root, 69 if a program is missing, 1 with what went wrong.
+
+    What fails half-way is taken down again; what is killed half-way is `down`'s to clean.
+    """
+    commands = [*key_commands(cluster), *share_commands(cluster), *switch_commands(cluster)]
+    for host in cluster.hosts:
+        commands += host_commands(cluster, host.name)
+    if dry_run:
+        for path in files(cluster):
+            print(f"# writes {path}")
+        run_all([*pin_commands(), *commands], dry_run=True)
+        return
+    need_root("making a virtual cluster")
+    for program in ("ip", "tc", "nsenter", "unshare", "ssh", "ssh-keygen", "sshd", "taskset"):
+        find(program)
+    _check(cluster)
+    with _alone():
+        if leftovers(cluster.name):
+            raise Failure(
+                f"cluster {cluster.name} is already there, whole or in part; "
+                f"take it down first (hvdtrain cluster down --name {cluster.name}), or choose another --name"
+            )
+        try:
+            folder(cluster.name).mkdir(mode=0o755)
+            _prepare(cluster)
+            run_all(commands)
+            _await_sshd(cluster)
+            # Last, and at once: a cluster that is listed is whole.
+            part = folder(cluster.name) / "cluster.part"
+            part.write_text(json.dumps(topology.to_json(cluster), indent=2) + "\n")
+            part.rename(folder(cluster.name) / "cluster.json")
+        except BaseException:
+            _remove(cluster.name)
+            raise
+
+
+def _check(cluster: Cluster) -> None:
+    """What would otherwise fail half-way, or hang later."""
+    for path in ("/etc/hosts", "/etc/resolv.conf", "/etc/ssh/ssh_config"):
+        if not Path(path).exists():
+            raise Failure(f"{path} is missing, so the hosts cannot have their own; create an empty one", exits.FAILED)
+    cores = os.cpu_count() or 1
+    for host in cluster.hosts:
+        wanted = [int(n) for part in (host.cpus or "0").split(",") for n in part.split("-")]
+        if max(wanted) >= cores:
+            raise Failure(f"host {host.name}: cpus {host.cpus}, but this machine has 0 to {cores - 1}", exits.USAGE)
+    if any(host.cpu_share is not None for host in cluster.hosts):
+        base = CGROUPS if cgroup_version() == 2 else CGROUPS / "cpu"
+        if not os.access(base, os.W_OK):
+            raise Failure(f"no writable CPU control group at {base}; leave --cpu-share out", exits.NO_PERMISSION)
+    with contextlib.suppress(KeyError, PermissionError, ImportError):
+        pwd.getpwnam(cluster.user)
+        return
+    raise Failure(f"this machine has no user {cluster.user!r}", exits.USAGE)
+
+
+def _prepare(cluster: Cluster) -> None:
+    """Folders and files, and the mount that pins live on."""
+    here = folder(cluster.name)
+    Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # sshd's own demand; empty, shared with the system's sshd
+    for path in (PINS, SELF, here / "etc", here / "ssh", *(here / "hosts" / host.name for host in cluster.hosts)):
+        path.mkdir(mode=0o755, parents=True, exist_ok=True)
+    for host in cluster.hosts:
+        (here / "hosts" / host.name / "cgroup").mkdir()
+    if str(PINS) not in mounts():
+        run_all(pin_commands())
+    for path, text in files(cluster).items():
+        path.write_text(text)
+        path.chmod(0o644)
+    key = here / "ssh" / "known_hosts"
+    key.touch(mode=0o644)
+
+
+def _await_sshd(cluster: Cluster) -> None:
+    """Trusts the cluster's own host key under its hosts' names, and waits until every sshd runs."""
+    ssh = folder(cluster.name) / "ssh"
+    public = (ssh / "host_key.pub").read_text().strip()
+    names = ",".join(name for host in cluster.hosts for name in (host.name, cluster.address(host.name)))
+    (ssh / "known_hosts").write_text(f"{names} {public}\n")
+    for host in cluster.hosts:
+        deadline = time.monotonic() + PATIENCE_S
+        while not (folder(cluster.name) / "hosts" / host.name / "sshd.pid").exists():
+            if time.monotonic() > deadline:
+                raise Failure(f"sshd of host {host.name} did not start; try: sudo {find('sshd')} -t")
+            time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """One `up` or `down` at a time; a killed one lets go."""
+    STATE.mkdir(mode=0o755, exist_ok=True)
+    handle = os.open(STATE, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        STATE.mkdir(mode=0o755, exist_ok=True)  # a `down` that we waited for may have removed it
+        yield
+    finally:
+        os.close(handle)
+
+
+def mounts() -> list[str]:
+    """Mount points of this mount namespace, in order of mounting (proc(5), mountinfo)."""
+    lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    return [line.split()[4].encode().decode("unicode_escape") for line in lines]
+
+
+def namespaces(cluster: str) -> list[str]:
+    """Network namespaces of the cluster that exist, its switch last."""
+    found = Path("/run/netns").glob(f"hvd-{cluster}*") if Path("/run/netns").is_dir() else ()
+    names = sorted(
+        path.name for path in found if path.name == f"hvd-{cluster}" or path.name.startswith(f"hvd-{cluster}-")
+    )
+    return names[1:] + names[:1]
+
+
+def leftovers(cluster: str) -> list[str]:
+    """Everything of the cluster that is there: namespaces, pins, control groups, files."""
+    paths = [*PINS.glob(f"{cluster}.*"), cgroup(cluster), folder(cluster)]
+    return namespaces(cluster) + [str(path) for path in paths if path.exists()]
+
+
+def processes(netns: str) -> list[int]:
+    """Processes in the network namespace."""
+    try:
+        return [int(pid) for pid in run(["ip", "netns", "pids", netns]).split()]
+    except Failure:  # gone meanwhile
+        return []
+
+
+def down(cluster: str, *, dry_run: bool = False) -> bool:
+    """Removes what `up` made, whole or in part, with every process on its hosts; False if there was nothing."""
+    topology.Cluster(name=cluster, hosts=(Host(name="a"),))  # checks the name
+    if dry_run:
+        for netns in namespaces(cluster):
+            print(f"# ends the processes {' '.join(map(str, processes(netns))) or '(none)'} in {netns}")
+        for path in leftovers(cluster):
+            print(f"# removes {path}")
+        return bool(leftovers(cluster))
+    need_root("taking a virtual cluster down")
+    if not STATE.is_dir():
+        return False
+    with _alone():
+        there = bool(leftovers(cluster))
+        _remove(cluster)
+    return there
+
+
+def _remove(cluster: str) -> None:
+    here = folder(cluster)
+    with contextlib.suppress(FileNotFoundError):
+        (here / "cluster.json").unlink()  # first: from here on it is not up
+    _end_processes(cluster)
+    mounted = mounts()
+    for mount in reversed([mount for mount in mounted if mount.startswith((f"{PINS}/{cluster}.", f"{here}/"))]):
+        run(["umount", "--lazy", mount])
+    for pin in PINS.glob(f"{cluster}.*"):
+        pin.unlink()
+    for netns in namespaces(cluster):
+        run(["ip", "netns", "delete", netns])
+    for group in (*sorted(cgroup(cluster).glob("*/")), cgroup(cluster), cgroup(cluster).parent):
+        _remove_group(group)
+    shutil.rmtree(here, ignore_errors=True)
+    if not any(path.is_dir() and path not in (PINS, SELF) for path in STATE.iterdir()):
+        if str(PINS) in mounted:
+            run(["umount", "--lazy", str(PINS)])
+        for path in (PINS, SELF, STATE):
+            with contextlib.suppress(OSError):  # a throttle of this machine may keep its file in self/
+                path.rmdir()
+
+
+def _end_processes(cluster: str) -> None:
+    """TERM, and KILL for those that are still there after a while."""
+    for number, patience_s in ((signal.SIGTERM, PATIENCE_S), (signal.SIGKILL, PATIENCE_S)):
+        deadline = time.monotonic() + patience_s
+        pids = [pid for netns in namespaces(cluster) for pid in processes(netns)]
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+                os.kill(pid, signal.SIGCONT)
+        while any(processes(netns) for netns in namespaces(cluster)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+
+def _remove_group(group: Path) -> None:
+    """A control group goes once its last process is reaped; other clusters may still need the parent."""
+    deadline = time.monotonic() + PATIENCE_S
+    while group.is_dir():
+        try:
+            group.rmdir()
+        except OSError:
+            if any(group.glob("*/")) or time.monotonic() > deadline:
+                return
+            time.sleep(0.02)

@@ -1,0 +1,96 @@
+"""Network interfaces of the machine (or namespace) this process is in, by what the kernel says of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.cluster.commands import run
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Interface:
+    """One network interface and its first IPv4 address."""
+
+    name: str
+    address: str | None
+    prefix: int | None
+    """Length of the network part of the address, in bits"""
+    up: bool
+    """Administratively up and with a carrier"""
+    virtual: bool
+    """Loopback, bridge, tunnel, container end ...: seldom the one that leads to other machines"""
+
+
+VIRTUAL_KINDS = {"bridge", "dummy", "ifb", "tun", "vxlan", "wireguard", "ipip", "gre", "sit"}
+
+
+def interfaces() -> list[Interface]:
+    """All interfaces, loopback included, in the kernel's order. Raises Failure (69) without iproute2."""
+    found: list[dict[str, Any]] = json.loads(run(["ip", "-json", "-details", "address", "show"]))
+    result = []
+    for entry in found:
+        if "ifname" not in entry:
+            continue
+        first: dict[str, Any] = next((a for a in entry.get("addr_info", []) if a.get("family") == "inet"), {})
+        kind = entry.get("linkinfo", {}).get("info_kind", "")
+        flags = entry.get("flags", [])
+        # docker0's neighbours: a veth whose other end is in a container carries no address here
+        virtual = "LOOPBACK" in flags or kind in VIRTUAL_KINDS or (kind == "veth" and not first)
+        result.append(
+            Interface(
+                name=entry["ifname"],
+                address=first.get("local"),
+                prefix=first.get("prefixlen"),
+                up="UP" in flags and "LOWER_UP" in flags,
+                virtual=virtual,
+            )
+        )
+    return result
+
+
+def candidates() -> list[Interface]:
+    """Those that could lead to other machines: up, with an IPv4 address, not virtual."""
+    return [i for i in interfaces() if i.up and i.address and not i.virtual]
+
+
+def route_device(address: str) -> str | None:
+    """The interface through which packets to `address` (IPv4) leave, None if there is no route. `lo` for our own."""
+    try:
+        routes = json.loads(run(["ip", "-json", "route", "get", address]))
+    except Exception:
+        return None
+    return routes[0].get("dev") if routes else None
+
+
+def default_route_device() -> str | None:
+    """The interface of the default route, None without one."""
+    for line in Path("/proc/self/net/route").read_text().splitlines()[1:]:
+        name, destination, _gateway, flags, *_rest, mask = line.split()[:8]
+        if destination == "00000000" and mask == "00000000" and int(flags, 16) & 1:
+            return name
+    return None
+
+
+def counters(device: str) -> tuple[int, int]:
+    """(bytes sent, bytes received) by the interface since it came up, all headers but Ethernet's preamble included.
+
+    From /proc/self/net/dev (proc(5)), which is right inside a network namespace too. Raises KeyError if there is none.
+    """
+    for line in Path("/proc/self/net/dev").read_text().splitlines()[2:]:
+        name, _, figures = line.partition(":")
+        if name.strip() == device:
+            columns = figures.split()
+            return int(columns[8]), int(columns[0])
+    raise KeyError(device)
+
+
+def speed_mbit(device: str) -> int | None:
+    """The speed the hardware negotiated in Mbit/s; None where there is none to know (virtual interfaces)."""
+    try:
+        speed = int(Path(f"/sys/class/net/{device}/speed").read_text())
+    except (OSError, ValueError):
+        return None
+    return speed if speed > 0 else None

@@ -1,0 +1,400 @@
+"""The virtual cluster: its commands as lists, and real hosts made of namespaces."""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+import random
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, SMALL, Cluster, document, environment
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdtrain.cluster import enter, hosts, lifecycle, topology, virtual
+from hvdtrain.cluster.hosts import Slots
+from hvdtrain.exits import Failure
+
+# --- host lists ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a:2,b:2", [Slots("a", 2), Slots("b", 2)]),
+        ("a,b.lan", [Slots("a"), Slots("b.lan")]),
+    ],
+)
+def test_hosts_on_a_command_line(text: str, expected: list[Slots]) -> None:
+    assert hosts.parse_hosts(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "a:", "a:0", "a:x", "a,,b", "-oProxyCommand=x:1", "a b", "a:1,a:2", "a;b"])
+def test_bad_hosts_are_refused_in_one_line(text: str) -> None:
+    with pytest.raises(Failure) as failure:
+        hosts.parse_hosts(text)
+    assert failure.value.code == 2
+    assert "\n" not in str(failure.value)
+
+
+def test_a_hostfile_in_either_notation(tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_bytes(b"\xef\xbb\xbf# the lab\r\na slots=2\r\n\r\nb:4 # fast\nc\nd  slots = 3 max_slots=8\n")
+    assert hosts.read_hostfile(file) == [Slots("a", 2), Slots("b", 4), Slots("c"), Slots("d", 3)]
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ("a\nb slots=two\n", ":2:"),
+        ("a slots=0\n", ":1:"),
+        ("$(reboot)\n", ":1:"),
+        ("# none\n", "no hosts"),
+        ("a\na\n", "twice"),
+    ],
+)
+def test_a_bad_hostfile_names_the_line(tmp_path: Path, text: str, where: str) -> None:
+    file = tmp_path / "hosts"
+    file.write_text(text)
+    with pytest.raises(Failure, match=re.escape(str(file))) as failure:
+        hosts.read_hostfile(file)
+    assert failure.value.code == 65
+    assert where in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("n[1-3,7],login", ["n1", "n2", "n3", "n7", "login"]),
+        ("n[08-11]", ["n08", "n09", "n10", "n11"]),
+        ("r[1-2]c[0-1].lan", ["r1c0.lan", "r1c1.lan", "r2c0.lan", "r2c1.lan"]),
+        ("a,b", ["a", "b"]),
+    ],
+)
+def test_slurm_node_lists(text: str, expected: list[str]) -> None:
+    assert hosts.expand_nodelist(text) == expected
+
+
+@given(st.lists(st.integers(0, 120), min_size=1, max_size=20, unique=True))
+def test_a_node_list_expands_to_what_was_folded(numbers: list[int]) -> None:
+    assert hosts.expand_nodelist(f"n[{','.join(map(str, numbers))}]") == [f"n{n}" for n in numbers]
+
+
+@pytest.mark.parametrize("text", ["n[1-", "n[3-1]", "n[a]", "n]", "n[1]]", "$(x)"])
+def test_bad_node_lists_are_refused(text: str) -> None:
+    with pytest.raises(Failure):
+        hosts.expand_nodelist(text)
+
+
+def test_hosts_of_a_slurm_allocation() -> None:
+    allocation = {"SLURM_JOB_NODELIST": "n[1-3]", "SLURM_TASKS_PER_NODE": "2(x2),1"}
+    assert hosts.from_slurm(allocation) == [Slots("n1", 2), Slots("n2", 2), Slots("n3", 1)]
+    assert hosts.from_slurm({}) is None
+    with pytest.raises(Failure, match="3 hosts"):
+        hosts.from_slurm({**allocation, "SLURM_TASKS_PER_NODE": "2"})
+
+
+# --- topology and commands, without root -----------------------------------------------------------------------------
+
+LAB = topology.from_names("a,b", cluster="t1", user="root", slots=2, cpu_share=0.5, cpus="0", rate=None)
+
+
+def test_a_topology_file_gives_each_host_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "adsl.toml"
+    file.write_text('slots = 1\nrate = "100mbit"\n[hosts.a]\n[hosts.b]\nslots = 3\nup = "5mbit"\ncpu_share = 1\n')
+    cluster = topology.from_toml(file, cluster="x", user="root")
+    assert cluster.hosts == (
+        topology.Host(name="a", slots=1, up="100mbit", down="100mbit"),
+        topology.Host(name="b", slots=3, up="5mbit", down="100mbit", cpu_share=1),
+    )
+    assert topology.from_json(json.loads(json.dumps(topology.to_json(cluster)))) == cluster
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[hosts.a",
+        "hosts = 3",
+        "[hosts.a]\ncolour = 1",
+        "[hosts.a]\nslots = '2'",
+        "[hosts.a]\nup = '10mbps'",
+        "slots = true\n[hosts.a]",
+    ],
+)
+def test_a_bad_topology_file_is_one_line_that_names_it(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "bad.toml"
+    file.write_text(text)
+    with pytest.raises(Failure, match=re.escape(str(file))) as failure:
+        topology.from_toml(file, cluster=None, user="root")
+    assert failure.value.code == 78
+    assert "\n" not in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--hosts", "a,a"], "twice"),
+        (["--hosts", "a,-x"], "no host name"),
+        (["--hosts", "localhost"], "localhost"),
+        (["--hosts", "a", "--name", "toolongname"], "1 to 8"),
+        (["--hosts", "a", "--name", "self"], "not self"),
+        (["--hosts", "a", "--cpu-share", "0"], "CPU share"),
+        (["--hosts", "a", "--cpus", "x"], "cores"),
+        (["--hosts", "a", "--slots", "0"], "slots"),
+        (["--hosts", "a", "--rate", "10mbps"], "bytes"),
+        (["--topology", "missing.toml"], "missing.toml"),
+    ],
+)
+def test_bad_requests_are_refused_before_anything_is_made(flags: list[str], reason: str) -> None:
+    done = subprocess.run(
+        [ROOT / "tools" / "cluster.sh", "up", "--dry-run", *flags],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode in (2, 69)
+    assert reason in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert done.stdout == ""
+
+
+def test_every_command_names_only_what_is_the_clusters() -> None:
+    """Whatever is created, entered, mounted on or written carries the cluster's own name."""
+    commands = [*virtual.key_commands(LAB), *virtual.share_commands(LAB), *virtual.switch_commands(LAB)]
+    for host in LAB.hosts:
+        commands += virtual.host_commands(LAB, host.name)
+    for words in commands:
+        text = " ".join(words)
+        assert "hvd-t1" in text or "/run/hvdtrain/t1/" in text or "/t1" in text or "t1." in text, text
+
+
+def test_up_without_root_changes_nothing_and_says_so() -> None:
+    drop = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"] if os.geteuid() == 0 else []
+    done = subprocess.run(
+        [*drop, sys.executable, "-B", "-m", "hvdtrain.cluster", "up", "--name", "tnoroot", "--hosts", "a"],
+        cwd=ROOT, env=environment(), capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 77
+    assert done.stderr == "hvdtrain: making a virtual cluster needs root: run it with sudo\n"
+    assert not virtual.folder("tnoroot").exists()
+
+
+def test_the_environment_on_a_host_is_an_allow_list(tmp_path: Path) -> None:
+    user = pwd.getpwuid(os.geteuid())
+    asked = {
+        "PATH": "/bin",
+        "AWS_SECRET_ACCESS_KEY": "x",
+        "HVDTRAIN_EPOCHS": "2",
+        "LC_ALL": "C",
+        "OMPI_COMM_WORLD_RANK": "1",
+    }
+    kept = enter.environment({**asked, "VIRTUAL_ENV": str(tmp_path)}, user)
+    assert kept["HVDTRAIN_EPOCHS"] == "2" and kept["LC_ALL"] == "C" and kept["HOME"] == user.pw_dir
+    assert not {"AWS_SECRET_ACCESS_KEY", "OMPI_COMM_WORLD_RANK"} & kept.keys()
+    assert "AWS_SECRET_ACCESS_KEY" in enter.environment(asked, user, ["AWS_SECRET_ACCESS_KEY"])
+
+
+# --- real hosts ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.root
+def test_hosts_have_names_addresses_and_ssh_without_a_prompt(cluster: Cluster) -> None:
+    done = cluster.on("a", "ssh", "b", "hostname; getent hosts a b; ls /sys/class/net; cat /run/hvdtrain/self/sshd.pid")
+    assert done.returncode == 0, done.stderr
+    name, a, b, *devices, pid = done.stdout.splitlines()
+    assert name == "b"
+    assert (a.split(), b.split()) == (["10.77.0.1", "a"], ["10.77.0.2", "b"])
+    assert devices == ["eth0", "lo"]
+    assert Path(f"/proc/{pid}/comm").read_text() == "sshd\n"
+
+
+@pytest.mark.root
+def test_exec_gives_streams_exit_code_folder_and_signals(cluster: Cluster) -> None:
+    echo = subprocess.run(
+        cluster.command("exec", "b", "--", "sh", "-c", "cat; echo err >&2; pwd; exit 7"),
+        cwd=ROOT / "tests", env=environment(), input="typed\n", capture_output=True, text=True,
+    )  # fmt: skip
+    assert (echo.returncode, echo.stdout, echo.stderr) == (7, f"typed\n{ROOT / 'tests'}\n", "err\n")
+    sleeper = subprocess.Popen(cluster.command("exec", "b", "--", "sleep", "60"), env=environment())
+    wait_for(lambda: Path(f"/proc/{sleeper.pid}/comm").read_text() == "sleep\n")
+    sleeper.terminate()  # the very process that was started is the command
+    assert sleeper.wait(5) == -signal.SIGTERM
+
+
+@pytest.mark.root
+def test_exec_under_sudo_is_the_calling_user_again(cluster: Cluster) -> None:
+    """As sudo calls it: root, with SUDO_USER set."""
+    words = cluster.command("exec", "a", "--", "sh", "-c", "id -un; id -G; echo $HOME; echo $SECRET")
+    nobody = pwd.getpwnam("nobody")
+    done = subprocess.run(
+        words, cwd="/", env=environment({"SUDO_USER": "nobody", "SECRET": "x"}), capture_output=True, text=True
+    )
+    assert done.stdout.splitlines() == ["nobody", str(nobody.pw_gid), nobody.pw_dir, ""], done.stderr
+
+
+@pytest.mark.root
+@pytest.mark.parametrize(
+    ("words", "code", "reason"),
+    [
+        (("exec", "z", "--", "true"), 2, "it has a, b"),
+        (("exec", "a", "--"), 2, "needs a command"),
+        (("exec", "a", "--", "no-such-command"), 2, "no command 'no-such-command'"),
+        (("up", "--hosts", "a"), 1, "already there"),
+    ],
+)
+def test_mistakes_on_a_cluster_are_one_line(cluster: Cluster, words: tuple[str, ...], code: int, reason: str) -> None:
+    done = cluster.run(*words)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert reason in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.root
+def test_status_tells_a_broken_host_from_a_whole_one(cluster: Cluster) -> None:
+    def hosts_now() -> dict[str, dict[str, object]]:
+        found = json.loads(cluster.run("status", "--json").stdout)
+        assert found["schema"] == "hvdtrain/cluster/1"
+        return {host["host"]: host for host in found["hosts"]}
+
+    assert all(host["sshd"] and host["link_up"] and host["processes"] == 1 for host in hosts_now().values())
+    port = ["ip", "-n", f"hvd-{cluster.name}-b", "link", "set", "eth0"]
+    subprocess.run([*port, "down"], check=True)
+    try:
+        assert [host["link_up"] for host in hosts_now().values()] == [True, False]
+    finally:
+        subprocess.run([*port, "up"], check=True)
+    assert "10.77.0.2" in cluster.run("status").stdout
+    assert cluster.run("hostfile").stdout == "a slots=2\nb slots=2\n"
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("launcher", ["horovodrun", "horovodrun --gloo"])
+def test_the_users_own_line_trains_on_two_hosts(cluster: Cluster, launcher: str, tmp_path: Path) -> None:
+    if shutil.which("horovodrun", path=environment()["PATH"]) is None:
+        pytest.skip("no horovodrun in this environment: run `make setup`")
+    train = ["python", "-m", "hvdtrain.resnet", *SMALL, "--epochs", "1", "--json", "--run-dir", str(tmp_path / "run")]
+    summary = document(cluster.on("a", *launcher.split(), "-np", "4", "-H", "a:2,b:2", *train))
+    assert (summary["ranks"], summary["hosts"]) == (4, 2)
+    ranks = json.loads((tmp_path / "run" / "manifest.json").read_text())["ranks"]
+    assert [(rank["host"], rank["local_rank"]) for rank in ranks] == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
+    assert cluster_processes(cluster.name) == {"sshd"}
+
+
+@pytest.mark.root
+def test_a_host_gets_its_share_and_its_cores() -> None:
+    """Processor seconds used in one second of busy looping, as the kernel counts them."""
+    made = Cluster(f"t{secrets.token_hex(3)}")
+    burn = (
+        "import os, time\nend = time.time() + 1.5\nwhile time.time() < end: pass\n"
+        "print(time.process_time(), *os.sched_getaffinity(0))"
+    )
+    try:
+        done = made.run("up", "--hosts", "a", "--cpu-share", "0.25", "--cpus", "0")
+        assert done.returncode == 0, done.stderr
+        for words in (["python3", "-c", burn], ["ssh", "a", f"python3 -c '{burn}'"]):
+            used, *cores = made.on("a", *words).stdout.split()
+            assert float(used) < 1.5 * 0.25 + 0.15  # the share is an upper bound, whatever else runs
+            assert cores == ["0"]
+    finally:
+        assert made.run("down").returncode == 0
+    assert not virtual.cgroup(made.name).exists()
+
+
+@pytest.mark.root
+def test_two_clusters_live_side_by_side_and_leave_nothing() -> None:
+    first, second = Cluster(f"t{secrets.token_hex(3)}"), Cluster(f"t{secrets.token_hex(3)}")
+    try:
+        for made in (first, second):
+            assert made.run("up", "--hosts", "a,b").returncode == 0
+        unnamed = [ROOT / "tools" / "cluster.sh", "exec", "a", "--", "true"]
+        refused = subprocess.run(unnamed, env=environment(), capture_output=True, text=True)
+        assert (refused.returncode, "choose one with --name" in refused.stderr) == (2, True)
+        assert first.run("down").returncode == 0
+        assert second.on("a", "ssh", "b", "hostname").stdout == "b\n"
+        assert footprint(first.name) == set()
+    finally:
+        for made in (first, second):
+            assert made.run("down").returncode == 0
+            assert made.run("down").returncode == 0  # nothing left to do is no error
+    assert footprint(first.name) | footprint(second.name) == set()
+
+
+@pytest.mark.root
+def test_down_cleans_whatever_a_killed_up_left() -> None:
+    """Killed at any moment of `up`, alone or with its children, or of a first `down`: `down` leaves nothing."""
+    draw = random.Random(1)
+    for attempt in range(15):
+        made = Cluster(f"t{secrets.token_hex(3)}")
+        words = made.command("up", "--hosts", "a,b", "--cpu-share", "0.5")
+        if attempt % 3 == 2:
+            assert subprocess.run(words, env=environment(), stderr=subprocess.DEVNULL).returncode == 0
+            words = made.command("down")
+        process = subprocess.Popen(words, env=environment(), stderr=subprocess.DEVNULL, start_new_session=True)
+        time.sleep(draw.uniform(0.05, 0.8))
+        os.killpg(process.pid, signal.SIGKILL) if attempt % 3 else process.kill()
+        process.wait()
+        done = made.run("down")
+        assert done.returncode == 0, done.stderr
+        assert footprint(made.name) == set()
+
+
+@pytest.mark.root
+def test_down_ends_stubborn_and_stopped_processes() -> None:
+    made = Cluster(f"t{secrets.token_hex(3)}")
+    assert made.run("up", "--hosts", "a").returncode == 0
+    scripts = [f"{trap} echo ready; sleep 60; sleep 60" for trap in ("trap '' TERM;", "")]
+    sleepers = [
+        subprocess.Popen(made.command("exec", "a", "--", "sh", "-c", script), env=environment(), stdout=subprocess.PIPE)
+        for script in scripts
+    ]
+    try:
+        for sleeper in sleepers:
+            assert sleeper.stdout and sleeper.stdout.readline() == b"ready\n"
+        sleepers[1].send_signal(signal.SIGSTOP)
+    finally:
+        assert made.run("down").returncode == 0
+    for sleeper in sleepers:
+        assert sleeper.wait(5) < 0
+        sleeper.stdout.close()  # type: ignore[union-attr]
+    assert footprint(made.name) == set()
+
+
+@pytest.fixture(autouse=True)
+def untouched() -> Iterator[None]:
+    """The user's own files stay as they are, whatever a test does."""
+    watched = [Path("/etc/hosts"), Path("/etc/ssh/ssh_config"), Path.home() / ".ssh"]
+    before = [path.stat().st_mtime_ns if path.exists() else None for path in watched]
+    yield
+    assert [path.stat().st_mtime_ns if path.exists() else None for path in watched] == before
+
+
+def wait_for(condition: object, seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def cluster_processes(name: str) -> set[str]:
+    pids = [pid for netns in lifecycle.namespaces(name) for pid in lifecycle.processes(netns)]
+    return {Path(f"/proc/{pid}/comm").read_text().strip() for pid in pids}
+
+
+def footprint(name: str) -> set[str]:
+    """All that carries the cluster's name: mounts, namespaces, control groups, files."""
+    spaces = Path("/run/netns").glob("hvd-*") if Path("/run/netns").is_dir() else ()
+    paths = [*spaces, *virtual.cgroup("").glob("*"), *virtual.STATE.rglob("*")]
+    found = {*lifecycle.mounts(), *map(str, paths)}
+    return {path for path in found if re.search(rf"\b{name}\b", path)}

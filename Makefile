@@ -3,10 +3,10 @@ FRAMEWORKS ?=
 SHELL := bash
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench clean
+.PHONY: help setup demo test lint bench bench-network clean
 
 help:  ## this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 15
 
 setup:  ## make .venv, or bring it up to date: FRAMEWORKS=torch|tensorflow|torch,tensorflow PYTHON=... HVDTRAIN_MPI=system
 	@tools/setup.sh $(FRAMEWORKS)
@@ -25,6 +25,9 @@ lint: setup  ## ruff, mypy, and the syntax of the shell scripts
 
 bench: setup  ## measure the training loop against a bare Horovod loop: BENCH_ARGS=...
 	. .venv/bin/activate && python tools/bench.py $(BENCH_ARGS)
+
+bench-network: setup  ## allreduce over virtual hosts against the limit of the wire (root): BENCH_ARGS='--rates 10mbit'
+	. .venv/bin/activate && python tools/bench_network.py $(BENCH_ARGS)
 
 clean:  ## remove .venv and the tools' caches; results and ~/.cache/hvdtrain stay
 	rm -rf .venv build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

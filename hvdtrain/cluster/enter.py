@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import pwd
 import shutil
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -86,7 +87,7 @@ def become(cluster: Cluster, host: str, words: Sequence[str], *, extra: Sequence
 def _through_sudo(arguments: Sequence[str]) -> NoReturn:
     """The same command again as root, where sudo asks nothing."""
     sudo = shutil.which("sudo")
-    if sudo is None or os.spawnv(os.P_WAIT, sudo, ["sudo", "-n", "true"]):
+    if sudo is None or subprocess.run([sudo, "-n", "true"], capture_output=True).returncode:
         raise Failure(
             "entering a virtual host needs root: run it with sudo (it changes back to you on the host)",
             exits.NO_PERMISSION,

@@ -70,13 +70,14 @@ def up(cluster: Cluster, *, dry_run: bool = False) -> None:
             part.write_text(json.dumps(topology.to_json(cluster), indent=2) + "\n")
             part.rename(folder(cluster.name) / "cluster.json")
         except BaseException:
-            _remove(cluster.name)
+            with contextlib.suppress(Failure):  # what went wrong first is what the user should read
+                _remove(cluster.name)
             raise
 
 
 def _check(cluster: Cluster) -> None:
     """What would otherwise fail half-way, or hang later."""
-    for path in ("/etc/hosts", "/etc/resolv.conf", "/etc/ssh/ssh_config"):
+    for path in ("/etc/hosts", "/etc/resolv.conf", "/etc/ssh/ssh_config", "/etc/pam.d/sshd"):
         if not Path(path).exists():
             raise Failure(f"{path} is missing, so the hosts cannot have their own; create an empty one", exits.FAILED)
     cores = os.cpu_count() or 1

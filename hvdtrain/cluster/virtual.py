@@ -171,6 +171,7 @@ def host_commands(cluster: Cluster, host: str) -> list[Command]:
         [*enter, "mount", "--bind", str(here / "etc" / "hosts"), "/etc/hosts"],
         [*enter, "mount", "--bind", str(here / "etc" / "resolv.conf"), "/etc/resolv.conf"],
         [*enter, "mount", "--bind", str(here / "ssh" / "ssh_config"), "/etc/ssh/ssh_config"],
+        [*enter, "mount", "--bind", str(here / "etc" / "pam"), "/etc/pam.d/sshd"],
         [*enter, "mount", "--bind", str(here / "hosts" / host), str(SELF)],
         [
             *inside(cluster, host),
@@ -189,6 +190,9 @@ def files(cluster: Cluster) -> dict[Path, str]:
     written = {
         here / "etc" / "hosts": f"127.0.0.1 localhost\n{table}",
         here / "etc" / "resolv.conf": "# no name server: unknown names fail at once\n",
+        # The key is all it takes: no session of systemd's, which would leave the host's CPU share; and accounts without
+        # a password (as on cloud images) are as good as others.
+        here / "etc" / "pam": "".join(f"{kind} required pam_permit.so\n" for kind in ("account", "session")),
         here / "ssh" / "ssh_config": (
             f"Host *\n  IdentityFile {here}/ssh/key\n  IdentitiesOnly yes\n"
             f"  GlobalKnownHostsFile {here}/ssh/known_hosts\n"
@@ -196,11 +200,11 @@ def files(cluster: Cluster) -> dict[Path, str]:
         ),
     }
     for name in names:
-        # UsePAM no: PAM would move a session out of the host's CPU share.
         written[here / "hosts" / name / "sshd_config"] = (
             f"ListenAddress {cluster.address(name)}:22\nHostKey {here}/ssh/host_key\n"
             f"AuthorizedKeysFile {here}/ssh/authorized_keys\nPidFile {here}/hosts/{name}/sshd.pid\n"
-            "UsePAM no\nPasswordAuthentication no\nKbdInteractiveAuthentication no\nPermitRootLogin prohibit-password\n"
+            "UsePAM yes\nPasswordAuthentication no\nKbdInteractiveAuthentication no\n"
+            "PermitRootLogin prohibit-password\n"
             f"AllowUsers {' '.join(sorted({'root', cluster.user}))}\nUseDNS no\nMaxStartups 200\nX11Forwarding no\n"
             "PrintMotd no\nPrintLastLog no\nLogLevel ERROR\n"
         )

@@ -32,9 +32,30 @@ def data_images(arguments: list[str]) -> int:
     return exits.OK
 
 
+def cluster(arguments: list[str]) -> int:
+    from hvdtrain.cluster.__main__ import main
+
+    return main(arguments)
+
+
+def throttle(arguments: list[str]) -> int:
+    from hvdtrain.cluster.throttle import main
+
+    return main(arguments)
+
+
+def doctor(arguments: list[str]) -> int:
+    from hvdtrain.cluster.doctor.__main__ import main
+
+    return main(arguments)
+
+
 # words -> (what it does, the function that takes the arguments behind them)
 COMMANDS: dict[tuple[str, ...], tuple[str, Callable[[list[str]], int]]] = {
     ("data", "images"): ("prepare a folder of pictures for training", data_images),
+    ("cluster",): ("virtual hosts on this machine: up, down, status, exec, shell, hostfile", cluster),
+    ("throttle",): ("limit the bandwidth of links, show it, verify it, put it back", throttle),
+    ("doctor",): ("find what would make a job hang or crawl, before it starts", doctor),
 }
 
 

@@ -1,0 +1,395 @@
+"""The doctor: each failure it knows is provoked for real, between virtual hosts or on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import venv
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT, Cluster, environment
+
+from hvdtrain.cluster.doctor import agent, checks
+
+DOCTOR = ("-m", "hvdtrain.cluster.doctor", "--json")
+OPEN_MPI_5 = "mpirun (Open MPI) 5.0.5\n\nReport bugs to https://www.open-mpi.org/community/help/"
+
+
+def wheel() -> dict[str, str]:
+    """What activate sets for Open MPI's wheel, where it is the MPI of this environment."""
+    daemon = Path(sys.prefix, "bin", "orted")
+    return {"OPAL_PREFIX": sys.prefix, checks.LAUNCH_AGENT: str(daemon)} if daemon.exists() else {}
+
+
+class Findings:
+    """One run of the doctor."""
+
+    def __init__(self, done: subprocess.CompletedProcess[str]) -> None:
+        assert done.stdout.count("\n") == 1, done.stdout + done.stderr
+        self.code, self.document = done.returncode, json.loads(done.stdout)
+        assert self.document["schema"] == "hvdtrain/doctor/1"
+        assert "Traceback" not in done.stderr
+        assert self.code == (0 if self.document["counts"]["fail"] == 0 else 1)
+
+    def all(self, status: str) -> list[tuple[str, str]]:
+        return [(check["name"], check["where"]) for check in self.document["checks"] if check["status"] == status]
+
+    def one(self, name: str, where: str | None = None) -> dict[str, Any]:
+        found = [c for c in self.document["checks"] if c["name"] == name and where in (None, c["where"])]
+        assert len(found) == 1, (name, where, self.document["checks"])
+        return found[0]
+
+
+def alone(*flags: str, extra: Mapping[str, str] | None = None, cwd: Path = ROOT) -> Findings:
+    """The doctor on this machine, without hosts."""
+    variables = environment({**wheel(), "PYTHONPATH": str(ROOT), **(extra or {})})
+    done = subprocess.run(
+        [sys.executable, *DOCTOR, *flags], env=variables, cwd=cwd, capture_output=True, text=True, timeout=60
+    )
+    return Findings(done)
+
+
+def between(cluster: Cluster, *flags: str) -> Findings:
+    """The doctor on host a, for a and b unless told otherwise."""
+    hosts = () if "-H" in flags else ("-H", "a:1,b:1")
+    settings = [f"{name}={value}" for name, value in wheel().items()]
+    return Findings(cluster.on("a", "env", *settings, "python", *DOCTOR, *hosts, *flags, timeout_s=60))
+
+
+def must(done: subprocess.CompletedProcess[str]) -> None:
+    assert done.returncode == 0, done.stderr
+
+
+def script(path: Path, text: str) -> Path:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+# --- between hosts ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.root
+def test_a_healthy_cluster_has_no_failure_and_its_links_are_measured(cluster: Cluster) -> None:
+    findings = between(cluster)
+    assert (findings.code, findings.all("fail")) == (0, [])
+    assert {name for name, _ in findings.all("ok")} >= {
+        *("packages", "horovod", "mpi", "ssh", "versions", "code", "clock", "own-name", "nic", "disk", "slots"),
+        *("ports", "speed"),
+    }
+    speed = findings.one("speed")["facts"]
+    assert speed["there_mbit"] > 100 and speed["back_mbit"] > 100 and speed["round_trip_ms"] > 0
+    assert findings.one("nic", "b")["facts"]["used"] == "eth0"
+    assert findings.one("ssh")["facts"]["login_s"] < agent.SSH_PATIENCE_S
+
+
+@pytest.mark.root
+def test_nothing_of_the_doctor_stays_on_the_hosts_even_if_it_is_killed(cluster: Cluster) -> None:
+    def processes() -> list[int]:
+        listing = cluster.run("status", "--json")
+        must(listing)
+        return [host["processes"] for host in json.loads(listing.stdout)["hosts"]]
+
+    before = processes()
+    between(cluster, "--quick")
+    words = cluster.command("exec", "a", "--", "python", "-m", "hvdtrain.cluster.doctor", "-H", "a:1,b:1", "--quick")
+    with subprocess.Popen(words, env=environment(), cwd=ROOT, stdout=subprocess.PIPE, text=True) as killed:
+        assert killed.stdout and killed.stdout.readline()  # it is connected by now
+        killed.kill()
+    deadline = time.monotonic() + 10
+    while (after := processes()) != before and time.monotonic() < deadline:
+        time.sleep(0.1)  # sshd takes a moment to see that its client has gone
+    assert after == before
+
+
+@pytest.mark.root
+def test_open_mpis_wheel_without_its_settings(cluster: Cluster) -> None:
+    forget = [word for name in wheel() for word in ("-u", name)]
+    done = cluster.on("a", "env", *forget, "python", *DOCTOR, "-H", "a:1,b:1", "--quick")
+    failed = Findings(done).all("fail")
+    # mpirun would look for its daemon in the PATH that ssh gives, where the wheel's is not
+    assert failed == ([("mpi-wheel", "a"), ("programs", "b")] if wheel() else [])
+
+
+@pytest.mark.root
+def test_names_that_lead_nowhere(cluster: Cluster) -> None:
+    findings = between(cluster, "--quick", "-H", "a:1,nowhere:1,10.77.0.99:1")
+    assert findings.all("fail") == [("ssh", "nowhere"), ("ssh", "10.77.0.99")]
+    assert "name is not known" in findings.one("ssh", "nowhere")["what"]
+    assert "no route" in findings.one("ssh", "10.77.0.99")["what"]
+
+
+@contextlib.contextmanager
+def changed(path: Path, text: str) -> Iterator[None]:
+    """A file with other content for a while."""
+    before = path.read_text()
+    path.write_text(text)
+    try:
+        yield
+    finally:
+        path.write_text(before)
+
+
+def state(cluster: Cluster) -> Path:
+    return Path("/run/hvdtrain", cluster.name)
+
+
+@pytest.mark.root
+def test_a_host_key_that_changed_or_is_unknown(cluster: Cluster, tmp_path: Path) -> None:
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / "key"], check=True)
+    other = " ".join((tmp_path / "key.pub").read_text().split()[:2])
+    with changed(state(cluster) / "ssh" / "known_hosts", f"a,b {other}\n"):
+        findings = between(cluster, "--quick")
+    assert findings.all("fail") == [("ssh", "b")]
+    assert "key is not the one" in findings.one("ssh")["what"] and "ssh-keygen -R b" in findings.one("ssh")["fix"]
+    with changed(state(cluster) / "ssh" / "known_hosts", ""):
+        assert "key is not known" in between(cluster, "--quick").one("ssh")["what"]
+
+
+@pytest.mark.root
+def test_a_host_that_wants_a_password(cluster: Cluster) -> None:
+    with changed(state(cluster) / "ssh" / "authorized_keys", ""):
+        findings = between(cluster, "--quick")
+    assert findings.all("fail") == [("ssh", "b")]
+    assert "without a password" in findings.one("ssh")["what"] and "ssh-copy-id b" in findings.one("ssh")["fix"]
+
+
+@pytest.mark.root
+def test_an_sshd_that_hangs_and_one_that_is_gone(cluster: Cluster) -> None:
+    here = state(cluster) / "hosts" / "b"
+    process = int((here / "sshd.pid").read_text())
+    os.kill(process, signal.SIGSTOP)
+    try:
+        started_s = time.monotonic()
+        findings = between(cluster, "--quick")
+        assert time.monotonic() - started_s < 20
+    finally:
+        os.kill(process, signal.SIGCONT)
+    assert findings.all("fail") == [("ssh", "b")]
+    assert "5 s" in findings.one("ssh")["what"]
+    os.kill(process, signal.SIGTERM)
+    try:
+        findings = between(cluster, "--quick")
+    finally:
+        sshd = shutil.which("sshd", path="/usr/sbin:/sbin:/usr/bin") or "sshd"
+        must(cluster.on("b", sshd, "-f", str(here / "sshd_config")))
+    assert findings.all("fail") == [("ssh", "b")]
+    assert "ssh port" in findings.one("ssh")["what"] and "start sshd" in findings.one("ssh")["fix"]
+
+
+@contextlib.contextmanager
+def mounted(cluster: Cluster, host: str, over: Path, text: str, at: Path) -> Iterator[None]:
+    """A file that reads differently on one host."""
+    at.write_text(text)
+    must(cluster.on(host, "mount", "--bind", str(at), str(over)))
+    try:
+        yield
+    finally:
+        must(cluster.on(host, "umount", str(over)))
+
+
+@pytest.mark.root
+def test_a_name_that_resolves_to_loopback(cluster: Cluster, tmp_path: Path) -> None:
+    trap = "127.0.0.1 localhost\n127.0.1.1 b\n10.77.0.1 a\n"
+    with mounted(cluster, "b", Path("/etc/hosts"), trap, tmp_path / "hosts"):
+        findings = between(cluster, "--quick")
+    assert findings.all("fail") == [("own-name", "b")]
+    assert "10.77.0.2 b" in findings.one("own-name", "b")["fix"]
+    with mounted(cluster, "a", Path("/etc/hosts"), "127.0.0.1 localhost b\n10.77.0.1 a\n", tmp_path / "hosts"):
+        findings = between(cluster, "--quick")
+    assert ("ssh", "b") in findings.all("fail")
+    assert "started on this machine" in findings.one("ssh", "b")["what"]
+
+
+@pytest.mark.root
+def test_other_packages_and_other_code(cluster: Cluster, tmp_path: Path) -> None:
+    metadata = next(Path(sys.prefix).glob("lib/python3*/site-packages/numpy-*.dist-info/METADATA"))
+    module = ROOT / "hvdtrain" / "exits.py"
+    with (
+        mounted(cluster, "b", metadata, "Metadata-Version: 2.1\nName: numpy\nVersion: 1.9.9\n", tmp_path / "metadata"),
+        mounted(cluster, "b", module, module.read_text() + "# changed\n", tmp_path / "module"),
+    ):
+        findings = between(cluster, "--quick")
+    assert findings.all("fail") == [("versions", "b"), ("code", "b")]
+    assert findings.one("versions")["facts"]["numpy"]["there"] == "1.9.9"
+    assert "numpy 1.9.9 there" in findings.one("versions")["what"]
+
+
+@pytest.mark.root
+def test_a_clock_that_is_ahead_and_a_shell_that_talks(cluster: Cluster, tmp_path: Path) -> None:
+    """What ssh starts on b runs under a login shell that prints, and a Python whose clock is 90 s ahead."""
+    keys = state(cluster) / "ssh" / "authorized_keys"
+    shifted = "import sys, time; now = time.time; time.time = lambda: now() + 90; import sys,"
+    shell = tmp_path / "shell.py"
+    shell.write_text(
+        "import os\n"
+        "print('Welcome to b', flush=True)\n"
+        f"command = os.environ['SSH_ORIGINAL_COMMAND'].replace('import sys,', {shifted!r})\n"
+        "os.execv('/bin/sh', ['sh', '-c', command])\n"
+    )
+    with changed(keys, f'command="{sys.executable} {shell}" {keys.read_text()}'):
+        findings = between(cluster, "--quick")
+    assert findings.code == 0
+    assert findings.all("warn") == [("shell", "b"), ("clock", "b")]
+    assert 89.5 < findings.one("clock")["facts"]["offset_s"] < 90.5
+    assert findings.one("shell")["facts"]["lines"] == ["Welcome to b"]
+
+
+@pytest.mark.root
+def test_a_firewall_between_the_hosts(cluster: Cluster) -> None:
+    """b drops what it would answer from its high ports: a's connections wait in vain."""
+    rule = ["from", "all", "ipproto", "tcp", "sport", "1024-65534", "blackhole"]
+    must(cluster.on("b", "ip", "rule", "add", *rule))
+    try:
+        findings = between(cluster, "--quick")
+    finally:
+        must(cluster.on("b", "ip", "rule", "del", *rule))
+    assert ("ports", "a -> b") in findings.all("fail")
+    blocked = findings.one("ports", "a -> b")
+    assert "no answer" in blocked["what"] and "1024-65535" in blocked["fix"]
+
+
+@pytest.mark.root
+def test_two_networks_are_told_apart(cluster: Cluster) -> None:
+    for host in "ab":
+        must(cluster.on(host, "ip", "link", "add", "docker0", "type", "veth", "peer", "name", "other0"))
+        must(cluster.on(host, "ip", "address", "add", "172.17.0.1/16", "dev", "docker0"))
+        must(cluster.on(host, "ip", "link", "set", "docker0", "up"))
+        must(cluster.on(host, "ip", "link", "set", "other0", "up"))
+    try:
+        findings = between(cluster, "--quick")
+        pinned = between(cluster, "--quick", "--nic", "eth0")
+        absent = between(cluster, "--quick", "--nic", "ib0")
+    finally:
+        for host in "ab":
+            must(cluster.on(host, "ip", "link", "del", "docker0"))
+    assert findings.all("warn") == [("nic", "a"), ("nic", "b"), ("same-address", "a, b")]
+    assert findings.one("nic", "b")["facts"]["used"] == "eth0"
+    assert (
+        "docker0" in findings.one("nic", "b")["what"] and "btl_tcp_if_include eth0" in findings.one("nic", "b")["fix"]
+    )
+    assert (pinned.all("warn"), pinned.all("fail")) == ([], [])
+    assert absent.all("fail") == [("nic", "a"), ("nic", "b")]
+
+
+@pytest.mark.root
+def test_a_link_that_is_slow_one_way(cluster: Cluster) -> None:
+    slow = ["rate", "10mbit", "burst", "16kb", "latency", "200ms"]
+    must(cluster.on("a", "tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *slow))
+    try:
+        findings = between(cluster)
+    finally:
+        must(cluster.on("a", "tc", "qdisc", "del", "dev", "eth0", "root"))
+    assert (findings.code, findings.all("warn")) == (0, [("speed", "a <-> b")])
+    speed = findings.one("speed")
+    assert 8 < speed["facts"]["there_mbit"] < 11 < speed["facts"]["back_mbit"]
+    assert speed["facts"]["allreduce_s"] == pytest.approx(85.13 * 8 / speed["facts"]["there_mbit"])
+    assert "85 MB" in speed["what"] and "a to b is" in speed["what"]
+
+
+@pytest.mark.root
+def test_more_slots_than_cores(cluster: Cluster) -> None:
+    findings = between(cluster, "--quick", "-H", f"a:1,b:{(os.cpu_count() or 1) + 1}")
+    assert (findings.code, findings.all("warn")) == (0, [("slots", "b")])
+
+
+# --- on this machine -------------------------------------------------------------------------------------------------
+
+
+def first_in_path(folder: Path) -> dict[str, str]:
+    return {"PATH": f"{folder}{os.pathsep}{environment()['PATH']}"}
+
+
+def test_open_mpi_5_is_refused_with_the_reason(tmp_path: Path) -> None:
+    script(tmp_path / "mpirun", f"cat <<'END'\n{OPEN_MPI_5}\nEND")
+    findings = alone("--quick", extra=first_in_path(tmp_path))
+    assert findings.all("fail") == [("mpi", findings.one("mpi")["where"])]
+    assert "-bind-to none" in findings.one("mpi")["what"] and "4.1" in findings.one("mpi")["fix"]
+
+
+def test_an_mpirun_that_does_not_run(tmp_path: Path) -> None:
+    script(tmp_path / "mpirun", "echo 'error while loading shared libraries: libopen-rte.so.40' >&2; exit 127")
+    mpi = alone("--quick", extra=first_in_path(tmp_path)).one("mpi")
+    assert mpi["status"] == "fail" and "libopen-rte.so.40" in mpi["what"]
+
+
+def test_without_mpirun_and_ssh(tmp_path: Path) -> None:
+    script(tmp_path / "python", f'exec {sys.executable} "$@"')
+    findings = alone("--quick", extra={"PATH": str(tmp_path)})
+    assert findings.one("mpi")["status"] == "fail" and "no mpirun" in findings.one("mpi")["what"]
+    assert findings.one("packages")["status"] == "ok"
+    ssh = alone("--quick", "-H", "elsewhere:1", extra={"PATH": str(tmp_path)}).one("ssh")
+    assert ssh["status"] == "fail" and "no ssh program" in ssh["what"]
+
+
+def test_an_environment_without_horovod(tmp_path: Path) -> None:
+    venv.create(tmp_path, symlinks=True)
+    findings = alone("--quick", extra=first_in_path(tmp_path / "bin"))
+    assert findings.one("packages")["status"] == "fail" and "no Horovod" in findings.one("packages")["what"]
+
+
+def test_a_horovod_that_does_not_load(tmp_path: Path) -> None:
+    """As after an upgrade of the framework that Horovod was built against."""
+    for name in ("torch", "tensorflow"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise ImportError('libc10.so: undefined symbol: _ZN3c10')\n")
+    findings = alone(extra={"PYTHONPATH": f"{tmp_path}:{ROOT}"})
+    failed = [check for check in findings.document["checks"] if check["status"] == "fail"]
+    assert failed and {check["name"] for check in failed} == {"horovod"}
+    assert all("undefined symbol" in check["what"] and "build it" in check["fix"] for check in failed)
+
+
+@pytest.mark.root
+@pytest.mark.parametrize(("size", "status"), [("100m", "fail"), ("1g", "warn")])
+def test_a_disk_that_is_nearly_full(tmp_path: Path, size: str, status: str) -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", tmp_path], check=True)
+    try:
+        disk = alone("--quick", "--run-dir", str(tmp_path / "results" / "new")).one("disk")
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+    assert (disk["status"], disk["facts"]["folder"]) == (status, str(tmp_path))
+    assert disk["fix"]
+
+
+def test_lines_for_people() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "hvdtrain.cluster.doctor", "--quick"],
+        env=environment(wheel()),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    *lines, last = done.stdout.splitlines()
+    assert last.endswith(" ok") and lines
+    for line in lines:
+        word, rest = line[:6].strip(), line[6:]
+        assert word in ("ok", "warn", "fail") and (" — " in rest or word == "ok")
+    assert "\x1b" not in done.stdout and done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "words"),
+    [
+        (["-H", "a:x"], 2, "not HOST or HOST:SLOTS"),
+        (["-H", "-oProxyCommand=x"], 2, "expected one argument"),
+        (["-H=-oProxyCommand=x"], 2, "no host name"),
+        (["--hostfile", "nowhere.txt"], 69, "nowhere.txt"),
+        (["-H", "a", "--hostfile", "b"], 2, "not allowed with"),
+    ],
+)
+def test_usage(flags: list[str], code: int, words: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "hvdtrain.cluster.doctor", *flags], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (code, "")
+    assert words in done.stderr and "Traceback" not in done.stderr

@@ -1,0 +1,196 @@
+"""The doctor's readings of what programs print, and its judgement of facts: no hosts, no root."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvdtrain.cluster.doctor import agent, checks, host_checks, link_checks
+
+OPEN_MPI_5 = "mpirun (Open MPI) 5.0.5\n\nReport bugs to https://www.open-mpi.org/community/help/"
+MPICH = """HYDRA build details:
+    Version:                                 4.0.2
+    Release Date:                            Thu Apr  7 12:34:45 CDT 2022
+    Process Manager:                         pmi
+"""
+INTEL = "Intel(R) MPI Library for Linux* OS, Version 2021.10 Build 20230619 (id: c2e19c2f3e)\nCopyright 2003-2023"
+
+
+@pytest.mark.parametrize(
+    ("text", "known"),
+    [
+        ("mpirun (Open MPI) 4.1.8\n\nReport bugs", ("Open MPI", "4.1.8")),
+        (OPEN_MPI_5, ("Open MPI", "5.0.5")),
+        (MPICH, ("MPICH", "4.0.2")),
+        (INTEL, ("Intel MPI", "2021.10")),
+        ("mpirun (IBM Spectrum MPI) 10.3.1.00rtm0", ("Spectrum MPI", "10.3.1.00rtm0")),
+        ("mpirun: something else 1.0", None),
+    ],
+)
+def test_mpi_versions(text: str, known: tuple[str, str] | None) -> None:
+    assert checks.mpi_version(text) == known
+
+
+@pytest.mark.parametrize(
+    ("flavour", "libmpi", "status"),
+    [
+        ("Open MPI", "/usr/lib/libmpi.so.40.30.4", "ok"),
+        ("Open MPI", "/usr/lib/libmpi.so.12", "fail"),
+        ("MPICH", "/usr/lib/libmpi.so.40", "fail"),
+        ("MPICH", "/usr/lib/libmpi.so.12.2.3", "warn"),
+        ("Intel MPI", "/opt/intel/lib/libmpi.so.12", "warn"),
+        ("Open MPI", None, "ok"),
+    ],
+)
+def test_an_mpirun_of_another_family_than_horovods_library(flavour: str, libmpi: str | None, status: str) -> None:
+    loaded = {"torch": {"mpi": True, "gloo": True, "nccl": False, "libmpi": libmpi}}
+    assert checks.judge_mpi("a", "/bin/mpirun", flavour, "4.1", loaded, {}).status == status
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 5, 8])
+def test_each_pair_is_measured_once_and_no_host_twice_at_a_time(count: int) -> None:
+    hosts = [f"n{i}" for i in range(count)]
+    turns = link_checks.rounds(hosts)
+    assert sorted(tuple(sorted(pair)) for turn in turns for pair in turn) == sorted(
+        (a, b) for i, a in enumerate(hosts) for b in hosts[i + 1 :]
+    )
+    assert all(len({host for pair in turn for host in pair}) == 2 * len(turn) for turn in turns)
+
+
+@pytest.mark.parametrize("count", [9, 10, 33])
+def test_many_hosts_are_measured_along_a_ring(count: int) -> None:
+    hosts = [f"n{i}" for i in range(count)]
+    turns = link_checks.rounds(hosts)
+    pairs = [pair for turn in turns for pair in turn]
+    assert sorted(pairs) == sorted((hosts[i], hosts[(i + 1) % count]) for i in range(count))
+    assert all(len({host for pair in turn for host in pair}) == 2 * len(turn) for turn in turns)
+    assert len(turns) <= 3
+
+
+def test_an_allreduce_at_the_wires_speed() -> None:
+    """2(p-1)/p of 85.13 MB: all of it for two hosts, 1.5 times for four."""
+    assert link_checks.allreduce_s(10, 2) == pytest.approx(68.1, abs=0.01)
+    assert link_checks.allreduce_s(10, 4) == pytest.approx(68.1 * 1.5, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("there", "back", "delay_ms", "status", "words"),
+    [
+        (940.0, 935.0, 0.2, "ok", "940 Mbit/s there"),
+        (9400.0, 9350.0, 0.2, "ok", "9.4 Gbit/s there"),
+        (94.0, 94.0, 0.2, "warn", "take at least 7.25 s per step"),
+        (940.0, 400.0, 0.2, "warn", "b to a is 2.4 times slower"),
+        (940.0, 940.0, 40.0, "warn", "round trips"),
+        ("iperf3 -c: refused", 940.0, 0.2, "warn", "from a to b could not be measured"),
+    ],
+)
+def test_what_is_said_of_a_link(there: Any, back: Any, delay_ms: float, status: str, words: str) -> None:
+    check = link_checks.judge_speed("a", "b", there, back, delay_ms, 2)
+    assert check.status == status and words in check.what
+    assert bool(check.fix) == (status != "ok")
+
+
+def test_the_clocks_offset_is_that_of_the_quickest_answer_and_its_error_half_the_way() -> None:
+    samples = [(100.0, 105.9, 101.0), (200.0, 205.01, 200.02), (300.0, 305.3, 300.5)]
+    offset_s, error_s = host_checks.clock_offset(samples)
+    assert (offset_s, error_s) == (pytest.approx(5.0), pytest.approx(0.01))
+    assert host_checks.clock("b", samples).status == "warn"
+    assert host_checks.clock("b", [(100.0, 101.5, 102.0)]).status == "ok"  # half a second, give or take one
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ("ssh: Could not resolve hostname b: Name or service not known", "name is not known"),
+        ("ssh: connect to host b port 22: Connection refused", "ssh port"),
+        ("ssh: connect to host b port 22: Connection timed out", "no answer in 5 s"),
+        ("Connection timed out during banner exchange", "no answer in 5 s"),
+        ("@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed.", "not the one known"),
+        ("No ED25519 host key is known for b\nHost key verification failed.", "not known here"),
+        ("me@b: Permission denied (publickey,password).", "without a password"),
+        ("kex_exchange_identification: read: Connection reset by peer", "before the login"),
+        ("sh: 1: exec: python3: not found", "no Python 3"),
+        ("Bad owner or permissions on /home/me/.ssh/config", "Bad owner or permissions on /home/me/.ssh/config"),
+    ],
+)
+def test_ssh_says_why(said: str, reason: str) -> None:
+    problem = agent.why("b", said)
+    assert reason in problem.reason and problem.fix and "{" not in problem.fix
+
+
+def test_the_kernels_configuration() -> None:
+    text = "CONFIG_NET_SCH_HTB=y\nCONFIG_NET_SCH_TBF=m\n# CONFIG_NET_SCH_NETEM is not set\n"
+    assert [checks.kernel_config(text, name) for name in ("htb", "tbf", "netem")] == [True, True, False]
+
+
+def facts(**other: Any) -> dict[str, Any]:
+    """A host without faults."""
+    eth0 = {"name": "eth0", "address": "10.0.0.2", "up": True, "carrier": True}
+    return {
+        "host": "b",
+        "resolves_to": ["10.0.0.2"],
+        "interfaces": [eth0],
+        "ssh_connection": ["10.0.0.1", "40000", "10.0.0.2", "22"],
+        "throttle": None,
+        **other,
+    }
+
+
+NICS = [
+    {"name": "docker0", "address": "172.17.0.1", "up": True, "carrier": False},
+    {"name": "eth0", "address": "10.0.0.2", "up": True, "carrier": True},
+    {"name": "ib0", "address": "10.1.0.2", "up": True, "carrier": True},
+]
+
+
+def test_the_interface_is_the_one_asked_for_else_the_one_ssh_came_in_by() -> None:
+    host = facts(interfaces=NICS)
+    pick: Callable[..., dict[str, Any] | None] = host_checks.data_nic
+    assert pick(host, None, None) == NICS[1]
+    assert pick(host, "ib0", None) == NICS[2]
+    assert pick(host, "docker0", None) is None  # no cable
+    assert pick(facts(interfaces=NICS, ssh_connection=[]), None, "10.1.0.2") == NICS[2]
+    assert pick(facts(interfaces=[]), None, None) is None
+
+
+@pytest.mark.parametrize(
+    ("resolves_to", "several", "status"),
+    [
+        (["10.0.0.2"], True, "ok"),
+        (["127.0.1.1"], True, "fail"),
+        (["127.0.1.1"], False, "ok"),
+        ([], True, "fail"),
+        ([], False, "warn"),
+        (["10.1.0.2"], True, "warn"),
+    ],
+)
+def test_a_hosts_own_name(resolves_to: list[str], several: bool, status: str) -> None:
+    host = facts(resolves_to=resolves_to)
+    check = host_checks.name_resolution("b", host, host["interfaces"][0], several)
+    assert check.status == status and bool(check.fix) == (status != "ok")
+
+
+def test_a_throttle_that_was_left() -> None:
+    asked = {"dev": "eth0", "up_mbit": 10.0, "down_mbit": None, "delay_ms": None, "loss_percent": 1.0}
+    (check,) = host_checks.throttled("b", facts(throttle=asked))
+    assert check.status == "warn" and "up 10 Mbit/s, 1 % loss" in check.what
+    assert host_checks.throttled("b", facts()) == []
+
+
+def test_energy_counters_that_only_root_may_read(tmp_path: Path) -> None:
+    assert checks.rapl("a", tmp_path).status == "ok"
+    domain = tmp_path / "intel-rapl:0"
+    domain.mkdir()
+    (domain / "energy_uj").write_text("123456\n")
+    assert checks.rapl("a", tmp_path).facts == {"counters": 1, "readable": 1}
+    (tmp_path / "intel-rapl:1").mkdir()
+    (tmp_path / "intel-rapl:1" / "energy_uj").mkdir()  # cannot be read, not even by root
+    assert checks.rapl("a", tmp_path).status == "warn"
+
+
+def test_without_an_nvidia_driver() -> None:
+    check = checks.nvml("a", "libnvidia-none.so.1")
+    assert check.status == "ok" and check.facts["gpus"] is None

@@ -313,6 +313,21 @@ def test_a_host_gets_its_share_and_its_cores() -> None:
 
 
 @pytest.mark.root
+def test_a_topology_of_unlike_hosts_is_what_the_kernel_says() -> None:
+    made = Cluster(f"t{secrets.token_hex(3)}")
+    try:
+        done = made.run("up", "--topology", "hostfiles/adsl.toml")
+        assert done.returncode == 0, done.stderr
+        found = json.loads(made.run("status", "--json").stdout)["hosts"]
+        rates = {host["host"]: (host["rates_set"]["up_mbit"], host["rates_set"]["down_mbit"]) for host in found}
+        assert rates == {"desk1": (1000, 1000), "desk2": (1000, 1000), "laptop": (1, 16)}
+        assert [host["rates_asked"] for host in found] == [host["rates_set"] for host in found]
+        assert [(host["slots"], host["cpu_share"]) for host in found] == [(2, None), (2, None), (1, 0.5)]
+    finally:
+        assert made.run("down").returncode == 0
+
+
+@pytest.mark.root
 def test_two_clusters_live_side_by_side_and_leave_nothing() -> None:
     first, second = Cluster(f"t{secrets.token_hex(3)}"), Cluster(f"t{secrets.token_hex(3)}")
     try:

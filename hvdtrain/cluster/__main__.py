@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain import exits
-from hvdtrain.cluster import enter, lifecycle, topology, virtual
+from hvdtrain.cluster import enter, lifecycle, throttle, topology, virtual
 from hvdtrain.cluster.commands import run, succeeds
 from hvdtrain.exits import Failure
 
@@ -64,6 +64,18 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def limits(cluster: topology.Cluster) -> list[list[str]]:
+    """What the throttle is to be told so that each link has the topology's rate."""
+    groups: dict[tuple[str | None, str | None], list[str]] = {}
+    for host in cluster.hosts:
+        groups.setdefault((host.up, host.down), []).append(host.name)
+    return [
+        ["--name", cluster.name, "--host", ",".join(names), "--up", up or "none", "--down", down or "none"]
+        for (up, down), names in groups.items()
+        if up or down
+    ]
+
+
 def make(asked: argparse.Namespace) -> int:
     user = enter.caller()
     if asked.topology:
@@ -79,7 +91,16 @@ def make(asked: argparse.Namespace) -> int:
             rate=asked.rate,
         )
     lifecycle.up(cluster, dry_run=asked.dry_run)
-    if not asked.dry_run:
+    if asked.dry_run:
+        for words in limits(cluster):
+            print(f"tools/throttle.sh {' '.join(words)}")
+    else:
+        try:
+            for words in limits(cluster):
+                throttle.main(words)
+        except BaseException:
+            lifecycle.down(cluster.name)
+            raise
         print(f"hvdtrain: cluster {cluster.name} is up: {', '.join(h.name for h in cluster.hosts)}", file=sys.stderr)
     return exits.OK
 

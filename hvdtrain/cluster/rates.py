@@ -1,10 +1,10 @@
 """Link rates: reading them, writing them, and what of them is left for the data.
 
-A rate is written as tc writes it: `10mbit` is 10 x 10^6 bit/s, `1gibit` is 2^30 bit/s (tc(8), "RATES"). tc also knows `mbps`, and means
-megaBYTES per second by it; as nearly everybody reads it as megabits, it is refused with that explanation.
+A rate is written as tc writes it: `10mbit` is 10 x 10^6 bit/s, `1gibit` is 2^30 bit/s (tc(8), "RATES"). tc also knows
+`mbps` and means megabytes per second by it; as nearly everybody reads it as megabits, it is refused with the reason.
 
-What TCP delivers is less than the rate, because tc counts whole Ethernet frames: of 1514 bytes (1500 + 14 of Ethernet header) 1448 are data
-(40 bytes of IPv4 and TCP header, RFC 791 and RFC 9293, and 12 of time stamps, RFC 7323).
+What TCP delivers is less than the rate, because tc counts whole Ethernet frames: of 1514 bytes (1500 and 14 of Ethernet
+header) 1448 are data (40 are the headers of IPv4 and TCP, RFC 791 and RFC 9293, and 12 time stamps, RFC 7323).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PAYLOAD_BYTES = 1448
 def parse_rate(text: str) -> int:
     """A rate in bit/s from text such as `10mbit`, `2.5gbit`, `500kbit`; upper and lower case alike, as in tc(8).
 
-    Raises Failure (exit code 2) for anything else: no unit, tc's byte units (`mbps`), no number, out of 8 kbit/s .. 1 Tbit/s.
+    Raises Failure (2) for anything else: no number, no unit, tc's byte units (`mbps`), outside 8 kbit/s to 1 Tbit/s.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([a-z/]*)", text.strip().lower(), re.ASCII)
     if match is None:
@@ -52,13 +52,14 @@ def parse_rate(text: str) -> int:
     rate = int(Decimal(number) * _BITS[unit])
     if not LOWEST_BIT_S <= rate <= HIGHEST_BIT_S:
         raise Failure(
-            f"'{text}' is {rate} bit/s; a rate must lie between {show_rate(LOWEST_BIT_S)} and {show_rate(HIGHEST_BIT_S)}", USAGE
+            f"'{text}' is {rate} bit/s; give {show_rate(LOWEST_BIT_S)} to {show_rate(HIGHEST_BIT_S)}",
+            USAGE,
         )
     return rate
 
 
 def show_rate(rate_bit_s: int) -> str:
-    """The rate in the largest decimal unit, exactly: 10_000_000 -> `10mbit`. parse_rate reads it back to the same number."""
+    """The rate in the largest decimal unit, exactly: 10_000_000 -> `10mbit`; parse_rate reads back the same number."""
     for unit in ("tbit", "gbit", "mbit", "kbit"):
         if rate_bit_s >= _BITS[unit]:
             return f"{_plain(Decimal(rate_bit_s) / _BITS[unit])}{unit}"
@@ -66,14 +67,14 @@ def show_rate(rate_bit_s: int) -> str:
 
 
 def goodput_one_way(rate_bit_s: float) -> float:
-    """bit/s of TCP data that a link of this rate carries at MTU 1500, the other direction carrying only acknowledgements: 95.6 %."""
+    """bit/s of TCP data through a link at MTU 1500, only acknowledgements going the other way: 95.6 % of its rate."""
     return rate_bit_s * PAYLOAD_BYTES / FRAME_BYTES
 
 
 def goodput_both_ways(rate_bit_s: float) -> float:
-    """bit/s of TCP data each way with data in both directions at once: 93.6 %, as each direction also carries the other's acknowledgements.
+    """bit/s of TCP data each way with data both ways at once: 93.6 %, as each carries the other's acknowledgements.
 
-    Measured (docs/LOG.md), not derived: how many acknowledgements are sent depends on the kernel.
+    Measured, not derived: how many acknowledgements are sent depends on the kernel.
     """
     return rate_bit_s * 0.936
 

@@ -1,0 +1,382 @@
+"""What links are asked to carry, what the kernel is set to, and what they do carry.
+
+Long transfers are measured with iperf3, as TCP data received in half seconds after the first second. A token bucket
+that is too large would pass that test and still let short messages through unthrottled, so those are timed too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import random
+import select
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from hvdtrain import exits
+from hvdtrain.cluster import nic, qdisc, virtual, watchdog
+from hvdtrain.cluster.commands import Command, find, run, show
+from hvdtrain.cluster.links import Link
+from hvdtrain.cluster.rates import FRAME_BYTES, PAYLOAD_BYTES, goodput_one_way, show_rate
+from hvdtrain.cluster.request import reachable
+from hvdtrain.cluster.topology import Cluster
+from hvdtrain.cluster.watchdog import Store
+from hvdtrain.exits import Failure
+
+MESSAGES_BYTES = (64_000, 256_000)
+CHECKOUT = Path(__file__).resolve().parents[2]
+
+
+@dataclasses.dataclass(frozen=True)
+class Route:
+    """From one end to another: the words that run a command there, the receiver's address, the links passed."""
+
+    name: str
+    sender: Command
+    receiver: Command
+    address: str
+    links: list[Link]
+    backwards: bool = False
+    """The data flows from the receiver to the sender: for the receiving direction of this machine"""
+
+    @property
+    def rate_bit_s(self) -> int:
+        return min(link.shape.rate_bit_s for link in self.links if link.shape)
+
+    @property
+    def burst_bytes(self) -> int:
+        """What the narrowest bucket passes at once."""
+        return min(
+            qdisc.burst_bytes(link.shape.rate_bit_s, link.mtu)
+            for link in self.links
+            if link.shape and link.shape.rate_bit_s == self.rate_bit_s
+        )
+
+
+# --- iperf3 ----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _server(words: Command, ready: bytes) -> Iterator[None]:
+    """Runs a server and waits until it says that it listens."""
+    server = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+        assert server.stdout
+        said, deadline = b"", time.monotonic() + 10
+        while ready not in said:
+            waiting, _, _ = select.select([server.stdout], [], [], max(0, deadline - time.monotonic()))
+            part = os.read(server.stdout.fileno(), 4096) if waiting else b""
+            if not part:
+                words_said = " ".join(said.decode(errors="replace").split()) or "nothing"
+                raise Failure(f"`{show(words)}` does not listen; it said: {words_said}", exits.UNREACHABLE)
+            said += part
+        yield
+    finally:
+        server.kill()
+        server.wait()
+        assert server.stdout
+        server.stdout.close()
+
+
+def measure(route: Route, seconds: float) -> float:
+    """bit/s of TCP data received along the route. Raises Failure (69) if iperf3 is missing or cannot connect.
+
+    Counted where it arrives, in whole intervals after the first second: iperf3's own sum adds what was still queued.
+    """
+    find("iperf3")
+    port = str(random.randint(20_000, 32_000))  # below the range that connections take theirs from
+    # Slow links: some hundred frames, and time for TCP to find their rate.
+    warm_up, length = math.ceil(max(1, 2e6 / route.rate_bit_s)), math.ceil(max(seconds, 4e6 / route.rate_bit_s))
+    # Only whole blocks count, so they are small against what is sent: what the rate sends in 2 ms.
+    block = min(max(PAYLOAD_BYTES, route.rate_bit_s // 4000), 131_072)
+    every = ["--port", port, "--interval", "0.5", "--json"]
+    times = ["--time", str(warm_up + length), "--length", str(block)]
+    client = ["iperf3", "--client", route.address, *every, *times]
+    server = subprocess.Popen(
+        [*route.receiver, "iperf3", "--server", "--one-off", *every],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    try:
+        sent = _connect(
+            [*route.sender, *client, *(["--reverse"] if route.backwards else [])], server, length + 60 + warm_up
+        )
+        said, _ = server.communicate(timeout=30)
+    finally:
+        server.kill()
+        server.wait()
+        assert server.stdout
+        server.stdout.close()
+    return _received(sent if route.backwards else json.loads(said), warm_up)
+
+
+def _connect(client: Command, server: subprocess.Popen[bytes], patience_s: float) -> dict[str, Any]:
+    """The client's document, once the server listens."""
+    deadline = time.monotonic() + 10
+    while True:
+        done = subprocess.run(client, stdin=subprocess.DEVNULL, capture_output=True, timeout=patience_s, check=False)
+        try:
+            found: dict[str, Any] = json.loads(done.stdout)
+        except ValueError:
+            found = {"error": done.stderr.decode(errors="replace").strip() or "it said nothing"}
+        if "error" not in found:
+            return found
+        if "refused" not in found["error"] or time.monotonic() > deadline or server.poll() is not None:
+            said = ""
+            if server.poll() is not None and server.stdout:
+                said = " ".join(server.stdout.read().decode(errors="replace").split())[-200:]
+            raise Failure(
+                f"iperf3 cannot measure: {found['error']}; its server: {said or 'no word'}", exits.UNREACHABLE
+            )
+        time.sleep(0.1)
+
+
+def _received(document: dict[str, Any], warm_up_s: float) -> float:
+    """bit/s of the receiver's whole intervals after the warm-up; the last one also holds what comes late.
+
+    Their median: a machine that stands still for a moment (a virtual one does) spoils one of them, not the figure.
+    """
+    sums = [interval["sum"] for interval in document["intervals"]]
+    sums = [one for one in sums[:-1] if one["start"] > warm_up_s - 0.1]
+    if not sums:
+        raise Failure(f"iperf3 measured nothing: {document.get('error', 'no interval')}", exits.UNREACHABLE)
+    return statistics.median(one["bytes"] * 8 / one["seconds"] for one in sums)
+
+
+# --- short messages --------------------------------------------------------------------------------------------------
+
+
+def least_s(size_bytes: int, rate_bit_s: int, burst_bytes: int) -> float:
+    """The shortest time in which a message can cross such a link after a pause: all but the burst at the rate."""
+    wire = size_bytes + math.ceil(size_bytes / PAYLOAD_BYTES) * (FRAME_BYTES - PAYLOAD_BYTES)
+    return max(0.0, (wire - burst_bytes) * 8 / rate_bit_s)
+
+
+def message_times(route: Route) -> list[float]:
+    """Seconds for each of MESSAGES_BYTES along the route."""
+    port = random.randint(20_000, 32_000)
+    python = ["env", f"PYTHONPATH={CHECKOUT}", sys.executable, "-B", "-m", "hvdtrain.cluster.messages"]
+    with _server([*route.receiver, *python, "receive", str(port)], b"listening"):
+        sizes = [str(size) for size in MESSAGES_BYTES]
+        return [float(word) for word in run([*route.sender, *python, "send", route.address, str(port), *sizes]).split()]
+
+
+# --- verify ----------------------------------------------------------------------------------------------------------
+
+
+def verify(options: argparse.Namespace) -> int:
+    """Measures every throttled link; 1 if one is off by more than the tolerance, or passes short messages too fast."""
+    if options.dev:
+        store, routes, peer = Store(virtual.SELF), *_to_peer(options)
+    else:
+        cluster = virtual.load(options.name)
+        peer, store = None, Store(virtual.folder(cluster.name))
+        routes = _in_a_ring(store, cluster, options.host.split(",") if options.host else None)
+    with _before_others():
+        results = [_verify_route(route, options, short=peer is None) for route in routes]
+    if not options.json:
+        for result in results:
+            _print(result)
+    good = all(result["ok"] for result in results)
+    _record(store, routes, results)
+    if options.json:
+        print(json.dumps({"schema": "hvdtrain/throttle-verify/1", "ok": good, "links": results}, indent=2))
+    if not good:
+        print(
+            f"throttle: off by more than {options.tolerance:g} %. Is the machine busy? Try again with --seconds 10; "
+            "if it stays slow, it is the processor: no link is faster than its host",
+            file=sys.stderr,
+        )
+    return exits.OK if good else exits.FAILED
+
+
+@contextlib.contextmanager
+def _before_others() -> Iterator[None]:
+    """What is measured is the link and not who else computes: the programs started here get a processor at once."""
+    policy, parameter = os.sched_getscheduler(0), os.sched_getparam(0)
+    with contextlib.suppress(OSError):  # a control group may have no real-time share
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, policy, parameter)
+
+
+def _in_a_ring(store: Store, cluster: Cluster, hosts: list[str] | None) -> list[Route]:
+    """From each host to the next, so that every host sends once and receives once."""
+    names = [host.name for host in cluster.hosts]
+    if len(names) < 2:
+        raise Failure("a cluster of one host has no link to measure between hosts", exits.USAGE)
+    known = list(store.links().values())
+    routes = []
+    for index, one in enumerate(names):
+        other = names[(index + 1) % len(names)]
+        passed = [link for link in known if (link.host, link.direction) in {(one, "up"), (other, "down")}]
+        if passed and (hosts is None or one in hosts or other in hosts):
+            ends = [virtual.inside(cluster, host, share=False) for host in (one, other)]  # the link, not the processor
+            routes.append(Route(f"{one} -> {other}", ends[0], ends[1], cluster.address(other), passed))
+    if not routes:
+        raise Failure("nothing to verify: no link is throttled; e.g. tools/throttle.sh 10mbit", exits.USAGE)
+    return routes
+
+
+def _to_peer(options: argparse.Namespace) -> tuple[list[Route], str]:
+    if not options.peer:
+        raise Failure(
+            f"{options.dev} cannot be verified alone: name a machine beyond it that has iperf3 and lets you in "
+            "by ssh: --peer HOST",
+            exits.USAGE,
+        )
+    known = [link for link in Store(virtual.SELF).links().values() if link.dev == options.dev]
+    if not known:
+        raise Failure(f"{options.dev} is not throttled; e.g. throttle.sh 10mbit --dev {options.dev}", exits.USAGE)
+    try:
+        address = str(socket.getaddrinfo(options.peer, None, socket.AF_INET)[0][4][0])
+    except OSError as error:
+        raise Failure(f"{options.peer}: its name is not known here ({error.strerror})", exits.UNREACHABLE) from error
+    leaves = nic.route_device(address)
+    if leaves != options.dev:
+        raise Failure(f"{options.peer} is reached through {leaves}, not through {options.dev}; name one beyond it")
+    there = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5", "--", options.peer]
+    routes = []
+    for link in known:
+        arrow = f"here -> {options.peer}" if link.direction == "up" else f"{options.peer} -> here"
+        routes.append(Route(arrow, [], there, address, [link], backwards=link.direction == "down"))
+    return routes, options.peer
+
+
+def _verify_route(route: Route, options: argparse.Namespace, *, short: bool) -> dict[str, Any]:
+    expected, measured = goodput_one_way(route.rate_bit_s), measure(route, options.seconds)
+    off = (measured / expected - 1) * 100
+    lossy = any(link.shape and link.shape.netem for link in route.links)
+    messages = []
+    for size, took in zip(MESSAGES_BYTES, message_times(route) if short else (), strict=False):
+        least = least_s(size, route.rate_bit_s, route.burst_bytes)
+        messages.append({"bytes": size, "took_s": took, "least_s": least, "ok": took >= 0.98 * least})
+    return {
+        "link": route.name,
+        "asked_mbit": route.rate_bit_s / 1e6,
+        "expected_mbit": expected / 1e6,
+        "goodput_mbit": measured / 1e6,
+        "off_percent": off,
+        "messages": messages,
+        # what delay and loss leave of a rate is TCP's affair: then only an excess is wrong
+        "ok": (off if lossy else abs(off)) <= options.tolerance and all(message["ok"] for message in messages),
+    }
+
+
+def _print(result: dict[str, Any]) -> None:
+    rate = show_rate(round(result["asked_mbit"] * 1e6))
+    short = "".join(
+        f"; {message['bytes'] // 1000} kB in {message['took_s'] * 1e3:.1f} ms (at least {message['least_s'] * 1e3:.1f})"
+        for message in result["messages"]
+    )
+    long = f"measured {result['goodput_mbit']:.4g} ({result['off_percent']:+.2f} %)"
+    expected = f"asked {rate}, expected goodput {result['expected_mbit']:.4g} Mbit/s"
+    print(f"{'ok  ' if result['ok'] else 'FAIL'}  {result['link']}: {expected}, {long}{short}")
+
+
+def _record(store: Store, routes: list[Route], results: list[dict[str, Any]]) -> None:
+    """Into the sender's throttle.json: what it was measured to send."""
+    with store.locked():
+        for route, result in zip(routes, results, strict=True):
+            file = store.folder / "throttle.json"
+            if route.links[0].netns:
+                file = store.folder / "hosts" / route.name.partition(" ")[0] / "throttle.json"
+            elif route.backwards and len(routes) > 1:
+                continue
+            if not file.exists():
+                continue
+            figures = {name: round(result[name], 4) for name in ("goodput_mbit", "expected_mbit")}
+            about = json.loads(file.read_text())
+            about["verified"] = {"utc": datetime.now(UTC).isoformat(timespec="seconds"), **figures}
+            watchdog.write(file, json.dumps(about) + "\n")
+
+
+# --- show ------------------------------------------------------------------------------------------------------------
+
+
+def show_all(options: argparse.Namespace) -> int:
+    """Prints what is asked and, for root, what the kernel is set to."""
+    rows = []
+    for cluster in reachable() if not options.dev else []:
+        if options.name in {None, cluster}:
+            for host in virtual.load(cluster).hosts:
+                if not options.host or host.name in options.host.split(","):
+                    rows.append(_row(Store(virtual.folder(cluster)), cluster, host.name))
+    if not options.name and not options.host and (options.dev or Store(virtual.SELF).path.exists()):
+        rows.append(_row(Store(virtual.SELF), None, os.uname().nodename, options.dev))
+    if options.name and not rows:
+        virtual.load(options.name)  # says that it is not up
+    if options.json:
+        print(json.dumps({"schema": "hvdtrain/throttle-show/1", "hosts": rows}, indent=2))
+        return exits.OK
+    for row in rows:
+        print(_line(row))
+    if not rows:
+        print("nothing is throttled and no virtual cluster is up")
+    return exits.OK
+
+
+def _row(store: Store, cluster: str | None, host: str, dev: str | None = None) -> dict[str, Any]:
+    file = store.folder / "hosts" / host / "throttle.json" if cluster else store.folder / "throttle.json"
+    about = json.loads(file.read_text()) if file.exists() else None
+    if about and dev and about["dev"] != dev:
+        about = None
+    known = [link for link in store.links().values() if (link.host == host if cluster else about)]
+    if cluster:
+        queues = [
+            (one.direction, one.netns, one.dev) for one in virtual.links(virtual.load(cluster)) if one.host == host
+        ]
+    else:
+        queues = [(link.direction, link.netns, link.ifb or link.dev) for link in known]  # type: ignore[misc]
+    set_now: dict[str, float | None] = {"up_mbit": None, "down_mbit": None}
+    for direction, netns, device in queues if os.geteuid() == 0 else []:
+        with contextlib.suppress(Failure):
+            rate = qdisc.rate_of(qdisc.read(netns, device))
+            set_now[f"{direction}_mbit"] = rate / 1e6 if rate else None
+    return {
+        "cluster": cluster,
+        "host": host,
+        "asked": about,
+        "set": set_now if os.geteuid() == 0 else None,
+        "until_utc": next((link.until_utc for link in known if link.until_utc), None),
+        "interrupted": store.load()["change"] is not None,
+    }
+
+
+def _line(row: dict[str, Any]) -> str:
+    def rate(value: float | None) -> str:
+        return "unlimited" if value is None else show_rate(round(value * 1e6))
+
+    where = f"{row['cluster']}/{row['host']}" if row["cluster"] else row["host"]
+    about = row["asked"]
+    if about is None:
+        text = f"{where}: not throttled"
+    else:
+        text = f"{where} {about['dev']}: asked up {rate(about['up_mbit'])}, down {rate(about['down_mbit'])}"
+        for name, unit in (("delay_ms", " ms delay"), ("loss_percent", " % loss")):
+            text += f", {about[name]:g}{unit}" if about[name] else ""
+    if row["set"] is None:
+        text += "; set: only root may look"
+    elif about or any(row["set"].values()):
+        text += f"; set up {rate(row['set']['up_mbit'])}, down {rate(row['set']['down_mbit'])}"
+    if about and about["verified"]:
+        text += f"; measured {about['verified']['goodput_mbit']:.4g} of {about['verified']['expected_mbit']:.4g} Mbit/s"
+    if row["until_utc"]:
+        overdue = datetime.now(UTC) > datetime.fromisoformat(row["until_utc"]) + timedelta(seconds=2)
+        text += f"; until {row['until_utc']}" + (", but its watchdog is gone: throttle.sh clear" if overdue else "")
+    return text + ("; a change was interrupted: throttle.sh clear" if row["interrupted"] else "")

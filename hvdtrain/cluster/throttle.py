@@ -1,0 +1,294 @@
+"""The command line of the throttle: `tools/throttle.sh 10mbit`, `hvdtrain throttle ...`.
+
+Which links: those of the virtual cluster that is up; or, with --dev, one interface of this machine; or, with --hosts or
+--hostfile too, that interface on other machines, where the same checkout's throttle is called through ssh.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hvdtrain import exits
+from hvdtrain.cluster import links, nic, qdisc, virtual, watchdog
+from hvdtrain.cluster.commands import find, run, show, succeeds
+from hvdtrain.cluster.links import Link
+from hvdtrain.cluster.qdisc import Shape, shape_commands
+from hvdtrain.cluster.rates import show_rate
+from hvdtrain.cluster.request import ACTIONS, Place, check, parser, places, reachable, seconds, shapes
+from hvdtrain.cluster.watchdog import Store, Wish
+from hvdtrain.exits import Failure
+
+__all__ = ["asked", "document", "main", "shape_commands"]
+
+SCHEMA = "hvdtrain/throttle/1"
+FORCED_S = 600.0
+"""A forced throttle ends by itself after this time, unless `--for` says when or `keep` that it stays"""
+CHECKOUT = Path(__file__).resolve().parents[2]
+
+
+def asked(path: Path = virtual.SELF / "throttle.json") -> dict[str, Any] | None:
+    """What was asked of this host's link, for any user; None without a throttle. See `document` for what is in it."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def document(dev: str, up: Shape | None, down: Shape | None, mtu: int = 1500) -> dict[str, Any]:
+    """A host's throttle.json: rates in Mbit/s (null: unlimited), sizes in bytes of the slower direction's bucket."""
+    shapes = [shape for shape in (up, down) if shape]
+    slowest = min(shape.rate_bit_s for shape in shapes) if shapes else None
+    netem = up or down
+    return {
+        "schema": SCHEMA,
+        "dev": dev,
+        "up_mbit": up.rate_bit_s / 1e6 if up else None,
+        "down_mbit": down.rate_bit_s / 1e6 if down else None,
+        "delay_ms": netem.delay_ms if netem else None,
+        "loss_percent": netem.loss_percent if netem else None,
+        "burst_bytes": qdisc.burst_bytes(slowest, mtu) if slowest else None,
+        "limit_bytes": qdisc.limit_bytes(slowest, mtu) if slowest else None,
+        "set_utc": datetime.now(UTC).isoformat(timespec="seconds"),
+        "verified": None,
+    }
+
+
+# --- safety ----------------------------------------------------------------------------------------------------------
+
+
+def session_address() -> str | None:
+    """The address at the other end of the ssh session this runs in; sudo hides it, so the callers are asked too."""
+    pid = os.getpid()
+    variables: Mapping[str, str] = os.environ
+    while True:
+        connection = variables.get("SSH_CONNECTION", "").split()
+        if connection:
+            return connection[0].partition("%")[0]
+        try:
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            if pid <= 1:
+                return None
+            raw = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
+        except OSError:
+            return None
+        variables = dict(item.split("=", 1) for item in raw.split("\0") if "=" in item)
+
+
+def danger(dev: str) -> str | None:
+    """Why an interface of this machine had better not be throttled; None if nothing speaks against it."""
+    address = session_address()
+    if address and nic.route_device(address) == dev:
+        return "carries the ssh session you are in"
+    for family in ("-4", "-6"):
+        routes = json.loads(run(["ip", family, "-json", "route", "show", "default"]) or "[]")
+        if any(route.get("dev") == dev for route in routes):
+            return "carries the default route"
+    return None
+
+
+def _guard(options: argparse.Namespace) -> float | None:
+    """Seconds after which the throttle is to end, None: stays. Raises Failure (1) for an interface one may need."""
+    wanted = seconds(options.duration) if options.duration else None
+    if not options.dev or (reason := danger(options.dev)) is None:
+        return wanted
+    if not options.force:
+        raise Failure(
+            f"{options.dev} {reason}, so a rate too low could lock you out; nothing changed. "
+            "With --force it is throttled for 10 minutes (or --for TIME), until `throttle.sh keep`"
+        )
+    return wanted or FORCED_S
+
+
+# --- actions ---------------------------------------------------------------------------------------------------------
+
+
+def wishes(found: list[Place], known: Mapping[str, Link], wanted: Mapping[str, Shape | None]) -> list[Wish]:
+    """What to change. Looks at each device, and raises Failure for one that is missing or could not be put back."""
+    result = []
+    for place in found:
+        shape = wanted[place.direction]
+        link = known.get(place.key)
+        if link and links.identify(place.netns, place.dev)[0] != link.identity:
+            link = None  # made anew since
+        if shape and link is None:
+            link = links.first_look(place.host, place.netns, place.dev, place.direction, detour=place.detour)
+        if link:
+            result.append(Wish(link, shape))
+        else:
+            links.identify(place.netns, place.dev)
+    return result
+
+
+def throttle(options: argparse.Namespace) -> int:
+    wanted = shapes(options)
+    store, found = places(options)
+    for_s = _guard(options)
+    find("tc")
+    find("ip")
+    if options.dry_run and os.geteuid():
+        return _blind(found, wanted)
+    if wanted["up"] and wanted["up"].netem and not qdisc.has_netem():
+        raise Failure(
+            "this kernel has no netem (module sch_netem), so --delay and --loss cannot be had; leave them out, or try: "
+            "sudo modprobe sch_netem (Fedora: dnf install kernel-modules-extra)",
+            exits.UNREACHABLE,
+        )
+    files: dict[Path, str | None] = {}
+    for place in found:
+        if place.direction == "up":  # named as the host sees it
+            mtu = links.identify(place.netns, place.dev)[1]
+            files[place.file] = json.dumps(document(place.dev, wanted["up"], wanted["down"], mtu)) + "\n"
+    if options.dry_run:
+        changes = wishes(found, store.links(), wanted)
+        return _show_commands(changes, list(files), for_s)
+    store.folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+    with store.locked() as lock:
+        watchdog.undo(store)
+        known = store.links()
+        for key, link in known.items():
+            if options.dev and link.dev != options.dev:
+                raise Failure(
+                    f"{link.dev} is throttled already, one at a time; first: throttle.sh clear --dev {link.dev}"
+                )
+            if options.dev and links.current_identity(link) is None:
+                known = {name: other for name, other in known.items() if name != key}
+        watchdog.change(store, lock, wishes(found, known, wanted), files, for_s)
+    rates = ", ".join(f"{name} {show_rate(shape.rate_bit_s)}" for name, shape in wanted.items() if shape)
+    hosts = ",".join(dict.fromkeys(place.host for place in found))
+    end = f"; ends in {for_s:g} s unless you call `throttle.sh keep`" if for_s else ""
+    print(f"throttle: {hosts} ({options.dev or 'virtual'}): {rates}{end}", file=sys.stderr)
+    return exits.OK
+
+
+def _blind(found: list[Place], wanted: Mapping[str, Shape | None]) -> int:
+    """A dry run by somebody who may not look: the commands for links that have not been touched."""
+    for place in found:
+        shape = wanted[place.direction]
+        if shape and place.detour:
+            for command in qdisc.ingress_commands(None, place.dev, "hvdifb0", shape, 1500, exists=False):
+                print(show(command))
+        elif shape:
+            shaping = shape_commands(place.netns, place.dev, shape.rate_bit_s)
+            for command in shaping + qdisc.netem_commands(place.netns, place.dev, shape, 1500, []):
+                print(show(command))
+    print("throttle: without root only the commands for untouched links are known", file=sys.stderr)
+    return exits.OK
+
+
+def _show_commands(changes: list[Wish], files: list[Path], for_s: float | None) -> int:
+    for wish in changes:
+        for command in links.plan(wish.link, wish.shape):
+            print(show(command))
+    for path in files:
+        print(f"# writes {path}")
+    if for_s:
+        print(f"# puts back what was there after {for_s:g} s")
+    return exits.OK
+
+
+def clear(options: argparse.Namespace) -> int:
+    """Puts back what was there: of --dev, of the cluster's hosts, or of whatever this tool has throttled."""
+    chosen = _stores(options)
+    if options.dry_run:
+        for store, keys in chosen:
+            some = [link for key, link in store.links().items() if keys is None or key in keys]
+            files = [Path(path) for path in store.load()["files"]]
+            _show_commands([Wish(link, None) for link in some], files if some else [], None)
+        return exits.OK
+    differences: list[str] = []
+    count = 0
+    for store, keys in chosen:
+        with store.locked() as lock:
+            if watchdog.undo(store):
+                print("throttle: undid a change that had been interrupted", file=sys.stderr)
+            some = [link for key, link in store.links().items() if keys is None or key in keys]
+            if some:
+                differences += watchdog.clear(store, lock, some)
+            count += len(some)
+    if differences:
+        raise Failure("; ".join(differences))
+    print("throttle: put back what was there" if count else "throttle: nothing was throttled", file=sys.stderr)
+    return exits.OK
+
+
+def keep(options: argparse.Namespace) -> int:
+    kept = 0
+    for store, _ in _stores(options):
+        with store.locked():
+            kept += watchdog.keep(store)
+    print("throttle: it stays until `throttle.sh clear`" if kept else "throttle: nothing had an end", file=sys.stderr)
+    return exits.OK
+
+
+def _stores(options: argparse.Namespace) -> list[tuple[Store, set[str] | None]]:
+    """Where this tool has done something, and the links that are meant there; None: all of them."""
+    if options.dev or options.name or options.host:
+        if options.dev and not Store(virtual.SELF).path.exists():
+            qdisc.device(None, options.dev)  # a wrong name is told from one that is not throttled
+        store, found = places(options)
+        keys = {place.key for place in found} if options.dev or options.host else None
+        return [(store, keys)] if store.path.exists() else []
+    there = reachable()
+    throttled = [name for name in there if Store(virtual.folder(name)).path.exists()]
+    if throttled and len(there) > 1:  # the one that is throttled may be somebody else's
+        raise Failure(f"several clusters are up ({', '.join(there)}); choose one with --name", exits.USAGE)
+    stores = [Store(virtual.SELF), *(Store(virtual.folder(name)) for name in throttled)]
+    return [(store, None) for store in stores if store.path.exists()]
+
+
+# --- entry -----------------------------------------------------------------------------------------------------------
+
+
+def main(arguments: list[str]) -> int:
+    """Returns the exit code; raises Failure, whose message is for the user."""
+    options = parser().parse_args(arguments)
+    verb = options.what if options.what in ACTIONS else "throttle"
+    check(options, verb)
+    if options.hosts or options.hostfile:
+        from hvdtrain.cluster import remote
+
+        return remote.main(options, arguments)
+    if verb == "throttle":
+        shapes(options)  # a bad rate is told before a missing permission
+        if options.duration:
+            seconds(options.duration)
+    if verb == "show":
+        from hvdtrain.cluster import goodput
+
+        return goodput.show_all(options)
+    if os.geteuid() and not options.dry_run:
+        _through_sudo(arguments)
+    if verb == "verify":
+        from hvdtrain.cluster import goodput
+
+        return goodput.verify(options)
+    return {"throttle": throttle, "clear": clear, "keep": keep}[verb](options)
+
+
+def _through_sudo(arguments: list[str]) -> NoReturn:
+    """The same again as root, where sudo asks nothing. Raises Failure (77) elsewhere."""
+    sudo = shutil.which("sudo")
+    if sudo is None or not succeeds([sudo, "-n", "true"]):
+        raise Failure("changing queues needs root: put sudo before it", exits.NO_PERMISSION)
+    os.execv(sudo, [sudo, "-n", str(CHECKOUT / "tools" / "throttle.sh"), *arguments])
+
+
+if __name__ == "__main__":
+    try:
+        with contextlib.suppress(BrokenPipeError):
+            raise SystemExit(main(sys.argv[1:]))
+    except Failure as failure:
+        print(f"throttle: {failure}", file=sys.stderr)
+        raise SystemExit(failure.code) from None
+    except KeyboardInterrupt:
+        raise SystemExit(exits.SIGINT) from None

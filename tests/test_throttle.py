@@ -1,0 +1,216 @@
+"""The throttle without root: which commands it would run, what it refuses. With root: tests/test_throttle_links.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT, environment
+
+from hvdtrain.cluster import commands, goodput, qdisc, remote, throttle
+from hvdtrain.cluster.qdisc import Shape
+from hvdtrain.cluster.request import parser, seconds, shapes
+from hvdtrain.exits import Failure
+
+TEN = Shape(rate_bit_s=10_000_000)
+
+
+def words(found: list[list[str]]) -> list[str]:
+    return [" ".join(command) for command in found]
+
+
+# --- commands --------------------------------------------------------------------------------------------------------
+
+
+def test_shaping_is_one_command_that_replaces_in_place() -> None:
+    """One and the same handle: a second rate changes the bucket, instead of removing it and adding another."""
+    assert words(throttle.shape_commands("ns", "eth0", 10_000_000)) == [
+        "tc -netns ns qdisc replace dev eth0 root handle 4876: tbf rate 10000000bit burst 3028 limit 40000"
+    ]
+    one, other = (throttle.shape_commands(None, "eth1", rate)[0] for rate in (10**7, 10**9))
+    assert one[: one.index("rate")] == other[: other.index("rate")]
+
+
+@pytest.mark.parametrize("rate", [8_000, 10**6, 10**7, 10**8, 10**9, 10**10, 10**11])
+@pytest.mark.parametrize("mtu", [1500, 9000])
+def test_burst_and_queue_follow_from_the_rate(rate: int, mtu: int) -> None:
+    burst, limit = qdisc.burst_bytes(rate, mtu), qdisc.limit_bytes(rate, mtu)
+    assert burst >= 2 * (mtu + 14), "a full frame must fit, or it never passes"
+    assert burst <= max(rate * 0.002 / 8, 2 * (mtu + 14)), "more than 2 ms is a hole for short messages"
+    assert burst < 256_000 or rate > 10**9
+    assert limit >= max(burst, 32_000)
+    assert limit < 2**32 and burst < 2**32, "tc's numbers"
+
+
+def test_what_arrives_takes_a_detour_that_is_shaped_before_anything_is_sent_there() -> None:
+    first = words(qdisc.ingress_commands(None, "eth1", "hvdifb7", TEN, 1500, exists=False))
+    shaped = next(i for i, command in enumerate(first) if "dev hvdifb7 root" in command)
+    redirected = next(i for i, command in enumerate(first) if "redirect dev hvdifb7" in command)
+    assert shaped < redirected
+    again = qdisc.ingress_commands(None, "eth1", "hvdifb7", Shape(rate_bit_s=10**9), 1500, exists=True)
+    assert words(again) == words(throttle.shape_commands(None, "hvdifb7", 10**9))
+    removed = words(qdisc.remove_ingress_commands(None, "eth1", "hvdifb7", ingress=True, detour=True))
+    assert removed == ["tc qdisc del dev eth1 ingress", "ip link del dev hvdifb7"]
+
+
+def test_delay_and_loss_sit_inside_the_bucket_and_have_room_for_what_is_delayed() -> None:
+    slow = Shape(rate_bit_s=10_000_000, delay_ms=50, loss_percent=0.1)
+    (command,) = words(qdisc.netem_commands("ns", "eth0", slow, 1500, []))
+    assert command.startswith("tc -netns ns qdisc replace dev eth0 parent 4876:1 handle 4877: netem limit ")
+    assert command.endswith(" delay 50ms loss 0.1%")
+    assert int(command.split("limit ")[1].split()[0]) * 1514 >= 10_000_000 / 8 * 0.050
+    now = [{"kind": "netem", "handle": "4877:", "parent": "4876:1"}]
+    (without,) = words(qdisc.netem_commands("ns", "eth0", TEN, 1500, now))
+    assert "parent 4876:1" in without and "bfifo" in without
+    assert qdisc.netem_commands("ns", "eth0", TEN, 1500, []) == []
+
+
+@pytest.mark.parametrize(
+    ("entry", "first"),
+    [
+        ({"kind": "pfifo", "options": {"limit": 100}}, "pfifo limit 100"),
+        ({"kind": "bfifo", "options": {"limit": 5000}}, "bfifo limit 5000"),
+        (
+            {"kind": "tbf", "options": {"rate": 6875000, "burst": 20473, "burst_raw": "b5d1", "lat": 1, "limit": 9000}},
+            "tbf rate 55000000bit burst 20480 limit 9000",
+        ),
+        (
+            {"kind": "tbf", "options": {"rate": 1, "burst": 1, "burst_raw": "1", "limit": 1, "peakrate": 5, "mtu": 1}},
+            None,
+        ),
+        (
+            {
+                "kind": "fq_codel",
+                "options": {
+                    "limit": 10240,
+                    "flows": 1024,
+                    "quantum": 1514,
+                    "target": 4999,
+                    "interval": 99999,
+                    "memory_limit": 33554432,
+                    "ecn": True,
+                    "drop_batch": 64,
+                },
+            },
+            "fq_codel limit 10240 flows 1024 quantum 1514 memory_limit 33554432 drop_batch 64 "
+            "target 5000us interval 100000us ecn",
+        ),
+        ({"kind": "cake", "options": {}}, None),
+    ],
+)
+def test_what_makes_a_queue_again(entry: dict[str, Any], first: str | None) -> None:
+    found = qdisc._words({"handle": "5:", "root": True, **entry})
+    assert ([" ".join(words) for words in found] or [None])[0] == first
+
+
+def test_the_physical_limit_of_a_short_message() -> None:
+    """64 kB are 45 frames: 3028 bytes pass at once and the rest at 10 Mbit/s."""
+    size = 64_000
+    frames = 45
+    assert goodput.least_s(size, 10**7, 3028) == pytest.approx((size + frames * 66 - 3028) * 8 / 1e7)
+    assert goodput.least_s(1000, 10**7, 3028) == 0
+
+
+# --- what is asked ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "up", "down"),
+    [
+        ("10mbit", 10**7, 10**7),
+        ("10mbit --up 5mbit", 5 * 10**6, 10**7),
+        ("--down 1gbit", None, 10**9),
+        ("10mbit --down none", 10**7, None),
+    ],
+)
+def test_rates_of_both_directions(arguments: str, up: int | None, down: int | None) -> None:
+    found = shapes(parser().parse_args(arguments.split()))
+    assert {name: shape.rate_bit_s if shape else None for name, shape in found.items()} == {"up": up, "down": down}
+
+
+def test_times() -> None:
+    assert [seconds(text) for text in ("90s", "10m", "2h", "1.5m")] == [90, 600, 7200, 90]
+
+
+MISTAKES = [
+    ("", 2, "no rate given"),
+    ("10mbps --dev lo", 2, "counts bytes"),
+    ("10 --dev lo", 2, "has no unit"),
+    ("show --up 5mbit", 2, "--up goes with a rate"),
+    ("clear --for 5m", 2, "--for goes with a rate"),
+    ("10mbit --for 5", 2, "write for example 90s"),
+    ("10mbit --for 0s", 2, "from 1s to a week"),
+    ("10mbit --delay 5", 2, "--delay 5ms"),
+    ("10mbit --loss 100%", 2, "less than 100%"),
+    ("--down 10mbit --delay 5ms", 2, "give its rate too"),
+    ("10mbit --hosts a,b", 2, "--dev eth1"),
+    ("10mbit --hosts -oProxyCommand=x --dev eth1", 2, "--hosts"),
+    ("10mbit --hosts a;b --dev eth1", 2, "no host name"),
+    ("10mbit --hosts a --hostfile f --dev eth1", 2, "not both"),
+    ("10mbit --hostfile no/such/file --dev eth1", 69, "no/such/file"),
+    ("10mbit --name tnone", 69, "cluster tnone is not up"),
+    ("10mbit --dev eth0 --name tnone", 2, "give one"),
+    ("10mbit --frobnicate", 2, "--frobnicate"),
+    ("verify --name tnone --seconds 0", 2, "1 to 600"),
+    ("10mbit --peer b", 2, "--peer goes with"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "code", "reason"), MISTAKES)
+def test_a_mistake_is_one_line_with_its_code(arguments: str, code: int, reason: str) -> None:
+    """--dry-run keeps those that need root from being stopped for that first."""
+    done = subprocess.run(
+        [str(ROOT / "tools" / "throttle.sh"), *arguments.split(), "--dry-run"],
+        env=environment(), capture_output=True, text=True, cwd="/",
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (code, ""), done.stderr
+    assert reason in done.stderr and done.stderr.count("\n") == 1 and done.stderr.startswith("throttle: ")
+
+
+def test_without_root_it_says_so_and_a_dry_run_still_shows_the_commands() -> None:
+    drop = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"] if os.geteuid() == 0 else []
+    module = [*drop, sys.executable, "-B", "-m", "hvdtrain.cluster.throttle"]
+
+    def call(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*module, *arguments], cwd=ROOT, env=environment(), capture_output=True, text=True)
+
+    done = call("10mbit", "--dev", "lo")
+    assert (done.returncode, done.stdout) == (77, "")
+    assert done.stderr == "throttle: changing queues needs root: put sudo before it\n"
+    dry = call("10mbit", "--dev", "lo", "--dry-run", "--force")
+    assert dry.returncode == 0
+    assert "tc qdisc replace dev lo root handle 4876: tbf rate 10000000bit burst" in dry.stdout
+
+
+def test_without_tc_it_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands.shutil, "which", lambda *_, **__: None)
+    with pytest.raises(Failure, match="iproute2") as failure:
+        throttle.main(["10mbit", "--dev", "lo", "--dry-run", "--force"])
+    assert failure.value.code == 69
+
+
+def test_what_was_asked_is_read_by_anybody_and_is_none_without_a_throttle(tmp_path: Path) -> None:
+    file = tmp_path / "throttle.json"
+    assert throttle.asked(file) is None
+    about = throttle.document("eth0", TEN, None)
+    file.write_text(json.dumps(about))
+    assert throttle.asked(file) == about
+    assert (about["up_mbit"], about["down_mbit"], about["burst_bytes"]) == (10.0, None, 3028)
+    file.write_text("{")
+    assert throttle.asked(file) is None
+
+
+# --- other machines --------------------------------------------------------------------------------------------------
+
+
+def test_other_machines_are_told_the_same_without_the_hosts() -> None:
+    told = remote.local_arguments(["10mbit", "--hosts", "a,b", "--dev", "eth1", "--hostfile=x", "--for", "5m"])
+    assert told == ["10mbit", "--dev", "eth1", "--for", "5m"]
+    command = remote.command("node-1", told)
+    assert command[0] == "ssh" and "BatchMode=yes" in command and command[-2] == "node-1" and command[-3] == "--"
+    assert str(ROOT / "tools" / "throttle.sh") in command[-1]

@@ -1,0 +1,398 @@
+"""The throttle on real links: network namespaces of the tests' own, the kernel's real queues. All need root."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import random
+import re
+import secrets
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT, Cluster, environment
+
+from hvdtrain.cluster import qdisc, virtual
+
+pytestmark = pytest.mark.root
+THROTTLE = str(ROOT / "tools" / "throttle.sh")
+# Each machine keeps its own /run/hvdtrain, and sees no cluster of this one; $0 is the folder that stands for it.
+OWN_STATE = 'mkdir -p /run/hvdtrain && mount --bind "$0" /run/hvdtrain && exec "$@"'
+
+
+def sh(*words: str, check: bool = True) -> str:
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert not check or done.returncode == 0, done.stderr
+    return done.stdout
+
+
+class Machine:
+    """A namespace that stands for a physical machine: v0 leads to a peer, `lan` is the other end."""
+
+    def __init__(self, folder: Path) -> None:
+        self.netns, self.run, self.state = f"tthr{secrets.token_hex(3)}", folder, folder / "self"
+        self.peer = f"{self.netns}p"
+
+    def make(self) -> None:
+        for netns in (self.netns, self.peer):
+            sh("ip", "netns", "add", netns)
+        sh("ip", "link", "add", "v0", "netns", self.netns, "type", "veth", "peer", "name", "v0", "netns", self.peer)
+        for number, netns in enumerate((self.netns, self.peer), 1):
+            sh("ip", "-n", netns, "address", "add", f"10.78.0.{number}/24", "dev", "v0")
+            sh("ip", "-n", netns, "link", "set", "v0", "up")
+
+    def remove(self) -> None:
+        for netns in (self.netns, self.peer):
+            sh("ip", "netns", "del", netns, check=False)
+
+    def command(self, *words: str) -> list[str]:
+        enter = ["ip", "netns", "exec", self.netns, "unshare", "--mount", "sh", "-c", OWN_STATE, str(self.run)]
+        return [*enter, *words]
+
+    def throttle(self, *arguments: str, extra: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            self.command(THROTTLE, *arguments), env=environment(extra), capture_output=True, text=True, timeout=60
+        )
+
+    def tc(self, *words: str) -> str:
+        return sh("tc", "-n", self.netns, *words)
+
+    def rates(self) -> tuple[int | None, int | None]:
+        """Set for what v0 sends and for what it receives, in bit/s."""
+        detours = [
+            entry["ifname"]
+            for entry in json.loads(sh("ip", "-n", self.netns, "-json", "link", "show"))
+            if entry["ifname"].startswith("hvdifb")
+        ]
+        down = qdisc.rate_of(qdisc.read(self.netns, detours[0])) if detours else None
+        return qdisc.rate_of(qdisc.read(self.netns, "v0")), down
+
+    def queues(self) -> str:
+        """`tc -j`, byte for byte but for HTB's one counter."""
+        return re.sub(r'"direct_packets_stat":\d+,', "", self.tc("-json", "qdisc", "show", "dev", "v0"))
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Iterator[Machine]:
+    made = Machine(tmp_path)
+    try:
+        made.make()
+        yield made
+    finally:
+        made.remove()
+
+
+def until(condition: Any, patience_s: float = 10) -> None:
+    deadline = time.monotonic() + patience_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+# --- set and put back ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "",
+        "handle 5: pfifo limit 77",
+        "handle 6: bfifo limit 123456",
+        "handle 7: tbf rate 3mbit burst 9kb latency 70ms",
+        "handle 8: htb default 1 r2q 20",
+        "handle 4876: tbf rate 55mbit burst 20kb limit 90kb",
+        "handle 9: tbf rate 1gbit burst 200kb limit 1mb",
+    ],
+)
+def test_clear_puts_back_byte_for_byte_what_was_there(machine: Machine, before: str) -> None:
+    if before:
+        machine.tc("qdisc", "add", "dev", "v0", "root", *before.split())
+    found, links = machine.queues(), sh("ip", "-n", machine.netns, "link", "show")
+    for arguments in (["10mbit"], ["--up", "5mbit", "--down", "20mbit"], ["7mbit", "--down", "none"], ["9mbit"]):
+        done = machine.throttle(*arguments, "--dev", "v0")
+        assert done.returncode == 0, done.stderr
+    assert machine.rates() == (9_000_000, 9_000_000)
+    about = json.loads((machine.state / "throttle.json").read_text())
+    assert (about["dev"], about["up_mbit"], about["down_mbit"]) == ("v0", 9.0, 9.0)
+    assert (machine.state / "throttle.json").stat().st_mode & 0o777 == 0o644
+    assert machine.throttle("clear", "--dev", "v0").returncode == 0
+    assert machine.queues() == found
+    assert sh("ip", "-n", machine.netns, "link", "show") == links
+    assert not list(machine.run.glob("self/*"))
+    again = machine.throttle("clear")
+    assert (again.returncode, again.stderr) == (0, "throttle: nothing was throttled\n")
+
+
+@pytest.mark.parametrize(
+    ("before", "reason"),
+    [
+        (
+            ["qdisc add dev v0 root handle 5: htb default 1", "class add dev v0 parent 5: classid 5:1 htb rate 10mbit"],
+            "a queue of its own (htb 5:",
+        ),
+        (
+            ["qdisc add dev v0 root handle 5: tbf rate 3mbit burst 9kb latency 70ms peakrate 5mbit mtu 2000"],
+            "a queue of its own (tbf 5:",
+        ),
+        (["qdisc add dev v0 ingress"], "an ingress queue of its own"),
+    ],
+)
+def test_what_could_not_be_put_back_is_not_touched(machine: Machine, before: list[str], reason: str) -> None:
+    for words in before:
+        machine.tc(*words.split())
+    found = machine.queues()
+    done = machine.throttle("10mbit", "--dev", "v0")
+    assert done.returncode == 1 and reason in done.stderr and done.stderr.count("\n") == 1
+    assert machine.queues() == found and machine.rates() == (None, None)
+    assert not list(machine.run.glob("self/*"))
+
+
+def test_what_somebody_else_put_there_meanwhile_is_left_and_told(machine: Machine) -> None:
+    machine.throttle("10mbit", "--dev", "v0")
+    machine.tc("qdisc", "replace", "dev", "v0", "root", "handle", "9:", "pfifo", "limit", "9")
+    done = machine.throttle("clear")
+    assert done.returncode == 1 and "somebody else" in done.stderr
+    assert '"kind":"pfifo","handle":"9:"' in machine.queues()
+
+
+def test_a_dry_run_prints_what_a_run_does_and_does_nothing(machine: Machine) -> None:
+    found = machine.queues()
+    dry = machine.throttle("10mbit", "--dev", "v0", "--dry-run")
+    assert dry.returncode == 0 and machine.queues() == found and not list(machine.run.glob("self/*"))
+    for line in dry.stdout.splitlines():
+        if not line.startswith("#"):
+            sh("ip", "netns", "exec", machine.netns, *line.split())
+    assert machine.rates() == (10_000_000, 10_000_000)
+
+
+def test_mistakes_change_nothing(machine: Machine) -> None:
+    found = machine.queues()
+    for arguments, code, reason in [
+        (["10mbit", "--dev", "v7"], 2, "there are: lo, v0"),
+        (["clear", "--dev", "v7"], 2, "there are: lo, v0"),
+        (["0mbit", "--dev", "v0"], 2, "give 8kbit to 1tbit"),
+        (["verify", "--dev", "v0"], 2, "--peer HOST"),
+    ]:
+        done = machine.throttle(*arguments)
+        assert done.returncode == code and reason in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    weak = machine.command("setpriv", "--bounding-set=-net_admin", "--inh-caps=-net_admin", THROTTLE)
+    done = subprocess.run([*weak, "10mbit", "--dev", "v0"], env=environment(), capture_output=True, text=True)
+    assert done.returncode == 77 and done.stderr.count("\n") == 1, done.stderr
+    assert machine.queues() == found and not list(machine.run.glob("self/*"))
+
+
+def test_netem_is_tried_before_anything_is_touched(machine: Machine) -> None:
+    """Where the kernel has it, it is there afterwards; where not, the module is named and nothing is changed."""
+    found = machine.queues()
+    done = machine.throttle("10mbit", "--delay", "5ms", "--dev", "v0")
+    if qdisc.has_netem():
+        assert done.returncode == 0 and '"netem"' in machine.queues()
+        assert machine.throttle("10mbit", "--dev", "v0").returncode == 0 and '"netem"' not in machine.queues()
+        machine.throttle("clear")
+    else:
+        assert done.returncode == 69 and "sch_netem" in done.stderr and done.stderr.count("\n") == 1
+    assert machine.queues() == found
+
+
+# --- not locking oneself out -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("carries", ["the default route", "the ssh session"])
+def test_the_interface_one_needs_is_refused_and_forced_only_for_a_time(machine: Machine, carries: str) -> None:
+    extra = {"SSH_CONNECTION": "10.78.0.2 50000 10.78.0.1 22"} if "ssh" in carries else {}
+    if not extra:
+        sh("ip", "-n", machine.netns, "route", "add", "default", "via", "10.78.0.2")
+    found = machine.queues()
+    refused = machine.throttle("10mbit", "--dev", "v0", extra=extra)
+    assert refused.returncode == 1 and carries in refused.stderr and "--force" in refused.stderr
+    assert machine.queues() == found
+    forced = machine.throttle("10mbit", "--dev", "v0", "--force", extra=extra)
+    assert forced.returncode == 0 and "ends in 600 s" in forced.stderr
+    assert machine.throttle("10mbit", "--dev", "v0", "--force", "--for", "2s", extra=extra).returncode == 0
+    until(lambda: machine.queues() == found)
+    until(lambda: not list(machine.run.glob("self/*")))
+
+
+def test_an_ssh_session_that_sudo_hides_is_found(machine: Machine) -> None:
+    """sudo clears the variable for its child; the shell that called sudo still has it."""
+    words = ["sh", "-c", 'env -u SSH_CONNECTION "$@"; exit $?', "sh", THROTTLE, "10mbit", "--dev", "v0"]
+    done = subprocess.run(
+        machine.command(*words),
+        env=environment({"SSH_CONNECTION": "10.78.0.2 50000 10.78.0.1 22"}), capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 1 and "the ssh session" in done.stderr
+
+
+def test_a_throttle_with_an_end_can_be_kept(machine: Machine) -> None:
+    machine.throttle("10mbit", "--dev", "v0", "--for", "2s")
+    assert machine.throttle("keep").returncode == 0
+    time.sleep(3)
+    assert machine.rates() == (10_000_000, 10_000_000)
+    machine.throttle("clear")
+
+
+# --- whole or not at all ---------------------------------------------------------------------------------------------
+
+
+def wait_for_lock(folder: Path) -> None:
+    """Until the watchdog has let go."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+    finally:
+        os.close(handle)
+
+
+def rates_of(cluster: Cluster) -> set[int | None]:
+    links = virtual.links(virtual.load(cluster.name))
+    return {qdisc.rate_of(qdisc.read(link.netns, link.dev)) for link in links}
+
+
+def asked_of(cluster: Cluster) -> set[float | None]:
+    files = [virtual.folder(cluster.name) / "hosts" / host / "throttle.json" for host in ("a", "b")]
+    return {json.loads(file.read_text())["up_mbit"] if file.exists() else None for file in files}
+
+
+def on_cluster(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [THROTTLE, *arguments, "--name", cluster.name], env=environment(), capture_output=True, text=True, cwd="/"
+    )
+
+
+def test_fifty_kills_leave_no_link_half_way(cluster: Cluster) -> None:
+    """At random moments of setting, changing and clearing: all links and files are as before, or all as asked."""
+    folder, chance = virtual.folder(cluster.name), random.Random(1)
+    start = time.monotonic()
+    assert on_cluster(cluster, "30mbit").returncode == 0
+    whole_s = time.monotonic() - start
+    outcomes = []
+    for number in range(50):
+        (before,) = rates_of(cluster)
+        target = None if number % 3 == 2 else (10 + number) * 10**6
+        words = ["clear"] if target is None else [f"{10 + number}mbit"]
+        process = subprocess.Popen(
+            [THROTTLE, *words, "--name", cluster.name], env=environment(), stderr=subprocess.DEVNULL
+        )
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(chance.uniform(0.3, 1.1) * whole_s)
+        process.kill()
+        process.wait()
+        wait_for_lock(folder)
+        (after,) = rates_of(cluster)
+        assert after in {before, target}
+        assert asked_of(cluster) == {after / 1e6 if after else None}
+        outcomes.append(after == target)
+    assert True in outcomes and False in outcomes, "the kills came too early or too late to try anything"
+    assert on_cluster(cluster, "clear").returncode == 0
+    assert rates_of(cluster) == {None} and asked_of(cluster) == {None}
+
+
+def test_kills_leave_no_interface_half_way(machine: Machine) -> None:
+    """The same with the detour of what arrives: its device, its queue and its filter come and go together."""
+    found, links, chance = machine.queues(), sh("ip", "-n", machine.netns, "link", "show"), random.Random(2)
+    start = time.monotonic()
+    assert machine.throttle("30mbit", "--dev", "v0").returncode == 0
+    whole_s = time.monotonic() - start
+    for number in range(20):
+        before = machine.rates()
+        target = (None, None) if number % 2 else ((10 + number) * 10**6,) * 2
+        words = ["clear"] if number % 2 else [f"{10 + number}mbit"]
+        process = subprocess.Popen(
+            machine.command(THROTTLE, *words, "--dev", "v0"), env=environment(), stderr=subprocess.DEVNULL
+        )
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(chance.uniform(0.4, 1.1) * whole_s)
+        process.kill()
+        process.wait()
+        wait_for_lock(machine.state)
+        assert machine.rates() in {before, target}
+        if machine.rates() == (None, None):
+            assert machine.queues() == found and sh("ip", "-n", machine.netns, "link", "show") == links
+    assert machine.throttle("clear").returncode == 0
+    assert machine.queues() == found and not list(machine.run.glob("self/*"))
+
+
+@pytest.fixture
+def slow_tc(tmp_path: Path) -> dict[str, str]:
+    """A tc that waits a second before its third change, and makes it after that: long after its caller was killed."""
+    real = sh("sh", "-c", "PATH=$PATH:/usr/sbin:/sbin command -v tc").strip()
+    shim = tmp_path / "tc"
+    shim.write_text(
+        f'#!/bin/sh\ncase "$*" in *replace*) echo >>{tmp_path}/calls\n'
+        f'[ $(wc -l <{tmp_path}/calls) = 3 ] && touch {tmp_path}/waiting && sleep 1;; esac\nexec {real} "$@"\n'
+    )
+    shim.chmod(0o755)
+    return environment({"PATH": f"{tmp_path}:{environment()['PATH']}"})
+
+
+@pytest.mark.parametrize("also", ["", "watchdog"])
+def test_killed_in_the_middle_of_a_change(cluster: Cluster, slow_tc: dict[str, str], tmp_path: Path, also: str) -> None:
+    """Two links of four are changed. The watchdog puts them back; killed as well, the next command does."""
+    assert on_cluster(cluster, "30mbit").returncode == 0
+    command = [THROTTLE, "10mbit", "--name", cluster.name]
+    process = subprocess.Popen(command, env=slow_tc, stderr=subprocess.DEVNULL)
+    until((tmp_path / "waiting").exists)
+    assert rates_of(cluster) == {10_000_000, 30_000_000}
+    if also:
+        for pid in [path.name for path in Path("/proc").glob("[0-9]*")]:
+            with contextlib.suppress(OSError):
+                words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                if cluster.name.encode() in words and b"10mbit" in words and int(pid) != process.pid:
+                    os.kill(int(pid), signal.SIGKILL)
+    process.kill()
+    process.wait()
+    until(lambda: not tmp_path.joinpath("waiting").exists() or sh("pgrep", "-f", f"{tmp_path}/tc", check=False) == "")
+    wait_for_lock(virtual.folder(cluster.name))
+    if also:
+        assert len(rates_of(cluster)) == 2
+        assert "interrupted" in on_cluster(cluster, "show").stdout
+    else:
+        assert rates_of(cluster) == {30_000_000} and asked_of(cluster) == {30.0}
+    assert on_cluster(cluster, "clear").returncode == 0
+    assert rates_of(cluster) == {None} and asked_of(cluster) == {None}
+
+
+def test_a_failure_in_the_middle_changes_nothing(cluster: Cluster, tmp_path: Path) -> None:
+    assert on_cluster(cluster, "30mbit").returncode == 0
+    shim = tmp_path / "tc"
+    real = sh("sh", "-c", "PATH=$PATH:/usr/sbin:/sbin command -v tc").strip()
+    shim.write_text(
+        f'#!/bin/sh\ncase "$*" in *replace*p2*10000000bit*) echo Boom >&2; exit 2;; esac\nexec {real} "$@"\n'
+    )
+    shim.chmod(0o755)
+    done = subprocess.run(
+        [THROTTLE, "10mbit", "--name", cluster.name],
+        env=environment({"PATH": f"{tmp_path}:{environment()['PATH']}"}), capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 1 and "Boom" in done.stderr and done.stderr.count("\n") == 1
+    assert rates_of(cluster) == {30_000_000} and asked_of(cluster) == {30.0}
+    assert on_cluster(cluster, "clear").returncode == 0
+
+
+def test_nothing_passes_unlimited_while_a_rate_changes(cluster: Cluster) -> None:
+    """A second of iperf3 with the rate changed under it again and again: no more arrives than the rates allow."""
+    assert on_cluster(cluster, "10mbit").returncode == 0
+    received = Path("/proc/self/net/dev")
+    count = ["sh", "-c", f"grep eth0 {received} | tr ':' ' ' | cut -d' ' -f1-40 | awk '{{print $2}}'"]
+    server = subprocess.Popen(cluster.command("exec", "b", "--", "iperf3", "-s", "-1"), stdout=subprocess.DEVNULL)
+    time.sleep(0.7)
+    client = cluster.command("exec", "a", "--", "iperf3", "-c", "b", "-t", "8")
+    sender = subprocess.Popen(client, stdout=subprocess.DEVNULL)
+    time.sleep(1)
+    start, bytes_before = time.monotonic(), int(cluster.on("b", *count).stdout)
+    for number in range(6):
+        assert on_cluster(cluster, f"{10 + number % 2}mbit").returncode == 0
+    bytes_after, took_s = int(cluster.on("b", *count).stdout), time.monotonic() - start
+    for process in (sender, server):
+        process.kill()
+        process.wait()
+    most = 11e6 / 8 * took_s + 6 * 2 * 3028
+    assert 0.5 * most < bytes_after - bytes_before <= most * 1.02
+    assert on_cluster(cluster, "clear").returncode == 0

@@ -1,0 +1,77 @@
+"""What throttled links carry, measured; and the throttle on other machines, through ssh. All need root."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+import pytest
+from conftest import ROOT, Cluster, environment
+
+from hvdtrain.cluster import virtual
+from hvdtrain.cluster.commands import run
+from hvdtrain.cluster.rates import goodput_one_way
+
+pytestmark = pytest.mark.root
+THROTTLE = str(ROOT / "tools" / "throttle.sh")
+
+
+def on_cluster(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [THROTTLE, *arguments, "--name", cluster.name], env=environment(), capture_output=True, text=True, cwd="/"
+    )
+
+
+@pytest.mark.parametrize("rate", ["10mbit", "100mbit", "1000mbit"])
+def test_verify_measures_the_rate_within_two_percent(cluster: Cluster, rate: str) -> None:
+    """Once in three times at least: on a machine that others use, any one measurement may meet them."""
+    assert on_cluster(cluster, rate).returncode == 0
+    for _attempt in range(3):
+        done = on_cluster(cluster, "verify", "--json", "--seconds", "2")
+        if done.returncode == 0:
+            break
+    assert done.returncode == 0, done.stdout + done.stderr
+    document = json.loads(done.stdout)
+    bit_s = int(rate.removesuffix("mbit")) * 10**6
+    assert [link["link"] for link in document["links"]] == ["a -> b", "b -> a"]
+    for link in document["links"]:
+        assert link["goodput_mbit"] * 1e6 == pytest.approx(goodput_one_way(bit_s), rel=0.02)
+        assert [message["bytes"] for message in link["messages"]] == [64_000, 256_000]
+    seen = cluster.on("a", "cat", "/run/hvdtrain/self/throttle.json")
+    assert seen.returncode == 0, seen.stderr
+    about = json.loads(seen.stdout)
+    assert about["dev"] == "eth0" and about["verified"]["goodput_mbit"] > 0
+    assert on_cluster(cluster, "clear").returncode == 0
+
+
+def test_verify_tells_a_link_that_lets_short_messages_through(cluster: Cluster) -> None:
+    """A bucket that holds a second: iperf3's long transfer may pass, 256 kB after a pause give it away."""
+    assert on_cluster(cluster, "10mbit").returncode == 0
+    for link in virtual.links(virtual.load(cluster.name)):
+        wide = ["handle", "4876:", "tbf", "rate", "10mbit", "burst", "1250kb", "limit", "1mb"]
+        run(["tc", "-n", link.netns, "qdisc", "replace", "dev", link.dev, "root", *wide])
+    done = on_cluster(cluster, "verify", "--json", "--seconds", "2")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert not all(message["ok"] for link in json.loads(done.stdout)["links"] for message in link["messages"])
+    assert on_cluster(cluster, "clear").returncode == 0
+
+
+def test_other_machines_through_ssh(cluster: Cluster) -> None:
+    """Virtual hosts stand for machines: b is reached from a, its throttle.sh shapes both directions of its eth0."""
+    peer = ["--hosts", "b", "--dev", "eth0"]
+
+    def from_a(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return cluster.on("a", THROTTLE, *arguments)
+
+    refused = from_a("10mbit", *peer)
+    assert refused.returncode == 1 and "carries the ssh session" in refused.stderr
+    halted = from_a("10mbit", "--hosts", "b,nowhere", "--dev", "eth0", "--force")
+    assert halted.returncode == 69 and "nothing changed on any host" in halted.stderr
+    assert from_a("show", *peer).stdout == "b: b: not throttled\n"
+    assert from_a("10mbit", *peer, "--force").returncode == 0
+    shown = json.loads(from_a("show", *peer, "--json").stdout)["hosts"][0]["hosts"][0]
+    assert shown["set"] == {"up_mbit": 10.0, "down_mbit": 10.0} and shown["until_utc"]
+    done = cluster.on("b", THROTTLE, "verify", "--dev", "eth0", "--peer", "a", "--seconds", "1", "--tolerance", "5")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert from_a("clear", *peer).returncode == 0
+    assert from_a("show", *peer).stdout == "b: b: not throttled\n"

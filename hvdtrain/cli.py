@@ -39,7 +39,7 @@ def cluster(arguments: list[str]) -> int:
 
 
 def throttle(arguments: list[str]) -> int:
-    from hvdtrain.cluster.throttle import main
+    from hvdtrain.cluster.throttle.__main__ import main
 
     return main(arguments)
 

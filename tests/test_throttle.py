@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 from conftest import ROOT, environment
 
-from hvdtrain.cluster import commands, goodput, qdisc, remote, throttle
-from hvdtrain.cluster.qdisc import Shape
-from hvdtrain.cluster.request import parser, seconds, shapes
+from hvdtrain.cluster import commands, throttle
+from hvdtrain.cluster.throttle import __main__ as command_line
+from hvdtrain.cluster.throttle import goodput, qdisc, remote
+from hvdtrain.cluster.throttle.qdisc import Shape
+from hvdtrain.cluster.throttle.request import parser, seconds, shapes
 from hvdtrain.exits import Failure
 
 TEN = Shape(rate_bit_s=10_000_000)
@@ -29,10 +31,10 @@ def words(found: list[list[str]]) -> list[str]:
 
 def test_shaping_is_one_command_that_replaces_in_place() -> None:
     """One and the same handle: a second rate changes the bucket, instead of removing it and adding another."""
-    assert words(throttle.shape_commands("ns", "eth0", 10_000_000)) == [
+    assert words(qdisc.shape_commands("ns", "eth0", 10_000_000)) == [
         "tc -netns ns qdisc replace dev eth0 root handle 4876: tbf rate 10000000bit burst 3028 limit 40000"
     ]
-    one, other = (throttle.shape_commands(None, "eth1", rate)[0] for rate in (10**7, 10**9))
+    one, other = (qdisc.shape_commands(None, "eth1", rate)[0] for rate in (10**7, 10**9))
     assert one[: one.index("rate")] == other[: other.index("rate")]
 
 
@@ -53,7 +55,7 @@ def test_what_arrives_takes_a_detour_that_is_shaped_before_anything_is_sent_ther
     redirected = next(i for i, command in enumerate(first) if "redirect dev hvdifb7" in command)
     assert shaped < redirected
     again = qdisc.ingress_commands(None, "eth1", "hvdifb7", Shape(rate_bit_s=10**9), 1500, exists=True)
-    assert words(again) == words(throttle.shape_commands(None, "hvdifb7", 10**9))
+    assert words(again) == words(qdisc.shape_commands(None, "hvdifb7", 10**9))
     removed = words(qdisc.remove_ingress_commands(None, "eth1", "hvdifb7", ingress=True, detour=True))
     assert removed == ["tc qdisc del dev eth1 ingress", "ip link del dev hvdifb7"]
 
@@ -190,14 +192,14 @@ def test_without_root_it_says_so_and_a_dry_run_still_shows_the_commands() -> Non
 def test_without_tc_it_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commands.shutil, "which", lambda *_, **__: None)
     with pytest.raises(Failure, match="iproute2") as failure:
-        throttle.main(["10mbit", "--dev", "lo", "--dry-run", "--force"])
+        command_line.main(["10mbit", "--dev", "lo", "--dry-run", "--force"])
     assert failure.value.code == 69
 
 
 def test_what_was_asked_is_read_by_anybody_and_is_none_without_a_throttle(tmp_path: Path) -> None:
     file = tmp_path / "throttle.json"
     assert throttle.asked(file) is None
-    about = throttle.document("eth0", TEN, None)
+    about = command_line.document("eth0", TEN, None)
     file.write_text(json.dumps(about))
     assert throttle.asked(file) == about
     assert (about["up_mbit"], about["down_mbit"], about["burst_bytes"]) == (10.0, None, 3028)

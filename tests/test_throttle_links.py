@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 from conftest import ROOT, Cluster, environment
 
-from hvdtrain.cluster import qdisc, virtual
+from hvdtrain.cluster import virtual
+from hvdtrain.cluster.throttle import qdisc
 
 pytestmark = pytest.mark.root
 THROTTLE = str(ROOT / "tools" / "throttle.sh")

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain import exits
-from hvdtrain.cluster import enter, lifecycle, throttle, topology, virtual
+from hvdtrain.cluster import enter, lifecycle, topology, virtual
 from hvdtrain.cluster.commands import run, succeeds
+from hvdtrain.cluster.throttle.__main__ import main as throttle
 from hvdtrain.exits import Failure
 
 PURPOSE = """Virtual hosts on this machine, joined by a network of their own, to try what a real cluster would do.
@@ -97,7 +98,7 @@ def make(asked: argparse.Namespace) -> int:
     else:
         try:
             for words in limits(cluster):
-                throttle.main(words)
+                throttle(words)
         except BaseException:
             lifecycle.down(cluster.name)
             raise

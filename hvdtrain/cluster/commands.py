@@ -7,11 +7,15 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 from hvdtrain import exits
 from hvdtrain.exits import Failure
 
 Command = list[str]
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+"""Where this package's tools/ and .venv are, if it is run from a checkout"""
 
 PACKAGES = {
     "ip": "iproute2",

@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from hvdtrain import exits
 from hvdtrain.cluster import virtual
-from hvdtrain.cluster.commands import Command, find, show
+from hvdtrain.cluster.commands import CHECKOUT, Command, find, show
 from hvdtrain.cluster.topology import Cluster
 from hvdtrain.exits import Failure
 
@@ -28,8 +28,6 @@ KEPT = (
     *("PYTHON*", "SLURM_CONF", "TF_*", "TORCH_*"),
 )
 """Variables that a command on a host keeps; nothing else, so that no secret of the caller's shell gets there"""
-
-CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 def caller() -> str:

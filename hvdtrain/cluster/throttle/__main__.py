@@ -18,30 +18,19 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hvdtrain import exits
-from hvdtrain.cluster import links, nic, qdisc, virtual, watchdog
-from hvdtrain.cluster.commands import find, run, show, succeeds
-from hvdtrain.cluster.links import Link
-from hvdtrain.cluster.qdisc import Shape, shape_commands
+from hvdtrain.cluster import nic, virtual
+from hvdtrain.cluster.commands import CHECKOUT, find, run, show, succeeds
 from hvdtrain.cluster.rates import show_rate
-from hvdtrain.cluster.request import ACTIONS, Place, check, parser, places, reachable, seconds, shapes
-from hvdtrain.cluster.watchdog import Store, Wish
+from hvdtrain.cluster.throttle import links, qdisc, watchdog
+from hvdtrain.cluster.throttle.links import Link
+from hvdtrain.cluster.throttle.qdisc import Shape, shape_commands
+from hvdtrain.cluster.throttle.request import ACTIONS, Place, check, parser, places, reachable, seconds, shapes
+from hvdtrain.cluster.throttle.watchdog import Store, Wish
 from hvdtrain.exits import Failure
-
-__all__ = ["asked", "document", "main", "shape_commands"]
 
 SCHEMA = "hvdtrain/throttle/1"
 FORCED_S = 600.0
 """A forced throttle ends by itself after this time, unless `--for` says when or `keep` that it stays"""
-CHECKOUT = Path(__file__).resolve().parents[2]
-
-
-def asked(path: Path = virtual.SELF / "throttle.json") -> dict[str, Any] | None:
-    """What was asked of this host's link, for any user; None without a throttle. See `document` for what is in it."""
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def document(dev: str, up: Shape | None, down: Shape | None, mtu: int = 1500) -> dict[str, Any]:
@@ -255,7 +244,7 @@ def main(arguments: list[str]) -> int:
     verb = options.what if options.what in ACTIONS else "throttle"
     check(options, verb)
     if options.hosts or options.hostfile:
-        from hvdtrain.cluster import remote
+        from hvdtrain.cluster.throttle import remote
 
         return remote.main(options, arguments)
     if verb == "throttle":
@@ -263,13 +252,13 @@ def main(arguments: list[str]) -> int:
         if options.duration:
             seconds(options.duration)
     if verb == "show":
-        from hvdtrain.cluster import goodput
+        from hvdtrain.cluster.throttle import goodput
 
         return goodput.show_all(options)
     if os.geteuid() and not options.dry_run:
         _through_sudo(arguments)
     if verb == "verify":
-        from hvdtrain.cluster import goodput
+        from hvdtrain.cluster.throttle import goodput
 
         return goodput.verify(options)
     return {"throttle": throttle, "clear": clear, "keep": keep}[verb](options)

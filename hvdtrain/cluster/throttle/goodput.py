@@ -21,21 +21,20 @@ import sys
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 from hvdtrain import exits
-from hvdtrain.cluster import nic, qdisc, virtual, watchdog
-from hvdtrain.cluster.commands import Command, find, run, show
-from hvdtrain.cluster.links import Link
+from hvdtrain.cluster import nic, virtual
+from hvdtrain.cluster.commands import CHECKOUT, Command, find, run, show
 from hvdtrain.cluster.rates import FRAME_BYTES, PAYLOAD_BYTES, goodput_one_way, show_rate
-from hvdtrain.cluster.request import reachable
+from hvdtrain.cluster.throttle import qdisc, watchdog
+from hvdtrain.cluster.throttle.links import Link
+from hvdtrain.cluster.throttle.request import reachable
+from hvdtrain.cluster.throttle.watchdog import Store
 from hvdtrain.cluster.topology import Cluster
-from hvdtrain.cluster.watchdog import Store
 from hvdtrain.exits import Failure
 
 MESSAGES_BYTES = (64_000, 256_000)
-CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +166,7 @@ def least_s(size_bytes: int, rate_bit_s: int, burst_bytes: int) -> float:
 def message_times(route: Route) -> list[float]:
     """Seconds for each of MESSAGES_BYTES along the route."""
     port = random.randint(20_000, 32_000)
-    python = ["env", f"PYTHONPATH={CHECKOUT}", sys.executable, "-B", "-m", "hvdtrain.cluster.messages"]
+    python = ["env", f"PYTHONPATH={CHECKOUT}", sys.executable, "-B", "-m", "hvdtrain.cluster.throttle.messages"]
     with _server([*route.receiver, *python, "receive", str(port)], b"listening"):
         sizes = [str(size) for size in MESSAGES_BYTES]
         return [float(word) for word in run([*route.sender, *python, "send", route.address, str(port), *sizes]).split()]

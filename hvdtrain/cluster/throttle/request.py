@@ -12,9 +12,9 @@ from typing import NoReturn
 
 from hvdtrain import exits
 from hvdtrain.cluster import virtual
-from hvdtrain.cluster.qdisc import Shape
 from hvdtrain.cluster.rates import parse_rate
-from hvdtrain.cluster.watchdog import Store
+from hvdtrain.cluster.throttle.qdisc import Shape
+from hvdtrain.cluster.throttle.watchdog import Store
 from hvdtrain.exits import Failure
 
 PURPOSE = """Limits the bandwidth of links, for real: the kernel's token bucket (tc-tbf), on every packet.

@@ -34,8 +34,8 @@ from typing import Any, NoReturn
 
 from hvdtrain import exits
 from hvdtrain.cluster.commands import Command, find, run, show
-from hvdtrain.cluster.links import Link, difference, plan
-from hvdtrain.cluster.qdisc import Shape
+from hvdtrain.cluster.throttle.links import Link, difference, plan
+from hvdtrain.cluster.throttle.qdisc import Shape
 from hvdtrain.exits import Failure
 
 SCHEMA = "hvdtrain/throttle-state/1"

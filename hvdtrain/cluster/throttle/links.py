@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.cluster import qdisc
 from hvdtrain.cluster.commands import Command, run
-from hvdtrain.cluster.qdisc import Qdisc, Shape
+from hvdtrain.cluster.throttle import qdisc
+from hvdtrain.cluster.throttle.qdisc import Qdisc, Shape
 from hvdtrain.exits import Failure
 
 

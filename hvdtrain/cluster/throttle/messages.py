@@ -1,7 +1,7 @@
 """Times short messages over TCP: one end takes them, the other sends one after a pause and waits for the answer.
 
-python -m hvdtrain.cluster.messages receive PORT
-python -m hvdtrain.cluster.messages send ADDRESS PORT BYTES...      prints the seconds each took
+python -m hvdtrain.cluster.throttle.messages receive PORT
+python -m hvdtrain.cluster.throttle.messages send ADDRESS PORT BYTES...      prints the seconds each took
 """
 
 from __future__ import annotations

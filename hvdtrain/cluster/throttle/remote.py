@@ -12,14 +12,12 @@ import json
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 from hvdtrain import exits
 from hvdtrain.cluster import hosts
-from hvdtrain.cluster.commands import Command, find
+from hvdtrain.cluster.commands import CHECKOUT, Command, find
 from hvdtrain.exits import Failure
 
-CHECKOUT = Path(__file__).resolve().parents[2]
 ANSWER_S = 120.0
 SSH = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5", "-o", "ServerAliveInterval=5", "-o", "LogLevel=ERROR"]
 AS_ROOT = 'test -x "$0" || { echo "throttle: no $0 here; put the checkout at the same place" >&2; exit 69; }; '

@@ -100,6 +100,7 @@ class Loop:
             self._resume()
         self._stop.resumable = True
         (self._folder / "COMPLETE").unlink(missing_ok=True)
+        self._nic_began = self._world.nic_counters()
         while self._at.step < self._plan.steps:
             if not self._epoch(self._at.step // self._plan.steps_per_epoch):
                 return None
@@ -217,7 +218,8 @@ class Loop:
         at, world = self._at, self._world
         with self._clock.span("test"):
             test_loss, test_accuracy = self._evaluate(self._dataset.test)
-        facts = world.gather([world.host, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024])
+        rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        facts = world.gather([world.host, rss, world.nic_bytes(self._nic_began)])
         rate = at.total_rated_samples / at.total_rated_s if at.total_rated_s else None
         summary = records.Summary(
             run_dir=str(self._folder),
@@ -225,7 +227,7 @@ class Loop:
             framework=world.framework,
             strategy=self._config.strategy,
             ranks=world.size,
-            hosts=len({host for host, _ in facts}),
+            hosts=len({host for host, *_ in facts}),
             parameters=self._about.model["parameters"],
             global_batch=self._plan.global_batch,
             epochs=self._config.epochs,
@@ -242,7 +244,8 @@ class Loop:
             data_share=at.total_data_s / at.total_rated_s if at.total_rated_s else None,
             bytes_sent=at.bytes_sent,
             first_step_s=self._first_step_s,
-            peak_rss_bytes=max(rss for _, rss in facts),
+            peak_rss_bytes=max(rss for _, rss, _ in facts),
+            nic_bytes=[nic for *_, nic in facts if nic],
         )
         if world.rank == 0:
             self._writer.write(summary)
@@ -279,7 +282,7 @@ class Loop:
         self._replica.load(loaded.shared)
         for prefix, load in (("buffer.", self._replica.load_local), ("strategy.", self._strategy.load)):
             load({name.removeprefix(prefix): a for name, a in loaded.local.items() if name.startswith(prefix)})
-        self._writer.write(records.Resumed(step=self._at.step, utc=records.utc_now()))
+        self._writer.write(records.Resumed(step=self._at.step, utc=records.utc_now(), links=self._world.links))
         self._say(f"resumed at step {self._at.step} of {self._plan.steps}")
 
     def _say(self, message: str) -> None:

@@ -43,6 +43,10 @@ class Manifest:
     """For each rank: host, local_rank, device, threads"""
     collectives: str
     """What carries the collectives: none, gloo, mpi or nccl"""
+    links: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    """For each of several hosts: host, nic, address, speed_mbit (as the NIC negotiated), throttle (what was asked of
+    `tools/throttle.sh` there, null without one), goodput_to and goodput_mbit (TCP payload this host could send to that
+    one before step 0, while every host sent to its next), reason (why goodput is null). Empty on a single host"""
     versions: dict[str, str | None]
     git_commit: str | None
 
@@ -109,6 +113,8 @@ class Resumed:
     type: ClassVar[str] = "resumed"
     step: int
     utc: str
+    links: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    """As in the manifest, measured at this start"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,6 +152,10 @@ class Summary:
     """From the start of the process to the end of its first step (rank 0); null if it made none"""
     peak_rss_bytes: int
     """Largest over the ranks"""
+    nic_bytes: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    """For each of several hosts: host, nic, and sent_bytes and received_bytes over its link from the loop's start in
+    this process to the end of the test evaluation, with headers and whatever else used the NIC. Empty on a single
+    host"""
 
 
 Record = Manifest | Step | Epoch | Saved | Resumed | Summary
@@ -166,9 +176,10 @@ def from_json(value: Any, where: str) -> Any:
     if cls is None:
         raise Failure(f"{where}: not a record of {SCHEMA}; known types: {', '.join(RECORDS)}", exits.BAD_DATA)
     names = [f.name for f in dataclasses.fields(cls)]
-    required = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
-    if missing := [name for name in required if name not in value]:
-        raise Failure(f"{where}: {cls.type} record without {missing[0]!r}", exits.BAD_DATA)
+    missing = dataclasses.MISSING
+    required = [f.name for f in dataclasses.fields(cls) if f.default is missing and f.default_factory is missing]
+    if absent := [name for name in required if name not in value]:
+        raise Failure(f"{where}: {cls.type} record without {absent[0]!r}", exits.BAD_DATA)
     return cls(**{name: value[name] for name in names if name in value})
 
 

@@ -123,7 +123,7 @@ def main(stop: world.StopSignal) -> int:
         model={"name": "resnet34", "parameters": parameters, "spec": dataclasses.asdict(spec)},
     )
     folder = run.open_folder(config, WORKLOAD, ranks)
-    run.write_manifest(this, folder, device=device, threads=threads, world=ranks)
+    facts |= run.write_manifest(this, folder, device=device, threads=threads, world=ranks)
     if ranks.rank == 0:
         print(run.arithmetic(config, plan, facts), file=sys.stderr, flush=True)
     loop = Loop(

@@ -62,16 +62,22 @@ def open_folder(config: TrainConfig, workload: str, world: World) -> Path:
     problems = [text for text in world.gather(problem) if text]
     if problems:
         raise Failure(problems[0], exits.CANNOT_WRITE)
+    world.keeps(str(folder))
     return folder
 
 
-def write_manifest(run: Run, folder: Path, *, device: str, threads: int, world: World) -> None:
-    """Rank 0 writes manifest.json, unless the run goes on from an earlier start; collective."""
+def write_manifest(run: Run, folder: Path, *, device: str, threads: int, world: World) -> dict[str, str]:
+    """Measures the links; rank 0 writes manifest.json unless the run goes on from an earlier start; collective.
+
+    Returns what there is to show of the links: nothing on a single host.
+    """
     here = {"host": world.host, "local_rank": world.local_rank, "device": device, "threads": threads}
     ranks = world.gather(here)
+    links = world.measure_links()
+    facts = {"links": show_links(links)} if links else {}
     path = folder / "manifest.json"
     if world.rank or path.exists():
-        return
+        return facts
     manifest = records.Manifest(
         workload=run.workload,
         started_utc=records.utc_now(),
@@ -82,10 +88,22 @@ def write_manifest(run: Run, folder: Path, *, device: str, threads: int, world: 
         model=run.model,
         ranks=ranks,
         collectives=world.collectives,
+        links=links,
         versions={"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
         git_commit=git_commit(),
     )
     records.write_document(path, records.as_json(manifest))
+    return facts
+
+
+def show_links(links: list[dict[str, Any]]) -> str:
+    """The goodput of each host to the next, on one line: `a -> b 9.36 Mbit/s, b -> a 9.35 Mbit/s`."""
+
+    def goodput(link: dict[str, Any]) -> str:
+        measured = link["goodput_mbit"]
+        return f"not measured ({link['reason']})" if measured is None else f"{measured:.4g} Mbit/s"
+
+    return ", ".join(f"{link['host']} -> {link['goodput_to']} {goodput(link)}" for link in links)
 
 
 def version(package: str) -> str | None:

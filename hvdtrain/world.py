@@ -7,6 +7,7 @@ connects; started alone it is rank 0 of 1 and Horovod is not even imported. Coll
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import hashlib
@@ -25,6 +26,7 @@ import numpy as np
 
 from hvdtrain import exits
 from hvdtrain.exits import Failure
+from hvdtrain.sentinel.rank import Sentinel
 
 PEER_PATIENCE_S = 2.0
 """How long a rank that lost a peer, or failed beside rank 0, waits for its launcher to end it before it speaks."""
@@ -52,7 +54,7 @@ LAUNCHERS = [
         "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
     ("horovodrun", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
-    ("srun", "PMIX_RANK", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+    ("srun", "PMIX_RANK", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
 ]
 
 
@@ -65,9 +67,26 @@ def place(environment: Mapping[str, str] = os.environ) -> Place:
                 rank=int(environment[rank]),
                 size=int(environment[size]),
                 local_rank=int(environment.get(local_rank, 0)),
-                local_size=int(environment.get(local_size, 1)),
+                local_size=int(environment.get(local_size, 0)) or tasks_here(environment),
             )
     return Place(launcher="alone")
+
+
+def tasks_here(environment: Mapping[str, str]) -> int:
+    """Tasks of this Slurm step on this node. SLURM_STEP_TASKS_PER_NODE is `2(x3),1`, an item per node (srun(1))."""
+    counts: list[int] = []
+    for part in environment.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        tasks, _, nodes = part.rstrip(")").partition("(x")
+        counts += [int(tasks or 1)] * int(nodes or 1)
+    return counts[min(int(environment.get("SLURM_NODEID", 0)), len(counts) - 1)]
+
+
+def separate_programs(environment: Mapping[str, str] = os.environ) -> str | None:
+    """What is wrong if Slurm started several tasks that do not know of each other, None if all is well."""
+    tasks = int(environment.get("SLURM_STEP_NUM_TASKS", 1))
+    if tasks == 1 or place(environment).launcher != "alone":
+        return None
+    return f"srun started {tasks} separate programs, not {tasks} ranks: add --mpi=pmix, or sbatch launch/slurm.sbatch"
 
 
 def threads_per_rank(asked: int, where: Place, environment: Mapping[str, str] = os.environ) -> int:
@@ -109,6 +128,8 @@ class World:
         self.collectives = "none"
         self._overlapped: OverlappedOptimizer | None = None
         self._hvd: Any = None
+        self._sentinel: Sentinel | None = None
+        self.links: list[dict[str, Any]] = []
         if self.place.launcher == "alone":
             return
         try:
@@ -127,9 +148,14 @@ class World:
         self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
         host_collectives = "gloo" if hvd.gloo_enabled() else "mpi"
         self.collectives = "nccl" if gpu and hvd.nccl_built() else host_collectives
+        if self.size > 1:
+            self._sentinel = watched_by(Sentinel(self.rank, first=self.local_rank == 0))
+            self._sentinel.join(self.gather(self._sentinel.offer()))
 
     def leave(self) -> None:
         """Disconnects from the other ranks; collective in effect, since a rank waits for the slowest."""
+        if self._sentinel is not None:
+            self._sentinel.left()
         if self._hvd is not None:
             self._hvd.shutdown()
 
@@ -167,6 +193,35 @@ class World:
             name: self._numpy(self._hvd.broadcast(self._tensor(array), root_rank=0, name=f"broadcast.{name}"))
             for name, array in arrays.items()
         }
+
+    # --- hosts and the links between them -----------------------------------------------------------------------
+
+    def keeps(self, folder: str) -> None:
+        """The run's checkpoints are in `folder`: whoever has to end this job advises to resume from there."""
+        if self._sentinel is not None:
+            self._sentinel.keeps(folder)
+
+    def measure_links(self) -> list[dict[str, Any]]:
+        """Each host's NIC, throttle asked and goodput measured now (1.2 s); empty on a single host. Collective.
+
+        The fields are those of `records.Manifest.links`; `self.links` keeps them.
+        """
+        if self._sentinel is not None:
+            self.gather("measure")  # all hosts at once, with no other traffic than Horovod's own
+            self.links = [link for link in self.gather(self._sentinel.link()) if link]
+        return self.links
+
+    def nic_counters(self) -> tuple[int, int] | None:
+        """Bytes the NIC of the link sent and received so far; None but on the first rank of each of several hosts."""
+        return None if self._sentinel is None else self._sentinel.nic_counters()
+
+    def nic_bytes(self, since: tuple[int, int] | None) -> dict[str, Any] | None:
+        """This host's entry of `records.Summary.nic_bytes`, from counters read before; None where there are none."""
+        now = self.nic_counters()
+        if self._sentinel is None or since is None or now is None:
+            return None
+        sent, received = (after - before for after, before in zip(now, since, strict=True))
+        return {"host": self.host, "nic": self._sentinel.nic, "sent_bytes": sent, "received_bytes": received}
 
     def _tensor(self, array: np.ndarray) -> Any:
         if self.framework == "torch":
@@ -222,6 +277,19 @@ class World:
         return tensor if self._hvd is None else self._hvd.allreduce(tensor, op=self._hvd.Sum, name=name)
 
 
+# --- ending: the sentinel must tell an ordinary end from a fault ------------------------------------------------------
+
+_sentinel: Sentinel | None = None
+
+
+def watched_by(sentinel: Sentinel) -> Sentinel:
+    """Remembers the sentinel of this process, which tells it how it ends."""
+    global _sentinel
+    _sentinel = sentinel
+    atexit.register(sentinel.left)
+    return sentinel
+
+
 # --- stopping --------------------------------------------------------------------------------------------------------
 
 
@@ -253,6 +321,10 @@ def run(program: Callable[[StopSignal], int], *, debug: bool) -> None:
     leaving the world, because a rank that stayed in its exit handlers would keep its peers waiting for ever. A rank
     that only lost its peer stays silent unless its launcher leaves it alive.
     """
+    if problem := separate_programs():
+        if os.environ.get("SLURM_PROCID") == "0":
+            print(f"hvdtrain: {problem}", file=sys.stderr, flush=True)
+        raise SystemExit(exits.USAGE)
     stop = StopSignal()
     where = place()
     try:
@@ -275,6 +347,8 @@ def run(program: Callable[[StopSignal], int], *, debug: bool) -> None:
             sys.stderr.flush()
         code = exits.FAILED
     if code and where.launcher != "alone":
+        if _sentinel is not None and code != exits.RESUMABLE:
+            _sentinel.failed()
         sys.stdout.flush()
         os._exit(code)
     raise SystemExit(code)

@@ -1,0 +1,128 @@
+"""Processes as /proc shows them (proc(5)): is it still the one we knew, is it stopped, who started it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from pathlib import Path, PurePath
+
+DAEMONS = ("mpirun", "mpiexec", "orterun", "orted", "prterun", "prted", "horovodrun", "srun", "slurmstepd", "sshd")
+"""Programs that start ranks and end with them. A name may go on: orterun_wrapper, sshd-session"""
+MPIRUN = ("mpirun", "mpiexec", "orterun", "prterun")
+SHELLS = ("sh", "bash", "dash")
+
+
+class Process:
+    """One process, told from a later one with the same number by the time it started."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._started = _stat(pid)[2]
+        self.name = _name(pid)
+        # Readable once the process has ended; kernels before 5.3 have none, then the ticks must do.
+        self.ended: int | None = None
+        with contextlib.suppress(OSError):
+            self.ended = os.pidfd_open(pid)
+
+    def state(self) -> str:
+        """One letter: R, S, D running, T stopped, t held by a debugger; X if it has ended (a zombie has)."""
+        letter, _parent, started = _stat(self.pid)
+        return "X" if started != self._started or letter in "XZ" else letter
+
+    def gone(self) -> bool:
+        return self.state() == "X"
+
+    def send(self, number: signal.Signals) -> None:
+        """Sends a signal, unless the process has ended."""
+        if not self.gone():
+            with contextlib.suppress(OSError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Ends it for sure, a stopped one too."""
+        self.send(signal.SIGKILL)
+
+
+def launchers(pid: int) -> list[Process]:
+    """The processes that rank `pid` hangs on: from its parent up to the program that started the job here.
+
+    Above the first that is known to start ranks only those count that merely wrap it (`sh -c mpirun ...`, which
+    horovodrun becomes, and our own launch scripts): a user's shell or ssh session may end while the job goes on.
+    Where none is known, the parent alone counts.
+    """
+    chain: list[Process] = []
+    found = False
+    above = parent(pid)
+    while above > 1:
+        process = Process(above)
+        if found and (process.name.startswith("sshd") or not _starts_ranks(process)):
+            break
+        chain.append(process)
+        if _starts_ranks(process):
+            found = True
+            if process.name.startswith("sshd"):
+                break
+        above = parent(above)
+    return chain if found else chain[:1]
+
+
+def parent(pid: int) -> int:
+    """The parent of a process; 0 if there is none."""
+    return _stat(pid)[1]
+
+
+def children(pid: int) -> list[int]:
+    """The children of a process, as far as the kernel lists them (CONFIG_PROC_CHILDREN)."""
+    try:
+        return [int(word) for word in _read(f"/proc/{pid}/task/{pid}/children").split()]
+    except OSError:
+        return []
+
+
+def descendants(pid: int) -> list[Process]:
+    found = [Process(child) for child in children(pid)]
+    return found + [below for child in found for below in descendants(child.pid)]
+
+
+def _starts_ranks(process: Process) -> bool:
+    """Whether this is a launcher, or a shell or Python that runs nothing but one."""
+    if process.name.startswith(DAEMONS):
+        return True
+    words = _command_line(process.pid)
+    if len(words) > 2 and PurePath(words[0]).name in SHELLS and words[1] == "-c":
+        command = words[2].split()
+        return bool(command) and PurePath(command[0]).name in DAEMONS
+    ours = ("launch/mpirun.sh", "launch/horovodrun.sh", "launch/slurm.sbatch", "hvdtrain.cluster.launch")
+    return any(word.endswith(ours) for word in words[:4])
+
+
+def _name(pid: int) -> str:
+    """The program: its script for an interpreter that runs one by its first line, else argument 0."""
+    try:
+        name = _read(f"/proc/{pid}/comm").strip()
+    except OSError:
+        return "?"
+    words = _command_line(pid)
+    # sshd writes its state over argument 0: "sshd: root@notty"
+    return name if not words or name.startswith(("sshd", "horovodrun")) else PurePath(words[0].rstrip(":")).name
+
+
+def _command_line(pid: int) -> list[str]:
+    try:
+        return _read(f"/proc/{pid}/cmdline").rstrip("\0").split("\0")
+    except OSError:
+        return []
+
+
+def _stat(pid: int) -> tuple[str, int, int]:
+    """(state, parent, start time in clock ticks since boot) of a process; ("X", 0, 0) if there is none."""
+    try:
+        fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    except OSError:  # ESRCH too, if it ends as we read
+        return "X", 0, 0
+    return fields[0], int(fields[1]), int(fields[19])
+
+
+def _read(path: str) -> str:
+    return Path(path).read_text(errors="replace")

@@ -1,0 +1,197 @@
+"""The rank's side of the sentinel: starts it, tells it who is who, and how this rank ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import select
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import IO, Any
+
+from hvdtrain.cluster import nic
+from hvdtrain.sentinel import interfaces
+from hvdtrain.sentinel.watch import RankWords
+
+START_S = 10.0
+ANSWER_S = 15.0
+ROOT = str(Path(__file__).resolve().parent.parent.parent)
+
+
+class Sentinel:
+    """A rank's end of the line to its host's sentinel. `offer`, a gather over all ranks, then `join`.
+
+    Whatever goes wrong here costs the watch, never the run.
+    """
+
+    def __init__(self, rank: int, *, first: bool) -> None:
+        """`first` for the one rank of each host that starts the process."""
+        self._rank = rank
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self._socket.bind(("127.0.0.1", 0))
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ports: dict[str, int] | None = None
+        self._addresses = interfaces.addresses() if first else {}
+        self._way: interfaces.Way | None = None
+        self._next: str | None = None
+        if first:
+            self._start()
+
+    def _start(self) -> None:
+        # Isolated from the environment and without site-packages: 20 ms and 10 MB. In a session of its own, since
+        # launchers signal a rank's whole process group.
+        program = f"import sys; sys.path.insert(0, {ROOT!r}); from hvdtrain.sentinel.watch import main; main()"
+        command = [sys.executable, "-I", "-S", "-c", program, f"hvdtrain-sentinel of rank {self._rank}"]
+        try:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
+            )
+        except OSError as error:
+            print(f"hvdtrain: no sentinel on {socket.gethostname()}: {error.strerror}", file=sys.stderr, flush=True)
+            return
+        self._ports = self._answer(START_S)
+
+    def offer(self) -> dict[str, Any]:
+        """What all ranks must know of this one."""
+        host = socket.gethostname()
+        return {
+            "host": host,
+            # Which processes it can see: hosts may share a name, and containers a machine.
+            "sees": f"{host} {_identity()}",
+            "pid": os.getpid(),
+            "port": self._socket.getsockname()[1],
+            "ports": self._ports,
+            "addresses": self._addresses,
+            "token": secrets.token_hex(8) if self._rank == 0 else None,
+        }
+
+    def join(self, offers: list[dict[str, Any]]) -> None:
+        """Begins the watch; `offers` of all ranks, in rank order."""
+        leaders: dict[str, int] = {}
+        for rank, offer in enumerate(offers):
+            if offer["ports"]:
+                leaders.setdefault(offer["sees"], rank)
+        mine = leaders.get(offers[self._rank]["sees"])
+        if mine is None:
+            return
+        with contextlib.suppress(OSError):
+            self._socket.connect(("127.0.0.1", offers[mine]["ports"]["udp"]))
+            self._socket.setblocking(False)
+            # Signals reach the sentinel as one byte each, written by the C handler: also while Python cannot run.
+            with contextlib.suppress(ValueError):  # not the main thread
+                signal.set_wakeup_fd(self._socket.fileno(), warn_on_full_buffer=False)
+        if mine == self._rank:
+            self._send(self._table(offers, leaders))
+
+    def _table(self, offers: list[dict[str, Any]], leaders: dict[str, int]) -> dict[str, Any]:
+        order = sorted(leaders.values())
+        here = order.index(self._rank)
+        hosts = []
+        for leader in order:
+            offer = offers[leader]
+            ranks = [rank for rank, other in enumerate(offers) if other["sees"] == offer["sees"]]
+            to = None
+            if leader != self._rank:
+                to = interfaces.way(self._addresses, offer["addresses"], offer["host"], interfaces.asked())
+            if leader == order[(here + 1) % len(order)] != self._rank:
+                self._way, self._next = to, offer["host"]
+            hosts.append(
+                {
+                    "name": offer["host"],
+                    "ranks": ranks,
+                    "address": to.target if to else "0.0.0.0",
+                    "source": to.source if to else "",
+                    **offer["ports"],
+                }
+            )
+        ours = [(rank, o) for rank, o in enumerate(offers) if o["sees"] == offers[self._rank]["sees"]]
+        ranks_here = [{"rank": rank, "pid": offer["pid"], "port": offer["port"]} for rank, offer in ours]
+        return {"token": offers[0]["token"], "host": here, "hosts": hosts, "ranks": ranks_here}
+
+    # --- the rank's words ---------------------------------------------------------------------------------------
+
+    def left(self) -> None:
+        """This rank is about to end as it should."""
+        self._say(RankWords.LEFT)
+
+    def failed(self) -> None:
+        """This rank is about to end with an error, which it has shown."""
+        self._say(RankWords.FAILED)
+
+    def _say(self, word: int) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.send(bytes([word]))
+
+    def keeps(self, folder: str) -> None:
+        """The run's folder as the user would give it, for the advice how to continue."""
+        self._send({"folder": folder})
+
+    # --- the link -----------------------------------------------------------------------------------------------
+
+    def link(self) -> dict[str, Any] | None:
+        """This host's link for the manifest, goodput measured now; None unless this rank started the sentinel.
+
+        All hosts must do so at the same time, with nothing else on the links.
+        """
+        if self._process is None or self._next is None:
+            return None
+        from hvdtrain.cluster import throttle  # used once, and on several hosts only
+
+        found: dict[str, Any] = {
+            "host": socket.gethostname(),
+            "nic": self.nic,
+            "address": self._way and self._way.source,
+            "speed_mbit": self._way and nic.speed_mbit(self._way.device),
+            "throttle": throttle.asked(),
+            "goodput_to": self._next,
+            "goodput_mbit": None,
+            "reason": f"no common network with {self._next}",
+        }
+        if self._way:
+            self._send({"measure": True})
+            found |= self._answer(ANSWER_S) or {"reason": "the sentinel did not answer"}
+        return found
+
+    @property
+    def nic(self) -> str | None:
+        """The interface of the link; None on a single host, and unless this rank started the sentinel."""
+        return self._way and self._way.device
+
+    def nic_counters(self) -> tuple[int, int] | None:
+        """Bytes sent and received so far by the link's interface; None unless this rank started the sentinel."""
+        if self._way is None:
+            return None
+        with contextlib.suppress(OSError, KeyError):
+            return nic.counters(self._way.device)
+        return None
+
+    # --- the process --------------------------------------------------------------------------------------------
+
+    def _send(self, order: dict[str, Any]) -> None:
+        if self._process is not None and self._process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._process.stdin.write(json.dumps(order).encode() + b"\n")
+
+    def _answer(self, patience_s: float) -> dict[str, Any] | None:
+        assert self._process is not None
+        stream: IO[bytes] | None = self._process.stdout
+        if stream is None or not select.select([stream], [], [], patience_s)[0]:
+            return None
+        with contextlib.suppress(ValueError):
+            answer: dict[str, Any] = json.loads(stream.readline())
+            return answer
+        return None
+
+
+def _identity() -> str:
+    """Tells apart machines and process namespaces that share a host name."""
+    parts = []
+    with contextlib.suppress(OSError):
+        parts.append(str(Path("/proc/self/ns/pid").readlink()))
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+    return " ".join(parts)

@@ -1,0 +1,360 @@
+"""The sentinel of one host: a small process that sees what a rank stuck in a collective cannot.
+
+    each second:  look at the ranks of this host and at the launcher they hang on; tell the other hosts "I am here"
+    a fault:      say it once, tell the other hosts, end the ranks, then what of the launcher would wait for ever
+
+Faults are: a rank that died without a word, a rank that stays stopped while others run, a launcher that is gone, a
+host that is silent. A rank tells how it ends (`RankWords`), and a signal sent to it is told by the kernel even while
+it is stuck in C++, so that an ordinary end is never taken for a fault. Heartbeats are UDP: they pass a saturated link
+where they may lose some, and outlive a flap; a host is watched only once it has been heard, so that a firewall costs
+the watch and not the job. Every message carries the job's token: it keeps jobs apart and is no protection against
+someone who reads the network, who could as well cut Horovod's own connections.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.sentinel import ending, goodput
+from hvdtrain.sentinel.processes import Process, launchers
+
+BEAT_S = 1.0
+SILENCE_S = 15.0
+"""Of a host: three times a cable pulled and put back (5 s); within 30 s the job must have ended"""
+STOPPED_S = 15.0
+"""Of a rank, while others run; when all are stopped somebody suspended the job"""
+ASLEEP_S = 5.0
+"""If this process itself did not run for so long (a suspended machine), the other deadlines start anew"""
+REFUSED_S = 10.0
+
+
+class RankWords:
+    """What a rank tells its sentinel, one byte each; signal numbers are below."""
+
+    LEFT = 76
+    """It ends as it should"""
+    FAILED = 70
+    """It ends with an error, which it has shown"""
+
+
+class Rank:
+    """A rank of this host."""
+
+    def __init__(self, number: int, pid: int) -> None:
+        self.number = number
+        self.process = Process(pid)
+        self.launchers = launchers(pid)
+        """Each outlives the rank in an ordinary end"""
+        self.last_word: int | None = None
+        self.stopped_since: float | None = None
+
+
+class Peer:
+    """The sentinel of another host."""
+
+    def __init__(self, index: int, about: dict[str, Any], now: float) -> None:
+        self.index = index
+        self.name: str = about["name"]
+        self.ranks: list[int] = about["ranks"]
+        self.address = (about["address"], about["udp"])
+        self.heard: float | None = None
+        self.known_since = now
+        self.left = self.idle = self.knows = self.warned = False
+        self.refused_since: float | None = None
+
+
+class Watch:
+    def __init__(self, table: dict[str, Any], door: socket.socket, now: float) -> None:
+        self._token: str = table["token"]
+        self._index: int = table["host"]
+        self._door = door
+        self._name: str = table["hosts"][self._index]["name"]
+        self._peers = [Peer(i, about, now) for i, about in enumerate(table["hosts"]) if i != self._index]
+        self._ranks = {("127.0.0.1", r["port"]): Rank(r["rank"], r["pid"]) for r in table["ranks"]}
+        chains = [rank.launchers for rank in self._ranks.values()]
+        self._launchers = list({p.pid: p for chain in chains for p in chain}.values())
+        self.folder: str | None = None
+        self._last_tick = now
+        self._next_beat = now
+        self._fault: dict[str, Any] | None = None
+        self._fault_at = 0.0
+        self._said = False
+        self._ending: ending.Ending | None = None
+
+    # --- one round ----------------------------------------------------------------------------------------------
+
+    def descriptors(self) -> list[int]:
+        """What to wake up for: the end of a rank or launcher."""
+        processes = [rank.process for rank in self._ranks.values()] + self._launchers
+        return [p.ended for p in processes if p.ended is not None and not p.gone()]
+
+    def round(self, now: float) -> bool:
+        """Looks, tells, acts; False when there is nothing left to do."""
+        self._hear(now)
+        if now - self._last_tick > ASLEEP_S:
+            self._start_anew(now)
+        self._last_tick = now
+        alive = [rank for rank in self._ranks.values() if not rank.process.gone()]
+        if self._fault is None or not self._fault["text"]:
+            fault = self._look(now)
+            if fault and (self._fault is None or fault["text"]):
+                self._begin(fault, now)
+        if self._fault is not None:
+            self._say(now)
+            assert self._ending is not None
+            more = self._ending.go_on(now - self._fault_at)
+            if not alive and (self._said or not self._fault["text"]):
+                _let_go_of_stderr()  # launchers wait until nobody holds it
+        else:
+            more = bool(alive)
+        if now >= self._next_beat or not more:
+            self._beat(leaving=not more)
+            self._next_beat = now + (BEAT_S if self._fault is None else BEAT_S / 5)
+        return more
+
+    def pause_s(self, now: float) -> float:
+        return max(0.0, min(self._next_beat - now, BEAT_S))
+
+    def _start_anew(self, now: float) -> None:
+        for peer in self._peers:
+            peer.heard = peer.heard and now
+            peer.known_since = now
+        for rank in self._ranks.values():
+            rank.stopped_since = rank.stopped_since and now
+
+    # --- faults -------------------------------------------------------------------------------------------------
+
+    def _look(self, now: float) -> dict[str, Any] | None:
+        """The first fault in sight: how to end (see ending.py) and what to say; nothing to say if a rank said it."""
+        for rank in self._ranks.values():
+            if rank.process.gone():
+                self._hear(now)  # its last word may have come since
+                if rank.last_word is None:
+                    what = "died without a word (kill -9, out of memory, or a crash: see dmesg there)"
+                    return {"kind": "died", "text": f"rank {rank.number} on {self._name} {what}"}
+                if rank.last_word == RankWords.FAILED:
+                    return {"kind": "failed", "text": ""}
+            lost = next((p for p in rank.launchers if p.gone()), None)
+            if lost is not None and not rank.process.gone():
+                text = f"{lost.name} (process {lost.pid}) on {self._name}, which started rank {rank.number}, is gone"
+                return {"kind": "launcher", "text": text}
+        return self._stopped(now) or self._silent(now)
+
+    def _stopped(self, now: float) -> dict[str, Any] | None:
+        here = [rank for rank in self._ranks.values() if not rank.process.gone()]
+        for rank in here:
+            if rank.process.state() != "T":
+                rank.stopped_since = None
+            elif rank.stopped_since is None:
+                rank.stopped_since = now
+        still = [rank for rank in here if rank.stopped_since is not None and now - rank.stopped_since > STOPPED_S]
+        if not still or (self._idle() and all(peer.idle or peer.left for peer in self._peers)):
+            return None
+        numbers = _numbers([rank.number for rank in still])
+        text = f"{numbers} on {self._name}: stopped (SIGSTOP) for {STOPPED_S:g} s while others wait"
+        return {"kind": "stopped", "text": text}
+
+    def _idle(self) -> bool:
+        """Whether all ranks here are stopped."""
+        return all(rank.stopped_since is not None for rank in self._ranks.values())
+
+    def _silent(self, now: float) -> dict[str, Any] | None:
+        watched = [peer for peer in self._peers if peer.heard is not None and not peer.left]
+        lost = [peer for peer in watched if peer.heard is not None and now - peer.heard > SILENCE_S]
+        for peer in self._peers:
+            self._warn(peer, now)
+        if not lost:
+            return None
+        if len(lost) == len(self._peers) > 1:
+            text = f"{self._name} has heard none of the other hosts for {SILENCE_S:g} s (its link is down?)"
+        else:
+            names = " and ".join(f"{peer.name} ({_numbers(peer.ranks)})" for peer in lost)
+            text = f"host {names}: nothing heard for {SILENCE_S:g} s (host or link down, seen from {self._name})"
+        return {"kind": "lost", "text": text}
+
+    def _warn(self, peer: Peer, now: float) -> None:
+        """Says once that a host is not watched: the first host tells about the others."""
+        if self._index or peer.warned or peer.left:
+            return
+        if peer.heard is None and now - peer.known_since > SILENCE_S:
+            why = f"its heartbeats (UDP port {peer.address[1]} and back) do not arrive: a firewall?"
+        elif peer.refused_since is not None and now - peer.refused_since > REFUSED_S:
+            why = "its sentinel is gone"
+        else:
+            return
+        peer.warned = True
+        write(f"hvdtrain: if {peer.name} or the link to it fails, this job will not notice: {why}")
+
+    # --- what follows from a fault ------------------------------------------------------------------------------
+
+    def _begin(self, fault: dict[str, Any], now: float) -> None:
+        if self._fault is None:
+            self._fault_at = now
+            self._ending = ending.Ending(fault["kind"], [r.process for r in self._ranks.values()], self._launchers)
+        self._fault = fault
+        self._next_beat = now
+
+    def _say(self, now: float) -> None:
+        """Shows the fault, once per job: by the host of rank 0, by the finder if that one does not answer."""
+        assert self._fault is not None
+        if self._said or not self._fault["text"]:
+            return
+        if self._index:
+            self._said = not self._fault.get("own", True) or any(p.knows for p in self._peers if p.index == 0)
+            if self._said or now - self._fault_at < BEAT_S:
+                return
+        self._said = True
+        advice = "no checkpoint was written yet"
+        if self.folder and _has_checkpoint(self.folder):
+            advice = f"continue with --run-dir {self.folder} --resume"
+        write(f"hvdtrain: {self._fault['text']}; ending the job, {advice}")
+
+    # --- messages -----------------------------------------------------------------------------------------------
+
+    def _beat(self, leaving: bool) -> None:
+        message = {"token": self._token, "host": self._index, "idle": self._idle(), "left": leaving}
+        data = json.dumps({**message, "fault": self._fault}).encode()
+        for peer in self._peers:
+            if not peer.left:
+                for _ in range(3 if leaving else 1):
+                    with contextlib.suppress(OSError):  # no route while a link is down; a refusal of the last one
+                        self._door.sendto(data, peer.address)
+
+    def _hear(self, now: float) -> None:
+        self._refused(now)
+        while True:
+            try:
+                data, sender = self._door.recvfrom(4096)
+            except BlockingIOError:
+                return
+            except OSError:  # an earlier message was not delivered; the error queue says which
+                continue
+            if sender in self._ranks:
+                if data:
+                    self._ranks[sender].last_word = data[-1]
+                continue
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                self._read(json.loads(data), now)
+
+    def _refused(self, now: float) -> None:
+        """Finds in the socket's error queue (ip(7), IP_RECVERR) who has no sentinel any more."""
+        with contextlib.suppress(OSError):
+            while True:
+                _, about, _, address = self._door.recvmsg(4096, 4096, socket.MSG_ERRQUEUE)
+                refused = any(struct.unpack_from("=I", data)[0] == errno.ECONNREFUSED for _, _, data in about)
+                for peer in self._peers:
+                    if refused and address == peer.address and peer.heard is not None:
+                        # The machine lives, its sentinel does not: no silence to be judged.
+                        peer.heard, peer.refused_since = None, now
+                        peer.known_since = float("inf")
+
+    def _read(self, message: dict[str, Any], now: float) -> None:
+        if message["token"] != self._token:
+            return
+        peer = next(peer for peer in self._peers if peer.index == message["host"])
+        peer.heard, peer.refused_since = now, None
+        peer.idle, peer.left = message["idle"], message["left"]
+        fault = message["fault"]
+        peer.knows = fault is not None and bool(fault["text"])
+        if fault and (self._fault is None or (fault["text"] and not self._fault["text"])):
+            self._begin({**fault, "own": False}, now)
+
+
+def _numbers(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, sorted(ranks)))}"
+
+
+def _has_checkpoint(folder: str) -> bool:
+    try:
+        return any((Path(folder) / "checkpoints").glob("step-*"))
+    except OSError:
+        return False
+
+
+def write(line: str) -> None:
+    """One line on standard error, unless whoever read it is gone or stuck."""
+    with contextlib.suppress(OSError):
+        if select.select([], [2], [], 0)[1]:
+            os.write(2, f"{line}\n".encode())
+
+
+def _let_go_of_stderr() -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    os.close(nowhere)
+
+
+class Orders:
+    """What the rank that started us sends on our standard input, one JSON object per line; answers go to stdout."""
+
+    def __init__(self, table: dict[str, Any], token: str) -> None:
+        hosts = table["hosts"]
+        self._next = hosts[(table["host"] + 1) % len(hosts)]
+        self._token = token
+        self._rest = b""
+
+    def read(self, watch: Watch) -> bool:
+        """Obeys what has arrived; False at the end of the stream."""
+        data = os.read(0, 4096)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            order = json.loads(line)
+            watch.folder = order.get("folder", watch.folder)
+            if "measure" in order:
+                threading.Thread(target=self._measure, daemon=True).start()
+        return bool(data)
+
+    def _measure(self) -> None:
+        to = self._next
+        try:
+            rate = goodput.measure(to["address"], to["tcp"], self._token.encode(), to["source"])
+            answer: dict[str, Any] = {"goodput_mbit": round(rate, 3), "reason": None}
+        except OSError as error:
+            reason = f"TCP to {to['name']} ({to['address']}:{to['tcp']}): {error.strerror or error}"
+            answer = {"goodput_mbit": None, "reason": reason}
+        print(json.dumps(answer), flush=True)
+
+
+def main() -> None:
+    """Tells its ports on stdout, reads the job's table on stdin, watches until the ranks of this host are gone."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)  # meant for the job; this process ends with its ranks
+    door = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    door.bind(("", 0))
+    door.setblocking(False)
+    door.setsockopt(socket.IPPROTO_IP, getattr(socket, "IP_RECVERR", 11), 1)
+    receiver = goodput.Receiver()
+    print(json.dumps({"udp": door.getsockname()[1], "tcp": receiver.port}), flush=True)
+    first = os.fdopen(0, "rb", buffering=0, closefd=False).readline()
+    if not first.strip():
+        return
+    table = json.loads(first)
+    if len(table["hosts"]) > 1:
+        receiver.open(table["token"].encode())
+    watch = Watch(table, door, time.monotonic())
+    orders: Orders | None = Orders(table, table["token"])
+    poll = select.poll()
+    poll.register(door, select.POLLIN)
+    poll.register(0, select.POLLIN)
+    while watch.round(time.monotonic()):
+        # The ends of processes wake us at once, but only once each.
+        ends = watch.descriptors()
+        for descriptor in ends:
+            poll.register(descriptor, select.POLLIN)
+        events = dict(poll.poll(1000 * watch.pause_s(time.monotonic())))
+        for descriptor in ends:
+            poll.unregister(descriptor)
+        if orders and 0 in events and not orders.read(watch):
+            poll.unregister(0)
+            orders = None

@@ -1,0 +1,267 @@
+"""The rules of the watch over ranks, tried with a clock of the test's own, and what it sees of a host and of a link."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.sentinel import goodput, interfaces
+from hvdtrain.sentinel.processes import Process, launchers
+from hvdtrain.sentinel.watch import ASLEEP_S, REFUSED_S, SILENCE_S, STOPPED_S, RankWords, Watch
+
+
+class Sentinels:
+    """The sentinels of some hosts, in this process, each with one rank that only sleeps; and a clock to turn."""
+
+    def __init__(self, hosts: int) -> None:
+        self.now = 1000.0
+        self.sleepers = [subprocess.Popen(["sleep", "600"]) for _ in range(hosts)]
+        self.ranks = [udp() for _ in range(hosts)]
+        self.doors = [udp() for _ in range(hosts)]
+        for door in self.doors:
+            door.setblocking(False)
+            door.setsockopt(socket.IPPROTO_IP, 11, 1)  # IP_RECVERR
+        about = [
+            {"name": f"host{i}", "ranks": [i], "address": "127.0.0.1", "udp": self.doors[i].getsockname()[1]}
+            for i in range(hosts)
+        ]
+        self.watches = [
+            Watch(
+                {
+                    "token": "secret",
+                    "host": i,
+                    "hosts": about,
+                    "ranks": [{"rank": i, "pid": sleeper.pid, "port": self.ranks[i].getsockname()[1]}],
+                },
+                self.doors[i],
+                self.now,
+            )
+            for i, sleeper in enumerate(self.sleepers)
+        ]
+        for rank, door in zip(self.ranks, self.doors, strict=True):
+            rank.connect(door.getsockname())
+
+    def turn(self, seconds: float, *, without: tuple[int, ...] = (), step_s: float = 1.0) -> None:
+        """Lets time pass in steps; the sentinels `without` do not run."""
+        until = self.now + seconds
+        while self.now < until:
+            self.now += step_s
+            for i, watch in enumerate(self.watches):
+                if i not in without:
+                    watch.round(self.now)
+
+    def alive(self) -> list[bool]:
+        time.sleep(0.05)
+        return [sleeper.poll() is None for sleeper in self.sleepers]
+
+
+def udp() -> socket.socket:
+    made = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    made.bind(("127.0.0.1", 0))
+    return made
+
+
+@pytest.fixture
+def sentinels() -> Iterator[Callable[[int], Sentinels]]:
+    made: list[Sentinels] = []
+
+    def make(hosts: int) -> Sentinels:
+        made.append(Sentinels(hosts))
+        return made[-1]
+
+    yield make
+    for each in made:
+        for sleeper in each.sleepers:
+            sleeper.kill()
+            sleeper.wait()
+        for door in each.ranks + each.doors:
+            door.close()
+
+
+def test_a_silent_host_is_named_and_the_ranks_that_wait_for_it_are_ended(
+    sentinels: Callable[[int], Sentinels], capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = sentinels(3)
+    job.turn(5)
+    job.turn(SILENCE_S - 3, without=(1,))
+    job.turn(5)
+    assert job.alive() == [True] * 3, "a flap is no fault"
+    job.turn(SILENCE_S + 8, without=(1,))
+    assert job.alive() == [False, True, False]
+    said = capfd.readouterr().err
+    assert said.count("hvdtrain: ") == 1, "once, whoever saw it first"
+    assert f"host host1 (rank 1): nothing heard for {SILENCE_S:g} s" in said
+    assert "no checkpoint was written yet" in said
+
+
+def test_a_host_that_was_never_heard_costs_a_warning_and_not_the_job(
+    sentinels: Callable[[int], Sentinels], capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = sentinels(2)
+    job.turn(3 * SILENCE_S, without=(1,))
+    assert job.alive() == [True, True]
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1
+    assert "if host1 or the link to it fails, this job will not notice" in said
+
+
+def test_a_sentinel_that_is_gone_from_a_living_host_costs_a_warning_and_not_the_job(
+    sentinels: Callable[[int], Sentinels], capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = sentinels(2)
+    job.turn(3)
+    job.doors[1].close()
+    job.turn(SILENCE_S + REFUSED_S + 10, without=(1,))
+    assert job.alive() == [True, True]
+    assert "its sentinel is gone" in capfd.readouterr().err
+
+
+def test_a_machine_that_slept_does_not_blame_the_others(sentinels: Callable[[int], Sentinels]) -> None:
+    job = sentinels(2)
+    job.turn(3)
+    job.turn(1, without=(1,), step_s=SILENCE_S + ASLEEP_S)
+    job.turn(SILENCE_S - 2, without=(1,))
+    assert job.alive() == [True, True]
+
+
+def test_a_stopped_rank_is_a_fault_unless_the_whole_job_is_stopped(
+    sentinels: Callable[[int], Sentinels], capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = sentinels(2)
+    for sleeper in job.sleepers:
+        os.kill(sleeper.pid, signal.SIGSTOP)
+    job.turn(2 * STOPPED_S)
+    assert job.alive() == [True, True], "somebody suspended the job"
+    for sleeper in job.sleepers:
+        os.kill(sleeper.pid, signal.SIGCONT)
+    job.turn(3)
+    os.kill(job.sleepers[1].pid, signal.SIGSTOP)
+    job.turn(STOPPED_S - 2)
+    assert job.alive() == [True, True]
+    job.turn(8)
+    assert job.alive() == [False, False]
+    assert "hvdtrain: rank 1 on host1: stopped (SIGSTOP)" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("word", "fault", "said"),
+    [
+        (None, True, "rank 1 on host1 died without a word"),
+        (RankWords.FAILED, True, ""),
+        (RankWords.LEFT, False, ""),
+        (signal.SIGTERM, False, ""),
+    ],
+)
+def test_the_end_of_a_rank_is_a_fault_unless_it_told_or_was_told(
+    word: int | None,
+    fault: bool,
+    said: str,
+    sentinels: Callable[[int], Sentinels],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    job = sentinels(2)
+    job.turn(2)
+    if word is not None:
+        job.ranks[1].send(bytes([word]))
+    job.sleepers[1].kill()
+    job.sleepers[1].wait()
+    job.turn(6)
+    assert job.alive() == [not fault, False]
+    output = capfd.readouterr().err
+    assert said in output
+    assert output.count("hvdtrain: ") == bool(said)
+
+
+def test_messages_of_another_job_are_nothing(sentinels: Callable[[int], Sentinels]) -> None:
+    job = sentinels(2)
+    stranger = udp()
+    fault = {"kind": "lost", "text": "made up"}
+    for token in ("other", None, 7):
+        message = {"token": token, "host": 1, "idle": False, "left": False, "fault": fault}
+        stranger.sendto(json.dumps(message).encode(), job.doors[0].getsockname())
+    stranger.sendto(b"\xff{", job.doors[0].getsockname())
+    stranger.close()
+    job.turn(8)
+    assert job.alive() == [True, True]
+
+
+def test_a_launcher_is_what_starts_ranks_and_not_the_users_shell(tmp_path: Path) -> None:
+    fake = tmp_path / "mpirun"
+    fake.write_text('#!/bin/sh\nsh -c "sleep 60 & echo \\$!; wait"\n')
+    fake.chmod(0o755)
+    user = subprocess.Popen(
+        ["bash", "-c", f'sh -c "{fake} -np 1; true"; true'], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        assert user.stdout is not None
+        chain = launchers(int(user.stdout.readline()))
+        user.stdout.close()
+        found = [process.name for process in chain]
+        assert user.pid not in [process.pid for process in chain]
+        assert found[0] == "sh"
+        assert len(found) in (2, 3), found  # the shell in between, mpirun, and the shell that only wraps it
+        assert not any(process.gone() for process in chain)
+    finally:
+        os.killpg(user.pid, signal.SIGKILL)
+        user.wait()
+    until = time.monotonic() + 5
+    while not all(process.gone() for process in chain):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_a_process_number_used_again_is_another_process() -> None:
+    process = Process(os.getpid())
+    assert process.state() == "R"
+    process._started -= 1
+    assert process.gone()
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "preferred", "expected"),
+    [
+        ({"eth0": "10.0.0.1/24"}, {"eth0": "10.0.0.2/24"}, [], ("eth0", "10.0.0.1", "10.0.0.2")),
+        (
+            {"docker0": "172.17.0.1/16", "eth1": "10.0.0.1/24"},
+            {"docker0": "172.17.0.1/16", "eth1": "10.0.0.2/24"},
+            [],
+            ("eth1", "10.0.0.1", "10.0.0.2"),
+        ),
+        (
+            {"eth0": "192.168.1.1/24", "ib0": "10.0.0.1/24"},
+            {"eth0": "192.168.1.2/24", "ib0": "10.0.0.2/24"},
+            ["ib0"],
+            ("ib0", "10.0.0.1", "10.0.0.2"),
+        ),
+        (
+            {"eth0": "192.168.1.1/24", "ib0": "10.0.0.1/24"},
+            {"eth0": "192.168.1.2/24", "ib0": "10.0.0.2/24"},
+            ["10.0.0.0/24"],
+            ("ib0", "10.0.0.1", "10.0.0.2"),
+        ),
+        ({"eth0": "10.0.0.1/24"}, {}, [], None),
+    ],
+)
+def test_the_way_to_another_host_is_over_a_common_network(
+    ours: dict[str, str], theirs: dict[str, str], preferred: list[str], expected: tuple[str, str, str] | None
+) -> None:
+    assert interfaces.way(ours, theirs, "no-such-host.invalid", preferred) == expected
+
+
+def test_goodput_is_measured_by_the_receiver_and_strangers_are_not_served() -> None:
+    receiver = goodput.Receiver()
+    receiver.open(b"secret")
+    assert goodput.measure("127.0.0.1", receiver.port, b"secret", "127.0.0.1") > 100
+    with pytest.raises(OSError):
+        goodput.measure("127.0.0.1", receiver.port, b"public", "127.0.0.1")
+    points = [(0.1 * i, 1000 * i) for i in range(10)]
+    points[4:6] = [(0.4, 3000), (0.5, 3000)]  # a packet is lost, sent again, and all behind it arrives at once
+    assert goodput._slope(points) == pytest.approx(10_000)

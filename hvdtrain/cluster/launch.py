@@ -1,0 +1,377 @@
+"""Starts ranks with settings that suit the link between their hosts: launch/mpirun.sh and launch/horovodrun.sh.
+
+Hosts come from -H, a hostfile or the Slurm allocation, the network interface from the routes to them, the link's rate
+from --rate, from the throttle, from tc or from the hardware. What follows from these (`tuning`) is printed, each value
+with its reason, and gives way to --set, --mca and variables that are set already. The environment of the ranks is an
+allow-list, and no value of it stands on a command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import ipaddress
+import json
+import os
+import shlex
+import shutil
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import NoReturn
+
+from hvdtrain import exits
+from hvdtrain.cluster import hosts, nic, throttle, tuning
+from hvdtrain.cluster.commands import Command, run
+from hvdtrain.cluster.hosts import Slots
+from hvdtrain.cluster.rates import parse_rate, show_rate
+from hvdtrain.cluster.supervise import Job, lost_host
+from hvdtrain.cluster.tuning import GLOO, MPI, Setting
+from hvdtrain.exits import Failure
+
+# What ranks get to see, by name. Secrets (tokens, keys, passwords) are not among them.
+FOR_RANKS = (
+    *("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "PYTHONHASHSEED"),
+    *("VIRTUAL_ENV", "CONDA_PREFIX", "OPAL_PREFIX", "HOROVOD_*", "HVDTRAIN_*", "OMP_*", "MKL_*", "KMP_*", "MALLOC_*"),
+    *("NCCL_*", "CUDA_*", "NVIDIA_VISIBLE_DEVICES", "TF_*", "XLA_FLAGS", "TORCH_*", "TMPDIR"),
+    *("LANG", "LC_*", "TZ", "NO_COLOR", "XDG_CACHE_HOME"),
+)
+# What mpirun, horovodrun and ssh need besides, on this host.
+FOR_LAUNCHERS = (
+    *("HOME", "USER", "LOGNAME", "SHELL", "TERM", "HOSTNAME", "SSH_AUTH_SOCK", "KRB5CCNAME", "SSL_CERT_FILE"),
+    *("OMPI_MCA_*", "OMPI_ALLOW_*", "SLURM_*"),
+)
+NEVER = ("*SECRET*", "*TOKEN*", "*PASSWORD*", "*API_KEY*", "HOROVOD_SECRET_KEY")
+EXAMPLES = """examples:
+  launch/mpirun.sh -H a:2,b:2 python -m hvdtrain.resnet --epochs 1
+  launch/horovodrun.sh -np 4 --hostfile hostfiles/virtual4.txt python -m hvdtrain.resnet
+  launch/mpirun.sh python -m hvdtrain.resnet              in a Slurm allocation
+  launch/mpirun.sh --dry-run -H a:2,b:2 --rate 10mbit python -m hvdtrain.resnet
+
+SIGTERM, SIGINT and SIGUSR1 make the ranks save a checkpoint and end with 75; a second SIGTERM or SIGINT ends them now.
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is going to be started."""
+
+    launcher: str
+    backend: str
+    ranks: int
+    hosts: list[Slots]
+    interface: str | None
+    settings: list[Setting]
+    passed: list[str]
+    """Variables that -x names"""
+    command: Command
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise Failure(f"{message}; see launch/{self.prog} --help", exits.USAGE)
+
+
+def parser(launcher: str) -> Parser:
+    top = Parser(
+        prog=f"{launcher}.sh",
+        usage=f"launch/{launcher}.sh [options] COMMAND [ARGUMENT ...]",
+        description=f"Starts COMMAND on every rank with {launcher}; its settings suit the link between the hosts.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = top.add_argument
+    add("-np", "-n", "--np", type=int, metavar="N", help="ranks (default: all slots)")
+    add("-H", "--hosts", "--host", metavar="a:2,b:2", help="hosts and their slots")
+    add("--hostfile", "-hostfile", "--machinefile", type=Path, metavar="FILE", help="one `host slots=2` per line")
+    add("--nic", metavar="DEVICE", help="network interface between the hosts (default: that of the route to them)")
+    add("--rate", metavar="RATE", help="rate of the link, as 10mbit (default: as throttled, or as the hardware says)")
+    add("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of yours in place of ours")
+    add("--mca", action="append", default=[], nargs=2, metavar=("NAME", "VALUE"), help="a parameter of Open MPI")
+    add("-x", action="append", default=[], metavar="NAME[=VALUE]", help="pass this variable to the ranks too")
+    add("--grace", type=float, default=25, metavar="SECONDS", help="for the checkpoint after SIGTERM (default: 25)")
+    if launcher == "horovodrun":
+        add("--gloo", action="store_true", help="Horovod on Gloo and not on MPI")
+    add("--dry-run", action="store_true", help="print the command, start nothing")
+    add("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="what each rank runs")
+    return top
+
+
+# --- hosts and link --------------------------------------------------------------------------------------------------
+
+
+def find_hosts(options: argparse.Namespace, environment: Mapping[str, str]) -> tuple[list[Slots], str]:
+    """The hosts and where they come from."""
+    if options.hosts and options.hostfile:
+        raise Failure("-H and --hostfile both name hosts; give one of them", exits.USAGE)
+    if options.hosts:
+        return hosts.parse_hosts(options.hosts), "-H"
+    if options.hostfile:
+        return hosts.read_hostfile(options.hostfile), str(options.hostfile)
+    from_slurm = hosts.from_slurm(environment)
+    if from_slurm:
+        return from_slurm, f"Slurm job {environment.get('SLURM_JOB_ID', '?')}"
+    raise Failure("no hosts: give -H a:2,b:2 or --hostfile FILE, or start it in a Slurm allocation", exits.USAGE)
+
+
+def placed(found: Sequence[Slots], ranks: int) -> list[Slots]:
+    """The ranks of each host that gets some, filled in order."""
+    result, left = [], ranks
+    for slot in found:
+        if left > 0:
+            result.append(Slots(slot.host, min(slot.slots, left)))
+            left -= slot.slots
+    return result
+
+
+def address_of(host: str) -> str:
+    """Its IPv4 address. Raises Failure (69)."""
+    try:
+        return str(socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise Failure(
+            f"host {host} has no address ({error.strerror or error}); check the spelling, or add it to /etc/hosts",
+            exits.UNREACHABLE,
+        ) from error
+
+
+def choose_interface(names: Sequence[str], asked: str | None) -> tuple[nic.Interface | None, str]:
+    """The interface to the other hosts and why this one; None if all hosts are this one.
+
+    Raises Failure: 69 for a host without address or route, 78 for an unknown interface.
+    """
+    known = {one.name: one for one in nic.interfaces()}
+    if asked:
+        if asked not in known:
+            raise Failure(f"no network interface {asked} here; there are {', '.join(known)}", exits.BAD_CONFIG)
+        return known[asked], "--nic"
+    ways: dict[str, str] = {}
+    for name in names:
+        device = nic.route_device(address_of(name))
+        if device is None:
+            raise Failure(f"host {name} ({address_of(name)}): no route to it from here", exits.UNREACHABLE)
+        if device != "lo" and device in known:
+            ways.setdefault(device, name)
+    if not ways:
+        return None, "all ranks are on this host"
+    first, host = next(iter(ways.items()))
+    others = [f"{device} to {name}" for device, name in ways.items() if device != first]
+    why = f"the route to {host}" + (f"; also {', '.join(others)}: choose with --nic" if others else "")
+    return known[first], why
+
+
+def network_of(interface: nic.Interface, names: Sequence[str]) -> str:
+    """For Open MPI: the network, if all hosts are in it (interfaces may be named otherwise there), or the name."""
+    if not interface.address or not interface.prefix:
+        return interface.name
+    network = ipaddress.ip_network(f"{interface.address}/{interface.prefix}", strict=False)
+    inside = all(ipaddress.ip_address(address_of(name)) in network for name in names)
+    return str(network) if inside else interface.name
+
+
+def find_rate(asked: str | None, device: str) -> tuple[int | None, str]:
+    """The link's rate in bit/s, the slower direction, and who says so."""
+    if asked:
+        return parse_rate(asked), "--rate"
+    shape = throttle.asked()
+    if shape and shape.get("dev") in (device, None):
+        rates = [shape[key] for key in ("up_mbit", "down_mbit") if shape.get(key)]
+        if rates:
+            return round(min(rates) * 1e6), "as throttled"
+    with contextlib.suppress(Failure, ValueError):
+        for queue in json.loads(run(["tc", "-json", "qdisc", "show", "dev", device]) or "[]"):
+            rate = queue.get("options", {}).get("rate")
+            if queue.get("kind") == "tbf" and isinstance(rate, int):
+                return rate * 8, f"tc on {device}"
+    speed = nic.speed_mbit(device)
+    # A veth says 10000 whatever it is.
+    if speed and not Path(f"/sys/class/net/{device}/device").exists():
+        speed = None
+    if speed:
+        return speed * 1_000_000, f"{device}'s hardware"
+    return None, f"nobody says; settings for {show_rate(tuning.ASSUMED_BIT_S)} (--rate tells it)"
+
+
+def cores() -> float:
+    """Cores this process may use: its affinity, or less if its control group has a CPU quota (cgroup v1 and v2)."""
+    mine = float(len(os.sched_getaffinity(0)))
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        base = Path("/sys/fs/cgroup")
+        with contextlib.suppress(OSError, ValueError):
+            if controllers == "":
+                quota, period = (base / path.lstrip("/") / "cpu.max").read_text().split()
+            elif "cpu" in controllers.split(","):
+                folder = base / "cpu" / path.lstrip("/")
+                quota = (folder / "cpu.cfs_quota_us").read_text()
+                period = (folder / "cpu.cfs_period_us").read_text()
+            else:
+                continue
+            if int(quota) > 0:
+                mine = min(mine, int(quota) / int(period))
+    return mine
+
+
+# --- settings and command --------------------------------------------------------------------------------------------
+
+
+def overridden(chosen: Sequence[Setting], options: argparse.Namespace, environment: Mapping[str, str]) -> list[Setting]:
+    """The settings after what the user set: by --set and --mca, by -x NAME=VALUE, or in the environment."""
+    mine = {}
+    for text in [*options.set, *(text for text in options.x if "=" in text)]:
+        name, equals, value = text.partition("=")
+        if not equals or not name.replace("_", "").isalnum():
+            raise Failure(f"--set {text}: expected NAME=VALUE, as in --set HOROVOD_CYCLE_TIME=5", exits.USAGE)
+        mine[name] = value
+    parameters = dict(options.mca)
+    result = []
+    for setting in chosen:
+        if setting.mca and setting.name in parameters:
+            result.append(dataclasses.replace(setting, value=parameters.pop(setting.name), reason="--mca"))
+        elif setting.name in mine:
+            result.append(dataclasses.replace(setting, value=mine.pop(setting.name), reason="--set"))
+        elif setting.variable in environment:
+            reason = f"the environment's {setting.variable}"
+            result.append(dataclasses.replace(setting, value=environment[setting.variable], reason=reason))
+        else:
+            result.append(setting)
+    # By the way: what --set names and we do not is a variable of the ranks.
+    result += [Setting(name, value, "--set") for name, value in mine.items()]
+    return result + [Setting(name, value, "--mca", mca=True) for name, value in parameters.items()]
+
+
+def allowed(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, one) for one in patterns) and not any(fnmatchcase(name, one) for one in NEVER)
+
+
+def child_environment(plan: Plan, environment: Mapping[str, str]) -> dict[str, str]:
+    """What mpirun or horovodrun gets: the allow-lists, what -x names, and the settings."""
+    kept = {
+        name: value
+        for name, value in environment.items()
+        if allowed(name, (*FOR_RANKS, *FOR_LAUNCHERS)) or name in plan.passed
+    }
+    if os.geteuid() == 0:  # in a container everybody is root, and mpirun wants to be told twice
+        kept |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return kept | {setting.name: setting.value for setting in plan.settings if not setting.mca}
+
+
+def mca_words(plan: Plan, but: Sequence[str] = ()) -> Command:
+    words = []
+    for setting in plan.settings:
+        if setting.mca and setting.name not in but:
+            words += ["--mca", setting.name, setting.value]
+    return words
+
+
+def mpirun_command(plan: Plan, variables: Sequence[str]) -> Command:
+    """mpirun with each of the ranks' variables by name only."""
+    words = ["mpirun", "-np", str(plan.ranks), "-H", hosts.as_argument(plan.hosts)]
+    words += ["--bind-to", "none", "--map-by", "slot", *mca_words(plan)]
+    for name in sorted(variables):
+        if allowed(name, FOR_RANKS) or name in plan.passed or name in {s.name for s in plan.settings if not s.mca}:
+            words += ["-x", name]
+    return [*words, *plan.command]
+
+
+def horovodrun_command(plan: Plan) -> Command:
+    """horovodrun, which passes on all of its own (by then filtered) environment."""
+    words = ["horovodrun", "--gloo" if plan.backend == GLOO else "--mpi"]
+    words += ["-np", str(plan.ranks), "-H", hosts.as_argument(plan.hosts)]
+    if plan.interface:
+        words += ["--network-interfaces", plan.interface]
+    if plan.backend == MPI:
+        # horovodrun itself gives these
+        words.append(f"--mpi-args={shlex.join(mca_words(plan, ('pml', 'btl_tcp_if_include')))}")
+    return [*words, *plan.command]
+
+
+def make_plan(launcher: str, options: argparse.Namespace, environment: Mapping[str, str]) -> tuple[Plan, list[str]]:
+    """The plan, and what is to be said of it."""
+    if not options.command:
+        raise Failure(f"no command given; for example launch/{launcher}.sh -H a:2,b:2 python -m hvdtrain.resnet", 2)
+    found, source = find_hosts(options, environment)
+    slots = sum(slot.slots for slot in found)
+    ranks = slots if options.np is None else options.np
+    if not 0 < ranks <= slots:
+        raise Failure(f"-np {ranks}: {source} has {slots} slots ({hosts.as_argument(found)})", exits.USAGE)
+    used = placed(found, ranks)
+    names = [slot.host for slot in used]
+    interface, why = choose_interface(names, options.nic)
+    rate, said = find_rate(options.rate, interface.name) if interface else (None, "")
+    link = tuning.Link(
+        hosts=len(used),
+        ranks=ranks,
+        most_ranks=max(slot.slots for slot in used),
+        cores=cores(),
+        rate_bit_s=rate,
+        network=network_of(interface, names) if interface else None,
+    )
+    backend = GLOO if getattr(options, "gloo", False) else MPI
+    passed = [text.partition("=")[0] for text in options.x]
+    plan = Plan(
+        launcher=launcher,
+        backend=backend,
+        ranks=ranks,
+        hosts=used,
+        interface=interface.name if interface else None,
+        settings=overridden(tuning.settings(link, backend), options, environment),
+        passed=passed,
+        command=options.command,
+    )
+    told = [f"hosts={hosts.as_argument(used)}  # {ranks} ranks; from {source}"]
+    told.append(f"nic={plan.interface or 'none'}  # {why}")
+    told.append(f"backend={backend}  # {tuning.BACKENDS[backend]}")
+    if interface:
+        told.append(f"rate={show_rate(rate) if rate else 'unknown'}  # {said}")
+    return plan, told + [str(setting) for setting in plan.settings]
+
+
+def dry_run(plan: Plan, environment: Mapping[str, str], command: Command) -> str:
+    """The command as one would type it, with the variables that are set for it."""
+    made = [
+        f"{name}={value}"
+        for name, value in sorted(child_environment(plan, environment).items())
+        if environment.get(name) != value
+    ]
+    return shlex.join(["env", *made, *command] if made else command)
+
+
+def start(launcher: str, arguments: list[str], environment: Mapping[str, str]) -> int:
+    options = parser(launcher).parse_args(arguments)
+    plan, told = make_plan(launcher, options, environment)
+    for line in told:
+        print(f"{launcher}.sh: {line}", file=sys.stderr)
+    inner = child_environment(plan, environment)
+    command = mpirun_command(plan, list(inner)) if launcher == "mpirun" else horovodrun_command(plan)
+    if options.dry_run:
+        print(dry_run(plan, environment, command))
+        return exits.OK
+    for program in {command[0], "mpirun" if plan.backend == MPI else command[0]}:
+        if shutil.which(program, path=inner.get("PATH", os.defpath)) is None:
+            raise Failure(f"no {program} in PATH; run `make setup`, or load your cluster's MPI", exits.UNREACHABLE)
+    sys.stderr.flush()
+    names = [slot.host for slot in plan.hosts]
+    job = Job(command, inner, options.grace, lost=lambda: lost_host(names), tells_code=plan.backend == MPI)
+    return job.wait()
+
+
+def main(arguments: list[str]) -> int:
+    """`mpirun` or `horovodrun`, then its options and the command to start. The exit code is the job's."""
+    if not arguments or arguments[0] not in ("mpirun", "horovodrun"):
+        asked = arguments in (["--help"], ["-h"])
+        print(f"{__doc__}\nSee launch/mpirun.sh --help.", file=sys.stdout if asked else sys.stderr)
+        return exits.OK if asked else exits.USAGE
+    try:
+        return start(arguments[0], arguments[1:], os.environ)
+    except Failure as failure:
+        print(f"hvdtrain: {failure}", file=sys.stderr)
+        return failure.code
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,243 @@
+"""Stays the parent of mpirun or horovodrun, so that a signal becomes a checkpoint and nothing outlives its job.
+
+Open MPI's mpirun gives its ranks about a second after SIGTERM or SIGINT and ends with 1; SIGUSR1 it hands on with no
+deadline, and ends with the ranks' own code (mpirun(1), "Signal Propagation"). horovodrun on MPI turns into a shell
+around mpirun. So a signal to the launcher becomes SIGUSR1 to mpirun (or, on Gloo, to the ranks that run here: what one
+rank is told, all hear at the end of the step), the ranks save a checkpoint, and the job ends with 75.
+
+A second process, the keeper, waits at a pipe for the end of the launcher: if that is killed, the keeper stops the job
+in its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple, NoReturn
+
+from hvdtrain import exits
+from hvdtrain.cluster.commands import Command
+
+STARTERS = ("mpirun", "orterun", "orterun_wrapper", "mpiexec")  # the wheel's mpirun is a wrapper
+REMOTE_SHELLS = ("ssh", "rsh", "srun", "orted")
+ORPHAN_S = 5.0
+"""How long mpirun may go on after the last of its ranks here has ended, before its other hosts are asked for"""
+ANSWER_S = 3.0
+SSH_PORT = 22
+REPEAT_S = 5.0
+"""Between two SIGUSR1: what arrives while ranks are being started is lost, and one more does no harm"""
+LAST_WORDS_S = 3.0
+"""Between SIGTERM and SIGKILL"""
+
+
+class Process(NamedTuple):
+    pid: int
+    parent: int
+    name: str
+    state: str
+
+
+def processes() -> list[Process]:
+    """All that run on this machine, from /proc (proc(5))."""
+    found = []
+    for path in Path("/proc").iterdir():
+        if not path.name.isdigit():
+            continue
+        with contextlib.suppress(OSError):
+            before, _, after = (path / "stat").read_text(errors="replace").rpartition(")")
+            state, parent = after.split()[:2]
+            found.append(Process(int(path.name), int(parent), before.partition("(")[2], state))
+    return found
+
+
+def tree(root: int, known: list[Process]) -> Iterator[Process]:
+    """A process and all below it, zombies left out."""
+    for one in known:
+        if one.pid == root and one.state != "Z":
+            yield one
+        if one.parent == root:
+            yield from tree(one.pid, known)
+
+
+def signal_all(found: list[Process], number: signal.Signals) -> None:
+    for one in found:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(one.pid, number)
+
+
+def is_rank(pid: int) -> bool:
+    """Whether horovodrun on Gloo gave this process a rank."""
+    try:
+        return b"HOROVOD_RANK=" in Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return False
+
+
+def starters(root: int) -> list[Process]:
+    return [one for one in tree(root, processes()) if one.name in STARTERS]
+
+
+def ask_to_stop(root: int) -> None:
+    """SIGUSR1 to mpirun, or to the ranks on this machine if there is none."""
+    told = starters(root) or [one for one in tree(root, processes()) if is_rank(one.pid) and not is_rank(one.parent)]
+    signal_all(told, signal.SIGUSR1)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def end(root: int) -> None:
+    """Ends a job now: SIGTERM to what started it, then SIGKILL to all that is left of it here."""
+    below = list(tree(root, processes()))
+    signal_all(starters(root) or below[:1], signal.SIGTERM)
+    deadline = time.monotonic() + LAST_WORDS_S
+    while time.monotonic() < deadline and any(alive(one.pid) for one in below):
+        time.sleep(0.1)
+    signal_all([one for one in below if alive(one.pid)], signal.SIGKILL)
+
+
+def lost_host(names: Sequence[str]) -> str | None:
+    """The first host that does not even refuse a connection, None if all answer."""
+    for name in names:
+        try:
+            socket.create_connection((name, SSH_PORT), timeout=ANSWER_S).close()
+        except ConnectionRefusedError:
+            continue
+        except OSError:
+            return name
+    return None
+
+
+class Job:
+    """A launcher's child, from its start to its end."""
+
+    def __init__(
+        self,
+        command: Command,
+        environment: Mapping[str, str],
+        grace_s: float,
+        *,
+        lost: Callable[[], str | None] = lambda: None,
+        tells_code: bool = True,
+    ) -> None:
+        self.grace_s = grace_s
+        self.lost = lost
+        """Says which host does not answer, if any"""
+        self.tells_code = tells_code
+        """Whether the launcher ends with its ranks' exit code; horovodrun on Gloo ends with 1 whatever theirs is"""
+        self.asked: list[signal.Signals] = []
+        self.deadline: float | None = None
+        self.told_at = 0.0
+        self.ranks_seen = False
+        self.ranks_gone_since: float | None = None
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, self._arrived)
+        self.keeper, self.line = start_keeper(grace_s)
+        # A group of its own: Ctrl-C reaches this process alone, which knows what to make of it.
+        self.child = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, process_group=0)
+        os.write(self.line, f"{self.child.pid}\n".encode())
+
+    def _arrived(self, number: int, frame: FrameType | None) -> None:
+        again = bool(self.asked) and number != signal.SIGUSR1
+        self.asked.append(signal.Signals(number))
+        if number == signal.SIGTERM and self.deadline is None:
+            self.deadline = time.monotonic() + self.grace_s
+        if again:
+            self.deadline = 0.0
+        elif len(self.asked) == 1:
+            _say("stopping: the ranks save a checkpoint (a second signal ends them now)")
+
+    def wait(self) -> int:
+        """Until the job has ended; its exit code."""
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = self.child.wait(timeout=0.5)
+                break
+            if self.asked and time.monotonic() - self.told_at > REPEAT_S:
+                ask_to_stop(self.child.pid)
+                self.told_at = time.monotonic()
+            if self.deadline is not None and time.monotonic() > self.deadline:
+                return self._end_now("the ranks were given no more time", 128 + self.asked[-1])
+            if self._outlived() and (host := self.lost()):
+                what = f"host {host} does not answer, and the ranks here have ended: ending the job"
+                return self._end_now(what, exits.RESUMABLE if self.asked else exits.FAILED)
+        self._dismiss_keeper()
+        code = 128 - code if code < 0 else code
+        if self.asked and code == 128 + signal.SIGUSR1:
+            return 128 + self.asked[0]  # told before they had anything to save
+        if self.asked and code == exits.FAILED and not self.tells_code:
+            return exits.RESUMABLE
+        return code
+
+    def _outlived(self) -> bool:
+        """Whether mpirun has outlived the ranks on this machine: it may wait for a host that does not answer."""
+        found = starters(self.child.pid)
+        if not found:
+            return False
+        pids = {one.pid for one in found}
+        known = processes()
+        ranks = [o for o in known if o.parent in pids and o.state != "Z" and o.name not in (*REMOTE_SHELLS, *STARTERS)]
+        if ranks:
+            self.ranks_seen, self.ranks_gone_since = True, None
+        elif self.ranks_seen and self.ranks_gone_since is None:
+            self.ranks_gone_since = time.monotonic()
+        return self.ranks_gone_since is not None and time.monotonic() - self.ranks_gone_since > ORPHAN_S
+
+    def _end_now(self, why: str, code: int) -> int:
+        _say(why)
+        end(self.child.pid)
+        self.child.wait()
+        self._dismiss_keeper()
+        return code
+
+    def _dismiss_keeper(self) -> None:
+        os.write(self.line, b"done\n")
+        os.close(self.line)
+        os.waitpid(self.keeper, 0)
+
+
+def start_keeper(grace_s: float) -> tuple[int, int]:
+    """(the keeper's process, the pipe to it)."""
+    listen, speak = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        os.close(speak)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
+        keep(listen, grace_s)
+    os.close(listen)
+    return pid, speak
+
+
+def keep(listen: int, grace_s: float) -> NoReturn:
+    """The keeper: reads the job's process number, then waits for `done`, or for the pipe's end without it."""
+    with os.fdopen(listen, "rb") as pipe:
+        said = pipe.read().split()
+    if said and said[-1] != b"done":
+        root = int(said[0])
+        _say("the launcher was killed: stopping its job")
+        ask_to_stop(root)
+        deadline = time.monotonic() + grace_s
+        while alive(root) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        if alive(root):
+            end(root)
+    os._exit(0)
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):
+        os.write(sys.stderr.fileno(), f"hvdtrain: {text}\n".encode())

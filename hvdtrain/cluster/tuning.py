@@ -1,0 +1,195 @@
+"""Which settings of Horovod and Open MPI suit a link, each with its reason.
+
+What Horovod and Open MPI do by default was chosen for fast networks. On 10 to 1000 Mbit/s three things cost most, and
+all of them can be set from outside (measured by tools/bench_network.py, figures in docs/LOG.md):
+
+- Open MPI's TCP sends a large message as one "put". While it fills the connection, the other side's request for its own
+  put waits behind it, so the two directions of the wire take turns and most algorithms get two thirds of the wire or
+  less. In pieces (`btl_tcp_flags` without put) both directions run at once.
+- Horovod's ranks talk every HOROVOD_CYCLE_TIME (1 ms) also when nothing is to do: 7 % of a 10 Mbit/s link on MPI and
+  26 % on Gloo.
+- With several ranks per host, the order of the exchanges decides how often the same data crosses the wire.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from hvdtrain.cluster.rates import goodput_both_ways, show_rate
+
+MPI, GLOO = "mpi", "gloo"
+BACKENDS = {
+    MPI: "Horovod on MPI: a quarter of Gloo's idle traffic per cycle; over 4 hosts Gloo (--gloo) was at times faster",
+    GLOO: "--gloo",
+}
+FUSION_BYTES = 128 * 1024 * 1024
+IDLE_SHARE = 0.009
+"""Of the link, that idle control traffic may take: under the goal of 1 %"""
+LONGEST_CYCLE_MS = 200
+CONTROL_BYTES = {MPI: 90, GLOO: 330}
+"""A rank's control traffic per cycle and round of partners (log2 of the hosts), headers included; measured: MPI's over
+2 and 4 hosts, Gloo's over 2 only"""
+ASSUMED_BIT_S = 1_000_000_000
+EAGER_BYTES = 1024 * 1024
+"""Covers the round trip, queues included, of every link from 10 Mbit/s to 1 Gbit/s; 1 MB over 4 hosts went from 0.80 to
+0.93 of the wire at 10 Mbit/s, and from 0.90 to 0.97 at 100 Mbit/s"""
+RABENSEIFNER, RING = 6, 4
+"""Of coll_tuned_allreduce_algorithm: halving and doubling (Thakur et al. 2005, doi 10.1177/1094342005051521), ring"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Link:
+    """What the settings follow from."""
+
+    hosts: int
+    ranks: int
+    most_ranks: int
+    """On one host"""
+    cores: float
+    """Of the host this runs on, or its CPU share of them"""
+    rate_bit_s: int | None
+    """Of the slower direction of the host's link; None if nothing is known"""
+    network: str | None = None
+    """The interface between the hosts, or its network as 10.77.0.0/24; None on one host"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One setting; a parameter of Open MPI (`mca`) or an environment variable of the ranks."""
+
+    name: str
+    value: str
+    reason: str
+    mca: bool = False
+
+    @property
+    def variable(self) -> str:
+        """The environment variable by which a user sets it too."""
+        return f"OMPI_MCA_{self.name}" if self.mca else self.name
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.value}  # {self.reason}"
+
+
+def settings(link: Link, backend: str) -> list[Setting]:
+    """The settings for a link, for Horovod on "mpi" or on "gloo"."""
+    chosen = [*host_settings(link), *horovod_settings(link, backend)]
+    return chosen + (openmpi_settings(link) if backend == MPI else [])
+
+
+def host_settings(link: Link) -> list[Setting]:
+    """Threads and memory of each rank."""
+    threads = max(1, int(link.cores / link.most_ranks))
+    return [
+        Setting(
+            "OMP_NUM_THREADS",
+            str(threads),
+            f"{link.cores:g} cores here, shared by {link.most_ranks} of the ranks at most",
+        ),
+        Setting(
+            "MALLOC_MMAP_THRESHOLD_",
+            str(4 * 1024**3),
+            "tensors stay in the heap: torch's CPU steps were 6-8 % faster (ResNet-34, 32x32) without mmap and munmap",
+        ),
+        Setting("MALLOC_TRIM_THRESHOLD_", str(16 * 1024**3), "and the heap is not given back between steps"),
+    ]
+
+
+def cycle_ms(link: Link, backend: str) -> int:
+    """The shortest cycle whose control traffic stays under IDLE_SHARE of the link; 1 ms (Horovod's) to 200 ms."""
+    rounds = math.ceil(math.log2(max(2, link.hosts)))
+    bits = 8 * CONTROL_BYTES[backend] * rounds
+    return max(1, min(LONGEST_CYCLE_MS, math.ceil(1000 * bits / (IDLE_SHARE * (link.rate_bit_s or ASSUMED_BIT_S)))))
+
+
+def horovod_settings(link: Link, backend: str) -> list[Setting]:
+    if link.hosts < 2:
+        return []
+    rate = link.rate_bit_s or ASSUMED_BIT_S
+    shown = show_rate(rate)
+    slowest_s = 2 * FUSION_BYTES * 8 / goodput_both_ways(rate)
+    chosen = [
+        Setting(
+            "HOROVOD_CYCLE_TIME",
+            str(cycle_ms(link, backend)),
+            f"ms; idle control traffic under 1 % of {shown} over {link.hosts} hosts (longer: less; shorter: small"
+            " allreduces answer sooner)",
+        ),
+        Setting(
+            "HOROVOD_FUSION_THRESHOLD",
+            str(FUSION_BYTES),
+            "bytes; what is ready goes in one piece, up to all gradients of ResNet-34 (85 MB): one flat buffer"
+            " reached 97 % of the wire, 110 tensors 88-92 %",
+        ),
+    ]
+    if backend == GLOO:
+        timeout_s = max(60, math.ceil(2 * slowest_s))
+        chosen.append(
+            Setting(
+                "HOROVOD_GLOO_TIMEOUT_SECONDS",
+                str(timeout_s),
+                f"twice what {FUSION_BYTES >> 20} MiB take at {shown}; at its default of 30 s slow transfers fail",
+            )
+        )
+    return chosen
+
+
+def openmpi_settings(link: Link) -> list[Setting]:
+    """For Open MPI 4.1; the same parameters exist, unused, where ranks share one host."""
+    idle = Setting("mpi_yield_when_idle", "1", "a waiting rank polls; it lets threads that compute go first", mca=True)
+    if link.hosts < 2:
+        return [idle]
+    rate = link.rate_bit_s or ASSUMED_BIT_S
+    chosen = [
+        idle,
+        Setting("pml", "ob1", "plain TCP between hosts, so that the settings below count", mca=True),
+        Setting(
+            "btl_tcp_flags",
+            "send,inplace,need-ack,need-csum",
+            "no put: large messages in pieces, so that both directions run at once (+50 % on 5 MB and more)",
+            mca=True,
+        ),
+        *(
+            Setting(name, str(EAGER_BYTES), reason, mca=True)
+            for name, reason in (
+                ("btl_tcp_eager_limit", "bytes; smaller messages go at once, without a question and its answer first"),
+                ("btl_tcp_rndv_eager_limit", "bytes of larger ones that go with the question, so the wire never waits"),
+            )
+        ),
+        *(
+            [Setting("coll_tuned_use_dynamic_rules", "1", "makes the next line count", mca=True), algorithm(link)]
+            if link.ranks > 2
+            else []
+        ),
+    ]
+    if link.network:
+        reason = "the way to the other hosts, and no other"
+        chosen += [
+            Setting("btl_tcp_if_include", link.network, reason, mca=True),
+            Setting("oob_tcp_if_include", link.network, reason, mca=True),
+        ]
+    if rate < 200_000_000:
+        size = max(65_536, 131_072 * rate // 100_000_000)
+        chosen.append(
+            Setting(
+                "btl_tcp_sndbuf",
+                str(size),
+                f"bytes, {1000 * size * 8 / rate:.0f} ms of {show_rate(rate)}: what queues ahead of an answer",
+                mca=True,
+            )
+        )
+    # ssh, not Open MPI's keep-alive, which with a cut link makes mpirun crash (4.1.8): the sentinel sees to that.
+    batch = "-o BatchMode=yes -o ConnectTimeout=10"
+    reason = "ssh that would ask for a password fails, as nobody could answer"
+    return [*chosen, Setting("plm_rsh_args", batch, reason, mca=True)]
+
+
+def algorithm(link: Link) -> Setting:
+    """Which allreduce sends least over the wire, ranks being placed host by host."""
+    if link.ranks & (link.ranks - 1) == 0 and link.most_ranks > 1:
+        number = RABENSEIFNER
+        reason = "halving and doubling: neighbours are on one host, so the wire carries each byte once (a ring: 1.5x)"
+    else:
+        number, reason = RING, "ring: every host sends and receives all the time"
+    return Setting("coll_tuned_allreduce_algorithm", str(number), reason, mca=True)

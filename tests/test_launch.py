@@ -1,0 +1,344 @@
+"""The launchers: which settings a link gets, what may override them, what ranks get to see, and how a job ends."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, SMALL, Cluster, environment
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdtrain.cluster import launch, supervise, tuning
+from hvdtrain.cluster.tuning import GLOO, MPI, Link
+
+SLOW = Link(hosts=2, ranks=4, most_ranks=2, cores=8, rate_bit_s=10_000_000, network="10.77.0.0/24")
+
+
+def values(link: Link, backend: str = MPI) -> dict[str, str]:
+    return {setting.name: setting.value for setting in tuning.settings(link, backend)}
+
+
+def linked(hosts: int, per_host: int, rate_bit_s: int | None = 10_000_000) -> Link:
+    return Link(
+        hosts=hosts, ranks=hosts * per_host, most_ranks=per_host, cores=8, rate_bit_s=rate_bit_s, network="eth0"
+    )
+
+
+# --- settings --------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(2, 64), st.integers(100_000, 10_000_000_000), st.sampled_from([MPI, GLOO]))
+def test_idle_control_traffic_stays_under_its_share_of_any_link(hosts: int, rate: int, backend: str) -> None:
+    link = linked(hosts, 1, rate)
+    cycle_ms = tuning.cycle_ms(link, backend)
+    bits_per_cycle = 8 * tuning.CONTROL_BYTES[backend] * (hosts - 1).bit_length()
+    allowed_ms = 1000 * bits_per_cycle / (0.01 * rate)
+    assert 1 <= cycle_ms <= tuning.LONGEST_CYCLE_MS
+    assert cycle_ms >= min(allowed_ms, tuning.LONGEST_CYCLE_MS)
+    assert cycle_ms <= 1.2 * allowed_ms + 1  # and no longer than needed, as small allreduces wait for it
+
+
+def test_a_gloo_transfer_of_a_full_buffer_fits_its_timeout() -> None:
+    for rate in (1_000_000, 10_000_000, 100_000_000):
+        takes = 2 * tuning.FUSION_BYTES * 8 / (0.936 * rate)
+        assert int(values(linked(4, 1, rate), GLOO)["HOROVOD_GLOO_TIMEOUT_SECONDS"]) > takes
+
+
+def wire_bytes(link: Link, number: str) -> float:
+    """What the wire of one host carries each way per byte reduced, ranks placed host by host; by going through it."""
+    p, per = link.ranks, link.most_ranks
+    if number == str(tuning.RING):
+        return 2 * (p - 1) / p  # one rank of each host has its next on another host
+    sent, part, distance = 0.0, 0.5, 1
+    while distance < p:
+        sent += 2 * part * sum(1 for rank in range(per) if (rank ^ distance) // per)
+        part, distance = part / 2, distance * 2
+    return sent
+
+
+@pytest.mark.parametrize(("hosts", "per_host"), [(2, 2), (4, 2), (2, 4), (3, 1), (3, 2), (4, 1), (8, 4)])
+def test_the_algorithm_sends_the_least_over_the_wire(hosts: int, per_host: int) -> None:
+    link = linked(hosts, per_host)
+    chosen = values(link)["coll_tuned_allreduce_algorithm"]
+    others = [str(tuning.RING)]
+    if link.ranks & (link.ranks - 1) == 0:
+        others.append(str(tuning.RABENSEIFNER))
+    assert chosen in others
+    assert wire_bytes(link, chosen) == min(wire_bytes(link, other) for other in others)
+
+
+def test_one_host_gets_no_settings_for_a_wire() -> None:
+    found = values(Link(hosts=1, ranks=2, most_ranks=2, cores=4, rate_bit_s=None))
+    assert not [name for name in found if "tcp" in name or "CYCLE" in name]
+    assert found["OMP_NUM_THREADS"] == "2"
+
+
+def test_every_setting_has_a_reason() -> None:
+    for backend in (MPI, GLOO):
+        for setting in tuning.settings(SLOW, backend):
+            assert setting.reason
+            assert str(setting) == f"{setting.name}={setting.value}  # {setting.reason}"
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def dry(
+    *arguments: str, launcher: str = "mpirun", extra: Mapping[str, str] | None = None, without: str = ""
+) -> subprocess.CompletedProcess[str]:
+    variables = environment(extra)
+    variables.pop(without, None)
+    return subprocess.run(
+        [f"launch/{launcher}.sh", "--dry-run", *arguments],
+        cwd=ROOT,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+
+
+def parts(done: subprocess.CompletedProcess[str]) -> list[str]:
+    assert done.returncode == 0, done.stderr
+    return shlex.split(done.stdout)
+
+
+def test_a_dry_run_prints_the_whole_command_and_each_value_with_its_reason() -> None:
+    done = dry("-H", "localhost:2", "python", "-m", "hvdtrain.resnet", "--epochs", "1", without="OMP_NUM_THREADS")
+    words = parts(done)
+    at = words.index("mpirun")
+    assert words[0] == "env"
+    assert any(word.startswith("OMP_NUM_THREADS=") for word in words[:at])
+    assert words[at : at + 5] == ["mpirun", "-np", "2", "-H", "localhost:2"]
+    assert words[-5:] == ["python", "-m", "hvdtrain.resnet", "--epochs", "1"]
+    lines = done.stderr.splitlines()
+    assert all(line.startswith("mpirun.sh: ") and "=" in line and "  # " in line for line in lines), done.stderr
+    assert any("OMP_NUM_THREADS=" in line for line in lines)
+
+
+def test_hosts_of_a_slurm_allocation() -> None:
+    slurm = {"SLURM_JOB_NODELIST": "localhost", "SLURM_TASKS_PER_NODE": "2", "SLURM_JOB_ID": "7"}
+    words = parts(dry("python", "x.py", extra=slurm))
+    assert words[words.index("-H") + 1] == "localhost:2"
+
+
+def test_a_hostfile_with_comments_becomes_a_list(tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("# mine\nlocalhost slots=3  # all of it\n")
+    words = parts(dry("-np", "2", "--hostfile", str(file), "python", "x.py", launcher="horovodrun"))
+    at = words.index("horovodrun")
+    assert words[at : at + 6] == ["horovodrun", "--mpi", "-np", "2", "-H", "localhost:2"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "extra"),
+    [
+        (["--set", "OMP_NUM_THREADS=7"], {}),
+        (["-x", "OMP_NUM_THREADS=7"], {}),
+        ([], {"OMP_NUM_THREADS": "7"}),
+        (["--set", "OMP_NUM_THREADS=7"], {"OMP_NUM_THREADS": "3"}),
+    ],
+)
+def test_the_users_value_wins(arguments: list[str], extra: dict[str, str]) -> None:
+    done = dry(*arguments, "-H", "localhost:1", "python", "x.py", extra=extra)
+    assert "mpirun.sh: OMP_NUM_THREADS=7  # " in done.stderr
+    assert done.returncode == 0
+    plan, _ = launch.make_plan(
+        "mpirun", launch.parser("mpirun").parse_args([*arguments, "-H", "localhost", "x"]), extra
+    )
+    assert launch.child_environment(plan, extra)["OMP_NUM_THREADS"] == "7"
+
+
+@pytest.mark.parametrize("by", ["--mca", "environment", "--set"])
+def test_the_users_mca_parameter_wins(by: str) -> None:
+    given = {"--mca": ["--mca", "mpi_yield_when_idle", "0"], "--set": ["--set", "mpi_yield_when_idle=0"]}.get(by, [])
+    extra = {"OMPI_MCA_mpi_yield_when_idle": "0"} if by == "environment" else {}
+    words = parts(dry(*given, "--mca", "btl", "self,tcp", "-H", "localhost:1", "python", "x.py", extra=extra))
+    assert words[words.index("mpi_yield_when_idle") + 1] == "0"
+    assert words.count("mpi_yield_when_idle") == 1
+    assert words[words.index("btl") - 1 : words.index("btl") + 2] == ["--mca", "btl", "self,tcp"]
+
+
+def test_ranks_see_an_allow_list_and_no_value_stands_on_the_command_line() -> None:
+    secret = {"AWS_SECRET_ACCESS_KEY": "s3cret", "HVDTRAIN_TOKEN": "s3cret", "HVDTRAIN_SEED": "42", "MINE": "m"}
+    done = dry("-x", "MINE", "-H", "localhost:1", "python", "x.py", extra=secret)
+    words = parts(done)
+    passed = [words[i + 1] for i, word in enumerate(words) if word == "-x"]
+    assert {"PATH", "PYTHONPATH", "HVDTRAIN_SEED", "OMP_NUM_THREADS", "MINE"} <= set(passed)
+    assert not {"AWS_SECRET_ACCESS_KEY", "HVDTRAIN_TOKEN"} & set(passed)
+    assert not [name for name in passed if "=" in name]
+    assert "s3cret" not in done.stdout + done.stderr
+    options = launch.parser("mpirun").parse_args(["-H", "localhost", "x"])
+    plan, _ = launch.make_plan("mpirun", options, secret)
+    assert "s3cret" not in launch.child_environment(plan, secret).values()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["python", "x.py"], 2, "no hosts"),
+        (["-H", "localhost:2"], 2, "no command"),
+        (["-np", "3", "-H", "localhost:2", "python"], 2, "has 2 slots"),
+        (["-np", "0", "-H", "localhost:2", "python"], 2, "has 2 slots"),
+        (["-H", "localhost:2", "--nic", "eth77", "python"], 78, "no network interface eth77"),
+        (["-H", "no-such-host.invalid", "python"], 69, "no-such-host.invalid"),
+        (["--hostfile", "none.txt", "python"], 69, "none.txt"),
+        (["-H", "a", "--hostfile", "none.txt", "python"], 2, "both"),
+        (["-H", "localhost", "--set", "X", "python"], 2, "NAME=VALUE"),
+        (["--hots", "a", "python"], 2, "--hots"),
+    ],
+)
+def test_mistakes_are_one_line_and_a_code(arguments: list[str], code: int, said: str) -> None:
+    done = dry(*arguments, extra={"SLURM_JOB_NODELIST": ""})
+    assert (done.returncode, done.stdout) == (code, ""), done.stderr
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_bad_line_of_a_hostfile_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("a slots=2\nb slots=lots\n")
+    done = dry("--hostfile", str(file), "python", "x.py")
+    assert done.returncode == 65
+    assert f"{file}:2:" in done.stderr
+
+
+def test_without_mpirun_one_line_says_so() -> None:
+    bare = environment({"PATH": "/usr/bin:/bin", "VIRTUAL_ENV": "/"})
+    words = [sys.executable, "-m", "hvdtrain.cluster.launch", "mpirun", "-H", "localhost", "true"]
+    done = subprocess.run(words, cwd=ROOT, env=bare, capture_output=True, text=True, timeout=30)
+    if Path("/usr/bin/mpirun").exists():
+        assert done.returncode == 0
+        return
+    assert done.returncode == 69
+    assert done.stderr.splitlines()[-1].startswith("hvdtrain: no mpirun in PATH")
+
+
+# --- the job's end ---------------------------------------------------------------------------------------------------
+
+# Stands in for mpirun: its children are "ranks"; USR1 ends all with 75, as a checkpoint would.
+MPIRUN = """#!/bin/bash
+trap 'kill -USR1 $rank; wait $rank; exit $?' USR1
+{rank} &
+rank=$!
+echo "$rank" >{pid}
+{rest}
+"""
+FOR_EVER = "mkfifo $0.fifo; exec 3<>$0.fifo; read line <&3"  # with no process below it
+FOR_8_S = FOR_EVER.replace("read", "read -t 8") + "; exit 3"
+RANK = "{python} -c 'import signal, sys, time; signal.signal(10, lambda *_: sys.exit(75)); time.sleep({seconds})'"
+
+
+def starts(tmp_path: Path, *, seconds: float, rest: str = "wait $rank") -> tuple[subprocess.Popen[bytes], Path]:
+    """mpirun.sh round a stand-in for mpirun, once its rank runs."""
+    fake, pid = tmp_path / "mpirun", tmp_path / "pid"
+    fake.write_text(MPIRUN.format(rank=RANK.format(python=sys.executable, seconds=seconds), pid=pid, rest=rest))
+    fake.chmod(0o755)
+    variables = environment()
+    variables |= {"PATH": f"{tmp_path}{os.pathsep}{variables['PATH']}"}
+    words = [sys.executable, "-m", "hvdtrain.cluster.launch", "mpirun", "-H", "localhost:1", "true"]
+    with (tmp_path / "said").open("w") as said:
+        job = subprocess.Popen(words, cwd=ROOT, env=variables, stderr=said)
+    until(pid.exists)
+    time.sleep(1)  # the rank sets its handler
+    return job, pid
+
+
+def until(condition: object, seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_becomes_usr1_and_the_ranks_own_code(tmp_path: Path, number: signal.Signals) -> None:
+    job, pid = starts(tmp_path, seconds=60)
+    job.send_signal(number)
+    assert job.wait(timeout=15) == 75, (tmp_path / "said").read_text()
+    assert not supervise.alive(int(pid.read_text()))
+
+
+def test_a_killed_launcher_leaves_no_job(tmp_path: Path) -> None:
+    job, pid = starts(tmp_path, seconds=60)
+    job.kill()
+    job.wait()
+    rank = int(pid.read_text())
+    until(lambda: not supervise.alive(rank))
+
+
+def test_a_second_signal_ends_a_job_that_does_not_listen(tmp_path: Path) -> None:
+    job, pid = starts(tmp_path, seconds=60, rest=f"trap '' TERM USR1; {FOR_EVER}")
+    # this stand-in is deaf: neither rank nor mpirun hears of it
+    job.send_signal(signal.SIGTERM)
+    time.sleep(1)
+    job.send_signal(signal.SIGINT)
+    assert job.wait(timeout=15) == 130
+    assert not supervise.alive(int(pid.read_text()))
+
+
+@pytest.mark.parametrize(("lost", "code"), [("'b'", 1), ("None", 3)])
+def test_an_mpirun_that_outlives_its_ranks_is_ended_if_a_host_is_lost(tmp_path: Path, lost: str, code: int) -> None:
+    fake, pid = tmp_path / "mpirun", tmp_path / "pid"
+    late = f"wait $rank; {FOR_EVER if code == 1 else FOR_8_S}"
+    fake.write_text(MPIRUN.format(rank="sleep 1", pid=pid, rest=late))
+    fake.chmod(0o755)
+    program = (
+        "import os, sys; from hvdtrain.cluster.supervise import Job;"
+        f"raise SystemExit(Job([sys.argv[1]], os.environ, 5, lost=lambda: {lost}).wait())"
+    )
+    words = [sys.executable, "-c", program, str(fake)]
+    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=30)
+    assert done.returncode == code, done.stderr
+    assert ("host b does not answer" in done.stderr) == (code == 1)
+
+
+@pytest.mark.root
+def test_a_host_that_is_cut_off_is_lost_and_one_that_refuses_is_not(cluster: Cluster) -> None:
+    ask = [sys.executable, "-c", "from hvdtrain.cluster.supervise import lost_host; print(lost_host(['a', 'b']))"]
+    link = ["ip", "-n", f"hvd-{cluster.name}-b", "link", "set", "eth0"]
+    assert cluster.on("a", *ask).stdout.strip() == "None"
+    subprocess.run([*link, "down"], check=True)
+    try:
+        assert cluster.on("a", *ask).stdout.strip() == "b"
+    finally:
+        subprocess.run([*link, "up"], check=True)
+    refused = ["-c", "from hvdtrain.cluster import supervise as s; s.SSH_PORT = 9; print(s.lost_host(['b']))"]
+    assert cluster.on("a", sys.executable, *refused).stdout.strip() == "None"
+
+
+@pytest.mark.root
+@pytest.mark.parametrize(
+    ("launcher", "number"),
+    [
+        (["mpirun.sh"], signal.SIGTERM),
+        (["horovodrun.sh"], signal.SIGINT),
+        (["horovodrun.sh", "--gloo"], signal.SIGUSR1),
+    ],
+    ids=["mpirun-term", "horovodrun-int", "gloo-usr1"],
+)
+def test_a_signal_over_two_hosts_is_a_checkpoint_and_75(
+    cluster: Cluster, tmp_path: Path, launcher: list[str], number: signal.Signals
+) -> None:
+    folder = tmp_path / "run"
+    words = [f"launch/{launcher[0]}", *launcher[1:], "--grace", "60", "-H", "a:1,b:1", sys.executable]
+    words += ["-m", "hvdtrain.resnet", *SMALL, "--epochs", "500", "--run-dir", str(folder)]
+    with (tmp_path / "said").open("w+") as said:
+        job = subprocess.Popen(
+            cluster.command("exec", "a", "--", *words), cwd=ROOT, env=environment(), stdout=said, stderr=said
+        )
+        steps = folder / "metrics" / "rank0000.jsonl"
+        until(lambda: steps.exists() and '"step"' in steps.read_text(), 90)
+        job.send_signal(number)
+        code = job.wait(timeout=60)
+        said.seek(0)
+        assert code == 75, said.read()[-3000:]
+    assert list((folder / "checkpoints").glob("step-*"))

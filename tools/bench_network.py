@@ -1,0 +1,279 @@
+#!/usr/bin/env python3
+"""How long Horovod's allreduce takes over slow links: plain horovodrun on Gloo, plain mpirun, and ours. Needs root.
+
+    sudo tools/bench_network.py --rates 10mbit --hosts 2 --sizes-kb 1000,5000
+
+Makes a virtual cluster of its own, throttles it to each rate, and runs the starters in turn, round after round. Each
+run times float32 allreduces of all sizes, each after a pause of random length as training has one, and takes the
+slowest rank's time. The limit is what the wire allows, 2 (p-1)/p x bytes / (rate x 0.936) for p hosts (Patarasuk and
+Yuan 2009, doi 10.1016/j.jpdc.2008.09.002). Idle traffic is what the first host's interface sends or receives, the
+larger, while all ranks live and nothing is to be done. Exit code 1 if a goal is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from hvdtrain.cluster import nic  # noqa: E402
+from hvdtrain.cluster.commands import need_root  # noqa: E402
+from hvdtrain.cluster.rates import goodput_both_ways, parse_rate, show_rate  # noqa: E402
+from hvdtrain.exits import Failure  # noqa: E402
+
+NAMES = "abcdefgh"
+STARTERS = ("gloo", "mpirun", "ours", "ours-horovodrun", "ours-gloo")
+IDLE_S = 8.0
+PAUSE_S = 0.1
+START_S = 12.0
+"""What a run takes besides its allreduces, for the estimate"""
+SHARE_GOAL, SHARE_FROM_BYTES, SHARE_UP_TO_BIT_S = 0.95, 1_000_000, 100_000_000
+IDLE_GOAL_PERCENT = 1.0
+
+
+def limit_s(hosts: int, size: int, rate_bit_s: int) -> float:
+    """Seconds that the wire needs for an allreduce of `size` bytes over `hosts` hosts."""
+    return 2 * (hosts - 1) / hosts * size * 8 / goodput_both_ways(rate_bit_s)
+
+
+def repeats(expected_s: float) -> int:
+    """How often one run times one size: five times, or fewer where that takes more than about 20 s."""
+    return max(1, min(5, int(20 / expected_s)))
+
+
+# --- one rank --------------------------------------------------------------------------------------------------------
+
+
+def rank_program(work: Sequence[tuple[int, int]], idle_s: float) -> None:
+    """Times each (bytes, repetitions); rank 0 prints one JSON line."""
+    import horovod.torch as hvd
+    import torch
+
+    torch.set_num_threads(1)
+    hvd.init()
+    pauses = random.Random(1)  # the same on all ranks
+    found: dict[str, Any] = {"collectives": "gloo" if hvd.gloo_enabled() else "mpi", "seconds": {}}
+
+    def slowest(value: float) -> float:
+        return float(hvd.allreduce(torch.tensor(value, dtype=torch.float64), op=hvd.Max, name="slowest"))
+
+    for size, times in work:
+        tensor = torch.zeros(size // 4)
+        hvd.allreduce_(torch.zeros(min(size, 1_000_000) // 4), op=hvd.Sum, name="warm")
+        taken = []
+        for _ in range(times):
+            hvd.allreduce_(torch.zeros(1), op=hvd.Sum, name="together")
+            time.sleep(pauses.uniform(0, PAUSE_S))
+            start = time.perf_counter()
+            hvd.allreduce_(tensor, op=hvd.Sum, name=f"bytes{size}")
+            taken.append(slowest(time.perf_counter() - start))
+        found["seconds"][size] = taken
+    if idle_s:
+        time.sleep(1)
+        before = nic.counters("eth0")
+        time.sleep(idle_s)
+        after = nic.counters("eth0")
+        found["idle_bit_s"] = max(8 * (new - old) / idle_s for old, new in zip(before, after, strict=True))
+    hvd.allreduce(torch.zeros(1), name="end")
+    if hvd.rank() == 0:
+        print("bench_network " + json.dumps(found), flush=True)
+    hvd.shutdown()
+
+
+# --- the cluster -----------------------------------------------------------------------------------------------------
+
+
+def cluster(*arguments: str) -> None:
+    done = subprocess.run(["tools/cluster.sh", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise Failure(f"tools/cluster.sh {' '.join(arguments)}: {done.stderr.strip()}", done.returncode)
+
+
+def throttle(name: str, rate_bit_s: int) -> None:
+    command = ["tools/throttle.sh", show_rate(rate_bit_s), "--name", name]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise Failure(f"{' '.join(command)}: {done.stderr.strip()}", done.returncode)
+
+
+def starter(kind: str, hosts: str, ranks: int) -> list[str]:
+    """The words before the ranks' command. The plain ones have what they need to run at all, and nothing to tune."""
+    if kind == "gloo":
+        # Gloo's own timeout of 30 s would end the long transfers; it changes no speed.
+        return ["env", "HOROVOD_GLOO_TIMEOUT_SECONDS=1800", "horovodrun", "--gloo", "-np", str(ranks), "-H", hosts]
+    if kind == "mpirun":
+        interface = ["--mca", "btl_tcp_if_include", "eth0", "--mca", "oob_tcp_if_include", "eth0"]
+        passed = ["-x", "PATH", "-x", "OPAL_PREFIX"]
+        return ["mpirun", "-np", str(ranks), "-H", hosts, "--bind-to", "none", *interface, *passed]
+    words = {"ours": ["launch/mpirun.sh"], "ours-gloo": ["launch/horovodrun.sh", "--gloo"]}
+    return [*words.get(kind, ["launch/horovodrun.sh"]), "-np", str(ranks), "-H", hosts]
+
+
+def measure(name: str, kind: str, hosts: str, ranks: int, work: Sequence[tuple[int, int]], idle_s: float) -> Any:
+    """One run of one starter; what rank 0 printed."""
+    words = ["tools/cluster.sh", "exec", "--name", name, "a", "--", *starter(kind, hosts, ranks)]
+    words += [sys.executable, "tools/bench_network.py", "--rank", json.dumps(work), "--idle-s", str(idle_s)]
+    environment = os.environ | {"PATH": f"{ROOT}/.venv/bin:{os.environ['PATH']}", "VIRTUAL_ENV": f"{ROOT}/.venv"}
+    environment |= {"OPAL_PREFIX": f"{ROOT}/.venv", "OMPI_MCA_orte_launch_agent": f"{ROOT}/.venv/bin/orted"}
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    for line in done.stdout.splitlines():
+        if "bench_network {" in line:
+            return json.loads(line[line.index("{") :])
+    raise Failure(f"{kind} over {hosts} gave no figures (exit code {done.returncode}): {done.stderr[-600:]}")
+
+
+# --- the table -------------------------------------------------------------------------------------------------------
+
+
+def case(options: argparse.Namespace, rate: int, hosts: int) -> list[dict[str, Any]]:
+    """All starters in turn over so many hosts at one rate: one row per starter and size, and one for idle traffic."""
+    listed = ",".join(f"{host}:{options.ranks_per_host}" for host in NAMES[:hosts])
+    work = [(size, repeats(limit_s(hosts, size, rate))) for size in options.sizes]
+    seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
+    idle: dict[str, list[float]] = defaultdict(list)
+    for turn in range(options.rounds):
+        for kind in options.starters:
+            found = measure(options.name, kind, listed, hosts * options.ranks_per_host, work, options.idle_s)
+            for size, taken in found["seconds"].items():
+                seconds[kind, int(size)] += taken
+            idle[kind].append(100 * found["idle_bit_s"] / rate)
+            print(f"{show_rate(rate)}, {listed}, round {turn + 1}: {kind} done", file=sys.stderr, flush=True)
+    rows = []
+    for (kind, size), taken in seconds.items():
+        middle, limit = statistics.median(taken), limit_s(hosts, size, rate)
+        if size >= SHARE_FROM_BYTES and middle < limit / 1.2:
+            raise Failure(
+                f"{kind}: {size} bytes in {middle:.4f} s, the wire needs {limit:.4f} s: who took the throttle?"
+            )
+        rows.append(
+            {
+                "rate_mbit": rate / 1e6,
+                "hosts": hosts,
+                "ranks_per_host": options.ranks_per_host,
+                "starter": kind,
+                "bytes": size,
+                "repetitions": len(taken),
+                "median_s": middle,
+                "least_s": min(taken),
+                "most_s": max(taken),
+                "limit_s": limit,
+                "share_of_limit": limit / middle,
+                "idle_percent": statistics.median(idle[kind]),
+            }
+        )
+    return rows
+
+
+def show(rows: Sequence[dict[str, Any]]) -> None:
+    """The rows as a table, sizes together."""
+    print(
+        f"{'rate':>9} {'hosts':>5} {'size':>8} {'starter':<16} {'median':>9}"
+        f" {'least .. most':>19} {'limit':>9}  share  idle"
+    )
+    for row in sorted(rows, key=lambda row: (row["rate_mbit"], row["hosts"], row["bytes"])):
+        spread = f"{row['least_s']:.4f} .. {row['most_s']:.4f}"
+        print(
+            f"{row['rate_mbit']:>5g}mbit {row['hosts']:>5} {row['bytes'] / 1000:>6g}kB {row['starter']:<16}"
+            f" {row['median_s']:>7.4f} s {spread:>19} {row['limit_s']:>7.4f} s  {row['share_of_limit']:.3f}"
+            f" {row['idle_percent']:>4.2f} %"
+        )
+
+
+def missed(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The goals that a row of ours does not reach, in words."""
+    problems = []
+    plain = {(r["rate_mbit"], r["hosts"], r["bytes"], r["starter"]): r["median_s"] for r in rows}
+    for row in rows:
+        if not row["starter"].startswith("ours"):
+            continue
+        what = f"{row['starter']}, {row['rate_mbit']:g}mbit, {row['hosts']} hosts, {row['bytes'] / 1000:g} kB"
+        slow = row["rate_mbit"] * 1e6 <= SHARE_UP_TO_BIT_S
+        if slow and row["bytes"] >= SHARE_FROM_BYTES and row["share_of_limit"] < SHARE_GOAL:
+            problems.append(f"{what}: {row['share_of_limit']:.3f} of the limit, goal {SHARE_GOAL}")
+        for other in ("gloo", "mpirun"):
+            theirs = plain.get((row["rate_mbit"], row["hosts"], row["bytes"], other))
+            if theirs is not None and row["median_s"] > theirs:
+                problems.append(f"{what}: {row['median_s']:.4f} s, plain {other} {theirs:.4f} s")
+        if row["rate_mbit"] == 10 and row["idle_percent"] > IDLE_GOAL_PERCENT:
+            problems.append(f"{what}: idle {row['idle_percent']:.2f} % of the link, goal {IDLE_GOAL_PERCENT:g} %")
+    return problems
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+
+    def numbers(text: str) -> list[int]:
+        return [int(part) for part in text.split(",")]
+
+    top.add_argument("--rates", type=lambda text: [parse_rate(part) for part in text.split(",")], metavar="RATES")
+    top.add_argument("--sizes-kb", type=numbers, default=[64, 1000, 5000, 25000, 85000], metavar="KB")
+    top.add_argument("--hosts", type=numbers, default=[2, 4], metavar="N", help="how many hosts (default: 2,4)")
+    top.add_argument("--ranks-per-host", type=int, default=1, metavar="N")
+    top.add_argument("--rounds", type=int, default=2, metavar="N", help="turns of all starters (default: 2)")
+    top.add_argument("--starters", type=lambda text: text.split(","), default=list(STARTERS[:3]), metavar="NAMES")
+    top.add_argument("--name", default="tbench", help="of the cluster that is made (default: tbench)")
+    top.add_argument("--idle-s", type=float, default=IDLE_S, metavar="SECONDS", help="of silence that is measured")
+    top.add_argument("--json", action="store_true", help="one JSON document instead of the table")
+    top.add_argument("--rank", help=argparse.SUPPRESS)
+    top.set_defaults(rates=[10_000_000, 100_000_000, 1_000_000_000])
+    return top
+
+
+def estimate_s(options: argparse.Namespace) -> float:
+    total = 0.0
+    for rate in options.rates:
+        for hosts in options.hosts:
+            sizes = ((limit_s(hosts, size, rate), size) for size in options.sizes)
+            once = sum(1.3 * expected * repeats(expected) for expected, _ in sizes) + START_S + options.idle_s
+            total += options.rounds * len(options.starters) * once
+    return total
+
+
+def main() -> int:
+    options = parser().parse_args()
+    if options.rank:
+        rank_program([(size, times) for size, times in json.loads(options.rank)], options.idle_s)
+        return 0
+    options.sizes = [1000 * size for size in options.sizes_kb]
+    unknown = set(options.starters) - set(STARTERS)
+    if unknown or max(options.hosts) > len(NAMES) or min(options.hosts) < 2:
+        print(f"bench_network: starters are {', '.join(STARTERS)}; hosts 2 to {len(NAMES)}", file=sys.stderr)
+        return 2
+    rows: list[dict[str, Any]] = []
+    try:
+        need_root("the benchmark's virtual cluster")
+        print(f"bench_network: about {estimate_s(options) / 60:.0f} minutes", file=sys.stderr, flush=True)
+        cluster("up", "--name", options.name, "--hosts", ",".join(NAMES[: max(options.hosts)]))
+        try:
+            for rate in options.rates:
+                throttle(options.name, rate)
+                for hosts in options.hosts:
+                    rows += case(options, rate, hosts)
+        finally:
+            cluster("down", "--name", options.name)
+    except Failure as failure:
+        print(f"hvdtrain: {failure}", file=sys.stderr)
+        return failure.code
+    problems = missed(rows)
+    if options.json:
+        print(json.dumps({"schema": "hvdtrain/bench-network/1", "rows": rows, "missed": problems}))
+    else:
+        show(rows)
+        print("\n".join(["", *(f"missed: {problem}" for problem in problems)]) if problems else "\nall goals reached")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

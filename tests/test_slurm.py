@@ -1,0 +1,305 @@
+"""Jobs on a real Slurm of two virtual hosts: sbatch, signals, requeue, srun; and the errors users meet."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import PROGRAMS, ROOT, SMALL
+from slurm_cluster import SYSTEM_PATH, SlurmCluster, missing, pmix_missing, slurm, tail, until
+
+SCRIPT = ROOT / "launch" / "slurm.sbatch"
+PYTHON = str(ROOT / ".venv" / "bin" / "python")
+TRAIN = ["python", "-m", "hvdtrain.resnet", *SMALL]
+TWO_BY_TWO = ["--nodes=2", "--ntasks-per-node=2"]
+TWO_BY_ONE = ["--nodes=2", "--ntasks-per-node=1"]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[SlurmCluster]:
+    if reason := missing():
+        pytest.skip(f"Slurm: {reason}")
+    # A short path: the socket of munged is in it, and unix(7) allows 107 characters.
+    with (
+        tempfile.TemporaryDirectory(prefix="slurm-") as folder,
+        slurm(Path(folder), name=f"t{os.getpid()}") as made,
+    ):
+        yield made
+
+
+@pytest.fixture
+def nodes(cluster: SlurmCluster) -> Iterator[SlurmCluster]:
+    """The cluster, idle; a test that fails leaves no job to the next."""
+    yield cluster
+    cluster.clear()
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    """Rank 0's, whole lines only."""
+    file = folder / "metrics" / "rank0000.jsonl"
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def hosts(folder: Path) -> list[str]:
+    return [rank["host"] for rank in json.loads((folder / "manifest.json").read_text())["ranks"]]
+
+
+# --- sbatch ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.root
+def test_a_job_on_two_nodes_trains_on_four_ranks(nodes: SlurmCluster, tmp_path: Path) -> None:
+    run, output = tmp_path / "run", tmp_path / "out"
+    job = nodes.submit(*TWO_BY_TWO, SCRIPT, *TRAIN, "--epochs", "1", "--run-dir", run, cwd=ROOT, output=output)
+    ended = nodes.ended(job, 100, output)
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "0"), tail(output)
+    assert hosts(run) == ["a", "a", "b", "b"]
+    assert (run / "COMPLETE").exists()
+    assert records(run)[-1]["ranks"] == 4 and records(run)[-1]["hosts"] == 2
+
+
+@pytest.mark.root
+def test_usr1_saves_a_checkpoint_and_the_requeued_job_resumes(nodes: SlurmCluster, tmp_path: Path) -> None:
+    run, output = tmp_path / "run", tmp_path / "out"
+    flags = ["--epochs", "4", "--run-dir", str(run)]
+    job = nodes.submit(*TWO_BY_ONE, SCRIPT, *TRAIN, *flags, cwd=ROOT, output=output)
+    until(lambda: any(one["type"] == "step" for one in records(run)), 60, lambda: f"a first step\n{nodes.logs()}")
+    assert nodes.run(["scancel", "--signal=USR1", "--batch", str(job)]).returncode == 0
+    ended = nodes.ended(job, 100, output)
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "1"), tail(output)
+    found = records(run)
+    resumed = [one["step"] for one in found if one["type"] == "resumed"]
+    steps = [one["step"] for one in found if one["type"] == "step"]
+    summary = found[-1]
+    assert len(resumed) == 1 and 0 < resumed[0] < summary["steps"]
+    assert steps == list(range(summary["steps"])), "every step once: none lost, none done again"
+    assert summary["ranks"] == 2 and (run / "COMPLETE").exists()
+
+
+def start(nodes: SlurmCluster, folder: Path, *options: str) -> int:
+    """A job of tests/programs/slurm_job.py whose four ranks run."""
+    program = PROGRAMS / "slurm_job.py"
+    output = folder / "out"
+    job = nodes.submit(*TWO_BY_TWO, *options, SCRIPT, "python", program, folder, cwd=ROOT, output=output)
+    until(
+        lambda: seen(folder) and all(seen(folder).values()) and len(seen(folder)) == 4,
+        30,
+        lambda: f"4 ranks {tail(output)}",
+    )
+    return job
+
+
+def seen(folder: Path) -> dict[str, list[str]]:
+    return {file.name: file.read_text().splitlines() for file in sorted(folder.glob("rank*"))}
+
+
+@pytest.mark.root
+def test_usr1_to_the_steps_alone_requeues_too(nodes: SlurmCluster, tmp_path: Path) -> None:
+    """Without --batch Slurm signals only what runs on the other node; its ranks' 75 is the job's."""
+    job = start(nodes, tmp_path)
+    assert nodes.run(["scancel", "--signal=USR1", str(job)]).returncode == 0
+    ended = nodes.ended(job, 60, tmp_path / "out")
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), tail(tmp_path / "out")
+    begin = f"start results/slurm-{job} true"
+    assert {rank: lines.count(begin) for rank, lines in seen(tmp_path).items()} == {f"rank{n}": 2 for n in range(4)}
+    assert seen(tmp_path)["rank2"] == seen(tmp_path)["rank3"] == [begin, "SIGUSR1", begin]
+
+
+@pytest.mark.root
+def test_term_saves_a_checkpoint_and_ends_the_job(nodes: SlurmCluster, tmp_path: Path) -> None:
+    job = start(nodes, tmp_path)
+    assert nodes.run(["scancel", "--signal=TERM", "--batch", str(job)]).returncode == 0
+    ended = nodes.ended(job, 30, tmp_path / "out")
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "75:0", "0"), tail(tmp_path / "out")
+    assert len(seen(tmp_path)) == 4 and all(len(lines) == 2 for lines in seen(tmp_path).values())
+
+
+@pytest.mark.root
+def test_a_cancelled_job_ends_and_leaves_no_process(nodes: SlurmCluster, tmp_path: Path) -> None:
+    before = nodes.processes()
+    job = start(nodes, tmp_path)
+    its_own = nodes.processes() - before
+    assert len(its_own) >= 4
+    assert nodes.run(["scancel", str(job)]).returncode == 0
+    ended = nodes.ended(job, 30, tmp_path / "out")
+    assert (ended["JobState"], ended["Restarts"]) == ("CANCELLED", "0")
+    until(
+        lambda: not nodes.processes() & its_own, 20, lambda: f"no process of the job's: {nodes.processes() & its_own}"
+    )
+
+
+@pytest.mark.root
+def test_a_job_that_may_not_be_requeued_keeps_its_75(nodes: SlurmCluster, tmp_path: Path) -> None:
+    job = start(nodes, tmp_path, "--no-requeue")
+    assert nodes.run(["scancel", "--signal=USR1", "--batch", str(job)]).returncode == 0
+    ended = nodes.ended(job, 30, tmp_path / "out")
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "75:0", "0"), tail(tmp_path / "out")
+    assert "it cannot; submit it again with --run-dir" in (tmp_path / "out").read_text()
+
+
+@pytest.mark.root
+def test_the_exit_code_of_the_command_is_the_jobs(nodes: SlurmCluster, tmp_path: Path) -> None:
+    program = ["python", "-c", "raise SystemExit(65)"]
+    job = nodes.submit(*TWO_BY_ONE, SCRIPT, *program, cwd=ROOT, output=tmp_path / "out")
+    ended = nodes.ended(job, 30, tmp_path / "out")
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "65:0", "0"), tail(tmp_path / "out")
+
+
+@pytest.mark.root
+def test_a_job_submitted_from_elsewhere_says_so(nodes: SlurmCluster, tmp_path: Path) -> None:
+    job = nodes.submit("--nodes=1", SCRIPT, *TRAIN, cwd=tmp_path, output=tmp_path / "out")
+    assert nodes.ended(job, 30, tmp_path / "out")["ExitCode"] == "78:0"
+    (line,) = (tmp_path / "out").read_text().splitlines()
+    assert line.startswith(f"slurm.sbatch: no launch/mpirun.sh in {tmp_path} on a; submit from the checkout")
+
+
+# --- srun ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.root
+def test_srun_with_pmix_trains(nodes: SlurmCluster, tmp_path: Path) -> None:
+    if reason := pmix_missing():
+        pytest.skip(reason)
+    run = tmp_path / "run"
+    words = [PYTHON, *TRAIN[1:], "--epochs", "1", "--run-dir", str(run)]
+    done = nodes.run(["srun", "--nodes=2", "--ntasks=2", "--mpi=pmix", *words], cwd=ROOT, timeout=90)
+    assert done.returncode == 0, done.stderr
+    assert hosts(run) == ["a", "b"] and (run / "COMPLETE").exists()
+    assert "2 (srun)" in done.stderr and records(run)[-1]["hosts"] == 2
+
+
+@pytest.mark.root
+def test_srun_tells_each_rank_its_place(nodes: SlurmCluster) -> None:
+    """Three ranks on two nodes, without --ntasks-per-node: the nodes' shares differ."""
+    if reason := pmix_missing():
+        pytest.skip(reason)
+    show = (
+        "from hvdtrain import world; p = world.place(); print(p.launcher, p.rank, p.size, p.local_rank, p.local_size)"
+    )
+    done = nodes.run(["srun", "--nodes=2", "--ntasks=3", "--mpi=pmix", PYTHON, "-c", show], cwd=ROOT)
+    assert sorted(done.stdout.splitlines()) == ["srun 0 3 0 2", "srun 1 3 1 2", "srun 2 3 0 1"], done.stderr
+
+
+@pytest.mark.root
+def test_srun_without_pmix_is_refused(nodes: SlurmCluster, tmp_path: Path) -> None:
+    """It would be two trainings side by side."""
+    words = [PYTHON, *TRAIN[1:], "--epochs", "1", "--run-dir", str(tmp_path / "run")]
+    done = nodes.run(["srun", "--nodes=2", "--ntasks=2", "--mpi=none", *words], cwd=ROOT, timeout=90)
+    assert done.returncode != 0
+    assert done.stderr.count("hvdtrain:") == 1 and "--mpi=pmix" in done.stderr, done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+# --- without Slurm ---------------------------------------------------------------------------------------------------
+
+LAUNCHER = """#!/usr/bin/env bash
+printf '%s\\n' "${HVDTRAIN_RUN_DIR:-theirs} ${HVDTRAIN_RESUME:-anew}" "$@" >started.part
+stop() { echo "$1" >signal; exit "$CODE"; }
+trap 'stop USR1' USR1
+trap 'stop TERM' TERM
+mv started.part started
+while [[ $WAIT ]]; do sleep 0.05; done
+exit "$CODE"
+"""
+SCONTROL = """#!/usr/bin/env bash
+printf '%s\\n' "$*" >scontrol.called
+"""
+
+
+def program(path: Path, text: str) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+def script(
+    *words: str, cwd: Path = ROOT, number: signal.Signals | None = None, **variables: str
+) -> tuple[int, list[str]]:
+    """Runs the batch script as a plain program, signals it once its launcher runs: its exit code, its stderr."""
+    environment = {"PATH": f"{cwd / 'bin'}:{SYSTEM_PATH}", "SLURM_JOB_ID": "7", **variables}
+    with subprocess.Popen(
+        [str(SCRIPT), *words], env=environment, cwd=cwd, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as running:
+        if number is not None:
+            until((cwd / "started").exists, 10, lambda: "its launcher")
+            running.send_signal(number)
+        said = running.communicate(timeout=20)[1]
+    return running.returncode, said.splitlines()
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A folder with all that the script looks for; the launcher ends as CODE says, after a signal if WAIT is set."""
+    program(tmp_path / "launch" / "mpirun.sh", LAUNCHER)
+    program(tmp_path / "bin" / "scontrol", SCONTROL)
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "activate").touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("code", "number", "restarts", "requeued"),
+    [
+        (0, None, 0, False),
+        (1, None, 0, False),
+        (75, None, 0, True),  # a fault: the launcher's sentinel ended the job after its last checkpoint
+        (75, None, 5, False),  # the sixth time it is no accident
+        (75, signal.SIGUSR1, 9, True),  # the time limit, as often as it takes
+        (75, signal.SIGTERM, 0, False),
+        (75, signal.SIGINT, 0, False),
+        (138, signal.SIGUSR1, 0, False),  # before the first step: nothing to resume
+    ],
+)
+def test_what_goes_back_to_the_queue(
+    checkout: Path, code: int, number: signal.Signals | None, restarts: int, requeued: bool
+) -> None:
+    wait = "" if number is None else "yes"
+    ended, lines = script(
+        "train", cwd=checkout, number=number, CODE=str(code), WAIT=wait, SLURM_RESTART_COUNT=str(restarts)
+    )
+    assert ended == code, lines
+    called = checkout / "scontrol.called"
+    assert (called.read_text() if called.exists() else None) == ("requeue 7\n" if requeued else None), lines
+    if number is not None:
+        expected = "USR1" if number is signal.SIGUSR1 else "TERM"
+        assert (checkout / "signal").read_text() == f"{expected}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "restarts", "folder"),
+    [
+        (["train", "--epochs", "two words"], 0, "results/slurm-7 true"),
+        (["train", "--run-dir", "mine"], 0, "theirs anew"),
+        (["train", "--run-dir=mine"], 1, "theirs true"),
+    ],
+)
+def test_the_run_folder_is_the_jobs_unless_the_command_names_one(
+    checkout: Path, words: list[str], restarts: int, folder: str
+) -> None:
+    code, _ = script(*words, cwd=checkout, CODE="0", WAIT="", SLURM_RESTART_COUNT=str(restarts))
+    assert code == 0
+    assert (checkout / "started").read_text().splitlines() == [folder, *words]
+
+
+def test_outside_a_job_it_says_how_to_submit() -> None:
+    code, (line,) = script("python", "-m", "hvdtrain.resnet", SLURM_JOB_ID="")
+    assert code == 78 and "this is no Slurm job; submit it from the checkout: sbatch -N 2" in line
+
+
+def test_a_job_without_a_command_is_a_usage_error() -> None:
+    code, (line,) = script()
+    assert code == 2 and "nothing to run" in line
+
+
+def test_a_checkout_that_is_not_set_up_is_named(checkout: Path) -> None:
+    (checkout / ".venv" / "bin" / "activate").unlink()
+    code, (line,) = script("true", cwd=checkout)
+    assert code == 69 and f"no .venv in {checkout} on " in line and "run `make setup` there" in line

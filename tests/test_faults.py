@@ -216,7 +216,7 @@ def test_the_records_tell_throttle_goodput_and_bytes_of_each_host(cluster: Clust
     folder = tmp_path / "run"
     train = [*SMALL, "--epochs", "1", "--json", "--run-dir", str(folder)]
     try:
-        many = ["horovodrun", "--gloo", "-np", "2", "-H", "a:1,b:1"]
+        many = ["launch/mpirun.sh", "-H", "a:1,b:1"]
         done = cluster.on("a", *many, sys.executable, "-m", "hvdtrain.resnet", *train)
     finally:
         throttle(cluster, "clear")
@@ -240,7 +240,7 @@ def test_the_records_tell_throttle_goodput_and_bytes_of_each_host(cluster: Clust
 def test_the_last_checkpoint_outlives_a_killed_rank_and_the_advice_names_it(cluster: Cluster, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     flags = [*SMALL, "--epochs", "40", "--checkpoint-steps", "3", "--run-dir", str(folder)]
-    many = ["horovodrun", "--gloo", "-np", "2", "-H", "a:1,b:1"]
+    many = ["launch/mpirun.sh", "-H", "a:1,b:1"]
     words = cluster.command("exec", "a", "--", *many, sys.executable, "-m", "hvdtrain.resnet", *flags)
     with subprocess.Popen(
         words, cwd=ROOT, env=environment(), stdin=subprocess.DEVNULL, stdout=-1, stderr=-2, text=True

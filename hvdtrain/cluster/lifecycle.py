@@ -103,7 +103,7 @@ def _prepare(cluster: Cluster) -> None:
         path.mkdir(mode=0o755, parents=True, exist_ok=True)
     for host in cluster.hosts:
         (here / "hosts" / host.name / "cgroup").mkdir()
-    if str(PINS) not in mounts():
+    if not is_mount(PINS):
         run_all(pin_commands())
     for path, text in files(cluster).items():
         path.write_text(text)
@@ -143,6 +143,21 @@ def mounts() -> list[str]:
     """Mount points of this mount namespace, in order of mounting (proc(5), mountinfo)."""
     lines = Path("/proc/self/mountinfo").read_text().splitlines()
     return [line.split()[4].encode().decode("unicode_escape") for line in lines]
+
+
+def is_mount(path: Path) -> bool:
+    """Whether a mount begins at the folder, told by the number of the mount that it is on (proc(5), fdinfo): also right
+    for a folder bound to itself, and where another mount covers one of that name."""
+    if not path.is_dir():
+        return False
+    handle = os.open(path, os.O_PATH)
+    try:
+        facts = Path(f"/proc/self/fdinfo/{handle}").read_text().split()
+        number = facts[facts.index("mnt_id:") + 1]
+    finally:
+        os.close(handle)
+    lines = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    return any(words[0] == number and words[4] == str(path) for words in lines)
 
 
 def namespaces(cluster: str) -> list[str]:
@@ -191,8 +206,7 @@ def _remove(cluster: str) -> None:
     with contextlib.suppress(FileNotFoundError):
         (here / "cluster.json").unlink()  # first: from here on it is not up
     _end_processes(cluster)
-    mounted = mounts()
-    for mount in reversed([mount for mount in mounted if mount.startswith((f"{PINS}/{cluster}.", f"{here}/"))]):
+    for mount in reversed([mount for mount in mounts() if mount.startswith((f"{PINS}/{cluster}.", f"{here}/"))]):
         run(["umount", "--lazy", mount])
     for pin in PINS.glob(f"{cluster}.*"):
         pin.unlink()
@@ -202,7 +216,7 @@ def _remove(cluster: str) -> None:
         _remove_group(group)
     shutil.rmtree(here, ignore_errors=True)
     if not any(path.is_dir() and path not in (PINS, SELF) for path in STATE.iterdir()):
-        if str(PINS) in mounted:
+        if is_mount(PINS):
             run(["umount", "--lazy", str(PINS)])
         for path in (PINS, SELF, STATE):
             with contextlib.suppress(OSError):  # a throttle of this machine may keep its file in self/

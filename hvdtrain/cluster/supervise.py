@@ -179,6 +179,8 @@ class Job:
             return 128 + self.asked[0]  # told before they had anything to save
         if self.asked and code == exits.FAILED and not self.tells_code:
             return exits.RESUMABLE
+        if not self.asked and code >= 128:  # a rank that was killed, mpirun's own trouble: it says which
+            return exits.FAILED
         return code
 
     def _outlived(self) -> bool:

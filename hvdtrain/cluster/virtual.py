@@ -162,12 +162,12 @@ def host_commands(cluster: Cluster, host: str) -> list[Command]:
         ["unshare", f"--uts={uts}", f"--mount={mnt}", "--propagation", "slave", "true"],
         [*enter, "hostname", host],
         # What keeps other hosts alive is not this one's to hold.
-        [*enter, "umount", "--recursive", "--lazy", str(PINS), "/run/netns"],
+        [*enter, "umount", "--lazy", str(PINS), "/run/netns"],
         # /sys shows the interfaces of the namespace that mounted it; cgroups stay as they are.
         [*enter, "mount", "--rbind", str(CGROUPS), str(spare)],
         [*enter, "mount", "-t", "sysfs", "sysfs", "/sys"],
         [*enter, "mount", "--rbind", str(spare), str(CGROUPS)],
-        [*enter, "umount", "--recursive", "--lazy", str(spare)],
+        [*enter, "umount", "--lazy", str(spare)],
         [*enter, "mount", "--bind", str(here / "etc" / "hosts"), "/etc/hosts"],
         [*enter, "mount", "--bind", str(here / "etc" / "resolv.conf"), "/etc/resolv.conf"],
         [*enter, "mount", "--bind", str(here / "ssh" / "ssh_config"), "/etc/ssh/ssh_config"],
@@ -200,10 +200,11 @@ def files(cluster: Cluster) -> dict[Path, str]:
         ),
     }
     for name in names:
+        # StrictModes refuses keys where "/" is not root's own, as in a user namespace; these lie in a folder of ours.
         written[here / "hosts" / name / "sshd_config"] = (
             f"ListenAddress {cluster.address(name)}:22\nHostKey {here}/ssh/host_key\n"
             f"AuthorizedKeysFile {here}/ssh/authorized_keys\nPidFile {here}/hosts/{name}/sshd.pid\n"
-            "UsePAM yes\nPasswordAuthentication no\nKbdInteractiveAuthentication no\n"
+            "UsePAM yes\nStrictModes no\nPasswordAuthentication no\nKbdInteractiveAuthentication no\n"
             "PermitRootLogin prohibit-password\n"
             f"AllowUsers {' '.join(sorted({'root', cluster.user}))}\nUseDNS no\nMaxStartups 200\nX11Forwarding no\n"
             "PrintMotd no\nPrintLastLog no\nLogLevel ERROR\n"

@@ -1,9 +1,9 @@
 """How a job is ended after a fault, step by step, on one host.
 
-A rank that waits in a collective cannot run Python, so it can only be killed; before that the launcher is asked, since
-a launcher that is asked ends its ranks everywhere, leaves no files and returns 1. `mpirun` that cannot reach one of
-its daemons waits for ever; a second SIGTERM within five seconds makes it give up. A daemon (`orted`) that lost its
-`mpirun` to a dead link waits too.
+A rank that waits in a collective cannot run Python, so it can only be killed. A launcher whose rank was killed ends the
+others everywhere, leaves no files and returns no 0 (horovodrun on Gloo that is asked to end may return 0). `mpirun`
+that cannot reach one of its daemons waits for ever, so it is asked; a second SIGTERM within five seconds makes it give
+up. A daemon (`orted`) that lost its `mpirun` to a dead link waits too.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ class Times:
 
 TIMES = {
     "lost": Times(ask_launcher=0, kill_ranks=1.5, insist=2.5, kill_launcher=5),
-    "stopped": Times(ask_launcher=0, kill_ranks=1.5, insist=2.5, kill_launcher=5),
-    # The launcher sees these itself; a signal while it ends the job makes mpirun crash.
+    "lost, no mpirun here": Times(kill_ranks=0.3, ask_launcher=4, insist=5, kill_launcher=5.5),
+    # The launcher sees the ends of ranks itself; a signal while it ends the job makes mpirun crash.
+    "stopped": Times(kill_ranks=0.3, ask_launcher=8, insist=10, kill_launcher=12),
     "died": Times(kill_ranks=0.3, ask_launcher=8, insist=10, kill_launcher=12),
     "failed": Times(kill_ranks=3.5, ask_launcher=8, insist=10, kill_launcher=12),
     # Nobody else ends these ranks; those not stuck in a collective have time for a checkpoint.
@@ -41,11 +42,11 @@ SPREAD_S = 1.0
 
 class Ending:
     def __init__(self, kind: str, ranks: list[Process], launchers: list[Process]) -> None:
-        self._times = TIMES[kind]
         self._ranks = ranks
         # What would wait for ever. Shells, sshd, a Slurm step and our launch scripts end by themselves after these.
         self._launchers = [p for p in launchers if p.name.startswith((*MPIRUN, "orted", "prted", "horovodrun"))]
         self._mpirun = [p for p in launchers if p.name.startswith(MPIRUN)]
+        self._times = TIMES["lost, no mpirun here" if kind == "lost" and not self._mpirun else kind]
         self._horovodrun = [p for p in launchers if p.name.startswith("horovodrun")]
         below = [p for top in self._mpirun + self._horovodrun for p in descendants(top.pid)]
         self._helpers = [p for p in below if p.pid != os.getpid()]  # ssh clients, shells

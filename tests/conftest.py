@@ -34,6 +34,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=f"needs {lacking}"))
 
 
+@pytest.fixture
+def iproute2() -> None:
+    """For tests that look at this machine's network as any user may."""
+    if shutil.which("ip", path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None:
+        pytest.skip("no ip on this machine (Debian: apt-get install iproute2)")
+
+
 class Cluster:
     """A virtual cluster of the tests, driven by the command that users type."""
 

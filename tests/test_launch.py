@@ -181,6 +181,13 @@ def test_ranks_see_an_allow_list_and_no_value_stands_on_the_command_line() -> No
     assert "s3cret" not in launch.child_environment(plan, secret).values()
 
 
+def test_an_unknown_interface_is_one_line_that_lists_the_known(iproute2: None) -> None:
+    done = dry("-H", "localhost:2", "--nic", "eth77", "python")
+    assert (done.returncode, done.stdout) == (78, ""), done.stderr
+    assert "no network interface eth77 here; there are lo" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
@@ -188,7 +195,6 @@ def test_ranks_see_an_allow_list_and_no_value_stands_on_the_command_line() -> No
         (["-H", "localhost:2"], 2, "no command"),
         (["-np", "3", "-H", "localhost:2", "python"], 2, "has 2 slots"),
         (["-np", "0", "-H", "localhost:2", "python"], 2, "has 2 slots"),
-        (["-H", "localhost:2", "--nic", "eth77", "python"], 78, "no network interface eth77"),
         (["-H", "no-such-host.invalid", "python"], 69, "no-such-host.invalid"),
         (["--hostfile", "none.txt", "python"], 69, "none.txt"),
         (["-H", "a", "--hostfile", "none.txt", "python"], 2, "both"),

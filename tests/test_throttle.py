@@ -174,7 +174,7 @@ def test_a_mistake_is_one_line_with_its_code(arguments: str, code: int, reason: 
     assert reason in done.stderr and done.stderr.count("\n") == 1 and done.stderr.startswith("throttle: ")
 
 
-def test_without_root_it_says_so_and_a_dry_run_still_shows_the_commands() -> None:
+def test_without_root_it_says_so_and_a_dry_run_still_shows_the_commands(iproute2: None) -> None:
     drop = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"] if os.geteuid() == 0 else []
     module = [*drop, sys.executable, "-B", "-m", "hvdtrain.cluster.throttle"]
 

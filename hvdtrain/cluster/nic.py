@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,16 @@ def route_device(address: str) -> str | None:
     except Exception:
         return None
     return routes[0].get("dev") if routes else None
+
+
+def is_own(address: str) -> bool:
+    """Whether it is an address (IPv4) of this machine: only such a one can be bound (bind(2))."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as door:
+        try:
+            door.bind((address, 0))
+        except OSError:
+            return False
+    return True
 
 
 def default_route_device() -> str | None:

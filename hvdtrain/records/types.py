@@ -1,23 +1,10 @@
-"""What a run leaves behind: the record types, and the JSONL files that hold them.
-
-A run folder holds `manifest.json` (what was asked and where it ran), `metrics/rank0000.jsonl` (one line per record)
-and, written last, `COMPLETE`. The loop writes only records and `hvdtrain results` reads only records; nobody scrapes a
-log. Every line is one JSON object whose "type" is a key of RECORDS. Times are in seconds, sizes in bytes; `null` means
-not measured, never 0. A resumed run appends: of two records for the same step or epoch the later one counts.
-"""
+"""The record types, with the meaning and the unit of every field."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-from collections.abc import Iterator
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, ClassVar, get_args
-
-from hvdtrain import exits
-from hvdtrain.exits import Failure
 
 SCHEMA = "hvdtrain/1"
 
@@ -40,9 +27,9 @@ class Manifest:
     model: dict[str, Any]
     """Parameters, bytes and spec of the model"""
     ranks: list[dict[str, Any]]
-    """For each rank: host, local_rank, device, threads"""
+    """For each rank: host, local_rank, device, threads, cpu (model and cores of the host)"""
     collectives: str
-    """What carries the collectives: none, gloo, mpi or nccl"""
+    """What carries the collectives: none, gloo, mpi, nccl or grpc"""
     links: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     """For each of several hosts: host, nic, address, speed_mbit (as the NIC negotiated), throttle (what was asked of
     `tools/throttle.sh` there, null without one), goodput_to and goodput_mbit (TCP payload this host could send to that
@@ -69,11 +56,11 @@ class Step:
     compute_s: float
     """Forward, backward and update; with an overlapped strategy also the part of the exchange that backward hides"""
     communication_s: float | None
-    """Waiting for the exchange after backward; null where the framework runs both in one graph"""
+    """Waiting for the exchange after backward; null where the framework runs both in one graph, or waits on a GPU"""
     bytes_sent: int
     """Payload this rank gave to the exchange's algorithm (without headers)"""
     warmup: bool
-    """One of the first steps since the start of the process, left out of rates"""
+    """One of the first steps since the start of the process, or one that the profiler distorts: left out of rates"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,6 +81,8 @@ class Epoch:
     """Training samples over all ranks"""
     samples_per_s: float | None
     """Over all ranks, warm-up steps left out; null if the epoch is warm-up only"""
+    unix_s: float | None = None
+    """When the epoch's validation was over, by rank 0's clock (seconds since 1970)"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -156,9 +145,87 @@ class Summary:
     """For each of several hosts: host, nic, and sent_bytes and received_bytes over its link from the loop's start in
     this process to the end of the test evaluation, with headers and whatever else used the NIC. Empty on a single
     host"""
+    began_unix_s: float | None = None
+    """When the loop began in this process, and when the test evaluation was over, by rank 0's clock"""
+    ended_unix_s: float | None = None
 
 
-Record = Manifest | Step | Epoch | Saved | Resumed | Summary
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sensors:
+    """What the sampler of one host can read, and whence: opens `monitors/<host>.jsonl`, again after each resume."""
+
+    type: ClassVar[str] = "sensors"
+    schema: str = SCHEMA
+    host: str
+    unix_s: float
+    interval_s: float
+    """Asked; each sample tells how long it really was"""
+    monitors: list[str]
+    """Of power, resources"""
+    devices: list[dict[str, Any]]
+    """What takes energy there: device (`cpu0`, `dram0`, `gpu0` ...), name, source (`rapl`, `nvml-energy`, `nvml-power`;
+    null without a reading), reason (why there is none, else null), used (whether a rank of this run computes on it;
+    null: cannot be told)"""
+    idle_s: float | None = None
+    """Length of the idle baseline taken before the run; null if none was asked for"""
+    idle_w: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Mean power of each device in that time"""
+    resources: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """What the resources are counted of: cores (that cpu_percent is a share of), cpu (`machine`, or the control group
+    whose quota limits this host), ram_bytes (of the machine), disks (names of the physical ones that are summed)"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One interval of one host, closed at `unix_s` by that host's clock. What was not measured is null or absent."""
+
+    type: ClassVar[str] = "sample"
+    unix_s: float
+    seconds: float
+    """Length of the interval, by the monotonic clock"""
+    energy_j: dict[str, float] = dataclasses.field(default_factory=dict)
+    """By device, over the interval"""
+    cpu_percent: float | None = None
+    """Of all cores of the host: 100 is all of them busy"""
+    ranks: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    """For each rank on the host: rank, cpu_percent (100 is one core), rss_bytes"""
+    ram_used_bytes: int | None = None
+    gpus: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    """For each GPU: device, utilisation_percent, memory_used_bytes"""
+    nics: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    """For each NIC but loopback: nic, sent_bytes and received_bytes over the interval"""
+    disk_read_bytes: int | None = None
+    """Of all disks, over the interval"""
+    disk_written_bytes: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Point:
+    """What a sweep asked of a run: `point.json`, written into the run's folder before it is launched."""
+
+    type: ClassVar[str] = "point"
+    schema: str = SCHEMA
+    sweep: str
+    point: str
+    """Its settings as a short name; equal for repeats"""
+    repeat: int
+    kind: str
+    """timing or energy (a run with power sampling, whose times are left out of timing figures)"""
+    attempt: int
+    """1, or 2 after a failure"""
+    order: int
+    """Place in the sweep's order of launches, from 0"""
+    settings: dict[str, Any]
+    command: list[str]
+    rate_mbit: float | None
+    """Asked of the throttle; null: unlimited"""
+    rate_off_percent: float | None
+    """The worst link's goodput against what that rate allows, as verified before the run; null: not verified"""
+    marked: str | None
+    """Why the figures of this run are not to be trusted; null: nothing known against them"""
+
+
+Record = Manifest | Step | Epoch | Saved | Resumed | Summary | Sensors | Sample | Point
 RECORDS: dict[str, type[Record]] = {cls.type: cls for cls in get_args(Record)}
 
 
@@ -168,70 +235,3 @@ def utc_now() -> str:
 
 def as_json(record: Record) -> dict[str, Any]:
     return {"type": record.type, **{f.name: getattr(record, f.name) for f in dataclasses.fields(record)}}
-
-
-def from_json(value: Any, where: str) -> Any:
-    """The record that `value` describes; raises Failure (65) naming `where` if it is none. Unknown keys are ignored."""
-    cls = RECORDS.get(value.get("type", "")) if isinstance(value, dict) else None
-    if cls is None:
-        raise Failure(f"{where}: not a record of {SCHEMA}; known types: {', '.join(RECORDS)}", exits.BAD_DATA)
-    names = [f.name for f in dataclasses.fields(cls)]
-    missing = dataclasses.MISSING
-    required = [f.name for f in dataclasses.fields(cls) if f.default is missing and f.default_factory is missing]
-    if absent := [name for name in required if name not in value]:
-        raise Failure(f"{where}: {cls.type} record without {absent[0]!r}", exits.BAD_DATA)
-    return cls(**{name: value[name] for name in names if name in value})
-
-
-class Writer:
-    """Appends records to one JSONL file, one write per line, so that a crash tears at most the last line."""
-
-    def __init__(self, path: Path) -> None:
-        """Opens `path`, and ends a line that an earlier process left torn. Raises Failure (73, 74)."""
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-            size = os.fstat(self._file).st_size
-            if size and os.pread(self._file, 1, size - 1) != b"\n":
-                os.write(self._file, b"\n")
-        except OSError as error:
-            raise Failure(f"{path}: {error.strerror}; choose another --run-dir", exits.CANNOT_WRITE) from error
-        self._path = path
-
-    def write(self, record: Record) -> None:
-        line = json.dumps(as_json(record), separators=(",", ":")).encode() + b"\n"
-        try:
-            os.write(self._file, line)
-        except OSError as error:
-            raise Failure(f"{self._path}: {error.strerror}; free some space and --resume", exits.IO_ERROR) from error
-
-    def close(self) -> None:
-        os.close(self._file)
-
-
-def read(path: Path) -> Iterator[Any]:
-    """The records of one JSONL file in order; a torn line (a crash's last one) is passed over.
-
-    Raises Failure (65) with file:line for a whole line that is no record. Memory is that of one line.
-    """
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                value = json.loads(line)
-            except ValueError:
-                continue
-            yield from_json(value, f"{path}:{number}")
-
-
-def write_document(path: Path, value: dict[str, Any]) -> None:
-    """Writes a JSON file whole or not at all. Raises Failure (73)."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with part.open("w") as stream:
-            json.dump(value, stream, indent=2)
-            stream.write("\n")
-            stream.flush()
-            os.fsync(stream.fileno())
-        part.replace(path)
-    except OSError as error:
-        raise Failure(f"{path}: {error.strerror}; choose another --run-dir", exits.CANNOT_WRITE) from error

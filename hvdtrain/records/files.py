@@ -1,0 +1,133 @@
+"""Records to files and back: appended line by line, read back in a memory that a damaged file cannot swell."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from hvdtrain import exits
+from hvdtrain.exits import Failure
+from hvdtrain.records.checks import from_json, make, record_type
+from hvdtrain.records.types import Record, as_json
+
+_DECODER = json.JSONDecoder()
+LONGEST_LINE_BYTES = 1 << 20
+"""A longer line is no record (the summary of 50,000 epochs is one); reading stops there, so memory stays bounded"""
+LONGEST_DOCUMENT_BYTES = 4 << 20
+
+
+class Writer:
+    """Appends records to one JSONL file, one write per line, so that a crash tears at most the last line."""
+
+    def __init__(self, path: Path) -> None:
+        """Opens `path`, and ends a line that an earlier process left torn. Raises Failure (73, 74)."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+            size = os.fstat(self._file).st_size
+            if size and os.pread(self._file, 1, size - 1) != b"\n":
+                os.write(self._file, b"\n")
+        except OSError as error:
+            raise Failure(f"{path}: {error.strerror}; choose another --run-dir", exits.CANNOT_WRITE) from error
+        self._path = path
+
+    def write(self, record: Record) -> None:
+        line = json.dumps(as_json(record), separators=(",", ":")).encode() + b"\n"
+        try:
+            os.write(self._file, line)
+        except OSError as error:
+            raise Failure(f"{self._path}: {error.strerror}; free some space and --resume", exits.IO_ERROR) from error
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+def read(path: Path) -> Iterator[Any]:
+    """The records of one JSONL file in order; a torn line (a crash's last one) is passed over.
+
+    Raises Failure (65, 74) with file:line for a whole line that is no record. Memory is that of one line.
+    """
+    for _, cls, value in read_values(path):
+        yield make(cls, value)
+
+
+def read_values(
+    path: Path, torn: Callable[[int], None] = lambda line: None
+) -> Iterator[tuple[int, type[Record], dict[str, Any]]]:
+    """Line number, record type and checked JSON value of each line of a JSONL file, as fast as it goes.
+
+    Each torn line is told to `torn` by its number. Raises Failure (65, 74, 77) with file:line.
+    """
+    for number, line in read_lines(path):
+        try:
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+            value, end = _DECODER.raw_decode(text) if text else ({}, 0)
+        except (ValueError, RecursionError):
+            torn(number)
+            continue
+        if end != len(text):
+            torn(number)
+        elif text:
+            try:
+                yield number, record_type(value), value
+            except ValueError as error:
+                raise Failure(f"{path}:{number}: {error}", exits.BAD_DATA) from error
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file and their numbers, from 1. Raises Failure (65, 74, 77), also for a line too long."""
+    with open_plain(path) as stream:
+        number = 0
+        while line := stream.readline(LONGEST_LINE_BYTES + 1):
+            number += 1
+            if len(line) > LONGEST_LINE_BYTES:
+                most = f"{LONGEST_LINE_BYTES >> 20} MiB"
+                raise Failure(f"{path}:{number}: a line of more than {most} is no record", exits.BAD_DATA)
+            yield number, line
+
+
+def read_document(path: Path) -> Any:
+    """The record that a JSON file such as manifest.json holds. Raises Failure (65, 74, 77)."""
+    with open_plain(path) as stream:
+        text = stream.read(LONGEST_DOCUMENT_BYTES + 1)
+    if len(text) > LONGEST_DOCUMENT_BYTES:
+        raise Failure(f"{path}: more than {LONGEST_DOCUMENT_BYTES >> 20} MiB is no record", exits.BAD_DATA)
+    try:
+        value = json.loads(text.decode("utf-8-sig"))
+    except json.JSONDecodeError as error:
+        raise Failure(f"{path}:{error.lineno}: no JSON ({error.msg})", exits.BAD_DATA) from error
+    except (ValueError, RecursionError) as error:
+        raise Failure(f"{path}:1: no JSON ({error})", exits.BAD_DATA) from error
+    return from_json(value, f"{path}:1")
+
+
+def open_plain(path: Path) -> IO[bytes]:
+    """Opens a plain file to read; a pipe or device is refused, since reading it may never end. Raises Failure."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except PermissionError as error:
+        raise Failure(f"{path}: {error.strerror}; ask its owner for access", exits.NO_PERMISSION) from error
+    except OSError as error:
+        raise Failure(f"{path}: {error.strerror}", exits.IO_ERROR) from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise Failure(f"{path}: not a plain file", exits.BAD_DATA)
+    return os.fdopen(descriptor, "rb")
+
+
+def write_document(path: Path, value: dict[str, Any]) -> None:
+    """Writes a JSON file whole or not at all. Raises Failure (73)."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with part.open("w") as stream:
+            json.dump(value, stream, indent=2)
+            stream.write("\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+        part.replace(path)
+    except OSError as error:
+        raise Failure(f"{path}: {error.strerror}; choose another --run-dir", exits.CANNOT_WRITE) from error

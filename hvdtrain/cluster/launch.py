@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from hvdtrain import exits
-from hvdtrain.cluster import hosts, nic, throttle, tuning
+from hvdtrain.cluster import hosts, nic, quota, throttle, tuning
 from hvdtrain.cluster.commands import Command, run
 from hvdtrain.cluster.hosts import Slots
 from hvdtrain.cluster.rates import parse_rate, show_rate
@@ -36,7 +36,7 @@ from hvdtrain.exits import Failure
 FOR_RANKS = (
     *("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "PYTHONHASHSEED"),
     *("VIRTUAL_ENV", "CONDA_PREFIX", "OPAL_PREFIX", "HOROVOD_*", "HVDTRAIN_*", "OMP_*", "MKL_*", "KMP_*", "MALLOC_*"),
-    *("NCCL_*", "CUDA_*", "NVIDIA_VISIBLE_DEVICES", "TF_*", "XLA_FLAGS", "TORCH_*", "TMPDIR"),
+    *("GLOO_*", "NCCL_*", "CUDA_*", "NVIDIA_VISIBLE_DEVICES", "TF_*", "XLA_FLAGS", "TORCH_*", "TMPDIR"),
     *("LANG", "LC_*", "TZ", "NO_COLOR", "XDG_CACHE_HOME"),
 )
 # What mpirun, horovodrun and ssh need besides, on this host.
@@ -198,23 +198,9 @@ def find_rate(asked: str | None, device: str) -> tuple[int | None, str]:
 
 
 def cores() -> float:
-    """Cores this process may use: its affinity, or less if its control group has a CPU quota (cgroup v1 and v2)."""
-    mine = float(len(os.sched_getaffinity(0)))
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        base = Path("/sys/fs/cgroup")
-        with contextlib.suppress(OSError, ValueError):
-            if controllers == "":
-                quota, period = (base / path.lstrip("/") / "cpu.max").read_text().split()
-            elif "cpu" in controllers.split(","):
-                folder = base / "cpu" / path.lstrip("/")
-                quota = (folder / "cpu.cfs_quota_us").read_text()
-                period = (folder / "cpu.cfs_period_us").read_text()
-            else:
-                continue
-            if int(quota) > 0:
-                mine = min(mine, int(quota) / int(period))
-    return mine
+    """Cores this process may use: its affinity, or less if its control group has a CPU quota."""
+    mine, limit = float(len(os.sched_getaffinity(0))), quota.limit()
+    return min(mine, limit.cores) if limit else mine
 
 
 # --- settings and command --------------------------------------------------------------------------------------------

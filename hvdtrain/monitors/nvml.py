@@ -1,0 +1,204 @@
+"""NVIDIA GPUs through NVML (pynvml): their energy, utilisation and memory, and which of them the ranks compute on.
+
+From Volta on the driver counts each GPU's energy in millijoules; before, its power is integrated over the samples
+(trapezoids), which misses what changes faster than they come. Both are of the whole board, MIG instances included.
+Source: NVML API Reference, nvmlDeviceGetTotalEnergyConsumption and nvmlDeviceGetPowerUsage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from hvdtrain.monitors.sensors import Absent, Sensor
+
+FIXES = {
+    "LibraryNotFound": "install NVIDIA's driver, if this host has such a GPU",
+    "DriverNotLoaded": "sudo modprobe nvidia, then nvidia-smi should show the GPU",
+    "LibRmVersionMismatch": "the driver was updated: reboot",
+    "NoPermission": "this user may not open /dev/nvidia*: ask for access (often a group), or for GPUs in the Slurm job",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One GPU in NVML's order, that of the PCI bus."""
+
+    device: str
+    """`gpu0` ..."""
+    name: str | None
+    uuid: str | None
+    handle: Any
+    """NVML's; None if the GPU cannot be opened"""
+    reason: str | None
+    """Why it cannot be opened"""
+
+
+class Counter:
+    """The GPU's own energy counter. It never wraps (64 bits); a smaller reading means that it was reset."""
+
+    source = "nvml-energy"
+    reason = None
+
+    def __init__(self, gpu: Gpu, read_mj: Callable[[], int | None]) -> None:
+        self.device, self.name = gpu.device, gpu.name
+        self._read_mj = read_mj
+        self._before: int | None = None
+
+    def take(self, now_s: float) -> float | None:
+        before, self._before = self._before, self._read_mj()
+        if before is None or self._before is None or self._before < before:
+            return None
+        return (self._before - before) / 1000
+
+
+class Integral:
+    """The GPU's power, integrated over the samples."""
+
+    source = "nvml-power"
+    reason = None
+
+    def __init__(self, gpu: Gpu, read_mw: Callable[[], int | None]) -> None:
+        self.device, self.name = gpu.device, gpu.name
+        self._read_mw = read_mw
+        self._before: int | None = None
+        self._before_s = 0.0
+
+    def take(self, now_s: float) -> float | None:
+        before, self._before = self._before, self._read_mw()
+        seconds, self._before_s = now_s - self._before_s, now_s
+        if before is None or self._before is None:
+            return None
+        return (before + self._before) / 2 * seconds / 1000
+
+
+class Nvml:
+    """The GPUs of this host; none, and `reason`, where there is no NVML."""
+
+    def __init__(self) -> None:
+        self.gpus: list[Gpu] = []
+        self.reason: str | None = None
+        try:
+            import pynvml
+        except ImportError as error:
+            self.reason = f"{error}: pip install nvidia-ml-py"
+            return
+        self._nvml = pynvml
+        try:
+            pynvml.nvmlInit()
+            self.gpus = [self._open(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        except pynvml.NVMLError as error:
+            self.reason = self._why(error)
+            return
+        if not self.gpus:
+            self.reason = "NVML: NVIDIA's driver shows this process no GPU"
+
+    def _open(self, index: int) -> Gpu:
+        device = f"gpu{index}"
+        try:
+            handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
+        except self._nvml.NVMLError as error:
+            return Gpu(device=device, name=None, uuid=None, handle=None, reason=self._why(error))
+        name, uuid = self._nvml.nvmlDeviceGetName(handle), self._nvml.nvmlDeviceGetUUID(handle)
+        return Gpu(device=device, name=name, uuid=uuid, handle=handle, reason=None)
+
+    def _why(self, error: Exception) -> str:
+        kind = type(error).__name__.removeprefix("NVMLError_")
+        return f"NVML: {error}" + (f"; {FIXES[kind]}" if kind in FIXES else "")
+
+    def _read(self, function: str, handle: Any) -> Any:
+        """What NVML says, None where it says nothing."""
+        with contextlib.suppress(self._nvml.NVMLError):
+            return getattr(self._nvml, function)(handle)
+        return None
+
+    # --- energy -------------------------------------------------------------------------------------------------
+
+    def sensors(self) -> list[Sensor]:
+        """One for each GPU; without NVML a single absent one, whatever GPUs there may be."""
+        if not self.gpus:
+            return [Absent(device="gpu", name=None, reason=self.reason or "")]
+        return [self._sensor(gpu) for gpu in self.gpus]
+
+    def _sensor(self, gpu: Gpu) -> Sensor:
+        reason = gpu.reason or ""
+        if gpu.handle is not None:
+            for function, kind in (
+                ("nvmlDeviceGetTotalEnergyConsumption", Counter),
+                ("nvmlDeviceGetPowerUsage", Integral),
+            ):
+                try:
+                    getattr(self._nvml, function)(gpu.handle)
+                except self._nvml.NVMLError as error:
+                    reason = f"{function[13:]}: {self._why(error)}"
+                    continue
+                return kind(gpu, functools.partial(self._read, function, gpu.handle))
+        return Absent(device=gpu.device, name=gpu.name, reason=reason)
+
+    # --- use ----------------------------------------------------------------------------------------------------
+
+    def figures(self) -> list[dict[str, Any]]:
+        """For `records.Sample.gpus`. NVML's memory figure includes what the driver keeps for itself."""
+        found = []
+        for gpu in self.gpus:
+            rates = memory = None
+            if gpu.handle is not None:
+                rates = self._read("nvmlDeviceGetUtilizationRates", gpu.handle)
+                memory = self._read("nvmlDeviceGetMemoryInfo", gpu.handle)
+            found.append(
+                {
+                    "device": gpu.device,
+                    "utilisation_percent": rates and rates.gpu,
+                    "memory_used_bytes": memory and memory.used,
+                }
+            )
+        return found
+
+    def used(self, ranks: Sequence[Mapping[str, Any]]) -> dict[str, bool | None]:
+        """For each GPU whether one of the ranks (offers) computes on it; None if that cannot be told."""
+        certain: set[str] = set()
+        unclear = False
+        for rank in ranks:
+            kind, _, number = rank["device"].partition(":")
+            if kind == "cpu":
+                continue
+            mine = self._visible(rank["visible"], rank["order"])
+            if number.isdigit() and int(number) < len(mine):
+                certain.add(mine[int(number)])
+            else:
+                unclear = True
+        without = None if unclear else False
+        return {gpu.device: True if gpu.device in certain else without for gpu in self.gpus}
+
+    def _visible(self, visible: str | None, order: str | None) -> list[str]:
+        """The GPUs that CUDA shows a process, in CUDA's order; empty if that order cannot be told.
+
+        CUDA_VISIBLE_DEVICES lists numbers, or UUIDs that may be cut short, and ends at the first invalid one. Numbers
+        count the fastest GPU first unless CUDA_DEVICE_ORDER is PCI_BUS_ID, which is the same if all are of one model.
+        """
+        numbered = order == "PCI_BUS_ID" or len({gpu.name for gpu in self.gpus}) == 1
+        if visible is None:
+            return [gpu.device for gpu in self.gpus] if numbered else []
+        found: list[str] = []
+        for word in (word.strip() for word in visible.split(",")):
+            if word.isdigit():
+                matching = [gpu.device for gpu in self.gpus[int(word) :][:1] if numbered]
+            else:
+                uuid = self._board(word) if word.startswith("MIG-") else word
+                matching = [gpu.device for gpu in self.gpus if word and gpu.uuid and gpu.uuid.startswith(uuid)]
+            if len(matching) != 1:
+                break
+            found += matching
+        return found
+
+    def _board(self, mig: str) -> str:
+        """UUID of the GPU that a MIG instance is part of."""
+        if mig.startswith("MIG-GPU-"):  # drivers before R470: MIG-GPU-<UUID>/<instance>/<compute instance>
+            return mig.removeprefix("MIG-").partition("/")[0]
+        with contextlib.suppress(self._nvml.NVMLError):
+            instance = self._nvml.nvmlDeviceGetHandleByUUID(mig.encode())
+            return self._nvml.nvmlDeviceGetUUID(self._nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(instance))
+        return "none"

@@ -1,0 +1,397 @@
+"""The sampler process: what it writes is what happened, and however things end it is gone and nothing disturbed."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import PROGRAMS, ROOT, SMALL, environment, resnet
+
+from hvdtrain import monitors, records
+from hvdtrain.cluster import quota
+from hvdtrain.exits import Failure
+from hvdtrain.monitors import cgroup
+from hvdtrain.monitors.resources import _difference
+from hvdtrain.monitors.sampler import Host
+from hvdtrain.monitors.sensors import replay
+
+TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+
+
+def command(folder: Path, *words: str) -> list[str]:
+    return [sys.executable, str(PROGRAMS / "monitored.py"), str(folder), *words]
+
+
+def settings(extra: Mapping[str, str] | None = None, **options: Any) -> dict[str, str]:
+    return environment({"PYTHONPATH": str(ROOT), "MONITORED": json.dumps(options), **(extra or {})})
+
+
+def watched(
+    folder: Path, *words: str, before: tuple[str, ...] = (), extra: Mapping[str, str] | None = None, **options: Any
+) -> tuple[dict[str, Any], list[Any], str]:
+    """Runs the program to its end: its own figures, the sampler's records, and what was said on stderr."""
+    done = subprocess.run(
+        [*before, *command(folder, *words)],
+        env=settings(extra, **options),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert facts["left"] == {}, "processes are left behind"
+    return facts, recorded(folder), done.stderr
+
+
+def recorded(folder: Path) -> list[Any]:
+    (path,) = folder.glob("monitors/*.jsonl")
+    return [] if path.is_symlink() else list(records.read(path))
+
+
+def samples(found: list[Any]) -> list[records.Sample]:
+    return [record for record in found if isinstance(record, records.Sample)]
+
+
+def test_samples_tile_the_time_and_agree_with_the_kernel(tmp_path: Path) -> None:
+    words = ("busy=0.5", "child", "allocate=200000000", "write=3000000", "sleep=0.25")
+    facts, found, said = watched(tmp_path, *words)
+    assert said == ""
+    sensors, *rest = found
+    assert isinstance(sensors, records.Sensors)
+    assert [type(record) for record in rest] == [records.Sample] * len(rest)
+    ready, began, ended, after = (facts[name] for name in ("ready", "began", "ended", "after"))
+
+    seconds = sum(sample.seconds for sample in rest)
+    assert ended["s"] - began["s"] <= seconds <= after["s"] - ready["s"]
+    assert ready["unix_s"] <= sensors.unix_s <= began["unix_s"]
+    assert ended["unix_s"] <= rest[-1].unix_s <= after["unix_s"]
+    assert sensors.unix_s + seconds == pytest.approx(rest[-1].unix_s, abs=0.01)
+    # absolute deadlines: however late one sample is, the next ones are where they would have been
+    assert len(rest) <= seconds / 0.1 + 1
+    assert all(sample.seconds > 0 for sample in rest)
+
+    # this process, and a process below a process that ended meanwhile
+    busy_s = sum(sample.ranks[0]["cpu_percent"] * sample.seconds for sample in rest) / 100
+    true_s = ended["cpu_s"] - began["cpu_s"]
+    assert true_s > 1.1
+    assert true_s - 4 * TICK_S <= busy_s <= true_s + 0.1
+    assert rest[-1].ranks[0]["rss_bytes"] == pytest.approx(ended["rss_bytes"], abs=5e6)  # not the sampler's 20 MB
+    machine_s = sum((sample.cpu_percent or 0) * sample.seconds for sample in rest) / 100 * (os.cpu_count() or 1)
+    if sensors.resources["cpu"] == "machine":
+        assert machine_s >= true_s - 4 * TICK_S
+
+    for nic in {nic["nic"] for nic in rest[-1].nics}:
+        received = sum(one["received_bytes"] for sample in rest for one in sample.nics if one["nic"] == nic)
+        inner, outer = (b["nics"][nic] - a["nics"][nic] for a, b in ((began, ended), (ready, after)))
+        assert inner <= received <= outer
+    assert "lo" not in {nic["nic"] for nic in rest[-1].nics}
+    disks = sensors.resources["disks"]
+    if disks:
+        written = sum(sample.disk_written_bytes or 0 for sample in rest)
+        inner, outer = (sum(b["disks"][d] - a["disks"][d] for d in disks) for a, b in ((began, ended), (ready, after)))
+        assert inner <= written <= outer
+
+
+def test_power_alone_and_resources_alone(tmp_path: Path) -> None:
+    _, (sensors, sample, *_), _ = watched(tmp_path / "p", "sleep=0.15", names="power")
+    assert sensors.monitors == ["power"]
+    assert sensors.devices
+    assert sample.cpu_percent is None
+    assert sample.ranks == sample.nics == []
+    facts, (sensors, sample, *_), _ = watched(tmp_path / "r", "sleep=0.15", names="resources")
+    assert (sensors.monitors, sensors.devices, sample.energy_j) == (["resources"], [], {})
+    assert sample.ranks[0]["rss_bytes"] > 0
+    assert facts["nothing"] is None
+
+
+def test_unknown_monitors_are_named() -> None:
+    assert monitors.chosen("none") == []
+    assert monitors.chosen("resources,power") == ["power", "resources"]
+    with pytest.raises(Failure, match="no monitor 'powr'; known: power, resources"):
+        monitors.chosen("powr")
+
+
+# --- however it ends -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", [["sleep=0.25", "die"], ["fork", "sleep=0.25", "die"]], ids=["alone", "forked"])
+def test_the_sampler_ends_with_a_killed_rank(words: list[str], tmp_path: Path) -> None:
+    """Also if a child that the rank forked lives on and holds the sampler's input open."""
+    with subprocess.Popen(
+        command(tmp_path, *words), env=settings(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as rank:
+        assert rank.stdout
+        pids = [int(pid) for pid in json.loads(rank.stdout.readline())["children"]]
+        assert rank.wait() == -signal.SIGKILL
+        ended = time.time()
+        sampler, *forked = pids
+        try:
+            while _alive(sampler):
+                assert time.time() - ended < 5, "the sampler outlives its rank"
+                time.sleep(0.02)
+        finally:
+            for pid in forked:
+                os.kill(pid, signal.SIGKILL)
+    (path,) = tmp_path.glob("monitors/*.jsonl")
+    assert path.read_bytes().endswith(b"\n")
+    assert samples(recorded(tmp_path))[-1].unix_s > ended - 0.3
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_full_disk_stops_the_samples_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "monitors").mkdir()
+    (tmp_path / "monitors" / f"{os.uname().nodename}.jsonl").symlink_to("/dev/full")
+    facts, _, said = watched(tmp_path, "busy=0.4")
+    assert said.count("\n") == 1
+    assert "No space left on device; sampling stops, the run goes on" in said
+    assert set(facts["children"].values()) == {"S"}, "a zombie beside the run"
+
+
+def test_a_folder_that_cannot_be_written_costs_the_samples_only(tmp_path: Path) -> None:
+    (tmp_path / "monitors").write_text("in the way")
+    done = subprocess.run(command(tmp_path, "sleep=0.1"), env=settings(), capture_output=True, text=True)
+    assert done.returncode == 0
+    assert done.stderr.count("\n") == 1
+    assert "sampling stops, the run goes on" in done.stderr
+
+
+def test_a_killed_and_a_hanging_sampler_leave_the_run_alone(tmp_path: Path) -> None:
+    _, found, said = watched(tmp_path / "killed", "sleep=0.25", f"kill={signal.SIGKILL:d}", "sleep=0.1")
+    assert samples(found)
+    assert "ended early (-9); samples are missing" in said
+    _, _, said = watched(tmp_path / "hangs", f"kill={signal.SIGSTOP:d}", "impatient=")
+    assert "did not end" in said
+    # signals that launchers send to all processes are the rank's to obey
+    words = [f"kill={number:d}" for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)]
+    facts, found, said = watched(tmp_path / "signalled", *words, "sleep=0.1")
+    assert said == ""
+    assert samples(found)[-1].unix_s >= facts["ended"]["unix_s"]
+
+
+def test_a_resumed_run_appends(tmp_path: Path) -> None:
+    for _ in range(2):
+        watched(tmp_path, "sleep=0.15", names="power")
+    kinds = [record.type for record in recorded(tmp_path)]
+    assert kinds.count("sensors") == 2
+    assert kinds[0] == "sensors"
+    assert kinds[-1] == "sample"
+
+
+# --- sensors, from the folder and the driver to the file -------------------------------------------------------------
+
+
+@pytest.fixture
+def hardware(tmp_path: Path) -> dict[str, str]:
+    """The environment of a machine with one package, which takes nothing yet, and a GPU without an energy counter."""
+    zone = tmp_path / "powercap" / "intel-rapl:0"
+    zone.mkdir(parents=True)
+    for name, text in (("name", "package-0"), ("energy_uj", "999999999"), ("max_energy_range_uj", "1000000000")):
+        (zone / name).write_text(text)
+    gpu = {"name": "Tesla", "uuid": "GPU-1", "power_mw": 100_000, "utilisation": 7, "memory_bytes": 5}
+    (tmp_path / "nvml.json").write_text(json.dumps({"gpus": [gpu]}))
+    return {
+        "HVDTRAIN_POWERCAP": str(tmp_path / "powercap"),
+        "FAKE_NVML": str(tmp_path / "nvml.json"),
+        "PYTHONPATH": f"{PROGRAMS / 'fake_nvml'}{os.pathsep}{ROOT}",
+    }
+
+
+def test_energy_from_sensor_to_file_and_replayed(hardware: dict[str, str], tmp_path: Path) -> None:
+    counter = f"{hardware['HVDTRAIN_POWERCAP']}/intel-rapl:0/energy_uj"
+    lost = json.dumps({"gpus": [{"power_mw": "GpuIsLost", "name": "Tesla", "uuid": "GPU-1"}]})
+    words = [f"replace={counter} 1000000000", "sleep=0.13", f"replace={counter} 0", "sleep=0.13"]
+    words += [f"replace={hardware['FAKE_NVML']} {lost}", f"replace={counter} 123456", "sleep=0.25"]
+    ranks = [{"device": "cuda:0", "visible": None, "order": None}]
+    facts, found, said = watched(tmp_path / "run", *words, extra=hardware, ranks=ranks, idle_s=0.25)
+    sensors, rest = found[0], samples(found)
+    about = {device["device"]: (device["source"], device["used"]) for device in sensors.devices}
+    assert about == {"cpu0": ("rapl", False), "dram0": (None, False), "gpu0": ("nvml-power", True)}
+    assert facts["nothing"] is None
+    # idle: measured before, not among the samples
+    assert sensors.idle_s == 0.25
+    assert sensors.idle_w == {"cpu0": 0.0, "gpu0": pytest.approx(100)}
+    assert facts["ready"]["s"] - facts["before"]["s"] > 0.25
+    # package: 999,999,999 -> 1,000,000,000 -> 0 -> 123,456 with a range of 1,000,000,000
+    assert round(sum(sample.energy_j["cpu0"] for sample in rest) * 1e6) == 1 + 1 + 123456
+    # GPU: 100 W until it is lost, then missing for good; the rest goes on
+    gpu = [sample.energy_j.get("gpu0") for sample in rest]
+    assert gpu[0] == pytest.approx(100 * rest[0].seconds)
+    assert gpu[-2:] == [None, None]
+    assert rest[0].gpus == [{"device": "gpu0", "utilisation_percent": 7, "memory_used_bytes": 5}]
+    assert rest[-1].gpus == [{"device": "gpu0", "utilisation_percent": None, "memory_used_bytes": None}]
+    assert said.count("gpu0 gave no reading") == 1
+
+    # the twins of these sensors give what these gave
+    (path,) = (tmp_path / "run").glob("monitors/*.jsonl")
+    twins = replay(path)
+    assert [{f: getattr(t, f) for f in ("device", "name", "source", "reason")} for t in twins] == [
+        {f: device[f] for f in ("device", "name", "source", "reason")} for device in sensors.devices
+    ]
+    host = Host(twins, None, name="twin")
+    assert host.take() is None
+    assert [sample.energy_j for sample in (host.take() for _ in rest) if sample] == [s.energy_j for s in rest]
+
+
+@pytest.mark.parametrize(
+    ("first", "device", "recorded_here", "used"),
+    [
+        ({"machine": "another"}, "cuda:0", {"cpu0", "gpu0"}, {"cpu0": False, "gpu0": True}),
+        # a virtual host on this machine, which computes on the CPU
+        ({}, "cuda:0", set(), {"cpu0": True, "gpu0": True}),
+        # a container on this machine, with a GPU of its own
+        ({"gpus": ["0000:9d:00.0"], "device": "cuda:0"}, "cpu", {"gpu0"}, {"cpu0": True, "gpu0": False}),
+    ],
+    ids=["machines", "one machine", "own GPU"],
+)
+def test_energy_of_a_machine_is_recorded_by_one_host(
+    first: dict[str, Any],
+    device: str,
+    recorded_here: set[str],
+    used: dict[str, bool],
+    hardware: dict[str, str],
+    tmp_path: Path,
+) -> None:
+    """Rank 0 is on the host `first`, rank 1 here."""
+    here = {"rank": 1, "device": device, "visible": None, "order": None}
+    ranks = [{"host": "first"} | first, here]
+    _, (sensors, *rest), said = watched(tmp_path / "run", "sleep=0.15", extra=hardware, ranks=ranks, names="power")
+    assert said == ""
+    assert {name for sample in rest for name in sample.energy_j} == recorded_here
+    about = {device["device"]: device for device in sensors.devices}
+    assert {name: about[name]["used"] for name in used} == used
+    for other in {"cpu0", "gpu0"} - recorded_here:
+        assert about[other]["source"] is None
+        assert about[other]["reason"] == "recorded by host first, on the same machine"
+
+
+def test_nothing_to_measure_is_said(tmp_path: Path) -> None:
+    extra = {"HVDTRAIN_POWERCAP": str(tmp_path / "none"), "FAKE_NVML": str(tmp_path / "nvml.json")}
+    (tmp_path / "nvml.json").write_text(json.dumps({"gpus": [], "init": "DriverNotLoaded"}))
+    extra["PYTHONPATH"] = f"{PROGRAMS / 'fake_nvml'}{os.pathsep}{ROOT}"
+    facts, (sensors, *_), _ = watched(tmp_path, "sleep=0.15", extra=extra, names="power")
+    assert facts["nothing"].startswith("power: nothing can be read on ")
+    assert "Driver Not Loaded" in facts["nothing"]
+    assert all(device["source"] is None and device["reason"] for device in sensors.devices)
+    assert all(sample.energy_j == {} for sample in samples(recorded(tmp_path)))
+
+
+# --- hosts that are a part of a machine ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "cores", "folder"),
+    [
+        ("0::/job/step", {"job/cpu.max": "150000 100000", "job/step/cpu.max": "max 100000"}, 1.5, "job"),
+        ("0::/job/step", {"job/cpu.max": "150000 100000", "job/step/cpu.max": "50000 100000"}, 0.5, "job/step"),
+        ("0::/", {"cpu.max": "50000 100000"}, 0.5, "."),
+        ("4:memory:/m\n2:cpu,cpuacct:/a/b", {"cpu/a/cpu.cfs_quota_us": "-1", "cpu/a/cpu.cfs_period_us": "1"}, None, ""),
+        ("2:cpu:/a", {"cpu/a/cpu.cfs_quota_us": "5000", "cpu/a/cpu.cfs_period_us": "10000"}, 0.5, "cpu/a"),
+        # in a container: the path is the outside's, the mount point is the group itself
+        ("2:cpu:/docker/1f", {"cpu/cpu.cfs_quota_us": "5000", "cpu/cpu.cfs_period_us": "10000"}, 0.5, "cpu"),
+        ("0::/job", {}, None, ""),
+    ],
+)
+def test_the_quota_that_limits_a_host(
+    own: str, files: dict[str, str], cores: float | None, folder: str, tmp_path: Path
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    (tmp_path / "own").write_text(own + "\n")
+    found = quota.limit(tmp_path / "own", tmp_path)
+    assert (found and found.cores) == cores
+    assert found is None or found.folder == tmp_path / folder
+
+
+def test_cpu_time_of_a_group_is_the_kernels_sum_if_it_has_one(tmp_path: Path) -> None:
+
+    (tmp_path / "cgroup.procs").write_text(f"{os.getpid()}\n")
+    assert cgroup.used_s(tmp_path) == pytest.approx(sum(os.times()[:4]), abs=3 * TICK_S)
+    (tmp_path / "cpuacct.usage").write_text("2500000000\n")
+    assert cgroup.used_s(tmp_path) == 2.5
+    (tmp_path / "cpu.stat").write_text("nr_periods 3\nusage_usec 1500000\n")
+    assert cgroup.used_s(tmp_path) == 1.5
+
+
+@pytest.mark.root
+def test_cpu_percent_of_a_host_with_a_cpu_share(tmp_path: Path) -> None:
+    """It is of that share, and of what runs on that host: another process keeps the machine busy."""
+    v2 = (quota.MOUNT / "cgroup.controllers").exists()
+    group = quota.MOUNT / ("" if v2 else "cpu") / f"hvdtrain-test-{secrets.token_hex(3)}"
+    group.mkdir()
+    try:
+        if v2:
+            (group / "cpu.max").write_text("50000 100000")
+        else:
+            (group / "cpu.cfs_period_us").write_text("100000")
+            (group / "cpu.cfs_quota_us").write_text("50000")
+        joining = ("sh", "-c", 'echo 0 >"$1" && shift && exec "$@"', "sh", str(group / "cgroup.procs"))
+        with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
+            try:
+                words = ("busy=0.3", "sleep=1")
+                facts, (sensors, *rest), _ = watched(tmp_path, *words, before=joining, names="resources")
+            finally:
+                other.kill()
+    finally:
+        group.rmdir()
+    assert sensors.resources["cores"] == 0.5
+    assert sensors.resources["cpu"] == str(group)
+    used_s = sum((sample.cpu_percent or 0) * sample.seconds for sample in rest) / 100 * 0.5
+    true_s = facts["ended"]["cpu_s"] - facts["began"]["cpu_s"]
+    assert true_s - 4 * TICK_S <= used_s <= true_s + 0.15  # the sampler's own time is the host's too
+
+
+@pytest.mark.root
+def test_a_nic_that_disappears(tmp_path: Path) -> None:
+    if shutil.which("unshare") is None:
+        pytest.skip("no unshare on this machine (Debian: apt-get install util-linux)")
+    words = ["run=ip link add here type veth peer name there", "sleep=0.25", "run=ip link del here", "sleep=0.25"]
+    _, (_, *rest), said = watched(tmp_path, *words, before=("unshare", "--net"), names="resources")
+    figures = [[nic["sent_bytes"] for nic in sample.nics if nic["nic"] == "here"] for sample in rest]
+    assert [0] in figures
+    assert figures[-1] == [None]
+    assert said == ""
+
+
+def test_counters_that_start_again_are_missing() -> None:
+    assert _difference((5, 5), (7, 5)) == (2, 0)
+    assert _difference((5, 5), (7, 4)) == (None, None)
+    assert _difference(None, (7, 4)) == (None, None)
+
+
+# --- real ranks ------------------------------------------------------------------------------------------------------
+
+
+def test_one_sampler_watches_all_ranks_of_a_host(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    flags = ["--epochs", "1", "--monitor", "power,resources", "--monitor-ms", "100", "--run-dir", str(folder)]
+    done = resnet(2, *SMALL, "--framework", "torch", *flags)
+    assert done.returncode == 0, done.stderr[-3000:]
+    sensors, *rest = recorded(folder)
+    assert isinstance(sensors, records.Sensors)
+    assert all(device["used"] is (device["device"][:3] != "gpu") for device in sensors.devices)
+    for rank in range(2):
+        used_s = sum(sample.ranks[rank]["cpu_percent"] * sample.seconds for sample in rest[:-1]) / 100
+        assert rest[0].ranks[rank]["rank"] == rank
+        assert used_s > 0.2
+        assert rest[0].ranks[rank]["rss_bytes"] > 50e6
+    (summary,) = (r for r in records.read(folder / "metrics" / "rank0000.jsonl") if isinstance(r, records.Summary))
+    if summary.began_unix_s is not None and summary.ended_unix_s is not None:
+        assert sensors.unix_s <= summary.began_unix_s + 0.1
+        assert rest[-1].unix_s >= summary.ended_unix_s

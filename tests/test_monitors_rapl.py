@@ -1,0 +1,270 @@
+"""RAPL: exact to the microjoule over wrap-arounds, and every joule counted once whatever the tree of zones."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT, environment
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvdtrain.monitors import rapl
+from hvdtrain.monitors.sensors import Absent
+
+RANGE_UJ = 262143328850  # what Intel's packages show
+
+
+class Tree:
+    """A fake /sys/class/powercap: zones as in the kernel's tree, with the flat links that sysfs has besides."""
+
+    def __init__(self, folder: Path, *, links: bool = True) -> None:
+        self.root = folder / "class"
+        self._devices, self._links = folder / "devices", links
+        self.root.mkdir(parents=True)
+
+    def zone(self, key: str, name: str, energy_uj: int = 0, range_uj: int = RANGE_UJ) -> None:
+        control, *numbers = key.split(":")
+        path = (self._devices if self._links else self.root) / control
+        for depth in range(len(numbers)):
+            path /= ":".join([control, *numbers[: depth + 1]])
+        path.mkdir(parents=True)
+        (path / "name").write_text(f"{name}\n")
+        (path / "max_energy_range_uj").write_text(f"{range_uj}\n")
+        (path / "energy_uj").write_text(f"{energy_uj}\n")
+        if self._links:
+            (self.root / key).symlink_to(path)
+
+    def file(self, key: str) -> Path:
+        return (
+            next(path / "energy_uj" for path in self.root.glob("**/" + key))
+            if not self._links
+            else (self.root / key / "energy_uj")
+        )
+
+    def set(self, key: str, energy_uj: int) -> None:
+        with self.file(key).open("r+") as stream:  # without truncating: ext4 syncs such a file as it is closed
+            stream.write(f"{energy_uj:<20}\n")
+
+
+def laptop(tree: Tree) -> None:
+    tree.zone("intel-rapl:0", "package-0")
+    tree.zone("intel-rapl:0:0", "core")
+    tree.zone("intel-rapl:0:1", "uncore")
+    tree.zone("intel-rapl:1", "psys")
+    tree.zone("intel-rapl-mmio:0", "package-0")
+
+
+def server(tree: Tree) -> None:
+    """Two sockets with psys numbered between them, as some have it."""
+    tree.zone("intel-rapl:0", "package-0")
+    tree.zone("intel-rapl:0:0", "dram", range_uj=65712999613)
+    tree.zone("intel-rapl:1", "psys")
+    tree.zone("intel-rapl:2", "package-1")
+    tree.zone("intel-rapl:2:0", "core")
+    tree.zone("intel-rapl:2:1", "dram", range_uj=65712999613)
+
+
+def dies(tree: Tree) -> None:
+    for number, die in enumerate(("0-die-0", "0-die-1", "1-die-0", "1-die-1")):
+        tree.zone(f"intel-rapl:{number}", f"package-{die}")
+        tree.zone(f"intel-rapl:{number}:0", "dram")
+
+
+def amd(tree: Tree) -> None:
+    tree.zone("intel-rapl:0", "package-0", range_uj=65532610987)
+    tree.zone("intel-rapl:0:0", "core", range_uj=65532610987)
+
+
+def mmio_only(tree: Tree) -> None:
+    tree.zone("intel-rapl-mmio:0", "package-0")
+    tree.zone("intel-rapl-mmio:0:0", "dram")
+
+
+def old_dies(tree: Tree) -> None:
+    """Two dies before Linux 5.3: the same name twice."""
+    tree.zone("intel-rapl:0", "package-0")
+    tree.zone("intel-rapl:1", "package-0")
+
+
+TREES = {
+    laptop: {"cpu0": "intel-rapl:0"},
+    server: {
+        "cpu0": "intel-rapl:0",
+        "dram0": "intel-rapl:0:0",
+        "cpu1": "intel-rapl:2",
+        "dram1": "intel-rapl:2:1",
+    },
+    dies: {
+        f"{kind}{die}": f"intel-rapl:{number}{tail}"
+        for number, die in enumerate(("0-die0", "0-die1", "1-die0", "1-die1"))
+        for kind, tail in (("cpu", ""), ("dram", ":0"))
+    },
+    amd: {"cpu0": "intel-rapl:0"},
+    mmio_only: {"cpu0": "intel-rapl-mmio:0", "dram0": "intel-rapl-mmio:0:0"},
+    old_dies: {"cpu0": "intel-rapl:0", "cpu0-zone1": "intel-rapl:1"},
+}
+
+
+@pytest.mark.parametrize("links", [True, False], ids=["links", "tree"])
+@pytest.mark.parametrize("make", TREES, ids=lambda make: make.__name__)
+def test_each_joule_is_counted_once(make: Any, links: bool, tmp_path: Path) -> None:
+    """Every zone's counter goes on by an amount of its own; exactly the expected zones' amounts arrive."""
+    tree = Tree(tmp_path, links=links)
+    make(tree)
+    sensors = rapl.sensors(tree.root, 0.5)
+    for sensor in sensors:
+        assert sensor.take(0.0) is None
+    zones = sorted(zone.path.name for zone in rapl.zones(tree.root))
+    amounts = {key: 1000003 * 3**place for place, key in enumerate(zones)}
+    for key, amount in amounts.items():
+        tree.set(key, amount)
+    measured = {sensor.device: joules for sensor in sensors if (joules := sensor.take(0.5)) is not None}
+    assert measured == {device: amounts[key] / 1e6 for device, key in TREES[make].items()}
+    # every zone is a device or left out with a reason, and each package's DRAM is there or absent with a reason
+    assert all((zone.device is None) != (zone.left_out is None) for zone in rapl.zones(tree.root))
+    packages = {s.device for s in sensors if s.device.startswith("cpu")}
+    assert {s.device for s in sensors} == packages | {name.replace("cpu", "dram") for name in packages}
+    assert all(s.reason for s in sensors if s.source is None)
+
+
+def test_a_thousand_sequences_with_wraps_are_exact_to_the_microjoule(tmp_path: Path) -> None:
+    chance = random.Random(20261121)
+    trees = {range_uj: Tree(tmp_path / str(range_uj)) for range_uj in (1, 7, 65532610987, 65712999613, RANGE_UJ)}
+    for range_uj, tree in trees.items():
+        tree.zone("intel-rapl:0", "package-0", range_uj=range_uj)
+    wraps = 0
+    for _ in range(1000):
+        range_uj, tree = chance.choice(list(trees.items()))
+        true_uj = began_uj = chance.randrange(range_uj + 1)
+        tree.set("intel-rapl:0", true_uj)
+        sensor = rapl.Rapl(rapl.zones(tree.root)[0], "cpu0", "package-0")
+        assert sensor.take(0.0) is None
+        measured_uj = 0
+        for _ in range(10):
+            shown = true_uj % (range_uj + 1)
+            # to the edge, past it, right round, or anywhere: at most one wrap per interval
+            steps = [0, 1, range_uj, range_uj - shown, range_uj - shown + 1, chance.randrange(range_uj + 1)]
+            true_uj += min(chance.choice(steps), range_uj)
+            wraps += true_uj % (range_uj + 1) < shown
+            tree.set("intel-rapl:0", true_uj % (range_uj + 1))
+            joules = sensor.take(0.0)
+            assert joules is not None
+            measured_uj += round(joules * 1e6)
+        assert measured_uj == true_uj - began_uj
+    assert wraps > 1000
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 2**63), st.data())
+def test_difference_is_the_way_round_the_counter(range_uj: int, data: st.DataObject) -> None:
+    before = data.draw(st.integers(0, range_uj))
+    step = data.draw(st.integers(0, range_uj))
+    assert rapl.difference_uj(before, (before + step) % (range_uj + 1), range_uj) == step
+
+
+def test_an_interval_that_may_hide_a_second_wrap_is_missing(tmp_path: Path) -> None:
+    tree = Tree(tmp_path)
+    tree.zone("intel-rapl:0", "package-0")
+    sensor = rapl.sensors(tree.root, 0.5)[0]
+    sensor.take(0.0)
+    tree.set("intel-rapl:0", 5)
+    assert sensor.take(RANGE_UJ / 1e6 / rapl.LARGEST_W + 1) is None  # the host slept, say
+    tree.set("intel-rapl:0", 9)
+    assert sensor.take(263.5) == 4e-6
+    too_long = rapl.sensors(tree.root, 300)[0]
+    assert isinstance(too_long, Absent)
+    assert "--monitor-ms to 262143" in too_long.reason
+
+
+def test_a_zone_that_goes_and_comes_back(tmp_path: Path) -> None:
+    tree = Tree(tmp_path)
+    tree.zone("intel-rapl:0", "package-0", 100)
+    sensor, file = rapl.sensors(tree.root, 0.5)[0], tree.file("intel-rapl:0")
+    sensor.take(0.0)
+    file.rename(file.with_name("away"))
+    assert sensor.take(0.5) is None
+    file.with_name("away").rename(file)
+    assert sensor.take(1.0) is None
+    tree.set("intel-rapl:0", 350)
+    assert sensor.take(1.5) == 250e-6
+
+
+@pytest.mark.parametrize(
+    ("energy", "range_uj", "reason"),
+    [("", RANGE_UJ, "invalid literal"), ("abc", RANGE_UJ, "invalid literal"), ("5", 0, "range is not known")],
+)
+def test_zones_that_make_no_sense_are_absent(energy: str, range_uj: int, reason: str, tmp_path: Path) -> None:
+    tree = Tree(tmp_path)
+    tree.zone("intel-rapl:0", "package-0", range_uj=range_uj)
+    tree.file("intel-rapl:0").write_text(energy)
+    sensor = rapl.sensors(tree.root, 0.5)[0]
+    assert sensor.device == "cpu0"
+    assert sensor.source is None
+    assert reason in (sensor.reason or "")
+
+
+def listed(root: Path, *flags: str, before: Sequence[str] = ()) -> str:
+    """What `--list` shows."""
+    command = [
+        sys.executable,
+        "-m",
+        "hvdtrain.monitors",
+        "--seconds",
+        "0.05",
+        "--powercap",
+        str(root),
+        *flags,
+    ]
+    done = subprocess.run([*before, *command], env=environment(), cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_list_says_what_counts_and_what_does_not(tmp_path: Path) -> None:
+    tree = Tree(tmp_path)
+    laptop(tree)
+    lines = listed(tree.root).splitlines()
+    assert any(line.split()[:4] == ["cpu0", "rapl", "0.0", "W"] for line in lines)
+    assert any(line.split()[:3] == ["dram0", "absent", "-"] for line in lines)
+    assert "  not counted: intel-rapl:1 (psys): contains the packages" in lines
+    assert "  not counted: intel-rapl:0:0 (core): part of package-0" in lines
+    assert "  not counted: intel-rapl-mmio:0 (package-0): the same energy as intel-rapl:0" in lines
+
+
+def test_counters_of_root_alone_are_absent_with_the_fix(tmp_path: Path) -> None:
+    """As an ordinary user sees them. Root is made one by taking its privilege over file modes."""
+    tree = Tree(tmp_path)
+    laptop(tree)
+    for key in ("intel-rapl:0", "intel-rapl:0:0"):
+        tree.file(key).chmod(0)
+    caps = "-dac_override,-dac_read_search"
+    without = ["setpriv", "--bounding-set", caps, "--inh-caps", caps] if os.geteuid() == 0 else []
+    if without and shutil.which("setpriv") is None:
+        pytest.skip("no setpriv on this machine (Debian: apt-get install util-linux)")
+    device = json.loads(listed(tree.root, "--json", before=without))["devices"][0]
+    assert (device["device"], device["source"], device["power_w"]) == ("cpu0", None, None)
+    assert f"sudo chmod a+r {tree.root}/*/energy_uj" in device["reason"]
+    assert "/etc/udev/rules.d" in listed(tree.root, before=without)
+
+
+def test_no_powercap_no_zones_and_hidden_zones_have_reasons(tmp_path: Path) -> None:
+    def reason() -> str:
+        sensors = rapl.sensors(tmp_path / "powercap", 0.5)
+        assert {s.device[:3] for s in sensors} == {"cpu", "dra"}
+        assert all(s.source is None and s.take(0.0) is None for s in sensors)
+        return sensors[0].reason or ""
+
+    assert "no power zones" in reason()
+    (tmp_path / "powercap").mkdir()
+    assert "modprobe" in reason()
+    (tmp_path / "powercap" / "intel-rapl:0").symlink_to(tmp_path / "masked")
+    assert "container hides" in reason()

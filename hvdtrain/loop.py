@@ -13,53 +13,25 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import os
 import resource
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from hvdtrain import exits, records
+from hvdtrain import exits, observe, records
 from hvdtrain.checkpoint import Checkpoints
 from hvdtrain.data import Dataset, Split
 from hvdtrain.data.loader import Loader
 from hvdtrain.evaluation import evaluate
 from hvdtrain.exits import Failure
 from hvdtrain.frameworks import Replica
+from hvdtrain.position import Position
 from hvdtrain.progress import Progress
 from hvdtrain.run import Run
 from hvdtrain.strategies import Strategy
-from hvdtrain.timing import WARMUP_STEPS, Clock
+from hvdtrain.timing import WARMUP_STEPS, Clock, process_age_s
 from hvdtrain.world import StopSignal, World
-
-
-@dataclasses.dataclass
-class Position:
-    """How far the run is, and the sums that its records are made of; saved with each checkpoint."""
-
-    step: int = 0
-    """Steps done since the start of the run"""
-    loss: float = 0.0
-    """Sums over the current epoch and all ranks"""
-    correct: float = 0.0
-    samples: int = 0
-    epoch_s: float = 0.0
-    rated_samples: int = 0
-    """Samples over all ranks, and seconds, of the current epoch's steps that are not warm-up"""
-    rated_s: float = 0.0
-    total_rated_samples: int = 0
-    total_rated_s: float = 0.0
-    total_data_s: float = 0.0
-    train_s: float = 0.0
-    validation_s: float = 0.0
-    checkpoint_s: float = 0.0
-    bytes_sent: int = 0
-    validation_accuracy: list[float | None] = dataclasses.field(default_factory=list)
-
-    def end_epoch(self) -> None:
-        self.loss = self.correct = self.epoch_s = self.rated_s = 0.0
-        self.samples = self.rated_samples = 0
 
 
 class Loop:
@@ -88,7 +60,10 @@ class Loop:
             identity=run.identity(),
             report=self._say,
         )
-        self._writer = records.Writer(folder / "metrics" / f"rank{world.rank:04d}.jsonl")
+        self._writer = observe.writer(run.config, folder, world.rank)
+        self._observers = observe.Observers(
+            run.config, run.plan.steps, folder, world=world, replica=replica, say=self._say
+        )
         self._clock = Clock(replica.synchronize)
         self._at = Position()
         self._steps_here = 0
@@ -100,11 +75,12 @@ class Loop:
             self._resume()
         self._stop.resumable = True
         (self._folder / "COMPLETE").unlink(missing_ok=True)
-        self._nic_began = self._world.nic_counters()
-        while self._at.step < self._plan.steps:
-            if not self._epoch(self._at.step // self._plan.steps_per_epoch):
-                return None
-        return self._finish()
+        with self._observers.watching(self._at.step):
+            self._began_unix_s, self._nic_began = time.time(), self._world.nic_counters()
+            while self._at.step < self._plan.steps:
+                if not self._epoch(self._at.step // self._plan.steps_per_epoch):
+                    return None
+            return self._finish()
 
     def _epoch(self, epoch: int) -> bool:
         """Trains from where the epoch stands to its end, evaluates, records, saves; False if stopped by a signal."""
@@ -116,7 +92,8 @@ class Loop:
             Progress(label, steps, "steps", enabled=self._world.rank == 0, done=start) as progress,
         ):
             for done in range(start + 1, steps + 1):
-                loss, stopping = self._step(epoch, batches)
+                with self._observers.step(self._at.step):
+                    loss, stopping = self._step(epoch, batches)
                 progress.advance(note=f"loss {loss:.4f}")
                 if done < steps and (stopping or (every and self._at.step % every == 0)):
                     self._save()
@@ -145,8 +122,7 @@ class Loop:
                 f"the loss is {loss} at step {at.step} (epoch {epoch + 1}, learning rate {lr:g}): lower --lr or "
                 f"lengthen --warmup-epochs; checkpoints of earlier steps are in {self._folder / 'checkpoints'}"
             )
-        timed = self._replica.exchange_is_timed or not self._strategy.in_backward
-        communication_s = clock.take("communication")
+        compute_s, exchange_s, waited_s = clock.take("compute"), clock.take("communication"), self._replica.waited_s()
         record = records.Step(
             step=at.step,
             epoch=epoch,
@@ -154,60 +130,36 @@ class Loop:
             samples=batch.weight,
             lr=lr,
             data_s=clock.take("data"),
-            compute_s=clock.take("compute"),
-            communication_s=communication_s if timed else None,
+            compute_s=compute_s - (waited_s or 0.0),
+            communication_s=None if waited_s is None else exchange_s + waited_s,
             bytes_sent=sent,
-            warmup=self._steps_here < WARMUP_STEPS,
+            warmup=self._steps_here < WARMUP_STEPS or self._observers.distort(at.step),
         )
         self._writer.write(record)
         seconds = time.perf_counter() - began
-        at.step += 1
-        at.loss += sums.loss
-        at.correct += sums.correct
-        at.samples += batch.total_weight
-        at.epoch_s += seconds
-        at.bytes_sent += sent
-        if not record.warmup:
-            at.rated_samples += batch.total_weight
-            at.rated_s += seconds
-            at.total_rated_samples += batch.total_weight
-            at.total_rated_s += seconds
-            at.total_data_s += record.data_s
+        at.add(record, seconds=seconds, samples=batch.total_weight, loss=sums.loss, correct=sums.correct)
         if self._steps_here == 0:
-            self._first_step_s = _process_age_s()
+            self._first_step_s = process_age_s()
         self._steps_here += 1
         return loss, sums.stopping
 
     def _end_epoch(self, epoch: int, save: bool) -> None:
-        at = self._at
         with self._clock.span("validation"):
-            validation_loss, validation_accuracy = self._evaluate(self._dataset.validation)
-        validation_s = self._clock.take("validation")
-        record = records.Epoch(
-            epoch=epoch,
-            step=at.step,
-            train_loss=at.loss / at.samples,
-            train_accuracy=at.correct / at.samples,
-            validation_loss=validation_loss,
-            validation_accuracy=validation_accuracy,
-            train_s=at.epoch_s,
-            validation_s=validation_s,
-            samples=at.samples,
-            samples_per_s=at.rated_samples / at.rated_s if at.rated_s else None,
+            loss, accuracy = self._evaluate(self._dataset.validation)
+        record, is_best = self._at.end_epoch(
+            epoch,
+            validation_loss=loss,
+            validation_accuracy=accuracy,
+            validation_s=self._clock.take("validation"),
+            unix_s=time.time(),
         )
-        at.train_s += at.epoch_s
-        at.validation_s += validation_s
-        best = [a for a in at.validation_accuracy if a is not None]
-        is_best = validation_accuracy is not None and validation_accuracy > max(best, default=-1.0)
-        at.validation_accuracy.append(validation_accuracy)
-        at.end_epoch()
         if self._world.rank == 0:
             self._writer.write(record)
-            accuracy = "none" if validation_accuracy is None else f"{validation_accuracy:.4f}"
+            shown = "none" if accuracy is None else f"{accuracy:.4f}"
             rate = "" if record.samples_per_s is None else f", {record.samples_per_s:.0f} samples/s"
             self._say(
                 f"epoch {epoch + 1}/{self._config.epochs}: train loss {record.train_loss:.4f} accuracy "
-                f"{record.train_accuracy:.4f}, validation accuracy {accuracy}, {record.train_s:.1f} s{rate}"
+                f"{record.train_accuracy:.4f}, validation accuracy {shown}, {record.train_s:.1f} s{rate}"
             )
         every = self._config.checkpoint_epochs
         if save or (every and (epoch + 1) % every == 0):
@@ -215,13 +167,13 @@ class Loop:
 
     def _finish(self) -> records.Summary:
         """Evaluates on the test split, writes the summary and then COMPLETE."""
-        at, world = self._at, self._world
+        world = self._world
         with self._clock.span("test"):
             test_loss, test_accuracy = self._evaluate(self._dataset.test)
+        ended_unix_s = time.time()
         rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         facts = world.gather([world.host, rss, world.nic_bytes(self._nic_began)])
-        rate = at.total_rated_samples / at.total_rated_s if at.total_rated_s else None
-        summary = records.Summary(
+        summary = self._at.summary(
             run_dir=str(self._folder),
             workload=self._about.workload,
             framework=world.framework,
@@ -231,21 +183,14 @@ class Loop:
             parameters=self._about.model["parameters"],
             global_batch=self._plan.global_batch,
             epochs=self._config.epochs,
-            steps=at.step,
             test_accuracy=test_accuracy,
             test_loss=test_loss,
-            validation_accuracy=at.validation_accuracy,
-            train_s=at.train_s,
-            validation_s=at.validation_s,
             test_s=self._clock.take("test"),
-            checkpoint_s=at.checkpoint_s,
-            samples_per_s=rate,
-            samples_per_s_per_rank=rate / world.size if rate else None,
-            data_share=at.total_data_s / at.total_rated_s if at.total_rated_s else None,
-            bytes_sent=at.bytes_sent,
             first_step_s=self._first_step_s,
             peak_rss_bytes=max(rss for _, rss, _ in facts),
             nic_bytes=[nic for *_, nic in facts if nic],
+            began_unix_s=self._began_unix_s,
+            ended_unix_s=ended_unix_s,
         )
         if world.rank == 0:
             self._writer.write(summary)
@@ -288,9 +233,3 @@ class Loop:
     def _say(self, message: str) -> None:
         if self._world.rank == 0:
             print(message, file=sys.stderr, flush=True)
-
-
-def _process_age_s() -> float:
-    """Seconds since this process started (proc(5): field 22 of stat, in clock ticks since boot)."""
-    started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - started

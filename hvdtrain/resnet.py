@@ -16,7 +16,7 @@ import os
 import sys
 
 from hvdtrain import config as configuration
-from hvdtrain import data, exits, run, world
+from hvdtrain import data, exits, observe, run, world
 from hvdtrain.data.loader import Loader
 from hvdtrain.exits import Failure
 from hvdtrain.frameworks import Replica, resolve
@@ -65,6 +65,7 @@ def main(stop: world.StopSignal) -> int:
     batch = configuration.rank_batch(config, place.size)
     loader = Loader(dataset.train, batch_size=batch, rank=place.rank, size=place.size, seed=config.seed)
     plan = configuration.batch_plan(config, place.size, loader.steps_per_epoch)
+    observe.check(config, plan.steps, place)
 
     # 3. Model: numbers first, so that a dry run needs no framework.
     height, width, channels = dataset.image_shape
@@ -78,7 +79,8 @@ def main(stop: world.StopSignal) -> int:
         f"{len(dataset.test):,} test images of {width}x{height}x{channels}, {len(dataset.classes)} classes",
         "ranks": f"{place.size} ({place.launcher}), {framework}, {threads} threads each",
     }
-    sent = strategy_type.bytes_per_step(4 * parameters, place.size)
+    shapes = list(resnet.parameters(spec).values())
+    sent = strategy_type.bytes_per_step(shapes, place.size, config)
     facts["exchange"] = f"{config.strategy}: {sent / 1e6:.2f} MB sent per rank and step"
     if config.dry_run:
         if place.rank == 0:
@@ -92,8 +94,8 @@ def main(stop: world.StopSignal) -> int:
     else:
         from hvdtrain.frameworks.tensorflow import PRECISIONS, TensorFlowReplica, prepare
     device = prepare(config.device, place.local_rank, threads)
-    ranks = world.World(framework, gpu=device != "cpu")
-    strategy = strategy_type(ranks, 4 * parameters)
+    ranks = world.World(framework, gpu=device != "cpu", native=strategy_type.native, timeline=config.horovod_timeline)
+    strategy = strategy_type(ranks, shapes, config)
     facts["collectives"] = ranks.collectives
 
     # 5. Replica: the same weights from the same seed on every rank.
@@ -105,7 +107,7 @@ def main(stop: world.StopSignal) -> int:
     else:
         from hvdtrain.models.resnet_tf import ResNetTF
 
-        model = ResNetTF(spec, PRECISIONS[config.precision])
+        model = ResNetTF(spec, PRECISIONS[config.precision], ranks.tensorflow.scope())
         replica = TensorFlowReplica(model, device=device, config=config, world=ranks, strategy=strategy)
     state = ranks.agreed(resnet.initial_state(spec, config.seed))
     replica.load({f"parameter.{name}": state[name] for name in resnet.parameters(spec)})

@@ -6,9 +6,11 @@ checkpoints are timed apart, and the first steps of a process, slower while cach
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 WARMUP_STEPS = 3
 """Steps at the start of a process that count as warm-up and stay out of rates."""
@@ -31,3 +33,9 @@ class Clock:
     def take(self, label: str) -> float:
         """Seconds under `label` since it was last taken."""
         return self._seconds.pop(label, 0.0)
+
+
+def process_age_s() -> float:
+    """Seconds since this process started (proc(5): field 22 of stat, in clock ticks since boot)."""
+    started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started

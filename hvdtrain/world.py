@@ -1,14 +1,14 @@
-"""Who am I among the ranks, and what can ranks do together: the only importer of Horovod.
+"""Who am I among the ranks, and what can ranks do together.
 
 A program joins the world once. Under horovodrun, mpirun or srun it becomes one of several ranks, which Horovod
-connects; started alone it is rank 0 of 1 and Horovod is not even imported. Collectives here are for small things
-(counts, checksums, messages) and for Horovod's own optimizer and tape, which carry the gradients.
+connects; started alone it is rank 0 of 1 and Horovod is not even imported. For a native strategy the framework's own
+collectives connect them, and no Horovod runs. Collectives here are for small things (counts, checksums, messages);
+`torch` and `tensorflow` are what replicas need in a training step.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -19,12 +19,24 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, cast
 
 import numpy as np
 
 from hvdtrain import exits
+from hvdtrain.collectives import (
+    Alone,
+    Collectives,
+    Meeting,
+    Reach,
+    TensorFlowCollectives,
+    TorchCollectives,
+    lost_peer,
+)
+from hvdtrain.collectives.horovod_ranks import HorovodRanks
+from hvdtrain.collectives.meeting import meet
 from hvdtrain.exits import Failure
 from hvdtrain.sentinel.rank import Sentinel
 
@@ -103,79 +115,61 @@ def threads_per_rank(asked: int, where: Place, environment: Mapping[str, str] = 
     return max(1, mine if bound else mine // where.local_size)
 
 
-class OverlappedOptimizer(Protocol):
-    """What Horovod's torch optimizer adds: its backward hooks start reductions, and someone must wait for them once."""
-
-    def synchronize(self) -> None: ...
-
-    def skip_synchronize(self) -> contextlib.AbstractContextManager[None]: ...
-
-
 class World:
     """The ranks of this job. Collective methods must be called by every rank, in the same order.
 
-    `framework` ("torch" or "tensorflow") says whose Horovod carries the collectives, `gpu` whether gradients are on
-    one; `collectives` tells what carries them: none, gloo, mpi or nccl. Raises Failure (69) if Horovod is
-    missing or cannot connect the ranks.
+    `framework` ("torch" or "tensorflow") says whose Horovod connects the ranks, `gpu` whether gradients are on one,
+    `native` that the framework's own collectives do and not Horovod, `timeline` that Horovod's may be started;
+    `collectives` tells what carries them: none, gloo, mpi, nccl or grpc. Raises Failure (69) if Horovod is missing or
+    the ranks cannot be connected.
     """
 
-    def __init__(self, framework: str, gpu: bool = False) -> None:
+    def __init__(self, framework: str, gpu: bool = False, *, native: bool = False, timeline: bool = False) -> None:
         self.place = place()
-        self.rank, self.size = self.place.rank, self.place.size
-        self.local_rank, self.local_size = self.place.local_rank, self.place.local_size
         self.host = socket.gethostname()
         self.framework = framework
-        self.collectives = "none"
-        self._overlapped: OverlappedOptimizer | None = None
-        self._hvd: Any = None
-        self._sentinel: Sentinel | None = None
         self.links: list[dict[str, Any]] = []
-        if self.place.launcher == "alone":
-            return
-        try:
-            if framework == "torch":
-                import horovod.torch as hvd
-            else:
-                import horovod.tensorflow as hvd
-        except ImportError as error:
-            raise Failure(
-                f"{error}; Horovod for {framework} is missing in {sys.prefix}: run `make setup FRAMEWORKS={framework}`",
-                exits.UNREACHABLE,
-            ) from error
-        hvd.init()
-        self._hvd = hvd
-        self.rank, self.size = hvd.rank(), hvd.size()
-        self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
-        host_collectives = "gloo" if hvd.gloo_enabled() else "mpi"
-        self.collectives = "nccl" if gpu and hvd.nccl_built() else host_collectives
-        if self.size > 1:
-            self._sentinel = watched_by(Sentinel(self.rank, first=self.local_rank == 0))
-            self._sentinel.join(self.gather(self._sentinel.offer()))
+        self._sentinel: Sentinel | None = None
+        where = self.place
+        self._ranks: Collectives
+        if native:
+            meeting = meet(where.launcher, where.rank, where.size, where.local_rank, where.local_size)
+            self._ranks = _native(framework, meeting, self._watch(meeting), gpu)
+        else:
+            alone = where.launcher == "alone"
+            self._ranks = Alone() if alone else HorovodRanks(framework, gpu=gpu, timeline=timeline)
+            self._watch(self._ranks)
+        self.rank, self.size = self._ranks.rank, self._ranks.size
+        self.local_rank, self.local_size = self._ranks.local_rank, self._ranks.local_size
+        self.collectives = self._ranks.carrier
+
+    def _watch(self, ranks: Meeting) -> Reach:
+        """Starts the sentinel; how others get at this host, as it has found out."""
+        way = None
+        if ranks.size > 1:
+            self._sentinel = watched_by(Sentinel(ranks.rank, first=ranks.local_rank == 0))
+            offers = [json.loads(offer) for offer in ranks.gather(json.dumps(self._sentinel.offer()).encode())]
+            self._sentinel.join(offers)
+            way = self._sentinel.way
+            if way is None and len({offer["host"] for offer in offers}) > 1:
+                return Reach(self.host, None)
+        return Reach(way.source, way.device) if way else Reach("127.0.0.1", "lo", loopback=True)
 
     def leave(self) -> None:
         """Disconnects from the other ranks; collective in effect, since a rank waits for the slowest."""
         if self._sentinel is not None:
             self._sentinel.left()
-        if self._hvd is not None:
-            self._hvd.shutdown()
+        self._ranks.leave()
 
     # --- collectives on small host arrays -----------------------------------------------------------------------
 
     def sum(self, values: np.ndarray, name: str) -> np.ndarray:
         """Element-wise sum over ranks, same shape and type. `name` must be the same on all ranks."""
-        if self._hvd is None:
-            return values
-        return self._numpy(self._hvd.allreduce(self._tensor(values), op=self._hvd.Sum, name=name))
+        return self._ranks.sum(values, name)
 
     def gather(self, value: Any) -> list[Any]:
         """The JSON-able value of every rank, in rank order, on all ranks."""
-        if self._hvd is None:
-            return [value]
-        mine = np.frombuffer(json.dumps(value).encode(), dtype=np.uint8)
-        lengths = self._numpy(self._hvd.allgather(self._tensor(np.array([mine.size])), name="gather.lengths"))
-        joined = self._numpy(self._hvd.allgather(self._tensor(mine), name="gather.bytes")).tobytes()
-        ends = np.cumsum(lengths)
-        return [json.loads(joined[end - length : end]) for end, length in zip(ends, lengths, strict=True)]
+        return [json.loads(each) for each in self._ranks.gather(json.dumps(value).encode())]
 
     def agreed(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """The same arrays on all ranks: this rank's own if every rank's SHA-256 is equal, else rank 0's, sent to all.
@@ -189,10 +183,39 @@ class World:
             digest.update(np.ascontiguousarray(array).data)
         if len(set(self.gather(digest.hexdigest()))) == 1:
             return arrays
-        return {
-            name: self._numpy(self._hvd.broadcast(self._tensor(array), root_rank=0, name=f"broadcast.{name}"))
-            for name, array in arrays.items()
-        }
+        return {name: self._ranks.broadcast(array, name) for name, array in arrays.items()}
+
+    # --- the training step --------------------------------------------------------------------------------------
+
+    @property
+    def torch(self) -> TorchCollectives:
+        """For a PyTorch replica."""
+        return cast(TorchCollectives, self._ranks)
+
+    @property
+    def tensorflow(self) -> TensorFlowCollectives:
+        """For a TensorFlow replica."""
+        return cast(TensorFlowCollectives, self._ranks)
+
+    def wait(self) -> None:
+        """Waits until the sums that backward started are done."""
+        self._ranks.wait()
+
+    def exchange_state(self) -> dict[str, np.ndarray]:
+        """What the exchange itself must have to continue as if never interrupted."""
+        return self._ranks.state()
+
+    def load_exchange_state(self, state: dict[str, np.ndarray]) -> None:
+        self._ranks.load(state)
+
+    def start_timeline(self, path: Path) -> None:
+        """Horovod records every tensor's way into a Chrome trace; on rank 0 only, in a world made with `timeline`."""
+        assert isinstance(self._ranks, HorovodRanks)
+        self._ranks.start_timeline(path)
+
+    def stop_timeline(self) -> None:
+        assert isinstance(self._ranks, HorovodRanks)
+        self._ranks.stop_timeline()
 
     # --- hosts and the links between them -----------------------------------------------------------------------
 
@@ -223,58 +246,16 @@ class World:
         sent, received = (after - before for after, before in zip(now, since, strict=True))
         return {"host": self.host, "nic": self._sentinel.nic, "sent_bytes": sent, "received_bytes": received}
 
-    def _tensor(self, array: np.ndarray) -> Any:
-        if self.framework == "torch":
-            import torch
 
-            return torch.from_numpy(np.array(array))
-        import tensorflow as tf
+def _native(framework: str, meeting: Meeting, reach: Reach, gpu: bool) -> Collectives:
+    """The framework's own collectives, which only import their own framework."""
+    if framework == "torch":
+        from hvdtrain.collectives.ddp import DdpRanks
 
-        return tf.constant(array)
+        return DdpRanks(meeting, reach, gpu=gpu)
+    from hvdtrain.collectives.mwms import MwmsRanks
 
-    @staticmethod
-    def _numpy(tensor: Any) -> np.ndarray:
-        return np.asarray(tensor.numpy())
-
-    # --- Horovod's own optimizer and tape -----------------------------------------------------------------------
-
-    def torch_optimizer(self, optimizer: Any, named_parameters: Any) -> Any:
-        """Horovod's optimizer round `optimizer`: backward starts the sum of each gradient over ranks as it appears."""
-        if self._hvd is None:
-            return optimizer
-        wrapped = self._hvd.DistributedOptimizer(optimizer, named_parameters=named_parameters, op=self._hvd.Sum)
-        self._overlapped = wrapped
-        return wrapped
-
-    def tensorflow_tape(self, tape: Any) -> Any:
-        """Horovod's tape round `tape`: its gradients are already summed over ranks."""
-        if self._hvd is None:
-            return tape
-        return self._hvd.DistributedGradientTape(tape, op=self._hvd.Sum)
-
-    def wait(self) -> None:
-        """Waits until the reductions that backward started are done."""
-        if self._overlapped is not None:
-            self._overlapped.synchronize()
-
-    def updating(self, optimizer: Any) -> contextlib.AbstractContextManager[None]:
-        """Tells Horovod's torch optimizer that its gradients have been waited for."""
-        if self._overlapped is None or self._overlapped is not optimizer:
-            return contextlib.nullcontext()
-        return self._overlapped.skip_synchronize()
-
-    def start_sum(self, tensor: Any, name: str) -> Any:
-        """Starts the sum of a torch tensor over ranks, in place; `finish_sum` waits for it."""
-        if self._hvd is None:
-            return tensor
-        return self._hvd.allreduce_async_(tensor, op=self._hvd.Sum, name=name)
-
-    def finish_sum(self, handle: Any) -> Any:
-        return handle if self._hvd is None else self._hvd.synchronize(handle)
-
-    def graph_sum(self, tensor: Any, name: str) -> Any:
-        """The sum of a TensorFlow tensor over ranks, inside a graph."""
-        return tensor if self._hvd is None else self._hvd.allreduce(tensor, op=self._hvd.Sum, name=name)
+    return MwmsRanks(meeting, reach, gpu=gpu)
 
 
 # --- ending: the sentinel must tell an ordinary end from a fault ------------------------------------------------------
@@ -339,7 +320,7 @@ def run(program: Callable[[StopSignal], int], *, debug: bool) -> None:
         code = failure.code
     except Exception as error:
         stop.peer_lost = True
-        if _lost_peer(error):
+        if lost_peer(error):
             time.sleep(PEER_PATIENCE_S)
             print(f"hvdtrain: {_who(where)}lost contact with another rank: {error}", file=sys.stderr, flush=True)
         else:
@@ -356,12 +337,3 @@ def run(program: Callable[[StopSignal], int], *, debug: bool) -> None:
 
 def _who(where: Place) -> str:
     return f"rank {where.rank} on {socket.gethostname()}: " if where.rank else ""
-
-
-def _lost_peer(error: BaseException | None) -> bool:
-    """Whether Horovod raised this because another rank went away."""
-    while error is not None:
-        if type(error).__name__ == "HorovodInternalError" or "Horovod" in str(error):
-            return True
-        error = error.__cause__
-    return False

@@ -1,16 +1,18 @@
 """Measure the training loop beside its yardsticks, in one run (`make bench`).
 
-    python tools/bench.py                   # everything, about ten minutes on two cores
+    python tools/bench.py                   # everything, about twenty minutes on two cores
     python tools/bench.py --quick --json    # one round, one document
 
-Two ranks on this machine train ResNet-34 on the digits, in turn by our entry point and by tools/bare_loop.py, a
-hand-written Horovod loop of the same model; `tools/bench_data.py` does the same for preprocessing. Figures are medians
-over rounds with the smallest and the largest in brackets; the first three steps of each run are left out of rates.
+Two ranks on this machine train ResNet-34 on the digits, in turn by our entry point, by it with all monitors on, by it
+with --strategy native, and by tools/bare_loop.py, a hand-written Horovod loop of the same model; every other round
+backwards, so that drift favours none. `tools/bench_data.py` does the same for preprocessing. Figures are medians over
+rounds with the smallest and the largest in brackets; the first three steps of each run are left out of rates.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -21,13 +23,20 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 ROOT = Path(__file__).parent.parent
 RANKS = 2
 EPOCHS = 3
+OURS = {"ours": [], "monitored": ["--monitor", "power,resources"], "native": ["--strategy", "native"]}
+SAMPLER = "hvdtrain.monitors"
+LOOK_S = 1.0  # between two looks at the sampler's processor time, whether there is a sampler or not
 
 
-def launch(arguments: list[str], metrics: Path | None = None) -> tuple[dict[str, Any], float]:
-    """Runs on two ranks: the JSON document printed, and seconds until `metrics` had its first record."""
+def launch(arguments: list[str], metrics: Path | None = None) -> dict[str, Any]:
+    """Runs on two ranks: the JSON document printed, with `launch_s`, seconds until `metrics` had its first record, and
+    `sampler_cpu_percent`, the share of one core that the monitors' process took; None: not measured.
+    """
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -39,69 +48,88 @@ def launch(arguments: list[str], metrics: Path | None = None) -> tuple[dict[str,
         process = subprocess.Popen(
             [*mpirun, sys.executable, *arguments], cwd=ROOT, env=environment, stdout=output, stderr=errors
         )
-        first_s = float("nan")
+        launch_s, looks, look_s = None, [], 0.0
         while process.poll() is None:
-            if metrics is not None and first_s != first_s and metrics.exists() and metrics.stat().st_size:
-                first_s = time.perf_counter() - began
+            now_s = time.perf_counter() - began
+            if metrics is not None and launch_s is None and metrics.exists() and metrics.stat().st_size:
+                launch_s = now_s
+            if now_s > look_s:
+                look_s = now_s + LOOK_S
+                looks += [(now_s, cpu_s) for cpu_s in sampler_cpu_s(process.pid)]
             time.sleep(0.02)
         output.seek(0)
         errors.seek(0)
         if process.returncode:
             raise SystemExit(f"bench: {' '.join(arguments)} failed:\n{errors.read()[-3000:]}")
         document: dict[str, Any] = json.loads(output.read())
-    return document, first_s
+    share = (looks[-1][1] - looks[0][1]) / (looks[-1][0] - looks[0][0]) if len(looks) > 1 else None
+    return document | {"launch_s": launch_s, "sampler_cpu_percent": None if share is None else 100 * share}
+
+
+def sampler_cpu_s(launcher: int) -> list[float]:
+    """Processor seconds taken so far by each sampler among the launcher's descendants."""
+    found = []
+    for child in psutil.Process(launcher).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if any(SAMPLER in word for word in child.cmdline()):
+                times = child.cpu_times()
+                found.append(times.user + times.system)
+    return found
 
 
 def spread(values: list[float], digits: int) -> str:
+    if not values:
+        return "not measured"
     return f"{statistics.median(values):.{digits}f} [{min(values):.{digits}f} .. {max(values):.{digits}f}]"
 
 
 def measure_loop(framework: str, rounds: int, folder: Path) -> dict[str, Any]:
-    """Our loop and the bare one, in turn."""
-    ours, bare, launch_s = [], [], []
+    """Our loop in its variants and the bare one, in turn: for each what `launch` returned, round by round."""
+    found: dict[str, Any] = {name: [] for name in [*OURS, "bare"]}
     for number in range(rounds):
-        run = folder / f"{framework}-{number}"
-        flags = ["--framework", framework, "--epochs", str(EPOCHS), "--checkpoint-epochs", "0", "--json"]
-        summary, first_s = launch(
-            ["-m", "hvdtrain.resnet", *flags, "--run-dir", str(run)], run / "metrics" / "rank0000.jsonl"
-        )
-        ours.append(summary)
-        launch_s.append(first_s)
-        bare.append(launch(["tools/bare_loop.py", framework, "--epochs", str(EPOCHS)])[0])
+        for name in list(found) if number % 2 == 0 else reversed(found):
+            if name == "bare":
+                found[name].append(launch(["tools/bare_loop.py", framework, "--epochs", str(EPOCHS)]))
+                continue
+            run = folder / f"{framework}-{name}-{number}"
+            flags = ["--framework", framework, "--epochs", str(EPOCHS), "--checkpoint-epochs", "0", "--json"]
+            program = ["-m", "hvdtrain.resnet", *flags, *OURS[name], "--run-dir", str(run)]
+            found[name].append(launch(program, run / "metrics" / "rank0000.jsonl"))
         print(f"bench: {framework} round {number + 1}/{rounds} done", file=sys.stderr, flush=True)
-    return {
-        "ours_samples_per_s": [run["samples_per_s"] for run in ours],
-        "bare_samples_per_s": [run["samples_per_s"] for run in bare],
-        "ratio": [mine["samples_per_s"] / theirs["samples_per_s"] for mine, theirs in zip(ours, bare, strict=True)],
-        "data_share": [run["data_share"] for run in ours],
-        "launch_to_first_step_s": launch_s,
-        "ours_peak_rss_bytes": [run["peak_rss_bytes"] for run in ours],
-        "bare_peak_rss_bytes": [run["peak_rss_bytes"] for run in bare],
-    }
+    return found
+
+
+def ratios(found: dict[str, Any], one: str, other: str) -> list[float]:
+    """Throughput of one variant over that of another, round by round."""
+    return [a["samples_per_s"] / b["samples_per_s"] for a, b in zip(found[one], found[other], strict=True)]
+
+
+def framework_rows(found: dict[str, Any]) -> list[tuple[str, str, str, str]]:
+    """What was measured of one framework, as rows of the table."""
+
+    def values(name: str, field: str, factor: float = 1.0) -> list[float]:
+        return [factor * run[field] for run in found[name] if run.get(field) is not None]
+
+    slower = [100 * (1 / ratio - 1) for ratio in ratios(found, "monitored", "ours")]
+    bare_mb = spread(values("bare", "peak_rss_bytes", 1e-6), 0)
+    return [
+        ("images/s, ours", spread(values("ours", "samples_per_s"), 1), "", ""),
+        ("images/s, ours with --strategy native", spread(values("native", "samples_per_s"), 1), "", ""),
+        ("images/s, bare Horovod loop", spread(values("bare", "samples_per_s"), 1), "", ""),
+        ("ours / bare, round by round", spread(ratios(found, "ours", "bare"), 3), "1 = bare loop", ">= 0.98"),
+        ("native / bare, round by round", spread(ratios(found, "native", "bare"), 3), "1 = bare loop", ""),
+        ("step time added by all monitors, %", spread(slower, 2), "monitors off", "<= 1"),
+        ("sampler's processor time, % of a core", spread(values("monitored", "sampler_cpu_percent"), 2), "0", "<= 1"),
+        ("waiting for data, % of time", spread(values("ours", "data_share", 100), 2), "0", "<= 1"),
+        ("launch to first step, s", spread(values("ours", "launch_s"), 1), "", ""),
+        ("peak RSS per rank, MB", spread(values("ours", "peak_rss_bytes", 1e-6), 0), f"bare {bare_mb}", ""),
+    ]
 
 
 def table(results: dict[str, Any]) -> str:
-    rows = [("what", "measured: median [min .. max]", "baseline", "goal")]
+    rows: list[tuple[str, ...]] = [("what", "measured: median [min .. max]", "baseline", "goal")]
     for framework, found in results["loop"].items():
-        megabytes = {name: [b / 1e6 for b in found[f"{name}_peak_rss_bytes"]] for name in ("ours", "bare")}
-        rows += [
-            (f"{framework}: images/s, ours", spread(found["ours_samples_per_s"], 1), "", ""),
-            (f"{framework}: images/s, bare Horovod loop", spread(found["bare_samples_per_s"], 1), "", ""),
-            (f"{framework}: ours / bare, round by round", spread(found["ratio"], 3), "1 = bare loop", ">= 0.98"),
-            (
-                f"{framework}: waiting for data, % of time",
-                spread([100 * s for s in found["data_share"]], 2),
-                "0",
-                "<= 1",
-            ),
-            (f"{framework}: launch to first step, s", spread(found["launch_to_first_step_s"], 1), "", ""),
-            (
-                f"{framework}: peak RSS per rank, MB",
-                spread(megabytes["ours"], 0),
-                f"bare {spread(megabytes['bare'], 0)}",
-                "",
-            ),
-        ]
+        rows += [(f"{framework}: {what}", *cells) for what, *cells in framework_rows(found)]
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 
@@ -117,7 +145,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="hvdtrain-bench-") as folder:
         loop = {name: measure_loop(name, rounds, Path(folder)) for name in options.frameworks.split(",")}
     data_command = [sys.executable, "tools/bench_data.py", "--rounds", str(rounds)]
-    results: dict[str, Any] = {"schema": "hvdtrain/bench/1", "ranks": RANKS, "cores": os.cpu_count(), "loop": loop}
+    results: dict[str, Any] = {"schema": "hvdtrain/bench/2", "ranks": RANKS, "cores": os.cpu_count(), "loop": loop}
     if options.json:
         done = subprocess.run([*data_command, "--json"], cwd=ROOT, check=True, capture_output=True, text=True)
         print(json.dumps(results | {"data": json.loads(done.stdout)}))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -30,8 +32,6 @@ class Replica(Protocol):
 
     device: str
     """For people and records: 'cpu', 'cuda:0' ..."""
-    exchange_is_timed: bool
-    """False where backward and an overlapped exchange are one graph, so that waiting for it cannot be told apart"""
 
     def backward(self, batch: Batch, lr: float, stop: bool) -> list[Any]:
         """Forward and backward of this rank's batch: the gradients, divided by the sample count of all ranks.
@@ -43,6 +43,12 @@ class Replica(Protocol):
 
     def apply(self, gradients: list[Any], lr: float) -> None:
         """One step of SGD with momentum, unless backward made it: v = momentum v + g + weight_decay p; p -= lr v."""
+        ...
+
+    def waited_s(self) -> float | None:
+        """Seconds that the last `backward` waited for an exchange inside it, with nothing else left to do: 0.0 where
+        the exchange is waited for outside, None where it cannot be told apart.
+        """
         ...
 
     def sums(self) -> Sums:
@@ -67,6 +73,25 @@ class Replica(Protocol):
 
     def synchronize(self) -> None:
         """Waits until the device has done all work given to it."""
+
+    def profiler(self) -> Profiler:
+        """The framework's own profiler, not yet started."""
+        ...
+
+
+class Profiler(Protocol):
+    """Records what each operation of some steps costs. One may be running in a process."""
+
+    def start(self, folder: Path) -> None:
+        """Begins; what comes out will be in `folder`, which exists."""
+
+    def step(self, number: int) -> contextlib.AbstractContextManager[Any]:
+        """Names what runs inside as step `number`."""
+        ...
+
+    def stop(self, name: str) -> Path:
+        """Ends, writes a Chrome trace called `name` and TensorBoard's files; the path of the trace. Raises OSError."""
+        ...
 
 
 def resolve(framework: Literal["torch", "tensorflow", "auto"]) -> Literal["torch", "tensorflow"]:

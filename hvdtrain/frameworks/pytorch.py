@@ -9,10 +9,11 @@ import numpy as np
 import torch
 
 from hvdtrain import exits
+from hvdtrain.collectives import TorchStep
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import Batch
 from hvdtrain.exits import Failure
-from hvdtrain.frameworks import Sums
+from hvdtrain.frameworks import Profiler, Sums
 from hvdtrain.strategies import Strategy
 from hvdtrain.world import World
 
@@ -34,8 +35,6 @@ def prepare(asked: str, local_rank: int, threads: int) -> str:
 class TorchReplica:
     """See `frameworks.Replica`. `model.loss(*arrays)` returns the sum of losses and the number of correct samples."""
 
-    exchange_is_timed = True
-
     def __init__(
         self, model: torch.nn.Module, *, device: str, config: TrainConfig, world: World, strategy: Strategy
     ) -> None:
@@ -49,8 +48,7 @@ class TorchReplica:
             if config.precision == "fp32"
             else torch.autocast(self._device.type, PRECISIONS[config.precision])
         )
-        self._scaler = torch.amp.GradScaler(self._device.type, enabled=config.precision == "fp16")
-        self._optimizer: torch.optim.Optimizer = torch.optim.SGD(
+        optimizer = torch.optim.SGD(
             self._parameters.values(),
             lr=config.lr,
             momentum=config.momentum,
@@ -58,17 +56,24 @@ class TorchReplica:
             # The fused kernel leaves the momentum uninitialised if loss scaling skips the very first step.
             fused=config.precision != "fp16",
         )
+        self._step = TorchStep(self._model, optimizer)
         if strategy.in_backward:
-            self._optimizer = world.torch_optimizer(self._optimizer, self._parameters.items())
+            self._step = world.torch.overlapped(self._model, optimizer, config)
+        self._optimizer: torch.optim.Optimizer = self._step.optimizer
+        # PyTorch's first scale, so that what backward sees is the same whatever the exchange divides by.
+        first_scale = 2.0**16 / self._step.loss_factor
+        self._scaler = torch.amp.GradScaler(
+            self._device.type, init_scale=first_scale, enabled=config.precision == "fp16"
+        )
 
     def backward(self, batch: Batch, lr: float, stop: bool) -> list[Any]:
         self._model.train()
         self._optimizer.zero_grad()
         with self._autocast:
-            loss, correct = self._model.loss(*self._tensors(batch))
+            loss, correct = self._step.loss(*self._tensors(batch))
         totals = torch.stack([loss.detach(), correct.to(loss.dtype), torch.full_like(loss, stop, requires_grad=False)])
-        self._totals = self._world.start_sum(totals, "step.totals")
-        self._scaler.scale(loss / batch.total_weight).backward()
+        self._totals = self._world.torch.start_sum(totals, "step.totals")
+        self._step.backward(self._scaler.scale(loss / (batch.total_weight / self._step.loss_factor)))
         return [parameter.grad for parameter in self._parameters.values()]
 
     def apply(self, gradients: list[Any], lr: float) -> None:
@@ -76,12 +81,15 @@ class TorchReplica:
             parameter.grad = gradient
         for group in self._optimizer.param_groups:
             group["lr"] = lr
-        with self._world.updating(self._optimizer):
+        with self._step.updating():
             self._scaler.step(self._optimizer)
         self._scaler.update()
 
+    def waited_s(self) -> float | None:
+        return self._step.waited_s()
+
     def sums(self) -> Sums:
-        loss, correct, stopping = self._world.finish_sum(self._totals).tolist()
+        loss, correct, stopping = self._world.torch.finish_sum(self._totals).tolist()
         return Sums(loss=loss, correct=correct, stopping=stopping > 0)
 
     @torch.inference_mode()
@@ -126,6 +134,11 @@ class TorchReplica:
     def synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+    def profiler(self) -> Profiler:
+        from hvdtrain.frameworks.profile_torch import TorchProfiler
+
+        return TorchProfiler()
 
     def _tensors(self, batch: Batch) -> list[torch.Tensor]:
         return [torch.from_numpy(array).to(self._device, non_blocking=True) for array in batch.arrays]

@@ -1,48 +1,27 @@
 """A TensorFlow replica: one tf.Module on one device.
 
-Backward, Horovod's exchange and the update are one compiled graph, in which a parameter is updated while the gradients
-of others are still on their way; a strategy that works outside the graph gets backward and update as two.
+Backward, the exchange of Horovod or MultiWorkerMirroredStrategy and the update are one compiled graph, in which a
+parameter is updated while the gradients of others are still on their way; a strategy that works outside the graph gets
+backward and update as two.
 """
 
 from __future__ import annotations
 
-import os
-import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
-from hvdtrain import exits
+from hvdtrain import exits, notes
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import Batch
 from hvdtrain.exits import Failure
-from hvdtrain.frameworks import Sums
+from hvdtrain.frameworks import Profiler, Sums
 from hvdtrain.strategies import Strategy
 from hvdtrain.world import World
 
+BUILD_NOTES = (b"absl::InitializeLog", b"oneDNN custom operations", b"cpu_feature_guard", b"To enable the following")
 
-@contextmanager
-def _without_build_notes() -> Iterator[None]:
-    """Drops the notes that TensorFlow's C++ side prints as it starts, whatever its log level; other lines pass."""
-    notes = (b"absl::InitializeLog", b"oneDNN custom operations", b"cpu_feature_guard", b"To enable the following")
-    kept = os.dup(2)
-    with tempfile.TemporaryFile() as caught:
-        os.dup2(caught.fileno(), 2)
-        try:
-            yield
-        finally:
-            os.dup2(kept, 2)
-            os.close(kept)
-            caught.seek(0)
-            for line in caught:
-                if not any(note in line for note in notes):
-                    sys.stderr.buffer.write(line)
-
-
-with _without_build_notes():
+with notes.without(BUILD_NOTES):
     import tensorflow as tf
 
 
@@ -65,8 +44,6 @@ def prepare(asked: str, local_rank: int, threads: int) -> str:
     tf.config.set_visible_devices([mine] if mine else [], "GPU")
     if mine:
         tf.config.experimental.set_memory_growth(mine, True)
-    with _without_build_notes():
-        tf.constant(0)  # starts the runtime
     return f"gpu:{local_rank % len(gpus)}" if mine else "cpu"
 
 
@@ -87,11 +64,9 @@ def any_length(arrays: list[tf.Tensor]) -> list[tf.TensorSpec]:
 class TensorFlowReplica:
     """See `frameworks.Replica`. `model.loss(*arrays, training=...)` returns the loss sum and the correct samples."""
 
-    exchange_is_timed = False
-
     def __init__(self, model: Any, *, device: str, config: TrainConfig, world: World, strategy: Strategy) -> None:
         self.device = device
-        self._model, self._world = model, world
+        self._model, self._ranks = model, world.tensorflow
         self._in_backward = strategy.in_backward
         self._momentum, self._weight_decay = config.momentum, config.weight_decay
         self._weights: dict[str, tf.Variable] = model.weights
@@ -107,7 +82,10 @@ class TensorFlowReplica:
         arrays = [tf.constant(array) for array in batch.arrays]
         if self._backward_graph is None:
             scalar = tf.TensorSpec((), tf.float32)
-            self._backward_graph = tf.function(self._backward, input_signature=[any_length(arrays), *[scalar] * 3])
+            self._backward_graph = tf.function(
+                lambda *arguments: self._ranks.run(self._backward, *arguments),
+                input_signature=[any_length(arrays), *[scalar] * 3],
+            )
         gradients, self._totals = self._backward_graph(
             arrays,
             tf.constant(batch.total_weight, tf.float32),
@@ -121,10 +99,10 @@ class TensorFlowReplica:
         with tape:
             loss, correct = self._model.loss(*arrays, training=True)
             mean = loss / total_weight * self._scale
-        totals = self._world.graph_sum(tf.stack([loss, tf.cast(correct, loss.dtype), stop]), "step.totals")
+        totals = self._ranks.graph_sum(tf.stack([loss, tf.cast(correct, loss.dtype), stop]), "step.totals")
         if not self._in_backward:
             return tape.gradient(mean, list(self._weights.values())), totals
-        self._apply(self._world.tensorflow_tape(tape).gradient(mean, list(self._weights.values())), lr)
+        self._apply(self._ranks.summed_gradients(tape, mean, list(self._weights.values())), lr)
         return [], totals
 
     def apply(self, gradients: list[Any], lr: float) -> None:
@@ -154,6 +132,9 @@ class TensorFlowReplica:
                 var=weight.handle, accum=slot.handle, lr=lr, grad=gradient, momentum=self._momentum
             )
 
+    def waited_s(self) -> float | None:
+        return None if self._in_backward else 0.0
+
     def sums(self) -> Sums:
         loss, correct, stopping = self._totals.numpy().tolist()
         return Sums(loss=loss, correct=correct, stopping=stopping > 0)
@@ -161,7 +142,9 @@ class TensorFlowReplica:
     def evaluate(self, batch: Batch) -> tuple[float, float]:
         arrays = [tf.constant(array) for array in batch.arrays]
         if self._evaluate_graph is None:
-            self._evaluate_graph = tf.function(self._evaluate, input_signature=[any_length(arrays)])
+            self._evaluate_graph = tf.function(
+                lambda arrays: self._ranks.run(self._evaluate, arrays), input_signature=[any_length(arrays)]
+            )
         loss, correct = self._evaluate_graph(arrays)
         return float(loss), float(correct)
 
@@ -193,4 +176,11 @@ class TensorFlowReplica:
             buffer.assign(state[name])
 
     def synchronize(self) -> None:
-        tf.test.experimental.sync_devices()
+        if self.device != "cpu":  # there a graph has done its work when it returns
+            with tf.device("GPU:0"):
+                tf.raw_ops.SyncDevice()
+
+    def profiler(self) -> Profiler:
+        from hvdtrain.frameworks.profile_tensorflow import TensorFlowProfiler
+
+        return TensorFlowProfiler()

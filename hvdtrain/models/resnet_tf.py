@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from contextlib import AbstractContextManager
+from typing import Any
+
 import tensorflow as tf
 
 from hvdtrain.models.resnet import (
@@ -25,11 +29,18 @@ class ResNetTF(tf.Module):
     the type of activations and of the weights at use. Statistics, logits and loss are always float32.
     """
 
-    def __init__(self, spec: ResNetSpec, compute_dtype: tf.DType = tf.float32) -> None:
+    def __init__(
+        self,
+        spec: ResNetSpec,
+        compute_dtype: tf.DType = tf.float32,
+        scope: AbstractContextManager[Any] | None = None,
+    ) -> None:
+        """`scope`: of a tf.distribute strategy that is to hold `weights`; `buffers` are each rank's own."""
         super().__init__()
         self.plan = plan(spec)
         self.compute_dtype = compute_dtype
-        self.weights = {name: _variable(name, shape) for name, shape in parameters(spec).items()}
+        with scope or contextlib.nullcontext():
+            self.weights = {name: _variable(name, shape) for name, shape in parameters(spec).items()}
         self.buffers = {name: _variable(name, shape, trainable=False) for name, shape in buffers(spec).items()}
 
     def __call__(self, images: tf.Tensor, training: bool) -> tf.Tensor:

@@ -37,7 +37,8 @@ class Sentinel:
         self._process: subprocess.Popen[bytes] | None = None
         self._ports: dict[str, int] | None = None
         self._addresses = interfaces.addresses() if first else {}
-        self._way: interfaces.Way | None = None
+        self.way: interfaces.Way | None = None
+        """From this host to the next one; None on a single host, or where none is to be seen"""
         self._next: str | None = None
         if first:
             self._start()
@@ -85,21 +86,20 @@ class Sentinel:
             # Signals reach the sentinel as one byte each, written by the C handler: also while Python cannot run.
             with contextlib.suppress(ValueError):  # not the main thread
                 signal.set_wakeup_fd(self._socket.fileno(), warn_on_full_buffer=False)
+        order = sorted(leaders.values())
+        following = order[(order.index(mine) + 1) % len(order)]
+        if following != mine:
+            self.way, self._next = _way(offers[mine], offers[following]), offers[following]["host"]
         if mine == self._rank:
             self._send(self._table(offers, leaders))
 
     def _table(self, offers: list[dict[str, Any]], leaders: dict[str, int]) -> dict[str, Any]:
         order = sorted(leaders.values())
-        here = order.index(self._rank)
         hosts = []
         for leader in order:
             offer = offers[leader]
             ranks = [rank for rank, other in enumerate(offers) if other["sees"] == offer["sees"]]
-            to = None
-            if leader != self._rank:
-                to = interfaces.way(self._addresses, offer["addresses"], offer["host"], interfaces.asked())
-            if leader == order[(here + 1) % len(order)] != self._rank:
-                self._way, self._next = to, offer["host"]
+            to = None if leader == self._rank else _way(offers[self._rank], offer)
             hosts.append(
                 {
                     "name": offer["host"],
@@ -111,7 +111,7 @@ class Sentinel:
             )
         ours = [(rank, o) for rank, o in enumerate(offers) if o["sees"] == offers[self._rank]["sees"]]
         ranks_here = [{"rank": rank, "pid": offer["pid"], "port": offer["port"]} for rank, offer in ours]
-        return {"token": offers[0]["token"], "host": here, "hosts": hosts, "ranks": ranks_here}
+        return {"token": offers[0]["token"], "host": order.index(self._rank), "hosts": hosts, "ranks": ranks_here}
 
     # --- the rank's words ---------------------------------------------------------------------------------------
 
@@ -145,14 +145,14 @@ class Sentinel:
         found: dict[str, Any] = {
             "host": socket.gethostname(),
             "nic": self.nic,
-            "address": self._way and self._way.source,
-            "speed_mbit": self._way and nic.speed_mbit(self._way.device),
+            "address": self.way and self.way.source,
+            "speed_mbit": self.way and nic.speed_mbit(self.way.device),
             "throttle": throttle.asked(),
             "goodput_to": self._next,
             "goodput_mbit": None,
             "reason": f"no common network with {self._next}",
         }
-        if self._way:
+        if self.way:
             self._send({"measure": True})
             found |= self._answer(ANSWER_S) or {"reason": "the sentinel did not answer"}
         return found
@@ -160,14 +160,12 @@ class Sentinel:
     @property
     def nic(self) -> str | None:
         """The interface of the link; None on a single host, and unless this rank started the sentinel."""
-        return self._way and self._way.device
+        return self.way.device if self.way and self._process else None
 
     def nic_counters(self) -> tuple[int, int] | None:
         """Bytes sent and received so far by the link's interface; None unless this rank started the sentinel."""
-        if self._way is None:
-            return None
         with contextlib.suppress(OSError, KeyError):
-            return nic.counters(self._way.device)
+            return nic.counters(self.nic) if self.nic else None
         return None
 
     # --- the process --------------------------------------------------------------------------------------------
@@ -186,6 +184,11 @@ class Sentinel:
             answer: dict[str, Any] = json.loads(stream.readline())
             return answer
         return None
+
+
+def _way(ours: dict[str, Any], theirs: dict[str, Any]) -> interfaces.Way | None:
+    """From one host to another, by what a rank of each has offered."""
+    return interfaces.way(ours["addresses"], theirs["addresses"], theirs["host"], interfaces.asked())
 
 
 def _identity() -> str:

@@ -5,13 +5,17 @@ A new strategy is one file and one line in STRATEGIES.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from hvdtrain import exits
+from hvdtrain.config import TrainConfig
 from hvdtrain.exits import Failure
 from hvdtrain.strategies.allreduce import AllReduce
+from hvdtrain.strategies.native import Native
+from hvdtrain.strategies.payload import Shape
 from hvdtrain.world import World
 
 
@@ -19,14 +23,17 @@ class Strategy(Protocol):
     """One object, one verb. Its state lives in it and goes into the checkpoint."""
 
     in_backward: bool
-    """True: Horovod's optimizer or tape exchanges each gradient while backward still computes the others"""
+    """True: the world's own step (Horovod's optimizer or tape, DistributedDataParallel, MultiWorkerMirroredStrategy)
+    exchanges each gradient while backward still computes the others"""
+    native: bool
+    """True: the framework's own collectives connect the ranks, and no Horovod runs"""
 
-    def __init__(self, world: World, payload_bytes: int) -> None:
-        """`payload_bytes`: bytes of one rank's gradients."""
+    def __init__(self, world: World, shapes: Sequence[Shape], config: TrainConfig) -> None:
+        """`shapes`: of one rank's gradients, in the model's order."""
 
     @staticmethod
-    def bytes_per_step(payload_bytes: int, ranks: int) -> int:
-        """Payload bytes that each of `ranks` ranks sends in one step."""
+    def bytes_per_step(shapes: Sequence[Shape], ranks: int, config: TrainConfig) -> int:
+        """Payload bytes that each of `ranks` ranks sends in one step, once the strategy is in its stride."""
         ...
 
     def exchange(self, gradients: list[Any]) -> tuple[list[Any], int]:
@@ -44,6 +51,7 @@ class Strategy(Protocol):
 
 STRATEGIES: dict[str, type[Strategy]] = {
     "allreduce": AllReduce,
+    "native": Native,
 }
 
 

@@ -11,10 +11,13 @@ Sergeev and Del Balso, "Horovod: fast and easy distributed deep learning in Tens
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from hvdtrain.config import TrainConfig
+from hvdtrain.strategies.payload import Shape, elements, ring_bytes
 from hvdtrain.world import World
 
 
@@ -22,14 +25,15 @@ class AllReduce:
     """Gradients summed by Horovod's own optimizer (PyTorch) or tape (TensorFlow) during backward; no state."""
 
     in_backward = True
+    native = False
 
-    def __init__(self, world: World, payload_bytes: int) -> None:
+    def __init__(self, world: World, shapes: Sequence[Shape], config: TrainConfig) -> None:
         self._world = world
-        self._sent = self.bytes_per_step(payload_bytes, world.size)
+        self._sent = self.bytes_per_step(shapes, world.size, config)
 
     @staticmethod
-    def bytes_per_step(payload_bytes: int, ranks: int) -> int:
-        return 2 * (ranks - 1) * payload_bytes // ranks
+    def bytes_per_step(shapes: Sequence[Shape], ranks: int, config: TrainConfig) -> int:
+        return ring_bytes(4 * elements(shapes), ranks)
 
     def exchange(self, gradients: list[Any]) -> tuple[list[Any], int]:
         self._world.wait()

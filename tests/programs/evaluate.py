@@ -27,7 +27,9 @@ if framework == "torch":
     from hvdtrain.models.resnet_torch import ResNetTorch as Model
 else:
     from hvdtrain.models.resnet_tf import ResNetTF as Model
-replica = Replica(Model(spec), device=device, config=config, world=world, strategy=STRATEGIES["allreduce"](world, 4))
+replica = Replica(
+    Model(spec), device=device, config=config, world=world, strategy=STRATEGIES["allreduce"](world, [(1,)], config)
+)
 state = resnet.initial_state(spec, 3)
 replica.load({f"parameter.{name}": state[name] for name in resnet.parameters(spec)})
 # Offsets whose mean over ranks is 0: -1 and 1, or -1, 0 and 1, times a quarter.

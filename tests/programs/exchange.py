@@ -1,7 +1,7 @@
 """What the ranks do together, done for real on a model without BatchNorm, and printed by rank 0 as JSON.
 
 Three steps of SGD with momentum on uneven shares of one fixed batch; a collective of each kind. Used by
-test_ranks.py, which compares ranks with each other and with NumPy.
+test_ranks.py and test_native.py, which compare ranks with each other and with NumPy.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def tensorflow_model():
 
 
 def main() -> None:
-    framework = sys.argv[1]
+    framework, kind = sys.argv[1], STRATEGIES[sys.argv[2] if len(sys.argv) > 2 else "allreduce"]
     config = TrainConfig(lr=LR, momentum=0.9, weight_decay=0.01)
     if framework == "torch":
         from hvdtrain.frameworks.pytorch import TorchReplica as Replica
@@ -69,10 +69,14 @@ def main() -> None:
         from hvdtrain.frameworks.tensorflow import TensorFlowReplica as Replica
         from hvdtrain.frameworks.tensorflow import prepare
     device = prepare("cpu", 0, 1)
-    world = World(framework)
+    world = World(framework, native=kind.native)
     inputs, labels, weight = problem()
-    strategy = STRATEGIES["allreduce"](world, weight.nbytes)
-    model = torch_model() if framework == "torch" else tensorflow_model()
+    strategy = kind(world, [weight.shape], config)
+    if framework == "torch":
+        model = torch_model()
+    else:
+        with world.tensorflow.scope():
+            model = tensorflow_model()
     replica = Replica(model, device=device, config=config, world=world, strategy=strategy)
     replica.load({"parameter.weight": weight})
 
@@ -98,6 +102,7 @@ def main() -> None:
         "sum": world.sum(np.array([1.0, world.rank]), "test").tolist(),
         "gathered": world.gather({"rank": world.rank, "text": "ä" * world.rank}),
         "agreed": {name: array.tolist() for name, array in agreed.items()},
+        "horovod": "horovod" in sys.modules,
     }
     if world.rank == 0:
         sys.stdout.write(json.dumps(report) + "\n")

@@ -1,0 +1,209 @@
+"""What carries data between the ranks of a job: one protocol, and a file for each library that does it.
+
+`meeting` lets ranks find each other without any of them, `horovod_ranks` is Horovod for both frameworks, `ddp` is
+torch.distributed with DistributedDataParallel, `mwms` TensorFlow with MultiWorkerMirroredStrategy. Here is `Alone`, for
+a process without a launcher. Only this room imports Horovod, mpi4py and torch.distributed. Each method is called
+by every rank, in the same order; `name` must be the same on all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+
+from hvdtrain.config import TrainConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Reach:
+    """How the other ranks get at this host."""
+
+    address: str
+    """IPv4, or a name"""
+    interface: str | None
+    """Of the link to other hosts, or loopback if there are none; None if unknown"""
+    loopback: bool = False
+
+
+class Meeting(Protocol):
+    """Ranks that know of each other and can tell each other small things."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+    def gather(self, mine: bytes) -> list[bytes]:
+        """What every rank gave, in rank order, on all ranks."""
+        ...
+
+    def leave(self) -> None:
+        """Disconnects from the other ranks; a rank may wait here for the slowest."""
+
+
+class Collectives(Meeting, Protocol):
+    """What every training run needs, whatever its framework."""
+
+    carrier: str
+    """none, gloo, mpi, nccl or grpc"""
+
+    def sum(self, values: np.ndarray, name: str) -> np.ndarray:
+        """Element-wise sum over ranks, same shape and type."""
+        ...
+
+    def broadcast(self, values: np.ndarray, name: str) -> np.ndarray:
+        """Rank 0's values; those of the others have the same shape and type."""
+        ...
+
+    def wait(self) -> None:
+        """Waits until the sums that backward started are done."""
+
+    def state(self) -> dict[str, np.ndarray]:
+        """What the exchange itself must have to continue as if never interrupted."""
+        ...
+
+    def load(self, state: dict[str, np.ndarray]) -> None: ...
+
+
+class TorchStep:
+    """One rank's step in PyTorch without any exchange in backward; others extend it."""
+
+    loss_factor = 1.0
+    """What the loss is multiplied by before backward, because the exchange divides by it"""
+
+    def __init__(self, model: Any, optimizer: Any) -> None:
+        self.model = model
+        self.optimizer = optimizer
+
+    def loss(self, *arrays: Any) -> Any:
+        """Sum of losses and number of correct samples of this rank's batch."""
+        return self.model.loss(*arrays)
+
+    def backward(self, loss: Any) -> None:
+        loss.backward()
+
+    def waited_s(self) -> float | None:
+        """Seconds that `backward` waited for the exchange after its last gradient; None if that cannot be told."""
+        return 0.0
+
+    def updating(self) -> contextlib.AbstractContextManager[None]:
+        """Held while the optimizer updates: its gradients have been waited for."""
+        return contextlib.nullcontext()
+
+
+class TorchCollectives(Collectives, Protocol):
+    """What a PyTorch replica needs besides."""
+
+    def start_sum(self, tensor: Any, name: str) -> Any:
+        """Starts the sum of a tensor over ranks, in place; `finish_sum` waits for it."""
+        ...
+
+    def finish_sum(self, handle: Any) -> Any: ...
+
+    def overlapped(self, model: Any, optimizer: Any, config: TrainConfig) -> TorchStep:
+        """A step whose backward starts the sum of each gradient over ranks as it appears."""
+        ...
+
+
+class TensorFlowCollectives(Collectives, Protocol):
+    """What a TensorFlow replica needs besides. All but `scope` are called while a graph is traced."""
+
+    def scope(self) -> contextlib.AbstractContextManager[Any]:
+        """Held while variables are made."""
+        ...
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Calls `function` where its variables are to be read and updated."""
+        ...
+
+    def graph_sum(self, tensor: Any, name: str) -> Any:
+        """The sum of a tensor over ranks."""
+        ...
+
+    def summed_gradients(self, tape: Any, loss: Any, weights: list[Any]) -> list[Any]:
+        """Gradients of `loss`, summed over ranks."""
+        ...
+
+
+class Alone:
+    """A process by itself: rank 0 of 1, for which nothing needs to be sent."""
+
+    rank = local_rank = 0
+    size = local_size = 1
+    carrier = "none"
+
+    def gather(self, mine: bytes) -> list[bytes]:
+        return [mine]
+
+    def leave(self) -> None:
+        pass
+
+    def sum(self, values: np.ndarray, name: str) -> np.ndarray:
+        return values
+
+    def broadcast(self, values: np.ndarray, name: str) -> np.ndarray:
+        return values
+
+    def wait(self) -> None:
+        pass
+
+    def state(self) -> dict[str, np.ndarray]:
+        return {}
+
+    def load(self, state: dict[str, np.ndarray]) -> None:
+        pass
+
+    # --- PyTorch ------------------------------------------------------------------------------------------------
+
+    def start_sum(self, tensor: Any, name: str) -> Any:
+        return tensor
+
+    def finish_sum(self, handle: Any) -> Any:
+        return handle
+
+    def overlapped(self, model: Any, optimizer: Any, config: TrainConfig) -> TorchStep:
+        return TorchStep(model, optimizer)
+
+    # --- TensorFlow ---------------------------------------------------------------------------------------------
+
+    def scope(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return function(*arguments)
+
+    def graph_sum(self, tensor: Any, name: str) -> Any:
+        return tensor
+
+    def summed_gradients(self, tape: Any, loss: Any, weights: list[Any]) -> list[Any]:
+        return list(tape.gradient(loss, weights))
+
+
+# What the libraries raise when another rank is gone: the exception's class, and words of its text.
+PEER_ERRORS = (
+    ("HorovodInternalError", ""),
+    ("", "Horovod"),
+    ("DistBackendError", ""),
+    ("DistNetworkError", ""),
+    ("DistStoreError", ""),
+    ("RuntimeError", "gloo/transport"),
+    ("RuntimeError", "Gloo connectFullMesh failed"),
+    ("UnavailableError", ""),
+    ("AbortedError", ""),
+    ("CancelledError", ""),
+    ("InternalError", "Collective ops is aborted"),
+)
+
+
+def lost_peer(error: BaseException | None) -> bool:
+    """Whether a library raised this because another rank went away."""
+    while error is not None:
+        kind, text = type(error).__name__, str(error)
+        if any(name in ("", kind) and words in text for name, words in PEER_ERRORS):
+            return True
+        error = error.__cause__
+    return False

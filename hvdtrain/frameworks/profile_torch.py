@@ -1,0 +1,40 @@
+"""PyTorch's profiler: operations on the CPU, and kernels on the GPU where there is one."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import profile, record_function, supported_activities
+
+from hvdtrain import notes
+
+NOTES = (b"USDT:", b"SyncActivityProfilerHandler")
+
+
+class TorchProfiler:
+    """See `frameworks.Profiler`."""
+
+    def __init__(self) -> None:
+        self._profile: Any = None
+
+    def start(self, folder: Path) -> None:
+        self._folder = folder
+        self._profile = profile(activities=supported_activities())
+        with notes.without(NOTES):
+            self._profile.start()
+
+    def step(self, number: int) -> contextlib.AbstractContextManager[Any]:
+        return record_function(f"ProfilerStep#{number}")  # the name that PyTorch's own tools know
+
+    def stop(self, name: str) -> Path:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        path = self._folder / f"{name}.pt.trace.json.gz"
+        with notes.without(NOTES):
+            self._profile.stop()
+            self._profile.export_chrome_trace(str(path))
+        self._profile = None
+        return path

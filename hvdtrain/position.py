@@ -1,0 +1,84 @@
+"""How far a run is, and the sums that its records are made of: what a checkpoint keeps of the loop."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from hvdtrain import records
+
+
+@dataclasses.dataclass
+class Position:
+    """Steps done and sums so far. Seconds and bytes are rank 0's where they are recorded, samples are all ranks'."""
+
+    step: int = 0
+    """Steps done since the start of the run"""
+    loss: float = 0.0
+    """Sums over the current epoch and all ranks"""
+    correct: float = 0.0
+    samples: int = 0
+    epoch_s: float = 0.0
+    rated_samples: int = 0
+    """Samples over all ranks, and seconds, of the current epoch's steps that are not warm-up"""
+    rated_s: float = 0.0
+    total_rated_samples: int = 0
+    total_rated_s: float = 0.0
+    total_data_s: float = 0.0
+    train_s: float = 0.0
+    validation_s: float = 0.0
+    checkpoint_s: float = 0.0
+    bytes_sent: int = 0
+    validation_accuracy: list[float | None] = dataclasses.field(default_factory=list)
+
+    def add(self, step: records.Step, *, seconds: float, samples: int, loss: float, correct: float) -> None:
+        """A step is done: how long it took in all, and its sums over all ranks."""
+        self.step += 1
+        self.loss += loss
+        self.correct += correct
+        self.samples += samples
+        self.epoch_s += seconds
+        self.bytes_sent += step.bytes_sent
+        if not step.warmup:
+            self.rated_samples += samples
+            self.rated_s += seconds
+            self.total_rated_samples += samples
+            self.total_rated_s += seconds
+            self.total_data_s += step.data_s
+
+    def end_epoch(self, epoch: int, **measured: Any) -> tuple[records.Epoch, bool]:
+        """The epoch's record (`measured` are its fields that are not sums), and whether its accuracy is the best."""
+        record = records.Epoch(
+            epoch=epoch,
+            step=self.step,
+            train_loss=self.loss / self.samples,
+            train_accuracy=self.correct / self.samples,
+            train_s=self.epoch_s,
+            samples=self.samples,
+            samples_per_s=self.rated_samples / self.rated_s if self.rated_s else None,
+            **measured,
+        )
+        accuracy, earlier = record.validation_accuracy, [a for a in self.validation_accuracy if a is not None]
+        self.train_s += record.train_s
+        self.validation_s += record.validation_s
+        self.validation_accuracy.append(accuracy)
+        self.loss = self.correct = self.epoch_s = self.rated_s = 0.0
+        self.samples = self.rated_samples = 0
+        return record, accuracy is not None and accuracy > max(earlier, default=-1.0)
+
+    def summary(self, *, ranks: int, **measured: Any) -> records.Summary:
+        """The run's summary; `measured` are its fields that are not sums."""
+        rate = self.total_rated_samples / self.total_rated_s if self.total_rated_s else None
+        return records.Summary(
+            ranks=ranks,
+            steps=self.step,
+            validation_accuracy=self.validation_accuracy,
+            train_s=self.train_s,
+            validation_s=self.validation_s,
+            checkpoint_s=self.checkpoint_s,
+            samples_per_s=rate,
+            samples_per_s_per_rank=rate / ranks if rate else None,
+            data_share=self.total_data_s / self.total_rated_s if self.total_rated_s else None,
+            bytes_sent=self.bytes_sent,
+            **measured,
+        )

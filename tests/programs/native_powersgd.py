@@ -1,0 +1,42 @@
+"""Twelve steps of DistributedDataParallel with PowerSGD on a small network of one rank, and what was compressed."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+
+from hvdtrain.collectives import Alone, Reach, powersgd
+from hvdtrain.collectives.ddp import DdpRanks
+from hvdtrain.config import TrainConfig
+
+STEPS = 12
+
+
+class Network(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            torch.nn.Conv2d(3, 16, 3), torch.nn.ReLU(), torch.nn.Conv2d(16, 24, 3), torch.nn.Flatten(),
+            torch.nn.Linear(24 * 16, 5),
+        )  # fmt: skip
+
+    def loss(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.layers(images).square().sum(), torch.zeros(())
+
+
+model = Network()
+ranks = DdpRanks(Alone(), Reach("127.0.0.1", "lo", loopback=True), gpu=False)
+config = TrainConfig(strategy="native", framework="torch", ddp_hook="powersgd")
+step = ranks.overlapped(model, torch.optim.SGD(model.parameters(), lr=0.01), config)
+for _ in range(STEPS):
+    model.zero_grad()
+    step.backward(step.loss(torch.randn(4, 3, 8, 8))[0])
+shapes = [tuple(parameter.shape) for parameter in model.parameters()]
+report = {
+    "counted_by_torch": ranks._power_sgd._torch_state.total_numel_after_compression,
+    "counted_by_us": sum(powersgd.elements_sent(shapes, number) for number in range(powersgd.START_STEP, STEPS)),
+}
+ranks.leave()
+sys.stdout.write(json.dumps(report) + "\n")

@@ -1,0 +1,211 @@
+"""`--strategy native`: PyTorch's and TensorFlow's own data parallelism under our launchers, without Horovod."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import PROGRAMS, Cluster, document, launch, resnet
+from test_ranks import numpy_training
+from test_resnet_train import newest_arrays, read_run, started, wait_for_steps
+
+from hvdtrain.collectives import powersgd
+from hvdtrain.collectives.meeting import reserved_port
+from hvdtrain.config import TrainConfig
+from hvdtrain.exits import Failure
+from hvdtrain.models.resnet import ResNetSpec, parameters
+from hvdtrain.strategies.native import Native
+
+# A small rate and blocks that start as the identity: equal programs stay equal (see test_resnet_train.py).
+CALM = ["--image-size", "16", "--width", "0.125", "--batch-size", "96", "--lr", "0.005", "--epochs", "1", "--json"]
+
+
+def train(ranks: int, folder: Path, *flags: str, launcher: str = "mpirun") -> dict[str, Any]:
+    """A run's records by type, and its summary and manifest."""
+    summary = document(resnet(ranks, "--run-dir", str(folder), *CALM, *flags, launcher=launcher))
+    return {**read_run(folder), "summary": summary, "manifest": json.loads((folder / "manifest.json").read_text())}
+
+
+def losses(run: dict[str, Any]) -> list[float]:
+    return [step.loss for step in run["step"]]
+
+
+@pytest.fixture(scope="module")
+def native(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """A run of each framework on two ranks, under both kinds of launcher."""
+    folder, flags = tmp_path_factory.mktemp("native"), ["--strategy", "native", "--framework"]
+    return {
+        "torch": train(2, folder / "torch", *flags, "torch"),
+        "tensorflow": train(2, folder / "tensorflow", *flags, "tensorflow", launcher="horovodrun --gloo"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("framework", "ranks", "launcher"),
+    [("torch", 0, ""), ("torch", 3, "horovodrun --gloo"), ("tensorflow", 0, ""), ("tensorflow", 3, "mpirun")],
+)
+def test_uneven_ranks_train_as_one_process_on_all_samples(framework: str, ranks: int, launcher: str) -> None:
+    report = document(launch(ranks, [str(PROGRAMS / "exchange.py"), framework, "native"], launcher))
+    size = max(1, ranks)
+    weight, expected = numpy_training()
+    np.testing.assert_allclose(report["weight"], weight, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(report["losses"], expected, rtol=1e-5)
+    assert all(other == report["weight"] for other in report["weights_of_ranks"])
+    assert report["stopping"] is True, "the last rank asked to stop"
+    assert report["bytes_sent"] == 2 * (size - 1) * np.asarray(weight, dtype=np.float32).nbytes // size
+    assert report["sum"] == [size, sum(range(size))]
+    assert report["gathered"] == [{"rank": r, "text": "ä" * r} for r in range(size)]
+    assert report["agreed"] == {"own": [0.0] * 3, "same": [0, 1]}, "ranks that differ take rank 0's"
+    assert report["horovod"] is False, "not even imported"
+
+
+@pytest.mark.parametrize(("framework", "carrier"), [("torch", "gloo"), ("tensorflow", "grpc")])
+def test_native_trains_as_allreduce_does(
+    framework: str, carrier: str, native: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    horovod = train(2, tmp_path / "horovod", "--framework", framework, launcher="horovodrun --gloo")
+    own = native[framework]
+    np.testing.assert_allclose(losses(own), losses(horovod), rtol=1e-6)
+    assert own["manifest"]["collectives"] == carrier
+    assert own["summary"]["bytes_sent"] == horovod["summary"]["bytes_sent"] > 0
+    assert own["summary"]["validation_accuracy"] == horovod["summary"]["validation_accuracy"]
+    assert own["summary"]["test_loss"] == pytest.approx(horovod["summary"]["test_loss"], rel=1e-5)
+    told = [step.communication_s is not None for step in own["step"]]
+    assert all(told) if framework == "torch" else not any(told), "TensorFlow waits inside one graph"
+
+
+def test_the_fp16_hook_stays_close_and_sends_half(native: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    whole = native["torch"]
+    half = train(2, tmp_path / "half", "--strategy", "native", "--framework", "torch", "--ddp-hook", "fp16")
+    np.testing.assert_allclose(losses(half), losses(whole), rtol=1e-3)
+    assert losses(half) != losses(whole)
+    assert 2 * half["summary"]["bytes_sent"] == whole["summary"]["bytes_sent"]
+
+
+def test_powersgd_learns_and_resumes_as_if_never_interrupted(tmp_path: Path) -> None:
+    flags = ["--strategy", "native", "--framework", "torch", "--ddp-hook", "powersgd", "--lr", "0.05", "--epochs", "5"]
+    whole = train(2, tmp_path / "whole", *flags)
+    assert losses(whole)[-1] < 0.5 * losses(whole)[0]
+    shapes = list(parameters(ResNetSpec(channels=1, classes=10, width=0.125)).values())
+    before, after = (4 * powersgd.elements_sent(shapes, step) for step in (0, powersgd.START_STEP))
+    assert [step.bytes_sent for step in whole["step"]] == [before] * 10 + [after] * (len(whole["step"]) - 10)
+    assert after < before / 10
+    cut = tmp_path / "cut"
+    with started(2, cut, *CALM, *flags) as process:
+        wait_for_steps(process, cut, 15)
+        process.send_signal(signal.SIGUSR1)
+        assert process.wait(60) == 75
+    stopped_at = read_run(cut)["step"][-1].step
+    assert powersgd.START_STEP < stopped_at < len(whole["step"]) - 1
+    resumed = train(2, cut, *flags, "--resume")
+    # Two ranks add in one order, whatever the bucket's; the errors that were kept are those of this very step.
+    np.testing.assert_allclose(losses(resumed), losses(whole), rtol=1e-6)
+    expected, got = newest_arrays(tmp_path / "whole"), newest_arrays(cut)
+    assert any("strategy.error." in name for name in expected)
+    for name, array in expected.items():
+        np.testing.assert_allclose(got[name], array, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_sigterm_still_makes_a_checkpoint_with_tensorflow(tmp_path: Path) -> None:
+    """Its coordination service takes the signal for itself; we must take it back."""
+    with started(0, tmp_path, *CALM, "--strategy", "native", "--framework", "tensorflow", "--epochs", "50") as process:
+        wait_for_steps(process, tmp_path, 3)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 75
+    assert newest_arrays(tmp_path)
+
+
+def test_a_rank_that_raises_ends_the_job_and_its_peers_stay_silent() -> None:
+    done = launch(2, [str(PROGRAMS / "native_failing.py"), "tensorflow", "raise"])
+    assert done.returncode != 0
+    output = done.stderr + done.stdout
+    assert output.count("hvdtrain: ") == 1
+    assert "hvdtrain: rank 1 on " in output
+    assert "ZeroDivisionError: the cause" in output
+
+
+@pytest.mark.parametrize(("framework", "launcher"), [("torch", "mpirun"), ("tensorflow", "horovodrun --gloo")])
+def test_a_killed_rank_ends_the_job_within_seconds(framework: str, launcher: str, tmp_path: Path) -> None:
+    died = tmp_path / "died"
+    done = launch(2, [str(PROGRAMS / "native_failing.py"), framework, str(died)], launcher)
+    ended_s = time.time() - died.stat().st_mtime
+    assert done.returncode != 0
+    assert ended_s < 10, "5 s on an idle machine"
+    output = done.stderr + done.stdout
+    assert output.count("hvdtrain: ") == 1
+    assert "rank 1 on " in output
+    assert "died without a word" in output
+
+
+@pytest.mark.parametrize(
+    ("strategy", "framework"), [("allreduce", "auto"), ("allreduce", "torch"), ("native", "tensorflow")]
+)
+def test_a_hook_without_pytorchs_ddp_is_refused(strategy: str, framework: Any) -> None:
+    with pytest.raises(Failure, match="--ddp-hook fp16") as refused:
+        TrainConfig(ddp_hook="fp16", strategy=strategy, framework=framework)
+    assert refused.value.code == 78
+
+
+def test_each_hook_tells_its_bytes() -> None:
+    shapes = list(parameters(ResNetSpec(channels=1, classes=10, width=0.125)).values())
+    whole = 4 * sum(int(np.prod(shape)) for shape in shapes)
+    expected = {"none": whole, "fp16": whole // 2, "powersgd": 4 * numbers_in_factors(shapes)}
+    for hook, payload in expected.items():
+        config = TrainConfig(strategy="native", framework="torch", ddp_hook=hook)
+        assert Native.bytes_per_step(shapes, 4, config) == 2 * 3 * payload // 4
+        assert Native.bytes_per_step(shapes, 1, config) == 0
+
+
+def numbers_in_factors(shapes: list[tuple[int, ...]]) -> int:
+    """What PowerSGD of rank 2 sends, counted from real factorisations."""
+    total = 0
+    for shape in shapes:
+        matrix = np.zeros(shape).reshape(shape[0], -1)
+        p, q = np.zeros((matrix.shape[0], 2)), np.zeros((matrix.shape[1], 2))
+        small_enough = min(matrix.shape) > 1 and matrix.size > 2 * (p.size + q.size)
+        total += p.size + q.size if small_enough else matrix.size
+    return total
+
+
+def test_our_count_of_powersgds_bytes_is_pytorchs_own() -> None:
+    report = document(launch(0, [str(PROGRAMS / "native_powersgd.py")]))
+    assert report["counted_by_torch"] == report["counted_by_us"]
+
+
+def test_a_taken_port_makes_way_to_the_next() -> None:
+    with reserved_port(23_000) as one:
+        taken = one.getsockname()[1]
+        with reserved_port(taken) as other:
+            assert other.getsockname()[1] > taken >= 23_000
+    with pytest.raises(Failure, match="no free TCP port") as refused:
+        reserved_port(30_000)
+    assert refused.value.code == 69
+
+
+@pytest.mark.root
+@pytest.mark.parametrize(("framework", "launcher"), [("torch", "mpirun.sh"), ("tensorflow", "horovodrun.sh --gloo")])
+def test_between_hosts_the_links_interface_carries_the_data(
+    framework: str, launcher: str, cluster: Cluster, tmp_path: Path
+) -> None:
+    words = [*f"launch/{launcher} -H a:2,b:2 python -m hvdtrain.resnet --strategy native".split(), *CALM]
+    words += ["--framework", framework, "--run-dir", str(tmp_path / "run"), "--batch-size", "48"]
+    summary = document(cluster.on("a", *words))
+    assert (summary["hosts"], summary["ranks"]) == (2, 4)
+    # A ring over four ranks crosses the link between two hosts once each way with 2(p-1)/p of the payload.
+    for host in summary["nic_bytes"]:
+        assert host["nic"] == "eth0"
+        assert summary["bytes_sent"] < host["sent_bytes"] < 3 * summary["bytes_sent"]
+        assert summary["bytes_sent"] < host["received_bytes"] < 3 * summary["bytes_sent"]
+
+
+@pytest.mark.root
+def test_ranks_that_compute_send_next_to_nothing(cluster: Cluster) -> None:
+    """No Horovod ticks: what is left are heartbeats, the sentinel's and those of TensorFlow's coordination service."""
+    words = ["launch/mpirun.sh", "-H", "a:1,b:1", "python", str(PROGRAMS / "native_idle.py"), "tensorflow"]
+    seen = document(cluster.on("a", *words))
+    assert seen["sent_bytes"] / seen["seconds"] < 0.001 * 10e6 / 8, "0.1 % of a link of 10 Mbit/s"

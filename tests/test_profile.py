@@ -1,0 +1,181 @@
+"""What looks on while a run trains: traces that a viewer opens, of the steps asked for and of no other; samples of the
+whole loop."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT, SMALL, environment, resnet
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdtrain import records
+from hvdtrain.config import flag
+from hvdtrain.exits import Failure
+from hvdtrain.observe import profiled_steps
+from hvdtrain.resnet import ResNetConfig
+from hvdtrain.timing import WARMUP_STEPS
+
+# What a step is called in the trace, and a part of the names of what computes convolutions forward and backward.
+NAMES = {
+    "torch": ("ProfilerStep#{}", ("aten::mkldnn_convolution", "ConvolutionBackward0")),
+    "tensorflow": ("step {}", ("Conv2D", "Conv2DBackpropFilter")),
+}
+LAUNCHERS = {"torch": "mpirun", "tensorflow": "horovodrun --gloo"}
+
+
+def spans(trace: Path) -> list[dict[str, Any]]:
+    """The events of a Chrome trace that take time."""
+    with gzip.open(trace, "rt") as stream:
+        events = json.load(stream)["traceEvents"]
+    return [event for event in events if event["ph"] == "X"]
+
+
+def steps_in(events: list[dict[str, Any]], framework: str) -> dict[int, dict[str, Any]]:
+    named = {NAMES[framework][0].format(step): step for step in range(2000)}
+    return {named[event["name"]]: event for event in events if event["name"] in named}
+
+
+def steps_of(run: Path, rank: int) -> list[records.Step]:
+    path = run / "metrics" / f"rank{rank:04d}.jsonl"
+    return [record for record in records.read(path) if isinstance(record, records.Step)]
+
+
+@pytest.fixture(scope="module", params=["torch", "tensorflow"])
+def observed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """A run of 15 steps on two ranks with everything that looks on."""
+    framework = request.param
+    pytest.importorskip(framework)
+    run = tmp_path_factory.mktemp("runs") / framework
+    flags = [*SMALL, "--framework", framework, "--epochs", "1", "--run-dir", str(run), "--json"]
+    flags += ["--monitor", "resources", "--monitor-ms", "100"]
+    done = resnet(2, *flags, "--profile", "5:7", "--horovod-timeline", "--tensorboard", launcher=LAUNCHERS[framework])
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "profile of steps 5-7: " in done.stderr
+    assert "USDT" not in done.stderr and "profiler_session" not in done.stderr
+    return framework, run
+
+
+def test_the_trace_holds_the_operations_of_exactly_the_steps_asked_for(observed: tuple[str, Path]) -> None:
+    framework, run = observed
+    (trace,) = (run / "profile").glob("*.trace.json.gz")
+    events = spans(trace)
+    steps = steps_in(events, framework)
+    assert sorted(steps) == [5, 6, 7]
+    for step in steps.values():
+        inside = [e["name"] for e in events if step["ts"] <= e["ts"] <= step["ts"] + step["dur"]]
+        for operation in NAMES[framework][1]:
+            assert sum(operation in name for name in inside) >= 36, f"ResNet-34 has 36 convolutions: {operation}"
+
+
+def test_tensorboard_finds_the_profile(observed: tuple[str, Path]) -> None:
+    """By the names that its plugins look for: xprof, and torch_tb_profiler."""
+    framework, run = observed
+    pattern = {"torch": "*.pt.trace.json.gz", "tensorflow": "plugins/profile/*/*.xplane.pb"}[framework]
+    (found,) = (run / "profile").glob(pattern)
+    assert found.stat().st_size > 10_000
+
+
+def test_profiled_steps_stay_out_of_rates_on_every_rank(observed: tuple[str, Path]) -> None:
+    """With the step after them, in which the others wait for rank 0 to write the trace."""
+    _, run = observed
+    for rank in range(2):
+        left_out = [step.step for step in steps_of(run, rank) if step.warmup]
+        assert left_out == [*range(WARMUP_STEPS), 5, 6, 7, 8]
+
+
+def test_the_timeline_is_a_chrome_trace_of_the_models_tensors(observed: tuple[str, Path]) -> None:
+    _, run = observed
+    events = json.loads((run / "profile" / "horovod_timeline.json").read_text())
+    tensors = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name" and "name" in e["args"]}
+    reduced = [tensors[e["pid"]] for e in events if e["ph"] == "B" and e.get("name") == "ALLREDUCE"]
+    assert len(set(reduced)) >= 110, "ResNet-34 has 110 parameters"
+    assert max(map(reduced.count, set(reduced))) >= 15, "one reduction in each step"
+    opened = [e["ph"] for e in events if e["ph"] in "BE" and tensors[e["pid"]] in reduced]
+    assert opened.count("B") == opened.count("E")
+
+
+def test_samples_cover_the_loop_from_the_first_step_to_the_test_evaluation(observed: tuple[str, Path]) -> None:
+    _, run = observed
+    (file,) = (run / "monitors").iterdir()  # one sampler for both ranks
+    sensors, *samples = records.read(file)
+    *_, summary = records.read(run / "metrics" / "rank0000.jsonl")
+    epochs = [r.unix_s for r in records.read(run / "metrics" / "rank0000.jsonl") if isinstance(r, records.Epoch)]
+    times = [sensors.unix_s, summary.began_unix_s, *epochs, summary.ended_unix_s, samples[-1].unix_s]
+    assert times == sorted(times)
+    assert samples[0].unix_s - samples[0].seconds <= summary.began_unix_s + 0.01, "the first begins before the loop"
+    assert {tuple(rank["rank"] for rank in sample.ranks) for sample in samples} == {(0, 1)}
+
+
+@given(first=st.integers(0, 300), last=st.integers(0, 300), steps=st.integers(1, 300))
+def test_n_to_m_are_steps_of_the_run(first: int, last: int, steps: int) -> None:
+    if first <= last < steps:
+        assert list(profiled_steps(f"{first}:{last}", steps)) == [s for s in range(steps) if first <= s <= last]
+        return
+    with pytest.raises(Failure, match=f"--profile {first}:{last}: ") as failure:
+        profiled_steps(f"{first}:{last}", steps)
+    assert failure.value.code == 78
+
+
+@pytest.mark.parametrize("text", ["", "5", "5:", ":5", "a:b", "-1:3", "1:2:3", "1.5:2", "٣:٤", "5:6\n"])
+def test_what_is_no_range_is_refused(text: str) -> None:
+    with pytest.raises(Failure, match="give N:M, two steps counted from 0"):
+        profiled_steps(text, 100)
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--profile", "9:4"], "step 9 is after step 4"),
+        (["--profile", "3:500", "--epochs", "1"], "the run's steps are 0 to 29: lower M"),
+        (["--horovod-timeline", "--strategy", "native"], "does not run with --strategy native"),
+        (["--horovod-timeline"], "use horovodrun or mpirun"),
+    ],
+)
+def test_refused_before_anything_starts(flags: list[str], reason: str) -> None:
+    done = resnet(0, *SMALL, *flags, "--dry-run")
+    assert done.returncode == 78 and reason in done.stderr and "Traceback" not in done.stderr
+
+
+def test_horovodrun_lets_every_flag_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its parser looks at the program's flags too, and ends on one that could be short for two of its own."""
+    launch = pytest.importorskip("horovod.runner.launch")
+    for field in dataclasses.fields(ResNetConfig):
+        program = ["python", "-m", "hvdtrain.resnet", flag(field.name)]
+        monkeypatch.setattr(sys, "argv", ["horovodrun", "-np", "2", *program])
+        assert launch.parse_args().command == program
+
+
+def test_a_signal_amid_the_steps_leaves_a_trace_of_those_made(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    run = tmp_path / "run"
+    command = [sys.executable, "-m", "hvdtrain.resnet", *SMALL, "--framework", "torch", "--run-dir", str(run)]
+    process = subprocess.Popen(
+        [*command, "--epochs", "60", "--profile", "4:1500"],
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    metrics = run / "metrics" / "rank0000.jsonl"
+    deadline = time.monotonic() + 60
+    while not (metrics.exists() and metrics.read_bytes().count(b"\n") > 6):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGUSR1)
+    stderr = process.communicate(timeout=60)[1]
+    assert process.returncode == 75, stderr[-3000:]
+    made = [step.step for step in steps_of(run, 0)]
+    (trace,) = (run / "profile").glob("*.trace.json.gz")
+    assert sorted(steps_in(spans(trace), "torch")) == made[4:]
+    assert trace.name == f"steps-4-{made[-1]}.pt.trace.json.gz"

@@ -1,0 +1,118 @@
+"""--tensorboard: TensorBoard reads from a run's folder what its records say, once for each step."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import ROOT, SMALL, resnet
+
+from hvdtrain import records, scalars
+from hvdtrain.exits import Failure
+
+
+@pytest.fixture(autouse=True)
+def without_tensorflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorBoard's reader takes its own stand-in for TensorFlow, which would take seconds to load."""
+    pytest.importorskip("tensorboard")
+    monkeypatch.setitem(sys.modules, "tensorboard.compat.notf", types.ModuleType("notf"))
+
+
+def drawn(folder: Path) -> dict[str, dict[int, float]]:
+    """Tag -> step -> value, as TensorBoard reads them; a step that is there twice fails."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    reader = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    reader.Reload()
+    points: dict[str, dict[int, float]] = {}
+    for tag in reader.Tags()["scalars"]:
+        events = reader.Scalars(tag)
+        points[tag] = {event.step: event.value for event in events}
+        assert len(points[tag]) == len(events), f"{tag}: {[event.step for event in events]}"
+    return points
+
+
+def recorded(path: Path) -> dict[str, dict[int, float]]:
+    """The same, out of the records: a resumed run takes back what was said of the step it goes on from and later."""
+    points: dict[str, dict[int, float]] = {}
+    curves: Mapping[type[records.Record], tuple[str, ...]] = {
+        records.Step: ("loss", "lr", "data_s", "compute_s", "communication_s", "bytes_sent"),
+        records.Epoch: ("train_loss", "train_accuracy", "validation_accuracy", "validation_loss", "samples_per_s"),
+        records.Summary: ("test_accuracy", "test_loss", "train_s", "peak_rss_bytes"),
+    }
+    for record in records.read(path):
+        if isinstance(record, records.Resumed):
+            points = {
+                tag: {step: v for step, v in values.items() if step < record.step} for tag, values in points.items()
+            }
+        step = record.steps - 1 if isinstance(record, records.Summary) else getattr(record, "step", 0)
+        if isinstance(record, records.Epoch):
+            step -= 1  # it counts steps
+        for name in curves.get(type(record), ()):
+            value = getattr(record, name)
+            if value is not None:
+                points.setdefault(f"{record.type}/{name}", {})[step] = float(np.float32(value))
+    return points
+
+
+def test_tensorboard_shows_the_records_of_a_resumed_run_once(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    run = tmp_path / "run"
+    flags = [*SMALL, "--framework", "torch", "--run-dir", str(run), "--tensorboard"]
+    flags += ["--checkpoint-epochs", "0", "--checkpoint-steps", "10"]
+    first = resnet(2, *flags, "--epochs", "1")
+    assert first.returncode == 0, first.stderr[-3000:]
+    again = resnet(2, *flags, "--epochs", "2", "--resume")
+    assert again.returncode == 0, again.stderr[-3000:]
+    assert "resumed at step 10 of 30" in again.stderr  # so steps 10 to 14 were made twice
+    expected, shown = recorded(run / "metrics" / "rank0000.jsonl"), drawn(run / "tensorboard")
+    assert sorted(expected["step/loss"]) == list(range(30))
+    assert {tag: shown.get(tag) for tag in expected} == expected
+    assert not {"step/step", "step/warmup", "epoch/unix_s"} & set(shown)
+
+
+def test_what_was_not_measured_has_no_point(tmp_path: Path) -> None:
+    step = records.Step(
+        step=0,
+        epoch=0,
+        loss=1.5,
+        samples=8,
+        lr=0.1,
+        data_s=0.0,
+        compute_s=0.25,
+        communication_s=None,
+        bytes_sent=0,
+        warmup=True,
+    )
+    writer = scalars.Scalars(tmp_path / "metrics" / "rank0000.jsonl", tmp_path / "tensorboard")
+    writer.write(step)
+    writer.close()
+    assert list(records.read(tmp_path / "metrics" / "rank0000.jsonl")) == [step]
+    shown = drawn(tmp_path / "tensorboard")
+    assert shown == {f"step/{k}": {0: v} for k, v in [("loss", 1.5), ("lr", np.float32(0.1)), ("data_s", 0.0)]} | {
+        "step/compute_s": {0: 0.25},
+        "step/bytes_sent": {0: 0.0},
+    }
+
+
+def test_it_loads_no_framework(tmp_path: Path) -> None:
+    program = (
+        "import sys, pathlib; from hvdtrain import records, scalars; folder = pathlib.Path(sys.argv[1])\n"
+        "w = scalars.Scalars(folder / 'r.jsonl', folder); w.write(records.Saved(step=1, checkpoint_s=.5, best=True))\n"
+        "w.close(); assert not {'tensorflow', 'torch', 'keras'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert drawn(tmp_path) == {"saved/checkpoint_s": {0: 0.5}}
+
+
+def test_a_missing_package_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(Failure, match=r"--tensorboard: .*pip install tensorboard") as failure:
+        scalars.check()
+    assert failure.value.code == 78

@@ -1,0 +1,99 @@
+"""What is typed for each run, and with what environment: lists of words that a dry run prints as they are."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hvdtrain.cluster import enter
+from hvdtrain.cluster.commands import CHECKOUT, Command
+from hvdtrain.sweep.file import ClusterSpec
+from hvdtrain.sweep.plan import UNLIMITED, Run
+
+SCRIPTS = {
+    "tools/cluster.sh": ["-m", "hvdtrain.cluster"],
+    "tools/throttle.sh": ["-m", "hvdtrain.cluster.throttle"],
+    "launch/mpirun.sh": ["-m", "hvdtrain.cluster.launch", "mpirun"],
+    "launch/horovodrun.sh": ["-m", "hvdtrain.cluster.launch", "horovodrun"],
+}
+"""The checkout's scripts, and the modules they stand for"""
+
+
+def script(name: str) -> Command:
+    """How it is called from here; where the package is installed without its checkout, by its module."""
+    if not (CHECKOUT / name).is_file():
+        return [sys.executable, *SCRIPTS[name]]
+    return [name if Path.cwd() == CHECKOUT else str(CHECKOUT / name)]
+
+
+def as_root(command: Command) -> Command:
+    """Through sudo, where it asks nothing."""
+    return command if os.geteuid() == 0 else ["sudo", "-n", *command]
+
+
+def environment() -> dict[str, str]:
+    """What a run on this machine gets: as on a virtual host; HVDTRAIN_* would change what the file asks for."""
+    user = pwd.getpwuid(os.geteuid())
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("HVDTRAIN_")}
+    kept = enter.environment(inherited, user, ("SSH_AUTH_SOCK", "NVIDIA_*", "XDG_CACHE_HOME", "SLURM_*", "HOSTNAME"))
+    folder = str(Path(sys.executable).parent)
+    if folder not in kept["PATH"].split(os.pathsep):
+        kept["PATH"] = os.pathsep.join([folder, kept["PATH"]])
+    return kept
+
+
+def names(cluster: ClusterSpec, count: int, known: Sequence[str] = ()) -> list[str]:
+    """The hosts that take part: the first ones. `known` are those of an existing cluster."""
+    every = cluster.virtual or cluster.machines or known or [chr(ord("a") + number) for number in range(count)]
+    return list(every[:count])
+
+
+def launch(
+    run: Run, flags: Command, folder: Path, *, cluster: ClusterSpec | None, name: str, known: Sequence[str] = ()
+) -> Command:
+    """The whole command of a run; `name` is that of the virtual cluster."""
+    asked = run.point.settings
+    program = ["python", "-m", f"hvdtrain.{asked['workload']}", *flags]
+    program += ["--run-dir", str(folder), "--json"]
+    ranks, per_host = run.point.ranks, int(asked["ranks_per_host"])
+    virtual = run.point.on_cluster and cluster is not None and not cluster.hostfile
+    hosts = names(cluster, run.point.hosts, known) if run.point.on_cluster and cluster else ["localhost"]
+    listed = ",".join(f"{host}:{per_host}" for host in hosts)
+    start = {
+        "launch/mpirun.sh": [*script("launch/mpirun.sh"), "-H", listed],
+        "launch/horovodrun.sh": [*script("launch/horovodrun.sh"), "-H", listed],
+        "horovodrun": ["horovodrun", "-np", str(ranks), "-H", listed],
+        "none": [],
+    }[asked["launcher"]]
+    inside = [*script("tools/cluster.sh"), "exec", "--name", name, hosts[0], "--"] if virtual else []
+    return [*inside, *start, *program]
+
+
+def up(cluster: ClusterSpec, name: str) -> Command:
+    words = [*script("tools/cluster.sh"), "up", "--name", name, "--hosts", ",".join(cluster.virtual)]
+    words += ["--cpu-share", f"{cluster.cpu_share:g}"] if cluster.cpu_share is not None else []
+    return as_root(words + (["--cpus", cluster.cpus] if cluster.cpus else []))
+
+
+def down(name: str) -> Command:
+    return as_root([*script("tools/cluster.sh"), "down", "--name", name])
+
+
+def throttle(rate: str, cluster: ClusterSpec, name: str) -> Command:
+    """Sets the rate of every link, or puts back what was there."""
+    where = ["--name", name]
+    if cluster.hostfile:
+        where = ["--hostfile", cluster.hostfile, "--dev", cluster.dev or ""]
+    return [*script("tools/throttle.sh"), "clear" if rate == UNLIMITED else rate, *where]
+
+
+def verify(hosts: Sequence[str], cluster: ClusterSpec, name: str, off_percent: float) -> list[Command]:
+    """Measures the links of these hosts: one command, or for real machines one per host, each against the next."""
+    words = [*script("tools/throttle.sh"), "verify", "--json", "--tolerance", f"{off_percent:g}", "--seconds", "2"]
+    if not cluster.hostfile:
+        return [[*words, "--name", name, "--host", ",".join(hosts)]]
+    ring = zip(hosts, [*hosts[1:], hosts[0]], strict=True)
+    return [[*words, "--hosts", host, "--dev", cluster.dev or "", "--peer", peer] for host, peer in ring]

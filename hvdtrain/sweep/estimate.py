@@ -1,0 +1,149 @@
+"""How long a run takes: as earlier ones like it did, or one near it corrected for the wire, or a rough guess."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import statistics
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.cluster.rates import goodput_both_ways, parse_rate
+from hvdtrain.sweep.file import ClusterSpec
+from hvdtrain.sweep.folder import document, summary
+from hvdtrain.sweep.plan import Point, Run
+from hvdtrain.sweep.preview import Preview
+
+START_S = {"torch": (2.0, 2.5), "tensorflow": (4.0, 7.0)}
+"""From the launch to the first step: as it is, and to be divided by the cores that a rank has, if less than one"""
+LINKS_S = 2.0
+"""To measure the links before step 0"""
+VERIFY_S = 6.0
+"""To set a rate and measure one link"""
+CLUSTER_S = 3.0
+"""To bring a virtual cluster up, and down"""
+SAMPLE_S, SAMPLE_PER_PARAMETER_S = 0.65e-3, 0.145e-9
+"""Of one core, forward and backward, per 1,024 pixels: ResNet-34 at widths 0.25 and 1 on this kind of machine"""
+FORMULA = (
+    "a guess is start + steps x (compute + wire): 2 s + 2.5 s of a core to start (TensorFlow 4 + 7), 2 s for links;"
+    " 0.65 ms + 0.145 ms per million parameters and sample of 1,024 pixels, on one core;"
+    " 2(h-1)/h x gradient bytes x 8 / (0.936 x rate) over h hosts"
+)
+NEAR_MAY_DIFFER = ("seed", "rate", "hosts", "strategy", "label", "launcher", "ddp_hook", "cluster", "on")
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    seconds: float | None
+    """None: nobody can tell"""
+    basis: str
+    """measured, near (a run of other rate, hosts or strategy), guess or unknown"""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Known:
+    settings: dict[str, Any]
+    seconds: float
+    steps: int
+
+
+class Estimator:
+    """Learns from the runs under a root, and from those that end meanwhile."""
+
+    def __init__(self, previews: dict[str, Preview], cluster: ClusterSpec | None) -> None:
+        self._previews, self._cluster = previews, cluster
+        self._known: list[_Known] = []
+
+    def read(self, root: Path) -> None:
+        """Takes note of every finished run of any sweep under the root."""
+        for path in sorted(root.glob("*/*/point.json")):
+            point, end = document(path), summary(path.parent)
+            if point is None or end is None or not (path.parent / "COMPLETE").exists():
+                continue
+            phases = ["train_s", "validation_s", "test_s", "checkpoint_s", "first_step_s"]
+            figures = [end.get(phase) for phase in phases]
+            settings = point.get("settings")
+            if isinstance(settings, dict) and all(isinstance(figure, int | float) for figure in figures):
+                self._known.append(_Known(settings, sum(figures) + 1.0, int(end.get("steps") or 0)))  # type: ignore[arg-type]
+
+    def learn(self, run: Run, seconds: float) -> None:
+        preview = self._previews.get(run.point.name)
+        self._known.append(_Known(run.point.settings, seconds, preview.plan["steps"] if preview else 0))
+
+    def of(self, run: Run) -> Estimate:
+        """How long the run takes from launch to end; without throttle and cool-down."""
+        point = run.point
+        preview = self._previews.get(point.name)
+        same = [
+            one.seconds
+            for one in self._known
+            if _without(one.settings, ("seed",)) == _without(point.settings, ("seed",))
+        ]
+        if same:
+            return Estimate(statistics.median(same), "measured")
+        if preview is None:
+            return Estimate(None, "unknown")
+        steps, wire_s = preview.plan["steps"], self.wire_s(point)
+        start_s = self._start_s(point, preview)
+        near = [one for one in self._known if one.steps and _alike(one.settings, point.settings)]
+        if near:
+            one = min(near, key=lambda other: _distance(other.settings, point.settings))
+            compute_s = one.seconds - start_s - one.steps * self._wire_of(one.settings, preview)
+            share = _compute_share(one.settings, point.settings, self._cluster)
+            return Estimate(start_s + max(0.0, compute_s) * steps / one.steps * share + steps * wire_s, "near")
+        guessed_s = self._compute_s(point, preview)
+        if guessed_s is None:
+            return Estimate(None, "unknown")
+        return Estimate(start_s + steps * (guessed_s + wire_s), "guess")
+
+    def wire_s(self, point: Point) -> float:
+        """Seconds per step that the wire needs at least, gradients uncompressed."""
+        preview = self._previews.get(point.name)
+        return self._wire_of(point.settings, preview) if preview else 0.0
+
+    def _wire_of(self, settings: dict[str, Any], preview: Preview) -> float:
+        hosts, rate = settings["hosts"], settings.get("rate")
+        if hosts < 2 or not preview.parameters or rate in (None, "unlimited"):
+            return 0.0
+        return 2 * (hosts - 1) / hosts * 4 * preview.parameters * 8 / goodput_both_ways(parse_rate(str(rate)))
+
+    def _start_s(self, point: Point, preview: Preview) -> float:
+        fixed_s, core_s = START_S.get(str(preview.config.get("framework")), START_S["torch"])
+        cores = min(1.0, _cores(point.settings, self._cluster) / int(point.settings["ranks_per_host"]))
+        return fixed_s + core_s / cores + (LINKS_S if point.hosts > 1 else 0.0)
+
+    def _compute_s(self, point: Point, preview: Preview) -> float | None:
+        """Per step; None for a GPU, of which nothing is known, and for other data than images."""
+        if point.flags.get("device") == "gpu" or not preview.parameters or not preview.pixels:
+            return None
+        sample_s = (SAMPLE_S + SAMPLE_PER_PARAMETER_S * preview.parameters) * preview.pixels / 1024
+        samples = preview.plan["rank_batch"] * point.settings["ranks_per_host"]
+        return float(samples * sample_s / _cores(point.settings, self._cluster))
+
+
+def _without(settings: dict[str, Any], keys: tuple[str, ...]) -> str:
+    return json.dumps({key: value for key, value in settings.items() if key not in keys}, sort_keys=True)
+
+
+def _alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return _without(one, NEAR_MAY_DIFFER) == _without(other, NEAR_MAY_DIFFER)
+
+
+def _distance(one: dict[str, Any], other: dict[str, Any]) -> tuple[int, int]:
+    apart = sum(one.get(key) != other.get(key) for key in NEAR_MAY_DIFFER if key != "seed")
+    return int(one.get("on") != other.get("on")) * 10 + apart, abs(int(one["hosts"]) - int(other["hosts"]))
+
+
+def _cores(settings: dict[str, Any], cluster: ClusterSpec | None) -> float:
+    """Cores of each host: its share, and of virtual hosts no more than the machine has for each."""
+    mine = float(len(os.sched_getaffinity(0)))
+    if settings["on"] == "machine" or not (cluster and (cluster.virtual or cluster.existing)):
+        return mine
+    shared = mine / int(settings["hosts"])
+    return min(shared, cluster.cpu_share) if cluster.cpu_share else shared
+
+
+def _compute_share(one: dict[str, Any], other: dict[str, Any], cluster: ClusterSpec | None) -> float:
+    """How much longer a step's computing takes at other settings, as its host has fewer cores."""
+    return _cores(one, cluster) / _cores(other, cluster)

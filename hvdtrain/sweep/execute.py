@@ -1,0 +1,269 @@
+"""Runs a sweep: hosts up, rate set and measured, job launched, record checked; once more after a failure."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from hvdtrain import exits, records
+from hvdtrain.cluster.commands import Command
+from hvdtrain.exits import Failure
+from hvdtrain.sweep import command, folder, preview
+from hvdtrain.sweep.estimate import CLUSTER_S, VERIFY_S, Estimator
+from hvdtrain.sweep.file import Sweep
+from hvdtrain.sweep.network import Network, Verified, cluster_name, lacks
+from hvdtrain.sweep.plan import Run
+from hvdtrain.sweep.preview import Preview
+from hvdtrain.sweep.process import Children, Stopped, Timeout
+from hvdtrain.sweep.show import STATES, Display, Outcome, duration
+
+ATTEMPTS = 2
+MACHINE_LOCK = "hvdtrain-sweep.lock"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+    """All that is known of a sweep before it starts."""
+
+    sweep: Sweep
+    root: Path
+    """The sweep's own folder"""
+    outcomes: list[Outcome]
+    """One per run, in order; those that are done or cannot run say so"""
+    previews: dict[str, Preview]
+    estimator: Estimator
+    flags: dict[str, Command]
+    """By name of the run: what its workload is told"""
+
+    def waiting(self) -> list[Outcome]:
+        return [outcome for outcome in self.outcomes if outcome.state == "waiting"]
+
+    def left_s(self, left: list[Outcome], rate: str | None = None) -> float | None:
+        """What these runs are expected to take, with throttling and rests; None if that of one is unknown.
+
+        `rate`: what the links are set to now.
+        """
+        total, first = 0.0, rate is None
+        for outcome in left:
+            seconds = self.estimator.of(outcome.run).seconds
+            if seconds is None:
+                return None
+            total += seconds + self.sweep.cooldown_s
+            point = outcome.run.point
+            total += CLUSTER_S if first and point.on_cluster else 0.0
+            first = first and not point.on_cluster
+            if point.rate is not None and point.rate != rate:
+                rate = point.rate
+                total += VERIFY_S * (point.hosts + (point.hosts > 1)) if point.rate_bit_s else 0.0
+        return total
+
+
+def classify(task: Task, lacking: dict[str, str]) -> None:
+    """Finds what is done and what cannot be done here; changes nothing on disk."""
+    for outcome in task.outcomes:
+        point = outcome.run.point
+        state, reason = folder.state(outcome.folder, outcome.run, task.previews.get(point.name))
+        if state == "done":
+            about = folder.document(outcome.folder / "point.json") or {}
+            outcome.state, outcome.marked = "kept", about.get("marked")
+        elif point.name in lacking:
+            outcome.state, outcome.reason = "lacking", lacking[point.name]
+        elif state != "absent":
+            outcome.reason = f"{state}, is renamed and run anew: {reason}"
+
+
+@contextlib.contextmanager
+def alone(root: Path) -> Iterator[tuple[int, ...]]:
+    """One sweep at a time on this machine, and one per folder. Raises Failure: 1 if there is another, 73."""
+    handles: list[int] = []
+    path = Path(tempfile.gettempdir()) / MACHINE_LOCK
+    try:
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            handles.append(os.open(root, os.O_RDONLY))
+        except OSError as error:
+            raise folder.cannot_write(root, error) from error
+        if not os.access(root, os.W_OK):
+            raise Failure(f"{root}: not writable; choose another --root", exits.CANNOT_WRITE)
+        handles.append(_open(path))
+        for handle, what in zip(handles, (f"a sweep into {root}", "another sweep"), strict=True):
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                told = os.pread(handles[1], 200, 0).decode(errors="replace").strip()
+                raise Failure(
+                    f"{what} is running on this machine, or its last job ({told or 'it does not say which'}): "
+                    "they would spoil each other's figures; wait for it, or end it"
+                ) from error
+        with contextlib.suppress(OSError):  # the file may be another user's
+            os.ftruncate(handles[1], 0)
+            os.pwrite(handles[1], f"process {os.getpid()}, {root}".encode(), 0)
+        yield tuple(handles)
+    finally:
+        for handle in handles:
+            os.close(handle)
+
+
+def _open(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    except PermissionError:
+        return os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise Failure(f"{path}: {error.strerror}; set TMPDIR to a folder you can write", exits.CANNOT_WRITE) from error
+
+
+def most_hosts(left: Sequence[Outcome]) -> int:
+    """Of the next runs, the largest number of hosts before the rate changes: so many links are measured at once."""
+    found = 1
+    rate = left[0].run.point.rate
+    for point in (outcome.run.point for outcome in left if outcome.run.point.hosts > 1):
+        if point.rate != rate:
+            break
+        found = max(found, point.hosts)
+    return found
+
+
+class Executor:
+    """Does a task's waiting runs, in order."""
+
+    def __init__(self, task: Task, children: Children, display: Display) -> None:
+        self._task, self._children, self._display = task, children, display
+        self._environment = command.environment()
+        self._name = cluster_name(task.sweep, task.root)
+        self._network = Network(task.sweep, self._name, children, display.tick) if task.sweep.cluster else None
+        self._rate: str | None = None
+        self._launched = False
+
+    def run(self) -> Failure | None:
+        """Until all are done, or what stopped it: a signal, or a full disk. Puts the network back."""
+        stopped_by: Failure | None = None
+        try:
+            waiting = self._task.waiting()
+            for index, outcome in enumerate(waiting):
+                self._children.check()
+                left = waiting[index:]
+                self._display.begin(outcome.run.name, self._task.left_s(left, self._rate))
+                self._do(outcome, left)
+                self._rate = outcome.run.point.rate or self._rate
+                self._display.end(self._told(outcome))
+        except Stopped:
+            stopped_by = Failure("stopped; the same command goes on", exits.RESUMABLE)
+        except Failure as failure:
+            stopped_by = failure
+        finally:
+            problems = self._network.close() if self._network else []
+        if problems and stopped_by is None:
+            stopped_by = Failure(f"the network could not be put back: {'; '.join(problems)}")
+        return stopped_by
+
+    def _told(self, outcome: Outcome) -> str:
+        text = f"{STATES[outcome.state]}: {outcome.run.name}"
+        if outcome.seconds is not None:
+            text += f", {duration(outcome.seconds)}"
+        end = folder.summary(outcome.folder) if outcome.state == "done" else None
+        if end:
+            rate, accuracy = end.get("samples_per_s"), end.get("test_accuracy")
+            text += "" if rate is None else f", {rate:.1f} samples/s"
+            text += "" if accuracy is None else f", test accuracy {accuracy:.4f}"
+        about = outcome.marked or outcome.reason
+        return f"{text} ({about})" if about else text
+
+    def _do(self, outcome: Outcome, left: list[Outcome]) -> None:
+        """One run, and once more if it fails."""
+        began = time.monotonic()
+        for attempt in range(1, ATTEMPTS + 1):
+            if self._launched and self._task.sweep.cooldown_s:
+                self._children.rest(self._task.sweep.cooldown_s, self._display.tick)
+            try:
+                verified = self._ready(outcome.run, left)
+            except Failure as failure:
+                outcome.state = "lacking" if lacks(failure) else "failed"
+                outcome.reason = str(failure)
+                return
+            outcome.marked, outcome.reason = verified.marked, None
+            if verified.marked and self._task.sweep.when_off == "refuse":
+                outcome.state, outcome.reason, outcome.marked = "refused", verified.marked, None
+                return
+            began = time.monotonic()
+            code, problem = self._launch(outcome, verified, attempt)
+            outcome.seconds = round(time.monotonic() - began, 2)
+            if problem is None:
+                outcome.state = "done"
+                self._task.estimator.learn(outcome.run, outcome.seconds)
+                return
+            kept = folder.aside(outcome.folder, "failed")
+            outcome.log, outcome.reason = kept / folder.LOG, problem
+            outcome.lines = folder.tail(outcome.log)
+            if code in (exits.CANNOT_WRITE, exits.IO_ERROR):
+                outcome.state = "failed"
+                raise Failure(f"{kept}: {problem}: {' '.join(outcome.lines[-1:])}; the same command goes on", code)
+            if attempt < ATTEMPTS:
+                self._display.end(f"{problem}: {outcome.run.name}, once more (log: {outcome.log})", 0)
+        outcome.state, outcome.marked = "failed", None
+
+    def _ready(self, run: Run, left: list[Outcome]) -> Verified:
+        """Hosts and links as the run needs them."""
+        if not run.point.on_cluster or self._network is None:
+            return Verified()
+        return self._network.ready(run.point, most_hosts(left))
+
+    def _launch(self, outcome: Outcome, verified: Verified, attempt: int) -> tuple[int, str | None]:
+        """The job's exit code, and what is wrong with the run, if anything."""
+        run, where = outcome.run, outcome.folder
+        words = command_of(self._task, outcome, self._name, self._network.hosts if self._network else None)
+        if where.exists():
+            folder.aside(where, "unfinished" if not (where / "COMPLETE").exists() else "other")
+        rate = run.point.rate_bit_s
+        point = records.Point(
+            sweep=self._task.sweep.name,
+            point=run.point.name,
+            repeat=run.repeat,
+            kind=run.kind,
+            attempt=attempt,
+            order=run.order,
+            settings=run.point.settings,
+            command=words,
+            rate_mbit=rate / 1e6 if rate else None,
+            rate_off_percent=verified.off_percent,
+            marked=verified.marked,
+        )
+        folder.make(where, point)
+        self._launched = True
+        try:
+            log = (where / folder.LOG).open("wb")
+        except OSError as error:
+            raise folder.cannot_write(where, error) from error
+        with log:
+            try:
+                timeout_s = self._task.sweep.timeout_s
+                code = self._children.job(words, log, self._environment, self._display.tick, timeout_s)
+            except Timeout:
+                return exits.FAILED, f"it was ended after {self._task.sweep.timeout_s:g} s (timeout_s)"
+            except Failure as failure:
+                return failure.code, str(failure)
+        self._children.check()  # a signal that the job got too
+        if code:
+            return code, f"exit code {code}"
+        return code, folder.unfit(where, run, self._task.previews.get(run.point.name))
+
+
+def command_of(task: Task, outcome: Outcome, name: str, hosts: Callable[[int], list[str]] | None = None) -> Command:
+    """What is typed for a run; `hosts` tells the names of an existing cluster's."""
+    point = outcome.run.point
+    known = hosts(point.hosts) if hosts and point.on_cluster else ()
+    flags = task.flags[outcome.run.name]
+    return command.launch(outcome.run, flags, outcome.folder, cluster=task.sweep.cluster, name=name, known=known)
+
+
+def flags_of(points: list[str], runs: list[Run]) -> dict[str, Command]:
+    """What the workload is told in each run of these points."""
+    wanted = set(points)
+    chosen = [run for run in runs if run.point.name in wanted]
+    return {run.name: preview.typed_flags(run) + preview.monitors(run.kind) for run in chosen}

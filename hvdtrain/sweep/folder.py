@@ -1,0 +1,147 @@
+"""A run's folder in a sweep: whether it is done, whether its record fits what was asked, and what is put aside.
+
+A run is done when its folder has COMPLETE, point.json says the same settings, and the manifest says what the workload
+itself foretells of them. Anything else there is renamed, never used and never deleted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pwd
+from pathlib import Path
+from typing import Any
+
+from hvdtrain import exits, records
+from hvdtrain.cluster import enter
+from hvdtrain.exits import Failure
+from hvdtrain.sweep.plan import UNLIMITED, Run
+from hvdtrain.sweep.preview import MONITORS, Preview
+
+NOT_COMPARED = {"run_dir", "resume", "json", "dry_run", "debug", "monitor"}
+LOG = Path("logs") / "launch.log"
+TAIL_LINES = 6
+
+
+def state(folder: Path, run: Run, preview: Preview | None) -> tuple[str, str | None]:
+    """What is in the folder, and why not if it is no finished run: absent, done, unfinished or other."""
+    if not folder.is_dir():
+        return "absent", None
+    if not (folder / "COMPLETE").is_file():
+        return "unfinished", "no COMPLETE"
+    point = document(folder / "point.json")
+    if point is None:
+        return "other", "no point.json"
+    for name, wanted in (("settings", run.point.settings), ("kind", run.kind), ("repeat", run.repeat)):
+        if point.get(name) != wanted:
+            return "other", f"{name} differ"
+    problem = unfit(folder, run, preview)
+    return ("other", problem) if problem else ("done", None)
+
+
+def document(path: Path) -> dict[str, Any] | None:
+    """A JSON file's object; None if there is none to be read."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def summary(folder: Path) -> dict[str, Any] | None:
+    """The last summary in rank 0's records, from the end of the file: how long that is does not matter."""
+    try:
+        with (folder / "metrics" / "rank0000.jsonl").open("rb") as lines:
+            lines.seek(max(0, os.fstat(lines.fileno()).st_size - 65536))
+            tail = lines.read().splitlines()
+    except OSError:
+        return None
+    for line in reversed(tail):
+        with contextlib.suppress(ValueError):
+            found = json.loads(line)
+            if isinstance(found, dict) and found.get("type") == "summary":
+                return found
+    return None
+
+
+def unfit(folder: Path, run: Run, preview: Preview | None) -> str | None:
+    """What of a finished run's record is not as asked; None if all is. Without a preview only what needs none."""
+    manifest = document(folder / "manifest.json")
+    if manifest is None:
+        return "no manifest.json"
+    if not (folder / "COMPLETE").is_file():
+        return "no COMPLETE: the run did not finish"
+    if summary(folder) is None:
+        return "no summary in metrics/rank0000.jsonl"
+    config, ranks = manifest.get("config", {}), manifest.get("ranks", [])
+    for key, value in (preview.config if preview else {}).items():
+        of_monitors = key.startswith("monitor_") and key not in run.flags  # the preview is of one kind of run only
+        absent = key not in config and key not in run.flags  # a setting that is younger than the run
+        if key not in NOT_COMPARED and not of_monitors and not absent and config.get(key) != value:
+            return f"{key} is {config.get(key)!r} in its manifest, asked was {value!r}"
+    if config.get("monitor", "none") != MONITORS[run.kind]:
+        return f"monitor is {config.get('monitor')!r} in its manifest, asked was {MONITORS[run.kind]!r}"
+    if preview and manifest.get("plan") != preview.plan:
+        return "its batches and steps are not those that were asked for"
+    hosts = {rank.get("host") for rank in ranks}
+    if len(ranks) != run.point.ranks or len(hosts) != run.point.hosts:
+        return f"it ran {len(ranks)} ranks on {len(hosts)} hosts, asked were {run.point.ranks} on {run.point.hosts}"
+    return _unfit_links(manifest.get("links", []), run)
+
+
+def _unfit_links(links: list[dict[str, Any]], run: Run) -> str | None:
+    if run.point.rate is None:
+        return None
+    for link in links:
+        throttle = link.get("throttle") or {}
+        rates = {key: throttle.get(key) for key in ("up_mbit", "down_mbit")}
+        wanted = None if run.point.rate == UNLIMITED else (run.point.rate_bit_s or 0) / 1e6
+        if any(rate != wanted for rate in rates.values()):
+            return f"host {link.get('host')} was throttled to {rates}, asked was {run.point.rate}"
+    return None
+
+
+def aside(folder: Path, why: str) -> Path:
+    """Renames it to `<folder>-<why><n>`, the first number that is free. Raises Failure (73)."""
+    number = 1
+    while (target := folder.with_name(f"{folder.name}-{why}{number}")).exists():
+        number += 1
+    try:
+        folder.rename(target)
+    except OSError as error:
+        raise cannot_write(folder, error) from error
+    return target
+
+
+def make(folder: Path, point: records.Point) -> None:
+    """The folder with point.json and logs/, owned by whoever will run in it. Raises Failure (73, 74)."""
+    made = [path for path in (*reversed(folder.parents), folder, folder / "logs") if not path.exists()]
+    try:
+        for path in made:
+            path.mkdir(exist_ok=True)
+        records.write_document(folder / "point.json", records.as_json(point))
+        user = pwd.getpwnam(enter.caller())
+        if user.pw_uid != os.geteuid():  # under sudo the hosts run as whoever called it
+            for path in (*made, folder / "point.json"):
+                os.chown(path, user.pw_uid, user.pw_gid)
+    except OSError as error:
+        raise cannot_write(folder, error) from error
+    except Failure as failure:
+        raise Failure(str(failure).replace("--run-dir", "--root"), failure.code) from failure
+
+
+def cannot_write(path: Path, error: OSError) -> Failure:
+    return Failure(f"{path}: {error.strerror}; choose another --root", exits.CANNOT_WRITE)
+
+
+def tail(log: Path) -> list[str]:
+    """The last lines of a log that say something."""
+    try:
+        with log.open("rb") as stream:
+            stream.seek(max(0, os.fstat(stream.fileno()).st_size - 16384))
+            lines = stream.read().decode(errors="replace").splitlines()
+    except OSError:
+        return []
+    said = [line.rstrip() for line in lines if line.strip() and not line.startswith(("mpirun.sh: ", "horovodrun.sh: "))]
+    return said[-TAIL_LINES:]

@@ -1,0 +1,155 @@
+"""The hosts of a sweep and the rates of their links: brought up when first needed, throttled, measured, put back."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hvdtrain import exits
+from hvdtrain.cluster import virtual
+from hvdtrain.cluster.rates import show_rate
+from hvdtrain.exits import Failure
+from hvdtrain.sweep import command
+from hvdtrain.sweep.file import Sweep
+from hvdtrain.sweep.plan import UNLIMITED, Point
+from hvdtrain.sweep.process import Children, told, whole
+
+
+@dataclasses.dataclass(frozen=True)
+class Verified:
+    """What a measurement of the links found: `point.json`'s rate_off_percent and marked."""
+
+    off_percent: float | None = None
+    marked: str | None = None
+
+
+def cluster_name(sweep: Sweep, root: Path) -> str:
+    """Of the virtual cluster: an existing one's, or the sweep's own, the same whenever it goes on."""
+    if sweep.cluster and sweep.cluster.existing:
+        return sweep.cluster.existing
+    return "s" + hashlib.sha256(f"{sweep.name}\0{root.resolve()}".encode()).hexdigest()[:7]
+
+
+class Network:
+    """What is up, and what rate its links have."""
+
+    def __init__(self, sweep: Sweep, name: str, children: Children, tick: Callable[[], None]) -> None:
+        assert sweep.cluster is not None
+        self._sweep, self._spec, self._name = sweep, sweep.cluster, name
+        self._children, self._tick = children, tick
+        self._environment = command.environment()
+        self._up = False
+        self._broken: Failure | None = None
+        self._changed = False
+        self._rate: str | None = None
+        """As set by us; None: as it was found"""
+        self._measured: dict[str, dict[str, Any]] = {}
+        """At this rate: link `a -> b` -> what verify said of it"""
+        self._unmeasured: str | None = None
+
+    def hosts(self, count: int) -> list[str]:
+        """Names of the hosts that take part."""
+        known = [host.name for host in virtual.load(self._name).hosts] if self._spec.existing else ()
+        return command.names(self._spec, count, known)
+
+    def ready(self, point: Point, most: int) -> Verified:
+        """The hosts are up and their links have the point's rate; measured once for the next runs' `most` hosts.
+
+        Raises Stopped, and Failure if hosts cannot be brought up (then each time) or the rate cannot be set.
+        """
+        self._bring_up()
+        if point.hosts == 1:
+            return Verified()
+        wanted = point.rate if point.rate is not None or not self._changed else UNLIMITED
+        if wanted is not None and wanted != self._rate:
+            self._set(wanted)
+        if not point.rate_bit_s:
+            return Verified()
+        names = self.hosts(point.hosts)
+        if not self._unmeasured and not all(any(link.startswith(f"{n} -> ") for link in self._measured) for n in names):
+            self._measure(self.hosts(max(most, point.hosts)))
+        return self._judge(names, point)
+
+    def close(self) -> list[str]:
+        """Clears the throttle and takes an own cluster down, in whatever state; what went wrong, if anything."""
+        problems = []
+        steps = []
+        if self._changed and not self._spec.virtual:
+            steps.append(command.throttle(UNLIMITED, self._spec, self._name))
+        if self._up:
+            steps.append(command.down(self._name))
+        for words in steps:
+            try:
+                whole(words, self._environment)
+            except Failure as failure:
+                problems.append(str(failure))
+        self._up = self._changed = False
+        return problems
+
+    def _bring_up(self) -> None:
+        if self._up or not self._spec.virtual:
+            return
+        if self._broken:
+            raise self._broken
+        try:
+            # A sweep that was killed leaves its cluster; nobody else has this name.
+            whole(command.down(self._name), self._environment)
+            whole(command.up(self._spec, self._name), self._environment)
+        except Failure as failure:
+            self._broken = failure
+            raise
+        self._up, self._rate = True, UNLIMITED
+
+    def _set(self, rate: str) -> None:
+        words = command.throttle(rate, self._spec, self._name)
+        self._measured, self._unmeasured = {}, None
+        self._rate = None  # unknown until it is done
+        try:
+            whole(words, self._environment)
+        except Failure as failure:
+            raise Failure(f"rate {rate} cannot be set: {failure}", failure.code) from failure
+        self._rate, self._changed = rate, True
+
+    def _measure(self, names: list[str]) -> None:
+        """Measures their links, and those that are off once more."""
+        for _ in range(2):
+            for words in command.verify(names, self._spec, self._name, self._sweep.off_percent):
+                code, out, err = self._children.said(words, self._environment, self._tick)
+                try:
+                    document = json.loads(out)
+                except ValueError:
+                    self._unmeasured = f"rate not verified: {told(err) or f'exit code {code}'}"
+                    return
+                for part in document.get("hosts", [document]):
+                    host = part.get("host")
+                    for link in part["links"]:
+                        self._measured[link["link"].replace("here", host) if host else link["link"]] = link
+            if all(link["ok"] for link in self._measured.values()):
+                return
+
+    def _judge(self, names: list[str], point: Point) -> Verified:
+        if self._unmeasured:
+            return Verified(None, self._unmeasured)
+        ends = {name: set(name.split(" -> ")) & set(names) for name in self._measured}
+        links = {name: link for name, link in self._measured.items() if ends[name]}
+        worst = max(links.values(), key=lambda link: abs(link["off_percent"]))
+        off = worst["off_percent"]
+        bad = [(name, link) for name, link in links.items() if not link["ok"]]
+        if not bad:
+            return Verified(off)
+        name, link = max(bad, key=lambda pair: abs(pair[1]["off_percent"]))
+        figures = (
+            f"{link['goodput_mbit']:.4g} Mbit/s instead of {link['expected_mbit']:.4g} ({link['off_percent']:+.1f} %)"
+        )
+        if abs(link["off_percent"]) <= self._sweep.off_percent:
+            figures = "lets short messages through faster than its rate"
+        return Verified(off, f"{name} at {show_rate(point.rate_bit_s or 0)}: {figures}")
+
+
+def lacks(failure: Failure) -> bool:
+    """Whether a failure to get a point's hosts or rate is the machine's lack and not an error."""
+    return failure.code in (exits.UNREACHABLE, exits.NO_PERMISSION)

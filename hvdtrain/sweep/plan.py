@@ -1,0 +1,260 @@
+"""From grids to runs: products, what needs no second run, and an order in which drift does not look like a result."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import random
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hvdtrain import exits
+from hvdtrain.cluster.commands import CHECKOUT
+from hvdtrain.cluster.rates import parse_rate, show_rate
+from hvdtrain.exits import Failure
+from hvdtrain.sweep.file import ALL_GPUS, LAUNCHERS, OWN, PLACES, Grid, Sweep
+
+UNLIMITED = "unlimited"
+KINDS = {"T": "timing", "E": "energy"}
+FIXED = ("workload", "hosts", "ranks_per_host", "rate", "launcher", "on", "cluster", "label", "config_sha256")
+"""Settings that are no flags of the workload"""
+SHORT = {"seed": "s", "batch_size": "b", "global_batch_size": "gb", "epochs": "e", "width": "w"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Point:
+    """One place in the grid. Equal settings are one point, and any other setting makes another point."""
+
+    settings: dict[str, Any]
+    kinds: tuple[str, ...]
+    """What it is run for, in order: timing, energy"""
+    where: str
+    """The grid it comes from, for messages"""
+
+    @property
+    def name(self) -> str:
+        """Readable, and ending in a checksum of all settings: it names the folders of the point's runs."""
+        asked = self.settings
+        parts = [asked.get("label"), asked["workload"], asked.get("framework"), asked.get("strategy")]
+        parts += [f"{asked['hosts']}x{asked['ranks_per_host']}", asked.get("rate")]
+        parts += [f"{short}{asked[key]}" for key, short in SHORT.items() if key in asked]
+        readable = re.sub(r"[^A-Za-z0-9._-]", "_", "-".join(str(part) for part in parts if part is not None))
+        return f"{readable[:100]}-{checksum(asked)}"
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        """What the workload is told."""
+        return {key: value for key, value in self.settings.items() if key not in FIXED}
+
+    @property
+    def hosts(self) -> int:
+        return int(self.settings["hosts"])
+
+    @property
+    def ranks(self) -> int:
+        """Over all hosts; only where the number of GPUs is known."""
+        return self.hosts * int(self.settings["ranks_per_host"])
+
+    @property
+    def on_cluster(self) -> bool:
+        return bool(self.settings["on"] == "cluster")
+
+    @property
+    def rate(self) -> str | None:
+        """As 10mbit or unlimited; None: as it is, or no matter."""
+        rate: str | None = self.settings["rate"]
+        return rate
+
+    @property
+    def rate_bit_s(self) -> int | None:
+        return None if self.rate in (None, UNLIMITED) else parse_rate(str(self.rate))
+
+    @property
+    def cell(self) -> str:
+        """What is equal for points that differ in their seed only."""
+        return json.dumps({**self.settings, "seed": None}, sort_keys=True)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """One launch."""
+
+    point: Point
+    kind: str
+    repeat: int
+    """From 1, among the runs of that point and kind"""
+    order: int = 0
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        """What the workload is told; monitor_ms and the like in runs with monitors only."""
+        energy = self.kind == KINDS["E"]
+        return {key: value for key, value in self.point.flags.items() if energy or not key.startswith("monitor_")}
+
+    @property
+    def name(self) -> str:
+        """Its folder, in the sweep's."""
+        return f"{self.point.name}-{self.kind}-r{self.repeat}"
+
+
+def checksum(settings: dict[str, Any]) -> str:
+    """Six hex digits of the settings, whatever the order of their keys."""
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:6]
+
+
+def protocol(text: str, where: str = "") -> tuple[str, ...]:
+    """`E,5T,E` as kinds of run. Raises Failure (78), its message after `where`."""
+    kinds: list[str] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d*)([ET])\s*", part)
+        if match is None or match[1] == "0":
+            what = f"{where}protocol {text!r}: {part!r} is neither T nor E nor a number of them, as in E,5T,E"
+            raise Failure(what, exits.BAD_CONFIG)
+        kinds += [KINDS[match[2]]] * int(match[1] or 1)
+    return tuple(kinds)
+
+
+def combinations(grid: Grid) -> Iterator[dict[str, Any]]:
+    """Every combination of a grid's values, in the order written; zipped keys move together, the last one fastest."""
+    leader = {key: group for group in grid.zips for key in group}
+    axes: list[list[dict[str, Any]]] = []
+    done: set[str] = set()
+    for key in grid.values:
+        if key in done:
+            continue
+        group = leader.get(key, [key])
+        done.update(group)
+        axes.append([dict(zip(group, row, strict=True)) for row in zip(*(grid.values[k] for k in group), strict=True)])
+    for choice in itertools.product(*axes):
+        yield {key: value for part in choice for key, value in part.items()}
+
+
+def settled(sweep: Sweep, grid: Grid, asked: dict[str, Any], gpus: int | None) -> dict[str, Any]:
+    """A combination with defaults filled in, and without what makes no difference. Raises Failure (78)."""
+    on = asked.get("on", "cluster" if sweep.cluster else "machine")
+    hosts, per_host = asked.get("hosts", 1), asked.get("ranks_per_host", 1)
+    launcher = asked.get("launcher", LAUNCHERS[0])
+    for key, value, known in (("on", on, PLACES), ("launcher", launcher, LAUNCHERS)):
+        if value not in known:
+            raise _bad(grid, f"{key} = {value!r}: give one of {', '.join(known)}")
+    if on == "cluster" and sweep.cluster is None:
+        raise _bad(grid, 'on = "cluster", but the file has no [cluster]')
+    most = 1 if on == "machine" else sweep.cluster.size if sweep.cluster else None
+    if hosts < 1 or (most is not None and hosts > most):
+        place = "this machine is one" if on == "machine" else f"[cluster] has {most}"
+        raise _bad(grid, f"hosts = {hosts}: {place}")
+    if isinstance(per_host, str):
+        if per_host != ALL_GPUS:
+            raise _bad(grid, f'ranks_per_host = {per_host!r}: give a number, or "{ALL_GPUS}"')
+        per_host = gpus if gpus and gpus > 1 else per_host
+    elif per_host < 1:
+        raise _bad(grid, f"ranks_per_host = {per_host}: give 1 or more")
+    if launcher == "none" and (hosts, per_host) != (1, 1):
+        raise _bad(grid, f'launcher = "none" starts one process, not {hosts} x {per_host}')
+    rate = _rate(sweep, grid, asked.get("rate"), on)
+    settings = {"workload": asked.get("workload", "resnet"), "hosts": hosts, "ranks_per_host": per_host}
+    # One host has no link: whatever the rate, it is the same run.
+    settings |= {"rate": rate if hosts > 1 else None, "launcher": launcher, "on": on}
+    if grid.label:
+        settings["label"] = grid.label
+    if on == "cluster" and sweep.cluster:
+        about = sweep.cluster
+        kept = ("virtual", "cpu_share", "cpus", "existing", "hostfile", "dev")
+        facts = {key: getattr(about, key) for key in kept if getattr(about, key)}
+        if about.virtual:
+            facts["virtual"] = list(about.virtual[:hosts])
+        settings["cluster"] = facts
+    settings |= {key: value for key, value in asked.items() if key not in OWN}
+    if "config" in settings:
+        settings["config"], settings["config_sha256"] = _preset(grid, str(settings["config"]))
+    return settings
+
+
+def _bad(grid: Grid, what: str) -> Failure:
+    return Failure(f"{grid.where}: {what}", exits.BAD_CONFIG)
+
+
+def _rate(sweep: Sweep, grid: Grid, asked: str | None, on: str) -> str | None:
+    """In one spelling. Raises Failure (78) for no rate, or where nobody could set it."""
+    if asked is None:
+        return UNLIMITED if on == "cluster" and sweep.cluster and sweep.cluster.virtual else None
+    try:
+        rate = UNLIMITED if asked == UNLIMITED else show_rate(parse_rate(asked))
+    except Failure as failure:
+        raise _bad(grid, f"rate: {failure}") from failure
+    if on == "cluster" and sweep.cluster and sweep.cluster.hostfile and not sweep.cluster.dev:
+        raise _bad(grid, f'rate = "{asked}": say whose in [cluster], e.g. dev = "eth1" (or leave the rate out)')
+    return rate
+
+
+def _preset(grid: Grid, named: str) -> tuple[str, str]:
+    """A --config file and its checksum, as other contents are other settings; also found from the checkout's root."""
+    for path in (Path(named), CHECKOUT / named):
+        if path.is_file():
+            return str(path), hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+    raise _bad(grid, f"config = {named!r}: no such file")
+
+
+def points(sweep: Sweep, gpus: int | None = None) -> tuple[list[Point], int]:
+    """The sweep's points, each once, and how many combinations were left out because another is the same run.
+
+    `gpus`: how many GPUs this machine has, if that is known. Raises Failure (78).
+    """
+    found: dict[str, Point] = {}
+    merged = 0
+    for grid in sweep.grids:
+        where = grid.where if grid.protocol else str(sweep.path)
+        kinds = protocol(grid.protocol or sweep.protocol, f"{where}: ") * grid.repeats
+        for asked in combinations(grid):
+            point = Point(settings=settled(sweep, grid, asked, gpus), kinds=kinds, where=grid.where)
+            key = json.dumps(point.settings, sort_keys=True)
+            merged += key in found
+            known = found.get(key)
+            if known is None or len(kinds) > len(known.kinds):
+                found[key] = point
+    return list(found.values()), merged
+
+
+def runs(found: Sequence[Point], order: str = "as-written", seed: int = 0) -> list[Run]:
+    """All runs of the points, in order.
+
+    as-written: point after point. interleaved: one run of each in turn (seeds of a point are turns too), within a turn
+    rate by rate, and every other turn backwards, so that a steady drift falls on all alike. random: shuffled.
+    """
+    written: list[tuple[int, Run]] = []
+    turns: dict[str, int] = {}
+    longest = max((len(point.kinds) for point in found), default=0)
+    numbered: dict[tuple[str, str], int] = {}
+    every: dict[tuple[int, int], Run] = {}
+    for index, point in enumerate(found):
+        for place, kind in enumerate(point.kinds):
+            numbered[point.name, kind] = numbered.get((point.name, kind), 0) + 1
+            every[index, place] = Run(point=point, kind=kind, repeat=numbered[point.name, kind])
+    for place in range(longest):
+        for index, point in enumerate(found):
+            if place < len(point.kinds):
+                turn = turns.get(point.cell, 0)
+                turns[point.cell] = turn + 1
+                written.append((turn, every[index, place]))
+    if order == "as-written":
+        chosen = list(every.values())
+    elif order == "random":
+        chosen = list(every.values())
+        random.Random(seed).shuffle(chosen)
+    else:
+        chosen = _interleaved(written, found)
+    return [dataclasses.replace(run, order=number) for number, run in enumerate(chosen)]
+
+
+def _interleaved(written: list[tuple[int, Run]], found: Sequence[Point]) -> list[Run]:
+    rates = {rate: number for number, rate in enumerate(dict.fromkeys(point.rate for point in found))}
+    chosen: list[Run] = []
+    for turn in sorted({turn for turn, _ in written}):
+        inside = [run for number, run in written if number == turn]
+        inside.sort(key=lambda run: rates[run.point.rate])  # stable: as written within a rate
+        chosen += inside[::-1] if turn % 2 else inside
+    return chosen

@@ -1,0 +1,142 @@
+"""What a run will be, told by the workload itself: its --dry-run, with the launcher's variables of the ranks to come.
+
+It loads no framework and takes a third of a second. What it says is what the run's manifest must say afterwards.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hvdtrain import exits
+from hvdtrain.cluster.commands import Command
+from hvdtrain.config import flag
+from hvdtrain.exits import Failure
+from hvdtrain.sweep.plan import Point, Run
+
+PATIENCE_S = 120.0
+MONITORS = {"timing": "none", "energy": "power,resources"}
+"""What runs of each kind have on"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Preview:
+    """A workload's own account of a run before it is started."""
+
+    config: dict[str, Any]
+    """Every setting, defaults included"""
+    plan: dict[str, Any]
+    """The batch arithmetic for all ranks"""
+    parameters: int | None
+    pixels: int | None
+    """Of one image; None where the data are no images"""
+
+
+def workloads() -> list[str]:
+    """What can be trained: modules of the package that say what workload they are."""
+    package = Path(__file__).resolve().parents[1]
+    return sorted(path.stem for path in package.glob("*.py") if re.search(r"^WORKLOAD = ", path.read_text(), re.M))
+
+
+def words(flags: Mapping[str, Any], defaults: Mapping[str, Any]) -> Command:
+    """Flags as typed. One whose default is false is a switch; the others take a value."""
+    typed: Command = []
+    for key, value in flags.items():
+        if defaults.get(key) is False:
+            typed += [flag(key)] if value else []
+        else:
+            typed += [flag(key), str(value).lower() if isinstance(value, bool) else str(value)]
+    return typed
+
+
+def ask(workload: str, typed: Sequence[str], ranks: int = 1, local: int = 1) -> dict[str, Any]:
+    """The document of a dry run as rank 0 of so many. Raises Failure with the workload's own message and code."""
+    command = [sys.executable, "-m", f"hvdtrain.{workload}", "--dry-run", "--json", *typed]
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HVDTRAIN_", "OMPI_COMM_"))}
+    package = str(Path(__file__).resolve().parents[2])
+    kept["PYTHONPATH"] = os.pathsep.join([package, *filter(None, [kept.get("PYTHONPATH")])])
+    place = {"RANK": 0, "SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_SIZE": local}
+    kept |= {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in place.items()} if ranks > 1 else {}
+    try:
+        done = subprocess.run(
+            command, env=kept, capture_output=True, text=True, timeout=PATIENCE_S, stdin=subprocess.DEVNULL, check=False
+        )
+        document: dict[str, Any] = json.loads(done.stdout)
+    except subprocess.TimeoutExpired as error:
+        raise Failure(f"a dry run of {workload} gave no answer in {PATIENCE_S:g} s", exits.FAILED) from error
+    except ValueError as error:
+        said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise Failure(said.removeprefix("hvdtrain: "), done.returncode or exits.FAILED) from error
+    return document
+
+
+def flags() -> dict[str, set[str]]:
+    """The flags of each workload, as keys."""
+    return {name: set(found) | {"config"} for name, found in _defaults().items()}
+
+
+_KNOWN: dict[str, dict[str, Any]] = {}
+
+
+def _defaults() -> dict[str, dict[str, Any]]:
+    for name in workloads():
+        if name not in _KNOWN:
+            _KNOWN[name] = ask(name, [])["config"]
+    return _KNOWN
+
+
+def monitors(kind: str) -> Command:
+    """The flags that make a run one of its kind."""
+    return ["--monitor", MONITORS[kind]] if MONITORS[kind] != "none" else []
+
+
+def typed_flags(run: Run) -> Command:
+    return words(run.flags, _defaults()[run.point.settings["workload"]])
+
+
+def preview(point: Point) -> Preview:
+    """Raises Failure with what the workload finds wrong with the settings."""
+    kind = "energy" if "energy" in point.kinds else "timing"
+    typed = typed_flags(Run(point=point, kind=kind, repeat=1)) + monitors(kind)
+    document = ask(point.settings["workload"], typed, point.ranks, int(point.settings["ranks_per_host"]))
+    facts = document.get("facts", {})
+    parameters = re.search(r"([\d,]+) parameters", facts.get("model", ""))
+    image = re.search(r"images of (\d+)x(\d+)", facts.get("data", ""))
+    return Preview(
+        config=document["config"],
+        plan=document["plan"],
+        parameters=int(parameters[1].replace(",", "")) if parameters else None,
+        pixels=int(image[1]) * int(image[2]) if image else None,
+    )
+
+
+def previews(points: Sequence[Point]) -> dict[str, Preview | Failure]:
+    """By name of the point; points that differ in their seed only are asked for once."""
+    cells: dict[str, Point] = {}
+    for point in points:
+        cells.setdefault(point.cell, point)
+
+    def one(point: Point) -> Preview | Failure:
+        try:
+            return preview(point)
+        except Failure as failure:
+            return failure
+
+    _defaults()
+    with concurrent.futures.ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        found = dict(zip(cells, pool.map(one, cells.values()), strict=True))
+    result: dict[str, Preview | Failure] = {}
+    for point in points:
+        known = found[point.cell]
+        if isinstance(known, Preview) and "seed" in point.flags:
+            known = dataclasses.replace(known, config={**known.config, "seed": point.flags["seed"]})
+        result[point.name] = known
+    return result

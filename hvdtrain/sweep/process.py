@@ -1,0 +1,174 @@
+"""Child processes of a sweep: waited for, and ended when the sweep is told to stop.
+
+Each is in a process group of its own, so that Ctrl-C reaches the sweep alone, which then ends the job, clears the
+throttle and takes its cluster down. A job that is being waited for gets SIGTERM should the sweep itself be killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
+from typing import IO
+
+from hvdtrain import exits
+from hvdtrain.cluster import supervise
+from hvdtrain.cluster.commands import Command, show
+from hvdtrain.exits import Failure
+
+POLL_S = 0.1
+SECOND_S = 1.0
+"""Until the second SIGTERM, which tells our launchers to end the ranks now: what is run anew needs no checkpoint"""
+LAST_S = 15.0
+"""Until what is left of a job is killed"""
+PR_SET_PDEATHSIG = 1  # prctl(2)
+
+
+class Stopped(Exception):
+    """The sweep was told to stop while something ran; that has been ended."""
+
+
+class Timeout(Exception):
+    """A job took longer than it may; it has been ended."""
+
+
+class Children:
+    """Runs commands until a signal tells to stop."""
+
+    def __init__(self) -> None:
+        self.asked: signal.Signals | None = None
+        self.kept_open: tuple[int, ...] = ()
+        """File descriptors that jobs inherit: the locks, which so hold until the last job has ended too"""
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Within it, SIGINT and SIGTERM (and a closed terminal) only set `asked`."""
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        before = {number: signal.signal(number, self._arrived) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _arrived(self, number: int, frame: FrameType | None) -> None:
+        self.asked = signal.Signals(number)
+
+    def rest(self, seconds: float, tick: Callable[[], None]) -> None:
+        """Sleeps. Raises Stopped."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            self.check()
+            tick()
+            time.sleep(min(POLL_S, left))
+
+    def check(self) -> None:
+        """Raises Stopped if a signal has come."""
+        if self.asked is not None:
+            raise Stopped
+
+    def job(
+        self,
+        command: Command,
+        log: IO[bytes],
+        environment: Mapping[str, str],
+        tick: Callable[[], None],
+        timeout_s: float | None,
+    ) -> int:
+        """Runs a job to its end, all output into `log`; its exit code. Raises Stopped, Timeout, Failure (69)."""
+        self.check()
+        try:
+            child = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                process_group=0,
+                pass_fds=self.kept_open,
+                preexec_fn=_end_with_parent,
+            )
+        except OSError as error:
+            raise Failure(f"{command[0]}: {error.strerror}", exits.UNREACHABLE) from error
+        until = time.monotonic() + timeout_s if timeout_s is not None else None
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return child.wait(POLL_S)
+            tick()
+            late = until is not None and time.monotonic() > until
+            if self.asked is not None or late:
+                end(child)
+                raise Timeout if late else Stopped
+
+    def said(self, command: Command, environment: Mapping[str, str], tick: Callable[[], None]) -> tuple[int, str, str]:
+        """Runs a short command: its exit code, standard output and standard error. Raises Stopped, Failure (69)."""
+        self.check()
+        pipe = subprocess.PIPE
+        try:
+            child = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, env=environment, text=True, process_group=0
+            )
+        except OSError as error:
+            raise Failure(f"{command[0]}: {error.strerror}", exits.UNREACHABLE) from error
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                out, err = child.communicate(timeout=POLL_S)
+                return child.returncode, out, err
+            tick()
+            if self.asked is not None:
+                end(child)
+                raise Stopped
+
+
+def whole(command: Command, environment: Mapping[str, str]) -> None:
+    """Runs a command that must not be cut short (up, down, clear). Raises Failure with its own message and code."""
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            env=environment,
+            process_group=0,
+            check=False,
+        )
+    except OSError as error:
+        raise Failure(f"{command[0]}: {error.strerror}", exits.UNREACHABLE) from error
+    if done.returncode:
+        raise Failure(told(done.stderr) or f"`{show(command)}`: exit code {done.returncode}", done.returncode)
+
+
+def told(stderr: str) -> str:
+    """What a command of ours complained of, its last two lines as one, without its name in front."""
+    lines = [line.removeprefix("hvdtrain: ").removeprefix("throttle: ") for line in stderr.strip().splitlines()]
+    return "; ".join(lines[-2:])
+
+
+def end(child: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
+    """SIGTERM, once more after a second, and then whatever is left of it here is killed."""
+    for patience_s in (SECOND_S, LAST_S):
+        _signal(child.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(patience_s)
+            return
+    supervise.end(child.pid)
+    _signal(child.pid, signal.SIGKILL)
+    child.wait()
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return
+    except PermissionError:  # sudo, which is root's; it hands the signal on
+        subprocess.run(["sudo", "-n", "kill", f"-{number.value}", str(pid)], capture_output=True, check=False)
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

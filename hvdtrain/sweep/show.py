@@ -1,0 +1,181 @@
+"""What a sweep tells: its plan, how far it is, and how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from hvdtrain.sweep.estimate import Estimate
+from hvdtrain.sweep.plan import Run
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
+
+SCHEMA = "hvdtrain/sweep/1"
+STATES = {
+    "done": "done",
+    "kept": "done before",
+    "failed": "FAILED",
+    "refused": "refused",
+    "lacking": "lacking",
+    "waiting": "not run",
+}
+DRAW_S, PLAIN_S = 0.5, 60.0
+
+
+@dataclasses.dataclass(kw_only=True)
+class Outcome:
+    """What became of a run."""
+
+    run: Run
+    state: str = "waiting"
+    """A key of STATES"""
+    reason: str | None = None
+    folder: Path
+    seconds: float | None = None
+    marked: str | None = None
+    log: Path | None = None
+    lines: Sequence[str] = ()
+    """The log's last ones, of a run that failed"""
+
+
+def say(text: str) -> None:
+    """One line on stderr, whatever that is."""
+    with contextlib.suppress(OSError, ValueError):
+        print(f"sweep: {text}", file=sys.stderr, flush=True)
+
+
+def duration(seconds: float) -> str:
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    return f"{whole // 60} min {whole % 60} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+class Display:
+    """Progress on stderr: a bar on a terminal, elsewhere a line when a run begins and ends and one a minute."""
+
+    def __init__(self, total: int) -> None:
+        self._total, self._done = total, 0
+        self._now, self._since, self._due = "", time.monotonic(), 0.0
+        self._left: float | None = None
+        self._bar: Bar | None = None
+
+    def __enter__(self) -> Self:
+        if sys.stderr.isatty() and os.environ.get("TERM") != "dumb" and self._total:
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn
+
+            text = TextColumn("{task.fields[text]}", markup=False)
+            self._bar = Progress(BarColumn(), text, console=Console(stderr=True), auto_refresh=False)
+            self._bar.start()
+            self._task = self._bar.add_task("", total=self._total, text="")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def begin(self, what: str, left_s: float | None) -> None:
+        """Something begins; `left_s` is what all that is left is expected to take."""
+        self._now, self._since, self._left = what, time.monotonic(), left_s
+        self._due = self._since + (DRAW_S if self._bar else PLAIN_S)
+        if self._bar is None:
+            say(self._numbers(0))
+        else:
+            self._draw()
+
+    def tick(self) -> None:
+        now = time.monotonic()
+        if self._now and now >= self._due:
+            self._due = now + (DRAW_S if self._bar else PLAIN_S)
+            if self._bar is None:
+                say(self._numbers(now - self._since))
+            else:
+                self._draw()
+
+    def end(self, text: str, count: int = 1) -> None:
+        """A run has ended: one line, which stays."""
+        self._done += count
+        if self._bar is None:
+            say(text)
+        else:
+            self._bar.console.print(f"sweep: {text}", markup=False, highlight=False, soft_wrap=True)
+            self._draw()
+
+    def _draw(self) -> None:
+        if self._bar is not None:
+            with contextlib.suppress(OSError):
+                text = self._numbers(time.monotonic() - self._since)
+                self._bar.update(self._task, completed=self._done, text=text, refresh=True)
+
+    def _numbers(self, running_s: float) -> str:
+        took = f", {duration(running_s)}" if running_s else ""
+        left = "" if self._left is None else f", ETA {duration(max(0.0, self._left - running_s))}"
+        return f"{min(self._done + 1, self._total)}/{self._total} {self._now}{took}{left}"
+
+
+def plan_document(
+    name: str, root: Path, rows: Iterable[tuple[Outcome, Sequence[str], Estimate]], seconds: float
+) -> dict[str, Any]:
+    """The dry run as one JSON document."""
+    listed = []
+    for outcome, words, estimate in rows:
+        about = {"command": list(words), "estimate_s": estimate.seconds, "estimate_basis": estimate.basis}
+        listed.append(_run_document(outcome) | about)
+    return {"schema": SCHEMA, "sweep": name, "root": str(root), "estimate_s": round(seconds, 1), "runs": listed}
+
+
+def end_document(name: str, root: Path, outcomes: Sequence[Outcome], seconds: float) -> dict[str, Any]:
+    """How a sweep ended, as one JSON document."""
+    counts = Counter(outcome.state for outcome in outcomes)
+    about = {"counts": {state: counts.get(state, 0) for state in STATES}, "seconds": round(seconds, 1)}
+    runs = [_run_document(outcome) for outcome in outcomes]
+    return {"schema": SCHEMA, "sweep": name, "root": str(root), **about, "runs": runs}
+
+
+def _run_document(outcome: Outcome) -> dict[str, Any]:
+    run = outcome.run
+    return {
+        "order": run.order,
+        "point": run.point.name,
+        "kind": run.kind,
+        "repeat": run.repeat,
+        "state": outcome.state,
+        "reason": outcome.reason,
+        "marked": outcome.marked,
+        "run_dir": str(outcome.folder),
+        "seconds": outcome.seconds,
+        "log": str(outcome.log) if outcome.log else None,
+        "settings": run.point.settings,
+    }
+
+
+def end_text(root: Path, outcomes: Sequence[Outcome], seconds: float) -> str:
+    """How a sweep ended: what went wrong in full, the rest counted."""
+    lines = []
+    for outcome in outcomes:
+        if outcome.state in ("failed", "refused"):
+            lines.append(f"{STATES[outcome.state]}: {outcome.run.name}: {outcome.reason}")
+            lines += [f"    {line}" for line in outcome.lines]
+            lines += [f"    log: {outcome.log}"] if outcome.log else []
+    for reason, count in Counter(o.reason for o in outcomes if o.state == "lacking").items():
+        lines.append(f"lacking: {reason} ({count} runs)")
+    for outcome in outcomes:
+        if outcome.marked:
+            lines.append(f"marked: {outcome.run.name}: {outcome.marked}")
+    counts = Counter(outcome.state for outcome in outcomes)
+    told = ", ".join(f"{counts[state]} {text}" for state, text in STATES.items() if counts[state])
+    lines.append(f"{len(outcomes)} runs: {told}; {duration(seconds)}; records in {root}")
+    return "\n".join(lines)

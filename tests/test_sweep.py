@@ -1,0 +1,280 @@
+"""Sweeps on paper: what a file may say, which runs follow from it, in which order, and how long they take."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT, environment
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hvdtrain.exits import Failure
+from hvdtrain.sweep import estimate, file, plan
+from hvdtrain.sweep.preview import Preview, words
+
+FLAGS = {"resnet": {"seed", "lr", "batch_size", "global_batch_size", "framework", "strategy", "config", "device"}}
+SHIPPED = sorted((ROOT / "launch" / "sweeps").glob("*.toml"))
+CLUSTER = '[cluster]\nvirtual = ["a", "b", "c", "d"]\n'
+
+
+def read(folder: Path, text: str, *overrides: str) -> file.Sweep:
+    path = folder / "sweep.toml"
+    path.write_text(text)
+    return file.read(path, overrides, FLAGS)
+
+
+def refusal(folder: Path, text: str, *overrides: str) -> Failure:
+    """What is said of a file that is refused, when it is read or when its points are made."""
+    with pytest.raises(Failure) as failure:
+        plan.points(read(folder, text, *overrides))
+    assert "\n" not in str(failure.value)
+    return failure.value
+
+
+def point(**about: Any) -> plan.Point:
+    given = {"workload": "resnet", "hosts": 1, "ranks_per_host": 1, "rate": None, "launcher": "none", "on": "machine"}
+    return plan.Point(settings={**given, **about}, kinds=("timing",), where="test")
+
+
+# --- product and zip -------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=3), st.integers(2, 4), st.integers(2, 3))
+def test_a_grid_is_the_product_of_its_lists_and_zipped_keys_move_together(
+    lengths: list[int], together: int, zipped: int
+) -> None:
+    free = {f"free{number}": list(range(length)) for number, length in enumerate(lengths)}
+    tied = {f"tied{number}": [10 * number + value for value in range(together)] for number in range(zipped)}
+    grid = file.Grid(values={**tied, **free}, zips=[list(tied)], label=None, protocol=None, repeats=1, where="")
+    found = [tuple(sorted(one.items())) for one in plan.combinations(grid)]
+    expected = set()
+    for index in range(together):
+        for rest in itertools.product(*free.values()):
+            one = {key: values[index] for key, values in tied.items()} | dict(zip(free, rest, strict=True))
+            expected.add(tuple(sorted(one.items())))
+    assert len(found) == len(set(found))
+    assert set(found) == expected
+
+
+def test_one_host_is_run_once_for_all_rates_and_several_hosts_for_each(tmp_path: Path) -> None:
+    sweep = read(tmp_path, CLUSTER + '[[grid]]\nhosts = [1, 2, 4]\nrate = ["10mbit", "1gbit"]\nseed = [1, 2]\n')
+    found, merged = plan.points(sweep)
+    counts = Counter((one.hosts, one.rate) for one in found)
+    assert counts == {(1, None): 2, **{(hosts, rate): 2 for hosts in (2, 4) for rate in ("10mbit", "1gbit")}}
+    assert merged == 2
+
+
+def test_equal_settings_are_one_point_however_they_are_written(tmp_path: Path) -> None:
+    text = CLUSTER + '[[grid]]\nhosts = 2\nrate = ["10mbit", "10000kbit"]\n[[grid]]\nrate = "0.01gbit"\nhosts = [2]\n'
+    found, merged = plan.points(read(tmp_path, text))
+    assert (len(found), merged) == (1, 2)
+
+
+@given(st.dictionaries(st.sampled_from(sorted(FLAGS["resnet"])), st.integers(0, 5), min_size=1), st.integers(6, 9))
+def test_a_changed_setting_is_another_point_with_another_name(flags: dict[str, int], other: int) -> None:
+    names = {point(**flags).name}
+    for key in flags:
+        names.add(point(**{**flags, key: other}).name)
+    assert len(names) == 1 + len(flags)
+    assert point(**dict(reversed(flags.items()))).name == point(**flags).name
+
+
+def test_other_contents_of_a_config_file_are_another_point(tmp_path: Path) -> None:
+    preset = tmp_path / "preset.toml"
+    names = set()
+    for rate in (0.1, 0.2):
+        preset.write_text(f"lr = {rate}\n")
+        names |= {one.name for one in plan.points(read(tmp_path, f'[[grid]]\nconfig = "{preset}"\n'))[0]}
+    assert len(names) == 2
+
+
+# --- order -----------------------------------------------------------------------------------------------------------
+
+
+def grid_points(rates: int, hosts: int, seeds: int, repeats: int) -> list[plan.Point]:
+    return [
+        plan.Point(
+            settings={**point().settings, "rate": f"{rate}mbit", "hosts": host, "seed": seed},
+            kinds=("timing",) * repeats,
+            where="",
+        )
+        for host in range(2, 2 + hosts)
+        for rate in range(1, 1 + rates)
+        for seed in range(seeds)
+    ]
+
+
+SIZES = (st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3))
+
+
+@given(*SIZES, st.sampled_from(file.ORDERS), st.integers(0, 99))
+def test_every_order_has_every_run_once_and_numbers_them(
+    rates: int, hosts: int, seeds: int, repeats: int, order: str, seed: int
+) -> None:
+    points = grid_points(rates, hosts, seeds, repeats)
+    runs = plan.runs(points, order, seed)
+    assert Counter(run.name for run in runs) == {
+        f"{one.name}-timing-r{repeat}": 1 for one in points for repeat in range(1, repeats + 1)
+    }
+    assert [run.order for run in runs] == list(range(len(runs)))
+    assert runs == plan.runs(points, order, seed)
+
+
+@given(*SIZES)
+def test_interleaved_gives_a_steady_drift_no_favourite(rates: int, hosts: int, seeds: int, repeats: int) -> None:
+    """Over every two turns, the mean place in the order is the same for all settings."""
+    runs = plan.runs(grid_points(rates, hosts, seeds, repeats), "interleaved")
+    places = defaultdict(list)
+    for run in runs:
+        places[run.point.cell].append(run.order)
+    even = (seeds * repeats) // 2 * 2
+    assert len({sum(where[:even]) for where in places.values()}) == 1
+    changes = sum(one.point.rate != other.point.rate for one, other in itertools.pairwise(runs))
+    assert changes == (rates - 1) * seeds * repeats  # and no more changes of the rate than that takes
+
+
+def test_the_protocol_of_the_study_is_kept_in_order_and_numbered(tmp_path: Path) -> None:
+    sweep = read(tmp_path, 'protocol = "E,5T,E,5T,E"\norder = "as-written"\n[[grid]]\nseed = 1\n')
+    found, _ = plan.points(sweep)
+    runs = plan.runs(found, sweep.order)
+    assert "".join(run.kind[0] for run in runs) == "ettttt" + "ettttt" + "e"
+    assert [run.repeat for run in runs if run.kind == "timing"] == list(range(1, 11))
+    assert [run.repeat for run in runs if run.kind == "energy"] == [1, 2, 3]
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("naem = 'x'\n[[grid]]\n", ":1: unknown key 'naem' at the top of the file; known: name, protocol"),
+        ("\n[[grid]]\nseed = 1\n[[grid]]\nsede = 1\n", ":5: unknown key 'sede' in a grid; known: workload, hosts"),
+        ("[defaults]\nseeed = 1\n[[grid]]\n", ":2: unknown key 'seeed'"),
+        ("[cluster]\nvirtaul = ['a']\n[[grid]]\n", ":2: unknown key 'virtaul' in [cluster]; known: virtual"),
+        ("[cluster]\ncpu_share = 1\n[[grid]]\n", "give one of virtual, existing, hostfile"),
+        ("[cluster]\nvirtual = ['a', 'a']\n[[grid]]\n", "twice"),
+        ("[cluster]\nvirtual = ['a']\ndev = 'eth0'\n[[grid]]\n", ":3: dev goes with hostfile"),
+        ("[[grid]]\nhosts = 2\n", "this machine is one"),
+        ("[[grid]]\non = 'cluster'\n", "has no [cluster]"),
+        (CLUSTER + "[[grid]]\nhosts = [1, 5]\n", "hosts = 5: [cluster] has 4"),
+        (CLUSTER + "[[grid]]\nrate = '10mbps'\nhosts = 2\n", "counts bytes"),
+        (CLUSTER + "[[grid]]\nrate = 10\n", ":4: rate = 10: give a text"),
+        ("[[grid]]\nrun_dir = 'x'\n", "run_dir is not for a sweep"),
+        ("[[grid]]\nmonitor = 'power'\n", "protocol says"),
+        ("[[grid]]\nworkload = 'resnte'\n", "unknown workload 'resnte'; known: resnet"),
+        ("[[grid]]\nseed = []\n", "at least one value"),
+        ("[[grid]]\nlr = nan\n", "lr = nan"),
+        ("[[grid]]\nhosts = true\n", "give a whole number"),
+        ("[[grid]]\nlauncher = 'srun'\n", "give one of launch/mpirun.sh"),
+        ("[[grid]]\nlauncher = 'none'\nranks_per_host = 2\n", "one process"),
+        ("[[grid]]\nseed = [1, 2]\nlr = [1]\nzip = [['seed', 'lr']]\n", "seed has 2, lr has 1"),
+        ("[[grid]]\nseed = 1\nzip = [['seed', 'lr']]\n", ":3: zip names 'lr'"),
+        ("[[grid]]\nzip = ['seed']\n", "give lists of keys"),
+        ("protocol = '0T'\n[[grid]]\n", "neither T nor E"),
+        ("order = 'sorted'\n[[grid]]\n", ":1: order = 'sorted'"),
+        ("name = '../x'\n[[grid]]\n", "name = '../x'"),
+        ("[[grid]]\nconfig = 'nowhere.toml'\n", "no such file"),
+        ("seed = 1\n", "no grid"),
+        ("[grid]\nseed = 1\n", "no grid"),
+        ("[[grid]]\nseed = \n", "not TOML"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_told_with_its_place(tmp_path: Path, text: str, expected: str) -> None:
+    failure = refusal(tmp_path, text)
+    assert failure.code == 78
+    assert str(failure).startswith(f"{tmp_path / 'sweep.toml'}")
+    assert expected in str(failure)
+
+
+@pytest.mark.parametrize("override", ["seed", "1=2", "label=x", "hosts=3", "colour=1"])
+def test_a_setting_that_cannot_be_put_in_place_is_refused(tmp_path: Path, override: str) -> None:
+    text = CLUSTER + "[[grid]]\nhosts = [1, 2]\nglobal_batch_size = [8, 16]\nzip = [['hosts', 'global_batch_size']]\n"
+    assert refusal(tmp_path, text, override).code in (2, 78)
+
+
+def test_what_is_set_on_the_command_line_wins(tmp_path: Path) -> None:
+    text = 'protocol = "T"\n[defaults]\nseed = 1\n[[grid]]\nlr = [0.1, 0.2]\nprotocol = "E"\n[[grid]]\nseed = 5\n'
+    sweep = read(tmp_path, text, "seed=[7, 8]", "protocol=2T", "framework=torch", "cooldown_s=3")
+    found, _ = plan.points(sweep)
+    assert sweep.cooldown_s == 3
+    assert Counter((one.flags.get("lr"), one.flags["seed"]) for one in found) == {
+        (lr, seed): 1 for lr in (0.1, 0.2, None) for seed in (7, 8)
+    }
+    assert all(one.kinds == ("timing", "timing") and one.flags["framework"] == "torch" for one in found)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200)
+@given(st.text(alphabet="ab[]{}=\"\n,.#1 '\\\x00é", max_size=60))
+def test_no_text_at_all_is_met_with_a_traceback(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "any.toml"
+    path.write_bytes(text.encode())
+    with pytest.raises(Failure):
+        plan.points(file.read(path, (), FLAGS))
+
+
+def test_flags_are_typed_as_the_workload_takes_them() -> None:
+    defaults = {"timeline": False, "zero_gamma": True, "lr": 0.05}
+    typed = words({"timeline": True, "zero_gamma": False, "lr": 1e-3}, defaults)
+    assert typed == ["--timeline", "--zero-gamma", "false", "--lr", "0.001"]
+    assert words({"timeline": False}, defaults) == []
+
+
+# --- how long --------------------------------------------------------------------------------------------------------
+
+
+def foretold(steps: int, parameters: int | None = 1_334_970) -> Preview:
+    return Preview(
+        config={"framework": "torch"}, plan={"steps": steps, "rank_batch": 32}, parameters=parameters, pixels=1024
+    )
+
+
+@given(st.integers(2, 8), st.sampled_from([10, 100, 1000]))
+def test_the_wire_takes_what_arithmetic_says(hosts: int, mbit: int) -> None:
+    one = point(hosts=hosts, rate=f"{mbit}mbit", on="cluster")
+    known = estimate.Estimator({one.name: foretold(1)}, None)
+    bits = Fraction(2 * (hosts - 1), hosts) * 4 * 1_334_970 * 8
+    assert known.wire_s(one) == pytest.approx(float(bits / (Fraction(936, 1000) * mbit * 10**6)), rel=1e-12)
+
+
+def test_an_estimate_says_what_it_rests_on() -> None:
+    slow, fast = (point(hosts=2, rate=rate, on="cluster", seed=1) for rate in ("10mbit", "1gbit"))
+    other, unknown = point(hosts=2, rate="10mbit", on="cluster", seed=2), point(seed=3)
+    previews = {one.name: foretold(20) for one in (slow, fast, other)} | {unknown.name: foretold(20, None)}
+    known = estimate.Estimator(previews, None)
+    runs = {one.name: plan.Run(point=one, kind="timing", repeat=1) for one in (slow, fast, other, unknown)}
+    assert known.of(runs[slow.name]).basis == "guess"
+    assert known.of(runs[unknown.name]) == estimate.Estimate(None, "unknown")
+    known.learn(runs[slow.name], 150.0)
+    assert known.of(runs[slow.name]) == known.of(runs[other.name]) == estimate.Estimate(150.0, "measured")
+    near = known.of(runs[fast.name])
+    assert near.basis == "near"
+    assert near.seconds == pytest.approx(150.0 - 20 * (known.wire_s(slow) - known.wire_s(fast)))
+
+
+# --- shipped files ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_a_shipped_sweep_can_be_planned_here(path: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "hvdtrain.sweep", str(path), "--root", str(tmp_path), "--dry-run", "--json"]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment({"HVDTRAIN_EPOCHS": "7"}), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document["sweep"] == path.stem
+    for run in document["runs"]:
+        assert run["state"] in ("waiting", "lacking")
+        if run["state"] == "waiting":
+            assert run["command"][-3] == "--run-dir"
+            assert run["estimate_s"] or "gpu" in run["point"]
+    assert list(tmp_path.iterdir()) == []

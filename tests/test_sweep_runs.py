@@ -1,0 +1,260 @@
+"""Sweeps for real: on ranks of this machine, and on virtual hosts with a throttle."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT, environment
+
+from hvdtrain.cluster import virtual
+from hvdtrain.sweep import file
+from hvdtrain.sweep.network import cluster_name
+
+SMALL = '[defaults]\nframework = "torch"\nwidth = 0.125\nimage_size = "16"\nbatch_size = 96\nepochs = 1\nthreads = 1\n'
+# Two runs that end well, and one that no workload refuses but that cannot end well.
+LOCAL = f"""{SMALL}checkpoint_epochs = 0
+[[grid]]
+label = "alone"
+launcher = "none"
+[[grid]]
+label = "ranks"
+ranks_per_host = 2
+[[grid]]
+label = "bad"
+launcher = "none"
+lr = 1e30
+"""
+
+
+class Command:
+    """`hvdtrain sweep` on a file, with locks of its own."""
+
+    def __init__(self, folder: Path, text: str) -> None:
+        self.file, self.root = folder / "tried.toml", folder / "results"
+        self.file.write_text(text)
+        self.locks = tempfile.mkdtemp(prefix="hs", dir="/tmp")  # Open MPI wants a short one
+
+    def start(self, *flags: str) -> subprocess.Popen[str]:
+        words = [sys.executable, "-m", "hvdtrain.sweep", str(self.file), "--root", str(self.root), *flags]
+        return subprocess.Popen(
+            words,
+            cwd=ROOT,
+            env=environment({"TMPDIR": self.locks}),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, *flags: str) -> tuple[int, str, str]:
+        """Exit code, standard output, standard error."""
+        process = self.start(*flags)
+        out, err = process.communicate(timeout=200)
+        assert "Traceback" not in err
+        return process.returncode, out, err
+
+    def document(self, *flags: str) -> tuple[int, Any]:
+        code, out, _ = self.run("--json", *flags)
+        return code, json.loads(out)
+
+    def has_hosts(self) -> bool:
+        """Whether its virtual cluster is up."""
+        about = file.Sweep(path=self.file, name="tried", grids=[])
+        return cluster_name(about, self.root / "tried") in virtual.clusters()
+
+    def folders(self) -> list[str]:
+        return sorted(path.name for path in (self.root / "tried").iterdir())
+
+    def complete(self) -> list[str]:
+        return [name for name in self.folders() if (self.root / "tried" / name / "COMPLETE").exists()]
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Iterator[Command]:
+    made = Command(tmp_path, LOCAL)
+    yield made
+    shutil.rmtree(made.locks, ignore_errors=True)
+
+
+def processes_on(folder: Path) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if str(folder).encode() in (path / "cmdline").read_bytes():
+                found.append(int(path.name))
+    return found
+
+
+def await_file(pattern: str, root: Path, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 60
+    while not list(root.glob(pattern)):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, f"no {pattern}"
+        time.sleep(0.05)
+
+
+def test_stopped_and_continued_each_point_is_run_once_and_a_failure_is_told(sweep: Command) -> None:
+    process = sweep.start()
+    await_file("tried/ranks-*/logs/launch.log", sweep.root, process)
+    code, _, said = sweep.run()
+    assert code == 1
+    assert f"process {process.pid}" in said, "two sweeps at once"
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert "2 not run" in out
+    assert processes_on(sweep.root) == []
+    before = sweep.complete()
+    assert len(before) == 1
+
+    code, out, _ = sweep.run()
+    assert code == 1
+    assert "1 done, 1 done before, 1 FAILED" in out
+    assert "the loss is" in out  # the last lines of its log, and where that is
+    log = Path(next(line.split()[1] for line in out.splitlines() if line.strip().startswith("log: ")))
+    assert "the loss is" in log.read_text()
+    names = sweep.folders()
+    kinds = Counter(name.rpartition("-")[2] for name in names)
+    assert kinds == {"r1": 2, "failed1": 1, "failed2": 1, "unfinished1": 1}
+    assert [name for name in sweep.complete() if name in before] == before
+    assert len(sweep.complete()) == 2
+    points = [json.loads((sweep.root / "tried" / name / "point.json").read_text()) for name in names]
+    assert {point["attempt"] for point in points if "failed2" in names[points.index(point)]} == {2}
+    assert all(point["kind"] == "timing" and point["rate_mbit"] is None for point in points)
+
+    code, document = sweep.document("--only", "alone-*", "--only", "ranks-*")
+    assert code == 0
+    assert document["counts"]["kept"] == 2
+    assert sweep.folders() == names
+
+    # Nothing is taken for what it is not: another setting, a record that does not fit.
+    _, document = sweep.document("--dry-run", "--set", "momentum=0.5")
+    assert {run["state"] for run in document["runs"]} == {"waiting"}
+    manifest = sweep.root / "tried" / before[0] / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"momentum": 0.9', '"momentum": 0.8'))
+    _, document = sweep.document("--dry-run", "--only", "alone-*")
+    assert [run["state"] for run in document["runs"]] == ["waiting"]
+    assert "momentum is 0.8" in document["runs"][0]["reason"]
+    _, document = sweep.document("--only", "alone-*")
+    assert document["counts"]["done"] == 1
+    assert f"{before[0]}-other1" in sweep.folders()
+
+
+def test_energy_runs_have_sensors_on_and_what_is_lacking_is_told(sweep: Command) -> None:
+    sweep.file.write_text(
+        f'protocol = "T,E"\ncooldown_s = 0.2\norder = "as-written"\n{SMALL}'
+        '[[grid]]\nlauncher = "none"\nmonitor_idle_s = 0.3\nimage_size = 16\n'
+        '[[grid]]\nlabel = "gpu"\ndevice = "gpu"\nranks_per_host = 99\n'
+    )
+    code, document = sweep.document()
+    assert code == 0
+    assert [(run["kind"], run["state"]) for run in document["runs"]] == [
+        *(("timing", "done"), ("energy", "done")),
+        *(("timing", "lacking"), ("energy", "lacking")),
+    ]
+    assert "this needs 99" in document["runs"][2]["reason"]
+    monitors = [
+        json.loads((Path(run["run_dir"]) / "manifest.json").read_text())["config"]["monitor"]
+        for run in document["runs"][:2]
+    ]
+    assert monitors == ["none", "power,resources"]
+    code, document = sweep.document("--only", "gpu-*")
+    assert code == 69, "nothing of it could be run"
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "expected"),
+    [
+        ('[[grid]]\nstrategy = "telepathy"\n', 78, "unknown; known: allreduce"),
+        ("[[grid]]\nlr = -1.0\n", 78, "--lr is -1.0"),
+        ("[[grid]]\nranks_per_host = 3\nglobal_batch_size = 32\n", 78, "not a multiple of 3 ranks"),
+        ("[[grid]]\ncolour = 1\n", 78, ":1: unknown key 'colour'"),
+        ("", 69, "No such file"),
+        ("[[grid]]\n", 73, "choose another --root"),
+    ],
+)
+def test_what_cannot_work_is_told_before_anything_is_run(sweep: Command, change: str, code: int, expected: str) -> None:
+    sweep.file.write_text(change)
+    if not change:
+        sweep.file.unlink()
+    if code == 73:
+        sweep.root.write_text("a file where the folder should be")
+    done, out, err = sweep.run()
+    assert (done, out) == (code, "")
+    assert err.startswith("sweep: ")
+    assert len(err.splitlines()) == 1
+    assert expected.replace(":1:", ":2:") in err
+    assert not sweep.root.is_dir()
+
+
+@pytest.mark.root
+def test_a_full_disk_ends_the_sweep_in_one_line_and_it_goes_on_when_there_is_room(sweep: Command) -> None:
+    sweep.root.mkdir()
+    sweep.file.write_text(f'{SMALL}[[grid]]\nlauncher = "none"\n')
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", sweep.root], check=False).returncode:
+        pytest.skip("this machine lets nobody mount a tmpfs")
+    try:
+        code, _, err = sweep.run()
+        assert code in (73, 74)
+        assert "the same command goes on" in err.splitlines()[-1] or "--root" in err.splitlines()[-1]
+        subprocess.run(["mount", "-o", "remount,size=200m", sweep.root], check=True)
+        assert sweep.run()[0] == 0
+    finally:
+        subprocess.run(["umount", sweep.root], check=True)
+
+
+@pytest.mark.root
+def test_a_sweep_brings_hosts_up_throttles_them_and_leaves_nothing(sweep: Command) -> None:
+    sweep.file.write_text(
+        f'{SMALL}checkpoint_epochs = 0\n[cluster]\nvirtual = ["a", "b"]\n'
+        '[[grid]]\nhosts = 2\nrate = ["20mbit", "unlimited"]\nbatch_size = 360\n'
+    )
+    code, document = sweep.document()
+    assert code == 0, document
+    assert Counter(run["state"] for run in document["runs"]) == {"done": 2}
+    assert not sweep.has_hosts()
+    asked = {}
+    for run in document["runs"]:
+        folder = Path(run["run_dir"])
+        point, manifest = (json.loads((folder / name).read_text()) for name in ("point.json", "manifest.json"))
+        throttles = {json.dumps((link["throttle"] or {}).get("up_mbit")) for link in manifest["links"]}
+        asked[point["rate_mbit"]] = throttles
+        assert {rank["host"] for rank in manifest["ranks"]} == {"a", "b"}
+        if point["rate_mbit"]:
+            assert point["marked"] or abs(point["rate_off_percent"]) <= 5
+    assert asked == {20.0: {"20.0"}, None: {"null"}}
+
+    # No link is that exact.
+    strict = ["--set", "off_percent=0.00001", "--set", "when_off=refuse", "--set", "seed=1", "--only", "*20mbit*"]
+    code, document = sweep.document(*strict)
+    assert (code, [run["state"] for run in document["runs"]]) == (1, ["refused"])
+    assert "Mbit/s instead of" in document["runs"][0]["reason"]
+    assert not Path(document["runs"][0]["run_dir"]).exists()
+    assert not sweep.has_hosts()
+
+
+@pytest.mark.root
+def test_a_stopped_sweep_takes_its_hosts_down(sweep: Command) -> None:
+    text = SMALL.replace("epochs = 1", "epochs = 50") + '[cluster]\nvirtual = ["a", "b"]\n'
+    sweep.file.write_text(text + '[[grid]]\nhosts = 2\nlauncher = "launch/horovodrun.sh"\n')
+    process = sweep.start()
+    await_file("tried/*/metrics/rank0000.jsonl", sweep.root, process)
+    assert sweep.has_hosts()
+    os.kill(process.pid, signal.SIGTERM)
+    process.communicate(timeout=90)
+    assert process.returncode == 75
+    assert not sweep.has_hosts()
+    assert processes_on(sweep.root) == []

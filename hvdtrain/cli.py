@@ -49,12 +49,33 @@ def doctor(arguments: list[str]) -> int:
     return main(arguments)
 
 
+def monitors(arguments: list[str]) -> int:
+    from hvdtrain.monitors.__main__ import main
+
+    return main(arguments)
+
+
+def sweep(arguments: list[str]) -> int:
+    from hvdtrain.sweep.__main__ import main
+
+    return main(arguments)
+
+
+def results(arguments: list[str]) -> int:
+    from hvdtrain.results.__main__ import main
+
+    return main(arguments)
+
+
 # words -> (what it does, the function that takes the arguments behind them)
 COMMANDS: dict[tuple[str, ...], tuple[str, Callable[[list[str]], int]]] = {
     ("data", "images"): ("prepare a folder of pictures for training", data_images),
     ("cluster",): ("virtual hosts on this machine: up, down, status, exec, shell, hostfile", cluster),
     ("throttle",): ("limit the bandwidth of links, show it, verify it, put it back", throttle),
     ("doctor",): ("find what would make a job hang or crawl, before it starts", doctor),
+    ("monitors",): ("which power and resource sensors this host has", monitors),
+    ("sweep",): ("run a grid of experiments, skip what is done", sweep),
+    ("results",): ("tables, plots and a report from runs' records", results),
 }
 
 

@@ -1,0 +1,88 @@
+"""`hvdtrain results accuracy`: what was learnt, and how long it took to reach a target."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from hvdtrain.exits import Failure
+from hvdtrain.results import groups, load, metrics
+from hvdtrain.results.columns import GROUP
+from hvdtrain.results.folders import Problem
+from hvdtrain.results.groups import Group
+from hvdtrain.results.load import Loaded
+from hvdtrain.results.statistics import summary
+from hvdtrain.results.table import Column, Table
+from hvdtrain.results.tables import FIGURES, SPREAD_NOTE, apart, common, in_order, key_cells, key_column, left_out
+
+
+@dataclasses.dataclass(frozen=True)
+class Reached:
+    """The first epoch of a run that ended with the target's validation accuracy, or better."""
+
+    epoch: int
+    """From 1"""
+    train_s: float
+    """Seconds of training until that epoch's end"""
+    end_to_end_s: float
+    """With validation, that epoch's included, and the checkpoints before"""
+
+
+def reached(run_dir: str, target: float) -> Reached | None:
+    """When the run reached the target (a fraction of 1); None if it never did. Raises Failure (65, 74)."""
+    for timed in metrics.epochs(load.metrics_file(run_dir)):
+        accuracy_ = timed.epoch.validation_accuracy
+        if accuracy_ is not None and accuracy_ >= target:
+            return Reached(timed.epoch.epoch + 1, timed.trained_s, timed.elapsed_s)
+    return None
+
+
+def accuracy(loaded: Loaded, target: float = 0.95, group_by: Sequence[str] | None = None) -> Table:
+    """Each group's accuracies and its times to the target."""
+    found = in_order(groups.by(groups.usable(loaded.runs), group_by or GROUP))
+    shown = list(group_by) if group_by else apart(found)
+    names = ("test_accuracy", "best_validation_accuracy")
+    rows = []
+    for group in found:
+        times = _times(group, target, loaded.problems)
+        timed = [time for time, kind in zip(times, group.column("kind"), strict=True) if time and kind == "timing"]
+        rows.append(
+            key_cells(group, shown)
+            | {name: group.statistic(name) for name in names}
+            | {
+                "n": group.n,
+                "reached": f"{sum(time is not None for time in times)} of {group.n}",
+                "epochs_to_target": summary(time.epoch for time in times if time),
+                "train_to_target_s": summary(time.train_s for time in timed),
+                "end_to_end_to_target_s": summary(time.end_to_end_s for time in timed),
+            }
+        )
+    percent = f"{100 * target:g} %"
+    columns = [key_column(name) for name in shown] + [Column("n", "n")] + [FIGURES[name] for name in names]
+    columns += [
+        Column("reached", f"reached {percent}"),
+        Column("epochs_to_target", "epochs", spread=False),
+        Column("train_to_target_s", "training", "s"),
+        Column("end_to_end_to_target_s", "end to end", "s"),
+    ]
+    notes = [
+        SPREAD_NOTE,
+        f"reached {percent}: at the end of the first epoch whose validation accuracy is {percent} or more, nothing "
+        "interpolated; training: seconds of training until then; end to end: with validation and checkpoints",
+        "times and epochs are means over the runs that got there: where some did not, they flatter the group",
+        common(found, shown),
+        *left_out(loaded.runs),
+    ]
+    return Table("accuracy", "Accuracy and time to accuracy", columns, rows, [note for note in notes if note])
+
+
+def _times(group: Group, target: float, problems: list[Problem]) -> list[Reached | None]:
+    """Of each of the group's runs; one that cannot be read any more has not reached it."""
+    found: list[Reached | None] = []
+    for run_dir in group.column("run_dir"):
+        try:
+            found.append(reached(run_dir, target))
+        except Failure as failure:
+            problems.append(Problem(run_dir, None, str(failure)))
+            found.append(None)
+    return found

@@ -1,0 +1,124 @@
+"""`hvdtrain results compare A B`: whether B is worse than A, experiment by experiment and figure by figure.
+
+A figure is worse if B's mean is worse than A's by more than the threshold AND the spread of the runs does not explain
+it: the 95 % interval of the difference of the means (Welch) does not hold 0. Beyond the threshold but within
+the spread it is unclear, which is no failure: more repeats would tell. With a single run on a side there is no spread,
+and the threshold alone decides; that is said.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from hvdtrain import exits
+from hvdtrain.exits import Failure
+from hvdtrain.results import groups
+from hvdtrain.results.columns import GROUP
+from hvdtrain.results.groups import Group
+from hvdtrain.results.load import Loaded
+from hvdtrain.results.statistics import Statistic, difference
+from hvdtrain.results.table import Column, Table, cell
+from hvdtrain.results.tables import FIGURES, apart, key_cells, key_column, left_out
+
+LESS_IS_BETTER = {
+    "train_s": True,
+    "end_to_end_s": True,
+    "samples_per_s": False,
+    "test_accuracy": False,
+    "energy_j": True,
+    "peak_rss_bytes": True,
+}
+VERDICTS = ("worse", "unclear", "same", "better")
+
+
+@dataclasses.dataclass(frozen=True)
+class Compared:
+    before: Statistic
+    after: Statistic
+    change: float | None
+    """Relative to before, positive is more; None if before is 0"""
+    verdict: str
+
+    @property
+    def single(self) -> bool:
+        return self.before.n < 2 or self.after.n < 2
+
+
+def judge(before: Statistic, after: Statistic, threshold: float, *, less_is_better: bool) -> Compared:
+    """The rule at the head of this file; `threshold` is a fraction."""
+    apart_ = difference(after, before)
+    change = apart_.mean / abs(before.mean) if before.mean else None
+    if apart_.mean == 0 or (change is not None and abs(change) <= threshold):
+        return Compared(before, after, change, "same")
+    known = apart_.low is not None and apart_.high is not None
+    if change is None or (known and apart_.low <= 0 <= apart_.high):  # type: ignore[operator]
+        return Compared(before, after, change, "unclear")
+    return Compared(before, after, change, "worse" if (apart_.mean > 0) == less_is_better else "better")
+
+
+def pairs(before: Loaded, after: Loaded) -> list[tuple[Group, Group]]:
+    """Groups of the same experiment; two single groups are a pair whatever they are. Raises Failure (65)."""
+    a, b = (groups.by(groups.usable(loaded.runs), GROUP) for loaded in (before, after))
+    if len(a) == len(b) == 1:
+        return [(a[0], b[0])]
+    by_key = {tuple(group.key.values()): group for group in b}
+    found = [(group, by_key[key]) for group in a if (key := tuple(group.key.values())) in by_key]
+    if not found:
+        roots = [", ".join(map(str, loaded.roots)) for loaded in (before, after)]
+        what = f"{roots[0]} has {len(a)} groups of complete runs and {roots[1]} has {len(b)}, none of them the same"
+        raise Failure(f"nothing to compare: {what}; see `hvdtrain results table` of each", exits.BAD_DATA)
+    return found
+
+
+def compare(before: Loaded, after: Loaded, threshold: float) -> tuple[Table, bool]:
+    """The table, and whether something is worse. Raises Failure (65) if nothing can be compared."""
+    found = pairs(before, after)
+    shown = apart([a for a, _ in found])
+    rows = []
+    for a, b in found:
+        for name, less in LESS_IS_BETTER.items():
+            old, new = a.statistic(name), b.statistic(name)
+            if old is None or new is None:
+                continue
+            one = judge(old, new, threshold, less_is_better=less)
+            row = key_cells(a, shown) | {"figure": FIGURES[name].heading, "change": one.change}
+            row |= {"before": cell(old, FIGURES[name]), "after": cell(new, FIGURES[name]), "n": f"{old.n}, {new.n}"}
+            row |= {"before_mean": old.mean, "after_mean": new.mean, "verdict": one.verdict}
+            row["verdict"] += " (single run)" if one.single and one.verdict in ("worse", "better") else ""
+            rows.append(row)
+    if not rows:
+        raise Failure("nothing to compare: no figure was measured on both sides", exits.BAD_DATA)
+    worse = any(str(row["verdict"]).startswith("worse") for row in rows)
+    columns = [*map(key_column, shown), Column("figure", "figure"), Column("before", "A"), Column("after", "B")]
+    columns += [Column("n", "n"), Column("change", "change", "%", 100), Column("verdict", "verdict")]
+    said = {verdict: sum(str(row["verdict"]).startswith(verdict) for row in rows) for verdict in VERDICTS}
+    notes = [
+        f"B against A: {', '.join(f'{count} {verdict}' for verdict, count in said.items() if count)}",
+        f"worse: by more than {100 * threshold:g} %, and the 95 % interval of the difference of the means (Welch) does "
+        "not hold 0; unclear: by more, but the spread may explain it; single run: no spread, so the threshold decides",
+        *_differences(found),
+        *_unpaired(before, after, found),
+        *left_out(before.runs),
+        *left_out(after.runs),
+    ]
+    return Table("compare", f"A: {_names(before)}   B: {_names(after)}", columns, rows, notes), worse
+
+
+def _names(loaded: Loaded) -> str:
+    return ", ".join(map(str, loaded.roots))
+
+
+def _differences(found: Sequence[tuple[Group, Group]]) -> list[str]:
+    """In what the two sides of a pair that is compared all the same differ."""
+    names = sorted({name for pair in found for name in groups.varying(pair)})
+    return [f"careful: A and B differ in {', '.join(names)}"] if names else []
+
+
+def _unpaired(before: Loaded, after: Loaded, found: Sequence[tuple[Group, Group]]) -> list[str]:
+    notes = []
+    for side, loaded in (("A", before), ("B", after)):
+        more = len(groups.by(groups.usable(loaded.runs), GROUP)) - len(found)
+        if more:
+            notes.append(f"{more} groups are in {side} only")
+    return notes

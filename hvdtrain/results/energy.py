@@ -1,0 +1,219 @@
+"""`hvdtrain results energy`: joules, energy-delay product and samples per joule, beside a published study's if asked.
+
+    EDP = t sum_d(e_d)
+
+with t the end-to-end time and e_d the energy of device d, once over the devices that ranks compute on and once over all
+that were measured, normalised to a baseline (Cruz Varona, 2021, normalises to one GPU).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hvdtrain import exits
+from hvdtrain.exits import Failure
+from hvdtrain.results import groups
+from hvdtrain.results.columns import GROUP
+from hvdtrain.results.groups import Group
+from hvdtrain.results.load import Loaded
+from hvdtrain.results.reference import Reference
+from hvdtrain.results.statistics import Interval, Statistic, product, ratio, summary
+from hvdtrain.results.table import Column, Table
+from hvdtrain.results.tables import SPREAD_NOTE, apart, common, in_order, key_cells, key_column, left_out
+
+
+@dataclasses.dataclass(frozen=True)
+class Energy:
+    """What a group took. Energies of all measured devices, and of those that ranks compute on."""
+
+    group: Group
+    end_to_end_s: Statistic | None
+    energy_j: Statistic | None
+    energy_used_j: Statistic | None
+    edp_js: Statistic | Interval | None
+    edp_used_js: Statistic | Interval | None
+    samples_per_j: Statistic | None
+
+
+def of(group: Group) -> Energy:
+    """Times are those of the group's timing runs, or of the very runs whose energy was taken if there are no others."""
+    timed = group.values("end_to_end_s")
+    joules = group.column("energy_j")
+    other_runs = bool(timed) and "timing" not in _where(group, "kind", joules)
+    time_s = summary(timed if other_runs else _where(group, "end_to_end_s", joules))
+    trained = zip(group.column("epochs"), group.column("train_samples"), joules, strict=True)
+
+    def edp(name: str) -> Statistic | Interval | None:
+        if other_runs:
+            return product(time_s, group.statistic(name))
+        return summary(t * e for t, e in zip(group.column("end_to_end_s"), group.column(name), strict=True))
+
+    return Energy(
+        group,
+        time_s,
+        group.statistic("energy_j"),
+        group.statistic("energy_used_j"),
+        edp("energy_j"),
+        edp("energy_used_j"),
+        summary(epochs * samples / energy_j for epochs, samples, energy_j in trained if energy_j > 0),
+    )
+
+
+def _where(group: Group, name: str, present: Sequence[float]) -> list[Any]:
+    """A column where another one is not missing."""
+    return [value for value, other in zip(group.column(name), present, strict=True) if not groups.is_missing(other)]
+
+
+def energies(loaded: Loaded) -> list[Energy]:
+    """Of each group of which some run's energy was measured."""
+    found = (of(group) for group in in_order(groups.by(groups.usable(loaded.runs), GROUP)))
+    return [energy for energy in found if energy.energy_j is not None]
+
+
+def choose_baseline(found: Sequence[Energy], chosen: Callable[[Group], bool] | None) -> Energy:
+    """The one group chosen; by default that with the fewest ranks, on a GPU if there is one. Raises Failure (2)."""
+    if chosen is None:
+        return min(found, key=lambda each: (each.group.key["device"] != "gpu", _ranks(each), not _alone(each)))
+    fitting = [each for each in found if chosen(each.group)]
+    if len(fitting) != 1:
+        names = ", ".join(groups.varying([each.group for each in fitting]))
+        what = f"{len(fitting)} groups, which differ in {names}" if fitting else "none of the groups with energy"
+        raise Failure(f"--baseline chooses {what}; it must choose one", exits.USAGE)
+    return fitting[0]
+
+
+def _ranks(each: Energy) -> float:
+    key = each.group.key
+    return (key["hosts"] or 0) * (key["ranks_per_host"] or 0)
+
+
+def _alone(each: Energy) -> bool:
+    return bool(each.group.key["collectives"] == "none")
+
+
+def energy(
+    loaded: Loaded, chosen: Callable[[Group], bool] | None = None, reference: Reference | None = None
+) -> list[Table]:
+    """A row for each group, a second table by device, a third beside a study's figures if one is given.
+
+    Raises Failure (2) for a baseline that is no group, or several.
+    """
+    found = energies(loaded)
+    if not found:
+        note = "no complete run has its energy measured: train with --monitor power where the machine has a sensor"
+        return [Table("energy", "Energy", [], [], [note, *_absent(loaded), *left_out(loaded.runs, timing=False)])]
+    base = choose_baseline(found, chosen)
+    shown = apart([each.group for each in found])
+    unit, scale = _unit([each.energy_j.mean for each in found if each.energy_j])
+    rows = [key_cells(each.group, shown) | _cells(each, base) for each in found]
+    columns = [
+        *map(key_column, shown),
+        Column("n", "n"),
+        Column("end_to_end_s", "end to end", "s"),
+        Column("energy_used_j", "used devices", unit, scale),
+        Column("energy_j", "with idle", unit, scale),
+        Column("edp_used", "EDP", spread=False),
+        Column("edp", "EDP with idle", spread=False),
+        Column("samples_per_j", "samples", "1/J", spread=False),
+    ]
+    notes = [
+        SPREAD_NOTE,
+        "EDP: end-to-end time x energy, over the baseline's; with idle: devices that no rank computes on count too",
+        f"baseline: {_words(base.group, shown)}",
+        "end to end: of the timing runs; where there are none, of the runs whose energy was taken. samples: training "
+        "samples per joule of all measured devices",
+        *_absent(loaded),
+        *_resumed(found),
+        common([each.group for each in found], shown),
+        *left_out(loaded.runs, timing=False),
+    ]
+    made = [Table("energy", "Energy and energy-delay product", columns, rows, [note for note in notes if note])]
+    made.append(_by_device(found, shown))
+    if reference is not None:
+        made.append(_beside(found, base, rows, reference))
+    return made
+
+
+def _beside(found: Sequence[Energy], base: Energy, rows: Sequence[dict[str, Any]], reference: Reference) -> Table:
+    """EDP is only there where ours is relative to what the study's is relative to."""
+    same = reference.row(base.group).get("environment") == reference.baseline
+    hidden = {} if same else {"edp_used": None, "edp": None}
+    pairs = [(each.group, row | hidden) for each, row in zip(found, rows, strict=True)]
+    table = reference.beside("energy", PUBLISHED, pairs)
+    if table.rows and not same:
+        table.notes.append(f"our baseline is not {reference.baseline}: choose it with --baseline to compare EDP")
+    return table
+
+
+PUBLISHED = (
+    ("energy_used_j", "energy_j", Column("", "energy", "MJ", 1e-6, spread=False)),
+    ("edp_used", "edp", Column("", "EDP", spread=False)),
+    ("edp", "edp_with_idle", Column("", "EDP with idle", spread=False)),
+)
+
+
+def _cells(each: Energy, base: Energy) -> dict[str, Any]:
+    return {
+        "n": each.energy_j.n if each.energy_j else 0,
+        "end_to_end_s": each.end_to_end_s,
+        "energy_used_j": each.energy_used_j,
+        "energy_j": each.energy_j,
+        "edp_used": _relative(each.edp_used_js, base.edp_used_js, each is base),
+        "edp": _relative(each.edp_js, base.edp_js, each is base),
+        "edp_used_js": each.edp_used_js,
+        "edp_js": each.edp_js,
+        "samples_per_j": each.samples_per_j,
+    }
+
+
+def _relative(value: Statistic | Interval | None, base: Statistic | Interval | None, same: bool) -> Any:
+    """Against the baseline's, with an interval where both are statistics."""
+    if value is None or base is None or value.mean <= 0 or base.mean <= 0:
+        return None
+    if same:
+        return Interval(1.0, None, None)
+    if isinstance(value, Statistic) and isinstance(base, Statistic):
+        return ratio(value, base)
+    return Interval(value.mean / base.mean, None, None)
+
+
+def _unit(joules: Sequence[float]) -> tuple[str, float]:
+    largest = max(joules)
+    return ("MJ", 1e-6) if largest >= 1e6 else ("kJ", 1e-3) if largest >= 1e4 else ("J", 1.0)
+
+
+def _words(group: Group, shown: Sequence[str]) -> str:
+    cells = key_cells(group, shown)
+    return ", ".join(f"{key_column(name).label} {value}" for name, value in cells.items() if value is not None)
+
+
+def _absent(loaded: Loaded) -> list[str]:
+    """What could not be measured and why, each reason once."""
+    reasons = dict.fromkeys(loaded.complete["energy_absent"].dropna())
+    notes = [f"not measured: {reason}" for reason in reasons]
+    return (
+        notes if len(notes) <= 5 else [*notes[:5], f"and {len(notes) - 5} more such reasons: hvdtrain results show RUN"]
+    )
+
+
+def _resumed(found: Sequence[Energy]) -> list[str]:
+    count = sum(sum(map(bool, each.group.column("resumed"))) for each in found)
+    text = f"{count} runs were stopped and continued: their energy holds what was done twice, their times do not"
+    return [text] if count else []
+
+
+def _by_device(found: Sequence[Energy], shown: Sequence[str]) -> Table:
+    rows = []
+    for each in found:
+        measured = [devices for devices in each.group.column("energy_by_device") if devices]
+        idle = {name for text in each.group.values("idle_devices") for name in text.split(",")}
+        for device in dict.fromkeys(name for devices in measured for name in devices):
+            joules = summary(devices[device] for devices in measured if device in devices)
+            use = "idle" if device in idle else "used"
+            rows.append(key_cells(each.group, shown) | {"host_device": device, "use": use, "energy_j": joules})
+            rows[-1]["n"] = joules.n if joules else 0
+    unit, scale = _unit([row["energy_j"].mean for row in rows])
+    columns = [*map(key_column, shown), Column("host_device", "host:device"), Column("use", "use"), Column("n", "n")]
+    return Table("energy_by_device", "Energy by device", [*columns, Column("energy_j", "energy", unit, scale)], rows)

@@ -1,0 +1,65 @@
+"""`hvdtrain results export`: the data frame of runs, every column in base units, for other programs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pandas as pd
+
+from hvdtrain import exits
+from hvdtrain.exits import Failure
+from hvdtrain.results import groups
+from hvdtrain.results.columns import RUNS
+from hvdtrain.results.output import SCHEMA, harmless
+from hvdtrain.results.plots import write
+
+
+def export(runs: pd.DataFrame, form: str, path: Path | None) -> None:
+    """Writes csv, json or parquet to the path, or csv and json to standard output. Raises Failure (2, 73)."""
+    if form == "parquet":
+        if path is None:
+            raise Failure("parquet is binary: name a file, -o runs.parquet", exits.USAGE)
+        write(path, _parquet(runs))
+        return
+    text = _csv(runs) if form == "csv" else _json(runs)
+    if path is None:
+        sys.stdout.write(text)
+    else:
+        write(path, text.encode())
+
+
+def _csv(runs: pd.DataFrame) -> str:
+    flat = _flat(runs)
+    for name, column in RUNS.items():
+        if column.kind == "text":
+            flat[name] = flat[name].map(harmless)
+    return str(flat.to_csv(index=False, lineterminator="\n"))
+
+
+def _flat(runs: pd.DataFrame) -> pd.DataFrame:
+    """The column of dictionaries as JSON text."""
+    found = runs.copy()
+    found["energy_by_device"] = [json.dumps(value) if value else None for value in found["energy_by_device"]]
+    return found
+
+
+def _json(runs: pd.DataFrame) -> str:
+    rows = [
+        {str(name): None if groups.is_missing(value) else value for name, value in row.items()}
+        for row in runs.to_dict("records")
+    ]
+    columns = {name: {"unit": column.unit, "meaning": column.meaning} for name, column in RUNS.items()}
+    return json.dumps({"schema": SCHEMA, "columns": columns, "rows": rows}, indent=2) + "\n"
+
+
+def _parquet(runs: pd.DataFrame) -> bytes:
+    flat = _flat(runs)
+    for name, column in RUNS.items():
+        if column.kind in ("text", "object"):
+            flat[name] = flat[name].astype("string")
+        elif column.kind == "flag":
+            flat[name] = flat[name].astype("boolean")
+    content: bytes = flat.to_parquet(index=False, engine="pyarrow")
+    return content

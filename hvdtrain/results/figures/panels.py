@@ -1,0 +1,168 @@
+"""Which runs stand side by side: a panel per setting, curves per rate, in one order and with one set of names."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import pandas as pd
+
+from hvdtrain import exits
+from hvdtrain.exits import Failure
+from hvdtrain.results import groups, scaling
+
+# What tells one panel from another, and how its title says so. Hosts and rate are the axes inside a panel.
+TITLE = {
+    "framework": "{}",
+    "strategy": "{}",
+    "workload": "{}",
+    "device": "on {}",
+    "ranks_per_host": "{:g} ranks per host",
+    "parameters": "{:,.0f} parameters",
+    "data_fingerprint": "data {:.6}",
+    "train_samples": "{:,.0f} samples",
+    "epochs": "{:g} epochs",
+    "batch": "{}",
+}
+ALWAYS = ("framework", "strategy")
+
+MOST_PANELS = 12
+MOST_BARS = 60
+
+
+def rate(mbit: float) -> str:
+    """`10 Mbit/s`; NaN is `no throttle`."""
+    return "no throttle" if math.isnan(mbit) else f"{mbit:g} Mbit/s"
+
+
+def hosts(number: float) -> str:
+    return "1 host" if number == 1 else f"{number:g} hosts"
+
+
+def ordered(rates: Iterable[float]) -> list[float]:
+    """Each rate once, slowest first, unlimited (NaN) last."""
+    found = list(rates)
+    return sorted({mbit for mbit in found if not math.isnan(mbit)}) + [math.nan] * any(map(math.isnan, found))
+
+
+def rates(runs: pd.DataFrame) -> list[float]:
+    """The rates of the runs on several hosts; only NaN if there are none."""
+    return ordered(runs.loc[runs["hosts"] > 1, "rate_mbit"]) or [math.nan]
+
+
+def place(rates: Sequence[float], mbit: float) -> int:
+    """Where a rate stands among `rates` (NaN, unlimited, equals NaN)."""
+    return next(i for i, one in enumerate(rates) if one == mbit or (math.isnan(one) and math.isnan(mbit)))
+
+
+def at_rate(runs: pd.DataFrame, mbit: float) -> pd.DataFrame:
+    """The runs of one rate, and those on one host: the baseline of every rate."""
+    same = runs["rate_mbit"].isna() if math.isnan(mbit) else runs["rate_mbit"] == mbit
+    return runs[same | (runs["hosts"] == 1)]
+
+
+def usable(runs: pd.DataFrame, *, needs: str, lacking: str) -> pd.DataFrame:
+    """Complete timing runs without a mark and with a value in the column `needs`, in a fixed order.
+
+    Raises Failure (65) with `lacking` when there is none.
+    """
+    found = groups.usable(runs)
+    found = found[(found["kind"] == "timing") & found["hosts"].notna() & found[needs].notna()]
+    if found.empty:
+        raise Failure(lacking, exits.BAD_DATA)
+    return found.sort_values(["framework", "strategy", "hosts", "rate_mbit", "run"], kind="stable")
+
+
+def batches(runs: pd.DataFrame) -> pd.Series[str]:
+    """Per run, the batch that stays equal while hosts are added: the global one, else that of a rank."""
+    strong = runs["global_batch"].map(functools.partial(batch, "strong"))
+    weak = runs["rank_batch"].map(functools.partial(batch, "weak"))
+    spread = runs.groupby(weak)["global_batch"].transform("nunique") > 1
+    steady = runs.groupby(strong)["hosts"].transform("nunique") > 1
+    return strong.where(steady | ~spread, weak)
+
+
+def batch(kind: str, size: Any) -> str:
+    """How a title says the batch that is equal in a strong or weak comparison."""
+    words = "batch {:g} per rank" if kind == "weak" else "global batch {:g}"
+    return words.format(math.nan if size is None else size)
+
+
+def check(number: int, most: int, what: str) -> None:
+    """Raises Failure (2) if a figure of `number` panels or bars could not be read."""
+    if number > most:
+        raise Failure(f"{number} {what} are too many for one figure ({most}): choose runs with --where", exits.USAGE)
+
+
+def split(runs: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
+    """(title, runs) of each panel; titles name what differs between the panels. Raises Failure (2) for too many."""
+    keyed = runs.assign(batch=batches(runs))
+    parts = [part for _, part in keyed.groupby([*TITLE, "settings"], dropna=False, sort=True)]
+    check(len(parts), MOST_PANELS, "settings")
+    yield from zip(titles([part.iloc[0].to_dict() for part in parts]), parts, strict=True)
+
+
+def titles(settings: Sequence[dict[str, Any]]) -> list[str]:
+    """A title for each of these: framework, strategy, and whatever else differs between them."""
+    inner = [groups.settings(each["settings"]) for each in settings]
+    columns = [name for name in TITLE if name in ALWAYS or len({str(each[name]) for each in settings}) > 1]
+    names = sorted({key for one in inner for key in one})
+    names = [name for name in names if len({str(one.get(name)) for one in inner}) > 1]
+    found = []
+    for each, own in zip(settings, inner, strict=True):
+        words = [words_of(name, each[name]) for name in columns] + [f"{name} {own.get(name)}" for name in names]
+        found.append(", ".join([" ".join(words[: len(ALWAYS)]), *words[len(ALWAYS) :]]))
+    return found
+
+
+def words_of(name: str, value: Any) -> str:
+    """What a title says of a column's value."""
+    return f"unknown {name.replace('_', ' ')}" if groups.is_missing(value) else TITLE[name].format(value)
+
+
+# --- one panel per scaling curve's setting ----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Panel:
+    """Axes of their own for one setting."""
+
+    title: str
+    about: dict[str, Any]
+    """The setting: what TITLE and `groups.GROUP` name"""
+    curves: list[tuple[float, pd.DataFrame]]
+    """Rate (NaN: unlimited, or one host only) and rows of `scaling.frame`, baseline first, of each curve; in the order
+    of the frame, slowest rate first"""
+
+
+def compare(
+    runs: pd.DataFrame, count: scaling.Count, column: str, lacking: str, most: int = MOST_PANELS
+) -> list[Panel]:
+    """The curves of `scaling.frame` that have values in `column` (`efficiency`: strong, else weak), by setting.
+
+    Raises Failure (65) with `lacking` if there is none, Failure (2) for more settings than `most`.
+    """
+    frame = scaling.frame(runs, count=count)
+    if frame.empty:
+        raise Failure(lacking, exits.BAD_DATA)
+    strong, weak = frame["efficiency_strong"], frame["efficiency_weak"]
+    frame = frame.assign(efficiency=strong.where(strong.notna(), weak))
+    frame = frame[frame[column].notna() & frame["hosts"].notna()]
+    found: dict[tuple[str, ...], tuple[dict[str, Any], list[tuple[float, pd.DataFrame]]]] = {}
+    for _, rows in frame.groupby("curve", sort=True):
+        last = rows.iloc[-1].to_dict()
+        if column != "train_s" and last["is_baseline"]:
+            continue  # one group alone, with nothing to compare it to
+        size = "rank_batch" if last["kind"] == "weak" else "global_batch"
+        about = last | {"batch": batch(last["kind"], last[size])}
+        setting = tuple(str(about[name]) for name in (*TITLE, "settings"))
+        mbit = math.nan if last["rate_mbit"] is None else float(last["rate_mbit"])
+        found.setdefault(setting, (about, []))[1].append((mbit, rows))
+    if not found:
+        raise Failure(lacking, exits.BAD_DATA)
+    check(len(found), most, "settings")
+    names = titles([about for about, _ in found.values()])
+    return [Panel(name, *parts) for name, parts in zip(names, found.values(), strict=True)]

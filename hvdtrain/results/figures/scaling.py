@@ -1,0 +1,114 @@
+"""What more hosts give at each rate: training time, speed-up with its ideal, and efficiency as a map.
+
+All three draw the rows of `results.scaling.frame`, the numbers that `hvdtrain results scaling` prints. A run on one
+host uses no link, so it opens every curve.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from hvdtrain.results.figures import panels, style
+from hvdtrain.results.figures.panels import Panel, compare
+from hvdtrain.results.load import Loaded
+from hvdtrain.results.plots import Options
+
+
+def time(loaded: Loaded, options: Options) -> Figure:
+    """Seconds of the training phase against hosts. Raises Failure (65) without timing runs."""
+    drawn = compare(loaded.runs, options.count, "train_s", "no times: needs complete timing runs that no sweep marked")
+    values = [one.mean for panel in drawn for _, rows in panel.curves for one in rows["train_s"]]
+    figure, axes = draw(drawn, "train_s", options)
+    for axis in axes:
+        if max(values) > style.WIDE * min(values) > 0:
+            style.log_scale(axis, "y")
+        else:
+            axis.set_ylim(bottom=0)
+    for axis in style.first_column(axes):
+        axis.set_ylabel("training time (s)")
+    style.legend(figure, axes, style.repeats(sizes(drawn)), columns=5)
+    return figure
+
+
+def speedup(loaded: Loaded, options: Options) -> Figure:
+    """Speed-up of the training phase over the baseline. Raises Failure (65) without a baseline and a run on more."""
+    drawn = compare(
+        loaded.runs, options.count, "speedup", "no speed-up: needs complete timing runs on one host and on more"
+    )
+    figure, axes = draw(drawn, "speedup", options)
+    for panel, axis in zip(drawn, axes, strict=True):
+        ends = [rows["count"].iloc[0] for _, rows in panel.curves], [rows["count"].max() for _, rows in panel.curves]
+        least, most = min(ends[0]), max(ends[1])
+        axis.plot([least, most], [1, most / least], color=style.SOFT, linewidth=1, label="ideal")
+        axis.axhline(1, color=style.SOFT, linewidth=0.8, linestyle=":", label="baseline")
+        axis.set_ylim(bottom=0)
+    for axis in style.first_column(axes):
+        axis.set_ylabel("speed-up of training")
+    style.legend(figure, axes, style.repeats(sizes(drawn)), columns=6)
+    return figure
+
+
+def efficiency(loaded: Loaded, options: Options) -> Figure:
+    """A cell per number of hosts and rate, with its 95 % interval: strong efficiency at an equal global batch, weak at
+    an equal batch per rank. Raises Failure (65) without a baseline and a run on more hosts."""
+    lacking = "no efficiency: needs complete timing runs on one host and on more, at an equal batch"
+    drawn = compare(loaded.runs, options.count, "efficiency", lacking)
+    values = {
+        (index, mbit, int(count)): value
+        for index, panel in enumerate(drawn)
+        for mbit, rows in panel.curves
+        for count, value, baseline in zip(rows["count"], rows["efficiency"], rows["is_baseline"], strict=True)
+        if not baseline
+    }
+    rates = panels.ordered([mbit for _, mbit, _ in values])
+    counts = sorted({count for *_, count in values})
+    figure, axes = style.grid(len(drawn), height_in=0.42 * len(rates) + 0.6)
+    for axis, panel in zip(axes, drawn, strict=True):
+        axis.set_xticks(np.arange(len(counts)) + 0.5, counts)
+        axis.set_yticks(np.arange(len(rates)) + 0.5, [panels.rate(mbit) for mbit in rates])
+        axis.set(title=panel.title, xlabel=options.count, ylim=(len(rates), 0))
+        axis.tick_params(length=0)
+        axis.grid(visible=False)
+    shown = [np.full((len(rates), len(counts)), math.nan) for _ in drawn]
+    for (index, mbit, count), value in values.items():
+        row, column = panels.place(rates, mbit), counts.index(count)
+        shown[index][row, column] = value.mean
+        ink = style.LIGHT if value.mean < 0.55 else style.DARK
+        axes[index].text(column + 0.5, row + 0.5, cell(value), ha="center", va="center", fontsize=7.5, color=ink)
+    for axis, cells in zip(axes, shown, strict=True):
+        axis.pcolormesh(np.ma.masked_invalid(cells), cmap="cividis", vmin=0, vmax=1, edgecolor=style.PAPER)
+    words = f"efficiency per {options.count.removesuffix('s')}; 1 is ideal"
+    figure.supxlabel(f"{words}; {style.repeats(sizes(drawn), 'below it')}", fontsize=8, color=style.INK)
+    return figure
+
+
+def cell(value: Any) -> str:
+    """`0.91`, and below it the 95 % interval if there is one."""
+    return f"{value.mean:.2f}" + ("" if value.low is None else f"\n{value.low:.2f} to {value.high:.2f}")
+
+
+def draw(drawn: list[Panel], column: str, options: Options) -> tuple[Figure, list[Any]]:
+    """A panel per setting, in it a curve per rate with the 95 % interval of each point."""
+    rates = panels.ordered([mbit for panel in drawn for mbit, _ in panel.curves])
+    counts = [int(count) for panel in drawn for _, rows in panel.curves for count in rows["count"]]
+    figure, axes = style.grid(len(drawn), sharey=True)
+    for axis, panel in zip(axes, drawn, strict=True):
+        for mbit, rows in panel.curves:
+            values = list(rows[column])
+            bars = [[0.0 if one.low is None else one.mean - one.low for one in values]]
+            bars += [[0.0 if one.high is None else one.high - one.mean for one in values]]
+            label = "one host" if rows["hosts"].max() == 1 else panels.rate(mbit)
+            look = style.curve(panels.place(rates, mbit))
+            axis.errorbar(list(rows["count"]), [one.mean for one in values], bars, label=label, **look)
+        style.counts_axis(axis, counts, options.count)
+        axis.set_title(panel.title)
+    return figure, axes
+
+
+def sizes(drawn: list[Panel]) -> list[int]:
+    """How many timing runs are behind each point."""
+    return [one.n for panel in drawn for _, rows in panel.curves for one in rows["train_s"]]

@@ -1,0 +1,197 @@
+"""How every figure looks: colours, markers, sizes, axes; and how it becomes bytes that are the same each time.
+
+Colours are Okabe and Ito's ("Color universal design", 2008), which colour-blind readers tell apart; each comes with its
+own marker, line style or hatch, so that a figure printed in grey still reads. Nothing of a reader's own matplotlib
+settings enters. Figures are objects of their own: pyplot and its global state are not used.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
+
+INK, SOFT, GRID, PAPER = "#1b1f24", "#5c6670", "#d8dce1", "#ffffff"
+LIGHT, DARK = "#fefefe", "#111111"
+"""Letters on a coloured cell, which stay as they are on dark paper too"""
+BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"
+COLOURS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY)
+MARKERS = ("o", "s", "^", "D", "v", "X", "P")
+LINES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
+
+WIDE = 10.0
+"""Values that differ by more than this factor are shown on a logarithmic scale"""
+
+WIDTH_IN = 6.7
+"""The text width of an A4 page, so that a figure enters a report unscaled, its 8-point letters legible"""
+
+SETTINGS: Any = {
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans", "sans-serif"],
+    "font.size": 8.5,
+    "axes.titlesize": 9,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.labelsize": 8.5,
+    "axes.edgecolor": SOFT,
+    "axes.labelcolor": INK,
+    "axes.titlecolor": INK,
+    "axes.facecolor": "none",
+    "axes.linewidth": 0.7,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.formatter.use_mathtext": False,
+    "figure.facecolor": PAPER,
+    "figure.dpi": 100,
+    "figure.titlesize": 10,
+    "grid.color": GRID,
+    "grid.linewidth": 0.6,
+    "hatch.linewidth": 0.6,
+    "legend.fontsize": 8,
+    "legend.title_fontsize": 8,
+    "legend.frameon": False,
+    "legend.handlelength": 2.8,
+    "lines.linewidth": 1.5,
+    "lines.markersize": 5,
+    "errorbar.capsize": 2.5,
+    "patch.linewidth": 0.5,
+    "savefig.dpi": 200,
+    "text.color": INK,
+    "text.parse_math": False,  # a host's name may hold a $
+    "xtick.color": SOFT,
+    "ytick.color": SOFT,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+    "pdf.fonttype": 42,
+}
+
+# What would differ from one call to the next, or from one machine to another, stays out of the file.
+UNDATED: dict[str, dict[str, None]] = {
+    "svg": {"Date": None, "Creator": None, "Format": None, "Type": None},
+    "png": {"Software": None},
+    "pdf": {"CreationDate": None, "Creator": None, "Producer": None},
+}
+
+
+@contextmanager
+def settings(extra: Any = None) -> Iterator[None]:
+    """Our settings, whatever the user's are; the user's again afterwards."""
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(SETTINGS)
+        matplotlib.rcParams.update(extra or {})
+        yield
+
+
+def encode(figure: Figure, kind: str, *, letters: str = "path") -> bytes:
+    """The figure as a file of `kind` (a key of UNDATED); equal figures give equal bytes.
+
+    `letters` of an SVG: "path" draws them, so that they look the same everywhere; "none" leaves them text, which
+    readers can select, search and have read to them.
+    """
+    stream = io.BytesIO()
+    with settings({"svg.hashsalt": "hvdtrain", "svg.fonttype": letters}):
+        figure.savefig(stream, format=kind, metadata=UNDATED[kind])
+    return stream.getvalue()
+
+
+def colour(index: int) -> str:
+    return COLOURS[index % len(COLOURS)]
+
+
+def curve(index: int) -> dict[str, Any]:
+    """Colour, marker and line of the index-th curve; the first thirty differ."""
+    return {
+        "color": colour(index),
+        "marker": MARKERS[index % len(MARKERS)],
+        "linestyle": LINES[index % len(LINES)],
+        "markeredgecolor": PAPER,
+        "markeredgewidth": 0.5,
+    }
+
+
+def grid(panels: int, *, columns: int = 2, height_in: float = 2.5, **shared: Any) -> tuple[Figure, list[Any]]:
+    """A figure with `panels` axes, at most `columns` beside each other, and its axes in reading order."""
+    across = min(panels, columns)
+    rows = -(-panels // across)
+    width = WIDTH_IN if across > 1 else 0.8 * WIDTH_IN
+    figure = Figure((width, height_in * rows + 0.75), layout="constrained")
+    axes = figure.subplots(rows, across, squeeze=False, **shared)
+    flat = list(axes.flat)
+    for spare in flat[panels:]:
+        spare.remove()
+    for above in range(panels - across, panels - (panels % across or across)):
+        flat[above].tick_params(labelbottom=True)  # nothing is below it, so its own labels must show
+    return figure, flat[:panels]
+
+
+def first_column(axes: Sequence[Any]) -> list[Any]:
+    """Those of the axes that stand at the left edge of the figure."""
+    return [axis for axis in axes if axis.get_subplotspec().is_first_col()]
+
+
+def barh(axis: Any, values: Sequence[Any], **look: Any) -> None:
+    """A horizontal bar per Statistic, from above, with its 95 % interval; no bar for None."""
+    for index, one in enumerate(values):
+        if one is not None:
+            label = look.pop("label", None)
+            spread = None if one.low is None else [[one.mean - one.low], [one.high - one.mean]]
+            axis.barh(
+                index, one.mean, xerr=spread, height=0.7, edgecolor=PAPER, ecolor=INK, label=label,
+                error_kw={"elinewidth": 0.9, "capsize": 2}, **look,
+            )  # fmt: skip
+
+
+def legend(figure: Figure, axes: Sequence[Any], title: str, *, columns: int = 4) -> None:
+    """One legend below the figure for all axes, each label once."""
+    found: dict[str, Any] = {}
+    for one in axes:
+        for handle, label in zip(*one.get_legend_handles_labels(), strict=True):
+            found.setdefault(label, handle)
+    across = max(1, min(columns, len(found)))
+    figure.legend(found.values(), found.keys(), loc="outside lower center", ncols=across, title=title)
+
+
+def counts_axis(axis: Any, counts: Sequence[int], label: str) -> None:
+    """Ticks at the numbers of hosts or ranks that were run, and at no fraction of one."""
+    axis.set_xlabel(label)
+    axis.set_xticks(sorted(set(counts)))
+    axis.set_xlim(min(counts) - 0.25, max(counts) + 0.25)
+
+
+def log_scale(axis: Any, which: str) -> None:
+    """A logarithmic x or y axis with plain numbers."""
+    axis.set(**{f"{which}scale": "log"})
+    scale = axis.xaxis if which == "x" else axis.yaxis
+    scale.set_minor_locator(LogLocator(subs=(2.0, 5.0)))
+    for place in (scale.set_major_formatter, scale.set_minor_formatter):
+        place(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.grid(which="minor", axis=which, linewidth=0.3)
+
+
+def whole_numbers(axis: Any) -> None:
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def count(counts: Sequence[int]) -> str:
+    """`n = 3`, `n = 2 to 3`: how many runs are behind each mean, those without any left out."""
+    some = [number for number in counts if number]
+    least, most = min(some), max(some)
+    return f"n = {least}" if least == most else f"n = {least} to {most}"
+
+
+def repeats(counts: Sequence[int], what: str = "bars") -> str:
+    """`bars: 95 % interval of the mean, n = 3`: what the error bars are, for a legend's title."""
+    if max(counts) < 2:
+        return f"{count(counts)}: no interval"
+    single = "; none where n = 1" if min(counts) < 2 else ""
+    return f"{what}: 95 % interval of the mean, {count(counts)}{single}"

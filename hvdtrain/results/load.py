@@ -1,0 +1,146 @@
+"""Run folders -> a data frame with one row per run, and the epochs and samples of one run when they are needed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from hvdtrain import records
+from hvdtrain.results import folders, metrics, power, runs
+from hvdtrain.results.columns import RUNS
+from hvdtrain.results.folders import Problem
+
+IDENTITY = (
+    *("started_utc", "workload", "framework", "strategy", "hosts", "rate_mbit", "seed", "steps"),
+    *("train_s", "test_s"),
+)
+"""Two runs that are equal in these to the last digit are one run and its copy"""
+
+
+@dataclasses.dataclass
+class Loaded:
+    """All runs below some roots."""
+
+    roots: list[Path]
+    runs: pd.DataFrame
+    """One row per run folder; columns and units are those of `columns.RUNS`. What was not measured is NaN or None"""
+    problems: list[Problem]
+    where: str | None = None
+    """The expression that chose these runs of those below the roots"""
+
+    @property
+    def complete(self) -> pd.DataFrame:
+        """The runs that may enter figures."""
+        return self.runs[self.runs["state"] == "complete"]
+
+
+def load(roots: Sequence[Path]) -> Loaded:
+    """Reads every run below the roots, line by line. Raises Failure (2) for a root that is no folder."""
+    problems: list[Problem] = []
+    rows = [runs.row(folder, problems) for folder in folders.find(roots, problems)]
+    _refuse_copies(rows, problems)
+    return Loaded(list(roots), frame(rows), problems)
+
+
+def frame(rows: Sequence[dict[str, object]]) -> pd.DataFrame:
+    """The data frame of such rows, with all columns."""
+    columns = {}
+    for name, column in RUNS.items():
+        values = [each[name] for each in rows]
+        if column.kind == "number":
+            columns[name] = pd.Series([np.nan if value is None else value for value in values], dtype=float)
+        else:
+            columns[name] = pd.Series(values, dtype=object)
+    return pd.DataFrame(columns)
+
+
+def _refuse_copies(rows: list[dict[str, object]], problems: list[Problem]) -> None:
+    """A copied run folder is no repeat: equal to the last digit, it would make the spread look small."""
+    seen: dict[tuple[object, ...], object] = {}
+    for each in rows:
+        if each["state"] != "complete" or not each["train_s"]:
+            continue
+        key = tuple(each[name] for name in IDENTITY)
+        first = seen.setdefault(key, each["run_dir"])
+        if first != each["run_dir"]:
+            each["state"] = "refused"
+            problems.append(Problem(str(each["run_dir"]), None, f"a copy of {first}: left out"))
+
+
+# --- of one run, on demand --------------------------------------------------------------------------------------------
+
+
+def manifest(run_dir: Path | str) -> records.Manifest:
+    found: records.Manifest = runs.document(Path(run_dir) / "manifest.json", records.Manifest)
+    return found
+
+
+def point(run_dir: Path | str) -> records.Point | None:
+    """What a sweep asked of the run; None for a run that was started by hand."""
+    path = Path(run_dir) / "point.json"
+    return runs.document(path, records.Point) if folders.there(path) else None
+
+
+def metrics_file(run_dir: Path | str) -> Path:
+    """Rank 0's records."""
+    return Path(run_dir) / "metrics" / "rank0000.jsonl"
+
+
+def epochs(run_dir: Path | str) -> pd.DataFrame:
+    """The epochs that count: the fields of records.Epoch, and `trained_s`, `elapsed_s` from the loop's start to the end
+    of the epoch's validation: training alone, and with validation and checkpoints."""
+    rows = [
+        dataclasses.asdict(timed.epoch) | {"trained_s": timed.trained_s, "elapsed_s": timed.elapsed_s}
+        for timed in metrics.epochs(metrics_file(run_dir))
+    ]
+    names = [field.name for field in dataclasses.fields(records.Epoch)] + ["trained_s", "elapsed_s"]
+    return pd.DataFrame(rows, columns=names, dtype=float)
+
+
+def samples(run_dir: Path | str) -> pd.DataFrame:
+    """Energy by interval and device: host, unix_s, seconds, device, energy_j, used."""
+    rows = [
+        (host, sample.unix_s, sample.seconds, device, energy_j, used.get(device, True))
+        for path in sorted((Path(run_dir) / "monitors").glob("*.jsonl"))
+        for host, used, sample in power.samples(path)
+        for device, energy_j in sample.energy_j.items()
+    ]
+    return pd.DataFrame(rows, columns=["host", "unix_s", "seconds", "device", "energy_j", "used"])
+
+
+def resources(run_dir: Path | str) -> pd.DataFrame:
+    """Use by interval and host: host, unix_s, seconds, cpu_percent, ram_used_bytes, gpu_percent (mean of the GPUs),
+    nic_sent_bytes and nic_received_bytes (over all NICs). What was not measured is NaN."""
+    rows = []
+    for path in sorted((Path(run_dir) / "monitors").glob("*.jsonl")):
+        for host, _, sample in power.samples(path):
+            gpus = runs.numbers(gpu.get("utilisation_percent") for gpu in sample.gpus)
+            sent = runs.numbers(nic.get("sent_bytes") for nic in sample.nics)
+            received = runs.numbers(nic.get("received_bytes") for nic in sample.nics)
+            rows.append(
+                {
+                    "host": host,
+                    "unix_s": sample.unix_s,
+                    "seconds": sample.seconds,
+                    "cpu_percent": sample.cpu_percent,
+                    "ram_used_bytes": sample.ram_used_bytes,
+                    "gpu_percent": sum(gpus) / len(gpus) if gpus else None,
+                    "nic_sent_bytes": sum(sent) if sent else None,
+                    "nic_received_bytes": sum(received) if received else None,
+                }
+            )
+    names = [
+        "unix_s",
+        "seconds",
+        "cpu_percent",
+        "ram_used_bytes",
+        "gpu_percent",
+        "nic_sent_bytes",
+        "nic_received_bytes",
+    ]
+    found = pd.DataFrame(rows, columns=["host", *names])
+    return found.astype(dict.fromkeys(names, float))

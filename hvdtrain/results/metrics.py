@@ -1,0 +1,162 @@
+"""Streams a rank's metrics file into sums: memory does not grow with the number of steps.
+
+Of two records for the same step the later one counts. A run that was resumed, or begun again in the same folder, goes
+back: what it had done beyond that step no longer counts. Such a file is read a second time, when it is known which
+steps those are.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hvdtrain import records
+
+
+@dataclasses.dataclass
+class Sums:
+    """Over the steps that count; of times, those that are no warm-up."""
+
+    steps: int = 0
+    timed: int = 0
+    data_s: float = 0.0
+    compute_s: float = 0.0
+    communication_s: float | None = 0.0
+    """None as soon as one step does not know"""
+    bytes_sent: int = 0
+
+    def add(self, step: dict[str, Any]) -> None:
+        self.steps += 1
+        self.bytes_sent += step["bytes_sent"]
+        if step["warmup"]:
+            return
+        self.timed += 1
+        self.data_s += step["data_s"]
+        self.compute_s += step["compute_s"]
+        if self.communication_s is not None:
+            communication_s = step["communication_s"]
+            self.communication_s = None if communication_s is None else self.communication_s + communication_s
+
+
+class Restarts:
+    """Where a file goes back to an earlier step: lines and steps, both ascending."""
+
+    def __init__(self) -> None:
+        self._lines: list[int] = []
+        self._steps: list[int] = []
+
+    def add(self, line: int, step: int) -> None:
+        while self._steps and self._steps[-1] >= step:
+            self._steps.pop()
+            self._lines.pop()
+        self._lines.append(line)
+        self._steps.append(step)
+
+    def __bool__(self) -> bool:
+        return bool(self._lines)
+
+    def superseded(self, line: int, step: int) -> bool:
+        """Whether a record of `step` (the first is 0) on that line was done again later."""
+        later = bisect.bisect_right(self._lines, line)
+        return later < len(self._steps) and step >= self._steps[later]
+
+
+@dataclasses.dataclass
+class Metrics:
+    """What a rank's file says."""
+
+    sums: Sums
+    restarts: Restarts
+    last_start: int = 0
+    """The step that the last process began with"""
+    resumed: bool = False
+    summary: records.Summary | None = None
+
+
+def read(path: Path, torn: Callable[[int], None]) -> Metrics:
+    """Reads it once, twice if it goes back. Raises Failure (65, 74, 77) with file:line."""
+    found = Metrics(Sums(), Restarts())
+    expected = 0  # the step after the last
+    for line, cls, value in records.read_values(path, torn):
+        if cls is records.Step:
+            step = value["step"]
+            found.summary = None
+            if step < expected:
+                found.restarts.add(line, step)
+                found.last_start = step
+                found.resumed = True
+            expected = step + 1
+            found.sums.add(value)
+        elif cls is records.Resumed:
+            found.resumed = True
+            found.last_start = value["step"]
+            found.summary = None
+            if value["step"] < expected:
+                found.restarts.add(line, value["step"])
+                expected = value["step"]
+        elif cls is records.Summary:
+            found.summary = records.make(cls, value)
+    if found.restarts:
+        found.sums = Sums()
+        for line, cls, value in records.read_values(path):
+            if cls is records.Step and not found.restarts.superseded(line, value["step"]):
+                found.sums.add(value)
+    return found
+
+
+STEP = b'{"type":"step","step":'
+"""How the writer of records begins a step's line"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Timed:
+    """An epoch, and the seconds from the loop's start to the end of its validation."""
+
+    epoch: records.Epoch
+    trained_s: float
+    """Training alone"""
+    elapsed_s: float
+    """With validation, and the checkpoints before"""
+
+
+def epochs(path: Path) -> list[Timed]:
+    """The epochs that count, in order.
+
+    Steps are told by the beginning of their line and not parsed, since `read` has checked them. Raises Failure.
+    """
+    restarts, expected = Restarts(), 0
+    found: list[tuple[int, records.Epoch | records.Saved]] = []
+    for line, text in records.read_lines(path):
+        if text.startswith(STEP):
+            step = text[len(STEP) : text.find(b",", len(STEP))]
+            number = int(step) if step.isdigit() else expected
+            if number < expected:
+                restarts.add(line, number)
+            expected = number + 1
+            continue
+        try:
+            record = records.from_json(json.loads(text), f"{path}:{line}")
+        except (ValueError, RecursionError):  # a torn line
+            continue
+        if isinstance(record, records.Epoch | records.Saved):
+            found.append((line, record))
+        elif isinstance(record, records.Step | records.Resumed):
+            if record.step < expected:
+                restarts.add(line, record.step)
+            expected = record.step + isinstance(record, records.Step)
+    timed: list[Timed] = []
+    trained_s = other_s = 0.0
+    for line, each in found:
+        if restarts.superseded(line, each.step - 1):
+            continue
+        if isinstance(each, records.Saved):
+            other_s += each.checkpoint_s
+        else:
+            trained_s += each.train_s
+            other_s += each.validation_s
+            timed.append(Timed(each, trained_s, trained_s + other_s))
+    return timed

@@ -1,0 +1,92 @@
+"""The figures that people expect of a scaling study, by name: `hvdtrain results plot KIND ... -o FILE.svg|png|pdf`.
+
+Each is drawn from the data frame of runs, with the arithmetic of the tables. Naming the kinds loads nothing heavy;
+matplotlib comes with the first figure drawn. Equal runs give equal files, to the byte.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from hvdtrain import exits
+from hvdtrain.exits import Failure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from hvdtrain.results.load import Loaded
+
+FORMATS = ("svg", "png", "pdf")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a figure may be told."""
+
+    count: Literal["hosts", "ranks"] = "hosts"
+    """Efficiency per host or per rank: hosts or ranks"""
+    runs: tuple[str, ...] = ()
+    """Names of the runs that `power` and `resources` show; none: they choose"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A figure: what it is for, and the function of hvdtrain.results.figures that draws it."""
+
+    purpose: str
+    module: str
+    function: str
+
+
+KINDS: dict[str, Kind] = {
+    "time": Kind("training time against hosts, one curve per rate (Lucero 2022's figure)", "scaling", "time"),
+    "speedup": Kind("speed-up over one host, with the ideal line", "scaling", "speedup"),
+    "efficiency": Kind("efficiency as a map of hosts and rates", "scaling", "efficiency"),
+    "phases": Kind("data, compute, exchange per step; train, validation, test, checkpoints per run", "work", "phases"),
+    "wire": Kind("bytes on the wire against the least that an allreduce can send", "work", "wire"),
+    "accuracy": Kind("validation accuracy against epochs", "training", "by_epoch"),
+    "accuracy-time": Kind("validation accuracy against time", "training", "by_time"),
+    "power": Kind("power of each device against time", "machines", "power"),
+    "resources": Kind("CPU, RAM, GPU and network use of each host against time", "machines", "resources"),
+}
+
+
+def draw(kind: str, loaded: Loaded, options: Options | None = None) -> Figure:
+    """The figure `kind`, a key of KINDS. Raises Failure (2) for another name, Failure (65) saying what is lacking."""
+    if kind not in KINDS:
+        raise Failure(f"no figure {kind!r}; there are {', '.join(KINDS)}", exits.USAGE)
+    from hvdtrain.results.figures import style
+
+    module: Any = importlib.import_module(f"hvdtrain.results.figures.{KINDS[kind].module}")
+    with style.settings():
+        figure: Figure = getattr(module, KINDS[kind].function)(loaded, options or Options())
+    return figure
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Writes the figure as the ending of `path` says. Raises Failure (2, 73)."""
+    ending = path.suffix.lower().removeprefix(".")
+    if ending not in FORMATS:
+        raise Failure(f"-o {path}: give a name that ends in .{', .'.join(FORMATS)}", exits.USAGE)
+    from hvdtrain.results.figures import style
+
+    write(path, style.encode(figure, ending))
+
+
+def write(path: Path, content: bytes) -> None:
+    """Writes a file whole or not at all. Raises Failure (73)."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        part.write_bytes(content)
+        part.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise Failure(
+            f"-o {path}: {error.strerror}; give a folder that exists and may be written", exits.CANNOT_WRITE
+        ) from error

@@ -1,0 +1,271 @@
+"""One run folder -> one row of the data frame, the columns of `columns.RUNS`; what is odd or refused is a Problem."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hvdtrain import records
+from hvdtrain.exits import Failure
+from hvdtrain.results import metrics, power
+from hvdtrain.results.columns import NOT_SETTINGS, RUNS
+from hvdtrain.results.folders import Problem, there
+from hvdtrain.results.folders import printable as printable
+
+WIRE_SHARE = 0.936
+"""What TCP payload gets of a link's rate with both directions busy: 1448 of 1514 bytes, less acknowledgements"""
+FP32_BYTES = 4
+
+
+def row(folder: Path, problems: list[Problem]) -> dict[str, Any]:
+    """Everything known about the run; a figure that was not measured is None."""
+    found: dict[str, Any] = dict.fromkeys(RUNS)
+    found |= {"run_dir": str(folder), "run": printable(folder.name), "kind": "timing", "state": "refused"}
+    try:
+        manifest = document(folder / "manifest.json", records.Manifest)
+        found |= _asked(manifest)
+        if there(folder / "point.json"):
+            found |= _point(document(folder / "point.json", records.Point))
+        if found["hosts"] == 1:
+            found["rate_mbit"] = None  # no link is used, so this run is the baseline of every rate
+        found |= _measured(folder, manifest, problems)
+        found |= _energy(folder, found, manifest, problems)
+    except Failure as failure:
+        problems.append(_problem(folder, failure))
+        found["state"] = "refused"
+    return found
+
+
+def document(path: Path, cls: type) -> Any:
+    """The record in a JSON file. Raises Failure (65, 74, 77), also for a record of another type."""
+    found = records.read_document(path)
+    if not isinstance(found, cls):
+        raise Failure(f"{path}:1: a {found.type} record, not what belongs here")
+    return found
+
+
+def _problem(folder: Path, failure: Failure) -> Problem:
+    """A Failure's `path:line: what`, apart."""
+    text = str(failure)
+    head, _, what = text.partition(": ")
+    path, _, line = head.rpartition(":")
+    if line.isdigit():
+        return Problem(printable(path), int(line), printable(what))
+    return Problem(printable(head), None, printable(what))
+
+
+# --- what was asked ---------------------------------------------------------------------------------------------------
+
+
+def number(value: Any) -> float | None:
+    """A finite number, or None."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and abs(value) < 1e18 else None
+
+
+def _text(value: Any) -> str | None:
+    return printable(value) if isinstance(value, str) else None
+
+
+def _asked(manifest: records.Manifest) -> dict[str, Any]:
+    config, plan = manifest.config, manifest.plan
+    hosts = sorted({str(rank.get("host")) for rank in manifest.ranks})
+    devices = {"cpu" if rank.get("device") == "cpu" else "gpu" for rank in manifest.ranks}
+    parameters = number(manifest.model.get("parameters"))
+    return {
+        "started_utc": printable(manifest.started_utc),
+        "workload": printable(manifest.workload),
+        "framework": _text(config.get("framework")),
+        "strategy": _strategy(config),
+        "collectives": printable(manifest.collectives),
+        "hosts": len(hosts) or None,
+        "ranks": len(manifest.ranks) or None,
+        "ranks_per_host": len(manifest.ranks) / len(hosts) if hosts else None,
+        "device": None if not devices else devices.pop() if len(devices) == 1 else "mixed",
+        "rate_mbit": _rate_mbit(manifest.links),
+        "goodput_mbit": min(numbers(link.get("goodput_mbit") for link in manifest.links), default=None),
+        "parameters": parameters,
+        "payload_bytes": parameters and FP32_BYTES * parameters,
+        "rank_batch": number(plan.get("rank_batch")),
+        "global_batch": number(plan.get("global_batch")),
+        "epochs": number(config.get("epochs")),
+        "steps": number(plan.get("steps")),
+        "seed": number(config.get("seed")),
+        "train_samples": number(manifest.data.get("train")),
+        "data_fingerprint": _text(manifest.data.get("fingerprint")),
+        "settings": json.dumps({key: config[key] for key in sorted(config) if key not in NOT_SETTINGS}),
+    }
+
+
+def _strategy(config: Mapping[str, Any]) -> str | None:
+    strategy, hook = _text(config.get("strategy")), _text(config.get("ddp_hook"))
+    return f"{strategy}+{hook}" if strategy == "native" and hook not in (None, "none") else strategy
+
+
+def numbers(values: Iterable[Any]) -> list[float]:
+    return [found for value in values if (found := number(value)) is not None]
+
+
+def _rate_mbit(links: list[dict[str, Any]]) -> float | None:
+    """The lowest rate asked of any link's throttle; None without one."""
+    throttles = [link["throttle"] for link in links if isinstance(link.get("throttle"), dict)]
+    return min(numbers(each.get(key) for each in throttles for key in ("up_mbit", "down_mbit")), default=None)
+
+
+def _point(point: records.Point) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "sweep": printable(point.sweep),
+        "point": printable(point.point),
+        "repeat": point.repeat,
+        "kind": printable(point.kind),
+        "marked": None if point.marked is None else printable(point.marked),
+    }
+    return found if point.rate_mbit is None else found | {"rate_mbit": point.rate_mbit}
+
+
+# --- what was measured ------------------------------------------------------------------------------------------------
+
+
+def _measured(folder: Path, manifest: records.Manifest, problems: list[Problem]) -> dict[str, Any]:
+    path = folder / "metrics" / "rank0000.jsonl"
+    complete = there(folder / "COMPLETE")
+    if not there(path) and not complete:
+        return {"state": "unfinished"}
+
+    def torn(line: int) -> None:
+        problems.append(Problem(str(path), line, "torn line, passed over"))
+
+    read = metrics.read(path, torn)
+    summary = read.summary
+    if summary is None:
+        if complete:
+            raise Failure(f"{path}: COMPLETE is there, but the summary that belongs at the end of this file is not")
+        return {"state": "unfinished", "resumed": read.resumed}
+    if not complete:
+        return {"state": "unfinished", "resumed": read.resumed}
+    end_to_end_s = summary.train_s + summary.validation_s + summary.test_s + summary.checkpoint_s
+    known = [accuracy for accuracy in summary.validation_accuracy if accuracy is not None]
+    found: dict[str, Any] = {
+        "state": "complete",
+        "resumed": read.resumed,
+        "ranks": summary.ranks,
+        "steps": summary.steps,
+        "train_s": summary.train_s,
+        "validation_s": summary.validation_s,
+        "test_s": summary.test_s,
+        "checkpoint_s": summary.checkpoint_s,
+        "end_to_end_s": end_to_end_s,
+        "samples_per_s": summary.samples_per_s,
+        "test_accuracy": summary.test_accuracy,
+        "best_validation_accuracy": max(known, default=None),
+        "peak_rss_bytes": summary.peak_rss_bytes,
+        "first_step_s": summary.first_step_s,
+        "began_unix_s": summary.began_unix_s,
+        "ended_unix_s": summary.ended_unix_s,
+    }
+    hosts = len({str(rank.get("host")) for rank in manifest.ranks})
+    found |= _wire(summary, summary.steps - read.last_start, hosts, number(manifest.model.get("parameters")))
+    if read.sums.steps == summary.steps:
+        return found | _per_step(read.sums)
+    what = f"records of {read.sums.steps} of {summary.steps} steps: its times and bytes per step are left out"
+    problems.append(Problem(str(path), None, what))
+    return found
+
+
+def _per_step(sums: metrics.Sums) -> dict[str, Any]:
+    found: dict[str, Any] = {"bytes_per_step": sums.bytes_sent / sums.steps if sums.steps else None}
+    if not sums.timed:
+        return found
+    communication_s = None if sums.communication_s is None else sums.communication_s / sums.timed
+    step_s = (sums.data_s + sums.compute_s + (sums.communication_s or 0.0)) / sums.timed
+    return found | {
+        "step_s": step_s,
+        "data_s": sums.data_s / sums.timed,
+        "compute_s": sums.compute_s / sums.timed,
+        "communication_s": communication_s,
+        "communication_share": None if communication_s is None or not step_s else communication_s / step_s,
+    }
+
+
+def _wire(summary: records.Summary, steps: int, hosts: int, parameters: float | None) -> dict[str, Any]:
+    """Of the steps of the last process, since its NIC counters began with it."""
+    found: dict[str, Any] = {}
+    busiest = numbers(nic.get(key) for nic in summary.nic_bytes for key in ("sent_bytes", "received_bytes"))
+    if busiest and steps > 0:
+        found["wire_bytes_per_step"] = max(busiest) / steps
+    if hosts > 1 and parameters is not None:
+        found["limit_bytes_per_step"] = 2 * (hosts - 1) / hosts * FP32_BYTES * parameters
+    return found
+
+
+# --- energy -----------------------------------------------------------------------------------------------------------
+
+
+def _energy(folder: Path, found: dict[str, Any], manifest: records.Manifest, problems: list[Problem]) -> dict[str, Any]:
+    """Joules of all hosts, where the record is whole; nothing for an unfinished run."""
+    facts: dict[str, Any] = {}
+    rate_mbit, limit_bytes = found["rate_mbit"], found["limit_bytes_per_step"]
+    if rate_mbit and limit_bytes is not None:
+        facts["limit_s_per_step"] = limit_bytes * 8 / (WIRE_SHARE * rate_mbit * 1e6)
+    began, ended = found.pop("began_unix_s", None), found.pop("ended_unix_s", None)
+    files = sorted((folder / "monitors").glob("*.jsonl"))
+    if found["state"] != "complete" or not files:
+        return facts
+    measured = []
+    for path in files:
+        host = power.read(path, lambda line, path=path: problems.append(Problem(str(path), line, "torn line")))  # type: ignore[misc]
+        measured.append(host)
+    if not any(host.power_asked for host in measured):
+        return facts
+    expected_s = found["end_to_end_s"] if began is None or ended is None else ended - began
+    if reason := _not_whole(measured, manifest, expected_s):
+        problems.append(Problem(str(folder / "monitors"), None, f"{reason}: its energy is left out"))
+        return facts
+    return facts | _joules(measured)
+
+
+def _not_whole(measured: list[power.HostPower], manifest: records.Manifest, expected_s: float) -> str | None:
+    missing = {str(rank.get("host")) for rank in manifest.ranks} - {host.host for host in measured}
+    if missing:
+        return f"no samples of host {printable(min(missing))}"
+    for host in measured:
+        if host.seconds < power.COVERED * expected_s:
+            return f"samples of {printable(host.host)} cover {host.seconds:.1f} of {expected_s:.1f} s"
+        partial = [device for device, why in host.absent.items() if why.startswith("has energy in")]
+        if partial:
+            return f"{printable(host.host)}: {printable(partial[0])} {host.absent[partial[0]]}"
+    return None
+
+
+ELSEWHERE = "recorded by host"
+"""Begins the reason of a device that another host of the same machine records"""
+
+
+def _joules(measured: list[power.HostPower]) -> dict[str, Any]:
+    by_device = {f"{host.host}:{name}": joules for host in measured for name, joules in host.energy_j.items()}
+    absent: dict[str, dict[str, None]] = {}
+    for host in measured:
+        for name, why in host.absent.items():
+            if not why.startswith(ELSEWHERE):
+                absent.setdefault(why, {})[name] = None
+    reasons = [f"{', '.join(names)}: {why}" for why, names in absent.items()]
+    facts = {"energy_absent": printable("; ".join(reasons)) or None}
+    if not by_device:
+        return facts
+    unused = {f"{host.host}:{name}" for host in measured for name in host.energy_j if not host.used.get(name, True)}
+    used = [joules for name, joules in by_device.items() if name not in unused]
+    idle = [joules for name, joules in by_device.items() if name in unused]
+    seconds = max(host.seconds for host in measured)
+    baselines = [watts for host in measured for watts in host.baseline_w.values()]
+    return facts | {
+        "energy_j": math.fsum(by_device.values()),
+        "energy_used_j": math.fsum(used) if used else None,
+        "idle_energy_j": math.fsum(idle) if idle else None,
+        "power_w": math.fsum(by_device.values()) / seconds if seconds else None,
+        "baseline_w": math.fsum(baselines) if baselines else None,
+        "idle_devices": printable(",".join(sorted(unused))),
+        "energy_by_device": {printable(name): joules for name, joules in by_device.items()},
+    }

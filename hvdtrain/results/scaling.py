@@ -1,0 +1,197 @@
+"""Speed-up and efficiency: how much faster n hosts (or ranks) train than the baseline does.
+
+    speed-up          T_base / T_n
+    strong efficiency T_base n_base / (T_n n)                at an equal global batch
+    weak efficiency   (rate_n / n) / (rate_base / n_base)    at an equal batch per rank, rate in samples/s
+
+T is the training phase, or the end-to-end time, of the same epochs over the same training set. The baseline of a group
+is the group with the fewest hosts that trained the same model on the same data for the same epochs; it is a one-host
+group if there is one (a single host has no rate, so it is the baseline of every rate), else one of the same rate.
+Of several, one with the same strategy and settings is taken.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import pandas as pd
+
+from hvdtrain import exits
+from hvdtrain.exits import Failure
+from hvdtrain.results import groups
+from hvdtrain.results.groups import Group
+from hvdtrain.results.statistics import Interval, Statistic, ratio
+
+Count = Literal["hosts", "ranks"]
+Kind = Literal["strong", "weak", "other"]
+SAME = ("workload", "framework", "device", "parameters", "data_fingerprint", "train_samples", "epochs")
+"""What a group and its baseline always have in common"""
+PREFERRED = ("strategy", "ranks_per_host", "settings", "collectives")
+"""What they should have in common, most important first"""
+STATISTICS = (
+    *("train_s", "end_to_end_s", "step_s", "samples_per_s", "communication_s", "communication_share"),
+    *("bytes_per_step", "wire_bytes_per_step", "test_accuracy"),
+)
+LIMITS = ("limit_bytes_per_step", "limit_s_per_step")
+BATCH: dict[Kind, str] = {"strong": "global_batch", "weak": "rank_batch"}
+"""What is equal in each kind of comparison; `other`: neither, so there is no efficiency"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A group against one baseline; a baseline itself opens each of its curves."""
+
+    group: Group
+    baseline: Group
+    kind: Kind
+    count: float
+    speedup: Interval | None
+    speedup_end_to_end: Interval | None
+    efficiency: Interval | None
+    curve: int = 0
+
+
+def count_of(group: Group, count: Count) -> float:
+    """Hosts or ranks; 0 if not known."""
+    hosts, per_host = group.key["hosts"], group.key["ranks_per_host"]
+    if hosts is None or per_host is None:
+        return 0.0
+    return float(hosts) if count == "hosts" else round(hosts * per_host)
+
+
+def what_varies(found: Sequence[Group]) -> Count:
+    """Hosts, unless all runs have the same number of hosts and differ in ranks."""
+    same_hosts = len({group.key["hosts"] for group in found}) == 1
+    return "ranks" if same_hosts and len({group.key["ranks_per_host"] for group in found}) > 1 else "hosts"
+
+
+def rows(found: Sequence[Group], count: Count = "hosts", chosen: Callable[[Group], bool] | None = None) -> list[Row]:
+    """All groups as curves, each from its baseline upwards.
+
+    `chosen` says which groups may be baselines (then also of another device or framework); None: the rule above.
+    Raises Failure (2) if none is chosen, or several that fit a group equally well.
+    """
+    pool = [group for group in found if chosen is None or chosen(group)]
+    if not pool and found:
+        raise Failure("--baseline chooses none of the groups; see `hvdtrain results table`", exits.USAGE)
+    curves: dict[tuple[Any, ...], list[Row]] = {}
+    compared: set[int] = set()
+    for group in found:
+        for kind, baseline in _baselines(group, pool, count, free=chosen is not None).items():
+            members = curves.setdefault(_curve(group, baseline, kind, count), [])
+            if not members:
+                members.append(_row(baseline, baseline, kind, count))
+            members.append(_row(group, baseline, kind, count))
+            compared |= {id(group), id(baseline)}
+    for group in found:
+        if id(group) not in compared:
+            curves[(id(group),)] = [_row(group, group, "other", count)]
+    ordered = sorted(curves.values(), key=_place)
+    return [
+        dataclasses.replace(row, curve=number)
+        for number, members in enumerate(ordered)
+        for row in sorted(members, key=lambda row: (row.group is not row.baseline, row.count))
+    ]
+
+
+def _place(members: list[Row]) -> tuple[Any, ...]:
+    last = members[-1].group.key
+    rate = last["rate_mbit"]
+    return (*(str(last[name]) for name in ("workload", "framework", "strategy")), rate is None, rate or 0.0)
+
+
+def _curve(group: Group, baseline: Group, kind: Kind, count: Count) -> tuple[Any, ...]:
+    """What the points of one curve have in common."""
+    apart = {"hosts", "rank_batch", "global_batch"} | ({"ranks_per_host"} if count == "ranks" else set())
+    batch = BATCH.get(kind)
+    rest = tuple(value for name, value in group.key.items() if name not in apart)
+    return (id(baseline), kind, group.key[batch] if batch else None, rest)
+
+
+def _baselines(group: Group, pool: Sequence[Group], count: Count, free: bool) -> dict[Kind, Group]:
+    """The baseline for each kind of comparison that the runs allow; nothing for a baseline itself."""
+    if free and group in pool:
+        return {}
+    mine = count_of(group, count)
+    candidates = [other for other in pool if free or (_comparable(group, other) and count_of(other, count) < mine)]
+    found: dict[Kind, Group] = {}
+    for kind, column in BATCH.items():
+        equal = [other for other in candidates if other.key[column] == group.key[column]]
+        if equal:
+            found[kind] = _best(group, equal, count)
+    if candidates and not found:
+        found["other"] = _best(group, candidates, count)
+    return found
+
+
+def _comparable(group: Group, other: Group) -> bool:
+    same_rate = other.key["hosts"] == 1 or other.key["rate_mbit"] == group.key["rate_mbit"]
+    return same_rate and all(group.key[name] == other.key[name] for name in SAME)
+
+
+def _best(group: Group, candidates: Sequence[Group], count: Count) -> Group:
+    def merit(other: Group) -> tuple[Any, ...]:
+        alike = tuple(other.key[name] == group.key[name] for name in (*SAME, *PREFERRED))
+        return (-count_of(other, count), *alike, other is group)
+
+    best = max(map(merit, candidates))
+    found = [other for other in candidates if merit(other) == best]
+    if len(found) > 1:
+        names = ", ".join(groups.varying(found))
+        raise Failure(
+            f"several baselines fit equally well; they differ in {names}: name one in --baseline, e.g. --baseline "
+            f"'hosts=1 and {groups.varying(found)[0]}=...', or choose runs with --where",
+            exits.USAGE,
+        )
+    return found[0]
+
+
+def _row(group: Group, baseline: Group, kind: Kind, count: Count) -> Row:
+    n = count_of(group, count)
+    if baseline is group:
+        one = Interval(1.0, None, None) if group.statistic("train_s") else None
+        return Row(group, group, kind, n, one, one, one)
+    speedup = ratio(baseline.statistic("train_s"), group.statistic("train_s"))
+    end_to_end = ratio(baseline.statistic("end_to_end_s"), group.statistic("end_to_end_s"))
+    throughput = ratio(group.statistic("samples_per_s"), baseline.statistic("samples_per_s"))
+    relative = n / count_of(baseline, count) if count_of(baseline, count) else None
+    gained = {"strong": speedup, "weak": throughput}.get(kind)
+    return Row(group, baseline, kind, n, speedup, end_to_end, _divided(gained, relative))
+
+
+def _divided(interval: Interval | None, by: float | None) -> Interval | None:
+    if interval is None or not by:
+        return None
+    low, high = (None if bound is None else bound / by for bound in (interval.low, interval.high))
+    return Interval(interval.mean / by, low, high)
+
+
+def frame(runs: pd.DataFrame, count: Count = "hosts", chosen: Callable[[Group], bool] | None = None) -> pd.DataFrame:
+    """The rows as a data frame, for figures: the group's columns, n, count, curve, kind, is_baseline, Statistic objects
+    (None: not measured) under the names of STATISTICS, and Interval objects speedup, speedup_end_to_end,
+    efficiency_strong, efficiency_weak; limit_bytes_per_step and limit_s_per_step are numbers."""
+    found = []
+    for row in rows(groups.by(groups.usable(runs)), count, chosen):
+        statistics: dict[str, Statistic | None] = {name: row.group.statistic(name) for name in STATISTICS}
+        found.append(
+            row.group.key
+            | statistics
+            | {
+                "n": row.group.n,
+                "count": row.count,
+                "curve": row.curve,
+                "kind": row.kind,
+                "is_baseline": row.group is row.baseline,
+                "speedup": row.speedup,
+                "speedup_end_to_end": row.speedup_end_to_end,
+                "efficiency_strong": row.efficiency if row.kind == "strong" else None,
+                "efficiency_weak": row.efficiency if row.kind == "weak" else None,
+                **{
+                    name: next(iter(row.group.values(name)), None)
+                    for name in ("limit_bytes_per_step", "limit_s_per_step")
+                },
+            }
+        )
+    return pd.DataFrame(found, dtype=object)

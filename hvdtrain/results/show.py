@@ -1,0 +1,63 @@
+"""`hvdtrain results show RUN`: one run, everything that is known of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hvdtrain.exits import Failure
+from hvdtrain.results import groups, load
+from hvdtrain.results.columns import RUNS
+from hvdtrain.results.folders import Problem, printable
+from hvdtrain.results.load import Loaded
+from hvdtrain.results.table import Column, Table, number
+
+
+def facts(loaded: Loaded) -> Table:
+    """Every column of the run's row, with unit and meaning."""
+    run = loaded.runs.iloc[0]
+    rows: list[dict[str, Any]] = []
+    for name, column in RUNS.items():
+        value = run[name]
+        if groups.is_missing(value) or name in ("settings", "energy_by_device"):
+            continue
+        rows.append({"what": name, "value": _text(value, column.unit), "meaning": column.meaning})
+    rows += [
+        {"what": name, "value": "null" if value is None else str(value), "meaning": "setting"}
+        for name, value in groups.settings(run["settings"]).items()
+    ]
+    rows += [
+        {"what": f"energy of {device}", "value": _text(joules, "J"), "meaning": "over the whole run"}
+        for device, joules in (run["energy_by_device"] or {}).items()
+    ]
+    columns = [Column("what", "what"), Column("value", "value"), Column("meaning", "meaning")]
+    missing = [name for name, column in RUNS.items() if column.kind == "number" and groups.is_missing(run[name])]
+    return Table("show", str(run["run"]), columns, rows, [f"not measured: {', '.join(missing)}"] if missing else [])
+
+
+def _text(value: Any, unit: str) -> str:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return printable(str(value))
+    return f"{number(float(value))} {unit}".strip()
+
+
+def epochs(loaded: Loaded) -> Table:
+    """The run's epochs that count, in order."""
+    columns = [
+        Column("epoch", "epoch"),
+        Column("train_loss", "train loss"),
+        Column("train_accuracy", "train accuracy", "%", 100),
+        Column("validation_accuracy", "validation", "%", 100),
+        Column("train_s", "train", "s"),
+        Column("elapsed_s", "elapsed", "s"),
+    ]
+    table = Table("epochs", "Epochs", columns, [])
+    try:
+        found = load.epochs(str(loaded.runs.iloc[0]["run_dir"]))
+    except Failure as failure:
+        loaded.problems.append(Problem(str(loaded.runs.iloc[0]["run_dir"]), None, str(failure)))
+        return table
+    for values in found.to_dict("records"):
+        row = {str(name): None if groups.is_missing(value) else value for name, value in values.items()}
+        table.rows.append(row | {"epoch": int(values["epoch"]) + 1})
+    table.notes = ["elapsed: training, validation and checkpoints until the end of the epoch's validation"]
+    return table

@@ -1,0 +1,145 @@
+"""Mean, median, range and 95 % interval of repeated measurements, and of ratios and differences of two means.
+
+The interval of a mean is Student's: mean +- t(0.975; n - 1) s / sqrt(n), with s the standard deviation of the sample;
+it takes the runs as independent and roughly normal, and needs two at least. Ratios and differences use Welch's
+standard error and degrees of freedom (Welch, 1947), so the two sides may differ in spread and in number; a ratio's
+interval is that of the difference of logarithms (delta method).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable
+
+LEVEL = 0.95
+
+
+@dataclasses.dataclass(frozen=True)
+class Statistic:
+    """Of n values; `low` and `high` bound the mean's 95 % interval, None for n < 2."""
+
+    mean: float
+    median: float
+    min: float
+    max: float
+    low: float | None
+    high: float | None
+    n: int
+    sd: float | None
+    """Standard deviation of the sample, None for n < 2"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Interval:
+    """An estimate made of two means, and its 95 % interval (None where a side has less than two values)."""
+
+    mean: float
+    low: float | None
+    high: float | None
+
+
+def summary(values: Iterable[float | None]) -> Statistic | None:
+    """Of the values that are there (None and NaN are not); None if there are none."""
+    found = sorted(float(value) for value in values if value is not None and not math.isnan(value))
+    n = len(found)
+    if not n:
+        return None
+    mean = math.fsum(found) / n
+    median = (found[(n - 1) // 2] + found[n // 2]) / 2
+    if n < 2:
+        return Statistic(mean, median, found[0], found[-1], None, None, n, None)
+    sd = math.sqrt(math.fsum((value - mean) ** 2 for value in found) / (n - 1))
+    half = t_quantile(n - 1) * sd / math.sqrt(n)
+    return Statistic(mean, median, found[0], found[-1], mean - half, mean + half, n, sd)
+
+
+def ratio(above: Statistic | None, below: Statistic | None) -> Interval | None:
+    """above.mean / below.mean; None if a side is missing or not positive (a zero baseline has no ratio)."""
+    if above is None or below is None or above.mean <= 0 or below.mean <= 0:
+        return None
+    mean = above.mean / below.mean
+    if above.sd is None or below.sd is None:
+        return Interval(mean, None, None)
+    parts = [(side.sd / side.mean) ** 2 / side.n for side in (above, below) if side.sd is not None]
+    half = _half_width(parts, [above.n, below.n])
+    return Interval(mean, mean * math.exp(-half), mean * math.exp(half))
+
+
+def product(a: Statistic | None, b: Statistic | None) -> Interval | None:
+    """a.mean x b.mean of independent measurements; the interval as that of a ratio."""
+    if a is None or b is None or a.mean <= 0 or b.mean <= 0:
+        return None
+    mean = a.mean * b.mean
+    if a.sd is None or b.sd is None:
+        return Interval(mean, None, None)
+    half = _half_width([(a.sd / a.mean) ** 2 / a.n, (b.sd / b.mean) ** 2 / b.n], [a.n, b.n])
+    return Interval(mean, mean * math.exp(-half), mean * math.exp(half))
+
+
+def difference(a: Statistic, b: Statistic) -> Interval:
+    """a.mean - b.mean."""
+    mean = a.mean - b.mean
+    if a.sd is None or b.sd is None:
+        return Interval(mean, None, None)
+    half = _half_width([a.sd**2 / a.n, b.sd**2 / b.n], [a.n, b.n])
+    return Interval(mean, mean - half, mean + half)
+
+
+def _half_width(variances: list[float], counts: list[int]) -> float:
+    """Half of the 95 % interval of a sum of two estimates with these variances (Welch-Satterthwaite)."""
+    total = math.fsum(variances)
+    if total == 0:
+        return 0.0
+    freedom = 1 / math.fsum((part / total) ** 2 / (n - 1) for part, n in zip(variances, counts, strict=True))
+    return t_quantile(freedom) * math.sqrt(total)
+
+
+# --- Student's t ------------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=4096)
+def t_quantile(freedom: float, level: float = LEVEL) -> float:
+    """t such that a Student variable of that many degrees of freedom (> 0) is within +-t with probability `level`."""
+    low, high = 0.0, 1.0
+    while _outside(high, freedom) > 1 - level:
+        high *= 2
+    for _ in range(200):
+        middle = (low + high) / 2
+        if middle in (low, high):
+            break
+        low, high = (middle, high) if _outside(middle, freedom) > 1 - level else (low, middle)
+    return (low + high) / 2
+
+
+def _outside(t: float, freedom: float) -> float:
+    """P(|T| > t): the regularised incomplete beta function I_x(freedom / 2, 1 / 2) at x = freedom / (freedom + t^2)."""
+    if t == 0:
+        return 1.0
+    a, b, x = freedom / 2, 0.5, freedom / (freedom + t * t)
+    front = math.exp(
+        math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log(t * t / (freedom + t * t))
+    )
+    if x < (a + 1) / (a + b + 2):
+        return front * _beta_fraction(a, b, x) / a
+    return 1 - front * _beta_fraction(b, a, 1 - x) / b
+
+
+def _beta_fraction(a: float, b: float, x: float) -> float:
+    """The continued fraction of the incomplete beta function, by Lentz's method (DLMF 8.17.22)."""
+    tiny = 1e-300
+    c, d = 1.0, 1 - (a + b) * x / (a + 1)
+    d = 1 / (d or tiny)
+    result = d
+    for m in range(1, 500):
+        for part in (
+            m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m)),
+            -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1)),
+        ):
+            d = 1 / ((1 + part * d) or tiny)
+            c = (1 + part / c) or tiny
+            result *= c * d
+        if abs(c * d - 1) < 1e-16:
+            break
+    return result

@@ -1,0 +1,310 @@
+"""Makes run folders as the loop, the monitors and a sweep would leave them, through the same writer of records."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from hvdtrain import records
+
+BEGAN_UNIX_S = 1_790_000_000.0
+MADE = itertools.count()
+CONFIG: dict[str, Any] = {
+    "framework": "torch",
+    "strategy": "allreduce",
+    "ddp_hook": "none",
+    "epochs": 2,
+    "batch_size": None,
+    "global_batch_size": None,
+    "lr": 0.05,
+    "device": "auto",
+    "seed": 0,
+    "run_dir": None,
+    "width": 0.25,
+    "image_size": None,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Made:
+    """A run to make: what differs from the smallest one. Times in seconds."""
+
+    hosts: int = 1
+    ranks_per_host: int = 1
+    rate_mbit: float | None = None
+    framework: str = "torch"
+    strategy: str = "allreduce"
+    ddp_hook: str = "none"
+    device: str = "cpu"
+    collectives: str | None = None
+    parameters: int = 1000
+    rank_batch: int = 32
+    epochs: int = 2
+    steps_per_epoch: int = 5
+    seed: int = 0
+    started_utc: str | None = None
+    """None: a second after the run made before, since two runs that agree in everything are taken for copies"""
+    config: dict[str, Any] = dataclasses.field(default_factory=dict)
+    data_s: float = 0.01
+    compute_s: float = 0.5
+    communication_s: float | None = 0.2
+    train_s: float | None = None
+    """None: the sum of the steps"""
+    validation_s: float = 0.1
+    """Of each epoch"""
+    test_s: float = 0.2
+    checkpoint_s: float = 0.05
+    """After each epoch"""
+    accuracies: Sequence[float | None] | None = None
+    """Validation accuracy after each epoch; None: rising to test_accuracy"""
+    test_accuracy: float | None = 0.9
+    wire_bytes_per_step: float | None = None
+    """None: 1.05 of what an allreduce over the hosts has to send"""
+    energy_w: dict[str, float] | None = None
+    """Power of each device of each host; None: no monitors"""
+    used: Sequence[str] = ("cpu0", "gpu0")
+    idle_w: dict[str, float] = dataclasses.field(default_factory=dict)
+    interval_s: float = 0.5
+    kind: str | None = None
+    """Makes a point.json"""
+    sweep: str = "made"
+    repeat: int = 0
+    marked: str | None = None
+    complete: bool = True
+
+    @property
+    def ranks(self) -> int:
+        return self.hosts * self.ranks_per_host
+
+    @property
+    def steps(self) -> int:
+        return self.epochs * self.steps_per_epoch
+
+    @property
+    def samples_per_epoch(self) -> int:
+        return self.rank_batch * self.ranks * self.steps_per_epoch
+
+    @property
+    def step_s(self) -> float:
+        return self.data_s + self.compute_s + (self.communication_s or 0.0)
+
+    @property
+    def epoch_s(self) -> float:
+        return self.step_s * self.steps_per_epoch if self.train_s is None else self.train_s / self.epochs
+
+    @property
+    def limit_bytes(self) -> float:
+        return 2 * (self.hosts - 1) / self.hosts * 4 * self.parameters
+
+
+def make(folder: Path, run: Made | None = None, **changes: Any) -> Path:
+    """Writes the run into `folder`, which it makes, and returns it."""
+    run = dataclasses.replace(run or Made(), **changes)
+    if run.started_utc is None:
+        started = datetime.fromtimestamp(BEGAN_UNIX_S + next(MADE), UTC)
+        run = dataclasses.replace(run, started_utc=started.strftime("%Y-%m-%dT%H:%M:%SZ"))
+    folder.mkdir(parents=True)
+    records.write_document(folder / "manifest.json", records.as_json(manifest(run)))
+    if run.kind is not None:
+        records.write_document(folder / "point.json", records.as_json(point(run)))
+    writer = records.Writer(folder / "metrics" / "rank0000.jsonl")
+    for record in metrics(run, folder):
+        writer.write(record)
+    writer.close()
+    if run.energy_w is not None:
+        for host in range(run.hosts):
+            monitor(folder / "monitors" / f"h{host}.jsonl", run, f"h{host}")
+    if run.complete:
+        records.write_document(folder / "COMPLETE", {"schema": records.SCHEMA, "utc": run.started_utc})
+    return folder
+
+
+def manifest(run: Made) -> records.Manifest:
+    throttle = None if run.rate_mbit is None else {"up_mbit": run.rate_mbit, "down_mbit": run.rate_mbit}
+    links = [
+        {
+            "host": f"h{host}",
+            "nic": "eth0",
+            "throttle": throttle,
+            "goodput_to": f"h{(host + 1) % run.hosts}",
+            "goodput_mbit": 0.93 * (run.rate_mbit or 5000.0),
+            "reason": None,
+        }
+        for host in range(run.hosts)
+    ]
+    ranks = [
+        {"host": f"h{host}", "local_rank": local, "device": run.device, "threads": 1}
+        for host in range(run.hosts)
+        for local in range(run.ranks_per_host)
+    ]
+    asked = {"framework": run.framework, "strategy": run.strategy, "ddp_hook": run.ddp_hook}
+    return records.Manifest(
+        workload="resnet",
+        started_utc=str(run.started_utc),
+        argv=["hvdtrain/resnet.py"],
+        config=CONFIG | asked | {"epochs": run.epochs, "seed": run.seed, "batch_size": run.rank_batch} | run.config,
+        plan={
+            "ranks": run.ranks,
+            "rank_batch": run.rank_batch,
+            "global_batch": run.rank_batch * run.ranks,
+            "steps": run.steps,
+        },
+        data={"name": "digits", "classes": 10, "fingerprint": "da4c", "train": run.samples_per_epoch},
+        model={"name": "resnet34", "parameters": run.parameters},
+        ranks=ranks,
+        collectives=run.collectives or ("mpi" if run.ranks > 1 else "none"),
+        links=links if run.hosts > 1 else [],
+        versions={"python": "3.11.7", "torch": "2.13.0", "tensorflow": None},
+        git_commit="0" * 40,
+    )
+
+
+def point(run: Made) -> records.Point:
+    return records.Point(
+        sweep=run.sweep,
+        point=f"hosts{run.hosts}-rate{run.rate_mbit}",
+        repeat=run.repeat,
+        kind=run.kind or "timing",
+        attempt=1,
+        order=0,
+        settings={"hosts": run.hosts},
+        command=["launch/mpirun.sh"],
+        rate_mbit=run.rate_mbit,
+        rate_off_percent=None if run.rate_mbit is None else 0.1,
+        marked=run.marked,
+    )
+
+
+def accuracy(run: Made, epoch: int) -> float | None:
+    if run.accuracies is not None:
+        return run.accuracies[epoch]
+    return None if run.test_accuracy is None else run.test_accuracy * (epoch + 1) / run.epochs
+
+
+def metrics(run: Made, folder: Path) -> list[records.Record]:
+    found: list[records.Record] = []
+    clock_s = BEGAN_UNIX_S
+    for epoch in range(run.epochs):
+        found += [step(run, epoch * run.steps_per_epoch + i, epoch) for i in range(run.steps_per_epoch)]
+        clock_s += run.epoch_s + run.validation_s
+        found.append(epoch_record(run, epoch, clock_s))
+        clock_s += run.checkpoint_s
+        done = (epoch + 1) * run.steps_per_epoch
+        found.append(records.Saved(step=done, checkpoint_s=run.checkpoint_s, best=True))
+    return [*found, summary(run, folder, clock_s + run.test_s)] if run.complete else found
+
+
+def step(run: Made, number: int, epoch: int) -> records.Step:
+    return records.Step(
+        step=number,
+        epoch=epoch,
+        loss=2.0 / (number + 1),
+        samples=run.rank_batch,
+        lr=0.05,
+        data_s=run.data_s,
+        compute_s=run.compute_s,
+        communication_s=run.communication_s,
+        bytes_sent=2 * (run.ranks - 1) * 4 * run.parameters // run.ranks,
+        warmup=number < 2,
+    )
+
+
+def epoch_record(run: Made, epoch: int, unix_s: float) -> records.Epoch:
+    return records.Epoch(
+        epoch=epoch,
+        step=(epoch + 1) * run.steps_per_epoch,
+        train_loss=2.0 / (epoch + 1),
+        train_accuracy=(epoch + 1) / (run.epochs + 1),
+        validation_loss=2.0 / (epoch + 1),
+        validation_accuracy=accuracy(run, epoch),
+        train_s=run.epoch_s,
+        validation_s=run.validation_s,
+        samples=run.samples_per_epoch,
+        samples_per_s=run.samples_per_epoch / run.epoch_s if run.epoch_s else None,
+        unix_s=unix_s,
+    )
+
+
+def summary(run: Made, folder: Path, ended_unix_s: float) -> records.Summary:
+    wire = run.wire_bytes_per_step
+    nic_bytes = round((1.05 * run.limit_bytes if wire is None else wire) * run.steps)
+    train_s = run.epoch_s * run.epochs
+    rate = run.rank_batch * run.ranks * run.steps / train_s if train_s else None
+    return records.Summary(
+        run_dir=str(folder),
+        workload="resnet",
+        framework=run.framework,
+        strategy=run.strategy,
+        ranks=run.ranks,
+        hosts=run.hosts,
+        parameters=run.parameters,
+        global_batch=run.rank_batch * run.ranks,
+        epochs=run.epochs,
+        steps=run.steps,
+        test_accuracy=run.test_accuracy,
+        test_loss=None if run.test_accuracy is None else 0.5,
+        validation_accuracy=[accuracy(run, epoch) for epoch in range(run.epochs)],
+        train_s=train_s,
+        validation_s=run.validation_s * run.epochs,
+        test_s=run.test_s,
+        checkpoint_s=run.checkpoint_s * run.epochs,
+        samples_per_s=rate,
+        samples_per_s_per_rank=rate and rate / run.ranks,
+        data_share=0.01,
+        bytes_sent=2 * (run.ranks - 1) * 4 * run.parameters // run.ranks * run.steps,
+        first_step_s=3.0,
+        peak_rss_bytes=300_000_000,
+        nic_bytes=[
+            {"host": f"h{host}", "nic": "eth0", "sent_bytes": nic_bytes, "received_bytes": nic_bytes - host}
+            for host in range(run.hosts)
+        ]
+        if run.hosts > 1
+        else [],
+        began_unix_s=BEGAN_UNIX_S,
+        ended_unix_s=ended_unix_s,
+    )
+
+
+def monitor(path: Path, run: Made, host: str) -> None:
+    """Constant power from the start of the loop to the end of the test evaluation."""
+    power_w = run.energy_w or {}
+    devices = [
+        {"device": name, "name": name, "source": "rapl", "reason": None, "used": name in run.used} for name in power_w
+    ]
+    writer = records.Writer(path)
+    writer.write(
+        records.Sensors(
+            host=host,
+            unix_s=BEGAN_UNIX_S,
+            interval_s=run.interval_s,
+            monitors=["power", "resources"],
+            devices=devices,
+            idle_s=10.0 if run.idle_w else None,
+            idle_w=run.idle_w,
+        )
+    )
+    left_s = run.epochs * (run.epoch_s + run.validation_s + run.checkpoint_s) + run.test_s
+    unix_s = BEGAN_UNIX_S
+    while left_s > 1e-9:
+        seconds = min(run.interval_s, left_s)
+        left_s -= seconds
+        unix_s += seconds
+        writer.write(
+            records.Sample(
+                unix_s=unix_s,
+                seconds=seconds,
+                energy_j={name: watts * seconds for name, watts in power_w.items()},
+                cpu_percent=80.0,
+                ranks=[{"rank": 0, "cpu_percent": 95.0, "rss_bytes": 300_000_000}],
+                ram_used_bytes=2_000_000_000,
+                gpus=[{"device": name, "utilisation_percent": 70.0} for name in power_w if name.startswith("gpu")],
+                nics=[{"nic": "eth0", "sent_bytes": 500_000, "received_bytes": 500_000}],
+                disk_read_bytes=0,
+                disk_written_bytes=4096,
+            )
+        )
+    writer.close()

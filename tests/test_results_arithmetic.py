@@ -1,0 +1,193 @@
+"""The figures of the results equal an independent calculation with exact fractions, on 1,000 random tables."""
+
+from __future__ import annotations
+
+import math
+import random
+from fractions import Fraction
+from typing import Any
+
+import pandas as pd
+import pytest
+from scipy import stats
+
+from hvdtrain.results import energy, groups, load, scaling
+from hvdtrain.results.columns import RUNS
+from hvdtrain.results.statistics import Interval, Statistic, summary, t_quantile
+
+TABLES = 1000
+
+
+def close(found: float | None, exact: Any) -> None:
+    """Equal to 1e-12 of its size; `exact` may be a Fraction."""
+    assert found is not None
+    assert math.isclose(found, float(exact), rel_tol=1e-12, abs_tol=1e-12)
+
+
+def mean(values: list[Fraction]) -> Fraction:
+    return sum(values, Fraction(0)) / len(values)
+
+
+def root(value: Fraction) -> Fraction:
+    """Square root to 40 digits."""
+    scale = 10**80
+    return Fraction(math.isqrt(value.numerator * scale // value.denominator), 10**40)
+
+
+def variance(values: list[Fraction]) -> Fraction:
+    middle = mean(values)
+    return sum(((value - middle) ** 2 for value in values), Fraction(0)) / (len(values) - 1)
+
+
+def median(values: list[Fraction]) -> Fraction:
+    ordered, half = sorted(values), len(values) // 2
+    return ordered[half] if len(values) % 2 else (ordered[half - 1] + ordered[half]) / 2
+
+
+def exact(values: list[float]) -> list[Fraction]:
+    return [Fraction(value) for value in values]
+
+
+def runs(rows: list[dict[str, Any]]) -> pd.DataFrame:
+    """A data frame of complete runs that differ only as `rows` say."""
+    base = dict.fromkeys(RUNS) | {
+        "state": "complete",
+        "kind": "timing",
+        "workload": "resnet",
+        "framework": "torch",
+        "strategy": "allreduce",
+        "device": "cpu",
+        "collectives": "mpi",
+        "ranks_per_host": 1,
+        "parameters": 1000,
+        "train_samples": 6400,
+        "epochs": 3,
+        "settings": "{}",
+    }
+    return load.frame([base | row for row in rows])
+
+
+def random_table(seed: int) -> dict[int, list[dict[str, Any]]]:
+    """Hosts -> its runs: 1 to 6 repeats, some without energy, some of them energy runs."""
+    draw = random.Random(seed)
+    strong = draw.random() < 0.5
+    table: dict[int, list[dict[str, Any]]] = {}
+    for hosts in sorted(draw.sample(range(1, 9), draw.randint(1, 4))):
+        table[hosts] = []
+        for repeat in range(draw.randint(1, 6)):
+            train_s = draw.uniform(0.01, 1000)
+            used = draw.choice([None, draw.uniform(1, 1e6)])
+            table[hosts].append(
+                {
+                    "hosts": hosts,
+                    "rate_mbit": None if hosts == 1 else 10.0,
+                    "rank_batch": 64 // hosts if strong else 32,
+                    "global_batch": 64 if strong else 32 * hosts,
+                    "seed": repeat,
+                    "kind": "energy" if repeat and draw.random() < 0.2 else "timing",
+                    "train_s": train_s,
+                    "end_to_end_s": train_s + draw.uniform(0, 10),
+                    "samples_per_s": draw.uniform(1, 1e4),
+                    "energy_used_j": used,
+                    "energy_j": None if used is None else used + draw.uniform(0, 1e3),
+                }
+            )
+    return table
+
+
+def timed(rows: list[dict[str, Any]], name: str) -> list[Fraction]:
+    return exact([row[name] for row in rows if row["kind"] == "timing"])
+
+
+def check_summary(found: Statistic | None, values: list[Fraction]) -> None:
+    assert found is not None
+    assert found.n == len(values)
+    close(found.mean, mean(values))
+    close(found.median, median(values))
+    assert (found.min, found.max) == (float(min(values)), float(max(values)))
+    if len(values) == 1:
+        assert found.low is None
+        assert found.high is None
+        return
+    half = Fraction(stats.t.ppf(0.975, len(values) - 1)) * root(variance(values) / len(values))
+    close(found.low, mean(values) - half)
+    close(found.high, mean(values) + half)
+
+
+def check_ratio(found: Interval | None, above: list[Fraction], below: list[Fraction], by: int = 1) -> None:
+    """Mean over mean over `by`, with Welch's interval on the logarithm."""
+    assert found is not None
+    center = mean(above) / mean(below) / by
+    close(found.mean, center)
+    if min(len(above), len(below)) < 2:
+        assert found.low is None
+        return
+    parts = [variance(side) / len(side) / mean(side) ** 2 for side in (above, below)]
+    freedom = sum(parts) ** 2 / sum(part**2 / (len(s) - 1) for part, s in zip(parts, (above, below), strict=True))
+    half = stats.t.ppf(0.975, float(freedom)) * float(root(sum(parts, Fraction(0))))
+    assert found.low is not None
+    assert found.high is not None
+    assert math.isclose(found.low, float(center) * math.exp(-half), rel_tol=1e-9)  # scipy's t has ten digits there
+    assert math.isclose(found.high, float(center) * math.exp(half), rel_tol=1e-9)
+
+
+def check_scaling(table: dict[int, list[dict[str, Any]]]) -> None:
+    frame = runs([row for rows in table.values() for row in rows])
+    base = min(table)
+    found = scaling.rows(groups.by(groups.usable(frame)))
+    assert {row.count for row in found} == set(table)
+    for row in found:
+        check_summary(row.group.statistic("train_s"), timed(table[int(row.count)], "train_s"))
+        assert row.baseline.key["hosts"] == base
+        if row.count == base:
+            continue
+        here, there = table[int(row.count)], table[base]
+        n = Fraction(int(row.count), base)
+        check_ratio(row.speedup, timed(there, "train_s"), timed(here, "train_s"))
+        check_ratio(row.speedup_end_to_end, timed(there, "end_to_end_s"), timed(here, "end_to_end_s"))
+        assert row.efficiency is not None
+        if row.kind == "strong":
+            gain = mean(timed(there, "train_s")) / mean(timed(here, "train_s"))
+        else:
+            gain = mean(timed(here, "samples_per_s")) / mean(timed(there, "samples_per_s"))
+        close(row.efficiency.mean, gain / n)
+
+
+def check_energy(table: dict[int, list[dict[str, Any]]]) -> None:
+    frame = runs([row for rows in table.values() for row in rows])
+    for each in energy.energies(load.Loaded([], frame, [])):
+        rows = table[int(each.group.key["hosts"])]
+        sampled = [row for row in rows if row["energy_j"] is not None]
+        check_summary(each.energy_j, exact([row["energy_j"] for row in sampled]))
+        check_summary(each.energy_used_j, exact([row["energy_used_j"] for row in sampled]))
+        check_summary(each.samples_per_j, [Fraction(3 * 6400) / Fraction(row["energy_j"]) for row in sampled])
+        own = [row for row in rows if row["kind"] == "timing"]
+        apart = bool(own) and all(row["kind"] == "energy" for row in sampled)
+        assert each.edp_used_js is not None
+        if apart:
+            times = mean(exact([row["end_to_end_s"] for row in own]))
+            close(each.edp_used_js.mean, times * mean(exact([row["energy_used_j"] for row in sampled])))
+        else:
+            products = [Fraction(row["end_to_end_s"]) * Fraction(row["energy_used_j"]) for row in sampled]
+            close(each.edp_used_js.mean, mean(products))
+
+
+def test_figures_equal_exact_fractions_on_random_tables() -> None:
+    for seed in range(TABLES):
+        table = random_table(seed)
+        check_scaling(table)
+        check_energy(table)
+
+
+@pytest.mark.parametrize("freedom", [1, 1.0001, 1.37, 2, 3, 4.5, 9, 30, 99.5, 1000])
+def test_the_t_quantile_is_students(freedom: float) -> None:
+    assert math.isclose(t_quantile(freedom), stats.t.ppf(0.975, freedom), rel_tol=1e-10)
+
+
+def test_nothing_and_zero_give_no_figure() -> None:
+    assert summary([]) is None
+    assert summary([None, math.nan]) is None
+    zero = {"hosts": 1, "rank_batch": 1, "global_batch": 1, "train_s": 0.0, "end_to_end_s": 0.0, "samples_per_s": None}
+    two = zero | {"hosts": 2, "train_s": 1.0}
+    found = scaling.rows(groups.by(runs([zero, two])))
+    assert {row.speedup for row in found} == {None, Interval(1.0, None, None)}

@@ -1,0 +1,353 @@
+"""Whatever is in a run's folder, it is read, refused by file and line, or passed over: never averaged in, never a
+traceback."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import resource
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hvdtrain import records
+from hvdtrain.exits import Failure
+from hvdtrain.results import load
+from hvdtrain.results.__main__ import main
+
+METRICS = Path("metrics") / "rank0000.jsonl"
+GOOD = runs.Made(hosts=2, rate_mbit=10.0, energy_w={"cpu0": 30.0}, kind="timing")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return runs.make(tmp_path / "runs" / "r", GOOD)
+
+
+def lines(folder: Path, name: Path = METRICS) -> list[str]:
+    return (folder / name).read_text().splitlines(keepends=True)
+
+
+def put(folder: Path, text: list[str] | bytes, name: Path = METRICS) -> None:
+    (folder / name).write_bytes(text if isinstance(text, bytes) else "".join(text).encode())
+
+
+def change(folder: Path, line: int, **fields: Any) -> None:
+    """Changes fields of the record on that line (from 1) of the metrics."""
+    found = lines(folder)
+    found[line - 1] = json.dumps(json.loads(found[line - 1]) | fields) + "\n"
+    put(folder, found)
+
+
+def state(folder: Path) -> tuple[str, str]:
+    """The run's state and all that is said of its files."""
+    loaded = load.load([folder.parent])
+    return str(loaded.runs.iloc[0]["state"]), "\n".join(map(str, loaded.problems))
+
+
+# --- one damage each --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("data_s", -0.001),
+        ("compute_s", float("nan")),
+        ("compute_s", float("inf")),
+        ("communication_s", "0.1"),
+        ("bytes_sent", 1.5),
+        ("bytes_sent", 10**400),
+        ("step", True),
+        ("step", None),
+        ("warmup", 0),
+        ("loss", [0.5]),
+        ("type", "stap"),
+        ("type", ["step"]),
+        ("type", None),
+    ],
+)
+def test_a_wrong_value_refuses_the_run_by_file_and_line(folder: Path, field: str, value: Any) -> None:
+    change(folder, 4, **{field: value})
+    found, said = state(folder)
+    assert found == "refused"
+    assert f"{METRICS}:4: " in said
+    assert load.load([folder]).runs["train_s"].isna().all()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"[1]\n", b"null\n", b"7\n", b'"step"\n', b"{}\n", b'{"type":"step"}\n', b'{"type":"step"} {"type":"step"}\n'],
+)
+def test_a_line_that_is_no_record_is_refused_or_torn(folder: Path, text: bytes) -> None:
+    found = [line.encode() for line in lines(folder)]
+    put(folder, b"".join(found[:3]) + text + b"".join(found[3:]))
+    found_state, said = state(folder)
+    assert f"{METRICS}:4: " in said
+    assert found_state == ("complete" if "torn" in said else "refused")
+
+
+@pytest.mark.parametrize(
+    "text", [b'{"type":"st', b"\x00\x00\n", b"\xff\xfe{\n", b"[" * 5000 + b"\n", b"1" * 5000 + b"\n"]
+)
+def test_a_torn_line_costs_itself_and_what_misses_it(folder: Path, text: bytes) -> None:
+    """Here it is a step that is missing: the summary counts, the times per step do not."""
+    found = [line.encode() for line in lines(folder)]
+    put(folder, b"".join(found[:3]) + text + b"\n" + b"".join(found[4:]))
+    loaded = load.load([folder])
+    row = loaded.runs.iloc[0]
+    assert row["state"] == "complete"
+    assert row["train_s"] > 0
+    assert loaded.runs["step_s"].isna().all()
+    said = "\n".join(map(str, loaded.problems))
+    assert f"{METRICS}:4: torn" in said
+    assert "9 of 10 steps" in said
+
+
+def test_byte_order_mark_and_carriage_returns_are_no_matter(folder: Path) -> None:
+    before = load.load([folder]).runs
+    put(folder, b"\xef\xbb\xbf" + "".join(lines(folder)).replace("\n", "\r\n").encode() + b"\r\n\r\n")
+    manifest = folder / "manifest.json"
+    manifest.write_bytes(b"\xef\xbb\xbf" + manifest.read_bytes().replace(b"\n", b"\r\n"))
+    loaded = load.load([folder])
+    assert loaded.problems == []
+    assert loaded.runs.equals(before)
+
+
+def test_unknown_keys_are_ignored_and_a_newer_schema_is_refused(folder: Path) -> None:
+    change(folder, 4, of="the future")
+    assert state(folder)[0] == "complete"
+    change(folder, len(lines(folder)), schema="hvdtrain/2")
+    found, said = state(folder)
+    assert found == "refused"
+    assert "'hvdtrain/2'" in said
+    assert "update" in said
+
+
+def test_unfinished_runs_are_listed_and_in_no_figure(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "COMPLETE").unlink()
+    assert state(folder)[0] == "unfinished"
+    assert main(["table", str(folder), "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"] == []
+    assert main(["list", str(folder)]) == 0
+    assert "unfinished" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda at: (at / "manifest.json").write_text('{"name": "a web app", "icons": []}'), "not a record"),
+        (lambda at: (at / "manifest.json").write_text('{"type": "manifest"}'), "without 'workload'"),
+        (lambda at: (at / "manifest.json").write_text("{\n\n  oops"), "manifest.json:3: no JSON"),
+        (lambda at: (at / "manifest.json").write_bytes(b"\xff\xff"), "no JSON"),
+        (lambda at: (at / "manifest.json").write_text("[" * 10_000), "no JSON"),
+        (lambda at: (at / "manifest.json").write_bytes(b" " * (records.LONGEST_DOCUMENT_BYTES + 1)), "MiB"),
+        (lambda at: (at / "manifest.json").write_text(lines(at)[0]), "a step record"),
+        (lambda at: (at / "point.json").write_text("{}"), "point.json"),
+        (lambda at: (at / METRICS).unlink(), "No such file"),
+        (lambda at: put(at, b""), "summary"),
+        (lambda at: put(at, lines(at)[:-1]), "summary"),
+        (lambda at: _replace(at / METRICS, os.mkfifo), "not a plain file"),
+        (lambda at: _replace(at / METRICS, os.mkdir), "not a plain file"),
+        (lambda at: _replace(at / METRICS, lambda path: path.symlink_to("/dev/zero")), "not a plain file"),
+        (lambda at: _replace(at / METRICS, lambda path: path.symlink_to(path)), "symbolic links"),
+    ],
+)
+def test_a_folder_that_is_no_run_is_refused_with_its_file(
+    folder: Path, damage: Callable[[Path], None], says: str
+) -> None:
+    damage(folder)
+    found, said = state(folder)
+    assert found == "refused"
+    assert says in said
+
+
+def _replace(path: Path, make: Callable[[Path], Any]) -> None:
+    path.unlink()
+    make(path)
+
+
+def test_folders_without_manifest_loops_and_roots_inside_roots(folder: Path) -> None:
+    root = folder.parent
+    (root / "loop").symlink_to(root)
+    (root / "torn" / "metrics").mkdir(parents=True)
+    (root / "also").symlink_to(folder)
+    loaded = load.load([root, folder, root])
+    assert len(loaded.runs) == 1
+    assert [problem.path for problem in loaded.problems] == [str(root / "torn")]
+    for wrong in (root / "nowhere", folder / "manifest.json"):
+        with pytest.raises(Failure) as error:
+            load.load([wrong])
+        assert error.value.code == 2
+
+
+def test_odd_names_of_folders(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A name that is no text is refused; one that would move the cursor is shown without doing so."""
+    folder.rename(folder.with_name(os.fsdecode(b"no\xfftext")))
+    runs.make(folder.with_name("red\x1b[31m\n"), GOOD)
+    assert main(["list", str(folder.parent)]) == 0
+    printed = capsys.readouterr()
+    assert "red?[31m?" in printed.out
+    assert "not UTF-8" in printed.err
+    assert "\x1b" not in printed.out + printed.err
+    for command in ("scaling", "accuracy", "energy", "export"):
+        assert main([command, str(folder.parent)]) == 0
+    assert main(["show", str(folder.with_name("red\x1b[31m\n"))]) == 0
+
+
+def test_a_copy_of_a_run_is_no_repeat(folder: Path) -> None:
+    subprocess.run(["cp", "-r", folder, folder.with_name("s")], check=True)
+    loaded = load.load([folder.parent])
+    assert sorted(loaded.runs["state"]) == ["complete", "refused"]
+    assert "copy" in str(loaded.problems[0])
+
+
+def test_a_line_of_any_length_is_refused_with_little_memory(folder: Path) -> None:
+    """1 GB that is never read: the file is sparse. The process may have half of it."""
+    with (folder / METRICS).open("r+b") as stream:
+        stream.seek(0, os.SEEK_END)
+        stream.truncate(stream.tell() + (1 << 30))
+    done = subprocess.run(
+        [sys.executable, "-m", "hvdtrain.results", "list", str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (1 << 29, 1 << 29)),
+        env=os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+    )
+    assert "refused" in done.stdout, done.stderr
+    assert f"{METRICS}:16: a line of more than 1 MiB" in done.stderr
+
+
+def test_memory_does_not_grow_with_the_length_of_a_run(folder: Path) -> None:
+    def peak_bytes(steps: int) -> int:
+        step = json.loads(lines(folder)[2])
+        put(folder, [json.dumps(step | {"step": number}) + "\n" for number in range(steps)])
+        tracemalloc.start()
+        try:
+            load.load([folder])
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    peak_bytes(10)  # what the first call imports
+    assert peak_bytes(20_000) < 1.5 * peak_bytes(200)
+
+
+# --- what counts twice, and what is missing ---------------------------------------------------------------------------
+
+
+def test_of_a_resumed_run_the_later_record_counts(folder: Path) -> None:
+    """Steps 4 to 9 are done, then the run goes on from its checkpoint of step 4 and does them again, twice as fast."""
+    whole = lines(folder)
+    again = [json.loads(line) for line in whole]
+    steps = [record for record in again if record["type"] == "step"]
+    for record in steps:
+        record["compute_s"] /= 2
+    resumed = records.as_json(records.Resumed(step=4, utc="2026-01-01T00:00:00Z"))
+    later = [resumed, *(r for r in again if r["type"] != "step" or r["step"] >= 4)]
+    before = load.epochs(folder)
+    put(folder, [*whole[:-1], *(json.dumps(record) + "\n" for record in later)])
+    row = load.load([folder]).runs.iloc[0]
+    timed = [0.5 if step < 4 else 0.25 for step in range(2, 10)]  # the first two are warm-up
+    assert row["compute_s"] == pytest.approx(sum(timed) / len(timed), rel=1e-12)
+    assert row["resumed"] is True
+    assert row["wire_bytes_per_step"] == pytest.approx(1.05 * GOOD.limit_bytes * 10 / 6)  # NIC counters: 6 steps
+    assert load.epochs(folder).equals(before)
+
+
+def test_energy_is_the_sum_of_the_samples_or_nothing(folder: Path) -> None:
+    path = Path("monitors") / "h1.jsonl"
+    row = load.load([folder]).runs.iloc[0]
+    seconds = 2 * (5 * 0.71 + 0.1 + 0.05) + 0.2
+    assert row["energy_j"] == pytest.approx(2 * 30 * seconds)
+    samples = lines(folder, path)
+    for damaged in (samples[:5], [*samples[:3], samples[3].replace('"cpu0":', '"cpu1":'), *samples[4:]], None):
+        if damaged is None:
+            (folder / path).unlink()
+        else:
+            put(folder, damaged, path)
+        loaded = load.load([folder])
+        assert loaded.runs["energy_j"].isna().all()
+        assert loaded.runs.iloc[0]["state"] == "complete"
+        assert "energy is left out" in str(loaded.problems[-1])
+
+
+def test_a_zero_baseline_divides_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs.make(tmp_path / "one", train_s=0.0, energy_w={"cpu0": 0.0})
+    runs.make(tmp_path / "two", hosts=2, rank_batch=16, train_s=10.0, energy_w={"cpu0": 3.0})
+    for command in ("scaling", "energy", "phases", "accuracy"):
+        assert main([command, str(tmp_path), "--format", "json"]) == 0
+        json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+
+
+# --- anything at all --------------------------------------------------------------------------------------------------
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(["step", "cpu0"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+FILES = [Path("manifest.json"), Path("point.json"), METRICS, Path("monitors/h0.jsonl")]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_value_in_any_field_ends_in_a_table_or_a_word(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every command, on a folder in which some record has some field replaced by anything."""
+    folder = runs.make(tmp_path_factory.mktemp("any") / "r", GOOD)
+    runs.make(folder.parent / "one", energy_w={"cpu0": 10.0})
+    name = data.draw(st.sampled_from(FILES))
+    whole = [(folder / name).read_text()] if name.suffix == ".json" else lines(folder, name)
+    line = data.draw(st.integers(0, len(whole) - 1))
+    record = json.loads(whole[line])
+    at = record
+    while True:  # some field, at any depth
+        key = data.draw(st.sampled_from(sorted(at) if isinstance(at, dict) else range(len(at))))
+        if not at[key] or not isinstance(at[key], dict | list) or data.draw(st.booleans()):
+            break
+        at = at[key]
+    at[key] = data.draw(VALUES)
+    whole[line] = json.dumps(record) + "\n"
+    put(folder, whole, name)
+    for command in ("list", "table", "scaling", "energy", "accuracy", "phases", "export"):
+        assert main([command, str(folder.parent)]) == 0
+        assert "nan" not in capsys.readouterr().out.replace("nano", "")
+    assert main(["table", str(folder.parent), "--format", "json"]) == 0
+    json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(content=st.binary(max_size=200), cut=st.integers(0, 3000), name=st.sampled_from(FILES))
+def test_any_bytes_in_any_file_end_in_a_table_or_a_word(
+    content: bytes, cut: int, name: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = runs.make(tmp_path_factory.mktemp("bytes") / "r", GOOD)
+    found = (folder / name).read_bytes()
+    put(folder, found[:cut] + content + found[cut:], name)
+    for command in ("list", "scaling", "energy", "accuracy"):
+        assert main([command, str(folder)]) == 0
+    capsys.readouterr()
+
+
+@given(st.dictionaries(st.sampled_from([f.name for f in dataclasses.fields(records.Step)]), VALUES))
+def test_a_record_is_either_right_or_refused(fields: dict[str, Any]) -> None:
+    value = records.as_json(runs.step(GOOD, 3, 0)) | fields
+    try:
+        found = records.from_json(value, "x.jsonl:7")
+    except Failure as failure:
+        assert str(failure).startswith("x.jsonl:7: ")
+        return
+    assert found.data_s >= 0
+    assert found.compute_s < 1e19
+    assert isinstance(found.step, int)

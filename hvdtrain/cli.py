@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from collections.abc import Callable
@@ -31,51 +32,25 @@ def data_images(arguments: list[str]) -> int:
     return exits.OK
 
 
-def cluster(arguments: list[str]) -> int:
-    from hvdtrain.cluster.__main__ import main
+def part(room: str) -> Callable[[list[str]], int]:
+    """What `python -m hvdtrain.ROOM` does, imported when it is called."""
 
-    return main(arguments)
+    def main(arguments: list[str]) -> int:
+        code: int = importlib.import_module(f"hvdtrain.{room}.__main__").main(arguments)
+        return code
 
-
-def throttle(arguments: list[str]) -> int:
-    from hvdtrain.cluster.throttle.__main__ import main
-
-    return main(arguments)
-
-
-def doctor(arguments: list[str]) -> int:
-    from hvdtrain.cluster.doctor.__main__ import main
-
-    return main(arguments)
-
-
-def monitors(arguments: list[str]) -> int:
-    from hvdtrain.monitors.__main__ import main
-
-    return main(arguments)
-
-
-def sweep(arguments: list[str]) -> int:
-    from hvdtrain.sweep.__main__ import main
-
-    return main(arguments)
-
-
-def results(arguments: list[str]) -> int:
-    from hvdtrain.results.__main__ import main
-
-    return main(arguments)
+    return main
 
 
 # words -> (what it does, the function that takes the arguments behind them)
 COMMANDS: dict[tuple[str, ...], tuple[str, Callable[[list[str]], int]]] = {
     ("data", "images"): ("prepare a folder of pictures for training", data_images),
-    ("cluster",): ("virtual hosts on this machine: up, down, status, exec, shell, hostfile", cluster),
-    ("throttle",): ("limit the bandwidth of links, show it, verify it, put it back", throttle),
-    ("doctor",): ("find what would make a job hang or crawl, before it starts", doctor),
-    ("monitors",): ("which power and resource sensors this host has", monitors),
-    ("sweep",): ("run a grid of experiments, skip what is done", sweep),
-    ("results",): ("tables, plots and a report from runs' records", results),
+    ("cluster",): ("virtual hosts on this machine: up, down, status, exec, shell, hostfile", part("cluster")),
+    ("throttle",): ("limit the bandwidth of links, show it, verify it, put it back", part("cluster.throttle")),
+    ("doctor",): ("find what would make a job hang or crawl, before it starts", part("cluster.doctor")),
+    ("monitors",): ("which power and resource sensors this host has", part("monitors")),
+    ("sweep",): ("run a grid of experiments, skip what is done", part("sweep")),
+    ("results",): ("tables, plots and a report from runs' records", part("results")),
 }
 
 

@@ -82,9 +82,18 @@ def main(stop: world.StopSignal) -> int:
     shapes = list(resnet.parameters(spec).values())
     sent = strategy_type.bytes_per_step(shapes, place.size, config)
     facts["exchange"] = f"{config.strategy}: {sent / 1e6:.2f} MB sent per rank and step"
+    this = run.Run(
+        workload=WORKLOAD,
+        config=config,
+        plan=plan,
+        data={"name": dataset.name, "classes": len(dataset.classes), "fingerprint": dataset.fingerprint}
+        | {"image_shape": dataset.image_shape}
+        | {split: len(getattr(dataset, split)) for split in ("train", "validation", "test")},
+        model={"name": "resnet34", "parameters": parameters, "spec": dataclasses.asdict(spec)},
+    )
     if config.dry_run:
         if place.rank == 0:
-            run.show_dry_run(config, plan, facts)
+            run.show_dry_run(this, facts)
         return exits.OK
 
     # 4. World and strategy: connect the ranks.
@@ -116,14 +125,6 @@ def main(stop: world.StopSignal) -> int:
     facts["device"] = f"{device} ({framework} sees no GPU)" if device == "cpu" and config.device == "auto" else device
 
     # 6. Loop: train, evaluate, save; every record goes to the run's folder.
-    this = run.Run(
-        workload=WORKLOAD,
-        config=config,
-        plan=plan,
-        data={"name": dataset.name, "classes": len(dataset.classes), "fingerprint": dataset.fingerprint}
-        | {split: len(getattr(dataset, split)) for split in ("train", "validation", "test")},
-        model={"name": "resnet34", "parameters": parameters, "spec": dataclasses.asdict(spec)},
-    )
     folder = run.open_folder(config, WORKLOAD, ranks)
     facts |= run.write_manifest(this, folder, device=device, threads=threads, world=ranks)
     if ranks.rank == 0:

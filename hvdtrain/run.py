@@ -31,7 +31,7 @@ class Run:
     config: TrainConfig
     plan: BatchPlan
     data: dict[str, Any]
-    """name, classes, fingerprint, and the number of samples in train, validation and test"""
+    """name, classes, fingerprint, the number of samples in train, validation and test; of images their image_shape"""
     model: dict[str, Any]
     """name, parameters (their number) and spec"""
 
@@ -146,14 +146,13 @@ def arithmetic(config: TrainConfig, plan: BatchPlan, facts: Mapping[str, Any]) -
     return "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items())
 
 
-def show_dry_run(config: TrainConfig, plan: BatchPlan, facts: Mapping[str, Any]) -> None:
+def show_dry_run(run: Run, facts: Mapping[str, Any]) -> None:
     """Prints the resolved config and the arithmetic on stdout."""
-    if config.json:
-        document = {"schema": records.SCHEMA, "config": dataclasses.asdict(config), "plan": dataclasses.asdict(plan)}
-        emit(json.dumps({**document, "facts": dict(facts)}))
+    if run.config.json:
+        emit(json.dumps({"schema": records.SCHEMA, **dataclasses.asdict(run), "facts": dict(facts)}))
         return
-    settings = "\n".join(f"{name} = {value}" for name, value in dataclasses.asdict(config).items())
-    emit(f"{settings}\n\n{arithmetic(config, plan, facts)}")
+    settings = "\n".join(f"{name} = {value}" for name, value in dataclasses.asdict(run.config).items())
+    emit(f"{settings}\n\n{arithmetic(run.config, run.plan, facts)}")
 
 
 def show_summary(summary: records.Summary, *, as_json: bool) -> None:

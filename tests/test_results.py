@@ -58,6 +58,33 @@ def json_of(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
 # --- what a student reads ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("times", "said"),
+    [
+        ((2, 100, 80), "Any number of hosts above 1 makes training slower"),
+        ((2, 4, 1), "Training is fastest with 4 hosts:"),
+        ((2, 1, 4), "Training is fastest with 2 hosts; from 4 hosts on an added host makes it slower"),
+        ((2, 2, 2), "No added host makes a difference that the spread of the runs does not explain"),
+    ],
+)
+def test_scaling_in_words_where_hosts_help_and_hinder(
+    times: tuple[float, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for hosts, step_s in zip((1, 2, 4), times, strict=True):
+        for seed in range(SEEDS):
+            runs.make(
+                tmp_path / f"{hosts}-{seed}",
+                hosts=hosts,
+                rate_mbit=None if hosts == 1 else 10.0,
+                rank_batch=32 // hosts,
+                seed=seed,
+                compute_s=step_s * (1 + seed / 100),
+                communication_s=0.0,
+            )
+    (reading,) = json_of(capsys, "scaling", str(tmp_path))["readings"].values()
+    assert reading.startswith(said)
+
+
 def test_scaling_says_whether_each_added_host_helps_and_by_how_much(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -231,9 +231,13 @@ def test_flags_are_typed_as_the_workload_takes_them() -> None:
 # --- how long --------------------------------------------------------------------------------------------------------
 
 
-def foretold(steps: int, parameters: int | None = 1_334_970) -> Preview:
+def foretold(steps: int, pixels: int | None = 1024) -> Preview:
     return Preview(
-        config={"framework": "torch"}, plan={"steps": steps, "rank_batch": 32}, parameters=parameters, pixels=1024
+        config={"framework": "torch"},
+        plan={"steps": steps, "rank_batch": 32},
+        parameters=1_334_970,
+        pixels=pixels,
+        fingerprint="0123",
     )
 
 

@@ -27,7 +27,7 @@ RUNS: dict[str, Column] = {
     "run": _text("its name"),
     "state": _text("complete, unfinished or refused (its records cannot be trusted); only complete runs are averaged"),
     "kind": _text("timing, or energy: sampled for power by a sweep, left out of timing figures"),
-    "marked": _text("why a sweep does not trust the run's figures; null: nothing known against them"),
+    "marked": _text("why the figures are not to be trusted (a sweep's check, a profiler); null: nothing known"),
     "resumed": Column("flag", "", "whether the run was stopped and continued"),
     "sweep": _text("name of the sweep"),
     "point": _text("name of the sweep's point; equal for repeats"),

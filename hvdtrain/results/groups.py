@@ -60,7 +60,7 @@ def settings(text: str | None) -> dict[str, Any]:
 
 
 def usable(frame: pd.DataFrame) -> pd.DataFrame:
-    """The runs that may enter figures: complete, and not marked by the sweep."""
+    """The runs that may enter figures: complete, and not marked."""
     return frame[(frame["state"] == "complete") & frame["marked"].isna()]
 
 

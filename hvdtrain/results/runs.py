@@ -12,8 +12,7 @@ from hvdtrain import records
 from hvdtrain.exits import Failure
 from hvdtrain.results import metrics, power
 from hvdtrain.results.columns import NOT_SETTINGS, RUNS
-from hvdtrain.results.folders import Problem, there
-from hvdtrain.results.folders import printable as printable
+from hvdtrain.results.folders import Problem, printable, there
 
 WIRE_SHARE = 0.936
 """What TCP payload gets of a link's rate with both directions busy: 1448 of 1514 bytes, less acknowledgements"""
@@ -96,8 +95,15 @@ def _asked(manifest: records.Manifest) -> dict[str, Any]:
         "seed": number(config.get("seed")),
         "train_samples": number(manifest.data.get("train")),
         "data_fingerprint": _text(manifest.data.get("fingerprint")),
+        "marked": _watched(config),
         "settings": json.dumps({key: config[key] for key in sorted(config) if key not in NOT_SETTINGS}),
     }
+
+
+def _watched(config: Mapping[str, Any]) -> str | None:
+    """Why the times of a run that was watched from inside are not to be trusted."""
+    flags = [f"--{key.replace('_', '-')}" for key in ("profile", "horovod_timeline") if config.get(key)]
+    return f"{' and '.join(flags)} slowed it" if flags else None
 
 
 def _strategy(config: Mapping[str, Any]) -> str | None:
@@ -121,8 +127,9 @@ def _point(point: records.Point) -> dict[str, Any]:
         "point": printable(point.point),
         "repeat": point.repeat,
         "kind": printable(point.kind),
-        "marked": None if point.marked is None else printable(point.marked),
     }
+    if point.marked is not None:
+        found["marked"] = printable(point.marked)
     return found if point.rate_mbit is None else found | {"rate_mbit": point.rate_mbit}
 
 

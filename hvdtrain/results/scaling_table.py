@@ -21,6 +21,8 @@ EFFICIENCY = {
     "other": "no efficiency where neither the global batch nor the batch per rank equals the baseline's",
 }
 BATCHES = {"strong": "equal global batch", "weak": "equal batch per rank", "other": "batches differ"}
+VARIES_INSIDE = {"strong": "rank_batch", "weak": "global_batch"}
+"""The batch that differs from point to point of a curve, and so does not name it"""
 NOTES = (
     "train: seconds of the training phase; speed-up: T_base / T_n of the training phase with its 95 % interval (Welch, "
     "on logarithms); end to end: the same with validation, test and checkpoints",
@@ -61,6 +63,9 @@ def scaling(
     kinds = {curve[-1].kind for curve in curves if len(curve) > 1}
     table.notes = [SPREAD_NOTE, *NOTES, *(said for kind, said in EFFICIENCY.items() if kind in kinds)]
     table.notes += [note for note in [common(found, ["hosts"]), *left_out(loaded.runs)] if note]
+    lonely = count == "hosts" and any(len(curve) == 1 for curve in curves)
+    if lonely and len({group.key["ranks_per_host"] for group in found}) > 1:
+        table.notes.append("runs that differ in their ranks and not in their hosts are compared by --count ranks")
     if reference is None:
         return [table]
     pairs = [(row.group, cells) for row, cells in zip(made, table.rows, strict=True) if _same_base(row, reference)]
@@ -111,7 +116,8 @@ def _titles(curves: Sequence[Sequence[Row]], count: Count) -> list[str]:
     for number_, curve in enumerate(curves, start=1):
         group, base = curve[-1].group, curve[0].group
         words = [str(group.key["strategy"]), str(group.key["framework"])]
-        words += [f"{key_column(name).label} {short(name, groups.value(group, name))}" for name in varying]
+        told = [name for name in varying if name != VARIES_INSIDE.get(curve[-1].kind)]
+        words += [f"{key_column(name).label} {short(name, groups.value(group, name))}" for name in told]
         if len(curve) == 1:
             title = f"{', '.join(words)}: nothing to compare with"
         else:
@@ -142,17 +148,21 @@ def reading(curve: Sequence[Row], count: Count) -> str:
     grown = [row for row in timed[1:] if row.count > timed[0].count]
     if not grown:
         return "No more of them than in the baseline: the speed-up tells the settings apart."
-    if all(step == "slower" for step in steps):
+    against = {_change(timed[0].group, row.group) for row in grown}
+    if set(steps) == {"slower"}:
         said = f"Each added {one} makes training slower"
-    elif all(step == "faster" for step in steps):
+    elif set(steps) == {"faster"}:
         said = f"Each added {one} makes training faster"
-    elif all(step == "unclear" for step in steps):
+    elif set(steps) == {"unclear"}:
         said = f"No added {one} makes a difference that the spread of the runs does not explain"
+    elif against == {"slower"}:
+        said = f"Any number of {count} above {timed[0].count:g} makes training slower"
     else:
         best = min(timed, key=lambda row: row.group.statistic("train_s").mean)  # type: ignore[union-attr]
         said = f"Training is fastest with {_many(best.count, count)}"
-        turn = next((after for after, step in zip(timed[1:], steps, strict=True) if step == "slower"), None)
-        said += f"; from {_many(turn.count, count)} on an added {one} makes it slower" if turn else ""
+        turn = next((row for row, step in zip(timed[1:], steps, strict=True) if step == "slower"), None)
+        if turn and turn.count > best.count:
+            said += f"; from {_many(turn.count, count)} on an added {one} makes it slower"
     facts = [_times(row, timed[0], count) for row in grown]
     if (share := last.group.statistic("communication_share")) is not None:
         facts.append(f"with {_many(last.count, count)} {100 * share.mean:.0f} % of a step is waiting for the network")

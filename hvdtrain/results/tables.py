@@ -91,9 +91,11 @@ def common(found: Sequence[Group], shown: Sequence[str]) -> str:
 def left_out(runs: pd.DataFrame, *, timing: bool = True) -> list[str]:
     """Notes on the runs that do not enter the figures, and why."""
     notes = []
-    for state, why in (("unfinished", "did not finish"), ("refused", "have records that cannot be trusted")):
+    for state, why in (("unfinished", "did not finish"), ("refused", "left records that cannot be trusted")):
         if count := int((runs["state"] == state).sum()):
-            notes.append(f"left out: {count} runs that {why} (hvdtrain results list names them)")
+            notes.append(
+                f"left out: {count} {'run' if count == 1 else 'runs'} that {why} (hvdtrain results list names them)"
+            )
     marked = runs[(runs["state"] == "complete") & runs["marked"].notna()]
     notes += [f"left out: {name}, marked: {why}" for name, why in zip(marked["run"], marked["marked"], strict=True)][:5]
     if len(marked) > 5:

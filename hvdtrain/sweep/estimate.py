@@ -104,7 +104,7 @@ class Estimator:
 
     def _wire_of(self, settings: dict[str, Any], preview: Preview) -> float:
         hosts, rate = settings["hosts"], settings.get("rate")
-        if hosts < 2 or not preview.parameters or rate in (None, "unlimited"):
+        if hosts < 2 or rate in (None, "unlimited"):
             return 0.0
         return 2 * (hosts - 1) / hosts * 4 * preview.parameters * 8 / goodput_both_ways(parse_rate(str(rate)))
 
@@ -115,7 +115,7 @@ class Estimator:
 
     def _compute_s(self, point: Point, preview: Preview) -> float | None:
         """Per step; None for a GPU, of which nothing is known, and for other data than images."""
-        if point.flags.get("device") == "gpu" or not preview.parameters or not preview.pixels:
+        if point.flags.get("device") == "gpu" or not preview.pixels:
             return None
         sample_s = (SAMPLE_S + SAMPLE_PER_PARAMETER_S * preview.parameters) * preview.pixels / 1024
         samples = preview.plan["rank_batch"] * point.settings["ranks_per_host"]

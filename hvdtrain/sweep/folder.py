@@ -84,6 +84,8 @@ def unfit(folder: Path, run: Run, preview: Preview | None) -> str | None:
         return f"monitor is {config.get('monitor')!r} in its manifest, asked was {MONITORS[run.kind]!r}"
     if preview and manifest.get("plan") != preview.plan:
         return "its batches and steps are not those that were asked for"
+    if preview and manifest.get("data", {}).get("fingerprint") != preview.fingerprint:
+        return "its data are not those that are there now"
     hosts = {rank.get("host") for rank in ranks}
     if len(ranks) != run.point.ranks or len(hosts) != run.point.hosts:
         return f"it ran {len(ranks)} ranks on {len(hosts)} hosts, asked were {run.point.ranks} on {run.point.hosts}"

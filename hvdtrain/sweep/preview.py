@@ -35,9 +35,11 @@ class Preview:
     """Every setting, defaults included"""
     plan: dict[str, Any]
     """The batch arithmetic for all ranks"""
-    parameters: int | None
+    parameters: int
     pixels: int | None
     """Of one image; None where the data are no images"""
+    fingerprint: str
+    """Of the data"""
 
 
 def workloads() -> list[str]:
@@ -107,14 +109,13 @@ def preview(point: Point) -> Preview:
     kind = "energy" if "energy" in point.kinds else "timing"
     typed = typed_flags(Run(point=point, kind=kind, repeat=1)) + monitors(kind)
     document = ask(point.settings["workload"], typed, point.ranks, int(point.settings["ranks_per_host"]))
-    facts = document.get("facts", {})
-    parameters = re.search(r"([\d,]+) parameters", facts.get("model", ""))
-    image = re.search(r"images of (\d+)x(\d+)", facts.get("data", ""))
+    height, width, *_ = document["data"].get("image_shape") or (None, None)
     return Preview(
         config=document["config"],
         plan=document["plan"],
-        parameters=int(parameters[1].replace(",", "")) if parameters else None,
-        pixels=int(image[1]) * int(image[2]) if image else None,
+        parameters=document["model"]["parameters"],
+        pixels=height and height * width,
+        fingerprint=document["data"]["fingerprint"],
     )
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain import exits, records
+from hvdtrain.cluster import quota
 from hvdtrain.config import BatchPlan, TrainConfig
 from hvdtrain.exits import Failure
 from hvdtrain.world import World
@@ -73,7 +74,8 @@ def write_manifest(run: Run, folder: Path, *, device: str, threads: int, world: 
 
     Returns what there is to show of the links: nothing on a single host.
     """
-    here = {"host": world.host, "local_rank": world.local_rank, "device": device, "threads": threads, "cpu": cpu()}
+    here = {"host": world.host, "local_rank": world.local_rank, "device": device, "threads": threads}
+    here |= {"cpu": cpu(), "cores": quota.host_cores()}
     ranks = world.gather(here)
     links = world.measure_links()
     facts = {"links": show_links(links)} if links else {}

@@ -40,6 +40,7 @@ class Made:
     strategy: str = "allreduce"
     ddp_hook: str = "none"
     device: str = "cpu"
+    cores: float = 1.0
     collectives: str | None = None
     parameters: int = 1000
     rank_batch: int = 32
@@ -137,7 +138,7 @@ def manifest(run: Made) -> records.Manifest:
         for host in range(run.hosts)
     ]
     ranks = [
-        {"host": f"h{host}", "local_rank": local, "device": run.device, "threads": 1}
+        {"host": f"h{host}", "local_rank": local, "device": run.device, "threads": 1, "cores": run.cores}
         for host in range(run.hosts)
         for local in range(run.ranks_per_host)
     ]

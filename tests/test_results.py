@@ -85,6 +85,16 @@ def test_scaling_in_words_where_hosts_help_and_hinder(
     assert reading.startswith(said)
 
 
+def test_hosts_of_different_cores_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run on the whole machine is no baseline for virtual hosts that have half a core each."""
+    for hosts, cores in ((1, 2.0), (1, 0.5), (2, 0.5)):
+        runs.make(tmp_path / f"{hosts}-{cores}", hosts=hosts, cores=cores, compute_s=1 / cores)
+    found = json_of(capsys, "scaling", str(tmp_path))
+    compared = [row for row in found["rows"] if row["count"] == 2]
+    assert [row["count"] for row in found["rows"]].count(1) == 1 + len(compared)
+    assert all("cores per host 0.5" in row["curve"] for row in compared)
+
+
 def test_scaling_says_whether_each_added_host_helps_and_by_how_much(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -199,8 +199,7 @@ def find_rate(asked: str | None, device: str) -> tuple[int | None, str]:
 
 def cores() -> float:
     """Cores this process may use: its affinity, or less if its control group has a CPU quota."""
-    mine, limit = float(len(os.sched_getaffinity(0))), quota.limit()
-    return min(mine, limit.cores) if limit else mine
+    return min(float(len(os.sched_getaffinity(0))), quota.host_cores())
 
 
 # --- settings and command --------------------------------------------------------------------------------------------

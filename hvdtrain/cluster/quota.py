@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from pathlib import Path
 
 MOUNT = Path("/sys/fs/cgroup")
@@ -34,6 +35,12 @@ def limit(own: Path = Path("/proc/self/cgroup"), mount: Path = MOUNT) -> Limit |
             with contextlib.suppress(OSError, ValueError):
                 found.append(Limit(folder=folder, cores=_cores(folder, v2=controllers == "")))
     return min(found, key=lambda one: one.cores, default=None)
+
+
+def host_cores() -> float:
+    """Cores that this host may use: those of the machine, or fewer by a quota."""
+    found = limit()
+    return found.cores if found else float(os.cpu_count() or 1)
 
 
 def _cores(folder: Path, *, v2: bool) -> float:

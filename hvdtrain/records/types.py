@@ -27,7 +27,8 @@ class Manifest:
     model: dict[str, Any]
     """Parameters, bytes and spec of the model"""
     ranks: list[dict[str, Any]]
-    """For each rank: host, local_rank, device, threads, cpu (model and cores of the host)"""
+    """For each rank: host, local_rank, device, threads, cpu (model and cores of the machine), cores (that its host may
+    use: fewer by a CPU quota)"""
     collectives: str
     """What carries the collectives: none, gloo, mpi, nccl or grpc"""
     links: list[dict[str, Any]] = dataclasses.field(default_factory=list)

@@ -41,6 +41,7 @@ RUNS: dict[str, Column] = {
     "ranks": _number("ranks"),
     "ranks_per_host": _number("ranks divided by hosts"),
     "device": _text("cpu, gpu, or mixed"),
+    "cores": _number("cores that a host may use, where ranks compute on the CPU (the fewest, where hosts differ)"),
     "rate_mbit": _number("rate asked of the throttle; null: unlimited, or one host", "Mbit/s"),
     "goodput_mbit": _number("TCP payload of the slowest link, measured before step 0", "Mbit/s"),
     "parameters": _number("parameters of the model"),
@@ -83,7 +84,8 @@ RUNS: dict[str, Column] = {
 }
 
 GROUP = (
-    *("workload", "framework", "strategy", "collectives", "device", "hosts", "ranks_per_host", "rate_mbit"),
+    *("workload", "framework", "strategy", "collectives", "device", "cores", "hosts", "ranks_per_host"),
+    "rate_mbit",
     *("rank_batch", "global_batch", "parameters", "data_fingerprint", "train_samples", "epochs", "settings"),
 )
 """Runs that are equal in these are repeats of one experiment: what varies in a group is seed, repeat and luck"""

@@ -45,7 +45,8 @@ def facts(manifest: records.Manifest) -> Iterator[tuple[str, str]]:
         yield "ranks compute on", str(rank.get("device") or "not recorded")
         yield "CPU threads per rank", str(rank.get("threads") or "not recorded")
         if rank.get("cpu"):
-            yield "processor", str(rank["cpu"])
+            share = f", of which the host may use {rank['cores']}" if rank.get("cores") else ""
+            yield "processor", f"{rank['cpu']}{share}"
     yield "collectives carried by", manifest.collectives
     for link in manifest.links:
         speed = f"{link['speed_mbit']} Mbit/s negotiated" if link.get("speed_mbit") else "speed not told by the NIC"

@@ -22,7 +22,7 @@ from hvdtrain.results.statistics import Statistic, difference
 from hvdtrain.results.table import Column, Table, cell, number
 from hvdtrain.results.tables import FIGURES, left_out
 
-TASK = ("workload", "parameters", "data_fingerprint", "train_samples", "epochs")
+TASK = ("workload", "cores", "parameters", "data_fingerprint", "train_samples", "epochs")
 """Runs that differ in one of these did different work: their times are not compared"""
 
 

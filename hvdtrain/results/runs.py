@@ -74,6 +74,7 @@ def _asked(manifest: records.Manifest) -> dict[str, Any]:
     hosts = sorted({str(rank.get("host")) for rank in manifest.ranks})
     devices = {"cpu" if rank.get("device") == "cpu" else "gpu" for rank in manifest.ranks}
     parameters = number(manifest.model.get("parameters"))
+    cores = numbers(rank.get("cores") for rank in manifest.ranks if rank.get("device") == "cpu")
     return {
         "started_utc": printable(manifest.started_utc),
         "workload": printable(manifest.workload),
@@ -84,6 +85,7 @@ def _asked(manifest: records.Manifest) -> dict[str, Any]:
         "ranks": len(manifest.ranks) or None,
         "ranks_per_host": len(manifest.ranks) / len(hosts) if hosts else None,
         "device": None if not devices else devices.pop() if len(devices) == 1 else "mixed",
+        "cores": min(cores, default=None),
         "rate_mbit": _rate_mbit(manifest.links),
         "goodput_mbit": min(numbers(link.get("goodput_mbit") for link in manifest.links), default=None),
         "parameters": parameters,

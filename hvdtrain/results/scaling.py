@@ -5,9 +5,9 @@
     weak efficiency   (rate_n / n) / (rate_base / n_base)    at an equal batch per rank, rate in samples/s
 
 T is the training phase, or the end-to-end time, of the same epochs over the same training set. The baseline of a group
-is the group with the fewest hosts that trained the same model on the same data for the same epochs; it is a one-host
-group if there is one (a single host has no rate, so it is the baseline of every rate), else one of the same rate.
-Of several, one with the same strategy and settings is taken.
+is the group with the fewest hosts, of as many cores each, that trained the same model on the same data for the same
+epochs; it is a one-host group if there is one (a single host has no rate, so it is the baseline of every rate), else
+one of the same rate. Of several, one with the same strategy and settings is taken.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hvdtrain.results.statistics import Interval, Statistic, ratio
 
 Count = Literal["hosts", "ranks"]
 Kind = Literal["strong", "weak", "other"]
-SAME = ("workload", "framework", "device", "parameters", "data_fingerprint", "train_samples", "epochs")
+SAME = ("workload", "framework", "device", "cores", "parameters", "data_fingerprint", "train_samples", "epochs")
 """What a group and its baseline always have in common"""
 PREFERRED = ("strategy", "ranks_per_host", "settings", "collectives")
 """What they should have in common, most important first"""

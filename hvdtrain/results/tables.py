@@ -25,6 +25,7 @@ SPREAD_NOTE = (
 KEYS: dict[str, Column] = {
     "hosts": Column("hosts", "hosts"),
     "ranks_per_host": Column("ranks_per_host", "ranks per host"),
+    "cores": Column("cores", "cores per host"),
     "rate_mbit": Column("rate_mbit", "rate", "Mbit/s"),
     "rank_batch": Column("rank_batch", "batch per rank"),
     "global_batch": Column("global_batch", "global batch"),

@@ -34,8 +34,24 @@ class TrainConfig:
     framework: Literal["torch", "tensorflow", "auto"] = "auto"
     """PyTorch or TensorFlow; auto: PyTorch if it is installed, else TensorFlow"""
     strategy: str = "allreduce"
-    """How gradients are exchanged between ranks: allreduce (Horovod's ring), or native (PyTorch's
-    DistributedDataParallel, TensorFlow's MultiWorkerMirroredStrategy; no Horovod runs)"""
+    """How ranks exchange what they learn: allreduce (Horovod's own), native (PyTorch's DistributedDataParallel,
+    TensorFlow's MultiWorkerMirroredStrategy), or one made for slow networks; 'help' lists them"""
+    inner: str = "hierarchical"
+    """What local-sgd, delayed and hybrid send by: hierarchical, fp16, bf16, powersgd, topk or onebit"""
+    rank: int = 2
+    """powersgd: rank of the factors that a gradient is sent as"""
+    density: float = 0.01
+    """topk: share of the numbers that is sent"""
+    every: int = 8
+    """local-sgd: steps between two exchanges"""
+    local_start: int = 0
+    """local-sgd: steps before, in which gradients are exchanged each time"""
+    outer_lr: float = 1.0
+    """local-sgd: factor of the mean of the ranks' changes; 1 without momentum is plain averaging"""
+    outer_momentum: float = 0.0
+    """local-sgd: Nesterov momentum of the mean changes; 0: none"""
+    staleness: int = 1
+    """delayed: steps that a gradient may be late, while it is exchanged beside the following computation"""
     epochs: int = 12
     """Passes over the training set"""
     batch_size: int | None = None
@@ -60,6 +76,12 @@ class TrainConfig:
     """Where to compute; auto: this rank's GPU if there is one, else the CPU"""
     threads: int = 0
     """CPU threads per rank; 0: cores of this host divided by its ranks"""
+    target_accuracy: float | None = None
+    """Stop after the first epoch with at least this accuracy"""
+    evaluate_on: Literal["validation", "test"] = "validation"
+    """Split that is evaluated after each epoch; test: only to measure the time to a test accuracy, as MLPerf does"""
+    check_replicas: int = 100
+    """Steps between two comparisons of the weights' checksums over ranks; 0: never"""
     seed: int = 0
     """Seed of the initial weights and of the order of the data"""
     run_dir: str | None = None
@@ -94,7 +116,7 @@ class TrainConfig:
     """Show the traceback of errors that are otherwise one line"""
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size", "global_batch_size", "keep_checkpoints"):
+        for name in ("epochs", "batch_size", "global_batch_size", "keep_checkpoints", "rank", "every"):
             _at_least(self, name, 1)
         _at_least(self, "monitor_ms", 50)
         for name in (
@@ -105,14 +127,23 @@ class TrainConfig:
             "checkpoint_steps",
             "warmup_epochs",
             "weight_decay",
+            "local_start",
+            "staleness",
+            "check_replicas",
         ):
             _at_least(self, name, 0)
         if not (math.isfinite(self.lr) and self.lr > 0):
             raise Failure(f"--lr is {self.lr}: give a positive number", exits.BAD_CONFIG)
-        if not 0 <= self.momentum < 1:
-            raise Failure(
-                f"--momentum is {self.momentum}: give a number from 0 up to, not including, 1", exits.BAD_CONFIG
-            )
+        for name in ("momentum", "outer_momentum"):
+            if not 0 <= getattr(self, name) < 1:
+                raise Failure(
+                    f"{flag(name)} is {getattr(self, name)}: give a number from 0 up to, not including, 1",
+                    exits.BAD_CONFIG,
+                )
+        for name in ("density", "outer_lr", "target_accuracy"):
+            value, most = getattr(self, name), 2 if name == "outer_lr" else 1
+            if value is not None and not 0 < value <= most:
+                raise Failure(f"{flag(name)} is {value}: give a number above 0, up to {most}", exits.BAD_CONFIG)
         if self.batch_size and self.global_batch_size:
             raise Failure("--batch-size and --global-batch-size are both given: give one of them", exits.BAD_CONFIG)
         if self.warmup_epochs > self.epochs:
@@ -125,9 +156,10 @@ class TrainConfig:
                 "native --framework torch, or leave it out",
                 exits.BAD_CONFIG,
             )
-        if self.horovod_timeline and self.strategy == "native":
+        if self.horovod_timeline and self.strategy != "allreduce":
             raise Failure(
-                "--horovod-timeline: Horovod does not run with --strategy native; try --profile", exits.BAD_CONFIG
+                f"--horovod-timeline: Horovod does not run with --strategy {self.strategy}; try --profile",
+                exits.BAD_CONFIG,
             )
         if self.monitor != "none" and not set(self.monitor.split(",")) <= {"power", "resources"}:
             raise Failure(f"--monitor {self.monitor}: give power, resources, power,resources or none", exits.BAD_CONFIG)

@@ -1,11 +1,12 @@
 """The step loop, blind to framework, model and strategy.
 
     for each epoch:
-        for each batch:  gradients -> strategy -> apply -> record
+        for each batch:  gradients -> strategy: exchange and update -> record
         evaluate on the validation split, record, save a checkpoint
     evaluate on the test split, record, mark the run COMPLETE
 
-A signal, or a signal to any other rank, ends the loop after the current step with a checkpoint of that very step.
+A signal, or a signal to any other rank, ends the loop with a checkpoint: after the current step, or, with a strategy
+that lets ranks drift apart for some steps, after the exchange that makes them level again.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hvdtrain import exits, observe, records
+from hvdtrain import agreement, exits, observe, records
 from hvdtrain.checkpoint import Checkpoints
 from hvdtrain.data import Dataset, Split
 from hvdtrain.data.loader import Loader
@@ -66,6 +67,7 @@ class Loop:
         )
         self._clock = Clock(replica.synchronize)
         self._at = Position()
+        self._stopping = self._save_due = self._check_due = False
         self._steps_here = 0
         self._first_step_s: float | None = None
 
@@ -77,7 +79,7 @@ class Loop:
         (self._folder / "COMPLETE").unlink(missing_ok=True)
         with self._observers.watching(self._at.step):
             self._began_unix_s, self._nic_began = time.time(), self._world.nic_counters()
-            while self._at.step < self._plan.steps:
+            while self._at.step < self._plan.steps and not self._at.reached(self._config.target_accuracy):
                 if not self._epoch(self._at.step // self._plan.steps_per_epoch):
                     return None
             return self._finish()
@@ -93,30 +95,34 @@ class Loop:
         ):
             for done in range(start + 1, steps + 1):
                 with self._observers.step(self._at.step):
-                    loss, stopping = self._step(epoch, batches)
+                    loss = self._step(epoch, batches, last=done == steps)
                 progress.advance(note=f"loss {loss:.4f}")
-                if done < steps and (stopping or (every and self._at.step % every == 0)):
+                self._save_due |= bool(every and self._at.step % every == 0)
+                if done < steps and self._strategy.level and (self._stopping or self._save_due):
                     self._save()
-                if stopping:
-                    break
-        if done == steps:
-            self._end_epoch(epoch, save=stopping)
-        return not stopping
+                    if self._stopping:
+                        return False
+        self._end_epoch(epoch, save=self._stopping)
+        return not self._stopping
 
-    def _step(self, epoch: int, batches: Any) -> tuple[float, bool]:
-        """One step on all ranks: its mean loss, and whether some rank was asked to stop."""
+    def _step(self, epoch: int, batches: Any, last: bool) -> float:
+        """One step on all ranks, the `last` of its epoch or not; its mean loss."""
         at, clock, lr = self._at, self._clock, self._plan.learning_rate(self._at.step)
         began = time.perf_counter()
         with clock.span("data"):
             batch = next(batches)
         with clock.span("compute"):
-            gradients = self._replica.backward(batch, lr, self._stop.requested is not None)
-        with clock.span("communication"):
-            gradients, sent = self._strategy.exchange(gradients)
-        with clock.span("compute"):
-            self._replica.apply(gradients, lr)
-            sums = self._replica.sums()
-        loss = sums.loss / batch.total_weight
+            self._replica.backward(batch, lr, self._stop.requested is not None)
+        done = [self._strategy.step(self._replica, lr, clock)]
+        every = self._config.check_replicas
+        self._check_due |= bool(every and (at.step + 1) % every == 0)
+        check = self._check_due and self._strategy.level
+        if last or check:
+            done.append(self._strategy.settle(self._replica, clock))
+        for totals in (each.totals for each in done if each.totals is not None):
+            at.learn(totals)
+            self._stopping |= bool(totals[3] > 0)
+        loss = done[0].loss
         if not math.isfinite(loss):
             raise Failure(
                 f"the loss is {loss} at step {at.step} (epoch {epoch + 1}, learning rate {lr:g}): lower --lr or "
@@ -132,20 +138,22 @@ class Loop:
             data_s=clock.take("data"),
             compute_s=compute_s - (waited_s or 0.0),
             communication_s=None if waited_s is None else exchange_s + waited_s,
-            bytes_sent=sent,
+            bytes_sent=sum(each.sent_bytes for each in done),
             warmup=self._steps_here < WARMUP_STEPS or self._observers.distort(at.step),
         )
         self._writer.write(record)
-        seconds = time.perf_counter() - began
-        at.add(record, seconds=seconds, samples=batch.total_weight, loss=sums.loss, correct=sums.correct)
+        at.add(record, seconds=time.perf_counter() - began, samples=batch.total_weight)
+        if check:
+            agreement.check(self._replica.state(), self._world)
+            self._check_due = False
         if self._steps_here == 0:
             self._first_step_s = process_age_s()
         self._steps_here += 1
-        return loss, sums.stopping
+        return loss
 
     def _end_epoch(self, epoch: int, save: bool) -> None:
         with self._clock.span("validation"):
-            loss, accuracy = self._evaluate(self._dataset.validation)
+            loss, accuracy = self._evaluate(getattr(self._dataset, self._config.evaluate_on))
         record, is_best = self._at.end_epoch(
             epoch,
             validation_loss=loss,
@@ -162,7 +170,7 @@ class Loop:
                 f"{record.train_accuracy:.4f}, validation accuracy {shown}, {record.train_s:.1f} s{rate}"
             )
         every = self._config.checkpoint_epochs
-        if save or (every and (epoch + 1) % every == 0):
+        if save or self._save_due or (every and (epoch + 1) % every == 0):
             self._save(best=is_best)
 
     def _finish(self) -> records.Summary:
@@ -203,9 +211,13 @@ class Loop:
 
     def _save(self, best: bool = False) -> None:
         began = time.perf_counter()
+        state = self._replica.state()
         local = {f"buffer.{name}": array for name, array in self._replica.local_state().items()}
         local |= {f"strategy.{name}": array for name, array in self._strategy.state().items()}
-        self._checkpoints.save(self._at.step, self._replica.state(), local, dataclasses.asdict(self._at), best=best)
+        if self._strategy.local:  # momentum is each rank's own
+            local |= {f"own.{name}": state.pop(name) for name in list(state) if not name.startswith("parameter.")}
+        self._checkpoints.save(self._at.step, state, local, dataclasses.asdict(self._at), best=best)
+        self._save_due = False
         seconds = time.perf_counter() - began
         self._at.checkpoint_s += seconds
         if self._world.rank == 0:
@@ -224,9 +236,13 @@ class Loop:
             self._say("starting at step 0")
             return
         self._at = Position(**loaded.progress)
-        self._replica.load(loaded.shared)
-        for prefix, load in (("buffer.", self._replica.load_local), ("strategy.", self._strategy.load)):
-            load({name.removeprefix(prefix): a for name, a in loaded.local.items() if name.startswith(prefix)})
+        parts: dict[str, dict[str, Any]] = {"own": {}, "buffer": {}, "strategy": {}}
+        for name, array in loaded.local.items():
+            prefix, _, rest = name.partition(".")
+            parts[prefix][rest] = array
+        self._replica.load(loaded.shared | parts["own"])
+        self._replica.load_local(parts["buffer"])
+        self._strategy.load(parts["strategy"])
         self._writer.write(records.Resumed(step=self._at.step, utc=records.utc_now(), links=self._world.links))
         self._say(f"resumed at step {self._at.step} of {self._plan.steps}")
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
+
 from hvdtrain import records
 
 
@@ -31,12 +33,15 @@ class Position:
     bytes_sent: int = 0
     validation_accuracy: list[float | None] = dataclasses.field(default_factory=list)
 
-    def add(self, step: records.Step, *, seconds: float, samples: int, loss: float, correct: float) -> None:
-        """A step is done: how long it took in all, and its sums over all ranks."""
+    def learn(self, totals: np.ndarray) -> None:
+        """Sums over all ranks that have become known: loss, correct samples, samples (of one step, several or none)."""
+        self.loss += float(totals[0])
+        self.correct += float(totals[1])
+        self.samples += int(totals[2])
+
+    def add(self, step: records.Step, *, seconds: float, samples: int) -> None:
+        """A step is done: how long it took in all, and the samples of all ranks."""
         self.step += 1
-        self.loss += loss
-        self.correct += correct
-        self.samples += samples
         self.epoch_s += seconds
         self.bytes_sent += step.bytes_sent
         if not step.warmup:
@@ -45,6 +50,11 @@ class Position:
             self.total_rated_samples += samples
             self.total_rated_s += seconds
             self.total_data_s += step.data_s
+
+    def reached(self, accuracy: float | None) -> bool:
+        """Whether the last epoch's validation gave at least this accuracy."""
+        last = self.validation_accuracy[-1] if self.validation_accuracy else None
+        return accuracy is not None and last is not None and last >= accuracy
 
     def end_epoch(self, epoch: int, **measured: Any) -> tuple[records.Epoch, bool]:
         """The epoch's record (`measured` are its fields that are not sums), and whether its accuracy is the best."""

@@ -16,13 +16,12 @@ import os
 import sys
 
 from hvdtrain import config as configuration
-from hvdtrain import data, exits, observe, run, world
+from hvdtrain import data, exits, observe, run, strategies, world
 from hvdtrain.data.loader import Loader
 from hvdtrain.exits import Failure
 from hvdtrain.frameworks import Replica, resolve
 from hvdtrain.loop import Loop
 from hvdtrain.models import resnet
-from hvdtrain.strategies import strategy_class
 
 WORKLOAD = "resnet"
 
@@ -55,7 +54,7 @@ class ResNetConfig(configuration.TrainConfig):
 def main(stop: world.StopSignal) -> int:
     # 1. Config: flags, file, variables; then what the launcher says of our place among the ranks.
     config = configuration.parse(ResNetConfig, prog="python -m hvdtrain.resnet", purpose=__doc__ or "")
-    framework, strategy_type = resolve(config.framework), strategy_class(config.strategy)
+    framework = resolve(config.framework)
     config = dataclasses.replace(config, framework=framework)
     place = world.place()
     threads = world.threads_per_rank(config.threads, place)
@@ -80,8 +79,8 @@ def main(stop: world.StopSignal) -> int:
         "ranks": f"{place.size} ({place.launcher}), {framework}, {threads} threads each",
     }
     shapes = list(resnet.parameters(spec).values())
-    sent = strategy_type.bytes_per_step(shapes, place.size, config)
-    facts["exchange"] = f"{config.strategy}: {sent / 1e6:.2f} MB sent per rank and step"
+    layout = strategies.Layout(ranks=place.size, hosts=-(-place.size // place.local_size))
+    facts["exchange"] = strategies.fact(config, shapes, layout)
     this = run.Run(
         workload=WORKLOAD,
         config=config,
@@ -103,8 +102,9 @@ def main(stop: world.StopSignal) -> int:
     else:
         from hvdtrain.frameworks.tensorflow import PRECISIONS, TensorFlowReplica, prepare
     device = prepare(config.device, place.local_rank, threads)
-    ranks = world.World(framework, gpu=device != "cpu", native=strategy_type.native, timeline=config.horovod_timeline)
-    strategy = strategy_type(ranks, shapes, config)
+    carrier = strategies.chosen(config)[0].carrier
+    ranks = world.World(framework, gpu=device != "cpu", carrier=carrier, timeline=config.horovod_timeline)
+    strategy = strategies.make(config, ranks, shapes)
     facts["collectives"] = ranks.collectives
 
     # 5. Replica: the same weights from the same seed on every rank.

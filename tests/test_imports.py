@@ -32,14 +32,15 @@ ALLOWED = {
     "data": ".config .progress numpy PIL sklearn",
     "models": ".config numpy",
     "frameworks": ".collectives! .config .data! .models .notes .timing .world .strategies! numpy",
-    "strategies": ".collectives .config .records .world numpy array_api_compat",
+    "strategies": ".collectives .config .timing .world numpy",
     "checkpoint": ".config .records numpy safetensors",
     "run": ".cluster .config .records .world rich",
     "observe": ".config .frameworks! .monitors .records .scalars .world",
-    "position": ".records",
+    "position": ".records numpy",
+    "agreement": ".world numpy",
     "evaluation": ".data .frameworks! .progress .records .timing .world numpy",
     "loop": (
-        ".checkpoint .config .data .evaluation .frameworks! .observe .position .progress .records .run"
+        ".agreement .checkpoint .config .data .evaluation .frameworks! .observe .position .progress .records .run"
         " .strategies! .timing .world numpy"
     ),
     "results": ".records numpy pandas matplotlib pyarrow rich",

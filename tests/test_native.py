@@ -19,6 +19,7 @@ from hvdtrain.collectives.meeting import reserved_port
 from hvdtrain.config import TrainConfig
 from hvdtrain.exits import Failure
 from hvdtrain.models.resnet import ResNetSpec, parameters
+from hvdtrain.strategies import Layout
 from hvdtrain.strategies.native import Native
 
 # A small rate and blocks that start as the identity: equal programs stay equal (see test_resnet_train.py).
@@ -50,7 +51,7 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]
     [("torch", 0, ""), ("torch", 3, "horovodrun --gloo"), ("tensorflow", 0, ""), ("tensorflow", 3, "mpirun")],
 )
 def test_uneven_ranks_train_as_one_process_on_all_samples(framework: str, ranks: int, launcher: str) -> None:
-    report = document(launch(ranks, [str(PROGRAMS / "exchange.py"), framework, "native"], launcher))
+    report = document(launch(ranks, [str(PROGRAMS / "exchange.py"), framework, '{"strategy": "native"}'], launcher))
     size = max(1, ranks)
     weight, expected = numpy_training()
     np.testing.assert_allclose(report["weight"], weight, rtol=1e-4, atol=1e-5)
@@ -157,8 +158,8 @@ def test_each_hook_tells_its_bytes() -> None:
     expected = {"none": whole, "fp16": whole // 2, "powersgd": 4 * numbers_in_factors(shapes)}
     for hook, payload in expected.items():
         config = TrainConfig(strategy="native", framework="torch", ddp_hook=hook)
-        assert Native.bytes_per_step(shapes, 4, config) == 2 * 3 * payload // 4
-        assert Native.bytes_per_step(shapes, 1, config) == 0
+        assert Native.bytes_per_step(shapes, Layout(ranks=4, hosts=4), config, None) == 2 * 3 * payload // 4
+        assert Native.bytes_per_step(shapes, Layout(ranks=1, hosts=1), config, None) == 0
 
 
 def numbers_in_factors(shapes: list[tuple[int, ...]]) -> int:

@@ -1,16 +1,17 @@
 """What carries data between the ranks of a job: one protocol, and a file for each library that does it.
 
 `meeting` lets ranks find each other without any of them, `horovod_ranks` is Horovod for both frameworks, `ddp` is
-torch.distributed with DistributedDataParallel, `mwms` TensorFlow with MultiWorkerMirroredStrategy. Here is `Alone`, for
-a process without a launcher. Only this room imports Horovod, mpi4py and torch.distributed. Each method is called
-by every rank, in the same order; `name` must be the same on all.
+torch.distributed with DistributedDataParallel, `mwms` TensorFlow with MultiWorkerMirroredStrategy, `streams` our own
+TCP for the strategies made for slow networks. Here is `Alone`, for a process without a launcher. Only this room imports
+Horovod, mpi4py and torch.distributed. Each method is called by every rank, in the same order; `name` must be the same
+on all.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -49,7 +50,7 @@ class Collectives(Meeting, Protocol):
     """What every training run needs, whatever its framework."""
 
     carrier: str
-    """none, gloo, mpi, nccl or grpc"""
+    """none, gloo, mpi, nccl, grpc or streams"""
 
     def sum(self, values: np.ndarray, name: str) -> np.ndarray:
         """Element-wise sum over ranks, same shape and type."""
@@ -57,6 +58,10 @@ class Collectives(Meeting, Protocol):
 
     def broadcast(self, values: np.ndarray, name: str) -> np.ndarray:
         """Rank 0's values; those of the others have the same shape and type."""
+        ...
+
+    def reduce(self, values: np.ndarray, between: Callable[[np.ndarray, Any], None]) -> int:
+        """The sum of a 1-d vector over ranks, in place; see `streams`, where alone it is more than nothing."""
         ...
 
     def wait(self) -> None:
@@ -67,6 +72,29 @@ class Collectives(Meeting, Protocol):
         ...
 
     def load(self, state: dict[str, np.ndarray]) -> None: ...
+
+
+class Hosts(Protocol):
+    """The hosts of a job as seen by one rank of each, its leader. Arrays are 1-d and contiguous."""
+
+    count: int
+    index: int
+    """This host's, 0 to count - 1"""
+    sent_bytes: int
+    """Payload bytes given to the network so far"""
+
+    def exchange(self, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Sends parts[j] to host j; what each host sent here, in host order, its own part included. One dtype for all;
+        lengths may differ."""
+        ...
+
+    def gather(self, part: np.ndarray) -> list[np.ndarray]:
+        """Every host's part, in host order."""
+        ...
+
+    def sum(self, values: np.ndarray) -> None:
+        """Element-wise sum over hosts, in place and bit for bit the same on all: 2(h-1)/h of the bytes are sent."""
+        ...
 
 
 class TorchStep:
@@ -157,6 +185,10 @@ class Alone:
     def load(self, state: dict[str, np.ndarray]) -> None:
         pass
 
+    def reduce(self, values: np.ndarray, between: Callable[[np.ndarray, Any], None]) -> int:
+        """See `streams.StreamRanks.reduce`."""
+        return 0
+
     # --- PyTorch ------------------------------------------------------------------------------------------------
 
     def start_sum(self, tensor: Any, name: str) -> Any:
@@ -183,8 +215,13 @@ class Alone:
         return list(tape.gradient(loss, weights))
 
 
+class PeerLost(OSError):
+    """A stream to another rank ended."""
+
+
 # What the libraries raise when another rank is gone: the exception's class, and words of its text.
 PEER_ERRORS = (
+    ("PeerLost", ""),
     ("HorovodInternalError", ""),
     ("", "Horovod"),
     ("DistBackendError", ""),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -13,36 +12,22 @@ import numpy as np
 from hvdtrain import exits
 from hvdtrain.data import Batch
 from hvdtrain.exits import Failure
+from hvdtrain.strategies import Vectors
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sums:
-    """One step's totals over all ranks."""
-
-    loss: float
-    """Sum over samples"""
-    correct: float
-    """Samples classified correctly"""
-    stopping: bool
-    """Whether any rank has been asked to stop"""
-
-
-class Replica(Protocol):
+class Replica(Vectors, Protocol):
     """A model, its optimizer and its device. State goes in and out as arrays in PyTorch's layout, named neutrally."""
 
     device: str
     """For people and records: 'cpu', 'cuda:0' ..."""
 
-    def backward(self, batch: Batch, lr: float, stop: bool) -> list[Any]:
-        """Forward and backward of this rank's batch: the gradients, divided by the sample count of all ranks.
+    def backward(self, batch: Batch, lr: float, stop: bool) -> None:
+        """Forward and backward of this rank's batch: the gradients, divided by the sample count of all ranks, or of
+        this one for a strategy that is `local`.
 
         A framework whose graph holds an overlapped exchange updates each parameter in that graph, as soon as its
-        gradient has arrived; it then returns no gradients.
+        gradient has arrived: v = momentum v + g + weight_decay p; p -= lr v.
         """
-        ...
-
-    def apply(self, gradients: list[Any], lr: float) -> None:
-        """One step of SGD with momentum, unless backward made it: v = momentum v + g + weight_decay p; p -= lr v."""
         ...
 
     def waited_s(self) -> float | None:
@@ -51,16 +36,13 @@ class Replica(Protocol):
         """
         ...
 
-    def sums(self) -> Sums:
-        """Totals of the last `backward` over all ranks."""
-        ...
-
     def evaluate(self, batch: Batch) -> tuple[float, float]:
         """Sum of losses and number of correct samples of this rank's batch; nothing is learnt from it."""
         ...
 
     def state(self) -> dict[str, np.ndarray]:
-        """Parameters and optimizer state: equal on all ranks."""
+        """Parameters (`parameter.NAME`), equal on all ranks, and optimizer state (`momentum.NAME` ...), equal unless
+        the strategy is `local`."""
         ...
 
     def load(self, state: dict[str, np.ndarray]) -> None: ...

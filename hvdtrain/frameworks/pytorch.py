@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,8 +12,8 @@ from hvdtrain.collectives import TorchStep
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import Batch
 from hvdtrain.exits import Failure
-from hvdtrain.frameworks import Profiler, Sums
-from hvdtrain.strategies import Strategy
+from hvdtrain.frameworks import Profiler
+from hvdtrain.strategies import TOTALS, Strategy
 from hvdtrain.world import World
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -30,6 +29,34 @@ def prepare(asked: str, local_rank: int, threads: int) -> str:
     if asked == "gpu":
         raise Failure("--device gpu: PyTorch sees no GPU here; use --device cpu or auto", exits.BAD_CONFIG)
     return "cpu"
+
+
+class Flat:
+    """Weights and gradients of a model as two vectors, of which its parameters become views: nothing is copied to
+    exchange them. On a GPU the gradients are copied to host memory and back.
+    """
+
+    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
+        sizes = [parameter.numel() for parameter in parameters]
+        device, self._size = parameters[0].device, sum(sizes)
+        self.weights = torch.empty(self._size, device=device)
+        self._whole = torch.zeros(self._size + TOTALS, device=device)
+        self._host = self._whole if device.type == "cpu" else torch.zeros(self._size + TOTALS, pin_memory=True)
+        self.gradients = self._whole[: self._size]
+        pieces = zip(parameters, self.weights.split(sizes), self.gradients.split(sizes), strict=True)
+        for parameter, weight, gradient in pieces:
+            weight.copy_(parameter.detach().reshape(-1))
+            parameter.data, parameter.grad = weight.view(parameter.shape), gradient.view(parameter.shape)
+
+    def vector(self, totals: torch.Tensor) -> np.ndarray:
+        self._whole[self._size :] = totals
+        if self._host is not self._whole:
+            self._host.copy_(self._whole)
+        return self._host.numpy()
+
+    def take_gradients(self) -> None:
+        if self._host is not self._whole:
+            self._whole.copy_(self._host, non_blocking=True)
 
 
 class TorchReplica:
@@ -57,8 +84,11 @@ class TorchReplica:
             fused=config.precision != "fp16",
         )
         self._step = TorchStep(self._model, optimizer)
+        self._local, self._flat = strategy.local, None
         if strategy.in_backward:
             self._step = world.torch.overlapped(self._model, optimizer, config)
+        else:
+            self._flat = Flat(list(self._parameters.values()))
         self._optimizer: torch.optim.Optimizer = self._step.optimizer
         # PyTorch's first scale, so that what backward sees is the same whatever the exchange divides by.
         first_scale = 2.0**16 / self._step.loss_factor
@@ -66,31 +96,49 @@ class TorchReplica:
             self._device.type, init_scale=first_scale, enabled=config.precision == "fp16"
         )
 
-    def backward(self, batch: Batch, lr: float, stop: bool) -> list[Any]:
+    def backward(self, batch: Batch, lr: float, stop: bool) -> None:
         self._model.train()
-        self._optimizer.zero_grad()
+        if self._flat is None:
+            self._optimizer.zero_grad()
+        else:
+            self._flat.gradients.zero_()
         with self._autocast:
             loss, correct = self._step.loss(*self._tensors(batch))
-        totals = torch.stack([loss.detach(), correct.to(loss.dtype), torch.full_like(loss, stop, requires_grad=False)])
+        totals = torch.stack([loss.detach(), *(torch.as_tensor(x).to(loss) for x in (correct, batch.weight, stop))])
         self._totals = self._world.torch.start_sum(totals, "step.totals")
-        self._step.backward(self._scaler.scale(loss / (batch.total_weight / self._step.loss_factor)))
-        return [parameter.grad for parameter in self._parameters.values()]
+        self._samples = batch.weight, batch.total_weight
+        mean_of = batch.weight if self._local else batch.total_weight
+        self._step.backward(self._scaler.scale(loss / (mean_of / self._step.loss_factor)))
 
-    def apply(self, gradients: list[Any], lr: float) -> None:
-        for parameter, gradient in zip(self._parameters.values(), gradients, strict=True):
-            parameter.grad = gradient
+    def vector(self) -> np.ndarray:
+        assert self._flat is not None
+        return self._flat.vector(self._totals)
+
+    def totals(self) -> np.ndarray:
+        return np.asarray(self._world.torch.finish_sum(self._totals).cpu().numpy(), dtype=np.float64)
+
+    def share(self) -> tuple[int, int]:
+        return self._samples
+
+    def apply(self, lr: float) -> None:
+        if self._flat is not None:
+            self._flat.take_gradients()
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         with self._step.updating():
             self._scaler.step(self._optimizer)
         self._scaler.update()
 
+    def weights(self) -> np.ndarray:
+        assert self._flat is not None
+        return self._flat.weights.cpu().numpy()
+
+    def set_weights(self, weights: np.ndarray) -> None:
+        assert self._flat is not None
+        self._flat.weights.copy_(torch.from_numpy(weights))
+
     def waited_s(self) -> float | None:
         return self._step.waited_s()
-
-    def sums(self) -> Sums:
-        loss, correct, stopping = self._world.torch.finish_sum(self._totals).tolist()
-        return Sums(loss=loss, correct=correct, stopping=stopping > 0)
 
     @torch.inference_mode()
     def evaluate(self, batch: Batch) -> tuple[float, float]:

@@ -15,8 +15,8 @@ from hvdtrain import exits, notes
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import Batch
 from hvdtrain.exits import Failure
-from hvdtrain.frameworks import Profiler, Sums
-from hvdtrain.strategies import Strategy
+from hvdtrain.frameworks import Profiler
+from hvdtrain.strategies import TOTALS, Strategy
 from hvdtrain.world import World
 
 BUILD_NOTES = (b"absl::InitializeLog", b"oneDNN custom operations", b"cpu_feature_guard", b"To enable the following")
@@ -67,7 +67,7 @@ class TensorFlowReplica:
     def __init__(self, model: Any, *, device: str, config: TrainConfig, world: World, strategy: Strategy) -> None:
         self.device = device
         self._model, self._ranks = model, world.tensorflow
-        self._in_backward = strategy.in_backward
+        self._in_backward, self._local = strategy.in_backward, strategy.local
         self._momentum, self._weight_decay = config.momentum, config.weight_decay
         self._weights: dict[str, tf.Variable] = model.weights
         self._slots = {name: tf.Variable(tf.zeros_like(w), trainable=False) for name, w in self._weights.items()}
@@ -77,37 +77,69 @@ class TensorFlowReplica:
         self._backward_graph: Any = None
         self._evaluate_graph: Any = None
         self._apply_graph = tf.function(self._apply)
+        self._vector = np.empty(0 if self._in_backward else self._size() + TOTALS, np.float32)
 
-    def backward(self, batch: Batch, lr: float, stop: bool) -> list[Any]:
+    def backward(self, batch: Batch, lr: float, stop: bool) -> None:
         arrays = [tf.constant(array) for array in batch.arrays]
         if self._backward_graph is None:
             scalar = tf.TensorSpec((), tf.float32)
             self._backward_graph = tf.function(
                 lambda *arguments: self._ranks.run(self._backward, *arguments),
-                input_signature=[any_length(arrays), *[scalar] * 3],
+                input_signature=[any_length(arrays), *[scalar] * 4],
             )
-        gradients, self._totals = self._backward_graph(
-            arrays,
-            tf.constant(batch.total_weight, tf.float32),
-            tf.constant(lr, tf.float32),
-            tf.constant(stop, tf.float32),
-        )
-        return gradients
+        mean_of = batch.weight if self._local else batch.total_weight
+        numbers = (mean_of, batch.weight, lr, stop)
+        self._gradients, self._totals = self._backward_graph(arrays, *(tf.constant(n, tf.float32) for n in numbers))
+        self._samples = batch.weight, batch.total_weight
+        self._gathered = False
 
-    def _backward(self, arrays: list[tf.Tensor], total_weight: tf.Tensor, lr: tf.Tensor, stop: tf.Tensor) -> Any:
+    def _backward(
+        self, arrays: list[tf.Tensor], mean_of: tf.Tensor, samples: tf.Tensor, lr: tf.Tensor, stop: tf.Tensor
+    ) -> Any:
         tape = tf.GradientTape()
         with tape:
             loss, correct = self._model.loss(*arrays, training=True)
-            mean = loss / total_weight * self._scale
-        totals = self._ranks.graph_sum(tf.stack([loss, tf.cast(correct, loss.dtype), stop]), "step.totals")
+            mean = loss / mean_of * self._scale
+        totals = tf.stack([loss, tf.cast(correct, loss.dtype), samples, stop])
+        totals = self._ranks.graph_sum(totals, "step.totals")
         if not self._in_backward:
             return tape.gradient(mean, list(self._weights.values())), totals
         self._apply(self._ranks.summed_gradients(tape, mean, list(self._weights.values())), lr)
         return [], totals
 
-    def apply(self, gradients: list[Any], lr: float) -> None:
-        if gradients:
-            self._apply_graph(gradients, tf.constant(lr, tf.float32))
+    def vector(self) -> np.ndarray:
+        if not self._gathered:
+            self._gathered = True
+            flat = [np.asarray(memoryview(gradient)).reshape(-1) for gradient in (*self._gradients, self._totals)]
+            np.concatenate(flat, out=self._vector)
+        return self._vector
+
+    def totals(self) -> np.ndarray:
+        return np.asarray(self._totals.numpy(), dtype=np.float64)
+
+    def share(self) -> tuple[int, int]:
+        return self._samples
+
+    def apply(self, lr: float) -> None:
+        if not self._in_backward:
+            gradients = self._split(self.vector())
+            self._apply_graph([tf.constant(gradient) for gradient in gradients], tf.constant(lr, tf.float32))
+
+    def weights(self) -> np.ndarray:
+        return np.concatenate([weight.numpy().reshape(-1) for weight in self._weights.values()])
+
+    def set_weights(self, weights: np.ndarray) -> None:
+        for weight, part in zip(self._weights.values(), self._split(weights), strict=True):
+            weight.assign(part)
+
+    def _size(self) -> int:
+        return sum(int(np.prod(weight.shape)) for weight in self._weights.values())
+
+    def _split(self, vector: np.ndarray) -> list[np.ndarray]:
+        """Its parts in the shapes of the weights."""
+        shapes = [tuple(weight.shape) for weight in self._weights.values()]
+        ends = np.cumsum([int(np.prod(shape)) for shape in shapes])
+        return [part.reshape(shape) for part, shape in zip(np.split(vector, ends), shapes, strict=False)]
 
     def _apply(self, gradients: list[tf.Tensor], lr: tf.Tensor) -> None:
         if not self._scaled:
@@ -134,10 +166,6 @@ class TensorFlowReplica:
 
     def waited_s(self) -> float | None:
         return None if self._in_backward else 0.0
-
-    def sums(self) -> Sums:
-        loss, correct, stopping = self._totals.numpy().tolist()
-        return Sums(loss=loss, correct=correct, stopping=stopping > 0)
 
     def evaluate(self, batch: Batch) -> tuple[float, float]:
         arrays = [tf.constant(array) for array in batch.arrays]

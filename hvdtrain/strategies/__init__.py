@@ -1,12 +1,14 @@
-"""How gradients become their mean over the samples of all ranks: the protocol, and the one table of strategies.
+"""How the ranks' gradients, or weights, become one: the protocol, and the tables of strategies.
 
-A new strategy is one file and one line in STRATEGIES.
+A reducer says how one vector is summed between hosts (`hierarchical`, `powersgd` ...), a schedule when and what is
+summed (`allreduce`, `local-sgd`, `delayed` ...). `--strategy` takes either: a reducer alone sums the gradients of every
+step; a schedule made for slow networks takes its reducer from `--inner`. A new one is one file and one line below.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -14,32 +16,56 @@ from hvdtrain import exits
 from hvdtrain.config import TrainConfig
 from hvdtrain.exits import Failure
 from hvdtrain.strategies.allreduce import AllReduce
+from hvdtrain.strategies.delayed import Delayed
+from hvdtrain.strategies.hierarchical import Hierarchical
+from hvdtrain.strategies.local_sgd import LocalSGD
 from hvdtrain.strategies.native import Native
-from hvdtrain.strategies.payload import Shape
-from hvdtrain.world import World
+from hvdtrain.strategies.payload import Layout, Shape
+from hvdtrain.strategies.reducer import Reducer
+from hvdtrain.strategies.replicas import TOTALS, Exchanged, Vectors
+from hvdtrain.strategies.synchronous import Synchronous
+from hvdtrain.timing import Clock
+from hvdtrain.world import Carrier, World
+
+__all__ = ["REDUCERS", "SCHEDULES", "TOTALS", "Exchanged", "Layout", "Reducer", "Strategy", "Vectors"]
 
 
 class Strategy(Protocol):
     """One object, one verb. Its state lives in it and goes into the checkpoint."""
 
+    carrier: Carrier
+    """What connects the ranks"""
     in_backward: bool
     """True: the world's own step (Horovod's optimizer or tape, DistributedDataParallel, MultiWorkerMirroredStrategy)
     exchanges each gradient while backward still computes the others"""
-    native: bool
-    """True: the framework's own collectives connect the ranks, and no Horovod runs"""
+    local: bool
+    """True: each rank updates its weights by its own gradients for a while, so its gradients are divided by its own
+    sample count and its momentum is its own"""
 
-    def __init__(self, world: World, shapes: Sequence[Shape], config: TrainConfig) -> None:
-        """`shapes`: of one rank's gradients, in the model's order."""
+    def __init__(self, world: World, shapes: Sequence[Shape], config: TrainConfig, reducer: Reducer | None) -> None:
+        """`shapes`: of the trainable arrays, in the model's order; `reducer`: the one to use, if it uses one."""
 
     @staticmethod
-    def bytes_per_step(shapes: Sequence[Shape], ranks: int, config: TrainConfig) -> int:
-        """Payload bytes that each of `ranks` ranks sends in one step, once the strategy is in its stride."""
+    def bytes_per_step(
+        shapes: Sequence[Shape], layout: Layout, config: TrainConfig, reducer: type[Reducer] | None
+    ) -> float:
+        """Payload bytes that each host gives to the network in a step on average, once the strategy is in its stride;
+        on one host, what each rank sends there."""
         ...
 
-    def exchange(self, gradients: list[Any]) -> tuple[list[Any], int]:
-        """Takes this rank's gradients, each divided by the sample count of all ranks' step, and returns their sums over
-        ranks (the mean over all samples, however uneven the shares) and the payload bytes that this rank sent.
+    @property
+    def level(self) -> bool:
+        """Whether the weights are the same on all ranks now: only then are checkpoints made."""
+        ...
+
+    def step(self, replica: Vectors, lr: float, clock: Clock) -> Exchanged:
+        """After backward: exchanges, and updates the replica's weights. What it waits for the others is spent under
+        the clock's label "communication", the update under "compute".
         """
+        ...
+
+    def settle(self, replica: Vectors, clock: Clock) -> Exchanged:
+        """Before an evaluation: makes the weights the same on all ranks and waits for what is on its way."""
         ...
 
     def state(self) -> dict[str, np.ndarray]:
@@ -49,14 +75,42 @@ class Strategy(Protocol):
     def load(self, state: dict[str, np.ndarray]) -> None: ...
 
 
-STRATEGIES: dict[str, type[Strategy]] = {
+REDUCERS: dict[str, type[Reducer]] = {
+    "hierarchical": Hierarchical,
+}
+SCHEDULES: dict[str, type[Strategy]] = {
     "allreduce": AllReduce,
     "native": Native,
+    "local-sgd": LocalSGD,
+    "delayed": Delayed,
 }
 
 
-def strategy_class(name: str) -> type[Strategy]:
-    """Raises Failure (78) for an unknown name."""
-    if name not in STRATEGIES:
-        raise Failure(f"--strategy {name}: unknown; known: {', '.join(STRATEGIES)}", exits.BAD_CONFIG)
-    return STRATEGIES[name]
+def chosen(config: TrainConfig) -> tuple[type[Strategy], type[Reducer] | None]:
+    """What --strategy and --inner mean; raises Failure (78) if they are unknown or do not go together."""
+    name = config.strategy
+    if name in REDUCERS:
+        return Synchronous, REDUCERS[name]
+    if name not in SCHEDULES:
+        known = ", ".join([*SCHEDULES, *REDUCERS])
+        raise Failure(f"--strategy {name}: unknown; known: {known} (see --strategy help)", exits.BAD_CONFIG)
+    if SCHEDULES[name].carrier != "streams":
+        return SCHEDULES[name], None
+    if config.inner not in REDUCERS:
+        raise Failure(f"--inner {config.inner}: unknown; known: {', '.join(REDUCERS)}", exits.BAD_CONFIG)
+    return SCHEDULES[name], REDUCERS[config.inner]
+
+
+def make(config: TrainConfig, world: World, shapes: Sequence[Shape]) -> Strategy:
+    """The strategy that the config asks for, in this world."""
+    schedule, reducer = chosen(config)
+    return schedule(world, shapes, config, reducer(shapes, config) if reducer else None)
+
+
+def fact(config: TrainConfig, shapes: Sequence[Shape], layout: Layout) -> str:
+    """The strategy and what it sends, for people."""
+    schedule, reducer = chosen(config)
+    sent = schedule.bytes_per_step(shapes, layout, config, reducer)
+    words = f"{config.strategy} of {config.inner}" if config.strategy in SCHEDULES and reducer else config.strategy
+    where = "per host and step" if layout.hosts > 1 else "per rank and step"
+    return f"{words}: {sent / 1e6:.2f} MB sent {where}"

@@ -12,32 +12,45 @@ Sergeev and Del Balso, "Horovod: fast and easy distributed deep learning in Tens
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from hvdtrain.config import TrainConfig
-from hvdtrain.strategies.payload import Shape, elements, ring_bytes
-from hvdtrain.world import World
+from hvdtrain.strategies.payload import Layout, Shape, elements, ring_bytes
+from hvdtrain.strategies.reducer import Reducer
+from hvdtrain.strategies.replicas import Exchanged, Vectors
+from hvdtrain.timing import Clock
+from hvdtrain.world import Carrier, World
 
 
 class AllReduce:
     """Gradients summed by Horovod's own optimizer (PyTorch) or tape (TensorFlow) during backward; no state."""
 
+    carrier: Carrier = "horovod"
     in_backward = True
-    native = False
+    local = False
+    level = True
 
-    def __init__(self, world: World, shapes: Sequence[Shape], config: TrainConfig) -> None:
+    def __init__(self, world: World, shapes: Sequence[Shape], config: TrainConfig, reducer: Reducer | None) -> None:
         self._world = world
-        self._sent = self.bytes_per_step(shapes, world.size, config)
+        self._sent = ring_bytes(4 * elements(shapes), world.size)
 
     @staticmethod
-    def bytes_per_step(shapes: Sequence[Shape], ranks: int, config: TrainConfig) -> int:
-        return ring_bytes(4 * elements(shapes), ranks)
+    def bytes_per_step(
+        shapes: Sequence[Shape], layout: Layout, config: TrainConfig, reducer: type[Reducer] | None
+    ) -> float:
+        return ring_bytes(4 * elements(shapes), layout.ranks)
 
-    def exchange(self, gradients: list[Any]) -> tuple[list[Any], int]:
-        self._world.wait()
-        return gradients, self._sent
+    def step(self, replica: Vectors, lr: float, clock: Clock) -> Exchanged:
+        with clock.span("communication"):
+            self._world.wait()
+        with clock.span("compute"):
+            replica.apply(lr)
+            totals = replica.totals()
+        return Exchanged(totals=totals, loss=totals[0] / totals[2], sent_bytes=self._sent)
+
+    def settle(self, replica: Vectors, clock: Clock) -> Exchanged:
+        return Exchanged()
 
     def state(self) -> dict[str, np.ndarray]:
         return {}

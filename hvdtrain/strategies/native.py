@@ -14,14 +14,16 @@ TensorFlow's guide "Distributed training with TensorFlow" (tensorflow.org/guide/
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from hvdtrain.collectives import powersgd
 from hvdtrain.config import TrainConfig
-from hvdtrain.strategies.payload import Shape, elements, ring_bytes
-from hvdtrain.world import World
+from hvdtrain.strategies.payload import Layout, Shape, elements, ring_bytes
+from hvdtrain.strategies.reducer import Reducer
+from hvdtrain.strategies.replicas import Exchanged, Vectors
+from hvdtrain.timing import Clock
+from hvdtrain.world import Carrier, World
 
 HALF = 2
 """Bytes"""
@@ -30,22 +32,31 @@ HALF = 2
 class Native:
     """Gradients summed by the framework itself during backward; its state is that of the hook."""
 
+    carrier: Carrier = "native"
     in_backward = True
-    native = True
+    local = False
+    level = True
 
-    def __init__(self, world: World, shapes: Sequence[Shape], config: TrainConfig) -> None:
+    def __init__(self, world: World, shapes: Sequence[Shape], config: TrainConfig, reducer: Reducer | None) -> None:
         self._world, self._shapes, self._config = world, shapes, config
         self._step = 0
-        self._sent = self.bytes_per_step(shapes, world.size, config)
 
     @staticmethod
-    def bytes_per_step(shapes: Sequence[Shape], ranks: int, config: TrainConfig) -> int:
-        return ring_bytes(payload_bytes(shapes, config, powersgd.START_STEP), ranks)
+    def bytes_per_step(
+        shapes: Sequence[Shape], layout: Layout, config: TrainConfig, reducer: type[Reducer] | None
+    ) -> float:
+        return ring_bytes(payload_bytes(shapes, config, powersgd.START_STEP), layout.ranks)
 
-    def exchange(self, gradients: list[Any]) -> tuple[list[Any], int]:
+    def step(self, replica: Vectors, lr: float, clock: Clock) -> Exchanged:
+        with clock.span("compute"):
+            replica.apply(lr)
+            totals = replica.totals()
         sent = ring_bytes(payload_bytes(self._shapes, self._config, self._step), self._world.size)
         self._step += 1
-        return gradients, sent
+        return Exchanged(totals=totals, loss=totals[0] / totals[2], sent_bytes=sent)
+
+    def settle(self, replica: Vectors, clock: Clock) -> Exchanged:
+        return Exchanged()
 
     def state(self) -> dict[str, np.ndarray]:
         return {"step": np.array(self._step), **self._world.exchange_state()}

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 
 Shape = Sequence[int]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Who takes part in an exchange."""
+
+    ranks: int
+    hosts: int
 
 
 def elements(shapes: Iterable[Shape]) -> int:

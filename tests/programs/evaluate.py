@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import sys
 
+from hvdtrain import strategies
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import load
 from hvdtrain.evaluation import evaluate
 from hvdtrain.models import resnet
-from hvdtrain.strategies import STRATEGIES
 from hvdtrain.world import World
 
 framework = sys.argv[1]
@@ -28,7 +28,7 @@ if framework == "torch":
 else:
     from hvdtrain.models.resnet_tf import ResNetTF as Model
 replica = Replica(
-    Model(spec), device=device, config=config, world=world, strategy=STRATEGIES["allreduce"](world, [(1,)], config)
+    Model(spec), device=device, config=config, world=world, strategy=strategies.make(config, world, [(1,)])
 )
 state = resnet.initial_state(spec, 3)
 replica.load({f"parameter.{name}": state[name] for name in resnet.parameters(spec)})

@@ -11,9 +11,10 @@ import sys
 
 import numpy as np
 
+from hvdtrain import strategies
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import Batch
-from hvdtrain.strategies import STRATEGIES
+from hvdtrain.timing import Clock
 from hvdtrain.world import World
 
 FEATURES, CLASSES, SAMPLES, STEPS, LR = 6, 3, 11, 3, 0.1
@@ -60,8 +61,8 @@ def tensorflow_model():
 
 
 def main() -> None:
-    framework, kind = sys.argv[1], STRATEGIES[sys.argv[2] if len(sys.argv) > 2 else "allreduce"]
-    config = TrainConfig(lr=LR, momentum=0.9, weight_decay=0.01)
+    framework, settings = sys.argv[1], json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
+    config = TrainConfig(lr=LR, momentum=0.9, weight_decay=0.01, **settings)
     if framework == "torch":
         from hvdtrain.frameworks.pytorch import TorchReplica as Replica
         from hvdtrain.frameworks.pytorch import prepare
@@ -69,9 +70,9 @@ def main() -> None:
         from hvdtrain.frameworks.tensorflow import TensorFlowReplica as Replica
         from hvdtrain.frameworks.tensorflow import prepare
     device = prepare("cpu", 0, 1)
-    world = World(framework, native=kind.native)
+    world = World(framework, carrier=strategies.chosen(config)[0].carrier)
     inputs, labels, weight = problem()
-    strategy = kind(world, [weight.shape], config)
+    strategy = strategies.make(config, world, [weight.shape])
     if framework == "torch":
         model = torch_model()
     else:
@@ -84,21 +85,21 @@ def main() -> None:
     borders = [r * (r + 1) // 2 for r in range(world.size)] + [SAMPLES]
     mine = slice(borders[world.rank], borders[world.rank + 1])
     batch = Batch(arrays=(inputs[mine], labels[mine]), weight=mine.stop - mine.start, total_weight=SAMPLES)
-    losses, sent = [], 0
+    losses = []
     for _ in range(STEPS):
-        gradients, sent = strategy.exchange(replica.backward(batch, LR, stop=world.rank == world.size - 1))
-        replica.apply(gradients, LR)
-        sums = replica.sums()
-        losses.append(sums.loss / SAMPLES)
+        replica.backward(batch, LR, stop=world.rank == world.size - 1)
+        done = strategy.step(replica, LR, Clock())
+        losses.append(done.loss)
     agreed = world.agreed({"own": np.full(3, float(world.rank)), "same": np.arange(2)})
     report = {
         "size": world.size,
         "weight": replica.state()["parameter.weight"].tolist(),
         "weights_of_ranks": world.gather(replica.state()["parameter.weight"].tolist()),
         "losses": losses,
-        "correct": sums.correct,
-        "stopping": sums.stopping,
-        "bytes_sent": sent,
+        "correct": done.totals[1],
+        "samples": done.totals[2],
+        "stopping": bool(done.totals[3]),
+        "bytes_sent": done.sent_bytes,
         "sum": world.sum(np.array([1.0, world.rank]), "test").tolist(),
         "gathered": world.gather({"rank": world.rank, "text": "ä" * world.rank}),
         "agreed": {name: array.tolist() for name, array in agreed.items()},

@@ -20,7 +20,7 @@ def main(stop: world.StopSignal) -> int:
     else:
         from hvdtrain.frameworks.tensorflow import prepare
     prepare("cpu", 0, 1)
-    ranks = world.World(framework, native=True)
+    ranks = world.World(framework, carrier="native")
     ranks.gather("all are here")
     ranks.gather("and nobody is still reading what was said")
     if ranks.rank == ranks.size - 1:

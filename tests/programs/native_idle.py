@@ -14,7 +14,7 @@ if framework == "torch":
 else:
     from hvdtrain.frameworks.tensorflow import prepare
 prepare("cpu", 0, 1)
-world = World(framework, native=True)
+world = World(framework, carrier="native")
 world.gather("all are here")
 time.sleep(1)  # what was said has been acknowledged
 began, seconds = world.nic_counters(), 4.0

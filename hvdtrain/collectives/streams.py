@@ -1,0 +1,290 @@
+"""Ranks joined by TCP streams of our own: nothing polls, nothing is sent but what is asked for.
+
+For the strategies that exchange one vector per round. The ranks of a host add their vectors up in its first rank, its
+leader; the leaders exchange over the network, one stream for each pair of hosts; then each shares the outcome with its
+host. So the network carries each host's data once, however many ranks it has.
+
+Leaders meet pairwise: in round s host i sends to host i+s and receives from host i-s, so that each link carries one
+stream in each direction and no two hosts send to a third at once (what a queue of a slow link would lose, TCP finds
+out only after its timeout of 200 ms). A rank that waits sleeps in poll(2); Horovod's and Open MPI's threads would take
+turns with the computation instead, on a processor that is the scarcest thing a small host has.
+
+Found through the meeting, like the native strategies'. A message is its length (8 bytes) and its bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import secrets
+import select
+import socket
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from hvdtrain import exits
+from hvdtrain.collectives import Alone, Meeting, PeerLost, Reach
+from hvdtrain.exits import Failure
+
+PATIENCE_S = 60.0
+"""For the other ranks to connect"""
+SMALL_BYTES = 2048
+"""Vectors up to this size are sent whole to every host: h-1 messages in a row instead of 2(h-1)"""
+WAKE_BYTES = 64 * 1024
+"""A receiver is woken for so much at once, and not for each packet"""
+TOKEN_BYTES, LENGTH_BYTES = 16, 8
+
+
+class Stream:
+    """One connection to another rank."""
+
+    def __init__(self, connected: socket.socket, rank: int) -> None:
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connected.setblocking(False)
+        self.socket, self.rank = connected, rank
+
+
+class StreamHosts:
+    """This host's streams to the leaders of the others; see `collectives.Hosts`. `streams[i]` is None for itself."""
+
+    def __init__(self, streams: Sequence[Stream | None]) -> None:
+        self._streams = streams
+        self.count = len(streams)
+        self.index = list(streams).index(None)
+        self.sent_bytes = 0
+
+    def exchange(self, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
+        found = list(parts)
+        for target, source in self._rounds():
+            found[source] = np.frombuffer(self._swap(target, parts[target], source), parts[0].dtype)
+        return found
+
+    def gather(self, part: np.ndarray) -> list[np.ndarray]:
+        return self.exchange([part] * self.count)
+
+    def sum(self, values: np.ndarray) -> None:
+        if values.nbytes <= SMALL_BYTES or values.size < self.count:
+            parts = self.gather(values.copy())
+            np.copyto(values, parts[0])
+            for part in parts[1:]:
+                values += part
+            return
+        borders = [values.size * host // self.count for host in range(self.count + 1)]
+        chunks = [values[begin:end] for begin, end in itertools.pairwise(borders)]
+        mine, theirs = chunks[self.index], np.empty(chunks[self.index].size, values.dtype)
+        for target, source in self._rounds():
+            self._swap(target, chunks[target], source, theirs)
+            mine += theirs
+        for target, source in self._rounds():
+            self._swap(target, mine, source, chunks[source])
+
+    def _rounds(self) -> list[tuple[int, int]]:
+        """Whom to send to and whom to receive from, round by round."""
+        return [((self.index + s) % self.count, (self.index - s) % self.count) for s in range(1, self.count)]
+
+    def _swap(self, target: int, data: np.ndarray, source: int, into: np.ndarray | None = None) -> np.ndarray:
+        """Sends `data` to one host while receiving from another, into `into` if it is given."""
+        self.sent_bytes += data.nbytes
+        return swap(self._streams[target], data, self._streams[source], into)
+
+
+class StreamRanks(Alone):
+    """See `collectives.Collectives`; what `Alone` does in a training step is right here too: nothing."""
+
+    carrier = "streams"
+
+    def __init__(self, meeting: Meeting, reach: Reach) -> None:
+        """Raises Failure (69) if a rank cannot be reached."""
+        self.rank, self.size = meeting.rank, meeting.size
+        self.local_rank, self.local_size = meeting.local_rank, meeting.local_size
+        self._meeting = meeting
+        listener = socket.create_server((reach.address, 0), backlog=self.size)
+        mine = f"{socket.gethostname()} {reach.address} {listener.getsockname()[1]} {secrets.token_hex(TOKEN_BYTES)}"
+        told = [each.decode().split() for each in meeting.gather(mine.encode())]
+        token = bytes.fromhex(told[0][3])
+        names = [(host, address) for host, address, *_ in told]
+        leaders = [names.index(name) for name in dict.fromkeys(names)]
+        leader = names.index(names[self.rank])
+
+        def connect(rank: int) -> Stream:
+            try:
+                connected = socket.create_connection((told[rank][1], int(told[rank][2])), timeout=PATIENCE_S)
+                connected.sendall(token + self.rank.to_bytes(4, "little"))
+            except OSError as error:
+                raise Failure(
+                    f"rank {self.rank} on {socket.gethostname()} cannot connect to rank {rank} at {told[rank][1]}, "
+                    f"port {told[rank][2]} ({error}): open TCP between the hosts, see `hvdtrain doctor`",
+                    exits.UNREACHABLE,
+                ) from error
+            return Stream(connected, rank)
+
+        with listener:
+            self._leader = None if leader == self.rank else connect(leader)
+            others: dict[int, Stream] = {}
+            if self._leader is None:
+                others = {rank: connect(rank) for rank in leaders if rank < self.rank}
+                awaited = {rank for rank in range(self.size) if names[rank] == names[self.rank]}
+                awaited |= {rank for rank in leaders if rank > self.rank}
+                others |= accepted(listener, token, awaited - {self.rank})
+        self._members = [others[rank] for rank in sorted(others) if names[rank] == names[self.rank]]
+        self._streams = [others.get(rank) for rank in leaders]
+        self.hosts_count = len(leaders)
+        self.hosts = StreamHosts(self._streams) if self._leader is None else None
+        self._scratch = np.empty(0, np.float32)
+
+    def leave(self) -> None:
+        self._meeting.gather(b"")  # nobody closes a connection that another still reads from
+        for stream in (*self._members, *self._streams, self._leader):
+            if stream is not None:
+                stream.socket.close()
+        self._meeting.leave()
+
+    # --- small host arrays --------------------------------------------------------------------------------------
+
+    def gather(self, mine: bytes) -> list[bytes]:
+        own = np.frombuffer(self.rank.to_bytes(4, "little") + len(mine).to_bytes(8, "little") + mine, np.uint8)
+        if self._leader is not None:
+            swap(self._leader, own, None)
+            whole = swap(None, None, self._leader)
+        else:
+            assert self.hosts is not None
+            of_host = np.concatenate([own, *(swap(None, None, member) for member in self._members)])
+            whole = np.concatenate(self.hosts.gather(of_host))
+            for member in self._members:
+                swap(member, whole, None)
+        found, rest = {}, memoryview(whole.tobytes())
+        while rest:
+            rank, length = int.from_bytes(rest[:4], "little"), int.from_bytes(rest[4:12], "little")
+            found[rank], rest = bytes(rest[12 : 12 + length]), rest[12 + length :]
+        return [found[rank] for rank in range(self.size)]
+
+    def sum(self, values: np.ndarray, name: str) -> np.ndarray:
+        flat = np.array(values).reshape(-1)
+        self.reduce(flat, lambda whole, hosts: hosts.sum(whole))
+        return flat.reshape(values.shape)
+
+    def broadcast(self, values: np.ndarray, name: str) -> np.ndarray:
+        first = self.gather(np.ascontiguousarray(values).tobytes() if self.rank == 0 else b"")[0]
+        return np.frombuffer(first, values.dtype).reshape(values.shape)
+
+    # --- vectors ------------------------------------------------------------------------------------------------
+
+    def reduce(self, values: np.ndarray, between: Callable[[np.ndarray, StreamHosts], None]) -> int:
+        """Sums a 1-d vector over the ranks of this host, lets the leader `between` hosts, shares; in place on all.
+
+        Returns the bytes that this rank sent, inside its host and beyond.
+        """
+        if self._leader is not None:
+            swap(self._leader, values, None)
+            swap(None, None, self._leader, values)
+            return values.nbytes
+        assert self.hosts is not None
+        before = self.hosts.sent_bytes
+        if self._members and self._scratch.nbytes != values.nbytes:
+            self._scratch = np.empty_like(values)
+        for member in self._members:
+            values += swap(None, None, member, self._scratch.view(values.dtype))
+        if self.hosts.count > 1:
+            between(values, self.hosts)
+        for member in self._members:
+            swap(member, values, None)
+        return self.hosts.sent_bytes - before + values.nbytes * len(self._members)
+
+
+def accepted(listener: socket.socket, token: bytes, awaited: set[int]) -> dict[int, Stream]:
+    """The streams of the ranks that connect and know the token. Raises Failure (69) if one does not come."""
+    found: dict[int, Stream] = {}
+    listener.settimeout(PATIENCE_S)
+    while set(found) != awaited:
+        try:
+            connected, _ = listener.accept()
+            connected.settimeout(PATIENCE_S)
+            hello = connected.recv(TOKEN_BYTES + 4, socket.MSG_WAITALL)
+        except OSError as error:
+            missing = ", ".join(str(rank) for rank in sorted(awaited - set(found)))
+            raise Failure(
+                f"{socket.gethostname()}: rank {missing} did not connect within {PATIENCE_S:g} s ({error}): open TCP "
+                "between the hosts, see `hvdtrain doctor`",
+                exits.UNREACHABLE,
+            ) from error
+        rank = int.from_bytes(hello[TOKEN_BYTES:], "little")
+        if hello[:TOKEN_BYTES] == token and rank in awaited - set(found):
+            found[rank] = Stream(connected, rank)
+        else:  # somebody else's
+            connected.close()
+    return found
+
+
+def swap(
+    target: Stream | None, data: np.ndarray | None, source: Stream | None, into: np.ndarray | None = None
+) -> np.ndarray:
+    """Sends a message to one rank while receiving one from another; either may be None. Returns what was received.
+
+    With `into`, a message of another length is an error: the ranks do not agree on what they do. Raises PeerLost.
+    """
+    sending: list[memoryview] = []
+    if data is not None:
+        sending = [memoryview(data.nbytes.to_bytes(LENGTH_BYTES, "little")), *raw(data)]
+    received = np.empty(0, np.uint8) if into is None else into
+    header = bytearray(LENGTH_BYTES)
+    receiving: memoryview | None = None if source is None else memoryview(header)
+    in_header = True
+    while sending or receiving is not None:
+        sent = 0
+        if sending and target is not None:
+            left = sent = _try(target, functools.partial(target.socket.sendmsg, sending))
+            while sending and left >= len(sending[0]):
+                left -= len(sending.pop(0))
+            if sending:
+                sending[0] = sending[0][left:]
+        got = 0
+        if receiving is not None and source is not None:
+            got = _try(source, functools.partial(source.socket.recv_into, receiving))
+            receiving = receiving[got:]
+        if receiving is not None and not receiving:
+            if in_header:
+                in_header, length = False, int.from_bytes(header, "little")
+                if into is None:
+                    received = np.empty(length, np.uint8)
+                elif source is not None and length != into.nbytes:
+                    raise RuntimeError(f"rank {source.rank} sent {length} bytes where {into.nbytes} were expected")
+                receiving = next(iter(raw(received)), None)
+            else:
+                receiving = None
+        if not sent and not got:
+            _wait(target if sending else None, source, len(receiving) if receiving is not None else 0)
+    return received
+
+
+def raw(array: np.ndarray) -> list[memoryview]:
+    """Its bytes, in place: one piece, or none."""
+    return [array.data.cast("B")] if array.size else []
+
+
+def _try(stream: Stream, move: Callable[[], int]) -> int:
+    """Bytes moved, 0 if it would have to wait."""
+    try:
+        moved = move()
+    except BlockingIOError:
+        return 0
+    except OSError as error:
+        raise PeerLost(f"rank {stream.rank}: {error}") from error
+    if moved == 0:
+        raise PeerLost(f"rank {stream.rank} closed its connection")
+    return moved
+
+
+def _wait(target: Stream | None, source: Stream | None, missing: int) -> None:
+    """Sleeps until one can be written to, or the other has the `missing` bytes (or enough of them to be worth it)."""
+    events: dict[socket.socket, int] = {}
+    if source is not None and missing:
+        source.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, min(missing, WAKE_BYTES))  # socket(7)
+        events[source.socket] = select.POLLIN
+    if target is not None:
+        events[target.socket] = events.get(target.socket, 0) | select.POLLOUT
+    poll = select.poll()
+    for connection, event in events.items():
+        poll.register(connection, event)
+    poll.poll()

@@ -1,0 +1,85 @@
+"""Exchanges the gradients of a step while the next steps compute, and updates with them when they are due.
+
+Step t hands its gradients to a thread that sums them over ranks by the reducer of --inner, and updates the weights with
+the sum of step t - s, s being --staleness: that sum is the same on all ranks and used by all in the same step, so the
+weights stay the same without being sent. The first s steps update nothing. As long as an exchange takes no longer than
+s computations, nobody waits for the network; what it costs is that each gradient was computed s updates earlier
+(a constant delay: Zinkevich et al., "Slow learners are fast", 2009). With s = 0 it is the reducer alone.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+
+from hvdtrain.config import TrainConfig
+from hvdtrain.strategies.payload import Shape
+from hvdtrain.strategies.reducer import Reducer
+from hvdtrain.strategies.replicas import TOTALS, Exchanged, Vectors
+from hvdtrain.strategies.synchronous import Synchronous, reduce
+from hvdtrain.timing import Clock
+from hvdtrain.world import World
+
+
+class Delayed(Synchronous):
+    """Sums on their way live in `_flying`, the oldest first; `_told` says whether its totals were given out already."""
+
+    def __init__(self, world: World, shapes: Sequence[Shape], config: TrainConfig, reducer: Reducer | None) -> None:
+        super().__init__(world, shapes, config, reducer)
+        self._staleness = config.staleness
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hvdtrain-exchange")
+        self._flying: collections.deque[Future[tuple[np.ndarray, int]]] = collections.deque()
+        self._told = 0
+        self._spare: list[np.ndarray] = []
+
+    def step(self, replica: Vectors, lr: float, clock: Clock) -> Exchanged:
+        vector = replica.vector()
+        loss, _, samples, _ = vector[-TOTALS:]
+        own = self._spare.pop() if self._spare else np.empty_like(vector)
+        np.copyto(own, vector)
+        self._flying.append(self._thread.submit(self._sum, own))
+        if len(self._flying) <= self._staleness:
+            return Exchanged(loss=float(loss / samples))
+        with clock.span("communication"):
+            summed, sent = self._flying.popleft().result()
+        with clock.span("compute"):
+            np.copyto(vector, summed)
+            replica.apply(lr)
+        self._spare.append(summed)
+        if self._told:
+            self._told -= 1
+            return Exchanged(loss=float(loss / samples))
+        return Exchanged(totals=summed[-TOTALS:].astype(np.float64), loss=float(loss / samples), sent_bytes=sent)
+
+    def settle(self, replica: Vectors, clock: Clock) -> Exchanged:
+        """Waits for all sums on their way and tells their totals; the gradients stay due in the steps to come."""
+        with clock.span("communication"):
+            landed = [sum_.result() for sum_ in self._flying]
+        new = landed[self._told :]
+        self._told = len(landed)
+        if not new:
+            return Exchanged()
+        totals = np.stack([summed[-TOTALS:] for summed, _ in new]).sum(axis=0, dtype=np.float64)
+        return Exchanged(totals=totals, sent_bytes=sum(sent for _, sent in new))
+
+    def _sum(self, vector: np.ndarray) -> tuple[np.ndarray, int]:
+        return vector, reduce(self._world, self._reducer, vector)
+
+    def state(self) -> dict[str, np.ndarray]:
+        flying = [sum_.result() for sum_ in self._flying]
+        state = {f"flying.{age}": summed.copy() for age, (summed, _) in enumerate(flying)}
+        state["sent_bytes"] = np.array([sent for _, sent in flying], dtype=np.int64)
+        state["told"] = np.array(self._told)
+        return state | {f"inner.{name}": array for name, array in self._reducer.state().items()}
+
+    def load(self, state: dict[str, np.ndarray]) -> None:
+        self._told = int(state["told"])
+        self._flying.clear()
+        for age, sent in enumerate(state["sent_bytes"]):
+            landed: Future[tuple[np.ndarray, int]] = Future()
+            landed.set_result((state[f"flying.{age}"].copy(), int(sent)))
+            self._flying.append(landed)
+        self._reducer.load({name.removeprefix("inner."): a for name, a in state.items() if name.startswith("inner.")})

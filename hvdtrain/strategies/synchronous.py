@@ -1,0 +1,68 @@
+"""Every step sums the gradients of all ranks by a reducer and then updates: what `--strategy REDUCER` means.
+
+The ranks of a host add their gradients up in its first rank; that one exchanges with the first ranks of the other
+hosts, as the reducer says; each then shares the sum with its host. The update is the same on all ranks, so the weights
+stay the same without ever being sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from hvdtrain.collectives import Hosts
+from hvdtrain.config import TrainConfig
+from hvdtrain.strategies.payload import Layout, Shape
+from hvdtrain.strategies.reducer import Reducer
+from hvdtrain.strategies.replicas import TOTALS, Exchanged, Vectors
+from hvdtrain.timing import Clock
+from hvdtrain.world import Carrier, World
+
+
+class Synchronous:
+    """See `strategies.Strategy`."""
+
+    carrier: Carrier = "streams"
+    in_backward = False
+    local = False
+    level = True
+
+    def __init__(self, world: World, shapes: Sequence[Shape], config: TrainConfig, reducer: Reducer | None) -> None:
+        assert reducer is not None
+        self._world, self._reducer = world, reducer
+
+    @staticmethod
+    def bytes_per_step(
+        shapes: Sequence[Shape], layout: Layout, config: TrainConfig, reducer: type[Reducer] | None
+    ) -> float:
+        assert reducer is not None
+        return reducer.bytes_per_host(shapes, layout.hosts, config)
+
+    def step(self, replica: Vectors, lr: float, clock: Clock) -> Exchanged:
+        vector = replica.vector()
+        with clock.span("communication"):
+            sent = reduce(self._world, self._reducer, vector)
+        with clock.span("compute"):
+            replica.apply(lr)
+        totals = vector[-TOTALS:].astype(np.float64)
+        return Exchanged(totals=totals, loss=totals[0] / totals[2], sent_bytes=sent)
+
+    def settle(self, replica: Vectors, clock: Clock) -> Exchanged:
+        return Exchanged()
+
+    def state(self) -> dict[str, np.ndarray]:
+        return self._reducer.state()
+
+    def load(self, state: dict[str, np.ndarray]) -> None:
+        self._reducer.load(state)
+
+
+def reduce(world: World, reducer: Reducer, vector: np.ndarray) -> int:
+    """The sum over all ranks of a vector with TOTALS behind it, in place, these exactly. Payload bytes sent."""
+
+    def between(values: np.ndarray, hosts: Hosts) -> None:
+        hosts.sum(values[-TOTALS:])
+        reducer.between(values[:-TOTALS], hosts)
+
+    return world.reduce(vector, between)

@@ -3,10 +3,10 @@ FRAMEWORKS ?=
 SHELL := bash
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench bench-network clean
+.PHONY: help setup demo test lint bench bench-network bench-strategies clean
 
 help:  ## this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 15
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
 
 setup:  ## make .venv, or bring it up to date: FRAMEWORKS=torch|tensorflow|torch,tensorflow PYTHON=... HVDTRAIN_MPI=system
 	@tools/setup.sh $(FRAMEWORKS)
@@ -28,6 +28,9 @@ bench: setup  ## measure the training loop against a bare Horovod loop: BENCH_AR
 
 bench-network: setup  ## allreduce over virtual hosts against the limit of the wire (root): BENCH_ARGS='--rates 10mbit'
 	. .venv/bin/activate && python tools/bench_network.py $(BENCH_ARGS)
+
+bench-strategies: setup  ## every strategy to a test accuracy at 10, 100, 1000 Mbit/s (root): BENCH_ARGS='--quick --json'
+	. .venv/bin/activate && python tools/bench_strategies.py $(BENCH_ARGS)
 
 clean:  ## remove .venv and the tools' caches; results and ~/.cache/hvdtrain stay
 	rm -rf .venv build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -37,9 +37,12 @@ class TrainConfig:
     """How ranks exchange what they learn: allreduce (Horovod's own), native (PyTorch's DistributedDataParallel,
     TensorFlow's MultiWorkerMirroredStrategy), or one made for slow networks; 'help' lists them"""
     inner: str = "hierarchical"
-    """What local-sgd, delayed and hybrid send by: hierarchical, fp16, bf16, powersgd, topk or onebit"""
+    """What local-sgd, delayed and hybrid send by: hierarchical, fp16, bf16, int8, int4, powersgd, topk or onebit"""
     rank: int = 2
-    """powersgd: rank of the factors that a gradient is sent as"""
+    """powersgd: rank of the factors that a matrix of mean size is sent as; smaller ones get a higher, larger ones a
+    lower"""
+    bits: Literal[32, 8, 4] = 8
+    """powersgd: bits of each number sent; 8 or 4: rounded, what is lost goes into the next round"""
     density: float = 0.01
     """topk: share of the numbers that is sent"""
     every: int = 8
@@ -50,8 +53,14 @@ class TrainConfig:
     """local-sgd: factor of the mean of the ranks' changes; 1 without momentum is plain averaging"""
     outer_momentum: float = 0.0
     """local-sgd: Nesterov momentum of the mean changes; 0: none"""
-    staleness: int = 1
-    """delayed: steps that a gradient may be late, while it is exchanged beside the following computation"""
+    staleness: int | None = None
+    """How late what others learnt may be used, so that it is exchanged beside the computation: steps of delayed
+    (default: 1), rounds of local-sgd (default: 0, nothing is late)"""
+    servers: int = 0
+    """async-ps: parts that the parameters are cut into, each served by one rank; 0: one per host. An update counts by
+    its rank's share of a step's samples; with --lr-scaling linear each has the full --lr, as in Downpour SGD"""
+    shares: str | None = None
+    """hybrid: share of each global batch for each rank, relative to each other, e.g. 3,1; measured if not given"""
     epochs: int = 12
     """Passes over the training set"""
     batch_size: int | None = None
@@ -129,6 +138,7 @@ class TrainConfig:
             "weight_decay",
             "local_start",
             "staleness",
+            "servers",
             "check_replicas",
         ):
             _at_least(self, name, 0)
@@ -144,6 +154,13 @@ class TrainConfig:
             value, most = getattr(self, name), 2 if name == "outer_lr" else 1
             if value is not None and not 0 < value <= most:
                 raise Failure(f"{flag(name)} is {value}: give a number above 0, up to {most}", exits.BAD_CONFIG)
+        if self.shares is not None and self.strategy != "hybrid":
+            raise Failure(
+                f"--shares {self.shares}: with --strategy {self.strategy} all ranks take the same; add --strategy "
+                "hybrid, or leave it out",
+                exits.BAD_CONFIG,
+            )
+        rank_shares(self)
         if self.batch_size and self.global_batch_size:
             raise Failure("--batch-size and --global-batch-size are both given: give one of them", exits.BAD_CONFIG)
         if self.warmup_epochs > self.epochs:
@@ -154,6 +171,12 @@ class TrainConfig:
             raise Failure(
                 f"--ddp-hook {self.ddp_hook}: only PyTorch's DistributedDataParallel has such hooks; add --strategy "
                 "native --framework torch, or leave it out",
+                exits.BAD_CONFIG,
+            )
+        if self.strategy == "async-ps" and self.precision == "fp16":
+            raise Failure(
+                "--precision fp16: with --strategy async-ps servers update, who do not know a rank's loss scale; use "
+                "bf16 or fp32",
                 exits.BAD_CONFIG,
             )
         if self.horovod_timeline and self.strategy != "allreduce":
@@ -193,6 +216,8 @@ class BatchPlan:
     """How base_lr came from --lr, in words"""
     warmup_steps: int
     schedule: str
+    shares: tuple[float, ...] | None = None
+    """hybrid: of each rank in a global batch, relative to each other; rank_batch is the mean then"""
 
     def learning_rate(self, step: int) -> float:
         """Learning rate of step `step` (counted from 0 over the whole run)."""
@@ -219,6 +244,27 @@ def rank_batch(config: TrainConfig, ranks: int) -> int:
     return config.global_batch_size // ranks
 
 
+def rank_shares(config: TrainConfig, ranks: int | None = None) -> tuple[float, ...] | None:
+    """The numbers of --shares, if given; raises Failure (78) if they are not positive, or not one for each rank."""
+    if config.shares is None:
+        return None
+    try:
+        shares = tuple(float(word) for word in config.shares.split(","))
+    except ValueError:
+        shares = ()
+    if not shares or not all(math.isfinite(share) and share > 0 for share in shares):
+        raise Failure(
+            f"--shares {config.shares}: give a positive number for each rank, e.g. --shares 3,1", exits.BAD_CONFIG
+        )
+    if ranks is not None and len(shares) != ranks:
+        raise Failure(
+            f"--shares {config.shares}: {len(shares)} numbers for {ranks} ranks; give one for each rank, in the order "
+            "of ranks",
+            exits.BAD_CONFIG,
+        )
+    return shares
+
+
 def batch_plan(config: TrainConfig, ranks: int, steps_per_epoch: int) -> BatchPlan:
     """The arithmetic of batches, steps and learning rate for `ranks` ranks."""
     per_rank = rank_batch(config, ranks)
@@ -234,6 +280,7 @@ def batch_plan(config: TrainConfig, ranks: int, steps_per_epoch: int) -> BatchPl
         scaling=f"--lr {config.lr:g} x {factor:g} (--lr-scaling {config.lr_scaling}, batch ratio {ratio:g})",
         warmup_steps=round(config.warmup_epochs * steps_per_epoch),
         schedule=config.schedule,
+        shares=rank_shares(config, ranks),
     )
 
 

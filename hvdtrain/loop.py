@@ -139,6 +139,7 @@ class Loop:
             compute_s=compute_s - (waited_s or 0.0),
             communication_s=None if waited_s is None else exchange_s + waited_s,
             bytes_sent=sum(each.sent_bytes for each in done),
+            **done[0].notes,
             warmup=self._steps_here < WARMUP_STEPS or self._observers.distort(at.step),
         )
         self._writer.write(record)

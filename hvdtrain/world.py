@@ -3,7 +3,8 @@
 A program joins the world once. Under horovodrun, mpirun or srun it becomes one of several ranks, which Horovod
 connects; started alone it is rank 0 of 1 and Horovod is not even imported. For a native strategy the framework's own
 collectives connect them, for one made for slow networks TCP streams, and no Horovod runs. Collectives here are for
-small things (counts, checksums, messages); `torch` and `tensorflow` are what replicas need in a training step.
+small things (counts, checksums, messages); `torch` and `tensorflow` are what replicas need in a training step,
+`servers` what a strategy with parameter servers needs.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any, Literal, cast
 import numpy as np
 
 from hvdtrain import exits
+from hvdtrain.cluster import survive
 from hvdtrain.collectives import (
     Alone,
     Collectives,
@@ -38,11 +40,12 @@ from hvdtrain.collectives import (
 )
 from hvdtrain.collectives.horovod_ranks import HorovodRanks
 from hvdtrain.collectives.meeting import meet
+from hvdtrain.collectives.servers import ServerRanks
 from hvdtrain.collectives.streams import StreamRanks
 from hvdtrain.exits import Failure
 from hvdtrain.sentinel.rank import Sentinel
 
-Carrier = Literal["horovod", "native", "streams"]
+Carrier = Literal["horovod", "native", "streams", "servers"]
 
 PEER_PATIENCE_S = 2.0
 """How long a rank that lost a peer, or failed beside rank 0, waits for its launcher to end it before it speaks."""
@@ -122,10 +125,11 @@ def threads_per_rank(asked: int, where: Place, environment: Mapping[str, str] = 
 class World:
     """The ranks of this job. Collective methods must be called by every rank, in the same order.
 
-    `carrier` says what connects the ranks: horovod, native (the framework's own collectives) or streams; `framework`
+    `carrier` says what connects the ranks: horovod, native (the framework's own collectives), streams or servers;
+    `rank` and `size` count those alive in the last collective, which with servers may become fewer. `framework` says
     ("torch" or "tensorflow") whose Horovod or own collectives, `gpu` whether gradients are on one, `timeline` that
-    Horovod's may be started; `collectives` tells what carries them: none, gloo, mpi, nccl, grpc or streams. Raises
-    Failure (69) if Horovod is missing or the ranks cannot be connected.
+    Horovod's may be started; `collectives` tells what carries them: none, gloo, mpi, nccl, grpc, streams or servers.
+    Raises Failure (69) if Horovod is missing or the ranks cannot be connected.
     """
 
     def __init__(
@@ -147,11 +151,20 @@ class World:
             reach = self._watch(meeting)
             if carrier == "native":
                 self._ranks = _native(framework, meeting, reach, gpu)
+            elif carrier == "servers":
+                self._ranks = ServerRanks(meeting, reach)
             else:
                 self._ranks = Alone() if meeting.size == 1 else StreamRanks(meeting, reach)
-        self.rank, self.size = self._ranks.rank, self._ranks.size
         self.local_rank, self.local_size = self._ranks.local_rank, self._ranks.local_size
         self.collectives = self._ranks.carrier
+
+    @property
+    def rank(self) -> int:
+        return self._ranks.rank
+
+    @property
+    def size(self) -> int:
+        return self._ranks.size
 
     def _watch(self, ranks: Meeting) -> Reach:
         """Starts the sentinel; how others get at this host, as it has found out."""
@@ -206,6 +219,17 @@ class World:
     def tensorflow(self) -> TensorFlowCollectives:
         """For a TensorFlow replica."""
         return cast(TensorFlowCollectives, self._ranks)
+
+    @property
+    def servers(self) -> ServerRanks:
+        """For a strategy with parameter servers."""
+        return cast(ServerRanks, self._ranks)
+
+    def may_die(self) -> None:
+        """The others can go on without this rank: its sudden end is no reason to end the job."""
+        survive.may_die()
+        if self._sentinel is not None:
+            self._sentinel.may_die()
 
     def reduce(self, values: np.ndarray, between: Callable[[np.ndarray, Hosts], None]) -> int:
         """With streams: the sum of a 1-d vector over ranks, in place; see `collectives.streams`. Payload bytes sent."""

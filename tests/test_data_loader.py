@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,9 +25,11 @@ def numbered(samples: int) -> Split:
     return Split(samples=labels.astype(np.float32).reshape(-1, 1, 1, 1), labels=labels)
 
 
-def loaders(samples: int, batch_size: int, size: int, seed: int = 0) -> list[Loader]:
-    split = numbered(samples)
-    return [Loader(split, batch_size=batch_size, rank=rank, size=size, seed=seed) for rank in range(size)]
+def loaders(
+    samples: int, batch_size: int, size: int, seed: int = 0, shares: Sequence[float] | None = None
+) -> list[Loader]:
+    split, common = numbered(samples), {"batch_size": batch_size, "size": size, "seed": seed, "shares": shares}
+    return [Loader(split, rank=rank, **common) for rank in range(size)]  # type: ignore[arg-type]
 
 
 def seen(batches: Iterator[Batch]) -> list[list[int]]:
@@ -60,6 +62,68 @@ def test_epoch_laws(shape: tuple[int, int, int], seed: int, epoch: int) -> None:
         assert {batch.total_weight for batch in step} == {sum(weights)}, "weights sum"
         assert max(weights) - min(weights) <= 1, "even"
         assert min(2, batch_size) <= min(weights) and max(weights) <= batch_size + 2, "never too small for BatchNorm"
+
+
+uneven = shapes.flatmap(
+    lambda shape: st.tuples(
+        st.just(shape), st.lists(st.floats(0.01, 100, allow_subnormal=False), min_size=shape[2], max_size=shape[2])
+    )
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(uneven, st.integers(0, 5))
+def test_epoch_laws_with_shares(shape: tuple[tuple[int, int, int], list[float]], epoch: int) -> None:
+    (samples, batch_size, size), shares = shape
+    ranks = loaders(samples, batch_size, size, 3, shares)
+    runs, even = ([list(each.epoch(epoch)) for each in these] for these in (ranks, loaders(*shape[0], 3)))
+    drawn = np.concatenate([batch.arrays[1] for run in runs for batch in run])
+    assert np.array_equal(np.sort(drawn), np.arange(samples)), "disjoint and covering"
+    assert {len(run) for run in runs} == {ranks[0].steps_per_epoch}, "equal step counts"
+    assert [batch.weight for batch in next(zip(*runs, strict=True))] == ranks[0].rank_samples
+    least = min(2, batch_size)
+    for step, other in zip(zip(*runs, strict=True), zip(*even, strict=True), strict=True):
+        labels, evenly = (np.concatenate([batch.arrays[1] for batch in each]) for each in (step, other))
+        assert np.array_equal(labels, evenly), "the same global batch"
+        weights, total = [batch.weight for batch in step], len(labels)
+        assert {batch.total_weight for batch in step} == {total}
+        assert min(weights) >= least, "never too small for BatchNorm"
+        fair = [total * share / sum(shares) for share in shares]
+        if min(fair) >= least + 1:
+            assert max(abs(weight - part) for weight, part in zip(weights, fair, strict=True)) < 1 + 1e-9
+
+
+@settings(max_examples=40, deadline=None)
+@given(shapes, st.floats(1e-3, 1e3))
+def test_equal_shares_cut_as_none_do(shape: tuple[int, int, int], share: float) -> None:
+    size = shape[2]
+    given_them = loaders(*shape, 1, [share] * size)
+    for rank, (one, other) in enumerate(zip(loaders(*shape, 1), given_them, strict=True)):
+        batches = list(one.epoch(0))
+        assert seen(iter(batches)) == seen(other.epoch(0)) == seen(one.divided([share] * size).epoch(0))
+        for batch in batches:
+            total = batch.total_weight
+            assert batch.weight == (rank + 1) * total // size - rank * total // size
+
+
+@pytest.mark.parametrize(
+    ("shares", "samples"),
+    [
+        ([3, 1], [48, 16]),
+        ([1, 100], [2, 62]),  # two for BatchNorm
+        ([3, 2, 1], [48, 32, 16]),
+        ([100, 1, 1], [92, 2, 2]),
+        ([1, 1, 100], [2, 2, 92]),
+        ([50, 1, 50], [47, 2, 47]),
+        ([0.1, 0.2, 0.3], [16, 32, 48]),
+    ],
+)
+def test_a_global_batch_is_cut_by_the_shares(shares: list[float], samples: list[int]) -> None:
+    size = len(shares)
+    even = loaders(500, 32, size)[0]
+    assert even.divided(shares).rank_samples == samples
+    assert even.first_of(shares).weight == samples[0]
+    assert even.rank_samples == [32] * size, "as it was"
 
 
 @settings(max_examples=25, deadline=None)
@@ -111,6 +175,19 @@ def test_shards_cover_in_order(samples: int, batch_size: int, size: int) -> None
         here = [run[step] for run in runs if step < len(run)]
         assert {batch.total_weight for batch in here} == {sum(batch.weight for batch in here)}
         assert max(batch.weight for batch in here) <= batch_size
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 60), st.integers(1, 9), st.lists(st.floats(0.01, 100), min_size=1, max_size=6))
+def test_shards_by_shares_cover_in_order(samples: int, batch_size: int, shares: list[float]) -> None:
+    split, size = numbered(samples), len(shares)
+    runs = [list(shard(split, batch_size=batch_size, rank=r, size=size, shares=shares)) for r in range(size)]
+    assert [label for run in runs for labels in seen(iter(run)) for label in labels] == list(range(samples))
+    for run, share in zip(runs, shares, strict=True):
+        assert abs(sum(batch.weight for batch in run) - samples * share / sum(shares)) < 1 + 1e-9
+    for step in range(max(map(len, runs))):
+        here = [run[step] for run in runs if step < len(run)]
+        assert {batch.total_weight for batch in here} == {sum(batch.weight for batch in here)}
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "float16", "float32"])

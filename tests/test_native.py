@@ -93,7 +93,7 @@ def test_powersgd_learns_and_resumes_as_if_never_interrupted(tmp_path: Path) -> 
     whole = train(2, tmp_path / "whole", *flags)
     assert losses(whole)[-1] < 0.5 * losses(whole)[0]
     shapes = list(parameters(ResNetSpec(channels=1, classes=10, width=0.125)).values())
-    before, after = (4 * powersgd.elements_sent(shapes, step) for step in (0, powersgd.START_STEP))
+    before, after = (4 * powersgd.elements_sent(shapes, 2, step) for step in (0, powersgd.START_STEP))
     assert [step.bytes_sent for step in whole["step"]] == [before] * 10 + [after] * (len(whole["step"]) - 10)
     assert after < before / 10
     cut = tmp_path / "cut"
@@ -155,26 +155,28 @@ def test_a_hook_without_pytorchs_ddp_is_refused(strategy: str, framework: Any) -
 def test_each_hook_tells_its_bytes() -> None:
     shapes = list(parameters(ResNetSpec(channels=1, classes=10, width=0.125)).values())
     whole = 4 * sum(int(np.prod(shape)) for shape in shapes)
-    expected = {"none": whole, "fp16": whole // 2, "powersgd": 4 * numbers_in_factors(shapes)}
-    for hook, payload in expected.items():
-        config = TrainConfig(strategy="native", framework="torch", ddp_hook=hook)
+    expected = {("none", 2): whole, ("fp16", 2): whole // 2}
+    expected |= {("powersgd", rank): 4 * numbers_in_factors(shapes, rank) for rank in (1, 2, 4)}
+    for (hook, rank), payload in expected.items():
+        config = TrainConfig(strategy="native", framework="torch", ddp_hook=hook, rank=rank)
         assert Native.bytes_per_step(shapes, Layout(ranks=4, hosts=4), config, None) == 2 * 3 * payload // 4
         assert Native.bytes_per_step(shapes, Layout(ranks=1, hosts=1), config, None) == 0
 
 
-def numbers_in_factors(shapes: list[tuple[int, ...]]) -> int:
-    """What PowerSGD of rank 2 sends, counted from real factorisations."""
+def numbers_in_factors(shapes: list[tuple[int, ...]], rank: int) -> int:
+    """What PowerSGD sends, counted from real factorisations."""
     total = 0
     for shape in shapes:
         matrix = np.zeros(shape).reshape(shape[0], -1)
-        p, q = np.zeros((matrix.shape[0], 2)), np.zeros((matrix.shape[1], 2))
-        small_enough = min(matrix.shape) > 1 and matrix.size > 2 * (p.size + q.size)
+        p, q = np.zeros((matrix.shape[0], rank)), np.zeros((matrix.shape[1], rank))
+        small_enough = matrix.size > 2 * (p.size + q.size)
         total += p.size + q.size if small_enough else matrix.size
     return total
 
 
-def test_our_count_of_powersgds_bytes_is_pytorchs_own() -> None:
-    report = document(launch(0, [str(PROGRAMS / "native_powersgd.py")]))
+@pytest.mark.parametrize("rank", ["1", "2", "4"])
+def test_our_count_of_powersgds_bytes_is_pytorchs_own(rank: str) -> None:
+    report = document(launch(0, [str(PROGRAMS / "native_powersgd.py"), rank]))
     assert report["counted_by_torch"] == report["counted_by_us"]
 
 

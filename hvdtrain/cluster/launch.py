@@ -44,6 +44,7 @@ FOR_LAUNCHERS = (
     *("HOME", "USER", "LOGNAME", "SHELL", "TERM", "HOSTNAME", "SSH_AUTH_SOCK", "KRB5CCNAME", "SSL_CERT_FILE"),
     *("OMPI_MCA_*", "OMPI_ALLOW_*", "SLURM_*"),
 )
+SURVIVE = ("python3", "-m", "hvdtrain.cluster.survive")
 NEVER = ("*SECRET*", "*TOKEN*", "*PASSWORD*", "*API_KEY*", "HOROVOD_SECRET_KEY")
 EXAMPLES = """examples:
   launch/mpirun.sh -H a:2,b:2 python -m hvdtrain.resnet --epochs 1
@@ -96,6 +97,7 @@ def parser(launcher: str) -> Parser:
     add("--grace", type=float, default=25, metavar="SECONDS", help="for the checkpoint after SIGTERM (default: 25)")
     if launcher == "horovodrun":
         add("--gloo", action="store_true", help="Horovod on Gloo and not on MPI")
+    add("--survive", action="store_true", help="a rank that the others can do without (async-ps) may die")
     add("--dry-run", action="store_true", help="print the command, start nothing")
     add("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="what each rank runs")
     return top
@@ -307,7 +309,7 @@ def make_plan(launcher: str, options: argparse.Namespace, environment: Mapping[s
         interface=interface.name if interface else None,
         settings=overridden(tuning.settings(link, backend), options, environment),
         passed=passed,
-        command=options.command,
+        command=[*SURVIVE, *options.command] if options.survive else options.command,
     )
     told = [f"hosts={hosts.as_argument(used)}  # {ranks} ranks; from {source}"]
     told.append(f"nic={plan.interface or 'none'}  # {why}")

@@ -93,7 +93,7 @@ class DdpRanks(Alone):
     def overlapped(self, model: Any, optimizer: Any, config: TrainConfig) -> TorchStep:
         """DistributedDataParallel round `model`, with the hook of --ddp-hook."""
         if config.ddp_hook == "powersgd":
-            self._power_sgd = PowerSGD(dict(model.named_parameters()))
+            self._power_sgd = PowerSGD(dict(model.named_parameters()), config.rank)
         self._step = DdpStep(model, optimizer, hook=config.ddp_hook, power_sgd=self._power_sgd, gpu=self._gpu)
         return self._step
 

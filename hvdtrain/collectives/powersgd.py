@@ -16,8 +16,6 @@ from typing import Any
 
 import numpy as np
 
-RANK = 2
-"""The paper's choice for ResNets: close to the accuracy of whole gradients at a sixtieth of the bytes or so"""
 START_STEP = 10
 """PyTorch wants 2 at least (its buckets change after the first step) and advises a tenth of a run's steps"""
 LEAST_COMPRESSION = 2
@@ -27,18 +25,18 @@ EPSILON = 1e-8
 Shape = Sequence[int]
 
 
-def compressed(shape: Shape) -> tuple[int, int, int] | None:
-    """(n, m, r) of a gradient of this shape; None if it is sent whole."""
+def compressed(shape: Shape, rank: int) -> tuple[int, int, int] | None:
+    """(n, m, r) of a gradient of this shape, r being at most `rank`; None if it is sent whole."""
     rows, columns = shape[0], math.prod(shape[1:])
-    rank = min(rows, columns, RANK)
+    rank = min(rows, columns, rank)
     return (rows, columns, rank) if (rows + columns) * rank * LEAST_COMPRESSION < rows * columns else None
 
 
-def elements_sent(shapes: Iterable[Shape], step: int) -> int:
+def elements_sent(shapes: Iterable[Shape], rank: int, step: int) -> int:
     """Numbers that step `step` of a run gives to its sums."""
     total = 0
     for shape in shapes:
-        matrix = compressed(shape) if step >= START_STEP else None
+        matrix = compressed(shape, rank) if step >= START_STEP else None
         total += (matrix[0] + matrix[1]) * matrix[2] if matrix else math.prod(shape)
     return total
 
@@ -50,16 +48,16 @@ class PowerSGD:
     Here they come and go by parameter, and are put in order whenever that has changed.
     """
 
-    def __init__(self, parameters: Mapping[str, Any]) -> None:
-        """`parameters`: the model's, by name."""
+    def __init__(self, parameters: Mapping[str, Any], rank: int) -> None:
+        """`parameters`: the model's, by name; `rank`: of the factors."""
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-        self._hook = powerSGD_hook
+        self._hook, self._rank = powerSGD_hook, rank
         self._torch_state = PowerSGDState(
             process_group=None,
-            matrix_approximation_rank=RANK,
+            matrix_approximation_rank=rank,
             start_powerSGD_iter=START_STEP,
             min_compression_rate=LEAST_COMPRESSION,
             orthogonalization_epsilon=EPSILON,
@@ -76,16 +74,19 @@ class PowerSGD:
                 self._restore(arrays, bucket.buffer())
         return self._hook(self._torch_state, bucket)
 
+    def _compressed(self, name: str) -> tuple[int, int, int] | None:
+        return compressed(self._shapes[name], self._rank)
+
     def _matrices(self) -> list[str]:
         """The compressed parameters as torch's hook puts them in a row: by shape, in the order of first appearance."""
         groups: dict[tuple[int, int], list[str]] = {}
         for name in self._order:
-            if matrix := compressed(self._shapes[name]):
+            if matrix := self._compressed(name):
                 groups.setdefault(matrix[:2], []).append(name)
         return [name for group in groups.values() for name in group]
 
     def _q_size(self, name: str) -> int:
-        matrix = compressed(self._shapes[name])
+        matrix = self._compressed(name)
         assert matrix
         return matrix[1] * matrix[2]
 
@@ -107,7 +108,7 @@ class PowerSGD:
             return torch.from_numpy(flat).to(device=like.device, dtype=like.dtype)
 
         matrices = self._matrices()
-        sizes = [compressed(self._shapes[name]) for name in matrices]
+        sizes = [self._compressed(name) for name in matrices]
         state = self._torch_state
         state.error_dict[0] = joined(self._order, "error")
         state.q_memory_dict[0] = joined(matrices, "q")

@@ -14,11 +14,13 @@ Found through the meeting, like the native strategies'. A message is its length 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import secrets
 import select
 import socket
+import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -30,10 +32,11 @@ from hvdtrain.exits import Failure
 PATIENCE_S = 60.0
 """For the other ranks to connect"""
 SMALL_BYTES = 2048
-"""Vectors up to this size are sent whole to every host: h-1 messages in a row instead of 2(h-1)"""
+"""Vectors up to this size are sent whole to every host, all at once: one latency instead of 2(h-1)"""
 WAKE_BYTES = 64 * 1024
 """A receiver is woken for so much at once, and not for each packet"""
 TOKEN_BYTES, LENGTH_BYTES = 16, 8
+HELLO_BYTES = TOKEN_BYTES + 4
 
 
 class Stream:
@@ -56,9 +59,14 @@ class StreamHosts:
         self.sent_bytes = 0
 
     def exchange(self, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
-        found = list(parts)
-        for target, source in self._rounds():
-            found[source] = np.frombuffer(self._swap(target, parts[target], source), parts[0].dtype)
+        found, rounds = list(parts), self._rounds()
+        small = max(part.nbytes for part in parts) <= SMALL_BYTES
+        if small:  # fits into any queue: all at once
+            for target, _ in rounds:
+                self._swap(target, parts[target], None)
+        for target, source in rounds:
+            received = self._swap(None, None, source) if small else self._swap(target, parts[target], source)
+            found[source] = np.frombuffer(received, parts[0].dtype)
         return found
 
     def gather(self, part: np.ndarray) -> list[np.ndarray]:
@@ -84,10 +92,13 @@ class StreamHosts:
         """Whom to send to and whom to receive from, round by round."""
         return [((self.index + s) % self.count, (self.index - s) % self.count) for s in range(1, self.count)]
 
-    def _swap(self, target: int, data: np.ndarray, source: int, into: np.ndarray | None = None) -> np.ndarray:
+    def _swap(
+        self, target: int | None, data: np.ndarray | None, source: int | None, into: np.ndarray | None = None
+    ) -> np.ndarray:
         """Sends `data` to one host while receiving from another, into `into` if it is given."""
-        self.sent_bytes += data.nbytes
-        return swap(self._streams[target], data, self._streams[source], into)
+        self.sent_bytes += 0 if data is None else data.nbytes
+        to, back = (None if host is None else self._streams[host] for host in (target, source))
+        return swap(to, data, back, into)
 
 
 class StreamRanks(Alone):
@@ -100,7 +111,7 @@ class StreamRanks(Alone):
         self.rank, self.size = meeting.rank, meeting.size
         self.local_rank, self.local_size = meeting.local_rank, meeting.local_size
         self._meeting = meeting
-        listener = socket.create_server((reach.address, 0), backlog=self.size)
+        listener = socket.create_server((reach.address, 0), backlog=socket.SOMAXCONN)  # strangers may come first
         mine = f"{socket.gethostname()} {reach.address} {listener.getsockname()[1]} {secrets.token_hex(TOKEN_BYTES)}"
         told = [each.decode().split() for each in meeting.gather(mine.encode())]
         token = bytes.fromhex(told[0][3])
@@ -194,26 +205,38 @@ class StreamRanks(Alone):
 
 
 def accepted(listener: socket.socket, token: bytes, awaited: set[int]) -> dict[int, Stream]:
-    """The streams of the ranks that connect and know the token. Raises Failure (69) if one does not come."""
+    """The streams of the ranks that connect and know the token. Raises Failure (69) if one does not come.
+
+    Strangers (a port scanner, another job) may come too, say anything or nothing, and stay: nobody waits for them.
+    """
     found: dict[int, Stream] = {}
-    listener.settimeout(PATIENCE_S)
-    while set(found) != awaited:
-        try:
-            connected, _ = listener.accept()
-            connected.settimeout(PATIENCE_S)
-            hello = connected.recv(TOKEN_BYTES + 4, socket.MSG_WAITALL)
-        except OSError as error:
-            missing = ", ".join(str(rank) for rank in sorted(awaited - set(found)))
-            raise Failure(
-                f"{socket.gethostname()}: rank {missing} did not connect within {PATIENCE_S:g} s ({error}): open TCP "
-                "between the hosts, see `hvdtrain doctor`",
-                exits.UNREACHABLE,
-            ) from error
-        rank = int.from_bytes(hello[TOKEN_BYTES:], "little")
-        if hello[:TOKEN_BYTES] == token and rank in awaited - set(found):
-            found[rank] = Stream(connected, rank)
-        else:  # somebody else's
-            connected.close()
+    silent: list[socket.socket] = []
+    deadline = time.monotonic() + PATIENCE_S
+    listener.setblocking(False)
+    while set(found) != awaited and (left_s := deadline - time.monotonic()) > 0:
+        for ready in select.select([listener, *silent], [], [], left_s)[0]:
+            if ready is listener:
+                with contextlib.suppress(OSError):  # gone again
+                    silent.append(listener.accept()[0])
+                    silent[-1].setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, HELLO_BYTES)
+                continue
+            silent.remove(ready)
+            hello = b""
+            with contextlib.suppress(OSError):
+                hello = ready.recv(HELLO_BYTES, socket.MSG_DONTWAIT)
+            rank = int.from_bytes(hello[TOKEN_BYTES:], "little")
+            if hello[:TOKEN_BYTES] == token and rank in awaited - set(found):
+                found[rank] = Stream(ready, rank)
+            else:
+                ready.close()
+    for stranger in silent:
+        stranger.close()
+    if missing := ", ".join(str(rank) for rank in sorted(awaited - set(found))):
+        raise Failure(
+            f"{socket.gethostname()}: rank {missing} did not connect within {PATIENCE_S:g} s: open TCP between the "
+            "hosts, see `hvdtrain doctor`",
+            exits.UNREACHABLE,
+        )
     return found
 
 

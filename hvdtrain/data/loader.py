@@ -1,22 +1,28 @@
 """Batches for training and evaluation: sharded over ranks, planned from the seed, prepared while the step computes.
 
 **The plan of an epoch** is a pure function of (seed, epoch, number of ranks): every rank draws the same permutation of
-all samples, step k takes the next global batch of it, and each rank takes an even, contiguous part of that. So ranks
-are disjoint, together they cover each sample exactly once, all make the same number of steps, and a run that resumes
-at step k gets exactly what it would have got.
+all samples, step k takes the next global batch of it, and each rank takes a contiguous part of that: an even one, or
+its share, where ranks are of unequal speed. So ranks are disjoint, together they cover each sample exactly once, all
+make the same number of steps, and a run that resumes at step k gets exactly what it would have got. Global batches are
+the same whatever the shares.
 
-**The last global batch** is often short. It is kept and shared out evenly, and the weights of a batch make the mean
-over ranks exact. If it is so short that a rank would get fewer than two samples (BatchNorm has no variance of one),
-it joins the batch before it, and the two are halved unless the halves were too short again.
+**The last global batch** is often short. It is kept and shared out too, and the weights of a batch make the mean over
+ranks exact. If it is so short that it has fewer than two samples for each rank (BatchNorm has no variance of one), it
+joins the batch before it, and the two are halved unless the halves were too short again. A rank whose share is less
+than two samples gets two.
 
 **Memory**: images are gathered and converted in one go, from the memory map into the batch's own array.
 """
 
 from __future__ import annotations
 
+import copy
+import itertools
+import math
 import queue
 import threading
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from fractions import Fraction
 from typing import Any, TypeVar
 
 import numpy as np
@@ -33,18 +39,39 @@ T = TypeVar("T")
 class Loader:
     """Training batches of one rank.
 
-    `batch_size` is per rank; a batch has at most that many samples, or two more where a short end was joined.
+    `batch_size` is per rank; a batch has at most that many samples, or two more where a short end was joined. With
+    `shares`, one positive number per rank, that is the mean, and ranks get samples in the proportion of their shares.
     Raises Failure (BAD_CONFIG) when the split has too few samples to give each rank two (one at batch size 1).
     """
 
-    def __init__(self, split: Split, *, batch_size: int, rank: int, size: int, seed: int) -> None:
+    def __init__(
+        self, split: Split, *, batch_size: int, rank: int, size: int, seed: int, shares: Sequence[float] | None = None
+    ) -> None:
         self._split, self._rank, self._size, self._seed = split, rank, size, seed
         self._borders = _borders(len(split), batch_size, size)
+        self._least = min(2, batch_size)
+        self._parts = _parts(size, shares)
+
+    def divided(self, shares: Sequence[float] | None) -> Loader:
+        """The same epochs, of which this rank takes another share."""
+        other = copy.copy(self)
+        other._parts = _parts(self._size, shares)
+        return other
 
     @property
     def steps_per_epoch(self) -> int:
         """The same on every rank."""
         return len(self._borders) - 1
+
+    @property
+    def rank_samples(self) -> list[int]:
+        """Of each rank, in the first step and all others of a whole global batch."""
+        cuts = _cuts(self._borders[1], self._parts, self._least)
+        return [end - begin for begin, end in itertools.pairwise(cuts)]
+
+    def first_of(self, shares: Sequence[float] | None) -> Batch:
+        """The first batch of all at these shares."""
+        return next(self.divided(shares)._batches(0, 0))
 
     def epoch(self, number: int, start: int = 0) -> Generator[Batch]:
         """The batches of epoch `number` from step `start` on, prepared by a thread that ends with the iterator."""
@@ -54,26 +81,28 @@ class Loader:
         stream = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self._seed, number])))
         order = stream.permutation(len(self._split))
         for begin, end in zip(self._borders[start:], self._borders[start + 1 :], strict=False):
-            mine = order[begin:end][_part(end - begin, self._rank, self._size)]
+            cuts = _cuts(end - begin, self._parts, self._least)
+            mine = order[begin:end][cuts[self._rank] : cuts[self._rank + 1]]
             yield _batch(self._split, mine, end - begin)
 
 
-def shard(split: Split, *, batch_size: int, rank: int, size: int) -> Iterator[Batch]:
+def shard(
+    split: Split, *, batch_size: int, rank: int, size: int, shares: Sequence[float] | None = None
+) -> Iterator[Batch]:
     """Evaluation: rank `rank`'s contiguous part of `split`, in order, in batches of at most `batch_size`.
 
-    Parts are disjoint, cover the split and differ by at most one sample, so a rank may have nothing (or one batch
-    less than another): sum counts over ranks at the end, not in each step.
+    Parts are disjoint, cover the split and differ by at most one sample, or are each rank's share, so a rank may have
+    nothing (or fewer batches than another): sum counts over ranks at the end, not in each step.
     """
-    return _prefetch(_in_order(split, batch_size, rank, size))
+    return _prefetch(_in_order(split, batch_size, rank, _parts(size, shares)))
 
 
-def _in_order(split: Split, batch_size: int, rank: int, size: int) -> Iterator[Batch]:
-    parts = [_part(len(split), r, size) for r in range(size)]
-    mine = parts[rank]
-    for begin in range(0, mine.stop - mine.start, batch_size):
-        total = sum(min(batch_size, max(0, part.stop - part.start - begin)) for part in parts)
-        indices = np.arange(mine.start + begin, min(mine.start + begin + batch_size, mine.stop))
-        yield _batch(split, indices, total)
+def _in_order(split: Split, batch_size: int, rank: int, parts: Sequence[int]) -> Iterator[Batch]:
+    cuts = _cuts(len(split), parts, 0)
+    start, stop = cuts[rank], cuts[rank + 1]
+    for done in range(0, stop - start, batch_size):
+        total = sum(min(batch_size, max(0, after - before - done)) for before, after in itertools.pairwise(cuts))
+        yield _batch(split, np.arange(start + done, min(start + done + batch_size, stop)), total)
 
 
 def _borders(samples: int, batch_size: int, size: int) -> list[int]:
@@ -91,8 +120,22 @@ def _borders(samples: int, batch_size: int, size: int) -> list[int]:
     return borders
 
 
-def _part(samples: int, rank: int, size: int) -> slice:
-    return slice(rank * samples // size, (rank + 1) * samples // size)
+def _parts(size: int, shares: Sequence[float] | None) -> list[int]:
+    """The shares added up from rank to rank, in a unit that makes them whole: what follows from them is exact."""
+    exact = [Fraction(share) for share in shares or [1] * size]
+    unit = math.lcm(*(share.denominator for share in exact))
+    return [0, *itertools.accumulate(int(share * unit) for share in exact)]
+
+
+def _cuts(samples: int, parts: Sequence[int], least: int) -> list[int]:
+    """Where `samples` in a row are cut between ranks, both ends included: each rank gets what `parts` gives it to
+    within less than a sample, unless it or a neighbour had less than `least`. There must be `least` for each.
+    """
+    cuts, ranks = [0], len(parts) - 1
+    for rank, part in enumerate(parts[1:], start=1):
+        cut = max(samples * part // parts[-1], cuts[-1] + least)
+        cuts.append(min(cut, samples - (ranks - rank) * least))
+    return cuts
 
 
 def _batch(split: Split, indices: NDArray[np.int64], total: int) -> Batch:

@@ -19,10 +19,14 @@ from hvdtrain.world import World
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def prepare(asked: str, local_rank: int, threads: int) -> str:
-    """Pins this rank's GPU, or the CPU with `threads` threads. Raises Failure (78) if a GPU is asked for in vain."""
+def prepare(asked: str, local_rank: int, threads: int, *, one_each: bool = False) -> str:
+    """Pins this rank's GPU, or the CPU with `threads` threads. Raises Failure (78) if a GPU is asked for in vain.
+
+    With `one_each`, ranks to whom no GPU is left compute on the CPU, instead of sharing one, if `asked` is auto.
+    """
     torch.set_num_threads(threads)
-    if asked != "cpu" and torch.cuda.is_available():
+    left = asked == "gpu" or not one_each or local_rank < torch.cuda.device_count()
+    if asked != "cpu" and left and torch.cuda.is_available():
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
         return str(device)

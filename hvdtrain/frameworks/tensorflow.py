@@ -30,17 +30,19 @@ PRECISIONS = {"fp32": tf.float32, "bf16": tf.bfloat16, "fp16": tf.float16}
 FIRST_SCALE, GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0**16, 2.0, 0.5, 2000
 
 
-def prepare(asked: str, local_rank: int, threads: int) -> str:
+def prepare(asked: str, local_rank: int, threads: int, *, one_each: bool = False) -> str:
     """Pins this rank's GPU, or the CPU with `threads` threads; before the first operation, when TensorFlow fixes them.
 
-    Raises Failure (78) if a GPU is asked for in vain.
+    With `one_each`, ranks to whom no GPU is left compute on the CPU, instead of sharing one, if `asked` is auto. Raises
+    Failure (78) if a GPU is asked for in vain.
     """
     tf.config.threading.set_intra_op_parallelism_threads(threads)
     tf.config.threading.set_inter_op_parallelism_threads(max(2, threads))
     gpus = [] if asked == "cpu" else tf.config.list_physical_devices("GPU")
     if asked == "gpu" and not gpus:
         raise Failure("--device gpu: TensorFlow sees no GPU here; use --device cpu or auto", exits.BAD_CONFIG)
-    mine = gpus[local_rank % len(gpus)] if gpus else None
+    left = asked == "gpu" or not one_each or local_rank < len(gpus)
+    mine = gpus[local_rank % len(gpus)] if gpus and left else None
     tf.config.set_visible_devices([mine] if mine else [], "GPU")
     if mine:
         tf.config.experimental.set_memory_growth(mine, True)

@@ -62,6 +62,10 @@ class Step:
     """Payload this rank gave to the exchange's algorithm (without headers)"""
     warmup: bool
     """One of the first steps since the start of the process, or one that the profiler distorts: left out of rates"""
+    staleness: float | None = None
+    """Updates by other ranks between the pull and the push of this one: mean over parameter servers, and the largest;
+    null with strategies without servers"""
+    staleness_max: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,6 +122,7 @@ class Summary:
     framework: str
     strategy: str
     ranks: int
+    """Alive at the end: fewer than the manifest's only where a strategy goes on without a rank that died"""
     hosts: int
     parameters: int
     global_batch: int

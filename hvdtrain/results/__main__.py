@@ -28,6 +28,7 @@ examples:
   hvdtrain results scaling results/lucero2022 --where 'strategy=allreduce'
   hvdtrain results table results/ --where 'rate_mbit=10 and hosts>1' --format markdown
   hvdtrain results accuracy results/ --target 0.95
+  hvdtrain results strategies results/ --target 0.95
   hvdtrain results energy results/ --reference cruz2021
   hvdtrain results compare results/before results/after --threshold 5%
   hvdtrain results plot time results/ -o time.svg
@@ -75,6 +76,8 @@ def parser() -> argparse.ArgumentParser:
     accuracy = add("accuracy", "accuracies, and the time to reach one")
     accuracy.add_argument("--target", type=fraction, default=0.95, help="validation accuracy, 0.95 or 95%% (default)")
     grouped(accuracy)
+    chosen = add("strategies", "which strategy gets to an accuracy soonest, at each rate, and at what cost")
+    chosen.add_argument("--target", type=fraction, default=0.95, help="accuracy after an epoch, 0.95 or 95%% (default)")
     grouped(add("phases", "where the time goes"))
     compare = add("compare", "whether B is worse than A (then the exit code is 1)", roots=False)
     compare.add_argument("a", type=Path, metavar="A", help="a run's folder, or a folder of runs")
@@ -160,7 +163,7 @@ def columns(text: str | None, loaded: Loaded) -> list[str] | None:
 
 def tables(asked: argparse.Namespace, loaded: Loaded) -> list[Table]:
     """The tables of a command that makes tables of the roots' runs."""
-    from hvdtrain.results import accuracy, energy, reference, scaling_table
+    from hvdtrain.results import accuracy, energy, reference, scaling_table, strategies
     from hvdtrain.results import tables as plain
 
     if asked.command == "list":
@@ -171,6 +174,8 @@ def tables(asked: argparse.Namespace, loaded: Loaded) -> list[Table]:
         if asked.command == "energy":
             return energy.energy(loaded, base, study)
         return scaling_table.scaling(loaded, asked.count, base, study)
+    if asked.command == "strategies":
+        return [strategies.strategies(loaded, asked.target)]
     by = columns(asked.group_by, loaded)
     if asked.command == "accuracy":
         return [accuracy.accuracy(loaded, asked.target, by)]

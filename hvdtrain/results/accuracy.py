@@ -22,6 +22,8 @@ class Reached:
 
     epoch: int
     """From 1"""
+    steps: int
+    """Since the start of the run"""
     train_s: float
     """Seconds of training until that epoch's end"""
     end_to_end_s: float
@@ -33,7 +35,7 @@ def reached(run_dir: str, target: float) -> Reached | None:
     for timed in metrics.epochs(load.metrics_file(run_dir)):
         accuracy_ = timed.epoch.validation_accuracy
         if accuracy_ is not None and accuracy_ >= target:
-            return Reached(timed.epoch.epoch + 1, timed.trained_s, timed.elapsed_s)
+            return Reached(timed.epoch.epoch + 1, timed.epoch.step, timed.trained_s, timed.elapsed_s)
     return None
 
 

@@ -35,7 +35,7 @@ RUNS: dict[str, Column] = {
     "started_utc": _text("when the run began"),
     "workload": _text("resnet ..."),
     "framework": _text("torch or tensorflow"),
-    "strategy": _text("how gradients are exchanged; native+fp16 is native with that DistributedDataParallel hook"),
+    "strategy": _text("how gradients are exchanged, with what is set of it and what is inside: delayed+powersgd r2"),
     "collectives": _text("what carries them: none, gloo, mpi, nccl, grpc"),
     "hosts": _number("hosts"),
     "ranks": _number("ranks"),
@@ -69,6 +69,11 @@ RUNS: dict[str, Column] = {
     "wire_bytes_per_step": _number("busiest NIC, sent or received, per step, headers and all other traffic too", "B"),
     "limit_bytes_per_step": _number("2 (h - 1) / h x payload: the least an allreduce of fp32 over h hosts sends", "B"),
     "limit_s_per_step": _number("the time of limit_bytes_per_step at 0.936 of the rate", "s"),
+    "own_limit_s_per_step": _number("the time of what rank 0 gave to the exchange, at 0.936 of the rate", "s"),
+    "wire_efficiency": _number(
+        "own_limit_s_per_step / time of the exchange: communication_s, or, where it may run beside the computation, "
+        "step_s (then it is a lower bound)"
+    ),
     "test_accuracy": _number("share of the test split that is right"),
     "best_validation_accuracy": _number("best over the epochs"),
     "energy_j": _number("energy of all measured devices of all hosts, idle devices too", "J"),
@@ -101,6 +106,7 @@ TIMING = frozenset(
 NOT_SETTINGS = frozenset(
     {
         *("framework", "strategy", "ddp_hook", "epochs", "batch_size", "global_batch_size", "device", "seed", "data"),
+        *("inner", "rank", "density", "every", "local_start", "outer_lr", "outer_momentum", "staleness", "servers"),
         *("run_dir", "resume", "json", "dry_run", "debug", "monitor", "monitor_ms", "monitor_idle_s"),
         *("profile", "horovod_timeline", "tensorboard", "checkpoint_epochs", "checkpoint_steps", "keep_checkpoints"),
     }

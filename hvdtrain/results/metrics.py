@@ -28,6 +28,7 @@ class Sums:
     communication_s: float | None = 0.0
     """None as soon as one step does not know"""
     bytes_sent: int = 0
+    timed_bytes_sent: int = 0
 
     def add(self, step: dict[str, Any]) -> None:
         self.steps += 1
@@ -35,6 +36,7 @@ class Sums:
         if step["warmup"]:
             return
         self.timed += 1
+        self.timed_bytes_sent += step["bytes_sent"]
         self.data_s += step["data_s"]
         self.compute_s += step["compute_s"]
         if self.communication_s is not None:

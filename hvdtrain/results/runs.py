@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ def row(folder: Path, problems: list[Problem]) -> dict[str, Any]:
         if found["hosts"] == 1:
             found["rate_mbit"] = None  # no link is used, so this run is the baseline of every rate
         found |= _measured(folder, manifest, problems)
+        found |= _efficiency(found, found.pop("timed_bytes_per_step", None))
         found |= _energy(folder, found, manifest, problems)
     except Failure as failure:
         problems.append(_problem(folder, failure))
@@ -79,7 +81,7 @@ def _asked(manifest: records.Manifest) -> dict[str, Any]:
         "started_utc": printable(manifest.started_utc),
         "workload": printable(manifest.workload),
         "framework": _text(config.get("framework")),
-        "strategy": _strategy(config),
+        "strategy": strategy_name(config),
         "collectives": printable(manifest.collectives),
         "hosts": len(hosts) or None,
         "ranks": len(manifest.ranks) or None,
@@ -108,9 +110,48 @@ def _watched(config: Mapping[str, Any]) -> str | None:
     return f"{' and '.join(flags)} slowed it" if flags else None
 
 
-def _strategy(config: Mapping[str, Any]) -> str | None:
+def strategy_name(config: Mapping[str, Any]) -> str | None:
+    """The strategy, the reducer inside it and what is set of both: runs that differ in these get different names.
+
+    `powersgd r2` (rank), `topk 1%` (density), `local-sgd H8` (--every; `start40`: --local-start; `outer0.7/0.9`:
+    --outer-lr and --outer-momentum), `delayed s2` (--staleness, also of local-sgd), `async-ps x2` (--servers); behind a
+    plus what is inside, unless it is hierarchical: `delayed+powersgd r2`. What is at its default, or that an older
+    config lacks, is not named but for the numbers behind r and H.
+    """
     strategy, hook = _text(config.get("strategy")), _text(config.get("ddp_hook"))
-    return f"{strategy}+{hook}" if strategy == "native" and hook not in (None, "none") else strategy
+    if strategy is None:
+        return None
+    if strategy == "native":
+        rank = f" r{config.get('rank', 2)}" if hook == "powersgd" else ""
+        return strategy if hook in (None, "none") else printable(f"{strategy}+{hook}{rank}")
+    words = strategy + _set(strategy, config)
+    inner = _text(config.get("inner"))
+    if strategy in HOLD_A_REDUCER and inner not in (None, "hierarchical"):
+        words += f"+{inner}{_set(str(inner), config)}"
+    return printable(words)
+
+
+HOLD_A_REDUCER = ("local-sgd", "delayed", "hybrid")
+
+
+def _set(name: str, config: Mapping[str, Any]) -> str:
+    """What is set of one strategy or reducer, as it stands behind its name."""
+    if name == "powersgd":
+        return f" r{config.get('rank', 2)}"
+    if name == "topk":
+        density = number(config.get("density"))
+        return "" if density is None else f" {100 * density:g}%"
+    if name == "local-sgd":
+        words = f" H{config.get('every', 8)}"
+        words += f" start{config['local_start']}" if config.get("local_start") else ""
+        outer = [number(config.get(f"outer_{key}")) for key in ("lr", "momentum")]
+        words += "" if None in outer or outer == [1, 0] else f" outer{outer[0]:g}/{outer[1]:g}"
+        return words + (f" s{config['staleness']}" if config.get("staleness") else "")
+    if name == "delayed":
+        return "" if config.get("staleness") in (None, 1) else f" s{config['staleness']}"
+    if name == "async-ps":
+        return f" x{config['servers']}" if config.get("servers") else ""
+    return ""
 
 
 def numbers(values: Iterable[Any]) -> list[float]:
@@ -191,6 +232,7 @@ def _per_step(sums: metrics.Sums) -> dict[str, Any]:
     communication_s = None if sums.communication_s is None else sums.communication_s / sums.timed
     step_s = (sums.data_s + sums.compute_s + (sums.communication_s or 0.0)) / sums.timed
     return found | {
+        "timed_bytes_per_step": sums.timed_bytes_sent / sums.timed,
         "step_s": step_s,
         "data_s": sums.data_s / sums.timed,
         "compute_s": sums.compute_s / sums.timed,
@@ -208,6 +250,32 @@ def _wire(summary: records.Summary, steps: int, hosts: int, parameters: float | 
     if hosts > 1 and parameters is not None:
         found["limit_bytes_per_step"] = 2 * (hosts - 1) / hosts * FP32_BYTES * parameters
     return found
+
+
+EXACT = ("allreduce", "native", "hierarchical")
+"""Strategies that send whole gradients: what several ranks of a host put on the wire is known without counting"""
+
+def beside(strategy: str) -> bool:
+    """Whether the exchange of a strategy, named by `strategy_name`, may run beside the computation."""
+    first, *_ = re.split(r"[ +]", strategy)
+    late = first == "local-sgd" and re.search(r" s\d", strategy) is not None
+    return late or first in ("allreduce", "native", "delayed", "async-ps")
+
+
+def _efficiency(found: dict[str, Any], sent_bytes: float | None) -> dict[str, Any]:
+    """The strategy's own limit and how near its exchange comes; `sent_bytes`: by rank 0 per step, warm-up left out.
+
+    With several ranks on a host rank 0's bytes are not the host's: then only strategies that send whole gradients have
+    a limit.
+    """
+    rate_mbit, strategy = found["rate_mbit"], str(found["strategy"])
+    if (found["ranks_per_host"] or 1) > 1:
+        sent_bytes = found["limit_bytes_per_step"] if strategy in EXACT else None
+    if not rate_mbit or sent_bytes is None:
+        return {}
+    limit_s = sent_bytes * 8 / (WIRE_SHARE * rate_mbit * 1e6)
+    exchange_s = found["step_s"] if beside(strategy) else found["communication_s"]
+    return {"own_limit_s_per_step": limit_s, "wire_efficiency": limit_s / exchange_s if exchange_s else None}
 
 
 # --- energy -----------------------------------------------------------------------------------------------------------

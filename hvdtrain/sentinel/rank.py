@@ -123,6 +123,10 @@ class Sentinel:
         """This rank is about to end with an error, which it has shown."""
         self._say(RankWords.FAILED)
 
+    def may_die(self) -> None:
+        """The others can go on without this rank, however it ends, unless it says that it failed."""
+        self._say(RankWords.MAY_DIE)
+
     def _say(self, word: int) -> None:
         with contextlib.suppress(OSError):
             self._socket.send(bytes([word]))

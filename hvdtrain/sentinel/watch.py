@@ -46,6 +46,8 @@ class RankWords:
     """It ends as it should"""
     FAILED = 70
     """It ends with an error, which it has shown"""
+    MAY_DIE = 77
+    """The others can go on without it: however it ends is no fault"""
 
 
 class Rank:

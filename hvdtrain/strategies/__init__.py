@@ -16,14 +16,21 @@ from hvdtrain import exits
 from hvdtrain.config import TrainConfig
 from hvdtrain.exits import Failure
 from hvdtrain.strategies.allreduce import AllReduce
+from hvdtrain.strategies.async_ps import AsyncPS
 from hvdtrain.strategies.delayed import Delayed
+from hvdtrain.strategies.half import BF16, FP16
 from hvdtrain.strategies.hierarchical import Hierarchical
+from hvdtrain.strategies.hybrid import Hybrid
 from hvdtrain.strategies.local_sgd import LocalSGD
 from hvdtrain.strategies.native import Native
+from hvdtrain.strategies.onebit import OneBit
 from hvdtrain.strategies.payload import Layout, Shape
+from hvdtrain.strategies.powersgd import PowerSGD
 from hvdtrain.strategies.reducer import Reducer
 from hvdtrain.strategies.replicas import TOTALS, Exchanged, Vectors
+from hvdtrain.strategies.rounded import Int4, Int8
 from hvdtrain.strategies.synchronous import Synchronous
+from hvdtrain.strategies.topk import TopK
 from hvdtrain.timing import Clock
 from hvdtrain.world import Carrier, World
 
@@ -77,12 +84,21 @@ class Strategy(Protocol):
 
 REDUCERS: dict[str, type[Reducer]] = {
     "hierarchical": Hierarchical,
+    "fp16": FP16,
+    "bf16": BF16,
+    "int8": Int8,
+    "int4": Int4,
+    "powersgd": PowerSGD,
+    "topk": TopK,
+    "onebit": OneBit,
 }
 SCHEDULES: dict[str, type[Strategy]] = {
     "allreduce": AllReduce,
     "native": Native,
     "local-sgd": LocalSGD,
     "delayed": Delayed,
+    "async-ps": AsyncPS,
+    "hybrid": Hybrid,
 }
 
 

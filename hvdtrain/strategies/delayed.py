@@ -29,7 +29,7 @@ class Delayed(Synchronous):
 
     def __init__(self, world: World, shapes: Sequence[Shape], config: TrainConfig, reducer: Reducer | None) -> None:
         super().__init__(world, shapes, config, reducer)
-        self._staleness = config.staleness
+        self._staleness = 1 if config.staleness is None else config.staleness
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hvdtrain-exchange")
         self._flying: collections.deque[Future[tuple[np.ndarray, int]]] = collections.deque()
         self._told = 0
@@ -52,7 +52,9 @@ class Delayed(Synchronous):
         if self._told:
             self._told -= 1
             return Exchanged(loss=float(loss / samples))
-        return Exchanged(totals=summed[-TOTALS:].astype(np.float64), loss=float(loss / samples), sent_bytes=sent)
+        totals = summed[-TOTALS:].astype(np.float64)
+        mean = totals[0] / totals[2] if self._staleness == 0 else float(loss / samples)
+        return Exchanged(totals=totals, loss=mean, sent_bytes=sent)
 
     def settle(self, replica: Vectors, clock: Clock) -> Exchanged:
         """Waits for all sums on their way and tells their totals; the gradients stay due in the steps to come."""
@@ -80,6 +82,8 @@ class Delayed(Synchronous):
         self._flying.clear()
         for age, sent in enumerate(state["sent_bytes"]):
             landed: Future[tuple[np.ndarray, int]] = Future()
-            landed.set_result((state[f"flying.{age}"].copy(), int(sent)))
+            summed = state[f"flying.{age}"].copy()
+            summed[-1] = 0  # who asked to stop then has been obeyed
+            landed.set_result((summed, int(sent)))
             self._flying.append(landed)
         self._reducer.load({name.removeprefix("inner."): a for name, a in state.items() if name.startswith("inner.")})

@@ -5,6 +5,10 @@ the change of their weights since the last exchange by the reducer of --inner, w
 and all go on from the mean: a step sends 1/H of what the reducer sends. H = 1 is parameter averaging per batch, and
 with plain SGD the same as summing gradients. Momentum stays each rank's own.
 
+With --staleness 1 the exchange of a round runs beside the next one: each rank trains on from its own weights, and when
+the mean change arrives a round later it replaces what was the rank's own change in them (Wang, Liang and Joshi,
+"Overlap local-SGD", 2020). Then nobody waits as long as an exchange takes no longer than a round of steps.
+
 McMahan et al., "Communication-efficient learning of deep networks from decentralized data", 2017; Stich, "Local SGD
 converges fast and communicates little", 2019. --local-start exchanges gradients in each of the first steps, when
 weights change fastest (post-local SGD: Lin et al., 2020). --outer-lr and --outer-momentum take the mean change for a
@@ -14,12 +18,15 @@ left out to the next change.
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 import numpy as np
 
 from hvdtrain.config import TrainConfig
-from hvdtrain.strategies.payload import Layout, Shape
+from hvdtrain.strategies.payload import Layout, Shape, elements
 from hvdtrain.strategies.reducer import Reducer
 from hvdtrain.strategies.replicas import TOTALS, Exchanged, Vectors
 from hvdtrain.strategies.synchronous import reduce
@@ -27,8 +34,20 @@ from hvdtrain.timing import Clock
 from hvdtrain.world import Carrier, World
 
 
+class Flight(NamedTuple):
+    """A change on its way."""
+
+    own: np.ndarray
+    """This rank's"""
+    change: np.ndarray
+    """Weighted, with totals; the mean over ranks once it has landed"""
+    sent_bytes: Future[int]
+
+
 class LocalSGD:
-    """See `strategies.Strategy`."""
+    """See `strategies.Strategy`. A rank's weights are the anchor, the same bits on all, and its own changes: those that
+    fly, and that of the current round.
+    """
 
     carrier: Carrier = "streams"
     in_backward = False
@@ -37,12 +56,15 @@ class LocalSGD:
     def __init__(self, world: World, shapes: Sequence[Shape], config: TrainConfig, reducer: Reducer | None) -> None:
         assert reducer is not None
         self._world, self._reducer, self._every, self._start = world, reducer, config.every, config.local_start
-        self._outer_lr, self._outer_momentum = config.outer_lr, config.outer_momentum
+        self._outer_lr, self._outer_momentum = np.float32(config.outer_lr), np.float32(config.outer_momentum)
+        self._staleness = config.staleness or 0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hvdtrain-exchange")
+        self._flying: collections.deque[Flight] = collections.deque()
         self._steps = 0  # of the whole run
-        self._drifted = 0  # since the last exchange
-        self._samples, self._all_samples, self._totals = 0, 0, np.zeros(TOTALS)
-        self._anchor: np.ndarray | None = None  # the weights after the last exchange
-        self._velocity = np.zeros(0, np.float32)
+        self._drifted, self._samples, self._all_samples = 0, 0, 0  # steps and samples of the current round
+        self._totals = np.zeros(TOTALS)
+        self._began = self._anchor = np.zeros(0, np.float32)  # this rank's weights at the start of the round; see above
+        self._velocity = np.zeros(elements(shapes) if config.outer_momentum else 0, np.float32)
 
     @staticmethod
     def bytes_per_step(
@@ -53,7 +75,7 @@ class LocalSGD:
 
     @property
     def level(self) -> bool:
-        return self._drifted == 0
+        return not self._drifted and not self._flying
 
     def step(self, replica: Vectors, lr: float, clock: Clock) -> Exchanged:
         vector, (samples, all_samples) = replica.vector(), replica.share()
@@ -61,18 +83,23 @@ class LocalSGD:
         if self._steps <= self._start:
             return self._together(replica, vector, samples / all_samples, lr, clock)
         with clock.span("compute"):
-            if self._anchor is None or not self._drifted:
-                self._anchor = replica.weights().copy()
+            if not self._drifted:
+                self._began = replica.weights().copy()
+                if not self._flying:
+                    self._anchor = self._began
             self._totals += vector[-TOTALS:]
             replica.apply(lr)
         self._drifted, self._samples = self._drifted + 1, self._samples + samples
         self._all_samples += all_samples
         if self._drifted < self._every:
             return Exchanged(loss=loss)
-        return self._average(replica, clock, loss)
+        self._send(replica, clock)
+        return self._receive(replica, clock, self._staleness, loss)
 
     def settle(self, replica: Vectors, clock: Clock) -> Exchanged:
-        return self._average(replica, clock, 0.0) if self._drifted else Exchanged()
+        if self._drifted:
+            self._send(replica, clock)
+        return self._receive(replica, clock, 0, 0.0)
 
     def _together(self, replica: Vectors, vector: np.ndarray, share: float, lr: float, clock: Clock) -> Exchanged:
         """A step of summed gradients."""
@@ -84,34 +111,42 @@ class LocalSGD:
         totals = vector[-TOTALS:].astype(np.float64)
         return Exchanged(totals=totals, loss=totals[0] / totals[2], sent_bytes=sent)
 
-    def _average(self, replica: Vectors, clock: Clock, loss: float) -> Exchanged:
-        """Makes the weights of all ranks the mean of theirs, or an outer step towards it."""
-        assert self._anchor is not None
+    def _send(self, replica: Vectors, clock: Clock) -> None:
+        """Ends the round: its change is on its way."""
         with clock.span("compute"):
-            change = np.empty(self._anchor.size + TOTALS, np.float32)
-            np.subtract(replica.weights(), self._anchor, out=change[:-TOTALS])
-            change[:-TOTALS] *= np.float32(self._samples / self._all_samples)
-            change[-TOTALS:] = self._totals
-        with clock.span("communication"):
-            sent = reduce(self._world, self._reducer, change)
-        with clock.span("compute"):
-            mean = change[:-TOTALS]
-            if self._outer_momentum:
-                if not self._velocity.size:
-                    self._velocity = np.zeros_like(mean)
-                self._velocity *= np.float32(self._outer_momentum)
-                self._velocity += mean
-                mean += np.float32(self._outer_momentum) * self._velocity
-            self._anchor += np.float32(self._outer_lr) * mean
-            replica.set_weights(self._anchor)
+            own = replica.weights() - self._began
+            change = np.concatenate(
+                [own * np.float32(self._samples / self._all_samples), self._totals], dtype=np.float32
+            )
+        self._flying.append(Flight(own, change, self._thread.submit(reduce, self._world, self._reducer, change)))
         self._drifted = self._samples = self._all_samples = 0
         self._totals[:] = 0
-        return Exchanged(totals=change[-TOTALS:].astype(np.float64), loss=loss, sent_bytes=sent)
+
+    def _receive(self, replica: Vectors, clock: Clock, may_fly: int, loss: float) -> Exchanged:
+        """Waits until no more than `may_fly` changes are on their way; the mean takes the place of the rank's own."""
+        totals, sent = np.zeros(TOTALS), 0
+        while len(self._flying) > may_fly:
+            flight = self._flying.popleft()
+            with clock.span("communication"):
+                sent += flight.sent_bytes.result()
+            totals += flight.change[-TOTALS:]
+            with clock.span("compute"):
+                self._anchor = self._anchor + self._outer(flight.change[:-TOTALS])
+                replica.set_weights(sum((other.own for other in self._flying), start=self._anchor))
+        return Exchanged(totals=totals, loss=loss, sent_bytes=sent)
+
+    def _outer(self, mean: np.ndarray) -> np.ndarray:
+        """The step that all ranks make for a mean change."""
+        if self._velocity.size:
+            self._velocity *= self._outer_momentum
+            self._velocity += mean
+            mean = mean + self._outer_momentum * self._velocity
+        return self._outer_lr * mean
 
     def state(self) -> dict[str, np.ndarray]:
-        """Only asked for when level, so the anchor is the weights."""
+        """Only asked for when level."""
         inner = {f"inner.{name}": array for name, array in self._reducer.state().items()}
-        return {"steps": np.array(self._steps), "velocity": self._velocity, **inner}
+        return {"steps": np.array(self._steps), "velocity": self._velocity.copy(), **inner}
 
     def load(self, state: dict[str, np.ndarray]) -> None:
         self._steps, self._velocity = int(state["steps"]), state["velocity"].copy()

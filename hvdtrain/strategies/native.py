@@ -2,7 +2,7 @@
 
 PyTorch: DistributedDataParallel over Gloo (CPU) or NCCL (GPU). Gradients are put into buckets in the order in which
 backward makes them; a full bucket is summed over ranks in a ring while backward goes on. --ddp-hook fp16 sends them as
-half precision, --ddp-hook powersgd as low-rank factors (see `collectives.powersgd`), both by PyTorch's own hooks.
+half precision, --ddp-hook powersgd as factors of --rank (see `collectives.powersgd`), both by PyTorch's own hooks.
 
 TensorFlow: MultiWorkerMirroredStrategy over gRPC (CPU) or NCCL (GPU). Gradients are summed by the strategy's all_reduce
 in the replica's context, as Keras' optimizers do, in a ring too.
@@ -69,5 +69,5 @@ class Native:
 def payload_bytes(shapes: Sequence[Shape], config: TrainConfig, step: int) -> int:
     """What one rank gives to the sums of step `step`."""
     if config.ddp_hook == "powersgd":
-        return 4 * powersgd.elements_sent(shapes, step)
+        return 4 * powersgd.elements_sent(shapes, config.rank, step)
     return (HALF if config.ddp_hook == "fp16" else 4) * elements(shapes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -20,6 +20,8 @@ class Exchanged:
     loss: float = 0.0
     """Mean loss per sample of the very step, over all ranks where they told each other, else over this rank"""
     sent_bytes: int = 0
+    notes: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """More fields of the step's record, by name"""
 
 
 class Vectors(Protocol):

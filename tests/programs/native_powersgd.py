@@ -28,7 +28,7 @@ class Network(torch.nn.Module):
 
 model = Network()
 ranks = DdpRanks(Alone(), Reach("127.0.0.1", "lo", loopback=True), gpu=False)
-config = TrainConfig(strategy="native", framework="torch", ddp_hook="powersgd")
+config = TrainConfig(strategy="native", framework="torch", ddp_hook="powersgd", rank=int(sys.argv[1]))
 step = ranks.overlapped(model, torch.optim.SGD(model.parameters(), lr=0.01), config)
 for _ in range(STEPS):
     model.zero_grad()
@@ -36,7 +36,7 @@ for _ in range(STEPS):
 shapes = [tuple(parameter.shape) for parameter in model.parameters()]
 report = {
     "counted_by_torch": ranks._power_sgd._torch_state.total_numel_after_compression,
-    "counted_by_us": sum(powersgd.elements_sent(shapes, number) for number in range(powersgd.START_STEP, STEPS)),
+    "counted_by_us": sum(powersgd.elements_sent(shapes, config.rank, n) for n in range(powersgd.START_STEP, STEPS)),
 }
 ranks.leave()
 sys.stdout.write(json.dumps(report) + "\n")

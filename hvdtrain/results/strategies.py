@@ -1,0 +1,163 @@
+"""`hvdtrain results strategies`: which strategy gets to a target accuracy soonest, at each rate, and at what cost."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from hvdtrain.exits import Failure
+from hvdtrain.results import groups
+from hvdtrain.results.accuracy import Reached, reached
+from hvdtrain.results.columns import GROUP
+from hvdtrain.results.folders import Problem
+from hvdtrain.results.groups import Group
+from hvdtrain.results.load import Loaded
+from hvdtrain.results.scaling import SAME
+from hvdtrain.results.scaling_table import rate_words
+from hvdtrain.results.statistics import Statistic, ratio, summary
+from hvdtrain.results.table import Column, Table, number
+from hvdtrain.results.tables import FIGURES, SPREAD_NOTE, apart, common, key_cells, key_column, left_out
+
+ALIKE = (*SAME, "global_batch")
+"""What a group and the one host that it is compared with have in common"""
+NOTES = (
+    "to target: seconds of training (evaluation and checkpoints outside) until the end of the first epoch whose "
+    "accuracy, on the split evaluated after each epoch, is the target or more; nothing interpolated. Times, steps and "
+    "bytes are means over the runs that got there: where some did not, they flatter the strategy",
+    "speed-up: T / T_n over one host of the same model, data, epochs and global batch, with its 95 % interval (Welch, "
+    "on logarithms)",
+    "per host: bytes of the busiest host's NIC, the larger of sent and received, of the whole run (headers, idle "
+    "traffic and evaluations too), times the share of its steps that the target took",
+    "limit: seconds that the wire needs, at 0.936 of the rate, for what the strategy gives it per step (rank 0's "
+    "payload, warm-up left out); wire: limit / time of the exchange, waiting for the slowest host included. An "
+    "exchange that may run beside the computation (allreduce, native, delayed, async-ps) takes a step at most: there "
+    "wire is a lower bound",
+    "exposed: share of a step that rank 0 waits for the exchange; final: test accuracy at the end of the run",
+)
+FIGURE_COLUMNS = (
+    Column("train_to_target_s", "to target", "s"),
+    Column("speedup", "speed-up"),
+    Column("steps_to_target", "steps", spread=False),
+    Column("bytes_to_target", "per host", "MB", 1e-6, spread=False),
+    Column("own_limit_s_per_step", "limit", "ms", 1e3, spread=False),
+    Column("wire_efficiency", "wire", "%", 100, spread=False),
+    Column("communication_share", "exposed", "%", 100, spread=False),
+    dataclasses.replace(FIGURES["test_accuracy"], label="final"),
+)
+
+
+def strategies(loaded: Loaded, target: float = 0.95) -> Table:
+    """A section for each rate: one host first, then every strategy, the soonest at the target first.
+
+    `target`: a fraction of 1. Runs of sweeps and benchmarks are told apart by the name of their point too, since two
+    launchers may lead to the same config.
+    """
+    found = groups.by(groups.usable(loaded.runs), (*GROUP, "point"))
+    measured = {id(group): _measured(group, target, loaded.problems) for group in found}
+    alone = [group for group in found if group.key["hosts"] == 1]
+    rates = sorted({group.key["rate_mbit"] for group in found if group not in alone}, key=lambda r: (r is None, r or 0))
+    shown = [name for name in apart(found) if name not in ("strategy", "rate_mbit", "point")]
+    rows: list[dict[str, Any]] = []
+    readings: dict[str, str] = {}
+    for rate in rates or [None]:
+        members = [group for group in found if group.key["hosts"] != 1 and group.key["rate_mbit"] == rate]
+        bases = [group for group in alone if not members or any(_alike(group, member) for member in members)]
+        names = _names([*bases, *members])
+        cells = [
+            key_cells(group, shown)
+            | {"rate": rate_words(rate), "strategy": names[id(group)], "speedup": _speedup(group, alone, measured)}
+            | measured[id(group)]
+            for group in [*bases, *members]
+        ]
+        ordered = sorted(cells[len(bases) :], key=_place)
+        rows += [*cells[: len(bases)], *ordered]
+        readings[rate_words(rate)] = reading(ordered, target)
+    percent = f"{100 * target:g} %"
+    columns = [Column("strategy", "strategy"), *(key_column(name) for name in shown), Column("n", "n")]
+    columns += [Column("reached", f"reached {percent}"), *FIGURE_COLUMNS]
+    notes = [SPREAD_NOTE, *NOTES, common(found, [*shown, "strategy", "rate_mbit", "point"]), *left_out(loaded.runs)]
+    return Table(
+        "strategies", f"Strategies: to {percent}", columns, rows, [note for note in notes if note], "rate", readings
+    )
+
+
+def reading(ordered: Sequence[dict[str, Any]], target: float) -> str:
+    """What the rows of one rate say in words, the first of `ordered` being the soonest."""
+    if not ordered or ordered[0]["train_to_target_s"] is None:
+        return f"No run over several hosts reached {100 * target:g} %."
+    best = ordered[0]
+    said = f"Soonest: {best['strategy']}, {number(best['train_to_target_s'].mean)} s"
+    if best["speedup"] is not None:
+        said += f", {number(best['speedup'].mean)} x as soon as one host"
+    return f"{said}."
+
+
+def _place(row: dict[str, Any]) -> tuple[bool, float, str]:
+    time = row["train_to_target_s"]
+    return time is None, time.mean if time else 0.0, str(row["strategy"])
+
+
+def _names(found: Sequence[Group]) -> dict[int, str]:
+    """The strategies' names, with that of the point behind those that there are several of."""
+    twice = {name for name, times in Counter(_plain(group) for group in found).items() if times > 1}
+    return {
+        id(group): f"{group.key['strategy']} ({group.key['point']})"
+        if group.key["point"] and _plain(group) in twice
+        else str(group.key["strategy"])
+        for group in found
+    }
+
+
+def _plain(group: Group) -> tuple[Any, ...]:
+    return tuple(group.key[name] for name in group.key if name not in ("point", "settings"))
+
+
+def _alike(base: Group, group: Group) -> bool:
+    return all(base.key[name] == group.key[name] for name in ALIKE)
+
+
+def _speedup(group: Group, alone: Sequence[Group], measured: dict[int, dict[str, Any]]) -> Any:
+    """Over the one host it can be compared with, with the same settings if there is one; None without."""
+    bases = sorted(
+        (base for base in alone if _alike(base, group)),
+        key=lambda base: tuple(base.key[name] != group.key[name] for name in ("settings", "strategy")),
+    )
+    if not bases:
+        return None
+    return ratio(measured[id(bases[0])]["train_to_target_s"], measured[id(group)]["train_to_target_s"])
+
+
+def _measured(group: Group, target: float, problems: list[Problem]) -> dict[str, Any]:
+    """The group's figures; energy runs give no times."""
+    times, steps, sent = [], [], []
+    several, count = (group.key["hosts"] or 1) > 1, 0
+    columns = ("run_dir", "kind", "wire_bytes_per_step")
+    for run_dir, kind, wire_bytes in zip(*(group.column(name) for name in columns), strict=True):
+        there = _reached(run_dir, target, problems)
+        if there is None:
+            continue
+        count += 1
+        steps.append(float(there.steps))
+        if kind == "timing":
+            times.append(there.train_s)
+        if several and not groups.is_missing(wire_bytes):
+            sent.append(wire_bytes * there.steps)
+    figures: dict[str, Statistic | None] = {
+        "train_to_target_s": summary(times),
+        "steps_to_target": summary(steps),
+        "bytes_to_target": summary(sent),
+    }
+    own = ("own_limit_s_per_step", "wire_efficiency", "communication_share", "test_accuracy")
+    figures |= {name: group.statistic(name) for name in own}
+    return {"n": group.n, "reached": f"{count} of {group.n}", **figures}
+
+
+def _reached(run_dir: str, target: float, problems: list[Problem]) -> Reached | None:
+    """None too for a run that cannot be read any more."""
+    try:
+        return reached(run_dir, target)
+    except Failure as failure:
+        problems.append(Problem(run_dir, None, str(failure)))
+        return None

@@ -1,0 +1,134 @@
+"""Downpour SGD: each rank sends its gradients to parameter servers as soon as it has them, and waits for no other rank.
+
+The parameters are cut into --servers contiguous parts (default: one per host), each held with its momentum by a thread
+inside one rank. Every rank is a worker. After backward it sends each part's gradient to its server, which updates at
+once and answers with the part as it is now: one round trip, 4 bytes per parameter in each direction. On h hosts of r
+ranks each, a host sends 2r(h-1)/h of the parameters per step, r times what `hierarchical` sends.
+
+    v = momentum v + share (g + weight_decay p);  p -= lr v
+
+g is the mean over the worker's own batch, share its part of the samples of a step of all ranks: p workers' updates move
+the weights as far as one step of the other strategies at the same --lr. In Downpour each update has the full rate: that
+is --lr-scaling linear. With one worker it is plain SGD. Between a worker's pull and its push others have pushed: the
+gradient is so many updates late, about p-1 for equal workers (`staleness` of each step's record: mean and maximum over
+servers). Late updates act like more momentum (Mitliagkas et al., 2016), so --momentum may have to be lower.
+
+Nobody waits but before an evaluation or a checkpoint and when asked to stop: then all wait for the slowest and take the
+same weights. A rank that dies without holding a part is left out, with the samples it would have learnt from.
+
+Dean et al., "Large scale distributed deep networks", 2012.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from hvdtrain import exits
+from hvdtrain.collectives.servers import NUMBERS
+from hvdtrain.config import TrainConfig
+from hvdtrain.exits import Failure
+from hvdtrain.strategies.payload import Layout, Shape, elements
+from hvdtrain.strategies.reducer import Reducer
+from hvdtrain.strategies.replicas import TOTALS, Exchanged, Vectors
+from hvdtrain.strategies.server import Server
+from hvdtrain.timing import Clock
+from hvdtrain.world import Carrier, World
+
+
+class AsyncPS:
+    """See `strategies.Strategy`."""
+
+    carrier: Carrier = "servers"
+    in_backward = False
+    local = True
+
+    def __init__(self, world: World, shapes: Sequence[Shape], config: TrainConfig, reducer: Reducer | None) -> None:
+        self._world, self._every = world, config.checkpoint_steps
+        self._server: Server | None = None
+
+        def serve(part: slice) -> Server:
+            self._server = Server(part, config)
+            return self._server
+
+        if not world.servers.serve(config.servers, elements(shapes), serve):
+            world.may_die()
+        self._weights = np.empty(elements(shapes), np.float32)
+        self._begun, self._steps, self._drifted = False, 0, 0
+        self._totals, self._sent = np.zeros(TOTALS), 0
+
+    @staticmethod
+    def bytes_per_step(
+        shapes: Sequence[Shape], layout: Layout, config: TrainConfig, reducer: type[Reducer] | None
+    ) -> float:
+        between = layout.hosts if layout.hosts > 1 else layout.ranks
+        return 2 * 4 * elements(shapes) * (layout.ranks / between) * (between - 1) / between
+
+    @property
+    def level(self) -> bool:
+        return self._drifted == 0
+
+    def step(self, replica: Vectors, lr: float, clock: Clock) -> Exchanged:
+        if not self._begun:
+            self._begun = True
+            if self._server:
+                self._server.begin(replica.weights())
+        vector, (samples, all_samples) = replica.vector(), replica.share()
+        totals, self._steps, self._drifted = vector[-TOTALS:], self._steps + 1, self._drifted + 1
+        self._totals += totals
+        loss = float(totals[0] / samples)
+        numbers = np.array([lr, samples / all_samples, self._steps, totals[3]], np.float64)
+        with clock.span("communication"):
+            answers = self._world.servers.ask(numbers, vector[:-TOTALS], self._weights)
+        with clock.span("compute"):
+            replica.set_weights(self._weights)
+        late = answers[:, 0]
+        notes = {"staleness": float(late.mean()), "staleness_max": int(late.max())}
+        due = bool(self._every and self._steps % self._every == 0) or self._steps == answers[0, 1]
+        if due or self._world.size == 1:
+            return self._meet(replica, clock, loss, notes)
+        return Exchanged(loss=loss, sent_bytes=self._sent_now(), notes=notes)
+
+    def settle(self, replica: Vectors, clock: Clock) -> Exchanged:
+        return self._meet(replica, clock, 0.0, {}) if self._drifted else Exchanged()
+
+    def _meet(self, replica: Vectors, clock: Clock, loss: float, notes: dict[str, float]) -> Exchanged:
+        """When all have pushed, all take the same weights."""
+        with clock.span("communication"):
+            totals = self._world.sum(self._totals, "async-ps.totals")
+            if self._server:
+                self._server.met()
+            if self._world.size > 1:
+                self._world.servers.ask(np.zeros(NUMBERS), None, self._weights)
+                self._world.gather("have them")  # nobody pushes before
+        with clock.span("compute"):
+            replica.set_weights(self._weights)
+        self._totals, self._drifted = np.zeros(TOTALS), 0
+        return Exchanged(totals=totals, loss=loss, sent_bytes=self._sent_now(), notes=notes)
+
+    def _sent_now(self) -> int:
+        """By this rank, its server's answers included, since the last call."""
+        before, self._sent = self._sent, self._world.servers.sent_bytes
+        return self._sent - before
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Only asked for when level, so a server's weights are the replica's."""
+        state = {"steps": np.array(self._steps)}
+        if self._server:
+            state |= {"part": np.array([self._server.part.start, self._server.part.stop])}
+            state |= {"velocity": self._server.velocity}
+        return state
+
+    def load(self, state: dict[str, np.ndarray]) -> None:
+        self._steps = int(state["steps"])
+        if not self._server:
+            return
+        part = self._server.part
+        if state.get("part", np.empty(0)).tolist() != [part.start, part.stop]:
+            raise Failure(
+                f"the checkpoint does not have the momentum of parameters {part.start} to {part.stop} on rank "
+                f"{self._world.rank}: start on as many hosts as it was made on, with as many ranks on each",
+                exits.BAD_CONFIG,
+            )
+        self._server.velocity[:] = state["velocity"]

@@ -1,0 +1,41 @@
+"""One machine plays several hosts, for programs on real ranks: hosts differ by their address, 127.0.0.1, 127.0.0.2 ...
+
+So the strategies' reducers work here without virtual hosts, for which one must be root. No sentinel watches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hvdtrain import world
+from hvdtrain.collectives import Meeting, Reach
+from hvdtrain.collectives.meeting import meet
+
+
+class Kept:
+    """A meeting that outlives the worlds that are built on it: MPI can be left once only."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        self.rank, self.size = meeting.rank, meeting.size
+        self.local_rank, self.local_size = meeting.local_rank, meeting.local_size
+        self.gather = meeting.gather
+
+    def leave(self) -> None:
+        pass
+
+
+def joined(per_host: int) -> Meeting:
+    """The ranks, `per_host` of them on each host in every `World` that is made from now on."""
+    where = world.place()
+    meeting = meet(where.launcher, where.rank, where.size, where.local_rank, where.local_size)
+    reach = Reach(f"127.0.0.{1 + meeting.rank // per_host}", "lo", loopback=True)
+
+    def kept(*place: object) -> Meeting:
+        return Kept(meeting)
+
+    def unwatched(self: world.World, ranks: Sequence[object]) -> Reach:
+        return reach
+
+    world.meet = kept
+    world.World._watch = unwatched
+    return meeting

@@ -1,0 +1,89 @@
+"""Several trainings of `hvdtrain.resnet` one after the other in the same ranks, which takes seconds to start only once.
+
+    strategy_runs.py torch|tensorflow RANKS_PER_HOST RUNS
+
+RUNS is a JSON list of objects: `flags`; `stop_before` (optional): the step before which the last rank is sent SIGUSR1;
+`from_step` and `folder` (optional): the run in --run-dir is first made from that in `folder` as if it had been killed
+after its checkpoint of this step. Rank 0 prints their exit codes as JSON. Used by test_strategies.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from strategy_hosts import joined
+
+from hvdtrain import resnet, world
+from hvdtrain.collectives import Meeting
+
+
+def replicas(framework: str) -> Any:
+    """The framework's class of replicas, which is prepared once only."""
+    if framework == "torch":
+        from hvdtrain.frameworks import pytorch as module
+
+        return module.TorchReplica
+    from hvdtrain.frameworks import tensorflow as module
+
+    device = module.prepare("cpu", 0, 1)
+    module.prepare = lambda *told, **named: device
+    return module.TensorFlowReplica
+
+
+@contextlib.contextmanager
+def signalled(replica: Any, step: int | None) -> Iterator[None]:
+    """This process gets SIGUSR1 before its step of this number, counted from 0 within the process."""
+    backward, numbers = replica.backward, itertools.count()
+
+    def after_signal(self: Any, batch: Any, lr: float, stop: bool) -> None:
+        if next(numbers) == step:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            stop = True
+        backward(self, batch, lr, stop)
+
+    replica.backward = after_signal
+    yield
+    replica.backward = backward
+
+
+def killed_after(step: int, folder: Path, copy: Path) -> None:
+    shutil.copytree(folder, copy)
+    (copy / "COMPLETE").unlink()
+    for checkpoint in (copy / "checkpoints").glob("step-*"):
+        if int(checkpoint.name.removeprefix("step-")) > step:
+            shutil.rmtree(checkpoint)
+
+
+def trained(about: dict[str, Any], meeting: Meeting, replica: Any) -> int:
+    flags = about["flags"]
+    if "from_step" in about and meeting.rank == 0:
+        killed_after(about["from_step"], Path(about["folder"]), Path(flags[flags.index("--run-dir") + 1]))
+    meeting.gather(b"the folder is there")
+    sys.argv = ["resnet", *flags]
+    step = about.get("stop_before") if meeting.rank == meeting.size - 1 else None
+    with signalled(replica, step), contextlib.redirect_stdout(io.StringIO()):
+        return resnet.main(world.StopSignal())
+
+
+def main(stop: world.StopSignal) -> int:
+    framework, per_host, runs = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
+    meeting = joined(per_host)
+    replica = replicas(framework)
+    codes = [trained(about, meeting, replica) for about in runs]
+    if meeting.rank == 0:
+        sys.stdout.write(json.dumps({"codes": codes}) + "\n")
+    meeting.leave()
+    return 0
+
+
+world.run(main, debug=True)

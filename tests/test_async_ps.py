@@ -1,0 +1,453 @@
+"""`--strategy async-ps`: one worker is plain SGD, nothing pushed is lost, nobody waits, a dead worker is left out."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import PROGRAMS, ROOT, SMALL, Cluster, command, document, environment, launch, resnet
+from hypothesis import given, settings
+from hypothesis import strategies as some
+from test_ranks import numpy_training
+from test_resnet_train import newest_arrays, read_run, started, wait_for_steps
+
+from hvdtrain.cluster import survive
+from hvdtrain.collectives import PeerLost, Reach
+from hvdtrain.collectives.servers import NUMBERS, ServerRanks
+from hvdtrain.config import TrainConfig
+from hvdtrain.exits import Failure
+from hvdtrain.strategies import Layout
+from hvdtrain.strategies.async_ps import AsyncPS
+from hvdtrain.strategies.server import Server
+
+DRAW = np.random.default_rng(3)
+SURVIVE = ["-m", "hvdtrain.cluster.survive", sys.executable]
+ASYNC = ["--strategy", "async-ps", *SMALL]
+VALIDATION = 126
+"""Digits' validation samples"""
+
+
+def server(size: int, **settings: Any) -> Server:
+    made = Server(slice(0, size), TrainConfig(**settings))
+    made.begin(np.zeros(size, np.float32))
+    return made
+
+
+# --- one server ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.01])
+def test_a_server_with_one_worker_is_sgd_with_momentum_bit_for_bit(decay: float) -> None:
+    weights, velocity = DRAW.normal(size=50).astype(np.float32), np.zeros(50, np.float32)
+    asked = Server(slice(10, 40), TrainConfig(momentum=0.9, weight_decay=decay))
+    asked.begin(weights)
+    for step, lr in enumerate((0.1, 0.05, 0.3), 1):
+        gradients, answer = DRAW.normal(size=50).astype(np.float32), np.empty(30, np.float32)
+        told = asked.answer(0, np.array([lr, 1, step, 0]), gradients[10:40].copy(), answer)
+        velocity = np.float32(0.9) * velocity + (gradients + np.float32(decay) * weights)
+        weights = weights - np.float32(lr) * velocity
+        np.testing.assert_array_equal(answer, weights[10:40])
+        assert told.tolist() == [0, 0, 0, 0]
+
+
+def test_nothing_that_threads_push_is_lost_and_staleness_counts_the_others() -> None:
+    asked, late = server(1000, momentum=0.0), [[] for _ in range(8)]
+
+    def worker(rank: int) -> None:
+        answer = np.empty(1000, np.float32)
+        for step in range(1, 101):
+            numbers = np.array([1, 0.5, step, 0])
+            late[rank].append(asked.answer(rank, numbers, np.full(1000, 2.0 * rank, np.float32), answer)[0])
+
+    threads = [threading.Thread(target=worker, args=(rank,)) for rank in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    answer = np.empty(1000, np.float32)
+    last = asked.answer(0, np.zeros(NUMBERS), None, answer)[0]
+    assert (answer == -100 * sum(range(8))).all()
+    # What rank 0 was told at its pushes and at this pull are all the updates by others.
+    assert sum(late[0]) + last == 700
+
+
+@settings(deadline=None)
+@given(some.integers(1, 6), some.integers(0, 2**32), some.integers(1, 9))
+def test_all_workers_hear_of_the_step_to_meet_after_before_they_pass_it(workers: int, seed: int, stop_at: int) -> None:
+    asked, choose, answer = server(1), random.Random(seed), np.empty(1, np.float32)
+    steps, met = [0] * workers, [0.0] * workers
+    while not all(met):
+        rank = choose.choice([rank for rank in range(workers) if not met[rank]])
+        steps[rank] += 1
+        stop = rank == 0 and steps[rank] >= stop_at
+        told = asked.answer(rank, np.array([0.1, 1, steps[rank], stop]), np.zeros(1, np.float32), answer)[1]
+        assert told == 0 or told >= steps[rank]
+        met[rank] = told if told == steps[rank] else 0
+    assert len(set(steps)) == 1
+
+
+# --- real ranks ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+def test_one_worker_is_plain_sgd(framework: str) -> None:
+    report = document(launch(0, [str(PROGRAMS / "exchange.py"), framework, '{"strategy": "async-ps"}']))
+    weight, losses = numpy_training()
+    np.testing.assert_allclose(report["weight"], weight, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(report["losses"], losses, rtol=1e-6)
+    assert (report["samples"], report["stopping"], report["bytes_sent"]) == (11, True, 0)
+    assert report["horovod"] is False
+
+
+@pytest.mark.parametrize(
+    ("framework", "ranks", "servers", "launcher"),
+    [("torch", 4, 3, "mpirun"), ("torch", 2, 0, "horovodrun --gloo"), ("tensorflow", 3, 2, "mpirun")],
+)
+def test_the_weights_are_the_first_ones_less_all_that_was_pushed(
+    framework: str, ranks: int, servers: int, launcher: str
+) -> None:
+    asked = json.dumps({"servers": servers})
+    report = document(launch(ranks, [str(PROGRAMS / "async_ps.py"), framework, asked], launcher))
+    steps, parts, slow = 6, servers or 1, ranks - 1
+    expected = np.array(report["before"]) - 0.1 * np.array(report["pushed"])
+    np.testing.assert_allclose(report["weights"][0], expected, rtol=1e-5, atol=1e-6)
+    assert all(weights == report["weights"][0] for weights in report["weights"])
+    notes = [[note["staleness"] for note in of_rank] for of_rank in report["notes"]]
+    assert all(0 <= n["staleness"] <= n["staleness_max"] for of_rank in report["notes"] for n in of_rank)
+    assert max(sum(of_rank) for of_rank in notes) <= (ranks - 1) * steps, "others' updates, each counted once"
+    assert sum(notes[slow]) > 0, "others did not wait"
+    assert report["seconds"][slow] >= (steps - 1) * 0.2
+    assert all(seconds < 0.5 * report["seconds"][slow] for seconds in report["seconds"][:slow])
+    # Each rank pushes to the servers elsewhere and is answered by them, at each step and once to settle.
+    whole = 18 * 4
+    assert sum(report["sent_bytes"]) == (2 * steps + 1) * (ranks - 1) * whole
+    assert report["sent_bytes"][slow] == steps * whole * (parts - (slow < parts)) // parts
+    assert not any(itertools.chain(*report["levels"]))
+    assert report["totals"][2] == 11 * steps
+    assert report["again"] is True
+    held = [state["part"] for state in report["state"] if "part" in state]
+    assert held == [[18 * i // parts, 18 * (i + 1) // parts] for i in range(parts)]
+    assert report["sum"] == [[ranks, sum(range(ranks))]]
+    assert report["agreed"] == {"own": [0, 0]}
+    assert report["gathered"] == ["ä" * rank for rank in range(ranks)]
+
+
+def test_bytes_per_step() -> None:
+    def sent(ranks: int, hosts: int) -> float:
+        return AsyncPS.bytes_per_step([(10, 10)], Layout(ranks=ranks, hosts=hosts), TrainConfig(), None)
+
+    assert (sent(1, 1), sent(4, 1), sent(4, 4), sent(4, 2)) == (0, 600, 600, 800)
+
+
+def test_what_does_not_go_together_is_refused() -> None:
+    with pytest.raises(Failure, match="loss scale"):
+        TrainConfig(strategy="async-ps", precision="fp16")
+    with pytest.raises(Failure, match="--servers is -1"):
+        TrainConfig(servers=-1)
+    done = resnet(2, *ASYNC, "--servers", "3", "--epochs", "1")
+    assert done.returncode == 78
+    assert "--servers 3: there are 2 ranks" in done.stderr
+
+
+# --- ranks as threads ------------------------------------------------------------------------------------------------
+
+
+def joined(addresses: list[str], program: Callable[[ServerRanks], Any]) -> list[Any]:
+    """What `program` returned on each rank; a rank for each address, hosts by address."""
+    size, results = len(addresses), [None] * len(addresses)
+    barrier, told = threading.Barrier(size), [b""] * size
+
+    class Room:
+        local_rank, local_size = 0, 1
+
+        def __init__(self, rank: int) -> None:
+            self.rank, self.size = rank, size
+
+        def gather(self, mine: bytes) -> list[bytes]:
+            told[self.rank] = mine
+            barrier.wait(20)
+            return list(told)
+
+        def leave(self) -> None:
+            barrier.wait(20)
+
+    def rank(number: int) -> None:
+        results[number] = program(ServerRanks(Room(number), Reach(addresses[number], "lo", loopback=True)))
+
+    threads = [threading.Thread(target=rank, args=(number,), daemon=True) for number in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    return results
+
+
+class Echo:
+    """A store that answers with where it is."""
+
+    def __init__(self, part: slice) -> None:
+        self.part = part
+
+    def answer(self, rank: int, numbers: np.ndarray, gradients: np.ndarray | None, weights: np.ndarray) -> np.ndarray:
+        weights[:] = np.arange(self.part.start, self.part.stop)
+        if gradients is not None:
+            weights += gradients
+        return numbers + rank
+
+
+def test_parts_are_held_by_the_first_rank_of_each_host_then_by_the_second_ones() -> None:
+    def program(ranks: ServerRanks, parts: int) -> Any:
+        made: list[slice] = []
+        ranks.serve(parts, 5, lambda part: made.append(part) or Echo(part))
+        weights = np.empty(5, np.float32)
+        answers = ranks.ask(np.arange(4.0), np.full(5, 0.5, np.float32), weights)
+        assert weights.tolist() == [0.5, 1.5, 2.5, 3.5, 4.5]
+        ranks.ask(np.zeros(NUMBERS), None, weights)
+        assert weights.tolist() == [0, 1, 2, 3, 4]
+        assert answers.tolist() == [[rank + ranks.rank for rank in range(4)]] * len(answers)
+        ranks.leave()
+        return [(part.start, part.stop) for part in made]
+
+    addresses = ["127.0.0.1", "127.0.0.1", "127.0.0.2"]
+    assert joined(addresses, lambda ranks: program(ranks, 0)) == [[(0, 2)], [], [(2, 5)]]
+    assert joined(addresses, lambda ranks: program(ranks, 1)) == [[(0, 5)], [], []]
+    assert joined(addresses, lambda ranks: program(ranks, 3)) == [[(0, 1)], [(3, 5)], [(1, 3)]]
+    assert joined(addresses[:1], lambda ranks: program(ranks, 0)) == [[(0, 5)]]
+
+
+def test_the_collectives_go_on_among_the_living(capsys: pytest.CaptureFixture[str]) -> None:
+    def program(ranks: ServerRanks) -> Any:
+        ranks.serve(1, 3, Echo)
+        number = ranks.rank
+        assert ranks.gather(b"%d" % number) == [b"0", b"1", b"2", b"3"]
+        if number == 1:  # dies
+            ranks._streams[0].socket.close()
+            return None
+        seen = [(ranks.gather(b"%d" % number), ranks.size, ranks.rank)]
+        seen.append((ranks.sum(np.array([1.0, number]), "").tolist(), ranks.size, ranks.rank))
+        seen.append((ranks.broadcast(np.full(2, number), "").tolist(), ranks.size, ranks.rank))
+        values = np.array([number], np.float32)
+        ranks.reduce(values, lambda whole, hosts: None)
+        weights = np.empty(3, np.float32)
+        ranks.ask(np.zeros(NUMBERS), None, weights)
+        ranks.leave()
+        return [*seen, values.tolist(), weights.tolist()]
+
+    left = [0, 2, 3]
+    results = joined(["127.0.0.1"] * 4, program)
+    for rank, number in enumerate(left):
+        assert results[number] == [
+            ([b"0", b"2", b"3"], 3, rank),
+            ([3.0, 5.0], 3, rank),
+            ([0, 0], 3, rank),
+            [5.0],
+            [0.0, 1.0, 2.0],
+        ]
+    assert "rank 1 on " in (said := capsys.readouterr().err)
+    assert said.count("is gone; 3 ranks go on") == 1
+
+
+class Dying(Echo):
+    def answer(self, rank: int, numbers: np.ndarray, gradients: np.ndarray | None, weights: np.ndarray) -> np.ndarray:
+        raise PeerLost("as if the process had ended")
+
+
+def test_the_loss_of_a_holder_is_told() -> None:
+    def program(ranks: ServerRanks) -> Any:
+        ranks.serve(1, 3, Dying)
+        if ranks.rank == 1:
+            with pytest.raises(PeerLost, match=r"rank 0 on .*, which holds part 1 of 1 of the parameters, is gone"):
+                ranks.ask(np.zeros(NUMBERS), None, np.empty(3, np.float32))
+            with pytest.raises(PeerLost, match="rank 0 on"):
+                ranks.gather(b"")
+            ranks._streams[0].socket.close()
+        return ranks.rank
+
+    assert joined(["127.0.0.1", "127.0.0.2"], program) == [0, 1]
+
+
+# --- runs ------------------------------------------------------------------------------------------------------------
+
+
+def test_one_worker_resumes_as_if_never_interrupted(tmp_path: Path) -> None:
+    flags = [*ASYNC, "--framework", "torch", "--epochs", "2", "--weight-decay", "0.001", "--json"]
+    document(resnet(0, "--run-dir", str(tmp_path / "whole"), *flags))
+    with started(0, tmp_path / "cut", *flags) as process:
+        wait_for_steps(process, tmp_path / "cut", 7)
+        process.send_signal(signal.SIGUSR1)
+        assert process.wait(60) == 75
+    document(resnet(0, "--run-dir", str(tmp_path / "cut"), "--resume", *flags))
+    whole, cut = newest_arrays(tmp_path / "whole"), newest_arrays(tmp_path / "cut")
+    assert whole.keys() == cut.keys()
+    for name in whole:
+        np.testing.assert_array_equal(whole[name], cut[name], err_msg=name)
+    losses = [{step.step: step.loss for step in read_run(tmp_path / name)["step"]} for name in ("whole", "cut")]
+    assert losses[0] == losses[1]
+    assert {step.staleness for step in read_run(tmp_path / "whole")["step"]} == {0}
+
+
+def test_ranks_stop_together_within_an_epoch_and_go_on(tmp_path: Path) -> None:
+    flags = [*ASYNC, "--framework", "torch", "--servers", "2", "--batch-size", "16", "--checkpoint-steps", "9"]
+    with started(3, tmp_path, *flags, "--epochs", "40") as process:
+        wait_for_steps(process, tmp_path, 20)
+        process.send_signal(signal.SIGUSR1)
+        assert process.wait(60) == 75
+    steps = {len(read_run(tmp_path, rank)["step"]) for rank in range(3)}
+    assert len(steps) == 1, "all stopped after the same step"
+    assert [saved.step for saved in read_run(tmp_path)["saved"]][:2] == [9, 18]
+    saved = newest_arrays(tmp_path)
+    assert saved["rank0000.safetensors/strategy.velocity"].size == 335330 // 2
+    assert saved["rank0000.safetensors/strategy.velocity"].any()
+    assert "rank0002.safetensors/strategy.velocity" not in saved
+    (stopped_at,) = steps
+    epochs = str(stopped_at // 29 + 1)
+    summary = document(resnet(3, "--run-dir", str(tmp_path), "--resume", *flags, "--epochs", epochs, "--json"))
+    assert [resumed.step for resumed in read_run(tmp_path)["resumed"]] == [stopped_at]
+    assert summary["ranks"] == 3
+
+
+def kill(rank: int, variable: str, folder: Path, steps: int) -> None:
+    """SIGKILL to a rank (not to what watches over it) once it has recorded so many steps."""
+    records = folder / "metrics" / f"rank{rank:04d}.jsonl"
+    until = time.monotonic() + 90
+    while not records.exists() or records.read_text().count('"type":"step"') < steps:
+        assert time.monotonic() < until, "no steps"
+        time.sleep(0.05)
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            words, variables = ((path / name).read_bytes().split(b"\0") for name in ("cmdline", "environ"))
+        except OSError:
+            continue
+        mine = words[1:3] == [b"-m", b"hvdtrain.resnet"] and str(folder).encode() in words
+        if mine and f"{variable}={rank}".encode() in variables:
+            found.append(int(path.name))
+    (process,) = found
+    os.kill(process, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "variable"), [("mpirun", "OMPI_COMM_WORLD_RANK"), ("horovodrun --gloo", "HOROVOD_RANK")]
+)
+def test_a_dead_worker_does_not_stop_the_rest(launcher: str, variable: str, tmp_path: Path) -> None:
+    flags = [
+        *ASYNC,
+        "--framework",
+        "torch",
+        "--batch-size",
+        "24",
+        "--epochs",
+        "4",
+        "--json",
+        "--run-dir",
+        str(tmp_path),
+    ]
+    words = command(4, [*SURVIVE, "-m", "hvdtrain.resnet", *flags], launcher)
+    with subprocess.Popen(
+        words, env=environment(), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=-1, stderr=-1, text=True
+    ) as run:
+        kill(2, variable, tmp_path, 20)
+        out, errors = run.communicate(timeout=90)
+    summary = document(subprocess.CompletedProcess(words, run.returncode, out, errors))
+    assert "rank 2 on " in errors
+    assert "is gone; 3 ranks go on" in errors
+    assert (tmp_path / "COMPLETE").exists()
+    assert (summary["ranks"], summary["steps"]) == (3, 60)
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert manifest["plan"]["ranks"] == 4
+    assert len(read_run(tmp_path, 2)["step"]) < 60
+    run_records = read_run(tmp_path)
+    assert run_records["epoch"][-1].samples < run_records["epoch"][0].samples, "its share is not learnt from"
+    right = [accuracy * VALIDATION for accuracy in summary["validation_accuracy"]]
+    assert right == pytest.approx(np.round(right).tolist()), "the three evaluate the whole split"
+    assert summary["test_accuracy"] > 0.7
+
+
+def test_the_death_of_a_server_ends_the_job(tmp_path: Path) -> None:
+    flags = [*ASYNC, "--framework", "torch", "--servers", "2", "--epochs", "40", "--run-dir", str(tmp_path)]
+    words = command(3, [*SURVIVE, "-m", "hvdtrain.resnet", *flags])
+    with subprocess.Popen(
+        words, env=environment(), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=-1, stderr=-1, text=True
+    ) as run:
+        kill(1, "OMPI_COMM_WORLD_RANK", tmp_path, 3)
+        _, errors = run.communicate(timeout=30)
+    assert run.returncode == 137
+    assert "ranks go on" not in errors
+    assert not (tmp_path / "COMPLETE").exists()
+
+
+@pytest.mark.root
+def test_two_hosts_send_what_the_formula_says(cluster: Cluster, tmp_path: Path) -> None:
+    words = ["launch/mpirun.sh", "-H", "a:2,b:2", sys.executable, "-m", "hvdtrain.resnet", *ASYNC, "--json"]
+    summary = document(cluster.on("a", *words, "--epochs", "2", "--run-dir", str(tmp_path / "run")))
+    assert (summary["hosts"], summary["ranks"]) == (2, 4)
+    expected = summary["steps"] * AsyncPS.bytes_per_step(
+        [(summary["parameters"],)], Layout(ranks=4, hosts=2), TrainConfig(), None
+    )
+    for host in summary["nic_bytes"]:
+        assert expected < host["sent_bytes"] < 1.15 * expected, "settling and headers besides"
+
+
+@pytest.mark.root
+def test_a_host_whose_only_rank_dies_is_left_out(cluster: Cluster, tmp_path: Path) -> None:
+    words = ["launch/mpirun.sh", "--survive", "-H", "a:1,b:1", sys.executable, "-m", "hvdtrain.resnet", *ASYNC]
+    words += ["--servers", "1", "--epochs", "4", "--json", "--run-dir", str(tmp_path)]
+    with subprocess.Popen(
+        cluster.command("exec", "a", "--", *words),
+        env=environment(),
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=-1,
+        stderr=-1,
+        text=True,
+    ) as run:
+        kill(1, "OMPI_COMM_WORLD_RANK", tmp_path, 20)
+        out, errors = run.communicate(timeout=90)
+    summary = document(subprocess.CompletedProcess(words, run.returncode, out, errors))
+    assert "rank 1 on b is gone; 1 rank goes on" in errors
+    assert (summary["hosts"], summary["ranks"]) == (1, 1)
+
+
+# --- what stands between launcher and rank ---------------------------------------------------------------------------
+
+
+def survived(program: str) -> int:
+    """How a rank that runs `program` ends for its launcher."""
+    return subprocess.run([sys.executable, *SURVIVE, "-c", program], cwd=ROOT, env=environment(), timeout=30).returncode
+
+
+def test_only_a_rank_that_may_die_survives_a_signal() -> None:
+    may_die = f"import os; os.write(int(os.environ['{survive.VARIABLE}']), b'!'); "
+    die = "import os; os.kill(os.getpid(), {}); import time; time.sleep(9)"
+    assert survived(may_die + die.format(9)) == 0
+    assert survived(may_die + die.format(11)) == 0
+    assert survived(die.format(9)) == -9
+    assert survived(die.format(11)) == -11
+    assert survived(may_die + "raise SystemExit(75)") == 75
+    assert survived("pass") == 0
+
+
+def test_signals_to_the_process_reach_the_rank() -> None:
+    program = "import signal, sys; print(flush=True); sys.exit(signal.sigwait([signal.SIGUSR1, signal.SIGTERM]))"
+    block = f"import signal; signal.pthread_sigmask(signal.SIG_BLOCK, [10, 15]); {program}"
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        with subprocess.Popen(
+            [sys.executable, *SURVIVE, "-c", block], cwd=ROOT, env=environment(), stdout=subprocess.PIPE
+        ) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            process.send_signal(number)
+            assert process.wait(20) == number

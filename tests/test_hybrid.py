@@ -1,0 +1,237 @@
+"""`--strategy hybrid`: ranks with unequal shares train as one process on all samples, and shares follow the speed."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import fake_hosts
+import numpy as np
+import pytest
+from conftest import PROGRAMS, SMALL, document, launch, resnet
+from test_resnet_train import newest_arrays, read_run, started, wait_for_steps
+
+from hvdtrain.config import TrainConfig, batch_plan, rank_shares
+from hvdtrain.data import Split
+from hvdtrain.data.loader import Loader
+from hvdtrain.exits import Failure
+from hvdtrain.strategies.hybrid import DIGITS, measured_shares
+
+FRAMEWORKS = ("torch", "tensorflow")
+
+
+def numpy_training() -> tuple[np.ndarray, list[float]]:
+    """The weights and losses of programs/hybrid.py's problem in float64, on whole global batches."""
+    program = runpy.run_path(str(PROGRAMS / "hybrid.py"), run_name="read")
+    split, start = program["problem"]()
+    loader = Loader(split, batch_size=program["GLOBAL_BATCH"], rank=0, size=1, seed=program["SEED"])
+    weight, momentum, losses = start.astype(np.float64), 0.0, []
+    for batch in (batch for epoch in range(program["EPOCHS"]) for batch in loader.epoch(epoch)):
+        inputs, labels = batch.arrays[0].reshape(batch.weight, -1).astype(np.float64), batch.arrays[1]
+        p = np.exp(inputs @ weight.T)
+        p /= p.sum(1, keepdims=True)
+        p_of_label = p[np.arange(len(labels)), labels]
+        losses.append(float(-np.log(p_of_label).mean()))
+        p[np.arange(len(labels)), labels] -= 1
+        momentum = 0.9 * momentum + p.T @ inputs / len(inputs) + 0.01 * weight
+        weight = weight - program["LR"] * momentum
+    return weight, losses
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize(
+    ("ranks", "shares", "samples"),
+    [
+        (0, "1", [[12, 6]]),
+        (3, "3,2,1", [[6, 2], [4, 2], [2, 2]]),
+        (2, None, None),
+    ],
+)
+def test_unequal_ranks_train_as_one_process_on_the_union(
+    framework: str, ranks: int, shares: str | None, samples: list[list[int]] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(PROGRAMS)
+    report = document(launch(ranks, [str(PROGRAMS / "hybrid.py"), framework, json.dumps({"shares": shares})]))
+    weight, losses = numpy_training()
+    np.testing.assert_allclose(report["weights"][0], weight, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(report["losses"], losses, rtol=1e-5)
+    assert all(other == report["weights"][0] for other in report["weights"]), "the same bits on all ranks"
+    assert report["untouched"], "by measuring"
+    assert report["traces"] == 1, "one graph for batches of all sizes"
+    if samples is not None:  # four steps of a whole global batch, and the short last
+        assert report["samples"] == [[whole] * 4 + [last] + [whole] * 4 + [last] for whole, last in samples]
+
+
+class Timed:
+    """A replica whose pass takes a + b n seconds and leaves its traces in a statistic."""
+
+    def __init__(self, a_s: float, b_s: float) -> None:
+        self.a_s, self.b_s = a_s, b_s
+        self.statistic = np.zeros(1)
+
+    def backward(self, batch: Any, lr: float, stop: bool) -> None:
+        time.sleep(self.a_s + self.b_s * batch.weight)
+        self.statistic += 1
+
+    def synchronize(self) -> None: ...
+
+    def local_state(self) -> dict[str, np.ndarray]:
+        return {"statistic": self.statistic}  # its own memory, as PyTorch gives it
+
+    def load_local(self, state: dict[str, np.ndarray]) -> None:
+        self.statistic[:] = state["statistic"]
+
+
+class Ranks:
+    """As much of a world as measuring needs, on the threads of fake_hosts."""
+
+    def __init__(self, hosts: Any) -> None:
+        self.rank, self.size, self._hosts = hosts.index, hosts.count, hosts
+
+    def gather(self, value: float) -> list[float]:
+        return [float(each[0]) for each in self._hosts.gather(np.array([value]))]
+
+
+@pytest.mark.parametrize(
+    "speeds",
+    [[(0.0, 4e-4), (0.0, 4e-4)], [(0.0, 3e-4), (0.0, 9e-4)], [(0.01, 2e-4), (0.01, 8e-4), (0.005, 1.2e-3)]],
+)
+def test_measured_shares_let_all_ranks_end_at_the_same_time(speeds: list[tuple[float, float]]) -> None:
+    size, global_batch = len(speeds), 48 * len(speeds)
+    split = Split(samples=np.zeros((600, 1, 1, 1), np.float32), labels=np.zeros(600, np.int64))
+
+    def rank(hosts: Any) -> tuple[tuple[float, ...], float]:
+        replica = Timed(*speeds[hosts.index])
+        loader = Loader(split, batch_size=48, rank=hosts.index, size=size, seed=0)
+        shares = measured_shares(Ranks(hosts), replica, loader.first_of)  # type: ignore[arg-type]
+        assert replica.statistic == 0
+        return shares, sum(loader.divided(shares).rank_samples)
+
+    found = fake_hosts.run(size, rank)
+    shares = found[0][0]
+    assert all(each == (shares, global_batch) for each in found)
+    assert sum(shares) == pytest.approx(1, abs=size * 10.0**-DIGITS)
+    times = [a + b * share * global_batch for (a, b), share in zip(speeds, shares, strict=True)]
+    assert max(times) < 1.15 * min(times), "sleeping is not exact, least of all on a busy machine"
+
+
+def test_a_rank_that_computes_next_to_nothing_still_has_a_share() -> None:
+    speeds = [(0.0, 1e-7), (0.0, 2e-2)]
+
+    def rank(hosts: Any) -> tuple[float, ...]:
+        replica = Timed(*speeds[hosts.index])
+        batch = type("Batch", (), {"weight": 2})
+        return measured_shares(Ranks(hosts), replica, lambda shares: batch)  # type: ignore[arg-type]
+
+    assert all(share > 0 for share in fake_hosts.run(2, rank)[0])
+
+
+@pytest.mark.parametrize(("framework", "tolerance"), [("torch", 0.0), ("tensorflow", 1e-6)])
+def test_measuring_leaves_no_trace_and_resumed_equals_uninterrupted(
+    framework: str, tolerance: float, tmp_path: Path
+) -> None:
+    """A measured run, stopped and resumed, against a run of the shares that it printed."""
+    flags = ["--strategy", "hybrid", "--framework", framework, "--json", *SMALL, "--epochs", "2"]
+    cut, whole = tmp_path / "cut", tmp_path / "whole"
+    with started(2, cut, *flags) as process:
+        wait_for_steps(process, cut, 17)
+        process.send_signal(signal.SIGUSR1)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 75, errors
+    plan = json.loads((cut / "manifest.json").read_text())["plan"]
+    shown = next(line.split(maxsplit=1)[1] for line in errors.splitlines() if line.startswith("shares "))
+    printed = shown.partition(":")[0]
+    assert [float(share) for share in printed.split(",")] == plan["shares"]
+    resumed = document(resnet(2, "--run-dir", str(cut), "--resume", *flags))
+    assert json.loads((cut / "manifest.json").read_text())["plan"] == plan
+    straight = document(resnet(2, "--run-dir", str(whole), "--shares", printed, *flags))
+    found = [[step.samples for step in read_run(folder, 1)["step"]] for folder in (cut, whole)]
+    assert set(found[0]) == set(found[1]), "the same cuts"
+    expected, got = newest_arrays(whole), newest_arrays(cut)
+    assert expected.keys() == got.keys()
+    for name, array in expected.items():
+        np.testing.assert_allclose(got[name], array, rtol=tolerance, atol=tolerance, err_msg=name)
+    assert resumed["validation_accuracy"] == straight["validation_accuracy"]
+
+
+def test_given_shares_are_those_of_every_step_and_no_other_run_goes_on(tmp_path: Path) -> None:
+    flags = ["--strategy", "hybrid", "--framework", "torch", "--json", *SMALL, "--run-dir", str(tmp_path)]
+    flags += ["--schedule", "constant"]
+    document(resnet(2, *flags, "--epochs", "1", "--shares", "3,1"))
+    steps = [read_run(tmp_path, rank)["step"] for rank in range(2)]
+    assert {(a.samples, b.samples) for a, b in zip(*(each[:-1] for each in steps), strict=True)} == {(72, 24)}
+    assert [a.loss for a in steps[0]] == [b.loss for b in steps[1]]
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert manifest["plan"]["shares"] == [3, 1]
+    assert sum(step.samples for each in steps for step in each) == manifest["data"]["train"]
+    other = resnet(2, *flags, "--epochs", "2", "--shares", "1,1", "--resume")
+    assert other.returncode == 78
+    assert "shares is [3.0, 1.0] there and [1.0, 1.0] here" in other.stderr
+    again = document(resnet(2, *flags, "--epochs", "2", "--resume"))
+    assert again["steps"] == 2 * len(steps[0])
+    assert {step.samples for step in read_run(tmp_path, 1)["step"][:-1]} <= {24, steps[1][-1].samples}
+
+
+@pytest.mark.parametrize("shares", ["", "3,", "3,x", "3,0", "3,-1", "inf,1", "nan,1", "3;1"])
+def test_shares_that_are_no_positive_numbers_are_refused(shares: str) -> None:
+    with pytest.raises(Failure, match=r"give a positive number for each rank, e\.g\. --shares 3,1") as refused:
+        TrainConfig(strategy="hybrid", shares=shares)
+    assert refused.value.code == 78
+
+
+def test_shares_without_hybrid_or_not_one_for_each_rank_are_refused() -> None:
+    with pytest.raises(Failure, match="add --strategy hybrid") as refused:
+        TrainConfig(strategy="hierarchical", shares="3,1")
+    assert refused.value.code == 78
+    config = TrainConfig(strategy="hybrid", shares="3,1")
+    assert rank_shares(config, 2) == (3.0, 1.0) == batch_plan(config, 2, 5).shares
+    with pytest.raises(Failure, match="2 numbers for 3 ranks; give one for each rank") as refused:
+        rank_shares(config, 3)
+    assert refused.value.code == 78
+    assert rank_shares(TrainConfig(), 3) is None
+
+
+def test_a_dry_run_tells_the_shares_and_a_wrong_number_of_them_is_said_once() -> None:
+    shown = resnet(0, "--dry-run", "--strategy", "hybrid", *SMALL)
+    assert "shares         measured before step 0" in shown.stdout
+    shown = resnet(2, "--dry-run", "--strategy", "hybrid", "--shares", "1,2", *SMALL)
+    assert "shares         1,2: 32 + 64 samples of a step" in shown.stdout
+    done = resnet(2, "--strategy", "hybrid", "--shares", "1,2,3")
+    assert done.returncode == 78
+    assert done.stderr.count("hvdtrain: ") == 1
+    assert "3 numbers for 2 ranks" in done.stderr
+
+
+def test_the_first_ranks_of_a_host_take_its_gpus_and_the_others_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from hvdtrain.frameworks.pytorch import prepare
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    assert [prepare("auto", rank, 1, one_each=True) for rank in range(4)] == ["cuda:0", "cuda:1", "cpu", "cpu"]
+    assert [prepare("auto", rank, 1) for rank in range(4)] == ["cuda:0", "cuda:1"] * 2
+    assert prepare("gpu", 2, 1, one_each=True) == "cuda:0", "as asked"
+    assert prepare("cpu", 0, 1, one_each=True) == "cpu"
+
+
+def test_and_so_in_tensorflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hvdtrain.frameworks import tensorflow
+
+    seen: list[Any] = []
+    config = tensorflow.tf.config
+    monkeypatch.setattr(config, "list_physical_devices", lambda kind: ["first", "second"])
+    monkeypatch.setattr(config, "set_visible_devices", lambda devices, kind: seen.append(devices))
+    monkeypatch.setattr(config.experimental, "set_memory_growth", lambda device, on: None)
+    monkeypatch.setattr(config.threading, "set_intra_op_parallelism_threads", lambda threads: None)
+    monkeypatch.setattr(config.threading, "set_inter_op_parallelism_threads", lambda threads: None)
+    found = [tensorflow.prepare("auto", rank, 1, one_each=True) for rank in range(3)]
+    assert found == ["gpu:0", "gpu:1", "cpu"]
+    assert seen == [["first"], ["second"], []]
+    assert [tensorflow.prepare("auto", rank, 1) for rank in range(3)] == ["gpu:0", "gpu:1", "gpu:0"]
+    assert tensorflow.prepare("gpu", 2, 1, one_each=True) == "gpu:0", "as asked"

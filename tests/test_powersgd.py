@@ -1,0 +1,384 @@
+"""powersgd: nothing is lost between the factors and the errors, and all hosts get the same bits."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import fake_hosts
+import numpy as np
+import pytest
+from conftest import environment
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvdtrain.config import TrainConfig
+from hvdtrain.exits import Failure
+from hvdtrain.models.resnet import ResNetSpec, parameters
+from hvdtrain.strategies import matrices
+from hvdtrain.strategies.payload import elements
+from hvdtrain.strategies.powersgd import PowerSGD
+
+MIXED = [(24, 8, 3, 3), (24,), (), (6, 5), (5, 1, 7, 7), (1, 40), (64, 20), (20,)]
+RESNET = list(parameters(ResNetSpec(channels=1, classes=10, width=0.25)).values())
+
+
+Bits = Literal[32, 8, 4]
+
+
+def config(rank: int, bits: Bits = 32) -> TrainConfig:
+    return TrainConfig(rank=rank, bits=bits)
+
+
+def team(hosts: int, shapes: Sequence[Sequence[int]], rank: int, bits: Bits = 32) -> list[PowerSGD]:
+    return [PowerSGD(shapes, config(rank, bits)) for _ in range(hosts)]
+
+
+def sums(reducers: list[PowerSGD], inputs: Sequence[np.ndarray]) -> tuple[np.ndarray, int]:
+    """A round: what all hosts get, and the bytes that each sends."""
+
+    def host(hosts: Any) -> tuple[np.ndarray, int]:
+        values = inputs[hosts.index].copy()
+        reducers[hosts.index].between(values, hosts)
+        return values, hosts.sent_bytes
+
+    results = fake_hosts.run(len(reducers), host)
+    assert len({(values.tobytes(), sent) for values, sent in results}) == 1
+    return results[0]
+
+
+def left(reducers: list[PowerSGD]) -> np.ndarray:
+    """What the hosts together have not sent yet."""
+    return np.sum([reducer.state()["error"].astype(np.float64) for reducer in reducers], axis=0)
+
+
+def normal(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+def low_rank(seed: int, rows: int, columns: int, rank: int) -> np.ndarray:
+    return normal(seed, rows, rank) @ normal(seed + 1, rank, columns)
+
+
+def distance(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.linalg.norm(a.astype(np.float64) - b) / max(float(np.linalg.norm(b)), 1e-30))
+
+
+shapes_of_arrays = st.lists(
+    st.lists(st.integers(1, 9), max_size=4).map(tuple) | st.tuples(st.integers(1, 40), st.integers(1, 90)),
+    min_size=1,
+    max_size=5,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shapes=shapes_of_arrays,
+    hosts=st.integers(1, 4),
+    rank=st.integers(1, 6),
+    bits=st.sampled_from(get_args(Bits)),
+    scale=st.sampled_from([1e-30, 1e-6, 1.0, 1e6, 1e30]),
+    seed=st.integers(0, 999),
+)
+def test_nothing_is_lost(
+    shapes: list[tuple[int, ...]], hosts: int, rank: int, bits: Bits, scale: float, seed: int
+) -> None:
+    reducers = team(hosts, shapes, rank, bits)
+    for turn in range(3):
+        inputs = normal(seed + turn, hosts, elements(shapes)) * np.float32(scale)
+        given_in = inputs.sum(axis=0, dtype=np.float64) + left(reducers)
+        out, sent = sums(reducers, inputs)
+        size = float(np.abs(given_in).max()) * hosts
+        np.testing.assert_allclose(out + left(reducers), given_in, atol=1e-5 * size, rtol=0)
+        assert sent == PowerSGD.bytes_per_host(shapes, hosts, config(rank, bits))
+
+
+def test_one_host_gets_its_own_exactly_and_sends_nothing() -> None:
+    reducers = team(1, MIXED, 1)
+    given_in = normal(0, elements(MIXED))
+    out, sent = sums(reducers, [given_in])
+    assert np.array_equal(out, given_in)
+    assert sent == PowerSGD.bytes_per_host(MIXED, 1, config(1)) == 0
+
+
+def test_one_host_of_what_were_two_gets_what_is_left() -> None:
+    two = team(2, MIXED, 1)
+    sums(two, normal(0, 2, elements(MIXED)))
+    error = two[0].state()["error"]
+    assert error.any()
+    out, _ = sums(two[:1], [np.zeros_like(error)])
+    assert np.array_equal(out, error)
+    assert not left(two[:1]).any()
+
+
+def test_the_outcome_is_that_of_one_host_with_the_sum() -> None:
+    four, one = team(4, MIXED, 2), team(2, MIXED, 2)
+    for turn in range(4):
+        inputs = normal(turn, 4, elements(MIXED))
+        whole = inputs.sum(axis=0)
+        assert distance(sums(four, inputs)[0], sums(one, [whole, np.zeros_like(whole)])[0]) < 1e-5
+        assert distance(left(four), left(one)) < 1e-5
+
+
+def test_twice_the_input_gives_twice_the_output() -> None:
+    single, double = team(2, MIXED, 2), team(2, MIXED, 2)
+    for turn in range(3):
+        inputs = normal(turn, 2, elements(MIXED))
+        assert np.array_equal(2 * sums(single, inputs)[0], sums(double, 2 * inputs)[0])
+
+
+@pytest.mark.parametrize("shape", [(12, 30), (30, 12), (3, 3, 8, 9)])
+def test_full_rank_is_exact(shape: tuple[int, ...]) -> None:
+    """Beside a larger matrix too, which is not, and beside a smaller one, with which it shares."""
+    size = math.prod(shape)
+    inputs = normal(3, 3, size + 70 * 90)
+    out, _ = sums(team(3, [shape, (70, 90)], 12), inputs)
+    whole = inputs.sum(axis=0)
+    assert distance(out[:size], whole[:size]) < 1e-5
+    assert distance(out[size:], whole[size:]) > 0.1
+    inputs = normal(4, 2, 12 * 300 + 5 * 5)
+    assert distance(sums(team(2, [(12, 300), (5, 5)], 12), inputs)[0], inputs.sum(axis=0)) < 1e-5
+
+
+@pytest.mark.parametrize(("rank", "true"), [(1, 1), (2, 1), (2, 2), (4, 3), (7, 5)])
+def test_a_matrix_of_no_higher_rank_is_exact(rank: int, true: int) -> None:
+    whole = low_rank(5, 40, 90, true)
+    parts = normal(7, 2, 40, 90)
+    inputs = np.stack([parts[0] - parts[1], whole - parts[0] + parts[1]]).reshape(2, -1)
+    reducers = team(2, [(40, 90)], rank)
+    for _ in range(3):
+        assert distance(sums(reducers, inputs)[0], whole.ravel()) < 1e-5
+
+
+def test_vectors_are_exact() -> None:
+    shapes = [(7,), (64, 64), (), (1, 9), (9,)]
+    inputs = normal(1, 3, elements(shapes))
+    out, _ = sums(team(3, shapes, 1), inputs)
+    exact = inputs[0] + inputs[1] + inputs[2]
+    vectors = np.r_[:7, 7 + 64 * 64 : len(out)]
+    assert np.array_equal(out[vectors], exact[vectors])
+    assert not np.array_equal(out, exact)
+
+
+@pytest.mark.parametrize("bits", get_args(Bits))
+def test_zeros_stay_zeros_and_are_no_end(bits: Bits) -> None:
+    shapes = [(16, 64), (64, 16), (20, 60)]
+    reducers = team(2, shapes, 3, bits)
+    for _ in range(2):
+        assert not sums(reducers, np.zeros((2, elements(shapes)), np.float32))[0].any()
+        assert not left(reducers).any()
+    inputs = normal(0, 2, elements(shapes))
+    inputs[:, :1024] = 0
+    out, _ = sums(reducers, inputs)
+    assert not out[:1024].any()
+    assert np.isfinite(out).all()
+    assert out[1024:2048].any()
+    assert out[2048:].any()
+    whole = low_rank(0, 16, 64, 3).ravel()
+    inputs[0, :1024] = whole
+    assert distance(sums(reducers, inputs)[0][:1024], whole) < {32: 1e-5, 8: 0.05, 4: 0.9}[bits]
+
+
+@pytest.mark.parametrize("noise", [0.0, 1e-12, 1e-8, 1e-5])
+def test_nearly_dependent_columns_are_a_projection(noise: float) -> None:
+    whole = low_rank(2, 48, 60, 1) + np.float32(noise) * normal(4, 48, 60)
+    reducers = team(2, [(48, 60)], 4)
+    for _ in range(5):
+        error = left(reducers)
+        out, _ = sums(reducers, np.stack([whole, np.zeros_like(whole)]).reshape(2, -1))
+        assert distance(out, whole.ravel() + error) < 1e-5 + noise * 10
+    assert np.linalg.norm(left(reducers)) <= (1e-5 + 10 * noise) * np.linalg.norm(whole)
+
+
+@pytest.mark.parametrize("apart", [0.0, 1e-7, 1e-6, 1e-3])
+def test_a_start_of_nearly_equal_columns_gives_a_projection(apart: float) -> None:
+    """Whatever the columns: what is sent is perpendicular to what is left, so their squares add up."""
+    whole = normal(0, 50 * 60)
+    reducers = team(2, [(50, 60)], 5)
+    start = (normal(1, 60) + np.float32(apart) * normal(2, 5, 60)).astype(np.float32)
+    for reducer in reducers:
+        reducer.load({**reducer.state(), "q": start.ravel()})
+    out, _ = sums(reducers, np.stack([whole, np.zeros_like(whole)]))
+    squares = [float(np.linalg.norm(part.astype(np.float64)) ** 2) for part in (out, left(reducers), whole)]
+    assert abs(squares[0] + squares[1] - squares[2]) < 1e-5 * squares[2]
+
+
+@pytest.mark.parametrize("bits", get_args(Bits))
+@pytest.mark.parametrize("where", [5, 24 * 72 + 5, -1])
+def test_not_a_number_is_not_hidden(bits: Bits, where: int) -> None:
+    """In a matrix, in a vector, in another vector."""
+    inputs = normal(0, 2, elements(MIXED))
+    inputs[1, where] = np.nan
+    assert np.isnan(sums(team(2, MIXED, 2, bits), inputs)[0][where])
+    inputs[1, where] = np.inf
+    assert not np.isfinite(sums(team(2, MIXED, 2, bits), inputs)[0][where])
+
+
+@pytest.mark.parametrize("bits", get_args(Bits))
+def test_resumed_is_as_if_never_interrupted(bits: Bits) -> None:
+    through, first = team(2, MIXED, 2, bits), team(2, MIXED, 2, bits)
+    inputs = normal(0, 6, 2, elements(MIXED))
+    for turn in range(3):
+        sums(through, inputs[turn])
+        sums(first, inputs[turn])
+    saved = [reducer.state() for reducer in first]
+    sums(first, inputs[5])  # what was saved is not what goes on
+    second = team(2, MIXED, 2, bits)
+    for reducer, state in zip(second, saved, strict=True):
+        reducer.load(state)
+    for turn in range(3, 6):
+        assert np.array_equal(sums(through, inputs[turn])[0], sums(second, inputs[turn])[0])
+    assert np.array_equal(left(through), left(second))
+
+
+def test_the_state_of_another_rank_is_refused() -> None:
+    with pytest.raises(Failure, match="--rank"):
+        team(1, MIXED, 1)[0].load(team(1, MIXED, 2)[0].state())
+    with pytest.raises(Failure, match="error"):
+        team(1, MIXED, 1)[0].load(team(1, [*MIXED, (3,)], 1)[0].state())
+
+
+def test_tensorflows_layout_gives_the_transpose() -> None:
+    """(height, width, in, out) against (out, in, height, width)."""
+    theirs, ours = [(3, 3, 6, 20), (20,), (4, 12, 4)], [(20, 6, 3, 3), (20,), (4, 12, 4)]
+    assert PowerSGD.bytes_per_host(theirs, 4, config(3)) == PowerSGD.bytes_per_host(ours, 4, config(3))
+    tensorflow, torch = team(2, theirs, 3), team(2, ours, 3)
+    order = np.arange(1080).reshape(3, 3, 6, 20).transpose(3, 2, 0, 1).ravel()
+    # The long side of the first matrix is (h, w, in) there and (in, h, w) here: give its Q the same rows.
+    state = tensorflow[0].state()
+    rank = matrices.plan(ours, 3)[0][0].rank
+    first = state["q"][: rank * 54].reshape(rank, 3, 3, 6).transpose(0, 3, 1, 2).ravel()
+    for reducer in torch:
+        reducer.load({"error": state["error"], "q": np.concatenate([first, state["q"][rank * 54 :]])})
+    for turn in range(4):
+        inputs = normal(turn, 2, elements(theirs))
+        moved = np.concatenate([inputs[:, order], inputs[:, 1080:]], axis=1)
+        out, same = sums(tensorflow, inputs)[0], sums(torch, moved)[0]
+        assert distance(same, np.concatenate([out[order], out[1080:]])) < 1e-5
+
+
+@pytest.mark.parametrize("bits", get_args(Bits))
+def test_with_time_all_of_a_matrix_arrives(bits: Bits) -> None:
+    whole = normal(0, 40 * 90)
+    reducers = team(2, [(40, 90)], 2, bits)
+    inputs = np.stack([0.25 * whole, 0.75 * whole])
+    total, misses = np.zeros(len(whole)), []
+    for turn in range(1, 161):
+        total += sums(reducers, inputs)[0]
+        if turn in (40, 80, 160):
+            misses.append(distance(total / turn, whole))
+    assert misses[0] < 0.4
+    assert misses[1] < 0.6 * misses[0]
+    assert misses[2] < 0.6 * misses[1]
+
+
+def test_with_time_all_of_a_vector_arrives() -> None:
+    shapes = [(64, 64), (300,)]
+    inputs = normal(3, 3, elements(shapes))
+    reducers, received = team(3, shapes, 1, 8), np.zeros(elements(shapes))
+    for _ in range(50):
+        received += sums(reducers, inputs)[0]
+    np.testing.assert_allclose(received[4096:] / 50, inputs.sum(axis=0)[4096:], atol=0.003)
+
+
+@pytest.mark.parametrize(("bits", "off"), [(8, 0.02), (4, 0.3)])
+def test_rounding_is_small_beside_what_a_low_rank_leaves_out(bits: Bits, off: float) -> None:
+    """What arrives in 20 rounds, with 32 bits and with less."""
+    shapes = [(64, 32, 3, 3), (64,), (32, 64), (10, 64)]
+    inputs = normal(0, 4, elements(shapes))
+    arrived = []
+    for reducers in (team(4, shapes, 2), team(4, shapes, 2, bits)):
+        for _ in range(20):
+            sums(reducers, inputs)
+        arrived.append(float(np.linalg.norm(left(reducers))))
+    assert arrived[1] < (1 + off) * arrived[0]
+
+
+def test_a_warm_start_finds_the_best_projection() -> None:
+    singular = 0.7 ** np.arange(40)
+    left_side, right_side = np.linalg.qr(normal(0, 40, 40))[0], np.linalg.qr(normal(1, 90, 40))[0]
+    whole = ((left_side * singular) @ right_side.T).astype(np.float32)
+    best = float(np.linalg.norm(singular[3:]) / np.linalg.norm(singular))
+    reducers = team(2, [(40, 90)], 3)
+    missed = []
+    for _ in range(12):
+        missed.append(distance(sums(reducers, np.stack([whole, 0 * whole]).reshape(2, -1))[0], whole.ravel()))
+        for reducer in reducers:
+            reducer.load({**reducer.state(), "error": np.zeros(whole.size, np.float32)})
+    assert missed[0] > 1.05 * best
+    assert missed[-1] < 1.001 * best
+
+
+def test_small_matrices_get_more_of_the_bytes() -> None:
+    """--rank is that of a matrix of mean sides, and ResNet-34 has about the bytes of that rank for all."""
+    for rank in (1, 2, 4):
+        cuts, _ = matrices.plan(RESNET, rank)
+        by_size = sorted(cuts, key=lambda cut: cut.rows + cut.columns)
+        assert [cut.rank for cut in by_size] == sorted((cut.rank for cut in cuts), reverse=True)
+        assert by_size[-1].rank == 1
+        numbers = sum(matrices.payload(*matrices.plan(RESNET, rank)))
+        vectors = sum(shape[0] for shape in RESNET if len(shape) == 1)
+        for_all = vectors + sum(min(rank * (s[0] + math.prod(s[1:])), math.prod(s)) for s in RESNET if len(s) > 1)
+        assert 0.8 < numbers / for_all < 1.25
+    assert [PowerSGD.bytes_per_host(RESNET, 4, config(2, bits)) for bits in get_args(Bits)] == [219936, 58752, 31104]
+
+
+def test_a_giant_does_not_lift_the_others_beyond_reason() -> None:
+    cuts, whole = matrices.plan([(50_000, 600), (300, 300), (10, 10)], 2)
+    assert [cut.rank for cut in cuts] == [1, matrices.HIGHEST]
+    assert len(whole) == 1
+    assert [cut.rank for cut in matrices.plan([(300, 300)] * 2, 40)[0]] == [40, 40]
+
+
+def test_equal_matrices_have_the_rank_asked_for() -> None:
+    cuts, whole = matrices.plan([(64, 64, 3, 3)] * 3 + [(64,)], 5)
+    assert [(cut.rows, cut.columns, cut.rank) for cut in cuts] == [(64, 576, 5)] * 3
+    assert whole == [slice(110592, 110656)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows"),
+    [((), 1), ((7,), 1), ((1, 7), 1), ((64, 32, 3, 3), 64), ((3, 3, 32, 64), 288), ((7, 7, 1, 16), 49)],
+)
+def test_matrices_are_cut_where_they_are_most_square(shape: tuple[int, ...], rows: int) -> None:
+    assert matrices.most_square(shape) == rows
+
+
+class Told:
+    """Two hosts of which only this one is here: what the sums are is given."""
+
+    count, index, sent_bytes = 2, 0, 0
+
+    def __init__(self) -> None:
+        self.turn = 0
+
+    def sum(self, values: np.ndarray) -> None:
+        self.turn += 1
+        values[:] = normal(self.turn, values.size)
+
+
+def told_digest() -> str:
+    reducer, values = PowerSGD(MIXED, config(6)), normal(0, elements(MIXED))
+    reducer.between(values, Told())  # type: ignore[arg-type]
+    return hashlib.sha256(values.tobytes()).hexdigest()
+
+
+def test_processors_of_other_kinds_get_the_same_bits() -> None:
+    """OpenBLAS rounds differently on processors with and without fused multiply-add; it can play an old one."""
+    program = "import test_powersgd; print(test_powersgd.told_digest())"
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env=environment({"OPENBLAS_CORETYPE": kind, "PYTHONPATH": "tests"}),
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        ).stdout
+        for kind in ("Haswell", "Nehalem")
+    }
+    assert len(digests) == 1

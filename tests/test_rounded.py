@@ -1,0 +1,154 @@
+"""Sums in 8 and 4 bits: what of each host is in them is told, and all that adds up to what all hosts get."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import fake_hosts
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvdtrain.config import TrainConfig
+from hvdtrain.strategies import rounded
+from hvdtrain.strategies.rounded import Int4, Int8
+
+SHAPES = [(24, 8, 3, 3), (24,), (), (6, 5), (1, 40)]
+SIZE = 24 * 72 + 24 + 1 + 30 + 40
+
+
+def normal(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+def totals(inputs: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """The sum, what of each host is in it, and the bytes that each sends."""
+
+    def host(hosts: Any) -> tuple[np.ndarray, np.ndarray, int]:
+        values = inputs[hosts.index].copy()
+        mine = rounded.total(values, hosts, bits)
+        return values, mine, hosts.sent_bytes
+
+    results = fake_hosts.run(len(inputs), host)
+    assert len({(values.tobytes(), sent) for values, _, sent in results}) == 1
+    return results[0][0], np.stack([mine for _, mine, _ in results]), results[0][2]
+
+
+def sums(reducers: Sequence[Int8], inputs: np.ndarray) -> tuple[np.ndarray, int]:
+    def host(hosts: Any) -> tuple[np.ndarray, int]:
+        values = inputs[hosts.index].copy()
+        reducers[hosts.index].between(values, hosts)
+        return values, hosts.sent_bytes
+
+    results = fake_hosts.run(len(reducers), host)
+    assert len({(values.tobytes(), sent) for values, sent in results}) == 1
+    return results[0]
+
+
+def left(reducers: Sequence[Int8]) -> np.ndarray:
+    return np.sum([reducer.state()["error"].astype(np.float64) for reducer in reducers], axis=0)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    size=st.integers(0, 700),
+    hosts=st.integers(1, 5),
+    bits=st.sampled_from([32, 8, 4]),
+    scale=st.sampled_from([1e-38, 1e-30, 1.0, 1e30]),
+    seed=st.integers(0, 999),
+)
+def test_parts_add_up_to_the_sum(size: int, hosts: int, bits: int, scale: float, seed: int) -> None:
+    inputs = normal(seed, hosts, size) * np.float32(scale)
+    out, mine, sent = totals(inputs, bits)
+    exact = inputs.sum(axis=0, dtype=np.float64)
+    largest = max((float(np.abs(part).max(initial=0)) for part in (*inputs, out)), default=0.0)
+    np.testing.assert_allclose(mine.sum(axis=0, dtype=np.float64), out, atol=3e-6 * largest * hosts, rtol=0)
+    half_a_step = 0.51 / (2 ** (bits - 1) - 1) * largest + 2 * float(rounded.TINY)
+    np.testing.assert_allclose(out, exact, atol=(hosts + 1) * half_a_step + 1e-6 * largest, rtol=0)
+    assert sent == rounded.total_bytes(size, hosts, bits)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_multiples_of_the_scale_are_exact(bits: int) -> None:
+    top = 2 ** (bits - 1) - 1
+    inputs = np.zeros((3, 1000), np.float32)
+    inputs[1] = np.random.default_rng(0).integers(-top, top + 1, 1000) * 0.25
+    inputs[1, ::64] = top * 0.25
+    out, mine, _ = totals(inputs, bits)
+    assert np.array_equal(out, inputs[1])
+    assert np.array_equal(mine, inputs)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_block_has_its_own_scale(bits: int) -> None:
+    inputs = normal(0, 2, 64 * 8)
+    inputs[:, 64:128] *= 1e-20
+    out, _, _ = totals(inputs, bits)
+    assert np.abs(out - inputs.sum(axis=0))[64:128].max() < 1e-20
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_not_a_number_is_not_hidden(bits: int, bad: float) -> None:
+    for host in range(2):
+        inputs = normal(0, 2, 640)
+        inputs[host, 100] = bad
+        out, _, _ = totals(inputs, bits)
+        assert np.isnan(out[64:128]).all()
+        assert np.isfinite(np.delete(out, np.s_[64:128])).all()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_zeros_stay_zeros(bits: int) -> None:
+    out, mine, _ = totals(np.zeros((3, 500), np.float32), bits)
+    assert not out.any()
+    assert not mine.any()
+
+
+def test_a_quarter_and_an_eighth_of_the_bytes() -> None:
+    exact = 2 * 3 * 4 * 10_000 / 4
+    assert rounded.total_bytes(10_000, 4, 32) == exact
+    assert rounded.total_bytes(10_000, 4, 8) == 2 * 3 * 40 * 68 == pytest.approx(exact / 4, rel=0.1)
+    assert rounded.total_bytes(10_000, 4, 4) == 2 * 3 * 40 * 36 == pytest.approx(exact / 8, rel=0.2)
+
+
+@pytest.mark.parametrize("kind", [Int8, Int4])
+@pytest.mark.parametrize("hosts", [1, 2, 4])
+def test_reducers_lose_nothing_and_arrive_with_time(kind: type[Int8], hosts: int) -> None:
+    config = TrainConfig()
+    reducers = [kind(SHAPES, config) for _ in range(hosts)]
+    inputs = normal(1, hosts, SIZE)
+    whole, received = inputs.sum(axis=0, dtype=np.float64), np.zeros(SIZE)
+    for turn in range(1, 51):
+        given_in = whole + left(reducers)
+        out, sent = sums(reducers, inputs)
+        np.testing.assert_allclose(out + left(reducers), given_in, atol=1e-5)
+        assert sent == kind.bytes_per_host(SHAPES, hosts, config)
+        received += out
+        step = (hosts + 1) * float(np.abs(given_in).max()) / (2 ** (kind.bits - 1) - 1)
+        assert np.abs(received / turn - whole).max() < (step + 1e-6) / turn
+
+
+def test_one_host_of_what_were_two_gets_what_is_left() -> None:
+    two = [Int4(SHAPES, TrainConfig()) for _ in range(2)]
+    sums(two, normal(0, 2, SIZE))
+    error = two[0].state()["error"]
+    assert error.any()
+    out, sent = sums(two[:1], np.zeros((1, SIZE), np.float32))
+    assert np.array_equal(out, error)
+    assert sent == 0
+    assert not left(two[:1]).any()
+
+
+def test_resumed_is_as_if_never_interrupted() -> None:
+    through, second = ([Int8(SHAPES, TrainConfig()) for _ in range(3)] for _ in range(2))
+    inputs = normal(0, 4, 3, SIZE)
+    for turn in range(2):
+        sums(through, inputs[turn])
+    for new, old in zip(second, through, strict=True):
+        new.load(old.state())
+    for turn in range(2, 4):
+        assert np.array_equal(sums(through, inputs[turn])[0], sums(second, inputs[turn])[0])
+    assert np.array_equal(left(through), left(second))

@@ -1,0 +1,271 @@
+"""`--strategy topk` and `onebit`: what they leave out is kept, and what they send is what was foretold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import fake_hosts
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+from hvdtrain.collectives import Hosts
+from hvdtrain.config import TrainConfig
+from hvdtrain.models.resnet import ResNetSpec, parameters
+from hvdtrain.strategies import onebit, topk
+from hvdtrain.strategies.onebit import LENGTH, OneBit
+from hvdtrain.strategies.payload import Shape, elements
+from hvdtrain.strategies.reducer import Reducer
+from hvdtrain.strategies.topk import Code, TopK, largest
+
+Kind = tuple[type[Reducer], TrainConfig]
+KINDS: dict[str, Kind] = {
+    "topk 0.001": (TopK, TrainConfig(density=0.001)),
+    "topk 0.01": (TopK, TrainConfig(density=0.01)),
+    "topk 0.3": (TopK, TrainConfig(density=0.3)),
+    "topk 1": (TopK, TrainConfig(density=1.0)),
+    "onebit": (OneBit, TrainConfig()),
+}
+every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+SHAPES: list[Shape] = [(3, 700), (7,), (40, 30), (1300, 1), (5,), (2, 2, 2, 2)]
+
+
+class Job:
+    """The reducers of all hosts, and rounds through them."""
+
+    def __init__(self, kind: Kind, hosts: int, shapes: Sequence[Shape] = SHAPES) -> None:
+        made, self.config = kind
+        self.hosts, self.shapes = hosts, shapes
+        self.reducers = [made(shapes, self.config) for _ in range(hosts)]
+
+    def round(self, vectors: np.ndarray) -> np.ndarray:
+        """The outcome for `vectors` (hosts, numbers): the same bits on all hosts, for the bytes foretold."""
+
+        def program(host: Hosts) -> tuple[np.ndarray, int]:
+            values = vectors[host.index].copy()
+            self.reducers[host.index].between(values, host)
+            return values, host.sent_bytes
+
+        results = fake_hosts.run(self.hosts, program)
+        for values, sent_bytes in results:
+            assert values.tobytes() == results[0][0].tobytes()
+            assert sent_bytes == self.reducers[0].bytes_per_host(self.shapes, self.hosts, self.config)
+        return results[0][0]
+
+    def kept(self) -> np.ndarray:
+        """The errors of all hosts, added up in the vector's order."""
+        return np.sum([reducer.state()["errors"].astype(np.float64) for reducer in self.reducers], axis=0)
+
+    def largest_kept(self) -> float:
+        return max(float(np.abs(reducer.state()["errors"]).max()) for reducer in self.reducers)
+
+
+def gradients(seed: int, hosts: int, shapes: Sequence[Shape] = SHAPES) -> np.ndarray:
+    """(hosts, numbers), of different size for each array."""
+    rng = np.random.default_rng(seed)
+    arrays = [rng.standard_normal((hosts, elements([shape]))) * 10 ** rng.uniform(-3, 0) for shape in shapes]
+    return np.concatenate(arrays, axis=1).astype(np.float32)
+
+
+@given(seed=some.integers(0, 2**32), hosts=some.integers(2, 5), rounds=some.integers(1, 3), big=some.booleans())
+@settings(deadline=None, max_examples=25)
+@every_kind
+def test_nothing_is_lost(kind: Kind, seed: int, hosts: int, rounds: int, big: bool) -> None:
+    shapes = SHAPES if big else [(2,), (1, 1)]
+    job = Job(kind, hosts, shapes)
+    for number in range(rounds):
+        vectors = gradients(seed + number, hosts, shapes)
+        given_in, largest_before = vectors.astype(np.float64).sum(axis=0) + job.kept(), job.largest_kept()
+        came_out = job.round(vectors) + job.kept()
+        rounding = 2e-7 * hosts * max(np.abs(vectors).max(), largest_before, job.largest_kept())
+        np.testing.assert_allclose(came_out, given_in, atol=rounding, rtol=0)
+
+
+@pytest.mark.parametrize("name", [name for name in KINDS if name != "topk 0.001"])  # that takes thousands of rounds
+def test_the_same_gradients_over_and_over_come_back_on_average(name: str) -> None:
+    job, vectors = Job(KINDS[name], 4), gradients(0, 4)
+    exact, total, errors = vectors.sum(axis=0, dtype=np.float64), np.zeros(vectors.shape[1]), {}
+    for number in range(1, 401):
+        total += job.round(vectors)
+        errors[number] = np.linalg.norm(total / number - exact) / np.linalg.norm(exact)
+    assert errors[400] < 0.15
+    assert errors[400] < 0.6 * errors[100]
+
+
+@pytest.mark.parametrize("hosts", [2, 3, 4])
+@every_kind
+def test_a_resumed_job_goes_on_bit_for_bit(kind: Kind, hosts: int) -> None:
+    whole, resumed = Job(kind, hosts), Job(kind, hosts)
+    for number in range(3):
+        whole.round(gradients(number, hosts))
+    for old, new in zip(whole.reducers, resumed.reducers, strict=True):
+        state = {name: array.copy() for name, array in old.state().items()}
+        new.load(state)
+        for array in state.values():
+            array[:] = 0  # it was taken, not borrowed
+    for number in range(3, 6):
+        vectors = gradients(number, hosts)
+        assert whole.round(vectors).tobytes() == resumed.round(vectors).tobytes()
+    for old, new in zip(whole.reducers, resumed.reducers, strict=True):
+        assert old.state()["errors"].tobytes() == new.state()["errors"].tobytes()
+
+
+@every_kind
+def test_one_host_is_exact_and_pays_back_what_more_hosts_left(kind: Kind) -> None:
+    alone, vectors = Job(kind, 1), gradients(1, 1)
+    vectors[0, 3] = -0.0
+    assert alone.round(vectors).tobytes() == vectors[0].tobytes()
+    assert not alone.kept().any()
+    several = Job(kind, 3)
+    several.round(gradients(2, 3))
+    left = several.reducers[1].state()
+    assert left["errors"].any()
+    alone.reducers[0].load(left)
+    np.testing.assert_array_equal(alone.round(vectors), vectors[0] + left["errors"])
+    assert not alone.kept().any()
+
+
+@every_kind
+def test_errors_fit_any_number_of_hosts(kind: Kind) -> None:
+    job = Job(kind, 3)
+    job.round(gradients(0, 3))
+    fewer = Job(kind, 2)
+    for old, new in zip(job.reducers, fewer.reducers, strict=False):
+        new.load(old.state())
+    vectors = gradients(1, 2)
+    given_in = vectors.sum(axis=0) + fewer.kept()
+    np.testing.assert_allclose(fewer.round(vectors) + fewer.kept(), given_in, atol=1e-5 * np.abs(vectors).max(), rtol=0)
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+@every_kind
+def test_infinity_and_nan_are_passed_on_but_not_kept(kind: Kind, bad: float) -> None:
+    for host in range(3):
+        job, vectors = Job(kind, 3), gradients(0, 3)
+        vectors[host, 1500] = bad
+        assert not np.isfinite(job.round(vectors)[1500])
+        assert np.isfinite(job.kept()).all()
+        assert np.isfinite(job.round(gradients(1, 3))).all()
+
+
+@every_kind
+def test_zeros_stay_zeros(kind: Kind) -> None:
+    job = Job(kind, 3)
+    assert not job.round(np.zeros((3, elements(SHAPES)), np.float32)).any()
+    assert not job.kept().any()
+
+
+def test_their_bytes_for_the_model_we_measure() -> None:
+    shapes = list(parameters(ResNetSpec(channels=1, classes=10, width=0.25)).values())
+    whole = 2 * 3 * elements(shapes)  # h = 4, 4 bytes each
+    assert whole / TopK.bytes_per_host(shapes, 4, TrainConfig(density=0.01)) > 115
+    assert whole / OneBit.bytes_per_host(shapes, 4, TrainConfig()) > 25
+    for reducer in (TopK, OneBit):
+        assert reducer.bytes_per_host(shapes, 1, TrainConfig()) == 0
+
+
+# --- topk ---------------------------------------------------------------------------------------------------------
+
+
+@given(
+    values=some.lists(some.floats(-8, 8, width=16) | some.just(0.0) | some.just(np.nan), min_size=1, max_size=300),
+    share=some.floats(0, 1),
+    sample=some.sampled_from([1, 8, 64, 10_000]),
+)
+def test_the_largest_are_found_whatever_the_guess(values: list[float], share: float, sample: int) -> None:
+    array = np.array(values, np.float32)
+    count = max(1, round(share * array.size))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(topk, "SAMPLE", sample)
+        patch.setattr(topk, "BLOCK", 50)
+        found = largest(array, count)
+    assert found.size == count
+    assert (np.diff(found) > 0).all()
+    np.testing.assert_array_equal(np.sort(np.abs(array[found])), np.sort(np.abs(array))[array.size - count :])
+
+
+def test_the_largest_of_many() -> None:
+    array = np.random.default_rng(0).standard_normal(200_003).astype(np.float32) ** 3
+    for count in (1, 333, 10_000, 190_000, array.size):
+        expected = np.sort(np.argsort(np.abs(array), kind="stable")[array.size - count :])
+        np.testing.assert_array_equal(np.abs(array[largest(array, count)]).sum(), np.abs(array[expected]).sum())
+
+
+@given(data=some.data(), size=some.integers(1, 1000) | some.sampled_from([255, 256, 65535, 65536, 140_000]))
+@settings(deadline=None)
+def test_messages_are_read_as_they_were_written(data: some.DataObject, size: int) -> None:
+    code = Code(size, data.draw(some.integers(1, size)))
+    rng = np.random.default_rng(data.draw(some.integers(0, 2**32)))
+    positions = np.sort(rng.permutation(size)[: code.count])
+    if data.draw(some.booleans()):
+        positions = np.arange(code.count) + data.draw(some.integers(0, size - code.count))  # a full block
+    halves = rng.integers(0, 2**15, code.count).astype(np.uint16)
+    message = code.encode(positions, halves)
+    assert message.nbytes == code.message_bytes
+    read, numbers = code.decode(message)
+    np.testing.assert_array_equal(read, positions)
+    assert (numbers.view(np.uint32) >> 16 == halves).all()
+
+
+@pytest.mark.parametrize(
+    ("density", "position_bits"), [(0.001, 16.3), (0.003, 16.1), (0.01, 11.2), (0.1, 8.4), (0.5, 2.1), (1.0, 1.1)]
+)
+def test_positions_take_few_bits(density: float, position_bits: float) -> None:
+    code = Code.of(1_000_000, 4, density)
+    assert code.count == 250_000 * density
+    assert code.message_bytes * 8 / code.count <= 16 + position_bits
+    kept = 1 - density
+    entropy = -(np.log2(density) + (kept and kept / density * np.log2(kept)))
+    assert position_bits > entropy
+
+
+def test_the_output_is_as_sparse_as_asked_for() -> None:
+    job = Job(KINDS["topk 0.01"], 4, [(100, 100)])
+    for number in range(3):
+        assert np.count_nonzero(job.round(gradients(number, 4, [(100, 100)]))) == 100
+
+
+def test_the_largest_sums_arrive_first() -> None:
+    vectors = np.full((3, 3000), 1e-3, np.float32)
+    vectors[:, 123], vectors[1, 2999], vectors[2, 1500] = 1, -8, 4
+    got = Job((TopK, TrainConfig(density=0.001)), 3, [(3000,)]).round(vectors)
+    assert np.flatnonzero(got).tolist() == [123, 1500, 2999]
+    np.testing.assert_allclose(got[[123, 1500, 2999]], [3, 4, -8], rtol=0.01)
+
+
+# --- onebit -------------------------------------------------------------------------------------------------------
+
+
+def test_signs_times_one_size_are_exact_but_for_small_arrays() -> None:
+    rng = np.random.default_rng(0)
+    vectors = np.repeat(rng.choice([-1, 1], (1, elements(SHAPES))), 4, axis=0).astype(np.float32)
+    job = Job(KINDS["onebit"], 4)
+    np.testing.assert_array_equal(job.round(vectors), 4 * vectors[0])
+    assert not job.kept().any()
+
+
+def test_small_arrays_arrive_in_16_bits() -> None:
+    vectors = gradients(0, 4)
+    got = Job(KINDS["onebit"], 4).round(vectors)
+    begin = 0
+    for shape in SHAPES:
+        end = begin + elements([shape])
+        exact = vectors[:, begin:end].sum(axis=0)
+        magnitude = np.abs(vectors[:, begin:end]).sum(axis=0)
+        if end - begin <= 16:
+            assert (np.abs(got[begin:end] - exact) <= 2.0**-7 * magnitude).all()
+        else:
+            assert len(np.unique(np.abs(got[begin:end]))) <= -(-(end - begin) // LENGTH) + 1
+        begin = end
+
+
+def test_the_smallest_arrays_are_spared_up_to_their_share() -> None:
+    shapes = list(parameters(ResNetSpec(channels=1, classes=10, width=0.25)).values())
+    plan = onebit.Plan.of(shapes, 4)
+    spared = sum(piece.stop - piece.start for piece, _ in plan.spared)
+    assert 0.9 / 64 < spared / elements(shapes) <= 1 / 64
+    ends = sorted(place.stop for _, place in (*plan.signed, *plan.spared))
+    assert ends[-1] + spared == elements(shapes)
+    vectors = [piece for piece, _ in sorted(plan.signed + plan.spared, key=lambda pair: pair[0].start)]
+    assert [piece.stop - piece.start for piece in vectors] == [elements([shape]) for shape in shapes]

@@ -1,0 +1,472 @@
+"""The laws of the strategies for slow networks, on real ranks: which of them equal which, and continue as if never
+stopped; what a simulation in NumPy gives; bytes on the wire; a killed rank; what is refused.
+
+One machine plays several hosts (programs/strategy_hosts.py); virtual hosts with real links are at the end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import PROGRAMS, ROOT, Cluster, command, document, environment, resnet
+from test_faults import Job, is_rank, wait_for
+from test_resnet_train import newest_arrays, read_run, started, wait_for_steps
+
+from hvdtrain import strategies
+from hvdtrain.config import TrainConfig
+from hvdtrain.exits import Failure
+from hvdtrain.models.resnet import ResNetSpec, parameters
+from hvdtrain.strategies import REDUCERS, SCHEDULES, TOTALS
+from hvdtrain.strategies.payload import elements
+
+FRAMEWORKS = ("torch", "tensorflow")
+LAUNCHED = {"torch": (3, 2, "mpirun"), "tensorflow": (2, 1, "horovodrun --gloo")}
+"""Ranks, ranks per host, and what starts them. So PyTorch has a host of two ranks and one of one."""
+# A small rate and blocks that start as the identity: equal programs stay equal (see test_resnet_train.py). Two
+# epochs of eight steps.
+CALM = ["--image-size", "16", "--width", "0.125", "--global-batch-size", "192", "--lr", "0.005", "--epochs", "2"]
+SHAPES = list(parameters(ResNetSpec(channels=1, classes=10, width=0.125)).values())
+PAYLOAD = 4 * elements(SHAPES)
+STOPPED = 4
+"""A signal arrives just before this step ..."""
+# ... and takes effect after as many steps as are given here. Under `--checkpoint-steps 4` the exchanges of local-sgd,
+# every 3 steps, come at other steps than the checkpoints are due. Checking replicas makes `delayed` wait for all sums.
+RESUMED: dict[str, tuple[str, int]] = {
+    "hierarchical": ("--strategy hierarchical", 5),
+    "local-sgd": ("--strategy local-sgd --every 3 --local-start 2 --outer-lr 0.7 --outer-momentum 0.6", 5),
+    "delayed": ("--strategy delayed --staleness 2 --check-replicas 0", 7),
+    "powersgd": ("--strategy powersgd", 5),
+    "local-sgd of powersgd": ("--strategy local-sgd --every 3 --outer-momentum 0.6 --inner powersgd", 6),
+    "delayed of powersgd": ("--strategy delayed --inner powersgd --rank 1 --check-replicas 0", 6),
+    "local-sgd of topk": ("--strategy local-sgd --every 3 --inner topk", 6),
+    "delayed of onebit": ("--strategy delayed --inner onebit", 5),
+    "local-sgd beside": ("--strategy local-sgd --every 3 --staleness 1", 8),
+}
+TENSORFLOW = ("local-sgd", "delayed", "delayed of powersgd")
+KILLED = ("local-sgd", "delayed")
+EQUAL: dict[str, str] = {
+    "allreduce": "--strategy allreduce",
+    "delayed by 0": "--strategy delayed --staleness 0",
+    "plain": "--strategy hierarchical --momentum 0",
+    "plain local-sgd": "--strategy local-sgd --every 1 --momentum 0",
+}
+
+
+# --- one start, many trainings ----------------------------------------------------------------------------------------
+
+
+def report(framework: str, program: str, *words: str) -> Any:
+    """What rank 0 of a program on several hosts printed."""
+    ranks, per_host, launcher = LAUNCHED[framework]
+    arguments = [str(PROGRAMS / program), framework, str(per_host), *words]
+    done = subprocess.run(
+        command(ranks, arguments, launcher),
+        env=environment(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+    return document(done)
+
+
+@dataclasses.dataclass
+class Runs:
+    """Trainings of one framework, by name."""
+
+    framework: str
+    folder: Path
+    codes: dict[str, int]
+
+    def read(self, name: str, kind: str) -> list[Any]:
+        """Rank 0's records of one kind."""
+        return read_run(self.folder / name)[kind]
+
+    def losses(self, name: str) -> list[float]:
+        return [step.loss for step in self.read(name, "step")]
+
+    def epochs(self, name: str) -> list[Any]:
+        """What the epochs' records say that is not seconds; the last word of those that were trained twice."""
+        found = {e.epoch: (e.step, e.train_loss, e.train_accuracy, e.samples) for e in self.read(name, "epoch")}
+        return list(found.values())
+
+    def summary(self, name: str) -> Any:
+        return self.read(name, "summary")[-1]
+
+    def steps_saved(self, name: str) -> list[int]:
+        folders = (self.folder / name / "checkpoints").glob("step-*")
+        return sorted(int(folder.name.removeprefix("step-")) for folder in folders)
+
+
+@pytest.fixture(scope="module", params=FRAMEWORKS)
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    framework, folder = request.param, tmp_path_factory.mktemp("runs")
+    common = [*CALM, "--framework", framework, "--check-replicas", "1", "--checkpoint-steps", "4"]
+    common += ["--keep-checkpoints", "9"]
+    todo: dict[str, dict[str, Any]] = {}
+
+    def add(name: str, flags: str, where: str = "", **how: Any) -> None:
+        todo[name] = {"flags": [*common, *flags.split(), "--run-dir", str(folder / (where or name))], **how}
+
+    for name, flags in EQUAL.items():
+        add(name, flags)
+    for name, (flags, _) in RESUMED.items():
+        if framework == "torch" or name in (*TENSORFLOW, "hierarchical"):
+            add(name, flags)
+        if framework == "torch" or name in TENSORFLOW:
+            add(f"{name}, stopped", flags, stop_before=STOPPED)
+            add(f"{name}, resumed", f"{flags} --resume", where=f"{name}, stopped")
+        if name in KILLED:
+            add(f"{name}, killed", f"{flags} --resume", folder=str(folder / name), from_step=15)
+    codes = report(framework, "strategy_runs.py", json.dumps(list(todo.values())))["codes"]
+    return Runs(framework, folder, dict(zip(todo, codes, strict=True)))
+
+
+def test_all_runs_end_and_stop_as_they_should(runs: Runs) -> None:
+    """Also their replicas are equal after every step, or every exchange: --check-replicas 1 would have stopped them."""
+    assert runs.codes == {name: 75 if name.endswith(", stopped") else 0 for name in runs.codes}
+
+
+def test_hierarchical_trains_as_allreduce_does(runs: Runs) -> None:
+    np.testing.assert_allclose(runs.losses("hierarchical"), runs.losses("allreduce"), rtol=1e-6)
+    ours, horovods = runs.summary("hierarchical"), runs.summary("allreduce")
+    assert ours.validation_accuracy == horovods.validation_accuracy
+    assert ours.test_loss == pytest.approx(horovods.test_loss, rel=1e-5)
+
+
+def test_hierarchical_sends_the_sum_of_its_host_once(runs: Runs) -> None:
+    """Two hosts send 2(h-1)/h = 1 of the payload; rank 0 also gives the sum to the other rank of its host."""
+    _, per_host, _ = LAUNCHED[runs.framework]
+    sent = [step.bytes_sent for step in runs.read("hierarchical", "step")]
+    assert sent == [per_host * (PAYLOAD + 4 * TOTALS)] * 16
+
+
+def test_local_sgd_after_each_step_is_the_sum_of_gradients(runs: Runs) -> None:
+    mean, summed = (newest_arrays(runs.folder / name) for name in ("plain local-sgd", "plain"))
+    weights = [name for name in summed if "/parameter." in name]
+    assert weights
+    for name in weights:
+        np.testing.assert_allclose(mean[name], summed[name], rtol=1e-5, atol=1e-6, err_msg=name)
+    for local, whole in zip(runs.epochs("plain local-sgd"), runs.epochs("plain"), strict=True):
+        assert local == pytest.approx(whole, rel=1e-5)
+
+
+def test_delayed_by_no_step_is_its_reducer_bit_for_bit(runs: Runs) -> None:
+    delayed, reducer = (newest_arrays(runs.folder / name) for name in ("delayed by 0", "hierarchical"))
+    both = [name for name in reducer if "/strategy." not in name]
+    for name in both:
+        np.testing.assert_array_equal(delayed[name], reducer[name], err_msg=name)
+    assert runs.losses("delayed by 0") == runs.losses("hierarchical")
+    assert runs.epochs("delayed by 0") == runs.epochs("hierarchical")
+    assert runs.summary("delayed by 0").bytes_sent == runs.summary("hierarchical").bytes_sent
+
+
+CUTS = [("torch", name, "stopped") for name in RESUMED] + [("tensorflow", name, "stopped") for name in TENSORFLOW]
+CUTS += [(framework, name, "killed") for framework in FRAMEWORKS for name in KILLED]
+
+
+@pytest.mark.parametrize(("runs", "name", "how"), CUTS, indirect=["runs"])
+def test_a_resumed_run_equals_one_that_was_never_interrupted(runs: Runs, name: str, how: str) -> None:
+    cut = f"{name}, {how}"
+    tolerance = 0.0 if runs.framework == "torch" else 1e-6
+    (resumed,) = runs.read(cut, "resumed")
+    if how == "stopped":
+        assert resumed.step == RESUMED[name][1]
+        np.testing.assert_allclose(runs.losses(cut), runs.losses(name), rtol=tolerance)
+    else:
+        assert 8 < resumed.step < 16, "in the midst of the second epoch"
+    expected, got = newest_arrays(runs.folder / name), newest_arrays(runs.folder / cut)
+    assert expected.keys() == got.keys()
+    for array in expected:
+        np.testing.assert_allclose(got[array], expected[array], rtol=tolerance, atol=tolerance, err_msg=array)
+    for ours, whole in zip(runs.epochs(cut), runs.epochs(name), strict=True):
+        assert ours == pytest.approx(whole, rel=tolerance, abs=tolerance)
+    assert runs.summary(cut).bytes_sent == runs.summary(name).bytes_sent
+
+
+def test_ranks_that_drifted_apart_save_after_their_next_exchange(runs: Runs) -> None:
+    """Exchanges are after steps 1, 2, 5, 8 (the epoch's last), 11, 14, 16, and 4, 8, 12, 16 are the steps to save."""
+    assert runs.steps_saved("local-sgd") == [5, 8, 14, 16]
+    assert runs.steps_saved("delayed") == [4, 8, 12, 16]
+
+
+def test_only_exchanges_send(runs: Runs) -> None:
+    sent = [step.bytes_sent > 0 for step in runs.read("local-sgd", "step")]
+    assert [number + 1 for number, some in enumerate(sent) if some] == [1, 2, 5, 8, 11, 14, 16]
+
+
+# --- a problem small enough for NumPy ---------------------------------------------------------------------------------
+
+LINEAR_STEPS = 7
+LINEAR: dict[str, dict[str, Any]] = {
+    "hierarchical": {"strategy": "hierarchical"},
+    "every step": {"strategy": "local-sgd", "every": 1},
+    "drifting": {"strategy": "local-sgd", "every": 3},
+    "outer": {"strategy": "local-sgd", "every": 2, "local_start": 1, "outer_lr": 0.8, "outer_momentum": 0.5},
+    "delayed by 0": {"strategy": "delayed", "staleness": 0},
+    "delayed by 1": {"strategy": "delayed", "staleness": 1},
+    "delayed by 3": {"strategy": "delayed", "staleness": 3},
+}
+
+
+@pytest.fixture(scope="module", params=FRAMEWORKS)
+def linear(request: pytest.FixtureRequest) -> dict[str, Any]:
+    words = [str(LINEAR_STEPS), json.dumps(list(LINEAR.values()))]
+    reports = report(request.param, "strategy_linear.py", *words)["reports"]
+    return {"ranks": LAUNCHED[request.param][0], **dict(zip(LINEAR, reports, strict=True))}
+
+
+class Simulated:
+    """The problem of exchange.py in float64 on so many ranks."""
+
+    def __init__(self, ranks: int) -> None:
+        sys.path.insert(0, str(PROGRAMS))
+        try:
+            about = runpy.run_path(str(PROGRAMS / "strategy_linear.py"), run_name="read")
+        finally:
+            sys.path.remove(str(PROGRAMS))
+        self._inputs, labels, self.weight = (np.asarray(array, np.float64) for array in about["problem"]())
+        self._one_hot = np.eye(len(self.weight))[labels.astype(int)]
+        self.borders, self.lr = about["borders"](ranks), about["LR"]
+        self.shares = np.diff(self.borders) / self.borders[-1]
+
+    def losses_and_gradient(self, weight: np.ndarray, rank: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Each sample's loss, and the gradient of the mean; of all samples, or of one rank's."""
+        mine = slice(None) if rank is None else slice(*self.borders[rank : rank + 2])
+        logits = self._inputs[mine] @ weight.T
+        p = np.exp(logits - logits.max(1, keepdims=True))
+        p /= p.sum(1, keepdims=True)
+        losses = -np.log((p * self._one_hot[mine]).sum(1))
+        return losses, (p - self._one_hot[mine]).T @ self._inputs[mine] / len(losses)
+
+    def updated(self, weight: np.ndarray, momentum: np.ndarray, gradient: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        momentum = 0.9 * momentum + gradient + 0.01 * weight
+        return weight - self.lr * momentum, momentum
+
+    def rank_means(self, losses: np.ndarray) -> list[float]:
+        return [float(part.mean()) for part in np.split(losses, self.borders[1:-1])]
+
+
+def simulated_delayed(problem: Simulated, staleness: int) -> tuple[np.ndarray, list[list[float]], float]:
+    """Weights, each rank's losses by step, and their sum over steps and samples."""
+    weight, momentum = problem.weight, np.zeros_like(problem.weight)
+    on_their_way: list[np.ndarray] = []
+    losses, total = [], 0.0
+    for _ in range(LINEAR_STEPS):
+        each, gradient = problem.losses_and_gradient(weight)
+        on_their_way.append(gradient)
+        losses.append(problem.rank_means(each))
+        total += each.sum()
+        if len(on_their_way) > staleness:
+            weight, momentum = problem.updated(weight, momentum, on_their_way.pop(0))
+    return weight, np.transpose(losses).tolist(), total
+
+
+def simulated_local(problem: Simulated, settings: dict[str, Any]) -> tuple[np.ndarray, list[list[float]], float]:
+    """The same for local-sgd; the sum of losses is of the losses that ranks had while they drifted."""
+    anchor, velocity = problem.weight, np.zeros_like(problem.weight)
+    momenta = [np.zeros_like(anchor) for _ in problem.shares]
+    losses: list[list[float]] = [[] for _ in problem.shares]
+    start, total, done = settings.get("local_start", 0), 0.0, 0
+    for _ in range(start):
+        each, gradient = problem.losses_and_gradient(anchor)
+        total += each.sum()
+        results = [problem.updated(anchor, momentum, gradient) for momentum in momenta]
+        anchor, momenta = results[0][0], [momentum for _, momentum in results]
+        for mine in losses:
+            mine.append(float(each.mean()))
+        done += 1
+    while done < LINEAR_STEPS:
+        steps = min(settings["every"], LINEAR_STEPS - done)
+        done += steps
+        mean = np.zeros_like(anchor)
+        for rank, share in enumerate(problem.shares):
+            weight = anchor
+            for _ in range(steps):
+                each, gradient = problem.losses_and_gradient(weight, rank)
+                losses[rank].append(float(each.mean()))
+                total += each.sum()
+                weight, momenta[rank] = problem.updated(weight, momenta[rank], gradient)
+            mean += share * (weight - anchor)
+        outer = settings.get("outer_momentum", 0.0)
+        velocity = outer * velocity + mean
+        anchor = anchor + settings.get("outer_lr", 1.0) * (mean + outer * velocity)
+    return anchor, losses, total
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_training_is_what_a_simulation_says(linear: dict[str, Any], name: str) -> None:
+    problem, settings, got = Simulated(linear["ranks"]), LINEAR[name], linear[name]
+    if settings["strategy"] == "local-sgd":
+        weight, losses, total = simulated_local(problem, settings)
+    else:
+        weight, losses, total = simulated_delayed(problem, settings.get("staleness", 0))
+        if not settings.get("staleness"):  # then all know the mean over all ranks
+            losses = [(problem.shares @ losses).tolist()] * len(losses)
+    for other in got["weights"]:
+        assert other == got["weights"][0], "the same bits on all ranks"
+    np.testing.assert_allclose(got["weights"][0], weight, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(got["losses"], losses, rtol=1e-4)
+    loss, _, samples, stops = got["totals"]
+    assert loss == pytest.approx(total, rel=1e-5)
+    assert (samples, stops) == (problem.borders[-1] * LINEAR_STEPS, LINEAR_STEPS), "every step is told once"
+
+
+def test_plain_averaging_after_each_step_is_exact_with_momentum_too(linear: dict[str, Any]) -> None:
+    """Shares are the same in each step here, so the mean of the ranks' momenta is the momentum of the mean."""
+    np.testing.assert_allclose(linear["every step"]["weights"], linear["hierarchical"]["weights"], rtol=1e-5)
+
+
+def test_what_is_not_late_is_the_same_bits(linear: dict[str, Any]) -> None:
+    assert linear["delayed by 0"] == linear["hierarchical"]
+
+
+# --- as users start it ------------------------------------------------------------------------------------------------
+
+
+def test_a_signal_to_mpirun_stops_a_delayed_run_and_it_resumes(tmp_path: Path) -> None:
+    flags = [*CALM, "--strategy", "delayed", "--epochs", "6"]
+    with started(2, tmp_path, *flags) as process:
+        wait_for_steps(process, tmp_path, 3)
+        process.send_signal(signal.SIGUSR1)
+        assert process.wait(60) == 75
+    stopped_at = read_run(tmp_path)["step"][-1].step
+    assert stopped_at < 47
+    summary = document(resnet(2, "--run-dir", str(tmp_path), *flags, "--resume", "--json"))
+    found = read_run(tmp_path)
+    assert [resumed.step for resumed in found["resumed"]] == [stopped_at + 1]
+    assert [step.step for step in found["step"]] == list(range(48))
+    assert summary["steps"] == 48
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    """Starts `hvdtrain.resnet` with flags and an endless run in the background."""
+    jobs: list[Job] = []
+
+    def begin(*flags: str) -> Job:
+        endless = ["--epochs", "10000", "--checkpoint-epochs", "0"]
+        words = ["-m", "hvdtrain.resnet", *CALM, *endless, *flags, "--run-dir"]
+        jobs.append(Job(command(2, words), tmp_path / "job"))
+        return jobs[-1]
+
+    yield begin
+    for each in jobs:
+        each.close()
+
+
+@pytest.mark.parametrize("strategy", ["hierarchical", "delayed"])
+def test_a_killed_rank_ends_the_job(strategy: str, job: Callable[..., Job]) -> None:
+    """With `delayed` in the middle of an exchange: the rank is held first, so that the other waits for its part."""
+    training = job("--strategy", strategy)
+    records = training.folder / "metrics" / "rank0001.jsonl"
+    wait_for(lambda: training.process.poll() is not None or (records.exists() and len(records.read_bytes())), 60)
+    assert training.process.poll() is None, training.output()
+    mine = [int(path.name) for path in Path("/proc").glob("[0-9]*") if is_rank(path, training.folder)]
+    rank = {number(pid): pid for pid in mine}[1]
+    if strategy == "delayed":
+        os.kill(rank, signal.SIGSTOP)
+        time.sleep(0.5)
+    os.kill(rank, signal.SIGKILL)
+    assert training.end(10) == 137
+    said = [line for line in training.output().splitlines() if "hvdtrain: " in line]
+    assert len(said) == 1, said
+    assert "rank 1" in said[0]
+    assert "died without a word" in said[0]
+
+
+def number(pid: int) -> int:
+    """The rank of a process that mpirun started."""
+    told = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    return int(next(word for word in told if word.startswith("OMPI_COMM_WORLD_RANK=")).partition("=")[2])
+
+
+REFUSED = [
+    (["--strategy", "nonsense"], f"known: {', '.join([*SCHEDULES, *REDUCERS])}"),
+    (["--strategy", "delayed", "--inner", "nonsense"], f"known: {', '.join(REDUCERS)}"),
+    (["--strategy", "local-sgd", "--inner", "allreduce"], f"known: {', '.join(REDUCERS)}"),
+    (["--strategy", "local-sgd", "--inner", "delayed"], f"known: {', '.join(REDUCERS)}"),
+]
+
+
+@pytest.mark.parametrize(("flags", "text"), REFUSED, ids=lambda value: str(value)[:40])
+def test_unknown_names_are_refused_with_the_known_ones(flags: list[str], text: str) -> None:
+    done = resnet(0, *flags)
+    assert done.returncode == 78, done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert text in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("staleness", -1),
+        ("every", 0),
+        ("density", 0.0),
+        ("density", 1.5),
+        ("density", float("nan")),
+        ("rank", 0),
+        ("local_start", -1),
+        ("outer_momentum", 1.0),
+        ("outer_momentum", -0.1),
+        ("outer_lr", 0.0),
+        ("check_replicas", -1),
+        ("target_accuracy", 1.1),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused(name: str, value: Any) -> None:
+    settings: dict[str, Any] = {name: value}
+    with pytest.raises(Failure) as refused:
+        TrainConfig(**settings)
+    assert refused.value.code == 78
+    assert f"--{name.replace('_', '-')} is {value}" in str(refused.value)
+
+
+def test_every_name_and_pair_makes_a_strategy() -> None:
+    for name in [*SCHEDULES, *REDUCERS]:
+        for inner in REDUCERS:
+            schedule, reducer = strategies.chosen(TrainConfig(strategy=name, inner=inner))
+            if name in REDUCERS:
+                assert reducer is REDUCERS[name]
+            else:
+                assert schedule is SCHEDULES[name]
+                assert reducer in (None, REDUCERS[inner])
+
+
+# --- virtual hosts ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("name", ["hierarchical", "powersgd"])
+def test_the_wire_carries_each_hosts_data_once(name: str, cluster: Cluster, tmp_path: Path) -> None:
+    """The ranks of a host are one: with two on each, a ring of ranks would send half as much again."""
+    words = [*f"launch/mpirun.sh -H a:2,b:2 python -m hvdtrain.resnet --strategy {name}".split(), *CALM]
+    words += ["--framework", "torch", "--run-dir", str(tmp_path / "run"), "--checkpoint-epochs", "0", "--json"]
+    summary = document(cluster.on("a", *words))
+    assert (summary["hosts"], summary["ranks"], summary["steps"]) == (2, 4, 16)
+    totals = 4 * TOTALS
+    payload = 16 * (REDUCERS[name].bytes_per_host(SHAPES, 2, TrainConfig(strategy=name)) + totals)
+    assert len(summary["nic_bytes"]) == 2
+    for host in summary["nic_bytes"]:
+        for way in ("sent_bytes", "received_bytes"):
+            assert payload <= host[way] <= 1.05 * payload * WIRE + CONTROL, (name, payload, host)
+
+
+WIRE = 1.08
+"""Bytes on the wire for each of payload: headers of 66 bytes for 1448, and acknowledgements of the other direction"""
+CONTROL = 150_000
+"""Bytes of evaluations, heartbeats and the end of the run"""

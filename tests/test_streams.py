@@ -1,0 +1,341 @@
+"""TCP streams between ranks: sums are NumPy's and the same bits everywhere, bytes are the formula's, faults are told.
+
+Real ranks under both launchers, and threads of this process with real sockets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import PROGRAMS, ROOT, document, environment, launch
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+from hvdtrain.collectives import PeerLost, Reach, lost_peer, streams
+from hvdtrain.collectives.streams import SMALL_BYTES, Stream, StreamHosts, StreamRanks
+from hvdtrain.exits import Failure
+
+WAIT_S = 2.0
+
+
+# --- real ranks -------------------------------------------------------------------------------------------------------
+
+
+def host_sends(hosts: int, size: int, item_bytes: int) -> tuple[int, int]:
+    """Least and most payload that one host may send to the others for a sum."""
+    whole = size * item_bytes
+    if whole <= SMALL_BYTES or size < hosts:
+        return (hosts - 1) * whole, (hosts - 1) * whole
+    chunks = {size // hosts * item_bytes, -(-size // hosts) * item_bytes}
+    return min(whole + (hosts - 2) * c for c in chunks), max(whole + (hosts - 2) * c for c in chunks)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "per_host", "launcher"),
+    [
+        (2, 1, "horovodrun --gloo"),
+        (2, 2, "mpirun"),
+        (3, 1, "mpirun"),
+        (3, 2, "mpirun"),
+        (4, 1, "mpirun"),
+        (4, 2, "horovodrun --gloo"),
+    ],
+)
+def test_ranks_sum_as_numpy_does_and_send_what_the_formula_says(ranks: int, per_host: int, launcher: str) -> None:
+    report = document(launch(ranks, [str(PROGRAMS / "streams_ranks.py"), str(per_host)], launcher))
+    hosts = report["hosts"]
+    assert hosts == -(-ranks // per_host)
+    for case in report["sums"]:
+        assert case["identical"], case
+        rounding = 0 if case["dtype"] == "int64" else 4 * ranks * np.finfo(case["dtype"]).eps * ranks
+        assert case["error"] <= rounding, case
+        for rank, sent in enumerate(case["sent_bytes"]):
+            if rank % per_host:
+                assert sent == case["bytes"], "a member hands its vector to its leader"
+                continue
+            members = min(per_host, ranks - rank) - 1
+            least, most = host_sends(hosts, case["size"], np.dtype(case["dtype"]).itemsize)
+            assert least <= sent - members * case["bytes"] <= most, case
+        if case["size"] == 1_330_000 and per_host == 1:
+            assert case["sent_bytes"][0] == pytest.approx(2 * (hosts - 1) / hosts * case["bytes"], rel=1e-5)
+    assert all(report["between_hosts"])
+    assert report["gathered"] == ["x" * 1000 * rank for rank in range(ranks)]
+    assert report["sum"] == [[ranks, sum(range(ranks))]]
+    assert report["broadcast"] == [[1, 2], [3, 0]]
+
+
+@pytest.mark.parametrize("dying", [0, 3], ids=["a leader", "a member of another host"])
+def test_all_know_within_a_second_that_a_rank_died(dying: int, tmp_path: Path) -> None:
+    words = [sys.executable, str(PROGRAMS / "streams_dying.py"), str(tmp_path)]
+    processes = [
+        subprocess.Popen([*words, str(rank), str(dying)], cwd=ROOT, env=environment(), stdin=subprocess.DEVNULL)
+        for rank in range(4)
+    ]
+    try:
+        codes = [process.wait(30) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert codes == [-9 if rank == dying else 0 for rank in range(4)]
+    died = float((tmp_path / "died").read_text())
+    for rank in set(range(4)) - {dying}:
+        told = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert told["error"] == "PeerLost", told
+        assert told["lost_peer"], told
+        assert told["known"] - died < 1, told
+
+
+# --- threads of this process ------------------------------------------------------------------------------------------
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    """Two ends of a TCP connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        one = socket.create_connection(listener.getsockname())
+        other, _ = listener.accept()
+    return one, other
+
+
+@contextlib.contextmanager
+def connected(count: int) -> Iterator[list[StreamHosts]]:
+    """Hosts with streams between all of them."""
+    table: list[list[Stream | None]] = [[None] * count for _ in range(count)]
+    for i in range(count):
+        for j in range(i):
+            one, other = pair()
+            table[i][j], table[j][i] = Stream(one, j), Stream(other, i)
+    try:
+        yield [StreamHosts(row) for row in table]
+    finally:
+        for stream in (stream for row in table for stream in row if stream is not None):
+            stream.socket.close()
+
+
+def at_once(programs: list[Callable[[], Any]]) -> list[Any]:
+    """Calls each on a thread of its own; what they returned or raised."""
+    results: list[Any] = [None] * len(programs)
+
+    def call(index: int) -> None:
+        try:
+            results[index] = programs[index]()
+        except Exception as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=call, args=(index,), daemon=True) for index in range(len(programs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive(), "waits for ever"
+    return results
+
+
+dtypes = some.sampled_from(["float32", "float64", "int64", "uint8"])
+
+
+@settings(max_examples=40, deadline=None)
+@given(count=some.integers(2, 5), sizes=some.lists(some.integers(0, 3000), min_size=1, max_size=4), dtype=dtypes)
+def test_sums_of_any_size_one_after_the_other(count: int, sizes: list[int], dtype: str) -> None:
+    draw = np.random.default_rng(count)
+    given_ = [[(100 * draw.normal(size=size)).astype(dtype) for size in sizes] for _ in range(count)]
+
+    def host(hosts: StreamHosts) -> tuple[list[np.ndarray], int]:
+        mine = [values.copy() for values in given_[hosts.index]]
+        for values in mine:
+            hosts.sum(values)
+        return mine, hosts.sent_bytes
+
+    with connected(count) as all_hosts:
+        results = at_once([lambda hosts=hosts: host(hosts) for hosts in all_hosts])
+    limits = [host_sends(count, size, np.dtype(dtype).itemsize) for size in sizes]
+    for mine, sent in results:
+        assert sum(least for least, _ in limits) <= sent <= sum(most for _, most in limits)
+        for index, values in enumerate(mine):
+            assert values.tobytes() == results[0][0][index].tobytes()
+            np.testing.assert_allclose(values, np.sum([each[index] for each in given_], axis=0, dtype=dtype), atol=1e-3)
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=some.data(), count=some.integers(1, 5), dtype=dtypes)
+def test_exchange_brings_every_part_to_its_host(data: some.DataObject, count: int, dtype: str) -> None:
+    lengths = [[data.draw(some.integers(0, 2000)) for _ in range(count)] for _ in range(count)]
+    table = [[np.arange(n).astype(dtype) + np.array(i, dtype) for n in row] for i, row in enumerate(lengths)]
+    with connected(count) as all_hosts:
+        results = at_once([lambda hosts=hosts: hosts.exchange(table[hosts.index]) for hosts in all_hosts])
+        sent = [hosts.sent_bytes for hosts in all_hosts]
+    for target, found in enumerate(results):
+        assert [array.dtype for array in found] == [dtype] * count
+        for source, array in enumerate(found):
+            np.testing.assert_array_equal(array, table[source][target])
+    item = np.dtype(dtype).itemsize
+    assert sent == [item * (sum(row) - row[host]) for host, row in enumerate(lengths)]
+
+
+def test_what_came_can_be_changed_and_what_was_given_stays() -> None:
+    """A reducer works in place on what it received."""
+    with connected(3) as all_hosts:
+        part = np.ones(4, np.float32)
+        results = at_once([lambda hosts=hosts: hosts.gather(part) for hosts in all_hosts])
+    for index, found in enumerate(results):
+        for array in (array for host, array in enumerate(found) if host != index):
+            array *= 2
+    np.testing.assert_array_equal(part, np.ones(4))
+
+
+def test_hosts_that_disagree_on_a_length_are_told() -> None:
+    with connected(2) as (one, other):
+        results = at_once([lambda: one.sum(np.ones(1000)), lambda: other.sum(np.ones(1002))])
+    assert all(isinstance(error, RuntimeError) for error in results)
+    assert str(results[0]) == "rank 1 sent 4008 bytes where 4000 were expected"
+    assert not any(lost_peer(error) for error in results)
+
+
+@pytest.mark.parametrize("size", [4, 1_000_000], ids=["small", "large"])
+def test_a_closed_stream_is_a_lost_peer(size: int) -> None:
+    with connected(2) as (one, other):
+        stream = other._streams[0]
+        assert stream is not None
+        closing = threading.Timer(0.2, stream.socket.close)
+        closing.start()
+        began = time.monotonic()
+        (error,) = at_once([lambda: one.sum(np.ones(size))])
+        assert time.monotonic() - began < 1.2
+        closing.join()
+    assert isinstance(error, PeerLost)
+    assert str(error).startswith("rank 1")
+    assert lost_peer(error)
+
+
+def segments(stream: Stream | None) -> tuple[int, int]:
+    """TCP segments sent and received so far (tcp_info in linux/tcp.h)."""
+    assert stream is not None
+    sent, received = struct.unpack_from("II", stream.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256), 136)
+    return sent, received
+
+
+@pytest.mark.parametrize("size", [4, 1_000_000], ids=["small", "large"])
+def test_a_rank_that_waits_neither_computes_nor_sends(size: int) -> None:
+    seen: list[tuple[float, tuple[int, int]]] = []
+
+    def slow(hosts: StreamHosts) -> None:
+        for wait_s in (0.5, WAIT_S):  # the first: the other has sent what it can
+            time.sleep(wait_s)
+            seen.append((time.process_time(), segments(waiting._streams[1])))
+        hosts.sum(np.ones(size))
+
+    with connected(2) as (waiting, late):
+        assert at_once([lambda: waiting.sum(np.ones(size)), lambda: slow(late)]) == [None, None]
+    (cpu_began, segments_began), (cpu_ended, segments_ended) = seen
+    assert cpu_ended - cpu_began < 0.1
+    sent, received = (after - before for after, before in zip(segments_ended, segments_began, strict=True))
+    if size == 4:
+        assert (sent, received) == (0, 0)
+    else:  # the kernel asks a full receiver now and then whether it has room (RFC 9293, 3.8.6.1)
+        assert sent < 10
+        assert received < 10
+
+
+# --- finding each other -----------------------------------------------------------------------------------------------
+
+
+class ThreadMeeting:
+    """Ranks that are threads; `listening` is called once with what they told each other first."""
+
+    def __init__(self, rank: int, size: int, room: dict[str, Any]) -> None:
+        self.rank = self.local_rank = rank
+        self.size = self.local_size = size
+        self._room = room
+
+    def gather(self, mine: bytes) -> list[bytes]:
+        self._room["box"][self.rank] = mine
+        self._room["barrier"].wait(10)
+        found = list(self._room["box"])
+        self._room["barrier"].wait(10)
+        return found
+
+    def leave(self) -> None:
+        pass
+
+
+def meetings(size: int, listening: Callable[[list[bytes]], None] = lambda told: None) -> list[ThreadMeeting]:
+    room: dict[str, Any] = {"box": [b""] * size}
+    first = [listening]
+
+    def all_are_here() -> None:
+        if first:
+            first.pop()(list(room["box"]))
+
+    room["barrier"] = threading.Barrier(size, all_are_here)
+    return [ThreadMeeting(rank, size, room) for rank in range(size)]
+
+
+def reach(rank: int) -> Reach:
+    return Reach(f"127.0.0.{1 + rank}", "lo", loopback=True)
+
+
+def test_strangers_at_the_door_do_not_disturb() -> None:
+    """Port scanners and other jobs, who are there before the ranks: loud, short, silent, gone and reset."""
+    strangers: list[socket.socket] = []
+
+    def come(told: list[bytes]) -> None:
+        for _, address, port, _ in (each.decode().split() for each in told):
+            for words in (b"GET / HTTP/1.0\r\nHost: somebody.else\r\n\r\n", b"\0" * 20, b"hi", b""):
+                strangers.append(socket.create_connection((address, int(port))))
+                strangers[-1].sendall(words)
+            socket.create_connection((address, int(port))).close()
+            with socket.create_connection((address, int(port))) as reset:
+                reset.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+    def rank(meeting: ThreadMeeting) -> list[float]:
+        ranks = StreamRanks(meeting, reach(meeting.rank))
+        values = ranks.sum(np.array([1.0, meeting.rank]), "sum")
+        ranks.leave()
+        return list(values)
+
+    began = time.monotonic()
+    results = at_once([lambda meeting=meeting: rank(meeting) for meeting in meetings(3, come)])
+    for stranger in strangers:
+        stranger.close()
+    assert results == [[3.0, 3.0]] * 3
+    assert time.monotonic() - began < 5
+
+
+def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "PATIENCE_S", 0.5)
+
+    def absent(meeting: ThreadMeeting) -> None:
+        meeting.gather(f"{socket.gethostname()} 127.0.0.9 1 00".encode())
+
+    present, other = meetings(2)
+    failure, nothing = at_once([lambda: StreamRanks(present, reach(0)), lambda: absent(other)])
+    assert nothing is None
+    assert isinstance(failure, Failure)
+    assert failure.code == 69
+    assert "rank 1 did not connect within 0.5 s" in str(failure)
+
+
+def test_a_host_that_cannot_be_reached_is_named() -> None:
+    def unreachable(meeting: ThreadMeeting) -> None:
+        with socket.create_server(("127.0.0.9", 0)) as closed:
+            port = closed.getsockname()[1]
+        meeting.gather(f"{socket.gethostname()} 127.0.0.9 {port} 00".encode())
+
+    other, present = meetings(2)
+    nothing, failure = at_once([lambda: unreachable(other), lambda: StreamRanks(present, reach(1))])
+    assert nothing is None
+    assert isinstance(failure, Failure)
+    assert failure.code == 69
+    assert f"rank 1 on {socket.gethostname()} cannot connect to rank 0 at 127.0.0.9, port" in str(failure)

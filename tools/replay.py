@@ -1,0 +1,143 @@
+#!/usr/bin/env python3
+"""Replay of training: the exchange is real, the computation is a sleep. Time per step without the CPU's noise.
+
+    launch/mpirun.sh -H a:1,b:1 python tools/replay.py --strategy powersgd --rank 2 --compute-s 0.2 --steps 20
+
+Each rank holds arrays of the true shapes of ResNet-34 at --width, and the strategy gets random gradients of them
+through the same replica as in training. A third of --compute-s is slept before backward; the rest in backward, in equal
+parts before the gradient of each convolution, last layer first, since the layers of ResNet-34 take about equal work
+each: so exchanges that overlap with backward do so here too. Weights are updated for real. Strategies with a beginning
+of their own (whole gradients in the first steps) are put into their stride. Rank 0 prints one JSON document.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from hvdtrain import config as configuration
+from hvdtrain import exits, strategies, world
+from hvdtrain.collectives import powersgd
+from hvdtrain.data import Batch
+from hvdtrain.models import resnet
+from hvdtrain.timing import Clock
+
+SCHEMA = "hvdtrain/replay/1"
+FORWARD_SHARE = 1 / 3
+"""Of a step's computation; backward makes two products for each of forward's"""
+TINY_LR = 1e-9
+"""Random gradients must not carry the weights away"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReplayConfig(configuration.TrainConfig):
+    """What a replay is told besides."""
+
+    width: float = 1.0
+    """Channels relative to ResNet-34"""
+    compute_s: float = 0.2
+    """Seconds that forward and backward of a step take: they are slept"""
+    steps: int = 10
+    """Steps that are timed"""
+    untimed: int = 2
+    """Steps before"""
+
+
+def stand_in(shapes: list[tuple[int, ...]], compute_s: float) -> Any:
+    """A model for `frameworks.pytorch.TorchReplica` whose gradients are random, the same in each step."""
+    import torch
+
+    class Layer(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, passed: Any, weight: Any, gradient: Any, seconds: float) -> Any:
+            ctx.gradient, ctx.seconds = gradient, seconds
+            return passed.clone()
+
+        @staticmethod
+        def backward(ctx: Any, upstream: Any) -> Any:
+            if ctx.seconds:
+                time.sleep(ctx.seconds)
+            return upstream, ctx.gradient.clone(), None, None
+
+    class StandIn(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            draw = torch.Generator().manual_seed(1)
+            self.weights = torch.nn.ParameterList(torch.zeros(shape) for shape in shapes)
+            self._gradients = [1e-3 * torch.randn(shape, generator=draw) for shape in shapes]
+            parts = sum(len(shape) > 1 for shape in shapes)
+            self._seconds = [(1 - FORWARD_SHARE) * compute_s / parts * (len(shape) > 1) for shape in shapes]
+
+        def loss(self, passed: Any) -> Any:
+            time.sleep(FORWARD_SHARE * compute_s)
+            passed = passed.sum()
+            for weight, gradient, seconds in zip(self.weights, self._gradients, self._seconds, strict=True):
+                passed = Layer.apply(passed, weight, gradient, seconds)
+            return passed, torch.zeros(())
+
+    return StandIn()
+
+
+def main(stop: world.StopSignal) -> int:
+    config = configuration.parse(ReplayConfig, prog="python tools/replay.py", purpose=__doc__ or "")
+    place = world.place()
+    threads = world.threads_per_rank(config.threads, place)
+    spec = resnet.ResNetSpec(channels=1, classes=10, width=config.width)
+    shapes = list(resnet.parameters(spec).values())
+
+    from hvdtrain.frameworks.pytorch import TorchReplica, prepare
+
+    device = prepare("cpu", place.local_rank, threads)
+    schedule, reducer = strategies.chosen(config)
+    ranks = world.World("torch", carrier=schedule.carrier)
+    strategy = strategies.make(config, ranks, shapes)
+    model = stand_in(shapes, config.compute_s)
+    replica = TorchReplica(model, device=device, config=config, world=ranks, strategy=strategy)
+    if config.ddp_hook == "powersgd":
+        strategy.load({"step": np.array(powersgd.START_STEP), "powersgd.step": np.array(powersgd.START_STEP)})
+    batch = Batch(arrays=(np.zeros(1, np.float32),), weight=1, total_weight=ranks.size)
+    hosts = len(set(ranks.gather(ranks.host)))
+
+    clock, steps_s, waited_s, sent_bytes = Clock(), [], [], 0
+    before: tuple[int, int] | None = None
+    for number in range(config.untimed + config.steps):
+        if number == config.untimed:
+            before = ranks.nic_counters()
+        clock.take("communication")
+        began = time.perf_counter()
+        replica.backward(batch, TINY_LR, stop=False)
+        done = strategy.step(replica, TINY_LR, clock)
+        if number >= config.untimed:
+            steps_s.append(time.perf_counter() - began)
+            waited_s.append(clock.take("communication") + (replica.waited_s() or 0.0))
+            sent_bytes += done.sent_bytes
+    strategy.settle(replica, clock)  # nothing is on its way while ranks talk
+    layout = strategies.Layout(ranks=ranks.size, hosts=hosts)
+    document = {
+        "schema": SCHEMA,
+        "steps_s": steps_s,
+        "communication_s": waited_s,
+        "bytes_sent_per_step": sent_bytes / config.steps,
+        "bytes_per_step": schedule.bytes_per_step(shapes, layout, config, reducer),
+        "nic_bytes": [each for each in ranks.gather(ranks.nic_bytes(before)) if each],
+        "parameters": resnet.parameter_count(spec),
+        "hosts": hosts,
+        "ranks": ranks.size,
+    }
+    if ranks.rank == 0:
+        sys.stdout.write(json.dumps(document) + "\n")
+        sys.stdout.flush()
+    ranks.leave()
+    return exits.OK
+
+
+if __name__ == "__main__":
+    world.run(main, debug="--debug" in sys.argv)

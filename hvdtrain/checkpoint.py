@@ -104,7 +104,7 @@ class Checkpoints:
             raise Failure(f"{keep} checkpoints to keep: give 1 or more", BAD_CONFIG)
         self._folder, self._group, self._keep = folder, group, keep
         self._report = report if group.rank == 0 else lambda line: None
-        self._own = f"rank{group.rank:04d}.safetensors"
+        self._own, self._ranks = f"rank{group.rank:04d}.safetensors", group.size  # a group may lose ranks later
         self._identity: dict[str, JSON] = json.loads(json.dumps(identity))
         self._refused: set[int] = set()
 
@@ -125,7 +125,7 @@ class Checkpoints:
         saving = _Saving(final, head["save"])
         try:
             parts = self._agree(task, CANNOT_WRITE, lambda: saving.write(shared, self._own, local))
-            head |= {"schema": SCHEMA, "ranks": self._group.size, "identity": self._identity}
+            head |= {"schema": SCHEMA, "ranks": self._ranks, "identity": self._identity}
             head["files"] = {name: entry for part in parts for name, entry in part.items()}
             self._agree(task, CANNOT_WRITE, lambda: saving.publish(head))
         except Failure:
@@ -215,8 +215,8 @@ class Checkpoints:
             raise ValueError(f"its {_MANIFEST} is damaged (SHA-256 differs)")
         if manifest["step"] != step:
             raise ValueError(f"the folder's name disagrees with the step in its {_MANIFEST}, {manifest['step']}")
-        if (ranks := manifest["ranks"]) != self._group.size:
-            raise ValueError(f"it was saved by {ranks} ranks, here are {self._group.size}: start with -np {ranks}")
+        if (ranks := manifest["ranks"]) != self._ranks:
+            raise ValueError(f"it was saved by {ranks} ranks, here are {self._ranks}: start with -np {ranks}")
         old, new = manifest["identity"], self._identity
         if old != new:
             fields = [field for field in old | new if old.get(field) != new.get(field)]
@@ -227,10 +227,11 @@ class Checkpoints:
     def _load(self, name: str, step: int) -> tuple[Loaded | None, str | None]:
         """This rank's part of a checkpoint, or why it is refused."""
         try:
-            manifest = self._manifest(name, step)
-            shared, local = (
-                _read(self._folder / name / file, manifest["files"][file]) for file in (_SHARED, self._own)
-            )
+            folder, manifest = self._folder / name, self._manifest(name, step)
+            files, own = manifest["files"], self._own
+            if own not in files:  # this rank had died, and the others went on: it starts as one of those
+                own = min((file for file in files if file != _SHARED and (folder / file).exists()), default=own)
+            shared, local = (_read(folder / file, files[file]) for file in (_SHARED, own))
             return Loaded(step=step, shared=shared, local=local, progress=manifest["progress"]), None
         except Exception as error:  # whatever it is: the other ranks wait in the gather
             return None, _why(error)

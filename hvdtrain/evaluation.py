@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from hvdtrain.data import Split
@@ -10,27 +12,33 @@ from hvdtrain.frameworks import Replica
 from hvdtrain.world import World
 
 
-def evaluate(replica: Replica, split: Split, batch_size: int, world: World) -> tuple[float | None, float | None]:
+def evaluate(
+    replica: Replica, split: Split, batch_size: int, world: World, shares: Sequence[float] | None = None
+) -> tuple[float | None, float | None]:
     """Mean loss and accuracy over the whole split, the same on all ranks; None for an empty split. Collective.
 
-    Each rank evaluates its own part of the split, in batches of `batch_size`. BatchNorm uses the mean over ranks of
-    their running statistics, so the result does not depend on who evaluates what.
+    Each rank evaluates its own part of the split, even or by `shares`, in batches of `batch_size`. BatchNorm uses the
+    mean over ranks of their running statistics, weighted by the shares that they trained on, so the result does not
+    depend on who evaluates what.
     """
-    average_statistics(replica, world)
+    average_statistics(replica, world, shares)
     totals = np.zeros(3)
-    for batch in shard(split, batch_size=batch_size, rank=world.rank, size=world.size):
+    for batch in shard(split, batch_size=batch_size, rank=world.rank, size=world.size, shares=shares):
         totals += (*replica.evaluate(batch), batch.weight)
     loss, correct, samples = world.sum(totals, "evaluate.totals").tolist()
     return (loss / samples, correct / samples) if samples else (None, None)
 
 
-def average_statistics(replica: Replica, world: World) -> None:
+def average_statistics(replica: Replica, world: World, shares: Sequence[float] | None = None) -> None:
     """Gives every rank the mean over ranks of the running statistics of BatchNorm, in one message. Collective."""
     local = replica.local_state()
     if world.size == 1 or not local:
         return
     flat = np.concatenate([array.ravel() for array in local.values()])
-    mean = world.sum(flat, "evaluate.statistics") / world.size
+    if shares is None:
+        mean = world.sum(flat, "evaluate.statistics") / world.size
+    else:
+        mean = world.sum(flat * flat.dtype.type(shares[world.rank] / sum(shares)), "evaluate.statistics")
     parts = np.split(mean, np.cumsum([array.size for array in local.values()])[:-1])
     replica.load_local(
         {name: part.reshape(array.shape) for (name, array), part in zip(local.items(), parts, strict=True)}

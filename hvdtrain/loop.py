@@ -208,7 +208,7 @@ class Loop:
         return summary
 
     def _evaluate(self, split: Split) -> tuple[float | None, float | None]:
-        return evaluate(self._replica, split, self._plan.rank_batch, self._world)
+        return evaluate(self._replica, split, self._plan.rank_batch, self._world, self._plan.shares)
 
     def _save(self, best: bool = False) -> None:
         began = time.perf_counter()

@@ -79,7 +79,7 @@ def test_rounds_turn_and_each_projected_run_has_a_whole_one_to_lean_on() -> None
 
 def test_flags_are_the_same_for_all_rows_but_the_strategys_own() -> None:
     common = [flags_of(cell) for cell in rows.cells(rows.ROWS, [FAST], [1], 4)]
-    own = {"--strategy", "--ddp-hook", "--rank", "--inner", "--every"}
+    own = {"--strategy", "--ddp-hook", "--rank", "--inner", "--every", "--bits"}
     assert len({json.dumps({k: v for k, v in each.items() if k not in own}) for each in common}) == 1
     assert common[0]["--global-batch-size"] == "128"
     cell = rows.cells(rows.ROWS[:1], [SLOW], [1], 4)[0]
@@ -102,7 +102,7 @@ def test_what_is_asked_is_checked() -> None:
     assert {rows.ALONE, rows.HOROVODRUN} < {row.name for row in quick.rows}
     assert [row.name for row in asked("--rows", "powersgd*,1 host").rows] == [
         rows.ALONE,
-        *(f"powersgd r{r}" for r in (1, 2, 4)),
+        *(f"powersgd {words}" for words in ("r1", "r2", "r4", "r2 b32")),
     ]
     for words in (["--rows", "typo"], ["--seeds", "a"], ["--hosts", "1"], ["--rates", "10mbps"], ["--widths", "0.3"]):
         with pytest.raises(Failure) as refused:

@@ -36,6 +36,8 @@ def by_strategy(found: Any) -> dict[str, Any]:
         ({"strategy": "native", "ddp_hook": "powersgd"}, "native+powersgd r2"),
         ({"strategy": "native", "ddp_hook": "powersgd", "rank": 4}, "native+powersgd r4"),
         ({"strategy": "powersgd", "rank": 1, "inner": "topk"}, "powersgd r1"),
+        ({"strategy": "powersgd", "rank": 2, "bits": 8}, "powersgd r2"),
+        ({"strategy": "delayed", "inner": "powersgd", "rank": 2, "bits": 4}, "delayed+powersgd r2 b4"),
         ({"strategy": "topk", "density": 0.005}, "topk 0.5%"),
         ({"strategy": "local-sgd", "every": 8, "inner": "hierarchical"}, "local-sgd H8"),
         (
@@ -59,7 +61,8 @@ def test_a_name_says_what_is_set_and_what_is_inside(config: dict[str, Any], name
 def test_the_defaults_of_today_are_those_of_a_config_without_them() -> None:
     for strategy in ("native", "powersgd", "local-sgd", "delayed", "async-ps"):
         today = {
-            key: getattr(TrainConfig(), key, None) for key in ("rank", "every", "staleness", "servers", "outer_lr")
+            key: getattr(TrainConfig(), key, None)
+            for key in ("rank", "bits", "every", "staleness", "servers", "outer_lr")
         }
         assert strategy_name({"strategy": strategy} | today) == strategy_name({"strategy": strategy})
 

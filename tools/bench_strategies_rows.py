@@ -17,8 +17,8 @@ from hvdtrain.results.runs import strategy_name
 
 # --- the cell: the same for all rows --------------------------------------------------------------------------------
 
-EPOCHS = 12
-SCHEDULE: dict[str, Any] = {"lr": 0.05, "schedule": "cosine", "warmup_epochs": 1.0, "momentum": 0.9}
+EPOCHS = 10
+SCHEDULE: dict[str, Any] = {"lr": 0.2, "schedule": "cosine", "warmup_epochs": 1.0, "momentum": 0.9}
 TARGET = 0.95
 WIDTH = 0.25
 CELL: dict[str, Any] = {
@@ -82,15 +82,20 @@ ROWS = (
     _ours(strategy=UNCOMPRESSED),
     _ours(strategy="fp16"),
     _ours(strategy="bf16"),
+    _ours(strategy="int8"),
+    _ours(strategy="int4"),
     _ours(strategy="powersgd", rank=1),
     _ours(strategy="powersgd", rank=2, quick=True),
-    _ours(strategy="powersgd", rank=4),
+    _ours(strategy="powersgd", rank=4, quick=True),
+    _ours(strategy="powersgd", rank=2, bits=32),
     _ours(strategy="topk"),
     _ours(strategy="onebit"),
-    _ours(strategy="local-sgd", every=8),
-    _ours(strategy="local-sgd", every=8, inner="powersgd", rank=4, quick=True),
-    _ours(strategy="delayed", inner="powersgd", rank=1, quick=True),
-    _ours(strategy="delayed", inner="powersgd", rank=2, quick=True),
+    _ours(strategy="local-sgd", every=4),
+    _ours(strategy="local-sgd", every=4, inner="powersgd", rank=8, quick=True),
+    _ours(strategy="local-sgd", every=4, inner="powersgd", rank=8, staleness=1, quick=True),
+    _ours(strategy="local-sgd", every=2, inner="powersgd", rank=8, staleness=1, quick=True),
+    _ours(strategy="local-sgd", every=1, inner="powersgd", rank=4, staleness=1, quick=True),
+    _ours(strategy="delayed", inner="powersgd", rank=2),
     _ours(strategy="async-ps"),
 )
 DDP_HOOKS = tuple(row.name for row in ROWS if row.name.startswith("DDP +"))

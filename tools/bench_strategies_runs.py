@@ -38,11 +38,23 @@ class Cluster:
         self._rate: int | None = None
 
     def __enter__(self) -> Cluster:
-        self._tool("cluster.sh", "up", "--hosts", ",".join(NAMES[: self._hosts]), "--cpu-share", f"{CPU_SHARE}")
+        words = ["--hosts", ",".join(NAMES[: self._hosts]), "--cpu-share", f"{CPU_SHARE}"]
+        try:
+            self._tool("cluster.sh", "up", *words)
+        except Failure:  # it is as it was
+            raise
+        except BaseException:  # a signal
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._tool("cluster.sh", "down")
+        before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            self._tool("cluster.sh", "down")
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def again(self) -> None:
         """Ends whatever a failed run left behind."""
@@ -84,7 +96,7 @@ class Cluster:
 
     def _tool(self, tool: str, first: str, *words: str) -> None:
         command = [f"tools/{tool}", first, "--name", self._name, *words]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, start_new_session=True)
         if done.returncode:
             raise Failure(f"{' '.join(command)}: {done.stderr.strip()}", done.returncode)
 

@@ -31,9 +31,9 @@ def may_die() -> None:
 
 def main(command: list[str]) -> int:
     """Runs a rank to its end; its exit code, or this process ends by the signal that the rank died of."""
-    if not command:
-        print(__doc__, file=sys.stderr)
-        return exits.USAGE
+    if command in ([], ["--help"]):
+        print(__doc__, file=sys.stdout if command else sys.stderr)
+        return exits.OK if command else exits.USAGE
     heard, told = os.pipe()
     os.set_blocking(heard, False)
     rank: subprocess.Popen[bytes] | None = None

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-START_STEP = 10
+START_STEP = 2
 """PyTorch wants 2 at least (its buckets change after the first step) and advises a tenth of a run's steps"""
 LEAST_COMPRESSION = 2
 EPSILON = 1e-8

@@ -204,12 +204,9 @@ class ServerRanks(Alone):
             if self._star is not None:
                 left = self._star.lose(stream.rank)
                 if not self._leaving and stream.rank not in self._holders:
+                    rest = f"{left} ranks go on" if left > 1 else "1 rank goes on"
                     gone = f"rank {stream.rank} on {self._host(stream.rank)} is gone"
-                    print(
-                        f"hvdtrain: {gone}; {left} rank{'s go' if left > 1 else ' goes'} on",
-                        file=sys.stderr,
-                        flush=True,
-                    )
+                    print(f"hvdtrain: {gone}; {rest}", file=sys.stderr, flush=True)
         finally:  # whatever it was, the rank must not wait for an answer
             stream.socket.close()
 

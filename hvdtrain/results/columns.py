@@ -106,7 +106,18 @@ TIMING = frozenset(
 NOT_SETTINGS = frozenset(
     {
         *("framework", "strategy", "ddp_hook", "epochs", "batch_size", "global_batch_size", "device", "seed", "data"),
-        *("inner", "rank", "density", "every", "local_start", "outer_lr", "outer_momentum", "staleness", "servers"),
+        *(
+            "inner",
+            "rank",
+            "bits",
+            "density",
+            "every",
+            "local_start",
+            "outer_lr",
+            "outer_momentum",
+            "staleness",
+            "servers",
+        ),
         *("run_dir", "resume", "json", "dry_run", "debug", "monitor", "monitor_ms", "monitor_idle_s"),
         *("profile", "horovod_timeline", "tensorboard", "checkpoint_epochs", "checkpoint_steps", "keep_checkpoints"),
     }

@@ -113,10 +113,10 @@ def _watched(config: Mapping[str, Any]) -> str | None:
 def strategy_name(config: Mapping[str, Any]) -> str | None:
     """The strategy, the reducer inside it and what is set of both: runs that differ in these get different names.
 
-    `powersgd r2` (rank), `topk 1%` (density), `local-sgd H8` (--every; `start40`: --local-start; `outer0.7/0.9`:
-    --outer-lr and --outer-momentum), `delayed s2` (--staleness, also of local-sgd), `async-ps x2` (--servers); behind a
-    plus what is inside, unless it is hierarchical: `delayed+powersgd r2`. What is at its default, or that an older
-    config lacks, is not named but for the numbers behind r and H.
+    `powersgd r2 b32` (rank, and --bits unless 8), `topk 1%` (density), `local-sgd H8` (--every; `start40`:
+    --local-start; `outer0.7/0.9`: --outer-lr and --outer-momentum), `delayed s2` (--staleness, also of local-sgd),
+    `async-ps x2` (--servers); behind a plus what is inside, unless it is hierarchical: `delayed+powersgd r2`. What is
+    at its default, or that an older config lacks, is not named but for the numbers behind r and H.
     """
     strategy, hook = _text(config.get("strategy")), _text(config.get("ddp_hook"))
     if strategy is None:
@@ -137,7 +137,8 @@ HOLD_A_REDUCER = ("local-sgd", "delayed", "hybrid")
 def _set(name: str, config: Mapping[str, Any]) -> str:
     """What is set of one strategy or reducer, as it stands behind its name."""
     if name == "powersgd":
-        return f" r{config.get('rank', 2)}"
+        bits = config.get("bits", 8)
+        return f" r{config.get('rank', 2)}" + ("" if bits == 8 else f" b{bits}")
     if name == "topk":
         density = number(config.get("density"))
         return "" if density is None else f" {100 * density:g}%"
@@ -254,6 +255,7 @@ def _wire(summary: records.Summary, steps: int, hosts: int, parameters: float | 
 
 EXACT = ("allreduce", "native", "hierarchical")
 """Strategies that send whole gradients: what several ranks of a host put on the wire is known without counting"""
+
 
 def beside(strategy: str) -> bool:
     """Whether the exchange of a strategy, named by `strategy_name`, may run beside the computation."""

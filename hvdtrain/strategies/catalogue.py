@@ -33,7 +33,10 @@ def show(config: TrainConfig, shapes: Sequence[Shape], layout: Layout) -> None:
             head = f"  {name:<13}{sent:>9.3f}  "
             prose = _first_sentence(sys.modules[(strategies.REDUCERS.get(name) or schedule).__module__].__doc__ or "")
             lines += textwrap.wrap(prose, WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
-    lines += ["", f"local-sgd, delayed and hybrid send by --inner (here {config.inner}). Which to take: docs/STRATEGIES.md"]
+    lines += [
+        "",
+        f"local-sgd, delayed and hybrid send by --inner (here {config.inner}). Which to take: docs/STRATEGIES.md",
+    ]
     print("\n".join(lines))
 
 

@@ -52,6 +52,7 @@ RESUMED: dict[str, tuple[str, int]] = {
     "delayed of powersgd": ("--strategy delayed --inner powersgd --rank 1 --check-replicas 0", 6),
     "local-sgd of topk": ("--strategy local-sgd --every 3 --inner topk", 6),
     "delayed of onebit": ("--strategy delayed --inner onebit", 5),
+    "int4": ("--strategy int4", 5),
     "local-sgd beside": ("--strategy local-sgd --every 3 --staleness 1", 8),
 }
 TENSORFLOW = ("local-sgd", "delayed", "delayed of powersgd")

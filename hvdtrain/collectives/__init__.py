@@ -2,9 +2,9 @@
 
 `meeting` lets ranks find each other without any of them, `horovod_ranks` is Horovod for both frameworks, `ddp` is
 torch.distributed with DistributedDataParallel, `mwms` TensorFlow with MultiWorkerMirroredStrategy, `streams` our own
-TCP for the strategies made for slow networks. Here is `Alone`, for a process without a launcher. Only this room imports
-Horovod, mpi4py and torch.distributed. Each method is called by every rank, in the same order; `name` must be the same
-on all.
+TCP for the strategies made for slow networks, `servers` the same for parameter servers. Here is `Alone`, for a process
+without a launcher. Only this room imports Horovod, mpi4py and torch.distributed. Each method is called by every rank,
+in the same order; `name` must be the same on all.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Collectives(Meeting, Protocol):
     """What every training run needs, whatever its framework."""
 
     carrier: str
-    """none, gloo, mpi, nccl, grpc or streams"""
+    """none, gloo, mpi, nccl, grpc, streams or servers"""
 
     def sum(self, values: np.ndarray, name: str) -> np.ndarray:
         """Element-wise sum over ranks, same shape and type."""

@@ -10,11 +10,12 @@ ranks each, a host sends 2r(h-1)/h of the parameters per step, r times what `hie
 g is the mean over the worker's own batch, share its part of the samples of a step of all ranks: p workers' updates move
 the weights as far as one step of the other strategies at the same --lr. In Downpour each update has the full rate: that
 is --lr-scaling linear. With one worker it is plain SGD. Between a worker's pull and its push others have pushed: the
-gradient is so many updates late, about p-1 for equal workers (`staleness` of each step's record: mean and maximum over
-servers). Late updates act like more momentum (Mitliagkas et al., 2016), so --momentum may have to be lower.
+gradient is so many updates late, about p-1 with p equal workers (`staleness` of a step's record). Late updates act like
+more momentum (Mitliagkas et al., "Asynchrony begets momentum", 2016), so --momentum may have to be lower.
 
-Nobody waits but before an evaluation or a checkpoint and when asked to stop: then all wait for the slowest and take the
-same weights. A rank that dies without holding a part is left out, with the samples it would have learnt from.
+All wait for the slowest in the first step, before an evaluation or a checkpoint, and when asked to stop: then they take
+the same weights. A rank that dies holding no part is left out, and with it the samples it would have learnt from, if
+the launcher lets the others live: launch/mpirun.sh --survive.
 
 Dean et al., "Large scale distributed deep networks", 2012.
 """

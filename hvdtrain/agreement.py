@@ -26,9 +26,11 @@ def check(state: dict[str, np.ndarray], world: World) -> None:
     for name, values in zip(sums, zip(*of_ranks, strict=True), strict=True):
         most, _ = collections.Counter(values).most_common(1)[0]
         wrong += [(rank, name) for rank, value in enumerate(values) if value != most]
-    ranks, tensors = sorted({rank for rank, _ in wrong}), [name.removeprefix("parameter.") for _, name in wrong]
+    ranks = ", ".join(str(rank) for rank in sorted({rank for rank, _ in wrong}))
+    tensors = list(dict.fromkeys(name.removeprefix("parameter.") for _, name in wrong))
+    named = tensors[0] + (f" and {len(tensors) - 1} more" if len(tensors) > 1 else "")
     raise Failure(
-        f"the weights of rank {', '.join(map(str, ranks))} are not those of the other ranks: {tensors[0]} and "
-        f"{len(set(tensors)) - 1} more of {len(sums)} tensors differ; resume from the last checkpoint, and look for "
-        "different versions, data or faulty memory on that host (--check-replicas 0 does not look)"
+        f"the weights of rank {ranks} are not those of the other ranks: {named} of {len(sums)} tensors differ; "
+        "resume from the last checkpoint, and look for different versions, data or faulty memory on that host "
+        "(--check-replicas 0 does not look)"
     )

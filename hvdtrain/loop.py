@@ -114,11 +114,11 @@ class Loop:
         with clock.span("compute"):
             self._replica.backward(batch, lr, self._stop.requested is not None)
         done = [self._strategy.step(self._replica, lr, clock)]
-        every = self._config.check_replicas
-        self._check_due |= bool(every and (at.step + 1) % every == 0)
-        check = self._check_due and self._strategy.level
-        if last or check:
+        if (every := self._config.check_replicas) and (at.step + 1) % every == 0:
+            self._check_due = True
+        if last or (self._check_due and self._strategy.level):
             done.append(self._strategy.settle(self._replica, clock))
+        check = self._check_due and self._strategy.level  # some are level only when settled
         for totals in (each.totals for each in done if each.totals is not None):
             at.learn(totals)
             self._stopping |= bool(totals[3] > 0)

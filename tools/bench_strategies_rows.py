@@ -18,7 +18,7 @@ from hvdtrain.results.runs import strategy_name
 # --- the cell: the same for all rows --------------------------------------------------------------------------------
 
 EPOCHS = 10
-SCHEDULE: dict[str, Any] = {"lr": 0.2, "schedule": "cosine", "warmup_epochs": 1.0, "momentum": 0.9}
+SCHEDULE: dict[str, Any] = {"lr": 0.4, "schedule": "cosine", "warmup_epochs": 1.0, "momentum": 0.9}
 TARGET = 0.95
 WIDTH = 0.25
 CELL: dict[str, Any] = {
@@ -93,7 +93,7 @@ ROWS = (
     _ours(strategy="local-sgd", every=4),
     _ours(strategy="local-sgd", every=4, inner="powersgd", rank=8, quick=True),
     _ours(strategy="local-sgd", every=4, inner="powersgd", rank=8, staleness=1, quick=True),
-    _ours(strategy="local-sgd", every=2, inner="powersgd", rank=8, staleness=1, quick=True),
+    _ours(strategy="local-sgd", every=4, inner="powersgd", rank=8, staleness=1, outer_lr=1.0, outer_momentum=0.3),
     _ours(strategy="local-sgd", every=1, inner="powersgd", rank=4, staleness=1, quick=True),
     _ours(strategy="delayed", inner="powersgd", rank=2),
     _ours(strategy="async-ps"),

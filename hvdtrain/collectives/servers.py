@@ -115,7 +115,7 @@ class ServerRanks(Alone):
     def _join(self, gather: Callable[[bytes], Sequence[bytes]], holders: list[int]) -> list[str]:
         """Connects all ranks with these holders; each rank's host. Collective."""
         holds = self._number in holders
-        listener = socket.create_server((self._reach.address, 0), backlog=len(self._ranks)) if holds else None
+        listener = socket.create_server((self._reach.address, 0), backlog=socket.SOMAXCONN) if holds else None
         port = listener.getsockname()[1] if listener else 0
         mine = f"{socket.gethostname()} {self._reach.address} {port} {secrets.token_hex(TOKEN_BYTES)}"
         told = [each.decode().split() for each in gather(mine.encode())]

@@ -7,13 +7,14 @@ step; a schedule made for slow networks takes its reducer from `--inner`. A new 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 
 from hvdtrain import exits
-from hvdtrain.config import TrainConfig
+from hvdtrain.config import TrainConfig, flag
 from hvdtrain.exits import Failure
 from hvdtrain.strategies.allreduce import AllReduce
 from hvdtrain.strategies.async_ps import AsyncPS
@@ -48,6 +49,9 @@ class Strategy(Protocol):
     local: bool
     """True: each rank updates its weights by its own gradients for a while, so its gradients are divided by its own
     sample count and its momentum is its own"""
+
+    uses: tuple[str, ...]
+    """Settings of the config that it goes by"""
 
     def __init__(self, world: World, shapes: Sequence[Shape], config: TrainConfig, reducer: Reducer | None) -> None:
         """`shapes`: of the trainable arrays, in the model's order; `reducer`: the one to use, if it uses one."""
@@ -100,10 +104,35 @@ SCHEDULES: dict[str, type[Strategy]] = {
     "async-ps": AsyncPS,
     "hybrid": Hybrid,
 }
+USES = {name: one.uses for name, one in REDUCERS.items()} | {name: one.uses for name, one in SCHEDULES.items()}
+SETTINGS = {setting for uses in USES.values() for setting in uses}
 
 
 def chosen(config: TrainConfig) -> tuple[type[Strategy], type[Reducer] | None]:
-    """What --strategy and --inner mean; raises Failure (78) if they are unknown or do not go together."""
+    """What --strategy and --inner mean; raises Failure (78) if they are unknown, or settings do not go with them."""
+    schedule, reducer = lookup(config)
+    used = {*schedule.uses, *(reducer.uses if reducer else ())}
+    for field in dataclasses.fields(config):
+        if field.name in SETTINGS - used and getattr(config, field.name) != field.default:
+            takers = ", ".join(name for name, uses in USES.items() if field.name in uses)
+            raise Failure(
+                f"{flag(field.name)} means nothing to --strategy {config.strategy}"
+                + (f" --inner {config.inner}" if "inner" in used else "")
+                + f", only to {takers}: leave it out",
+                exits.BAD_CONFIG,
+            )
+    late = schedule.local or config.strategy == "delayed"
+    if config.precision == "fp16" and (late or (reducer is not None and reducer.remembers)):
+        raise Failure(
+            f"--precision fp16 does not go with {fact_words(config)}: its loss scaling makes infinite gradients, and "
+            "scales each step differently, so nothing can be kept from step to step; take --precision bf16",
+            exits.BAD_CONFIG,
+        )
+    return schedule, reducer
+
+
+def lookup(config: TrainConfig) -> tuple[type[Strategy], type[Reducer] | None]:
+    """As `chosen`, whatever the other settings are."""
     name = config.strategy
     if name in REDUCERS:
         return Synchronous, REDUCERS[name]
@@ -127,6 +156,12 @@ def fact(config: TrainConfig, shapes: Sequence[Shape], layout: Layout) -> str:
     """The strategy and what it sends, for people."""
     schedule, reducer = chosen(config)
     sent = schedule.bytes_per_step(shapes, layout, config, reducer)
-    words = f"{config.strategy} of {config.inner}" if config.strategy in SCHEDULES and reducer else config.strategy
+    if layout.hosts == 1 and reducer:
+        return f"{fact_words(config)}: all ranks are on one host, nothing is compressed"
     where = "per host and step" if layout.hosts > 1 else "per rank and step"
-    return f"{words}: {sent / 1e6:.2f} MB sent {where}"
+    return f"{fact_words(config)}: {sent / 1e6:.2f} MB sent {where}"
+
+
+def fact_words(config: TrainConfig) -> str:
+    schedule, _ = lookup(config)
+    return f"{config.strategy} of {config.inner}" if "inner" in schedule.uses else config.strategy

@@ -27,6 +27,7 @@ class AllReduce:
     """Gradients summed by Horovod's own optimizer (PyTorch) or tape (TensorFlow) during backward; no state."""
 
     carrier: Carrier = "horovod"
+    uses: tuple[str, ...] = ()
     in_backward = True
     local = False
     level = True

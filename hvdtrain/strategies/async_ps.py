@@ -42,6 +42,7 @@ class AsyncPS:
     """See `strategies.Strategy`."""
 
     carrier: Carrier = "servers"
+    uses: tuple[str, ...] = ("servers",)
     in_backward = False
     local = True
 

@@ -28,7 +28,7 @@ def show(config: TrainConfig, shapes: Sequence[Shape], layout: Layout) -> None:
         lines += ["", title]
         for name in names:
             one = dataclasses.replace(config, strategy=name)
-            schedule, reducer = strategies.chosen(one)
+            schedule, reducer = strategies.lookup(one)
             sent = schedule.bytes_per_step(shapes, layout, one, reducer) / 1e6
             head = f"  {name:<13}{sent:>9.3f}  "
             prose = _first_sentence(sys.modules[(strategies.REDUCERS.get(name) or schedule).__module__].__doc__ or "")

@@ -27,6 +27,8 @@ from hvdtrain.world import World
 class Delayed(Synchronous):
     """Sums on their way live in `_flying`, the oldest first; `_told` says whether its totals were given out already."""
 
+    uses: tuple[str, ...] = ("inner", "staleness")
+
     def __init__(self, world: World, shapes: Sequence[Shape], config: TrainConfig, reducer: Reducer | None) -> None:
         super().__init__(world, shapes, config, reducer)
         self._staleness = 1 if config.staleness is None else config.staleness

@@ -35,6 +35,8 @@ DIGITS = 4
 class Hybrid(Synchronous):
     """See `strategies.Strategy`. The shares are the loader's: an exchange is the same whatever they are."""
 
+    uses: tuple[str, ...] = ("inner", "shares")
+
 
 class Measurable(Protocol):
     """What is needed of a replica (see `frameworks.Replica`)."""

@@ -7,7 +7,8 @@ with plain SGD the same as summing gradients. Momentum stays each rank's own.
 
 With --staleness 1 the exchange of a round runs beside the next one: each rank trains on from its own weights, and when
 the mean change arrives a round later it replaces what was the rank's own change in them (Wang, Liang and Joshi,
-"Overlap local-SGD", 2020). Then nobody waits as long as an exchange takes no longer than a round of steps.
+"Overlap local-SGD", 2020). Then nobody waits as long as an exchange takes no longer than a round of steps. The ranks
+are level only when all has arrived, at the end of each epoch: signals and checkpoints wait for that.
 
 McMahan et al., "Communication-efficient learning of deep networks from decentralized data", 2017; Stich, "Local SGD
 converges fast and communicates little", 2019. --local-start exchanges gradients in each of the first steps, when
@@ -50,6 +51,7 @@ class LocalSGD:
     """
 
     carrier: Carrier = "streams"
+    uses: tuple[str, ...] = ("inner", "every", "local_start", "outer_lr", "outer_momentum", "staleness")
     in_backward = False
     local = True
 

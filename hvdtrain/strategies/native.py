@@ -33,6 +33,7 @@ class Native:
     """Gradients summed by the framework itself during backward; its state is that of the hook."""
 
     carrier: Carrier = "native"
+    uses: tuple[str, ...] = ("ddp_hook", "rank")
     in_backward = True
     local = False
     level = True

@@ -66,6 +66,7 @@ class Matrix(NamedTuple):
 class PowerSGD(Reducer):
     """The sum, projected on a few directions. Its memory: what was left out, one float32 per number, and Q."""
 
+    uses: tuple[str, ...] = ("rank", "bits")
     remembers = True
 
     def __init__(self, shapes: Sequence[Shape], config: TrainConfig) -> None:

@@ -15,6 +15,8 @@ from hvdtrain.strategies.payload import Shape
 class Reducer(abc.ABC):
     """Runs in the first rank of each host; the ranks of a host are summed before it sees them."""
 
+    uses: tuple[str, ...] = ()
+    """Settings of the config that it goes by"""
     remembers = False
     """True: what a round leaves out goes into the next (error feedback); an infinite gradient would stay for ever"""
 

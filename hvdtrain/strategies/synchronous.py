@@ -24,6 +24,7 @@ class Synchronous:
     """See `strategies.Strategy`."""
 
     carrier: Carrier = "streams"
+    uses: tuple[str, ...] = ()
     in_backward = False
     local = False
     level = True

@@ -43,6 +43,7 @@ SAMPLE = 1 << 14
 class TopK(Reducer):
     """Sparse sums with error feedback in both phases."""
 
+    uses: tuple[str, ...] = ("density",)
     remembers = True
 
     def __init__(self, shapes: Sequence[Shape], config: TrainConfig) -> None:

@@ -48,7 +48,7 @@ class Step:
     """Counted from 0 over the whole run"""
     epoch: int
     loss: float
-    """Mean per sample over all ranks"""
+    """Mean per sample over all ranks; over this rank with strategies whose ranks do not tell each other in each step"""
     samples: int
     """Samples of this rank"""
     lr: float
@@ -59,7 +59,7 @@ class Step:
     communication_s: float | None
     """Waiting for the exchange after backward; null where the framework runs both in one graph, or waits on a GPU"""
     bytes_sent: int
-    """Payload this rank gave to the exchange's algorithm (without headers)"""
+    """Payload this rank gave to the exchange's algorithm (without headers), inside its host and beyond"""
     warmup: bool
     """One of the first steps since the start of the process, or one that the profiler distorts: left out of rates"""
     staleness: float | None = None

@@ -454,14 +454,13 @@ def test_numbers_that_make_no_sense_are_refused(name: str, value: Any) -> None:
 
 
 def test_every_name_and_pair_makes_a_strategy() -> None:
-    for name in [*SCHEDULES, *REDUCERS]:
-        for inner in REDUCERS:
-            schedule, reducer = strategies.chosen(TrainConfig(strategy=name, inner=inner))
-            if name in REDUCERS:
-                assert reducer is REDUCERS[name]
-            else:
-                assert schedule is SCHEDULES[name]
-                assert reducer in (None, REDUCERS[inner])
+    for name, alone in REDUCERS.items():
+        assert strategies.chosen(TrainConfig(strategy=name))[1] is alone
+    for name, schedule in SCHEDULES.items():
+        for inner in REDUCERS if "inner" in schedule.uses else ["hierarchical"]:
+            chosen, reducer = strategies.chosen(TrainConfig(strategy=name, inner=inner))
+            assert chosen is schedule
+            assert reducer is (REDUCERS[inner] if "inner" in schedule.uses else None)
 
 
 # --- virtual hosts ----------------------------------------------------------------------------------------------------

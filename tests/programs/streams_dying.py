@@ -32,9 +32,9 @@ class FolderMeeting(Alone):
     def gather(self, mine: bytes) -> list[bytes]:
         self._meetings += 1
         files = [self._folder / f"meeting{self._meetings}.{rank}" for rank in range(SIZE)]
-        part = files[self.rank].with_suffix(".part")
+        part = self._folder / f"part{self.rank}"
         part.write_bytes(mine)
-        part.rename(self._folder / files[self.rank].name)
+        part.rename(files[self.rank])
         while not all(file.exists() for file in files):
             time.sleep(0.01)
         return [file.read_bytes() for file in files]

@@ -42,7 +42,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.exits import BAD_CONFIG, CANNOT_WRITE, FAILED, IO_ERROR, NO_PERMISSION, Failure
+from hvdtrain.exits import BAD_CONFIG, BAD_DATA, CANNOT_WRITE, FAILED, IO_ERROR, NO_PERMISSION, Failure
 
 JSON: TypeAlias = Any  # what json.dumps takes and json.loads gives
 Arrays: TypeAlias = dict[str, NDArray[Any]]
@@ -137,14 +137,15 @@ class Checkpoints:
                 self._prune(step)
         return final
 
-    def newest(self) -> Loaded | None:
-        """The newest checkpoint that every rank finds valid, or None (`report` says why). Collective.
+    def newest(self, best: bool = False) -> Loaded | None:
+        """The newest checkpoint that every rank finds valid, or None (`report` says why); `best`: of those that were
+        saved as best. Collective.
 
         Bytes, SHA-256 and identity are verified before anything is used; what one rank refuses all refuse, and the one
         before it is tried. Raises Failure if a rank cannot list the folder that exists: NO_PERMISSION or IO_ERROR.
         """
         self._tidy("saving", "removing")
-        surveys = self._agree(f"list {self._folder}", NO_PERMISSION, self._survey)
+        surveys = self._agree(f"list {self._folder}", NO_PERMISSION, lambda: self._survey(best))
         for step, save, reasons in _choices(surveys):
             if save:
                 name = next(name for _, token, _, name in surveys[self._group.rank] if token == save)
@@ -157,7 +158,8 @@ class Checkpoints:
                 del loaded  # its memory is needed for the next one
             self._refused.add(step)
             self._report(f"checkpoint {self._folder / _name(step)} refused: {_told(reasons)}")
-        self._report(f"no {'valid ' if any(surveys) else ''}checkpoint in {self._folder}")
+        kind = ("valid " if any(surveys) else "") + ("best " if best else "")
+        self._report(f"no {kind}checkpoint in {self._folder}")
         return None
 
     def _agree(self, task: str, denied: int, work: Callable[[], JSON]) -> list[JSON]:
@@ -186,12 +188,13 @@ class Checkpoints:
                 if (leftover := _LEFTOVER.fullmatch(path.name)) and leftover[1] in kinds:
                     shutil.rmtree(path, ignore_errors=True)
 
-    def _survey(self) -> list[list[JSON]]:
+    def _survey(self, best: bool) -> list[list[JSON]]:
         """[step, token of the save, None, name] of each checkpoint here; [step, None, why, name] if refused."""
-        found = []
+        found: list[list[JSON]] = []
         for name, step in self._names():
             try:
-                found.append([step, self._manifest(name, step)["save"], None, name])
+                if (manifest := self._manifest(name, step))["best"] or not best:
+                    found.append([step, manifest["save"], None, name])
             except Exception as error:
                 found.append([step, None, _why(error), name])
         return found
@@ -204,15 +207,7 @@ class Checkpoints:
 
     def _manifest(self, name: str, step: int) -> dict[str, JSON]:
         """The checkpoint.json of a checkpoint that fits this run; else raises ValueError or OSError."""
-        try:
-            manifest = json.loads((self._folder / name / _MANIFEST).read_bytes())
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"its {_MANIFEST} is not JSON: {error}") from None
-        schema = manifest.get("schema") if isinstance(manifest, dict) else None
-        if schema != SCHEMA:
-            raise ValueError(f"its {_MANIFEST} is of schema {schema!r:.80}, this version reads {SCHEMA!r}")
-        if manifest.pop("digest", None) != _digest(manifest):
-            raise ValueError(f"its {_MANIFEST} is damaged (SHA-256 differs)")
+        manifest = _manifest(self._folder / name)
         if manifest["step"] != step:
             raise ValueError(f"the folder's name disagrees with the step in its {_MANIFEST}, {manifest['step']}")
         if (ranks := manifest["ranks"]) != self._ranks:
@@ -222,7 +217,7 @@ class Checkpoints:
             fields = [field for field in old | new if old.get(field) != new.get(field)]
             told = [f"{field} is {old.get(field)!r:.80} there and {new.get(field)!r:.80} here" for field in fields]
             raise ValueError(f"it does not fit this run: {', '.join(told)}")
-        return dict(manifest)
+        return manifest
 
     def _load(self, name: str, step: int) -> tuple[Loaded | None, str | None]:
         """This rank's part of a checkpoint, or why it is refused."""
@@ -251,6 +246,43 @@ class Checkpoints:
         for name in [name for name, _ in ours[self._keep :] if name != best]:
             hidden = self._folder / f".removing-{name}-{secrets.token_hex(8)}"
             shutil.rmtree((self._folder / name).rename(hidden), ignore_errors=True)  # so nobody ever sees a half one
+
+
+def trained_parameters(folder: Path) -> Arrays:
+    """What a run has learnt: the parameters, by name, of the best of its `checkpoints` folder, or of the newest if
+    none was saved as best. Read by one process, whatever ranks saved them. Raises Failure (BAD_DATA): none is valid.
+    """
+    candidates: list[tuple[bool, Path, dict[str, JSON]]] = []
+    reasons = []
+    for path in sorted(folder.glob("step-*"), reverse=True):
+        try:
+            manifest = _manifest(path)
+            candidates.append((not manifest["best"], path, manifest))
+        except (ValueError, OSError) as error:
+            reasons.append(f"{path.name}: {_why(error)}")
+    for _, path, manifest in sorted(candidates, key=lambda candidate: candidate[0]):
+        try:
+            arrays = _read(path / _SHARED, manifest["files"][_SHARED])
+            prefix = "parameter."
+            return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+        except (ValueError, OSError) as error:
+            reasons.append(f"{path.name}: {_why(error)}")
+    told = f": {'; '.join(reasons)}" if reasons else ", or the run saved none (--checkpoint-epochs 0)"
+    raise Failure(f"{folder}: no valid checkpoint there{told}", BAD_DATA)
+
+
+def _manifest(path: Path) -> dict[str, JSON]:
+    """The checkpoint.json of any run's checkpoint; raises ValueError or OSError."""
+    try:
+        manifest = json.loads((path / _MANIFEST).read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"its {_MANIFEST} is not JSON: {error}") from None
+    schema = manifest.get("schema") if isinstance(manifest, dict) else None
+    if schema != SCHEMA:
+        raise ValueError(f"its {_MANIFEST} is of schema {schema!r:.80}, this version reads {SCHEMA!r}")
+    if manifest.pop("digest", None) != _digest(manifest):
+        raise ValueError(f"its {_MANIFEST} is damaged (SHA-256 differs)")
+    return dict(manifest)
 
 
 class _Saving:

@@ -22,6 +22,51 @@ examples:
 """
 
 
+CAPTIONS = """Prepare pictures with sentences, Flickr8k as it is distributed for one, for training a captioning model.
+
+The source may hold Flickr8k.token.txt with its three lists, a captions.txt table, or COCO's or Karpathy's JSON. What
+is wrong with it is told by file and line. An interrupted preparation goes on when the same command is given again.
+
+examples:
+  hvdtrain data captions Flickr8k prepared
+  hvdtrain data captions photos prepared --split 80/10/10 --min-count 2 --on-bad-sample skip
+  python -m hvdtrain.captioning --data prepared --encoder small
+"""
+
+VGG16 = """Turn VGG16's published ImageNet weights into the file that `--weights` takes.
+
+The source is torchvision's state dict (torch.save, safetensors or npz), or Keras' arrays as npz or safetensors.
+
+examples:
+  hvdtrain data vgg16 vgg16-397923af.pth vgg16.safetensors
+  python -m hvdtrain.captioning --data flickr8k:Flickr8k --weights vgg16.safetensors
+"""
+
+
+def data_captions(arguments: list[str]) -> int:
+    from hvdtrain.data.caption_prepare import CaptionsConfig, prepare
+
+    settings = config.parse(
+        CaptionsConfig,
+        arguments,
+        prog="hvdtrain data captions",
+        purpose=CAPTIONS,
+        positionals=("source", "destination"),
+    )
+    print(json.dumps(prepare(settings), indent=2))
+    return exits.OK
+
+
+def data_vgg16(arguments: list[str]) -> int:
+    from hvdtrain.models.vgg16_weights import Vgg16Config, import_weights
+
+    settings = config.parse(
+        Vgg16Config, arguments, prog="hvdtrain data vgg16", purpose=VGG16, positionals=("source", "destination")
+    )
+    print(json.dumps(import_weights(settings), indent=2))
+    return exits.OK
+
+
 def data_images(arguments: list[str]) -> int:
     from hvdtrain.data.images import ImagesConfig, prepare
 
@@ -45,6 +90,8 @@ def part(room: str) -> Callable[[list[str]], int]:
 # words -> (what it does, the function that takes the arguments behind them)
 COMMANDS: dict[tuple[str, ...], tuple[str, Callable[[list[str]], int]]] = {
     ("data", "images"): ("prepare a folder of pictures for training", data_images),
+    ("data", "captions"): ("prepare pictures with sentences", data_captions),
+    ("data", "vgg16"): ("VGG16's published weights as --weights takes them", data_vgg16),
     ("cluster",): ("virtual hosts on this machine: up, down, status, exec, shell, hostfile", part("cluster")),
     ("throttle",): ("limit the bandwidth of links, show it, verify it, put it back", part("cluster.throttle")),
     ("doctor",): ("find what would make a job hang or crawl, before it starts", part("cluster.doctor")),
@@ -55,7 +102,7 @@ COMMANDS: dict[tuple[str, ...], tuple[str, Callable[[list[str]], int]]] = {
 
 
 def usage() -> str:
-    lines = [f"  hvdtrain {' '.join(words):<14}{purpose}" for words, (purpose, _) in COMMANDS.items()]
+    lines = [f"  hvdtrain {' '.join(words):<15}{purpose}" for words, (purpose, _) in COMMANDS.items()]
     return (
         "hvdtrain: what is not training itself\n\n"
         + "\n".join(lines)

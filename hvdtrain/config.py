@@ -75,10 +75,12 @@ class TrainConfig:
     """Epochs over which the learning rate rises linearly to its full value"""
     schedule: Literal["constant", "cosine", "step"] = "cosine"
     """After the warm-up: constant, half a cosine down to 0, or divided by 10 at 50 % and at 75 % of the epochs"""
+    optimizer: Literal["sgd", "adam"] = "sgd"
+    """SGD with --momentum, or Adam with its usual constants (0.9, 0.999, 1e-8)"""
     momentum: float = 0.9
     """Momentum of SGD"""
     weight_decay: float = 0.0
-    """L2 penalty added to every parameter's gradient"""
+    """L2 penalty added to every parameter's gradient; with Adam decoupled from it (AdamW)"""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Arithmetic of the forward and backward pass; parameters stay fp32, fp16 uses dynamic loss scaling"""
     device: Literal["auto", "cpu", "gpu"] = "auto"
@@ -171,6 +173,12 @@ class TrainConfig:
             raise Failure(
                 f"--ddp-hook {self.ddp_hook}: only PyTorch's DistributedDataParallel has such hooks; add --strategy "
                 "native --framework torch, or leave it out",
+                exits.BAD_CONFIG,
+            )
+        if self.strategy == "async-ps" and self.optimizer != "sgd":
+            raise Failure(
+                f"--optimizer {self.optimizer}: the servers of --strategy async-ps make SGD steps; add --optimizer sgd "
+                "and an --lr for it, or choose another strategy",
                 exits.BAD_CONFIG,
             )
         if self.strategy == "async-ps" and self.precision == "fp16":

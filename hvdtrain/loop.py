@@ -3,7 +3,7 @@
     for each epoch:
         for each batch:  gradients -> strategy: exchange and update -> record
         evaluate on the validation split, record, save a checkpoint
-    evaluate on the test split, record, mark the run COMPLETE
+    evaluate on the test split (with scores: the best epoch's weights), record, mark the run COMPLETE
 
 A signal, or a signal to any other rank, ends the loop with a checkpoint: after the current step, or, with a strategy
 that lets ranks drift apart for some steps, after the exchange that makes them level again.
@@ -18,11 +18,11 @@ import resource
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from hvdtrain import agreement, exits, observe, records
+from hvdtrain import agreement, exits, observe, records, snapshot
 from hvdtrain.checkpoint import Checkpoints
-from hvdtrain.data import Dataset, Split
+from hvdtrain.data import Parts, Split
 from hvdtrain.data.loader import Loader
 from hvdtrain.evaluation import evaluate
 from hvdtrain.exits import Failure
@@ -35,6 +35,15 @@ from hvdtrain.timing import WARMUP_STEPS, Clock, process_age_s
 from hvdtrain.world import StopSignal, World
 
 
+class Judge(Protocol):
+    """Scores what a model makes of a split, beyond its loss. Collective; all ranks get the same."""
+
+    best_by: str
+    """The score by which the best epoch is told"""
+
+    def __call__(self, split: Any) -> dict[str, float]: ...
+
+
 class Loop:
     """One rank's training run in `folder`, which exists. All ranks call the same methods in the same order."""
 
@@ -43,13 +52,15 @@ class Loop:
         run: Run,
         folder: Path,
         *,
-        dataset: Dataset,
+        dataset: Parts,
         loader: Loader,
         world: World,
         replica: Replica,
         strategy: Strategy,
         stop: StopSignal,
+        judge: Judge | None = None,
     ) -> None:
+        self._judge = judge
         self._about, self._config, self._plan = run, run.config, run.plan
         self._dataset, self._loader, self._world = dataset, loader, world
         self._replica, self._strategy = replica, strategy
@@ -154,9 +165,11 @@ class Loop:
 
     def _end_epoch(self, epoch: int, save: bool) -> None:
         with self._clock.span("validation"):
-            loss, accuracy = self._evaluate(getattr(self._dataset, self._config.evaluate_on))
+            loss, accuracy, scores = self._evaluate(getattr(self._dataset, self._config.evaluate_on))
         record, is_best = self._at.end_epoch(
             epoch,
+            merit=scores[self._judge.best_by] if self._judge and scores else accuracy,
+            scores=scores,
             validation_loss=loss,
             validation_accuracy=accuracy,
             validation_s=self._clock.take("validation"),
@@ -168,17 +181,20 @@ class Loop:
             rate = "" if record.samples_per_s is None else f", {record.samples_per_s:.0f} samples/s"
             self._say(
                 f"epoch {epoch + 1}/{self._config.epochs}: train loss {record.train_loss:.4f} accuracy "
-                f"{record.train_accuracy:.4f}, validation accuracy {shown}, {record.train_s:.1f} s{rate}"
+                f"{record.train_accuracy:.4f}, validation accuracy {shown}"
+                + "".join(f", {name} {value:.4f}" for name, value in scores.items() if name.endswith("bleu4"))
+                + f", {record.train_s:.1f} s{rate}"
             )
         every = self._config.checkpoint_epochs
-        if save or self._save_due or (every and (epoch + 1) % every == 0):
+        if save or self._save_due or (every and ((epoch + 1) % every == 0 or (self._judge and is_best))):
             self._save(best=is_best)
 
     def _finish(self) -> records.Summary:
         """Evaluates on the test split, writes the summary and then COMPLETE."""
         world = self._world
+        tested_step = self._take_best() if self._judge else self._at.step
         with self._clock.span("test"):
-            test_loss, test_accuracy = self._evaluate(self._dataset.test)
+            test_loss, test_accuracy, test_scores = self._evaluate(self._dataset.test)
         ended_unix_s = time.time()
         rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         facts = world.gather([world.host, rss, world.nic_bytes(self._nic_began)])
@@ -194,6 +210,8 @@ class Loop:
             epochs=self._config.epochs,
             test_accuracy=test_accuracy,
             test_loss=test_loss,
+            test_scores=test_scores,
+            tested_step=tested_step,
             test_s=self._clock.take("test"),
             first_step_s=self._first_step_s,
             peak_rss_bytes=max(rss for _, rss, _ in facts),
@@ -207,17 +225,25 @@ class Loop:
         self._writer.close()
         return summary
 
-    def _evaluate(self, split: Split) -> tuple[float | None, float | None]:
-        return evaluate(self._replica, split, self._plan.rank_batch, self._world, self._plan.shares)
+    def _evaluate(self, split: Split) -> tuple[float | None, float | None, dict[str, float]]:
+        """Loss and accuracy, None for an empty split, and scores if there is a judge of it."""
+        loss, accuracy = evaluate(self._replica, split, self._plan.rank_batch, self._world, self._plan.shares)
+        return loss, accuracy, self._judge(split) if self._judge and len(split) else {}
+
+    def _take_best(self) -> int:
+        """Goes back to the best epoch's weights, if they were saved; after how many steps they were so."""
+        if self._at.best_step == self._at.step or not self._config.checkpoint_epochs:
+            return self._at.step
+        loaded = self._checkpoints.newest(best=True)
+        if loaded is None:
+            return self._at.step
+        snapshot.restore(loaded, self._replica, self._strategy)
+        return loaded.step
 
     def _save(self, best: bool = False) -> None:
         began = time.perf_counter()
-        state = self._replica.state()
-        local = {f"buffer.{name}": array for name, array in self._replica.local_state().items()}
-        local |= {f"strategy.{name}": array for name, array in self._strategy.state().items()}
-        if self._strategy.local:  # momentum is each rank's own
-            local |= {f"own.{name}": state.pop(name) for name in list(state) if not name.startswith("parameter.")}
-        self._checkpoints.save(self._at.step, state, local, dataclasses.asdict(self._at), best=best)
+        shared, local = snapshot.taken(self._replica, self._strategy)
+        self._checkpoints.save(self._at.step, shared, local, dataclasses.asdict(self._at), best=best)
         self._save_due = False
         seconds = time.perf_counter() - began
         self._at.checkpoint_s += seconds
@@ -237,13 +263,7 @@ class Loop:
             self._say("starting at step 0")
             return
         self._at = Position(**loaded.progress)
-        parts: dict[str, dict[str, Any]] = {"own": {}, "buffer": {}, "strategy": {}}
-        for name, array in loaded.local.items():
-            prefix, _, rest = name.partition(".")
-            parts[prefix][rest] = array
-        self._replica.load(loaded.shared | parts["own"])
-        self._replica.load_local(parts["buffer"])
-        self._strategy.load(parts["strategy"])
+        snapshot.restore(loaded, self._replica, self._strategy)
         self._writer.write(records.Resumed(step=self._at.step, utc=records.utc_now(), links=self._world.links))
         self._say(f"resumed at step {self._at.step} of {self._plan.steps}")
 

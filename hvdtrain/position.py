@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,10 @@ class Position:
     checkpoint_s: float = 0.0
     bytes_sent: int = 0
     validation_accuracy: list[float | None] = dataclasses.field(default_factory=list)
+    validation_scores: list[dict[str, float]] = dataclasses.field(default_factory=list)
+    merits: list[float | None] = dataclasses.field(default_factory=list)
+    """Of each epoch: by the highest the best one is told"""
+    best_step: int = 0
 
     def learn(self, totals: np.ndarray) -> None:
         """Sums over all ranks that have become known: loss, correct samples, samples (of one step, several or none)."""
@@ -56,8 +61,8 @@ class Position:
         last = self.validation_accuracy[-1] if self.validation_accuracy else None
         return accuracy is not None and last is not None and last >= accuracy
 
-    def end_epoch(self, epoch: int, **measured: Any) -> tuple[records.Epoch, bool]:
-        """The epoch's record (`measured` are its fields that are not sums), and whether its accuracy is the best."""
+    def end_epoch(self, epoch: int, *, merit: float | None, **measured: Any) -> tuple[records.Epoch, bool]:
+        """The epoch's record (`measured` are its fields that are not sums), and whether its merit is the highest."""
         record = records.Epoch(
             epoch=epoch,
             step=self.step,
@@ -68,13 +73,18 @@ class Position:
             samples_per_s=self.rated_samples / self.rated_s if self.rated_s else None,
             **measured,
         )
-        accuracy, earlier = record.validation_accuracy, [a for a in self.validation_accuracy if a is not None]
+        is_best = merit is not None and merit > max((m for m in self.merits if m is not None), default=-math.inf)
+        if is_best:
+            self.best_step = self.step
+        self.merits.append(merit)
         self.train_s += record.train_s
         self.validation_s += record.validation_s
-        self.validation_accuracy.append(accuracy)
+        self.validation_accuracy.append(record.validation_accuracy)
+        if record.scores:
+            self.validation_scores.append(record.scores)
         self.loss = self.correct = self.epoch_s = self.rated_s = 0.0
         self.samples = self.rated_samples = 0
-        return record, accuracy is not None and accuracy > max(earlier, default=-1.0)
+        return record, is_best
 
     def summary(self, *, ranks: int, **measured: Any) -> records.Summary:
         """The run's summary; `measured` are its fields that are not sums."""
@@ -83,6 +93,7 @@ class Position:
             ranks=ranks,
             steps=self.step,
             validation_accuracy=self.validation_accuracy,
+            validation_scores=self.validation_scores,
             train_s=self.train_s,
             validation_s=self.validation_s,
             checkpoint_s=self.checkpoint_s,

@@ -12,18 +12,16 @@ Without --data it trains on scikit-learn's handwritten digits; `hvdtrain data im
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
+from typing import Any
 
 from hvdtrain import config as configuration
-from hvdtrain import data, exits, observe, run, strategies, world
+from hvdtrain import data, exits, observe, run, strategies, workload, world
 from hvdtrain.data.loader import Loader
 from hvdtrain.exits import Failure
-from hvdtrain.frameworks import Replica, resolve
-from hvdtrain.loop import Loop
+from hvdtrain.frameworks import resolve
 from hvdtrain.models import resnet
 from hvdtrain.strategies import catalogue
-from hvdtrain.strategies.hybrid import measured_shares
 
 WORKLOAD = "resnet"
 
@@ -104,59 +102,36 @@ def main(stop: world.StopSignal) -> int:
         return exits.OK
 
     # 4. World and strategy: connect the ranks.
-    os.environ["OMP_NUM_THREADS"] = str(threads)  # read when a framework is first imported
-    if framework == "torch":
-        from hvdtrain.frameworks.pytorch import TorchReplica, prepare
-    else:
-        from hvdtrain.frameworks.tensorflow import PRECISIONS, TensorFlowReplica, prepare
-    device = prepare(config.device, place.local_rank, threads, one_each=config.strategy == "hybrid")
-    carrier = strategies.chosen(config)[0].carrier
-    ranks = world.World(framework, gpu=device != "cpu", carrier=carrier, timeline=config.horovod_timeline)
-    strategy = strategies.make(config, ranks, shapes)
-    facts["collectives"] = ranks.collectives
+    ranks, strategy, device = workload.connect(config, place, threads, shapes)
 
     # 5. Replica: the same weights from the same seed on every rank.
-    replica: Replica
+    model: Any
     if framework == "torch":
         from hvdtrain.models.resnet_torch import ResNetTorch
 
-        replica = TorchReplica(ResNetTorch(spec), device=device, config=config, world=ranks, strategy=strategy)
+        model = ResNetTorch(spec)
     else:
         from hvdtrain.models.resnet_tf import ResNetTF
 
-        model = ResNetTF(spec, PRECISIONS[config.precision], ranks.tensorflow.scope())
-        replica = TensorFlowReplica(model, device=device, config=config, world=ranks, strategy=strategy)
+        model = ResNetTF(spec, workload.compute_dtype(config), ranks.tensorflow.scope())
+    replica = workload.replica(model, config, ranks, strategy, device)
     state = ranks.agreed(resnet.initial_state(spec, config.seed))
     replica.load({f"parameter.{name}": state[name] for name in resnet.parameters(spec)})
     replica.load_local({name: state[name] for name in resnet.buffers(spec)})
-    del state  # as large as the model, and the loop runs inside this function
-    facts["device"] = f"{device} ({framework} sees no GPU)" if device == "cpu" and config.device == "auto" else device
+    del state  # as large as the model, and the training runs inside this function
 
-    # 6. Loop: train, evaluate, save; every record goes to the run's folder.
-    folder = run.open_folder(config, WORKLOAD, ranks)
-    if config.strategy == "hybrid" and plan.shares is None:
-        shares = run.kept_shares(folder, ranks) or measured_shares(ranks, replica, loader.first_of)
-        loader, plan = loader.divided(shares), dataclasses.replace(plan, shares=shares)
-        this = dataclasses.replace(this, plan=plan)
-        facts["shares"] = run.show_shares(shares, loader.rank_samples)
-    facts |= run.write_manifest(this, folder, device=device, threads=threads, world=ranks)
-    if ranks.rank == 0:
-        print(run.arithmetic(config, plan, facts), file=sys.stderr, flush=True)
-    loop = Loop(
-        this, folder, dataset=dataset, loader=loader, world=ranks, replica=replica, strategy=strategy, stop=stop
+    # 6. Train, evaluate, save: every record goes to the run's folder; then the results, on stdout, once.
+    return workload.train(
+        this,
+        facts,
+        dataset=dataset,
+        loader=loader,
+        ranks=ranks,
+        replica=replica,
+        strategy=strategy,
+        threads=threads,
+        stop=stop,
     )
-    summary = loop.run()
-
-    # 7. Results: on stdout, once.
-    if summary is None:
-        if ranks.rank == 0:
-            print(f"hvdtrain: stopped; continue with --run-dir {folder} --resume", file=sys.stderr, flush=True)
-        ranks.leave()
-        return exits.RESUMABLE
-    if ranks.rank == 0:
-        run.show_summary(summary, as_json=config.json)
-    ranks.leave()
-    return exits.OK
 
 
 if __name__ == "__main__":

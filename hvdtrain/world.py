@@ -192,7 +192,11 @@ class World:
 
     def gather(self, value: Any) -> list[Any]:
         """The JSON-able value of every rank, in rank order, on all ranks."""
-        return [json.loads(each) for each in self._ranks.gather(json.dumps(value).encode())]
+        return [json.loads(each) for each in self.gather_bytes(json.dumps(value).encode())]
+
+    def gather_bytes(self, mine: bytes) -> list[bytes]:
+        """What every rank gave, in rank order, on all ranks."""
+        return self._ranks.gather(mine)
 
     def agreed(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """The same arrays on all ranks: this rank's own if every rank's SHA-256 is equal, else rank 0's, sent to all.

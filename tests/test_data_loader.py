@@ -14,15 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from hvdtrain.data import Batch, Split
+from hvdtrain.data import Batch, ImageSplit
 from hvdtrain.data.loader import Loader, _prefetch, shard
 from hvdtrain.exits import BAD_CONFIG, Failure
 
 
-def numbered(samples: int) -> Split:
+def numbered(samples: int) -> ImageSplit:
     """A split whose images and labels both say which sample they are."""
     labels = np.arange(samples, dtype=np.int64)
-    return Split(samples=labels.astype(np.float32).reshape(-1, 1, 1, 1), labels=labels)
+    return ImageSplit(samples=labels.astype(np.float32).reshape(-1, 1, 1, 1), labels=labels)
 
 
 def loaders(
@@ -198,7 +198,7 @@ def test_every_stored_value_becomes_its_float(dtype: str) -> None:
     else:  # every float16 in 0..1, subnormals included
         stored = np.arange(0x3C01, dtype=np.uint16).view(np.float16).astype(dtype)
         expected = stored.astype(np.float32)
-    split = Split(samples=stored.reshape(1, 1, -1, 1), labels=np.zeros(1, np.int64))
+    split = ImageSplit(samples=stored.reshape(1, 1, -1, 1), labels=np.zeros(1, np.int64))
     (batch,) = Loader(split, batch_size=1, rank=0, size=1, seed=0).epoch(0)
     assert np.allclose(batch.arrays[0].ravel(), expected, rtol=2e-7 if dtype == "uint8" else 0, atol=0)
 
@@ -207,7 +207,7 @@ def test_every_stored_value_becomes_its_float(dtype: str) -> None:
 def test_gathering_allocates_the_batch_and_no_more(tmp_path: Path, dtype: str) -> None:
     np.save(tmp_path / "samples.npy", np.zeros((256, 64, 64, 1), dtype))
     samples: NDArray[np.generic] = np.asarray(np.load(tmp_path / "samples.npy", mmap_mode="r"))
-    split = Split(samples=samples, labels=np.zeros(256, np.int64))
+    split = ImageSplit(samples=samples, labels=np.zeros(256, np.int64))
     batches = Loader(split, batch_size=128, rank=0, size=1, seed=0)._batches(0, 0)
     tracemalloc.start()
     try:

@@ -16,7 +16,7 @@ from conftest import PROGRAMS, SMALL, document, launch, resnet
 from test_resnet_train import newest_arrays, read_run, started, wait_for_steps
 
 from hvdtrain.config import TrainConfig, batch_plan, rank_shares
-from hvdtrain.data import Split
+from hvdtrain.data import ImageSplit
 from hvdtrain.data.loader import Loader
 from hvdtrain.exits import Failure
 from hvdtrain.strategies.hybrid import DIGITS, measured_shares
@@ -102,7 +102,7 @@ class Ranks:
 )
 def test_measured_shares_let_all_ranks_end_at_the_same_time(speeds: list[tuple[float, float]]) -> None:
     size, global_batch = len(speeds), 48 * len(speeds)
-    split = Split(samples=np.zeros((600, 1, 1, 1), np.float32), labels=np.zeros(600, np.int64))
+    split = ImageSplit(samples=np.zeros((600, 1, 1, 1), np.float32), labels=np.zeros(600, np.int64))
 
     def rank(hosts: Any) -> tuple[tuple[float, ...], float]:
         replica = Timed(*speeds[hosts.index])

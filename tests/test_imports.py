@@ -30,7 +30,7 @@ ALLOWED = {
     "scalars": ".records tensorboard",
     "monitors": ".cluster .records psutil pynvml",
     "data": ".config .progress numpy PIL sklearn",
-    "models": ".config numpy",
+    "models": ".config numpy safetensors",
     "frameworks": ".collectives! .config .data! .models .notes .timing .world .strategies! numpy",
     "strategies": ".collectives .config .timing .world numpy",
     "checkpoint": ".config .records numpy safetensors",
@@ -38,21 +38,30 @@ ALLOWED = {
     "observe": ".config .frameworks! .monitors .records .scalars .world",
     "position": ".records numpy",
     "agreement": ".world numpy",
+    "snapshot": ".checkpoint .frameworks! .strategies! numpy",
     "evaluation": ".data .frameworks! .progress .records .timing .world numpy",
     "loop": (
         ".agreement .checkpoint .config .data .evaluation .frameworks! .observe .position .progress .records .run"
-        " .strategies! .timing .world numpy"
+        " .snapshot .strategies! .timing .world numpy"
     ),
     "results": ".records numpy pandas matplotlib pyarrow rich",
     "cluster": "",
     "sentinel": ".cluster",
     "sweep": ".cluster .config .progress .records rich",
-    "cli": ".config .data",
+    "bleu": "numpy sacrebleu",
+    "generation": ".bleu .data .progress .world numpy",
+    "features": ".data .models .progress numpy",
+    "frozen": ".features .models",
+    "trained": ".checkpoint .data .frameworks .frozen .generation .models .records .world numpy",
+    "contact_sheet": ".data PIL numpy",
+    "caption": ".contact_sheet .data .frameworks .generation .progress .trained numpy rich",
+    "workload": ".config .data .frameworks .loop .run .strategies .world",
+    "cli": ".config .data .models",
 }
 # Every other file of hvdtrain/ is a workload: it chooses and joins the parts.
 WORKLOAD = (
     ".checkpoint .config .data .evaluation .frameworks .loop .models .observe .progress .records .run .strategies"
-    " .timing .world numpy rich"
+    " .timing .world .workload .bleu .caption .features .frozen .generation numpy rich"
 )
 LATE = {"cli"}  # imports rooms and packages inside functions only, so that each subcommand loads its own part
 FRONT = {"hvdtrain", "hvdtrain.config", "hvdtrain.exits"}  # standard library at import time

@@ -155,7 +155,7 @@ def prepare(config: ImagesConfig) -> dict[str, Any]:
     if destination.exists():
         raise Failure(f"{destination} exists: remove it, or choose another destination", CANNOT_WRITE)
     tree = find(source, config.seed, config.shares)
-    _judge(config, tree, {})
+    judge(config, tree, {})
     if config.dry_run:
         _, table = stratify(tree.labels, tree.lots, len(tree.classes), config.shares)
         return {
@@ -165,14 +165,14 @@ def prepare(config: ImagesConfig) -> dict[str, Any]:
             **_describe(config, tree, table, {}),
         }
     unfinished = destination.with_name(f".{destination.name}.unfinished")
-    with _explained(destination), _alone(unfinished):
+    with explained(destination), alone(unfinished):
         result = unfinished / "result"
-        state = _resume(config, tree, unfinished)
+        state = resume(config, tree, unfinished)
         before = state.rows
-        _convert_all(config, tree, result / "samples.npy", state)
+        convert_all(config, tree, result / "samples.npy", state)
         index = _finish(config, tree, result, state.bad)
         result.rename(destination)
-        _sync(destination.parent)
+        sync_file(destination.parent)
         (unfinished / "state.json").unlink()
     took_s = time.monotonic() - started_s
     speed = {
@@ -183,12 +183,12 @@ def prepare(config: ImagesConfig) -> dict[str, Any]:
     return {**index, "schema": SUMMARY, "destination": str(destination), **speed}
 
 
-def _judge(config: ImagesConfig, tree: Tree, bad: Bad) -> None:
+def judge(config: ImagesConfig, tree: Tree, bad: Bad) -> None:
     """Raises Failure if there are bad samples and the config does not put up with them."""
     count = len(tree.bad) + len(bad)
     if count == 0 or (config.on_bad_sample == "skip" and count <= config.max_bad_samples):
         return
-    name, reason = next(iter(_named(tree, bad).items()))
+    name, reason = next(iter(named(tree, bad).items()))
     if config.on_bad_sample == "fail":
         hint = "mend or remove it, or leave such files out with --on-bad-sample skip"
         raise Failure(f"{tree.root / name}: {reason}: {hint}", BAD_DATA)
@@ -196,12 +196,12 @@ def _judge(config: ImagesConfig, tree: Tree, bad: Bad) -> None:
     raise Failure(f"{count} bad samples, {cap}; the first is {tree.root / name}: {reason}", BAD_DATA)
 
 
-def _named(tree: Tree, bad: Bad) -> dict[str, str]:
+def named(tree: Tree, bad: Bad) -> dict[str, str]:
     return tree.bad | {tree.files[row]: reason for row, reason in bad.items()}
 
 
 @contextmanager
-def _explained(destination: Path) -> Iterator[None]:
+def explained(destination: Path) -> Iterator[None]:
     """Turns what the system says into one line that tells what to do."""
     again = "the same command continues"
     try:
@@ -221,7 +221,7 @@ def _explained(destination: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _alone(unfinished: Path) -> Iterator[None]:
+def alone(unfinished: Path) -> Iterator[None]:
     """Makes the working folder and locks it (the system drops the lock of the killed); leaves it if work is in it."""
     unfinished.mkdir(parents=True, exist_ok=True)
     with (unfinished / "lock").open("w") as lock:
@@ -236,7 +236,7 @@ def _alone(unfinished: Path) -> Iterator[None]:
                 shutil.rmtree(unfinished)
 
 
-def _resume(config: ImagesConfig, tree: Tree, unfinished: Path) -> State:
+def resume(config: ImagesConfig, tree: Tree, unfinished: Path) -> State:
     """The state of the work: as it was left if it is the same work, else new with all the room it needs."""
     settings = {
         **{name: getattr(config, name) for name in ("size", "gray", "dtype", "split", "seed", "fast_jpeg")},
@@ -269,9 +269,9 @@ def _resume(config: ImagesConfig, tree: Tree, unfinished: Path) -> State:
     return State(settings=settings, pictures=tree.digest, bad={})
 
 
-def _convert_all(config: ImagesConfig, tree: Tree, array: Path, state: State) -> None:
+def convert_all(config: ImagesConfig, tree: Tree, array: Path, state: State) -> None:
     """Fills the rows that are missing."""
-    _judge(config, tree, state.bad)
+    judge(config, tree, state.bad)
     step = max(1, min(64, CHUNK_BYTES // config.row_bytes))
     chunks = [
         Chunk(
@@ -291,7 +291,7 @@ def _convert_all(config: ImagesConfig, tree: Tree, array: Path, state: State) ->
             for chunk, bad in zip(chunks, spread(convert, chunks), strict=True):
                 state.rows += len(chunk.files)
                 state.bad |= bad
-                _judge(config, tree, state.bad)
+                judge(config, tree, state.bad)
                 progress.advance(len(chunk.files), f"{len(state.bad)} bad" if state.bad else "")
                 if time.monotonic() - committed_s >= COMMIT_S:
                     _commit(array, state)
@@ -302,8 +302,8 @@ def _convert_all(config: ImagesConfig, tree: Tree, array: Path, state: State) ->
 
 def _commit(array: Path, state: State) -> None:
     """First the rows, then the word that they are there."""
-    _sync(array)
-    _write_json(array.parent.parent / "state.json", vars(state))
+    sync_file(array)
+    write_json(array.parent.parent / "state.json", vars(state))
 
 
 # 2. Finish: drop the bad rows, add labels and index.
@@ -316,20 +316,20 @@ def _finish(config: ImagesConfig, tree: Tree, result: Path, bad: Bad) -> dict[st
     if empty:
         raise Failure(f"{tree.root / tree.classes[min(empty)]} holds no good picture: remove the folder", BAD_DATA)
     order, table = stratify(tree.labels[good], tree.lots[good], len(tree.classes), config.shares)
-    _drop_bad_rows(result / "samples.npy", config, good[order])
+    drop_bad_rows(result / "samples.npy", config, good[order])
     np.save(result / "labels.npy", tree.labels[good][order])
     index = {"schema": SCHEMA, **_describe(config, tree, table, bad), "files": {}}
     for name in FILES:
         with (result / name).open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             index["files"][name] = {"bytes": file.tell(), "sha256": digest}
-        _sync(result / name)
-    _write_json(result / "index.json", index)
-    _sync(result)
+        sync_file(result / name)
+    write_json(result / "index.json", index)
+    sync_file(result)
     return index
 
 
-def _drop_bad_rows(array: Path, config: ImagesConfig, rows: NDArray[np.int64]) -> None:
+def drop_bad_rows(array: Path, config: ImagesConfig, rows: NDArray[np.int64]) -> None:
     """Rewrites the array so that it holds `rows` in this order; without bad ones it does already."""
     head = npy_header(len(rows), config.row_shape, config.dtype)
     if array.stat().st_size == len(head) + len(rows) * config.row_bytes:
@@ -339,7 +339,7 @@ def _drop_bad_rows(array: Path, config: ImagesConfig, rows: NDArray[np.int64]) -
         new.write(head)
         for row in rows.tolist():
             new.write(os.pread(old.fileno(), config.row_bytes, len(head) + row * config.row_bytes))
-    _sync(shorter)
+    sync_file(shorter)
     shorter.replace(array)
 
 
@@ -360,19 +360,19 @@ def _describe(config: ImagesConfig, tree: Tree, table: NDArray[np.int64], bad: B
         "resize": "Pillow bilinear" + (", after a JPEG draft" if config.fast_jpeg else ""),
         "normalisation": "0..255, divide by 255" if config.dtype == "uint8" else "v / 255, in 0..1",
         "source": {"folder": config.source, "files": len(tree.files) + len(tree.bad)},
-        "bad_samples": [{"file": name, "reason": reason} for name, reason in _named(tree, bad).items()],
+        "bad_samples": [{"file": name, "reason": reason} for name, reason in named(tree, bad).items()],
     }
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
+def write_json(path: Path, value: dict[str, Any]) -> None:
     """Replaces the file in one go."""
     draft = path.with_suffix(".draft")
     draft.write_text(json.dumps(value, indent=1) + "\n")
-    _sync(draft)
+    sync_file(draft)
     draft.replace(path)
 
 
-def _sync(path: Path) -> None:
+def sync_file(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -23,10 +23,9 @@ import queue
 import threading
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from fractions import Fraction
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hvdtrain.data import Batch, Split
 from hvdtrain.exits import BAD_CONFIG, Failure
@@ -58,6 +57,12 @@ class Loader:
         other._parts = _parts(self._size, shares)
         return other
 
+    def over(self, split: Split) -> Loader:
+        """The same epochs of the same items, seen in another way."""
+        other = copy.copy(self)
+        other._split = split
+        return other
+
     @property
     def steps_per_epoch(self) -> int:
         """The same on every rank."""
@@ -79,11 +84,12 @@ class Loader:
 
     def _batches(self, number: int, start: int) -> Iterator[Batch]:
         stream = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self._seed, number])))
-        order = stream.permutation(len(self._split))
-        for begin, end in zip(self._borders[start:], self._borders[start + 1 :], strict=False):
-            cuts = _cuts(end - begin, self._parts, self._least)
-            mine = order[begin:end][cuts[self._rank] : cuts[self._rank + 1]]
-            yield _batch(self._split, mine, end - begin)
+        order = self._split.order(stream, self._borders)
+        for step in range(start, self.steps_per_epoch):
+            everyones = order[self._borders[step] : self._borders[step + 1]]
+            cuts = _cuts(len(everyones), self._parts, self._least)
+            key = np.random.SeedSequence([self._seed, number, step, self._rank]).generate_state(1, np.uint64)[0]
+            yield self._split.batch(everyones[cuts[self._rank] : cuts[self._rank + 1]], everyones, int(key))
 
 
 def shard(
@@ -99,10 +105,9 @@ def shard(
 
 def _in_order(split: Split, batch_size: int, rank: int, parts: Sequence[int]) -> Iterator[Batch]:
     cuts = _cuts(len(split), parts, 0)
-    start, stop = cuts[rank], cuts[rank + 1]
-    for done in range(0, stop - start, batch_size):
-        total = sum(min(batch_size, max(0, after - before - done)) for before, after in itertools.pairwise(cuts))
-        yield _batch(split, np.arange(start + done, min(start + done + batch_size, stop)), total)
+    for done in range(0, cuts[rank + 1] - cuts[rank], batch_size):
+        everyones = [np.arange(a + done, min(a + done + batch_size, b)) for a, b in itertools.pairwise(cuts)]
+        yield split.batch(everyones[rank], np.concatenate(everyones), None)
 
 
 def _borders(samples: int, batch_size: int, size: int) -> list[int]:
@@ -136,30 +141,6 @@ def _cuts(samples: int, parts: Sequence[int], least: int) -> list[int]:
         cut = max(samples * part // parts[-1], cuts[-1] + least)
         cuts.append(min(cut, samples - (ranks - rank) * least))
     return cuts
-
-
-def _batch(split: Split, indices: NDArray[np.int64], total: int) -> Batch:
-    images = np.empty((len(indices), *split.samples.shape[1:]), np.float32)
-    _gather(split.samples, indices, images)
-    return Batch(arrays=(images, split.labels[indices]), weight=len(indices), total_weight=total)
-
-
-def _gather(samples: NDArray[Any], indices: NDArray[np.int64], images: NDArray[np.float32]) -> None:
-    """Copies and converts sample by sample, which stays in the cache and needs no second array."""
-    if samples.dtype == np.uint8:
-        for image, index in zip(images, indices, strict=True):
-            np.multiply(samples[index], np.float32(1 / 255), out=image)
-    elif samples.dtype == np.float16:
-        # A half that is not negative becomes a float by a shift of its bits and a change of the exponent's bias
-        # (15 to 127): exact for 0..1, and 2.5 times as fast as NumPy's conversion.
-        halves, bits = samples.view(np.uint16), images.view(np.uint32)
-        for image, word, index in zip(images, bits, indices, strict=True):
-            word[...] = halves[index]
-            word <<= 13
-            image *= np.float32(2.0**112)
-    else:
-        for image, index in zip(images, indices, strict=True):
-            image[...] = samples[index]
 
 
 def _prefetch(items: Iterable[T]) -> Generator[T]:

@@ -78,7 +78,7 @@ def convert(chunk: Chunk) -> Bad:
             try:
                 rows[number] = table[pixels(file, chunk.shape, chunk.fast_jpeg)]
             except Exception as error:  # a damaged file makes Pillow raise nearly anything
-                bad[chunk.first + number] = _reason(error, file)
+                bad[chunk.first + number] = reason(error, file)
     start = len(npy_header(0, chunk.shape, chunk.dtype)) + chunk.first * rows[:1].nbytes
     with open(chunk.array, "r+b", buffering=0) as array:  # noqa: PTH123  (a plain path travels lighter)
         array.seek(start)
@@ -88,7 +88,8 @@ def convert(chunk: Chunk) -> Bad:
     return bad
 
 
-def _reason(error: Exception, file: str) -> str:
+def reason(error: Exception, file: str) -> str:
+    """Why `file` is no usable picture, on one line."""
     if isinstance(error, UnidentifiedImageError):
         return "empty file" if Path(file).stat().st_size == 0 else "no JPEG, PNG, GIF, BMP, TIFF or WebP picture"
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)

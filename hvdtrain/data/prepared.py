@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,11 @@ from hvdtrain.exits import BAD_DATA, Failure
 SCHEMA = "hvdtrain.images/1"
 FILES = ("samples.npy", "labels.npy")
 PARTS = ("train", "validation", "test")
+
+
+def cache_folder(kind: str) -> Path:
+    """Where this host keeps what can be made again: below $XDG_CACHE_HOME, or ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvdtrain" / kind
 
 
 def open_images(folder: str | Path, *, verify: bool = False) -> Dataset:
@@ -34,8 +40,8 @@ def open_images(folder: str | Path, *, verify: bool = False) -> Dataset:
         table = np.array([index["counts"][part] for part in PARTS], np.int64).T
         classes, files = tuple(map(str, index["classes"])), index["files"]
         shape = (index["samples"], index["height"], index["width"], index["channels"])
-        labels = _open(folder / "labels.npy", files["labels.npy"], shape[:1], "int64", verify=True)
-        samples = _open(folder / "samples.npy", files["samples.npy"], shape, index["dtype"], verify=verify)
+        labels = open_array(folder / "labels.npy", files["labels.npy"], shape[:1], "int64", verify=True)
+        samples = open_array(folder / "samples.npy", files["samples.npy"], shape, index["dtype"], verify=verify)
         digests = {name: files[name]["sha256"] for name in FILES}
     except FileNotFoundError as error:
         hint = "not a folder made by `hvdtrain data images`, or an incomplete copy of one"
@@ -62,7 +68,7 @@ def open_images(folder: str | Path, *, verify: bool = False) -> Dataset:
     )
 
 
-def _open(path: Path, stated: dict[str, Any], shape: tuple[int, ...], dtype: str, *, verify: bool) -> NDArray[Any]:
+def open_array(path: Path, stated: dict[str, Any], shape: tuple[int, ...], dtype: str, *, verify: bool) -> NDArray[Any]:
     size = path.stat().st_size
     if size != stated["bytes"]:
         raise Failure(f"{path} has {size} bytes, not {stated['bytes']}: copy or prepare it again", BAD_DATA)

@@ -43,7 +43,7 @@ def find(root: Path, seed: int, shares: Sequence[Fraction]) -> Tree:
     try:
         classes, bad = _classes(root)
         for label, name in enumerate(classes):
-            for file, status, reason in _walk(root, root / name):
+            for file, status, reason in walk(root, root / name):
                 if reason:
                     bad[file] = reason
                     continue
@@ -57,7 +57,7 @@ def find(root: Path, seed: int, shares: Sequence[Fraction]) -> Tree:
         raise Failure(f"{error.filename}: {error.strerror}: every folder must be readable", code) from None
     if len(classes) < 2:
         raise Failure(f"{root} holds {len(classes)} class folder(s): a classifier needs at least two", BAD_DATA)
-    lots = np.array([_lot(seed, file) for file in files], np.uint64)
+    lots = np.array([draw_lot(seed, file) for file in files], np.uint64)
     order, _ = stratify(np.array(labels, np.int64), lots, len(classes), shares)
     return Tree(
         root=root,
@@ -78,7 +78,7 @@ def _classes(root: Path) -> tuple[list[str], dict[str, str]]:
     return [e.name for e in folders if not e.is_symlink()], links
 
 
-def _walk(root: Path, folder: Path) -> Iterator[tuple[str, os.stat_result, str]]:
+def walk(root: Path, folder: Path) -> Iterator[tuple[str, os.stat_result, str]]:
     """(path relative to root, its status, why it is refused or '') of everything below `folder`, by name."""
     inside = Path(os.path.realpath(root))
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
@@ -86,7 +86,7 @@ def _walk(root: Path, folder: Path) -> Iterator[tuple[str, os.stat_result, str]]
             continue
         path, status, reason = Path(entry.path), entry.stat(follow_symlinks=False), ""
         if entry.is_dir(follow_symlinks=False):
-            yield from _walk(root, path)
+            yield from walk(root, path)
             continue
         if entry.is_symlink():
             if not Path(os.path.realpath(path)).is_relative_to(inside):
@@ -100,5 +100,5 @@ def _walk(root: Path, folder: Path) -> Iterator[tuple[str, os.stat_result, str]]
         yield str(path.relative_to(root)), status, reason
 
 
-def _lot(seed: int, file: str) -> int:
+def draw_lot(seed: int, file: str) -> int:
     return int.from_bytes(hashlib.sha256(os.fsencode(f"{seed}/{file}")).digest()[:8])

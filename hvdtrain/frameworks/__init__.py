@@ -26,7 +26,7 @@ class Replica(Vectors, Protocol):
         this one for a strategy that is `local`.
 
         A framework whose graph holds an overlapped exchange updates each parameter in that graph, as soon as its
-        gradient has arrived: v = momentum v + g + weight_decay p; p -= lr v.
+        gradient has arrived.
         """
         ...
 

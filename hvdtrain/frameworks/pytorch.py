@@ -1,4 +1,4 @@
-"""A PyTorch replica: one model on one device, updated by torch.optim.SGD."""
+"""A PyTorch replica: one model on one device, updated by an optimizer of torch.optim."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from hvdtrain.strategies import TOTALS, Strategy
 from hvdtrain.world import World
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SLOTS = {"momentum": "momentum_buffer", "adam_mean": "exp_avg", "adam_square": "exp_avg_sq", "adam_steps": "step"}
+"""What an optimizer keeps for each parameter: our name and torch.optim's"""
 
 
 def prepare(asked: str, local_rank: int, threads: int, *, one_each: bool = False) -> str:
@@ -79,14 +81,7 @@ class TorchReplica:
             if config.precision == "fp32"
             else torch.autocast(self._device.type, PRECISIONS[config.precision])
         )
-        optimizer = torch.optim.SGD(
-            self._parameters.values(),
-            lr=config.lr,
-            momentum=config.momentum,
-            weight_decay=config.weight_decay,
-            # The fused kernel leaves the momentum uninitialised if loss scaling skips the very first step.
-            fused=config.precision != "fp16",
-        )
+        optimizer = _optimizer(list(self._parameters.values()), config)
         self._step = TorchStep(self._model, optimizer)
         self._local, self._flat = strategy.local, None
         if strategy.in_backward:
@@ -154,9 +149,8 @@ class TorchReplica:
     def state(self) -> dict[str, np.ndarray]:
         arrays = {f"parameter.{name}": p.detach().cpu().numpy() for name, p in self._parameters.items()}
         for name, parameter in self._parameters.items():
-            momentum = self._optimizer.state.get(parameter, {}).get("momentum_buffer")
-            if momentum is not None:
-                arrays[f"momentum.{name}"] = momentum.cpu().numpy()
+            kept = self._optimizer.state.get(parameter, {})
+            arrays |= {f"{slot}.{name}": kept[key].cpu().numpy() for slot, key in SLOTS.items() if key in kept}
         if self._scaler.is_enabled():
             scaler = self._scaler.state_dict()
             arrays["loss_scale"] = np.array([scaler["scale"], scaler["_growth_tracker"]], dtype=np.float64)
@@ -166,9 +160,9 @@ class TorchReplica:
     def load(self, state: dict[str, np.ndarray]) -> None:
         for name, parameter in self._parameters.items():
             parameter.copy_(torch.from_numpy(state[f"parameter.{name}"]))
-            if f"momentum.{name}" in state:
-                momentum = torch.empty_like(parameter).copy_(torch.from_numpy(state[f"momentum.{name}"]))
-                self._optimizer.state[parameter]["momentum_buffer"] = momentum
+            for slot, key in SLOTS.items():
+                if (kept := state.get(f"{slot}.{name}")) is not None:
+                    self._optimizer.state[parameter][key] = torch.from_numpy(kept.copy()).to(self._device)
         if "loss_scale" in state:
             scale, steps = state["loss_scale"]
             self._scaler.load_state_dict(
@@ -194,3 +188,13 @@ class TorchReplica:
 
     def _tensors(self, batch: Batch) -> list[torch.Tensor]:
         return [torch.from_numpy(array).to(self._device, non_blocking=True) for array in batch.arrays]
+
+
+def _optimizer(parameters: list[torch.nn.Parameter], config: TrainConfig) -> torch.optim.Optimizer:
+    # Fused SGD leaves the momentum uninitialised if loss scaling skips the very first step.
+    fused = config.precision != "fp16"
+    if config.optimizer == "adam":
+        return torch.optim.AdamW(parameters, config.lr, weight_decay=config.weight_decay, fused=fused)
+    return torch.optim.SGD(
+        parameters, config.lr, momentum=config.momentum, weight_decay=config.weight_decay, fused=fused
+    )

@@ -24,6 +24,7 @@ BUILD_NOTES = (b"absl::InitializeLog", b"oneDNN custom operations", b"cpu_featur
 with notes.without(BUILD_NOTES):
     import tensorflow as tf
 
+    from hvdtrain.frameworks.optimizers_tensorflow import OPTIMIZERS
 
 PRECISIONS = {"fp32": tf.float32, "bf16": tf.bfloat16, "fp16": tf.float16}
 # Dynamic loss scaling with the constants of torch.amp.GradScaler, so that both frameworks scale alike.
@@ -59,8 +60,11 @@ def turned_back(array: np.ndarray) -> np.ndarray:
 
 
 def any_length(arrays: list[tf.Tensor]) -> list[tf.TensorSpec]:
-    """The arrays' types for any number of samples, so that a short batch is not compiled anew (seconds)."""
-    return [tf.TensorSpec([None, *array.shape[1:]], array.dtype) for array in arrays]
+    """The arrays' types for any number of samples, and sequences (int64 matrices) of any length, so that a short batch
+    is not compiled anew (seconds)."""
+    sequences = [array.dtype == tf.int64 and array.shape.rank == 2 for array in arrays]
+    shapes = [[None, None] if s else [None, *array.shape[1:]] for s, array in zip(sequences, arrays, strict=True)]
+    return [tf.TensorSpec(shape, array.dtype) for shape, array in zip(shapes, arrays, strict=True)]
 
 
 class TensorFlowReplica:
@@ -70,9 +74,8 @@ class TensorFlowReplica:
         self.device = device
         self._model, self._ranks = model, world.tensorflow
         self._in_backward, self._local = strategy.in_backward, strategy.local
-        self._momentum, self._weight_decay = config.momentum, config.weight_decay
         self._weights: dict[str, tf.Variable] = model.weights
-        self._slots = {name: tf.Variable(tf.zeros_like(w), trainable=False) for name, w in self._weights.items()}
+        self._optimizer = OPTIMIZERS[config.optimizer](self._weights, config)
         self._scale = tf.Variable(FIRST_SCALE if config.precision == "fp16" else 1.0, trainable=False)
         self._good_steps = tf.Variable(0, trainable=False)
         self._scaled = config.precision == "fp16"
@@ -145,11 +148,11 @@ class TensorFlowReplica:
 
     def _apply(self, gradients: list[tf.Tensor], lr: tf.Tensor) -> None:
         if not self._scaled:
-            self._update(gradients, lr)
+            self._optimizer.update(self._weights, gradients, lr)
             return
         finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(gradient)) for gradient in gradients])
         if finite:
-            self._update([gradient / self._scale for gradient in gradients], lr)
+            self._optimizer.update(self._weights, [gradient / self._scale for gradient in gradients], lr)
             self._good_steps.assign_add(1)
             if self._good_steps == GROWTH_INTERVAL:
                 self._scale.assign(self._scale * GROWTH)
@@ -157,14 +160,6 @@ class TensorFlowReplica:
         else:
             self._scale.assign(self._scale * BACKOFF)
             self._good_steps.assign(0)
-
-    def _update(self, gradients: list[tf.Tensor], lr: tf.Tensor) -> None:
-        for weight, slot, gradient in zip(self._weights.values(), self._slots.values(), gradients, strict=True):
-            if self._weight_decay:
-                gradient += self._weight_decay * weight
-            tf.raw_ops.ResourceApplyMomentum(
-                var=weight.handle, accum=slot.handle, lr=lr, grad=gradient, momentum=self._momentum
-            )
 
     def waited_s(self) -> float | None:
         return None if self._in_backward else 0.0
@@ -183,7 +178,7 @@ class TensorFlowReplica:
 
     def state(self) -> dict[str, np.ndarray]:
         arrays = {f"parameter.{name}": turned_back(weight.numpy()) for name, weight in self._weights.items()}
-        arrays |= {f"momentum.{name}": turned_back(slot.numpy()) for name, slot in self._slots.items()}
+        arrays |= {name: turned_back(slot.numpy()) for name, slot in self._optimizer.slots.items()}
         if self._scaled:
             arrays["loss_scale"] = np.array([self._scale.numpy(), self._good_steps.numpy()], dtype=np.float64)
         return arrays
@@ -191,8 +186,9 @@ class TensorFlowReplica:
     def load(self, state: dict[str, np.ndarray]) -> None:
         for name, weight in self._weights.items():
             weight.assign(turned(state[f"parameter.{name}"]))
-            if f"momentum.{name}" in state:
-                self._slots[name].assign(turned(state[f"momentum.{name}"]))
+        for name, slot in self._optimizer.slots.items():
+            if name in state:
+                slot.assign(turned(state[name]))
         if "loss_scale" in state:
             scale, steps = state["loss_scale"]
             self._scale.assign(scale)

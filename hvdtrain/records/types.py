@@ -50,7 +50,7 @@ class Step:
     loss: float
     """Mean per sample over all ranks; over this rank with strategies whose ranks do not tell each other in each step"""
     samples: int
-    """Samples of this rank"""
+    """Samples of this rank: images, or words to be predicted (tokens)"""
     lr: float
     data_s: float
     """Waiting for the batch"""
@@ -88,6 +88,8 @@ class Epoch:
     """Over all ranks, warm-up steps left out; null if the epoch is warm-up only"""
     unix_s: float | None = None
     """When the epoch's validation was over, by rank 0's clock (seconds since 1970)"""
+    scores: dict[str, float] = dataclasses.field(default_factory=dict)
+    """How good what the model makes of the validation split is: bleu1 to bleu4 (0..1) of captions; empty for classes"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -151,6 +153,12 @@ class Summary:
     """For each of several hosts: host, nic, and sent_bytes and received_bytes over its link from the loop's start in
     this process to the end of the test evaluation, with headers and whatever else used the NIC. Empty on a single
     host"""
+    validation_scores: list[dict[str, float]] = dataclasses.field(default_factory=list)
+    """After each epoch, as in its record; empty for classes"""
+    test_scores: dict[str, float] = dataclasses.field(default_factory=dict)
+    """As those; of the weights that were tested"""
+    tested_step: int | None = None
+    """Steps after which the weights were as they were tested: with scores those of the best epoch, else the last"""
     began_unix_s: float | None = None
     """When the loop began in this process, and when the test evaluation was over, by rank 0's clock"""
     ended_unix_s: float | None = None

@@ -15,6 +15,12 @@ from hvdtrain.results.statistics import summary
 from hvdtrain.results.table import Column, Table
 from hvdtrain.results.tables import FIGURES, SPREAD_NOTE, apart, common, in_order, key_cells, key_column, left_out
 
+SCORES = ("test_bleu1", "test_bleu4", "test_beam_bleu4")
+SCORES_NOTE = (
+    "BLEU: corpus BLEU of the test pictures' captions by the weights of the best epoch, written greedily, or by beam "
+    "search; accuracy of captions is the share of words that are right when all words before are given"
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Reached:
@@ -43,7 +49,8 @@ def accuracy(loaded: Loaded, target: float = 0.95, group_by: Sequence[str] | Non
     """Each group's accuracies and its times to the target."""
     found = in_order(groups.by(groups.usable(loaded.runs), group_by or GROUP))
     shown = list(group_by) if group_by else apart(found)
-    names = ("test_accuracy", "best_validation_accuracy")
+    names = ["test_accuracy", "best_validation_accuracy"]
+    names += [name for name in SCORES if any(group.statistic(name) for group in found)]
     rows = []
     for group in found:
         times = _times(group, target, loaded.problems)
@@ -72,6 +79,7 @@ def accuracy(loaded: Loaded, target: float = 0.95, group_by: Sequence[str] | Non
         f"reached {percent}: at the end of the first epoch whose validation accuracy is {percent} or more, nothing "
         "interpolated; training: seconds of training until then; end to end: with validation and checkpoints",
         "times and epochs are means over the runs that got there: where some did not, they flatter the group",
+        SCORES_NOTE if len(names) > 2 else None,
         common(found, shown),
         *left_out(loaded.runs),
     ]

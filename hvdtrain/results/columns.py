@@ -22,6 +22,12 @@ def _number(meaning: str, unit: str = "") -> Column:
     return Column("number", unit, meaning)
 
 
+SCORES = {
+    **{f"bleu{order}": f"BLEU-{order} of captions written greedily" for order in range(1, 5)},
+    **{f"beam_bleu{order}": f"BLEU-{order} of captions found by beam search" for order in range(1, 5)},
+}
+"""Of captioning runs, as their records name them"""
+
 RUNS: dict[str, Column] = {
     "run_dir": _text("the run's folder"),
     "run": _text("its name"),
@@ -33,7 +39,7 @@ RUNS: dict[str, Column] = {
     "point": _text("name of the sweep's point; equal for repeats"),
     "repeat": _number("number of the repeat"),
     "started_utc": _text("when the run began"),
-    "workload": _text("resnet ..."),
+    "workload": _text("resnet, captioning"),
     "framework": _text("torch or tensorflow"),
     "strategy": _text("how gradients are exchanged, with what is set of it and what is inside: delayed+powersgd r2"),
     "collectives": _text("what carries them: none, gloo, mpi, nccl, grpc"),
@@ -76,6 +82,7 @@ RUNS: dict[str, Column] = {
     ),
     "test_accuracy": _number("share of the test split that is right"),
     "best_validation_accuracy": _number("best over the epochs"),
+    **{f"test_{name}": _number(f"corpus {how} of the test split") for name, how in SCORES.items()},
     "energy_j": _number("energy of all measured devices of all hosts, idle devices too", "J"),
     "energy_used_j": _number("energy of the devices that ranks compute on", "J"),
     "idle_energy_j": _number("energy of measured devices that no rank computes on", "J"),

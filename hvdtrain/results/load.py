@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -91,13 +92,16 @@ def metrics_file(run_dir: Path | str) -> Path:
 
 
 def epochs(run_dir: Path | str) -> pd.DataFrame:
-    """The epochs that count: the fields of records.Epoch, and `trained_s`, `elapsed_s` from the loop's start to the end
-    of the epoch's validation: training alone, and with validation and checkpoints."""
-    rows = [
-        dataclasses.asdict(timed.epoch) | {"trained_s": timed.trained_s, "elapsed_s": timed.elapsed_s}
+    """The epochs that count: the fields of records.Epoch, each score as one, and `trained_s`, `elapsed_s` from the
+    loop's start to the end of the epoch's validation: training alone, and with validation and checkpoints."""
+    rows: list[dict[str, Any]] = [
+        dataclasses.asdict(timed.epoch)
+        | timed.epoch.scores
+        | {"trained_s": timed.trained_s, "elapsed_s": timed.elapsed_s}
         for timed in metrics.epochs(metrics_file(run_dir))
     ]
-    names = [field.name for field in dataclasses.fields(records.Epoch)] + ["trained_s", "elapsed_s"]
+    names = [field.name for field in dataclasses.fields(records.Epoch) if field.name != "scores"]
+    names += ["trained_s", "elapsed_s", *dict.fromkeys(score for row in rows for score in row["scores"])]
     return pd.DataFrame(rows, columns=names, dtype=float)
 
 

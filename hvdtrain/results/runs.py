@@ -12,7 +12,7 @@ from typing import Any
 from hvdtrain import records
 from hvdtrain.exits import Failure
 from hvdtrain.results import metrics, power
-from hvdtrain.results.columns import NOT_SETTINGS, RUNS
+from hvdtrain.results.columns import NOT_SETTINGS, RUNS, SCORES
 from hvdtrain.results.folders import Problem, printable, there
 
 WIRE_SHARE = 0.936
@@ -212,6 +212,7 @@ def _measured(folder: Path, manifest: records.Manifest, problems: list[Problem])
         "samples_per_s": summary.samples_per_s,
         "test_accuracy": summary.test_accuracy,
         "best_validation_accuracy": max(known, default=None),
+        **{f"test_{name}": summary.test_scores.get(name) for name in SCORES},
         "peak_rss_bytes": summary.peak_rss_bytes,
         "first_step_s": summary.first_step_s,
         "began_unix_s": summary.began_unix_s,

@@ -56,6 +56,8 @@ def epochs(loaded: Loaded) -> Table:
     except Failure as failure:
         loaded.problems.append(Problem(str(loaded.runs.iloc[0]["run_dir"]), None, str(failure)))
         return table
+    scores = {"bleu1": "BLEU-1", "bleu4": "BLEU-4", "beam_bleu4": "beam BLEU-4"}
+    table.columns += [Column(name, shown, "%", 100) for name, shown in scores.items() if name in found]
     for values in found.to_dict("records"):
         row = {str(name): None if groups.is_missing(value) else value for name, value in values.items()}
         table.rows.append(row | {"epoch": int(values["epoch"]) + 1})

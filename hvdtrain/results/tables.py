@@ -51,6 +51,9 @@ FIGURES: dict[str, Column] = {
     "limit_bytes_per_step": Column("limit_bytes_per_step", "limit", "MB", 1e-6),
     "test_accuracy": Column("test_accuracy", "test accuracy", "%", 100),
     "best_validation_accuracy": Column("best_validation_accuracy", "validation, best", "%", 100),
+    "test_bleu1": Column("test_bleu1", "test BLEU-1", "%", 100),
+    "test_bleu4": Column("test_bleu4", "test BLEU-4", "%", 100),
+    "test_beam_bleu4": Column("test_beam_bleu4", "with beam search", "%", 100),
     "energy_j": Column("energy_j", "energy", "J"),
     "peak_rss_bytes": Column("peak_rss_bytes", "memory per rank", "MB", 1e-6),
 }

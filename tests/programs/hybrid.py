@@ -15,7 +15,7 @@ from exchange import FEATURES, tensorflow_model, torch_model
 from hvdtrain import config as configuration
 from hvdtrain import strategies
 from hvdtrain.config import TrainConfig
-from hvdtrain.data import Batch, Split
+from hvdtrain.data import Batch, ImageSplit
 from hvdtrain.data.loader import Loader
 from hvdtrain.strategies.hybrid import measured_shares
 from hvdtrain.timing import Clock
@@ -24,11 +24,11 @@ from hvdtrain.world import World
 SAMPLES, CLASSES, GLOBAL_BATCH, EPOCHS, LR, SEED = 54, 3, 12, 2, 0.1, 7
 
 
-def problem() -> tuple[Split, np.ndarray]:
+def problem() -> tuple[ImageSplit, np.ndarray]:
     """The samples, and the weights to start from."""
     draw = np.random.default_rng(5)
     inputs = draw.normal(size=(SAMPLES, 1, 1, FEATURES)).astype(np.float32)
-    split = Split(samples=inputs, labels=draw.integers(0, CLASSES, SAMPLES))
+    split = ImageSplit(samples=inputs, labels=draw.integers(0, CLASSES, SAMPLES))
     return split, draw.normal(size=(CLASSES, FEATURES)).astype(np.float32)
 
 

@@ -1,0 +1,196 @@
+"""Train an image-captioning model (VGG16 or a small CNN, and an LSTM), on one process or on many ranks.
+
+examples:
+  python -m hvdtrain.captioning --epochs 8
+  horovodrun -np 4 -H a:2,b:2 python -m hvdtrain.captioning --data flickr8k:/path/to/Flickr8k
+  horovodrun -np 2 python -m hvdtrain.captioning --data flickr8k:Flickr8k --weights vgg16.safetensors
+  mpirun -np 2 python -m hvdtrain.captioning --framework tensorflow --json
+  python -m hvdtrain.captioning caption photo.jpg --run results/RUN
+
+Without --data it trains on drawn scenes of coloured shapes, made on the fly. `hvdtrain data captions` prepares pictures
+with sentences, `hvdtrain data vgg16` the encoder's weights; `caption` tells what a trained model sees in a picture.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from typing import Any, Literal
+
+from hvdtrain import bleu, exits, features, frozen, generation, observe, run, strategies, workload, world
+from hvdtrain import config as configuration
+from hvdtrain.data import captions
+from hvdtrain.data.loader import Loader
+from hvdtrain.exits import Failure
+from hvdtrain.frameworks import resolve
+from hvdtrain.models import captioner
+from hvdtrain.strategies import catalogue
+
+WORKLOAD = "captioning"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CaptioningConfig(configuration.TrainConfig):
+    """What this workload is told besides."""
+
+    data: str = "shapes"
+    """'shapes', 'flickr8k:DIR' (as distributed: prepared once), or a folder made by `hvdtrain data captions`"""
+    encoder: Literal["auto", "small", "vgg16", "none"] = "auto"
+    """What sees the pictures: a small CNN trained with the rest, VGG16 as its --weights are, or nothing (words alone);
+    auto: vgg16 if --weights are given, else small"""
+    weights: str | None = None
+    """VGG16's, a file made by `hvdtrain data vgg16`; 'random' only to try the way"""
+    embedding: int = 256
+    """Values per word"""
+    hidden: int = 256
+    """Size of the LSTM and of the layers round it"""
+    dropout: float = 0.5
+    """Share of the picture's and the words' values that each step leaves out"""
+    beam: int = 3
+    """Beginnings that beam search goes on with; captions are also written greedily"""
+    optimizer: Literal["sgd", "adam"] = "adam"
+    """SGD with --momentum, or Adam with its usual constants (0.9, 0.999, 1e-8)"""
+    lr: float = 2e-3
+    """Learning rate for a global batch of the size given (--batch-size or --global-batch-size)"""
+    epochs: int = 8
+    """Passes over the training captions"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.beam < 1:
+            raise Failure(f"--beam is {self.beam}: it must be at least 1", exits.BAD_CONFIG)
+
+    @property
+    def sees(self) -> Literal["small", "vgg16", "none"]:
+        """The encoder, chosen; raises Failure (78) if it lacks its weights."""
+        chosen = self.encoder if self.encoder != "auto" else "vgg16" if self.weights else "small"
+        if chosen == "vgg16" and self.weights is None:
+            raise Failure(
+                "--encoder vgg16 needs --weights FILE: `hvdtrain data vgg16 --help` tells how to make it from "
+                "torchvision's or Keras' weights; or train --encoder small from the start",
+                exits.BAD_CONFIG,
+            )
+        if chosen != "vgg16" and self.weights is not None:
+            raise Failure(f"--weights means nothing to --encoder {chosen}: leave it out", exits.BAD_CONFIG)
+        return chosen
+
+
+class Judge:
+    """Corpus BLEU-1..4 of a split, of captions written greedily and by beam search."""
+
+    best_by = "bleu4"
+
+    def __init__(self, writer: generation.Writer, dataset: captions.CaptionDataset, ranks: world.World, beam: int):
+        self._writer, self._vocabulary, self._ranks, self._beam = writer, dataset.vocabulary, ranks, beam
+
+    def __call__(self, split: captions.CaptionSplit) -> dict[str, float]:
+        scores = generation.judge(self._writer, split, self._vocabulary, self._ranks, 1)
+        if self._beam == 1:
+            return scores
+        searched = generation.judge(self._writer, split, self._vocabulary, self._ranks, self._beam)
+        return scores | {f"beam_{name}": value for name, value in searched.items()}
+
+
+def main(stop: world.StopSignal) -> int:
+    # 1. Config: flags, file, variables; then what the launcher says of our place among the ranks.
+    config = configuration.parse(CaptioningConfig, prog="python -m hvdtrain.captioning", purpose=__doc__ or "")
+    framework, encoder = resolve(config.framework), config.sees
+    config = dataclasses.replace(config, framework=framework, encoder=encoder)
+    place = world.place()
+    threads = world.threads_per_rank(config.threads, place)
+
+    # 2. Data: pictures and captions; a batch is captions of nearly one length, and counts as its words.
+    dataset = captions.load(config.data)
+    batch = configuration.rank_batch(config, place.size)
+    shares = configuration.rank_shares(config, place.size)
+    loader = Loader(dataset.train, batch_size=batch, rank=place.rank, size=place.size, seed=config.seed, shares=shares)
+    plan = configuration.batch_plan(config, place.size, loader.steps_per_epoch)
+    observe.check(config, plan.steps, place)
+
+    # 3. Model: numbers first, so that a dry run needs no framework.
+    height, width = dataset.pictures.shape[1:3]
+    spec = captioner.CaptionerSpec(
+        vocabulary=len(dataset.vocabulary),
+        encoder=encoder,
+        image_size=(width, height),
+        embedding=config.embedding,
+        hidden=config.hidden,
+        dropout=config.dropout,
+    )
+    parameters = captioner.parameter_count(spec)
+    splits = {name: getattr(dataset, name) for name in ("train", "validation", "test")}
+    counts = ", ".join(f"{len(each):,} {name} captions of {len(each.names):,}" for name, each in splits.items())
+    facts: dict[str, Any] = {
+        "model": f"captioner, encoder {encoder}: {parameters:,} parameters, {4 * parameters / 1e6:.2f} MB",
+        "data": f"{dataset.name}: {counts} pictures of {width}x{height}, {len(dataset.vocabulary):,} words",
+        "ranks": f"{place.size} ({place.launcher}), {framework}, {threads} threads each",
+    }
+    shapes = list(captioner.parameters(spec).values())
+    layout = strategies.Layout(ranks=place.size, hosts=-(-place.size // place.local_size))
+    if config.strategy == "help":
+        catalogue.show(config, shapes, layout)
+        return exits.OK
+    facts["exchange"] = strategies.fact(config, shapes, layout)
+    if config.strategy == "hybrid":
+        facts["shares"] = run.show_shares(plan.shares, loader.rank_samples)
+    weights = frozen.digest(config.weights, (width, height)) if config.weights else None
+    this = run.Run(
+        workload=WORKLOAD,
+        config=config,
+        plan=plan,
+        data={"name": dataset.name, "words": len(dataset.vocabulary), "fingerprint": dataset.fingerprint}
+        | {"image_shape": dataset.pictures.shape[1:], "bleu": bleu.signature()}
+        | {name: len(split) for name, split in splits.items()},
+        model={"name": "captioner", "parameters": parameters, "spec": dataclasses.asdict(spec)} | {"encoder": weights},
+    )
+    if config.dry_run:
+        if place.rank == 0:
+            run.show_dry_run(this, facts)
+        return exits.OK
+
+    # 4. World and strategy: connect the ranks.
+    ranks, strategy, device = workload.connect(config, place, threads, shapes)
+
+    # 5. Features of a frozen encoder, once; then the replica: the same weights from the same seed on every rank.
+    if config.weights:
+        make = functools.partial(frozen.encoder, config.weights, framework, device)
+        rows = features.extract(dataset.pictures, make, key={"encoder": encoder, "weights": weights}, world=ranks)
+        dataset = dataset.with_inputs(rows)
+        loader = loader.over(dataset.train)
+    model: Any
+    if framework == "torch":
+        from hvdtrain.models.captioner_torch import CaptionerTorch
+
+        model = CaptionerTorch(spec)
+    else:
+        from hvdtrain.models.captioner_tf import CaptionerTF
+
+        model = CaptionerTF(spec, workload.compute_dtype(config), ranks.tensorflow.scope())
+    replica = workload.replica(model, config, ranks, strategy, device)
+    state = ranks.agreed(captioner.initial_state(spec, config.seed))
+    replica.load({f"parameter.{name}": array for name, array in state.items()})
+    del state  # as large as the model, and the training runs inside this function
+
+    # 6. Train, evaluate, save: every record goes to the run's folder; then the results, on stdout, once.
+    return workload.train(
+        this,
+        facts,
+        dataset=dataset,
+        loader=loader,
+        ranks=ranks,
+        replica=replica,
+        strategy=strategy,
+        threads=threads,
+        stop=stop,
+        judge=Judge(model, dataset, ranks, config.beam),
+        documents={"vocabulary.json": dataset.vocabulary.as_json()},
+    )
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["caption"]:
+        from hvdtrain import caption
+
+        exits.end(caption.main, sys.argv[2:])
+    world.run(main, debug="--debug" in sys.argv)

@@ -1,0 +1,298 @@
+"""Pictures with captions -> one folder of arrays: `hvdtrain data captions Flickr8k prepared`.
+
+**In**: what hvdtrain.data.caption_sources reads. **Out**: DST with
+  * `pictures.npy` (N, height, width, 3) uint8, made of the files as hvdtrain.data.images tells;
+  * `captions.json`: of each picture, in the same order, its name and its cleaned sentences;
+  * `vocabulary.json`: of the training captions, hvdtrain.data.vocabulary;
+  * `index.json`: what all this is, statistics, every bad sample with its reason, sizes and SHA-256 of the files.
+
+**The cut** into train, validation and test is the source's own if it has one (Flickr8k's three lists, Karpathy's
+`split`); else `--split` says how pictures, never captions, are shared out, by lots of the seed and the picture's name.
+Rows are train | validation | test.
+
+**Bad samples**, captions and pictures alike, end the work with file and line, or are left out, counted and listed. A
+picture that cannot be decoded takes its captions along.
+
+**Safe at any moment**, as hvdtrain.data.images is and by its means: killed half way, the same command continues.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import PIL
+from numpy.typing import NDArray
+
+from hvdtrain import __version__
+from hvdtrain.data import caption_sources, stratify
+from hvdtrain.data.caption_prepared import FILES, SCHEMA
+from hvdtrain.data.caption_sources import Source
+from hvdtrain.data.images import (
+    ImagesConfig,
+    alone,
+    convert_all,
+    drop_bad_rows,
+    explained,
+    judge,
+    named,
+    resume,
+    sync_file,
+    write_json,
+)
+from hvdtrain.data.pixels import Bad
+from hvdtrain.data.prepared import PARTS, cache_folder
+from hvdtrain.data.tree import Tree, draw_lot
+from hvdtrain.data.vocabulary import Vocabulary
+from hvdtrain.exits import BAD_CONFIG, BAD_DATA, CANNOT_WRITE, Failure
+
+SUMMARY = "hvdtrain.data.captions/1"
+AUTOMATIC_MAX_BAD = 400  # 1 % of Flickr8k's captions: with more than that, somebody should look
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptionsConfig:
+    """What `hvdtrain data captions` does."""
+
+    source: str
+    """Folder with pictures and captions: Flickr8k as it is distributed, a captions.txt table, or COCO's JSON."""
+    destination: str
+    """Folder to make; must not exist."""
+    size: str = "224x224"
+    """Width x height of the prepared pictures in pixels."""
+    min_count: int = 5
+    """How often the training captions must have a word for the vocabulary to have it."""
+    max_words: int = 34
+    """A caption with more words than this is a bad sample."""
+    split: str = "6000/1000/1000"
+    """Shares of the pictures for train/validation/test, where the source has no cut of its own."""
+    seed: int = 0
+    """Which pictures go where, and the order of rows; the same seed gives the same bytes."""
+    on_bad_sample: Literal["fail", "skip"] = "fail"
+    """What to do about a caption or a picture that will not do: stop and name it, or leave it out and list it."""
+    max_bad_samples: int = 100
+    """With skip: stop when there are more than this many."""
+    workers: int = 0
+    """Processes; 0 takes all cores."""
+    dry_run: bool = False
+    """Only list what would be made."""
+
+    def __post_init__(self) -> None:
+        for name in ("min_count", "max_words"):
+            if getattr(self, name) < 1:
+                raise Failure(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1", BAD_CONFIG)
+        parts = self.split.split("/")
+        if len(parts) != 3 or not all(part.isascii() and part.isdigit() and int(part) for part in parts):
+            raise Failure(
+                f"--split {self.split}: expected TRAIN/VALIDATION/TEST, whole numbers that tell their shares, for"
+                " example 6000/1000/1000",
+                BAD_CONFIG,
+            )
+        _ = self.images  # which checks what it shares with us
+
+    @property
+    def shares(self) -> tuple[Fraction, ...]:
+        """Of train, validation and test, exact."""
+        parts = [int(part) for part in self.split.split("/")]
+        return tuple(Fraction(part, sum(parts)) for part in parts)
+
+    @property
+    def images(self) -> ImagesConfig:
+        """What is done to the pictures."""
+        names = ("source", "destination", "size", "seed", "on_bad_sample", "max_bad_samples", "workers")
+        return ImagesConfig(dtype="uint8", **{name: getattr(self, name) for name in names})
+
+    @property
+    def content(self) -> list[object]:
+        """All that the result depends on besides the source."""
+        return [SCHEMA, PIL.__version__, self.size, self.min_count, self.max_words, self.split, self.seed]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What will be made."""
+
+    source: Source
+    tree: Tree
+    """The pictures in the order of rows, labelled by part; the captions that will not do are its bad samples."""
+
+
+def _plan(config: CaptionsConfig) -> Plan:
+    source = caption_sources.find(Path(config.source), config.max_words)
+    files = sorted(source.captions)
+    lots = np.array([draw_lot(config.seed, file) for file in files], np.uint64)
+    if source.parts is None:
+        order, table = stratify(np.zeros(len(files), np.int64), lots, 1, config.shares)
+        parts = np.repeat(np.arange(len(PARTS)), table[0])
+    else:
+        parts = np.array([source.parts[file] for file in files], np.int64)
+        order = np.lexsort((lots, parts))
+        parts = parts[order]
+    digest = hashlib.sha256(json.dumps([source.digest, config.content]).encode()).hexdigest()
+    tree = Tree(
+        root=source.root,
+        classes=list(PARTS),
+        files=[files[row] for row in order],
+        labels=parts,
+        lots=lots[order],
+        bad=source.problems,
+        digest=digest,
+    )
+    return Plan(source=source, tree=tree)
+
+
+def prepare(config: CaptionsConfig) -> dict[str, Any]:
+    """Does it, and returns a summary fit for JSON.
+
+    Raises Failure: BAD_DATA for a source, a caption or a picture that will not do, NO_PERMISSION for a folder that
+    cannot be read, CANNOT_WRITE if the destination exists, IO_ERROR for a full disk, RESUMABLE when interrupted.
+    """
+    started_s = time.monotonic()
+    destination = Path(config.destination).absolute()
+    if destination.resolve().is_relative_to(Path(config.source).resolve()):
+        raise Failure(f"{destination} lies in the source: choose another place", BAD_CONFIG)
+    if destination.exists():
+        raise Failure(f"{destination} exists: remove it, or choose another destination", CANNOT_WRITE)
+    plan = _plan(config)
+    tree = plan.tree
+    judge(config.images, tree, {})
+    summary = {"schema": SUMMARY, "destination": str(destination)}
+    if config.dry_run:
+        everything = np.arange(len(tree.files))
+        return {**_describe(config, plan, everything, {}), **summary, "dry_run": True}
+    unfinished = destination.with_name(f".{destination.name}.unfinished")
+    with explained(destination), alone(unfinished):
+        result = unfinished / "result"
+        state = resume(config.images, tree, unfinished)
+        before = state.rows
+        convert_all(config.images, tree, result / "samples.npy", state)
+        index = _finish(config, plan, result, state.bad)
+        result.rename(destination)
+        sync_file(destination.parent)
+        (unfinished / "state.json").unlink()
+    took_s = time.monotonic() - started_s
+    speed = {"seconds": round(took_s, 3), "images_per_s": round((state.rows - before) / took_s, 1)}
+    return {**index, **summary, **speed, "resumed_rows": before}
+
+
+def _finish(config: CaptionsConfig, plan: Plan, result: Path, bad: Bad) -> dict[str, Any]:
+    """Drops the bad rows, writes the words and the index."""
+    tree = plan.tree
+    good = np.setdiff1d(np.arange(len(tree.files)), list(bad))
+    drop_bad_rows(result / "samples.npy", config.images, good)
+    described = _describe(config, plan, good, bad)  # raises if a part is empty
+    pictures = [{"name": tree.files[row], "captions": plan.source.captions[tree.files[row]]} for row in good]
+    write_json(result / "captions.json", {"schema": SCHEMA, "pictures": pictures})
+    write_json(result / "vocabulary.json", _vocabulary(config, plan, good).as_json())
+    index = {"schema": SCHEMA, **described, "files": {}}
+    for name in FILES:
+        path = result / ("samples.npy" if name == "pictures.npy" else name)
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            index["files"][name] = {"bytes": file.tell(), "sha256": digest}
+        sync_file(path)
+    write_json(result / "index.json", index)
+    (result / "samples.npy").rename(result / "pictures.npy")  # last: without its old name it would be made again
+    sync_file(result)
+    return index
+
+
+def _vocabulary(config: CaptionsConfig, plan: Plan, rows: NDArray[np.int64]) -> Vocabulary:
+    """Of the captions of those rows that are for training."""
+    told = (plan.source.captions[plan.tree.files[row]] for row in rows if plan.tree.labels[row] == 0)
+    return Vocabulary.build((sentence for sentences in told for sentence in sentences), config.min_count)
+
+
+def _describe(config: CaptionsConfig, plan: Plan, rows: NDArray[np.int64], bad: Bad) -> dict[str, Any]:
+    """What the index says of the data. Raises Failure (BAD_DATA) if a part has no picture."""
+    tree, source = plan.tree, plan.source
+    vocabulary = _vocabulary(config, plan, rows)
+    parts: dict[str, dict[str, Any]] = {}
+    for number, part in enumerate(PARTS):
+        told = [source.captions[tree.files[row]] for row in rows if tree.labels[row] == number]
+        if not told:
+            raise Failure(f"{tree.root}: no picture is left for {part}: more pictures, or another --split", BAD_DATA)
+        words = [word for sentences in told for sentence in sentences for word in sentence.split()]
+        known = set(vocabulary.words)
+        lengths = [len(sentence.split()) for sentences in told for sentence in sentences]
+        parts[part] = {
+            "pictures": len(told),
+            "captions": len(lengths),
+            "captions_per_picture": dict(sorted(Counter(map(len, told)).items())),
+            "words": len(words),
+            "words_per_caption": {"least": min(lengths), "mean": len(words) / len(lengths), "most": max(lengths)},
+            "unknown_words_share": sum(word not in known for word in words) / len(words),
+        }
+    height, width, channels = config.images.row_shape
+    return {
+        "made_by": f"hvdtrain {__version__}, Pillow {PIL.__version__}",
+        "pictures": len(rows),
+        "counts": [parts[part]["pictures"] for part in PARTS],
+        "vocabulary": len(vocabulary),
+        "min_count": config.min_count,
+        "max_words": config.max_words,
+        "statistics": parts,
+        "split": "the source's" if source.parts is not None else {"shares": config.split, "seed": config.seed},
+        "width": width,
+        "height": height,
+        "channels": channels,
+        "dtype": "uint8",
+        "resize": "Pillow bilinear",
+        "source": {
+            "folder": config.source,
+            "captions": source.file,
+            "crlf_lines": source.crlf_lines,
+            "non_ascii_captions": source.non_ascii_captions,
+            "pictures_in_no_part": source.uncut_pictures,
+        },
+        "bad_samples": [{"file": name, "reason": reason} for name, reason in named(tree, bad).items()],
+    }
+
+
+def cached(source: Path) -> Path:
+    """The prepared folder of `source`, in the user's cache: made by the first process of the host that asks.
+
+    The others wait for it, also those of other runs. Bad samples are left out, and told on stderr, when it is made.
+    Raises Failure as `prepare` does.
+    """
+    home = cache_folder("captions")
+    asked: dict[str, Any] = {"source": str(source.resolve()), "on_bad_sample": "skip"}
+    asked["max_bad_samples"] = AUTOMATIC_MAX_BAD
+    key = _plan(CaptionsConfig(destination=str(home), **asked)).tree.digest[:32]
+    destination = home / key
+    if destination.exists():  # it is renamed into place, so it is whole
+        return destination
+    with explained(home):
+        home.mkdir(parents=True, exist_ok=True)
+        with (home / f"{key}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not destination.exists():
+                print(f"{source}: preparing it once, into {destination}", file=sys.stderr, flush=True)
+                made = prepare(CaptionsConfig(destination=str(destination), **asked))
+                _tell(source, made)
+    return destination
+
+
+def _tell(source: Path, made: dict[str, Any]) -> None:
+    captions = sum(part["captions"] for part in made["statistics"].values())
+    print(
+        f"{source}: {made['pictures']:,} pictures ({'/'.join(map(str, made['counts']))}), {captions:,} captions,"
+        f" {made['vocabulary']:,} words, {made['seconds']:.0f} s",
+        file=sys.stderr,
+    )
+    if made["bad_samples"]:
+        worst = made["bad_samples"][0]
+        print(
+            f"{source}: bad samples, left out: {len(made['bad_samples'])}, listed in {made['destination']}/index.json;"
+            f" the first is {worst['file']}: {worst['reason']}",
+            file=sys.stderr,
+        )

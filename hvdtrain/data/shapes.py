@@ -1,0 +1,154 @@
+"""The embedded captioning data: 5,000 drawn scenes with five true sentences each, no download.
+
+A scene is 64x64 RGB: a dark, slightly noisy ground with two groups, either left and right or at the top and at the
+bottom. A group is one, two or three equal things: small or large, of one of six colours and four shapes. That makes
+2 * (3 * 2 * 6 * 4)^2 = 41,472 scenes, of which 5,000 different ones are drawn: no scene is in two splits, nor twice in
+one, so a model can score in the test split only by what it sees, not by what it remembers.
+
+The five sentences tell the same facts in five orders, 9 to 14 words each. Nearly every word is a fact, so that a model
+that knows the language and not the picture scores low: of the four words in a row that BLEU-4 counts, at least one is
+a fact in every wording and nearly always two or more are.
+
+Everything follows from one fixed seed, drawn with NumPy alone: the same bytes on every host.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdtrain.data.captions import CaptionDataset, assemble
+from hvdtrain.data.vocabulary import Vocabulary
+
+SEED = 20220
+SIZE = 64
+COUNTS = (4000, 500, 500)  # of scenes in train, validation and test
+NUMBERS = ("one", "two", "three", "four", "five", "six")
+SIZES = {"small": 5, "large": 8}  # half the width in pixels
+COLOURS = {
+    "red": (225, 45, 40),
+    "green": (40, 175, 60),
+    "blue": (50, 90, 235),
+    "yellow": (235, 220, 50),
+    "purple": (165, 60, 195),
+    "white": (240, 240, 240),
+}
+SHAPES = {"circle": "circles", "square": "squares", "triangle": "triangles", "cross": "crosses"}
+GROUPS = 3 * len(SIZES) * len(COLOURS) * len(SHAPES)
+ALONG = {1: (32,), 2: (20, 44), 3: (11, 32, 53)}  # where a group's things are on its long side, in pixels
+ACROSS = (16, 48)  # where the two groups are
+JITTER = (1, 3)  # how far a thing may be from there along and across, in pixels; three large ones never touch
+GROUND, NOISE = 50, 12  # the ground's brightest gray, and the height of the noise on it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Equal things side by side."""
+
+    count: int
+    size: str
+    colour: str
+    shape: str
+
+    @property
+    def noun(self) -> str:
+        """The shape's name, in the plural if there are several."""
+        return self.shape if self.count == 1 else SHAPES[self.shape]
+
+    @property
+    def number(self) -> str:
+        return NUMBERS[self.count - 1]
+
+    @property
+    def whole(self) -> str:
+        """All four facts: 'two small red circles'."""
+        return f"{self.number} {self.size} {self.colour} {self.noun}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """Two groups: left and right of each other, or the first above the second."""
+
+    first: Group
+    second: Group
+    stacked: bool
+
+    @classmethod
+    def of(cls, number: int) -> Scene:
+        """Scene `number` of 2 * GROUPS^2, each of which is another one."""
+        stacked, pair = divmod(number, GROUPS**2)
+        first, second = (_group(part) for part in divmod(pair, GROUPS))
+        return cls(first=first, second=second, stacked=bool(stacked))
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        """Five true ones, each in its own order of facts."""
+        first, second = self.first, self.second
+        before, after = ("above", "below") if self.stacked else ("left of", "right of")
+        here, there = ("at the top", "at the bottom") if self.stacked else ("on the left", "on the right")
+        total = NUMBERS[first.count + second.count - 1]
+        return (
+            f"{first.whole} {before} {second.whole}",
+            f"{second.whole} {after} {first.whole}",
+            f"{here} {first.whole} {there} {second.whole}",
+            f"{first.size} {first.noun} in {first.colour} and {second.size} {second.noun} in {second.colour}",
+            f"{total} shapes with {first.number} {first.colour} {first.noun}"
+            f" {'over' if self.stacked else 'beside'} {second.number} {second.colour} {second.noun}",
+        )
+
+
+def _group(number: int) -> Group:
+    number, count = divmod(number, 3)
+    number, size = divmod(number, len(SIZES))
+    shape, colour = divmod(number, len(COLOURS))
+    return Group(count=count + 1, size=list(SIZES)[size], colour=list(COLOURS)[colour], shape=list(SHAPES)[shape])
+
+
+def load() -> CaptionDataset:
+    """The data set: pictures uint8 (N, 64, 64, 3), 4,000 for training, 500 for validation, 500 for the test."""
+    stream = np.random.Generator(np.random.PCG64(SEED))
+    numbers = stream.choice(2 * GROUPS**2, size=sum(COUNTS), replace=False)
+    scenes = [Scene.of(int(number)) for number in numbers]
+    pictures = draw(scenes, stream)
+    references = [scene.sentences for scene in scenes]
+    digest = hashlib.sha256(pictures.tobytes() + repr((COUNTS, references)).encode())
+    return assemble(
+        name="shapes",
+        vocabulary=Vocabulary.build(sentence for told in references[: COUNTS[0]] for sentence in told),
+        pictures=pictures,
+        names=[f"scene-{number}" for number in numbers],
+        references=references,
+        counts=COUNTS,
+        fingerprint=digest.hexdigest(),
+    )
+
+
+def draw(scenes: list[Scene], stream: np.random.Generator) -> NDArray[np.uint8]:
+    """Pictures of the scenes, uint8 (N, 64, 64, 3); ground, noise and small displacements come from `stream`."""
+    gray = stream.integers(GROUND, size=(len(scenes), 1, 1, 1), dtype=np.uint8)
+    pictures = stream.integers(NOISE, size=(len(scenes), SIZE, SIZE, 3), dtype=np.uint8) + gray
+    reach = np.array(JITTER)
+    moved = stream.integers(-reach, reach + 1, size=(len(scenes), 2, 3, 2)).tolist()
+    stamps = {(shape, size): _stamp(shape, SIZES[size]) for shape in SHAPES for size in SIZES}
+    for picture, scene, moves in zip(pictures, scenes, moved, strict=True):
+        for group, across, steps in zip((scene.first, scene.second), ACROSS, moves, strict=True):
+            half, stamp = SIZES[group.size], stamps[group.shape, group.size]
+            for along, (on, aside) in zip(ALONG[group.count], steps, strict=False):
+                y, x = (across + aside, along + on) if scene.stacked else (along + on, across + aside)
+                picture[y - half : y + half + 1, x - half : x + half + 1][stamp] = COLOURS[group.colour]
+    return pictures
+
+
+def _stamp(shape: str, half: int) -> NDArray[np.bool_]:
+    """Where a thing is in its square of 2 half + 1 pixels a side."""
+    y, x = np.mgrid[-half : half + 1, -half : half + 1]
+    inside: NDArray[np.bool_] = {
+        "circle": x**2 + y**2 <= (half + 0.4) ** 2,
+        "square": np.ones_like(x, bool),
+        "triangle": 2 * np.abs(x) <= y + half + 1,
+        "cross": np.minimum(np.abs(x), np.abs(y)) <= half // 4,
+    }[shape]
+    return inside

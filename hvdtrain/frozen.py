@@ -1,0 +1,38 @@
+"""The encoder that is not trained: VGG16 as its weights file is, in either framework."""
+
+from __future__ import annotations
+
+from hvdtrain.exits import BAD_CONFIG, Failure
+from hvdtrain.features import Encoder
+from hvdtrain.models import vgg16, vgg16_weights
+
+RANDOM = "random"
+"""In place of a file: weights that have seen nothing, to try the way"""
+
+
+def digest(weights: str, image_size: tuple[int, int]) -> str:
+    """What tells these weights, and their preprocessing, from others. Raises Failure: 65 for a file that is missing or
+    foreign, 78 for pictures (width, height) that VGG16 does not take."""
+    if image_size != vgg16.IMAGE_SIZE:
+        asked, given = ("{}x{}".format(*size) for size in (vgg16.IMAGE_SIZE, image_size))
+        raise Failure(
+            f"--encoder vgg16 sees pictures of {asked}, not {given}: prepare them with `hvdtrain data captions ... "
+            f"--size {asked}`, or train --encoder small",
+            BAD_CONFIG,
+        )
+    return RANDOM if weights == RANDOM else vgg16_weights.read_head(weights)["digest"]
+
+
+def encoder(weights: str, framework: str, device: str = "cpu") -> Encoder:
+    """Features (n, 4096) float32 of pictures (n, 224, 224, 3) uint8. Raises Failure (65) for a damaged file."""
+    if weights == RANDOM:
+        arrays, preprocessing = vgg16.random_weights(0), "torchvision"
+    else:
+        arrays, preprocessing, _ = vgg16_weights.open_weights(weights)
+    if framework == "torch":
+        from hvdtrain.models.vgg16_torch import Vgg16Torch
+
+        return Vgg16Torch(arrays, preprocessing, device)
+    from hvdtrain.models.vgg16_tf import Vgg16TF
+
+    return Vgg16TF(arrays, preprocessing, device)

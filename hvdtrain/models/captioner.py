@@ -1,0 +1,158 @@
+"""The captioning model as data: its sizes, array shapes and initial values, for both frameworks.
+
+The "merge" model of Lucero (2022): picture and words meet only after the words were read.
+
+    inputs (N, ...)      encoder -> F values; dropout; linear, ReLU          -> H   (the encoded picture)
+    words  (N, T)        embedding of E values; dropout; LSTM                -> H   at each of the T positions
+    both                 sum; linear, ReLU; linear; softmax                  -> probabilities of the next word
+
+Encoders: `vgg16` takes 4,096 ready values per picture (fc2 of VGG16, which is not trained and not part of this model),
+`small` is a convolutional network trained with the rest, and `none` shows no picture at all: its encoded picture is 0,
+so that one can see how far the words alone lead.
+
+`small` halves the picture four times (3x3 convolution with stride 2, padding 1, ReLU). Its last maps are flattened in
+the order height, width, channel and not averaged, because where a thing is matters to a caption.
+
+The study trained on one row per word: the words before it, padded on the left with masked zeros. Here a caption is one
+row, and the loss of all its words comes from one pass: the LSTM looks back only, so what is at position t is what the
+study's row for that word had. Padding stands at the end, where nothing but the loss has to be told about it.
+
+Names and shapes are PyTorch's: convolutions (out, in, height, width), linear (out, in), the gates of the LSTM in the
+order input, forget, cell, output. The LSTM has one bias.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdtrain.exits import BAD_CONFIG, Failure
+
+Shapes = dict[str, tuple[int, ...]]
+
+PAD = 0
+"""The word id that fills up short captions (`hvdtrain.data.vocabulary`)."""
+
+CONVOLUTIONS = (16, 32, 64, 64)
+"""Output channels of the small encoder's convolutions."""
+KERNEL, STRIDE, PADDING = 3, 2, 1
+COLOURS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptionerSpec:
+    """What may vary in the model. Raises Failure (BAD_CONFIG) for a value that makes no model."""
+
+    vocabulary: int
+    """Number of words, the four special ones (padding, start, end, unknown) included."""
+    encoder: Literal["small", "vgg16", "none"]
+    """What turns a picture into values; see the head of this module."""
+    image_size: tuple[int, int] = (64, 64)
+    """(width, height) of the pictures of encoder `small`, in pixels."""
+    features: int = 4096
+    """Values per picture of encoder `vgg16`."""
+    embedding: int = 256
+    """Values per word."""
+    hidden: int = 256
+    """Size of the LSTM and of the layers behind it."""
+    dropout: float = 0.5
+    """Share of values that dropout sets to 0 in training, before the image layer and before the LSTM."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "image_size", tuple(self.image_size))  # JSON brings a list
+        if self.encoder not in ("small", "vgg16", "none"):
+            raise Failure(f"model: no encoder '{self.encoder}'; choose small, vgg16 or none", BAD_CONFIG)
+        if self.vocabulary < 5:
+            raise Failure(
+                f"model: vocabulary is {self.vocabulary}; give at least 5 (four special words and one)", BAD_CONFIG
+            )
+        for name in ("features", "embedding", "hidden"):
+            if (value := getattr(self, name)) < 1:
+                raise Failure(f"model: {name} is {value}; give at least 1", BAD_CONFIG)
+        if len(self.image_size) != 2 or min(self.image_size) < 1:
+            raise Failure(f"model: image_size is {self.image_size}; give width and height, at least 1", BAD_CONFIG)
+        if not 0 <= self.dropout < 1:
+            raise Failure(f"model: dropout is {self.dropout}; give at least 0 and less than 1", BAD_CONFIG)
+
+
+def picture_values(spec: CaptionerSpec) -> int:
+    """Values per picture that reach the image layer: F above, 0 without a picture, 1024 for `small` at 64x64."""
+    if spec.encoder == "none":
+        return 0
+    if spec.encoder == "vgg16":
+        return spec.features
+    width, height = spec.image_size
+    for _ in CONVOLUTIONS:
+        width, height = -(-width // STRIDE), -(-height // STRIDE)
+    return width * height * CONVOLUTIONS[-1]
+
+
+def input_shape(spec: CaptionerSpec) -> tuple[int, ...]:
+    """Shape of one picture as the model takes it: (height, width, 3) uint8, (features,) float32; () means any."""
+    width, height = spec.image_size
+    return {"small": (height, width, COLOURS), "vgg16": (spec.features,), "none": ()}[spec.encoder]
+
+
+def parameters(spec: CaptionerSpec) -> Shapes:
+    """Name and shape of every trained array, in the order of the layers."""
+    shapes: Shapes = {}
+    if spec.encoder == "small":
+        channels = (COLOURS, *CONVOLUTIONS)
+        for number, outputs in enumerate(CONVOLUTIONS, start=1):
+            shapes[f"encoder.conv{number}.weight"] = (outputs, channels[number - 1], KERNEL, KERNEL)
+            shapes[f"encoder.conv{number}.bias"] = (outputs,)
+    if spec.encoder != "none":
+        shapes["image.weight"] = (spec.hidden, picture_values(spec))
+        shapes["image.bias"] = (spec.hidden,)
+    return shapes | {
+        "embedding.weight": (spec.vocabulary, spec.embedding),
+        "lstm.weight_ih": (4 * spec.hidden, spec.embedding),
+        "lstm.weight_hh": (4 * spec.hidden, spec.hidden),
+        "lstm.bias": (4 * spec.hidden,),
+        "merge.weight": (spec.hidden, spec.hidden),
+        "merge.bias": (spec.hidden,),
+        "words.weight": (spec.vocabulary, spec.hidden),
+        "words.bias": (spec.vocabulary,),
+    }
+
+
+def buffers(spec: CaptionerSpec) -> Shapes:
+    """The model has no running statistics: empty."""
+    return {}
+
+
+def parameter_count(spec: CaptionerSpec) -> int:
+    """Number of trained values: 5,743,936 with vgg16 and 8,000 words."""
+    return sum(math.prod(shape) for shape in parameters(spec).values())
+
+
+def initial_state(spec: CaptionerSpec, seed: int) -> dict[str, NDArray[np.float32]]:
+    """Parameters before the first step, float32, a pure function of `spec` and `seed`.
+
+    Keras' distributions, which the study used: the embedding uniform within +-0.05, biases 0 but 1 for the forget gate
+    (Jozefowicz, Zaremba, Sutskever: "An empirical exploration of recurrent network architectures", ICML 2015), all
+    else Glorot's uniform within +-sqrt(6 / (fan_in + fan_out)). One exception: `lstm.weight_hh` is Glorot's too and not
+    orthogonal, because a decomposition differs in its last digits between machines. Each array has a random stream of
+    its own, keyed by its name.
+
+    Raises Failure (BAD_CONFIG) for a negative seed.
+    """
+    if seed < 0:
+        raise Failure(f"model: seed is {seed}; give 0 or more", BAD_CONFIG)
+    state: dict[str, NDArray[np.float32]] = {}
+    for name, shape in parameters(spec).items():
+        if name == "lstm.bias":
+            state[name] = np.zeros(shape, np.float32)
+            state[name][spec.hidden : 2 * spec.hidden] = 1
+        elif len(shape) == 1:
+            state[name] = np.zeros(shape, np.float32)
+        else:
+            stream = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=tuple(name.encode())))
+            window = math.prod(shape[2:])
+            bound = 0.05 if name == "embedding.weight" else math.sqrt(6 / (window * (shape[0] + shape[1])))
+            state[name] = (stream.random(shape, np.float32) * 2 - 1) * np.float32(bound)
+    return state

@@ -1,0 +1,139 @@
+"""The captioning model in PyTorch: the layers of `captioner.py`."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hvdtrain.models.captioner import CONVOLUTIONS, PAD, PADDING, STRIDE, CaptionerSpec, parameters
+
+
+class CaptionerTorch(nn.Module):
+    """The model of `spec`. Its arrays hold zeros until `load_state_dict` brings the neutral state.
+
+    `state_dict()` has exactly the names and shapes of `captioner.parameters`.
+    """
+
+    def __init__(self, spec: CaptionerSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        for name, shape in parameters(spec).items():
+            owner: nn.Module = self
+            *path, leaf = name.split(".")
+            for part in path:
+                if not hasattr(owner, part):
+                    owner.add_module(part, nn.Module())
+                owner = cast(nn.Module, getattr(owner, part))
+            owner.register_parameter(leaf, nn.Parameter(torch.zeros(shape)))
+        self._owners = dict(self.named_modules())
+
+    def forward(self, inputs: Tensor, tokens: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits (words, vocabulary) float32 and targets (words,) of every word to be said, caption after caption.
+
+        inputs: (N, height, width, 3) uint8, or (N, features) float32; tokens (N, T + 1) int64: start, words, end,
+        padding; key (2,) int64, from which dropout draws in training: equal keys, equal masks.
+        """
+        random = self._random(key) if self.training and self.spec.dropout else None
+        picture = self._encoded(inputs, random)
+        embedded = self._dropped(F.embedding(tokens[:, :-1], self._array("embedding.weight")), random)
+        read = self._read(embedded)
+        merged = read if picture is None else read + picture.unsqueeze(1)
+        targets = tokens[:, 1:]
+        said = targets != PAD  # the widest layer is for these only
+        return self._logits(merged[said]), targets[said]
+
+    def loss(self, inputs: Tensor, tokens: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Sum of the cross-entropies of all words to be said (padding aside), and how many were the likeliest one."""
+        logits, targets = self(inputs, tokens, key)
+        return F.cross_entropy(logits, targets, reduction="sum"), (logits.argmax(1) == targets).sum()
+
+    @torch.inference_mode()
+    def encode(self, inputs: np.ndarray) -> np.ndarray:
+        """The encoded pictures (N, hidden) float32, without dropout; inputs as in `forward`."""
+        encoded = self._encoded(self._tensor(inputs), None)
+        if encoded is None:
+            return np.zeros((len(inputs), self.spec.hidden), np.float32)
+        return cast(np.ndarray, encoded.float().cpu().numpy())
+
+    @torch.inference_mode()
+    def step(
+        self, encoded: np.ndarray, words: np.ndarray, hidden: np.ndarray, cell: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """One word on, without dropout: log-probabilities (N, vocabulary) of the next word, and the LSTM's new state.
+
+        encoded (N, hidden) of `encode`; words (N,) int64, the last ones said; hidden and cell (N, hidden), zeros before
+        the first word. All but words float32.
+        """
+        picture, last, h, c = (self._tensor(array) for array in (encoded, words, hidden, cell))
+        embedded = F.embedding(last, self._array("embedding.weight"))
+        h, c = torch.lstm_cell(embedded, (h, c), *self._lstm_arrays())
+        chances = F.log_softmax(self._logits(h + picture), dim=1)
+        return chances.cpu().numpy(), h.cpu().numpy(), c.cpu().numpy()
+
+    def _encoded(self, inputs: Tensor, random: torch.Generator | None) -> Tensor | None:
+        """(N, hidden), or None without a picture."""
+        if self.spec.encoder == "none":
+            return None
+        x = inputs
+        if self.spec.encoder == "small":
+            x = inputs.permute(0, 3, 1, 2).float().div_(255)  # a view first: channels-last in memory
+            for number in range(1, len(CONVOLUTIONS) + 1):
+                name = f"encoder.conv{number}"
+                x = F.conv2d(x, self._array(f"{name}.weight"), self._array(f"{name}.bias"), STRIDE, PADDING)
+                x = F.relu_(x)
+            x = x.permute(0, 2, 3, 1).flatten(1)
+        return F.relu_(F.linear(self._dropped(x, random), self._array("image.weight"), self._array("image.bias")))
+
+    def _read(self, embedded: Tensor) -> Tensor:
+        """What the LSTM makes of the words so far, (N, T, hidden), at each of their positions."""
+        device = embedded.device.type
+        arrays = self._lstm_arrays()
+        if torch.is_autocast_enabled(device):  # which knows the LSTM on GPUs only
+            kind = torch.get_autocast_dtype(device)
+            embedded, arrays = embedded.to(kind), [array.to(kind) for array in arrays]
+        zeros = embedded.new_zeros(1, len(embedded), self.spec.hidden)
+        outputs, _, _ = torch.lstm(
+            embedded,
+            (zeros, zeros),
+            arrays,
+            has_biases=True,
+            num_layers=1,
+            dropout=0.0,
+            train=self.training,
+            bidirectional=False,
+            batch_first=True,
+        )
+        return outputs
+
+    def _lstm_arrays(self) -> list[Tensor]:
+        """As PyTorch wants them: with a second bias, which is 0 here."""
+        bias = self._array("lstm.bias")
+        return [self._array("lstm.weight_ih"), self._array("lstm.weight_hh"), bias, torch.zeros_like(bias)]
+
+    def _logits(self, merged: Tensor) -> Tensor:
+        x = F.relu_(F.linear(merged, self._array("merge.weight"), self._array("merge.bias")))
+        return F.linear(x, self._array("words.weight"), self._array("words.bias")).float()
+
+    def _random(self, key: Tensor) -> torch.Generator:
+        low, high = (int(half) & 0xFFFFFFFF for half in key.tolist())
+        # PyTorch's CPU generator looks at the lower 32 bits of a seed only, so both halves must be in these.
+        return torch.Generator(key.device).manual_seed(high * 0x9E3779B1 + low)
+
+    def _dropped(self, x: Tensor, random: torch.Generator | None) -> Tensor:
+        if random is None:
+            return x
+        # A third of the time of `bernoulli_`, which F.dropout uses; masks are the same at any precision.
+        kept = torch.rand(x.shape, generator=random, device=x.device).ge_(self.spec.dropout)
+        return x * kept.div_(1 - self.spec.dropout).to(x.dtype)
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        """On the model's device; shares memory where it can. PyTorch takes no read-only arrays, such as memory maps."""
+        return torch.from_numpy(np.require(array, requirements=("C", "W"))).to(self._array("embedding.weight").device)
+
+    def _array(self, name: str) -> Tensor:
+        owner, _, leaf = name.rpartition(".")
+        return cast(Tensor, getattr(self._owners[owner], leaf))

@@ -1,0 +1,121 @@
+"""VGG16 up to its second fully connected layer, as data: the layer plan, array shapes, preprocessing, random weights.
+
+Simonyan, Zisserman: "Very deep convolutional networks for large-scale image recognition", ICLR 2015
+(arXiv:1409.1556), configuration D. Of 16 layers the last, which tells ImageNet's classes apart, is left out:
+
+    images (N, 224, 224, 3) uint8, RGB
+      5 stages   of 2, 2, 3, 3, 3 convolutions 3x3 / 1, each with ReLU; a stage ends with 2x2 max pooling / 2
+      flatten    512 x 7 x 7, channels first
+      2 layers   fully connected, 4096 each, each with ReLU
+    features (N, 4096) float32, none negative
+
+The network is frozen: it turns pictures into features once and is never trained here, so nothing of it is exchanged
+between ranks. `vgg16_torch.py` and `vgg16_tf.py` walk `LAYERS`; `vgg16_weights.py` imports published weights.
+
+Names and shapes are torchvision's (`vgg16`): convolutions (out, in, height, width), linear (out, in).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdtrain.exits import BAD_CONFIG, Failure
+
+Arrays = dict[str, NDArray[np.float32]]
+
+IMAGE_SIZE = (224, 224)
+"""(height, width) of the pictures; another size does not fit the first fully connected layer."""
+
+FEATURES = 4096
+"""Values that describe a picture: the outputs of the second fully connected layer."""
+
+STAGES = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))
+"""Channels and number of convolutions of each stage."""
+
+POOL = "pool"
+"""In `LAYERS`: 2x2 max pooling with stride 2."""
+
+LINEAR = ("classifier.0", "classifier.3")
+"""The two fully connected layers, in order (torchvision counts ReLU and dropout as layers, too)."""
+
+
+def _layers() -> tuple[str, ...]:
+    names, number = [], 0
+    for _, convolutions in STAGES:
+        for _ in range(convolutions):
+            names.append(f"features.{number}")
+            number += 2  # the ReLU behind it has a number of its own
+        names.append(POOL)
+        number += 1
+    return tuple(names)
+
+
+LAYERS = _layers()
+"""What happens to an image before it is flattened, in order: names of convolutions, and `POOL`."""
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """How values 0..255 become what the first convolution expects: x * scale + shift, one of each per channel."""
+
+    reverse: bool
+    """The network sees blue, green, red. `scale` and `shift` are in the network's order."""
+    scale: tuple[float, ...]
+    shift: tuple[float, ...]
+
+
+_MEAN, _DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet in 0..1, RGB
+PREPROCESSING = {
+    # (x / 255 - mean) / deviation
+    "torchvision": Preprocessing(
+        reverse=False,
+        scale=tuple(1 / (255 * deviation) for deviation in _DEVIATION),
+        shift=tuple(-mean / deviation for mean, deviation in zip(_MEAN, _DEVIATION, strict=True)),
+    ),
+    # x - mean, as the authors trained it in Caffe; Keras distributes those weights
+    "caffe": Preprocessing(reverse=True, scale=(1.0, 1.0, 1.0), shift=(-103.939, -116.779, -123.68)),
+}
+"""By name. Weights are worth nothing under another preprocessing than that of their training."""
+
+
+def parameters() -> dict[str, tuple[int, ...]]:
+    """Name and shape of every array, in torchvision's order."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    convolutions = (name for name in LAYERS if name != POOL)
+    inputs = 3
+    for name, outputs in zip(convolutions, chain.from_iterable([c] * n for c, n in STAGES), strict=True):
+        shapes |= {f"{name}.weight": (outputs, inputs, 3, 3), f"{name}.bias": (outputs,)}
+        inputs = outputs
+    inputs *= math.prod(side // 2 ** len(STAGES) for side in IMAGE_SIZE)
+    for name in LINEAR:
+        shapes |= {f"{name}.weight": (FEATURES, inputs), f"{name}.bias": (FEATURES,)}
+        inputs = FEATURES
+    return shapes
+
+
+def random_weights(seed: int) -> Arrays:
+    """Weights that know nothing, float32, a pure function of `seed`: to try everything without a download.
+
+    Uniform with He's variance, 2 / inputs (arXiv:1502.01852), which keeps activations at one size through all ReLUs;
+    biases 0. Each array has a random stream of its own, keyed by its name. Raises Failure (BAD_CONFIG) for a negative
+    seed.
+    """
+    if seed < 0:
+        raise Failure(f"vgg16: seed is {seed}; give 0 or more", BAD_CONFIG)
+    arrays: Arrays = {}
+    for name, shape in parameters().items():
+        if len(shape) == 1:
+            arrays[name] = np.zeros(shape, np.float32)
+            continue
+        stream = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=tuple(name.encode())))
+        bound = np.float32(math.sqrt(6 / math.prod(shape[1:])))
+        drawn = stream.random(shape, np.float32)  # in place from here on: half a gigabyte
+        drawn -= np.float32(0.5)
+        drawn *= 2 * bound
+        arrays[name] = drawn
+    return arrays

@@ -1,0 +1,278 @@
+"""VGG16's weights as they are published -> our own file: `hvdtrain data vgg16 WEIGHTS DST`.
+
+**In** (told apart by content, not by name):
+  torchvision   its state dict, a file of `torch.save`; or safetensors or npz with the same names
+  Keras         npz or safetensors with the arrays of `keras.applications.VGG16`, under any of the names that Keras has
+                given them: `block1_conv1/kernel:0`, `block1_conv1_W_1:0`, `conv2d/vars/0`, with anything before
+
+**Out**: safetensors with torchvision's names and shapes, float32, without the last layer; its metadata tells the
+schema, the preprocessing that the weights were trained with, the source's name and SHA-256, and a digest of the
+arrays. The same weights have the same digest whatever file they came in.
+
+Keras keeps convolutions as (height, width, in, out) and linear layers as (in, out), and flattens images with their
+channels last; torchvision keeps (out, in, height, width) and (out, in), and flattens channels first. So the inputs of
+the first linear layer change their order. Torchvision's weights expect its own normalisation of RGB, those that Keras
+distributes Caffe's of BGR (see `vgg16.PREPROCESSING`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import re
+import secrets
+import zipfile
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdtrain.exits import BAD_DATA, CANNOT_WRITE, IO_ERROR, Failure
+from hvdtrain.models.vgg16 import LAYERS, LINEAR, POOL, PREPROCESSING, STAGES, Arrays, parameters
+
+SCHEMA = "hvdtrain.vgg16/1"
+SUMMARY = "hvdtrain.data.vgg16/1"
+HEAD_BYTES = 2**20  # no header of ours is larger, so that a foreign file is not read as one
+CONVOLUTIONS = tuple(name for name in LAYERS if name != POOL)
+KERAS_LAYERS = {
+    **dict(
+        zip((f"block{i + 1}_conv{j + 1}" for i in range(5) for j in range(STAGES[i][1])), CONVOLUTIONS, strict=True)
+    ),
+    **{f"conv2d_{n}" if n else "conv2d": name for n, name in enumerate(CONVOLUTIONS)},  # in Keras 3's .weights.h5
+    **dict(zip(("fc1", "fc2"), LINEAR, strict=True)),
+    **dict(zip(("dense", "dense_1"), LINEAR, strict=True)),
+}
+KERAS_NAME = re.compile(
+    r"(block\d_conv\d|conv2d(?:_\d+)?|fc\d|dense(?:_\d)?|predictions)"
+    r"[/._](kernel|W|vars[/.]0|bias|b|vars[/.]1)(?:_\d+)?(?::0)?$"
+)
+IGNORED = ("classifier.6.", "predictions", "dense_2")  # the last layer
+FROM_KERAS = (
+    "import keras, numpy; model = keras.applications.VGG16(weights={path!r});"
+    " numpy.savez('vgg16.npz', **{{w.path: w.numpy() for w in model.weights}})"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vgg16Config:
+    """What `hvdtrain data vgg16` does."""
+
+    source: str
+    """File with published weights: torchvision's .pth, or torchvision's or Keras' arrays as .npz or .safetensors."""
+    destination: str
+    """File to make, for example vgg16.safetensors; must not exist."""
+    dry_run: bool = False
+    """Only read and check the source."""
+
+
+# 1. Import.
+
+
+def import_weights(config: Vgg16Config) -> dict[str, Any]:
+    """Does it, and returns a summary fit for JSON.
+
+    Raises Failure: BAD_DATA for a source that is missing, foreign, damaged or lacks arrays, CANNOT_WRITE or IO_ERROR
+    if the destination exists or cannot be written.
+    """
+    source, destination = Path(config.source), Path(config.destination).absolute()
+    if destination.exists():
+        raise Failure(f"{destination} exists: remove it, or choose another destination", CANNOT_WRITE)
+    try:
+        with source.open("rb") as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        arrays, preprocessing = neutral(_read(source), source)
+    except OSError as error:
+        raise Failure(f"{source}: {error.strerror or error}", BAD_DATA) from None
+    about = {
+        "schema": SCHEMA,
+        "preprocessing": preprocessing,
+        "digest": _digest(arrays, preprocessing),
+        "source": source.name,
+        "source_sha256": sha256,
+    }
+    if not config.dry_run:
+        _write(destination, arrays, about)
+    values = sum(array.size for array in arrays.values())
+    return {
+        **about,
+        "schema": SUMMARY,
+        "destination": str(destination),
+        "arrays": len(arrays),
+        "values": values,
+        "dry_run": config.dry_run,
+    }
+
+
+def _read(path: Path) -> dict[str, NDArray[Any]]:
+    """The arrays in a file of any accepted format. Raises Failure (BAD_DATA) if it is of none."""
+    with path.open("rb") as file:
+        head = file.read(9)
+    if head.startswith(b"\x89HDF"):
+        convert = FROM_KERAS.format(path=str(path))
+        raise Failure(f'{path} is HDF5: where Keras is, turn it into npz with `python -c "{convert}"`', BAD_DATA)
+    try:
+        if head.startswith(b"PK") and any(name.endswith(".npy") for name in zipfile.ZipFile(path).namelist()):
+            with np.load(path, allow_pickle=False) as npz:
+                return dict(npz)
+        if head[8:9] == b"{":
+            from safetensors import SafetensorError
+            from safetensors.numpy import load_file
+
+            try:
+                return load_file(path)
+            except (SafetensorError, TypeError, KeyError) as error:  # the latter for types that NumPy has not
+                raise ValueError(error) from None
+    except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise Failure(f"{path} is damaged ({error}): download it again", BAD_DATA) from None
+    if not head.startswith((b"PK", b"\x80")):  # a zip of tensors, or a plain pickle as torchvision's still is
+        raise Failure(f"{path} is none of torch.save's files, npz and safetensors", BAD_DATA)
+    try:
+        from hvdtrain.models.vgg16_torch import read_state_dict
+    except ImportError:
+        hint = "`pip install torch`, or give npz or safetensors"
+        raise Failure(f"{path} is a file of torch.save, which only PyTorch reads: {hint}", BAD_DATA) from None
+    return read_state_dict(path)
+
+
+# 2. From published names and shapes to ours.
+
+
+def neutral(found: Mapping[str, NDArray[Any]], source: Path) -> tuple[Arrays, str]:
+    """Our arrays from published ones, and the name of their preprocessing.
+
+    Raises Failure (BAD_DATA) that names `source` and the array which is missing, too many, of the wrong shape or not
+    finite.
+    """
+    keras = any(KERAS_NAME.search(name) for name in found)
+    arrays = _from_keras(found) if keras else {n: a for n, a in found.items() if not n.startswith(IGNORED)}
+    shapes = parameters()
+    missing = [name for name in shapes if name not in arrays]
+    if missing and all(name.startswith("classifier.") for name in missing):
+        raise Failure(
+            f"{source} ends before the fully connected layers ('notop'), whose second one makes the features: get the"
+            " file with the top",
+            BAD_DATA,
+        )
+    unknown = [name for name in arrays if name not in shapes]
+    if missing or unknown:
+        what = f"lacks {missing[0]}" if missing else f"also holds {unknown[0]}"
+        raise Failure(f"{source} is not VGG16 without batch normalisation: it {what}", BAD_DATA)
+    for name, shape in shapes.items():
+        if arrays[name].shape != shape:
+            raise Failure(f"{source}: {name} has shape {arrays[name].shape}, VGG16's is {shape}", BAD_DATA)
+        arrays[name] = np.ascontiguousarray(arrays[name], np.float32)
+        if not np.isfinite(arrays[name]).all():
+            hint = "get weights that were trained with the top"
+            raise Failure(f"{source}: {name} holds values that are no finite numbers: {hint}", BAD_DATA)
+    return {name: arrays[name] for name in shapes}, "caffe" if keras else "torchvision"
+
+
+def _from_keras(found: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """Keras' arrays under our names and in our order; what is not VGG16's keeps its name."""
+    arrays: dict[str, NDArray[Any]] = {}
+    for name, array in found.items():
+        known = KERAS_NAME.search(name)
+        if known is None or known[1] not in KERAS_LAYERS:
+            if known is None or known[1] not in IGNORED:
+                arrays[name] = array
+            continue
+        layer = KERAS_LAYERS[known[1]]
+        leaf = "bias" if known[2] in ("bias", "b", "vars/1", "vars.1") else "weight"
+        if array.ndim == 4:
+            array = array.transpose(3, 2, 0, 1)
+        elif array.ndim == 2:
+            array = (_channels_first(array) if layer == LINEAR[0] else array).T
+        arrays[f"{layer}.{leaf}"] = array
+    return arrays
+
+
+def _channels_first(matrix: NDArray[Any]) -> NDArray[Any]:
+    """Rows for images flattened as (height, width, channels) -> rows for (channels, height, width)."""
+    channels, positions = STAGES[-1][0], matrix.shape[0] // STAGES[-1][0]
+    if matrix.shape[0] != channels * positions:
+        return matrix  # its shape will be found to be wrong
+    return matrix.reshape(positions, channels, -1).transpose(1, 0, 2).reshape(matrix.shape)
+
+
+# 3. Our file.
+
+
+def _write(destination: Path, arrays: Arrays, about: dict[str, str]) -> None:
+    """Whole or not at all. Raises Failure (CANNOT_WRITE, IO_ERROR)."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import save_file
+
+    unfinished = destination.with_name(f".{destination.name}.{secrets.token_hex(4)}.unfinished")
+    try:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.touch()
+        save_file(arrays, unfinished, about)
+        with unfinished.open("rb") as file:
+            os.fsync(file.fileno())
+        unfinished.rename(destination)
+    except (OSError, SafetensorError) as error:
+        denied = isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise Failure(
+            f"{destination}: {reason}: make room, or choose another place", CANNOT_WRITE if denied else IO_ERROR
+        ) from None
+    finally:
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+
+
+def read_head(path: str | Path) -> dict[str, str]:
+    """The metadata of a file made by `import_weights`, without its arrays: preprocessing, digest, source ...
+
+    Enough to know whether features made with it are in the cache. Raises Failure (BAD_DATA) for any other file.
+    """
+    path = Path(path)
+    hint = "import published weights first, with `hvdtrain data vgg16`"
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            about = json.loads(file.read(length))["__metadata__"] if length <= HEAD_BYTES else {}
+    except OSError as error:
+        raise Failure(f"{path}: {error.strerror}: {hint}", BAD_DATA) from None
+    except (ValueError, KeyError, TypeError):
+        about = {}
+    if not isinstance(about, dict) or about.get("schema") != SCHEMA or about.get("preprocessing") not in PREPROCESSING:
+        raise Failure(f"{path} was not made by `hvdtrain data vgg16` of this version: {hint}", BAD_DATA)
+    return {str(name): str(value) for name, value in about.items()}
+
+
+def open_weights(path: str | Path) -> tuple[Arrays, str, str]:
+    """(arrays, name of their preprocessing, digest) of a file made by `import_weights`, checked whole.
+
+    Raises Failure (BAD_DATA) if it is missing, foreign or damaged.
+    """
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    about = read_head(path)
+    preprocessing = about["preprocessing"]
+    try:
+        arrays: Arrays = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise Failure(f"{path} is damaged ({error}): import or copy it again", BAD_DATA) from None
+    digest = _digest(arrays, preprocessing)
+    if digest != about.get("digest"):
+        raise Failure(f"{path} is damaged (its digest is not the one it states): import or copy it again", BAD_DATA)
+    return arrays, preprocessing, digest
+
+
+def _digest(arrays: Arrays, preprocessing: str) -> str:
+    """SHA-256 of everything that features depend on."""
+    sha256 = hashlib.sha256(f"{SCHEMA} {preprocessing}".encode())
+    for name in sorted(arrays):
+        array = arrays[name]
+        sha256.update(f" {name} {array.dtype} {array.shape} ".encode())
+        sha256.update(np.ascontiguousarray(array).data)
+    return sha256.hexdigest()

@@ -1,0 +1,118 @@
+"""What a captioning run left behind, as a model that writes: from the run's folder alone, on the processor.
+
+The folder's manifest tells the model's sizes, its vocabulary the words, its best checkpoint the parameters. Either
+framework can take them, whichever trained them. Only the weights of a frozen encoder are elsewhere, where the manifest
+tells; they are recognised by their digest.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdtrain import checkpoint, exits, frozen, generation, records, world
+from hvdtrain.data.vocabulary import Vocabulary
+from hvdtrain.exits import Failure
+from hvdtrain.models import captioner
+
+TRAINED_BY = "captioning"
+FEATURES_BATCH = 16
+"""Pictures that VGG16 sees together"""
+
+Pixels = NDArray[np.uint8]
+Encode = Callable[[Pixels], NDArray[Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What a run left behind."""
+
+    config: dict[str, Any]
+    spec: captioner.CaptionerSpec
+    encoder: str | None
+    """Digest of the frozen encoder's weights, None for an encoder that the checkpoint holds"""
+    vocabulary: Vocabulary
+    parameters: checkpoint.Arrays
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(height, width, 3) of the pictures it was trained on."""
+        width, height = self.spec.image_size
+        return height, width, 3
+
+
+def open_run(folder: Path) -> Trained:
+    """The trained model of a run's folder. Raises Failure (65, 74, 77) for anything else."""
+    if not folder.is_dir():
+        raise Failure(f"--run {folder}: no such folder; give one that hvdtrain.captioning made", exits.BAD_DATA)
+    path = folder / "manifest.json"
+    manifest = records.read_document(path)
+    if not isinstance(manifest, records.Manifest) or manifest.workload != TRAINED_BY:
+        raise Failure(f"{path}: no manifest of a run of hvdtrain.captioning", exits.BAD_DATA)
+    try:
+        spec = captioner.CaptionerSpec(**manifest.model["spec"])
+    except (KeyError, TypeError) as error:
+        raise Failure(f"{path}: its model is not of this version ({error})", exits.BAD_DATA) from None
+    words = folder / "vocabulary.json"
+    try:
+        vocabulary = Vocabulary.from_json(json.loads(words.read_bytes()), words)
+    except OSError as error:
+        raise Failure(f"{words}: {error.strerror}; the run's folder is not whole", exits.BAD_DATA) from None
+    except ValueError as error:
+        raise Failure(f"{words}: no JSON ({error})", exits.BAD_DATA) from None
+    parameters = checkpoint.trained_parameters(folder / "checkpoints")
+    found = {name: array.shape for name, array in parameters.items()}
+    if found != captioner.parameters(spec) or len(vocabulary) != spec.vocabulary:
+        raise Failure(f"{folder}: manifest, vocabulary and checkpoint are not of one model", exits.BAD_DATA)
+    return Trained(
+        config=manifest.config,
+        spec=spec,
+        encoder=manifest.model.get("encoder"),
+        vocabulary=vocabulary,
+        parameters=parameters,
+    )
+
+
+def model(trained: Trained, framework: str, weights: str | None) -> tuple[generation.Writer, Encode]:
+    """The trained model on the processor, and what makes its inputs of pictures (N, height, width, 3) uint8."""
+    threads = world.threads_per_rank(0, world.place())
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # read when a framework is first imported
+    writer: Any
+    if framework == "torch":
+        from hvdtrain.frameworks.pytorch import prepare
+        from hvdtrain.models.captioner_torch import CaptionerTorch
+
+        prepare("cpu", 0, threads)
+        writer = CaptionerTorch(trained.spec)
+        for name, array in trained.parameters.items():
+            writer.get_parameter(name).detach().numpy()[...] = array  # the parameter's own memory
+    else:
+        from hvdtrain.frameworks.tensorflow import prepare, turned
+        from hvdtrain.models.captioner_tf import CaptionerTF
+
+        prepare("cpu", 0, threads)
+        writer = CaptionerTF(trained.spec)
+        for name, array in trained.parameters.items():
+            writer.weights[name].assign(turned(array))
+    return writer, (vgg16(trained, framework, weights) if trained.spec.encoder == "vgg16" else lambda seen: seen)
+
+
+def vgg16(trained: Trained, framework: str, weights: str | None) -> Encode:
+    """The frozen encoder that the model was trained behind. Raises Failure (65) for other weights."""
+    path = weights or trained.config["weights"]
+    if frozen.digest(path, trained.spec.image_size) != trained.encoder:
+        raise Failure(f"{path}: not the weights that the run was trained with; name those by --weights", exits.BAD_DATA)
+    network = frozen.encoder(path, framework)
+
+    def encode(seen: Pixels) -> NDArray[Any]:
+        parts = range(0, len(seen), FEATURES_BATCH)
+        return np.concatenate([network(seen[start : start + FEATURES_BATCH]) for start in parts])
+
+    return encode

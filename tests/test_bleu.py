@@ -1,0 +1,124 @@
+"""BLEU: the same as sacrebleu on the whole corpus, as an independent one in fractions, and additive over parts."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from sacrebleu.metrics import BLEU
+
+from hvdtrain import bleu
+from hvdtrain.exits import BAD_DATA, Failure
+
+WORDS = ["a", "an", "the", "red", "blue", "green", "circle", "square", "above", "below", "left", "two"]
+Corpus = tuple[list[str], list[list[str]]]
+
+
+def corpus(seed: int) -> Corpus:
+    """Sentences of 0 to 12 words of a small vocabulary, with 1 to 5 references; some seeds share no word with them."""
+    draw = random.Random(seed)
+    words = WORDS[: draw.randint(2, len(WORDS))]
+    strange = ["x", "y", "z"]
+
+    def sentence(longest: int, least: int = 0) -> list[str]:
+        return draw.choices(words, k=draw.randint(least, longest))
+
+    captions, references = [], []
+    for _ in range(draw.randint(1, 12)):
+        told = [sentence(12, 1) for _ in range(draw.randint(1, 5))]
+        kind = draw.random()
+        caption = sentence(12) if kind < 0.4 else draw.choice(told)[: draw.randint(0, 12)]
+        if seed % 10 == 0:
+            caption = draw.choices(strange, k=draw.randint(0, 6))
+        captions.append(" ".join(caption))
+        references.append([" ".join(each) for each in told])
+    return captions, references
+
+
+def grams(words: Sequence[str], order: int) -> Counter[tuple[str, ...]]:
+    return Counter(tuple(words[i : i + order]) for i in range(len(words) - order + 1))
+
+
+def independent(captions: Sequence[str], references: Sequence[Sequence[str]], longest: int) -> float:
+    """BLEU as Papineni et al. (2002) define it, exact up to the root and the exponential."""
+    product, written, wanted = Fraction(1), 0, 0
+    for order in range(1, longest + 1):
+        matched = total = 0
+        for caption, several in zip(captions, references, strict=True):
+            mine = grams(caption.split(), order)
+            most: Counter[tuple[str, ...]] = Counter()
+            for reference in several:
+                most |= grams(reference.split(), order)
+            matched += (mine & most).total()
+            total += mine.total()
+        product *= Fraction(matched, total) if total else 0
+    for caption, several in zip(captions, references, strict=True):
+        length = len(caption.split())
+        written += length
+        wanted += min((abs(len(each.split()) - length), len(each.split())) for each in several)[1]
+    if not product:
+        return 0.0
+    penalty = 1.0 if written >= wanted else math.exp(float(1 - Fraction(wanted, written)))
+    return penalty * float(product) ** (1 / longest)
+
+
+def test_scores_equal_an_independent_bleu_and_sacrebleu_on_200_random_corpora() -> None:
+    zeros = perfect = 0
+    for seed in range(200):
+        captions, references = corpus(seed)
+        found = bleu.scores(bleu.statistics(captions, references))
+        for order in range(1, 5):
+            ours = found[f"bleu{order}"]
+            assert ours == pytest.approx(independent(captions, references, order), abs=1e-12), (seed, order)
+            streams = [[r[i] if i < len(r) else None for r in references] for i in range(5)]
+            streams[0] = [r[0] for r in references]
+            metric = BLEU(max_ngram_order=order, tokenize="none", smooth_method="none", force=True)
+            assert ours == pytest.approx(metric.corpus_score(captions, streams).score / 100, abs=1e-12), (seed, order)
+            zeros += ours == 0
+            perfect += ours > 0.9
+    assert zeros > 40, "no corpus without matches was tried"
+    assert perfect > 10, "no corpus with nearly all matches was tried"
+
+
+@pytest.mark.parametrize("seed", range(0, 200, 9))
+def test_counts_of_parts_add_up_to_those_of_the_whole(seed: int) -> None:
+    captions, references = corpus(seed)
+    whole = bleu.statistics(captions, references)
+    for parts in (2, 3, len(captions) + 2):
+        borders = [len(captions) * part // parts for part in range(parts + 1)]
+        counted = [bleu.statistics(captions[start:end], references[start:end]) for start, end in pairwise(borders)]
+        np.testing.assert_array_equal(sum(counted), whole)
+    assert whole.shape == (10,)
+    assert whole.dtype == np.float64
+
+
+def test_a_known_corpus() -> None:
+    counted = bleu.statistics(["the the the the"], [["the cat sat", "on the mat the"]])
+    assert counted.tolist() == [4, 4, 2, 0, 0, 0, 4, 3, 2, 1]
+    found = bleu.scores(counted)
+    assert found == {"bleu1": pytest.approx(0.5), "bleu2": 0.0, "bleu3": 0.0, "bleu4": 0.0}
+
+
+def test_perfect_captions_score_one_and_silence_scores_nothing() -> None:
+    sentences = ["a red circle above a blue square", "two green squares"]
+    assert set(bleu.scores(bleu.statistics(sentences, [[s] for s in sentences])).values()) == {1.0}
+    assert set(bleu.scores(bleu.statistics(["", ""], [[s] for s in sentences])).values()) == {0.0}
+    assert set(bleu.scores(bleu.statistics([], [])).values()) == {0.0}
+
+
+def test_a_picture_without_references_is_named() -> None:
+    with pytest.raises(Failure, match="number 2 of 2") as failure:
+        bleu.statistics(["a", "b"], [["a"], []])
+    assert failure.value.code == BAD_DATA
+
+
+def test_the_signature_says_what_was_measured() -> None:
+    fields = dict(field.split(":") for field in bleu.signature().split("|"))
+    assert fields.pop("version")
+    assert fields == {"nrefs": "var", "case": "mixed", "eff": "no", "tok": "none", "smooth": "none"}

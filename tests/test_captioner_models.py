@@ -1,0 +1,504 @@
+"""The captioning model: the two twins are one model, and one pass over a caption is the study's one row per word.
+
+The reference is written here in NumPy the long way round: for each word of each caption a row with the words before
+it, padded on the left with masked zeros, read word by word.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvdtrain.data import vocabulary as words_of_captions
+from hvdtrain.exits import BAD_CONFIG, Failure
+from hvdtrain.models.captioner import (
+    PAD,
+    CaptionerSpec,
+    buffers,
+    initial_state,
+    input_shape,
+    parameter_count,
+    parameters,
+    picture_values,
+)
+
+torch = pytest.importorskip("torch")
+tf = pytest.importorskip("tensorflow")
+
+from hvdtrain.models.captioner_tf import CaptionerTF  # noqa: E402
+from hvdtrain.models.captioner_torch import CaptionerTorch  # noqa: E402
+
+Arrays = dict[str, np.ndarray]
+Sample = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+LENGTHS = (3, 7, 1, 5, 7)  # of captions, in words
+WORDLESS = CaptionerSpec(vocabulary=11, encoder="none", embedding=6, hidden=9)
+FEATURES = CaptionerSpec(vocabulary=11, encoder="vgg16", features=13, embedding=6, hidden=9)
+SMALL = CaptionerSpec(vocabulary=11, encoder="small", image_size=(40, 24), embedding=6, hidden=9)
+SPECS = pytest.mark.parametrize("spec", [WORDLESS, FEATURES, SMALL], ids=lambda spec: spec.encoder)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def sample(spec: CaptionerSpec, lengths: tuple[int, ...] = LENGTHS, seed: int = 0) -> Sample:
+    """Pictures, captions of these lengths and a dropout key."""
+    random = np.random.default_rng(seed)
+    shape = (len(lengths), *input_shape(spec))
+    if spec.encoder == "small":
+        inputs = random.integers(0, 256, shape).astype(np.uint8)
+    else:
+        inputs = random.random(shape, np.float32)
+    tokens = np.zeros((len(lengths), max(lengths) + 2), np.int64)
+    for row, length in zip(tokens, lengths, strict=True):
+        row[: length + 2] = [1, *random.integers(3, spec.vocabulary, length), 2]
+    return inputs, tokens, random.integers(0, 2**32, 2)
+
+
+def worn(spec: CaptionerSpec) -> Arrays:
+    """A state without any zeros, and large enough that a gate or a bias in the wrong place shows."""
+    random, state = np.random.default_rng(7), {}
+    for name, shape in parameters(spec).items():
+        bound = min(0.6, (6 / np.prod(shape[1:])) ** 0.5)  # He's: what goes through many layers keeps its size
+        state[name] = random.uniform(-bound, bound, shape).astype(np.float32)
+    return state
+
+
+class Torch:
+    """The PyTorch twin, spoken to in NumPy arrays."""
+
+    def __init__(self, spec: CaptionerSpec, state: Arrays) -> None:
+        self.model = CaptionerTorch(spec)
+        self.model.load_state_dict({name: torch.from_numpy(array) for name, array in state.items()})
+        self.encode, self.step = self.model.encode, self.model.step
+
+    def logits(self, drawn: Sample, training: bool = False) -> np.ndarray:
+        with torch.no_grad():
+            return np.asarray(self.model.train(training)(*map(torch.from_numpy, drawn))[0])
+
+    def gradients(self, drawn: Sample, training: bool = True) -> tuple[float, int, Arrays]:
+        self.model.train(training).zero_grad()
+        loss, correct = self.model.loss(*map(torch.from_numpy, drawn))
+        loss.backward()
+        return loss.item(), correct.item(), {n: p.grad.numpy().copy() for n, p in self.model.named_parameters()}
+
+    def state(self) -> Arrays:
+        return {name: array.numpy() for name, array in self.model.state_dict().items()}
+
+
+class TensorFlow:
+    """The TensorFlow twin, spoken to in NumPy arrays of the neutral layout."""
+
+    def __init__(self, spec: CaptionerSpec, state: Arrays, dtype: Any = tf.float32) -> None:
+        self.model = CaptionerTF(spec, dtype)
+        for name, variable in self.model.weights.items():
+            variable.assign(state[name].transpose(2, 3, 1, 0) if state[name].ndim == 4 else state[name])
+        self.encode, self.step = self.model.encode, self.model.step
+        shape = None if spec.encoder == "none" else (None, *input_shape(spec))
+        inputs = tf.TensorSpec(shape, tf.uint8 if spec.encoder == "small" else tf.float32)
+        arrays = [inputs, tf.TensorSpec((None, None), tf.int64), tf.TensorSpec((None,), tf.int64)]
+        self.graphs = {
+            training: tf.function(lambda *a, training=training: self._gradients(a, training), input_signature=arrays)
+            for training in (False, True)
+        }
+
+    def _gradients(self, arrays: Any, training: bool) -> Any:
+        with tf.GradientTape() as tape:
+            loss, correct = self.model.loss(*arrays, training=training)
+        return loss, correct, tape.gradient(loss, list(self.model.weights.values()))
+
+    def logits(self, drawn: Sample, training: bool = False) -> np.ndarray:
+        return np.asarray(self.model(*map(tf.constant, drawn), training)[0])
+
+    def gradients(self, drawn: Sample, training: bool = True) -> tuple[float, int, Arrays]:
+        loss, correct, gradients = self.graphs[training](*map(tf.constant, drawn))
+        return float(loss), int(correct), {n: neutral(g) for n, g in zip(self.model.weights, gradients, strict=True)}
+
+    def state(self) -> Arrays:
+        return {name: neutral(variable) for name, variable in self.model.weights.items()}
+
+
+Twin = Torch | TensorFlow
+TWINS = pytest.mark.parametrize("twin", [Torch, TensorFlow])
+
+
+def neutral(tensor: Any) -> np.ndarray:
+    array: np.ndarray = tensor.numpy()  # which sparse gradients do not have
+    return array.transpose(3, 2, 0, 1) if array.ndim == 4 else array
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The reference.
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
+
+
+def relu(x: np.ndarray) -> np.ndarray:
+    return np.maximum(x, 0)
+
+
+def reference_picture(spec: CaptionerSpec, w: Arrays, picture: np.ndarray) -> np.ndarray:
+    if spec.encoder == "none":
+        return np.zeros(spec.hidden)
+    values = picture / (255 if spec.encoder == "small" else 1)
+    for number in itertools.count(1) if spec.encoder == "small" else ():
+        if f"encoder.conv{number}.weight" not in w:
+            break
+        padded = np.pad(values, [(1, 1), (1, 1), (0, 0)])
+        windows = np.lib.stride_tricks.sliding_window_view(padded, (3, 3), (0, 1))[::2, ::2]
+        products = np.einsum("hwcyx,ocyx->hwo", windows, w[f"encoder.conv{number}.weight"])
+        values = relu(products + w[f"encoder.conv{number}.bias"])
+    return relu(w["image.weight"] @ values.reshape(-1) + w["image.bias"])
+
+
+def reference_row(spec: CaptionerSpec, w: Arrays, picture: np.ndarray, row: list[int]) -> np.ndarray:
+    """Probabilities of the next word after the row's; a word 0 is masked: it leaves the state as it is."""
+    hidden, cell = np.zeros(spec.hidden), np.zeros(spec.hidden)
+    for word in row:
+        if word == 0:
+            continue
+        gates = w["lstm.weight_ih"] @ w["embedding.weight"][word] + w["lstm.weight_hh"] @ hidden + w["lstm.bias"]
+        enter, forget, new, leave = gates.reshape(4, -1)
+        cell = sigmoid(forget) * cell + sigmoid(enter) * np.tanh(new)
+        hidden = sigmoid(leave) * np.tanh(cell)
+    merged = relu(w["merge.weight"] @ (hidden + reference_picture(spec, w, picture)) + w["merge.bias"])
+    chances = np.exp(w["words.weight"] @ merged + w["words.bias"])
+    return np.asarray(chances / chances.sum())
+
+
+def reference(spec: CaptionerSpec, w: Arrays, drawn: Sample) -> tuple[np.ndarray, np.ndarray]:
+    """Probabilities (rows, vocabulary) and the words that were said, a row for each word of each caption."""
+    exact = {name: array.astype(np.float64) for name, array in w.items()}
+    inputs, tokens, _ = drawn
+    chances, said = [], []
+    for picture, caption in zip(inputs, tokens.tolist(), strict=True):
+        words = [word for word in caption if word]
+        for place in range(1, len(words)):
+            row = [0] * (len(caption) - place) + words[:place]
+            chances.append(reference_row(spec, exact, picture, row))
+            said.append(words[place])
+    return np.array(chances), np.array(said)
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    chances = np.exp(logits - logits.max(1, keepdims=True))
+    return np.asarray(chances / chances.sum(1, keepdims=True))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The neutral file.
+
+
+def test_the_study_s_model_has_its_sizes() -> None:
+    spec = CaptionerSpec(vocabulary=8000, encoder="vgg16")
+    shapes = parameters(spec)
+    assert shapes["embedding.weight"] == (8000, 256)
+    assert shapes["lstm.weight_ih"] == shapes["lstm.weight_hh"] == (1024, 256)
+    assert shapes["image.weight"] == (256, 4096)
+    assert shapes["merge.weight"] == (256, 256)
+    assert shapes["words.weight"] == (8000, 256)
+    assert parameter_count(spec) == 5_743_936
+    assert buffers(spec) == {}
+
+
+@given(width=st.integers(1, 300), height=st.integers(1, 300))
+def test_four_convolutions_halve_the_picture_four_times(width: int, height: int) -> None:
+    spec = CaptionerSpec(vocabulary=60, encoder="small", image_size=(width, height))
+    assert picture_values(spec) == -(-width // 16) * -(-height // 16) * 64
+    assert parameters(spec)["image.weight"] == (256, picture_values(spec))
+    assert input_shape(spec) == (height, width, 3)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("vocabulary", 4),
+        ("encoder", "vgg19"),
+        ("image_size", (64, 0)),
+        ("features", 0),
+        ("embedding", 0),
+        ("hidden", -1),
+        ("dropout", 1.0),
+        ("dropout", float("nan")),
+    ],
+)
+def test_a_bad_spec_is_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(Failure, match=field) as caught:
+        replace(SMALL, **{field: value})
+    assert caught.value.code == BAD_CONFIG
+    with pytest.raises(Failure, match="seed is -1"):
+        initial_state(SMALL, seed=-1)
+
+
+def test_padding_is_the_vocabulary_s() -> None:
+    assert PAD == words_of_captions.PAD
+
+
+def test_a_spec_from_json_is_the_same() -> None:
+    assert replace(SMALL, image_size=[40, 24]) == SMALL  # type: ignore[arg-type]
+
+
+def test_initial_values_follow_their_distributions() -> None:
+    state = initial_state(CaptionerSpec(vocabulary=500, encoder="small"), 3)
+    assert {name: array.shape for name, array in state.items()} == parameters(
+        CaptionerSpec(vocabulary=500, encoder="small")
+    )
+    assert all(array.dtype == np.float32 for array in state.values())
+    assert np.abs(state["embedding.weight"]).max() == pytest.approx(0.05, rel=0.01)
+    assert np.abs(state["merge.weight"]).max() == pytest.approx((6 / 512) ** 0.5, rel=0.01)
+    assert np.abs(state["encoder.conv2.weight"]).max() == pytest.approx((6 / (9 * 48)) ** 0.5, rel=0.01)
+    assert abs(state["lstm.weight_hh"].mean()) < 0.001
+    assert state["lstm.bias"].tolist() == [0.0] * 256 + [1.0] * 256 + [0.0] * 512
+
+
+def test_initial_arrays_depend_on_seed_and_name_only() -> None:
+    state, other = initial_state(SMALL, 0), initial_state(replace(SMALL, vocabulary=20, image_size=(64, 64)), 0)
+    for name in state.keys() - {"embedding.weight", "words.weight", "words.bias", "image.weight"}:
+        np.testing.assert_array_equal(state[name], other[name])
+    assert not np.array_equal(initial_state(SMALL, 1)["merge.weight"], state["merge.weight"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The twins are one model, and it is the study's.
+
+
+@SPECS
+def test_both_twins_hold_exactly_the_neutral_arrays(spec: CaptionerSpec) -> None:
+    state = worn(spec)
+    for twin in (Torch(spec, state), TensorFlow(spec, state)):
+        held = twin.state()
+        assert list(held) == list(parameters(spec))
+        for name, array in state.items():
+            np.testing.assert_array_equal(held[name], array)
+
+
+@SPECS
+@TWINS
+def test_one_pass_is_a_row_for_each_word(spec: CaptionerSpec, twin: type[Twin]) -> None:
+    drawn, state = sample(spec), worn(spec)
+    chances, said = reference(spec, state, drawn)
+    model = twin(spec, state)
+    np.testing.assert_allclose(softmax(model.logits(drawn)), chances, atol=1e-5)
+    loss, correct, _ = model.gradients(drawn, training=False)
+    assert loss == pytest.approx(-np.log(chances[np.arange(len(said)), said]).sum(), rel=1e-5)
+    assert correct == (chances.argmax(1) == said).sum()
+
+
+@SPECS
+def test_same_weights_same_loss_hits_and_gradients(spec: CaptionerSpec) -> None:
+    drawn, state = sample(spec), worn(spec)
+    loss, correct, gradients = Torch(spec, state).gradients(drawn, training=False)
+    other_loss, other_correct, other_gradients = TensorFlow(spec, state).gradients(drawn, training=False)
+    assert (loss, correct) == (pytest.approx(other_loss, abs=1e-4), other_correct)
+    assert other_gradients.keys() == gradients.keys() == state.keys()
+    for name, gradient in gradients.items():
+        assert np.linalg.norm(gradient) > 0, f"{name} learns nothing"
+        np.testing.assert_allclose(other_gradients[name], gradient, atol=1e-4 * np.abs(gradient).max(), err_msg=name)
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=6).map(tuple),
+    sizes=st.tuples(st.integers(5, 30), st.integers(1, 20), st.integers(1, 20), st.integers(1, 20)),
+)
+def test_same_gradients_for_any_shape(lengths: tuple[int, ...], sizes: tuple[int, ...]) -> None:
+    vocabulary, features, embedding, hidden = sizes
+    spec = replace(FEATURES, vocabulary=vocabulary, features=features, embedding=embedding, hidden=hidden)
+    drawn, state = sample(spec, lengths), worn(spec)
+    one, other = Torch(spec, state), TensorFlow(spec, state)
+    np.testing.assert_allclose(softmax(one.logits(drawn)), softmax(other.logits(drawn)), atol=1e-4)
+    _, _, gradients = one.gradients(drawn, training=False)
+    _, _, other_gradients = other.gradients(drawn, training=False)
+    for name, gradient in gradients.items():
+        np.testing.assert_allclose(other_gradients[name], gradient, atol=1e-4, err_msg=name)
+
+
+@SPECS
+@TWINS
+def test_word_by_word_is_the_one_pass(spec: CaptionerSpec, twin: type[Twin]) -> None:
+    drawn, state = sample(spec), worn(spec)
+    inputs, tokens, _ = drawn
+    model = twin(spec, state)
+    encoded = model.encode(inputs)
+    assert encoded.dtype == np.float32
+    hidden = cell = np.zeros_like(encoded)
+    steps = []
+    for words in tokens[:, :-1].T:
+        chances, hidden, cell = model.step(encoded, words, hidden, cell)
+        assert chances.dtype == hidden.dtype == cell.dtype == np.float32
+        steps.append(np.exp(chances))
+    said = tokens[:, 1:] != 0
+    np.testing.assert_allclose(np.stack(steps, 1)[said], softmax(model.logits(drawn)), atol=1e-5)
+
+
+@SPECS
+@TWINS
+def test_pictures_are_encoded_without_dropout_whatever_the_mode(spec: CaptionerSpec, twin: type[Twin]) -> None:
+    drawn, state = sample(spec), worn(spec)
+    model = twin(spec, state)
+    model.logits(drawn, training=True)  # leaves PyTorch in training
+    expected = [reference_picture(spec, state, picture) for picture in drawn[0]]
+    drawn[0].setflags(write=False)  # as a memory map's
+    with warnings.catch_warnings(action="error"):
+        np.testing.assert_allclose(model.encode(drawn[0]), expected, atol=1e-4)
+
+
+@TWINS
+def test_padding_and_neighbours_change_nothing(twin: type[Twin]) -> None:
+    model, (inputs, tokens, key) = twin(SMALL, worn(SMALL)), sample(SMALL)
+    loss, correct, gradients = model.gradients((inputs, tokens, key), training=False)
+    wider = np.pad(tokens, [(0, 0), (0, 4)])
+    padded_loss, padded_correct, padded = model.gradients((inputs, wider, key), training=False)
+    assert (padded_loss, padded_correct) == (pytest.approx(loss, rel=1e-5), correct)
+    for name, gradient in gradients.items():
+        np.testing.assert_allclose(padded[name], gradient, atol=1e-4)
+    alone = [model.gradients((inputs[i : i + 1], tokens[i : i + 1], key), training=False) for i in range(len(tokens))]
+    assert sum(each[0] for each in alone) == pytest.approx(loss, rel=1e-5)
+    assert sum(each[1] for each in alone) == correct
+
+
+@TWINS
+def test_without_an_encoder_the_picture_is_not_looked_at(twin: type[Twin]) -> None:
+    model, (inputs, tokens, key) = twin(WORDLESS, worn(WORDLESS)), sample(WORDLESS)
+    assert model.gradients((inputs, tokens, key))[0] == model.gradients((inputs + 1, tokens, key))[0]
+    assert (model.encode(inputs) == 0).all()
+    assert not any(name.startswith(("image", "encoder")) for name in model.state())
+
+
+def test_tensorflow_compiles_once_for_all_lengths_and_batches() -> None:
+    model = TensorFlow(FEATURES, worn(FEATURES))
+    for lengths in [(3,), (5, 2), (9, 9, 1)]:
+        model.gradients(sample(FEATURES, lengths))
+        encoded = model.encode(sample(FEATURES, lengths)[0])
+        model.step(encoded, np.ones(len(encoded), np.int64), encoded, encoded)
+    graphs = (model.graphs[True], model.model._step_graph, model.model._encode_graph)
+    assert [graph.experimental_get_tracing_count() for graph in graphs] == [1, 1, 1]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Dropout.
+
+
+def show_masks(spec: CaptionerSpec) -> Arrays:
+    """Weights by which the logits are the dropped-out picture (positive), or the LSTM's view of a dropped-out word."""
+    size = spec.hidden
+    state = {name: np.zeros(shape, np.float32) for name, shape in parameters(spec).items()}
+    state["merge.weight"], state["words.weight"] = np.eye(size, dtype=np.float32), np.eye(size, dtype=np.float32)
+    if spec.encoder == "vgg16":
+        state["image.weight"] = np.eye(size, dtype=np.float32)
+    else:  # gates open, new content from the word
+        state["embedding.weight"][:] = 1
+        state["lstm.weight_ih"][2 * size : 3 * size] = np.eye(size)
+        state["lstm.bias"][:] = np.repeat([50.0, -50.0, 0.0, 50.0], size)
+    return state
+
+
+@pytest.mark.parametrize("dropout", [0.5, 0.2])
+@pytest.mark.parametrize("encoder", ["vgg16", "none"])
+@TWINS
+def test_dropout_keeps_its_share_and_the_mean(twin: type[Twin], encoder: Any, dropout: float) -> None:
+    spec = CaptionerSpec(vocabulary=100, encoder=encoder, features=100, embedding=100, hidden=100, dropout=dropout)
+    _, tokens, key = sample(spec, (1,) * 50)
+    drawn = np.ones((50, 100), np.float32), tokens, key
+    model = twin(spec, show_masks(spec))
+    kept = np.float32(1 / (1 - dropout)) if encoder == "vgg16" else np.tanh(np.tanh(1 / (1 - dropout)))
+    logits = model.logits(drawn, training=True)
+    assert logits.shape == (100, 100)  # a word and the end, of 50 captions
+    values = np.unique(logits.round(4))
+    np.testing.assert_allclose(values, [0, kept], atol=1e-4)
+    assert (logits > 1e-6).mean() == pytest.approx(1 - dropout, abs=0.03)
+    if encoder == "vgg16":  # one mask per caption
+        np.testing.assert_array_equal(logits[::2], logits[1::2])
+    rows = logits[::2] if encoder == "vgg16" else logits
+    assert len(np.unique(rows, axis=0)) == len(rows), "every row draws its own"
+    assert (model.logits(drawn) > 0).all(), "no dropout in evaluation"
+
+
+@TWINS
+def test_dropout_is_a_function_of_the_key(twin: type[Twin]) -> None:
+    state, (inputs, tokens, key) = worn(SMALL), sample(SMALL)
+    model = twin(SMALL, state)
+    loss, _, gradients = model.gradients((inputs, tokens, key))
+    others = {model.gradients((inputs, tokens, key ^ flip))[0] for flip in ([1, 0], [0, 1], [2**31, 0], [0, 2**30])}
+    assert len(others | {loss}) == 5
+    again, _, same = twin(SMALL, state).gradients((inputs, tokens, key))
+    assert again == loss
+    for name, gradient in gradients.items():
+        np.testing.assert_array_equal(same[name], gradient)
+
+
+@TWINS
+def test_without_dropout_training_is_evaluation(twin: type[Twin]) -> None:
+    spec = replace(SMALL, dropout=0.0)
+    model, drawn = twin(spec, worn(spec)), sample(spec)
+    np.testing.assert_array_equal(model.logits(drawn, training=True), model.logits(drawn))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# It learns, and in half precision it stays close.
+
+
+@TWINS
+def test_it_learns_captions_that_only_the_picture_tells(twin: type[Twin]) -> None:
+    """Eight pictures, each with three words of its own choice of two: without the picture each costs log 2."""
+    captions = np.array([[1, *(4 + 2 * place + bit for place, bit in enumerate(bits)), 2, 0] for bits in EIGHT])
+    final = {}
+    for encoder in ("vgg16", "none"):
+        spec = CaptionerSpec(vocabulary=10, encoder=encoder, features=8, embedding=16, hidden=24, dropout=0.0)
+        drawn = np.eye(8, dtype=np.float32), captions, np.zeros(2, np.int64)
+        state, velocity = initial_state(spec, 1), dict.fromkeys(parameters(spec), np.float32(0))
+        model = twin(spec, state)
+        for _ in range(150):
+            loss, _, gradients = model.gradients(drawn)
+            for name, gradient in gradients.items():
+                velocity[name] = np.float32(0.9) * velocity[name] - np.float32(0.1 / 32) * gradient
+                state[name] = state[name] + velocity[name]
+            load(model, state)
+        final[encoder] = loss / 8
+    assert final["none"] == pytest.approx(3 * np.log(2), abs=0.1)
+    assert final["vgg16"] < 0.2
+
+
+EIGHT = list(itertools.product((0, 1), repeat=3))
+
+
+def load(model: Twin, state: Arrays) -> None:
+    if isinstance(model, Torch):
+        model.model.load_state_dict({name: torch.from_numpy(array) for name, array in state.items()})
+    else:
+        for name, variable in model.model.weights.items():
+            variable.assign(state[name])
+
+
+@pytest.mark.parametrize(("kind", "tolerance"), [("bfloat16", 0.03), ("float16", 0.005)])
+def test_half_precision_stays_close(kind: str, tolerance: float) -> None:
+    spec = CaptionerSpec(vocabulary=30, encoder="small", embedding=32, hidden=32)
+    drawn, state = sample(spec, (3, 12, 1, 5)), initial_state(spec, 0)
+    exact = Torch(spec, state).logits(drawn)
+    one, other = Torch(spec, state), TensorFlow(spec, state, getattr(tf, kind))
+    with torch.autocast("cpu", getattr(torch, kind)):
+        ours, (_, _, our_gradients) = one.logits(drawn), one.gradients(drawn)
+    theirs, (_, _, their_gradients) = other.logits(drawn), other.gradients(drawn)
+    for logits in (ours, theirs):
+        assert logits.dtype == np.float32
+        assert np.linalg.norm(logits - exact) < tolerance * np.linalg.norm(exact)
+    for arrays in (our_gradients, their_gradients):
+        assert all(array.dtype == np.float32 and np.isfinite(array).all() for array in arrays.values())

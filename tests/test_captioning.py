@@ -1,0 +1,231 @@
+"""`python -m hvdtrain.captioning` as users start it: on drawn scenes, and on a folder of photographs like Flickr8k."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, command, document, environment, launch
+from PIL import Image
+from safetensors.numpy import load_file
+from sklearn.datasets import load_sample_image
+
+from hvdtrain import records
+from hvdtrain.models import vgg16
+
+FRAMEWORKS = ("torch", "tensorflow")
+TINY = ["--encoder", "small", "--hidden", "32", "--embedding", "32", "--beam", "2"]
+PLACES = ("at the top", "above the middle", "in the middle", "below the middle", "at the bottom")
+SIDES = ("far left", "left", "centre", "right", "far right")
+
+
+def captioning(ranks: int, *flags: str, launcher: str = "mpirun") -> subprocess.CompletedProcess[str]:
+    return launch(ranks, ["-m", "hvdtrain.captioning", *flags], launcher)
+
+
+def hvdtrain(*words: str) -> subprocess.CompletedProcess[str]:
+    return launch(0, ["-m", "hvdtrain.cli", *words])
+
+
+def steps(folder: Path, rank: int = 0) -> list[Any]:
+    found = records.read(folder / "metrics" / f"rank{rank:04d}.jsonl")
+    return [record for record in found if record.type == "step"]
+
+
+def newest_arrays(folder: Path) -> dict[str, np.ndarray]:
+    newest = max((folder / "checkpoints").glob("step-*"))
+    files = sorted(newest.glob("*.safetensors"))
+    return {f"{file.name}/{name}": array for file in files for name, array in load_file(file).items()}
+
+
+@pytest.fixture(scope="module")
+def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Pieces of scikit-learn's two photographs, with sentences on where they are from, laid out as Flickr8k is."""
+    folder = tmp_path_factory.mktemp("flickr")
+    (folder / "Images").mkdir()
+    lines, names = [], []
+    for subject in ("china", "flower"):
+        photograph = Image.fromarray(load_sample_image(f"{subject}.jpg"))
+        for row, place in enumerate(PLACES):
+            for column, side in enumerate(SIDES):
+                left, top = column * 90, row * 60
+                name = f"{subject}{row}{column}.jpg"
+                photograph.crop((left, top, left + 240, top + 180)).save(folder / "Images" / name)
+                names.append(name)
+                sentences = (
+                    f"A piece of the {subject} {place} , {side} .",
+                    f"The {subject} , {side} and {place} .",
+                    f"It is the {subject} photograph {place} on the {side} .",
+                    f"{place} there is the {side} of the {subject} .",
+                    f"The {side} of a photograph of the {subject} , {place} .",
+                )
+                lines += [f"{name}#{number}\t{sentence}" for number, sentence in enumerate(sentences)]
+    (folder / "Flickr8k.token.txt").write_text("\n".join(lines) + "\n")
+    for part, chosen in (("train", names[::2] + names[1::4]), ("dev", names[3::8]), ("test", names[7::8])):
+        (folder / f"Flickr_8k.{part}Images.txt").write_text("\n".join(chosen) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def small(photographs: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The same, prepared at 32x32."""
+    made = tmp_path_factory.mktemp("prepared") / "small"
+    done = hvdtrain("data", "captions", str(photographs), str(made), "--size", "32x32", "--min-count", "1")
+    assert done.returncode == 0, done.stderr
+    return str(made)
+
+
+def test_one_process_and_two_ranks_and_both_frameworks_learn_the_same(small: str, tmp_path: Path) -> None:
+    """The loss is the mean per word over all ranks, though captions, and so ranks' words, are not of one length."""
+    losses = {}
+    for framework, ranks, batch in (("torch", 0, 16), ("torch", 2, 8), ("tensorflow", 2, 8)):
+        folder = tmp_path / f"{framework}{ranks}"
+        flags = ["--data", small, *TINY, "--dropout", "0", "--batch-size", str(batch), "--epochs", "3", "--lr", "0.01"]
+        flags += ["--framework", framework, "--checkpoint-epochs", "0", "--json", "--run-dir", str(folder)]
+        summary = document(captioning(ranks, *flags))
+        losses[framework, ranks] = [step.loss for step in steps(folder)]
+        assert summary["steps"] == len(losses[framework, ranks]) > 20
+        if ranks:
+            words = [[step.samples for step in steps(folder, rank)] for rank in range(2)]
+            assert any(mine != others for mine, others in zip(*words, strict=True)), "the ranks' weights differ"
+    alone = losses["torch", 0]
+    assert alone[-1] < 0.9 * alone[0]
+    np.testing.assert_allclose(losses["torch", 2], alone, rtol=2e-4)
+    np.testing.assert_allclose(losses["tensorflow", 2], alone, rtol=2e-3)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_stopped_run_goes_on_as_if_never_stopped(framework: str, small: str, tmp_path: Path) -> None:
+    flags = ["--data", small, *TINY, "--framework", framework, "--batch-size", "8", "--epochs", "4", "--json"]
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    expected = document(captioning(2, *flags, "--run-dir", str(whole)))
+    process = subprocess.Popen(
+        command(2, ["-m", "hvdtrain.captioning", *flags, "--run-dir", str(parted)]),
+        env=environment(),
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    path, deadline = parted / "metrics" / "rank0000.jsonl", time.monotonic() + 90
+    while not (path.exists() and path.read_bytes().count(b'"type":"step"') >= 25):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.002)
+    process.send_signal(signal.SIGUSR1)
+    _, errors = process.communicate(timeout=60)
+    assert "--resume" in errors, errors[-2000:]
+    assert not (parted / "COMPLETE").exists()
+    resumed = document(captioning(2, *flags, "--run-dir", str(parted), "--resume"))
+    one, other = newest_arrays(whole), newest_arrays(parted)
+    assert one.keys() == other.keys()
+    assert any("adam_square" in name for name in one)
+    for name, array in one.items():
+        np.testing.assert_array_equal(array, other[name], err_msg=name)
+    for field in ("test_scores", "validation_scores", "tested_step", "test_loss"):
+        assert resumed[field] == expected[field]
+
+
+def test_captions_need_the_picture_and_the_best_epoch_is_tested(tmp_path: Path) -> None:
+    flags = ["--epochs", "2", "--hidden", "128", "--embedding", "64", "--batch-size", "32", "--framework", "torch"]
+    flags += ["--beam", "1", "--seed", "1", "--json"]
+    seeing = document(captioning(2, *flags, "--run-dir", str(tmp_path / "seeing")))
+    blind = document(captioning(2, *flags, "--encoder", "none", "--run-dir", str(tmp_path / "blind")))
+    assert set(seeing["test_scores"]) == {"bleu1", "bleu2", "bleu3", "bleu4"}
+    assert seeing["test_scores"]["bleu4"] > 0.4
+    assert blind["test_scores"]["bleu4"] < 0.2
+    for summary in (seeing, blind):
+        scores = [scores["bleu4"] for scores in summary["validation_scores"]]
+        best = scores.index(max(scores))
+        assert summary["tested_step"] == (best + 1) * summary["steps"] // 2
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        ["--strategy", "local-sgd", "--every", "4", "--inner", "powersgd"],
+        ["--strategy", "async-ps", "--optimizer", "sgd", "--lr", "0.05"],
+        ["--strategy", "hybrid", "--shares", "3,1"],
+        ["--strategy", "native"],
+    ],
+    ids=lambda words: words[1],
+)
+def test_strategies_are_the_same_as_for_images(strategy: list[str], small: str, tmp_path: Path) -> None:
+    flags = ["--data", small, *TINY, "--batch-size", "8", "--epochs", "2", "--framework", "torch", "--json"]
+    summary = document(captioning(2, *flags, *strategy, "--run-dir", str(tmp_path / "run")))
+    epochs = [each for each in records.read(tmp_path / "run" / "metrics" / "rank0000.jsonl") if each.type == "epoch"]
+    assert epochs[1].train_loss < epochs[0].train_loss
+    assert set(summary["test_scores"]) == {f"{beam}bleu{order}" for beam in ("", "beam_") for order in (1, 2, 3, 4)}
+
+
+def test_photographs_from_end_to_end_with_vgg16(photographs: Path, tmp_path: Path) -> None:
+    """Every command a user of Flickr8k types, with weights that are random but pass for torchvision's."""
+    weights, cache = tmp_path / "vgg16.pth", {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    arrays = vgg16.random_weights(0)
+    torch.save({name: torch.from_numpy(array) for name, array in arrays.items()}, weights)
+    imported = tmp_path / "vgg16.safetensors"
+    assert hvdtrain("data", "vgg16", str(weights), str(imported)).returncode == 0
+    weights.unlink()  # half a gigabyte
+    run = tmp_path / "run"
+    flags = ["-m", "hvdtrain.captioning", "--data", f"flickr8k:{photographs}", "--weights", str(imported)]
+    flags += ["--hidden", "32", "--embedding", "32", "--epochs", "2", "--batch-size", "8", "--framework", "torch"]
+    first = launch(2, [*flags, "--json", "--run-dir", str(run)], extra=cache)
+    summary = document(first)
+    assert "features of 50 images: made" in first.stderr
+    assert summary["parameters"] < 300_000, "the encoder is not the model's to train"
+    assert not any("encoder" in name or "features." in name for name in newest_arrays(run))
+    sent = summary["bytes_sent"] / summary["steps"]
+    assert sent < 4 * summary["parameters"] * 1.1 + 1000, "and is never sent"
+    again = launch(2, [*flags, "--json", "--run-dir", str(tmp_path / "again")], extra=cache)
+    assert document(again)["test_scores"] == summary["test_scores"]
+    assert "features of 50 images: read" in again.stderr
+    pictures = sorted(str(path) for path in (photographs / "Images").iterdir())[:3]
+    words = ["-m", "hvdtrain.captioning", "caption", *pictures, "--run", str(run), "--json"]
+    told = {framework: document(launch(0, [*words, "--framework", framework])) for framework in FRAMEWORKS}
+    sentences = [[each["caption"] for each in found["captions"]] for found in told.values()]
+    assert len(sentences[0]) == 3
+    assert sentences[0] == sentences[1], "either framework writes what the model has learnt"
+    assert hvdtrain("results", "accuracy", str(run)).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "said"),
+    [
+        (["--encoder", "vgg16"], 78, "hvdtrain data vgg16"),
+        (["--encoder", "small", "--weights", "vgg16.safetensors"], 78, "--weights means nothing to --encoder small"),
+        (["--weights", "vgg16.safetensors"], 78, "224x224"),
+        (["--beam", "0"], 78, "--beam is 0"),
+        (["--dropout", "1"], 78, "dropout is 1"),
+        (["--data", "nowhere"], 65, "no captions 'nowhere'"),
+        (["--strategy", "async-ps"], 78, "--optimizer adam"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_bad_settings_are_one_clear_line(flags: list[str], code: int, said: str) -> None:
+    done = captioning(0, "--dry-run", *flags)
+    assert done.returncode == code, done.stderr
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_dry_run_tells_words_and_bytes(small: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "hvdtrain.captioning", "--data", small, *TINY, "--dry-run", "--json"],
+        env=environment(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    shown = json.loads(done.stdout)
+    assert shown["config"]["encoder"] == "small"
+    assert shown["data"]["words"] > 20
+    assert shown["data"]["bleu"].startswith("nrefs:var|")
+    assert "pictures of 32x32" in shown["facts"]["data"]

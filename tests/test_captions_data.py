@@ -1,0 +1,287 @@
+"""Words as numbers, captions as batches, and the drawn scenes."""
+
+from __future__ import annotations
+
+import itertools
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import sacrebleu
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import ndimage
+
+from hvdtrain.data import shapes
+from hvdtrain.data.captions import CaptionDataset, CaptionSplit, assemble, load
+from hvdtrain.data.loader import Loader, shard
+from hvdtrain.data.vocabulary import END, PAD, SPECIALS, START, UNKNOWN, Vocabulary, clean
+from hvdtrain.exits import BAD_DATA, Failure
+
+
+@pytest.fixture(scope="module")
+def scenes() -> CaptionDataset:
+    return load("shapes")
+
+
+# Words.
+
+
+@pytest.mark.parametrize(
+    ("caption", "words"),
+    [
+        ("A dog's well-known ball .", "a dog's well known ball"),
+        ("  Two\tCHILDREN,\u00a0running!\r\n", "two children running"),
+        ("It’s the dogs’ \u201cball\u201d", "it's the dogs ball"),
+        (
+            "Ein Cafe\u0301 in K\u00d6LN, 2 \u0441\u043e\u0431\u0430\u043a\u0438",
+            "ein caf\u00e9 in k\u00f6ln 2 \u0441\u043e\u0431\u0430\u043a\u0438",
+        ),
+        ("snake_case & <start> 3.5", "snake case start 3 5"),
+        ("... -- !?", ""),
+    ],
+)
+def test_a_caption_becomes_its_words(caption: str, words: str) -> None:
+    assert clean(caption) == words
+
+
+@given(st.text())
+def test_cleaning_twice_changes_nothing(caption: str) -> None:
+    words = clean(caption)
+    assert clean(words) == words and words == " ".join(words.split())
+
+
+words_ = st.text(st.sampled_from("abcde"), min_size=1, max_size=3)
+sentences_ = st.lists(st.lists(words_, min_size=1, max_size=8).map(" ".join), min_size=1, max_size=12)
+
+
+@given(sentences_, st.integers(1, 4), st.randoms(use_true_random=False))
+def test_a_vocabulary_is_the_words_by_count_and_alphabet(sentences: list[str], least: int, random: object) -> None:
+    vocabulary = Vocabulary.build(sentences, least)
+    words = [word for sentence in sentences for word in sentence.split()]
+    assert vocabulary.words[:4] == SPECIALS and len(vocabulary) == len(vocabulary.words)
+    assert set(vocabulary.words[4:]) == {word for word in words if words.count(word) >= least}
+    ranks = [(-words.count(word), word) for word in vocabulary.words[4:]]
+    assert ranks == sorted(ranks)
+    random.shuffle(sentences)  # type: ignore[attr-defined]
+    assert Vocabulary.build(sentences, least) == vocabulary
+    assert Vocabulary.from_json(vocabulary.as_json(), "there") == vocabulary
+    for sentence in sentences:
+        ids = vocabulary.encode(sentence)
+        assert (ids[0], ids[-1]) == (START, END) and PAD not in ids
+        known = [word if words.count(word) >= least else SPECIALS[UNKNOWN] for word in sentence.split()]
+        assert vocabulary.decode(ids).split() == known
+        assert vocabulary.decode([*ids[1:], 4, PAD, PAD]).split() == known, "nothing counts behind the END"
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        None,
+        [],
+        {"words": [*SPECIALS]},
+        {"schema": "hvdtrain.vocabulary/2", "words": [*SPECIALS]},
+        {"schema": "hvdtrain.vocabulary/1", "words": "abc"},
+        {"schema": "hvdtrain.vocabulary/1", "words": [*SPECIALS, 5]},
+        {"schema": "hvdtrain.vocabulary/1", "words": ["a", *SPECIALS]},
+        {"schema": "hvdtrain.vocabulary/1", "words": [*SPECIALS, "a", "a"]},
+    ],
+)
+def test_what_is_no_vocabulary_is_refused(document: object) -> None:
+    with pytest.raises(Failure, match=r"run/vocabulary\.json") as failure:
+        Vocabulary.from_json(document, "run/vocabulary.json")
+    assert failure.value.code == BAD_DATA
+
+
+# Batches.
+
+
+def split(lengths: list[int], pictures: int = 7) -> CaptionSplit:
+    """Captions of so many words of pictures that are told apart by their value."""
+    told: list[list[str]] = [[] for _ in range(pictures)]
+    for number, length in enumerate(lengths):
+        told[number * pictures // len(lengths)].append(" ".join(["w"] * length))
+    return assemble(
+        name="made",
+        vocabulary=Vocabulary(["w"]),
+        pictures=np.arange(pictures, dtype=np.uint8).reshape(-1, 1, 1, 1) * np.ones((1, 2, 2, 3), np.uint8),
+        names=[f"p{number}" for number in range(pictures)],
+        references=told,
+        counts=(pictures, 0, 0),
+        fingerprint="",
+    ).train
+
+
+def zipf_like(count: int) -> list[int]:
+    """Lengths with a long tail, as of real captions but worse: from 1 to 34 words."""
+    return np.minimum(np.random.default_rng(0).zipf(1.5, count) + 4, 34).tolist()
+
+
+def cuts(count: int, batch: int) -> list[int]:
+    return [*range(0, count, batch), count]
+
+
+def padding(split: CaptionSplit, order: np.ndarray, borders: list[int], ranks: int = 1) -> float:
+    """The share of an epoch's target places that hold PAD."""
+    places = 0
+    for begin, end in itertools.pairwise(borders):
+        for mine in np.array_split(order[begin:end], ranks):
+            tokens = split.batch(mine, order[begin:end], None).arrays[1]
+            places += tokens[:, 1:].size
+    return 1 - int(split.lengths.sum()) / places
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=60), st.integers(1, 9), st.integers(0, 5))
+def test_an_epoch_is_a_permutation_whatever_the_borders(lengths: list[int], batch: int, seed: int) -> None:
+    made, borders = split(lengths), cuts(len(lengths), batch)
+    order = made.order(np.random.default_rng(seed), borders)
+    assert sorted(order.tolist()) == list(range(len(lengths)))
+    assert np.array_equal(order, made.order(np.random.default_rng(seed), borders)), "of the stream's state alone"
+
+
+@pytest.mark.parametrize("last", [64, 7])
+def test_padding_stays_under_ten_percent_on_a_long_tail(last: int) -> None:
+    made = split(zipf_like(64 * 150 + last), pictures=100)
+    borders = cuts(len(made), 64)
+    order = made.order(np.random.default_rng(1), borders)
+    assert padding(made, order, borders) < 0.10 < 0.25 < padding(made, np.arange(len(made)), borders)
+    assert padding(made, order, borders, ranks=4) < 0.10
+
+
+def test_padding_stays_under_ten_percent_on_shapes(scenes: CaptionDataset) -> None:
+    borders = cuts(len(scenes.train), 128)
+    order = scenes.train.order(np.random.default_rng(1), borders)
+    assert padding(scenes.train, order, borders) < 0.10
+
+
+def test_length_tells_nothing_of_when_or_to_whom() -> None:
+    """No trend of lengths over the epoch, none over the ranks, none in which batch is the short one."""
+    made = split(zipf_like(16 * 400 + 3), pictures=100)
+    borders = cuts(len(made), 16)
+    epochs = [made.order(np.random.default_rng(seed), borders) for seed in range(20)]
+    overall = made.lengths.mean()
+    thirds = np.mean([[made.lengths[part].mean() for part in np.array_split(order, 3)] for order in epochs], axis=0)
+    assert np.abs(thirds / overall - 1).max() < 0.05
+    whole = [order[: borders[-2]].reshape(-1, 16) for order in epochs]
+    ranks = np.mean([[made.lengths[batch[:, rank]].mean() for rank in range(16)] for batch in whole], axis=0)
+    assert np.abs(ranks / overall - 1).max() < 0.05
+    short = [made.lengths[order[borders[-2] :]].mean() for order in epochs]
+    assert min(short) < overall < max(short) and len({*map(float, short)}) > 2
+    assert not np.array_equal(epochs[0], epochs[1])
+
+
+def test_a_batch_holds_what_the_split_says() -> None:
+    made = split([3, 1, 2, 5, 4, 1, 6], pictures=3)
+    everyones = np.array([6, 0, 3, 1])
+    batch = made.batch(everyones[1:], everyones, 2**63 + 5)
+    inputs, tokens, key = batch.arrays
+    assert inputs.dtype == np.uint8 and inputs[:, 0, 0, 0].tolist() == made.picture[[0, 3, 1]].tolist()
+    assert tokens.dtype == np.int64 and tokens.shape == (3, 1 + 5 + 1)
+    assert tokens[2].tolist() == [START, 4, END, PAD, PAD, PAD, PAD]
+    assert (key.dtype, key.tolist()) == (np.int64, [2**31, 5])
+    assert (batch.weight, batch.total_weight) == (4 + 6 + 2, 4 + 6 + 2 + 7), "words and END"
+    assert made.batch(everyones[:1], everyones, None).arrays[2].tolist() == [0, 0]
+    assert len(made) == 7 and [len(told) for told in made.references] == np.bincount(made.picture).tolist()
+
+
+def test_the_loaders_weights_are_targets_and_exact(scenes: CaptionDataset) -> None:
+    """Over uneven ranks and both kinds of epochs: each step's ranks add up, and an epoch has every target once."""
+    part = scenes.validation
+    loaders = [Loader(part, batch_size=100, rank=rank, size=3, seed=1, shares=[1, 2, 3]) for rank in range(3)]
+    shards = [shard(part, batch_size=100, rank=rank, size=3) for rank in range(3)]
+    for ranks in (zip(*(loader.epoch(0) for loader in loaders), strict=True), itertools.zip_longest(*shards)):
+        targets = 0
+        for step in ranks:
+            batches = [batch for batch in step if batch is not None]
+            assert {batch.total_weight for batch in batches} == {sum(batch.weight for batch in batches)}
+            assert all(np.count_nonzero(batch.arrays[1][:, 1:]) == batch.weight for batch in batches)
+            targets += batches[0].total_weight
+        assert targets == part.lengths.sum()
+
+
+def test_other_inputs_for_the_same_captions(scenes: CaptionDataset) -> None:
+    features = np.arange(5000, dtype=np.float32)[:, None] * np.ones(8, np.float32)
+    other = scenes.with_inputs(features)
+    assert np.array_equal(
+        np.concatenate([part.inputs for part in (other.train, other.validation, other.test)]), features
+    )
+    assert other.test.inputs[0, 0] == 4500 and other.test.tokens is scenes.test.tokens
+    assert scenes.test.inputs.shape == (500, 64, 64, 3) and np.shares_memory(scenes.test.inputs, scenes.pictures)
+    with pytest.raises(ValueError, match="4999 rows of features for 5000 pictures"):
+        scenes.with_inputs(features[1:])
+
+
+# The drawn scenes.
+
+
+def test_shapes_are_the_same_every_time_and_as_described(scenes: CaptionDataset) -> None:
+    again = load("shapes")
+    assert scenes.fingerprint == again.fingerprint and np.array_equal(scenes.pictures, again.pictures)
+    parts = (scenes.train, scenes.validation, scenes.test)
+    assert [(len(part.names), len(part)) for part in parts] == [(4000, 20000), (500, 2500), (500, 2500)]
+    assert scenes.pictures.shape == (5000, 64, 64, 3) and scenes.pictures.dtype == np.uint8
+    assert len(scenes.vocabulary) == 42
+    told = [sentence for part in parts for five in part.references for sentence in five]
+    assert {len(sentence.split()) for sentence in told} == {9, 10, 14}
+    assert all(clean(sentence) == sentence for sentence in told)
+    assert not any(UNKNOWN in part.tokens for part in parts), "every word is learnt"
+
+
+def test_no_scene_is_in_two_splits_or_twice_in_one(scenes: CaptionDataset) -> None:
+    parts = (scenes.train, scenes.validation, scenes.test)
+    wholes = [five[0] for part in parts for five in part.references]
+    assert len(set(wholes)) == 5000, "the first sentence tells all facts"
+    assert len({name for part in parts for name in part.names}) == 5000
+    assert all(len(set(five)) == 5 for part in parts for five in part.references)
+
+
+def test_the_sentences_are_true_of_the_pixels(scenes: CaptionDataset) -> None:
+    """Reads each group's colour, number, size and shape out of the picture, and the sentence that tells all of them."""
+    singular = {plural: one for one, plural in shapes.SHAPES.items()}
+    for picture, told in zip(scenes.test.inputs, scenes.test.references, strict=True):
+        words = told[0].split()
+        stacked = "above" in words
+        halves = (picture[:32], picture[32:]) if stacked else (picture[:, :32], picture[:, 32:])
+        for half, (number, size, colour, noun) in zip(halves, (words[:4], words[-4:]), strict=True):
+            mask = (half == shapes.COLOURS[colour]).all(-1)
+            assert (half[~mask] < 100).all(), "nothing else is in this half"
+            things, count = ndimage.label(mask)
+            assert shapes.NUMBERS[count - 1] == number
+            width = 2 * shapes.SIZES[size] + 1
+            for box in ndimage.find_objects(things):
+                thing = mask[box]
+                assert thing.shape in [(width, width), (width - 1, width), (width, width - 1)]
+                shape = singular.get(noun, noun)
+                filled = {"square": (1, 1), "circle": (0.7, 0.9), "triangle": (0.45, 0.65), "cross": (0.2, 0.52)}[shape]
+                assert filled[0] <= thing.mean() <= filled[1]
+                assert thing[0, 0] == (shape == "square") and thing[-1, 0] == (shape in ("square", "triangle"))
+
+
+def test_a_caption_that_fits_all_scenes_fits_none_well(scenes: CaptionDataset) -> None:
+    """A model without the picture says one thing of all: whatever it is, BLEU-4 stays well under 0.3."""
+    streams = list(map(list, zip(*scenes.test.references, strict=True)))
+    judge = sacrebleu.BLEU(tokenize="none", smooth_method="none", references=streams)
+    tried = np.random.default_rng(0).choice(len(scenes.train.names), 20, replace=False)
+    scores = [
+        judge.corpus_score([sentence] * len(scenes.test.names), None).score
+        for scene in tried
+        for sentence in scenes.train.references[scene]
+    ]
+    assert max(scores) < 25
+    true = [five[scene % 5] for scene, five in enumerate(scenes.test.references)]
+    assert judge.corpus_score(true, None).score == pytest.approx(100)
+
+
+def test_counts_of_facts_are_even(scenes: CaptionDataset) -> None:
+    """No fact can be guessed: each colour, size, shape and number is as frequent as the others."""
+    wholes = [five[0].split() for five in scenes.train.references]
+    for place, kinds in ((0, 3), (1, 2), (2, 6)):
+        counts = np.unique([words[place] for words in wholes], return_counts=True)[1]
+        assert len(counts) == kinds
+        assert abs(Fraction(int(counts.max()), len(wholes)) - Fraction(1, kinds)) < Fraction(3, 100)
+
+
+def test_unknown_names_tell_the_known_ones() -> None:
+    with pytest.raises(Failure, match="'shapes', 'flickr8k:DIR' or a folder made by") as failure:
+        load("flickr8k:/nowhere")
+    assert failure.value.code == BAD_DATA

@@ -1,0 +1,473 @@
+"""`hvdtrain data captions`: from the formats as they are distributed to a prepared folder, good inputs and bad."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from sklearn.datasets import load_sample_images
+
+from hvdtrain.data.caption_prepare import CaptionsConfig, prepare
+from hvdtrain.data.caption_prepared import open_captions
+from hvdtrain.data.captions import CaptionDataset, load
+from hvdtrain.exits import BAD_CONFIG, BAD_DATA, CANNOT_WRITE, Failure
+from tests.conftest import ROOT, environment
+
+PHOTOS = load_sample_images().images
+LISTS = ("Flickr_8k.trainImages.txt", "Flickr_8k.devImages.txt", "Flickr_8k.testImages.txt")
+TEXTS = ("A {} in the sun .", 'The "{}", seen from afar', "{} , and nothing else")
+
+Told = dict[str, list[str]]
+
+
+def told(count: int = 12) -> Told:
+    """Pictures and what is said of them, three captions each."""
+    things = ("temple", "flower", "caf\u00e9")
+    return {f"p{n:02}.jpg": [text.format(f"{things[n % 3]} {n}") for text in TEXTS] for n in range(count)}
+
+
+def pictures(folder: Path, names: list[str]) -> None:
+    """Real photographs, a different part of them for each name."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, name in enumerate(names):
+        y, x = 11 * number % 360, 17 * number % 550
+        Image.fromarray(PHOTOS[number % 2][y : y + 60, x : x + 80]).save(folder / name, quality=90)
+
+
+def flickr(root: Path, captions: Told) -> Path:
+    """As the original archives unpack: two folders."""
+    pictures(root / "Flicker8k_Dataset", list(captions))
+    lines = [f"{name}#{n}\t{text}\n" for name, texts in captions.items() for n, text in enumerate(texts)]
+    (root / "Flickr8k_text").mkdir()
+    (root / "Flickr8k_text" / "Flickr8k.token.txt").write_text("".join(lines))
+    return root
+
+
+def table(root: Path, captions: Told) -> Path:
+    """As the later copies are."""
+    pictures(root / "Images", list(captions))
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["image", "caption"])
+    writer.writerows([name, caption] for name, texts in captions.items() for caption in texts)
+    (root / "captions.txt").write_text(text.getvalue())
+    return root
+
+
+def coco(root: Path, captions: Told) -> Path:
+    pictures(root / "train2017", list(captions))
+    images = [{"id": 100 + n, "file_name": name, "license": 1} for n, name in enumerate(captions)]
+    ids = {image["file_name"]: image["id"] for image in images}
+    annotations = [{"image_id": ids[name], "caption": text} for name, texts in captions.items() for text in texts]
+    (root / "annotations").mkdir()
+    (root / "annotations" / "instances.json").write_text("{}")
+    (root / "annotations" / "captions.json").write_text(json.dumps({"images": images, "annotations": annotations}))
+    return root
+
+
+def karpathy(root: Path, captions: Told, split: Callable[[int], str] = lambda n: "train") -> Path:
+    pictures(root / "images", list(captions))
+    images = [
+        {"filename": name, "split": split(n), "sentences": [{"raw": text} for text in texts]}
+        for n, (name, texts) in enumerate(captions.items())
+    ]
+    (root / "dataset_flickr8k.json").write_text(json.dumps({"images": images, "dataset": "flickr8k"}))
+    return root
+
+
+def config(tmp_path: Path, **changes: Any) -> CaptionsConfig:
+    settings = {"source": str(tmp_path / "in"), "destination": str(tmp_path / "out"), "size": "20x16", "min_count": 1}
+    return CaptionsConfig(**{**settings, "split": "4/1/1", "workers": 1, **changes})
+
+
+def references(dataset: CaptionDataset) -> dict[str, tuple[str, ...]]:
+    """By the picture's file name."""
+    parts = (dataset.train, dataset.validation, dataset.test)
+    return {Path(n).name: r for part in parts for n, r in zip(part.names, part.references, strict=True)}
+
+
+def fails(action: Callable[[], object], code: int, *words: str) -> None:
+    with pytest.raises(Failure) as failure:
+        action()
+    assert failure.value.code == code, failure.value
+    assert all(word in str(failure.value) for word in words), failure.value
+    assert "\n" not in str(failure.value)
+
+
+# Good inputs.
+
+
+@pytest.mark.parametrize("make", [flickr, table, coco, karpathy])
+def test_every_format_gives_the_same_captions(tmp_path: Path, make: Callable[[Path, Told], Path]) -> None:
+    captions = told()
+    make(tmp_path / "in", captions)
+    if make is karpathy:
+        document = json.loads((tmp_path / "in" / "dataset_flickr8k.json").read_text())
+        for image in document["images"]:
+            del image["split"]
+        (tmp_path / "in" / "dataset_flickr8k.json").write_text(json.dumps(document))
+    made = prepare(config(tmp_path))
+    dataset = open_captions(tmp_path / "out", verify=True)
+    assert references(dataset)["p05.jpg"] == (
+        "a caf\u00e9 5 in the sun",
+        "the caf\u00e9 5 seen from afar",
+        "caf\u00e9 5 and nothing else",
+    )
+    assert references(dataset).keys() == captions.keys()
+    assert made["counts"] == [8, 2, 2] and made["bad_samples"] == []
+    assert made["source"]["non_ascii_captions"] == 12
+    assert [len(part) for part in (dataset.train, dataset.validation, dataset.test)] == [24, 6, 6]
+
+
+def test_the_arrays_are_what_pillow_makes_by_hand(tmp_path: Path) -> None:
+    source = flickr(tmp_path / "in", told())
+    prepare(config(tmp_path))
+    dataset = open_captions(tmp_path / "out")
+    assert dataset.pictures.shape == (12, 16, 20, 3) and dataset.pictures.dtype == np.uint8
+    for part in (dataset.train, dataset.validation, dataset.test):
+        for name, row, sentences in zip(part.names, part.inputs, part.references, strict=True):
+            by_hand = Image.open(source / name).resize((20, 16), Image.Resampling.BILINEAR)
+            assert np.array_equal(row, np.asarray(by_hand))
+            assert sentences[0].split()[2] == str(int(Path(name).stem[1:])), "the captions are this picture's"
+        for place, tokens, length in zip(part.picture, part.tokens, part.lengths, strict=True):
+            known = set(dataset.vocabulary.words)
+            said = [
+                " ".join(word if word in known else "<unknown>" for word in sentence.split())
+                for sentence in part.references[place]
+            ]
+            assert dataset.vocabulary.decode(tokens) in said
+            assert np.count_nonzero(tokens) == length + 1
+
+
+def test_the_vocabulary_is_of_training_captions_that_are_frequent(tmp_path: Path) -> None:
+    flickr(tmp_path / "in", told())
+    made = prepare(config(tmp_path, min_count=5))
+    dataset = open_captions(tmp_path / "out")
+    words = [word for five in dataset.train.references for sentence in five for word in sentence.split()]
+    assert set(dataset.vocabulary.words[4:]) == {word for word in words if words.count(word) >= 5}
+    rare = [word not in dataset.vocabulary.words for word in words]
+    assert made["statistics"]["train"]["unknown_words_share"] == pytest.approx(np.mean(rare))
+    assert made["vocabulary"] == len(dataset.vocabulary)
+
+
+def test_the_official_lists_decide(tmp_path: Path) -> None:
+    captions = told()
+    source = flickr(tmp_path / "in", captions)
+    names = sorted(captions)
+    cut = (names[5:10], names[:2], names[2:4])  # 4, 10 and 11 are in no list
+    for file, part in zip(LISTS, cut, strict=True):
+        (source / "Flickr8k_text" / file).write_text("\r\n".join(part) + "\r\n")
+    made = prepare(config(tmp_path))
+    dataset = open_captions(tmp_path / "out")
+    for part, expected in zip((dataset.train, dataset.validation, dataset.test), cut, strict=True):
+        assert sorted(Path(name).name for name in part.names) == expected
+    assert made["split"] == "the source's" and made["source"]["pictures_in_no_part"] == 3
+    assert made["bad_samples"] == [] and made["source"]["crlf_lines"] == 9
+
+
+def test_karpathys_split_decides(tmp_path: Path) -> None:
+    karpathy(tmp_path / "in", told(), lambda n: ("train", "restval", "val", "test", "train", "unheard")[n % 6])
+    made = prepare(config(tmp_path))
+    dataset = open_captions(tmp_path / "out")
+    parts = (dataset.train, dataset.validation, dataset.test)
+    kinds = [{int(Path(name).stem[1:]) % 6 for name in part.names} for part in parts]
+    assert kinds == [{0, 1, 4}, {2}, {3}] and made["source"]["pictures_in_no_part"] == 2
+
+
+def test_the_seed_decides_and_nothing_else(tmp_path: Path) -> None:
+    flickr(tmp_path / "in", told(30))
+    cuts = {}
+    for name, changes in {"a": {}, "b": {"workers": 2}, "c": {"seed": 1}}.items():
+        prepare(config(tmp_path, destination=str(tmp_path / name), **changes))
+        cuts[name] = open_captions(tmp_path / name)
+    a, b, c = cuts["a"], cuts["b"], cuts["c"]
+    assert a.fingerprint == b.fingerprint != c.fingerprint and a.train.names != c.train.names
+    assert [len(part.names) for part in (c.train, c.validation, c.test)] == [20, 5, 5]
+    names = [name for part in (a.train, a.validation, a.test) for name in part.names]
+    assert len(set(names)) == 30, "each picture, with all its captions, is in one part"
+
+
+def test_a_dry_run_tells_and_makes_nothing(tmp_path: Path) -> None:
+    flickr(tmp_path / "in", told())
+    before = sorted(tmp_path.rglob("*"))
+    dry = prepare(config(tmp_path, dry_run=True))
+    assert sorted(tmp_path.rglob("*")) == before and dry["dry_run"]
+    made = prepare(config(tmp_path))
+    same = set(dry) - {"dry_run", "schema"}
+    assert {name: dry[name] for name in same} == {name: made[name] for name in same}
+
+
+# Bad samples.
+
+
+def swap(old: str, new: str) -> Callable[[bytes], bytes]:
+    return lambda text: text.replace(old.encode(), new.encode())
+
+
+A_LINE = 'p03.jpg#1\tThe "temple 3", seen from afar'
+A_ROW = 'p03.jpg,"The ""temple 3"", seen from afar"'
+# The format, what happens to its text, the place that is named, what is said, how many captions are left out.
+BAD: dict[str, tuple[Callable[[Path, Told], Path], Callable[[bytes], bytes], str, str]] = {
+    "no picture": (flickr, swap("p03.jpg#1", "p03.jpg.1#1"), "token.txt:11", "there is no picture 'p03.jpg.1'"),
+    "not a picture": (flickr, swap("p03.jpg#1", "Flickr8k.token.txt#1"), "token.txt:11", "there is no picture"),
+    "outside": (flickr, swap("p03.jpg#1", "../../x.jpg#1"), "token.txt:11", "there is no picture '../../x.jpg'"),
+    "empty": (flickr, swap(A_LINE, "p03.jpg#1\t \u201c...\u201d !"), "token.txt:11", "without words"),
+    "long": (flickr, swap(A_LINE, A_LINE + " a b" * 15), "token.txt:11", "36 words, more than --max-words 34"),
+    "duplicate": (
+        flickr,
+        swap(A_LINE, "p03.jpg#1\ta TEMPLE 3 in the sun"),
+        "token.txt:11",
+        "the same caption of the same picture as Flickr8k_text/Flickr8k.token.txt:10",
+    ),
+    "spaces for tab": (flickr, swap("p03.jpg#1\t", "p03.jpg#1    "), "token.txt:11", "expected name.jpg#0, a tab"),
+    "no number": (flickr, swap("p03.jpg#1\t", "p03.jpg\t"), "token.txt:11", "expected name.jpg#0, a tab"),
+    "latin-1": (flickr, lambda text: text.replace(A_LINE.encode(), b"p03.jpg#1\tcaf\xe9"), "token.txt:11", "byte 14"),
+    "comma": (table, swap(A_ROW, "p03.jpg,The temple, seen"), "captions.txt:12", "3 fields"),
+    "semicolon": (table, swap(A_ROW, "p03.jpg;The temple"), "captions.txt:12", "1 fields"),
+    "open quote": (table, swap(A_ROW, 'p03.jpg,"The temple'), "captions.txt:12", "quotes do not match"),
+    "unknown id": (coco, swap('{"image_id": 103, "caption": "The', '{"image_id": 7, "caption": "The'),
+                   "captions.json:annotations[10]", "no image has the id 7"),
+    "sentence": (karpathy, swap('The \\"temple 3\\", seen from afar', "-"),
+                 "dataset_flickr8k.json:images[3].sentences[1]", "without words"),
+}  # fmt: skip
+
+
+def spoil(source: Path, change: Callable[[bytes], bytes]) -> None:
+    """Changes the text of the captions, which must be of effect."""
+    found = [*source.rglob("*.token.txt"), *source.rglob("captions.*"), *source.rglob("dataset_*.json")]
+    text = found[0].read_bytes()
+    found[0].write_bytes(change(text))
+    assert found[0].read_bytes() != text
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_bad_caption_is_named_or_left_out(tmp_path: Path, kind: str) -> None:
+    make, change, place, reason = BAD[kind]
+    parts = ("train", "val", "test")
+    arguments = (tmp_path / "in", told())
+    source = karpathy(*arguments, lambda n: parts[n % 3]) if make is karpathy else make(*arguments)
+    spoil(source, change)
+    fails(lambda: prepare(config(tmp_path)), BAD_DATA, str(source), place, reason, "--on-bad-sample skip")
+    assert not (tmp_path / "out").exists()
+    made = prepare(config(tmp_path, on_bad_sample="skip"))
+    assert len(made["bad_samples"]) == 1 and reason in made["bad_samples"][0]["reason"]
+    assert made["bad_samples"][0]["file"].endswith(place)
+    left = references(open_captions(tmp_path / "out"))
+    assert left["p03.jpg"] == ("a temple 3 in the sun", "temple 3 and nothing else")
+    assert all(len(sentences) == 3 for name, sentences in left.items() if name != "p03.jpg")
+    assert len(left) == 12
+
+
+def test_crlf_a_mark_and_blank_lines_do_no_harm(tmp_path: Path) -> None:
+    for make in (flickr, table):
+        source = make(tmp_path / make.__name__, told())
+        plain = prepare(config(tmp_path, source=str(source), destination=str(tmp_path / "a")))
+        spoil(source, lambda text: b"\xef\xbb\xbf" + text.replace(b"\n", b"\r\n") + b"\r\n \r\n")
+        other = prepare(config(tmp_path, source=str(source), destination=str(tmp_path / "b")))
+        assert other["source"]["crlf_lines"] > 36 and plain["source"]["crlf_lines"] == 0
+        assert plain["files"] == other["files"]
+        for name in ("a", "b"):
+            (tmp_path / name).rename(tmp_path / f"{make.__name__}-{name}")
+
+
+BAD_PICTURES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing": (lambda path: path.unlink(), "there is no picture 'p03.jpg'"),
+    "cut off": (lambda path: path.write_bytes(path.read_bytes()[:900]), "truncated"),
+    "empty": (lambda path: path.write_bytes(b""), "empty file"),
+    "no picture": (lambda path: path.write_text("hello" * 50), "no JPEG, PNG"),
+    "link": (lambda path: (path.unlink(), path.symlink_to("/etc/hostname")), "a link that leaves the tree"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_PICTURES)
+def test_a_bad_picture_takes_its_captions_along(tmp_path: Path, kind: str) -> None:
+    break_it, reason = BAD_PICTURES[kind]
+    source = flickr(tmp_path / "in", told())
+    break_it(source / "Flicker8k_Dataset" / "p03.jpg")
+    fails(lambda: prepare(config(tmp_path)), BAD_DATA, reason, "--on-bad-sample skip")
+    made = prepare(config(tmp_path, on_bad_sample="skip"))
+    assert all(reason in bad["reason"] for bad in made["bad_samples"]) and made["bad_samples"]
+    dataset = open_captions(tmp_path / "out", verify=True)
+    assert references(dataset).keys() == told().keys() - {"p03.jpg"}
+    by_hand = {name: source / name for name in dataset.train.names}
+    for name, row in zip(dataset.train.names, dataset.train.inputs, strict=True):
+        picture = Image.open(by_hand[name]).resize((20, 16), Image.Resampling.BILINEAR)
+        assert np.array_equal(row, np.asarray(picture)), "rows behind the one that went still fit their names"
+
+
+def test_a_picture_without_a_caption_is_bad(tmp_path: Path) -> None:
+    source = table(tmp_path / "in", told())
+    pictures(source / "Images", ["more.jpg"])
+    fails(lambda: prepare(config(tmp_path)), BAD_DATA, "Images/more.jpg: a picture without a caption")
+    assert len(prepare(config(tmp_path, on_bad_sample="skip"))["bad_samples"]) == 1
+
+
+def test_two_pictures_of_one_name_are_told_apart_by_their_folder_or_not_at_all(tmp_path: Path) -> None:
+    source = karpathy(tmp_path / "in", told(), lambda n: ("train", "val", "test")[n % 3])
+    pictures(source / "images" / "more", ["p03.jpg"])
+    fails(lambda: prepare(config(tmp_path)), BAD_DATA, "sentences[0]: two pictures have the name 'p03.jpg'")
+    document = json.loads((source / "dataset_flickr8k.json").read_text())
+    document["images"][3]["filepath"] = "more"
+    (source / "dataset_flickr8k.json").write_text(json.dumps(document))
+    made = prepare(config(tmp_path, on_bad_sample="skip"))
+    assert [bad["file"] for bad in made["bad_samples"]] == ["images/p03.jpg"], "which now has no caption"
+    assert "images/more/p03.jpg" in open_captions(tmp_path / "out").train.names
+
+
+def test_bad_lines_in_the_official_lists(tmp_path: Path) -> None:
+    captions = told()
+    source = flickr(tmp_path / "in", captions)
+    names = sorted(captions)
+    for file, part in zip(LISTS, (names[:8], [names[3], *names[8:10]], ["gone.jpg", *names[10:]]), strict=True):
+        (source / file).write_text("\n".join(part))
+    fails(lambda: prepare(config(tmp_path)), BAD_DATA, "devImages.txt:1: p03.jpg is in Flickr_8k.trainImages.txt:4")
+    made = prepare(config(tmp_path, on_bad_sample="skip"))
+    assert [bad["file"] for bad in made["bad_samples"]] == [f"{LISTS[1]}:1", f"{LISTS[2]}:1"]
+    assert made["counts"] == [8, 2, 2], "a picture in two lists stays where it was first"
+    (source / LISTS[1]).unlink()
+    fails(lambda: prepare(replace(config(tmp_path), destination="x")), BAD_DATA, "lacks Flickr_8k.devImages.txt")
+
+
+def test_too_many_bad_samples_are_too_many(tmp_path: Path) -> None:
+    source = flickr(tmp_path / "in", told())
+    for name in ("p01.jpg", "p02.jpg"):
+        (source / "Flicker8k_Dataset" / name).unlink()
+    skip = {"on_bad_sample": "skip", "max_bad_samples": 5}
+    fails(lambda: prepare(config(tmp_path, **skip)), BAD_DATA, "6 bad samples, more than --max-bad-samples 5")
+
+
+# Sources and settings that will not do.
+
+
+def test_a_folder_without_captions_tells_what_was_looked_for(tmp_path: Path) -> None:
+    pictures(tmp_path / "in", ["p.jpg"])
+    words = ("holds no captions", "Flickr8k.token.txt", "captions.txt", "JSON")
+    fails(lambda: prepare(config(tmp_path)), BAD_DATA, str(tmp_path / "in"), *words)
+    fails(lambda: prepare(config(tmp_path, source="nowhere")), BAD_DATA, "nowhere is no folder")
+
+
+def test_a_source_that_will_not_do_as_a_whole(tmp_path: Path) -> None:
+    source = table(tmp_path / "in", told())
+    text = (source / "captions.txt").read_text()
+    (source / "captions.txt").write_text(text.replace("image,caption", "image|caption"))
+    fails(lambda: prepare(config(tmp_path)), BAD_DATA, "captions.txt:1: the header is 'image|caption'")
+    (source / "captions.txt").write_text("image,caption\nnone.jpg,a dog\n")
+    fails(lambda: prepare(config(tmp_path, on_bad_sample="skip")), BAD_DATA, "captions.txt:2: there is no picture")
+    (source / "captions.txt").write_text("image,caption\np01.jpg,a dog\n")
+    skip = config(tmp_path, on_bad_sample="skip")
+    fails(lambda: prepare(skip), BAD_DATA, "no picture is left for validation")
+    (source / "captions.txt").unlink()
+    (source / "captions_val.json").write_text('{"images": [{"id": 1}')
+    fails(lambda: prepare(config(tmp_path)), BAD_DATA, "captions_val.json is no captions file")
+    (source / "captions_train.json").write_text("{}")
+    fails(lambda: prepare(config(tmp_path)), BAD_DATA, "captions twice", "captions_train.json")
+
+
+def test_settings_are_checked(tmp_path: Path) -> None:
+    for changes, words in (
+        ({"min_count": 0}, "--min-count 0"),
+        ({"max_words": 0}, "--max-words 0"),
+        ({"split": "90/10"}, "--split 90/10"),
+        ({"split": "6000/0/1000"}, "--split 6000/0/1000"),
+        ({"size": "224"}, "--size 224"),
+        ({"seed": -1}, "--seed -1"),
+        ({"on_bad_sample": "ignore"}, "--on-bad-sample ignore"),
+    ):
+        fails(lambda changes=changes: config(tmp_path, **changes), BAD_CONFIG, words)
+    source = flickr(tmp_path / "in", told())
+    fails(lambda: prepare(config(tmp_path, destination=str(source / "out"))), BAD_CONFIG, "lies in the source")
+    (tmp_path / "out").mkdir()
+    fails(lambda: prepare(config(tmp_path)), CANNOT_WRITE, "exists")
+
+
+# The prepared folder, and the cache.
+
+
+def test_a_damaged_folder_is_refused(tmp_path: Path) -> None:
+    flickr(tmp_path / "in", told())
+    prepare(config(tmp_path))
+    for name, change, words in (
+        ("pictures.npy", lambda data: data[:-1], "pictures.npy has"),
+        ("captions.json", lambda data: data.replace(b"temple", b"tomato", 1), "captions.json is damaged"),
+        ("vocabulary.json", lambda data: data + b" ", "vocabulary.json is damaged"),
+        ("index.json", lambda data: data[:50], "index.json is damaged"),
+        ("index.json", lambda data: data.replace(b"captions/1", b"captions/9", 1), "hvdtrain.captions/9"),
+        ("index.json", lambda data: data.replace(b"  8,", b"  9,", 1), "its counts are not"),
+        ("index.json", None, "index.json is missing"),
+    ):
+        path = tmp_path / "out" / name
+        data = path.read_bytes()
+        path.unlink()
+        if change is not None:
+            path.write_bytes(change(data))
+            assert path.read_bytes() != data
+        fails(lambda: load(str(tmp_path / "out")), BAD_DATA, words)
+        path.write_bytes(data)
+    assert len(load(f"flickr8k:{tmp_path / 'out'}").train) == 24, "prepared already: taken as it is"
+
+
+def test_ranks_that_start_together_prepare_once(tmp_path: Path) -> None:
+    source = flickr(tmp_path / "in", told(60))
+    (source / "Flicker8k_Dataset" / "p03.jpg").unlink()
+    program = "import sys; from hvdtrain.data.captions import load; print(load(sys.argv[1]).fingerprint)"
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, f"flickr8k:{source}"],
+            env=environment({"XDG_CACHE_HOME": str(tmp_path / "cache")}),
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(3)
+    ]
+    done = [process.communicate(timeout=60) for process in started]
+    assert [process.returncode for process in started] == [0, 0, 0], done
+    assert len({out for out, _ in done}) == 1 and len(done[0][0]) == 65
+    told_it = [err for _, err in done if err]
+    assert len(told_it) == 1 and "preparing it once" in told_it[0] and "left out: 3" in told_it[0]
+    assert str(tmp_path / "cache" / "hvdtrain" / "captions") in told_it[0]
+
+
+def test_a_changed_source_is_prepared_again_and_a_cache_that_cannot_be_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = flickr(tmp_path / "in", told())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    first = load(f"flickr8k:{source}")
+    assert first.pictures.shape[1:] == (224, 224, 3) and "preparing it once" in capsys.readouterr().err
+    assert load(f"flickr8k:{source}").fingerprint == first.fingerprint and not capsys.readouterr().err
+    spoil(source, swap("temple", "castle"))
+    assert load(f"flickr8k:{source}").fingerprint != first.fingerprint and capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(Failure, match="file"):
+        load(f"flickr8k:{source}")
+
+
+def test_unfinished_work_is_continued_and_makes_the_bytes_of_one_go(tmp_path: Path) -> None:
+    source = flickr(tmp_path / "in", told(150))
+    prepare(config(tmp_path, destination=str(tmp_path / "whole")))
+    rows = [name for part in vars(open_captions(tmp_path / "whole")).values() for name in getattr(part, "names", ())]
+    broken = source / rows[100]
+    broken.write_bytes(broken.read_bytes()[:900])
+    fails(lambda: prepare(config(tmp_path)), BAD_DATA, rows[100])
+    assert (tmp_path / ".out.unfinished").is_dir() and not (tmp_path / "out").exists()
+    continued = prepare(config(tmp_path, on_bad_sample="skip"))
+    assert continued["resumed_rows"] == 128 and not (tmp_path / ".out.unfinished").exists()
+    at_once = prepare(config(tmp_path, on_bad_sample="skip", destination=str(tmp_path / "again")))
+    assert at_once["resumed_rows"] == 0 and at_once["files"] == continued["files"]
+    left = open_captions(tmp_path / "out", verify=True)
+    assert [name for part in vars(left).values() for name in getattr(part, "names", ())] == [
+        name for name in rows if name != rows[100]
+    ]

@@ -1,0 +1,189 @@
+"""Features of a frozen encoder: computed once by all ranks together, the same whoever computes, kept and read again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import resource
+import runpy
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import PROGRAMS, document, launch
+
+from hvdtrain.data.prepared import cache_folder
+from hvdtrain.exits import CANNOT_WRITE, IO_ERROR, Failure
+from hvdtrain.features import extract
+from hvdtrain.models.vgg16 import FEATURES
+from hvdtrain.world import World
+
+PROGRAM = runpy.run_path(str(PROGRAMS / "features.py"), run_name="read")
+IMAGES = 40
+KEY = {"encoder": "whole"}
+
+
+def expected(count: int) -> np.ndarray:
+    return np.asarray(PROGRAM["Encoder"]()(PROGRAM["pictures"](count, 0)))
+
+
+@pytest.fixture
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    """A world of one rank with a cache of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return World("torch")
+
+
+def made(world: World, key: dict[str, Any] = KEY, seed: int = 0) -> tuple[np.ndarray, int]:
+    """The features, and how many pictures an encoder saw for them."""
+    encoders = []
+
+    def encoder() -> Any:
+        encoders.append(PROGRAM["Encoder"]())
+        return encoders[-1]
+
+    features = extract(PROGRAM["pictures"](IMAGES, seed), encoder, key=key, world=world)
+    return features, sum(each.images for each in encoders)
+
+
+def kept() -> list[Path]:
+    return sorted(path for path in cache_folder("features").rglob("*") if path.is_file())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One rank.
+
+
+def test_the_second_time_they_are_read_and_no_encoder_is_made(alone: World, capsys: pytest.CaptureFixture[str]) -> None:
+    features, images = made(alone)
+    assert images == IMAGES
+    np.testing.assert_array_equal(features, expected(IMAGES))
+    assert not features.flags.writeable
+    assert "images/s" in capsys.readouterr().err
+    again, images = made(alone)
+    assert images == 0
+    np.testing.assert_array_equal(again, features)
+    (file,) = kept()
+    assert f"read from {file}" in capsys.readouterr().err
+    np.testing.assert_array_equal(np.load(file, allow_pickle=False), features, err_msg="a .npy file for everyone")
+
+
+def test_other_pictures_or_another_key_have_features_of_their_own(alone: World) -> None:
+    assert [made(alone)[1], made(alone, seed=1)[1], made(alone, key={"encoder": "other"})[1]] == [IMAGES] * 3
+    assert [made(alone)[1], made(alone, seed=1)[1], made(alone, key={"encoder": "other"})[1]] == [0] * 3
+    assert len(kept()) == 3
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-5])
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def foreign(file: Path) -> None:
+    with file.open("wb") as out:
+        np.save(out, np.zeros((IMAGES, FEATURES), np.float32))
+
+
+def empty(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+@pytest.mark.parametrize("damage", [cut, flip, foreign, empty])
+def test_what_is_not_sound_is_made_again(alone: World, damage: Any) -> None:
+    before = np.array(made(alone)[0])
+    damage(kept()[0])
+    features, images = made(alone)
+    assert images == IMAGES
+    np.testing.assert_array_equal(features, before)
+    assert made(alone)[1] == 0
+
+
+def test_an_encoder_that_fails_leaves_nothing_behind(alone: World) -> None:
+    def failing() -> Any:
+        def encode(images: np.ndarray) -> np.ndarray:
+            raise ZeroDivisionError
+
+        return encode
+
+    with pytest.raises(ZeroDivisionError):
+        extract(PROGRAM["pictures"](IMAGES, 0), failing, key=KEY, world=alone)
+    with pytest.raises(ValueError, match="the encoder gave float32"):
+        extract(
+            PROGRAM["pictures"](IMAGES, 0), lambda: lambda x: np.zeros((len(x), 3), np.float32), key=KEY, world=alone
+        )
+    assert kept() == []
+
+
+def test_what_a_killed_run_left_goes_after_a_day(alone: World) -> None:
+    made(alone)
+    (file,) = kept()
+    old, new = (file.with_name(f".{file.stem}.{token}.0.part") for token in ("old", "new"))
+    other = file.with_name(".notes.txt.part")
+    for path in (old, new, other):
+        path.write_bytes(b"half")
+    for path in (old, other):
+        os.utime(path, (time.time() - 90_000,) * 2)
+    file.unlink()
+    made(alone)
+    assert kept() == sorted([file, new, other])
+
+
+def test_a_cache_that_cannot_be_written_is_named(alone: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(Failure, match="XDG_CACHE_HOME") as failed:
+        made(alone)
+    assert failed.value.code == CANNOT_WRITE
+    assert str(tmp_path / "file") in str(failed.value)
+
+
+def test_a_disk_without_room_is_named(alone: World) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        with pytest.raises(Failure, match="make room") as failed:
+            made(alone)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert failed.value.code == IO_ERROR
+    assert str(cache_folder("features")) in str(failed.value)
+    assert kept() == []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ranks together: a, b, ... are the disks of hosts.
+
+
+def test_three_ranks_make_what_one_makes_each_its_part_whoever_shares_a_disk(tmp_path: Path) -> None:
+    a, b, c, d, e = (str(tmp_path / name) for name in "abcde")
+    steps = [
+        [a, a, a],  # one host
+        [a, a, a],
+        [b, b, c],  # two hosts
+        [b, b, c],
+        [b, d, c],  # a new host beside two that have them
+        {"caches": [b, b, c], "cut": c},
+        {"caches": [e, e, a], "cut": a},  # none is sound
+        {"caches": [b, b, c], "seeds": [0, 0, 1]},  # hosts with different pictures
+    ]
+    count = 1000  # several messages for a part
+    report = document(launch(3, [str(PROGRAMS / "features.py"), json.dumps({"images": count, "steps": steps})]))
+    whole = hashlib.sha256(expected(count).data).hexdigest()
+    each = [[333], [333], [334]]
+    nobody: list[list[int]] = [[], [], []]
+    for step, images in zip(report["steps"], [each, nobody, each, nobody, nobody, nobody, each], strict=False):
+        assert step["digest"] == [whole] * 3
+        assert step["images"] == images
+        assert step["left"] == [[".npy"]] * 3, "one file on each disk, and nothing else"
+    last = report["steps"][-1]
+    assert last["images"] == nobody
+    for told in last["digest"]:
+        assert told == f"65: host-of-{b} and host-of-{c} hold different pictures: give all hosts the same data"

@@ -1,0 +1,133 @@
+"""VGG16 as a frozen encoder: its published numbers, and twins that are one network."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from hvdtrain.exits import BAD_CONFIG, Failure
+from hvdtrain.models.vgg16 import FEATURES, PREPROCESSING, STAGES, Arrays, parameters, random_weights
+from hvdtrain.models.vgg16_tf import Vgg16TF
+from hvdtrain.models.vgg16_torch import Vgg16Torch
+
+
+def images(count: int, seed: int = 0) -> np.ndarray:
+    """Smooth pictures: noise alone would look the same to every channel."""
+    coarse = np.random.default_rng(seed).integers(0, 256, (count, 14, 14, 3), dtype=np.uint8)
+    return coarse.repeat(16, axis=1).repeat(16, axis=2)
+
+
+def narrow(seed: int = 0) -> Arrays:
+    """The network with a sixteenth of the channels (but the three of the pictures), and biases that are not zero."""
+    draw = np.random.default_rng(seed)
+    arrays: Arrays = {}
+    for name, shape in parameters().items():
+        thin = tuple(size if size in (3, 7) else size // 16 for size in shape)
+        deviation = np.sqrt(2 / np.prod(thin[1:])) if len(thin) > 1 else 0.1
+        arrays[name] = draw.normal(0, deviation, thin).astype(np.float32)
+    return arrays
+
+
+def distance(ours: np.ndarray, theirs: np.ndarray) -> float:
+    """Largest difference, as a share of the largest feature."""
+    return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
+
+
+def by_hand(arrays: Arrays) -> torch.nn.Module:
+    """The same network, laid out as torchvision's source says, without the last layer."""
+    layers: list[torch.nn.Module] = []
+    inputs, first = 3, arrays["features.0.bias"].size
+    for channels, convolutions in STAGES:
+        for _ in range(convolutions):
+            outputs = channels * first // 64
+            layers += [torch.nn.Conv2d(inputs, outputs, 3, padding=1), torch.nn.ReLU()]
+            inputs = outputs
+        layers.append(torch.nn.MaxPool2d(2))
+    width = arrays["classifier.0.bias"].size
+    model = torch.nn.ModuleDict(
+        {
+            "features": torch.nn.Sequential(*layers),
+            "classifier": torch.nn.Sequential(
+                torch.nn.Linear(inputs * 49, width),
+                torch.nn.ReLU(),
+                torch.nn.Dropout(),
+                torch.nn.Linear(width, width),
+                torch.nn.ReLU(),
+            ),
+        }
+    )
+    model.load_state_dict({name: torch.tensor(array) for name, array in arrays.items()}, strict=True)
+    return model.eval()
+
+
+@torch.no_grad()
+def features_by_hand(arrays: Arrays, pictures: np.ndarray) -> np.ndarray:
+    model = by_hand(arrays)
+    mean, deviation = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
+    x = torch.tensor((pictures / 255 - mean) / deviation, dtype=torch.float32).permute(0, 3, 1, 2)
+    return model["classifier"](model["features"](x).flatten(1)).numpy()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The network.
+
+
+def test_published_numbers() -> None:
+    last_layer = 4096 * 1000 + 1000
+    assert sum(int(np.prod(shape)) for shape in parameters().values()) == 138_357_544 - last_layer
+    assert len(parameters()) == 2 * 15
+    assert parameters()["features.28.weight"] == (512, 512, 3, 3)
+    assert parameters()["classifier.0.weight"] == (4096, 512 * 7 * 7)
+
+
+@pytest.fixture(scope="module")
+def drawn() -> Arrays:
+    return random_weights(3)
+
+
+def test_random_weights_keep_activations_at_one_size_through_the_whole_network(drawn: Arrays) -> None:
+    arrays, pictures = drawn, images(2)
+    ours = Vgg16Torch(arrays, "torchvision")(pictures)
+    assert ours.shape == (2, FEATURES)
+    assert ours.dtype == np.float32
+    assert 0.1 < ours.std() < 10
+    assert 0.3 < (ours > 0).mean() < 0.7
+    assert distance(ours, features_by_hand(arrays, pictures)) < 1e-4
+    assert distance(ours, Vgg16TF(arrays, "torchvision")(pictures)) < 1e-3
+
+
+def test_random_weights_are_a_pure_function_of_the_seed(drawn: Arrays) -> None:
+    same, other = random_weights(3), random_weights(4)
+    for name, array in drawn.items():
+        assert np.array_equal(array, same[name])
+        assert name.endswith("bias") or not np.array_equal(array, other[name])
+    with pytest.raises(Failure, match="give 0 or more") as failed:
+        random_weights(-1)
+    assert failed.value.code == BAD_CONFIG
+
+
+@pytest.mark.parametrize("preprocessing", PREPROCESSING)
+def test_the_twins_are_one_network(preprocessing: str) -> None:
+    arrays, pictures = narrow(), images(5)
+    one, other = Vgg16Torch(arrays, preprocessing), Vgg16TF(arrays, preprocessing)
+    assert distance(one(pictures), other(pictures)) < 1e-3
+    for twin in (one, other):
+        assert twin.device == "cpu"
+        alone = np.concatenate([twin(pictures[i : i + 1]) for i in range(5)])
+        assert distance(alone, twin(pictures)) < 1e-4, "each picture alone"
+        assert (twin(pictures) >= 0).all()
+
+
+def test_torchvision_preprocessing_is_its_normalisation() -> None:
+    arrays, pictures = narrow(), images(3)
+    assert distance(Vgg16Torch(arrays, "torchvision")(pictures), features_by_hand(arrays, pictures)) < 1e-4
+
+
+def test_read_only_pictures_and_weights_will_do_and_stay_as_they_are() -> None:
+    arrays, pictures = narrow(), images(2)
+    expected = Vgg16Torch(arrays, "caffe")(pictures)
+    for array in (*arrays.values(), pictures):
+        array.flags.writeable = False
+    for twin in (Vgg16Torch(arrays, "caffe"), Vgg16TF(arrays, "caffe")):
+        assert distance(twin(pictures), expected) < 1e-3

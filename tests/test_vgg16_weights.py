@@ -1,0 +1,241 @@
+"""VGG16's weights: from whatever file they are published in to one of ours, and nothing that is not them."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+from test_vgg16 import distance, images
+
+from hvdtrain.exits import BAD_DATA, CANNOT_WRITE, Failure
+from hvdtrain.models.vgg16 import STAGES, parameters
+from hvdtrain.models.vgg16_torch import Vgg16Torch
+from hvdtrain.models.vgg16_weights import Vgg16Config, import_weights, neutral, open_weights, read_head
+
+HERE = Path("weights")
+
+
+def constants(rename: Callable[[str], str] = str, turn: Callable[[Any], Any] = np.asarray) -> dict[str, np.ndarray]:
+    """Arrays of the right shapes that take no room; the n-th holds n."""
+    return {
+        rename(name): turn(np.broadcast_to(np.float32(n), shape))
+        for n, (name, shape) in enumerate(parameters().items())
+    }
+
+
+@pytest.fixture(scope="module")
+def from_keras(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, np.ndarray]]:
+    """Our file, imported from the arrays of a model of Keras' own; and the features that Keras computes with it."""
+    folder = tmp_path_factory.mktemp("vgg16")
+    keras.utils.set_random_seed(5)
+    model = keras.applications.VGG16(weights=None)
+    np.savez(folder / "keras.npz", **{weight.path: weight.numpy() for weight in model.weights})
+    pictures = keras.applications.vgg16.preprocess_input(images(2).astype(np.float32))
+    fc2 = keras.Model(model.input, model.get_layer("fc2").output)
+    theirs = np.asarray(fc2(pictures))
+    made = import_weights(Vgg16Config(source=str(folder / "keras.npz"), destination=str(folder / "vgg16.safetensors")))
+    (folder / "keras.npz").unlink()
+    assert made["values"] == 134_260_544
+    yield folder / "vgg16.safetensors", theirs
+    (folder / "vgg16.safetensors").unlink()
+
+
+def test_keras_arrays_give_keras_features(from_keras: tuple[Path, np.ndarray]) -> None:
+    path, theirs = from_keras
+    arrays, preprocessing, digest = open_weights(path)
+    assert preprocessing == "caffe"
+    assert {name: array.shape for name, array in arrays.items()} == parameters()
+    assert distance(Vgg16Torch(arrays, preprocessing)(images(2)), theirs) < 1e-3
+    head = read_head(path)
+    assert (head["digest"], head["preprocessing"], head["source"]) == (digest, "caffe", "keras.npz")
+    assert len(head["source_sha256"]) == 64
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name], "nothing unfinished is left"
+
+
+def test_a_damaged_file_is_noticed(from_keras: tuple[Path, np.ndarray]) -> None:
+    path, _ = from_keras
+    size = path.stat().st_size
+    with path.open("rb+") as file:
+        file.seek(size // 2)
+        byte = file.read(1)
+        file.seek(size // 2)
+        file.write(bytes([byte[0] ^ 1]))
+    with pytest.raises(Failure, match=r"vgg16\.safetensors is damaged") as failed:
+        open_weights(path)
+    assert failed.value.code == BAD_DATA
+    with path.open("rb+") as file:
+        file.seek(size // 2)
+        file.write(byte)
+
+
+def test_a_file_that_is_cut_off_or_foreign_is_refused(tmp_path: Path) -> None:
+    foreign, cut = tmp_path / "foreign.safetensors", tmp_path / "cut.safetensors"
+    safetensors.numpy.save_file({"x": np.zeros(3, np.float32)}, foreign)
+    about = {"schema": "hvdtrain.vgg16/1", "preprocessing": "caffe", "digest": "0" * 64}
+    safetensors.numpy.save_file({"x": np.zeros(3, np.float32)}, cut, about)
+    cut.write_bytes(cut.read_bytes()[:-4])
+    (tmp_path / "text").write_text("no weights at all")
+    for path, words in [
+        (foreign, "was not made by `hvdtrain data vgg16`"),
+        (tmp_path / "text", "was not made by `hvdtrain data vgg16`"),
+        (tmp_path / "absent", "No such file"),
+        (tmp_path, "Is a directory"),
+        (cut, "is damaged"),
+    ]:
+        with pytest.raises(Failure, match=words) as failed:
+            open_weights(path)
+        assert str(path) in str(failed.value)
+        assert failed.value.code == BAD_DATA
+
+
+KERAS = dict(
+    zip(
+        (name.removesuffix(".weight") for name in parameters() if name.endswith("weight")),
+        [f"block{i + 1}_conv{j + 1}" for i, (_, count) in enumerate(STAGES) for j in range(count)] + ["fc1", "fc2"],
+        strict=True,
+    )
+)
+
+
+def keras_turn(array: np.ndarray) -> np.ndarray:
+    return array.transpose(2, 3, 1, 0) if array.ndim == 4 else array.T
+
+
+@pytest.mark.parametrize(
+    ("pattern", "weight", "bias"),
+    [
+        ("{}/{}:0", "kernel", "bias"),
+        ("{}_{}", "W", "b"),
+        ("{0}/{0}_{1}_1:0", "W", "b"),
+        ("model_weights/{0}/{0}/{1}:0", "kernel", "bias"),
+        ("{}.{}", "kernel", "bias"),
+        ("layers/{}/vars/{}", "0", "1"),
+    ],
+)
+def test_every_name_that_keras_gave_its_arrays(pattern: str, weight: str, bias: str) -> None:
+    def rename(name: str) -> str:
+        layer, _, leaf = name.rpartition(".")
+        return pattern.format(KERAS[layer], weight if leaf == "weight" else bias)
+
+    found = constants(rename, keras_turn)
+    found[pattern.format("predictions", weight)] = np.zeros((4096, 1000), np.float32)
+    arrays, preprocessing = neutral(found, HERE)
+    assert preprocessing == "caffe"
+    assert {name: float(array.flat[-1]) for name, array in arrays.items()} == {
+        name: float(n) for n, name in enumerate(parameters())
+    }
+
+
+def test_keras_counts_the_layers_in_its_own_weights_files() -> None:
+    counted = {layer: f"conv2d_{n}" if n else "conv2d" for n, layer in enumerate(KERAS)}
+    counted |= {"classifier.0": "dense", "classifier.3": "dense_1"}
+
+    def rename(name: str) -> str:
+        layer, _, leaf = name.rpartition(".")
+        return f"layers/{counted[layer]}/vars/{0 if leaf == 'weight' else 1}"
+
+    arrays, _ = neutral(constants(rename, keras_turn), HERE)
+    assert [float(array.flat[0]) for array in arrays.values()] == list(range(30))
+
+
+def test_torchvisions_state_dict_in_both_formats_of_torch_save(tmp_path: Path) -> None:
+    """Tensors that are one number expanded, so that the files are small."""
+    tensors = {name: torch.tensor(float(n)).expand(shape) for n, (name, shape) in enumerate(parameters().items())}
+    tensors |= {"classifier.6.weight": torch.tensor(0.5).expand(1000, 4096), "classifier.6.bias": torch.zeros(1000)}
+    made = []
+    for legacy in (False, True):
+        torch.save(tensors, tmp_path / "vgg16.pth", _use_new_zipfile_serialization=not legacy)
+        config = Vgg16Config(source=str(tmp_path / "vgg16.pth"), destination=str(tmp_path / "new"), dry_run=True)
+        made.append(import_weights(config))
+        assert (made[-1]["preprocessing"], made[-1]["arrays"]) == ("torchvision", 30)
+    assert not (tmp_path / "new").exists()
+    assert made[0]["digest"] == made[1]["digest"], "the weights' own, not their file's"
+    assert made[0]["source_sha256"] != made[1]["source_sha256"]
+
+
+def changed(**arrays: np.ndarray | None) -> dict[str, np.ndarray]:
+    found = constants() | {name.replace("_", "."): array for name, array in arrays.items()}
+    return {name: array for name, array in found.items() if array is not None}
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (changed(features_5_weight=None), "lacks features.5.weight"),
+        (changed(features_30_weight=np.zeros(3)), "also holds features.30.weight"),  # deeper, as VGG19 is
+        (changed(features_5_bias=np.zeros(64)), r"features.5.bias has shape \(64,\), VGG16's is \(128,\)"),
+        (changed(classifier_3_bias=np.full(4096, np.nan)), "classifier.3.bias holds values that are no finite"),
+        ({n: a for n, a in constants().items() if n.startswith("f")}, r"\('notop'\).* get the file with the top"),
+        ({"conv1.weight": np.zeros(3)}, "is not VGG16 without batch normalisation: it lacks features.0.weight"),
+        ({}, "lacks features.0.weight"),
+    ],
+)
+def test_weights_of_another_network_are_named_and_refused(found: dict[str, np.ndarray], words: str) -> None:
+    with pytest.raises(Failure, match=f"^weights.*{words}") as failed:
+        neutral(found, HERE)
+    assert failed.value.code == BAD_DATA
+
+
+class Bomb:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, ("exploded",)
+
+
+def test_nothing_but_tensors_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("bomb").write_bytes(pickle.dumps(Bomb()))
+    torch.save({"features.0.weight": Bomb()}, "bomb.pth")
+    np.savez("bomb.npz", a=np.array([Bomb()], dtype=object))
+    for source in ("bomb", "bomb.pth", "bomb.npz"):
+        with pytest.raises(Failure, match=f"^{source}") as failed:
+            import_weights(Vgg16Config(source=source, destination="new"))
+        assert failed.value.code == BAD_DATA
+        assert "\n" not in str(failed.value)
+    assert not Path("exploded").exists()
+
+
+def test_sources_that_are_no_weights(tmp_path: Path) -> None:
+    torch.save([1, 2], tmp_path / "list.pth")
+    torch.save({"a": torch.zeros(999)}, tmp_path / "whole.pth")
+    (tmp_path / "cut.pth").write_bytes((tmp_path / "whole.pth").read_bytes()[:-200])
+    np.savez(tmp_path / "whole.npz", a=np.zeros(999))
+    (tmp_path / "cut.npz").write_bytes((tmp_path / "whole.npz").read_bytes()[:-200])
+    safetensors.numpy.save_file({"a": np.zeros(9)}, tmp_path / "whole.safetensors")
+    (tmp_path / "cut.safetensors").write_bytes((tmp_path / "whole.safetensors").read_bytes()[:-9])
+    (tmp_path / "keras.h5").write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(99))
+    (tmp_path / "empty").touch()
+    (tmp_path / "photo.jpg").write_bytes(b"\xff\xd8\xff\xe0" + bytes(99))
+    for name, words in {
+        "list.pth": "holds list that is no state dict",
+        "cut.pth": "damaged",
+        "cut.npz": "damaged",
+        "cut.safetensors": "damaged",
+        "keras.h5": "turn it into npz with `python -c",
+        "empty": "is none of torch.save's files, npz and safetensors",
+        "photo.jpg": "is none of torch.save's files, npz and safetensors",
+        "absent": "No such file",
+    }.items():
+        with pytest.raises(Failure, match=words) as failed:
+            import_weights(Vgg16Config(source=str(tmp_path / name), destination=str(tmp_path / "new")))
+        assert name in str(failed.value)
+        assert failed.value.code == BAD_DATA
+    assert not (tmp_path / "new").exists()
+
+
+def test_what_exists_is_not_overwritten_and_a_bad_place_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    tensors = {name: torch.tensor(0.0).expand(shape) for name, shape in parameters().items()}
+    torch.save(tensors, tmp_path / "vgg16.pth")
+    for place in ("file", "file/new"):
+        with pytest.raises(Failure, match=place) as failed:
+            import_weights(Vgg16Config(source=str(tmp_path / "vgg16.pth"), destination=str(tmp_path / place)))
+        assert failed.value.code == CANNOT_WRITE
+    assert (tmp_path / "file").read_text() == "mine"

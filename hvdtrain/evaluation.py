@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from hvdtrain.data import Split
+from hvdtrain.data import Batch, Split
 from hvdtrain.data.loader import shard
 from hvdtrain.frameworks import Replica
+from hvdtrain.models.resnet import NORM_MOMENTUM
 from hvdtrain.world import World
 
 
@@ -27,6 +28,23 @@ def evaluate(
         totals += (*replica.evaluate(batch), batch.weight)
     loss, correct, samples = world.sum(totals, "evaluate.totals").tolist()
     return (loss / samples, correct / samples) if samples else (None, None)
+
+
+def renew_statistics(replica: Replica, batches: Iterable[Batch]) -> None:
+    """Takes the running statistics of BatchNorm anew from these training batches alone (precise BN: Wu and Johnson,
+    "Rethinking 'Batch' in BatchNorm", 2021): those of the weights as they are, not of the weights' recent past.
+
+    From zeros, n batches leave a mean of their statistics with weights that sum to 1 - (1 - momentum)^n.
+    """
+    if not (local := replica.local_state()):
+        return
+    replica.load_local({name: np.zeros_like(array) for name, array in local.items()})
+    count = 0
+    for batch in batches:
+        replica.observe(batch)
+        count += 1
+    whole = np.float32(1 - (1 - NORM_MOMENTUM) ** count)
+    replica.load_local({name: array / whole for name, array in replica.local_state().items()})
 
 
 def average_statistics(replica: Replica, world: World, shares: Sequence[float] | None = None) -> None:

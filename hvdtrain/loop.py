@@ -24,7 +24,7 @@ from hvdtrain import agreement, exits, observe, records, snapshot
 from hvdtrain.checkpoint import Checkpoints
 from hvdtrain.data import Parts, Split
 from hvdtrain.data.loader import Loader
-from hvdtrain.evaluation import evaluate
+from hvdtrain.evaluation import evaluate, renew_statistics
 from hvdtrain.exits import Failure
 from hvdtrain.frameworks import Replica
 from hvdtrain.position import Position
@@ -59,8 +59,9 @@ class Loop:
         strategy: Strategy,
         stop: StopSignal,
         judge: Judge | None = None,
+        precise_bn: int = 0,
     ) -> None:
-        self._judge = judge
+        self._judge, self._precise_bn = judge, precise_bn
         self._about, self._config, self._plan = run, run.config, run.plan
         self._dataset, self._loader, self._world = dataset, loader, world
         self._replica, self._strategy = replica, strategy
@@ -165,6 +166,9 @@ class Loop:
 
     def _end_epoch(self, epoch: int, save: bool) -> None:
         with self._clock.span("validation"):
+            if self._precise_bn:
+                first = max(0, self._plan.steps_per_epoch - self._precise_bn)
+                renew_statistics(self._replica, self._loader.epoch(epoch, start=first))
             loss, accuracy, scores = self._evaluate(getattr(self._dataset, self._config.evaluate_on))
         record, is_best = self._at.end_epoch(
             epoch,

@@ -63,6 +63,7 @@ def train(
     threads: int,
     stop: world.StopSignal,
     judge: Judge | None = None,
+    precise_bn: int = 0,
     documents: Mapping[str, Any] | None = None,
 ) -> int:
     """Trains in the run's folder and shows the summary on stdout; returns the exit code. Collective.
@@ -94,6 +95,7 @@ def train(
         strategy=strategy,
         stop=stop,
         judge=judge,
+        precise_bn=precise_bn,
     ).run()
     if ranks.rank == 0:
         if summary is None:

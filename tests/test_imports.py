@@ -39,7 +39,7 @@ ALLOWED = {
     "position": ".records numpy",
     "agreement": ".world numpy",
     "snapshot": ".checkpoint .frameworks! .strategies! numpy",
-    "evaluation": ".data .frameworks! .progress .records .timing .world numpy",
+    "evaluation": ".data .frameworks! .models .progress .records .timing .world numpy",
     "loop": (
         ".agreement .checkpoint .config .data .evaluation .frameworks! .observe .position .progress .records .run"
         " .snapshot .strategies! .timing .world numpy"

@@ -139,6 +139,12 @@ class TorchReplica:
     def waited_s(self) -> float | None:
         return self._step.waited_s()
 
+    @torch.no_grad()
+    def observe(self, batch: Batch) -> None:
+        self._model.train()
+        with self._autocast:
+            self._model.loss(*self._tensors(batch))
+
     @torch.inference_mode()
     def evaluate(self, batch: Batch) -> tuple[float, float]:
         self._model.eval()

@@ -80,7 +80,7 @@ class TensorFlowReplica:
         self._good_steps = tf.Variable(0, trainable=False)
         self._scaled = config.precision == "fp16"
         self._backward_graph: Any = None
-        self._evaluate_graph: Any = None
+        self._forward_graphs: dict[bool, Any] = {}
         self._apply_graph = tf.function(self._apply)
         self._vector = np.empty(0 if self._in_backward else self._size() + TOTALS, np.float32)
 
@@ -164,17 +164,21 @@ class TensorFlowReplica:
     def waited_s(self) -> float | None:
         return None if self._in_backward else 0.0
 
+    def observe(self, batch: Batch) -> None:
+        self._forward(batch, training=True)
+
     def evaluate(self, batch: Batch) -> tuple[float, float]:
-        arrays = [tf.constant(array) for array in batch.arrays]
-        if self._evaluate_graph is None:
-            self._evaluate_graph = tf.function(
-                lambda arrays: self._ranks.run(self._evaluate, arrays), input_signature=[any_length(arrays)]
-            )
-        loss, correct = self._evaluate_graph(arrays)
+        loss, correct = self._forward(batch, training=False)
         return float(loss), float(correct)
 
-    def _evaluate(self, arrays: list[tf.Tensor]) -> Any:
-        return self._model.loss(*arrays, training=False)
+    def _forward(self, batch: Batch, training: bool) -> Any:
+        arrays = [tf.constant(array) for array in batch.arrays]
+        if training not in self._forward_graphs:
+            self._forward_graphs[training] = tf.function(
+                lambda arrays: self._ranks.run(lambda *each: self._model.loss(*each, training=training), *arrays),
+                input_signature=[any_length(arrays)],
+            )
+        return self._forward_graphs[training](arrays)
 
     def state(self) -> dict[str, np.ndarray]:
         arrays = {f"parameter.{name}": turned_back(weight.numpy()) for name, weight in self._weights.items()}

@@ -1,0 +1,73 @@
+"""BatchNorm statistics that are taken anew for an evaluation (--precise-bn), in both frameworks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdtrain import data, strategies, workload
+from hvdtrain.config import parse
+from hvdtrain.data.loader import Loader
+from hvdtrain.evaluation import renew_statistics
+from hvdtrain.models import resnet
+from hvdtrain.resnet import ResNetConfig
+from hvdtrain.world import World
+
+SPEC = resnet.ResNetSpec(channels=1, classes=10, width=0.125)
+
+
+@pytest.fixture(scope="module", params=["torch", "tensorflow"])
+def replica(request: pytest.FixtureRequest) -> Any:
+    config = parse(ResNetConfig, ["--framework", request.param], prog="", purpose="")
+    ranks = World(request.param, carrier="streams")
+    strategy = strategies.make(config, ranks, list(resnet.parameters(SPEC).values()))
+    model: Any
+    if request.param == "torch":
+        from hvdtrain.models.resnet_torch import ResNetTorch
+
+        model = ResNetTorch(SPEC)
+    else:
+        from hvdtrain.models.resnet_tf import ResNetTF
+
+        model = ResNetTF(SPEC)
+    made = workload.replica(model, config, ranks, strategy, "cpu")
+    state = resnet.initial_state(SPEC, 1)
+    made.load({f"parameter.{name}": state[name] for name in resnet.parameters(SPEC)})
+    made.load_local({name: state[name] for name in resnet.buffers(SPEC)})
+    return made
+
+
+@pytest.fixture(scope="module")
+def batches() -> list[data.Batch]:
+    train = data.load("digits", (16, 16)).train
+    return list(Loader(train, batch_size=256, rank=0, size=1, seed=1).epoch(0))[:3]
+
+
+def taken(replica: Any, batches: list[data.Batch]) -> dict[str, np.ndarray]:
+    renew_statistics(replica, batches)
+    return {name: array.copy() for name, array in replica.local_state().items()}
+
+
+def test_they_are_the_mean_over_the_batches_and_nothing_else(replica: Any, batches: list[data.Batch]) -> None:
+    weights = {name: array.copy() for name, array in replica.state().items()}
+    one, two, three = ([taken(replica, [batch]) for batch in batches])
+    together = taken(replica, batches)
+    assert taken(replica, batches).keys() == resnet.buffers(SPEC).keys()
+    for name, array in together.items():
+        mean = (0.81 * one[name] + 0.9 * two[name] + three[name]) / 2.71
+        np.testing.assert_allclose(array, mean, rtol=1e-4, atol=1e-5, err_msg=name)
+    for name, array in taken(replica, batches).items():
+        np.testing.assert_array_equal(array, together[name], err_msg="what was there before does not matter")
+    for name, array in replica.state().items():
+        np.testing.assert_array_equal(array, weights[name], err_msg="nothing else is learnt")
+
+
+def test_one_batch_is_then_evaluated_as_it_is_trained_on(replica: Any, batches: list[data.Batch]) -> None:
+    """But for the variance's n / (n - 1), n at least 256 here."""
+    replica.backward(batches[0], 0.0, stop=False)
+    trained = replica.totals()
+    renew_statistics(replica, batches[:1])
+    loss, _ = replica.evaluate(batches[0])
+    assert loss == pytest.approx(trained[0], rel=0.02)

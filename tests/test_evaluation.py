@@ -52,7 +52,7 @@ def taken(replica: Any, batches: list[data.Batch]) -> dict[str, np.ndarray]:
 
 def test_they_are_the_mean_over_the_batches_and_nothing_else(replica: Any, batches: list[data.Batch]) -> None:
     weights = {name: array.copy() for name, array in replica.state().items()}
-    one, two, three = ([taken(replica, [batch]) for batch in batches])
+    one, two, three = [taken(replica, [batch]) for batch in batches]
     together = taken(replica, batches)
     assert taken(replica, batches).keys() == resnet.buffers(SPEC).keys()
     for name, array in together.items():

@@ -1,12 +1,13 @@
 """Measure the training loop beside its yardsticks, in one run (`make bench`).
 
-    python tools/bench.py                   # everything, about twenty minutes on two cores
+    python tools/bench.py                   # everything, about forty minutes on two cores
     python tools/bench.py --quick --json    # one round, one document
 
 Two ranks on this machine train ResNet-34 on the digits, in turn by our entry point, by it with all monitors on, by it
 with --strategy native, and by tools/bare_loop.py, a hand-written Horovod loop of the same model; every other round
-backwards, so that drift favours none. `tools/bench_data.py` does the same for preprocessing. Figures are medians over
-rounds with the smallest and the largest in brackets; the first three steps of each run are left out of rates.
+backwards, so that drift favours none. `tools/bench_data.py` does the same for preprocessing, and
+`tools/bench_captioning.py` for the captioning model. Figures are medians over rounds with the smallest and the largest
+in brackets; the first three steps of each run are left out of rates.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ ROOT = Path(__file__).parent.parent
 RANKS = 2
 EPOCHS = 3
 OURS = {"ours": [], "monitored": ["--monitor", "power,resources"], "native": ["--strategy", "native"]}
+HEADS = ("what", "measured: median [min .. max]", "baseline", "goal")
 SAMPLER = "hvdtrain.monitors"
 LOOK_S = 1.0  # between two looks at the sampler's processor time, whether there is a sampler or not
 
@@ -127,11 +130,18 @@ def framework_rows(found: dict[str, Any]) -> list[tuple[str, str, str, str]]:
 
 
 def table(results: dict[str, Any]) -> str:
-    rows: list[tuple[str, ...]] = [("what", "measured: median [min .. max]", "baseline", "goal")]
+    rows: list[tuple[str, ...]] = [HEADS]
     for framework, found in results["loop"].items():
         rows += [(f"{framework}: {what}", *cells) for what, *cells in framework_rows(found)]
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return aligned(rows)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells as lines, columns below one another."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
 
 
 def main() -> None:
@@ -144,14 +154,22 @@ def main() -> None:
     rounds = 1 if options.quick else options.rounds
     with tempfile.TemporaryDirectory(prefix="hvdtrain-bench-") as folder:
         loop = {name: measure_loop(name, rounds, Path(folder)) for name in options.frameworks.split(",")}
-    data_command = [sys.executable, "tools/bench_data.py", "--rounds", str(rounds)]
+    others = {
+        "data": [sys.executable, "tools/bench_data.py", "--rounds", str(rounds)],
+        "captioning": [sys.executable, "tools/bench_captioning.py", "--frameworks", options.frameworks]
+        + (["--quick"] if options.quick else ["--rounds", str(rounds)]),
+    }
     results: dict[str, Any] = {"schema": "hvdtrain/bench/2", "ranks": RANKS, "cores": os.cpu_count(), "loop": loop}
     if options.json:
-        done = subprocess.run([*data_command, "--json"], cwd=ROOT, check=True, capture_output=True, text=True)
-        print(json.dumps(results | {"data": json.loads(done.stdout)}))
+        for name, command in others.items():
+            done = subprocess.run([*command, "--json"], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
+            results[name] = json.loads(done.stdout)
+        print(json.dumps(results))
         return
-    print(table(results) + "\n", flush=True)
-    subprocess.run(data_command, cwd=ROOT, check=True)
+    print(table(results), flush=True)
+    for command in others.values():
+        print(flush=True)
+        subprocess.run(command, cwd=ROOT, check=True)
 
 
 if __name__ == "__main__":

@@ -96,7 +96,8 @@ class TorchReplica:
         )
 
     def backward(self, batch: Batch, lr: float, stop: bool) -> None:
-        self._model.train()
+        if not self._model.training:  # telling every module anew takes as long as a small layer
+            self._model.train()
         if self._flat is None:
             self._optimizer.zero_grad()
         else:

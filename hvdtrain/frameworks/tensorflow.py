@@ -87,20 +87,18 @@ class TensorFlowReplica:
     def backward(self, batch: Batch, lr: float, stop: bool) -> None:
         arrays = [tf.constant(array) for array in batch.arrays]
         if self._backward_graph is None:
-            scalar = tf.TensorSpec((), tf.float32)
             self._backward_graph = tf.function(
-                lambda *arguments: self._ranks.run(self._backward, *arguments),
-                input_signature=[any_length(arrays), *[scalar] * 4],
+                lambda arrays, numbers: self._ranks.run(self._backward, arrays, numbers),
+                input_signature=[any_length(arrays), tf.TensorSpec([4], tf.float32)],
             )
         mean_of = batch.weight if self._local else batch.total_weight
-        numbers = (mean_of, batch.weight, lr, stop)
-        self._gradients, self._totals = self._backward_graph(arrays, *(tf.constant(n, tf.float32) for n in numbers))
+        numbers = tf.constant([mean_of, batch.weight, lr, stop], tf.float32)
+        self._gradients, self._totals = self._backward_graph(arrays, numbers)
         self._samples = batch.weight, batch.total_weight
         self._gathered = False
 
-    def _backward(
-        self, arrays: list[tf.Tensor], mean_of: tf.Tensor, samples: tf.Tensor, lr: tf.Tensor, stop: tf.Tensor
-    ) -> Any:
+    def _backward(self, arrays: list[tf.Tensor], numbers: tf.Tensor) -> Any:
+        mean_of, samples, lr, stop = tf.unstack(numbers)
         tape = tf.GradientTape()
         with tape:
             loss, correct = self._model.loss(*arrays, training=True)

@@ -8,10 +8,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import bench_strategies_table as table
 from bench_strategies_rows import CPU_SHARE, TARGET, Cell, Row
@@ -69,20 +70,8 @@ class Cluster:
 
     def run(self, words: Sequence[str], log: Path, timeout_s: float) -> str:
         """A command on host a: its standard output. Raises Failure with the end of its errors, which `log` keeps."""
-        command = ["tools/cluster.sh", "exec", "--name", self._name, "a", "--", *words]
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("HVDTRAIN_", "OMPI_"))}
-        environment = inherited | {"PATH": f"{ROOT}/.venv/bin:{os.environ['PATH']}", "VIRTUAL_ENV": f"{ROOT}/.venv"}
         with log.open("w") as errors:
-            process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                start_new_session=True,
-            )
+            process = self._started("a", words, subprocess.PIPE, errors)
             try:
                 output, _ = process.communicate(timeout=timeout_s)
             except BaseException as error:
@@ -93,6 +82,32 @@ class Cluster:
         if process.returncode:
             raise Failure(f"exit code {process.returncode}: {log.read_text()[-800:].strip()}")
         return output
+
+    @contextlib.contextmanager
+    def others_at(self, command: Callable[[str], Sequence[str]]) -> Iterator[None]:
+        """Meanwhile every host but a runs `command(its folder for it)`; what comes of it is thrown away."""
+        with tempfile.TemporaryDirectory() as folder:
+            names = NAMES[1 : self._hosts]
+            null = subprocess.DEVNULL
+            processes = [self._started(name, command(f"{folder}/{name}"), null, null) for name in names]
+            try:
+                yield
+            finally:
+                for process in processes:
+                    _end(process)
+
+    def _started(self, host: str, words: Sequence[str], output: Any, errors: Any) -> subprocess.Popen[str]:
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("HVDTRAIN_", "OMPI_"))}
+        return subprocess.Popen(
+            ["tools/cluster.sh", "exec", "--name", self._name, host, "--", *words],
+            cwd=ROOT,
+            env=inherited | {"PATH": f"{ROOT}/.venv/bin:{os.environ['PATH']}", "VIRTUAL_ENV": f"{ROOT}/.venv"},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=errors,
+            text=True,
+            start_new_session=True,
+        )
 
     def _tool(self, tool: str, first: str, *words: str) -> None:
         command = [f"tools/{tool}", first, "--name", self._name, *words]
@@ -157,15 +172,21 @@ class Bench:
         if complete(folder):
             self.tell(cell.name, "kept", cell.estimate_s)
             return folder
-        words = [*starter(cell.row, cell.hosts), sys.executable, "-m", "hvdtrain.resnet", *cell.flags()]
-        words += ["--run-dir", str(folder)]
+        program = [*starter(cell.row, cell.hosts), sys.executable, "-m", "hvdtrain.resnet", *cell.flags(), "--run-dir"]
+        words = [*program, str(folder)]
+
+        def beside() -> contextlib.AbstractContextManager[None]:
+            """One host alone would have caches, memory and clock of the whole machine, which four have to share."""
+            alone = cell.hosts == 1
+            return self.cluster.others_at(lambda other: [*program, other]) if alone else contextlib.nullcontext()
 
         def once(attempt: int) -> Path:
             shutil.rmtree(folder, ignore_errors=True)  # an attempt that did not end
             folder.mkdir(parents=True)
             records.write_document(folder / "point.json", records.as_json(point(cell, order, attempt, words)))
             hand_over(folder)
-            self.cluster.run(words, self.keep / f"{cell.name}.log", patience_s(cell.estimate_s))
+            with beside():
+                self.cluster.run(words, self.keep / f"{cell.name}.log", patience_s(cell.estimate_s))
             trusted(cell, folder)
             return folder
 

@@ -4,10 +4,12 @@ For the strategies that exchange one vector per round. The ranks of a host add t
 leader; the leaders exchange over the network, one stream for each pair of hosts; then each shares the outcome with its
 host. So the network carries each host's data once, however many ranks it has.
 
-Leaders meet pairwise: in round s host i sends to host i+s and receives from host i-s, so that each link carries one
-stream in each direction and no two hosts send to a third at once (what a queue of a slow link would lose, TCP finds
-out only after its timeout of 200 ms). A rank that waits sleeps in poll(2); Horovod's and Open MPI's threads would take
-turns with the computation instead, on a processor that is the scarcest thing a small host has.
+Leaders sum in a ring: each sends to the next and receives from the one before, so that each link carries one stream in
+each direction and nobody can run ahead. What is not summed goes pairwise: in round s host i sends to host i+s and
+receives from host i-s, so that no two hosts send to a third at once as long as they keep step (what a queue of a slow
+link would lose, TCP finds out only after its timeout of 200 ms). A rank that waits sleeps in poll(2); Horovod's and
+Open MPI's threads would take turns with the computation instead, on a processor that is the scarcest thing a small host
+has.
 
 Found through the meeting, like the native strategies'. A message is its length (8 bytes) and its bytes.
 """
@@ -81,12 +83,14 @@ class StreamHosts:
             return
         borders = [values.size * host // self.count for host in range(self.count + 1)]
         chunks = [values[begin:end] for begin, end in itertools.pairwise(borders)]
-        mine, theirs = chunks[self.index], np.empty(chunks[self.index].size, values.dtype)
-        for target, source in self._rounds():
-            self._swap(target, chunks[target], source, theirs)
-            mine += theirs
-        for target, source in self._rounds():
-            self._swap(target, mine, source, chunks[source])
+        arrived = np.empty(max(chunk.size for chunk in chunks), values.dtype)
+        after, before = (self.index + 1) % self.count, (self.index - 1) % self.count
+        at = [chunks[(self.index - step) % self.count] for step in range(2 * self.count - 1)]
+        for step in range(self.count - 1):  # a chunk goes round and grows; its last host has the sum
+            theirs = self._swap(after, at[step], before, arrived[: at[step + 1].size])
+            at[step + 1] += theirs
+        for step in range(self.count - 1, 2 * (self.count - 1)):  # and goes round again
+            self._swap(after, at[step], before, at[step + 1])
 
     def _rounds(self) -> list[tuple[int, int]]:
         """Whom to send to and whom to receive from, round by round."""

@@ -352,7 +352,7 @@ def test_killed_half_way_continues_with_the_same_bytes(tmp_path: Path, bad: int)
 
 
 def test_interrupted_says_how_to_go_on(tmp_path: Path) -> None:
-    tree(tmp_path / "in", each=60)
+    tree(tmp_path / "in", each=300)  # long enough for a busy machine to interrupt it
     code = RUN.replace("print(", "\ntry: print(") + "\nexcept BaseException as e: sys.exit(f'{e} {e.code}')"
     words = [sys.executable, "-c", code, json.dumps(vars(config(tmp_path, size="64x64")))]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -150,12 +150,12 @@ def main(stop: world.StopSignal) -> int:
         return exits.OK
 
     # 4. World and strategy: connect the ranks.
-    ranks, strategy, device = workload.connect(config, place, threads, shapes)
+    job = workload.connect(config, place, threads, shapes)
 
     # 5. Features of a frozen encoder, once; then the replica: the same weights from the same seed on every rank.
     if config.weights:
-        make = functools.partial(frozen.encoder, config.weights, framework, device)
-        rows = features.extract(dataset.pictures, make, key={"encoder": encoder, "weights": weights}, world=ranks)
+        make = functools.partial(frozen.encoder, config.weights, framework, job.device)
+        rows = features.extract(dataset.pictures, make, key={"encoder": encoder, "weights": weights}, world=job.ranks)
         dataset = dataset.with_inputs(rows)
         loader = loader.over(dataset.train)
     model: Any
@@ -166,26 +166,13 @@ def main(stop: world.StopSignal) -> int:
     else:
         from hvdtrain.models.captioner_tf import CaptionerTF
 
-        model = CaptionerTF(spec, workload.compute_dtype(config), ranks.tensorflow.scope())
-    replica = workload.replica(model, config, ranks, strategy, device)
-    state = ranks.agreed(captioner.initial_state(spec, config.seed))
-    replica.load({f"parameter.{name}": array for name, array in state.items()})
-    del state  # as large as the model, and the training runs inside this function
+        model = CaptionerTF(spec, workload.compute_dtype(config), job.ranks.tensorflow.scope())
+    replica = job.replica(model, captioner.initial_state(spec, config.seed))
 
     # 6. Train, evaluate, save: every record goes to the run's folder; then the results, on stdout, once.
-    return workload.train(
-        this,
-        facts,
-        dataset=dataset,
-        loader=loader,
-        ranks=ranks,
-        replica=replica,
-        strategy=strategy,
-        threads=threads,
-        stop=stop,
-        judge=Judge(model, dataset, ranks, config.beam),
-        documents={"vocabulary.json": dataset.vocabulary.as_json()},
-    )
+    judge = Judge(model, dataset, job.ranks, config.beam)
+    words = {"vocabulary.json": dataset.vocabulary.as_json()}
+    return job.train(this, facts, replica, dataset, loader, stop, judge=judge, documents=words)
 
 
 if __name__ == "__main__":

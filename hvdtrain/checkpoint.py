@@ -11,8 +11,8 @@ On disk, on every file system that a rank of the job writes to:
     checkpoints/.replaced-step-00000120-<token>/    the one before of the same step, valid until the new is on all hosts
     checkpoints/.removing-step-00000120-<token>/    an old one on its way out
 
-The files are in the safetensors format (u64 header length, JSON header, raw little-endian arrays), for any safetensors
-library to read. They are written and read here because one pass then does it all: arrays go from their own memory to
+The files are in the safetensors format, for any safetensors library to read. They are written and read by
+`hvdtrain.arrays_file` because one pass then does it all: arrays go from their own memory to
 file and hash, and a file into the hash and the one buffer that the loaded arrays are views of. The library wants
 contiguous arrays, holds two copies while it loads, and leaves the hash a second pass over the file both ways.
 
@@ -34,28 +34,19 @@ import re
 import secrets
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
+from hvdtrain.arrays_file import JSON, Arrays, pieces, read, write
 from hvdtrain.exits import BAD_CONFIG, BAD_DATA, CANNOT_WRITE, FAILED, IO_ERROR, NO_PERMISSION, Failure
-
-JSON: TypeAlias = Any  # what json.dumps takes and json.loads gives
-Arrays: TypeAlias = dict[str, NDArray[Any]]
 
 SCHEMA = "hvdtrain/checkpoint/1"
 _MANIFEST = "checkpoint.json"
 _SHARED = "shared.safetensors"
-_CHUNK_BYTES = 1 << 20  # small enough to be hashed from the processor's cache
 _CHECKPOINT = re.compile(r"step-(\d{8}|[1-9]\d{8,})|\.replaced-step-(\d{8,})-[0-9a-f]{16}")
 _LEFTOVER = re.compile(r"\.(saving|replaced|removing)-step-\d{8,}-[0-9a-f]{16}")
-_CODES = {"<f8": "F64", "<f4": "F32", "<f2": "F16", "<c8": "C64", "|b1": "BOOL", "|i1": "I8", "|u1": "U8"}
-_CODES |= {"<i8": "I64", "<u8": "U64", "<i4": "I32", "<u4": "U32", "<i2": "I16", "<u2": "U16"}
-_DTYPES = {code: dtype for dtype, code in _CODES.items()}
 _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
 _ADVICE = dict.fromkeys(_DENIED, "; check the path and its permissions or choose another folder")
 _ADVICE |= dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "; free some room or choose another folder")
@@ -226,7 +217,7 @@ class Checkpoints:
             files, own = manifest["files"], self._own
             if own not in files:  # this rank had died, and the others went on: it starts as one of those
                 own = min((file for file in files if file != _SHARED and (folder / file).exists()), default=own)
-            shared, local = (_read(folder / file, files[file]) for file in (_SHARED, own))
+            shared, local = (read(folder / file, files[file]) for file in (_SHARED, own))
             return Loaded(step=step, shared=shared, local=local, progress=manifest["progress"]), None
         except Exception as error:  # whatever it is: the other ranks wait in the gather
             return None, _why(error)
@@ -262,7 +253,7 @@ def trained_parameters(folder: Path) -> Arrays:
             reasons.append(f"{path.name}: {_why(error)}")
     for _, path, manifest in sorted(candidates, key=lambda candidate: candidate[0]):
         try:
-            arrays = _read(path / _SHARED, manifest["files"][_SHARED])
+            arrays = read(path / _SHARED, manifest["files"][_SHARED])
             prefix = "parameter."
             return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
         except (ValueError, OSError) as error:
@@ -301,8 +292,8 @@ class _Saving:
         with contextlib.suppress(FileExistsError):  # another rank of this file system was faster
             self.temp.mkdir()
             self.writer = True
-        self.shared = {_SHARED: _write(self.temp / _SHARED, _pieces(shared))} if self.writer else {}
-        return self.shared | {own: _write(self.temp / own, _pieces(local))}
+        self.shared = {_SHARED: write(self.temp / _SHARED, pieces(shared))} if self.writer else {}
+        return self.shared | {own: write(self.temp / own, pieces(local))}
 
     def publish(self, manifest: dict[str, JSON]) -> None:
         """Complete the temp folder and give it its name."""
@@ -310,7 +301,7 @@ class _Saving:
             return
         manifest["files"] |= self.shared  # of this file system: other processors may differ in the last bit
         manifest["digest"] = _digest(manifest)
-        _write(self.temp / _MANIFEST, [memoryview(json.dumps(manifest, indent=1).encode())])
+        write(self.temp / _MANIFEST, [memoryview(json.dumps(manifest, indent=1).encode())])
         _sync_folder(self.temp)
         if self.final.exists():
             self.final.rename(self.replaced)
@@ -327,69 +318,6 @@ class _Saving:
                 if self.replaced.exists():
                     self.replaced.rename(self.final)
             shutil.rmtree(self.temp, ignore_errors=True)
-
-
-def _write(path: Path, pieces: Iterable[memoryview]) -> dict[str, JSON]:
-    """Write and fsync a new file, hashing on the way; its SHA-256 and bytes."""
-    sha256, size = hashlib.sha256(), 0
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    try:
-        for piece in pieces:
-            for start in range(0, len(piece), _CHUNK_BYTES):
-                chunk = piece[start : start + _CHUNK_BYTES]
-                sha256.update(chunk)
-                while chunk:
-                    chunk = chunk[os.write(file, chunk) :]
-            size += len(piece)
-        os.fsync(file)
-    finally:
-        os.close(file)
-    return {"sha256": sha256.hexdigest(), "bytes": size}
-
-
-def _pieces(arrays: Arrays) -> Iterator[memoryview]:
-    """A safetensors file piece by piece, without copying (but for one array at a time that is not contiguous)."""
-    header: dict[str, JSON] = dict.fromkeys(arrays)  # in the caller's order
-    by_size = sorted(arrays.items(), key=lambda item: -item[1].dtype.itemsize)  # this keeps every array aligned
-    end = 0
-    for name, array in by_size:
-        code = _CODES.get(array.dtype.newbyteorder("<").str)
-        if code is None or name == "__metadata__":
-            raise TypeError(f"array {name!r} of {array.dtype} cannot be stored in safetensors")
-        start, end = end, end + array.nbytes
-        header[name] = {"dtype": code, "shape": array.shape, "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    yield memoryview(len(text).to_bytes(8, "little") + text)
-    for _, array in by_size:
-        plain = array.astype(array.dtype.newbyteorder("<"), order="C", copy=False)
-        yield plain.reshape(-1).view(np.uint8).data
-
-
-def _read(path: Path, entry: dict[str, JSON]) -> Arrays:
-    """The verified arrays of a safetensors file, as views of one buffer; raises ValueError or OSError."""
-    file = os.open(path, os.O_RDONLY)
-    try:
-        size, done, sha256 = os.fstat(file).st_size, 0, hashlib.sha256()
-        if size != entry["bytes"]:
-            raise ValueError(f"{path.name} has {size} bytes, should have {entry['bytes']}")
-        buffer = np.empty(size, np.uint8)
-        while done < size:
-            chunk = buffer[done : done + _CHUNK_BYTES].data
-            if not (count := os.readv(file, [chunk])):
-                raise ValueError(f"{path.name} ends after {done} of {size} bytes")
-            sha256.update(chunk[:count])
-            done += count
-    finally:
-        os.close(file)
-    if sha256.hexdigest() != entry["sha256"]:
-        raise ValueError(f"{path.name} is damaged (SHA-256 differs)")
-    data = 8 + int.from_bytes(buffer[:8].tobytes(), "little")
-    arrays = {}
-    for name, about in json.loads(buffer[8:data].tobytes()).items():
-        start, end = about["data_offsets"]
-        arrays[name] = buffer[data + start : data + end].view(_DTYPES[about["dtype"]]).reshape(about["shape"])
-    return arrays
 
 
 def _sync_folder(folder: Path) -> None:

@@ -110,7 +110,7 @@ def main(stop: world.StopSignal) -> int:
         return exits.OK
 
     # 4. World and strategy: connect the ranks.
-    ranks, strategy, device = workload.connect(config, place, threads, shapes)
+    job = workload.connect(config, place, threads, shapes)
 
     # 5. Replica: the same weights from the same seed on every rank.
     model: Any
@@ -121,26 +121,11 @@ def main(stop: world.StopSignal) -> int:
     else:
         from hvdtrain.models.resnet_tf import ResNetTF
 
-        model = ResNetTF(spec, workload.compute_dtype(config), ranks.tensorflow.scope())
-    replica = workload.replica(model, config, ranks, strategy, device)
-    state = ranks.agreed(resnet.initial_state(spec, config.seed))
-    replica.load({f"parameter.{name}": state[name] for name in resnet.parameters(spec)})
-    replica.load_local({name: state[name] for name in resnet.buffers(spec)})
-    del state  # as large as the model, and the training runs inside this function
+        model = ResNetTF(spec, workload.compute_dtype(config), job.ranks.tensorflow.scope())
+    replica = job.replica(model, resnet.initial_state(spec, config.seed), buffers=resnet.buffers(spec))
 
     # 6. Train, evaluate, save: every record goes to the run's folder; then the results, on stdout, once.
-    return workload.train(
-        this,
-        facts,
-        dataset=dataset,
-        loader=loader,
-        ranks=ranks,
-        replica=replica,
-        strategy=strategy,
-        threads=threads,
-        stop=stop,
-        precise_bn=config.precise_bn,
-    )
+    return job.train(this, facts, replica, dataset, loader, stop, precise_bn=config.precise_bn)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain import checkpoint, exits, frozen, generation, records, world
+from hvdtrain.arrays_file import Arrays
 from hvdtrain.data.vocabulary import Vocabulary
 from hvdtrain.exits import Failure
 from hvdtrain.models import captioner
@@ -39,7 +40,7 @@ class Trained:
     encoder: str | None
     """Digest of the frozen encoder's weights, None for an encoder that the checkpoint holds"""
     vocabulary: Vocabulary
-    parameters: checkpoint.Arrays
+    parameters: Arrays
 
     @property
     def shape(self) -> tuple[int, int, int]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hvdtrain import exits, run, strategies, world
+from hvdtrain.arrays_file import Arrays
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import Parts
 from hvdtrain.data.loader import Loader
@@ -18,10 +19,95 @@ from hvdtrain.strategies import Strategy
 from hvdtrain.strategies.hybrid import measured_shares
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """The connected ranks and what each brings."""
+
+    config: TrainConfig
+    ranks: world.World
+    strategy: Strategy
+    device: str
+    """This rank's"""
+    threads: int
+
+    def replica(self, model: Any, state: Arrays, buffers: Iterable[str] = ()) -> Replica:
+        """The model on its device with its optimizer, in the state that all ranks agree on: arrays by name, of which
+        `buffers` are each rank's own. Collective."""
+        config, strategy = self.config, self.strategy
+        replica: Replica
+        if config.framework == "torch":
+            from hvdtrain.frameworks.pytorch import TorchReplica
+
+            replica = TorchReplica(model, device=self.device, config=config, world=self.ranks, strategy=strategy)
+        else:
+            from hvdtrain.frameworks.tensorflow import TensorFlowReplica
+
+            replica = TensorFlowReplica(model, device=self.device, config=config, world=self.ranks, strategy=strategy)
+        agreed, own = self.ranks.agreed(state), set(buffers)
+        replica.load({f"parameter.{name}": array for name, array in agreed.items() if name not in own})
+        replica.load_local({name: agreed[name] for name in own})
+        return replica
+
+    def train(
+        self,
+        this: run.Run,
+        facts: dict[str, Any],
+        replica: Replica,
+        dataset: Parts,
+        loader: Loader,
+        stop: world.StopSignal,
+        *,
+        judge: Judge | None = None,
+        precise_bn: int = 0,
+        documents: Mapping[str, Any] | None = None,
+    ) -> int:
+        """Trains in the run's folder and shows the summary on stdout; returns the exit code. Collective.
+
+        `facts` are shown before step 0; `documents` are kept in the folder, by file name.
+        """
+        config, ranks, device = self.config, self.ranks, self.device
+        facts["collectives"] = ranks.collectives
+        unseen = device == "cpu" and config.device == "auto"
+        facts["device"] = f"{device} ({config.framework} sees no GPU)" if unseen else device
+        folder = run.open_folder(config, this.workload, ranks)
+        if config.strategy == "hybrid" and this.plan.shares is None:
+            shares = run.kept_shares(folder, ranks) or measured_shares(ranks, replica, loader.first_of)
+            this = dataclasses.replace(this, plan=dataclasses.replace(this.plan, shares=shares))
+            loader = loader.divided(shares)
+            facts["shares"] = run.show_shares(shares, loader.rank_samples)
+        facts |= run.write_manifest(
+            this, folder, device=device, threads=self.threads, world=ranks, documents=documents or {}
+        )
+        if ranks.rank == 0:
+            print(run.arithmetic(config, this.plan, facts), file=sys.stderr, flush=True)
+        summary = Loop(
+            this,
+            folder,
+            dataset=dataset,
+            loader=loader,
+            world=ranks,
+            replica=replica,
+            strategy=self.strategy,
+            stop=stop,
+            judge=judge,
+            precise_bn=precise_bn,
+        ).run()
+        if ranks.rank == 0:
+            if summary is None:
+                print(f"hvdtrain: stopped; continue with --run-dir {folder} --resume", file=sys.stderr, flush=True)
+            else:
+                run.show_summary(summary, as_json=config.json)
+        ranks.leave()
+        return exits.RESUMABLE if summary is None else exits.OK
+
+
 def connect(
-    config: TrainConfig, place: world.Place, threads: int, shapes: Sequence[tuple[int, ...]]
-) -> tuple[world.World, Strategy, str]:
-    """The ranks and the strategy for parameters of these `shapes`, and this rank's device. Collective."""
+    config: TrainConfig,
+    place: world.Place,
+    threads: int,
+    shapes: Sequence[tuple[int, ...]],
+) -> Job:
+    """Connects the ranks, to train parameters of these `shapes`. Collective."""
     os.environ["OMP_NUM_THREADS"] = str(threads)  # read when a framework is first imported
     if config.framework == "torch":
         from hvdtrain.frameworks.pytorch import prepare
@@ -30,7 +116,8 @@ def connect(
     device = prepare(config.device, place.local_rank, threads, one_each=config.strategy == "hybrid")
     carrier = strategies.chosen(config)[0].carrier
     ranks = world.World(config.framework, gpu=device != "cpu", carrier=carrier, timeline=config.horovod_timeline)
-    return ranks, strategies.make(config, ranks, shapes), device
+    strategy = strategies.make(config, ranks, shapes)
+    return Job(config=config, ranks=ranks, strategy=strategy, device=device, threads=threads)
 
 
 def compute_dtype(config: TrainConfig) -> Any:
@@ -38,69 +125,3 @@ def compute_dtype(config: TrainConfig) -> Any:
     from hvdtrain.frameworks.tensorflow import PRECISIONS
 
     return PRECISIONS[config.precision]
-
-
-def replica(model: Any, config: TrainConfig, ranks: world.World, strategy: Strategy, device: str) -> Replica:
-    """The model on its device, with its optimizer."""
-    if config.framework == "torch":
-        from hvdtrain.frameworks.pytorch import TorchReplica
-
-        return TorchReplica(model, device=device, config=config, world=ranks, strategy=strategy)
-    from hvdtrain.frameworks.tensorflow import TensorFlowReplica
-
-    return TensorFlowReplica(model, device=device, config=config, world=ranks, strategy=strategy)
-
-
-def train(
-    this: run.Run,
-    facts: dict[str, Any],
-    *,
-    dataset: Parts,
-    loader: Loader,
-    ranks: world.World,
-    replica: Replica,
-    strategy: Strategy,
-    threads: int,
-    stop: world.StopSignal,
-    judge: Judge | None = None,
-    precise_bn: int = 0,
-    documents: Mapping[str, Any] | None = None,
-) -> int:
-    """Trains in the run's folder and shows the summary on stdout; returns the exit code. Collective.
-
-    `facts` are shown before step 0; `documents` are kept in the folder, by file name.
-    """
-    config, device = this.config, replica.device
-    facts["collectives"] = ranks.collectives
-    unseen = device == "cpu" and config.device == "auto"
-    facts["device"] = f"{device} ({config.framework} sees no GPU)" if unseen else device
-    folder = run.open_folder(config, this.workload, ranks)
-    if config.strategy == "hybrid" and this.plan.shares is None:
-        shares = run.kept_shares(folder, ranks) or measured_shares(ranks, replica, loader.first_of)
-        loader, this = (
-            loader.divided(shares),
-            dataclasses.replace(this, plan=dataclasses.replace(this.plan, shares=shares)),
-        )
-        facts["shares"] = run.show_shares(shares, loader.rank_samples)
-    facts |= run.write_manifest(this, folder, device=device, threads=threads, world=ranks, documents=documents or {})
-    if ranks.rank == 0:
-        print(run.arithmetic(config, this.plan, facts), file=sys.stderr, flush=True)
-    summary = Loop(
-        this,
-        folder,
-        dataset=dataset,
-        loader=loader,
-        world=ranks,
-        replica=replica,
-        strategy=strategy,
-        stop=stop,
-        judge=judge,
-        precise_bn=precise_bn,
-    ).run()
-    if ranks.rank == 0:
-        if summary is None:
-            print(f"hvdtrain: stopped; continue with --run-dir {folder} --resume", file=sys.stderr, flush=True)
-        else:
-            run.show_summary(summary, as_json=config.json)
-    ranks.leave()
-    return exits.RESUMABLE if summary is None else exits.OK

@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -21,6 +22,10 @@ SMALL = ["--image-size", "16", "--width", "0.125", "--batch-size", "48"]
 
 
 NETWORK_TOOLS = ("ip", "tc", "iperf3", "sshd")
+
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background command: so would be all that tests start
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

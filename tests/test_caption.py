@@ -21,7 +21,8 @@ from conftest import launch
 from PIL import Image
 
 from hvdtrain import caption, frozen, records
-from hvdtrain.checkpoint import Arrays, Checkpoints
+from hvdtrain.arrays_file import Arrays
+from hvdtrain.checkpoint import Checkpoints
 from hvdtrain.data import captions
 from hvdtrain.data.captions import CaptionDataset
 from hvdtrain.data.pixels import pixels

@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from safetensors.numpy import load_file, save_file
 
-from hvdtrain import checkpoint
+from hvdtrain import arrays_file, checkpoint
 from hvdtrain.checkpoint import Checkpoints, Loaded
 from hvdtrain.exits import BAD_CONFIG, CANNOT_WRITE, FAILED, IO_ERROR, NO_PERMISSION, Failure
 
@@ -192,7 +192,7 @@ def test_files_of_the_safetensors_library_load(tmp_path: Path) -> None:
     shared = {"b": np.arange(6.0).reshape(2, 3), "a": np.array(3, np.int16)}
     save_file(shared, tmp_path / "x")
     digest = hashlib.sha256((tmp_path / "x").read_bytes()).hexdigest()
-    loaded = checkpoint._read(tmp_path / "x", {"bytes": (tmp_path / "x").stat().st_size, "sha256": digest})
+    loaded = arrays_file.read(tmp_path / "x", {"bytes": (tmp_path / "x").stat().st_size, "sha256": digest})
     assert same({name: loaded[name] for name in shared}, shared)
 
 
@@ -551,7 +551,7 @@ def after(folder: Path, group: Any) -> tuple[int, int, bool, list[str], int]:
 def test_killed_anywhere_in_a_save_there_is_always_a_whole_one(
     memory_path: Path, again: bool, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(checkpoint, "_CHUNK_BYTES", 256)
+    monkeypatch.setattr(arrays_file, "_CHUNK_BYTES", 256)
     step, seen, number = 10 if again else 20, [], 0
     while True:
         number += 1

@@ -32,11 +32,8 @@ def replica(request: pytest.FixtureRequest) -> Any:
         from hvdtrain.models.resnet_tf import ResNetTF
 
         model = ResNetTF(SPEC)
-    made = workload.replica(model, config, ranks, strategy, "cpu")
-    state = resnet.initial_state(SPEC, 1)
-    made.load({f"parameter.{name}": state[name] for name in resnet.parameters(SPEC)})
-    made.load_local({name: state[name] for name in resnet.buffers(SPEC)})
-    return made
+    job = workload.Job(config=config, ranks=ranks, strategy=strategy, device="cpu", threads=1)
+    return job.replica(model, resnet.initial_state(SPEC, 1), buffers=resnet.buffers(SPEC))
 
 
 @pytest.fixture(scope="module")

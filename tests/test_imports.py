@@ -33,7 +33,8 @@ ALLOWED = {
     "models": ".config numpy safetensors",
     "frameworks": ".collectives! .config .data! .models .notes .timing .world .strategies! numpy",
     "strategies": ".collectives .config .timing .world numpy",
-    "checkpoint": ".config .records numpy safetensors",
+    "arrays_file": "numpy",
+    "checkpoint": ".arrays_file numpy",
     "run": ".cluster .config .records .world rich",
     "observe": ".config .frameworks! .monitors .records .scalars .world",
     "position": ".records numpy",
@@ -52,10 +53,10 @@ ALLOWED = {
     "generation": ".bleu .data .progress .world numpy",
     "features": ".data .models .progress numpy",
     "frozen": ".features .models",
-    "trained": ".checkpoint .data .frameworks .frozen .generation .models .records .world numpy",
+    "trained": ".arrays_file .checkpoint .data .frameworks .frozen .generation .models .records .world numpy",
     "contact_sheet": ".data PIL numpy",
     "caption": ".contact_sheet .data .frameworks .generation .progress .trained numpy rich",
-    "workload": ".config .data .frameworks .loop .run .strategies .world",
+    "workload": ".arrays_file .config .data .frameworks .loop .run .strategies .world",
     "cli": ".config .data .models",
 }
 # Every other file of hvdtrain/ is a workload: it chooses and joins the parts.

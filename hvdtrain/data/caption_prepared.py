@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.data.captions import CaptionDataset, assemble
-from hvdtrain.data.prepared import PARTS, open_array
+from hvdtrain.data.prepared import PARTS, open_array, opening
 from hvdtrain.data.vocabulary import Vocabulary
 from hvdtrain.exits import BAD_DATA, Failure
 
@@ -23,11 +23,7 @@ def open_captions(folder: str | Path, *, verify: bool = False) -> CaptionDataset
     Raises Failure (BAD_DATA), which names the file, if anything is not as the index says.
     """
     folder = Path(folder)
-    try:
-        index = json.loads((folder / "index.json").read_text())
-        if index["schema"] != SCHEMA:
-            hint = "prepare it with `hvdtrain data captions`"
-            raise Failure(f"{folder / 'index.json'}: schema {index['schema']!r}, not {SCHEMA}: {hint}", BAD_DATA)
+    with opening(folder, "hvdtrain data captions", SCHEMA) as index:
         counts, files = [int(count) for count in index["counts"]], index["files"]
         shape = (index["pictures"], index["height"], index["width"], index["channels"])
         pictures = open_array(folder / "pictures.npy", files["pictures.npy"], shape, "uint8", verify=verify)
@@ -36,13 +32,6 @@ def open_captions(folder: str | Path, *, verify: bool = False) -> CaptionDataset
         names = [str(picture["name"]) for picture in told]
         references = [tuple(map(str, picture["captions"])) for picture in told]
         digests = {name: files[name]["sha256"] for name in FILES}
-    except FileNotFoundError as error:
-        hint = "not a folder made by `hvdtrain data captions`, or an incomplete copy of one"
-        raise Failure(f"{error.filename} is missing: {hint}", BAD_DATA) from None
-    except OSError as error:
-        raise Failure(f"{error.filename}: {error.strerror}", BAD_DATA) from None
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise Failure(f"{folder / 'index.json'} is damaged ({error}): copy or prepare it again", BAD_DATA) from None
     if not len(names) == len(pictures) == sum(counts) or len(counts) != len(PARTS):
         raise Failure(f"{folder / 'index.json'}: its counts are not those of captions.json: prepare it again", BAD_DATA)
     return assemble(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,24 @@ def cache_folder(kind: str) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvdtrain" / kind
 
 
+@contextmanager
+def opening(folder: Path, command: str, schema: str) -> Iterator[dict[str, Any]]:
+    """The index of a folder that `command` made; whatever is wrong with the folder inside is one line (BAD_DATA)."""
+    path = folder / "index.json"
+    try:
+        index = json.loads(path.read_text())
+        if index["schema"] != schema:
+            raise Failure(f"{path}: schema {index['schema']!r}, not {schema}: prepare it with `{command}`", BAD_DATA)
+        yield index
+    except FileNotFoundError as error:
+        hint = f"not a folder made by `{command}`, or an incomplete copy of one"
+        raise Failure(f"{error.filename} is missing: {hint}", BAD_DATA) from None
+    except OSError as error:
+        raise Failure(f"{error.filename}: {error.strerror}", BAD_DATA) from None
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise Failure(f"{path} is damaged ({error}): copy or prepare it again", BAD_DATA) from None
+
+
 def open_images(folder: str | Path, *, verify: bool = False) -> Dataset:
     """The data set in a folder made by `prepare`; samples stay a memory map.
 
@@ -31,25 +51,13 @@ def open_images(folder: str | Path, *, verify: bool = False) -> Dataset:
     Raises Failure (BAD_DATA), which names the file, if anything is not as the index says.
     """
     folder = Path(folder)
-    try:
-        index = json.loads((folder / "index.json").read_text())
-        if index["schema"] != SCHEMA:
-            raise Failure(
-                f"{folder / 'index.json'}: schema {index['schema']!r}, not {SCHEMA}: prepare it again", BAD_DATA
-            )
+    with opening(folder, "hvdtrain data images", SCHEMA) as index:
         table = np.array([index["counts"][part] for part in PARTS], np.int64).T
         classes, files = tuple(map(str, index["classes"])), index["files"]
         shape = (index["samples"], index["height"], index["width"], index["channels"])
         labels = open_array(folder / "labels.npy", files["labels.npy"], shape[:1], "int64", verify=True)
         samples = open_array(folder / "samples.npy", files["samples.npy"], shape, index["dtype"], verify=verify)
         digests = {name: files[name]["sha256"] for name in FILES}
-    except FileNotFoundError as error:
-        hint = "not a folder made by `hvdtrain data images`, or an incomplete copy of one"
-        raise Failure(f"{error.filename} is missing: {hint}", BAD_DATA) from None
-    except OSError as error:
-        raise Failure(f"{error.filename}: {error.strerror}", BAD_DATA) from None
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise Failure(f"{folder / 'index.json'} is damaged ({error}): copy or prepare it again", BAD_DATA) from None
     parts = cut(samples, labels, table)
     if len(table) != len(classes) or any(
         not np.array_equal(np.bincount(part.labels, minlength=len(classes)), column)

@@ -1,0 +1,86 @@
+"""Arrays in a safetensors file, for any safetensors library to read: u64 header length, JSON header, raw little-endian
+arrays. Written and read here because one pass then does it all (see `hvdtrain.checkpoint`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+JSON: TypeAlias = Any  # what json.dumps takes and json.loads gives
+Arrays: TypeAlias = dict[str, NDArray[Any]]
+
+_CHUNK_BYTES = 1 << 20  # small enough to be hashed from the processor's cache
+_CODES = {"<f8": "F64", "<f4": "F32", "<f2": "F16", "<c8": "C64", "|b1": "BOOL", "|i1": "I8", "|u1": "U8"}
+_CODES |= {"<i8": "I64", "<u8": "U64", "<i4": "I32", "<u4": "U32", "<i2": "I16", "<u2": "U16"}
+_DTYPES = {code: dtype for dtype, code in _CODES.items()}
+
+
+def write(path: Path, data: Iterable[memoryview]) -> dict[str, JSON]:
+    """Write and fsync a new file, hashing on the way; its SHA-256 and bytes."""
+    sha256, size = hashlib.sha256(), 0
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        for piece in data:
+            for start in range(0, len(piece), _CHUNK_BYTES):
+                chunk = piece[start : start + _CHUNK_BYTES]
+                sha256.update(chunk)
+                while chunk:
+                    chunk = chunk[os.write(file, chunk) :]
+            size += len(piece)
+        os.fsync(file)
+    finally:
+        os.close(file)
+    return {"sha256": sha256.hexdigest(), "bytes": size}
+
+
+def pieces(arrays: Arrays) -> Iterator[memoryview]:
+    """A safetensors file piece by piece, without copying (but for one array at a time that is not contiguous)."""
+    header: dict[str, JSON] = dict.fromkeys(arrays)  # in the caller's order
+    by_size = sorted(arrays.items(), key=lambda item: -item[1].dtype.itemsize)  # this keeps every array aligned
+    end = 0
+    for name, array in by_size:
+        code = _CODES.get(array.dtype.newbyteorder("<").str)
+        if code is None or name == "__metadata__":
+            raise TypeError(f"array {name!r} of {array.dtype} cannot be stored in safetensors")
+        start, end = end, end + array.nbytes
+        header[name] = {"dtype": code, "shape": array.shape, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield memoryview(len(text).to_bytes(8, "little") + text)
+    for _, array in by_size:
+        plain = array.astype(array.dtype.newbyteorder("<"), order="C", copy=False)
+        yield plain.reshape(-1).view(np.uint8).data
+
+
+def read(path: Path, entry: dict[str, JSON]) -> Arrays:
+    """The verified arrays of a safetensors file, as views of one buffer; raises ValueError or OSError."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        size, done, sha256 = os.fstat(file).st_size, 0, hashlib.sha256()
+        if size != entry["bytes"]:
+            raise ValueError(f"{path.name} has {size} bytes, should have {entry['bytes']}")
+        buffer = np.empty(size, np.uint8)
+        while done < size:
+            chunk = buffer[done : done + _CHUNK_BYTES].data
+            if not (count := os.readv(file, [chunk])):
+                raise ValueError(f"{path.name} ends after {done} of {size} bytes")
+            sha256.update(chunk[:count])
+            done += count
+    finally:
+        os.close(file)
+    if sha256.hexdigest() != entry["sha256"]:
+        raise ValueError(f"{path.name} is damaged (SHA-256 differs)")
+    data = 8 + int.from_bytes(buffer[:8].tobytes(), "little")
+    arrays = {}
+    for name, about in json.loads(buffer[8:data].tobytes()).items():
+        start, end = about["data_offsets"]
+        arrays[name] = buffer[data + start : data + end].view(_DTYPES[about["dtype"]]).reshape(about["shape"])
+    return arrays

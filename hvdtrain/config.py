@@ -54,8 +54,8 @@ class TrainConfig:
     outer_momentum: float = 0.0
     """local-sgd: Nesterov momentum of the mean changes; 0: none"""
     staleness: int | None = None
-    """How late what others learnt may be used, so that it is exchanged beside the computation: steps of delayed
-    (default: 1), rounds of local-sgd (default: 0, nothing is late)"""
+    """How many steps late what others learnt is used, so that it is exchanged beside the computation; default: 1 with
+    delayed, 0 with local-sgd"""
     servers: int = 0
     """async-ps: parts that the parameters are cut into, each served by one rank; 0: one per host. An update counts by
     its rank's share of a step's samples; with --lr-scaling linear each has the full --lr, as in Downpour SGD"""

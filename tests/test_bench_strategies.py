@@ -15,7 +15,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import runs
 from conftest import ROOT, document, environment, launch
 
 from hvdtrain.config import flag
@@ -75,7 +77,7 @@ def test_rounds_turn_and_each_projected_run_has_a_whole_one_to_lean_on() -> None
     assert second == first[::-1]
     assert [cell.seed for cell in made] == [1] * 4 + [2] * 4
     all_rates = rows.cells(chosen, rows.RATES, [1], 4)
-    assert len(all_rates) == 9, "the whole run at 1 Gbit/s is one of its own"
+    assert len(all_rates) == 7, "one host is run once; the whole run at 1 Gbit/s is one of its own"
 
 
 def test_flags_are_the_same_for_all_rows_but_the_strategys_own() -> None:
@@ -130,7 +132,13 @@ def test_spreads_equal_an_independent_calculation_and_never_is_later_than_all() 
 
 def made_line(name: str, times: list[float | None], accuracy: float, rate: int = SLOW) -> dict[str, Any]:
     found = [
-        seen(steps_to_target=None if t is None else 100, train_to_target_s=t, accuracy=accuracy, step_s=0.5)
+        seen(
+            steps_to_target=None if t is None else 100,
+            crossed_steps=None if t is None else 80,
+            train_to_target_s=t,
+            accuracy=accuracy,
+            step_s=0.5,
+        )
         for t in times
     ]
     return table.line(name, name, rate, found, is_projected=False, hosts=1 if name == rows.ALONE else 4)
@@ -158,6 +166,22 @@ def test_a_line_from_its_runs() -> None:
     joined = table.projected(timed, run)
     assert (joined.train_to_target_s, joined.accuracy, joined.communication_s) == (560.0, 0.96, 6.8)
     assert table.projected(timed, late).train_to_target_s is None
+
+
+def test_a_target_is_crossed_between_epochs_where_the_lines_say(tmp_path: Path) -> None:
+    folder = runs.make(tmp_path / "run", epochs=3, steps_per_epoch=10, accuracies=[0.5, 0.9, 0.96])
+    found = table.seen(folder, 0.95)
+    assert found.steps_to_target == 30
+    assert found.crossed_steps == pytest.approx(np.interp(0.95, [0, 0.5, 0.9, 0.96], [0, 10, 20, 30]))
+    assert table.seen(folder, 0.25).crossed_steps == pytest.approx(5)
+    assert table.seen(folder, 0.9).crossed_steps == pytest.approx(20)
+    late = table.seen(folder, 0.97)
+    assert late.crossed_steps is None and late.steps_to_target is None
+    made = table.line("x", "x", SLOW, [found, late], is_projected=False, hosts=4)
+    assert made["crossed_s"]["min"] == pytest.approx(found.train_to_target_s / 30 * found.crossed_steps)
+    assert made["crossed_s"]["median"] is None
+    timed = table.projected(seen(step_s=7.0), found)
+    assert (timed.train_to_target_s, timed.crossed_steps) == (210.0, found.crossed_steps)
 
 
 def test_goals_from_lines() -> None:
@@ -188,11 +212,14 @@ def test_goals_from_lines() -> None:
     }
     assert values == {goal: (pytest.approx(value), met) for goal, (value, met) in expected.items()}
     assert found["the same, ideal 4"]["stretch"] is True
+    crossed = [each["crossed"] for each in found.values() if each["crossed"] is not None]
+    assert crossed == [pytest.approx(88 / 26)], "all cross at 0.8 of their time"
     text = table.show(
         {"hosts": 4, "cpu_share": 0.5, "target_accuracy": 0.95, "cell": {}, "flags": [], "rows": lines}
         | {"goals": list(found.values())}
     )
     assert "26 [25 .. 27]" in text
+    assert "3.38 (between epochs: 3.38), goal 3.2 or more" in text
     assert "missed: hierarchical a:2,b:2" in text
     assert table.best([], 10.0) is None
     assert all(each["met"] is None for each in table.goals([], []))

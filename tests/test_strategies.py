@@ -229,7 +229,9 @@ LINEAR: dict[str, dict[str, Any]] = {
     "every step": {"strategy": "local-sgd", "every": 1},
     "drifting": {"strategy": "local-sgd", "every": 3},
     "outer": {"strategy": "local-sgd", "every": 2, "local_start": 1, "outer_lr": 0.8, "outer_momentum": 0.5},
-    "beside": {"strategy": "local-sgd", "every": 2, "staleness": 1, "outer_momentum": 0.3},
+    "a step beside": {"strategy": "local-sgd", "every": 3, "staleness": 1, "outer_momentum": 0.3},
+    "a round beside": {"strategy": "local-sgd", "every": 2, "staleness": 2, "outer_momentum": 0.3},
+    "more than a round beside": {"strategy": "local-sgd", "every": 2, "staleness": 3},
     "delayed by 0": {"strategy": "delayed", "staleness": 0},
     "delayed by 1": {"strategy": "delayed", "staleness": 1},
     "delayed by 3": {"strategy": "delayed", "staleness": 3},
@@ -303,25 +305,31 @@ def simulated_local(problem: Simulated, settings: dict[str, Any]) -> tuple[np.nd
         for mine in losses:
             mine.append(float(each.mean()))
         done += 1
-    weights = [anchor for _ in problem.shares]
-    on_their_way: list[list[np.ndarray]] = []
+    weights, began = ([anchor for _ in problem.shares] for _ in range(2))
+    on_their_way: list[tuple[int, list[np.ndarray]]] = []
+    drifted, late = 0, settings.get("staleness", 0)
     while done < LINEAR_STEPS:
-        steps = min(settings["every"], LINEAR_STEPS - done)
-        done += steps
-        began = list(weights)
+        done, drifted = done + 1, drifted + 1
         for rank in range(len(weights)):
-            for _ in range(steps):
-                each, gradient = problem.losses_and_gradient(weights[rank], rank)
-                losses[rank].append(float(each.mean()))
-                total += each.sum()
-                weights[rank], momenta[rank] = problem.updated(weights[rank], momenta[rank], gradient)
-        on_their_way.append([weight - before for weight, before in zip(weights, began, strict=True)])
-        while len(on_their_way) > (settings.get("staleness", 0) if done < LINEAR_STEPS else 0):
-            mean = np.tensordot(problem.shares, on_their_way.pop(0), 1)
+            each, gradient = problem.losses_and_gradient(weights[rank], rank)
+            losses[rank].append(float(each.mean()))
+            total += each.sum()
+            weights[rank], momenta[rank] = problem.updated(weights[rank], momenta[rank], gradient)
+        last = done == LINEAR_STEPS
+        if drifted == settings["every"] or last:
+            changes = [weight - before for weight, before in zip(weights, began, strict=True)]
+            on_their_way.append((done, changes))
+            began, drifted = list(weights), 0
+        while on_their_way and (last or done - on_their_way[0][0] >= late):
+            _, changes = on_their_way.pop(0)
+            mean = np.tensordot(problem.shares, changes, 1)
             outer = settings.get("outer_momentum", 0.0)
             velocity = outer * velocity + mean
-            anchor = anchor + settings.get("outer_lr", 1.0) * (mean + outer * velocity)
-            weights = [anchor + sum(changes[rank] for changes in on_their_way) for rank in range(len(weights))]
+            step = settings.get("outer_lr", 1.0) * (mean + outer * velocity)
+            anchor = anchor + step
+            weights, began = (
+                [w + step - own for w, own in zip(all_, changes, strict=True)] for all_ in (weights, began)
+            )
     return anchor, losses, total
 
 

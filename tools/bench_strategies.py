@@ -52,7 +52,8 @@ def trained(bench: Bench, made: Sequence[Cell], asked: argparse.Namespace) -> li
     for rate in asked.rates:
         for row in asked.rows:
             hosts = row.hosts or asked.hosts
-            here = {cell.seed: cell for cell in found if (cell.row, cell.rate) == (row, rate)}
+            made_at = rows_.rate_of(row, rate, asked.rates)
+            here = {cell.seed: cell for cell in found if (cell.row, cell.rate) == (row, made_at)}
             short = rows_.is_projected(row, hosts, rate)
             if short:
                 at = rows_.reference_rate(row, hosts, asked.rates)

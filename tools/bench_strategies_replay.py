@@ -118,6 +118,7 @@ def replay_line(
     """A line with the figures that a time per step gives."""
     here = Seen(
         steps_to_target=None,
+        crossed_steps=None,
         train_to_target_s=None,
         accuracy=None,
         step_s=step_s,

@@ -92,11 +92,10 @@ ROWS = (
     _ours(strategy="topk"),
     _ours(strategy="onebit"),
     _ours(strategy="local-sgd", every=4),
+    _ours(strategy="local-sgd", every=4, inner="int8"),
     _ours(strategy="local-sgd", every=6, inner="powersgd", rank=12, bits=4, quick=True),
     _ours(strategy="local-sgd", every=4, inner="powersgd", rank=8, bits=4),
-    _ours(strategy="local-sgd", every=4, inner="powersgd", rank=8, quick=True),
-    _ours(strategy="local-sgd", every=4, inner="powersgd", rank=8, staleness=1),
-    _ours(strategy="local-sgd", every=1, inner="powersgd", rank=4, staleness=1),
+    _ours(strategy="local-sgd", every=6, inner="powersgd", rank=12, bits=4, staleness=1, quick=True),
     _ours(strategy="delayed", inner="powersgd", rank=2),
     _ours(strategy="async-ps"),
 )
@@ -214,6 +213,11 @@ def reference_rate(row: Row, hosts: int, rates: Sequence[int]) -> int:
     return max(RATES) if is_projected(row, hosts, fastest) else fastest
 
 
+def rate_of(row: Row, rate: int, rates: Sequence[int]) -> int:
+    """At which rate its run for the table's `rate` is made: one host sends nothing and is run once."""
+    return rates[0] if row.hosts == 1 else rate
+
+
 def cells(
     rows: Sequence[Row],
     rates: Sequence[int],
@@ -230,7 +234,11 @@ def cells(
             for row in rows:
                 count = row.hosts or hosts
                 short = is_projected(row, count, rate)
-                for at, whole in ((rate, not short), *([(reference_rate(row, count, rates), True)] if short else [])):
+                measured_at = rate_of(row, rate, rates)
+                for at, whole in (
+                    (measured_at, not short),
+                    *([(reference_rate(row, count, rates), True)] if short else []),
+                ):
                     cell = Cell(
                         row=row, rate=at, seed=seed, short=not whole, hosts=count, epochs=epochs, extra=tuple(extra)
                     )

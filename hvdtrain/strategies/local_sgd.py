@@ -5,10 +5,11 @@ the change of their weights since the last exchange by the reducer of --inner, w
 and all go on from the mean: a step sends 1/H of what the reducer sends. H = 1 is parameter averaging per batch, and
 with plain SGD the same as summing gradients. Momentum stays each rank's own.
 
-With --staleness 1 the exchange of a round runs beside the next one: each rank trains on from its own weights, and when
-the mean change arrives a round later it replaces what was the rank's own change in them (Wang, Liang and Joshi,
-"Overlap local-SGD", 2020). Then nobody waits as long as an exchange takes no longer than a round of steps. The ranks
-are level only when all has arrived, at the end of each epoch: signals and checkpoints wait for that.
+With --staleness S the exchange of a round runs beside the next S steps: each rank trains on from its own weights, and
+then the mean change replaces what was the rank's own change in them (Wang, Liang and Joshi, "Overlap local-SGD", 2020,
+with S = H; Douillard et al., "Streaming DiLoCo", 2025, with less). Nobody waits as long as an exchange takes no longer
+than S steps. The ranks are level only when all has arrived, at the end of each epoch: signals and checkpoints wait for
+that.
 
 McMahan et al., "Communication-efficient learning of deep networks from decentralized data", 2017; Stich, "Local SGD
 converges fast and communicates little", 2019. --local-start exchanges gradients in each of the first steps, when
@@ -38,6 +39,8 @@ from hvdtrain.world import Carrier, World
 class Flight(NamedTuple):
     """A change on its way."""
 
+    due: int
+    """The step at whose end it is used"""
     own: np.ndarray
     """This rank's"""
     change: np.ndarray
@@ -47,7 +50,7 @@ class Flight(NamedTuple):
 
 class LocalSGD:
     """See `strategies.Strategy`. A rank's weights are the anchor, the same bits on all, and its own changes: those that
-    fly, and that of the current round.
+    fly, which make `_began` of it, and that of the current round.
     """
 
     carrier: Carrier = "streams"
@@ -65,7 +68,7 @@ class LocalSGD:
         self._steps = 0  # of the whole run
         self._drifted, self._samples, self._all_samples = 0, 0, 0  # steps and samples of the current round
         self._totals = np.zeros(TOTALS)
-        self._began = self._anchor = np.zeros(0, np.float32)  # this rank's weights at the start of the round; see above
+        self._began = self._anchor = np.zeros(0, np.float32)
         self._velocity = np.zeros(elements(shapes) if config.outer_momentum else 0, np.float32)
 
     @staticmethod
@@ -85,23 +88,20 @@ class LocalSGD:
         if self._steps <= self._start:
             return self._together(replica, vector, samples / all_samples, lr, clock)
         with clock.span("compute"):
-            if not self._drifted:
-                self._began = replica.weights().copy()
-                if not self._flying:
-                    self._anchor = self._began
+            if self.level:
+                self._began = self._anchor = replica.weights().copy()
             self._totals += vector[-TOTALS:]
             replica.apply(lr)
         self._drifted, self._samples = self._drifted + 1, self._samples + samples
         self._all_samples += all_samples
-        if self._drifted < self._every:
-            return Exchanged(loss=loss)
-        self._send(replica, clock)
-        return self._receive(replica, clock, self._staleness, loss)
+        if self._drifted == self._every:
+            self._send(replica, clock)
+        return self._receive(replica, clock, self._steps, loss)
 
     def settle(self, replica: Vectors, clock: Clock) -> Exchanged:
         if self._drifted:
             self._send(replica, clock)
-        return self._receive(replica, clock, 0, 0.0)
+        return self._receive(replica, clock, self._steps + self._staleness, 0.0)
 
     def _together(self, replica: Vectors, vector: np.ndarray, share: float, lr: float, clock: Clock) -> Exchanged:
         """A step of summed gradients."""
@@ -116,25 +116,29 @@ class LocalSGD:
     def _send(self, replica: Vectors, clock: Clock) -> None:
         """Ends the round: its change is on its way."""
         with clock.span("compute"):
-            own = replica.weights() - self._began
+            weights = replica.weights().copy()
+            own, self._began = weights - self._began, weights
             change = np.concatenate(
                 [own * np.float32(self._samples / self._all_samples), self._totals], dtype=np.float32
             )
-        self._flying.append(Flight(own, change, self._thread.submit(reduce, self._world, self._reducer, change)))
+        sent = self._thread.submit(reduce, self._world, self._reducer, change)
+        self._flying.append(Flight(self._steps + self._staleness, own, change, sent))
         self._drifted = self._samples = self._all_samples = 0
         self._totals[:] = 0
 
-    def _receive(self, replica: Vectors, clock: Clock, may_fly: int, loss: float) -> Exchanged:
-        """Waits until no more than `may_fly` changes are on their way; the mean takes the place of the rank's own."""
+    def _receive(self, replica: Vectors, clock: Clock, step: int, loss: float) -> Exchanged:
+        """Waits for the changes that are due by this step; their means take the place of the rank's own."""
         totals, sent = np.zeros(TOTALS), 0
-        while len(self._flying) > may_fly:
+        while self._flying and self._flying[0].due <= step:
             flight = self._flying.popleft()
             with clock.span("communication"):
                 sent += flight.sent_bytes.result()
             totals += flight.change[-TOTALS:]
             with clock.span("compute"):
                 self._anchor = self._anchor + self._outer(flight.change[:-TOTALS])
-                replica.set_weights(sum((other.own for other in self._flying), start=self._anchor))
+                began = sum((other.own for other in self._flying), start=self._anchor)
+                replica.set_weights(began + (replica.weights() - self._began) if self._drifted else began)
+                self._began = began
         return Exchanged(totals=totals, loss=loss, sent_bytes=sent)
 
     def _outer(self, mean: np.ndarray) -> np.ndarray:

@@ -39,7 +39,7 @@ def prepare(asked: str, local_rank: int, threads: int, *, one_each: bool = False
 
 class Flat:
     """Weights and gradients of a model as two vectors, of which its parameters become views: nothing is copied to
-    exchange them. On a GPU the gradients are copied to host memory and back.
+    exchange them. On a GPU the gradients are copied to host memory and back, if they are asked for.
     """
 
     def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
@@ -48,6 +48,7 @@ class Flat:
         self.weights = torch.empty(self._size, device=device)
         self._whole = torch.zeros(self._size + TOTALS, device=device)
         self._host = self._whole if device.type == "cpu" else torch.zeros(self._size + TOTALS, pin_memory=True)
+        self._in_host = False
         self.gradients = self._whole[: self._size]
         pieces = zip(parameters, self.weights.split(sizes), self.gradients.split(sizes), strict=True)
         for parameter, weight, gradient in pieces:
@@ -58,11 +59,13 @@ class Flat:
         self._whole[self._size :] = totals
         if self._host is not self._whole:
             self._host.copy_(self._whole)
+            self._in_host = True
         return self._host.numpy()
 
     def take_gradients(self) -> None:
-        if self._host is not self._whole:
+        if self._in_host:
             self._whole.copy_(self._host, non_blocking=True)
+            self._in_host = False
 
 
 class TorchReplica:

@@ -125,8 +125,10 @@ class TensorFlowReplica:
 
     def apply(self, lr: float) -> None:
         if not self._in_backward:
-            gradients = self._split(self.vector())
-            self._apply_graph([tf.constant(gradient) for gradient in gradients], tf.constant(lr, tf.float32))
+            gradients = self._gradients
+            if self._gathered:
+                gradients = [tf.constant(gradient) for gradient in self._split(self._vector)]
+            self._apply_graph(gradients, tf.constant(lr, tf.float32))
 
     def weights(self) -> np.ndarray:
         return np.concatenate([weight.numpy().reshape(-1) for weight in self._weights.values()])

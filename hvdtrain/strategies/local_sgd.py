@@ -83,14 +83,14 @@ class LocalSGD:
         return not self._drifted and not self._flying
 
     def step(self, replica: Vectors, lr: float, clock: Clock) -> Exchanged:
-        vector, (samples, all_samples) = replica.vector(), replica.share()
-        loss, self._steps = float(vector[-TOTALS] / samples), self._steps + 1
+        totals, (samples, all_samples) = replica.totals(), replica.share()
+        loss, self._steps = float(totals[0] / samples), self._steps + 1
         if self._steps <= self._start:
-            return self._together(replica, vector, samples / all_samples, lr, clock)
+            return self._together(replica, samples / all_samples, lr, clock)
         with clock.span("compute"):
             if self.level:
                 self._began = self._anchor = replica.weights().copy()
-            self._totals += vector[-TOTALS:]
+            self._totals += totals
             replica.apply(lr)
         self._drifted, self._samples = self._drifted + 1, self._samples + samples
         self._all_samples += all_samples
@@ -103,8 +103,9 @@ class LocalSGD:
             self._send(replica, clock)
         return self._receive(replica, clock, self._steps + self._staleness, 0.0)
 
-    def _together(self, replica: Vectors, vector: np.ndarray, share: float, lr: float, clock: Clock) -> Exchanged:
+    def _together(self, replica: Vectors, share: float, lr: float, clock: Clock) -> Exchanged:
         """A step of summed gradients."""
+        vector = replica.vector()
         with clock.span("communication"):
             vector[:-TOTALS] *= np.float32(share)
             sent = reduce(self._world, self._reducer, vector)

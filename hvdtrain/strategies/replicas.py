@@ -28,7 +28,8 @@ class Vectors(Protocol):
     """A replica as vectors of float32 in host memory. Arrays come one after the other, in the model's order."""
 
     def vector(self) -> np.ndarray:
-        """The gradients of the last backward and behind them this rank's TOTALS; to be changed in place."""
+        """The gradients of the last backward and behind them this rank's TOTALS; to be changed in place. Where
+        nothing is to be exchanged `totals` saves copying them."""
         ...
 
     def totals(self) -> np.ndarray:
@@ -40,7 +41,8 @@ class Vectors(Protocol):
         ...
 
     def apply(self, lr: float) -> None:
-        """Updates the weights with the gradients as they are now in the vector, unless backward did it."""
+        """Updates the weights with the gradients, as they are now in the vector if it was asked for, unless backward
+        did it."""
         ...
 
     def weights(self) -> np.ndarray:

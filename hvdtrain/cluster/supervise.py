@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -34,6 +35,9 @@ ANSWER_S = 3.0
 SSH_PORT = 22
 REPEAT_S = 5.0
 """Between two SIGUSR1: what arrives while ranks are being started is lost, and one more does no harm"""
+LOOK_S, LOOK_AT_FIRST_S, FIRST_S = 2.0, 0.5, 10.0
+"""Between two looks at what runs here; each reads all of /proc, on a processor that the ranks need. In the first
+seconds, and when the job is to stop, more often."""
 LAST_WORDS_S = 3.0
 """Between SIGTERM and SIGKILL"""
 
@@ -142,12 +146,18 @@ class Job:
         self.told_at = 0.0
         self.ranks_seen = False
         self.ranks_gone_since: float | None = None
+        woken, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self._arrived)
         self.keeper, self.line = start_keeper(grace_s)
         # A group of its own: Ctrl-C reaches this process alone, which knows what to make of it.
         self.child = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, process_group=0)
         os.write(self.line, f"{self.child.pid}\n".encode())
+        self.ended, self.woken = os.pidfd_open(self.child.pid), woken
+        self.events = select.poll()
+        for event in (self.ended, self.woken):
+            self.events.register(event, select.POLLIN)
 
     def _arrived(self, number: int, frame: FrameType | None) -> None:
         again = bool(self.asked) and number != signal.SIGUSR1
@@ -161,10 +171,8 @@ class Job:
 
     def wait(self) -> int:
         """Until the job has ended; its exit code."""
-        while True:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                code = self.child.wait(timeout=0.5)
-                break
+        began = time.monotonic()
+        while not self._ended(LOOK_AT_FIRST_S if self.asked or time.monotonic() < began + FIRST_S else LOOK_S):
             if self.asked and time.monotonic() - self.told_at > REPEAT_S:
                 ask_to_stop(self.child.pid)
                 self.told_at = time.monotonic()
@@ -173,6 +181,7 @@ class Job:
             if self._outlived() and (host := self.lost()):
                 what = f"host {host} does not answer, and the ranks here have ended: ending the job"
                 return self._end_now(what, exits.RESUMABLE if self.asked else exits.FAILED)
+        code = self.child.wait()
         self._dismiss_keeper()
         code = 128 - code if code < 0 else code
         if self.asked and code == 128 + signal.SIGUSR1:
@@ -183,13 +192,19 @@ class Job:
             return exits.FAILED
         return code
 
+    def _ended(self, patience_s: float) -> bool:
+        """Waits until the child has ended, a signal has come, or this long; whether it has ended."""
+        events = {event for event, _ in self.events.poll(1000 * patience_s)}
+        if self.woken in events:
+            os.read(self.woken, 4096)
+        return self.ended in events
+
     def _outlived(self) -> bool:
         """Whether mpirun has outlived the ranks on this machine: it may wait for a host that does not answer."""
-        found = starters(self.child.pid)
-        if not found:
-            return False
-        pids = {one.pid for one in found}
         known = processes()
+        pids = {one.pid for one in tree(self.child.pid, known) if one.name in STARTERS}
+        if not pids:
+            return False
         ranks = [o for o in known if o.parent in pids and o.state != "Z" and o.name not in (*REMOTE_SHELLS, *STARTERS)]
         if ranks:
             self.ranks_seen, self.ranks_gone_since = True, None

@@ -6,7 +6,7 @@
     evaluate on the test split (with scores: the best epoch's weights), record, mark the run COMPLETE
 
 A signal, or a signal to any other rank, ends the loop with a checkpoint: after the current step, or, with a strategy
-that lets ranks drift apart for some steps, after the exchange that makes them level again.
+that lets ranks drift apart for some steps, after the exchange that tells all of it.
 """
 
 from __future__ import annotations
@@ -110,7 +110,8 @@ class Loop:
                     loss = self._step(epoch, batches, last=done == steps)
                 progress.advance(note=f"loss {loss:.4f}")
                 self._save_due |= bool(every and self._at.step % every == 0)
-                if done < steps and self._strategy.level and (self._stopping or self._save_due):
+                savable = self._strategy.level or self._strategy.common is not None
+                if done < steps and savable and (self._stopping or self._save_due):
                     self._save()
                     if self._stopping:
                         return False

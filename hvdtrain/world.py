@@ -352,6 +352,7 @@ def run(program: Callable[[StopSignal], int], *, debug: bool) -> None:
     where = place()
     try:
         code = program(stop)
+        sys.stdout.flush()
     except Failure as failure:
         if debug:
             traceback.print_exc()
@@ -362,7 +363,9 @@ def run(program: Callable[[StopSignal], int], *, debug: bool) -> None:
         code = failure.code
     except Exception as error:
         stop.peer_lost = True
-        if lost_peer(error):
+        if isinstance(error, BrokenPipeError) and where.launcher == "alone":  # `--strategy help | head`
+            sys.stdout = None
+        elif lost_peer(error):
             time.sleep(PEER_PATIENCE_S)
             print(f"hvdtrain: {_who(where)}lost contact with another rank: {error}", file=sys.stderr, flush=True)
         else:

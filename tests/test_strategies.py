@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import json
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -54,7 +55,11 @@ RESUMED: dict[str, tuple[str, int]] = {
     "local-sgd of topk": ("--strategy local-sgd --every 3 --inner topk", 6),
     "delayed of onebit": ("--strategy delayed --inner onebit", 5),
     "int4": ("--strategy int4", 5),
-    "local-sgd beside": ("--strategy local-sgd --every 3 --staleness 1", 8),
+    "local-sgd beside": ("--strategy local-sgd --every 3 --staleness 1", 7),
+    "local-sgd far beside": (
+        "--strategy local-sgd --every 1 --staleness 2 --outer-momentum 0.6 --inner powersgd --check-replicas 0",
+        7,
+    ),
 }
 KILLED = ("local-sgd", "delayed of powersgd")
 TENSORFLOW = ("allreduce", "hierarchical", *KILLED)
@@ -459,6 +464,31 @@ def test_numbers_that_make_no_sense_are_refused(name: str, value: Any) -> None:
         TrainConfig(**settings)
     assert refused.value.code == 78
     assert f"--{name.replace('_', '-')} is {value}" in str(refused.value)
+
+
+def test_help_lists_every_strategy_with_what_it_sends() -> None:
+    done = resnet(0, "--strategy", "help", "--width", "0.125")
+    assert (done.returncode, done.stderr) == (0, "")
+    found = re.findall(r"^  (\S+) +(\d+\.\d+)  ", done.stdout, re.MULTILINE)
+    said = {name: float(sent) for name, sent in found}
+    assert list(said) == [*REDUCERS, *SCHEDULES]
+    assert said["hierarchical"] == pytest.approx(2 * 3 / 4 * PAYLOAD / 1e6, abs=1e-3)
+    assert said["fp16"] == pytest.approx(said["hierarchical"] / 2, abs=1e-3)
+    assert said["local-sgd"] == pytest.approx(said["hierarchical"] / TrainConfig().every, abs=1e-3)
+
+
+def test_a_reader_who_leaves_early_gets_no_traceback() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "hvdtrain.resnet", "--strategy", "help"],
+        env=environment(),
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        timeout=60,
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, b"")
 
 
 def test_every_name_and_pair_makes_a_strategy() -> None:

@@ -66,7 +66,13 @@ class Strategy(Protocol):
 
     @property
     def level(self) -> bool:
-        """Whether the weights are the same on all ranks now: only then are checkpoints made."""
+        """Whether the weights are the same on all ranks now."""
+        ...
+
+    @property
+    def common(self) -> np.ndarray | None:
+        """What the ranks' weights have in common while they differ: a checkpoint may be made of that, `state` and each
+        rank's own. None: when level, or if there is none but when level."""
         ...
 
     def step(self, replica: Vectors, lr: float, clock: Clock) -> Exchanged:

@@ -31,6 +31,7 @@ class AllReduce:
     in_backward = True
     local = False
     level = True
+    common = None
 
     def __init__(self, world: World, shapes: Sequence[Shape], config: TrainConfig, reducer: Reducer | None) -> None:
         self._world = world

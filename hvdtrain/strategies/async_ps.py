@@ -67,6 +67,8 @@ class AsyncPS:
         between = layout.hosts if layout.hosts > 1 else layout.ranks
         return 2 * 4 * elements(shapes) * (layout.ranks / between) * (between - 1) / between
 
+    common = None
+
     @property
     def level(self) -> bool:
         return self._drifted == 0

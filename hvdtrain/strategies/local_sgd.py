@@ -8,8 +8,7 @@ with plain SGD the same as summing gradients. Momentum stays each rank's own.
 With --staleness S the exchange of a round runs beside the next S steps: each rank trains on from its own weights, and
 then the mean change replaces what was the rank's own change in them (Wang, Liang and Joshi, "Overlap local-SGD", 2020,
 with S = H; Douillard et al., "Streaming DiLoCo", 2025, with less). Nobody waits as long as an exchange takes no longer
-than S steps. The ranks are level only when all has arrived, at the end of each epoch: signals and checkpoints wait for
-that.
+than S steps.
 
 McMahan et al., "Communication-efficient learning of deep networks from decentralized data", 2017; Stich, "Local SGD
 converges fast and communicates little", 2019. --local-start exchanges gradients in each of the first steps, when
@@ -82,6 +81,11 @@ class LocalSGD:
     def level(self) -> bool:
         return not self._drifted and not self._flying
 
+    @property
+    def common(self) -> np.ndarray | None:
+        """Without --staleness they are level soon."""
+        return None if self.level or not self._staleness else self._anchor
+
     def step(self, replica: Vectors, lr: float, clock: Clock) -> Exchanged:
         totals, (samples, all_samples) = replica.totals(), replica.share()
         loss, self._steps = float(totals[0] / samples), self._steps + 1
@@ -151,10 +155,29 @@ class LocalSGD:
         return self._outer_lr * mean
 
     def state(self) -> dict[str, np.ndarray]:
-        """Only asked for when level."""
+        due = [(flight.due, flight.sent_bytes.result()) for flight in self._flying]  # landed: the reducer is at rest
         inner = {f"inner.{name}": array for name, array in self._reducer.state().items()}
-        return {"steps": np.array(self._steps), "velocity": self._velocity.copy(), **inner}
+        state = {"steps": np.array(self._steps), "velocity": self._velocity.copy(), **inner}
+        if self.level:
+            return state
+        state["round"] = np.array([self._drifted, self._samples, self._all_samples])
+        state |= {"began": self._began.copy(), "anchor": self._anchor.copy(), "totals": self._totals.copy()}
+        state["flying"] = np.array(due, np.int64).reshape(-1, 2)
+        for age, flight in enumerate(self._flying):
+            state |= {f"own.{age}": flight.own.copy(), f"change.{age}": flight.change.copy()}
+        return state
 
     def load(self, state: dict[str, np.ndarray]) -> None:
         self._steps, self._velocity = int(state["steps"]), state["velocity"].copy()
         self._reducer.load({name.removeprefix("inner."): a for name, a in state.items() if name.startswith("inner.")})
+        self._flying.clear()
+        self._drifted, self._samples, self._all_samples = (int(n) for n in state.get("round", (0, 0, 0)))
+        if "began" in state:
+            self._began, self._anchor, self._totals = (state[name].copy() for name in ("began", "anchor", "totals"))
+            self._totals[-1] = 0  # who asked to stop then has been obeyed
+        for age, (due, sent) in enumerate(state.get("flying", ())):
+            landed: Future[int] = Future()
+            landed.set_result(int(sent))
+            change = state[f"change.{age}"].copy()
+            change[-1] = 0
+            self._flying.append(Flight(int(due), state[f"own.{age}"].copy(), change, landed))

@@ -37,6 +37,7 @@ class Native:
     in_backward = True
     local = False
     level = True
+    common = None
 
     def __init__(self, world: World, shapes: Sequence[Shape], config: TrainConfig, reducer: Reducer | None) -> None:
         self._world, self._shapes, self._config = world, shapes, config

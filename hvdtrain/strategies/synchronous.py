@@ -28,6 +28,7 @@ class Synchronous:
     in_backward = False
     local = False
     level = True
+    common = None
 
     def __init__(self, world: World, shapes: Sequence[Shape], config: TrainConfig, reducer: Reducer | None) -> None:
         assert reducer is not None

@@ -146,18 +146,16 @@ class Job:
         self.told_at = 0.0
         self.ranks_seen = False
         self.ranks_gone_since: float | None = None
-        woken, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self.woken, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        """Can be read when a signal has come, SIGCHLD included"""
         signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self._arrived)
         self.keeper, self.line = start_keeper(grace_s)
         # A group of its own: Ctrl-C reaches this process alone, which knows what to make of it.
         self.child = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, process_group=0)
         os.write(self.line, f"{self.child.pid}\n".encode())
-        self.ended, self.woken = os.pidfd_open(self.child.pid), woken
-        self.events = select.poll()
-        for event in (self.ended, self.woken):
-            self.events.register(event, select.POLLIN)
 
     def _arrived(self, number: int, frame: FrameType | None) -> None:
         again = bool(self.asked) and number != signal.SIGUSR1
@@ -194,10 +192,9 @@ class Job:
 
     def _ended(self, patience_s: float) -> bool:
         """Waits until the child has ended, a signal has come, or this long; whether it has ended."""
-        events = {event for event, _ in self.events.poll(1000 * patience_s)}
-        if self.woken in events:
+        if self.child.poll() is None and select.select([self.woken], [], [], patience_s)[0]:
             os.read(self.woken, 4096)
-        return self.ended in events
+        return self.child.poll() is not None
 
     def _outlived(self) -> bool:
         """Whether mpirun has outlived the ranks on this machine: it may wait for a host that does not answer."""

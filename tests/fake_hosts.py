@@ -20,13 +20,14 @@ class FakeHosts:
         self.sent_bytes = 0
         self._barrier, self._box = barrier, box
 
-    def exchange(self, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def exchange(self, parts: Sequence[np.ndarray], *, even: bool = False) -> list[np.ndarray]:
         assert len(parts) == self.count
+        assert not even or len({part.size for host, part in enumerate(parts) if host != self.index}) <= 1
         theirs = self._all(("exchange", [part.copy() for part in parts]))
         self.sent_bytes += sum(part.nbytes for host, part in enumerate(parts) if host != self.index)
         return [parts[self.index] if host == self.index else sent[self.index] for host, sent in enumerate(theirs)]
 
-    def gather(self, part: np.ndarray) -> list[np.ndarray]:
+    def gather(self, part: np.ndarray, *, even: bool = False) -> list[np.ndarray]:
         self.sent_bytes += part.nbytes * (self.count - 1)
         return self._all(("gather", part.copy()))
 

@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from hvdtrain.collectives import PeerLost, Reach, lost_peer, streams
-from hvdtrain.collectives.streams import SMALL_BYTES, Stream, StreamHosts, StreamRanks
+from hvdtrain.collectives.streams import QUEUE_BYTES, SMALL_BYTES, Stream, StreamHosts, StreamRanks
 from hvdtrain.exits import Failure
 
 WAIT_S = 2.0
@@ -182,6 +182,22 @@ def test_exchange_brings_every_part_to_its_host(data: some.DataObject, count: in
             np.testing.assert_array_equal(array, table[source][target])
     item = np.dtype(dtype).itemsize
     assert sent == [item * (sum(row) - row[host]) for host, row in enumerate(lengths)]
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 5])
+@pytest.mark.parametrize("size", [100, QUEUE_BYTES // 4 + 1, 200_000])
+def test_long_parts_of_one_length_keep_apart_and_arrive(count: int, size: int) -> None:
+    table = np.random.default_rng(count).normal(size=(count, count, size)).astype(np.float32)
+    parts = [[row[to, : 0 if to == me else size] for to in range(count)] for me, row in enumerate(table)]
+    with connected(count) as all_hosts:
+        results = at_once([lambda h=hosts: h.exchange(parts[h.index], even=True) for hosts in all_hosts])
+        gathered = at_once([lambda h=hosts: h.gather(table[h.index, 0], even=True) for hosts in all_hosts])
+        assert [hosts.sent_bytes for hosts in all_hosts] == [2 * (count - 1) * 4 * size] * count
+    for me in range(count):
+        for source in range(count):
+            np.testing.assert_array_equal(gathered[me][source], table[source, 0])
+            if source != me:
+                np.testing.assert_array_equal(results[me][source], table[source, me])
 
 
 def test_what_came_can_be_changed_and_what_was_given_stays() -> None:

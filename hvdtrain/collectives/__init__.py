@@ -83,12 +83,12 @@ class Hosts(Protocol):
     sent_bytes: int
     """Payload bytes given to the network so far"""
 
-    def exchange(self, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def exchange(self, parts: Sequence[np.ndarray], *, even: bool = False) -> list[np.ndarray]:
         """Sends parts[j] to host j; what each host sent here, in host order, its own part included. One dtype for all;
-        lengths may differ."""
+        lengths may differ, unless all say that what they send to others is `even`, which keeps long parts apart."""
         ...
 
-    def gather(self, part: np.ndarray) -> list[np.ndarray]:
+    def gather(self, part: np.ndarray, *, even: bool = False) -> list[np.ndarray]:
         """Every host's part, in host order."""
         ...
 

@@ -6,10 +6,10 @@ host. So the network carries each host's data once, however many ranks it has.
 
 Leaders sum in a ring: each sends to the next and receives from the one before, so that each link carries one stream in
 each direction and nobody can run ahead. What is not summed goes pairwise: in round s host i sends to host i+s and
-receives from host i-s, so that no two hosts send to a third at once as long as they keep step (what a queue of a slow
-link would lose, TCP finds out only after its timeout of 200 ms). A rank that waits sleeps in poll(2); Horovod's and
-Open MPI's threads would take turns with the computation instead, on a processor that is the scarcest thing a small host
-has.
+receives from host i-s, so that no two hosts send to a third at once as long as they keep step, for which long messages
+wait until their receiver is ready (what a queue of a slow link loses, TCP finds out only after its timeout of 200 ms).
+A rank that waits sleeps in poll(2); Horovod's and Open MPI's threads would take turns with the computation instead, on
+a processor that is the scarcest thing a small host has.
 
 Found through the meeting, like the native strategies'. A message is its length (8 bytes) and its bytes.
 """
@@ -35,6 +35,9 @@ PATIENCE_S = 60.0
 """For the other ranks to connect"""
 SMALL_BYTES = 2048
 """Vectors up to this size are sent whole to every host, all at once: one latency instead of 2(h-1)"""
+QUEUE_BYTES = 32 * 1024
+"""What the queue of a slow link takes of two senders at once"""
+NOTHING = np.empty(0, np.uint8)
 WAKE_BYTES = 64 * 1024
 """A receiver is woken for so much at once, and not for each packet"""
 TOKEN_BYTES, LENGTH_BYTES = 16, 8
@@ -60,19 +63,22 @@ class StreamHosts:
         self.index = list(streams).index(None)
         self.sent_bytes = 0
 
-    def exchange(self, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def exchange(self, parts: Sequence[np.ndarray], *, even: bool = False) -> list[np.ndarray]:
         found, rounds = list(parts), self._rounds()
-        small = max(part.nbytes for part in parts) <= SMALL_BYTES
+        largest = max(part.nbytes for host, part in enumerate(parts) if host != self.index or self.count == 1)
+        small = largest <= SMALL_BYTES
         if small:  # fits into any queue: all at once
             for target, _ in rounds:
                 self._swap(target, parts[target], None)
         for target, source in rounds:
+            if even and largest > QUEUE_BYTES:  # the target says that it has received what another sent it
+                self._swap(source, NOTHING, target)
             received = self._swap(None, None, source) if small else self._swap(target, parts[target], source)
             found[source] = np.frombuffer(received, parts[0].dtype)
         return found
 
-    def gather(self, part: np.ndarray) -> list[np.ndarray]:
-        return self.exchange([part] * self.count)
+    def gather(self, part: np.ndarray, *, even: bool = False) -> list[np.ndarray]:
+        return self.exchange([part] * self.count, even=even)
 
     def sum(self, values: np.ndarray) -> None:
         if values.nbytes <= SMALL_BYTES or values.size < self.count:

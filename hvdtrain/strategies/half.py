@@ -67,11 +67,11 @@ class Half(Reducer):
             if host != hosts.index:
                 self.encode(part, messages[host, : self.head + part.size])
         mine, message = parts[hosts.index], messages[hosts.index]
-        for host, theirs in enumerate(hosts.exchange(list(messages))):
+        for host, theirs in enumerate(hosts.exchange(list(messages), even=True)):
             if host != hosts.index:
                 self.decode(theirs[: self.head + mine.size], mine, add=True)
         self.encode(mine, message[: self.head + mine.size])
-        for part, whole in zip(parts, hosts.gather(message), strict=True):
+        for part, whole in zip(parts, hosts.gather(message, even=True), strict=True):
             self.decode(whole[: self.head + part.size], part)
 
 

@@ -51,12 +51,12 @@ def total(values: np.ndarray, hosts: Hosts, bits: int) -> np.ndarray:
     parts.reshape(-1)[: values.size] = values
     messages = [np.empty(0, np.uint8) if host == me else encode(part, bits) for host, part in enumerate(parts)]
     included, theirs = np.empty_like(parts), np.zeros_like(parts[me])
-    for host, received in enumerate(hosts.exchange(messages)):
+    for host, received in enumerate(hosts.exchange(messages, even=True)):
         if host != me:
             decode(messages[host], included[host], bits)
             decode(received, theirs, bits, add=True)
     parts[me] += theirs
-    for part, received in zip(parts, hosts.gather(encode(parts[me], bits)), strict=True):
+    for part, received in zip(parts, hosts.gather(encode(parts[me], bits), even=True), strict=True):
         decode(received, part, bits)
     np.subtract(parts[me], theirs, out=included[me])
     values[:] = parts.reshape(-1)[: values.size]

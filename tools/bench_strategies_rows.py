@@ -94,8 +94,8 @@ ROWS = (
     _ours(strategy="local-sgd", every=4),
     _ours(strategy="local-sgd", every=4, inner="int8"),
     _ours(strategy="local-sgd", every=6, inner="powersgd", rank=12, bits=4, quick=True),
-    _ours(strategy="local-sgd", every=2, inner="powersgd", rank=4, bits=4, quick=True),
-    _ours(strategy="local-sgd", every=6, inner="powersgd", rank=12, bits=4, staleness=1),
+    _ours(strategy="local-sgd", every=2, inner="powersgd", rank=4, bits=4),
+    _ours(strategy="local-sgd", every=6, inner="powersgd", rank=12, bits=4, staleness=1, quick=True),
     _ours(strategy="delayed", inner="powersgd", rank=2),
     _ours(strategy="async-ps"),
 )

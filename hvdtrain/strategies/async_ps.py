@@ -45,6 +45,7 @@ class AsyncPS:
     uses: tuple[str, ...] = ("servers",)
     in_backward = False
     local = True
+    common = None
 
     def __init__(self, world: World, shapes: Sequence[Shape], config: TrainConfig, reducer: Reducer | None) -> None:
         self._world, self._every = world, config.checkpoint_steps
@@ -66,8 +67,6 @@ class AsyncPS:
     ) -> float:
         between = layout.hosts if layout.hosts > 1 else layout.ranks
         return 2 * 4 * elements(shapes) * (layout.ranks / between) * (between - 1) / between
-
-    common = None
 
     @property
     def level(self) -> bool:

@@ -113,6 +113,16 @@ def test_what_is_asked_is_checked() -> None:
         assert refused.value.code == 2, words
 
 
+@pytest.mark.root
+def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    words = [sys.executable, str(ROOT / "tools" / "bench_strategies.py"), "--rows", rows.ALONE, "--mode", "train"]
+    done = subprocess.run([*words, "--keep", str(tmp_path / "file" / "x")], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 73
+    assert done.stderr.splitlines()[-1].startswith(f"hvdtrain: --keep {tmp_path}/file/x: Not a directory")
+    assert "Traceback" not in done.stderr
+
+
 # --- the table --------------------------------------------------------------------------------------------------------
 
 

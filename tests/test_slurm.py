@@ -169,19 +169,8 @@ def test_srun_with_pmix_trains(nodes: SlurmCluster, tmp_path: Path) -> None:
     if reason := pmix_missing():
         pytest.skip(reason)
     run = tmp_path / "run"
-    words = [
-        "srun",
-        "--nodes=2",
-        "--ntasks=2",
-        "--mpi=pmix",
-        PYTHON,
-        *TRAIN[1:],
-        "--epochs",
-        "1",
-        "--run-dir",
-        str(run),
-    ]
-    done = nodes.run(words, cwd=ROOT, timeout=90)
+    words = [PYTHON, *TRAIN[1:], "--epochs", "1", "--run-dir", str(run)]
+    done = nodes.run(["srun", "--nodes=2", "--ntasks=2", "--mpi=pmix", *words], cwd=ROOT, timeout=90)
     assert done.returncode == 0, done.stderr
     assert hosts(run) == ["a", "b"] and (run / "COMPLETE").exists()
     assert "2 (srun)" in done.stderr and records(run)[-1]["hosts"] == 2

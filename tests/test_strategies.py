@@ -45,6 +45,7 @@ STOPPED = 4
 """A signal arrives just before this step ..."""
 # ... and takes effect after as many steps as are given here. Under `--checkpoint-steps 4` the exchanges of local-sgd,
 # every 3 steps, come at other steps than the checkpoints are due. Checking replicas makes `delayed` wait for all sums.
+BESIDE = "local-sgd beside"
 RESUMED: dict[str, tuple[str, int]] = {
     "hierarchical": ("--strategy hierarchical", 5),
     "local-sgd": ("--strategy local-sgd --every 3 --local-start 2 --outer-lr 0.7 --outer-momentum 0.6", 5),
@@ -55,17 +56,17 @@ RESUMED: dict[str, tuple[str, int]] = {
     "local-sgd of topk": ("--strategy local-sgd --every 3 --inner topk", 6),
     "delayed of onebit": ("--strategy delayed --inner onebit", 5),
     "int4": ("--strategy int4", 5),
-    "local-sgd beside": ("--strategy local-sgd --every 3 --staleness 1", 7),
+    BESIDE: ("--strategy local-sgd --every 3 --staleness 1", 7),
     "local-sgd far beside": (
         "--strategy local-sgd --every 1 --staleness 2 --outer-momentum 0.6 --inner powersgd --check-replicas 0",
         7,
     ),
 }
 KILLED = ("local-sgd", "delayed of powersgd")
-TENSORFLOW = ("allreduce", "hierarchical", *KILLED)
+TENSORFLOW = ("allreduce", "hierarchical", *KILLED, BESIDE)
 """Its graphs take seconds to build for each run; what it leaves out is shown for both on a small problem below"""
 CUTS = [("torch", name, "stopped") for name in RESUMED] + [("torch", name, "killed") for name in KILLED]
-CUTS += [("tensorflow", name, "stopped") for name in KILLED] + [("tensorflow", "local-sgd", "killed")]
+CUTS += [("tensorflow", name, "stopped") for name in (*KILLED, BESIDE)] + [("tensorflow", "local-sgd", "killed")]
 EQUAL: dict[str, str] = {
     "allreduce": "--strategy allreduce",
     "delayed by 0": "--strategy delayed --staleness 0",

@@ -142,8 +142,11 @@ def measure(asked: argparse.Namespace, keep: Path | None) -> Line | None:
             print(f"{cell.name}: {cell.estimate_s:.0f} s")
         return None
     need_root("the benchmark's virtual cluster")
-    keep.mkdir(parents=True, exist_ok=True)
-    hand_over(keep)
+    try:
+        keep.mkdir(parents=True, exist_ok=True)
+        hand_over(keep)
+    except OSError as error:
+        raise Failure(f"--keep {keep}: {error.strerror}; choose a folder to write to", exits.CANNOT_WRITE) from error
     with Cluster(asked.name, asked.hosts) as cluster:
         bench = Bench(cluster, keep.resolve(), total_s)
         lines = trained(bench, made, asked) if made else []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -203,13 +204,15 @@ def test_a_prepared_folder_of_photographs_trains(tmp_path: Path) -> None:
     flags = ["--data", prepared, "--width", "0.125", "--epochs", "3", "--batch-size", "8", "--json"]
     summary = document(resnet(2, "--run-dir", str(tmp_path / "run"), *flags))
     assert summary["test_accuracy"] > 0.7, summary
-    preset = ["--config", "launch/presets/cruz2021_resnet34.toml", "--image-size", "36x24", "--dry-run", "--json"]
-    shown = document(resnet(0, *preset, "--data", prepared))
+    preset = ["--config", "launch/presets/cruz2021_resnet34.toml", "--data", prepared, "--dry-run", "--json"]
+    refused = resnet(0, *preset)
+    assert refused.returncode == 78
+    (advice,) = re.findall(
+        r"holds images of 36x24, and 197x148 is asked for .*: add (--image-size \S+) ", refused.stderr
+    )
+    shown = document(resnet(0, *preset, *advice.split()))
     asked = [shown["config"][name] for name in ("batch_size", "lr", "epochs", "momentum", "schedule", "zero_gamma")]
     assert asked == [128, 0.05, 100, 0.0, "constant", False]
-    refused = resnet(0, "--data", prepared, "--image-size", "32")
-    assert refused.returncode == 78
-    assert "36x24" in refused.stderr
 
 
 def test_killed_run_resumes_from_its_last_checkpoint_to_the_same_end(tmp_path: Path) -> None:

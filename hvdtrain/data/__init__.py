@@ -127,8 +127,9 @@ def load(name: str, image_size: tuple[int, int] | None = None, *, verify: bool =
     if image_size not in (None, (width, height)):
         asked = "{}x{}".format(*image_size)
         raise Failure(
-            f"{name} holds images of {width}x{height}, not {asked}: leave the size out, or prepare the pictures again"
-            f" with `hvdtrain data images ... --size {asked}`",
+            f"{name} holds images of {width}x{height}, and {asked} is asked for (--image-size, a --config file, or "
+            f"HVDTRAIN_IMAGE_SIZE): add --image-size {width}x{height} to train on them as they are, or prepare them "
+            f"anew with `hvdtrain data images PICTURES {name}-{asked} --size {asked}`",
             BAD_CONFIG,
         )
     return dataset

@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import secrets
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -188,35 +189,40 @@ def show_summary(summary: records.Summary, *, as_json: bool) -> None:
     if as_json:
         emit(json.dumps(records.as_json(summary)))
         return
-    from rich.console import Console
-    from rich.table import Table
-
-    phases = Table(title="Time by phase (loading and initialisation are outside)", title_justify="left")
-    for column in ("phase", "seconds"):
-        phases.add_column(column, justify="right" if column == "seconds" else "left")
-    for phase in ("train", "validation", "test", "checkpoint"):
-        phases.add_row(phase, f"{getattr(summary, phase + '_s'):.2f}")
-    accuracy = Table(title="Validation accuracy after each epoch", title_justify="left")
-    accuracy.add_column("epoch", justify="right")
-    accuracy.add_column("accuracy", justify="right")
-    scores = list(summary.test_scores)
-    for name in scores:
-        accuracy.add_column(name, justify="right")
+    heads = ["epoch", "accuracy", *summary.test_scores]
+    rows = [heads]
     for epoch, value in enumerate(summary.validation_accuracy, start=1):
         of_epoch = summary.validation_scores[epoch - 1] if epoch <= len(summary.validation_scores) else {}
-        cells = [f"{of_epoch[name]:.4f}" if name in of_epoch else "none" for name in scores]
-        accuracy.add_row(str(epoch), "none" if value is None else f"{value:.4f}", *cells)
-    # Open MPI gives ranks a terminal of its own making, whatever its own output is; so no colours here.
-    console = Console(file=sys.stdout, highlight=False, soft_wrap=True, force_terminal=False)
-    console.print(accuracy)
-    console.print(phases)
+        scores = [value, *(of_epoch.get(name) for name in summary.test_scores)]
+        rows.append([str(epoch), *("none" if score is None else f"{score:.4f}" for score in scores)])
+    emit("\n".join(["Validation accuracy after each epoch", *aligned(rows)]))
+    phases = [
+        [phase, f"{getattr(summary, phase + '_s'):.2f}"] for phase in ("train", "validation", "test", "checkpoint")
+    ]
+    emit(
+        "\n".join(["Time by phase (loading and initialisation are outside)", *aligned([["phase", "seconds"], *phases])])
+    )
     test = "none" if summary.test_accuracy is None else f"{summary.test_accuracy:.4f} (loss {summary.test_loss:.4f})"
     rate = "too few steps to tell"
     if summary.samples_per_s is not None and summary.samples_per_s_per_rank is not None:
         rate = f"{summary.samples_per_s:.1f} samples/s in all, {summary.samples_per_s_per_rank:.1f} per rank"
-    for name, score in summary.test_scores.items():
-        console.print(f"test {name:<10}{score:.4f} (weights after step {summary.tested_step})", markup=False)
-    console.print(f"test accuracy  {test}\nthroughput     {rate}\nrun folder     {summary.run_dir}", markup=False)
+    after = f"(weights after step {summary.tested_step})"
+    lines = {f"test {name}": f"{score:.4f} {after}" for name, score in summary.test_scores.items()}
+    lines |= {"test accuracy": test, "throughput": rate, "run folder": summary.run_dir}
+    width = max(map(len, lines))
+    emit("\n".join(f"{name:<{width}}  {text}" for name, text in lines.items()))
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The rows as lines, numbers flush right; columns that a terminal has no room for follow below, with the first."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    room = shutil.get_terminal_size().columns
+    blocks: list[list[int]] = [[0]]
+    for column in range(1, len(widths)):
+        if sum(widths[each] + 2 for each in (*blocks[-1], column)) > room and len(blocks[-1]) > 1:
+            blocks.append([0])
+        blocks[-1].append(column)
+    return ["  " + "  ".join(row[each].rjust(widths[each]) for each in block) for block in blocks for row in rows]
 
 
 def emit(text: str) -> None:

@@ -35,7 +35,7 @@ ALLOWED = {
     "strategies": ".collectives .config .timing .world numpy",
     "arrays_file": "numpy",
     "checkpoint": ".arrays_file numpy",
-    "run": ".cluster .config .records .world rich",
+    "run": ".cluster .config .records .world",
     "observe": ".config .frameworks! .monitors .records .scalars .world",
     "position": ".records numpy",
     "agreement": ".world numpy",

@@ -21,6 +21,7 @@ CONFIG: dict[str, Any] = {
     "batch_size": None,
     "global_batch_size": None,
     "lr": 0.05,
+    "precision": "fp32",
     "device": "auto",
     "seed": 0,
     "run_dir": None,
@@ -40,7 +41,8 @@ class Made:
     strategy: str = "allreduce"
     ddp_hook: str = "none"
     device: str = "cpu"
-    cores: float = 1.0
+    cores: float | None = 1.0
+    threads: int | None = 1
     collectives: str | None = None
     parameters: int = 1000
     rank_batch: int = 32
@@ -50,6 +52,7 @@ class Made:
     started_utc: str | None = None
     """None: a second after the run made before, since two runs that agree in everything are taken for copies"""
     config: dict[str, Any] = dataclasses.field(default_factory=dict)
+    argv: Sequence[str] = ()
     data_s: float = 0.01
     compute_s: float = 0.5
     communication_s: float | None = 0.2
@@ -138,7 +141,7 @@ def manifest(run: Made) -> records.Manifest:
         for host in range(run.hosts)
     ]
     ranks = [
-        {"host": f"h{host}", "local_rank": local, "device": run.device, "threads": 1, "cores": run.cores}
+        {"host": f"h{host}", "local_rank": local, "device": run.device} | {"threads": run.threads, "cores": run.cores}
         for host in range(run.hosts)
         for local in range(run.ranks_per_host)
     ]
@@ -146,7 +149,7 @@ def manifest(run: Made) -> records.Manifest:
     return records.Manifest(
         workload="resnet",
         started_utc=str(run.started_utc),
-        argv=["hvdtrain/resnet.py"],
+        argv=["hvdtrain/resnet.py", *run.argv],
         config=CONFIG | asked | {"epochs": run.epochs, "seed": run.seed, "batch_size": run.rank_batch} | run.config,
         plan={
             "ranks": run.ranks,

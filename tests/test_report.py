@@ -186,7 +186,7 @@ def test_what_does_not_count_is_listed(page: Page, folder: Path) -> None:
     assert "torn: refused" in text
     assert any(row[0] == str(folder / "torn" / "metrics" / "rank0000.jsonl") and row[1] == "1" for row in page.rows)
     assert "Data of 2026-09-21" in text
-    assert "# hosts: 4, ranks: 4, links: tools/throttle.sh 10mbit python hvdtrain/resnet.py" in text
+    assert "# hosts: 4, ranks: 4, links: tools/throttle.sh 10mbit python -m hvdtrain.resnet" in text
 
 
 def test_records_are_text_and_never_markup(tmp_path: Path) -> None:

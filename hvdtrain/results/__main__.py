@@ -7,7 +7,7 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +16,8 @@ from hvdtrain.exits import Failure
 from hvdtrain.results import plots
 
 if TYPE_CHECKING:
+    from hvdtrain.results.alike import Chosen
     from hvdtrain.results.folders import Problem
-    from hvdtrain.results.groups import Group
     from hvdtrain.results.load import Loaded
     from hvdtrain.results.table import Table
 
@@ -40,6 +40,7 @@ their mean with its 95 % interval. What was found wrong with files goes to stand
 """
 FORMATS = ("table", "csv", "json", "markdown", "latex")
 SHOWN_PROBLEMS = 10
+RESULTS = Path("results")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -51,10 +52,11 @@ def parser() -> argparse.ArgumentParser:
     def add(name: str, purpose: str, *, roots: bool = True, forms: bool = True) -> argparse.ArgumentParser:
         one = commands.add_parser(name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".")
         if roots:
-            one.add_argument("roots", nargs="*", type=Path, default=[Path("results")], metavar="ROOT")
+            one.add_argument("roots", nargs="*", type=Path, default=[RESULTS], metavar="ROOT")
             one.add_argument("--where", metavar="TEST", help="only runs with, e.g., 'rate_mbit=10 and hosts>1'")
         if forms:
             one.add_argument("--format", choices=FORMATS, default="table", help="how to print (default: table)")
+            one.add_argument("--json", action="store_const", dest="format", const="json", help="same as --format json")
             one.add_argument("--detail", action="store_true", help="each figure on a line, with all of its spread")
         return one
 
@@ -67,7 +69,10 @@ def parser() -> argparse.ArgumentParser:
 
     add("list", "all runs and their state")
     show = add("show", "everything known of one run", roots=False)
-    show.add_argument("run", type=Path, metavar="RUN")
+    show.add_argument(
+        "run", type=Path, metavar="RUN", help="its folder, or its name as `list` prints it, or a beginning"
+    )
+    show.add_argument("roots", nargs="*", type=Path, default=[RESULTS], metavar="ROOT", help="where the name is")
     grouped(add("table", "the main figures of each group of repeats"))
     scaling = add("scaling", "does each added host make training faster, and by how much")
     based(scaling)
@@ -80,12 +85,13 @@ def parser() -> argparse.ArgumentParser:
     chosen.add_argument("--target", type=fraction, default=0.95, help="accuracy after an epoch, 0.95 or 95%% (default)")
     grouped(add("phases", "where the time goes"))
     compare = add("compare", "whether B is worse than A (then the exit code is 1)", roots=False)
-    compare.add_argument("a", type=Path, metavar="A", help="a run's folder, or a folder of runs")
+    compare.add_argument("a", type=Path, metavar="A", help="a run's folder, or a folder of runs, or a run's name")
     compare.add_argument("b", type=Path, metavar="B")
     compare.add_argument("--threshold", type=fraction, default=0.05, help="smallest change that counts (default: 5%%)")
     compare.add_argument("--where", metavar="TEST", help="only runs with, e.g., 'hosts>1'")
     export = add("export", "every column of every run, for other programs", forms=False)
     export.add_argument("--format", choices=("csv", "json", "parquet"), default="csv", help="default: csv")
+    export.add_argument("--json", action="store_const", dest="format", const="json", help="same as --format json")
     export.add_argument("-o", "--output", type=Path, metavar="FILE", help="instead of standard output")
     plot = commands.add_parser(
         "plot",
@@ -97,7 +103,7 @@ def parser() -> argparse.ArgumentParser:
     report = add("report", "one self-contained HTML page: summary, figures, tables, definitions", forms=False)
     for one in (plot, report):
         if one is plot:
-            one.add_argument("roots", nargs="*", type=Path, default=[Path("results")], metavar="ROOT")
+            one.add_argument("roots", nargs="*", type=Path, default=[RESULTS], metavar="ROOT")
             one.add_argument("--where", metavar="TEST", help="only runs with, e.g., 'rate_mbit=10 and hosts>1'")
             one.add_argument("--count", choices=("hosts", "ranks"), default="hosts", help="default: hosts")
             one.add_argument("--runs", metavar="A,B,..", default="", help="names of runs (power, resources)")
@@ -121,11 +127,12 @@ def fraction(text: str) -> float:
 
 def read(roots: Sequence[Path], where: str | None) -> Loaded:
     """The runs below the roots that `where` chooses. Raises Failure (2) for a wrong expression or root."""
-    from hvdtrain.results import groups, load
+    from hvdtrain.results import folders, groups, load
     from hvdtrain.results.where import Where
 
-    loaded = load.load(roots)
-    if where is not None:
+    loaded = load.load([root for root in roots if root != RESULTS or folders.there(root)])
+    loaded.roots = list(roots)
+    if where is not None and len(loaded.runs):
         chosen = Where(where, groups.kinds(loaded.runs))
         columns = {name: groups.resolve(loaded.runs, name) for name in chosen.names}
         keep = chosen.choose(columns, len(loaded.runs))
@@ -133,20 +140,21 @@ def read(roots: Sequence[Path], where: str | None) -> Loaded:
     return loaded
 
 
-def baseline(text: str | None, loaded: Loaded) -> Callable[[Group], bool] | None:
-    """The test of --baseline. Raises Failure (2)."""
+def baseline(text: str | None, loaded: Loaded) -> Chosen | None:
+    """The groups of --baseline. Raises Failure (2)."""
     from hvdtrain.results import groups
+    from hvdtrain.results.alike import Chosen
     from hvdtrain.results.where import Where
 
     if text is None:
         return None
     where = Where(text, groups.fact_kinds(groups.setting_names(loaded.runs)), option="--baseline")
-    return lambda group: where.test(dict.fromkeys(where.names) | group.facts)
+    return Chosen(lambda group: where.test(dict.fromkeys(where.names) | group.facts), frozenset(where.names))
 
 
 def columns(text: str | None, loaded: Loaded) -> list[str] | None:
     """The names of --group-by. Raises Failure (2)."""
-    from hvdtrain.results import groups
+    from hvdtrain.results import folders, groups
 
     if text is None:
         return None
@@ -154,7 +162,8 @@ def columns(text: str | None, loaded: Loaded) -> list[str] | None:
     known = groups.kinds(loaded.runs)
     for name in names:
         if name not in known:
-            raise Failure(f"--group-by: no column {name!r}; known: {', '.join(sorted(known))}", exits.USAGE)
+            near = folders.near(name, known)
+            raise Failure(f"--group-by: no column {name!r}{near}; known: {', '.join(sorted(known))}", exits.USAGE)
     return names
 
 
@@ -209,11 +218,11 @@ def complain(problems: Sequence[Problem], *, everything: bool = False) -> None:
 def nothing(loaded: Loaded, where: str | None) -> Failure:
     """Why there is nothing to show, and what to do about it."""
     roots = ", ".join(map(str, loaded.roots))
-    if where is not None:
+    if where is not None and loaded.where:
         return Failure(f"no run in {roots} fits --where {where!r}; see `hvdtrain results list {roots}`", exits.FAILED)
     return Failure(
         f"no runs in {roots}: start one with `python -m hvdtrain.resnet --epochs 1`, or many with `hvdtrain sweep "
-        "launch/sweeps/quick.toml`",
+        "launch/sweeps/quick.toml`, or name the folder that holds some",
         exits.FAILED,
     )
 
@@ -221,7 +230,7 @@ def nothing(loaded: Loaded, where: str | None) -> Failure:
 def show(asked: argparse.Namespace) -> int:
     from hvdtrain.results import show as one
 
-    loaded = read([asked.run], None)
+    loaded = read([named(asked.run, asked.roots)], None)
     if len(loaded.runs) != 1:
         complain(loaded.problems)
         raise Failure(f"{asked.run}: holds {len(loaded.runs)} runs; name one (hvdtrain results list)", exits.USAGE)
@@ -229,10 +238,32 @@ def show(asked: argparse.Namespace) -> int:
     return exits.OK
 
 
+def named(run: Path, roots: Sequence[Path] = (RESULTS,)) -> Path:
+    """A folder as it is given, or that of the run below the roots whose name, or a beginning of it, is given.
+
+    Raises Failure (2) for a name that no run there has, or several.
+    """
+    from hvdtrain.results import folders
+
+    if folders.there(run) or run in roots:
+        return run
+    below = list(folders.find([root for root in roots if folders.there(root)], []))
+    fitting = [path for path in below if path.name == str(run)]
+    fitting = fitting or [path for path in below if path.name.startswith(str(run))]
+    if len(fitting) == 1:
+        return fitting[0]
+    if fitting:
+        shown = f"{', '.join(map(str, fitting[:3]))}{', ...' if len(fitting) > 3 else ''}"
+        raise Failure(f"{run}: {len(fitting)} runs are named so ({shown}): give more of the name", exits.USAGE)
+    hint = folders.near(str(run), [path.name for path in below]) or "; give a run's folder, or a folder of runs"
+    what = f"no such folder, and no run of that name in {', '.join(map(str, roots))}{hint}"
+    raise Failure(f"{run}: {what}", exits.USAGE)
+
+
 def compare(asked: argparse.Namespace) -> int:
     from hvdtrain.results.compare import compare as compared
 
-    before, after = read([asked.a], asked.where), read([asked.b], asked.where)
+    before, after = (read([named(side)], asked.where) for side in (asked.a, asked.b))
     for side in (before, after):
         if side.runs.empty:
             complain(side.problems)
@@ -272,8 +303,8 @@ def main(arguments: list[str]) -> int:
         return show(asked)
     if asked.command == "compare":
         return compare(asked)
-    loaded = read(asked.roots, asked.where)
-    if loaded.runs.empty:
+    loaded = read([named(root) for root in asked.roots], asked.where)
+    if loaded.runs.empty and not getattr(asked, "reference", None):
         complain(loaded.problems)
         raise nothing(loaded, asked.where)
     if asked.command == "plot":

@@ -83,7 +83,9 @@ def accuracy(loaded: Loaded, target: float = 0.95, group_by: Sequence[str] | Non
         common(found, shown),
         *left_out(loaded.runs),
     ]
-    return Table("accuracy", "Accuracy and time to accuracy", columns, rows, [note for note in notes if note])
+    spare = (*SCORES, "best_validation_accuracy", "epochs_to_target", "n", "end_to_end_to_target_s")
+    title = "Accuracy and time to accuracy"
+    return Table("accuracy", title, columns, rows, [note for note in notes if note], spare=spare)
 
 
 def _times(group: Group, target: float, problems: list[Problem]) -> list[Reached | None]:

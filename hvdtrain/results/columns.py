@@ -47,7 +47,9 @@ RUNS: dict[str, Column] = {
     "ranks": _number("ranks"),
     "ranks_per_host": _number("ranks divided by hosts"),
     "device": _text("cpu, gpu, or mixed"),
-    "cores": _number("cores that a host may use, where ranks compute on the CPU (the fewest, where hosts differ)"),
+    "cores": _number("cores that a host may use, where ranks compute on the CPU (the mean, where hosts differ)"),
+    "threads": _number("CPU threads per rank, where ranks compute on the CPU (the mean, where ranks differ)"),
+    "precision": _text("arithmetic of the forward and backward pass: fp32, bf16 or fp16"),
     "rate_mbit": _number("rate asked of the throttle; null: unlimited, or one host", "Mbit/s"),
     "goodput_mbit": _number("TCP payload of the slowest link, measured before step 0", "Mbit/s"),
     "parameters": _number("parameters of the model"),
@@ -96,8 +98,8 @@ RUNS: dict[str, Column] = {
 }
 
 GROUP = (
-    *("workload", "framework", "strategy", "collectives", "device", "cores", "hosts", "ranks_per_host"),
-    "rate_mbit",
+    *("workload", "framework", "strategy", "collectives", "device", "cores", "threads", "precision"),
+    *("hosts", "ranks_per_host", "rate_mbit"),
     *("rank_batch", "global_batch", "parameters", "data_fingerprint", "train_samples", "epochs", "settings"),
 )
 """Runs that are equal in these are repeats of one experiment: what varies in a group is seed, repeat and luck"""
@@ -113,6 +115,7 @@ TIMING = frozenset(
 NOT_SETTINGS = frozenset(
     {
         *("framework", "strategy", "ddp_hook", "epochs", "batch_size", "global_batch_size", "device", "seed", "data"),
+        *("threads", "precision"),
         *(
             "inner",
             "rank",

@@ -1,9 +1,10 @@
 """`hvdtrain results compare A B`: whether B is worse than A, experiment by experiment and figure by figure.
 
-A figure is worse if B's mean is worse than A's by more than the threshold AND the spread of the runs does not explain
-it: the 95 % interval of the difference of the means (Welch) does not hold 0. Beyond the threshold but within
-the spread it is unclear, which is no failure: more repeats would tell. With a single run on a side there is no spread,
-and the threshold alone decides; that is said.
+Experiments are the same if their groups agree in all that both have recorded. Two single groups are compared even so
+if they are alike but for what one would compare (strategy, hosts, ...). A figure is worse if B's mean is worse than A's
+by more than the threshold AND the spread of the runs does not explain it: the 95 % interval of the difference of the
+means (Welch) does not hold 0. Beyond the threshold but within the spread it is unclear, which is no failure: more
+repeats would tell. With a single run on a side there is no spread, and the threshold alone decides; that is said.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 
 from hvdtrain import exits
 from hvdtrain.exits import Failure
-from hvdtrain.results import groups
+from hvdtrain.results import alike, groups, missing
 from hvdtrain.results.columns import GROUP
 from hvdtrain.results.groups import Group
 from hvdtrain.results.load import Loaded
@@ -58,17 +59,38 @@ def judge(before: Statistic, after: Statistic, threshold: float, *, less_is_bett
 
 
 def pairs(before: Loaded, after: Loaded) -> list[tuple[Group, Group]]:
-    """Groups of the same experiment; two single groups are a pair whatever they are. Raises Failure (65)."""
+    """Groups of the same experiment; two single groups are a pair if they are alike. Raises Failure (65)."""
     a, b = (groups.by(groups.usable(loaded.runs), GROUP) for loaded in (before, after))
+    roots = [_names(loaded) for loaded in (before, after)]
     if len(a) == len(b) == 1:
+        if names := alike.apart(a[0], b[0], alike.CHOSEN):
+            differ = alike.words(a[0], b[0], names)
+            more = missing.again(b[0], a[0], names)
+            more = f"; missing is B like A:\n    {more}" if more else ""
+            raise Failure(f"nothing to compare: {roots[0]} and {roots[1]} differ in {differ}{more}", exits.BAD_DATA)
         return [(a[0], b[0])]
-    by_key = {tuple(group.key.values()): group for group in b}
-    found = [(group, by_key[key]) for group in a if (key := tuple(group.key.values())) in by_key]
+    found = []
+    for group in a:
+        fitting = [other for other in b if not _different(group, other)]
+        exact = [other for other in fitting if other.key == group.key]
+        if len(fitting) == 1 or exact:
+            found.append((group, (exact or fitting)[0]))
     if not found:
-        roots = [", ".join(map(str, loaded.roots)) for loaded in (before, after)]
         what = f"{roots[0]} has {len(a)} groups of complete runs and {roots[1]} has {len(b)}, none of them the same"
-        raise Failure(f"nothing to compare: {what}; see `hvdtrain results table` of each", exits.BAD_DATA)
+        near = min(((x, y) for x in a for y in b), key=lambda pair: len(_different(*pair)), default=None)
+        more = f"; the nearest differ in {alike.words(*near, _different(*near))}" if near else ""
+        raise Failure(f"nothing to compare: {what}{more}; see `hvdtrain results table` of each", exits.BAD_DATA)
     return found
+
+
+def _different(a: Group, b: Group) -> list[str]:
+    """Columns and settings in which the groups differ; one that either has not recorded is none."""
+    inner = [name for name in a.settings if name in b.settings and a.settings[name] != b.settings[name]]
+    return (
+        alike.differing(a, b, [name for name in a.key if name not in ("settings", "rate_mbit")])
+        + inner
+        + ([] if a.key["rate_mbit"] == b.key["rate_mbit"] else ["rate_mbit"])
+    )
 
 
 def compare(before: Loaded, after: Loaded, threshold: float) -> tuple[Table, bool]:
@@ -102,7 +124,7 @@ def compare(before: Loaded, after: Loaded, threshold: float) -> tuple[Table, boo
         *left_out(before.runs),
         *left_out(after.runs),
     ]
-    return Table("compare", f"A: {_names(before)}   B: {_names(after)}", columns, rows, notes), worse
+    return Table("compare", f"A: {_names(before)}   B: {_names(after)}", columns, rows, notes, spare=("n",)), worse
 
 
 def _names(loaded: Loaded) -> str:
@@ -111,8 +133,11 @@ def _names(loaded: Loaded) -> str:
 
 def _differences(found: Sequence[tuple[Group, Group]]) -> list[str]:
     """In what the two sides of a pair that is compared all the same differ."""
-    names = sorted({name for pair in found for name in groups.varying(pair)})
-    return [f"careful: A and B differ in {', '.join(names)}"] if names else []
+    names = sorted({name for pair in found for name in _different(*pair)})
+    notes = [f"careful: A and B differ in {', '.join(names)}"] if names else []
+    unknown = sorted({name for a, b in found for name in alike.unrecorded(a, b, alike.CHOSEN)})
+    told = ", ".join(key_column(name).label for name in unknown)
+    return notes + ([f"careful: {told} recorded on one side only, and taken for equal"] if unknown else [])
 
 
 def _unpaired(before: Loaded, after: Loaded, found: Sequence[tuple[Group, Group]]) -> list[str]:

@@ -9,12 +9,13 @@ that were measured, normalised to a baseline (Cruz Varona, 2021, normalises to o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from hvdtrain import exits
 from hvdtrain.exits import Failure
-from hvdtrain.results import groups
+from hvdtrain.results import alike, groups
+from hvdtrain.results.alike import Chosen
 from hvdtrain.results.columns import GROUP
 from hvdtrain.results.groups import Group
 from hvdtrain.results.load import Loaded
@@ -72,11 +73,11 @@ def energies(loaded: Loaded) -> list[Energy]:
     return [energy for energy in found if energy.energy_j is not None]
 
 
-def choose_baseline(found: Sequence[Energy], chosen: Callable[[Group], bool] | None) -> Energy:
+def choose_baseline(found: Sequence[Energy], chosen: Chosen | None) -> Energy:
     """The one group chosen; by default that with the fewest ranks, on a GPU if there is one. Raises Failure (2)."""
     if chosen is None:
         return min(found, key=lambda each: (each.group.key["device"] != "gpu", _ranks(each), not _alone(each)))
-    fitting = [each for each in found if chosen(each.group)]
+    fitting = [each for each in found if chosen.test(each.group)]
     if len(fitting) != 1:
         names = ", ".join(groups.varying([each.group for each in fitting]))
         what = f"{len(fitting)} groups, which differ in {names}" if fitting else "none of the groups with energy"
@@ -93,9 +94,7 @@ def _alone(each: Energy) -> bool:
     return bool(each.group.key["collectives"] == "none")
 
 
-def energy(
-    loaded: Loaded, chosen: Callable[[Group], bool] | None = None, reference: Reference | None = None
-) -> list[Table]:
+def energy(loaded: Loaded, chosen: Chosen | None = None, reference: Reference | None = None) -> list[Table]:
     """A row for each group, a second table by device, a third beside a study's figures if one is given.
 
     Raises Failure (2) for a baseline that is no group, or several.
@@ -103,11 +102,17 @@ def energy(
     found = energies(loaded)
     if not found:
         note = "no complete run has its energy measured: train with --monitor power where the machine has a sensor"
-        return [Table("energy", "Energy", [], [], [note, *_absent(loaded), *left_out(loaded.runs, timing=False)])]
+        nothing = Table("energy", "Energy", [], [], [note, *_absent(loaded), *left_out(loaded.runs, timing=False)])
+        return [nothing, reference.beside("energy", PUBLISHED, [])] if reference else [nothing]
     base = choose_baseline(found, chosen)
     shown = apart([each.group for each in found])
     unit, scale = _unit([each.energy_j.mean for each in found if each.energy_j])
-    rows = [key_cells(each.group, shown) | _cells(each, base) for each in found]
+    freed = chosen.names if chosen else frozenset()
+    unlike = {
+        id(each): [name for name in alike.apart(each.group, base.group, alike.DEVICES) if name not in freed]
+        for each in found
+    }
+    rows = [key_cells(each.group, shown) | _cells(each, base, not unlike[id(each)]) for each in found]
     columns = [
         *map(key_column, shown),
         Column("n", "n"),
@@ -122,6 +127,12 @@ def energy(
         SPREAD_NOTE,
         "EDP: end-to-end time x energy, over the baseline's; with idle: devices that no rank computes on count too",
         f"baseline: {_words(base.group, shown)}",
+        *(
+            f"no EDP of {_words(each.group, shown)}: it differs from the baseline in "
+            f"{alike.words(each.group, base.group, unlike[id(each)])}; --baseline chooses another"
+            for each in found
+            if unlike[id(each)]
+        ),
         "end to end: of the timing runs; where there are none, of the runs whose energy was taken. samples: training "
         "samples per joule of all measured devices",
         *_absent(loaded),
@@ -129,7 +140,8 @@ def energy(
         common([each.group for each in found], shown),
         *left_out(loaded.runs, timing=False),
     ]
-    made = [Table("energy", "Energy and energy-delay product", columns, rows, [note for note in notes if note])]
+    notes = [note for note in notes if note]
+    made = [Table("energy", "Energy and energy-delay product", columns, rows, notes, spare=SPARE)]
     made.append(_by_device(found, shown))
     if reference is not None:
         made.append(_beside(found, base, rows, reference))
@@ -147,6 +159,7 @@ def _beside(found: Sequence[Energy], base: Energy, rows: Sequence[dict[str, Any]
     return table
 
 
+SPARE = ("samples_per_j", "edp", "energy_j", "n")
 PUBLISHED = (
     ("energy_used_j", "energy_j", Column("", "energy", "MJ", 1e-6, spread=False)),
     ("edp_used", "edp", Column("", "EDP", spread=False)),
@@ -154,14 +167,16 @@ PUBLISHED = (
 )
 
 
-def _cells(each: Energy, base: Energy) -> dict[str, Any]:
+def _cells(each: Energy, base: Energy, comparable: bool) -> dict[str, Any]:
+    """EDP only where the group is like the baseline in all but what is compared."""
+    edp_used, edp = (base.edp_used_js, base.edp_js) if comparable else (None, None)
     return {
         "n": each.energy_j.n if each.energy_j else 0,
         "end_to_end_s": each.end_to_end_s,
         "energy_used_j": each.energy_used_j,
         "energy_j": each.energy_j,
-        "edp_used": _relative(each.edp_used_js, base.edp_used_js, each is base),
-        "edp": _relative(each.edp_js, base.edp_js, each is base),
+        "edp_used": _relative(each.edp_used_js, edp_used, each is base),
+        "edp": _relative(each.edp_js, edp, each is base),
         "edp_used_js": each.edp_used_js,
         "edp_js": each.edp_js,
         "samples_per_j": each.samples_per_j,
@@ -216,4 +231,5 @@ def _by_device(found: Sequence[Energy], shown: Sequence[str]) -> Table:
             rows[-1]["n"] = joules.n if joules else 0
     unit, scale = _unit([row["energy_j"].mean for row in rows])
     columns = [*map(key_column, shown), Column("host_device", "host:device"), Column("use", "use"), Column("n", "n")]
-    return Table("energy_by_device", "Energy by device", [*columns, Column("energy_j", "energy", unit, scale)], rows)
+    columns.append(Column("energy_j", "energy", unit, scale))
+    return Table("energy_by_device", "Energy by device", columns, rows, spare=("n", "use"))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from hvdtrain import exits
@@ -27,6 +28,12 @@ class Problem:
 def printable(text: str) -> str:
     """Text from a file or a file's name, without what would move a terminal's cursor or cannot be encoded."""
     return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
+
+
+def near(name: str, known: Iterable[str]) -> str:
+    """`; did you mean X?` where a known name resembles the one given, else nothing."""
+    found = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {printable(found[0])}?" if found else ""
 
 
 def find(roots: Sequence[Path], problems: list[Problem]) -> Iterator[Path]:

@@ -29,78 +29,138 @@ SPREAD = {Statistic: ("mean", "median", "min", "max", "low", "high", "n"), Inter
 
 
 def terminal(table: Table) -> str:
-    """For people: aligned, wrapped to the terminal's width, each section with its reading, the notes below."""
-    from rich.console import Console
-    from rich.text import Text
+    """For people, with the terminal's width kept: no word and no number is ever broken or cut.
 
+    A table that is too wide goes without the columns of `table.spare`, one after the other, and says so below. If that
+    is not enough, each row becomes a block with a line for each column, all of them.
+    """
     told = sys.stdout.isatty() or "COLUMNS" in os.environ
     width = shutil.get_terminal_size((WIDE, 50)).columns if told else WIDE
-    buffer = io.StringIO()
-    console = Console(file=buffer, width=width, highlight=False, markup=False, emoji=False, force_terminal=False)
-    console.print(Text(table.title))
-    widths = _widths(table, width)
-    for name, rows in table.sections():
-        console.print(Text(f"\n{name}" if name else ""))
-        if widths:
-            buffer.write(_aligned(table, rows, widths) + "\n")
-        else:
-            console.print(_drawn(table, rows))
-        if name in table.readings:
-            console.print(Text(table.readings[name]))
-    if not table.rows:
-        console.print(Text("nothing to show"))
-    for note in ("", *table.notes):
-        console.print(Text(note))
-    return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()).strip("\n") + "\n"
+    shown = _narrowed(table, width)
+    widths = _widths(shown, width)
+    parts = [table.title]
+    for name, rows in shown.sections():
+        parts += [f"\n{name}"] if name else [""]
+        parts += _aligned(shown, rows, widths) if widths else _blocks(table, rows, width)
+        parts += [table.readings[name]] if name in table.readings else []
+    parts += ["", *_left_out(table, shown, width, bool(widths)), *table.notes]
+    lines = [line for part in parts for line in part.split("\n")]
+    return "\n".join(_wrapped(line, width) for line in lines).strip("\n") + "\n"
 
 
 GAP = "  "
+PROSE = 24
+"""Characters that a column of prose has at least; a row with a longer word there stands over the whole width"""
+
+
+def _narrowed(table: Table, width: int) -> Table:
+    """Without as many of the spare columns as it takes to fit; the whole table if it never does."""
+    spare = [key for key in table.spare if key in (column.key for column in table.columns)]
+    for count in range(len(spare) + 1):
+        kept = [column for column in table.columns if column.key not in spare[:count]]
+        found = dataclasses.replace(table, columns=kept)
+        if _widths(found, width):
+            return found
+    return table
+
+
+def _left_out(table: Table, shown: Table, width: int, fits: bool) -> list[str]:
+    if not table.rows:
+        return ["nothing to show"]
+    if not fits:
+        return [f"one block per row, since the table does not fit into {width} columns; --format csv has it whole"]
+    names = [column.heading for column in table.columns if column not in shown.columns]
+    if not names:
+        return []
+    return [f"left out at {width} columns: {', '.join(names)}; a wider terminal or --format csv has them"]
+
+
+def _wrapped(line: str, width: int) -> str:
+    """Prose over as many lines as it takes; what is indented (tables, commands) stays as it is."""
+    if len(line) <= width or line.startswith(" ") or "\u2500" in line:
+        return line
+    return "\n".join(textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False))
 
 
 def _widths(table: Table, width: int) -> list[int]:
-    """Of the columns, with every cell on one line, headings on two or one where there is room; empty if too wide."""
+    """Of the columns, with every cell on one line (prose: on several), headings on several where there is no room;
+    empty if too wide."""
     from rich.cells import cell_len
 
     cells = [max(map(cell_len, column), default=0) for column in zip(*table.text(), strict=True)]
+    words = [
+        min(PROSE, longest) if column.prose else longest for column, longest in zip(table.columns, cells, strict=False)
+    ]
     heads = [column.heading for column in table.columns]
-    least = [max(cell, *map(cell_len, head.split(" "))) for cell, head in zip(cells, heads, strict=False)]
+    least = [max(cell, *map(cell_len, head.split(" "))) for cell, head in zip(words, heads, strict=False)]
     left = width - sum(least) - len(GAP) * (len(least) - 1)
-    for lines in (2, 1):
-        for place, head in enumerate(heads[: len(least)]):
-            wanted = range(least[place], cell_len(head) + 1)
+    for place, head in enumerate(heads[: len(least)]):
+        wanted = range(least[place], cell_len(head) + 1)
+        for lines in (2, 1):
             more = next((w - least[place] for w in wanted if len(textwrap.wrap(head, w)) <= lines), 0)
             if more <= left:
                 least[place] += more
                 left -= more
+    for place, column in enumerate(table.columns[: len(least)]):
+        if column.prose and left > 0:
+            more = min(left, max(0, cells[place] - least[place]))
+            least[place] += more
+            left -= more
     return least if left >= 0 else []
 
 
-def _aligned(table: Table, rows: Sequence[dict[str, Any]], widths: Sequence[int]) -> str:
+def _aligned(table: Table, rows: Sequence[dict[str, Any]], widths: Sequence[int]) -> list[str]:
     sides = [str.ljust if table.is_text(column) else str.rjust for column in table.columns]
 
-    def line(cells: Sequence[str]) -> str:
-        return GAP.join(side(cell, width) for side, cell, width in zip(sides, cells, widths, strict=True))
+    def lines(cells: Sequence[str], lifted: bool = False) -> list[str]:
+        split = [
+            textwrap.wrap(cell, width, break_long_words=False, break_on_hyphens=False) if prose else [cell]
+            for cell, width, prose in zip(cells, widths, proses, strict=True)
+        ]
+        height = max(map(len, split))
+        filled = [
+            [""] * (height - len(part)) + part if lifted else part + [""] * (height - len(part)) for part in split
+        ]
+        return [
+            GAP.join(side(cell, width) for side, cell, width in zip(sides, line, widths, strict=True)).rstrip()
+            for line in zip(*filled, strict=True)
+        ]
 
-    heads = [textwrap.wrap(column.heading, width) for column, width in zip(table.columns, widths, strict=True)]
-    height = max(map(len, heads))
-    lifted = [[""] * (height - len(head)) + head for head in heads]
+    proses = [True] * len(widths)
+    head = lines([column.heading for column in table.columns], lifted=True)
+    proses = [column.prose for column in table.columns]
     rule = "\u2500" * (sum(widths) + len(GAP) * (len(widths) - 1))
-    return "\n".join([*map(line, zip(*lifted, strict=True)), rule, *(line(table.cells(row)) for row in rows)])
+    found = [*head, rule]
+    for cells in map(table.cells, rows):
+        wide = any(
+            len(word) > width
+            for cell, width, prose in zip(cells, widths, proses, strict=True)
+            for word in cell.split()
+            if prose
+        )
+        found += [cells[0], *_below(cells[1:], len(rule))] if wide else lines(cells)
+    return found
 
 
-def _drawn(table: Table, rows: Sequence[dict[str, Any]]) -> Any:
-    """For a terminal too narrow for the cells: wrapped by rich."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table as Drawn
-    from rich.text import Text
+def _below(cells: Sequence[str], width: int) -> list[str]:
+    """Cells on lines of their own, indented."""
+    split = (textwrap.wrap(cell, width - len(GAP), break_long_words=False, break_on_hyphens=False) for cell in cells)
+    return [GAP + line for lines in split for line in lines]
 
-    drawn = Drawn(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    for column in table.columns:
-        side: Any = "left" if table.is_text(column) else "right"
-        drawn.add_column(Text(column.heading), justify=side, overflow="fold")
+
+def _blocks(table: Table, rows: Sequence[dict[str, Any]], width: int) -> list[str]:
+    """A block for each row: a column on each line, what does not fit behind its heading below it."""
+    most = max(len(column.heading) for column in table.columns)
+    found = []
     for row in rows:
-        drawn.add_row(*map(Text, table.cells(row)))
-    return drawn
+        for column, cell in zip(table.columns, table.cells(row), strict=True):
+            line = f"{column.heading:<{most}}{GAP}{cell}"
+            if len(line) <= width:
+                found.append(line)
+            else:
+                found += [column.heading, *_below([cell], width)]
+        found.append("")
+    return found[:-1]
 
 
 # --- for programs -----------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Any
 import pandas as pd
 
 from hvdtrain import records
-from hvdtrain.results import groups, load, sensors
+from hvdtrain.results import groups, load, missing, sensors
 from hvdtrain.results.folders import Problem
 from hvdtrain.results.load import Loaded
 from hvdtrain.results.runs import WIRE_SHARE
@@ -128,4 +128,4 @@ def commands(loaded: Loaded) -> Iterator[tuple[str, str]]:
         needs = "hosts not recorded" if hosts is None else f"hosts: {hosts:g}, ranks: {hosts * per_host:g}"
         if rate is not None:
             needs += f", links: tools/throttle.sh {rate:g}mbit"
-        yield f"# {needs}", shlex.join(map(str, point.command if point else ["python", *load.manifest(run_dir).argv]))
+        yield f"# {needs}", shlex.join(map(str, point.command) if point else missing.program(load.manifest(run_dir)))

@@ -15,15 +15,15 @@ from collections.abc import Sequence
 import pandas as pd
 
 from hvdtrain.exits import Failure
-from hvdtrain.results import groups
+from hvdtrain.results import alike, groups
 from hvdtrain.results.figures import panels
 from hvdtrain.results.figures.panels import Panel
 from hvdtrain.results.statistics import Statistic, difference
 from hvdtrain.results.table import Column, Table, cell, number
 from hvdtrain.results.tables import FIGURES, left_out
 
-TASK = ("workload", "cores", "parameters", "data_fingerprint", "train_samples", "epochs")
-"""Runs that differ in one of these did different work: their times are not compared"""
+TASK = (*alike.CHOSEN, "batch")
+"""Settings that differ in one of these did different work, or had other means: their times are not compared"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +85,7 @@ def settings(drawn: Sequence[Panel]) -> dict[float, list[Setting]]:
                 one = Setting(
                     name=f"{panel.title} on {panels.hosts(row['hosts'])}",
                     hosts=int(row["hosts"]),
-                    task=tuple(row[name] for name in TASK),
+                    task=tuple((row | {"batch": panel.about["batch"]})[name] for name in TASK),
                     train_s=row["train_s"],
                     step_s=row["step_s"],
                     wire_bytes=row["wire_bytes_per_step"],
@@ -157,7 +157,8 @@ def sentence(text: str) -> str:
 
 
 def accuracy_and_energy(runs: pd.DataFrame) -> list[Finding]:
-    """The groups with the best and the worst test accuracy, the least and the most energy."""
+    """The groups with the best and the worst test accuracy, the least and the most energy, among those that did the
+    same work."""
     found = []
     all_groups = groups.by(groups.usable(runs))
     names = dict(zip(map(id, all_groups), group_names(all_groups), strict=True))
@@ -165,9 +166,11 @@ def accuracy_and_energy(runs: pd.DataFrame) -> list[Finding]:
         ("test_accuracy", "Test accuracy", "lowest with", "highest with"),
         ("energy_j", "Energy of a run, all measured devices of all hosts", "least with", "most with"),
     ):
-        known = [(group.statistic(column), names[id(group)]) for group in all_groups]
-        ranked = sorted(((one, name) for one, name in known if one is not None), key=lambda each: each[0].mean)
-        if ranked:
+        for same in alike.classes(all_groups, (*alike.WORK, "precision")):
+            known = [(group.statistic(column), names[id(group)]) for group in same]
+            ranked = sorted(((one, name) for one, name in known if one is not None), key=lambda each: each[0].mean)
+            if not ranked:
+                continue
             words = [f"{least} {ranked[0][1]}: {with_unit(ranked[0][0], FIGURES[column])}"]
             if len(ranked) > 1:
                 words.append(f"{most} {ranked[-1][1]}: {with_unit(ranked[-1][0], FIGURES[column])}")

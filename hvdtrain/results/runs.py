@@ -76,7 +76,8 @@ def _asked(manifest: records.Manifest) -> dict[str, Any]:
     hosts = sorted({str(rank.get("host")) for rank in manifest.ranks})
     devices = {"cpu" if rank.get("device") == "cpu" else "gpu" for rank in manifest.ranks}
     parameters = number(manifest.model.get("parameters"))
-    cores = numbers(rank.get("cores") for rank in manifest.ranks if rank.get("device") == "cpu")
+    computing = [rank for rank in manifest.ranks if rank.get("device") == "cpu"]
+    cores = {str(rank.get("host")): rank.get("cores") for rank in computing}
     return {
         "started_utc": printable(manifest.started_utc),
         "workload": printable(manifest.workload),
@@ -87,7 +88,9 @@ def _asked(manifest: records.Manifest) -> dict[str, Any]:
         "ranks": len(manifest.ranks) or None,
         "ranks_per_host": len(manifest.ranks) / len(hosts) if hosts else None,
         "device": None if not devices else devices.pop() if len(devices) == 1 else "mixed",
-        "cores": min(cores, default=None),
+        "cores": _mean(cores.values()),
+        "threads": _mean(rank.get("threads") for rank in computing),
+        "precision": _text(config.get("precision")),
         "rate_mbit": _rate_mbit(manifest.links),
         "goodput_mbit": min(numbers(link.get("goodput_mbit") for link in manifest.links), default=None),
         "parameters": parameters,
@@ -157,6 +160,13 @@ def _set(name: str, config: Mapping[str, Any]) -> str:
 
 def numbers(values: Iterable[Any]) -> list[float]:
     return [found for value in values if (found := number(value)) is not None]
+
+
+def _mean(values: Iterable[Any]) -> float | None:
+    """None if one of them is not known: the mean of the others would be another's."""
+    given = list(values)
+    known = numbers(given)
+    return math.fsum(known) / len(known) if known and len(known) == len(given) else None
 
 
 def _rate_mbit(links: list[dict[str, Any]]) -> float | None:

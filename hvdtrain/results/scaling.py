@@ -5,38 +5,38 @@
     weak efficiency   (rate_n / n) / (rate_base / n_base)    at an equal batch per rank, rate in samples/s
 
 T is the training phase, or the end-to-end time, of the same epochs over the same training set. The baseline of a group
-is the group with the fewest hosts, of as many cores each, that trained the same model on the same data for the same
-epochs; it is a one-host group if there is one (a single host has no rate, so it is the baseline of every rate), else
-one of the same rate. Of several, one with the same strategy and settings is taken.
+is the group with the fewest hosts that is like it in all that `alike` asks for; it is a one-host group if there is one
+(a single host has no rate, so it is the baseline of every rate), else one of the same rate. Of several, one with the
+same strategy and settings is taken.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import pandas as pd
 
 from hvdtrain import exits
 from hvdtrain.exits import Failure
-from hvdtrain.results import groups
+from hvdtrain.results import alike, groups
+from hvdtrain.results.alike import Chosen, Kind
 from hvdtrain.results.groups import Group
 from hvdtrain.results.statistics import Interval, Statistic, ratio
 
 Count = Literal["hosts", "ranks"]
-Kind = Literal["strong", "weak", "other"]
-SAME = ("workload", "framework", "device", "cores", "parameters", "data_fingerprint", "train_samples", "epochs")
-"""What a group and its baseline always have in common"""
+MUST: dict[Count, tuple[str, ...]] = {"hosts": alike.PER_HOST, "ranks": alike.SAME}
+"""What a group and its baseline always have in common, by what is counted"""
 PREFERRED = ("strategy", "ranks_per_host", "settings", "collectives")
 """What they should have in common, most important first"""
+MOST_EFFICIENCY = 1.1
+"""Above it something else than the added hosts has made the difference, or the baseline was held up"""
 STATISTICS = (
     *("train_s", "end_to_end_s", "step_s", "samples_per_s", "communication_s", "communication_share"),
     *("bytes_per_step", "wire_bytes_per_step", "test_accuracy"),
 )
 LIMITS = ("limit_bytes_per_step", "limit_s_per_step")
-BATCH: dict[Kind, str] = {"strong": "global_batch", "weak": "rank_batch"}
-"""What is equal in each kind of comparison; `other`: neither, so there is no efficiency"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +51,11 @@ class Row:
     speedup_end_to_end: Interval | None
     efficiency: Interval | None
     curve: int = 0
+
+    @property
+    def suspect(self) -> bool:
+        """Whether the efficiency is more than sharing the work can give."""
+        return self.efficiency is not None and self.efficiency.mean > MOST_EFFICIENCY
 
 
 def count_of(group: Group, count: Count) -> float:
@@ -67,19 +72,19 @@ def what_varies(found: Sequence[Group]) -> Count:
     return "ranks" if same_hosts and len({group.key["ranks_per_host"] for group in found}) > 1 else "hosts"
 
 
-def rows(found: Sequence[Group], count: Count = "hosts", chosen: Callable[[Group], bool] | None = None) -> list[Row]:
-    """All groups as curves, each from its baseline upwards.
+def rows(found: Sequence[Group], count: Count = "hosts", chosen: Chosen | None = None) -> list[Row]:
+    """All groups as curves, each from its baseline upwards; a group without one is a curve by itself.
 
-    `chosen` says which groups may be baselines (then also of another device or framework); None: the rule above.
-    Raises Failure (2) if none is chosen, or several that fit a group equally well.
+    `chosen` says which groups may be baselines; None: the rule above. Raises Failure (2) if none is chosen, or several
+    that fit a group equally well.
     """
-    pool = [group for group in found if chosen is None or chosen(group)]
+    pool = [group for group in found if chosen is None or chosen.test(group)]
     if not pool and found:
         raise Failure("--baseline chooses none of the groups; see `hvdtrain results table`", exits.USAGE)
     curves: dict[tuple[Any, ...], list[Row]] = {}
     compared: set[int] = set()
     for group in found:
-        for kind, baseline in _baselines(group, pool, count, free=chosen is not None).items():
+        for kind, baseline in _baselines(group, pool, count, chosen).items():
             members = curves.setdefault(_curve(group, baseline, kind, count), [])
             if not members:
                 members.append(_row(baseline, baseline, kind, count))
@@ -87,7 +92,7 @@ def rows(found: Sequence[Group], count: Count = "hosts", chosen: Callable[[Group
             compared |= {id(group), id(baseline)}
     for group in found:
         if id(group) not in compared:
-            curves[(id(group),)] = [_row(group, group, "other", count)]
+            curves[(id(group),)] = [Row(group, group, "other", count_of(group, count), None, None, None)]
     ordered = sorted(curves.values(), key=_place)
     return [
         dataclasses.replace(row, curve=number)
@@ -105,36 +110,43 @@ def _place(members: list[Row]) -> tuple[Any, ...]:
 def _curve(group: Group, baseline: Group, kind: Kind, count: Count) -> tuple[Any, ...]:
     """What the points of one curve have in common."""
     apart = {"hosts", "rank_batch", "global_batch"} | ({"ranks_per_host"} if count == "ranks" else set())
-    batch = BATCH.get(kind)
+    batch = alike.BATCH.get(kind)
     rest = tuple(value for name, value in group.key.items() if name not in apart)
     return (id(baseline), kind, group.key[batch] if batch else None, rest)
 
 
-def _baselines(group: Group, pool: Sequence[Group], count: Count, free: bool) -> dict[Kind, Group]:
+def _baselines(group: Group, pool: Sequence[Group], count: Count, chosen: Chosen | None) -> dict[Kind, Group]:
     """The baseline for each kind of comparison that the runs allow; nothing for a baseline itself."""
-    if free and group in pool:
+    if chosen and group in pool:
         return {}
-    mine = count_of(group, count)
-    candidates = [other for other in pool if free or (_comparable(group, other) and count_of(other, count) < mine)]
+    freed = chosen.names if chosen else frozenset()
+    names = [name for name in MUST[count] if name not in freed]
+    candidates = [
+        other
+        for other in pool
+        if (chosen or count_of(other, count) < count_of(group, count))
+        and ("rate_mbit" in freed or same_rate(group, other))
+        and not alike.differing(group, other, names)
+    ]
     found: dict[Kind, Group] = {}
-    for kind, column in BATCH.items():
-        equal = [other for other in candidates if other.key[column] == group.key[column]]
+    for kind in alike.BATCH:
+        equal = [other for other in candidates if kind in alike.batch_kinds(group, other)]
         if equal:
             found[kind] = _best(group, equal, count)
-    if candidates and not found:
+    if candidates and not found and freed & set(alike.BATCH.values()):
         found["other"] = _best(group, candidates, count)
     return found
 
 
-def _comparable(group: Group, other: Group) -> bool:
-    same_rate = other.key["hosts"] == 1 or other.key["rate_mbit"] == group.key["rate_mbit"]
-    return same_rate and all(group.key[name] == other.key[name] for name in SAME)
+def same_rate(group: Group, other: Group) -> bool:
+    """Whether the links leave the two comparable: one host uses none."""
+    return other.key["hosts"] == 1 or other.key["rate_mbit"] == group.key["rate_mbit"]
 
 
 def _best(group: Group, candidates: Sequence[Group], count: Count) -> Group:
     def merit(other: Group) -> tuple[Any, ...]:
-        alike = tuple(other.key[name] == group.key[name] for name in (*SAME, *PREFERRED))
-        return (-count_of(other, count), *alike, other is group)
+        equal = tuple(other.key[name] == group.key[name] for name in (*MUST[count], *PREFERRED))
+        return (-count_of(other, count), *equal, other is group)
 
     best = max(map(merit, candidates))
     found = [other for other in candidates if merit(other) == best]
@@ -168,12 +180,12 @@ def _divided(interval: Interval | None, by: float | None) -> Interval | None:
     return Interval(interval.mean / by, low, high)
 
 
-def frame(runs: pd.DataFrame, count: Count = "hosts", chosen: Callable[[Group], bool] | None = None) -> pd.DataFrame:
-    """The rows as a data frame, for figures: the group's columns, n, count, curve, kind, is_baseline, Statistic objects
-    (None: not measured) under the names of STATISTICS, and Interval objects speedup, speedup_end_to_end,
-    efficiency_strong, efficiency_weak; limit_bytes_per_step and limit_s_per_step are numbers."""
+def frame(runs: pd.DataFrame, count: Count = "hosts") -> pd.DataFrame:
+    """The rows as a data frame, for figures: the group's columns, n, count, curve, kind, is_baseline, suspect,
+    Statistic objects (None: not measured) under the names of STATISTICS, and Interval objects speedup,
+    speedup_end_to_end, efficiency_strong, efficiency_weak; limit_bytes_per_step and limit_s_per_step are numbers."""
     found = []
-    for row in rows(groups.by(groups.usable(runs)), count, chosen):
+    for row in rows(groups.by(groups.usable(runs)), count):
         statistics: dict[str, Statistic | None] = {name: row.group.statistic(name) for name in STATISTICS}
         found.append(
             row.group.key
@@ -184,6 +196,7 @@ def frame(runs: pd.DataFrame, count: Count = "hosts", chosen: Callable[[Group], 
                 "curve": row.curve,
                 "kind": row.kind,
                 "is_baseline": row.group is row.baseline,
+                "suspect": row.suspect,
                 "speedup": row.speedup,
                 "speedup_end_to_end": row.speedup_end_to_end,
                 "efficiency_strong": row.efficiency if row.kind == "strong" else None,

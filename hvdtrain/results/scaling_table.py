@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from hvdtrain.results import groups
+from hvdtrain.results import alike, groups, missing
+from hvdtrain.results.alike import Chosen
 from hvdtrain.results.columns import GROUP
 from hvdtrain.results.groups import Group
 from hvdtrain.results.load import Loaded
 from hvdtrain.results.reference import Reference
-from hvdtrain.results.scaling import Count, Row, rows, what_varies
+from hvdtrain.results.scaling import MOST_EFFICIENCY, MUST, Count, Row, rows, what_varies
 from hvdtrain.results.statistics import ratio
 from hvdtrain.results.table import Column, Table, number
 from hvdtrain.results.tables import FIGURES, SPREAD_NOTE, apart, common, key_column, left_out, short
 
+SPARE = ("limit_bytes_per_step", "wire_bytes_per_step", "speedup_end_to_end", "communication_share", "n")
 EFFICIENCY = {
     "strong": "efficiency (strong scaling, equal global batch): T_base n_base / (T_n n)",
     "weak": "efficiency (weak scaling, equal batch per rank): (samples/s / n) / (samples/s of the baseline / n_base)",
     "other": "no efficiency where neither the global batch nor the batch per rank equals the baseline's",
 }
-BATCHES = {"strong": "equal global batch", "weak": "equal batch per rank", "other": "batches differ"}
+BATCHES = {
+    "strong": "strong scaling: equal global batch",
+    "weak": "weak scaling: equal batch per rank",
+    "other": "batches differ",
+}
 VARIES_INSIDE = {"strong": "rank_batch", "weak": "global_batch"}
 """The batch that differs from point to point of a curve, and so does not name it"""
 NOTES = (
@@ -35,7 +41,7 @@ NOTES = (
 def scaling(
     loaded: Loaded,
     count: Count | None = None,
-    baseline: Callable[[Group], bool] | None = None,
+    baseline: Chosen | None = None,
     reference: Reference | None = None,
 ) -> list[Table]:
     """A section for each curve, from its baseline upwards, with its reading in words; a second table beside a study's
@@ -55,14 +61,18 @@ def scaling(
         Column("communication_share", "network", "%", 100, spread=False),
         Column("wire_bytes_per_step", "wire", "MB", 1e-6, spread=False),
         FIGURES["limit_bytes_per_step"],
+        *([Column("suspect", "suspect")] if any(row.suspect for row in made) else []),
     ]
-    table = Table("scaling", f"Scaling over {count}", columns, [], section="curve")
+    table = Table("scaling", f"Scaling over {count}", columns, [], section="curve", spare=SPARE)
     for title, curve in zip(titles, curves, strict=True):
         table.rows += [_cells(row, count, title) for row in curve]
-        table.readings[title] = reading(curve, count)
+        alone = len(curve) == 1 and curve[0].count and curve[0].group.values("train_s")
+        lacking = missing.text(curve[0].group, found, count, baseline) if alone else ""
+        table.readings[title] = lacking or reading(curve, count)
     kinds = {curve[-1].kind for curve in curves if len(curve) > 1}
     table.notes = [SPREAD_NOTE, *NOTES, *(said for kind, said in EFFICIENCY.items() if kind in kinds)]
-    table.notes += [note for note in [common(found, ["hosts"]), *left_out(loaded.runs)] if note]
+    table.notes += [*_unrecorded(made, count), common(found, ["hosts"]), *left_out(loaded.runs)]
+    table.notes = [note for note in table.notes if note]
     lonely = count == "hosts" and any(len(curve) == 1 for curve in curves)
     if lonely and len({group.key["ranks_per_host"] for group in found}) > 1:
         table.notes.append("runs that differ in their ranks and not in their hosts are compared by --count ranks")
@@ -90,7 +100,16 @@ def _cells(row: Row, count: Count, title: str) -> dict[str, object]:
         **{name: group.statistic(name) for name in ("train_s", "communication_share", "wire_bytes_per_step")},
         **{name: short(name, group.key[name]) for name in ("framework", "strategy", "rate_mbit")},
         "kind": row.kind,
+        "suspect": row.suspect,
     }
+
+
+def _unrecorded(made: Sequence[Row], count: Count) -> list[str]:
+    names = sorted({name for row in made for name in alike.unrecorded(row.group, row.baseline, MUST[count])})
+    told = ", ".join(key_column(name).label for name in names)
+    return (
+        [f"careful: {told} not recorded in some of these runs, and taken for equal to the baseline's"] if names else []
+    )
 
 
 PUBLISHED = (
@@ -119,7 +138,7 @@ def _titles(curves: Sequence[Sequence[Row]], count: Count) -> list[str]:
         told = [name for name in varying if name != VARIES_INSIDE.get(curve[-1].kind)]
         words += [f"{key_column(name).label} {short(name, groups.value(group, name))}" for name in told]
         if len(curve) == 1:
-            title = f"{', '.join(words)}: nothing to compare with"
+            title = f"{', '.join(words)}, {_many(curve[0].count, count)} alone"
         else:
             words.insert(0, rate_words(group.key["rate_mbit"]))
             title = f"{', '.join(words)} ({BATCHES[curve[-1].kind]}; baseline {_named(base, curve, count)})"
@@ -134,6 +153,8 @@ def _named(base: Group, curve: Sequence[Row], count: Count) -> str:
     for name in ("framework", "strategy", "device", "collectives"):
         if base.key[name] != curve[-1].group.key[name] and (name != "collectives" or n > 1):
             words.append(str(base.key[name]))
+    names = [name for name in groups.varying([base, curve[-1].group]) if name in base.settings]
+    words += [f"{name} {groups.value(base, name)}" for name in names]
     return ", ".join(words)
 
 
@@ -168,7 +189,33 @@ def reading(curve: Sequence[Row], count: Count) -> str:
         facts.append(f"with {_many(last.count, count)} {100 * share.mean:.0f} % of a step is waiting for the network")
     single = any(len(row.group.values("train_s")) < 2 for row in timed)
     doubt = " Single runs: how far they spread is not known." if single else ""
+    if doubted := [row for row in grown if row.suspect]:
+        return f"{suspicion(doubted, count)} Measured: {'; '.join(facts)}.{doubt}"
     return f"{said}: {'; '.join(facts)}.{doubt}"
+
+
+def suspicion(doubted: Sequence[Row], count: Count) -> str:
+    """What may have made an efficiency larger than sharing the work can, what the records show of it first."""
+    base, worst = doubted[0].baseline, max(doubted, key=lambda row: row.efficiency.mean)  # type: ignore[union-attr]
+    times = base.values("train_s")
+    cores, threads = base.key["cores"], (base.key["threads"] or 0) * (base.key["ranks_per_host"] or 0)
+    spinning = "more threads than cores, which spin while they wait"
+    busy = "a machine that was busy during the baseline"
+    causes = {
+        spinning: f"{threads:g} threads on {cores:g} cores" if cores and threads > cores else "",
+        busy: f"its runs took {min(times):.3g} to {max(times):.3g} s" if max(times) > 1.2 * min(times) else "",
+        "hosts that are not equal": "",
+    }
+    if worst.kind == "strong":
+        causes["a smaller batch per rank, which fits the cache"] = ""
+    told = [f"{cause} (here: {seen})" for cause, seen in causes.items() if seen]
+    told += [cause for cause, seen in causes.items() if not seen]
+    percent = 100 * worst.efficiency.mean  # type: ignore[union-attr]
+    return (
+        f"Suspect: an efficiency of {percent:.0f} % with {_many(worst.count, count)} is more than sharing the work can "
+        f"give (above {100 * MOST_EFFICIENCY:.0f} % is marked). Likely causes: {'; '.join(told)}. Repeat the baseline "
+        "on a quiet machine before believing it."
+    )
 
 
 def _many(n: float, count: Count) -> str:

@@ -29,9 +29,10 @@ def facts(loaded: Loaded) -> Table:
         {"what": f"energy of {device}", "value": _text(joules, "J"), "meaning": "over the whole run"}
         for device, joules in (run["energy_by_device"] or {}).items()
     ]
-    columns = [Column("what", "what"), Column("value", "value"), Column("meaning", "meaning")]
+    columns = [Column("what", "what"), Column("value", "value", prose=True), Column("meaning", "meaning", prose=True)]
     missing = [name for name, column in RUNS.items() if column.kind == "number" and groups.is_missing(run[name])]
-    return Table("show", str(run["run"]), columns, rows, [f"not measured: {', '.join(missing)}"] if missing else [])
+    notes = [f"not measured: {', '.join(missing)}"] if missing else []
+    return Table("show", str(run["run"]), columns, rows, notes, spare=("meaning",))
 
 
 def _text(value: Any, unit: str) -> str:
@@ -50,7 +51,7 @@ def epochs(loaded: Loaded) -> Table:
         Column("train_s", "train", "s"),
         Column("elapsed_s", "elapsed", "s"),
     ]
-    table = Table("epochs", "Epochs", columns, [])
+    table = Table("epochs", "Epochs", columns, [], spare=("elapsed_s", "train_loss"))
     try:
         found = load.epochs(str(loaded.runs.iloc[0]["run_dir"]))
     except Failure as failure:

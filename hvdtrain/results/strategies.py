@@ -8,26 +8,26 @@ from collections.abc import Sequence
 from typing import Any
 
 from hvdtrain.exits import Failure
-from hvdtrain.results import groups
+from hvdtrain.results import alike, groups, missing
 from hvdtrain.results.accuracy import Reached, reached
 from hvdtrain.results.columns import GROUP
 from hvdtrain.results.folders import Problem
 from hvdtrain.results.groups import Group
 from hvdtrain.results.load import Loaded
-from hvdtrain.results.scaling import SAME
+from hvdtrain.results.scaling import MOST_EFFICIENCY
 from hvdtrain.results.scaling_table import rate_words
 from hvdtrain.results.statistics import Statistic, ratio, summary
 from hvdtrain.results.table import Column, Table, number
 from hvdtrain.results.tables import FIGURES, SPREAD_NOTE, apart, common, key_cells, key_column, left_out
 
-ALIKE = (*SAME, "global_batch")
-"""What a group and the one host that it is compared with have in common"""
+ALIKE = (*alike.PER_HOST, "global_batch")
+"""What all groups of a section, and the one host that they are compared with, have in common"""
 NOTES = (
     "to target: seconds of training (evaluation and checkpoints outside) until the end of the first epoch whose "
     "accuracy, on the split evaluated after each epoch, is the target or more; nothing interpolated. Times, steps and "
     "bytes are means over the runs that got there: where some did not, they flatter the strategy",
-    "speed-up: T / T_n over one host of the same model, data, epochs and global batch, with its 95 % interval (Welch, "
-    "on logarithms)",
+    "speed-up: T / T_n over one host of the same model, data, epochs, global batch, precision, cores and threads, with "
+    "its 95 % interval (Welch, on logarithms)",
     "per host: bytes of the busiest host's NIC, the larger of sent and received, of the whole run (headers, idle "
     "traffic and evaluations too), times the share of its steps that the target took",
     "limit: seconds that the wire needs, at 0.936 of the rate, for what the strategy gives it per step (rank 0's "
@@ -46,6 +46,10 @@ FIGURE_COLUMNS = (
     Column("communication_share", "exposed", "%", 100, spread=False),
     dataclasses.replace(FIGURES["test_accuracy"], label="final"),
 )
+SPARE = (
+    *("own_limit_s_per_step", "wire_efficiency", "steps_to_target", "n", "communication_share", "bytes_to_target"),
+    "test_accuracy",
+)
 
 
 def strategies(loaded: Loaded, target: float = 0.95) -> Table:
@@ -61,26 +65,40 @@ def strategies(loaded: Loaded, target: float = 0.95) -> Table:
     shown = [name for name in apart(found) if name not in ("strategy", "rate_mbit", "point")]
     rows: list[dict[str, Any]] = []
     readings: dict[str, str] = {}
-    for rate in rates or [None]:
-        members = [group for group in found if group.key["hosts"] != 1 and group.key["rate_mbit"] == rate]
+    for title, members in _sections([group for group in found if group not in alone], rates):
         bases = [group for group in alone if not members or any(_alike(group, member) for member in members)]
         names = _names([*bases, *members])
         cells = [
             key_cells(group, shown)
-            | {"rate": rate_words(rate), "strategy": names[id(group)], "speedup": _speedup(group, alone, measured)}
+            | {"rate": title, "strategy": names[id(group)], "speedup": _speedup(group, alone, measured)}
             | measured[id(group)]
             for group in [*bases, *members]
         ]
         ordered = sorted(cells[len(bases) :], key=_place)
         rows += [*cells[: len(bases)], *ordered]
-        readings[rate_words(rate)] = reading(ordered, target)
+        readings[title] = reading(ordered, target)
+        if members and alone and not bases:
+            readings[title] += f" {missing.text(members[0], alone)}"
     percent = f"{100 * target:g} %"
     columns = [Column("strategy", "strategy"), *(key_column(name) for name in shown), Column("n", "n")]
     columns += [Column("reached", f"reached {percent}"), *FIGURE_COLUMNS]
     notes = [SPREAD_NOTE, *NOTES, common(found, [*shown, "strategy", "rate_mbit", "point"]), *left_out(loaded.runs)]
-    return Table(
-        "strategies", f"Strategies: to {percent}", columns, rows, [note for note in notes if note], "rate", readings
-    )
+    notes = [note for note in notes if note]
+    return Table("strategies", f"Strategies: to {percent}", columns, rows, notes, "rate", readings, SPARE)
+
+
+def _sections(several: Sequence[Group], rates: Sequence[float | None]) -> list[tuple[str, list[Group]]]:
+    """(title, groups on several hosts) by rate, and by whatever else makes them unlike; one without groups if none."""
+    found = []
+    for rate in rates or [None]:
+        sets = alike.classes([group for group in several if group.key["rate_mbit"] == rate], ALIKE)
+        first = [members[0] for members in sets]
+        names = [name for name in ALIKE if any(alike.differing(first[0], other, (name,)) for other in first[1:])]
+        for members in sets or [[]]:
+            cells = key_cells(members[0], names) if members else {}
+            told = [f"{key_column(name).label} {value}" for name, value in cells.items()]
+            found.append((", ".join([rate_words(rate), *told]), members))
+    return found
 
 
 def reading(ordered: Sequence[dict[str, Any]], target: float) -> str:
@@ -91,6 +109,8 @@ def reading(ordered: Sequence[dict[str, Any]], target: float) -> str:
     said = f"Soonest: {best['strategy']}, {number(best['train_to_target_s'].mean)} s"
     if best["speedup"] is not None:
         said += f", {number(best['speedup'].mean)} x as soon as one host"
+        if best["speedup"].mean > MOST_EFFICIENCY * best["hosts"]:
+            said += f" (suspect: more than {best['hosts']} hosts can share; see `hvdtrain results scaling`)"
     return f"{said}."
 
 
@@ -115,7 +135,7 @@ def _plain(group: Group) -> tuple[Any, ...]:
 
 
 def _alike(base: Group, group: Group) -> bool:
-    return all(base.key[name] == group.key[name] for name in ALIKE)
+    return not alike.differing(base, group, ALIKE)
 
 
 def _speedup(group: Group, alone: Sequence[Group], measured: dict[int, dict[str, Any]]) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from hvdtrain.results.statistics import Interval, Statistic
@@ -24,6 +25,8 @@ class Column:
     """Printed = value x scale"""
     spread: bool = True
     """Whether the spread is printed beside a statistic"""
+    prose: bool = False
+    """Whether its text may go over several lines of a narrow terminal"""
 
     @property
     def heading(self) -> str:
@@ -43,6 +46,8 @@ class Table:
     """Key of a text by which successive rows belong together; it is no column"""
     readings: dict[str, str] = dataclasses.field(default_factory=dict)
     """Section -> what its rows say, in words"""
+    spare: Sequence[str] = ()
+    """Keys of the columns that a narrow terminal goes without, the first of them first"""
 
     def sections(self) -> list[tuple[str, list[dict[str, Any]]]]:
         """The rows by section, in order; one nameless section without any."""
@@ -138,7 +143,16 @@ def detail(table: Table) -> Table:
                 rows.append(about | {"figure": column.label, "unit": column.unit or "-"} | numbers)
     columns = [*plain, Column("figure", "figure"), Column("unit", "unit")]
     columns += [Column(name, label) for name, label in DETAIL.items()]
-    return Table(table.name, f"{table.title}: every figure", columns, rows, table.notes, table.section, table.readings)
+    return Table(
+        table.name,
+        f"{table.title}: every figure",
+        columns,
+        rows,
+        table.notes,
+        table.section,
+        table.readings,
+        ("max", "min", "median"),
+    )
 
 
 def _scaled(value: Any, name: str, column: Column) -> Any:

@@ -26,6 +26,7 @@ KEYS: dict[str, Column] = {
     "hosts": Column("hosts", "hosts"),
     "ranks_per_host": Column("ranks_per_host", "ranks per host"),
     "cores": Column("cores", "cores per host"),
+    "threads": Column("threads", "threads per rank"),
     "rate_mbit": Column("rate_mbit", "rate", "Mbit/s"),
     "rank_batch": Column("rank_batch", "batch per rank"),
     "global_batch": Column("global_batch", "global batch"),
@@ -122,7 +123,8 @@ def listing(loaded: Loaded) -> Table:
         row["state"] = f"{row['state']}, marked" if row["marked"] and row["state"] == "complete" else row["state"]
         rows.append(row)
     notes = [f"{row['run']} is marked: {row['marked']}" for row in rows if row["marked"]]
-    return Table("list", f"{len(rows)} runs", columns, rows, notes)
+    spare = ("started_utc", "ranks", "kind", "workload", "test_accuracy")
+    return Table("list", f"{len(rows)} runs", columns, rows, notes, spare=spare)
 
 
 def overview(loaded: Loaded, group_by: Sequence[str] | None = None) -> Table:
@@ -140,7 +142,8 @@ def overview(loaded: Loaded, group_by: Sequence[str] | None = None) -> Table:
     columns = [dataclasses.replace(each, spread=each.key in SPREAD_SHOWN) for each in columns]
     notes = [SPREAD_NOTE, common(found, shown), *_mixed(runs, group_by), *left_out(loaded.runs)]
     notes.append("train: training phase; end to end: with validation, test and checkpoints; network: share of a step")
-    return Table("table", f"{len(found)} groups of runs", columns, rows, [note for note in notes if note])
+    spare = ("end_to_end_s", "communication_share", "n", "samples_per_s")
+    return Table("table", f"{len(found)} groups of runs", columns, rows, [note for note in notes if note], spare=spare)
 
 
 def apart(found: Sequence[Group], first: Sequence[str] = ("strategy", "device", "hosts", "rate_mbit")) -> list[str]:
@@ -209,4 +212,5 @@ def phases(loaded: Loaded, group_by: Sequence[str] | None = None) -> Table:
         common(found, shown),
         *left_out(loaded.runs),
     ]
-    return Table("phases", "Where the time goes", columns, rows, [note for note in notes if note])
+    spare = ("n", "checkpoint_s", "test_s", "validation_s", "data_s")
+    return Table("phases", "Where the time goes", columns, rows, [note for note in notes if note], spare=spare)

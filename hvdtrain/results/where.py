@@ -13,7 +13,6 @@ and nothing else, and is neither less nor greater than anything. Nothing is ever
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ from typing import Any
 
 from hvdtrain import exits
 from hvdtrain.exits import Failure
+from hvdtrain.results.folders import near
 
 LONGEST = 2000
 DEEPEST = 50
@@ -148,9 +148,8 @@ class Where:
             found = repr(column.text) if column.text else "the end"
             raise self._error(f"a column's name belongs here, not {found}", column)
         if column.text not in self._kinds:
-            near = [name for name in self._kinds if name.startswith(column.text.lower())]
-            near = near or difflib.get_close_matches(column.text, self._kinds, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            begun = [name for name in self._kinds if name.startswith(column.text.lower())]
+            hint = f"; did you mean {begun[0]}?" if begun else near(column.text, self._kinds)
             raise self._error(f"no column {column.text!r}{hint}", column)
         sign = self._take()
         if sign.kind != "operator":

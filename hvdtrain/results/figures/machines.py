@@ -17,7 +17,7 @@ from hvdtrain import exits
 from hvdtrain.exits import Failure
 from hvdtrain.results import groups, load, sensors
 from hvdtrain.results.figures import panels, style
-from hvdtrain.results.folders import printable
+from hvdtrain.results.folders import near, printable
 from hvdtrain.results.load import Loaded
 from hvdtrain.results.plots import Options
 from hvdtrain.results.table import number
@@ -36,7 +36,7 @@ ROWS: dict[str, tuple[str, str, tuple[tuple[str, float], ...]]] = {
 
 def power(loaded: Loaded, options: Options) -> Figure:
     """Power of each device of each host against time. Raises Failure (2, 65) when there are no samples."""
-    chosen = choose(loaded.runs, options.runs, load.samples, no_power(loaded.runs))
+    chosen = choose(loaded, options.runs, load.samples, no_power(loaded.runs))
     figure = Figure((style.WIDTH_IN, 3.2), layout="constrained")
     axes = figure.subplots(1, len(chosen), squeeze=False, sharey=True)[0]
     devices = sorted({device for _, samples in chosen for device in samples["device"]})
@@ -61,7 +61,7 @@ def resources(loaded: Loaded, options: Options) -> Figure:
 
     Raises Failure (2, 65) when there are no samples.
     """
-    chosen = choose(loaded.runs, options.runs, use, "no resource samples: run with --monitor resources")
+    chosen = choose(loaded, options.runs, use, "no resource samples: run with --monitor resources")
     shown = [row for row, (*_, columns) in ROWS.items() if any(s[columns[0][0]].notna().any() for _, s in chosen)]
     hosts = sorted({host for _, samples in chosen for host in samples["host"]})
     figure = Figure((style.WIDTH_IN, 1.35 * len(shown) + 0.9), layout="constrained")
@@ -101,20 +101,23 @@ def no_power(runs: pd.DataFrame) -> str:
 
 
 def choose(
-    runs: pd.DataFrame, names: Sequence[str], read: Callable[[str], pd.DataFrame], lacking: str
+    loaded: Loaded, names: Sequence[str], read: Callable[[str], pd.DataFrame], lacking: str
 ) -> list[tuple[str, pd.DataFrame]]:
-    """(title, samples) of the runs to show, at most COLUMNS.
+    """(title, samples) of the runs to show, at most COLUMNS: those named, or given by their own folder, whatever their
+    state; else complete ones.
 
     Raises Failure (2) for a name that no run has, Failure (65) with `lacking` when none has samples.
     """
-    if unknown := sorted(set(names) - set(runs["run"])):
-        raise Failure(f"--runs {unknown[0]}: no such run there; see hvdtrain results list", exits.USAGE)
-    if len(set(names)) > COLUMNS:
-        raise Failure(f"--runs names {len(set(names))} runs: a figure holds {COLUMNS}", exits.USAGE)
-    asked = runs[runs["run"].isin(names)] if names else groups.usable(runs)
+    runs = loaded.runs
+    asked = runs["run"].isin([begun(name, runs) for name in names]) | (
+        runs["run_dir"].isin(list(map(str, loaded.roots))) & (not names)
+    )
+    if (many := int(asked.sum())) > COLUMNS:
+        raise Failure(f"{many} runs are named: a figure holds {COLUMNS}", exits.USAGE)
+    shown = runs[asked] if many else groups.usable(runs)
     chosen: dict[Any, tuple[str, pd.DataFrame]] = {}
-    for run in asked.sort_values(["hosts", "rate_mbit", "started_utc", "run"], kind="stable").itertuples():
-        key = run.run if names else run.hosts
+    for run in shown.sort_values(["hosts", "rate_mbit", "started_utc", "run"], kind="stable").itertuples():
+        key = run.run_dir if many else run.hosts
         if key not in chosen and len(chosen) < COLUMNS and len(samples := read(run.run_dir)):
             chosen[key] = (title(run), samples)
     if not chosen:
@@ -122,9 +125,20 @@ def choose(
     return list(chosen.values())
 
 
+def begun(name: str, runs: pd.DataFrame) -> str:
+    """The name of the one run that is called so, or begins so. Raises Failure (2)."""
+    known = sorted(set(runs["run"]))
+    fitting = [name] if name in known else [run for run in known if run.startswith(name)]
+    if len(fitting) != 1:
+        what = f"{len(fitting)} runs begin so" if fitting else f"no such run there{near(name, known)}"
+        raise Failure(f"--runs {name}: {what}; see hvdtrain results list", exits.USAGE)
+    return fitting[0]
+
+
 def title(run: Any) -> str:
     link = f", {panels.rate(run.rate_mbit)}" if run.hosts > 1 else ""
-    return f"{run.framework} {run.strategy}\n{panels.hosts(run.hosts)}{link}"
+    state = "" if run.state == "complete" else f", {run.state}"
+    return f"{run.framework} {run.strategy}\n{panels.hosts(run.hosts)}{link}{state}"
 
 
 def thinned(samples: pd.DataFrame) -> pd.DataFrame:

@@ -17,6 +17,11 @@ from hvdtrain.results.figures.panels import Panel, compare
 from hvdtrain.results.load import Loaded
 from hvdtrain.results.plots import Options
 
+LACKING = (
+    "needs complete timing runs on one host and on more that are alike; `hvdtrain results scaling` says in what these "
+    "differ, and which run is missing"
+)
+
 
 def time(loaded: Loaded, options: Options) -> Figure:
     """Seconds of the training phase against hosts. Raises Failure (65) without timing runs."""
@@ -36,9 +41,7 @@ def time(loaded: Loaded, options: Options) -> Figure:
 
 def speedup(loaded: Loaded, options: Options) -> Figure:
     """Speed-up of the training phase over the baseline. Raises Failure (65) without a baseline and a run on more."""
-    drawn = compare(
-        loaded.runs, options.count, "speedup", "no speed-up: needs complete timing runs on one host and on more"
-    )
+    drawn = compare(loaded.runs, options.count, "speedup", f"no speed-up: {LACKING}")
     figure, axes = draw(drawn, "speedup", options)
     for panel, axis in zip(drawn, axes, strict=True):
         ends = [rows["count"].iloc[0] for _, rows in panel.curves], [rows["count"].max() for _, rows in panel.curves]
@@ -55,14 +58,14 @@ def speedup(loaded: Loaded, options: Options) -> Figure:
 def efficiency(loaded: Loaded, options: Options) -> Figure:
     """A cell per number of hosts and rate, with its 95 % interval: strong efficiency at an equal global batch, weak at
     an equal batch per rank. Raises Failure (65) without a baseline and a run on more hosts."""
-    lacking = "no efficiency: needs complete timing runs on one host and on more, at an equal batch"
+    lacking = f"no efficiency: {LACKING}"
     drawn = compare(loaded.runs, options.count, "efficiency", lacking)
     values = {
-        (index, mbit, int(count)): value
+        (index, mbit, int(row["count"])): row
         for index, panel in enumerate(drawn)
         for mbit, rows in panel.curves
-        for count, value, baseline in zip(rows["count"], rows["efficiency"], rows["is_baseline"], strict=True)
-        if not baseline
+        for row in rows.to_dict("records")
+        if not row["is_baseline"]
     }
     rates = panels.ordered([mbit for _, mbit, _ in values])
     counts = sorted({count for *_, count in values})
@@ -74,11 +77,13 @@ def efficiency(loaded: Loaded, options: Options) -> Figure:
         axis.tick_params(length=0)
         axis.grid(visible=False)
     shown = [np.full((len(rates), len(counts)), math.nan) for _ in drawn]
-    for (index, mbit, count), value in values.items():
+    for (index, mbit, count), about in values.items():
+        value = about["efficiency"]
         row, column = panels.place(rates, mbit), counts.index(count)
         shown[index][row, column] = value.mean
         ink = style.LIGHT if value.mean < 0.55 else style.DARK
-        axes[index].text(column + 0.5, row + 0.5, cell(value), ha="center", va="center", fontsize=7.5, color=ink)
+        words = cell(value) + ("\nsuspect" if about["suspect"] else "")
+        axes[index].text(column + 0.5, row + 0.5, words, ha="center", va="center", fontsize=7.5, color=ink)
     for axis, cells in zip(axes, shown, strict=True):
         axis.pcolormesh(np.ma.masked_invalid(cells), cmap="cividis", vmin=0, vmax=1, edgecolor=style.PAPER)
     words = f"efficiency per {options.count.removesuffix('s')}; 1 is ideal"

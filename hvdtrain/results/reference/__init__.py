@@ -14,6 +14,7 @@ from typing import Any
 
 from hvdtrain import exits, records
 from hvdtrain.exits import Failure
+from hvdtrain.results.folders import near
 from hvdtrain.results.groups import Group, fact_kinds, is_missing
 from hvdtrain.results.table import Column, Table
 from hvdtrain.results.where import Where
@@ -36,6 +37,8 @@ class Reference:
     source: str
     baseline: str
     """The environment that its normalised figures are relative to"""
+    sweep: str | None
+    """The file of launch/sweeps/ that runs what it ran"""
     rows: list[tuple[Where, dict[str, Any]]]
 
     def row(self, group: Group) -> dict[str, Any]:
@@ -45,7 +48,8 @@ class Reference:
     def beside(self, name: str, figures: Sequence[Figure], ours: Sequence[tuple[Group, dict[str, Any]]]) -> Table:
         """Our figures beside those published, for the groups that ran in one of the study's environments.
 
-        `ours` are groups with their cells; a figure is (key of our cell, key there, column).
+        `ours` are groups with their cells; a figure is (key of our cell, key there, column). If there is none, the
+        published figures stand alone, with what to run.
         """
         rows: list[dict[str, Any]] = []
         for group, cells in ours:
@@ -55,12 +59,22 @@ class Reference:
             for mine, theirs, _ in figures:
                 row |= {mine: cells.get(mine), f"published_{theirs}": there.get(theirs)}
             rows.append(row)
+        notes = self.notes()
+        if not rows:
+            rows = [
+                {"environment": there["environment"]} | {f"published_{key}": there.get(key) for _, key, _ in figures}
+                for _, there in self.rows
+            ]
+            makes = f"`hvdtrain sweep {self.sweep}`" if self.sweep else "runs in these environments"
+            notes.append(
+                f"ours: none of these runs is in an environment of {self.name}; {makes} (power: --monitor power, on a "
+                "machine with sensors: `hvdtrain monitors`), then this command again, put ours beside"
+            )
         columns = [Column("environment", "environment"), Column("strategy", "strategy")]
         for mine, theirs, column in figures:
             columns.append(dataclasses.replace(column, key=mine, label=f"{column.label}: ours"))
             columns.append(dataclasses.replace(column, key=f"published_{theirs}", label="theirs"))
-        notes = self.notes() if rows else [f"none of these runs is in an environment of {self.name}"]
-        return Table(f"{name}_reference", f"Beside {self.name}", columns, rows, notes)
+        return Table(f"{name}_reference", f"Beside {self.name}", columns, rows, notes, spare=("strategy",))
 
     def notes(self) -> list[str]:
         return [f"theirs: {self.source}; relative to {self.baseline}. Another machine and model: compare ratios"]
@@ -74,7 +88,8 @@ def load(name: str) -> Reference:
     """A study by its name, or the file of that name. Raises Failure (2, 65, 74, 77)."""
     path = Path(name) if name.endswith(".json") else FOLDER / f"{name}.json"
     if not name.endswith(".json") and name not in known():
-        raise Failure(f"--reference {name}: known are {', '.join(known())}, or give a .json file", exits.USAGE)
+        hint = near(name, known())
+        raise Failure(f"--reference {name}{hint}: known are {', '.join(known())}, or give a .json file", exits.USAGE)
     with records.open_plain(path) as stream:
         text = stream.read(records.LONGEST_DOCUMENT_BYTES)
     try:
@@ -88,7 +103,9 @@ def load(name: str) -> Reference:
     if not all(isinstance(text, str) for text in texts.values()) or not isinstance(rows, list):
         raise Failure(f"{path}:1: name, source and baseline must be text, and rows a list", exits.BAD_DATA)
     made = [_row(path, number, row) for number, row in enumerate(rows, start=1)]
-    return Reference(**{key: str(text) for key, text in texts.items()}, rows=made)
+    sweep = document.get("sweep")
+    known_texts = {key: str(text) for key, text in texts.items()}
+    return Reference(**known_texts, sweep=sweep if isinstance(sweep, str) else None, rows=made)
 
 
 def _row(path: Path, number: int, row: Any) -> tuple[Where, dict[str, Any]]:

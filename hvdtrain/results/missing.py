@@ -1,0 +1,140 @@
+"""What a group of runs lacks to be compared: in what the nearest other group differs, and the command that makes up.
+
+The command is made of the manifest, or of the sweep's record, of a run that is there: its own flags, on as many of its
+hosts, with the threads that it had.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+from hvdtrain import records
+from hvdtrain.results import alike, load
+from hvdtrain.results.alike import Chosen
+from hvdtrain.results.folders import printable
+from hvdtrain.results.groups import Group
+from hvdtrain.results.runs import numbers
+from hvdtrain.results.scaling import MUST, Count, count_of, same_rate
+from hvdtrain.results.tables import short
+
+OWN = ("--run-dir", "--threads", "--shares")
+"""Flags with a value that another run does not take over; its threads are told anew"""
+CHANGED = {
+    "threads": "--threads",
+    "precision": "--precision",
+    "device": "--device",
+    "epochs": "--epochs",
+    "global_batch": "--global-batch-size",
+}
+"""Column -> the flag that makes one run like another in it"""
+SWITCHES = ("--resume", "--json")
+OTHER_HOST = "SECOND_HOST"
+
+
+def text(group: Group, found: Sequence[Group], count: Count = "hosts", chosen: Chosen | None = None) -> str:
+    """Why the group is compared with none of `found` (if chosen: of the baselines among them), and the run to make."""
+    head = "Nothing to compare with"
+    if chosen:
+        nearest = min((one for one in found if chosen.test(one)), key=lambda one: _distance(group, one, count))
+        names = [name for name in _apart(group, nearest, count) if name not in chosen.names]
+        return f"{head}: the baseline ({_name(nearest)}) differs in {alike.words(nearest, group, names)}."
+    mine = int(count_of(group, count))
+    others = [one for one in found if one.values("train_s") and count_of(one, count) not in (0, mine)]
+    if not others:
+        n = 1 if mine > 1 else 2
+        return f"{head}: only one number of {count} was timed. {_lacking(group, count, n)}"
+    nearest = min(others, key=lambda one: _distance(group, one, count))
+    names, size = _apart(group, nearest, count), int(count_of(nearest, count))
+    if not names:
+        return f"{head}: {_many(size, count)} were timed with another strategy or setting only. " + _lacking(
+            group, count, size
+        )
+    small, large = sorted((group, nearest), key=lambda one: count_of(one, count))
+    why = f"{_many(size, count)} ({_name(nearest)}) differ in {alike.words(nearest, group, names)}"
+    why = why if size > 1 else why.replace(" differ in ", " differs in ", 1)
+    return f"{head}: {why}. {_lacking(large, count, int(count_of(small, count)))}"
+
+
+def again(group: Group, like: Group, names: Sequence[str]) -> str | None:
+    """The command that repeats the group's first run with what `like` has in these columns; None if no flag does it."""
+    columns = [name for name in names if name != "rank_batch"]  # it follows from the global one
+    if not set(columns) <= set(CHANGED):
+        return None
+    flags = {CHANGED[name]: str(short(name, like.key[name])) for name in columns}
+    return command(group_run(group), "hosts", int(group.key["hosts"] or 1), flags)
+
+
+def _apart(group: Group, other: Group, count: Count) -> list[str]:
+    return alike.apart(group, other, MUST[count]) + ([] if _linked(group, other) else ["rate_mbit"])
+
+
+def _linked(group: Group, other: Group) -> bool:
+    return same_rate(group, other) or same_rate(other, group)
+
+
+def _distance(group: Group, other: Group, count: Count) -> tuple[Any, ...]:
+    size = abs(count_of(group, count) - count_of(other, count))
+    return len(_apart(group, other, count)), other.key["strategy"] != group.key["strategy"], size
+
+
+def _many(n: int, count: Count) -> str:
+    return f"{n} {count[:-1] if n == 1 else count}"
+
+
+def _name(group: Group) -> str:
+    return str(group.column("run")[0])
+
+
+def _lacking(like: Group, count: Count, n: int) -> str:
+    return f"Missing: {_many(n, count)} like {_name(like)}:\n    {command(group_run(like), count, n)}"
+
+
+def group_run(group: Group) -> str:
+    """The folder of the group's first run."""
+    return str(min(zip(group.values("started_utc"), group.values("run_dir"), strict=True))[1])
+
+
+def command(run_dir: str, count: Count, n: int, flags: dict[str, str] | None = None) -> str:
+    """The command line that repeats a run on n hosts, or with n ranks, with these flags changed.
+
+    Raises Failure for a run that cannot be read.
+    """
+    manifest, point = load.manifest(run_dir), load.point(run_dir)
+    known = list(dict.fromkeys(str(rank.get("host")) for rank in manifest.ranks))
+    per_host = -(-len(manifest.ranks) // max(1, len(known)))
+    if count == "ranks":
+        hosts, per_host = (known[:1], n) if len(known) == 1 else (known[:n], 1)
+    else:
+        hosts = [*known, *[OTHER_HOST] * (n - len(known))][:n]
+    listed = ",".join(f"{host}:{per_host}" for host in hosts)
+    start = ["launch/mpirun.sh", "-H", listed] if len(manifest.ranks) > 1 or n > 1 else []
+    if point and "exec" in point.command:  # in a virtual cluster, which the sweep has taken down
+        cores = manifest.ranks[0].get("cores")
+        share = ["--cpu-share", f"{cores:g}"] if cores else []
+        up = ["sudo", "tools/cluster.sh", "up", "--hosts", ",".join(hosts), *share]
+        start = [*up, "&&", "tools/cluster.sh", "exec", hosts[0], "--", *start]
+    given = threads(manifest) | (flags or {})
+    replaced = {*given, *(("--batch-size",) if "--global-batch-size" in given else ())}
+    words = [*start, *program(manifest, replaced), *(word for pair in given.items() for word in pair)]
+    return printable(" ".join(word if word == "&&" else shlex.quote(word) for word in words))
+
+
+def program(manifest: records.Manifest, replaced: Collection[str] = ()) -> list[str]:
+    """What each rank ran, without what was the run's own and without the flags (with a value) that are `replaced`."""
+    return ["python", "-m", f"hvdtrain.{manifest.workload}", *_flags(manifest.argv[1:], {*OWN, *replaced})]
+
+
+def _flags(argv: Sequence[str], left_out: Collection[str]) -> Iterator[str]:
+    skip = False
+    for word in map(str, argv):
+        if not skip and word.partition("=")[0] not in (*left_out, *SWITCHES):
+            yield word
+        skip = not skip and word in left_out
+
+
+def threads(manifest: records.Manifest) -> dict[str, str]:
+    """The flag that gives ranks the threads that they had, where they had the same."""
+    given = set(numbers(rank.get("threads") for rank in manifest.ranks))
+    return {"--threads": f"{given.pop():g}"} if len(given) == 1 else {}

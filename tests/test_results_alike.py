@@ -1,0 +1,133 @@
+"""No ratio of runs that are not alike, in any table, figure or sentence; and what is said in its place."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+
+from hvdtrain.exits import Failure
+from hvdtrain.results import alike, groups, plots, report_words
+from hvdtrain.results.__main__ import main
+from hvdtrain.results.load import load
+from hvdtrain.results.scaling_table import scaling
+
+UNLIKE: dict[str, dict[str, Any]] = {
+    "threads": {"threads": 2},
+    "cores": {"cores": 2.0},
+    "device": {"device": "cuda:0"},
+    "precision": {"config": {"precision": "bf16"}},
+    "batch": {"rank_batch": 128},
+}
+ARGV = ("--width", "0.25", "--seed=1", "--run-dir", "results/mine", "--threads", "7", "--json")
+
+
+def pair(folder: Path, **one: Any) -> Path:
+    """One host nine times as slow as two, which differ from it as `one` says; both reach 95 %, both measured power."""
+    for hosts, changes in ((1, {"rank_batch": 32} | one), (2, {"rank_batch": 16})):
+        for seed in range(2):
+            runs.make(
+                folder / f"h{hosts}-s{seed}",
+                hosts=hosts,
+                seed=seed,
+                argv=ARGV,
+                energy_w={"cpu0": 10.0},
+                train_s=900.0 / hosts**3 + seed,
+                test_accuracy=0.96,
+                **changes,
+            )
+    return folder
+
+
+def json_of(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    assert main([*words, "--format", "json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_runs_that_are_not_alike_give_no_ratio_anywhere(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = pair(tmp_path / "runs", **UNLIKE[name])
+    label = {"cores": "cores per host", "threads": "threads per rank", "batch": "batch per rank"}.get(name, name)
+    found = json_of(capsys, "scaling", str(root))
+    assert all(row["speedup"] is row["efficiency"] is None for row in found["rows"])
+    assert all(text.startswith("Nothing to compare with: ") and label in text for text in found["readings"].values())
+    ways = json_of(capsys, "strategies", str(root))
+    assert {row["speedup"] for row in ways["rows"] if row["hosts"] == 2} == {None}
+    assert any(label in text for text in ways["readings"].values())
+    joules, _ = json_of(capsys, "energy", str(root))["tables"]
+    ours = [row for row in joules["rows"] if row["edp"] is None]
+    assert bool(ours) == (name != "device"), "energy compares devices"
+    assert any(note.startswith("no EDP of") and label in note for note in joules["notes"]) == (name != "device")
+    with pytest.raises(Failure, match=rf"nothing to compare: .* differ in .*{label}"):
+        main(["compare", str(root / "h1-s0"), str(root / "h2-s0")])
+    loaded = load([root])
+    for kind in ("speedup", "efficiency"):
+        with pytest.raises(Failure, match="results scaling"):
+            plots.draw(kind, loaded)
+    tables = {"scaling": scaling(loaded)[0]}
+    text = repr([report_words.in_short(tables["scaling"]), report_words.findings(loaded.runs, tables)])
+    assert "Nothing to compare with" in text
+    assert not any(words in text for words in ("x as fast", "clearly before", "makes training"))
+
+
+def test_alike_runs_are_compared_and_an_efficiency_above_110_percent_is_suspect(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = pair(tmp_path, threads=1)
+    found = json_of(capsys, "scaling", str(root))
+    assert [row["suspect"] for row in found["rows"]] == [False, True]
+    ((title, reading),) = found["readings"].items()
+    assert "strong scaling: equal global batch" in title
+    assert reading.startswith("Suspect: an efficiency of 398 % with 2 hosts")
+    assert all(cause in reading for cause in ("spin", "busy", "not equal", "cache"))
+    (cells,) = [axis.texts for axis in plots.draw("efficiency", load([root])).axes if axis.texts]
+    assert "suspect" in cells[0].get_text()
+    assert "suspect" in next(iter(json_of(capsys, "strategies", str(root))["readings"].values()))
+
+
+def test_the_command_makes_the_run_that_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its flags are those of the run that it is to be like, on the first of its hosts."""
+    root = pair(tmp_path, threads=2)
+    for text in json_of(capsys, "scaling", str(root))["readings"].values():
+        (command,) = (line for line in text.splitlines() if line.startswith("    "))
+        start, _, flags = command.strip().partition(" python -m hvdtrain.resnet ")
+        assert shlex.split(start) == ["launch/mpirun.sh", "-H", "h0:1"]
+        assert shlex.split(flags) == ["--width", "0.25", "--seed=1", "--threads", "1"]
+    with pytest.raises(Failure, match=r"missing is B like A:\n    .*-H h0:1,h1:1 .* --threads 2"):
+        main(["compare", str(root / "h1-s0"), str(root / "h2-s0")])
+    for path in root.glob("h1-*"):
+        path.rename(tmp_path.parent / f"{tmp_path.name}-{path.name}")
+    (text,) = json_of(capsys, "scaling", str(root))["readings"].values()
+    assert "only one number of hosts was timed. Missing: 1 host like h2-s0" in text
+
+
+def test_what_older_records_lack_makes_no_difference_but_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = pair(tmp_path, threads=None, config={"precision": None})
+    found = json_of(capsys, "scaling", str(root))
+    assert found["rows"][1]["speedup"] is not None
+    assert any("precision, threads per rank not recorded" in note for note in found["notes"])
+
+
+def test_a_baseline_may_differ_in_what_the_user_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = pair(tmp_path, threads=2)
+    for test, compared in (("hosts=1", False), ("hosts=1 and threads=2", True)):
+        found = json_of(capsys, "scaling", str(root), "--baseline", test)
+        assert any(row["speedup"] and row["count"] == 2 for row in found["rows"]) is compared
+
+
+def test_hosts_that_are_not_equal_are_like_no_single_one(tmp_path: Path) -> None:
+    folder = runs.make(tmp_path / "two", hosts=2, cores=0.5)
+    document = json.loads((folder / "manifest.json").read_text())
+    document["ranks"][1]["cores"] = 2.0
+    (folder / "manifest.json").write_text(json.dumps(document))
+    runs.make(tmp_path / "one", cores=0.5, rank_batch=64)
+    one, two = groups.by(load([tmp_path]).runs)
+    assert alike.differing(one, two, alike.SAME) == ["cores"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import textwrap
 import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 TERMINAL_S = 0.1  # between two drawings of the bar
 PLAIN_S = 10.0  # between two plain lines
+BAR = 10  # columns that a bar has at least, before text goes over several lines
 
 
 class Progress:
@@ -69,7 +71,8 @@ class Progress:
 
     def _show(self) -> None:
         if self._bar is not None:
-            self._bar.update(self._task, completed=self._done, text=self._numbers(), refresh=True)
+            text = whole(self._numbers(), self._bar.console.width - len(self.label) - 1)
+            self._bar.update(self._task, completed=self._done, text=text, refresh=True)
         else:
             print(f"{self.label} {self._numbers()}", file=sys.stderr, flush=True)
 
@@ -79,6 +82,11 @@ class Progress:
         if rate > 0 and self._done < self.total:
             numbers += f", ETA {_duration((self.total - self._done) / rate)}"
         return f"{numbers}, {self._note}" if self._note else numbers
+
+
+def whole(text: str, width: int) -> str:
+    """The text beside a bar, on several lines if one is too narrow: rich would cut it."""
+    return textwrap.fill(text, max(1, width - BAR), break_long_words=False, break_on_hyphens=False)
 
 
 def _start_bar(label: str, total: int, done: int) -> tuple[Bar, TaskID]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import subprocess
 import sys
 import time
@@ -74,6 +75,13 @@ def on_terminal(**environment: str) -> str:
 def test_a_terminal_gets_a_bar_that_ends_full() -> None:
     text = on_terminal(COLUMNS="120")
     assert "working" in text and "30/30 steps" in text and "[x] loss" in text and "\x1b[" in text
+
+
+def test_a_narrow_terminal_cuts_no_number() -> None:
+    text = on_terminal(COLUMNS="40")
+    last = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text.rpartition("30/30")[2])
+    assert "…" not in last
+    assert all(word in f"30/30{last}".split() for word in ("30/30", "steps,", "[x]", "loss")), last
 
 
 def test_no_color_is_obeyed() -> None:

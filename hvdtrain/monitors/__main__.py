@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import socket
 import sys
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -75,6 +77,15 @@ def sensors(root: Path, seconds: float) -> dict[str, Any]:
     }
 
 
+def say(text: str, head: str) -> None:
+    """A line that begins with `head`; on a narrow terminal several, whose words are whole."""
+    width = shutil.get_terminal_size((sys.maxsize, 0)).columns
+    below = " " * len(head)
+    whole = {"break_long_words": False, "break_on_hyphens": False}
+    lines = textwrap.wrap(text, width, initial_indent=head, subsequent_indent=below, **whole)
+    print("\n".join(lines) or head.rstrip())
+
+
 def show(document: dict[str, Any]) -> None:
     rows = [("device", "source", "power", "name; what keeps it from being read")]
     for device in document["devices"]:
@@ -84,18 +95,19 @@ def show(document: dict[str, Any]) -> None:
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     print(f"--monitor power on {document['host']}: energy, each device once")
     for row in rows:
-        print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, (*widths, 0), strict=True)).rstrip())
+        head = "  " + "".join(f"{cell.ljust(width)}  " for cell, width in zip(row, widths, strict=False))
+        say(row[3], head)
     for zone in document["zones_left_out"]:
-        print(f"  not counted: {zone['zone']} ({zone['name']}): {zone['reason']}")
+        say(f"{zone['zone']} ({zone['name']}): {zone['reason']}", "  not counted: ")
     if any("chmod" in (device["reason"] or "") for device in document["devices"]):
         print(FOR_GOOD, end="")
     counted = document["resources"]
     of = "the machine's" if counted["cpu"] == "machine" else f"by the CPU quota of {counted['cpu']}"
     print("--monitor resources")
-    print(f"  CPU percent of {counted['cores']:g} cores, {of}; of each rank with its threads and children")
+    say(f"CPU percent of {counted['cores']:g} cores, {of}; of each rank with its threads and children", "  ")
     print(f"  RAM of {counted['ram_bytes'] / 2**30:.1f} GiB, the machine's")
     for what, names in (("NICs", counted["nics"]), ("disks", counted["disks"]), ("GPUs", counted["gpus"])):
-        print(f"  {what}: {', '.join(names) or 'none'}")
+        say(", ".join(names) or "none", f"  {what}: ")
 
 
 def main(arguments: list[str]) -> int:

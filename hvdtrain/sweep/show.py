@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from hvdtrain.progress import whole
 from hvdtrain.sweep.estimate import Estimate
 from hvdtrain.sweep.plan import Run
 
@@ -117,7 +118,7 @@ class Display:
     def _draw(self) -> None:
         if self._bar is not None:
             with contextlib.suppress(OSError):
-                text = self._numbers(time.monotonic() - self._since)
+                text = whole(self._numbers(time.monotonic() - self._since), self._bar.console.width)
                 self._bar.update(self._task, completed=self._done, text=text, refresh=True)
 
     def _numbers(self, running_s: float) -> str:

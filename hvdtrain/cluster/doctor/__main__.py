@@ -15,6 +15,7 @@ import os
 import shutil
 import socket
 import sys
+import textwrap
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -85,10 +86,11 @@ class Report:
                 print(self.line(check), flush=True)
 
     def line(self, check: Check) -> str:
-        word = f"{check.status:<4}"
-        if self._colours:
-            word = f"\x1b[{COLOURS[check.status]}m{word}\x1b[0m"
-        return f"{word}  {check.where}: {check.what}" + (f"  — {check.fix}" if check.fix else "")
+        text = f"{check.status:<4}  {check.where}: {check.what}" + (f"  — {check.fix}" if check.fix else "")
+        if sys.stdout.isatty():
+            width = shutil.get_terminal_size().columns
+            text = textwrap.fill(text, width, subsequent_indent=" " * 6, break_long_words=False, break_on_hyphens=False)
+        return f"\x1b[{COLOURS[check.status]}m{text[:4]}\x1b[0m{text[4:]}" if self._colours else text
 
     def tell(self, what: str) -> None:
         """What is going on now; an empty text removes it."""

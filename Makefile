@@ -15,7 +15,7 @@ demo: setup  ## train ResNet-34 on real handwritten digits with two Horovod rank
 	. .venv/bin/activate && horovodrun -np 2 -H localhost:2 python -m hvdtrain.resnet --epochs 6 --seed 1 $(DEMO_ARGS)
 
 test: setup  ## run the tests: TEST_ARGS='tests/test_setup.py -k disk'
-	. .venv/bin/activate && pytest $(TEST_ARGS)
+	. .venv/bin/activate && pytest -n 2 --dist loadfile --no-loadscope-reorder $(TEST_ARGS)
 
 lint: setup  ## ruff, mypy, and the syntax of the shell scripts
 	.venv/bin/ruff check .

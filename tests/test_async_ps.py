@@ -111,6 +111,7 @@ def test_one_worker_is_plain_sgd(framework: str) -> None:
     assert report["horovod"] is False
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("framework", "ranks", "servers", "launcher"),
     [("torch", 4, 3, "mpirun"), ("torch", 2, 0, "horovodrun --gloo"), ("tensorflow", 3, 2, "mpirun")],

@@ -222,6 +222,7 @@ def prefetchers() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "hvdtrain-prefetch"]
 
 
+@pytest.mark.alone
 def test_prefetch_overlaps() -> None:
     def slow() -> Iterator[int]:
         for number in range(8):
@@ -234,6 +235,7 @@ def test_prefetch_overlaps() -> None:
     assert time.monotonic() - started_s < 0.75 * 8 * 0.06, "one after the other"
 
 
+@pytest.mark.alone
 def test_prefetch_stays_two_ahead_and_ends_when_closed() -> None:
     produced = []
     batches = _prefetch(produced.append(n) or n for n in range(10**9))  # type: ignore[func-returns-value]

@@ -96,6 +96,7 @@ class Ranks:
         return [float(each[0]) for each in self._hosts.gather(np.array([value]))]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     "speeds",
     [[(0.0, 4e-4), (0.0, 4e-4)], [(0.0, 3e-4), (0.0, 9e-4)], [(0.01, 2e-4), (0.01, 8e-4), (0.005, 1.2e-3)]],

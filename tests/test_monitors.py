@@ -25,6 +25,8 @@ from hvdtrain.monitors.resources import _difference
 from hvdtrain.monitors.sampler import Host
 from hvdtrain.monitors.sensors import replay
 
+pytestmark = pytest.mark.alone  # measures what this machine's processors do
+
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 

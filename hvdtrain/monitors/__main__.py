@@ -80,9 +80,14 @@ def sensors(root: Path, seconds: float) -> dict[str, Any]:
 def say(text: str, head: str) -> None:
     """A line that begins with `head`; on a narrow terminal several, whose words are whole."""
     width = shutil.get_terminal_size((sys.maxsize, 0)).columns
-    below = " " * len(head)
-    whole = {"break_long_words": False, "break_on_hyphens": False}
-    lines = textwrap.wrap(text, width, initial_indent=head, subsequent_indent=below, **whole)
+    lines = textwrap.wrap(
+        text,
+        width,
+        initial_indent=head,
+        subsequent_indent=" " * len(head),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
     print("\n".join(lines) or head.rstrip())
 
 

@@ -11,7 +11,8 @@ help:  ## this list
 setup:  ## make .venv, or bring it up to date: FRAMEWORKS=torch|tensorflow|torch,tensorflow PYTHON=... HVDTRAIN_MPI=system
 	@tools/setup.sh $(FRAMEWORKS)
 
-demo: setup  ## train ResNet-34 on real handwritten digits with two Horovod ranks: DEMO_ARGS='--framework tensorflow'
+demo:  ## train ResNet-34 on real handwritten digits with two Horovod ranks: DEMO_ARGS='--framework tensorflow'
+	@tools/setup.sh $(if $(findstring tensorflow,$(DEMO_ARGS)),,--demo) $(FRAMEWORKS)
 	. .venv/bin/activate && horovodrun -np 2 -H localhost:2 python -m hvdtrain.resnet --epochs 6 --seed 1 $(DEMO_ARGS)
 
 test: setup  ## run the tests: TEST_ARGS='tests/test_setup.py -k disk'

@@ -162,6 +162,7 @@ class Loop:
             self._check_due = False
         if self._steps_here == 0:
             self._first_step_s = process_age_s()
+            self._say(f"first step     done {self._first_step_s:.1f} s after this process began")
         self._steps_here += 1
         return loss
 

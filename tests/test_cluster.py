@@ -234,17 +234,6 @@ def test_exec_gives_streams_exit_code_folder_and_signals(cluster: Cluster) -> No
 
 
 @pytest.mark.root
-def test_exec_under_sudo_is_the_calling_user_again(cluster: Cluster) -> None:
-    """As sudo calls it: root, with SUDO_USER set."""
-    words = cluster.command("exec", "a", "--", "sh", "-c", "id -un; id -G; echo $HOME; echo $SECRET")
-    nobody = pwd.getpwnam("nobody")
-    done = subprocess.run(
-        words, cwd="/", env=environment({"SUDO_USER": "nobody", "SECRET": "x"}), capture_output=True, text=True
-    )
-    assert done.stdout.splitlines() == ["nobody", str(nobody.pw_gid), nobody.pw_dir, ""], done.stderr
-
-
-@pytest.mark.root
 @pytest.mark.parametrize(
     ("words", "code", "reason"),
     [

@@ -324,8 +324,10 @@ def test_an_mpirun_that_does_not_run(tmp_path: Path) -> None:
 
 def test_without_mpirun_and_ssh(tmp_path: Path) -> None:
     script(tmp_path / "python", f'exec {sys.executable} "$@"')
-    findings = alone("--quick", extra={"PATH": str(tmp_path)})
+    findings = alone("--quick", extra={"PATH": str(tmp_path), "DB_PASS": "hush", "my_credentials": "hush"})
     assert findings.one("mpi")["status"] == "fail" and "no mpirun" in findings.one("mpi")["what"]
+    assert findings.one("secrets")["facts"]["variables"] == ["DB_PASS", "my_credentials"]
+    assert "hush" not in json.dumps(findings.document)
     assert findings.one("packages")["status"] == "ok"
     ssh = alone("--quick", "-H", "elsewhere:1", extra={"PATH": str(tmp_path)}).one("ssh")
     assert ssh["status"] == "fail" and "no ssh program" in ssh["what"]

@@ -12,7 +12,7 @@ from typing import Any
 
 from hvdtrain import exits
 from hvdtrain.cluster import enter, lifecycle, topology, virtual
-from hvdtrain.cluster.commands import run, succeeds
+from hvdtrain.cluster.commands import caller, run, succeeds
 from hvdtrain.cluster.throttle.__main__ import main as throttle
 from hvdtrain.exits import Failure
 
@@ -38,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
 
     def add(name: str, purpose: str, *, dry_run: bool = True) -> argparse.ArgumentParser:
         one = commands.add_parser(name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".")
-        one.add_argument("--name", help="the cluster's name (default: lab, or the only one that is up)")
+        one.add_argument("--name", help="the cluster's name (default: lab, or your only one that is up)")
         if dry_run:
             one.add_argument("--dry-run", action="store_true", help="print the exact commands and change nothing")
         return one
@@ -78,13 +78,13 @@ def limits(cluster: topology.Cluster) -> list[list[str]]:
 
 
 def make(asked: argparse.Namespace) -> int:
-    user = enter.caller()
+    user = caller()
     if asked.topology:
         cluster = topology.from_toml(asked.topology, cluster=asked.name, user=user)
     else:
         cluster = topology.from_names(
             asked.hosts,
-            cluster=asked.name or "lab",
+            cluster="lab" if asked.name is None else asked.name,
             user=user,
             slots=asked.slots,
             cpu_share=asked.cpu_share,
@@ -107,10 +107,7 @@ def make(asked: argparse.Namespace) -> int:
 
 
 def remove(asked: argparse.Namespace) -> int:
-    known = virtual.clusters()
-    if asked.name is None and len(known) > 1:
-        raise Failure(f"several clusters are up ({', '.join(known)}); choose one with --name", exits.USAGE)
-    name = asked.name or (known[0] if known else "lab")
+    name = virtual.choose(asked.name) or "lab"
     there = lifecycle.down(name, dry_run=asked.dry_run)
     said = f"cluster {name} is down" if there else f"nothing of a cluster {name} is there"
     if not asked.dry_run:
@@ -205,13 +202,16 @@ def main(arguments: list[str]) -> int:
         document = status(cluster)
         print(json.dumps(document, indent=2)) if asked.json else show_status(document)
         return exits.OK
+    cluster.host(asked.host)
     if asked.command == "shell":
-        enter.become(cluster, asked.host, [pwd.getpwnam(enter.caller()).pw_shell], dry_run=asked.dry_run)
-        return exits.OK
-    words = asked.words[1:] if asked.words[:1] == ["--"] else asked.words
+        words, kept = [pwd.getpwnam(caller()).pw_shell], []
+    else:
+        words, kept = asked.words[1:] if asked.words[:1] == ["--"] else asked.words, asked.env
     if not words:
         raise Failure("exec needs a command: hvdtrain cluster exec a -- hostname", exits.USAGE)
-    enter.become(cluster, asked.host, words, extra=asked.env, dry_run=asked.dry_run)
+    if os.geteuid() and not asked.dry_run:
+        enter.through_sudo(arguments, kept)
+    enter.become(cluster, asked.host, words, extra=kept, dry_run=asked.dry_run)
     return exits.OK
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import pwd
 import shlex
 import shutil
 import subprocess
 from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from hvdtrain import exits
@@ -29,6 +31,12 @@ PACKAGES = {
     "taskset": "util-linux",
 }
 """Debian's package of each program that this room starts"""
+
+SEARCHED = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+"""Where root looks for programs while it acts for a user"""
+
+SECRETS = ("*SECRET*", "*TOKEN*", "*PASS*", "*PRIVATE*", "*CREDENTIAL*", "*API_KEY*", "*ACCESS_KEY*", "*_JWT")
+"""Variables whose values are nobody else's to read, in small letters or large"""
 
 _DENIED = ("operation not permitted", "permission denied")
 
@@ -95,6 +103,18 @@ def run_all(commands: Iterable[Command], *, dry_run: bool = False) -> None:
             print(show(command))
         else:
             run(command)
+
+
+def caller() -> str:
+    """The user who called: under sudo, whoever called sudo."""
+    if os.geteuid() == 0 and os.environ.get("SUDO_USER"):
+        return os.environ["SUDO_USER"]
+    return pwd.getpwuid(os.geteuid()).pw_name
+
+
+def is_secret(variable: str) -> bool:
+    """Whether a variable of that name is likely to hold a secret."""
+    return any(fnmatchcase(variable.upper(), pattern) for pattern in SECRETS)
 
 
 def need_root(purpose: str) -> None:

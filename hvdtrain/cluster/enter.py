@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from hvdtrain import exits
 from hvdtrain.cluster import virtual
-from hvdtrain.cluster.commands import CHECKOUT, Command, find, show
+from hvdtrain.cluster.commands import CHECKOUT, SEARCHED, Command, caller, find, show
 from hvdtrain.cluster.topology import Cluster
 from hvdtrain.exits import Failure
 
@@ -30,19 +30,12 @@ KEPT = (
 """Variables that a command on a host keeps; nothing else, so that no secret of the caller's shell gets there"""
 
 
-def caller() -> str:
-    """Who called: under sudo, whoever called sudo."""
-    if os.geteuid() == 0 and os.environ.get("SUDO_USER"):
-        return os.environ["SUDO_USER"]
-    return pwd.getpwuid(os.geteuid()).pw_name
-
-
 def environment(inherited: Mapping[str, str], user: pwd.struct_passwd, extra: Sequence[str] = ()) -> dict[str, str]:
     """What the command gets: the allow-list, `extra`, the user's own, and the checkout's .venv if there is one."""
     names = [name for name in inherited if any(fnmatchcase(name, kept) for kept in (*KEPT, *extra))]
     kept = {name: inherited[name] for name in names if not name.startswith("OMPI_COMM_")}
     kept |= {"HOME": user.pw_dir, "USER": user.pw_name, "LOGNAME": user.pw_name, "SHELL": user.pw_shell or "/bin/sh"}
-    kept.setdefault("PATH", "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin")
+    kept.setdefault("PATH", SEARCHED)
     venv = Path(kept.get("VIRTUAL_ENV", CHECKOUT / ".venv"))
     if (venv / "bin" / "python").exists():  # sudo drops what activate has set
         kept["VIRTUAL_ENV"] = str(venv)
@@ -66,30 +59,30 @@ def command(cluster: Cluster, host: str, words: Sequence[str], user: pwd.struct_
 
 
 def become(cluster: Cluster, host: str, words: Sequence[str], *, extra: Sequence[str] = (), dry_run: bool) -> None:
-    """Turns this process into the command. Returns only for a dry run. Raises Failure (2, 69, 77)."""
+    """Turns this process into the command. Returns only for a dry run. Raises Failure (2, 69)."""
     user = pwd.getpwnam(caller())
-    cluster.host(host)
-    full = command(cluster, host, words, user, Path.cwd())
+    kept = environment(os.environ, user, extra)
+    # What decides which programs and libraries are loaded is the user's: it counts once root's rights are dropped.
+    late = {name: kept.pop(name) for name in list(kept) if name == "PATH" or name.startswith("LD_")}
+    full = command(cluster, host, [*(f"{name}={value}" for name, value in late.items()), *words], user, Path.cwd())
     if dry_run:
         print(show(full))
         return
-    if os.geteuid():
-        _through_sudo(sys.argv[1:])
-    kept = environment(os.environ, user, extra)
-    if shutil.which(words[0], path=kept["PATH"]) is None:
-        raise Failure(f"host {host}: no command {words[0]!r} in its PATH ({kept['PATH']})", exits.USAGE)
+    if shutil.which(words[0], path=late["PATH"]) is None:
+        raise Failure(f"host {host}: no command {words[0]!r} in its PATH ({late['PATH']})", exits.USAGE)
     sys.stdout.flush()
-    os.execve(find(full[0]), full, kept)
+    os.execve(find(full[0]), full, {**kept, "PATH": SEARCHED})
 
 
-def _through_sudo(arguments: Sequence[str]) -> NoReturn:
-    """The same command again as root, where sudo asks nothing."""
+def through_sudo(arguments: Sequence[str], extra: Sequence[str] = ()) -> NoReturn:
+    """`tools/cluster.sh ARGUMENTS` as root, where sudo asks nothing. Raises Failure (77) elsewhere."""
     sudo = shutil.which("sudo")
     if sudo is None or subprocess.run([sudo, "-n", "true"], capture_output=True).returncode:
         raise Failure(
             "entering a virtual host needs root: run it with sudo (it changes back to you on the host)",
             exits.NO_PERMISSION,
         )
-    names = [name for name in os.environ if any(fnmatchcase(name, kept) for kept in KEPT) and name != "PATH"]
+    patterns = (*KEPT, *extra)
+    names = [name for name in os.environ if any(fnmatchcase(name, kept) for kept in patterns) and name != "PATH"]
     words = ["sudo", "-n", f"--preserve-env={','.join(names)}", str(CHECKOUT / "tools" / "cluster.sh"), *arguments]
     os.execv(sudo, words)

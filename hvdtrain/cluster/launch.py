@@ -25,7 +25,7 @@ from typing import NoReturn
 
 from hvdtrain import exits
 from hvdtrain.cluster import hosts, nic, quota, throttle, tuning
-from hvdtrain.cluster.commands import Command, run
+from hvdtrain.cluster.commands import Command, is_secret, run
 from hvdtrain.cluster.hosts import Slots
 from hvdtrain.cluster.rates import parse_rate, show_rate
 from hvdtrain.cluster.supervise import Job, lost_host
@@ -44,8 +44,7 @@ FOR_LAUNCHERS = (
     *("HOME", "USER", "LOGNAME", "SHELL", "TERM", "HOSTNAME", "SSH_AUTH_SOCK", "KRB5CCNAME", "SSL_CERT_FILE"),
     *("OMPI_MCA_*", "OMPI_ALLOW_*", "SLURM_*"),
 )
-SURVIVE = ("python3", "-m", "hvdtrain.cluster.survive")
-NEVER = ("*SECRET*", "*TOKEN*", "*PASSWORD*", "*API_KEY*", "HOROVOD_SECRET_KEY")
+SURVIVE = ("python3", "-P", "-m", "hvdtrain.cluster.survive")
 EXAMPLES = """examples:
   launch/mpirun.sh -H a:2,b:2 python -m hvdtrain.resnet --epochs 1
   launch/horovodrun.sh -np 4 --hostfile hostfiles/virtual4.txt python -m hvdtrain.resnet
@@ -233,7 +232,7 @@ def overridden(chosen: Sequence[Setting], options: argparse.Namespace, environme
 
 
 def allowed(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, one) for one in patterns) and not any(fnmatchcase(name, one) for one in NEVER)
+    return any(fnmatchcase(name, one) for one in patterns) and not is_secret(name)
 
 
 def child_environment(plan: Plan, environment: Mapping[str, str]) -> dict[str, str]:

@@ -68,6 +68,12 @@ class Host:
                 parse_rate(rate)
 
 
+def check_cluster_name(name: str) -> None:
+    """Raises Failure (2) for one that could not stand in names of namespaces and folders."""
+    if not re.fullmatch(r"[a-z0-9]{1,8}", name) or name in {"self", "pins"}:
+        raise Failure(f"cluster name {name!r}: give 1 to 8 small letters and digits (not self, pins)", exits.USAGE)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cluster:
     """A virtual cluster: one switch, one network 10.77.0.0/24 of its own, and hosts on it."""
@@ -75,13 +81,10 @@ class Cluster:
     name: str = "lab"
     hosts: tuple[Host, ...]
     user: str = "root"
-    """Who made it: the key that opens its hosts is theirs"""
+    """Who made it, and is let in by ssh: nobody else"""
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"[a-z0-9]{1,8}", self.name) or self.name in {"self", "pins"}:
-            raise Failure(
-                f"cluster name {self.name!r}: give 1 to 8 small letters and digits (not self, pins)", exits.USAGE
-            )
+        check_cluster_name(self.name)
         if not 1 <= len(self.hosts) <= MAX_HOSTS:
             raise Failure(f"{len(self.hosts)} hosts asked for; give 1 to {MAX_HOSTS}: --hosts a,b,c,d", exits.USAGE)
         names = [host.name for host in self.hosts]
@@ -149,7 +152,7 @@ def from_toml(path: Path, *, cluster: str | None, user: str) -> Cluster:
             Host(name=host, **_rates({**defaults, **_host_keys(table, f"{path}: hosts.{host}")}))
             for host, table in tables.items()
         )
-        return Cluster(name=cluster or name, hosts=hosts, user=user)
+        return Cluster(name=name if cluster is None else cluster, hosts=hosts, user=user)
     except Failure as failure:
         raise Failure(f"{path}: {failure}", exits.BAD_CONFIG) from failure
     except TypeError as error:

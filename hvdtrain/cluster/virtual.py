@@ -17,6 +17,7 @@ On disk, under /run/hvdtrain (all gone after `down`, or a reboot):
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import shutil
@@ -24,7 +25,7 @@ from pathlib import Path
 
 from hvdtrain import exits
 from hvdtrain.cluster import topology
-from hvdtrain.cluster.commands import Command
+from hvdtrain.cluster.commands import Command, caller
 from hvdtrain.cluster.topology import Cluster
 from hvdtrain.exits import Failure
 
@@ -45,21 +46,44 @@ def pins(cluster: str, host: str) -> tuple[Path, Path]:
     return PINS / f"{cluster}.{host}.uts", PINS / f"{cluster}.{host}.mnt"
 
 
-def clusters() -> list[str]:
-    """Names of the clusters that are up."""
-    found = STATE.iterdir() if STATE.is_dir() else ()
-    return sorted(path.name for path in found if (path / "cluster.json").is_file())
+def clusters() -> dict[str, Cluster]:
+    """The clusters that are up, whoever's they are, by name."""
+    found = {}
+    for path in sorted(STATE.glob("*/cluster.json")):
+        with contextlib.suppress(FileNotFoundError):  # taken down meanwhile
+            found[path.parent.name] = topology.from_json(json.loads(path.read_text()))
+    return found
+
+
+def choose(name: str | None = None) -> str | None:
+    """That name, or that of the caller's only cluster; None if no cluster is up.
+
+    Raises Failure: 2 if the caller has several, or none where others have some; 77 if the named one is another user's.
+    Root may take any, by its name.
+    """
+    user, owners = caller(), {known: cluster.user for known, cluster in clusters().items()}
+    if name is not None:
+        topology.check_cluster_name(name)
+        if user not in ("root", owners.get(name, user)):
+            raise Failure(f"cluster {name} is {owners[name]}'s; make your own with another --name", exits.NO_PERMISSION)
+        return name
+    mine = [known for known, owner in owners.items() if owner == user]
+    if len(mine) > 1:
+        raise Failure(f"several clusters are up ({', '.join(mine)}); choose one with --name", exits.USAGE)
+    if owners and not mine:
+        others = ", ".join(f"{known} is {owner}'s" for known, owner in owners.items())
+        raise Failure(f"none of the clusters that are up is {user}'s ({others}); choose with --name", exits.USAGE)
+    return mine[0] if mine else None
 
 
 def load(name: str | None = None) -> Cluster:
-    """The cluster of that name, or the only one that is up. Raises Failure (69 none, 2 several)."""
-    known = clusters()
-    if name is None and len(known) > 1:
-        raise Failure(f"several clusters are up ({', '.join(known)}); choose one with --name", exits.USAGE)
-    if not known or (name or known[0]) not in known:
-        what = f"cluster {name} is not up" if name else "no virtual cluster is up"
+    """The cluster that `choose` says. Raises Failure: as `choose`, and 69 if it is not up."""
+    chosen = choose(name)
+    found = clusters().get(chosen or "")
+    if found is None:
+        what = f"cluster {chosen} is not up" if chosen else "no virtual cluster is up"
         raise Failure(f"{what}; make one: sudo hvdtrain cluster up --hosts a,b", exits.UNREACHABLE)
-    return topology.from_json(json.loads((folder(name or known[0]) / "cluster.json").read_text()))
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,15 +229,15 @@ def files(cluster: Cluster) -> dict[Path, str]:
             f"ListenAddress {cluster.address(name)}:22\nHostKey {here}/ssh/host_key\n"
             f"AuthorizedKeysFile {here}/ssh/authorized_keys\nPidFile {here}/hosts/{name}/sshd.pid\n"
             "UsePAM yes\nStrictModes no\nPasswordAuthentication no\nKbdInteractiveAuthentication no\n"
-            "PermitRootLogin prohibit-password\n"
-            f"AllowUsers {' '.join(sorted({'root', cluster.user}))}\nUseDNS no\nMaxStartups 200\nX11Forwarding no\n"
+            f"PermitRootLogin {'prohibit-password' if cluster.user == 'root' else 'no'}\n"
+            f"AllowUsers {cluster.user}\nUseDNS no\nMaxStartups 200\nX11Forwarding no\n"
             "PrintMotd no\nPrintLastLog no\nLogLevel ERROR\n"
         )
     return written
 
 
 def key_commands(cluster: Cluster) -> list[Command]:
-    """One key opens all hosts, and all hosts show one host key: both are made for this cluster only."""
+    """One key opens all hosts to the cluster's user, who alone may read it; all hosts show one host key."""
     ssh = folder(cluster.name) / "ssh"
     made: list[Command] = [
         ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", f"hvdtrain cluster {cluster.name}", "-f", str(ssh / name)]

@@ -94,7 +94,7 @@ def _starts_ranks(process: Process) -> bool:
         command = words[2].split()
         return bool(command) and PurePath(command[0]).name in DAEMONS
     ours = ("launch/mpirun.sh", "launch/horovodrun.sh", "launch/slurm.sbatch", "hvdtrain.cluster.launch")
-    return any(word.endswith(ours) for word in words[:4])
+    return any(word.endswith(ours) for word in words[:6])
 
 
 def _name(pid: int) -> str:

@@ -14,10 +14,10 @@ from hvdtrain.sweep.file import ClusterSpec
 from hvdtrain.sweep.plan import UNLIMITED, Run
 
 SCRIPTS = {
-    "tools/cluster.sh": ["-m", "hvdtrain.cluster"],
-    "tools/throttle.sh": ["-m", "hvdtrain.cluster.throttle"],
-    "launch/mpirun.sh": ["-m", "hvdtrain.cluster.launch", "mpirun"],
-    "launch/horovodrun.sh": ["-m", "hvdtrain.cluster.launch", "horovodrun"],
+    "tools/cluster.sh": ["hvdtrain.cluster"],
+    "tools/throttle.sh": ["hvdtrain.cluster.throttle"],
+    "launch/mpirun.sh": ["hvdtrain.cluster.launch", "mpirun"],
+    "launch/horovodrun.sh": ["hvdtrain.cluster.launch", "horovodrun"],
 }
 """The checkout's scripts, and the modules they stand for"""
 
@@ -25,7 +25,7 @@ SCRIPTS = {
 def script(name: str) -> Command:
     """How it is called from here; where the package is installed without its checkout, by its module."""
     if not (CHECKOUT / name).is_file():
-        return [sys.executable, *SCRIPTS[name]]
+        return [sys.executable, "-P", "-m", *SCRIPTS[name]]  # -P: nothing is imported from the current folder, as root
     return [name if Path.cwd() == CHECKOUT else str(CHECKOUT / name)]
 
 

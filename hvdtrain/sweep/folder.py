@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain import exits, records
-from hvdtrain.cluster import enter
+from hvdtrain.cluster.commands import caller
 from hvdtrain.exits import Failure
 from hvdtrain.sweep.plan import UNLIMITED, Run
 from hvdtrain.sweep.preview import MONITORS, Preview
@@ -123,7 +123,7 @@ def make(folder: Path, point: records.Point) -> None:
         for path in made:
             path.mkdir(exist_ok=True)
         records.write_document(folder / "point.json", records.as_json(point))
-        user = pwd.getpwnam(enter.caller())
+        user = pwd.getpwnam(caller())
         if user.pw_uid != os.geteuid():  # under sudo the hosts run as whoever called it
             for path in (*made, folder / "point.json"):
                 os.chown(path, user.pw_uid, user.pw_gid)

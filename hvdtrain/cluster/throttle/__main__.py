@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from hvdtrain import exits
 from hvdtrain.cluster import nic, virtual
-from hvdtrain.cluster.commands import CHECKOUT, find, run, show, succeeds
+from hvdtrain.cluster.commands import CHECKOUT, caller, find, run, show, succeeds
 from hvdtrain.cluster.rates import show_rate
 from hvdtrain.cluster.throttle import links, qdisc, watchdog
 from hvdtrain.cluster.throttle.links import Link
@@ -226,9 +226,10 @@ def _stores(options: argparse.Namespace) -> list[tuple[Store, set[str] | None]]:
         store, found = places(options)
         keys = {place.key for place in found} if options.dev or options.host else None
         return [(store, keys)] if store.path.exists() else []
-    there = reachable()
+    known, user = virtual.clusters(), caller()
+    there = [name for name in reachable() if known[name].user == user]  # another's are named, or left alone
     throttled = [name for name in there if Store(virtual.folder(name)).path.exists()]
-    if throttled and len(there) > 1:  # the one that is throttled may be somebody else's
+    if throttled and len(there) > 1:
         raise Failure(f"several clusters are up ({', '.join(there)}); choose one with --name", exits.USAGE)
     stores = [Store(virtual.SELF), *(Store(virtual.folder(name)) for name in throttled)]
     return [(store, None) for store in stores if store.path.exists()]

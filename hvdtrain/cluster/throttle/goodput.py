@@ -25,9 +25,9 @@ from typing import Any
 
 from hvdtrain import exits
 from hvdtrain.cluster import nic, virtual
-from hvdtrain.cluster.commands import CHECKOUT, Command, find, run, show
+from hvdtrain.cluster.commands import Command, find, run, show
 from hvdtrain.cluster.rates import FRAME_BYTES, PAYLOAD_BYTES, goodput_one_way, show_rate
-from hvdtrain.cluster.throttle import qdisc, watchdog
+from hvdtrain.cluster.throttle import messages, qdisc, watchdog
 from hvdtrain.cluster.throttle.links import Link
 from hvdtrain.cluster.throttle.request import reachable
 from hvdtrain.cluster.throttle.watchdog import Store
@@ -166,7 +166,7 @@ def least_s(size_bytes: int, rate_bit_s: int, burst_bytes: int) -> float:
 def message_times(route: Route) -> list[float]:
     """Seconds for each of MESSAGES_BYTES along the route."""
     port = random.randint(20_000, 32_000)
-    python = ["env", f"PYTHONPATH={CHECKOUT}", sys.executable, "-B", "-m", "hvdtrain.cluster.throttle.messages"]
+    python = [sys.executable, "-I", "-B", messages.__file__]
     with _server([*route.receiver, *python, "receive", str(port)], b"listening"):
         sizes = [str(size) for size in MESSAGES_BYTES]
         return [float(word) for word in run([*route.sender, *python, "send", route.address, str(port), *sizes]).split()]
@@ -313,7 +313,7 @@ def show_all(options: argparse.Namespace) -> int:
     rows = []
     for cluster in reachable() if not options.dev else []:
         if options.name in {None, cluster}:
-            for host in virtual.load(cluster).hosts:
+            for host in virtual.clusters()[cluster].hosts:
                 if not options.host or host.name in options.host.split(","):
                     rows.append(_row(Store(virtual.folder(cluster)), cluster, host.name))
     if not options.name and not options.host and (options.dev or Store(virtual.SELF).path.exists()):
@@ -337,9 +337,8 @@ def _row(store: Store, cluster: str | None, host: str, dev: str | None = None) -
         about = None
     known = [link for link in store.links().values() if (link.host == host if cluster else about)]
     if cluster:
-        queues = [
-            (one.direction, one.netns, one.dev) for one in virtual.links(virtual.load(cluster)) if one.host == host
-        ]
+        links = virtual.links(virtual.clusters()[cluster])
+        queues = [(one.direction, one.netns, one.dev) for one in links if one.host == host]
     else:
         queues = [(link.direction, link.netns, link.ifb or link.dev) for link in known]  # type: ignore[misc]
     set_now: dict[str, float | None] = {"up_mbit": None, "down_mbit": None}

@@ -1,7 +1,9 @@
 """Times short messages over TCP: one end takes them, the other sends one after a pause and waits for the answer.
 
-python -m hvdtrain.cluster.throttle.messages receive PORT
-python -m hvdtrain.cluster.throttle.messages send ADDRESS PORT BYTES...      prints the seconds each took
+python -I messages.py receive PORT
+python -I messages.py send ADDRESS PORT BYTES...      prints the seconds each took
+
+Run by its path, not with -m, which would import from the current folder, as root. Standard library only.
 """
 
 from __future__ import annotations

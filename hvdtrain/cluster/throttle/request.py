@@ -125,7 +125,7 @@ def shapes(options: argparse.Namespace) -> dict[str, Shape | None]:
 
 def reachable() -> list[str]:
     """The virtual clusters that are up and whose links this process sees; none of them from inside a virtual host."""
-    return [name for name in virtual.clusters() if Path(f"/run/netns/{virtual.load(name).switch}").exists()]
+    return [name for name, one in virtual.clusters().items() if Path(f"/run/netns/{one.switch}").exists()]
 
 
 def places(options: argparse.Namespace) -> tuple[Store, list[Place]]:
@@ -158,7 +158,10 @@ def places(options: argparse.Namespace) -> tuple[Store, list[Place]]:
 
 
 def check(options: argparse.Namespace, verb: str) -> None:
-    """Options that do not go together are refused: one that is ignored would mislead."""
+    """Empty options, and those that do not go together, are refused: one that is ignored would mislead."""
+    for name in ("name", "host", "dev", "hosts", "peer"):
+        if getattr(options, name) == "":
+            raise Failure(f"--{name} is empty; leave it out or say which", exits.USAGE)
     if options.hosts and options.hostfile:
         raise Failure("give --hosts or --hostfile, not both", exits.USAGE)
     if (options.hosts or options.hostfile) and not options.dev:

@@ -1,0 +1,199 @@
+"""A normal user's virtual cluster on a machine that others use too: real accounts, real sudo, real sshd."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, environment
+
+pytestmark = [pytest.mark.root, pytest.mark.skipif(shutil.which("sudo") is None, reason="needs sudo")]
+PYTHON = "/usr/bin/python3"  # what any user may run; this environment's may lie in root's home
+
+
+class User:
+    """An account with a home of its own, and the checkout's code in it."""
+
+    def __init__(self, name: str, home: Path) -> None:
+        self.name, self.home = name, home
+
+    def run(self, *words: str, cwd: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+        """A command as this user, from a login's environment and `variables`."""
+        plain = {"HOME": str(self.home), "PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", **variables}
+        return subprocess.run(
+            ["setpriv", f"--reuid={self.name}", f"--regid={self.name}", "--init-groups", "--", *words],
+            cwd=cwd or self.home / "hvdtrain", env=plain, capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+
+    def cluster(self, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        """`hvdtrain cluster WORDS`."""
+        return self.run(PYTHON, "-m", "hvdtrain.cli", "cluster", *words, **variables)
+
+
+def account(folder: Path) -> User:
+    """A new account that may call sudo without a password."""
+    name = f"hvd{secrets.token_hex(4)}"
+    home = folder / name
+    subprocess.run(["useradd", "--home-dir", home, "--shell", "/bin/sh", name], check=True)
+    for part in ("hvdtrain", "tools"):
+        shutil.copytree(ROOT / part, home / "hvdtrain" / part, ignore=shutil.ignore_patterns("__pycache__"))
+    subprocess.run(["chown", "-R", f"{name}:", home], check=True)
+    allowed = Path("/etc/sudoers.d", name)
+    allowed.write_text(f"{name} ALL=(ALL) NOPASSWD: ALL\n")
+    allowed.chmod(0o440)
+    return User(name, home)
+
+
+@pytest.fixture(scope="module")
+def users() -> Iterator[tuple[User, User]]:
+    """Alice and Bob, gone after the tests with all that was theirs."""
+    folder = Path(tempfile.mkdtemp(prefix="hvdtrain-users-"))
+    folder.chmod(0o755)
+    made: list[User] = []
+    try:
+        made += [account(folder), account(folder)]
+        yield made[0], made[1]
+    finally:
+        for user in made:
+            Path("/etc/sudoers.d", user.name).unlink(missing_ok=True)
+            subprocess.run(["userdel", user.name], check=True, capture_output=True)
+        shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def lab(users: tuple[User, User]) -> Iterator[str]:
+    """The name of a cluster of Alice's, with hosts a and b."""
+    alice, _ = users
+    name = f"t{secrets.token_hex(3)}"
+    done = alice.run("sudo", "-n", "tools/cluster.sh", "up", "--name", name, "--hosts", "a,b")
+    assert done.returncode == 0, done.stderr
+    try:
+        yield name
+    finally:
+        assert alice.run("sudo", "-n", "tools/cluster.sh", "down", "--name", name).returncode == 0
+
+
+def test_hvdtrain_cluster_exec_is_the_user_on_the_host(users: tuple[User, User], lab: str) -> None:
+    """Through sudo and back, by the command that users type; what --env names comes along, other variables do not."""
+    alice, _ = users
+    script = "hostname; id -un; id -G; pwd; echo $HOME $MINE $OTHER; ssh b id -un"
+    done = alice.cluster("exec", "--env", "MINE", "a", "--", "sh", "-c", script, MINE="1", OTHER="2")
+    groups = alice.run("id", "-G").stdout.strip()
+    expected = ["a", alice.name, groups, str(alice.home / "hvdtrain"), f"{alice.home} 1", alice.name]
+    assert done.stdout.splitlines() == expected, done.stderr
+
+
+@pytest.mark.parametrize("account", ["root", "bob"])
+def test_a_clusters_sshd_lets_in_its_user_alone(users: tuple[User, User], lab: str, account: str) -> None:
+    alice, bob = users
+    name = {"root": "root", "bob": bob.name}[account]
+    done = alice.cluster("exec", "a", "--", "ssh", "-o", "BatchMode=yes", f"{name}@b", "id")
+    assert (done.returncode, done.stdout) == (255, "")
+    assert "Permission denied" in done.stderr
+    key = f"/run/hvdtrain/{lab}/ssh/key"
+    assert alice.run("cat", key).stdout.startswith("-----BEGIN OPENSSH PRIVATE KEY")
+    assert bob.run("cat", key).returncode == 1
+
+
+def test_another_users_cluster_is_not_taken(users: tuple[User, User], lab: str) -> None:
+    alice, bob = users
+    for words in (["exec", "a", "--", "true"], ["down"], ["hostfile"], ["status"]):
+        for how, code, said in (([], 2, f"{lab} is {alice.name}'s"), (["--name", lab], 77, f"is {alice.name}'s")):
+            done = bob.run("sudo", "-n", "tools/cluster.sh", words[0], *how, *words[1:])
+            assert (done.returncode, done.stdout) == (code, ""), (words, how, done.stderr)
+            assert said in done.stderr and done.stderr.count("\n") == 1
+    done = bob.run("sudo", "-n", "tools/throttle.sh", "10mbit")
+    assert (done.returncode, f"{lab} is {alice.name}'s" in done.stderr) == (2, True), done.stderr
+    assert "nothing was throttled" in bob.run("sudo", "-n", "tools/throttle.sh", "clear").stderr
+    assert alice.run("tools/throttle.sh", "10mbit").returncode == 0  # by herself, through sudo
+    assert "nothing was throttled" in bob.run("sudo", "-n", "tools/throttle.sh", "clear").stderr
+    assert "put back" in alice.run("tools/throttle.sh", "clear").stderr
+
+
+def test_no_name_is_not_any_name(users: tuple[User, User], lab: str) -> None:
+    alice, _ = users
+    for tool, words in (
+        ("cluster", ["exec", "--name", "", "a", "--", "true"]),
+        ("cluster", ["down", "--name", ""]),
+        ("cluster", ["up", "--name", "", "--hosts", "a"]),
+        ("throttle", ["clear", "--name", ""]),
+        ("throttle", ["10mbit", "--host", ""]),
+        ("throttle", ["10mbit", "--dev", ""]),
+    ):
+        done = alice.run("sudo", "-n", f"tools/{tool}.sh", *words)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), (words, done.stderr)
+    assert alice.cluster("exec", "a", "--", "true").returncode == 0
+
+
+def test_nothing_is_imported_from_the_callers_folder_or_path(users: tuple[User, User], lab: str) -> None:
+    """A module beside the caller, or in PYTHONPATH, called as one that we import, is never run."""
+    alice, _ = users
+    trap, sprung = alice.home / "trap", alice.home / "sprung"
+    trap.mkdir()
+    for module in ("argparse", "json", "socket", "typing", "sitecustomize", "runpy"):
+        (trap / f"{module}.py").write_text(f"import os\nos.open({str(sprung)!r}, os.O_CREAT)\n")
+    scripts = [[str(alice.home / "hvdtrain" / "tools" / f"{name}.sh")] for name in ("cluster", "throttle")]
+    told = [["status"], ["exec", "a", "--", "true"], ["show"], ["10mbit"], ["verify", "--seconds", "1"], ["clear"]]
+    for words in told:
+        script = scripts[words[0] not in ("status", "exec")]
+        for how in ({}, {"PYTHONPATH": str(trap)}):
+            sudo = ["sudo", "-n", *(f"{name}={value}" for name, value in how.items())]
+            alice.run(*sudo, *script, *words, cwd=trap)
+            assert not sprung.exists(), (words, how)
+    alice.run(*scripts[0], "exec", "a", "--", "true", cwd=trap, PYTHONPATH=str(trap))  # which calls sudo itself
+    assert not sprung.exists()
+    shutil.rmtree(trap)
+
+
+def test_launchers_import_nothing_from_the_callers_folder_or_path(tmp_path: Path) -> None:
+    sprung = tmp_path / "sprung"
+    for module in ("argparse", "json", "socket", "typing", "sitecustomize", "runpy"):
+        (tmp_path / f"{module}.py").write_text(f"import os\nos.open({str(sprung)!r}, os.O_CREAT)\n")
+    for launcher in ("mpirun", "horovodrun"):
+        done = subprocess.run(
+            [ROOT / f"launch/{launcher}.sh", "--dry-run", "-H", "localhost:2", "true"],
+            cwd=tmp_path, env=environment({"PYTHONPATH": str(tmp_path)}), capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert not sprung.exists()
+
+
+def test_root_acts_for_a_user_with_roots_own_programs(users: tuple[User, User], lab: str) -> None:
+    """What a user puts first in PATH or the library path counts only after root's rights are gone."""
+    alice, _ = users
+    trap, seen = alice.home / "bin", alice.home / "seen"
+    trap.mkdir()
+    for program in ("sh", "nsenter", "setpriv", "env"):
+        (trap / program).write_text(f"#!/bin/dash\n/usr/bin/id -u >>{seen}\n")
+        (trap / program).chmod(0o755)
+    (trap / "python").touch(mode=0o755)  # so that it counts as an environment's folder
+    alice.run("sudo", "-n", f"VIRTUAL_ENV={alice.home}", "tools/cluster.sh", "exec", "a", "--", "sh", "-c", "true")
+    assert seen.read_text() == alice.run("id", "-u").stdout
+    shutil.rmtree(trap)
+
+
+SCAN = """
+import pathlib, sys
+found = False
+for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+    try:
+        found |= "".join(sys.argv[1:]).encode() in path.read_bytes()
+    except OSError:
+        pass
+print(found)
+"""
+
+
+@pytest.mark.parametrize(("launcher", "shown"), [("horovodrun -np 1", True), ("launch/horovodrun.sh", False)])
+def test_secrets_of_the_environment_on_command_lines(launcher: str, shown: bool) -> None:
+    """On Gloo, Horovod's own launcher writes the whole environment there; ours leaves secrets out."""
+    done = subprocess.run(
+        [*launcher.split(), "--gloo", "-H", "localhost:1", "python", "-c", SCAN, "hush", "money"],
+        cwd=ROOT, env=environment({"HVDTRAIN_PASS": "hushmoney"}), capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert f"{shown}\n" in done.stdout, done.stderr

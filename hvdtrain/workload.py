@@ -13,6 +13,7 @@ from hvdtrain.arrays_file import Arrays
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import Parts
 from hvdtrain.data.loader import Loader
+from hvdtrain.exits import Failure
 from hvdtrain.frameworks import Replica
 from hvdtrain.loop import Judge, Loop
 from hvdtrain.strategies import Strategy
@@ -107,14 +108,22 @@ def connect(
     threads: int,
     shapes: Sequence[tuple[int, ...]],
 ) -> Job:
-    """Connects the ranks, to train parameters of these `shapes`. Collective."""
+    """Connects the ranks, to train parameters of these `shapes`. Collective. Raises Failure (78) if the strategy does
+    not go with the launcher."""
+    carrier = strategies.chosen(config)[0].carrier
+    if carrier == "horovod" and place.launcher == "torchrun":
+        others = [name for name, one in strategies.SCHEDULES.items() if one.carrier != "horovod"]
+        raise Failure(
+            f"--strategy {config.strategy} is Horovod's, whose ranks torchrun cannot connect: add --strategy native "
+            f"(or {', '.join([*strategies.REDUCERS, *others[1:]])}), or start it with mpirun or horovodrun",
+            exits.BAD_CONFIG,
+        )
     os.environ["OMP_NUM_THREADS"] = str(threads)  # read when a framework is first imported
     if config.framework == "torch":
         from hvdtrain.frameworks.pytorch import prepare
     else:
         from hvdtrain.frameworks.tensorflow import prepare
     device = prepare(config.device, place.local_rank, threads, one_each=config.strategy == "hybrid")
-    carrier = strategies.chosen(config)[0].carrier
     ranks = world.World(config.framework, gpu=device != "cpu", carrier=carrier, timeline=config.horovod_timeline)
     strategy = strategies.make(config, ranks, shapes)
     return Job(config=config, ranks=ranks, strategy=strategy, device=device, threads=threads)

@@ -2,9 +2,9 @@
 
 A program joins the world once. Under horovodrun, mpirun or srun it becomes one of several ranks, which Horovod
 connects; started alone it is rank 0 of 1 and Horovod is not even imported. For a native strategy the framework's own
-collectives connect them, for one made for slow networks TCP streams, and no Horovod runs. Collectives here are for
-small things (counts, checksums, messages); `torch` and `tensorflow` are what replicas need in a training step,
-`servers` what a strategy with parameter servers needs.
+collectives connect them, for one made for slow networks TCP streams, and no Horovod runs; torchrun starts ranks for
+these alone. Collectives here are for small things (counts, checksums, messages); `torch` and `tensorflow` are what
+replicas need in a training step, `servers` what a strategy with parameter servers needs.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Place:
     """A rank's place as its launcher's environment variables tell it, known before anything is imported."""
 
     launcher: str
-    """alone, horovodrun, mpirun or srun"""
+    """alone, torchrun, horovodrun, mpirun or srun"""
     rank: int = 0
     size: int = 1
     local_rank: int = 0
@@ -64,22 +64,23 @@ class Place:
 
 
 # launcher, then the variables of rank, size, local rank, local size
-LAUNCHERS = [
-    (
-        "mpirun",
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
+LAUNCHERS: list[tuple[str, ...]] = [
+    ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    ("mpirun", *(f"OMPI_COMM_WORLD_{what}" for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
     ("horovodrun", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
     ("srun", "PMIX_RANK", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
 ]
 
 
 def place(environment: Mapping[str, str] = os.environ) -> Place:
-    """This process's place. horovodrun on MPI starts mpirun and so appears as mpirun."""
-    for launcher, rank, size, local_rank, local_size in LAUNCHERS:
+    """This process's place. horovodrun on MPI starts mpirun and so appears as mpirun.
+
+    torchrun, which mpirun or srun may have started, counts if it tells of itself: others set RANK too.
+    """
+    torchrun = "TORCHELASTIC_RUN_ID" in environment
+    if torchrun and environment.get("WORLD_SIZE") == "1":
+        return Place(launcher="alone")
+    for launcher, rank, size, local_rank, local_size in LAUNCHERS[not torchrun :]:
         if rank in environment and size in environment:
             return Place(
                 launcher=launcher,
@@ -100,12 +101,23 @@ def tasks_here(environment: Mapping[str, str]) -> int:
     return counts[min(int(environment.get("SLURM_NODEID", 0)), len(counts) - 1)]
 
 
-def separate_programs(environment: Mapping[str, str] = os.environ) -> str | None:
-    """What is wrong if Slurm started several tasks that do not know of each other, None if all is well."""
-    tasks = int(environment.get("SLURM_STEP_NUM_TASKS", 1))
-    if tasks == 1 or place(environment).launcher != "alone":
-        return None
-    return f"srun started {tasks} separate programs, not {tasks} ranks: add --mpi=pmix, or sbatch launch/slurm.sbatch"
+# how many programs, and which of them this is, by starters that connect no ranks for us; what to do
+SEPARATE = [
+    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "by srun", "add --mpi=pmix, or sbatch launch/slurm.sbatch"),
+    ("PMI_SIZE", "PMI_RANK", "by PMI, as MPICH's mpiexec does", "use Open MPI's mpirun, horovodrun or torchrun"),
+    ("WORLD_SIZE", "RANK", "with WORLD_SIZE and RANK", "use torchrun, mpirun or horovodrun, or unset WORLD_SIZE"),
+]
+
+
+def separate_programs(environment: Mapping[str, str] = os.environ) -> tuple[str, bool] | None:
+    """What is wrong if several programs were started that do not know of each other, and whether this is the one to
+    say it; None if all is well."""
+    for size, rank, starter, advice in SEPARATE:
+        count = environment.get(size, "1")
+        if rank in environment and count != "1" and place(environment).launcher == "alone":
+            what = f"{count} separate programs were started {starter}, not {count} ranks: {advice}"
+            return what, environment[rank] == "0"
+    return None
 
 
 def threads_per_rank(asked: int, where: Place, environment: Mapping[str, str] = os.environ) -> int:
@@ -345,8 +357,9 @@ def run(program: Callable[[StopSignal], int], *, debug: bool) -> None:
     that only lost its peer stays silent unless its launcher leaves it alive.
     """
     if problem := separate_programs():
-        if os.environ.get("SLURM_PROCID") == "0":
-            print(f"hvdtrain: {problem}", file=sys.stderr, flush=True)
+        what, first = problem
+        if first:
+            print(f"hvdtrain: {what}", file=sys.stderr, flush=True)
         raise SystemExit(exits.USAGE)
     stop = StopSignal()
     where = place()

@@ -139,6 +139,7 @@ def command(ranks: int, arguments: list[str], launcher: str = "mpirun") -> list[
         "mpirun": ["mpirun", "-np", str(ranks), "--bind-to", "none", "--oversubscribe"],
         "horovodrun": ["horovodrun", "-np", str(ranks), "-H", f"localhost:{ranks}"],
         "horovodrun --hostfile": ["horovodrun", "-np", str(ranks), "--hostfile", f"hostfiles/local{ranks}.txt"],
+        "torchrun": ["torchrun", "--standalone", "--no-python", "--nproc-per-node", str(ranks)],
         "horovodrun --gloo": ["horovodrun", "--gloo", "-np", str(ranks), "-H", f"localhost:{ranks}"],
     }
     return [*start[launcher], *python]

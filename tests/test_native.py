@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PROGRAMS, Cluster, document, launch, resnet
+from conftest import PROGRAMS, ROOT, Cluster, document, environment, launch, resnet
 from test_ranks import numpy_training
 from test_resnet_train import newest_arrays, read_run, started, wait_for_steps
 
@@ -48,7 +49,7 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]
 
 @pytest.mark.parametrize(
     ("framework", "ranks", "launcher"),
-    [("torch", 0, ""), ("torch", 3, "horovodrun --gloo"), ("tensorflow", 0, ""), ("tensorflow", 3, "mpirun")],
+    [("torch", 0, ""), ("torch", 3, "torchrun"), ("tensorflow", 0, ""), ("tensorflow", 3, "mpirun")],
 )
 def test_uneven_ranks_train_as_one_process_on_all_samples(framework: str, ranks: int, launcher: str) -> None:
     report = document(launch(ranks, [str(PROGRAMS / "exchange.py"), framework, '{"strategy": "native"}'], launcher))
@@ -131,7 +132,7 @@ def test_a_rank_that_raises_ends_the_job_and_its_peers_stay_silent() -> None:
     assert "ZeroDivisionError: the cause" in output
 
 
-@pytest.mark.parametrize(("framework", "launcher"), [("torch", "mpirun"), ("tensorflow", "horovodrun --gloo")])
+@pytest.mark.parametrize(("framework", "launcher"), [("torch", "torchrun"), ("tensorflow", "horovodrun --gloo")])
 def test_a_killed_rank_ends_the_job_within_seconds(framework: str, launcher: str, tmp_path: Path) -> None:
     died = tmp_path / "died"
     done = launch(2, [str(PROGRAMS / "native_failing.py"), framework, str(died)], launcher)
@@ -142,6 +143,28 @@ def test_a_killed_rank_ends_the_job_within_seconds(framework: str, launcher: str
     assert output.count("hvdtrain: ") == 1
     assert "rank 1 on " in output
     assert "died without a word" in output
+
+
+def test_ranks_that_torchrun_starts_again_meet_beside_what_the_first_left_in_its_store() -> None:
+    words = ["torchrun", "--nproc-per-node=2", "--max-restarts=1", f"--master-port={free_port()}"]
+    done = subprocess.run(
+        [*words, str(PROGRAMS / "torchrun_restarted.py")], env=environment(), cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    told = [json.loads(line)["told"] for line in done.stdout.splitlines()]
+    assert told == [[[0, start], [1, start]] for start in ("0", "1")]
+
+
+def free_port() -> int:
+    with reserved_port(24_000) as one:
+        return int(one.getsockname()[1])
+
+
+def test_horovods_own_strategy_under_torchrun_says_what_to_take(tmp_path: Path) -> None:
+    done = resnet(2, "--run-dir", str(tmp_path / "run"), *CALM, launcher="torchrun")
+    (line,) = [line for line in done.stderr.splitlines() if "hvdtrain: " in line]
+    assert "--strategy native (or hierarchical, " in line and "mpirun or horovodrun" in line
+    assert done.returncode != 0 and not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from conftest import PROGRAMS, document, launch
 
+from hvdtrain import world
+
 FRAMEWORKS = ("torch", "tensorflow")
 
 
@@ -74,3 +76,47 @@ def test_a_failure_of_one_rank_is_one_line_with_its_rank() -> None:
     assert "rank 1" in lines[0]
     assert lines[0].endswith("photo.jpg: truncated; remove it")
     assert "Traceback" not in done.stderr
+
+
+PMI = {"PMI_RANK": "0", "PMI_SIZE": "2"}
+BY_HAND = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+TORCHRUN = {**BY_HAND, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
+MPIRUN = {f"OMPI_COMM_WORLD_{what}": "0" for what in ("RANK", "LOCAL_RANK")}
+MPIRUN |= {f"OMPI_COMM_WORLD_{what}": "3" for what in ("SIZE", "LOCAL_SIZE")}
+
+
+@pytest.mark.parametrize(
+    ("environment", "launcher", "rank", "size"),
+    [
+        ({}, "alone", 0, 1),
+        (MPIRUN | BY_HAND, "mpirun", 0, 3),  # a batch system's variables, and mpirun within
+        (MPIRUN | TORCHRUN, "torchrun", 1, 2),  # mpirun started torchrun
+        (TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1"}, "alone", 0, 1),
+    ],
+)
+def test_the_launcher_next_to_the_rank_counts(environment: dict[str, str], launcher: str, rank: int, size: int) -> None:
+    where = world.place(environment)
+    assert (where.launcher, where.rank, where.size) == (launcher, rank, size)
+    assert world.separate_programs(environment) is None
+
+
+@pytest.mark.parametrize(
+    ("environment", "speaks", "said"),
+    [
+        (PMI, True, "by PMI, as MPICH's mpiexec does, not 2 ranks: use Open MPI's mpirun"),
+        (PMI | {"PMI_RANK": "1"}, False, "by PMI"),
+        (BY_HAND, False, "with WORLD_SIZE and RANK, not 2 ranks: use torchrun"),
+        (PMI | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}, True, "add --mpi=pmix"),
+    ],
+)
+def test_programs_that_do_not_know_of_each_other_are_refused_by_the_first(
+    environment: dict[str, str], speaks: bool, said: str
+) -> None:
+    problem = world.separate_programs(environment)
+    assert problem is not None
+    assert said in problem[0] and problem[1] is speaks
+
+
+def test_programs_started_by_pmi_end_with_a_usage_error() -> None:
+    done = launch(0, ["-m", "hvdtrain.resnet"], extra=PMI)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr

@@ -1,13 +1,16 @@
-"""How ranks find each other when no Horovod runs: through MPI, or through horovodrun's own key-value store.
+"""How ranks find each other when no Horovod runs: through MPI, or through the launcher's own key-value store.
 
 Native strategies bring their own collectives, but someone must tell all ranks where rank 0 listens. mpirun, srun and
 `horovodrun --mpi` start MPI programs, and there MPI carries these few bytes; once they are told it sends nothing more.
-`horovodrun --gloo` serves a small key-value store over HTTP to its ranks, which Horovod uses for the same purpose.
+`horovodrun --gloo` serves a small key-value store over HTTP to its ranks, which Horovod uses for the same purpose;
+torchrun serves PyTorch's TCPStore, which PyTorch uses so.
 """
 
 from __future__ import annotations
 
+import datetime
 import os
+import secrets
 import socket
 import time
 import urllib.error
@@ -31,7 +34,9 @@ def meet(launcher: str, rank: int, size: int, local_rank: int, local_size: int) 
     if launcher == "alone":
         return Alone()
     if launcher == "horovodrun":
-        return StoreMeeting(rank, size, local_rank, local_size)
+        return HorovodrunMeeting(rank, size, local_rank, local_size)
+    if launcher == "torchrun":
+        return TorchrunMeeting(rank, size, local_rank, local_size)
     return MPIMeeting(local_rank, local_size)
 
 
@@ -61,47 +66,126 @@ class MPIMeeting:
 
 
 class StoreMeeting:
-    """horovodrun's key-value store: PUT and GET of /scope/key, 404 while there is no value."""
+    """Ranks that share a key-value store: each puts what it has there, and looks for the others' until it is there."""
+
+    def __init__(self, rank: int, size: int, local_rank: int, local_size: int, store: str) -> None:
+        """`store`: whose it is and where, for people."""
+        self.rank, self.size = rank, size
+        self.local_rank, self.local_size = local_rank, local_size
+        self._name, self._scope, self._meetings = store, "hvdtrain", 0
+
+    def _put(self, key: str, value: bytes) -> None:
+        raise NotImplementedError
+
+    def _found(self, key: str) -> bytes | None:
+        """The value, None while there is none."""
+        raise NotImplementedError
+
+    def gather(self, mine: bytes) -> list[bytes]:
+        scope = f"{self._scope}.{self._meetings}"
+        self._meetings += 1
+        try:
+            self._put(f"{scope}/{self.rank}", mine)
+            return [self._value(f"{scope}/{rank}", f"rank {rank}") for rank in range(self.size)]
+        except (OSError, RuntimeError) as error:  # PyTorch's are RuntimeError
+            raise self._unreachable(error) from error
+
+    def _value(self, key: str, whose: str) -> bytes:
+        deadline = time.monotonic() + PATIENCE_S
+        while (value := self._found(key)) is None:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"nothing from {whose} for {PATIENCE_S:g} s")
+            time.sleep(POLL_S)
+        return value
+
+    def _unreachable(self, error: Exception) -> Failure:
+        reason = str(error).splitlines()[0]
+        return Failure(
+            f"{self._name} does not answer ({reason}); check that its host can be reached from the others",
+            exits.UNREACHABLE,
+        )
+
+    def leave(self) -> None:
+        pass
+
+
+class HorovodrunMeeting(StoreMeeting):
+    """horovodrun's store: PUT and GET of /scope/key, 404 while there is no value."""
 
     def __init__(
         self, rank: int, size: int, local_rank: int, local_size: int, environment: Mapping[str, str] = os.environ
     ) -> None:
-        self.rank, self.size = rank, size
-        self.local_rank, self.local_size = local_rank, local_size
         host, port = (environment[f"HOROVOD_GLOO_RENDEZVOUS_{part}"] for part in ("ADDR", "PORT"))
-        self._store = f"http://{host}:{port}/hvdtrain"
+        self._address = f"http://{host}:{port}"
+        super().__init__(rank, size, local_rank, local_size, f"horovodrun's store at {self._address}")
         self._open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
-        self._meetings = 0
 
-    def gather(self, mine: bytes) -> list[bytes]:
-        scope = f"{self._store}.{self._meetings}"
-        self._meetings += 1
+    def _put(self, key: str, value: bytes) -> None:
+        request = urllib.request.Request(f"{self._address}/{key}", data=value, method="PUT")
+        self._open(request, timeout=PATIENCE_S).close()
+
+    def _found(self, key: str) -> bytes | None:
         try:
-            self._open(
-                urllib.request.Request(f"{scope}/{self.rank}", data=mine, method="PUT"), timeout=PATIENCE_S
-            ).close()
-            return [self._value(f"{scope}/{rank}", rank) for rank in range(self.size)]
-        except OSError as error:
+            with self._open(f"{self._address}/{key}", timeout=PATIENCE_S) as answer:
+                value: bytes = answer.read()
+                return value
+        except urllib.error.HTTPError as error:
+            if error.code != 404:
+                raise
+            return None
+
+
+class TorchrunMeeting(StoreMeeting):
+    """torchrun's store, PyTorch's TCPStore. It outlives a restart of the ranks (--max-restarts, or a host that joins),
+    and then still holds what the ranks before have put there; so rank 0 gives each start a name of its own."""
+
+    def __init__(
+        self, rank: int, size: int, local_rank: int, local_size: int, environment: Mapping[str, str] = os.environ
+    ) -> None:
+        host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+        super().__init__(rank, size, local_rank, local_size, f"torchrun's store at {host}:{port}")
+        try:
+            from torch.distributed import TCPStore
+        except ImportError as error:
             raise Failure(
-                f"horovodrun's store at {self._store.rpartition('/')[0]} does not answer ({error}); check that the "
-                "host that runs horovodrun can be reached from the others",
+                f"{error}; ranks of torchrun meet in its store, for which they need PyTorch: run `make setup`, or "
+                "start them with horovodrun or mpirun",
                 exits.UNREACHABLE,
             ) from error
+        # TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 leaves it to rank 0.
+        serves = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        patience = datetime.timedelta(seconds=PATIENCE_S)
+        try:
+            self._store: Any = TCPStore(host, port, is_master=serves, wait_for_workers=False, timeout=patience)
+            self._scope += f".{self._this_start()}"
+        except (OSError, RuntimeError) as error:
+            raise self._unreachable(error) from error
 
-    def _value(self, key: str, rank: int) -> bytes:
-        deadline = time.monotonic() + PATIENCE_S
-        while True:
-            try:
-                with self._open(key, timeout=PATIENCE_S) as answer:
-                    value: bytes = answer.read()
-                    return value
-            except urllib.error.HTTPError as error:
-                if error.code != 404 or time.monotonic() > deadline:
-                    raise
+    def _put(self, key: str, value: bytes) -> None:
+        self._store.set(key, value)
+
+    def _found(self, key: str) -> bytes | None:
+        return bytes(self._store.get(key)) if self._store.check([key]) else None
+
+    def _this_start(self) -> str:
+        """Rank 0's random word. It answers each word that it finds of another rank, which may be one of an earlier
+        start, until all ranks of this one have heard it."""
+        mine = secrets.token_hex(8)
+        if self.rank:
+            self._put(f"{self._scope}.word/{self.rank}", mine.encode())
+            first = self._value(f"{self._scope}.answer/{mine}", "rank 0").decode()
+            self._put(f"{self._scope}.{first}.heard/{self.rank}", b"")
+            return first
+        deadline, missing = time.monotonic() + PATIENCE_S, set(range(1, self.size))
+        while missing:
+            for rank in missing:
+                if word := self._found(f"{self._scope}.word/{rank}"):
+                    self._put(f"{self._scope}.answer/{word.decode()}", mine.encode())
             time.sleep(POLL_S)
-
-    def leave(self) -> None:
-        pass
+            missing = {rank for rank in missing if self._found(f"{self._scope}.{mine}.heard/{rank}") is None}
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"nothing from ranks {sorted(missing)} for {PATIENCE_S:g} s")
+        return mine
 
 
 def reserved_port(first: int) -> socket.socket:

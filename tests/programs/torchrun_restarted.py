@@ -1,0 +1,20 @@
+"""Two ranks of torchrun meet, and the last one fails at its first start, which makes torchrun start both again beside
+what they left in its store. Used by test_native.py."""
+
+from __future__ import annotations
+
+import json
+import os
+
+from hvdtrain.collectives.meeting import meet
+from hvdtrain.world import place
+
+where = place()
+start = os.environ["TORCHELASTIC_RESTART_COUNT"]
+meeting = meet(where.launcher, where.rank, where.size, where.local_rank, where.local_size)
+told = [json.loads(each) for each in meeting.gather(json.dumps([where.rank, start]).encode())]
+if where.rank == 0:
+    print(json.dumps({"told": told}), flush=True)
+meeting.gather(b"")  # so that no rank fails before another has read its word
+if start == "0" and where.rank == where.size - 1:
+    raise SystemExit(1)

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from hvdtrain import records
+from hvdtrain.exits import Failure
 from hvdtrain.results import alike, load
 from hvdtrain.results.alike import Chosen
 from hvdtrain.results.folders import printable
@@ -39,7 +40,8 @@ def text(group: Group, found: Sequence[Group], count: Count = "hosts", chosen: C
     if chosen:
         nearest = min((one for one in found if chosen.test(one)), key=lambda one: _distance(group, one, count))
         names = [name for name in _apart(group, nearest, count) if name not in chosen.names]
-        return f"{head}: the baseline ({_name(nearest)}) differs in {alike.words(nearest, group, names)}."
+        why = f"differs in {alike.words(nearest, group, names)}" if names else "stands alone"
+        return f"{head}: the baseline ({_name(nearest)}) {why}."
     mine = int(count_of(group, count))
     others = [one for one in found if one.values("train_s") and count_of(one, count) not in (0, mine)]
     if not others:
@@ -88,7 +90,11 @@ def _name(group: Group) -> str:
 
 
 def _lacking(like: Group, count: Count, n: int) -> str:
-    return f"Missing: {_many(n, count)} like {_name(like)}:\n    {command(group_run(like), count, n)}"
+    what = f"Missing: {_many(n, count)} like {_name(like)}"
+    try:
+        return f"{what}:\n    {command(group_run(like), count, n)}"
+    except Failure:  # its records have been moved or changed since they were read
+        return f"{what}."
 
 
 def group_run(group: Group) -> str:
@@ -103,13 +109,16 @@ def command(run_dir: str, count: Count, n: int, flags: dict[str, str] | None = N
     """
     manifest, point = load.manifest(run_dir), load.point(run_dir)
     known = list(dict.fromkeys(str(rank.get("host")) for rank in manifest.ranks))
-    per_host = -(-len(manifest.ranks) // max(1, len(known)))
+    per_host = max(1, -(-len(manifest.ranks) // max(1, len(known))))
     if count == "ranks":
-        hosts, per_host = (known[:1], n) if len(known) == 1 else (known[:n], 1)
+        hosts = known[: -(-n // per_host)]
+        slots = [f"{host}:{-(-n // len(hosts))}" for host in hosts]
+        start = ["launch/mpirun.sh", "-np", str(n), "-H", ",".join(slots)]
     else:
         hosts = [*known, *[OTHER_HOST] * (n - len(known))][:n]
-    listed = ",".join(f"{host}:{per_host}" for host in hosts)
-    start = ["launch/mpirun.sh", "-H", listed] if len(manifest.ranks) > 1 or n > 1 else []
+        start = ["launch/mpirun.sh", "-H", ",".join(f"{host}:{per_host}" for host in hosts)]
+    if len(manifest.ranks) == n == 1:
+        start = []
     if point and "exec" in point.command:  # in a virtual cluster, which the sweep has taken down
         cores = manifest.ranks[0].get("cores")
         share = ["--cpu-share", f"{cores:g}"] if cores else []

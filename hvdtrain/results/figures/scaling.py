@@ -48,6 +48,8 @@ def speedup(loaded: Loaded, options: Options) -> Figure:
         least, most = min(ends[0]), max(ends[1])
         axis.plot([least, most], [1, most / least], color=style.SOFT, linewidth=1, label="ideal")
         axis.axhline(1, color=style.SOFT, linewidth=0.8, linestyle=":", label="baseline")
+        for row in (row for _, rows in panel.curves for row in rows.to_dict("records") if row["suspect"]):
+            axis.annotate("suspect", (row["count"], row["speedup"].mean), ha="right", va="bottom", fontsize=7)
         axis.set_ylim(bottom=0)
     for axis in style.first_column(axes):
         axis.set_ylabel("speed-up of training")

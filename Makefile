@@ -3,7 +3,7 @@ FRAMEWORKS ?=
 SHELL := bash
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench bench-network bench-strategies clean
+.PHONY: help setup demo test lint bench bench-network bench-strategies gpu-check clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
@@ -32,6 +32,9 @@ bench-network: setup  ## allreduce over virtual hosts against the limit of the w
 
 bench-strategies: setup  ## every strategy to a test accuracy at 10, 100, 1000 Mbit/s (root): BENCH_ARGS='--quick --json'
 	. .venv/bin/activate && python tools/bench_strategies.py $(BENCH_ARGS)
+
+gpu-check:  ## try everything on this machine's GPU, no network needed: PYTHON=python3 WHEELS=dir GPU_ARGS=--dry-run
+	$(or $(PYTHON),python3) tools/gpu_check.py $(if $(WHEELS),--wheels $(WHEELS)) $(GPU_ARGS)
 
 clean:  ## remove .venv and the tools' caches; results and ~/.cache/hvdtrain stay
 	rm -rf .venv build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import re
@@ -259,6 +260,8 @@ def test_torch_checkpoint_continues_in_tensorflow(tmp_path: Path) -> None:
 def test_a_gpu_trains_as_the_cpu_does(framework: str, precision: str, tmp_path: Path) -> None:
     if shutil.which("nvidia-smi") is None or subprocess.run(["nvidia-smi", "-L"], check=False).returncode:
         pytest.skip("no NVIDIA GPU here")
+    if importlib.util.find_spec(framework) is None:
+        pytest.skip(f"no {framework} here")
     losses = []
     for device in ("cpu", "gpu"):
         folder = tmp_path / device

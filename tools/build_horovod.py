@@ -108,6 +108,16 @@ def installed(framework: str) -> str:
     fail(f"{framework} is not installed in {sys.prefix}; run `make setup FRAMEWORKS={framework}`")
 
 
+def site_packages(frameworks: list[str]) -> Path:
+    """The folder of the frameworks, and of NVIDIA's wheels beside them: an environment may see another's packages."""
+    for package in (package for framework in frameworks for package in PACKAGES[framework]):
+        try:
+            return Path(str(metadata.distribution(package).locate_file("")))
+        except metadata.PackageNotFoundError:
+            continue
+    return Path(sysconfig.get_path("purelib"))
+
+
 def find_mpi(choice: str) -> tuple[Path, str]:
     """The folder of the MPI compiler and launcher to build against, and the version it prints."""
     if choice == "wheel":
@@ -343,7 +353,7 @@ def main() -> None:
     choice = os.environ.get("HVDTRAIN_MPI") or "wheel"
     if choice not in ("wheel", "system"):
         parser.error(f"HVDTRAIN_MPI is {choice!r}; known: wheel, system")
-    mpi, nccl = find_mpi(choice), find_nccl(frameworks, Path(sysconfig.get_path("purelib")))
+    mpi, nccl = find_mpi(choice), find_nccl(frameworks, site_packages(frameworks))
     needs = dependencies(frameworks, mpi[1] if choice == "wheel" else f"{mpi[1]} in {mpi[0]}", nccl)
     if options.print_key:
         print(json.dumps(needs, indent=2))

@@ -72,10 +72,13 @@ class Job:
         facts["device"] = f"{device} ({config.framework} sees no GPU)" if unseen else device
         folder = run.open_folder(config, this.workload, ranks)
         if config.strategy == "hybrid" and this.plan.shares is None:
-            shares = run.kept_shares(folder, ranks) or measured_shares(ranks, replica, loader.first_of)
+            how, shares = "as this run began", run.kept_shares(folder, ranks)
+            if shares is None:
+                found = measured_shares(ranks, replica, loader.first_of)
+                how, shares = str(found), found.shares
             this = dataclasses.replace(this, plan=dataclasses.replace(this.plan, shares=shares))
             loader = loader.divided(shares)
-            facts["shares"] = run.show_shares(shares, loader.rank_samples)
+            facts["shares"] = f"{run.show_shares(shares, loader.rank_samples)}, {how}"
         facts |= run.write_manifest(
             this, folder, device=device, threads=self.threads, world=ranks, documents=documents or {}
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import runpy
 import signal
@@ -13,13 +14,15 @@ import fake_hosts
 import numpy as np
 import pytest
 from conftest import PROGRAMS, SMALL, document, launch, resnet
+from hypothesis import given
+from hypothesis import strategies as st
 from test_resnet_train import newest_arrays, read_run, started, wait_for_steps
 
 from hvdtrain.config import TrainConfig, batch_plan, rank_shares
 from hvdtrain.data import ImageSplit
 from hvdtrain.data.loader import Loader
 from hvdtrain.exits import Failure
-from hvdtrain.strategies.hybrid import DIGITS, measured_shares
+from hvdtrain.strategies.hybrid import DIGITS, TOLERANCE, measured_shares, shares_of
 
 FRAMEWORKS = ("torch", "tensorflow")
 
@@ -108,7 +111,7 @@ def test_measured_shares_let_all_ranks_end_at_the_same_time(speeds: list[tuple[f
     def rank(hosts: Any) -> tuple[tuple[float, ...], float]:
         replica = Timed(*speeds[hosts.index])
         loader = Loader(split, batch_size=48, rank=hosts.index, size=size, seed=0)
-        shares = measured_shares(Ranks(hosts), replica, loader.first_of)  # type: ignore[arg-type]
+        shares = measured_shares(Ranks(hosts), replica, loader.first_of).shares  # type: ignore[arg-type]
         assert replica.statistic == 0
         return shares, sum(loader.divided(shares).rank_samples)
 
@@ -120,13 +123,47 @@ def test_measured_shares_let_all_ranks_end_at_the_same_time(speeds: list[tuple[f
     assert max(times) < 1.15 * min(times), "sleeping is not exact, least of all on a busy machine"
 
 
+@pytest.mark.parametrize(
+    ("tries", "shares"),
+    [
+        ([(100, 100)] * 4, (0.5, 0.5)),
+        ([(100, 101), (101, 100), (103, 100), (100, 102)], (0.5, 0.5)),
+        ([(100, 100), (70, 100), (100, 100), (98, 100), (100, 100)], (0.5, 0.5)),
+        ([(71, 100), (104, 100), (97, 100), (88, 100)], (0.5, 0.5)),
+        ([(300, 100), (297, 101), (303, 99), (300, 100)], (0.75, 0.25)),
+        ([(401, 398, 100, 99), (397, 402, 100, 101)] * 3, (0.4, 0.4, 0.1, 0.1)),
+    ],
+)
+def test_other_work_on_a_host_makes_no_unequal_shares(
+    tries: list[tuple[float, ...]], shares: tuple[float, ...]
+) -> None:
+    assert shares_of(tries).shares == pytest.approx(shares, abs=0.003)
+    assert len(set(shares_of(tries).shares)) == len(set(shares))
+
+
+@given(
+    st.integers(2, 5).flatmap(
+        lambda ranks: st.lists(st.lists(st.floats(1, 1e4), min_size=ranks, max_size=ranks), min_size=2)
+    )
+)
+def test_a_rank_faster_in_every_try_never_gets_less_and_equal_ones_the_same(tries: list[list[float]]) -> None:
+    shares = shares_of(tries).shares
+    assert sum(shares) == pytest.approx(1, abs=len(shares) * 10.0**-DIGITS)
+    ranks = list(zip(shares, zip(*tries, strict=True), strict=True))
+    for (share, speeds), (other, others) in itertools.permutations(ranks, 2):
+        if all(a >= b for a, b in zip(speeds, others, strict=True)):
+            assert share >= other
+        if speeds == others:
+            assert share == other
+
+
 def test_a_rank_that_computes_next_to_nothing_still_has_a_share() -> None:
     speeds = [(0.0, 1e-7), (0.0, 2e-2)]
 
     def rank(hosts: Any) -> tuple[float, ...]:
         replica = Timed(*speeds[hosts.index])
         batch = type("Batch", (), {"weight": 2})
-        return measured_shares(Ranks(hosts), replica, lambda shares: batch)  # type: ignore[arg-type]
+        return measured_shares(Ranks(hosts), replica, lambda shares: batch).shares  # type: ignore[arg-type]
 
     assert all(share > 0 for share in fake_hosts.run(2, rank)[0])
 
@@ -147,6 +184,8 @@ def test_measuring_leaves_no_trace_and_resumed_equals_uninterrupted(
     shown = next(line.split(maxsplit=1)[1] for line in errors.splitlines() if line.startswith("shares "))
     printed = shown.partition(":")[0]
     assert [float(share) for share in printed.split(",")] == plan["shares"]
+    less, more = sorted(plan["shares"])
+    assert less == more or less < (1 - TOLERANCE) * more, "equal within the noise is equal"
     resumed = document(resnet(2, "--run-dir", str(cut), "--resume", *flags))
     assert json.loads((cut / "manifest.json").read_text())["plan"] == plan
     straight = document(resnet(2, "--run-dir", str(whole), "--shares", printed, *flags))

@@ -3,9 +3,11 @@
 With even batches all ranks wait for the slowest in each step. Here a global batch is cut into unequal shares, given by
 --shares or found by measuring: before step 0 all ranks compute at once, as in training, and a rank's share of the
 samples becomes its share of the speed. Time is about a + b n for n samples, so speed depends on n, and the measurement
-is repeated at the shares just found. Gradients are divided by the sample count of the whole step and summed by the
-reducer of --inner as in any other strategy: the mean is weighted by samples, and training equals one process's on the
-union of the batches, whatever the shares. (BatchNorm is the exception, as ever: it normalises over a rank's own.)
+is repeated at the shares just found. Other work on a host looks like a slow rank: speeds are taken in short tries until
+the medians of every other try agree, and ranks that differ by less than the tries scatter get equal shares. Gradients
+are divided by the sample count of the whole step and summed by the reducer of --inner as in any other strategy: the
+mean is weighted by samples, and training equals one process's on the union of the batches, whatever the shares.
+(BatchNorm is the exception, as ever: it normalises over a rank's own.)
 
 cruz2021 gave a CPU 1/F of a GPU's batch, with F from two earlier runs, and found the result slower than the GPU alone
 and less accurate, because the plain mean lets a sample of the small batch weigh F times one of the large.
@@ -13,6 +15,7 @@ and less accurate, because the plain mean lets a sample of the small batch weigh
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -23,11 +26,15 @@ from hvdtrain.strategies.synchronous import Synchronous
 from hvdtrain.world import World
 
 ROUNDS = 3
-"""Of measuring: at even shares, and twice at those found before"""
-PASSES = 3
-"""Of the slowest rank in a round"""
-LEAST_S = 1.0
-"""Length of a round at least: a host's CPU quota lets it run ahead for some milliseconds"""
+"""Of measuring at most: at even shares, and twice at those found before"""
+TRY_S = 0.5
+"""Length of a try at least: a host's CPU quota lets it run ahead for some milliseconds"""
+LEAST_TRIES = 4
+"""In a round, unless LONGEST_S comes first"""
+LONGEST_S = 6.0
+"""Length of a round, from which on it ends whether the tries agree or not"""
+TOLERANCE = 0.02
+"""Of a share: medians closer than this agree, and a smaller difference between ranks is not worth unequal batches"""
 DIGITS = 4
 """Of a measured share, so that people can read it, and give it to --shares"""
 
@@ -50,32 +57,75 @@ class Measurable(Protocol):
     def load_local(self, state: dict[str, np.ndarray]) -> None: ...
 
 
-def measured_shares(
-    world: World, replica: Measurable, batch_of: Callable[[Sequence[float] | None], Any]
-) -> tuple[float, ...]:
-    """The share of each rank, summing to 1, of which all ranks compute their parts in the same time. Collective.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Found:
+    """What tries tell."""
+
+    shares: tuple[float, ...]
+    """Of each rank, summing to 1; exactly equal for ranks that differ by less than `noise`"""
+    noise: float
+    """How far the tries scatter, as a part of a share; TOLERANCE at least"""
+    agreed: bool
+    """Whether the medians of every other try differ by TOLERANCE at most"""
+    tries: int
+
+    def __str__(self) -> str:
+        doubt = "" if self.agreed else ", and they do not agree: is other work running here? Fix them by --shares"
+        return f"measured in {self.tries} tries that scatter by {100 * self.noise:.0f} %{doubt}"
+
+
+def shares_of(tries: Sequence[Sequence[float]]) -> Found:
+    """From the speeds of all ranks in each of two tries or more: (tries, ranks), samples per second."""
+    found = np.array(tries) / np.sum(tries, axis=1, keepdims=True)
+    middle = np.median(found, axis=0)
+    apart = np.abs(np.median(found[::2], axis=0) - np.median(found[1::2], axis=0)) / middle
+    scatter = np.subtract(*np.quantile(found, [0.75, 0.25], axis=0)) / middle
+    noise = max(TOLERANCE, float(apart.max()), float(scatter.max()))
+    shares, fastest = middle.copy(), np.argsort(-middle)
+    while fastest.size:
+        alike = fastest[middle[fastest] >= (1 - noise) * middle[fastest[0]]]
+        shares[alike] = middle[alike].mean()
+        fastest = fastest[alike.size :]
+    shares /= shares.sum()
+    rounded = tuple(max(10.0**-DIGITS, round(float(share), DIGITS)) for share in shares)
+    return Found(shares=rounded, noise=noise, agreed=bool(apart.max() <= TOLERANCE), tries=len(tries))
+
+
+def measured_shares(world: World, replica: Measurable, batch_of: Callable[[Sequence[float] | None], Any]) -> Found:
+    """The share of each rank, of which all ranks compute their parts in the same time. Collective.
 
     `batch_of(shares)` is a training batch of this rank's share, of even shares for None. Backward passes are all that
     is done, and only they depend on the batch; the replica is afterwards what it was before.
     """
     if world.size == 1:
-        return (1.0,)
+        return Found(shares=(1.0,), noise=0.0, agreed=True, tries=0)
     kept = {name: array.copy() for name, array in replica.local_state().items()}
-    shares: tuple[float, ...] | None = None
     _pass_s(replica, batch_of(None))  # compiles, and fills caches
-    for _ in range(ROUNDS):
-        speeds = world.gather(_speed(world, replica, batch_of(shares)))
-        shares = tuple(max(10.0**-DIGITS, round(speed / sum(speeds), DIGITS)) for speed in speeds)
+    found, before = _round(world, replica, batch_of(None)), (1 / world.size,) * world.size
+    for _ in range(ROUNDS - 1):
+        if np.allclose(found.shares, before, rtol=found.noise):
+            break
+        before, found = found.shares, _round(world, replica, batch_of(found.shares))
     replica.load_local(kept)
-    assert shares is not None
-    return shares
+    return found
 
 
-def _speed(world: World, replica: Measurable, batch: Any) -> float:
-    """Samples per second of this rank while all others compute too."""
-    least_s = max(LEAST_S, PASSES * max(world.gather(_pass_s(replica, batch))))
+def _round(world: World, replica: Measurable, batch: Any) -> Found:
+    """Tries until they agree or the time is up. What decides is gathered, so that all ranks decide alike."""
+    length_s = max(TRY_S, *world.gather(_pass_s(replica, batch)))
+    tries: list[list[float]] = []
+    while True:
+        tries.append(world.gather(_speed(replica, batch, length_s)))
+        if len(tries) > 1:
+            found = shares_of(tries)
+            if (found.agreed and len(tries) >= LEAST_TRIES) or len(tries) * length_s >= LONGEST_S:
+                return found
+
+
+def _speed(replica: Measurable, batch: Any, length_s: float) -> float:
+    """Samples per second of this rank over `length_s` while all others compute too."""
     began, passes, spent_s = time.perf_counter(), 0, 0.0
-    while spent_s < least_s:
+    while spent_s < length_s:
         _pass_s(replica, batch)
         passes, spent_s = passes + 1, time.perf_counter() - began
     return passes * batch.weight / spent_s

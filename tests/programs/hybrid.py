@@ -67,7 +67,7 @@ def main() -> None:
     )
     unmeasured = replica.state()
     if config.shares is None:
-        shares = measured_shares(world, replica, lambda shares: flat(loader.first_of(shares)))
+        shares = measured_shares(world, replica, lambda shares: flat(loader.first_of(shares))).shares
         loader = loader.divided(shares)
         assert sum(shares) > 0.999 and len(shares) == world.size
     state = replica.state()

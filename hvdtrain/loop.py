@@ -31,7 +31,7 @@ from hvdtrain.position import Position
 from hvdtrain.progress import Progress
 from hvdtrain.run import Run
 from hvdtrain.strategies import Strategy
-from hvdtrain.timing import WARMUP_STEPS, Clock, process_age_s
+from hvdtrain.timing import WARMUP_STEPS, Clock, Spent, process_age_s, step_shares
 from hvdtrain.world import StopSignal, World
 
 
@@ -81,6 +81,7 @@ class Loop:
         self._at = Position()
         self._stopping = self._save_due = self._check_due = False
         self._steps_here = 0
+        self._spent = Spent()
         self._first_step_s: float | None = None
 
     def run(self) -> records.Summary | None:
@@ -156,6 +157,7 @@ class Loop:
             warmup=self._steps_here < WARMUP_STEPS or self._observers.distort(at.step),
         )
         self._writer.write(record)
+        self._spent.add(record)
         at.add(record, seconds=time.perf_counter() - began, samples=batch.total_weight)
         if check:
             agreement.check(self._replica.state(), self._world)
@@ -203,7 +205,7 @@ class Loop:
             test_loss, test_accuracy, test_scores = self._evaluate(self._dataset.test)
         ended_unix_s = time.time()
         rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        facts = world.gather([world.host, rss, world.nic_bytes(self._nic_began)])
+        facts = world.gather([world.host, rss, world.nic_bytes(self._nic_began), dataclasses.asdict(self._spent)])
         summary = self._at.summary(
             run_dir=str(self._folder),
             workload=self._about.workload,
@@ -220,8 +222,9 @@ class Loop:
             tested_step=tested_step,
             test_s=self._clock.take("test"),
             first_step_s=self._first_step_s,
-            peak_rss_bytes=max(rss for _, rss, _ in facts),
-            nic_bytes=[nic for *_, nic in facts if nic],
+            peak_rss_bytes=max(rss for _, rss, *_ in facts),
+            nic_bytes=[nic for *_, nic, _ in facts if nic],
+            step_shares=step_shares([Spent(**spent) for *_, spent in facts]),
             began_unix_s=self._began_unix_s,
             ended_unix_s=ended_unix_s,
         )

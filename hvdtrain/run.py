@@ -209,6 +209,11 @@ def show_summary(summary: records.Summary, *, as_json: bool) -> None:
     after = f"(weights after step {summary.tested_step})"
     lines = {f"test {name}": f"{score:.4f} {after}" for name, score in summary.test_scores.items()}
     lines |= {"test accuracy": test, "throughput": rate, "run folder": summary.run_dir}
+    if summary.hosts > 1 and (shares := summary.step_shares):
+        lines["of a step"] = (
+            f"{shares['exchange']:.0%} waiting for the exchange, {shares['compute']:.0%} computing, "
+            f"{shares['data']:.0%} waiting for data (mean of {summary.ranks} ranks)"
+        )
     width = max(map(len, lines))
     emit("\n".join(f"{name:<{width}}  {text}" for name, text in lines.items()))
 

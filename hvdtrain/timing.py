@@ -6,11 +6,15 @@ checkpoints are timed apart, and the first steps of a process, slower while cach
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+from hvdtrain import records
 
 WARMUP_STEPS = 3
 """Steps at the start of a process that count as warm-up and stay out of rates."""
@@ -33,6 +37,39 @@ class Clock:
     def take(self, label: str) -> float:
         """Seconds under `label` since it was last taken."""
         return self._seconds.pop(label, 0.0)
+
+
+@dataclasses.dataclass
+class Spent:
+    """Seconds of one rank's steps in this process, warm-up left out."""
+
+    data_s: float = 0.0
+    compute_s: float = 0.0
+    exchange_s: float | None = 0.0
+    """None if the framework does not tell it from computing"""
+
+    def add(self, step: records.Step) -> None:
+        if step.warmup:
+            return
+        self.data_s += step.data_s
+        self.compute_s += step.compute_s
+        if self.exchange_s is None or step.communication_s is None:
+            self.exchange_s = None
+        else:
+            self.exchange_s += step.communication_s
+
+
+def step_shares(ranks: Sequence[Spent]) -> dict[str, float]:
+    """See `records.Summary.step_shares`; empty if a rank has made no steps or cannot tell."""
+    shares = []
+    for rank in ranks:
+        whole_s = rank.data_s + rank.compute_s + (rank.exchange_s or 0.0)
+        if rank.exchange_s is None or not whole_s:
+            return {}
+        shares.append((rank.data_s / whole_s, rank.compute_s / whole_s, rank.exchange_s / whole_s))
+    data, compute, exchange = (statistics.mean(each) for each in zip(*shares, strict=True))
+    least = min(exchange for *_, exchange in shares)
+    return {"data": data, "compute": compute, "exchange": exchange, "exchange_least": least}
 
 
 def process_age_s() -> float:

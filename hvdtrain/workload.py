@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from hvdtrain import exits, run, strategies, world
+from hvdtrain import exits, records, run, strategies, world
 from hvdtrain.arrays_file import Arrays
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import Parts
@@ -16,7 +16,7 @@ from hvdtrain.data.loader import Loader
 from hvdtrain.exits import Failure
 from hvdtrain.frameworks import Replica
 from hvdtrain.loop import Judge, Loop
-from hvdtrain.strategies import Strategy
+from hvdtrain.strategies import Strategy, advice
 from hvdtrain.strategies.hybrid import measured_shares
 
 
@@ -101,6 +101,8 @@ class Job:
                 print(f"hvdtrain: stopped; continue with --run-dir {folder} --resume", file=sys.stderr, flush=True)
             else:
                 run.show_summary(summary, as_json=config.json)
+                if tip := advised(config, summary, ranks.links):
+                    print(f"hvdtrain: {tip}", file=sys.stderr, flush=True)
         ranks.leave()
         return exits.RESUMABLE if summary is None else exits.OK
 
@@ -130,6 +132,16 @@ def connect(
     ranks = world.World(config.framework, gpu=device != "cpu", carrier=carrier, timeline=config.horovod_timeline)
     strategy = strategies.make(config, ranks, shapes)
     return Job(config=config, ranks=ranks, strategy=strategy, device=device, threads=threads)
+
+
+def advised(config: TrainConfig, summary: records.Summary, links: Sequence[Mapping[str, Any]]) -> str | None:
+    """What to try if the hosts of a run have waited long for each other; None if there is nothing to say."""
+    if summary.hosts == 1 or not (shares := summary.step_shares):
+        return None
+    wire_s = advice.wire_s(summary.parameters, summary.hosts, links)
+    compute_s = shares["compute"] * summary.train_s / summary.steps
+    tip = advice.advice(config, shares, wire_s / compute_s if wire_s else None)
+    return f"{shares['exchange']:.0%} of a step was waiting for other hosts: {tip}" if tip else None
 
 
 def compute_dtype(config: TrainConfig) -> Any:

@@ -25,6 +25,7 @@ from conftest import PROGRAMS, ROOT, SMALL, Cluster, command, document, environm
 from hvdtrain import records
 from hvdtrain.sentinel.processes import Process, launchers
 from hvdtrain.sentinel.watch import SILENCE_S
+from hvdtrain.strategies.advice import WORTH
 
 WAITING = str(PROGRAMS / "waiting.py")
 KILLED_S = 5.0
@@ -230,6 +231,10 @@ def test_the_records_tell_throttle_goodput_and_bytes_of_each_host(cluster: Clust
         assert (entry["throttle"]["up_mbit"], entry["throttle"]["down_mbit"]) == (100, 100)
         assert 70 < entry["goodput_mbit"] < 100
         assert entry["reason"] is None
+    shares = summary["step_shares"]
+    assert shares["data"] + shares["compute"] + shares["exchange"] == pytest.approx(1)
+    assert 0 < shares["exchange_least"] <= shares["exchange"]
+    assert ("of a step was waiting for other hosts: try --strategy" in done.stderr) == (shares["exchange"] > WORTH)
     assert [(entry["host"], entry["nic"]) for entry in summary["nic_bytes"]] == [("a", "eth0"), ("b", "eth0")]
     for entry in summary["nic_bytes"]:
         assert summary["bytes_sent"] < entry["sent_bytes"] < 1.5 * summary["bytes_sent"]

@@ -56,7 +56,7 @@ ALLOWED = {
     "trained": ".arrays_file .checkpoint .data .frameworks .frozen .generation .models .records .world numpy",
     "contact_sheet": ".data PIL numpy",
     "caption": ".contact_sheet .data .frameworks .generation .progress .trained numpy rich",
-    "workload": ".arrays_file .config .data .frameworks .loop .run .strategies .world",
+    "workload": ".arrays_file .config .data .frameworks .loop .records .run .strategies .world",
     "cli": ".config .data .models",
 }
 # Every other file of hvdtrain/ is a workload: it chooses and joins the parts.

@@ -159,6 +159,10 @@ class Summary:
     """As those; of the weights that were tested"""
     tested_step: int | None = None
     """Steps after which the weights were as they were tested: with scores those of the best epoch, else the last"""
+    step_shares: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Where the time of a step went, as shares of 1, mean over ranks, of the steps in this process that are no warm-up:
+    data (waiting for the batch), compute, exchange (waiting for it, and for slower ranks), and exchange_least (of the
+    rank that waited least: what the network takes at most). Empty where the framework does not tell them apart"""
     began_unix_s: float | None = None
     """When the loop began in this process, and when the test evaluation was over, by rank 0's clock"""
     ended_unix_s: float | None = None

@@ -1,0 +1,84 @@
+"""What the end of a run advises: each rung of the ladder once, nothing that runs already, nothing that cannot run."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from hvdtrain import records, strategies
+from hvdtrain.config import TrainConfig
+from hvdtrain.strategies.advice import advice, wire_s
+from hvdtrain.timing import Spent, step_shares
+
+HIERARCHICAL, POWERSGD = "--strategy hierarchical", "--strategy powersgd --rank 4"
+LOCAL = "--strategy local-sgd --every 6 --staleness 1 --inner powersgd --rank 12 --bits 4"
+SLOW = {"exchange": 0.9, "exchange_least": 0.9, "compute": 0.1, "data": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("settings", "wire", "flags"),
+    [
+        ({}, 0.5, HIERARCHICAL),
+        ({}, 5, POWERSGD),
+        ({}, 40, LOCAL),
+        ({}, None, POWERSGD),
+        ({}, 0.01, HIERARCHICAL),
+        ({"strategy": "hierarchical"}, 0.01, None),
+        ({"strategy": "native"}, 0.5, POWERSGD),
+        ({"strategy": "native", "ddp_hook": "powersgd"}, 5, POWERSGD),
+        ({"strategy": "bf16"}, 0.5, POWERSGD),
+        ({"strategy": "powersgd"}, 5, LOCAL),
+        ({"strategy": "delayed", "inner": "topk"}, 5, LOCAL),
+        ({"strategy": "hybrid"}, 5, "--strategy hybrid --rank 4 --inner powersgd"),
+        ({"strategy": "hybrid"}, 40, None),
+        ({"strategy": "local-sgd"}, 40, None),
+        ({"precision": "fp16"}, 40, None),
+    ],
+)
+def test_advice_is_the_rung_that_the_link_asks_for_and_the_next_at_least(
+    settings: dict[str, str], wire: float | None, flags: str | None
+) -> None:
+    config = TrainConfig(**settings)
+    told = advice(config, SLOW, wire)
+    if flags is None:
+        assert told is None
+        return
+    assert told is not None
+    assert told.startswith(f"try {flags} (")
+    words = [word.removeprefix("--") for word in shlex.split(flags)]
+    typed = {
+        name: int(value) if value.isdigit() else value for name, value in zip(words[::2], words[1::2], strict=True)
+    }
+    strategies.chosen(TrainConfig(**typed))
+
+
+def test_who_waits_little_or_for_slower_ranks_only_is_told_no_other_exchange() -> None:
+    assert advice(TrainConfig(), {"exchange": 0.2, "exchange_least": 0.2}, 40) is None
+    assert advice(TrainConfig(), {}, 40) is None
+    uneven = {"exchange": 0.3, "exchange_least": 0.05}
+    assert (advice(TrainConfig(), uneven, 0.5) or "").startswith("try --strategy hybrid (ranks wait for slower ones")
+    inner = advice(TrainConfig(strategy="int8"), uneven, 0.5) or ""
+    assert inner.startswith("try --strategy hybrid --inner int8 (")
+    assert advice(TrainConfig(strategy="hybrid"), uneven, 0.5) is None
+
+
+def test_the_wire_s_time_is_that_of_the_slowest_link() -> None:
+    links = [{"goodput_mbit": rate} for rate in (9.36, 93.6, None)]
+    assert wire_s(1_334_970, 2, links) == pytest.approx(4.564, rel=1e-3), "as in docs/RESULTS.md"
+    assert wire_s(1_334_970, 2, [{"goodput_mbit": None}]) is None
+
+
+def test_shares_are_means_over_ranks_without_warmup() -> None:
+    def spent(*seconds: float | None) -> Spent:
+        found = Spent()
+        for warmup in (True, False, False):
+            data_s, compute_s, exchange_s = (s if s is None else s * (9 if warmup else 1) for s in seconds)
+            step = {"data_s": data_s, "compute_s": compute_s, "communication_s": exchange_s, "warmup": warmup}
+            found.add(records.Step(step=0, epoch=0, loss=0, samples=1, lr=1, bytes_sent=0, **step))
+        return found
+
+    shares = step_shares([spent(1, 3, 4), spent(0, 1, 3)])
+    assert shares == {"data": 0.0625, "compute": 0.3125, "exchange": 0.625, "exchange_least": 0.5}
+    assert step_shares([spent(1, 3, 4), spent(0, 1, None)]) == {}
+    assert step_shares([Spent()]) == {}

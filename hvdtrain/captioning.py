@@ -18,7 +18,7 @@ import functools
 import sys
 from typing import Any, Literal
 
-from hvdtrain import bleu, exits, features, frozen, generation, observe, run, strategies, workload, world
+from hvdtrain import bleu, exits, features, frozen, generation, observe, run, strategies, threads, workload, world
 from hvdtrain import config as configuration
 from hvdtrain.data import captions
 from hvdtrain.data.loader import Loader
@@ -98,7 +98,6 @@ def main(stop: world.StopSignal) -> int:
     framework, encoder = resolve(config.framework), config.sees
     config = dataclasses.replace(config, framework=framework, encoder=encoder)
     place = world.place()
-    threads = world.threads_per_rank(config.threads, place)
 
     # 2. Data: pictures and captions; a batch is captions of nearly one length, and counts as its words.
     dataset = captions.load(config.data)
@@ -119,12 +118,13 @@ def main(stop: world.StopSignal) -> int:
         dropout=config.dropout,
     )
     parameters = captioner.parameter_count(spec)
+    used = threads.per_rank(config.threads, place, batch * captioner.multiply_adds(spec))
     splits = {name: getattr(dataset, name) for name in ("train", "validation", "test")}
     counts = ", ".join(f"{len(each):,} {name} captions of {len(each.names):,}" for name, each in splits.items())
     facts: dict[str, Any] = {
         "model": f"captioner, encoder {encoder}: {parameters:,} parameters, {4 * parameters / 1e6:.2f} MB",
         "data": f"{dataset.name}: {counts} pictures of {width}x{height}, {len(dataset.vocabulary):,} words",
-        "ranks": f"{place.size} ({place.launcher}), {framework}, {threads} threads each",
+        "ranks": f"{place.size} ({place.launcher}), {framework}, {used}",
     }
     shapes = list(captioner.parameters(spec).values())
     layout = strategies.Layout(ranks=place.size, hosts=-(-place.size // place.local_size))
@@ -150,7 +150,7 @@ def main(stop: world.StopSignal) -> int:
         return exits.OK
 
     # 4. World and strategy: connect the ranks.
-    job = workload.connect(config, place, threads, shapes)
+    job = workload.connect(config, place, used, shapes)
 
     # 5. Features of a frozen encoder, once; then the replica: the same weights from the same seed on every rank.
     if config.weights:

@@ -86,7 +86,7 @@ class TrainConfig:
     device: Literal["auto", "cpu", "gpu"] = "auto"
     """Where to compute; auto: this rank's GPU if there is one, else the CPU"""
     threads: int = 0
-    """CPU threads per rank; 0: cores of this host divided by its ranks"""
+    """CPU threads per rank; 0: what this host's cores, its ranks and the size of the layers allow"""
     target_accuracy: float | None = None
     """Stop after the first epoch with at least this accuracy"""
     evaluate_on: Literal["validation", "test"] = "validation"

@@ -16,7 +16,7 @@ import sys
 from typing import Any
 
 from hvdtrain import config as configuration
-from hvdtrain import data, exits, observe, run, strategies, workload, world
+from hvdtrain import data, exits, observe, run, strategies, threads, workload, world
 from hvdtrain.data.loader import Loader
 from hvdtrain.exits import Failure
 from hvdtrain.frameworks import resolve
@@ -65,7 +65,6 @@ def main(stop: world.StopSignal) -> int:
     framework = resolve(config.framework)
     config = dataclasses.replace(config, framework=framework)
     place = world.place()
-    threads = world.threads_per_rank(config.threads, place)
 
     # 2. Data: memory-mapped splits, and this rank's share of each epoch.
     dataset = data.load(config.data, config.size())
@@ -81,11 +80,12 @@ def main(stop: world.StopSignal) -> int:
         channels=channels, classes=len(dataset.classes), width=config.width, zero_gamma=config.zero_gamma
     )
     parameters = resnet.parameter_count(spec)
+    used = threads.per_rank(config.threads, place, batch * resnet.multiply_adds(spec, height, width))
     facts = {
         "model": f"ResNet-34, width {config.width:g}: {parameters:,} parameters, {4 * parameters / 1e6:.2f} MB",
         "data": f"{dataset.name}: {len(dataset.train):,} training, {len(dataset.validation):,} validation, "
         f"{len(dataset.test):,} test images of {width}x{height}x{channels}, {len(dataset.classes)} classes",
-        "ranks": f"{place.size} ({place.launcher}), {framework}, {threads} threads each",
+        "ranks": f"{place.size} ({place.launcher}), {framework}, {used}",
     }
     shapes = list(resnet.parameters(spec).values())
     layout = strategies.Layout(ranks=place.size, hosts=-(-place.size // place.local_size))
@@ -110,7 +110,7 @@ def main(stop: world.StopSignal) -> int:
         return exits.OK
 
     # 4. World and strategy: connect the ranks.
-    job = workload.connect(config, place, threads, shapes)
+    job = workload.connect(config, place, used, shapes)
 
     # 5. Replica: the same weights from the same seed on every rank.
     model: Any

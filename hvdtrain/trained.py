@@ -8,7 +8,7 @@ tells; they are recognised by their digest.
 from __future__ import annotations
 
 import json
-import os
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain import checkpoint, exits, frozen, generation, records, world
+from hvdtrain import checkpoint, exits, frozen, generation, records, threads, world
 from hvdtrain.arrays_file import Arrays
 from hvdtrain.data.vocabulary import Vocabulary
 from hvdtrain.exits import Failure
@@ -83,14 +83,14 @@ def open_run(folder: Path) -> Trained:
 
 def model(trained: Trained, framework: str, weights: str | None) -> tuple[generation.Writer, Encode]:
     """The trained model on the processor, and what makes its inputs of pictures (N, height, width, 3) uint8."""
-    threads = world.threads_per_rank(0, world.place())
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # read when a framework is first imported
+    used = threads.per_rank(0, world.place(), math.inf)
+    used.use()
     writer: Any
     if framework == "torch":
         from hvdtrain.frameworks.pytorch import prepare
         from hvdtrain.models.captioner_torch import CaptionerTorch
 
-        prepare("cpu", 0, threads)
+        prepare("cpu", 0, used.count)
         writer = CaptionerTorch(trained.spec)
         for name, array in trained.parameters.items():
             writer.get_parameter(name).detach().numpy()[...] = array  # the parameter's own memory
@@ -98,7 +98,7 @@ def model(trained: Trained, framework: str, weights: str | None) -> tuple[genera
         from hvdtrain.frameworks.tensorflow import prepare, turned
         from hvdtrain.models.captioner_tf import CaptionerTF
 
-        prepare("cpu", 0, threads)
+        prepare("cpu", 0, used.count)
         writer = CaptionerTF(trained.spec)
         for name, array in trained.parameters.items():
             writer.weights[name].assign(turned(array))

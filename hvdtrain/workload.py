@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from hvdtrain.frameworks import Replica
 from hvdtrain.loop import Judge, Loop
 from hvdtrain.strategies import Strategy, advice
 from hvdtrain.strategies.hybrid import measured_shares
+from hvdtrain.threads import Threads
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,7 +110,7 @@ class Job:
 def connect(
     config: TrainConfig,
     place: world.Place,
-    threads: int,
+    threads: Threads,
     shapes: Sequence[tuple[int, ...]],
 ) -> Job:
     """Connects the ranks, to train parameters of these `shapes`. Collective. Raises Failure (78) if the strategy does
@@ -123,15 +123,15 @@ def connect(
             f"(or {', '.join([*strategies.REDUCERS, *others[1:]])}), or start it with mpirun or horovodrun",
             exits.BAD_CONFIG,
         )
-    os.environ["OMP_NUM_THREADS"] = str(threads)  # read when a framework is first imported
+    threads.use()
     if config.framework == "torch":
         from hvdtrain.frameworks.pytorch import prepare
     else:
         from hvdtrain.frameworks.tensorflow import prepare
-    device = prepare(config.device, place.local_rank, threads, one_each=config.strategy == "hybrid")
+    device = prepare(config.device, place.local_rank, threads.count, one_each=config.strategy == "hybrid")
     ranks = world.World(config.framework, gpu=device != "cpu", carrier=carrier, timeline=config.horovod_timeline)
     strategy = strategies.make(config, ranks, shapes)
-    return Job(config=config, ranks=ranks, strategy=strategy, device=device, threads=threads)
+    return Job(config=config, ranks=ranks, strategy=strategy, device=device, threads=threads.count)
 
 
 def advised(config: TrainConfig, summary: records.Summary, links: Sequence[Mapping[str, Any]]) -> str | None:

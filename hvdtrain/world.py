@@ -120,20 +120,6 @@ def separate_programs(environment: Mapping[str, str] = os.environ) -> tuple[str,
     return None
 
 
-def threads_per_rank(asked: int, where: Place, environment: Mapping[str, str] = os.environ) -> int:
-    """CPU threads for this rank: as asked, else OMP_NUM_THREADS, else this host's cores divided by its ranks.
-
-    Open MPI binds each rank to cores of its own; then those are its threads.
-    """
-    if asked:
-        return asked
-    if environment.get("OMP_NUM_THREADS", "").isdigit():
-        return max(1, int(environment["OMP_NUM_THREADS"]))
-    mine = len(os.sched_getaffinity(0))
-    bound = where.launcher == "mpirun" and mine < (os.cpu_count() or 1)
-    return max(1, mine if bound else mine // where.local_size)
-
-
 class World:
     """The ranks of this job. Collective methods must be called by every rank, in the same order.
 

@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from hvdtrain.cluster import quota
+
 ROOT = Path(__file__).parent.parent
 PROGRAMS = ROOT / "tests" / "programs"
 # The smallest run that exercises everything: digits at 16x16, an eighth of ResNet-34's channels.
@@ -114,6 +116,23 @@ def cluster() -> Iterator[Cluster]:
         yield made
     finally:
         assert made.run("down").returncode == 0
+
+
+@pytest.fixture
+def half_core() -> Iterator[tuple[Path, list[str]]]:
+    """A control group with a quota of half a core, and what to put before a command to run it there. Needs root."""
+    v2 = (quota.MOUNT / "cgroup.controllers").exists()
+    group = quota.MOUNT / ("" if v2 else "cpu") / f"hvdtrain-test-{secrets.token_hex(3)}"
+    group.mkdir()
+    try:
+        if v2:
+            (group / "cpu.max").write_text("50000 100000")
+        else:
+            (group / "cpu.cfs_period_us").write_text("100000")
+            (group / "cpu.cfs_quota_us").write_text("50000")
+        yield group, ["sh", "-c", 'echo 0 >"$1" && shift && exec "$@"', "sh", str(group / "cgroup.procs")]
+    finally:
+        group.rmdir()
 
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:

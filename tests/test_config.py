@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hvdtrain.config import TrainConfig, batch_plan, field_docs, rank_batch
 from hvdtrain.exits import Failure
 from hvdtrain.resnet import ResNetConfig
-from hvdtrain.world import Place, place, threads_per_rank
+from hvdtrain.world import Place, place
 
 
 @given(st.integers(1, 64), st.integers(1, 16), st.sampled_from(["none", "linear", "sqrt"]))
@@ -56,12 +56,9 @@ def test_every_field_is_documented() -> None:
     assert all(docs.get(field.name) for field in dataclasses.fields(ResNetConfig))
 
 
-def test_place_and_threads_follow_the_launcher() -> None:
+def test_place_follows_the_launcher() -> None:
     assert place({}) == Place(launcher="alone")
     gloo = {"HOROVOD_RANK": "3", "HOROVOD_SIZE": "4", "HOROVOD_LOCAL_RANK": "1", "HOROVOD_LOCAL_SIZE": "2"}
     assert place(gloo) == Place(launcher="horovodrun", rank=3, size=4, local_rank=1, local_size=2)
     mpi = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
     assert place(mpi | {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}).local_size == 2
-    assert threads_per_rank(3, place(gloo), {}) == 3
-    assert threads_per_rank(0, place(gloo), {"OMP_NUM_THREADS": "5"}) == 5
-    assert threads_per_rank(0, Place(launcher="horovodrun", size=1000, local_size=1000), {}) == 1

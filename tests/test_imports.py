@@ -26,6 +26,7 @@ ALLOWED = {
     "notes": "",
     "collectives": ".config .notes .records .sentinel numpy horovod mpi4py torch tensorflow",
     "world": ".cluster .collectives .config .records .sentinel numpy",
+    "threads": ".cluster .world",
     "timing": ".records",
     "scalars": ".records tensorboard",
     "monitors": ".cluster .records psutil pynvml",
@@ -53,16 +54,16 @@ ALLOWED = {
     "generation": ".bleu .data .progress .world numpy",
     "features": ".data .models .progress numpy",
     "frozen": ".features .models",
-    "trained": ".arrays_file .checkpoint .data .frameworks .frozen .generation .models .records .world numpy",
+    "trained": ".arrays_file .checkpoint .data .frameworks .frozen .generation .models .records .threads .world numpy",
     "contact_sheet": ".data PIL numpy",
     "caption": ".contact_sheet .data .frameworks .generation .progress .trained numpy rich",
-    "workload": ".arrays_file .config .data .frameworks .loop .records .run .strategies .world",
+    "workload": ".arrays_file .config .data .frameworks .loop .records .run .strategies .threads .world",
     "cli": ".config .data .models",
 }
 # Every other file of hvdtrain/ is a workload: it chooses and joins the parts.
 WORKLOAD = (
     ".checkpoint .config .data .evaluation .frameworks .loop .models .observe .progress .records .run .strategies"
-    " .timing .world .workload .bleu .caption .features .frozen .generation numpy rich"
+    " .threads .timing .world .workload .bleu .caption .features .frozen .generation numpy rich"
 )
 LATE = {"cli"}  # imports rooms and packages inside functions only, so that each subcommand loads its own part
 FRONT = {"hvdtrain", "hvdtrain.config", "hvdtrain.exits"}  # standard library at import time

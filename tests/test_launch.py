@@ -16,7 +16,7 @@ from conftest import ROOT, SMALL, Cluster, environment
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.cluster import launch, supervise, tuning
+from hvdtrain.cluster import launch, quota, supervise, tuning
 from hvdtrain.cluster.tuning import GLOO, MPI, Link
 
 SLOW = Link(hosts=2, ranks=4, most_ranks=2, cores=8, rate_bit_s=10_000_000, network="10.77.0.0/24")
@@ -117,6 +117,7 @@ def test_a_dry_run_prints_the_whole_command_and_each_value_with_its_reason() -> 
     at = words.index("mpirun")
     assert words[0] == "env"
     assert any(word.startswith("OMP_NUM_THREADS=") for word in words[:at])
+    assert f"{quota.LAUNCHERS_OWN}=1" in words[:at], "each rank counts its own host's cores"
     assert words[at : at + 5] == ["mpirun", "-np", "2", "-H", "localhost:2"]
     assert words[-5:] == ["python", "-m", "hvdtrain.resnet", "--epochs", "1"]
     lines = done.stderr.splitlines()
@@ -155,6 +156,7 @@ def test_the_users_value_wins(arguments: list[str], extra: dict[str, str]) -> No
         "mpirun", launch.parser("mpirun").parse_args([*arguments, "-H", "localhost", "x"]), extra
     )
     assert launch.child_environment(plan, extra)["OMP_NUM_THREADS"] == "7"
+    assert quota.LAUNCHERS_OWN not in launch.child_environment(plan, extra)
 
 
 @pytest.mark.parametrize("by", ["--mca", "environment", "--set"])

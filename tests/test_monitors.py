@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import shutil
 import signal
 import subprocess
@@ -332,26 +331,15 @@ def test_cpu_time_of_a_group_is_the_kernels_sum_if_it_has_one(tmp_path: Path) ->
 
 
 @pytest.mark.root
-def test_cpu_percent_of_a_host_with_a_cpu_share(tmp_path: Path) -> None:
+def test_cpu_percent_of_a_host_with_a_cpu_share(tmp_path: Path, half_core: tuple[Path, list[str]]) -> None:
     """It is of that share, and of what runs on that host: another process keeps the machine busy."""
-    v2 = (quota.MOUNT / "cgroup.controllers").exists()
-    group = quota.MOUNT / ("" if v2 else "cpu") / f"hvdtrain-test-{secrets.token_hex(3)}"
-    group.mkdir()
-    try:
-        if v2:
-            (group / "cpu.max").write_text("50000 100000")
-        else:
-            (group / "cpu.cfs_period_us").write_text("100000")
-            (group / "cpu.cfs_quota_us").write_text("50000")
-        joining = ("sh", "-c", 'echo 0 >"$1" && shift && exec "$@"', "sh", str(group / "cgroup.procs"))
-        with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
-            try:
-                words = ("busy=0.3", "sleep=1")
-                facts, (sensors, *rest), _ = watched(tmp_path, *words, before=joining, names="resources")
-            finally:
-                other.kill()
-    finally:
-        group.rmdir()
+    group, joining = half_core
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
+        try:
+            words = ("busy=0.3", "sleep=1")
+            facts, (sensors, *rest), _ = watched(tmp_path, *words, before=joining, names="resources")
+        finally:
+            other.kill()
     assert sensors.resources["cores"] == 0.5
     assert sensors.resources["cpu"] == str(group)
     used_s = sum((sample.cpu_percent or 0) * sample.seconds for sample in rest) / 100 * 0.5

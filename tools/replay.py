@@ -24,7 +24,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from hvdtrain import config as configuration
-from hvdtrain import exits, strategies, world
+from hvdtrain import exits, strategies, threads, world
 from hvdtrain.collectives import powersgd
 from hvdtrain.data import Batch
 from hvdtrain.models import resnet
@@ -89,13 +89,13 @@ def stand_in(shapes: list[tuple[int, ...]], compute_s: float) -> Any:
 def main(stop: world.StopSignal) -> int:
     config = configuration.parse(ReplayConfig, prog="python tools/replay.py", purpose=__doc__ or "")
     place = world.place()
-    threads = world.threads_per_rank(config.threads, place)
+    used = threads.per_rank(config.threads, place, 0)
     spec = resnet.ResNetSpec(channels=1, classes=10, width=config.width)
     shapes = list(resnet.parameters(spec).values())
 
     from hvdtrain.frameworks.pytorch import TorchReplica, prepare
 
-    device = prepare("cpu", place.local_rank, threads)
+    device = prepare("cpu", place.local_rank, used.count)
     schedule, reducer = strategies.chosen(config)
     ranks = world.World("torch", carrier=schedule.carrier)
     strategy = strategies.make(config, ranks, shapes)

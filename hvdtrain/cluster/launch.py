@@ -198,11 +198,6 @@ def find_rate(asked: str | None, device: str) -> tuple[int | None, str]:
     return None, f"nobody says; settings for {show_rate(tuning.ASSUMED_BIT_S)} (--rate tells it)"
 
 
-def cores() -> float:
-    """Cores this process may use: its affinity, or less if its control group has a CPU quota."""
-    return min(float(len(os.sched_getaffinity(0))), quota.host_cores())
-
-
 # --- settings and command --------------------------------------------------------------------------------------------
 
 
@@ -294,19 +289,25 @@ def make_plan(launcher: str, options: argparse.Namespace, environment: Mapping[s
         hosts=len(used),
         ranks=ranks,
         most_ranks=max(slot.slots for slot in used),
-        cores=cores(),
+        cores=quota.process_cores(),
         rate_bit_s=rate,
         network=network_of(interface, names) if interface else None,
     )
     backend = GLOO if getattr(options, "gloo", False) else MPI
     passed = [text.partition("=")[0] for text in options.x]
+    ours = tuning.settings(link, backend)
+    settings = overridden(ours, options, environment)
+    if any(setting.name == "OMP_NUM_THREADS" and setting in ours for setting in settings):
+        settings.append(
+            Setting(quota.LAUNCHERS_OWN, "1", "so that ranks of hvdtrain go by the cores of their own host")
+        )
     plan = Plan(
         launcher=launcher,
         backend=backend,
         ranks=ranks,
         hosts=used,
         interface=interface.name if interface else None,
-        settings=overridden(tuning.settings(link, backend), options, environment),
+        settings=settings,
         passed=passed,
         command=[*SURVIVE, *options.command] if options.survive else options.command,
     )

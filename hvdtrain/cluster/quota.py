@@ -7,6 +7,9 @@ import dataclasses
 import os
 from pathlib import Path
 
+LAUNCHERS_OWN = "HVDTRAIN_THREADS_BY_LAUNCHER"
+"""Set for the ranks where OMP_NUM_THREADS is a launcher's default and not the user's: the launcher knows its own host
+only, so ranks of this package count their own"""
 MOUNT = Path("/sys/fs/cgroup")
 
 
@@ -41,6 +44,16 @@ def host_cores() -> float:
     """Cores that this host may use: those of the machine, or fewer by a quota."""
     found = limit()
     return found.cores if found else float(os.cpu_count() or 1)
+
+
+def process_cores() -> float:
+    """Cores that this process may use: its affinity, or less by a quota."""
+    return min(float(len(os.sched_getaffinity(0))), host_cores())
+
+
+def threads(cores: float, ranks: int) -> int:
+    """CPU threads for each of `ranks` ranks that share `cores`: whole ones, and one at least."""
+    return max(1, int(cores / ranks))
 
 
 def _cores(folder: Path, *, v2: bool) -> float:

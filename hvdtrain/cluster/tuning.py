@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from hvdtrain.cluster import quota
 from hvdtrain.cluster.rates import goodput_both_ways, show_rate
 
 MPI, GLOO = "mpi", "gloo"
@@ -80,11 +81,10 @@ def settings(link: Link, backend: str) -> list[Setting]:
 
 def host_settings(link: Link) -> list[Setting]:
     """Threads and memory of each rank."""
-    threads = max(1, int(link.cores / link.most_ranks))
     return [
         Setting(
             "OMP_NUM_THREADS",
-            str(threads),
+            str(quota.threads(link.cores, link.most_ranks)),
             f"{link.cores:g} cores here, shared by {link.most_ranks} of the ranks at most",
         ),
         Setting(

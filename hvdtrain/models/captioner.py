@@ -130,6 +130,12 @@ def parameter_count(spec: CaptionerSpec) -> int:
     return sum(math.prod(shape) for shape in parameters(spec).values())
 
 
+def multiply_adds(spec: CaptionerSpec) -> float:
+    """Of a layer of the decoder for one word, forward, on average: how much work there is to share."""
+    matrices = [shape for name, shape in parameters(spec).items() if name.startswith(("lstm.w", "merge.w", "words.w"))]
+    return sum(math.prod(shape) for shape in matrices) / len(matrices)
+
+
 def initial_state(spec: CaptionerSpec, seed: int) -> dict[str, NDArray[np.float32]]:
     """Parameters before the first step, float32, a pure function of `spec` and `seed`.
 

@@ -100,6 +100,10 @@ class ConvNorm:
         """Zeros added on each of the four sides."""
         return self.size // 2
 
+    def multiply_adds(self, height: int, width: int) -> int:
+        """For outputs of one image of this size."""
+        return self.inputs * self.outputs * self.size**2 * height * width
+
 
 @dataclass(frozen=True)
 class Block:
@@ -178,6 +182,19 @@ def buffers(spec: ResNetSpec) -> Shapes:
 def parameter_count(spec: ResNetSpec) -> int:
     """Number of trained values: 21,797,672 for ResNet-34 with 3 channels and 1000 classes."""
     return sum(math.prod(shape) for shape in parameters(spec).values())
+
+
+def multiply_adds(spec: ResNetSpec, height: int, width: int) -> float:
+    """Of a convolution for one image, forward, on average over the network: how much work there is to share."""
+    network, work = plan(spec), 0
+    height, width = (-(-side // STEM.stride) for side in (height, width))
+    work += network.stem.multiply_adds(height, width)
+    height, width = (-(-side // POOL_STRIDE) for side in (height, width))
+    for block in network.blocks:
+        height, width = (-(-side // block.first.stride) for side in (height, width))
+        layers = (block.first, block.second, block.shortcut)
+        work += sum(layer.multiply_adds(height, width) for layer in layers if layer)
+    return work / len(network.convolutions)
 
 
 def initial_state(spec: ResNetSpec, seed: int) -> dict[str, NDArray[np.float32]]:

@@ -1,0 +1,81 @@
+"""Threads per rank follow the CPU quota, the affinity, the ranks of the host and the work, unless the user says."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, command, environment
+
+from hvdtrain import threads
+from hvdtrain.cluster import quota
+from hvdtrain.models import resnet
+from hvdtrain.world import Place
+
+BOUND = {"OMPI_MCA_orte_bound_at_launch": "1"}
+
+
+@pytest.mark.parametrize(
+    ("machine", "mine", "ranks", "variables", "expected"),
+    [
+        (16, 16, 1, {}, 16),
+        (16, 16, 4, {}, 4),
+        (0.5, 0.5, 1, {}, 1),
+        (1.5, 1.5, 1, {}, 1),
+        (16, 4, 2, {}, 2),  # taskset, a cpuset
+        (16, 1, 2, BOUND, 1),  # a core for each
+        (16, 8, 2, BOUND, 8),  # a socket for each
+        (16, 8, 8, BOUND, 2),  # a socket for four
+        (2, 2, 1000, {}, 1),
+        (16, 16, 4, {"OMP_NUM_THREADS": "5"}, 5),
+        (0.5, 0.5, 1, {"OMP_NUM_THREADS": "2"}, 2),
+        (0.5, 0.5, 1, {"OMP_NUM_THREADS": "2", quota.LAUNCHERS_OWN: "1"}, 1),
+    ],
+)
+def test_each_rank_has_its_part_of_the_host(
+    machine: float, mine: float, ranks: int, variables: dict[str, str], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quota, "host_cores", lambda: machine)
+    monkeypatch.setattr(quota, "process_cores", lambda: mine)
+    where = Place(launcher="mpirun", size=ranks, local_size=ranks)
+    assert threads.per_rank(0, where, math.inf, variables).count == expected
+    assert threads.per_rank(3, where, math.inf, variables).count == 3
+
+
+def test_small_layers_get_fewer_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quota, "process_cores", lambda: 16.0)
+    spec = resnet.ResNetSpec(channels=3, classes=1000)
+    assert 36 * resnet.multiply_adds(spec, 224, 224) == pytest.approx(3.66e9, rel=0.01), "as published for ResNet-34"
+    found = [threads.per_rank(0, Place(launcher="alone"), n * threads.LEAST_WORK, {}).count for n in (0, 0.9, 2, 99)]
+    assert found == [1, 1, 2, 16]
+
+
+def test_a_users_way_of_waiting_is_kept() -> None:
+    mine = {"OMP_WAIT_POLICY": "active"}
+    threads.Threads(2, "").use(mine)
+    assert mine == {"OMP_WAIT_POLICY": "active", "OMP_NUM_THREADS": "2"}
+
+
+def ranks_line(*before: str, ranks: int = 0) -> str:
+    """What a dry run says of its ranks, with a model that has work for all cores."""
+    variables = environment()
+    del variables["OMP_NUM_THREADS"]
+    wide = ["-m", "hvdtrain.resnet", "--dry-run", "--framework", "torch", "--image-size", "128"]
+    done = subprocess.run(
+        [*before, *command(ranks, wide)], cwd=ROOT, env=variables, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return next(line for line in done.stdout.splitlines() if line.startswith("ranks  "))
+
+
+@pytest.mark.root
+def test_a_quota_of_half_a_core_is_one_thread(half_core: tuple[Path, list[str]]) -> None:
+    assert ranks_line(*half_core[1]).endswith("torch, 1 thread each (0.5 cores here)")
+    assert ranks_line(*half_core[1], ranks=2).endswith("torch, 1 thread each (0.5 cores here for 2 ranks)")
+
+
+def test_affinity_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "1 thread each (1 core here)" in ranks_line("taskset", "-c", str(min(os.sched_getaffinity(0))))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -14,9 +15,12 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdtrain import files
+
 JSON: TypeAlias = Any  # what json.dumps takes and json.loads gives
 Arrays: TypeAlias = dict[str, NDArray[Any]]
 
+_HEAD_BYTES = 16 * files.MIB  # of 100,000 arrays
 _CHUNK_BYTES = 1 << 20  # small enough to be hashed from the processor's cache
 _CODES = {"<f8": "F64", "<f4": "F32", "<f2": "F16", "<c8": "C64", "|b1": "BOOL", "|i1": "I8", "|u1": "U8"}
 _CODES |= {"<i8": "I64", "<u8": "U64", "<i4": "I32", "<u4": "U32", "<i2": "I16", "<u2": "U16"}
@@ -62,25 +66,46 @@ def pieces(arrays: Arrays) -> Iterator[memoryview]:
 
 def read(path: Path, entry: dict[str, JSON]) -> Arrays:
     """The verified arrays of a safetensors file, as views of one buffer; raises ValueError or OSError."""
-    file = os.open(path, os.O_RDONLY)
-    try:
+    with files.open_plain(path) as stream:
+        file = stream.fileno()
         size, done, sha256 = os.fstat(file).st_size, 0, hashlib.sha256()
         if size != entry["bytes"]:
             raise ValueError(f"{path.name} has {size} bytes, should have {entry['bytes']}")
-        buffer = np.empty(size, np.uint8)
+        try:
+            buffer = np.empty(size, np.uint8)
+        except MemoryError:
+            raise ValueError(f"{path.name} has {size} bytes, more than there is memory") from None
         while done < size:
             chunk = buffer[done : done + _CHUNK_BYTES].data
             if not (count := os.readv(file, [chunk])):
                 raise ValueError(f"{path.name} ends after {done} of {size} bytes")
             sha256.update(chunk[:count])
             done += count
-    finally:
-        os.close(file)
     if sha256.hexdigest() != entry["sha256"]:
         raise ValueError(f"{path.name} is damaged (SHA-256 differs)")
+    try:
+        return _views(buffer)
+    except (KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise ValueError(f"{path.name} is no safetensors file of ours ({type(error).__name__}: {error})") from None
+
+
+def _views(buffer: NDArray[np.uint8]) -> Arrays:
+    """The arrays that lie in a file's bytes, each in its place; raises an error if they are not as its head says."""
     data = 8 + int.from_bytes(buffer[:8].tobytes(), "little")
-    arrays = {}
-    for name, about in json.loads(buffer[8:data].tobytes()).items():
-        start, end = about["data_offsets"]
-        arrays[name] = buffer[data + start : data + end].view(_DTYPES[about["dtype"]]).reshape(about["shape"])
-    return arrays
+    if not 8 < data <= min(len(buffer), _HEAD_BYTES):
+        raise ValueError(f"a head of {data - 8} bytes in a file of {len(buffer)}")
+    arrays, end = {}, 0
+    found = files.from_json(buffer[8:data].tobytes())
+    for name, about in sorted(found.items(), key=lambda item: item[1]["data_offsets"]):
+        dtype, shape, (start, stop) = np.dtype(_DTYPES[about["dtype"]]), about["shape"], about["data_offsets"]
+        if not all(type(number) is int and number >= 0 for number in (*shape, start, stop)):
+            raise ValueError(f"array {name!r:.80}: its shape or place is no list of whole numbers")
+        if start != end or stop - start != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"array {name!r:.80} of {shape} does not fill its place, bytes {start} to {stop}")
+        end = stop
+        if data + end > len(buffer):
+            break
+        arrays[name] = buffer[data + start : data + stop].view(dtype).reshape(shape)
+    if data + end != len(buffer):
+        raise ValueError(f"arrays up to byte {end} of {len(buffer) - data}")
+    return {name: arrays[name] for name in found}

@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from hvdtrain import contact_sheet, exits, frameworks, generation
+from hvdtrain.arguments import Parser
 from hvdtrain.contact_sheet import Card
 from hvdtrain.data import captions
 from hvdtrain.data.captions import CaptionSplit
@@ -87,13 +88,8 @@ def main(arguments: list[str]) -> int:
     return exits.BAD_DATA if problems else exits.OK
 
 
-def parser() -> argparse.ArgumentParser:
-    one = argparse.ArgumentParser(
-        prog="python -m hvdtrain.captioning caption",
-        usage=argparse.SUPPRESS,  # the help starts with the purpose
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def parser() -> Parser:
+    one = Parser(prog="python -m hvdtrain.captioning caption", description=__doc__)
     one.add_argument("pictures", nargs="*", type=Path, metavar="PICTURE", help="a picture, or a folder of pictures")
     one.add_argument("--run", type=Path, required=True, metavar="RUN", help="the run's folder")
     one.add_argument(

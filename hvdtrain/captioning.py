@@ -100,7 +100,7 @@ def main(stop: world.StopSignal) -> int:
     place = world.place()
 
     # 2. Data: pictures and captions; a batch is captions of nearly one length, and counts as its words.
-    dataset = captions.load(config.data)
+    dataset = captions.load(config.data, verify=config.verify_data and place.local_rank == 0)
     batch = configuration.rank_batch(config, place.size)
     shares = configuration.rank_shares(config, place.size)
     loader = Loader(dataset.train, batch_size=batch, rank=place.rank, size=place.size, seed=config.seed, shares=shares)

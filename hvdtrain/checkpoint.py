@@ -39,18 +39,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from hvdtrain import files
 from hvdtrain.arrays_file import JSON, Arrays, pieces, read, write
-from hvdtrain.exits import BAD_CONFIG, BAD_DATA, CANNOT_WRITE, FAILED, IO_ERROR, NO_PERMISSION, Failure
+from hvdtrain.exits import BAD_CONFIG, BAD_DATA, CANNOT_WRITE, FAILED, IO_ERROR, NO_PERMISSION, Failure, printable
 
 SCHEMA = "hvdtrain/checkpoint/1"
 _MANIFEST = "checkpoint.json"
 _SHARED = "shared.safetensors"
 _CHECKPOINT = re.compile(r"step-(\d{8}|[1-9]\d{8,})|\.replaced-step-(\d{8,})-[0-9a-f]{16}")
+_FILE = re.compile(r"shared\.safetensors|rank\d{4,9}\.safetensors")
+_MANIFEST_BYTES = 64 * files.MIB  # it holds progress and two entries per rank
 _LEFTOVER = re.compile(r"\.(saving|replaced|removing)-step-\d{8,}-[0-9a-f]{16}")
 _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
 _ADVICE = dict.fromkeys(_DENIED, "; check the path and its permissions or choose another folder")
 _ADVICE |= dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "; free some room or choose another folder")
 _ADVICE[errno.EFBIG] = "; raise the limit of file sizes (ulimit -f)"
+
+
+_FIELDS = {"save": str, "step": int, "best": bool, "progress": dict, "ranks": int, "identity": dict, "files": dict}
 
 
 class Group(Protocol):
@@ -94,7 +100,7 @@ class Checkpoints:
         if keep < 1:
             raise Failure(f"{keep} checkpoints to keep: give 1 or more", BAD_CONFIG)
         self._folder, self._group, self._keep = folder, group, keep
-        self._report = report if group.rank == 0 else lambda line: None
+        self._report: Callable[[str], None] = lambda line: report(printable(line)) if group.rank == 0 else None
         self._own, self._ranks = f"rank{group.rank:04d}.safetensors", group.size  # a group may lose ranks later
         self._identity: dict[str, JSON] = json.loads(json.dumps(identity))
         self._refused: set[int] = set()
@@ -214,10 +220,10 @@ class Checkpoints:
         """This rank's part of a checkpoint, or why it is refused."""
         try:
             folder, manifest = self._folder / name, self._manifest(name, step)
-            files, own = manifest["files"], self._own
-            if own not in files:  # this rank had died, and the others went on: it starts as one of those
-                own = min((file for file in files if file != _SHARED and (folder / file).exists()), default=own)
-            shared, local = (read(folder / file, files[file]) for file in (_SHARED, own))
+            stated, own = manifest["files"], self._own
+            if own not in stated:  # this rank had died, and the others went on: it starts as one of those
+                own = min((file for file in stated if file != _SHARED and (folder / file).exists()), default=own)
+            shared, local = (read(folder / file, stated[file]) for file in (_SHARED, own))
             return Loaded(step=step, shared=shared, local=local, progress=manifest["progress"]), None
         except Exception as error:  # whatever it is: the other ranks wait in the gather
             return None, _why(error)
@@ -256,7 +262,7 @@ def trained_parameters(folder: Path) -> Arrays:
             arrays = read(path / _SHARED, manifest["files"][_SHARED])
             prefix = "parameter."
             return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, KeyError) as error:
             reasons.append(f"{path.name}: {_why(error)}")
     told = f": {'; '.join(reasons)}" if reasons else ", or the run saved none (--checkpoint-epochs 0)"
     raise Failure(f"{folder}: no valid checkpoint there{told}", BAD_DATA)
@@ -265,14 +271,22 @@ def trained_parameters(folder: Path) -> Arrays:
 def _manifest(path: Path) -> dict[str, JSON]:
     """The checkpoint.json of any run's checkpoint; raises ValueError or OSError."""
     try:
-        manifest = json.loads((path / _MANIFEST).read_bytes())
-    except (ValueError, RecursionError) as error:
+        manifest = files.from_json(files.read(path / _MANIFEST, _MANIFEST_BYTES))
+    except ValueError as error:
         raise ValueError(f"its {_MANIFEST} is not JSON: {error}") from None
     schema = manifest.get("schema") if isinstance(manifest, dict) else None
     if schema != SCHEMA:
         raise ValueError(f"its {_MANIFEST} is of schema {schema!r:.80}, this version reads {SCHEMA!r}")
     if manifest.pop("digest", None) != _digest(manifest):
         raise ValueError(f"its {_MANIFEST} is damaged (SHA-256 differs)")
+    for field, kind in _FIELDS.items():
+        if type(manifest.get(field)) is not kind:
+            raise ValueError(f"its {_MANIFEST} has no {field}, or a wrong one")
+    for name, entry in manifest["files"].items():
+        if not _FILE.fullmatch(name) or not isinstance(entry, dict):
+            raise ValueError(f"its {_MANIFEST} names {name!r:.80}, which is no file of a checkpoint")
+        if type(entry.get("bytes")) is not int or not isinstance(entry.get("sha256"), str):
+            raise ValueError(f"its {_MANIFEST} tells neither bytes nor SHA-256 of {name}")
     return dict(manifest)
 
 
@@ -350,6 +364,8 @@ def _told(reasons: list[str | None]) -> str:
 def _why(error: Exception) -> str:
     if isinstance(error, FileNotFoundError):
         return f"{Path(error.filename).name} is missing (the folder is not hvdtrain's, or it was saved on other hosts)"
+    if isinstance(error, OSError) and error.filename:
+        return f"{Path(error.filename).name}: {error.strerror}"
     return str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
 
 

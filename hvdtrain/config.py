@@ -18,10 +18,10 @@ import re
 import sys
 import textwrap
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal, TypeVar, get_type_hints
 
-from hvdtrain import exits
+from hvdtrain import exits, files
+from hvdtrain.arguments import near
 from hvdtrain.exits import Failure
 
 C = TypeVar("C")
@@ -91,6 +91,8 @@ class TrainConfig:
     """Stop after the first epoch with at least this accuracy"""
     evaluate_on: Literal["validation", "test"] = "validation"
     """Split that is evaluated after each epoch; test: only to measure the time to a test accuracy, as MLPerf does"""
+    verify_data: bool = False
+    """Read all of a prepared folder and compare its SHA-256; otherwise only what this host has not yet verified"""
     check_replicas: int = 100
     """Steps between two comparisons of the weights' checksums over ranks; 0: never"""
     seed: int = 0
@@ -355,12 +357,19 @@ def parse(
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = parser_for(cls, prog=prog, purpose=purpose, positionals=positionals)
     for file in _config_files(arguments):
-        if not Path(file).is_file():
-            raise Failure(f"--config {file}: no such file", exits.USAGE)
+        try:
+            files.from_toml(files.read(file, files.SETTINGS_BYTES))
+        except OSError as error:
+            raise files.refused(f"--config {file}", error, exits.USAGE, "give a TOML file") from error
+        except ValueError as error:
+            raise Failure(f"--config {file}: no TOML ({error})", exits.BAD_CONFIG) from error
     try:
         space = parser.parse_args(arguments)
     except argparse.ArgumentError as error:
         reason = re.sub(r'Parser key "(\w+)":', lambda key: flag(key[1]) + ":", " ".join(str(error).split()))
+        if unknown := re.search(r"[Uu]nrecognized arguments: (\S+)", reason):
+            known = (word for action in parser._actions for word in action.option_strings)
+            reason += near(unknown[1], known)
         reason = re.sub(r"<class '(\w+)'>", r"\1", reason).replace("a typing.Literal", "one of ")
         raise Failure(f"{reason} (see `{prog} --help`)", exits.USAGE) from error
     return cls(**{field.name: getattr(space, field.name) for field in dataclasses.fields(cls)})  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Callable
 from typing import NoReturn
@@ -22,12 +23,31 @@ SIGINT = 130
 class Failure(Exception):
     """Something a user can cause and mend: one line that says what, where and how to fix it.
 
-    Entry points print the message without a traceback and end with `code` (one of this module's constants).
+    Entry points print the message without a traceback and end with `code` (one of this module's constants). What it
+    quotes may come from anybody's file: control characters stand in it as \\x1b, so that a terminal shows them only.
     """
 
     def __init__(self, message: str, code: int = FAILED) -> None:
-        super().__init__(message)
+        super().__init__(printable(message))
         self.code = code
+
+
+def printable(text: str) -> str:
+    """The text with everything that would move a cursor, end the line or cannot be encoded written as an escape."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+def of_system(error: OSError) -> Failure | None:
+    """What the system said of a path, as one line; None for errors that name no path."""
+    if error.filename is None:
+        return None
+    if isinstance(error, PermissionError):
+        return Failure(f"{error.filename}: {error.strerror}; ask its owner for access", NO_PERMISSION)
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    hint = "make room" if full else "check the path"
+    return Failure(f"{error.filename}: {error.strerror}; {hint}", IO_ERROR)
 
 
 def end(main: Callable[[list[str]], int], arguments: list[str], name: str = "hvdtrain") -> NoReturn:
@@ -40,6 +60,11 @@ def end(main: Callable[[list[str]], int], arguments: list[str], name: str = "hvd
     except BrokenPipeError:  # the reader of our output has gone
         sys.stdout = None
         code = FAILED
+    except OSError as error:
+        if (told := of_system(error)) is None:
+            raise
+        print(f"{name}: {told}", file=sys.stderr)
+        code = told.code
     except KeyboardInterrupt:
         code = SIGINT
     raise SystemExit(code)

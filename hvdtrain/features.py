@@ -39,6 +39,7 @@ from numpy.typing import NDArray
 
 from hvdtrain.data.prepared import cache_folder
 from hvdtrain.exits import BAD_DATA, CANNOT_WRITE, IO_ERROR, Failure
+from hvdtrain.files import open_plain
 from hvdtrain.models.vgg16 import FEATURES
 from hvdtrain.progress import Progress
 
@@ -261,7 +262,7 @@ def _opened(path: Path, count: int) -> NDArray[np.float32] | None:
     head = _head(count)
     size = len(head) + count * ROW_BYTES
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             if os.fstat(file.fileno()).st_size != size + SEAL_BYTES or file.read(len(head)) != head:
                 return None
             file.seek(0)

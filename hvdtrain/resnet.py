@@ -67,7 +67,7 @@ def main(stop: world.StopSignal) -> int:
     place = world.place()
 
     # 2. Data: memory-mapped splits, and this rank's share of each epoch.
-    dataset = data.load(config.data, config.size())
+    dataset = data.load(config.data, config.size(), verify=config.verify_data and place.local_rank == 0)
     batch = configuration.rank_batch(config, place.size)
     shares = configuration.rank_shares(config, place.size)
     loader = Loader(dataset.train, batch_size=batch, rank=place.rank, size=place.size, seed=config.seed, shares=shares)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hvdtrain.checkpoint import Loaded
+from hvdtrain.exits import BAD_DATA, Failure
 from hvdtrain.frameworks import Replica
 from hvdtrain.strategies import Strategy
 
@@ -30,13 +31,33 @@ def taken(replica: Replica, strategy: Strategy) -> tuple[Arrays, Arrays]:
 
 
 def restore(loaded: Loaded, replica: Replica, strategy: Strategy) -> None:
-    """Both are as they were when it was taken."""
+    """Both are as they were when it was taken. Raises Failure (65) for arrays that are not this replica's."""
     parts: dict[str, Arrays] = {"own": {}, "buffer": {}, "strategy": {}, "drift": {}}
     for name, array in loaded.local.items():
         prefix, _, rest = name.partition(".")
+        if prefix not in parts:
+            raise Failure(f"checkpoint of step {loaded.step}: no rank has an array {name!r:.80}", BAD_DATA)
         parts[prefix][rest] = array
+    _fit(loaded.step, loaded.shared | parts["own"], replica.state())
+    _fit(loaded.step, parts["buffer"], replica.local_state())
     replica.load(loaded.shared | parts["own"])
     replica.load_local(parts["buffer"])
     if parts["drift"]:
         replica.set_weights(parts["drift"]["weights"])
     strategy.load(parts["strategy"])
+
+
+def _fit(step: int, found: Arrays, known: Arrays) -> None:
+    """Raises Failure unless what the replica has is there, each array of its shape and type, and an optimizer's of its
+    parameter's shape: frameworks would stretch others to fit."""
+    for name, mine in known.items():
+        if name not in found:
+            raise Failure(f"checkpoint of step {step}: {name} is not in it", BAD_DATA)
+        theirs = found[name]
+        if (theirs.shape, theirs.dtype) != (mine.shape, mine.dtype):
+            told = f"{theirs.dtype} {theirs.shape}, not {mine.dtype} {mine.shape}"
+            raise Failure(f"checkpoint of step {step}: {name} is {told}", BAD_DATA)
+    for name, theirs in found.items():
+        parameter = known.get(f"parameter.{name.partition('.')[2]}")
+        if parameter is not None and theirs.size > 1 and theirs.shape != parameter.shape:
+            raise Failure(f"checkpoint of step {step}: {name} is {theirs.shape}, not {parameter.shape}", BAD_DATA)

@@ -7,7 +7,6 @@ tells; they are recognised by their digest.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,13 +16,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain import checkpoint, exits, frozen, generation, records, threads, world
+from hvdtrain import checkpoint, exits, files, frozen, generation, records, threads, world
 from hvdtrain.arrays_file import Arrays
 from hvdtrain.data.vocabulary import Vocabulary
 from hvdtrain.exits import Failure
 from hvdtrain.models import captioner
 
 TRAINED_BY = "captioning"
+WORDS_BYTES = 64 * files.MIB
 FEATURES_BATCH = 16
 """Pictures that VGG16 sees together"""
 
@@ -63,9 +63,9 @@ def open_run(folder: Path) -> Trained:
         raise Failure(f"{path}: its model is not of this version ({error})", exits.BAD_DATA) from None
     words = folder / "vocabulary.json"
     try:
-        vocabulary = Vocabulary.from_json(json.loads(words.read_bytes()), words)
+        vocabulary = Vocabulary.from_json(files.from_json(files.read(words, WORDS_BYTES)), words)
     except OSError as error:
-        raise Failure(f"{words}: {error.strerror}; the run's folder is not whole", exits.BAD_DATA) from None
+        raise files.refused(words, error, exits.BAD_DATA, "the run's folder is not whole") from None
     except ValueError as error:
         raise Failure(f"{words}: no JSON ({error})", exits.BAD_DATA) from None
     parameters = checkpoint.trained_parameters(folder / "checkpoints")

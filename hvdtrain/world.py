@@ -362,15 +362,18 @@ def run(program: Callable[[StopSignal], int], *, debug: bool) -> None:
         code = failure.code
     except Exception as error:
         stop.peer_lost = True
+        told = exits.of_system(error) if isinstance(error, OSError) and not debug else None
         if isinstance(error, BrokenPipeError) and where.launcher == "alone":  # `--strategy help | head`
             sys.stdout = None
+        elif told:
+            print(f"hvdtrain: {_who(where)}{told}", file=sys.stderr, flush=True)
         elif lost_peer(error):
             time.sleep(PEER_PATIENCE_S)
             print(f"hvdtrain: {_who(where)}lost contact with another rank: {error}", file=sys.stderr, flush=True)
         else:
             sys.stderr.write(f"hvdtrain: {_who(where)}failed:\n{traceback.format_exc()}")
             sys.stderr.flush()
-        code = exits.FAILED
+        code = told.code if told else exits.FAILED
     if code and where.launcher != "alone":
         if _sentinel is not None and code != exits.RESUMABLE:
             _sentinel.failed()

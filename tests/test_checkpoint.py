@@ -292,6 +292,40 @@ def into_a_folder(file: Path) -> None:
     file.mkdir()
 
 
+def into_a_pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def forged(folder: Path, head: Any, data: bytes = bytes(8), head_bytes: int | None = None) -> None:
+    """Another shared.safetensors, of which checkpoint.json tells the right size and SHA-256."""
+    text = head if isinstance(head, bytes) else json.dumps(head).encode()
+    whole = (len(text) if head_bytes is None else head_bytes).to_bytes(8, "little") + text + data
+    (folder / "shared.safetensors").write_bytes(whole)
+    stated = json.loads((folder / "checkpoint.json").read_text())["files"]
+    stated["shared.safetensors"] = {"bytes": len(whole), "sha256": hashlib.sha256(whole).hexdigest()}
+    edit(folder / "checkpoint.json", files=stated)
+
+
+def array(shape: Any, start: Any, stop: Any, dtype: Any = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
+
+
+FORGED: dict[str, tuple[Any, str]] = {
+    "beyond": ({"a": array([4], 0, 16)}, "arrays up to byte 16 of 8"),
+    "overlap": ({"a": array([2], 0, 8), "b": array([2], 0, 8)}, "'b' of [2] does not fill its place, bytes 0 to 8"),
+    "gap": ({"a": array([1], 4, 8)}, "'a' of [1] does not fill its place"),
+    "other shape": ({"a": array([2**40, 2**40], 0, 8)}, "does not fill its place"),
+    "negative": ({"a": array([-2, -1], 0, 8)}, "no list of whole numbers"),
+    "no number": ({"a": array(["2"], 0, 8)}, "no list of whole numbers"),
+    "text for numbers": ({"a": array([2], "0", "8")}, "no list of whole numbers"),
+    "unknown dtype": ({"a": array([2], 0, 8, "object")}, "KeyError: 'object'"),
+    "no dtype": ({"a": array([2], 0, 8, [])}, "TypeError"),
+    "no dict": ({"a": 1}, "TypeError"),
+    "list": ([1, 2], "is no safetensors file of ours"),
+    "deep": (b"[" * 100_000, "nested more than"),
+    "escapes": ({"\x1b]0;x\x07": array([1], 4, 8)}, r"\x1b]0;x"),
+}
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "truncated": (
         lambda f: os.truncate(f / "shared.safetensors", 100),
@@ -306,7 +340,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: (f / "checkpoint.json").unlink(),
         "checkpoint.json is missing (the folder is not hvdtrain's",
     ),
-    "foreign file": (into_a_file, "NotADirectoryError"),
+    "foreign file": (into_a_file, "checkpoint.json: Not a directory"),
     "foreign JSON": (lambda f: (f / "checkpoint.json").write_text('{"step": 1}'), "is of schema None"),
     "JSON list": (lambda f: (f / "checkpoint.json").write_text("[]"), "is of schema None"),
     "not JSON": (lambda f: (f / "checkpoint.json").write_text('{"step": '), "checkpoint.json is not JSON"),
@@ -333,7 +367,16 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "ranks": (lambda f: edit(f / "checkpoint.json", ranks=4), "saved by 4 ranks, here are 1: start with -np 4"),
     "renamed": (lambda f: f.rename(f.with_name("step-00000077")), "disagrees with the step in its checkpoint.json, 20"),
-    "a directory": (lambda f: into_a_folder(f / "shared.safetensors"), "shared.safetensors has"),
+    "a directory": (lambda f: into_a_folder(f / "shared.safetensors"), "a folder, not a plain file"),
+    "a pipe": (lambda f: into_a_pipe(f / "shared.safetensors"), "shared.safetensors: a pipe, not a plain file"),
+    "JSON pipe": (lambda f: into_a_pipe(f / "checkpoint.json"), "checkpoint.json: a pipe, not a plain file"),
+    "other place": (
+        lambda f: edit(f / "checkpoint.json", files={"../step-00000010/shared.safetensors": {}}),
+        "which is no file of a checkpoint",
+    ),
+    "no bytes": (lambda f: edit(f / "checkpoint.json", files={"shared.safetensors": {"bytes": "1"}}), "neither bytes"),
+    "head too long": (lambda f: forged(f, b"{}", head_bytes=2**63), "a head of 9223372036854775808 bytes"),
+    **{name: (lambda f, head=head: forged(f, head), reason) for name, (head, reason) in FORGED.items()},
 }
 
 

@@ -61,6 +61,9 @@ def test_a_hostfile_in_either_notation(tmp_path: Path) -> None:
         ("$(reboot)\n", ":1:"),
         ("# none\n", "no hosts"),
         ("a\na\n", "twice"),
+        (f"a slots={'9' * 5000}\n", ":1:"),
+        ("a:²\n", ":1:"),
+        ("\x1b]0;x\x07\n", r"\x1b]0;x\x07"),
     ],
 )
 def test_a_bad_hostfile_names_the_line(tmp_path: Path, text: str, where: str) -> None:
@@ -90,7 +93,10 @@ def test_a_node_list_expands_to_what_was_folded(numbers: list[int]) -> None:
     assert hosts.expand_nodelist(f"n[{','.join(map(str, numbers))}]") == [f"n{n}" for n in numbers]
 
 
-@pytest.mark.parametrize("text", ["n[1-", "n[3-1]", "n[a]", "n]", "n[1]]", "$(x)"])
+ENDLESS = ["n[0-99999999999]", "n[1-300]m[1-300]", "n[1-65537]", f"n[{'9' * 5000}]", "n[0-999999999999999999]"]
+
+
+@pytest.mark.parametrize("text", ["n[1-", "n[3-1]", "n[a]", "n]", "n[1]]", "$(x)", *ENDLESS])
 def test_bad_node_lists_are_refused(text: str) -> None:
     with pytest.raises(Failure):
         hosts.expand_nodelist(text)

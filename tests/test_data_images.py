@@ -482,10 +482,13 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "other classes": (lambda folder: change_index(folder, lambda i: i["classes"].pop()), "its counts"),
     "other size": (lambda folder: change_index(folder, lambda i: i.update(width=10)), "samples.npy holds"),
-    "other dtype": (lambda folder: change_index(folder, lambda i: i.update(dtype="int16")), "samples.npy holds"),
+    "other dtype": (lambda folder: change_index(folder, lambda i: i.update(dtype="float32")), "samples.npy holds"),
+    "no dtype": (lambda folder: change_index(folder, lambda i: i.update(dtype="int16")), "dtype 'int16'"),
+    "endless": (lambda folder: change_index(folder, lambda i: i.update(samples=10**30)), "index.json is damaged"),
+    "negative": (lambda folder: change_index(folder, lambda i: i["counts"]["test"].__setitem__(0, -1)), "-1"),
     "short samples": (lambda folder: os.truncate(folder / "samples.npy", 1000), "samples.npy has 1000 bytes"),
     "flipped label": (lambda folder: flip(folder / "labels.npy"), "labels.npy is damaged"),
-    "pickle": (pickled, "samples.npy is no array"),
+    "pickle": (pickled, "samples.npy holds object"),
 }
 
 
@@ -498,12 +501,59 @@ def test_damaged_folders_are_refused_by_name(prepared: Path, tmp_path: Path, kin
     refused(lambda: open_images(tmp_path), BAD_DATA, str(tmp_path), words)
 
 
-def test_a_flipped_pixel_is_found_on_demand(prepared: Path, tmp_path: Path) -> None:
+def copied(prepared: Path, folder: Path) -> Path:
     for path in prepared.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    flip(tmp_path / "samples.npy")
+        (folder / path.name).write_bytes(path.read_bytes())
+    return folder / "samples.npy"
+
+
+def test_a_host_verifies_once_and_again_when_the_file_changed_or_on_demand(
+    prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    samples = copied(prepared, tmp_path)
+    flip(samples)
+    for _ in range(2):  # what failed is not remembered as good
+        refused(lambda: open_images(tmp_path), BAD_DATA, "samples.npy is damaged")
+    flip(samples)
+    open_images(tmp_path)
+    about = samples.stat()
+    flip(samples)
+    os.utime(samples, ns=(about.st_atime_ns, about.st_mtime_ns))  # a disk's error changes no time
     open_images(tmp_path)
     refused(lambda: open_images(tmp_path, verify=True), BAD_DATA, "samples.npy is damaged")
+    os.utime(samples)
+    refused(lambda: open_images(tmp_path), BAD_DATA, "samples.npy is damaged")
+
+
+def test_without_a_cache_that_can_be_written_it_is_verified_each_time(
+    prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = copied(prepared, tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(samples))
+    open_images(tmp_path)
+    flip(samples)
+    refused(lambda: open_images(tmp_path), BAD_DATA, "samples.npy is damaged")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, -0.5, -0.0, 1.01])
+def test_values_outside_0_to_1_are_refused(
+    prepared: Path, tmp_path: Path, value: float, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the right SHA-256: whoever wrote them may have written the index, too."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    samples = copied(prepared, tmp_path)
+    pictures = np.load(samples).astype(dtype)
+    np.save(samples, pictures)
+    stated = {"bytes": samples.stat().st_size, "sha256": hashlib.sha256(samples.read_bytes()).hexdigest()}
+    change_index(tmp_path, lambda index: index["files"].update({"samples.npy": stated}) or index.update(dtype=dtype))
+    open_images(tmp_path)
+    pictures[-1, -1, -1, -1] = value
+    np.save(samples, pictures)
+    stated["sha256"] = hashlib.sha256(samples.read_bytes()).hexdigest()
+    change_index(tmp_path, lambda index: index["files"].update({"samples.npy": stated}))
+    refused(lambda: open_images(tmp_path), BAD_DATA, "outside 0..1")
 
 
 def test_the_fingerprint_follows_the_content(prepared: Path, tmp_path: Path) -> None:

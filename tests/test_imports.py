@@ -15,11 +15,13 @@ PACKAGE = ROOT / "hvdtrain"
 # A twin imports its own framework: the ending of its file name -> the package.
 TWINS = {"torch": "torch", "tf": "tensorflow", "tensorflow": "tensorflow"}
 
-# Room -> what it may import: own rooms (after a dot: `.config`) and other packages. The standard library and
-# `.exits` are free to all. A trailing `!` allows the room's front (its __init__) only, not the modules inside.
+# Room -> what it may import: own rooms (after a dot: `.config`) and other packages. The standard library, `.exits`,
+# `.files` and `.arguments` are free to all. A trailing `!` allows the room's front (its __init__) only.
 ALLOWED = {
     "__init__": "",
+    "arguments": "",
     "exits": "",
+    "files": "",
     "progress": "rich",
     "config": "jsonargparse",
     "records": "",
@@ -58,15 +60,16 @@ ALLOWED = {
     "contact_sheet": ".data PIL numpy",
     "caption": ".contact_sheet .data .frameworks .generation .progress .trained numpy rich",
     "workload": ".arrays_file .config .data .frameworks .loop .records .run .strategies .threads .world",
-    "cli": ".config .data .models",
+    "cli": ".config .data .models shtab",
 }
 # Every other file of hvdtrain/ is a workload: it chooses and joins the parts.
 WORKLOAD = (
     ".checkpoint .config .data .evaluation .frameworks .loop .models .observe .progress .records .run .strategies"
     " .threads .timing .world .workload .bleu .caption .features .frozen .generation numpy rich"
 )
+FREE = {"__init__", "arguments", "exits", "files"}  # import nothing of ours but each other
 LATE = {"cli"}  # imports rooms and packages inside functions only, so that each subcommand loads its own part
-FRONT = {"hvdtrain", "hvdtrain.config", "hvdtrain.exits"}  # standard library at import time
+FRONT = {"hvdtrain", "hvdtrain.arguments", "hvdtrain.config", "hvdtrain.exits"}  # standard library at import time
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -103,7 +106,7 @@ def may_import(path: Path, module: str) -> bool:
     if top == "hvdtrain":
         target = inner[0] if inner else "__init__"
         front = f".{target}!" in allowed and len(inner) == 1
-        return target in {own, "exits", "__init__"} or f".{target}" in allowed or front
+        return target in {own, *FREE} or f".{target}" in allowed or front
     if own in {"models", "frameworks"} and any(path.stem.endswith(end) and top == twin for end, twin in TWINS.items()):
         return True
     return top in sys.stdlib_module_names or top in allowed

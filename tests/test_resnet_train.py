@@ -299,7 +299,7 @@ BAD = [
     (["--lr", "x"], 2, "--lr: Expected a float"),
     (["--frmework", "torch"], 2, "unrecognized arguments"),
     (["--framework", "mxnet"], 2, "one of ['torch', 'tensorflow', 'auto']"),
-    (["--config", "nowhere.toml"], 2, "nowhere.toml: no such file"),
+    (["--config", "nowhere.toml"], 2, "nowhere.toml: No such file"),
     (["--batch-size", "0"], 78, "--batch-size is 0"),
     (["--batch-size", "8", "--global-batch-size", "8"], 78, "give one of them"),
     (["--strategy", "telepathy"], 78, "known: allreduce"),

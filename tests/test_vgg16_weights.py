@@ -87,7 +87,7 @@ def test_a_file_that_is_cut_off_or_foreign_is_refused(tmp_path: Path) -> None:
         (foreign, "was not made by `hvdtrain data vgg16`"),
         (tmp_path / "text", "was not made by `hvdtrain data vgg16`"),
         (tmp_path / "absent", "No such file"),
-        (tmp_path, "Is a directory"),
+        (tmp_path, "a folder, not a plain file"),
         (cut, "is damaged"),
     ]:
         with pytest.raises(Failure, match=words) as failed:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain import exits
+from hvdtrain.arguments import Parser
 from hvdtrain.cluster import enter, lifecycle, topology, virtual
 from hvdtrain.cluster.commands import caller, run, succeeds
 from hvdtrain.cluster.throttle.__main__ import main as throttle
@@ -30,10 +31,8 @@ Where sudo does not find hvdtrain: sudo tools/cluster.sh up ..., the same with t
 """
 
 
-def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(
-        prog="hvdtrain cluster", description=PURPOSE, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parser() -> Parser:
+    top = Parser(prog="hvdtrain cluster", description=PURPOSE)
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def add(name: str, purpose: str, *, dry_run: bool = True) -> argparse.ArgumentParser:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
+import operator
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hvdtrain import exits
+from hvdtrain import exits, files
 from hvdtrain.exits import Failure
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 HOSTFILE_LINE = re.compile(
-    r"(?P<host>\S+?)(?::(?P<colon>\d+)|\s+slots\s*=\s*(?P<slots>\d+)(\s+max[_-]slots\s*=\s*\d+)?)?"
+    r"(?P<host>[^\s:]+)(?::(?P<colon>\d{1,6})|\s+slots\s*=\s*(?P<slots>\d{1,6})(\s+max[_-]slots\s*=\s*\d+)?)?",
+    re.ASCII,
 )
+MOST_HOSTS = 65536
+"""In a node list: a slip of the keyboard must not fill the memory"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +47,7 @@ def parse_hosts(text: str) -> list[Slots]:
     found = []
     for part in text.split(","):
         host, colon, count = part.strip().partition(":")
-        if not host or (colon and not (count.isdigit() and int(count) > 0)):
+        if not host or (colon and not re.fullmatch(r"0*[1-9]\d{0,5}", count, re.ASCII)):
             raise Failure(f"hosts {text!r}: {part!r} is not HOST or HOST:SLOTS, as in a:2,b:2", exits.USAGE)
         found.append(Slots(check_name(host, "hosts: "), int(count or 1)))
     return _distinct(found, f"hosts {text!r}")
@@ -54,10 +59,12 @@ def read_hostfile(path: Path) -> list[Slots]:
     Raises Failure (69) if the file cannot be read and (65), naming file:line, for a line that is none of these.
     """
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not a text file"
-        raise Failure(f"hostfile {path}: {reason}; name another with --hostfile", exits.UNREACHABLE) from error
+        lines = files.read(path, files.SETTINGS_BYTES).decode("utf-8-sig").splitlines()
+    except OSError as error:
+        raise files.refused(f"hostfile {path}", error, exits.UNREACHABLE, "name another with --hostfile") from error
+    except UnicodeDecodeError as error:
+        what = f"hostfile {path}: not a text file; name another with --hostfile"
+        raise Failure(what, exits.UNREACHABLE) from error
     found = []
     for number, line in enumerate(lines, start=1):
         text = line.partition("#")[0].strip()
@@ -66,9 +73,9 @@ def read_hostfile(path: Path) -> list[Slots]:
         match = HOSTFILE_LINE.fullmatch(text)
         count = int(match["colon"] or match["slots"] or 1) if match else 0
         if match is None or count < 1:
-            raise Failure(f"{path}:{number}: {text!r} is not `HOST slots=N`", exits.BAD_DATA)
+            raise Failure(f"{path}:{number}: {text[:100]!r} is not `HOST slots=N`", exits.BAD_DATA)
         if not NAME.fullmatch(match["host"]):
-            raise Failure(f"{path}:{number}: {match['host']!r} is no host name", exits.BAD_DATA)
+            raise Failure(f"{path}:{number}: {match['host'][:100]!r} is no host name", exits.BAD_DATA)
         found.append(Slots(match["host"], count))
     if not found:
         raise Failure(f"{path}: no hosts in it; one per line, e.g. `node1 slots=2`", exits.BAD_DATA)
@@ -76,26 +83,31 @@ def read_hostfile(path: Path) -> list[Slots]:
 
 
 def _distinct(found: list[Slots], where: str, code: int = exits.USAGE) -> list[Slots]:
-    names = [slot.host for slot in found]
-    for name in names:
-        if names.count(name) > 1:
-            raise Failure(f"{where}: host {name} is listed twice; give it once with all its slots", code)
+    seen: set[str] = set()
+    for slot in found:
+        if slot.host in seen:
+            raise Failure(f"{where}: host {slot.host} is listed twice; give it once with all its slots", code)
+        seen.add(slot.host)
     return found
 
 
 def expand_nodelist(text: str) -> list[str]:
     """Host names of a Slurm node list (`hostlist` notation, scontrol(1)): `n[1-3,07],login` and several brackets.
 
-    A range keeps the leading zeros of its start. Raises Failure (78) if it cannot be read.
+    A range keeps the leading zeros of its start. Raises Failure (78) if it cannot be read or has over MOST_HOSTS names.
     """
     names: list[str] = []
     for part in _split_outside_brackets(text):
         pieces = re.split(r"\[([^\[\]]*)\]", part)  # literal, inside, literal, inside ... literal
-        choices = [[piece] if i % 2 == 0 else list(_numbers(piece, text)) for i, piece in enumerate(pieces)]
-        for combination in itertools.product(*choices):
-            name = "".join(combination)
+        brackets = [_ranges(inside, text) for inside in pieces[1::2]]
+        count = math.prod(sum(len(numbers) for numbers, _ in ranges) for ranges in brackets)
+        if len(names) + count > MOST_HOSTS:
+            raise Failure(f"node list {text[:100]!r}: more than {MOST_HOSTS:,} hosts", exits.BAD_CONFIG)
+        filled = [[f"{n:0{width}d}" for numbers, width in ranges for n in numbers] for ranges in brackets]
+        for chosen in itertools.product(*filled):
+            name = pieces[0] + "".join(map(operator.add, chosen, pieces[2::2]))
             if not NAME.fullmatch(name):
-                raise Failure(f"node list {text!r}: {name!r} is no host name", exits.BAD_CONFIG)
+                raise Failure(f"node list {text[:100]!r}: {name[:100]!r} is no host name", exits.BAD_CONFIG)
             names.append(name)
     return names
 
@@ -104,13 +116,15 @@ def _split_outside_brackets(text: str) -> list[str]:
     return re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\]|[\[\]])+", text)
 
 
-def _numbers(inside: str, whole: str) -> Iterator[str]:
+def _ranges(inside: str, whole: str) -> list[tuple[range, int]]:
+    """What stands between brackets: numbers, and with how many digits they are written."""
+    found = []
     for item in inside.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", item)
+        match = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", item, re.ASCII)
         if match is None or (match[2] and int(match[2]) < int(match[1])):
-            raise Failure(f"node list {whole!r}: {item!r} is no number or range", exits.BAD_CONFIG)
-        for number in range(int(match[1]), int(match[2] or match[1]) + 1):
-            yield f"{number:0{len(match[1])}d}"
+            raise Failure(f"node list {whole[:100]!r}: {item[:100]!r} is no number or range", exits.BAD_CONFIG)
+        found.append((range(int(match[1]), int(match[2] or match[1]) + 1), len(match[1])))
+    return found
 
 
 def from_slurm(environment: Mapping[str, str]) -> list[Slots] | None:
@@ -125,9 +139,9 @@ def from_slurm(environment: Mapping[str, str]) -> list[Slots] | None:
     tasks: list[int] = []
     counts = environment.get("SLURM_TASKS_PER_NODE") or "1" + f"(x{len(names)})"
     for part in counts.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        if match is None:
-            raise Failure(f"SLURM_TASKS_PER_NODE={counts!r} cannot be read; expected e.g. 2(x3),1", exits.BAD_CONFIG)
+        match = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part, re.ASCII)
+        if match is None or len(tasks) > len(names):
+            raise Failure(f"SLURM_TASKS_PER_NODE={counts[:100]!r} does not fit; e.g. 2(x3),1", exits.BAD_CONFIG)
         tasks += [int(match[1])] * int(match[2] or 1)
     if len(tasks) != len(names):
         raise Failure(

@@ -21,9 +21,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import NoReturn
 
 from hvdtrain import exits
+from hvdtrain.arguments import Parser
 from hvdtrain.cluster import hosts, nic, quota, throttle, tuning
 from hvdtrain.cluster.commands import Command, is_secret, run
 from hvdtrain.cluster.hosts import Slots
@@ -70,18 +70,12 @@ class Plan:
     command: Command
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise Failure(f"{message}; see launch/{self.prog} --help", exits.USAGE)
-
-
 def parser(launcher: str) -> Parser:
     top = Parser(
-        prog=f"{launcher}.sh",
+        prog=f"launch/{launcher}.sh",
         usage=f"launch/{launcher}.sh [options] COMMAND [ARGUMENT ...]",
         description=f"Starts COMMAND on every rank with {launcher}; its settings suit the link between the hosts.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add = top.add_argument
@@ -354,12 +348,8 @@ def main(arguments: list[str]) -> int:
         asked = arguments in (["--help"], ["-h"])
         print(f"{__doc__}\nSee launch/mpirun.sh --help.", file=sys.stdout if asked else sys.stderr)
         return exits.OK if asked else exits.USAGE
-    try:
-        return start(arguments[0], arguments[1:], os.environ)
-    except Failure as failure:
-        print(f"hvdtrain: {failure}", file=sys.stderr)
-        return failure.code
+    return start(arguments[0], arguments[1:], os.environ)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    exits.end(main, sys.argv[1:])

@@ -18,12 +18,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hvdtrain import exits
+from hvdtrain import exits, files
 from hvdtrain.cluster.hosts import check_name
 from hvdtrain.cluster.rates import parse_rate
 from hvdtrain.exits import Failure
@@ -137,10 +136,10 @@ def from_names(
 def from_toml(path: Path, *, cluster: str | None, user: str) -> Cluster:
     """The cluster a TOML file describes. Raises Failure (69, 78) that names the file and the key."""
     try:
-        document = tomllib.loads(path.read_text())
+        document = files.from_toml(files.read(path, files.SETTINGS_BYTES))
     except OSError as error:
-        raise Failure(f"{path}: {error.strerror}; name another with --topology", exits.UNREACHABLE) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise files.refused(path, error, exits.UNREACHABLE, "name another with --topology") from error
+    except ValueError as error:
         raise Failure(f"{path}: {error}", exits.BAD_CONFIG) from error
     tables = document.pop("hosts", None)
     if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):

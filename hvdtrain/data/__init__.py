@@ -110,7 +110,7 @@ def load(name: str, image_size: tuple[int, int] | None = None, *, verify: bool =
     """The data set called `name`: 'digits', or the path of a folder made by `hvdtrain data images`.
 
     `image_size` is (width, height) in pixels; None means 32x32 for digits and the prepared size for a folder.
-    `verify` reads a folder's large array too and compares its SHA-256.
+    `verify` reads a folder's large array too, though this host has done so before, and compares its SHA-256.
     Raises Failure: BAD_DATA for a folder that is missing, foreign or damaged, BAD_CONFIG for a size it does not have.
     """
     if name == "digits":

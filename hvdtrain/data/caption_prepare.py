@@ -21,6 +21,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import os
 import sys
 import time
 from collections import Counter
@@ -33,7 +34,7 @@ import numpy as np
 import PIL
 from numpy.typing import NDArray
 
-from hvdtrain import __version__
+from hvdtrain import __version__, files
 from hvdtrain.data import caption_sources, stratify
 from hvdtrain.data.caption_prepared import FILES, SCHEMA
 from hvdtrain.data.caption_sources import Source
@@ -273,12 +274,15 @@ def cached(source: Path) -> Path:
         return destination
     with explained(home):
         home.mkdir(parents=True, exist_ok=True)
-        with (home / f"{key}.lock").open("w") as lock:
+        lock = files.open_lock(home / f"{key}.lock")
+        try:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not destination.exists():
                 print(f"{source}: preparing it once, into {destination}", file=sys.stderr, flush=True)
                 made = prepare(CaptionsConfig(destination=str(destination), **asked))
                 _tell(source, made)
+        finally:
+            os.close(lock)
     return destination
 
 

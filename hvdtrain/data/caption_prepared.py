@@ -7,31 +7,33 @@ import json
 from pathlib import Path
 from typing import Any
 
+from hvdtrain import files
 from hvdtrain.data.captions import CaptionDataset, assemble
-from hvdtrain.data.prepared import PARTS, open_array, opening
+from hvdtrain.data.prepared import PARTS, open_array, opening, whole_numbers
 from hvdtrain.data.vocabulary import Vocabulary
 from hvdtrain.exits import BAD_DATA, Failure
 
 SCHEMA = "hvdtrain.captions/1"
 FILES = ("pictures.npy", "captions.json", "vocabulary.json")
+WORDS_BYTES = 1024 * files.MIB  # twenty times COCO's
 
 
 def open_captions(folder: str | Path, *, verify: bool = False) -> CaptionDataset:
     """The data set in a folder made by `prepare`; pictures stay a memory map.
 
-    Small files are checked whole, the large one by its size, head and, with `verify`, its SHA-256.
-    Raises Failure (BAD_DATA), which names the file, if anything is not as the index says.
+    Small files are checked whole, the large one as `prepared.open_images` tells.
+    Raises Failure (BAD_DATA; NO_PERMISSION), which names the file, if anything is not as the index says.
     """
     folder = Path(folder)
     with opening(folder, "hvdtrain data captions", SCHEMA) as index:
-        counts, files = [int(count) for count in index["counts"]], index["files"]
-        shape = (index["pictures"], index["height"], index["width"], index["channels"])
-        pictures = open_array(folder / "pictures.npy", files["pictures.npy"], shape, "uint8", verify=verify)
-        told = _document(folder / "captions.json", files)["pictures"]
-        vocabulary = Vocabulary.from_json(_document(folder / "vocabulary.json", files), folder / "vocabulary.json")
+        counts, stated = list(whole_numbers(index["counts"])), index["files"]
+        shape = whole_numbers([index[name] for name in ("pictures", "height", "width", "channels")])
+        pictures = open_array(folder / "pictures.npy", stated["pictures.npy"], shape, "uint8", verify=verify)
+        told = _document(folder / "captions.json", stated)["pictures"]
+        vocabulary = Vocabulary.from_json(_document(folder / "vocabulary.json", stated), folder / "vocabulary.json")
         names = [str(picture["name"]) for picture in told]
         references = [tuple(map(str, picture["captions"])) for picture in told]
-        digests = {name: files[name]["sha256"] for name in FILES}
+        digests = {name: stated[name]["sha256"] for name in FILES}
     if not len(names) == len(pictures) == sum(counts) or len(counts) != len(PARTS):
         raise Failure(f"{folder / 'index.json'}: its counts are not those of captions.json: prepare it again", BAD_DATA)
     return assemble(
@@ -45,8 +47,8 @@ def open_captions(folder: str | Path, *, verify: bool = False) -> CaptionDataset
     )
 
 
-def _document(path: Path, files: dict[str, Any]) -> Any:
-    data = path.read_bytes()
-    if hashlib.sha256(data).hexdigest() != files[path.name]["sha256"]:
+def _document(path: Path, stated: dict[str, Any]) -> Any:
+    data = files.read(path, WORDS_BYTES)
+    if hashlib.sha256(data).hexdigest() != stated[path.name]["sha256"]:
         raise Failure(f"{path} is damaged (its SHA-256 is not the index's): copy or prepare it again", BAD_DATA)
-    return json.loads(data)
+    return files.from_json(data)

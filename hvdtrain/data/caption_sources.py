@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import csv
 import hashlib
-import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hvdtrain import files
 from hvdtrain.data.tree import walk
 from hvdtrain.data.vocabulary import clean
 from hvdtrain.exits import BAD_DATA, IO_ERROR, NO_PERMISSION, Failure
@@ -34,6 +34,7 @@ from hvdtrain.exits import BAD_DATA, IO_ERROR, NO_PERMISSION, Failure
 TOKENS, TABLE = "Flickr8k.token.txt", "captions.txt"
 LISTS = ("Flickr_8k.trainImages.txt", "Flickr_8k.devImages.txt", "Flickr_8k.testImages.txt")  # as data.prepared.PARTS
 KARPATHY = {"train": 0, "restval": 0, "val": 1, "test": 2}
+SOURCE_BYTES = 1024 * files.MIB  # of a captions file: forty times COCO's
 PICTURES = (".jpg", ".jpeg", ".png", ".gif", ".bmp", ".tif", ".tiff", ".webp")
 
 
@@ -184,7 +185,7 @@ class _Reader:
 
     def _text(self, file: str) -> Iterator[tuple[str, str]]:
         """(file:line, the line without its end) of each line that is not blank."""
-        data = (self.root / file).read_bytes()
+        data = files.read(self.root / file, SOURCE_BYTES)
         self.digest.update(data)
         for number, raw in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
             where = f"{file}:{number}"
@@ -227,16 +228,16 @@ class _Reader:
 
     def _document(self) -> Iterator[Line]:
         file = self.source.file
-        data = (self.root / file).read_bytes()
+        data = files.read(self.root / file, SOURCE_BYTES)
         self.digest.update(data)
         try:
-            document = json.loads(data)
+            document = files.from_json(data)
             images = document["images"]
             if "annotations" in document:
                 yield from self._annotations(images, document["annotations"])
             else:
                 yield from self._sentences(images)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             what = f"{type(error).__name__}: {error}"
             hint = "expected COCO's images[] and annotations[], or images[] with sentences[]"
             raise Failure(f"{self.root / file} is no captions file ({what}): {hint}", BAD_DATA) from None

@@ -161,11 +161,12 @@ def assemble(
     )
 
 
-def load(name: str) -> CaptionDataset:
+def load(name: str, *, verify: bool = False) -> CaptionDataset:
     """The data set called `name`: 'shapes', 'flickr8k:DIR', or the path of a folder made by `hvdtrain data captions`.
 
     DIR is a prepared folder too, or the data as distributed (hvdtrain.data.caption_sources): that is prepared once,
     into `hvdtrain/captions` of the user's cache, by whichever process of the host comes first; the others wait for it.
+    `verify` reads a folder's large array too, though this host has done so before, and compares its SHA-256.
     (It spawns worker processes, so a script must guard its main program when it calls this.)
     Raises Failure: BAD_DATA for a folder that is missing, foreign or damaged, CANNOT_WRITE for the cache.
     """
@@ -184,4 +185,4 @@ def load(name: str) -> CaptionDataset:
         folder = cached(folder)
     from hvdtrain.data.caption_prepared import open_captions
 
-    return open_captions(folder)
+    return open_captions(folder, verify=verify)

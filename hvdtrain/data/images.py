@@ -45,10 +45,10 @@ import numpy as np
 import PIL
 from numpy.typing import NDArray
 
-from hvdtrain import __version__
+from hvdtrain import __version__, files
 from hvdtrain.data import stratify
 from hvdtrain.data.pixels import Bad, Chunk, convert, npy_header, workers
-from hvdtrain.data.prepared import FILES, PARTS, SCHEMA
+from hvdtrain.data.prepared import FILES, INDEX_BYTES, PARTS, SCHEMA, whole_numbers
 from hvdtrain.data.tree import Tree, find
 from hvdtrain.exits import BAD_CONFIG, BAD_DATA, CANNOT_WRITE, IO_ERROR, RESUMABLE, Failure
 from hvdtrain.progress import Progress
@@ -224,7 +224,10 @@ def explained(destination: Path) -> Iterator[None]:
 def alone(unfinished: Path) -> Iterator[None]:
     """Makes the working folder and locks it (the system drops the lock of the killed); leaves it if work is in it."""
     unfinished.mkdir(parents=True, exist_ok=True)
-    with (unfinished / "lock").open("w") as lock:
+    if unfinished.is_symlink():
+        raise Failure(f"{unfinished} is a link: remove it, or choose another destination", CANNOT_WRITE)
+    lock = files.open_lock(unfinished / "lock")
+    try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -234,6 +237,8 @@ def alone(unfinished: Path) -> Iterator[None]:
         finally:
             if not (unfinished / "state.json").exists():
                 shutil.rmtree(unfinished)
+    finally:
+        os.close(lock)
 
 
 def resume(config: ImagesConfig, tree: Tree, unfinished: Path) -> State:
@@ -246,19 +251,18 @@ def resume(config: ImagesConfig, tree: Tree, unfinished: Path) -> State:
     array = unfinished / "result" / "samples.npy"
     saved = unfinished / "state.json"
     if saved.exists() and array.exists():
-        data = json.loads(saved.read_text())
-        old = data["settings"]
-        differs = [f"{name} {old.get(name)}, not {new}" for name, new in settings.items() if old.get(name) != new]
+        hint = "remove that folder, or choose another destination"
+        try:
+            data = files.from_json(files.read(saved, INDEX_BYTES))
+            old, (rows,) = data["settings"], whole_numbers([data["rows"]])
+            bad = {int(row): str(why) for row, why in data["bad"].items()}
+            differs = [f"{name} {old.get(name)}, not {new}" for name, new in settings.items() if old.get(name) != new]
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise Failure(f"{saved} is damaged ({error}): {hint}", CANNOT_WRITE) from None
         if differs:
-            hint = "remove that folder, or choose another destination"
             raise Failure(f"{unfinished} holds unfinished work with {', '.join(differs)}: {hint}", CANNOT_WRITE)
-        if data["pictures"] == tree.digest:
-            return State(
-                settings=settings,
-                pictures=tree.digest,
-                rows=data["rows"],
-                bad={int(row): why for row, why in data["bad"].items()},
-            )
+        if data["pictures"] == tree.digest and max(rows, *bad, 0) <= len(tree.files):
+            return State(settings=settings, pictures=tree.digest, rows=rows, bad=bad)
     saved.unlink(missing_ok=True)  # of other pictures, or of an array that is gone: nothing of it is of use
     array.parent.mkdir(exist_ok=True)
     head = npy_header(len(tree.files), config.row_shape, config.dtype)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import json
+import math
 import os
 import re
 import secrets
@@ -34,11 +34,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdtrain import files
 from hvdtrain.exits import BAD_DATA, CANNOT_WRITE, IO_ERROR, Failure
 from hvdtrain.models.vgg16 import LAYERS, LINEAR, POOL, PREPROCESSING, STAGES, Arrays, parameters
 
 SCHEMA = "hvdtrain.vgg16/1"
 SUMMARY = "hvdtrain.data.vgg16/1"
+MOST_BYTES = 2 * 10**9  # of weights: VGG16 in float64 has 1.1
 HEAD_BYTES = 2**20  # no header of ours is larger, so that a foreign file is not read as one
 CONVOLUTIONS = tuple(name for name in LAYERS if name != POOL)
 KERAS_LAYERS = {
@@ -85,11 +87,13 @@ def import_weights(config: Vgg16Config) -> dict[str, Any]:
     if destination.exists():
         raise Failure(f"{destination} exists: remove it, or choose another destination", CANNOT_WRITE)
     try:
-        with source.open("rb") as file:
+        with files.open_plain(source) as file:
+            if (size := os.fstat(file.fileno()).st_size) > MOST_BYTES:
+                raise Failure(f"{source}: {size / 1e9:.1f} GB are more than VGG16 has", BAD_DATA)
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         arrays, preprocessing = neutral(_read(source), source)
     except OSError as error:
-        raise Failure(f"{source}: {error.strerror or error}", BAD_DATA) from None
+        raise files.refused(source, error, BAD_DATA, "give a file of published weights") from None
     about = {
         "schema": SCHEMA,
         "preprocessing": preprocessing,
@@ -119,8 +123,7 @@ def _read(path: Path) -> dict[str, NDArray[Any]]:
         raise Failure(f'{path} is HDF5: where Keras is, turn it into npz with `python -c "{convert}"`', BAD_DATA)
     try:
         if head.startswith(b"PK") and any(name.endswith(".npy") for name in zipfile.ZipFile(path).namelist()):
-            with np.load(path, allow_pickle=False) as npz:
-                return dict(npz)
+            return _npz(path)
         if head[8:9] == b"{":
             from safetensors import SafetensorError
             from safetensors.numpy import load_file
@@ -129,7 +132,7 @@ def _read(path: Path) -> dict[str, NDArray[Any]]:
                 return load_file(path)
             except (SafetensorError, TypeError, KeyError) as error:  # the latter for types that NumPy has not
                 raise ValueError(error) from None
-    except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except (ValueError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError) as error:
         raise Failure(f"{path} is damaged ({error}): download it again", BAD_DATA) from None
     if not head.startswith((b"PK", b"\x80")):  # a zip of tensors, or a plain pickle as torchvision's still is
         raise Failure(f"{path} is none of torch.save's files, npz and safetensors", BAD_DATA)
@@ -139,6 +142,28 @@ def _read(path: Path) -> dict[str, NDArray[Any]]:
         hint = "`pip install torch`, or give npz or safetensors"
         raise Failure(f"{path} is a file of torch.save, which only PyTorch reads: {hint}", BAD_DATA) from None
     return read_state_dict(path)
+
+
+def _npz(path: Path) -> dict[str, NDArray[Any]]:
+    """The arrays of an npz file, each seen to be floats and as long as its head says before it is unpacked.
+
+    Raises ValueError, and what zipfile raises.
+    """
+    with zipfile.ZipFile(path) as archive:
+        members = archive.infolist()
+        if (size := sum(member.file_size for member in members)) > MOST_BYTES:
+            raise ValueError(f"it unpacks to {size / 1e9:.1f} GB, more than VGG16 in float64")
+        for member in members:
+            with archive.open(member) as file:
+                version = np.lib.format.read_magic(file)
+                head = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+                shape, _, kind = head(file)
+                if kind.kind != "f" or file.tell() + math.prod(shape) * kind.itemsize != member.file_size:
+                    raise ValueError(
+                        f"{member.filename!r:.80}, {kind} {shape}, does not fit its {member.file_size} bytes"
+                    )
+    with np.load(path, allow_pickle=False) as npz:
+        return dict(npz)
 
 
 # 2. From published names and shapes to ours.
@@ -236,11 +261,11 @@ def read_head(path: str | Path) -> dict[str, str]:
     path = Path(path)
     hint = "import published weights first, with `hvdtrain data vgg16`"
     try:
-        with path.open("rb") as file:
+        with files.open_plain(path) as file:
             length = int.from_bytes(file.read(8), "little")
-            about = json.loads(file.read(length))["__metadata__"] if length <= HEAD_BYTES else {}
+            about = files.from_json(file.read(length))["__metadata__"] if length <= HEAD_BYTES else {}
     except OSError as error:
-        raise Failure(f"{path}: {error.strerror}: {hint}", BAD_DATA) from None
+        raise files.refused(path, error, BAD_DATA, hint) from None
     except (ValueError, KeyError, TypeError):
         about = {}
     if not isinstance(about, dict) or about.get("schema") != SCHEMA or about.get("preprocessing") not in PREPROCESSING:

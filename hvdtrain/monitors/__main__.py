@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import socket
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain import exits, monitors
+from hvdtrain.arguments import Parser
 from hvdtrain.exits import Failure
 
 PURPOSE = """Show which sensors this host has, what their readings come from, and what keeps the others from being read.
@@ -28,10 +28,8 @@ SUBSYSTEM=="powercap", ACTION=="add", RUN+="/bin/chmod a+r /sys%p/energy_uj"
 """
 
 
-def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(
-        prog="hvdtrain monitors", description=PURPOSE, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parser() -> Parser:
+    top = Parser(prog="hvdtrain monitors", description=PURPOSE)
     top.add_argument("--json", action="store_true", help="one JSON document")
     top.add_argument("--seconds", type=float, default=1.0, help="how long to measure the power shown (default: 1)")
     top.add_argument(

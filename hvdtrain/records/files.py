@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from hvdtrain import exits
+from hvdtrain import exits, files
 from hvdtrain.exits import Failure
 from hvdtrain.records.checks import from_json, make, record_type
 from hvdtrain.records.types import Record, as_json
@@ -97,10 +97,10 @@ def read_document(path: Path) -> Any:
     if len(text) > LONGEST_DOCUMENT_BYTES:
         raise Failure(f"{path}: more than {LONGEST_DOCUMENT_BYTES >> 20} MiB is no record", exits.BAD_DATA)
     try:
-        value = json.loads(text.decode("utf-8-sig"))
+        value = files.from_json(text)
     except json.JSONDecodeError as error:
         raise Failure(f"{path}:{error.lineno}: no JSON ({error.msg})", exits.BAD_DATA) from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise Failure(f"{path}:1: no JSON ({error})", exits.BAD_DATA) from error
     return from_json(value, f"{path}:1")
 
@@ -108,15 +108,10 @@ def read_document(path: Path) -> Any:
 def open_plain(path: Path) -> IO[bytes]:
     """Opens a plain file to read; a pipe or device is refused, since reading it may never end. Raises Failure."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    except PermissionError as error:
-        raise Failure(f"{path}: {error.strerror}; ask its owner for access", exits.NO_PERMISSION) from error
+        return files.open_plain(path)
     except OSError as error:
-        raise Failure(f"{path}: {error.strerror}", exits.IO_ERROR) from error
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise Failure(f"{path}: not a plain file", exits.BAD_DATA)
-    return os.fdopen(descriptor, "rb")
+        code = exits.BAD_DATA if error.errno == errno.EINVAL else exits.IO_ERROR
+        raise files.refused(path, error, code, "check the path, or ask its owner for access") from error
 
 
 def write_document(path: Path, value: dict[str, Any]) -> None:

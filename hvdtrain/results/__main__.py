@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain import exits
+from hvdtrain.arguments import Parser
 from hvdtrain.exits import Failure
 from hvdtrain.results import plots
 
@@ -43,10 +44,8 @@ SHOWN_PROBLEMS = 10
 RESULTS = Path("results")
 
 
-def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(
-        prog="hvdtrain results", description=PURPOSE, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parser() -> Parser:
+    top = Parser(prog="hvdtrain results", description=PURPOSE)
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def add(name: str, purpose: str, *, roots: bool = True, forms: bool = True) -> argparse.ArgumentParser:
@@ -97,7 +96,6 @@ def parser() -> argparse.ArgumentParser:
         "plot",
         help="a figure as SVG, PNG or PDF",
         description="A figure:\n" + "\n".join(f"  {name:<14}{kind.purpose}" for name, kind in plots.KINDS.items()),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     plot.add_argument("kind", choices=tuple(plots.KINDS), metavar="KIND")
     report = add("report", "one self-contained HTML page: summary, figures, tables, definitions", forms=False)

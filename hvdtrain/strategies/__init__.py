@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from hvdtrain import exits
+from hvdtrain.arguments import near
 from hvdtrain.config import TrainConfig, flag
 from hvdtrain.exits import Failure
 from hvdtrain.strategies.allreduce import AllReduce
@@ -144,11 +145,13 @@ def lookup(config: TrainConfig) -> tuple[type[Strategy], type[Reducer] | None]:
         return Synchronous, REDUCERS[name]
     if name not in SCHEDULES:
         known = ", ".join([*SCHEDULES, *REDUCERS])
-        raise Failure(f"--strategy {name}: unknown; known: {known} (see --strategy help)", exits.BAD_CONFIG)
+        what = f"--strategy {name}: unknown{near(name, [*SCHEDULES, *REDUCERS])}; known: {known} (see --strategy help)"
+        raise Failure(what, exits.BAD_CONFIG)
     if SCHEDULES[name].carrier != "streams":
         return SCHEDULES[name], None
     if config.inner not in REDUCERS:
-        raise Failure(f"--inner {config.inner}: unknown; known: {', '.join(REDUCERS)}", exits.BAD_CONFIG)
+        what = f"--inner {config.inner}: unknown{near(config.inner, REDUCERS)}; known: {', '.join(REDUCERS)}"
+        raise Failure(what, exits.BAD_CONFIG)
     return SCHEDULES[name], REDUCERS[config.inner]
 
 

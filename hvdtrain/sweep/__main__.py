@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from hvdtrain import exits
+from hvdtrain.arguments import Parser
 from hvdtrain.cluster.commands import show as typed
 from hvdtrain.exits import Failure
 from hvdtrain.sweep import command, execute, file, lacking, plan, preview, show
@@ -58,10 +59,8 @@ def keys() -> str:
     return "\n".join(lines)
 
 
-def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(
-        prog="hvdtrain sweep", description=PURPOSE, epilog=keys(), formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parser() -> Parser:
+    top = Parser(prog="hvdtrain sweep", description=PURPOSE, epilog=keys())
     top.add_argument("file", metavar="FILE.toml", type=Path, help="the sweep; launch/sweeps/ has some")
     top.add_argument(
         "--root", type=Path, default=Path("results"), metavar="DIR", help="where its folder goes (results)"

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from hvdtrain import exits, records
+from hvdtrain import exits, files, records
 from hvdtrain.cluster.commands import Command
 from hvdtrain.exits import Failure
 from hvdtrain.sweep import command, folder, preview
@@ -91,7 +91,11 @@ def alone(root: Path) -> Iterator[tuple[int, ...]]:
             raise folder.cannot_write(root, error) from error
         if not os.access(root, os.W_OK):
             raise Failure(f"{root}: not writable; choose another --root", exits.CANNOT_WRITE)
-        handles.append(_open(path))
+        try:
+            handles.append(files.open_lock(path))
+        except OSError as error:
+            hint = "remove it, or set TMPDIR to a folder of your own"
+            raise files.refused(path, error, exits.CANNOT_WRITE, hint) from error
         for handle, what in zip(handles, (f"a sweep into {root}", "another sweep"), strict=True):
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -101,22 +105,14 @@ def alone(root: Path) -> Iterator[tuple[int, ...]]:
                     f"{what} is running on this machine, or its last job ({told or 'it does not say which'}): "
                     "they would spoil each other's figures; wait for it, or end it"
                 ) from error
-        with contextlib.suppress(OSError):  # the file may be another user's
-            os.ftruncate(handles[1], 0)
-            os.pwrite(handles[1], f"process {os.getpid()}, {root}".encode(), 0)
+        if os.pread(handles[1], 8, 0) in (b"", b"process "):  # else it is not what we take it for
+            with contextlib.suppress(OSError):  # the file may be another user's
+                os.ftruncate(handles[1], 0)
+                os.pwrite(handles[1], f"process {os.getpid()}, {root}".encode(), 0)
         yield tuple(handles)
     finally:
         for handle in handles:
             os.close(handle)
-
-
-def _open(path: Path) -> int:
-    try:
-        return os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    except PermissionError:
-        return os.open(path, os.O_RDONLY)
-    except OSError as error:
-        raise Failure(f"{path}: {error.strerror}; set TMPDIR to a folder you can write", exits.CANNOT_WRITE) from error
 
 
 def most_hosts(left: Sequence[Outcome]) -> int:

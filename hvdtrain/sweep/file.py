@@ -9,12 +9,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdtrain import exits
+from hvdtrain import exits, files
 from hvdtrain.cluster import hosts, topology
 from hvdtrain.exits import Failure
 
@@ -171,13 +170,13 @@ def read(path: Path, overrides: Sequence[str] = (), flags: Mapping[str, set[str]
     a bad --set, 78 with file, line and key for everything that is refused in it.
     """
     try:
-        raw = path.read_text(encoding="utf-8-sig")
-        document = tomllib.loads(raw)
+        raw = files.read(path, files.SETTINGS_BYTES)
+        document = files.from_toml(raw)
     except OSError as error:
-        raise Failure(f"{path}: {error.strerror}; see launch/sweeps/ for examples", exits.UNREACHABLE) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise files.refused(path, error, exits.UNREACHABLE, "see launch/sweeps/ for examples") from error
+    except ValueError as error:
         raise _bad(str(path), f"not TOML: {error}") from error
-    text = _Text(path, raw)
+    text = _Text(path, raw.decode("utf-8-sig"))
     tables = document.pop("grid", [])
     cluster = document.pop("cluster", None)
     defaults = document.pop("defaults", {})
@@ -228,8 +227,8 @@ def _overrides(words: Sequence[str]) -> dict[str, Any]:
         if not equals or not re.fullmatch(r"[a-z_]+", key):
             raise Failure(f"--set {word}: expected KEY=VALUE, as in --set epochs=1", exits.USAGE)
         try:
-            found[key] = tomllib.loads(f"value = {value}")["value"]
-        except tomllib.TOMLDecodeError:
+            found[key] = files.from_toml(f"value = {value}".encode())["value"]
+        except ValueError:
             found[key] = value
     return found
 

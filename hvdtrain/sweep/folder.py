@@ -7,19 +7,18 @@ itself foretells of them. Anything else there is renamed, never used and never d
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import pwd
 from pathlib import Path
 from typing import Any
 
-from hvdtrain import exits, records
+from hvdtrain import exits, files, records
 from hvdtrain.cluster.commands import caller
 from hvdtrain.exits import Failure
 from hvdtrain.sweep.plan import UNLIMITED, Run
 from hvdtrain.sweep.preview import MONITORS, Preview
 
-NOT_COMPARED = {"run_dir", "resume", "json", "dry_run", "debug", "monitor"}
+NOT_COMPARED = {"run_dir", "resume", "verify_data", "json", "dry_run", "debug", "monitor"}
 LOG = Path("logs") / "launch.log"
 TAIL_LINES = 6
 
@@ -43,7 +42,7 @@ def state(folder: Path, run: Run, preview: Preview | None) -> tuple[str, str | N
 def document(path: Path) -> dict[str, Any] | None:
     """A JSON file's object; None if there is none to be read."""
     try:
-        found = json.loads(path.read_text())
+        found = files.from_json(files.read(path, records.LONGEST_DOCUMENT_BYTES))
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None
@@ -52,14 +51,14 @@ def document(path: Path) -> dict[str, Any] | None:
 def summary(folder: Path) -> dict[str, Any] | None:
     """The last summary in rank 0's records, from the end of the file: how long that is does not matter."""
     try:
-        with (folder / "metrics" / "rank0000.jsonl").open("rb") as lines:
+        with files.open_plain(folder / "metrics" / "rank0000.jsonl") as lines:
             lines.seek(max(0, os.fstat(lines.fileno()).st_size - 65536))
             tail = lines.read().splitlines()
     except OSError:
         return None
     for line in reversed(tail):
         with contextlib.suppress(ValueError):
-            found = json.loads(line)
+            found = files.from_json(line)
             if isinstance(found, dict) and found.get("type") == "summary":
                 return found
     return None
@@ -140,7 +139,7 @@ def cannot_write(path: Path, error: OSError) -> Failure:
 def tail(log: Path) -> list[str]:
     """The last lines of a log that say something."""
     try:
-        with log.open("rb") as stream:
+        with files.open_plain(log) as stream:
             stream.seek(max(0, os.fstat(stream.fileno()).st_size - 16384))
             lines = stream.read().decode(errors="replace").splitlines()
     except OSError:

@@ -6,19 +6,23 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import math
+import os
 import random
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdtrain import exits
+from hvdtrain import exits, files
 from hvdtrain.cluster.commands import CHECKOUT
 from hvdtrain.cluster.rates import parse_rate, show_rate
 from hvdtrain.exits import Failure
 from hvdtrain.sweep.file import ALL_GPUS, LAUNCHERS, OWN, PLACES, Grid, Sweep
 
 UNLIMITED = "unlimited"
+MOST_RUNS = 10_000
+"""Of a sweep: weeks of them, and few enough to be planned at once"""
 KINDS = {"T": "timing", "E": "energy"}
 FIXED = ("workload", "hosts", "ranks_per_host", "rate", "launcher", "on", "cluster", "label", "config_sha256")
 """Settings that are no flags of the workload"""
@@ -110,26 +114,33 @@ def protocol(text: str, where: str = "") -> tuple[str, ...]:
     """`E,5T,E` as kinds of run. Raises Failure (78), its message after `where`."""
     kinds: list[str] = []
     for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d*)([ET])\s*", part)
+        match = re.fullmatch(r"\s*(\d{0,9})([ET])\s*", part, re.ASCII)
         if match is None or match[1] == "0":
             what = f"{where}protocol {text!r}: {part!r} is neither T nor E nor a number of them, as in E,5T,E"
             raise Failure(what, exits.BAD_CONFIG)
+        if len(kinds) + int(match[1] or 1) > MOST_RUNS:
+            raise Failure(f"{where}protocol {text[:100]!r}: more than {MOST_RUNS:,} runs", exits.BAD_CONFIG)
         kinds += [KINDS[match[2]]] * int(match[1] or 1)
     return tuple(kinds)
 
 
+def axes(grid: Grid) -> list[list[str]]:
+    """The grid's keys in the order written, zipped ones together."""
+    leader = {key: group for group in grid.zips for key in group}
+    return [list(group) for group in dict.fromkeys(tuple(leader.get(key, [key])) for key in grid.values)]
+
+
+def combination_count(grid: Grid) -> int:
+    return math.prod(len(grid.values[group[0]]) for group in axes(grid))
+
+
 def combinations(grid: Grid) -> Iterator[dict[str, Any]]:
     """Every combination of a grid's values, in the order written; zipped keys move together, the last one fastest."""
-    leader = {key: group for group in grid.zips for key in group}
-    axes: list[list[dict[str, Any]]] = []
-    done: set[str] = set()
-    for key in grid.values:
-        if key in done:
-            continue
-        group = leader.get(key, [key])
-        done.update(group)
-        axes.append([dict(zip(group, row, strict=True)) for row in zip(*(grid.values[k] for k in group), strict=True)])
-    for choice in itertools.product(*axes):
+    rows = [
+        [dict(zip(group, row, strict=True)) for row in zip(*(grid.values[key] for key in group), strict=True)]
+        for group in axes(grid)
+    ]
+    for choice in itertools.product(*rows):
         yield {key: value for part in choice for key, value in part.items()}
 
 
@@ -193,10 +204,11 @@ def _rate(sweep: Sweep, grid: Grid, asked: str | None, on: str) -> str | None:
 
 def _preset(grid: Grid, named: str) -> tuple[str, str]:
     """A --config file and its checksum, as other contents are other settings; also found from the checkout's root."""
-    for path in (Path(named), CHECKOUT / named):
-        if path.is_file():
-            return str(path), hashlib.sha256(path.read_bytes()).hexdigest()[:12]
-    raise _bad(grid, f"config = {named!r}: no such file")
+    path = Path(named) if os.path.lexists(named) else CHECKOUT / named
+    try:
+        return str(path), hashlib.sha256(files.read(path, files.SETTINGS_BYTES)).hexdigest()[:12]
+    except OSError as error:
+        raise _bad(grid, f"config = {named!r}: {error.strerror}") from error
 
 
 def points(sweep: Sweep, gpus: int | None = None) -> tuple[list[Point], int]:
@@ -205,10 +217,14 @@ def points(sweep: Sweep, gpus: int | None = None) -> tuple[list[Point], int]:
     `gpus`: how many GPUs this machine has, if that is known. Raises Failure (78).
     """
     found: dict[str, Point] = {}
-    merged = 0
+    merged = asked_for = 0
     for grid in sweep.grids:
         where = grid.where if grid.protocol else str(sweep.path)
-        kinds = protocol(grid.protocol or sweep.protocol, f"{where}: ") * grid.repeats
+        kinds = protocol(grid.protocol or sweep.protocol, f"{where}: ")
+        asked_for += len(kinds) * grid.repeats * combination_count(grid)
+        if asked_for > MOST_RUNS:
+            raise _bad(grid, f"{asked_for:,} runs up to here; a sweep has at most {MOST_RUNS:,}")
+        kinds *= grid.repeats
         for asked in combinations(grid):
             point = Point(settings=settled(sweep, grid, asked, gpus), kinds=kinds, where=grid.where)
             key = json.dumps(point.settings, sort_keys=True)

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain import exits
+from hvdtrain.arguments import Parser
 from hvdtrain.cluster import nic
 from hvdtrain.cluster.doctor import checks, host_checks, link_checks
 from hvdtrain.cluster.doctor.agent import Agent, Unreachable
@@ -51,10 +52,8 @@ Exit code: 0 no failure, 1 a failure, 2 usage, 65 or 69 a hostfile that cannot b
 """
 
 
-def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(
-        prog="hvdtrain doctor", description=PURPOSE, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parser() -> Parser:
+    top = Parser(prog="hvdtrain doctor", description=PURPOSE)
     which = top.add_mutually_exclusive_group()
     which.add_argument("-H", "--hosts", metavar="A:2,B:2", help="hosts and their slots, as for horovodrun")
     which.add_argument("--hostfile", metavar="FILE", type=Path, help="hosts as `a slots=2` lines")

@@ -7,17 +7,17 @@ short messages, `remote` does it all on other machines; `__main__` is the comman
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from hvdtrain import files
 from hvdtrain.cluster import virtual
 
 
 def asked(path: Path = virtual.SELF / "throttle.json") -> dict[str, Any] | None:
     """What was asked of this host's link, for any user; None without a throttle. `__main__.document` writes it."""
     try:
-        found = json.loads(path.read_text())
+        found = files.from_json(files.read(path, files.SETTINGS_BYTES))
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None

@@ -8,9 +8,9 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NoReturn
 
 from hvdtrain import exits
+from hvdtrain.arguments import Parser
 from hvdtrain.cluster import virtual
 from hvdtrain.cluster.rates import parse_rate
 from hvdtrain.cluster.throttle.qdisc import Shape
@@ -54,13 +54,8 @@ class Place:
         return self.netns is None and self.direction == "down"
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise Failure(f"{message}; see tools/throttle.sh --help", exits.USAGE)
-
-
-def parser() -> argparse.ArgumentParser:
-    top = _Parser(prog="throttle.sh", description=PURPOSE, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser() -> Parser:
+    top = Parser(prog="tools/throttle.sh", description=PURPOSE)
     top.add_argument("what", nargs="?", metavar="RATE|show|verify|clear|keep", help="a rate such as 10mbit, or a verb")
     top.add_argument("--up", metavar="RATE", help="what a host sends; `none`: unlimited")
     top.add_argument("--down", metavar="RATE", help="what a host receives; `none`: unlimited")

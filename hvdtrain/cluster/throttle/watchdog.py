@@ -32,7 +32,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hvdtrain import exits
+from hvdtrain import exits, files
 from hvdtrain.cluster.commands import Command, find, run, show
 from hvdtrain.cluster.throttle.links import Link, difference, plan
 from hvdtrain.cluster.throttle.qdisc import Shape
@@ -93,8 +93,23 @@ class Store:
         return self.folder / "throttle-state.json"
 
     def load(self) -> State:
-        text = _text(self.path)
-        return json.loads(text) if text else {"schema": SCHEMA, "links": {}, "files": {}, "change": None}
+        """Raises Failure (65) for a file that is no journal of ours."""
+        try:
+            state: State = files.from_json(files.read(self.path, files.SETTINGS_BYTES))
+            journal = state["change"] or {"token": "", "links": [], "files": {}}
+            for link in (*state["links"].values(), *journal["links"]):
+                Link.from_json(link)
+            texts = [*state["files"].values(), *journal["files"].values(), journal["token"]]
+            if not all(text is None or isinstance(text, str) for text in texts):
+                raise ValueError("a text is none")
+        except FileNotFoundError:
+            return {"schema": SCHEMA, "links": {}, "files": {}, "change": None}
+        except OSError as error:
+            raise files.refused(self.path, error, exits.IO_ERROR, "look at what is there") from None
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            hint = "look at the queues with `tc qdisc show`, then remove the file"
+            raise Failure(f"{self.path} is damaged ({error}): {hint}", exits.BAD_DATA) from None
+        return state
 
     def save(self, state: State) -> None:
         if state["links"] or state["change"]:

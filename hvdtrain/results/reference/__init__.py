@@ -7,12 +7,11 @@ it belongs to, and gives what was published of it. What a study did not give is 
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdtrain import exits, records
+from hvdtrain import exits, files, records
 from hvdtrain.exits import Failure
 from hvdtrain.results.folders import near
 from hvdtrain.results.groups import Group, fact_kinds, is_missing
@@ -93,8 +92,8 @@ def load(name: str) -> Reference:
     with records.open_plain(path) as stream:
         text = stream.read(records.LONGEST_DOCUMENT_BYTES)
     try:
-        document = json.loads(text.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
+        document = files.from_json(text)
+    except ValueError as error:
         raise Failure(f"{path}:{getattr(error, 'lineno', 1)}: no JSON ({error})", exits.BAD_DATA) from error
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:
         raise Failure(f"{path}:1: not a {SCHEMA} document; see {FOLDER / 'cruz2021.json'}", exits.BAD_DATA)

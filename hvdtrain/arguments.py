@@ -1,0 +1,54 @@
+"""Command lines: the parser of all commands but those of training, and what was meant by a word that nobody knows."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any, NoReturn
+
+from hvdtrain.exits import USAGE, Failure
+
+
+def near(word: str, known: Iterable[str]) -> str:
+    """`, did you mean --json?` if one of `known` looks like `word`, else nothing."""
+    choices = list(known)
+    if word.partition("=")[0] == "--format" and word not in choices and "--json" in choices:
+        return ", did you mean --json?"
+    found = difflib.get_close_matches(word.partition("=")[0], choices, 1)
+    return f", did you mean {found[0]}?" if found else ""
+
+
+class Parser(argparse.ArgumentParser):
+    """Help that starts with the purpose; errors on one line, with the word that may have been meant (Failure 2)."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter, **settings})
+
+    def format_help(self) -> str:
+        formatter = self._get_formatter()
+        formatter.add_text(self.description)
+        formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
+        for group in self._action_groups:
+            formatter.start_section(group.title)
+            formatter.add_text(group.description)
+            formatter.add_arguments(group._group_actions)
+            formatter.end_section()
+        formatter.add_text(self.epilog)
+        return formatter.format_help()
+
+    def flags(self) -> Iterator[str]:
+        """Its own and those of its subcommands."""
+        for action in self._actions:
+            yield from action.option_strings
+            if isinstance(action, argparse._SubParsersAction):
+                for one in action.choices.values():
+                    yield from one.flags()
+
+    def error(self, message: str) -> NoReturn:
+        if unknown := re.match(r"unrecognized arguments: (\S+)", message):
+            message += near(unknown[1], self.flags())
+        elif wrong := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)$", message):
+            message += near(wrong[1], re.findall(r"'(.*?)'", wrong[2]))
+        raise Failure(f"{message} (see {self.prog} --help)", USAGE)

@@ -1,0 +1,116 @@
+"""Files that somebody else may have written, or put there: whatever is opened is a plain file, whatever is read ends.
+
+Every reader of a file that a user names, or that lies where others can write, opens it here. A pipe or a device is
+refused before it is opened, since reading it may never end; a file beyond the reader's limit is refused before it fills
+the memory; a document nested so deeply that it would exhaust the stack is refused as one that is no document.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import stat
+import tomllib
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.exits import NO_PERMISSION, Failure
+
+MIB = 1 << 20
+SETTINGS_BYTES = MIB
+"""Of a file that people write: TOML, host lists"""
+DEEPEST = 64
+"""Levels of a JSON or TOML document; ours have fewer than ten"""
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def open_plain(path: str | Path) -> BufferedReader:
+    """Opens a plain file to read; raises OSError, for anything else with the words "a pipe, not a plain file"."""
+    _plain(path, Path(path).stat())  # before it is opened: to open a device may already do something
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        _plain(path, os.fstat(file))
+        return os.fdopen(file, "rb")
+    except OSError:
+        os.close(file)
+        raise
+
+
+def _plain(path: str | Path, about: os.stat_result) -> None:
+    if not stat.S_ISREG(about.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(about.st_mode), "something else")
+        raise OSError(errno.EINVAL, f"{kind}, not a plain file", str(path))
+
+
+def read(path: str | Path, most_bytes: int) -> bytes:
+    """All of a plain file. Raises OSError, also if it has more than `most_bytes`."""
+    with open_plain(path) as file:
+        data = file.read(most_bytes + 1)
+    if len(data) > most_bytes:
+        raise OSError(errno.EFBIG, f"has more than {most_bytes / MIB:,.3g} MiB, the most that is read", str(path))
+    return data
+
+
+def from_json(data: str | bytes) -> Any:
+    """The value of a JSON text; raises ValueError for anything else, and for one of more than DEEPEST levels."""
+    try:
+        return _shallow(json.loads(data))
+    except RecursionError:
+        raise ValueError(f"nested more than {DEEPEST} levels deep") from None
+
+
+def from_toml(data: bytes) -> dict[str, Any]:
+    """The tables of a TOML file, with or without a byte order mark; raises ValueError as `from_json` does."""
+    if any(part.count(b".") > DEEPEST for part in re.split(rb"[=,\n]", data)):  # a key for which tomllib takes minutes
+        raise ValueError(f"a key of more than {DEEPEST} parts")
+    try:
+        return _shallow(tomllib.loads(data.decode("utf-8-sig")))
+    except RecursionError:
+        raise ValueError(f"nested more than {DEEPEST} levels deep") from None
+
+
+def _shallow(value: Any) -> Any:
+    level = [value]
+    for _ in range(DEEPEST + 1):
+        level = [each for each in level if isinstance(each, dict | list)]
+        if not level:
+            return value
+        level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]
+    raise ValueError(f"nested more than {DEEPEST} levels deep")
+
+
+def refused(path: str | Path, error: OSError, code: int, hint: str) -> Failure:
+    """What `open_plain` and `read` raise, as one line that ends with `hint`; without access its code is 77."""
+    denied = isinstance(error, PermissionError)
+    return Failure(f"{path}: {error.strerror or error}; {hint}", NO_PERMISSION if denied else code)
+
+
+def open_lock(path: str | Path) -> int:
+    """A descriptor to flock(2): of the file at `path`, made if absent, never followed, written or cut short.
+
+    Another user's file opens for reading, which is enough to lock it. Raises OSError, also for a link and anything
+    else that is no plain file.
+    """
+    flags = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        file = os.open(path, flags | os.O_RDWR | os.O_CREAT, 0o644)
+    except PermissionError:
+        file = os.open(path, flags | os.O_RDONLY)
+    try:
+        about = os.fstat(file)
+        _plain(path, about)
+        if about.st_nlink > 1:
+            raise OSError(errno.EMLINK, "has other names too, so it is no lock file of ours", str(path))
+    except OSError:
+        os.close(file)
+        raise
+    return file

@@ -1,0 +1,242 @@
+"""Laws of files that others may have written: what is no plain file, too large or too deep is refused, in no time."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import os
+import signal
+import socket
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdtrain import config, exits, files, records
+from hvdtrain.cluster import hosts, throttle, topology
+from hvdtrain.cluster.throttle.watchdog import Store
+from hvdtrain.data import captions
+from hvdtrain.data.prepared import open_images
+from hvdtrain.exits import Failure
+from hvdtrain.models.vgg16_weights import Vgg16Config, import_weights, read_head
+from hvdtrain.results import reference
+from hvdtrain.sweep import execute
+from hvdtrain.sweep import file as sweep_file
+
+
+class Hangs(BaseException):
+    pass
+
+
+@pytest.fixture(autouse=True)
+def patience() -> Iterator[None]:
+    """A reader that hangs fails."""
+
+    def rung(number: int, frame: Any) -> None:
+        raise Hangs
+
+    before = signal.signal(signal.SIGALRM, rung)
+    signal.alarm(10)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def images(path: Path) -> Any:
+    path.rename(path.with_name("index.json"))
+    return open_images(path.parent)
+
+
+def captioned(path: Path) -> Any:
+    path.rename(path.with_name("index.json"))
+    return captions.load(str(path.parent))
+
+
+def with_config(path: Path) -> Any:
+    return config.parse(config.TrainConfig, ["--config", str(path)], prog="x", purpose="")
+
+
+def journal(path: Path) -> Any:
+    path.rename(path.with_name("throttle-state.json"))
+    return Store(path.parent).load()
+
+
+READERS: dict[str, Callable[[Path], Any]] = {
+    "sweep": sweep_file.read,
+    "topology": lambda path: topology.from_toml(path, cluster=None, user=""),
+    "hostfile": hosts.read_hostfile,
+    "config": with_config,
+    "images": images,
+    "captions": captioned,
+    "record": records.read_document,
+    "reference": lambda path: reference.load(str(path)),
+    "weights": read_head,
+    "published weights": lambda path: import_weights(Vgg16Config(source=str(path), destination=f"{path}.out")),
+    "journal": journal,
+}
+
+
+def a_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def a_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as end:
+        end.bind(str(path))
+
+
+def endless(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def large(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(1 << 40)  # sparse: a terabyte of zeros
+
+
+def deep(path: Path) -> None:
+    path.write_bytes(b"[" * 500_000)
+
+
+def deep_object(path: Path) -> None:
+    path.write_text("a = " + "{a = " * 60_000)
+
+
+def dotted(path: Path) -> None:
+    path.write_text("a." * 300_000 + "a = 1\n")
+
+
+def escapes(path: Path) -> None:
+    path.write_bytes(b"\x1b]0;owned\x07\x1b[2J\r")
+
+
+HOSTILE = [a_pipe, a_socket, endless, large, deep, deep_object, dotted, escapes]
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("hostile", HOSTILE)
+def test_a_file_that_is_not_what_it_claims_is_refused_in_one_line(tmp_path: Path, hostile: Any, reader: str) -> None:
+    path = tmp_path / "\x1b[31mname.json"
+    hostile(path)
+    with pytest.raises(Failure) as refused:
+        READERS[reader](path)
+    assert str(refused.value).isprintable()
+    assert refused.value.code in (exits.USAGE, exits.BAD_DATA, exits.UNREACHABLE, exits.IO_ERROR, exits.BAD_CONFIG)
+
+
+@given(st.text())
+def test_an_error_text_is_one_printable_line_and_printable_texts_stay(text: str) -> None:
+    said = str(Failure(text))
+    assert said.isprintable()
+    assert said == text or not text.isprintable()
+
+
+@given(st.recursive(st.none() | st.integers(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
+def test_documents_that_are_not_deep_are_read(value: Any) -> None:
+    assert files.from_json(json.dumps(value)) == value
+
+
+@pytest.mark.parametrize("levels", [files.DEEPEST, files.DEEPEST + 1])
+def test_the_deepest_document(levels: int) -> None:
+    text = "[" * levels + "]" * levels
+    if levels == files.DEEPEST:
+        assert files.from_json(text)
+        return
+    with pytest.raises(ValueError, match="more than 64 levels"):
+        files.from_json(text)
+
+
+def test_a_throttle_that_is_none_is_none(tmp_path: Path) -> None:
+    for make in (a_pipe, endless, deep):
+        path = tmp_path / make.__name__
+        make(path)
+        assert throttle.asked(path) is None
+
+
+# --- locks ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_lock_file_is_made_and_locks(tmp_path: Path) -> None:
+    first, second = files.open_lock(tmp_path / "lock"), files.open_lock(tmp_path / "lock")
+    fcntl.flock(first, fcntl.LOCK_EX)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(first)
+    fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(second)
+
+
+def a_link(path: Path, treasure: Path) -> None:
+    path.symlink_to(treasure)
+
+
+def a_second_name(path: Path, treasure: Path) -> None:
+    path.hardlink_to(treasure)
+
+
+def a_dangling_link(path: Path, treasure: Path) -> None:
+    path.symlink_to(treasure.with_name("new"))
+
+
+@pytest.mark.parametrize("plant", [a_link, a_second_name, a_dangling_link, lambda path, _: a_pipe(path)])
+def test_a_sweeps_lock_follows_no_link_and_harms_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plant: Any
+) -> None:
+    treasure = tmp_path / "treasure"
+    treasure.write_text("process of law, years of work")
+    plant(tmp_path / execute.MACHINE_LOCK, treasure)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(Failure, match=execute.MACHINE_LOCK) as refused, execute.alone(tmp_path / "root"):
+        pass
+    assert refused.value.code == exits.CANNOT_WRITE
+    assert treasure.read_text() == "process of law, years of work"
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_sweeps_lock_truncates_nothing_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    lock = tmp_path / execute.MACHINE_LOCK
+    lock.write_text("years of work")
+    with execute.alone(tmp_path / "root"):
+        assert lock.read_text() == "years of work"
+    lock.unlink()
+    for root in ("a-long-name", "short"):
+        with execute.alone(tmp_path / root):
+            assert lock.read_text() == f"process {os.getpid()}, {tmp_path / root}"
+
+
+# --- npz --------------------------------------------------------------------------------------------------------------
+
+
+def member(shape: tuple[int, ...], data: bytes, kind: str = "<f4") -> bytes:
+    head = io.BytesIO()
+    description = {"descr": kind, "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(head, description)
+    return head.getvalue() + data
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (member((2**40,), bytes(16)), "does not fit"),
+        (member((2**70,), bytes(16)), "does not fit"),
+        (member((4,), bytes(16), "|O"), "does not fit|Object"),
+        (member((4,), bytes(32), "<i8"), "does not fit"),
+        (b"\x93NUMPY\x01\x00\xff\xff" + b"(" * 65535, "damaged"),
+        (b"nothing", "damaged"),
+    ],
+)
+def test_an_npz_that_claims_more_than_it_holds_is_refused_before_it_is_unpacked(
+    tmp_path: Path, content: bytes, words: str
+) -> None:
+    with zipfile.ZipFile(tmp_path / "w.npz", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a.npy", content)
+    with pytest.raises(Failure, match=words) as refused:
+        import_weights(Vgg16Config(source=str(tmp_path / "w.npz"), destination=str(tmp_path / "out")))
+    assert refused.value.code == exits.BAD_DATA

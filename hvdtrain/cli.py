@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import sys
-from collections.abc import Callable
-from typing import NoReturn
+from argparse import ArgumentParser
+from pathlib import Path
+from typing import Any, NoReturn
 
 from hvdtrain import __version__, config, exits
+from hvdtrain.arguments import Parser, near
+from hvdtrain.exits import Failure
+
+DATA = """Prepare what training reads: pictures, pictures with sentences, or the weights of a frozen encoder.
+
+examples:
+  hvdtrain data images photos prepared --size 224x224
+  hvdtrain data captions Flickr8k prepared
+  hvdtrain data vgg16 vgg16-397923af.pth vgg16.safetensors
+"""
 
 IMAGES = """Prepare a folder of pictures, one folder per class, for training.
 
@@ -43,87 +55,130 @@ examples:
 """
 
 
-def data_captions(arguments: list[str]) -> int:
-    from hvdtrain.data.caption_prepare import CaptionsConfig, prepare
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What `python -m hvdtrain.ROOM` does; imported when it is asked for."""
 
-    settings = config.parse(
-        CaptionsConfig,
-        arguments,
-        prog="hvdtrain data captions",
-        purpose=CAPTIONS,
-        positionals=("source", "destination"),
-    )
-    print(json.dumps(prepare(settings), indent=2))
-    return exits.OK
+    room: str
 
-
-def data_vgg16(arguments: list[str]) -> int:
-    from hvdtrain.models.vgg16_weights import Vgg16Config, import_weights
-
-    settings = config.parse(
-        Vgg16Config, arguments, prog="hvdtrain data vgg16", purpose=VGG16, positionals=("source", "destination")
-    )
-    print(json.dumps(import_weights(settings), indent=2))
-    return exits.OK
-
-
-def data_images(arguments: list[str]) -> int:
-    from hvdtrain.data.images import ImagesConfig, prepare
-
-    settings = config.parse(
-        ImagesConfig, arguments, prog="hvdtrain data images", purpose=IMAGES, positionals=("source", "destination")
-    )
-    print(json.dumps(prepare(settings), indent=2))
-    return exits.OK
-
-
-def part(room: str) -> Callable[[list[str]], int]:
-    """What `python -m hvdtrain.ROOM` does, imported when it is called."""
-
-    def main(arguments: list[str]) -> int:
-        code: int = importlib.import_module(f"hvdtrain.{room}.__main__").main(arguments)
+    def run(self, arguments: list[str]) -> int:
+        code: int = importlib.import_module(f"hvdtrain.{self.room}.__main__").main(arguments)
         return code
 
-    return main
+    def parser(self) -> ArgumentParser:
+        made: ArgumentParser = importlib.import_module(f"hvdtrain.{self.room}.__main__").parser()
+        return made
 
 
-# words -> (what it does, the function that takes the arguments behind them)
-COMMANDS: dict[tuple[str, ...], tuple[str, Callable[[list[str]], int]]] = {
-    ("data", "images"): ("prepare a folder of pictures for training", data_images),
-    ("data", "captions"): ("prepare pictures with sentences", data_captions),
-    ("data", "vgg16"): ("VGG16's published weights as --weights takes them", data_vgg16),
-    ("cluster",): ("virtual hosts on this machine: up, down, status, exec, shell, hostfile", part("cluster")),
-    ("throttle",): ("limit the bandwidth of links, show it, verify it, put it back", part("cluster.throttle")),
-    ("doctor",): ("find what would make a job hang or crawl, before it starts", part("cluster.doctor")),
-    ("monitors",): ("which power and resource sensors this host has", part("monitors")),
-    ("sweep",): ("run a grid of experiments, skip what is done", part("sweep")),
-    ("results",): ("tables, plots and a report from runs' records", part("results")),
+@dataclasses.dataclass(frozen=True)
+class Preparation:
+    """`hvdtrain data NAME SOURCE DESTINATION`: a config class and the function that takes one, imported when asked for.
+
+    The function returns the document that is printed.
+    """
+
+    name: str
+    module: str
+    config: str
+    function: str
+    purpose: str
+
+    def _about(self) -> tuple[Any, dict[str, Any]]:
+        module = importlib.import_module(f"hvdtrain.{self.module}")
+        settings = {"prog": f"hvdtrain data {self.name}", "purpose": self.purpose}
+        return module, {**settings, "positionals": ("source", "destination")}
+
+    def run(self, arguments: list[str]) -> int:
+        module, settings = self._about()
+        asked = config.parse(getattr(module, self.config), arguments, **settings)
+        print(json.dumps(getattr(module, self.function)(asked), indent=2))
+        return exits.OK
+
+    def parser(self) -> ArgumentParser:
+        module, settings = self._about()
+        made: ArgumentParser = config.parser_for(getattr(module, self.config), **settings)
+        return made
+
+
+# words -> (what it does, what takes the arguments behind them)
+COMMANDS: dict[tuple[str, ...], tuple[str, Part | Preparation]] = {
+    ("data", "images"): (
+        "prepare a folder of pictures for training",
+        Preparation("images", "data.images", "ImagesConfig", "prepare", IMAGES),
+    ),
+    ("data", "captions"): (
+        "prepare pictures with sentences",
+        Preparation("captions", "data.caption_prepare", "CaptionsConfig", "prepare", CAPTIONS),
+    ),
+    ("data", "vgg16"): (
+        "VGG16's published weights as --weights takes them",
+        Preparation("vgg16", "models.vgg16_weights", "Vgg16Config", "import_weights", VGG16),
+    ),
+    ("cluster",): ("virtual hosts on this machine: up, down, status, exec, shell, hostfile", Part("cluster")),
+    ("throttle",): ("limit the bandwidth of links, show it, verify it, put it back", Part("cluster.throttle")),
+    ("doctor",): ("find what would make a job hang or crawl, before it starts", Part("cluster.doctor")),
+    ("monitors",): ("which power and resource sensors this host has", Part("monitors")),
+    ("sweep",): ("run a grid of experiments, skip what is done", Part("sweep")),
+    ("results",): ("tables, plots and a report from runs' records", Part("results")),
 }
+SHELLS = ("bash", "zsh")
+HELP: tuple[list[str], ...] = ([], ["--help"], ["-h"])
 
 
-def usage() -> str:
-    lines = [f"  hvdtrain {' '.join(words):<15}{purpose}" for words, (purpose, _) in COMMANDS.items()]
-    return (
-        "hvdtrain: what is not training itself\n\n"
-        + "\n".join(lines)
-        + "\n\nEach has a --help of its own. Training is started by its entry point: python -m hvdtrain.resnet --help"
-    )
+def usage(group: str = "") -> str:
+    """The commands, all or those of a group."""
+    chosen = {words: purpose for words, (purpose, _) in COMMANDS.items() if group in ("", words[0])}
+    lines = [f"  hvdtrain {' '.join(words):<15}{purpose}" for words, purpose in chosen.items()]
+    more = "Each has a --help of its own."
+    if not group:
+        more += " Training is started by its entry point: python -m hvdtrain.resnet --help\n"
+        more += 'Completion of commands and flags: eval "$(hvdtrain --print-completion bash)" (or zsh)'
+    return "\n".join([DATA if group else "hvdtrain: what is not training itself\n", *lines, "", more])
+
+
+def completion(shell: str) -> str:
+    """A script that completes commands, flags and files. Raises Failure (2, 69)."""
+    if shell not in SHELLS:
+        raise Failure(f"--print-completion {shell}: give one of {', '.join(SHELLS)}", exits.USAGE)
+    try:
+        import shtab
+    except ImportError:
+        raise Failure("--print-completion needs shtab: pip install shtab", exits.UNREACHABLE) from None
+
+    top = Parser(prog="hvdtrain", description="What is not training itself.")
+    top.add_argument("--version", action="store_true")
+    top.add_argument("--print-completion", choices=SHELLS)
+    groups: dict[tuple[str, ...], Any] = {(): top.add_subparsers()}
+    for words, (purpose, command) in COMMANDS.items():
+        if words[:-1] not in groups:
+            groups[words[:-1]] = groups[()].add_parser(words[0], help=DATA.partition("\n")[0]).add_subparsers()
+        parser = command.parser()
+        for action in parser._actions:
+            if action.type is Path:
+                action.complete = shtab.FILE  # type: ignore[attr-defined]
+        groups[words[:-1]].add_parser(words[-1], help=purpose, parents=[parser], add_help=False)
+    return shtab.complete(top, shell)
 
 
 def main() -> NoReturn:
     arguments = sys.argv[1:]
-    if arguments in ([], ["--help"], ["-h"]):
-        print(usage())
+    groups = {words[0] for words in COMMANDS if len(words) > 1}
+    group = arguments.pop(0) if arguments and arguments[0] in groups and arguments[1:2] in HELP else ""
+    if arguments in HELP:
+        print(usage(group))
         raise SystemExit(exits.OK if arguments else exits.USAGE)
+    if arguments[:1] == ["--print-completion"]:
+        exits.end(lambda words: print(completion(" ".join(words))) or exits.OK, arguments[1:])
     if arguments == ["--version"]:
         print(f"hvdtrain {__version__}")
         raise SystemExit(exits.OK)
-    for words, (_, function) in COMMANDS.items():
+    for words, (_, command) in COMMANDS.items():
         if tuple(arguments[: len(words)]) == words:
-            exits.end(function, arguments[len(words) :])
-    known = ", ".join(" ".join(words) for words in COMMANDS)
-    asked = " ".join(arguments[:2])
-    print(f"hvdtrain: unknown command {asked!r}; known: {known} (see hvdtrain --help)", file=sys.stderr)
+            exits.end(command.run, arguments[len(words) :])
+    known = [" ".join(words) for words in COMMANDS]
+    asked = " ".join(arguments[: 2 if arguments[0] in groups else 1])
+    meant = near(asked, [*known, *groups])
+    print(f"hvdtrain: unknown command {asked!r}{meant} (known: {', '.join(known)})", file=sys.stderr)
     raise SystemExit(exits.USAGE)
 
 

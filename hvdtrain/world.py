@@ -168,11 +168,10 @@ class World:
         """Starts the sentinel; how others get at this host, as it has found out."""
         way = None
         if ranks.size > 1:
-            self._sentinel = watched_by(Sentinel(ranks.rank, first=ranks.local_rank == 0))
-            offers = [json.loads(offer) for offer in ranks.gather(json.dumps(self._sentinel.offer()).encode())]
-            self._sentinel.join(offers)
+            self._sentinel = watched_by(Sentinel(ranks.rank, first=ranks.local_rank == 0, secret=ranks.secret))
+            self._sentinel.join(lambda mine: [json.loads(each) for each in ranks.gather(json.dumps(mine).encode())])
             way = self._sentinel.way
-            if way is None and len({offer["host"] for offer in offers}) > 1:
+            if way is None and self._sentinel.hosts > 1:
                 return Reach(self.host, None)
         return Reach(way.source, way.device) if way else Reach("127.0.0.1", "lo", loopback=True)
 

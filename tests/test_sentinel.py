@@ -13,9 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.sentinel import goodput, interfaces
+from hvdtrain.sentinel import goodput, interfaces, trust
 from hvdtrain.sentinel.processes import Process, launchers
-from hvdtrain.sentinel.watch import ASLEEP_S, REFUSED_S, SILENCE_S, STOPPED_S, RankWords, Watch
+from hvdtrain.sentinel.trust import Party
+from hvdtrain.sentinel.watch import ASLEEP_S, PURPOSE, REFUSED_S, SILENCE_S, STOPPED_S, RankWords, Watch
+
+SECRET = b"s" * 32
 
 
 class Sentinels:
@@ -25,8 +28,9 @@ class Sentinels:
         self.now = 1000.0
         self.sleepers = [subprocess.Popen(["sleep", "600"]) for _ in range(hosts)]
         self.ranks = [udp() for _ in range(hosts)]
+        self.words = [udp() for _ in range(hosts)]
         self.doors = [udp() for _ in range(hosts)]
-        for door in self.doors:
+        for door in self.words + self.doors:
             door.setblocking(False)
             door.setsockopt(socket.IPPROTO_IP, 11, 1)  # IP_RECVERR
         about = [
@@ -36,18 +40,19 @@ class Sentinels:
         self.watches = [
             Watch(
                 {
-                    "token": "secret",
+                    "secret": SECRET.hex(),
                     "host": i,
                     "hosts": about,
                     "ranks": [{"rank": i, "pid": sleeper.pid, "port": self.ranks[i].getsockname()[1]}],
                 },
+                self.words[i],
                 self.doors[i],
                 self.now,
             )
             for i, sleeper in enumerate(self.sleepers)
         ]
-        for rank, door in zip(self.ranks, self.doors, strict=True):
-            rank.connect(door.getsockname())
+        for rank, words in zip(self.ranks, self.words, strict=True):
+            rank.connect(words.getsockname())
 
     def turn(self, seconds: float, *, without: tuple[int, ...] = (), step_s: float = 1.0) -> None:
         """Lets time pass in steps; the sentinels `without` do not run."""
@@ -82,7 +87,7 @@ def sentinels() -> Iterator[Callable[[int], Sentinels]]:
         for sleeper in each.sleepers:
             sleeper.kill()
             sleeper.wait()
-        for door in each.ranks + each.doors:
+        for door in each.ranks + each.words + each.doors:
             door.close()
 
 
@@ -180,17 +185,46 @@ def test_the_end_of_a_rank_is_a_fault_unless_it_told_or_was_told(
     assert output.count("hvdtrain: ") == bool(said)
 
 
-def test_messages_of_another_job_are_nothing(sentinels: Callable[[int], Sentinels]) -> None:
+def test_messages_of_strangers_are_nothing(sentinels: Callable[[int], Sentinels]) -> None:
     job = sentinels(2)
-    stranger = udp()
     fault = {"kind": "lost", "text": "made up"}
-    for token in ("other", None, 7):
-        message = {"token": token, "host": 1, "idle": False, "left": False, "fault": fault}
-        stranger.sendto(json.dumps(message).encode(), job.doors[0].getsockname())
-    stranger.sendto(b"\xff{", job.doors[0].getsockname())
+    message = {"number": 10**9, "host": 1, "idle": False, "left": False, "fault": fault}
+    stranger = udp()
+    for secret in (b"other", b""):
+        stranger.sendto(trust.sealed(secret, PURPOSE, json.dumps(message).encode()), job.doors[0].getsockname())
+    made = trust.sealed(SECRET, b"another purpose", json.dumps(message).encode())
+    for text in (made, json.dumps(message).encode(), b"\xff{", b"[" * 4096, b"", b"\0" * 65000):
+        stranger.sendto(text, job.doors[0].getsockname())
+        stranger.sendto(text, job.words[0].getsockname())
     stranger.close()
     job.turn(8)
     assert job.alive() == [True, True]
+
+
+def test_a_heartbeat_that_is_sent_again_is_not_a_sign_of_life(sentinels: Callable[[int], Sentinels]) -> None:
+    """Someone who reads the network and repeats what a host has said must not hide that it is gone."""
+    job = sentinels(2)
+    heard: list[bytes] = []
+    real = job.doors[0]
+
+    class Tap:
+        def recvfrom(self, size: int) -> tuple[bytes, tuple[str, int]]:
+            data, sender = real.recvfrom(size)
+            heard.append(data)
+            return data, sender
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(real, name)
+
+    job.watches[0]._door = Tap()
+    job.turn(3)
+    again = udp()
+    for _ in range(int(SILENCE_S) + 8):
+        again.sendto(heard[0], real.getsockname())
+        again.sendto(heard[-1], real.getsockname())
+        job.turn(1, without=(1,))
+    again.close()
+    assert job.alive() == [False, True]
 
 
 def test_a_launcher_is_what_starts_ranks_and_not_the_users_shell(tmp_path: Path) -> None:
@@ -257,11 +291,17 @@ def test_the_way_to_another_host_is_over_a_common_network(
 
 
 def test_goodput_is_measured_by_the_receiver_and_strangers_are_not_served() -> None:
-    receiver = goodput.Receiver()
-    receiver.open(b"secret")
-    assert goodput.measure("127.0.0.1", receiver.port, b"secret", "127.0.0.1") > 100
-    with pytest.raises(OSError):
-        goodput.measure("127.0.0.1", receiver.port, b"public", "127.0.0.1")
+    receiver = goodput.Receiver("127.0.0.1")
+    receiver.open(Party(SECRET, goodput.PURPOSE, 1), 0)
+    silent = [socket.create_connection(("127.0.0.1", receiver.port)) for _ in range(5)]
+    for secret, number, to in ((b"public", 0, 1), (SECRET, 2, 1), (SECRET, 0, 2)):
+        with pytest.raises(OSError):
+            goodput.measure("127.0.0.1", receiver.port, Party(secret, goodput.PURPOSE, number), to, "127.0.0.1")
+    assert goodput.measure("127.0.0.1", receiver.port, Party(SECRET, goodput.PURPOSE, 0), 1, "127.0.0.1") > 100
+    with pytest.raises(OSError):  # once
+        socket.create_connection(("127.0.0.1", receiver.port))
+    for stranger in silent:
+        stranger.close()
     points = [(0.1 * i, 1000 * i) for i in range(10)]
     points[4:6] = [(0.4, 3000), (0.5, 3000)]  # a packet is lost, sent again, and all behind it arrives at once
     assert goodput._slope(points) == pytest.approx(10_000)

@@ -273,6 +273,7 @@ class ThreadMeeting:
     def __init__(self, rank: int, size: int, room: dict[str, Any]) -> None:
         self.rank = self.local_rank = rank
         self.size = self.local_size = size
+        self.secret = b"s" * 32
         self._room = room
 
     def gather(self, mine: bytes) -> list[bytes]:
@@ -307,7 +308,7 @@ def test_strangers_at_the_door_do_not_disturb() -> None:
     strangers: list[socket.socket] = []
 
     def come(told: list[bytes]) -> None:
-        for _, address, port, _ in (each.decode().split() for each in told):
+        for _, address, port in (each.decode().split() for each in told):
             for words in (b"GET / HTTP/1.0\r\nHost: somebody.else\r\n\r\n", b"\0" * 20, b"hi", b""):
                 strangers.append(socket.create_connection((address, int(port))))
                 strangers[-1].sendall(words)
@@ -333,7 +334,7 @@ def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(streams, "PATIENCE_S", 0.5)
 
     def absent(meeting: ThreadMeeting) -> None:
-        meeting.gather(f"{socket.gethostname()} 127.0.0.9 1 00".encode())
+        meeting.gather(f"{socket.gethostname()} 127.0.0.9 1".encode())
 
     present, other = meetings(2)
     failure, nothing = at_once([lambda: StreamRanks(present, reach(0)), lambda: absent(other)])
@@ -347,11 +348,14 @@ def test_a_host_that_cannot_be_reached_is_named() -> None:
     def unreachable(meeting: ThreadMeeting) -> None:
         with socket.create_server(("127.0.0.9", 0)) as closed:
             port = closed.getsockname()[1]
-        meeting.gather(f"{socket.gethostname()} 127.0.0.9 {port} 00".encode())
+        meeting.gather(f"{socket.gethostname()} 127.0.0.9 {port}".encode())
 
     other, present = meetings(2)
     nothing, failure = at_once([lambda: unreachable(other), lambda: StreamRanks(present, reach(1))])
     assert nothing is None
     assert isinstance(failure, Failure)
     assert failure.code == 69
-    assert f"rank 1 on {socket.gethostname()} cannot connect to rank 0 at 127.0.0.9, port" in str(failure)
+    assert (
+        f"rank 1 on {socket.gethostname()} cannot connect to rank 0 on {socket.gethostname()} at 127.0.0.9, port"
+        in str(failure)
+    )

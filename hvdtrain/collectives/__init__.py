@@ -37,6 +37,8 @@ class Meeting(Protocol):
     size: int
     local_rank: int
     local_size: int
+    secret: bytes
+    """The job's: all its ranks know it, and nobody else (`meeting` says under which launcher)"""
 
     def gather(self, mine: bytes) -> list[bytes]:
         """What every rank gave, in rank order, on all ranks."""
@@ -162,6 +164,7 @@ class Alone:
 
     rank = local_rank = 0
     size = local_size = 1
+    secret = b""
     carrier = "none"
 
     def gather(self, mine: bytes) -> list[bytes]:

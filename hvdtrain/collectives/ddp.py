@@ -1,6 +1,6 @@
 """torch.distributed (Gloo between CPUs, NCCL between GPUs) and DistributedDataParallel, as PyTorch users know them.
 
-Rank 0 opens PyTorch's TCP store on a port that the system chooses and tells the others where through the meeting.
+Rank 0 opens PyTorch's TCP store on the link's address, and tells the others where through the meeting.
 Gloo and NCCL are held to the interface of the link unless GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME says otherwise.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
 import time
 import warnings
 from datetime import timedelta
@@ -42,7 +43,15 @@ class DdpRanks(Alone):
         timeout = timedelta(seconds=LONGEST_S)
         store = None
         if self.rank == 0:
-            store = dist.TCPStore(reach.address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+            listener = socket.create_server((reach.address, 0))  # by itself the store listens on every address
+            store = dist.TCPStore(
+                reach.address,
+                listener.getsockname()[1],
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timeout,
+                master_listen_fd=listener.detach(),
+            )
         told = meeting.gather(f"{reach.address} {store.port}".encode() if store else b"")
         if store is None:
             address, _, port = told[0].decode().rpartition(" ")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from hvdtrain import exits
 from hvdtrain.collectives import Alone, TorchStep
 from hvdtrain.config import TrainConfig
 from hvdtrain.exits import Failure
+from hvdtrain.sentinel.trust import SECRET_BYTES
 
 
 class HorovodRanks(Alone):
@@ -44,6 +46,8 @@ class HorovodRanks(Alone):
         self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
         on_hosts = "gloo" if hvd.gloo_enabled() else "mpi"
         self.carrier = "nccl" if gpu and hvd.nccl_built() else on_hosts
+        if self.size > 1:
+            self.secret = self.gather(secrets.token_bytes(SECRET_BYTES) if self.rank == 0 else b"")[0]
 
     def leave(self) -> None:
         self._hvd.shutdown()

@@ -4,6 +4,9 @@ Native strategies bring their own collectives, but someone must tell all ranks w
 `horovodrun --mpi` start MPI programs, and there MPI carries these few bytes; once they are told it sends nothing more.
 `horovodrun --gloo` serves a small key-value store over HTTP to its ranks, which Horovod uses for the same purpose;
 torchrun serves PyTorch's TCPStore, which PyTorch uses so.
+
+A meeting also gives the ranks a secret of their own. MPI carries one that rank 0 has drawn. A store is open to all who
+can reach it, so there the secret is made of the user's key (`sealed`) and never sent.
 """
 
 from __future__ import annotations
@@ -20,11 +23,15 @@ from typing import Any
 
 from hvdtrain import exits
 from hvdtrain.collectives import Alone, Meeting
+from hvdtrain.collectives.sealed import Sealed
 from hvdtrain.exits import Failure
+from hvdtrain.sentinel.trust import SECRET_BYTES
 
 PATIENCE_S = 300.0
 """For the slowest rank to arrive"""
 POLL_S = 0.05
+MOST_BYTES = 1 << 20
+"""Of what a rank tells the others"""
 FIRST_PORT, PORTS = 20_000, 10_000
 """Below those that systems give to connections, so that none of these takes the port between its choice and its use"""
 
@@ -34,9 +41,9 @@ def meet(launcher: str, rank: int, size: int, local_rank: int, local_size: int) 
     if launcher == "alone":
         return Alone()
     if launcher == "horovodrun":
-        return HorovodrunMeeting(rank, size, local_rank, local_size)
+        return Sealed(HorovodrunMeeting(rank, size, local_rank, local_size))
     if launcher == "torchrun":
-        return TorchrunMeeting(rank, size, local_rank, local_size)
+        return Sealed(TorchrunMeeting(rank, size, local_rank, local_size))
     return MPIMeeting(local_rank, local_size)
 
 
@@ -51,6 +58,9 @@ class MPIMeeting:
         self._mpi: Any = MPI
         self.rank, self.size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
         self.local_rank, self.local_size = local_rank, local_size
+        drawn = bytearray(secrets.token_bytes(SECRET_BYTES))
+        MPI.COMM_WORLD.Bcast(drawn, root=0)
+        self.secret = bytes(drawn)
 
     def gather(self, mine: bytes) -> list[bytes]:
         lengths = bytearray(8 * self.size)
@@ -66,7 +76,10 @@ class MPIMeeting:
 
 
 class StoreMeeting:
-    """Ranks that share a key-value store: each puts what it has there, and looks for the others' until it is there."""
+    """Ranks that share a key-value store: each puts what it has there, and looks for the others' until it is there.
+
+    Rank 0 deletes all of it when all have read. Whoever can reach the store can read and change what is there.
+    """
 
     def __init__(self, rank: int, size: int, local_rank: int, local_size: int, store: str) -> None:
         """`store`: whose it is and where, for people."""
@@ -81,12 +94,22 @@ class StoreMeeting:
         """The value, None while there is none."""
         raise NotImplementedError
 
+    def _delete(self, key: str) -> None:
+        raise NotImplementedError
+
     def gather(self, mine: bytes) -> list[bytes]:
         scope = f"{self._scope}.{self._meetings}"
         self._meetings += 1
         try:
             self._put(f"{scope}/{self.rank}", mine)
-            return [self._value(f"{scope}/{rank}", f"rank {rank}") for rank in range(self.size)]
+            found = [self._value(f"{scope}/{rank}", f"rank {rank}") for rank in range(self.size)]
+            self._put(f"{scope}.read/{self.rank}", b"")
+            if self.rank == 0:
+                for rank in range(self.size):
+                    self._value(f"{scope}.read/{rank}", f"rank {rank}")
+                for key in [f"{part}/{rank}" for part in (scope, f"{scope}.read") for rank in range(self.size)]:
+                    self._delete(key)
+            return found
         except (OSError, RuntimeError) as error:  # PyTorch's are RuntimeError
             raise self._unreachable(error) from error
 
@@ -110,7 +133,7 @@ class StoreMeeting:
 
 
 class HorovodrunMeeting(StoreMeeting):
-    """horovodrun's store: PUT and GET of /scope/key, 404 while there is no value."""
+    """horovodrun's store: PUT, GET and DELETE of /scope/key, 404 while there is no value."""
 
     def __init__(
         self, rank: int, size: int, local_rank: int, local_size: int, environment: Mapping[str, str] = os.environ
@@ -121,13 +144,19 @@ class HorovodrunMeeting(StoreMeeting):
         self._open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 
     def _put(self, key: str, value: bytes) -> None:
-        request = urllib.request.Request(f"{self._address}/{key}", data=value, method="PUT")
+        self._ask("PUT", key, value)
+
+    def _delete(self, key: str) -> None:
+        self._ask("DELETE", key)
+
+    def _ask(self, method: str, key: str, value: bytes | None = None) -> None:
+        request = urllib.request.Request(f"{self._address}/{key}", data=value, method=method)
         self._open(request, timeout=PATIENCE_S).close()
 
     def _found(self, key: str) -> bytes | None:
         try:
             with self._open(f"{self._address}/{key}", timeout=PATIENCE_S) as answer:
-                value: bytes = answer.read()
+                value: bytes = answer.read(MOST_BYTES)
                 return value
         except urllib.error.HTTPError as error:
             if error.code != 404:
@@ -163,6 +192,9 @@ class TorchrunMeeting(StoreMeeting):
 
     def _put(self, key: str, value: bytes) -> None:
         self._store.set(key, value)
+
+    def _delete(self, key: str) -> None:
+        self._store.delete_key(key)
 
     def _found(self, key: str) -> bytes | None:
         return bytes(self._store.get(key)) if self._store.check([key]) else None

@@ -4,13 +4,20 @@ The strategy must be made before TensorFlow runs its first operation, with the a
 reserves a port, all tell each other through the meeting, and then each starts its gRPC server. Gradients are summed by
 the strategy's all_reduce in the replica's context, as Keras' optimizers do. Small host arrays go the same way, in one
 graph per type, since TensorFlow traces its own `gather` anew each time.
+
+That server listens on every address of its host, whatever address it is given, and does all that it is asked to. So the
+kernel is told to let only packets from the job's hosts through to it (`sentinel.admission`), as soon as it listens.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
-from collections.abc import Callable
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +27,7 @@ from hvdtrain import exits, notes
 from hvdtrain.collectives import Alone, Meeting, Reach
 from hvdtrain.collectives.meeting import FIRST_PORT, reserved_port
 from hvdtrain.exits import Failure
+from hvdtrain.sentinel import admission, interfaces
 
 START_NOTES = (
     *(b"absl::InitializeLog", b"oneDNN custom operations", b"cpu_feature_guard", b"To enable the following"),
@@ -36,14 +44,17 @@ class MwmsRanks(Alone):
         self.local_rank, self.local_size = meeting.local_rank, meeting.local_size
         self._meeting = meeting
         reserved = reserved_port(FIRST_PORT + self.local_rank)
-        mine = f"{reach.address}:{reserved.getsockname()[1]}"
-        addresses = [address.decode() for address in meeting.gather(mine.encode())]
+        port = reserved.getsockname()[1]
+        mine = [f"{reach.address}:{port}", *([] if reach.loopback else interfaces.addresses().values())]
+        told = [each.decode().split() for each in meeting.gather(" ".join(mine).encode())]
+        addresses = [address for address, *_ in told]
+        hosts = {each.partition("/")[0] for _, *more in told for each in more}
         reserved.close()
         resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
             tf.train.ClusterSpec({"worker": addresses}), task_type="worker", task_id=self.rank, rpc_layer="grpc"
         )
         try:
-            with notes.without(START_NOTES):
+            with notes.without(START_NOTES), _guarded(port, hosts):
                 self._strategy = tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=resolver)
         except tf.errors.OpError as error:
             reason = str(error).splitlines()[0]
@@ -96,3 +107,73 @@ class MwmsRanks(Alone):
     def summed_gradients(self, tape: Any, loss: Any, weights: list[Any]) -> list[Any]:
         gradients = tape.gradient(loss, weights)
         return list(tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, gradients))
+
+
+# --- who may speak to TensorFlow's server -----------------------------------------------------------------------------
+
+LOOK_S = 0.002
+
+
+@contextlib.contextmanager
+def _guarded(port: int, hosts: set[str]) -> Iterator[None]:
+    """While TensorFlow starts its server on this port: closes it to all but this host and these IPv4 addresses.
+
+    Raises Failure (69) if that cannot be done.
+    """
+    networks = [("127.0.0.0", "255.0.0.0"), *((host, "255.255.255.255") for host in sorted(hosts))]
+    guarded: set[str] = set()
+    started, problems = threading.Event(), list[OSError]()
+
+    def watch() -> None:
+        while not started.wait(LOOK_S):
+            look()
+
+    def look() -> None:
+        for name, own in _sockets():
+            with own:
+                if name in guarded or not own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    continue
+                if own.getsockname()[1] == port:
+                    try:
+                        admission.only_networks(own, networks)
+                        guarded.add(name)
+                    except OSError as error:
+                        problems.append(error)
+
+    watching = threading.Thread(target=watch, daemon=True)
+    watching.start()
+    try:
+        yield
+    finally:
+        started.set()
+        watching.join()
+    look()
+    for _, own in _sockets():  # who was faster than we
+        with own, contextlib.suppress(OSError):
+            if own.getsockname()[1] == port and not _is_one_of(own.getpeername()[0], hosts):
+                own.shutdown(socket.SHUT_RDWR)
+    if not guarded:
+        why = problems[0].strerror if problems else "it is not to be found"
+        raise Failure(
+            f"TensorFlow's server on {socket.gethostname()}, port {port}, would obey any machine that reaches it, and "
+            f"cannot be closed to strangers ({why}): use another --strategy",
+            exits.UNREACHABLE,
+        )
+
+
+def _is_one_of(peer: str, hosts: set[str]) -> bool:
+    address = peer.removeprefix("::ffff:")
+    return address in hosts or address.startswith("127.")
+
+
+def _sockets() -> Iterator[tuple[str, socket.socket]]:
+    """This process's TCP sockets, each by a descriptor of its own, with the name that /proc knows it by."""
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            name = str(entry.readlink())
+            if name.startswith("socket:"):
+                own = socket.socket(fileno=os.dup(int(entry.name)))
+                if own.family in (socket.AF_INET, socket.AF_INET6) and own.type == socket.SOCK_STREAM:
+                    yield name, own
+                else:
+                    own.close()

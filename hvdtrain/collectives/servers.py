@@ -15,7 +15,6 @@ MPI is left as soon as the ranks are joined: nobody waits in it for a rank that 
 from __future__ import annotations
 
 import itertools
-import secrets
 import socket
 import sys
 import threading
@@ -27,8 +26,9 @@ import numpy as np
 
 from hvdtrain import exits
 from hvdtrain.collectives import Alone, Meeting, PeerLost, Reach
-from hvdtrain.collectives.streams import PATIENCE_S, TOKEN_BYTES, Stream, accepted, swap
+from hvdtrain.collectives.streams import PATIENCE_S, Stream, joined, swap
 from hvdtrain.exits import Failure
+from hvdtrain.sentinel.trust import Party
 
 NUMBERS = 4
 """float64 that go with each question and answer"""
@@ -94,6 +94,7 @@ class ServerRanks(Alone):
         """Raises Failure (69) if a rank cannot be reached."""
         self.rank, self.size = meeting.rank, meeting.size
         self.local_rank, self.local_size = meeting.local_rank, meeting.local_size
+        self._me = Party(meeting.secret, b"servers", meeting.rank)
         self._number, self._reach = meeting.rank, reach
         """This rank's number, however many others are left"""
         self.sent_bytes = 0
@@ -117,19 +118,17 @@ class ServerRanks(Alone):
         holds = self._number in holders
         listener = socket.create_server((self._reach.address, 0), backlog=socket.SOMAXCONN) if holds else None
         port = listener.getsockname()[1] if listener else 0
-        mine = f"{socket.gethostname()} {self._reach.address} {port} {secrets.token_hex(TOKEN_BYTES)}"
+        mine = f"{socket.gethostname()} {self._reach.address} {port}"
         told = [each.decode().split() for each in gather(mine.encode())]
-        token = bytes.fromhex(told[0][3])
-        for holder in holders:
-            if holder != self._number:
-                host, address, port, _ = told[holder]
-                self._streams[holder] = _connected(address, int(port), token, self._number, f"rank {holder} on {host}")
+        targets = [holder for holder in holders if holder != self._number]
+        awaited = set(self._ranks) - {self._number} if listener else set[int]()
+        reached, arrived = joined(told, self._me, targets, listener, awaited)
         if listener:
-            with listener:
-                others = accepted(listener, token, set(self._ranks) - {self._number})
-            for stream in others.values():
-                self._threads.append(threading.Thread(target=self._attend, args=(stream,), daemon=True))
-                self._threads[-1].start()
+            listener.close()
+        self._streams |= reached
+        for stream in arrived.values():
+            self._threads.append(threading.Thread(target=self._attend, args=(stream,), daemon=True))
+            self._threads[-1].start()
         return [f"{host} {address}" for host, address, *_ in told]
 
     # --- parameters ---------------------------------------------------------------------------------------------
@@ -297,17 +296,3 @@ class ServerRanks(Alone):
 
 def _question(kind: int, told: np.ndarray) -> np.ndarray:
     return np.concatenate([np.array([kind], np.uint8), told])
-
-
-def _connected(address: str, port: int, token: bytes, rank: int, other: str) -> Stream:
-    """A stream to a rank that accepts. Raises Failure (69)."""
-    try:
-        connection = socket.create_connection((address, port), timeout=PATIENCE_S)
-        connection.sendall(token + rank.to_bytes(4, "little"))
-    except OSError as error:
-        raise Failure(
-            f"rank {rank} on {socket.gethostname()} cannot connect to {other} at {address}, port {port} ({error}): "
-            "open TCP between the hosts, see `hvdtrain doctor`",
-            exits.UNREACHABLE,
-        ) from error
-    return Stream(connection, rank)

@@ -11,25 +11,25 @@ wait until their receiver is ready (what a queue of a slow link loses, TCP finds
 A rank that waits sleeps in poll(2); Horovod's and Open MPI's threads would take turns with the computation instead, on
 a processor that is the scarcest thing a small host has.
 
-Found through the meeting, like the native strategies'. A message is its length (8 bytes) and its bytes.
+Found through the meeting, like the native strategies'. Who connects must know the job's secret (`sentinel.trust`).
+A message is its length (8 bytes) and its bytes; one that is longer than its receiver can have use for is refused.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
-import secrets
 import select
 import socket
-import time
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from hvdtrain import exits
 from hvdtrain.collectives import Alone, Meeting, PeerLost, Reach
 from hvdtrain.exits import Failure
+from hvdtrain.sentinel import trust
 
 PATIENCE_S = 60.0
 """For the other ranks to connect"""
@@ -40,8 +40,10 @@ QUEUE_BYTES = 32 * 1024
 NOTHING = np.empty(0, np.uint8)
 WAKE_BYTES = 64 * 1024
 """A receiver is woken for so much at once, and not for each packet"""
-TOKEN_BYTES, LENGTH_BYTES = 16, 8
-HELLO_BYTES = TOKEN_BYTES + 4
+LENGTH_BYTES = 8
+MOST_BYTES = 1 << 32
+"""Of a message whose length the receiver does not know; where it sums a vector, twice that vector"""
+SLACK_BYTES = 1 << 16
 
 
 class Stream:
@@ -62,6 +64,8 @@ class StreamHosts:
         self.count = len(streams)
         self.index = list(streams).index(None)
         self.sent_bytes = 0
+        self.most_bytes = MOST_BYTES
+        """That another host may send at once"""
 
     def exchange(self, parts: Sequence[np.ndarray], *, even: bool = False) -> list[np.ndarray]:
         found, rounds = list(parts), self._rounds()
@@ -108,7 +112,7 @@ class StreamHosts:
         """Sends `data` to one host while receiving from another, into `into` if it is given."""
         self.sent_bytes += 0 if data is None else data.nbytes
         to, back = (None if host is None else self._streams[host] for host in (target, source))
-        return swap(to, data, back, into)
+        return swap(to, data, back, into, self.most_bytes)
 
 
 class StreamRanks(Alone):
@@ -121,34 +125,21 @@ class StreamRanks(Alone):
         self.rank, self.size = meeting.rank, meeting.size
         self.local_rank, self.local_size = meeting.local_rank, meeting.local_size
         self._meeting = meeting
-        listener = socket.create_server((reach.address, 0), backlog=socket.SOMAXCONN)  # strangers may come first
-        mine = f"{socket.gethostname()} {reach.address} {listener.getsockname()[1]} {secrets.token_hex(TOKEN_BYTES)}"
-        told = [each.decode().split() for each in meeting.gather(mine.encode())]
-        token = bytes.fromhex(told[0][3])
-        names = [(host, address) for host, address, *_ in told]
-        leaders = [names.index(name) for name in dict.fromkeys(names)]
-        leader = names.index(names[self.rank])
-
-        def connect(rank: int) -> Stream:
-            try:
-                connected = socket.create_connection((told[rank][1], int(told[rank][2])), timeout=PATIENCE_S)
-                connected.sendall(token + self.rank.to_bytes(4, "little"))
-            except OSError as error:
-                raise Failure(
-                    f"rank {self.rank} on {socket.gethostname()} cannot connect to rank {rank} at {told[rank][1]}, "
-                    f"port {told[rank][2]} ({error}): open TCP between the hosts, see `hvdtrain doctor`",
-                    exits.UNREACHABLE,
-                ) from error
-            return Stream(connected, rank)
-
-        with listener:
-            self._leader = None if leader == self.rank else connect(leader)
-            others: dict[int, Stream] = {}
-            if self._leader is None:
-                others = {rank: connect(rank) for rank in leaders if rank < self.rank}
-                awaited = {rank for rank in range(self.size) if names[rank] == names[self.rank]}
+        with socket.create_server((reach.address, 0), backlog=socket.SOMAXCONN) as listener:  # strangers may come first
+            mine = f"{socket.gethostname()} {reach.address} {listener.getsockname()[1]}"
+            told = [each.decode().split() for each in meeting.gather(mine.encode())]
+            names = [(host, address) for host, address, _ in told]
+            leaders = [names.index(name) for name in dict.fromkeys(names)]
+            leader = names.index(names[self.rank])
+            targets, awaited = [leader], set[int]()
+            if leader == self.rank:
+                targets = [rank for rank in leaders if rank < self.rank]
+                awaited = {rank for rank in range(self.size) if names[rank] == names[self.rank]} - {self.rank}
                 awaited |= {rank for rank in leaders if rank > self.rank}
-                others |= accepted(listener, token, awaited - {self.rank})
+            me = trust.Party(meeting.secret, b"streams", self.rank)
+            reached, arrived = joined(told, me, targets, listener, awaited)
+            others = reached | arrived
+        self._leader = None if leader == self.rank else others.pop(leader)
         self._members = [others[rank] for rank in sorted(others) if names[rank] == names[self.rank]]
         self._streams = [others.get(rank) for rank in leaders]
         self.hosts_count = len(leaders)
@@ -171,6 +162,7 @@ class StreamRanks(Alone):
             whole = swap(None, None, self._leader)
         else:
             assert self.hosts is not None
+            self.hosts.most_bytes = MOST_BYTES
             of_host = np.concatenate([own, *(swap(None, None, member) for member in self._members)])
             whole = np.concatenate(self.hosts.gather(of_host))
             for member in self._members:
@@ -203,6 +195,7 @@ class StreamRanks(Alone):
             return values.nbytes
         assert self.hosts is not None
         before = self.hosts.sent_bytes
+        self.hosts.most_bytes = 2 * values.nbytes + SLACK_BYTES  # of topk's, each number with its place
         if self._members and self._scratch.nbytes != values.nbytes:
             self._scratch = np.empty_like(values)
         for member in self._members:
@@ -214,48 +207,59 @@ class StreamRanks(Alone):
         return self.hosts.sent_bytes - before + values.nbytes * len(self._members)
 
 
-def accepted(listener: socket.socket, token: bytes, awaited: set[int]) -> dict[int, Stream]:
-    """The streams of the ranks that connect and know the token. Raises Failure (69) if one does not come.
+def joined(
+    told: Sequence[Sequence[str]],
+    me: trust.Party,
+    targets: Iterable[int],
+    listener: socket.socket | None,
+    awaited: set[int],
+) -> tuple[dict[int, Stream], dict[int, Stream]]:
+    """Streams to the `targets`, which accept, and from the `awaited` ranks, which connect to the listener.
 
-    Strangers (a port scanner, another job) may come too, say anything or nothing, and stay: nobody waits for them.
+    `told[rank]` is its host, address and port. Raises Failure (69) if one cannot be reached or does not come.
     """
-    found: dict[int, Stream] = {}
-    silent: list[socket.socket] = []
-    deadline = time.monotonic() + PATIENCE_S
-    listener.setblocking(False)
-    while set(found) != awaited and (left_s := deadline - time.monotonic()) > 0:
-        for ready in select.select([listener, *silent], [], [], left_s)[0]:
-            if ready is listener:
-                with contextlib.suppress(OSError):  # gone again
-                    silent.append(listener.accept()[0])
-                    silent[-1].setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, HELLO_BYTES)
-                continue
-            silent.remove(ready)
-            hello = b""
-            with contextlib.suppress(OSError):
-                hello = ready.recv(HELLO_BYTES, socket.MSG_DONTWAIT)
-            rank = int.from_bytes(hello[TOKEN_BYTES:], "little")
-            if hello[:TOKEN_BYTES] == token and rank in awaited - set(found):
-                found[rank] = Stream(ready, rank)
-            else:
-                ready.close()
-    for stranger in silent:
-        stranger.close()
-    if missing := ", ".join(str(rank) for rank in sorted(awaited - set(found))):
+    arrived: dict[int, socket.socket] = {}
+
+    def accept() -> None:
+        if listener is not None:
+            arrived.update(trust.accepted(listener, me, awaited, PATIENCE_S))
+
+    accepting = threading.Thread(target=accept, daemon=True)  # two ranks may each wait for the other to accept
+    accepting.start()
+    found = {rank: Stream(_connected(told[rank], me, rank), rank) for rank in targets}
+    accepting.join()
+    if missing := ", ".join(str(rank) for rank in sorted(awaited - set(arrived))):
         raise Failure(
             f"{socket.gethostname()}: rank {missing} did not connect within {PATIENCE_S:g} s: open TCP between the "
             "hosts, see `hvdtrain doctor`",
             exits.UNREACHABLE,
         )
-    return found
+    return found, {rank: Stream(connection, rank) for rank, connection in arrived.items()}
+
+
+def _connected(told: Sequence[str], me: trust.Party, rank: int) -> socket.socket:
+    host, address, port = told
+    try:
+        return trust.connected(address, int(port), me, rank, PATIENCE_S)
+    except OSError as error:
+        raise Failure(
+            f"rank {me.number} on {socket.gethostname()} cannot connect to rank {rank} on {host} at {address}, port "
+            f"{port} ({error}): open TCP between the hosts, see `hvdtrain doctor`",
+            exits.UNREACHABLE,
+        ) from error
 
 
 def swap(
-    target: Stream | None, data: np.ndarray | None, source: Stream | None, into: np.ndarray | None = None
+    target: Stream | None,
+    data: np.ndarray | None,
+    source: Stream | None,
+    into: np.ndarray | None = None,
+    most_bytes: int = MOST_BYTES,
 ) -> np.ndarray:
     """Sends a message to one rank while receiving one from another; either may be None. Returns what was received.
 
-    With `into`, a message of another length is an error: the ranks do not agree on what they do. Raises PeerLost.
+    With `into`, a message of another length is an error, as is one of more than `most_bytes` without: the ranks do not
+    agree on what they do. Raises PeerLost.
     """
     sending: list[memoryview] = []
     if data is not None:
@@ -280,6 +284,8 @@ def swap(
             if in_header:
                 in_header, length = False, int.from_bytes(header, "little")
                 if into is None:
+                    if source is not None and length > most_bytes:
+                        raise RuntimeError(f"rank {source.rank} sent {length} bytes where {most_bytes} are the most")
                     received = np.empty(length, np.uint8)
                 elif source is not None and length != into.nbytes:
                     raise RuntimeError(f"rank {source.rank} sent {length} bytes where {into.nbytes} were expected")

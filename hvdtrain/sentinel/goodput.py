@@ -14,6 +14,9 @@ import struct
 import threading
 import time
 
+from hvdtrain.sentinel import trust
+from hvdtrain.sentinel.trust import Party
+
 SETTLE_S = 0.3
 COUNT_S = 0.9
 EVERY_S = 0.02
@@ -22,30 +25,31 @@ PATIENCE_S = 3.0
 QUEUE_BYTES = 1 << 18
 """What may wait in the sender: 0.2 s at 10 Mbit/s, and enough for 10 Gbit/s at a local network's round trip"""
 CHUNK = bytes(1 << 16)
+OPEN_S = 3600.0
+"""So long the receiver waits for the measurement, of which there is one"""
+PURPOSE = b"goodput"
 
 
 class Receiver:
-    """Listens on a port of its own, and measures whoever connects and knows the job's token."""
+    """Listens on a port of its own, and measures once for the host that may ask."""
 
-    def __init__(self) -> None:
-        self._listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        self._listener.bind(("", 0))
-        self._listener.listen(4)
+    def __init__(self, address: str) -> None:
+        self._listener = socket.create_server((address, 0), backlog=socket.SOMAXCONN)
         self.port: int = self._listener.getsockname()[1]
 
-    def open(self, token: bytes) -> None:
-        """Answers from now on, in a thread that ends with the process."""
-        threading.Thread(target=self._serve, args=(token,), daemon=True).start()
+    def open(self, me: Party, sender: int) -> None:
+        """Waits for host `sender` from now on, in a thread that ends with the process."""
+        threading.Thread(target=self._serve, args=(me, sender), daemon=True).start()
 
-    def _serve(self, token: bytes) -> None:
-        while True:
-            connection, _ = self._listener.accept()
+    def _serve(self, me: Party, sender: int) -> None:
+        with self._listener:
+            found = trust.accepted(self._listener, me, {sender}, OPEN_S)
+        for connection in found.values():
             with connection, contextlib.suppress(OSError, ValueError):
                 connection.settimeout(PATIENCE_S)
-                if _exactly(connection, len(token)) == token:
-                    connection.sendall(struct.pack("!d", _count(connection)))
-                    while connection.recv(len(CHUNK)):  # until the sender has read the answer and closes
-                        pass
+                connection.sendall(struct.pack("!d", _count(connection)))
+                while connection.recv(len(CHUNK)):  # until the sender has read the answer and closes
+                    pass
 
 
 def _count(connection: socket.socket) -> float:
@@ -77,36 +81,21 @@ def _slope(points: list[tuple[float, int]]) -> float:
     return sorted(slopes)[len(slopes) // 2]
 
 
-def _exactly(connection: socket.socket, count: int) -> bytes:
-    found = b""
-    while len(found) < count:
-        part = connection.recv(count - len(found))
-        if not part:
-            raise ValueError("closed early")
-        found += part
-    return found
+def measure(address: str, port: int, me: Party, to: int, source: str) -> float:
+    """Mbit/s of TCP payload from here (IPv4 address `source`) to the receiver of host `to` at `address`.
 
-
-def measure(address: str, port: int, token: bytes, source: str) -> float:
-    """Mbit/s of TCP payload from here (IPv4 address `source`) to the receiver at `address`.
-
-    Takes 1.2 s and a round trip. Raises OSError if the receiver cannot be reached or does not answer.
+    Takes 1.2 s and three round trips. Raises OSError if the receiver cannot be reached or does not answer.
     """
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as connection:
+    with trust.connected(address, port, me, to, PATIENCE_S, source) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, QUEUE_BYTES)
         # Closing throws away what still waits, so that nothing of it delays the training.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         connection.settimeout(PATIENCE_S)
-        connection.bind((source, 0))
-        connection.connect((address, port))
-        connection.sendall(token)
         answer = threading.Event()
         reader = threading.Thread(target=_feed, args=(connection, answer), daemon=True)
         reader.start()
         try:
-            rate = struct.unpack("!d", _exactly(connection, 8))[0]
-        except ValueError as error:
-            raise ConnectionError(str(error)) from error
+            rate = struct.unpack("!d", trust.exactly(connection, 8))[0]
         finally:
             answer.set()
             reader.join(PATIENCE_S)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import select
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -24,40 +24,59 @@ ROOT = str(Path(__file__).resolve().parent.parent.parent)
 
 
 class Sentinel:
-    """A rank's end of the line to its host's sentinel. `offer`, a gather over all ranks, then `join`.
+    """A rank's end of the line to its host's sentinel.
 
     Whatever goes wrong here costs the watch, never the run.
     """
 
-    def __init__(self, rank: int, *, first: bool) -> None:
-        """`first` for the one rank of each host that starts the process."""
-        self._rank = rank
+    def __init__(self, rank: int, *, first: bool, secret: bytes) -> None:
+        """`first` for the one rank of each host that starts the process; `secret` is the job's."""
+        self._rank, self._secret = rank, secret
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._socket.bind(("127.0.0.1", 0))
         self._process: subprocess.Popen[bytes] | None = None
-        self._ports: dict[str, int] | None = None
-        self._addresses = interfaces.addresses() if first else {}
+        self._addresses = interfaces.addresses() if first else None
         self.way: interfaces.Way | None = None
         """From this host to the next one; None on a single host, or where none is to be seen"""
+        self.hosts = 1
+        """Of the job, by name"""
         self._next: str | None = None
-        if first:
-            self._start()
 
-    def _start(self) -> None:
-        # Isolated from the environment and without site-packages: 20 ms and 10 MB. In a session of its own, since
-        # launchers signal a rank's whole process group.
-        program = f"import sys; sys.path.insert(0, {ROOT!r}); from hvdtrain.sentinel.watch import main; main()"
-        command = [sys.executable, "-I", "-S", "-c", program, f"hvdtrain-sentinel of rank {self._rank}"]
-        try:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
-            )
-        except OSError as error:
-            print(f"hvdtrain: no sentinel on {socket.gethostname()}: {error.strerror}", file=sys.stderr, flush=True)
+    def join(self, gather: Callable[[Any], list[Any]]) -> None:
+        """Finds the way to the other hosts, and begins the watch. `gather` brings what all ranks gave it, by rank.
+
+        Collective, and twice a meeting: the process listens on the address that the first has found.
+        """
+        offers = gather(self._offer())
+        self.hosts = len({offer["host"] for offer in offers})
+        leaders: dict[str, int] = {}
+        for rank, offer in enumerate(offers):
+            if offer["addresses"] is not None:
+                leaders.setdefault(offer["sees"], rank)
+        mine = leaders.get(offers[self._rank]["sees"])
+        if mine is not None:
+            order = sorted(leaders.values())
+            following = order[(order.index(mine) + 1) % len(order)]
+            if following != mine:
+                self.way, self._next = _way(offers[mine], offers[following]), offers[following]["host"]
+        doors = gather(self._start() if mine == self._rank else None)
+        for leader in leaders.values() if self._rank == 0 and len(leaders) > 1 else ():
+            if not doors[leader] or not doors[leader]["address"]:
+                why = "it has no network in common with the next host" if doors[leader] else "it has no sentinel"
+                name = offers[leader]["host"]
+                print(f"hvdtrain: if {name} or the link to it fails, this job will not notice: {why}", file=sys.stderr)
+        if mine is None or doors[mine] is None:
             return
-        self._ports = self._answer(START_S)
+        with contextlib.suppress(OSError):
+            self._socket.connect(("127.0.0.1", doors[mine]["words"]))
+            self._socket.setblocking(False)
+            # Signals reach the sentinel as one byte each, written by the C handler: also while Python cannot run.
+            with contextlib.suppress(ValueError):  # not the main thread
+                signal.set_wakeup_fd(self._socket.fileno(), warn_on_full_buffer=False)
+        if mine == self._rank:
+            self._send(self._table(offers, doors))
 
-    def offer(self) -> dict[str, Any]:
+    def _offer(self) -> dict[str, Any]:
         """What all ranks must know of this one."""
         host = socket.gethostname()
         return {
@@ -66,52 +85,41 @@ class Sentinel:
             "sees": f"{host} {_identity()}",
             "pid": os.getpid(),
             "port": self._socket.getsockname()[1],
-            "ports": self._ports,
             "addresses": self._addresses,
-            "token": secrets.token_hex(8) if self._rank == 0 else None,
         }
 
-    def join(self, offers: list[dict[str, Any]]) -> None:
-        """Begins the watch; `offers` of all ranks, in rank order."""
-        leaders: dict[str, int] = {}
-        for rank, offer in enumerate(offers):
-            if offer["ports"]:
-                leaders.setdefault(offer["sees"], rank)
-        mine = leaders.get(offers[self._rank]["sees"])
-        if mine is None:
-            return
-        with contextlib.suppress(OSError):
-            self._socket.connect(("127.0.0.1", offers[mine]["ports"]["udp"]))
-            self._socket.setblocking(False)
-            # Signals reach the sentinel as one byte each, written by the C handler: also while Python cannot run.
-            with contextlib.suppress(ValueError):  # not the main thread
-                signal.set_wakeup_fd(self._socket.fileno(), warn_on_full_buffer=False)
-        order = sorted(leaders.values())
-        following = order[(order.index(mine) + 1) % len(order)]
-        if following != mine:
-            self.way, self._next = _way(offers[mine], offers[following]), offers[following]["host"]
-        if mine == self._rank:
-            self._send(self._table(offers, leaders))
-
-    def _table(self, offers: list[dict[str, Any]], leaders: dict[str, int]) -> dict[str, Any]:
-        order = sorted(leaders.values())
-        hosts = []
-        for leader in order:
-            offer = offers[leader]
-            ranks = [rank for rank, other in enumerate(offers) if other["sees"] == offer["sees"]]
-            to = None if leader == self._rank else _way(offers[self._rank], offer)
-            hosts.append(
-                {
-                    "name": offer["host"],
-                    "ranks": ranks,
-                    "address": to.target if to else "0.0.0.0",
-                    "source": to.source if to else "",
-                    **offer["ports"],
-                }
+    def _start(self) -> dict[str, Any] | None:
+        """Starts the process; where it listens."""
+        # Isolated from the environment and without site-packages: 20 ms and 10 MB. In a session of its own, since
+        # launchers signal a rank's whole process group.
+        program = f"import sys; sys.path.insert(0, {ROOT!r}); from hvdtrain.sentinel.watch import main; main()"
+        command = [sys.executable, "-I", "-S", "-c", program, f"hvdtrain-sentinel of rank {self._rank}"]
+        try:
+            self._process = subprocess.Popen(
+                [*command, *([self.way.source] if self.way else [])],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                bufsize=0,
+                start_new_session=True,
             )
+        except OSError as error:
+            print(f"hvdtrain: no sentinel on {socket.gethostname()}: {error.strerror}", file=sys.stderr, flush=True)
+            return None
+        ports = self._answer(START_S)
+        return {"address": self.way.source if self.way else None, **ports} if ports else None
+
+    def _table(self, offers: list[dict[str, Any]], doors: list[dict[str, Any] | None]) -> dict[str, Any]:
+        leaders = [rank for rank, door in enumerate(doors) if door and (door["address"] or rank == self._rank)]
+        if not self.way:
+            leaders = [self._rank]
+        hosts = []
+        for leader in leaders:
+            ranks = [rank for rank, other in enumerate(offers) if other["sees"] == offers[leader]["sees"]]
+            hosts.append({"name": offers[leader]["host"], "ranks": ranks, **(doors[leader] or {})})
         ours = [(rank, o) for rank, o in enumerate(offers) if o["sees"] == offers[self._rank]["sees"]]
         ranks_here = [{"rank": rank, "pid": offer["pid"], "port": offer["port"]} for rank, offer in ours]
-        return {"token": offers[0]["token"], "host": order.index(self._rank), "hosts": hosts, "ranks": ranks_here}
+        index = leaders.index(self._rank)
+        return {"secret": self._secret.hex(), "host": index, "hosts": hosts, "ranks": ranks_here}
 
     # --- the rank's words ---------------------------------------------------------------------------------------
 
@@ -182,7 +190,10 @@ class Sentinel:
     def _answer(self, patience_s: float) -> dict[str, Any] | None:
         assert self._process is not None
         stream: IO[bytes] | None = self._process.stdout
-        if stream is None or not select.select([stream], [], [], patience_s)[0]:
+        poll = select.poll()
+        if stream is not None:
+            poll.register(stream, select.POLLIN)
+        if stream is None or not poll.poll(1000 * patience_s):
             return None
         with contextlib.suppress(ValueError):
             answer: dict[str, Any] = json.loads(stream.readline())

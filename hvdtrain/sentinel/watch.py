@@ -7,8 +7,9 @@ Faults are: a rank that died without a word, a rank that stays stopped while oth
 host that is silent. A rank tells how it ends (`RankWords`), and a signal sent to it is told by the kernel even while
 it is stuck in C++, so that an ordinary end is never taken for a fault. Heartbeats are UDP: they pass a saturated link
 where they may lose some, and outlive a flap; a host is watched only once it has been heard, so that a firewall costs
-the watch and not the job. Every message carries the job's token: it keeps jobs apart and is no protection against
-someone who reads the network, who could as well cut Horovod's own connections.
+the watch and not the job. They come to a socket of the link's address, on which the kernel drops what no other
+sentinel sent, and carry a code by the job's secret and a number that only grows (`trust`). Ranks speak to a socket of
+their own, on loopback, so that nothing from the network can crowd out their words.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ import select
 import signal
 import socket
 import struct
+import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.sentinel import ending, goodput
+from hvdtrain.sentinel import admission, ending, goodput, trust
 from hvdtrain.sentinel.processes import Process, launchers
 
 BEAT_S = 1.0
@@ -37,6 +40,9 @@ STOPPED_S = 15.0
 ASLEEP_S = 5.0
 """If this process itself did not run for so long (a suspended machine), the other deadlines start anew"""
 REFUSED_S = 10.0
+MOST_MESSAGES = 1000
+"""Taken in one round: a flood must not keep this process from its other duties"""
+PURPOSE = b"heartbeat"
 
 
 class RankWords:
@@ -69,7 +75,9 @@ class Peer:
         self.index = index
         self.name: str = about["name"]
         self.ranks: list[int] = about["ranks"]
-        self.address = (about["address"], about["udp"])
+        self.address: tuple[str, int] = (about["address"], about["udp"])
+        self.number = 0
+        """Of the last message heard from it"""
         self.heard: float | None = None
         self.known_since = now
         self.left = self.idle = self.knows = self.warned = False
@@ -77,10 +85,12 @@ class Peer:
 
 
 class Watch:
-    def __init__(self, table: dict[str, Any], door: socket.socket, now: float) -> None:
-        self._token: str = table["token"]
+    def __init__(self, table: dict[str, Any], words: socket.socket, door: socket.socket | None, now: float) -> None:
+        """`words` hears the ranks of this host, `door` the other hosts; None if there are none, or no way to them."""
+        self._secret: bytes = bytes.fromhex(table["secret"])
         self._index: int = table["host"]
-        self._door = door
+        self._words, self._door = words, door
+        self._beats = 0
         self._name: str = table["hosts"][self._index]["name"]
         self._peers = [Peer(i, about, now) for i, about in enumerate(table["hosts"]) if i != self._index]
         self._ranks = {("127.0.0.1", r["port"]): Rank(r["rank"], r["pid"]) for r in table["ranks"]}
@@ -225,35 +235,30 @@ class Watch:
     # --- messages -----------------------------------------------------------------------------------------------
 
     def _beat(self, leaving: bool) -> None:
-        message = {"token": self._token, "host": self._index, "idle": self._idle(), "left": leaving}
-        data = json.dumps({**message, "fault": self._fault}).encode()
+        self._beats += 1
+        message = {"number": self._beats, "host": self._index, "idle": self._idle(), "left": leaving}
+        data = trust.sealed(self._secret, PURPOSE, json.dumps({**message, "fault": self._fault}).encode())
         for peer in self._peers:
-            if not peer.left:
+            if self._door is not None and not peer.left:
                 for _ in range(3 if leaving else 1):
                     with contextlib.suppress(OSError):  # no route while a link is down; a refusal of the last one
                         self._door.sendto(data, peer.address)
 
     def _hear(self, now: float) -> None:
-        self._refused(now)
-        while True:
-            try:
-                data, sender = self._door.recvfrom(4096)
-            except BlockingIOError:
-                return
-            except OSError:  # an earlier message was not delivered; the error queue says which
-                continue
-            if sender in self._ranks:
-                if data:
-                    self._ranks[sender].last_word = data[-1]
-                continue
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                self._read(json.loads(data), now)
+        for data, sender in _arrived(self._words):
+            if sender in self._ranks and data:
+                self._ranks[sender].last_word = data[-1]
+        if self._door is not None:
+            self._refused(self._door, now)
+            for data, _ in _arrived(self._door):
+                if (text := trust.opened(self._secret, PURPOSE, data)) is not None:
+                    self._read(json.loads(text), now)
 
-    def _refused(self, now: float) -> None:
+    def _refused(self, door: socket.socket, now: float) -> None:
         """Finds in the socket's error queue (ip(7), IP_RECVERR) who has no sentinel any more."""
         with contextlib.suppress(OSError):
             while True:
-                _, about, _, address = self._door.recvmsg(4096, 4096, socket.MSG_ERRQUEUE)
+                _, about, _, address = door.recvmsg(4096, 4096, socket.MSG_ERRQUEUE)
                 refused = any(struct.unpack_from("=I", data)[0] == errno.ECONNREFUSED for _, _, data in about)
                 for peer in self._peers:
                     if refused and address == peer.address and peer.heard is not None:
@@ -262,15 +267,26 @@ class Watch:
                         peer.known_since = float("inf")
 
     def _read(self, message: dict[str, Any], now: float) -> None:
-        if message["token"] != self._token:
+        peer = next((peer for peer in self._peers if peer.index == message["host"]), None)
+        if peer is None or message["number"] <= peer.number:  # sent again, by the network or by someone who heard it
             return
-        peer = next(peer for peer in self._peers if peer.index == message["host"])
-        peer.heard, peer.refused_since = now, None
+        peer.number, peer.heard, peer.refused_since = message["number"], now, None
         peer.idle, peer.left = message["idle"], message["left"]
         fault = message["fault"]
         peer.knows = fault is not None and bool(fault["text"])
         if fault and (self._fault is None or (fault["text"] and not self._fault["text"])):
             self._begin({**fault, "own": False}, now)
+
+
+def _arrived(door: socket.socket) -> Iterator[tuple[bytes, tuple[str, int]]]:
+    """The datagrams that wait, and who sent them; not too many at once."""
+    for _ in range(MOST_MESSAGES):
+        try:
+            yield door.recvfrom(4096)
+        except BlockingIOError:
+            return
+        except OSError:  # an earlier message was not delivered; the error queue says which
+            continue
 
 
 def _numbers(ranks: list[int]) -> str:
@@ -300,11 +316,13 @@ def _let_go_of_stderr() -> None:
 class Orders:
     """What the rank that started us sends on our standard input, one JSON object per line; answers go to stdout."""
 
-    def __init__(self, table: dict[str, Any], token: str) -> None:
-        hosts = table["hosts"]
-        self._next = hosts[(table["host"] + 1) % len(hosts)]
-        self._token = token
+    def __init__(self, table: dict[str, Any]) -> None:
+        self._hosts, self._index = table["hosts"], table["host"]
+        self._me = trust.Party(bytes.fromhex(table["secret"]), goodput.PURPOSE, self._index)
         self._rest = b""
+
+    def open(self, receiver: goodput.Receiver) -> None:
+        receiver.open(self._me, (self._index - 1) % len(self._hosts))
 
     def read(self, watch: Watch) -> bool:
         """Obeys what has arrived; False at the end of the stream."""
@@ -318,9 +336,12 @@ class Orders:
         return bool(data)
 
     def _measure(self) -> None:
-        to = self._next
+        after = (self._index + 1) % len(self._hosts)
+        to, source = self._hosts[after], self._hosts[self._index]["address"]
         try:
-            rate = goodput.measure(to["address"], to["tcp"], self._token.encode(), to["source"])
+            if after == self._index:
+                raise OSError("no sentinel there")
+            rate = goodput.measure(to["address"], to["tcp"], self._me, after, source)
             answer: dict[str, Any] = {"goodput_mbit": round(rate, 3), "reason": None}
         except OSError as error:
             reason = f"TCP to {to['name']} ({to['address']}:{to['tcp']}): {error.strerror or error}"
@@ -329,26 +350,32 @@ class Orders:
 
 
 def main() -> None:
-    """Tells its ports on stdout, reads the job's table on stdin, watches until the ranks of this host are gone."""
+    """Tells its ports on stdout, reads the job's table on stdin, watches until the ranks of this host are gone.
+
+    Argument 2, if there is one, is the address of the link to other hosts.
+    """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # meant for the job; this process ends with its ranks
-    door = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    door.bind(("", 0))
-    door.setblocking(False)
-    door.setsockopt(socket.IPPROTO_IP, getattr(socket, "IP_RECVERR", 11), 1)
-    receiver = goodput.Receiver()
-    print(json.dumps({"udp": door.getsockname()[1], "tcp": receiver.port}), flush=True)
+    words, door, receiver = _datagrams("127.0.0.1"), None, None
+    if len(sys.argv) > 2:
+        door, receiver = _datagrams(sys.argv[2]), goodput.Receiver(sys.argv[2])
+        door.setsockopt(socket.IPPROTO_IP, getattr(socket, "IP_RECVERR", 11), 1)
+    ports = {"udp": door.getsockname()[1], "tcp": receiver.port} if door and receiver else {}
+    print(json.dumps({"words": words.getsockname()[1], **ports}), flush=True)
     first = os.fdopen(0, "rb", buffering=0, closefd=False).readline()
     if not first.strip():
         return
     table = json.loads(first)
-    if len(table["hosts"]) > 1:
-        receiver.open(table["token"].encode())
-    watch = Watch(table, door, time.monotonic())
-    orders: Orders | None = Orders(table, table["token"])
+    orders: Orders | None = Orders(table)
+    if door and receiver and orders:
+        with contextlib.suppress(OSError):  # without it strangers can crowd out others, but not pass for them
+            admission.only_senders(door, [(host["address"], host["udp"]) for host in table["hosts"]])
+        orders.open(receiver)
+    watch = Watch(table, words, door, time.monotonic())
     poll = select.poll()
-    poll.register(door, select.POLLIN)
-    poll.register(0, select.POLLIN)
+    for one in (words, door, 0):
+        if one is not None:
+            poll.register(one, select.POLLIN)
     while watch.round(time.monotonic()):
         # The ends of processes wake us at once, but only once each.
         ends = watch.descriptors()
@@ -360,3 +387,10 @@ def main() -> None:
         if orders and 0 in events and not orders.read(watch):
             poll.unregister(0)
             orders = None
+
+
+def _datagrams(address: str) -> socket.socket:
+    made = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    made.bind((address, 0))
+    made.setblocking(False)
+    return made

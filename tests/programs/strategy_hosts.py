@@ -18,7 +18,7 @@ class Kept:
     def __init__(self, meeting: Meeting) -> None:
         self.rank, self.size = meeting.rank, meeting.size
         self.local_rank, self.local_size = meeting.local_rank, meeting.local_size
-        self.gather = meeting.gather
+        self.secret, self.gather = meeting.secret, meeting.gather
 
     def leave(self) -> None:
         pass

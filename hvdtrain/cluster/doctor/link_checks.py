@@ -54,7 +54,7 @@ def show_rate(mbit: float) -> str:
 
 def try_ports(agents: Mapping[str, Agent], addresses: Mapping[str, str]) -> dict[tuple[str, str], list[dict[str, Any]]]:
     """(from, to) -> what came of connecting to one port of each range; all hosts at the same time."""
-    listening = {host: agent.start("listen") for host, agent in agents.items()}
+    listening = {host: agent.start("listen", address=addresses[host]) for host, agent in agents.items()}
     ports = {host: future.result(timeout=10) for host, future in listening.items()}
     asked = {}
     for host, agent in agents.items():

@@ -141,15 +141,21 @@ def clock() -> float:
 # --- links -----------------------------------------------------------------------------------------------------------
 
 
-def listen() -> list[int]:
-    """One listening port of each range, open until the input ends; whoever connects gets his bytes back."""
+MOST_VISITORS = 64
+"""At once, on all ports: a host asks three of each other's, and a stranger must not cost a thread each"""
+VISIT_S = 10.0
+VISITORS = threading.BoundedSemaphore(MOST_VISITORS)
+
+
+def listen(address: str) -> list[int]:
+    """One listening port of each range on this address, open until the input ends; who connects gets his bytes back."""
     ports = []
     for low, high in PORT_RANGES:
         for _ in range(20):
             door = socket.socket()
             try:
-                door.bind(("", random.randint(low, high)))
-                door.listen(64)
+                door.bind((address, random.randint(low, high)))
+                door.listen(socket.SOMAXCONN)
             except OSError:
                 door.close()
                 continue
@@ -161,21 +167,31 @@ def listen() -> list[int]:
 
 def _accept(door: socket.socket) -> None:
     while True:
-        visitor, _ = door.accept()
+        VISITORS.acquire()
+        try:
+            visitor, _ = door.accept()
+        except OSError:  # no descriptor is left
+            VISITORS.release()
+            time.sleep(0.1)
+            continue
         threading.Thread(target=_echo, args=(visitor,), daemon=True).start()
 
 
 def _echo(visitor: socket.socket) -> None:
-    with visitor:
-        visitor.settimeout(20)
-        try:
-            while True:
+    """What `_accept` has counted in, this counts out."""
+    until_s = time.monotonic() + VISIT_S
+    try:
+        with visitor:
+            visitor.settimeout(5)  # an agent sends at once
+            while time.monotonic() < until_s:
                 byte = visitor.recv(1)
                 if not byte:
                     return
                 visitor.sendall(byte)
-        except OSError:
-            return
+    except OSError:
+        return
+    finally:
+        VISITORS.release()
 
 
 def connect(targets: list[list[typing.Any]], patience_s: float) -> list[dict[str, typing.Any]]:

@@ -103,7 +103,7 @@ def measure(route: Route, seconds: float) -> float:
     times = ["--time", str(warm_up + length), "--length", str(block)]
     client = ["iperf3", "--client", route.address, *every, *times]
     server = subprocess.Popen(
-        [*route.receiver, "iperf3", "--server", "--one-off", *every],
+        [*route.receiver, "iperf3", "--server", "--one-off", "--bind", route.address, *every],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -113,6 +113,8 @@ def measure(route: Route, seconds: float) -> float:
             [*route.sender, *client, *(["--reverse"] if route.backwards else [])], server, length + 60 + warm_up
         )
         said, _ = server.communicate(timeout=30)
+    except subprocess.TimeoutExpired as error:  # it serves somebody else, who says nothing
+        raise Failure("iperf3 does not end its measurement: try again", exits.UNREACHABLE) from error
     finally:
         server.kill()
         server.wait()
@@ -125,7 +127,12 @@ def _connect(client: Command, server: subprocess.Popen[bytes], patience_s: float
     """The client's document, once the server listens."""
     deadline = time.monotonic() + 10
     while True:
-        done = subprocess.run(client, stdin=subprocess.DEVNULL, capture_output=True, timeout=patience_s, check=False)
+        try:
+            done = subprocess.run(
+                client, stdin=subprocess.DEVNULL, capture_output=True, timeout=patience_s, check=False
+            )
+        except subprocess.TimeoutExpired as error:
+            raise Failure(f"iperf3 says nothing for {patience_s:g} s: try again", exits.UNREACHABLE) from error
         try:
             found: dict[str, Any] = json.loads(done.stdout)
         except ValueError:
@@ -167,7 +174,7 @@ def message_times(route: Route) -> list[float]:
     """Seconds for each of MESSAGES_BYTES along the route."""
     port = random.randint(20_000, 32_000)
     python = [sys.executable, "-I", "-B", messages.__file__]
-    with _server([*route.receiver, *python, "receive", str(port)], b"listening"):
+    with _server([*route.receiver, *python, "receive", route.address, str(port)], b"listening"):
         sizes = [str(size) for size in MESSAGES_BYTES]
         return [float(word) for word in run([*route.sender, *python, "send", route.address, str(port), *sizes]).split()]
 

@@ -1,0 +1,49 @@
+"""Two ranks that join while somebody disturbs them; rank 0 prints as JSON what they then summed. For test_security.py.
+
+    attacked.py streams|servers FOLDER
+
+Rank 0 has few descriptors and leaves its address in FOLDER; rank 1 comes once FOLDER/go is there.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from hvdtrain.collectives import Reach
+from hvdtrain.collectives.meeting import meet
+from hvdtrain.collectives.servers import ServerRanks
+from hvdtrain.collectives.streams import StreamRanks
+from hvdtrain.world import place
+
+
+def main() -> None:
+    kind, folder, where = sys.argv[1], Path(sys.argv[2]), place()
+    meeting = meet(where.launcher, where.rank, where.size, where.local_rank, where.local_size)
+    gather = meeting.gather
+
+    def told(mine: bytes) -> list[bytes]:
+        found = gather(mine)
+        if not (folder / "go").exists():
+            if meeting.rank == 0:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+                (folder / "part").write_text(" ".join(found[0].decode().split()[1:]))
+                (folder / "part").rename(folder / "door")
+            while meeting.rank == 1 and not (folder / "go").exists():
+                time.sleep(0.02)
+        return found
+
+    meeting.gather = told
+    ranks = {"streams": StreamRanks, "servers": ServerRanks}[kind](meeting, Reach("127.0.0.1", "lo", loopback=True))
+    report = {"sum": ranks.sum(np.array([1.0, ranks.rank]), "sum").tolist(), "cpu_s": time.process_time()}
+    if ranks.rank == 0:
+        sys.stdout.write(json.dumps(report) + "\n")
+    ranks.leave()
+
+
+main()

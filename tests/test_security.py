@@ -1,0 +1,399 @@
+"""Attacks by other machines, users and files, tried on real processes; SECURITY.md says what must hold.
+
+docs/LOG.md counts them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import PROGRAMS, ROOT, command, document, environment, launch
+
+from hvdtrain.cluster.doctor.agent import Agent
+from hvdtrain.cluster.throttle import messages
+from hvdtrain.collectives import meeting, sealed
+from hvdtrain.exits import Failure
+from hvdtrain.sentinel import admission, trust
+from hvdtrain.sentinel.watch import PURPOSE, SILENCE_S
+
+STRANGERS = 1100
+DEEP = b"[" * 4096
+
+
+@pytest.fixture
+def descriptors() -> Iterator[None]:
+    """Enough for a thousand strangers."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(8192, hard), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def wait_for(path: Path) -> Path:
+    until = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < until, path
+        time.sleep(0.02)
+    return path
+
+
+# --- ranks that connect ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["streams", "servers"])
+def test_a_crowd_of_strangers_does_not_keep_ranks_apart(kind: str, tmp_path: Path, descriptors: None) -> None:
+    """Silent ones, loud ones, some that claim to be rank 1: more than select(2) can count, and than rank 0 can hold."""
+    words = command(2, [str(PROGRAMS / "attacked.py"), kind, str(tmp_path)])
+    job = subprocess.Popen(
+        words, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    strangers: list[socket.socket] = []
+    try:
+        address, port = wait_for(tmp_path / "door").read_text().split()
+        claim = (1).to_bytes(4, "little") + b"n" * trust.NONCE_BYTES
+        loud = [b"", b"GET / HTTP/1.0\r\n\r\n" * 9, DEEP, b"\xff" * 64, claim, claim + b"p" * trust.CODE_BYTES]
+        for count in range(STRANGERS):
+            strangers.append(socket.create_connection((address, int(port)), 10))
+            with contextlib.suppress(OSError):  # shown the door already
+                strangers[-1].sendall(loud[count % len(loud)])
+        (tmp_path / "go").touch()
+        out, errors = job.communicate(timeout=60)
+    finally:
+        job.kill()
+        job.wait()
+        for stranger in strangers:
+            stranger.close()
+    assert job.returncode == 0, errors[-2000:]
+    assert json.loads(out)["sum"] == [2.0, 1.0]
+
+
+def handshake(port: int, me: trust.Party, to: int, said: list[bytes]) -> bytes:
+    """Says the hello and proof of someone else's handshake again; what came back after them."""
+    with socket.create_connection(("127.0.0.1", port), 5) as connection:
+        connection.sendall(said[0])
+        trust.exactly(connection, trust.NONCE_BYTES + trust.CODE_BYTES)
+        connection.sendall(said[1])
+        with contextlib.suppress(OSError):
+            return connection.recv(1)
+    return b""
+
+
+def test_a_handshake_that_was_overheard_lets_nobody_in() -> None:
+    """Rank 1's own words, said again; the acceptor's proof, reflected; a proof for another purpose or another rank."""
+    secret = os.urandom(trust.SECRET_BYTES)
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    rank0, rank1 = (trust.Party(secret, b"streams", number) for number in (0, 1))
+    found: list[dict[int, socket.socket]] = []
+
+    def accept(patience_s: float) -> threading.Thread:
+        found.clear()
+        thread = threading.Thread(target=lambda: found.append(trust.accepted(listener, rank0, {1}, patience_s)))
+        thread.start()
+        return thread
+
+    heard: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as tap:  # one in between, who passes everything on
+        accepting = accept(10)
+        joining = threading.Thread(
+            target=lambda: trust.connected("127.0.0.1", tap.getsockname()[1], rank1, 0, 10).close()
+        )
+        joining.start()
+        near, _ = tap.accept()
+        with near, socket.create_connection(("127.0.0.1", port)) as far:
+            heard.append(trust.exactly(near, trust.HELLO_BYTES))
+            far.sendall(heard[0])
+            answer = trust.exactly(far, trust.NONCE_BYTES + trust.CODE_BYTES)
+            near.sendall(answer)
+            heard.append(trust.exactly(near, trust.CODE_BYTES))
+            far.sendall(heard[1])
+            near.sendall(trust.exactly(far, 1))
+            joining.join(10)
+            accepting.join(10)
+    assert list(found[0]) == [1], "a relay is not noticed: SECURITY.md says so"
+    found[0][1].close()
+    accepting = accept(1.5)
+    for proof in (heard[1], answer[trust.NONCE_BYTES :], bytes(trust.CODE_BYTES)):
+        assert handshake(port, rank1, 0, [heard[0], proof]) == b""
+    for me in (rank1._replace(purpose=b"servers"), rank1._replace(secret=b"x" * 32), rank1._replace(number=2)):
+        with pytest.raises(OSError):
+            trust.connected("127.0.0.1", port, me, 0, 0.3)
+    with pytest.raises(OSError):
+        trust.connected("127.0.0.1", port, rank1, 5, 0.3)
+    accepting.join(10)
+    listener.close()
+    assert found == [{}]
+
+
+# --- the sentinel ---------------------------------------------------------------------------------------------------
+
+
+class Host:
+    """A real sentinel with an address of its own, and a rank that only sleeps."""
+
+    def __init__(self, index: int) -> None:
+        self.address, self.index = f"127.0.0.{2 + index}", index
+        program = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from hvdtrain.sentinel.watch import main; main()"
+        self.process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", program, "sentinel of the tests", self.address],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self.rank = subprocess.Popen(["sleep", "600"])
+        assert self.process.stdout is not None
+        self.ports: dict[str, int] = json.loads(self.process.stdout.readline())
+
+    def begin(self, secret: bytes, hosts: list[Host]) -> None:
+        about = [{"name": f"h{h.index}", "ranks": [h.index], "address": h.address, **h.ports} for h in hosts]
+        ranks = [{"rank": self.index, "pid": self.rank.pid, "port": 1}]
+        table = {"secret": secret.hex(), "host": self.index, "hosts": about, "ranks": ranks}
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(table).encode() + b"\n")
+        self.process.stdin.flush()
+
+    def end(self) -> None:
+        for process in (self.process, self.rank):
+            process.kill()
+            process.communicate()
+
+
+def test_nothing_a_stranger_sends_ends_the_watch_or_hides_that_a_host_is_lost() -> None:
+    """Floods, nesting that json cannot read, forged and empty datagrams; then a host falls silent, and is missed."""
+    secret, hosts = os.urandom(trust.SECRET_BYTES), [Host(0), Host(1)]
+    forged = {"number": 10**9, "host": 1, "idle": False, "left": True, "fault": {"kind": "lost", "text": "made up"}}
+    datagrams = [
+        DEEP,
+        b"",
+        b"\xff{",
+        b"\0" * 60_000,
+        json.dumps({**forged, "token": "?"}).encode(),
+        trust.sealed(b"guess", PURPOSE, json.dumps(forged).encode()),
+        trust.sealed(b"", PURPOSE, DEEP),
+        bytes([76]),  # the word of a rank that ends
+    ]
+    stranger = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    try:
+        for host in hosts:
+            host.begin(secret, hosts)
+
+        def attack(seconds: float) -> None:
+            until = time.monotonic() + seconds
+            while time.monotonic() < until and hosts[0].rank.poll() is None:
+                for data in datagrams:
+                    for target in ((hosts[0].address, hosts[0].ports["udp"]), ("127.0.0.1", hosts[0].ports["words"])):
+                        stranger.sendto(data, target)
+                time.sleep(0.0005)
+
+        attack(4)
+        assert [host.process.poll() for host in hosts] == [None, None]
+        assert [host.rank.poll() for host in hosts] == [None, None]
+        os.kill(hosts[1].process.pid, signal.SIGSTOP)
+        attack(SILENCE_S + 10)
+        assert hosts[0].rank.wait(1) == -signal.SIGKILL
+        assert hosts[0].process.stderr is not None
+        assert "host h1 (rank 1): nothing heard" in hosts[0].process.stderr.read().decode()
+    finally:
+        stranger.close()
+        for host in hosts:
+            host.end()
+
+
+def udp(address: str) -> socket.socket:
+    made = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    made.bind((address, 0))
+    made.settimeout(0.3)
+    return made
+
+
+def test_a_flood_does_not_reach_the_queue_of_heartbeats() -> None:
+    door, friend, stranger, other = udp("127.0.0.2"), udp("127.0.0.3"), udp("127.0.0.3"), udp("127.0.0.4")
+    admission.only_senders(door, [friend.getsockname()])
+    for _ in range(5000):  # more than the queue holds
+        stranger.sendto(b"flood", door.getsockname())
+        other.sendto(b"flood", door.getsockname())
+    friend.sendto(b"beat", door.getsockname())
+    assert door.recv(100) == b"beat"
+    with pytest.raises(TimeoutError):
+        door.recv(100)
+    for one in (door, friend, stranger, other):
+        one.close()
+
+
+# --- what a job listens on ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("framework", "carrier"),
+    [("torch", "streams"), ("torch", "servers"), ("torch", "native"), ("tensorflow", "native")],
+)
+def test_a_job_on_one_host_listens_on_loopback_or_lets_in_no_stranger(framework: str, carrier: str) -> None:
+    report = document(launch(2, [str(PROGRAMS / "listening.py"), framework, carrier], "horovodrun --gloo"))
+    assert report["sum"] == [2.0, 1.0]
+    everywhere = [one for one in report["listening"] if not one[1].startswith("127.")]
+    assert len(everywhere) == (framework == "tensorflow"), everywhere
+    assert any(one[0] == "udp" for one in report["listening"]), "the sentinel's"
+    assert not any(report["strangers"])
+    assert all(report["ranks"])
+    if carrier in {"streams", "servers"}:
+        assert not any(one[0] == "tcp" for one in report["listening"]), "nobody is awaited any more"
+
+
+# --- the launcher's open store --------------------------------------------------------------------------------------
+
+
+class OpenStore:
+    """horovodrun's own, as it serves it; `seen` is what a reader of all requests sees."""
+
+    def __init__(self) -> None:
+        from horovod.runner.http.http_server import RendezvousServer
+
+        self.server = RendezvousServer()
+        self.port: int = self.server.start()
+        self.seen: list[tuple[str, bytes]] = []
+        http: Any = self.server._httpd
+        put = http.RequestHandlerClass._put_value
+
+        def noted(handler: Any, scope: str, key: str, value: bytes) -> None:
+            self.seen.append((f"{scope}/{key}", value))
+            put(handler, scope, key, value)
+
+        http.RequestHandlerClass = type("Noting", (http.RequestHandlerClass,), {"_put_value": noted})
+
+    def left(self) -> dict[str, Any]:
+        http: Any = self.server._httpd
+        return {scope: keys for scope, keys in http.cache.items() if keys}
+
+    def ranks(self, program: Any) -> list[Any]:
+        """What `program` returned or raised for each of two ranks."""
+        results: list[Any] = [None, None]
+        where = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": str(self.port)}
+
+        def rank(number: int) -> None:
+            try:
+                results[number] = program(sealed.Sealed(meeting.HorovodrunMeeting(number, 2, number, 2, where)))
+            except Failure as failure:
+                results[number] = failure
+
+        threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        return results
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[OpenStore]:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    made = OpenStore()
+    yield made
+    made.server.stop()
+    http: Any = made.server._httpd
+    http.server_close()
+
+
+def test_nothing_in_the_open_store_gives_the_secret_away_and_nothing_stays(store: OpenStore) -> None:
+    def program(ranks: sealed.Sealed) -> tuple[bytes, list[bytes]]:
+        return ranks.secret, ranks.gather(f"rank {ranks.rank}".encode())
+
+    (secret, told), (other, _) = store.ranks(program)
+    assert secret == other
+    assert told == [b"rank 0", b"rank 1"]
+    assert not store.left()
+    key = sealed.user_key()
+    for _, value in store.seen:
+        assert secret not in value
+        assert key not in value
+    (again, _), _ = store.ranks(program)
+    assert again != secret, "each job has its own"
+
+
+@pytest.mark.parametrize("replayed", [False, True])
+def test_what_others_write_into_the_open_store_is_refused(replayed: bool, store: OpenStore) -> None:
+    """In rank 1's place another address, so that rank 0 would connect to the attacker; or an old message again."""
+
+    def program(ranks: sealed.Sealed) -> list[bytes]:
+        ranks.gather(b"a 10.0.0.1 1")
+        if ranks.rank == 0:
+            return ranks.gather(b"a 10.0.0.1 2")
+        old = next(value for key, value in store.seen if key == "hvdtrain.1/1")
+        return ranks._store.gather(old if replayed else b"a 10.6.6.6 1")
+
+    failure, _ = store.ranks(program)
+    assert isinstance(failure, Failure)
+    assert failure.code == 77
+    assert "rank 1 does not have the key of" in str(failure)
+
+
+@pytest.mark.parametrize("kind", ["open", "link", "fifo", "short", "folder"])
+def test_a_key_that_others_could_know_is_refused(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / sealed.KEY
+    path.parent.mkdir(parents=True)
+    other = tmp_path / "other"
+    other.write_bytes(b"k" * trust.SECRET_BYTES)
+    other.chmod(0o600)
+    if kind == "link":
+        path.symlink_to(other)
+    elif kind == "fifo":
+        os.mkfifo(path, 0o600)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.write_bytes(b"k" * (trust.SECRET_BYTES - (kind == "short")))
+        path.chmod(0o644 if kind == "open" else 0o600)
+    with pytest.raises(Failure, match="key") as raised:
+        sealed.user_key(tmp_path)
+    assert raised.value.code == 77
+
+
+# --- doctor and throttle --------------------------------------------------------------------------------------------
+
+
+def test_the_doctors_ports_cost_no_thread_for_each_stranger(descriptors: None) -> None:
+    strangers: list[socket.socket] = []
+    with Agent.here("here") as agent:
+        agent.hello()
+        ports = agent.ask("listen", address="127.0.0.1")
+        for _ in range(100):
+            strangers += [socket.create_connection(("127.0.0.1", port), 5) for port in ports]
+        status = Path(f"/proc/{agent._process.pid}/status").read_text()
+        threads = int(next(line.split()[1] for line in status.splitlines() if line.startswith("Threads")))
+        assert threads < 80
+        for stranger in strangers:
+            stranger.close()
+        assert agent.ask("connect", targets=[["127.0.0.1", ports[0]]], patience_s=5)[0]["result"] == "open"
+
+
+def test_a_message_that_announces_all_memory_does_not_stop_a_measurement() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    words = [sys.executable, "-I", "-B", messages.__file__, "receive", "127.0.0.1", str(port)]
+    receiver = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE)
+    try:
+        assert receiver.stdout is not None
+        assert receiver.stdout.readline() == b"listening\n"
+        for said in (b"\xff" * 8, struct.pack("!Q", 1 << 40), b"hi"):
+            with socket.create_connection(("127.0.0.1", port)) as stranger:
+                stranger.sendall(said)
+        assert len(messages.send("127.0.0.1", port, [1000])) == 1
+        assert receiver.wait(10) == 0
+    finally:
+        receiver.kill()
+        receiver.wait()
+        receiver.stdout.close()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import secrets
 import shlex
 import signal
 import subprocess
@@ -79,6 +81,23 @@ def test_one_host_gets_no_settings_for_a_wire() -> None:
     found = values(Link(hosts=1, ranks=2, most_ranks=2, cores=4, rate_bit_s=None))
     assert not [name for name in found if "tcp" in name or "CYCLE" in name]
     assert found["OMP_NUM_THREADS"] == "2"
+
+
+@pytest.mark.parametrize(("rate", "matters"), [(10_000_000, False), (100_000_000, True), (None, True)])
+def test_under_a_cpu_quota_waiting_ranks_sleep_or_the_launcher_says_what_is_faster(
+    rate: int | None, matters: bool
+) -> None:
+    whole = linked(2, 1, rate)
+    quota = dataclasses.replace(whole, cores=0.5, quota=True)
+    mended = dataclasses.replace(quota, sleeper="/x/sleep.so")
+    assert values(mended)["LD_PRELOAD"] == "/x/sleep.so"
+    assert "LD_PRELOAD" not in values(quota) | values(dataclasses.replace(mended, quota=False)) | values(mended, GLOO)
+    advised = {backend: tuning.advice(mended, backend) for backend in (MPI, GLOO)}
+    assert (advised[MPI], bool(advised[GLOO])) == (None, matters)
+    assert bool(tuning.advice(quota, MPI)) == matters
+    assert tuning.advice(whole, MPI) is tuning.advice(whole, GLOO) is None
+    for line in (tuning.advice(quota, MPI), advised[GLOO]):
+        assert line is None or ("--strategy native" in line and "hierarchical" in line and "  # " in line)
 
 
 def test_every_setting_has_a_reason() -> None:
@@ -322,6 +341,33 @@ def test_a_host_that_is_cut_off_is_lost_and_one_that_refuses_is_not(cluster: Clu
         subprocess.run([*link, "up"], check=True)
     refused = ["-c", "from hvdtrain.cluster import supervise as s; s.SSH_PORT = 9; print(s.lost_host(['b']))"]
     assert cluster.on("a", sys.executable, *refused).stdout.strip() == "None"
+
+
+SPENT = """
+import json, sys, time
+import horovod.torch as hvd, torch
+hvd.init()
+hvd.allreduce(torch.zeros(1), name="together")
+began = time.process_time()
+if hvd.rank() == 1:
+    time.sleep(2)
+hvd.allreduce(torch.zeros(1), name="late")
+if hvd.rank() == 0:
+    print("spent", time.process_time() - began)
+"""
+
+
+@pytest.mark.root
+def test_a_rank_that_waits_on_a_host_with_a_cpu_quota_takes_little_of_it() -> None:
+    made = Cluster(f"q{secrets.token_hex(3)}")
+    assert made.run("up", "--hosts", "a,b", "--cpu-share", "0.5").returncode == 0
+    try:
+        done = made.on("a", "launch/mpirun.sh", "-H", "a:1,b:1", sys.executable, "-c", SPENT)
+    finally:
+        assert made.run("down").returncode == 0
+    assert "LD_PRELOAD=" in done.stderr, done.stderr
+    # polling takes the whole quota: 1 s
+    assert float(done.stdout.split("spent")[1].split()[0]) < 0.5, done.stdout
 
 
 @pytest.mark.root

@@ -23,7 +23,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SETUP_FILES = ["Makefile", "setup.cfg", "pyproject.toml", "LICENSE", "tools/setup.sh"]
-SETUP_FILES += ["tools/constraints.txt", "tools/build_horovod.py"]
+SETUP_FILES += ["tools/constraints.txt", "tools/build_horovod.py", "tools/sleep_when_idle.c"]
 FRAMEWORK = "torch" if importlib.util.find_spec("torch") else "tensorflow"
 BASE_PYTHON = Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}"
 BUILD = [sys.executable, ROOT / "tools/build_horovod.py", FRAMEWORK]

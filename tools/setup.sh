@@ -115,6 +115,8 @@ install() {
     pip install --constraint tools/constraints.txt --no-build-isolation --editable ".[$extras]" "${packages[@]}"
     extend_activate "$mpi"
     HVDTRAIN_MPI=$mpi .venv/bin/python tools/build_horovod.py "$frameworks"
+    g++ -x c -std=c11 -D_POSIX_C_SOURCE=200809L -O2 -shared -fPIC tools/sleep_when_idle.c -o .venv/lib/sleep_when_idle.so ||
+        fail "g++ cannot compile tools/sleep_when_idle.c; see above" 1
 }
 
 main() {
@@ -136,7 +138,7 @@ main() {
     *) fail "unknown FRAMEWORKS '$asked'; known: torch, tensorflow, torch,tensorflow" 2 ;;
     esac
     [[ $mpi == wheel || $mpi == system ]] || fail "HVDTRAIN_MPI is '$mpi'; known: wheel, system" 2
-    digest=$(pwd | cat - tools/constraints.txt tools/build_horovod.py tools/setup.sh setup.cfg | sha256sum)
+    digest=$(pwd | cat - tools/constraints.txt tools/build_horovod.py tools/sleep_when_idle.c tools/setup.sh setup.cfg | sha256sum)
     now="$asked $mpi $extent"
     if [[ "$now ${digest%% *}" == "$had_asked $had_mpi $had_extent $had_digest" ]]; then
         [[ -z ${PYTHON:-} || $(version "$PYTHON") == "$(version .venv/bin/python)" ]] && return

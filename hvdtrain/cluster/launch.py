@@ -45,6 +45,7 @@ FOR_LAUNCHERS = (
     *("OMPI_MCA_*", "OMPI_ALLOW_*", "SLURM_*"),
 )
 SURVIVE = ("python3", "-P", "-m", "hvdtrain.cluster.survive")
+SLEEPER = Path(sys.prefix, "lib", "sleep_when_idle.so")
 EXAMPLES = """examples:
   launch/mpirun.sh -H a:2,b:2 python -m hvdtrain.resnet --epochs 1
   launch/horovodrun.sh -np 4 --hostfile hostfiles/virtual4.txt python -m hvdtrain.resnet
@@ -286,6 +287,8 @@ def make_plan(launcher: str, options: argparse.Namespace, environment: Mapping[s
         cores=quota.process_cores(),
         rate_bit_s=rate,
         network=network_of(interface, names) if interface else None,
+        quota=quota.process_cores() < len(os.sched_getaffinity(0)),
+        sleeper=str(SLEEPER) if SLEEPER.is_file() else None,
     )
     backend = GLOO if getattr(options, "gloo", False) else MPI
     passed = [text.partition("=")[0] for text in options.x]
@@ -310,7 +313,9 @@ def make_plan(launcher: str, options: argparse.Namespace, environment: Mapping[s
     told.append(f"backend={backend}  # {tuning.BACKENDS[backend]}")
     if interface:
         told.append(f"rate={show_rate(rate) if rate else 'unknown'}  # {said}")
-    return plan, told + [str(setting) for setting in plan.settings]
+    told += [str(setting) for setting in plan.settings]
+    slower = tuning.advice(link, backend)
+    return plan, [*told, slower] if slower else told
 
 
 def dry_run(plan: Plan, environment: Mapping[str, str], command: Command) -> str:

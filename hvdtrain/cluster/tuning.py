@@ -1,6 +1,6 @@
 """Which settings of Horovod and Open MPI suit a link, each with its reason.
 
-What Horovod and Open MPI do by default was chosen for fast networks. On 10 to 1000 Mbit/s three things cost most, and
+What Horovod and Open MPI do by default was chosen for fast networks. On 10 to 1000 Mbit/s four things cost most, and
 all of them can be set from outside (measured by tools/bench_network.py, figures in docs/LOG.md):
 
 - Open MPI's TCP sends a large message as one "put". While it fills the connection, the other side's request for its own
@@ -9,6 +9,7 @@ all of them can be set from outside (measured by tools/bench_network.py, figures
 - Horovod's ranks talk every HOROVOD_CYCLE_TIME (1 ms) also when nothing is to do: 7 % of a 10 Mbit/s link on MPI and
   26 % on Gloo.
 - With several ranks per host, the order of the exchanges decides how often the same data crosses the wire.
+- Open MPI waits by polling. Under a CPU quota that time is missing in the computation.
 """
 
 from __future__ import annotations
@@ -35,6 +36,13 @@ ASSUMED_BIT_S = 1_000_000_000
 EAGER_BYTES = 1024 * 1024
 """Covers the round trip, queues included, of every link from 10 Mbit/s to 1 Gbit/s; 1 MB over 4 hosts went from 0.80 to
 0.93 of the wire at 10 Mbit/s, and from 0.90 to 0.97 at 100 Mbit/s"""
+POLLING_FROM_BIT_S = 50_000_000
+"""At 10 Mbit/s the wire takes nearly all of a step and exchanges differ little; at 100 Mbit/s they do"""
+GLOO_SLOWER = "under this CPU quota Horovod on Gloo was 1.4 times as slow over 2 hosts at 1 Gbit/s (3.7 s, 2.7 s)"
+POLLING_SLOWER = (
+    "MPI's polling uses up this CPU quota: twice as slow over 2 hosts at 1 Gbit/s (5.7 s, 2.7 s); `make setup` builds"
+    " sleep_when_idle.so, which mends it"
+)
 RABENSEIFNER, RING = 6, 4
 """Of coll_tuned_allreduce_algorithm: halving and doubling (Thakur et al. 2005, doi 10.1177/1094342005051521), ring"""
 
@@ -53,6 +61,10 @@ class Link:
     """Of the slower direction of the host's link; None if nothing is known"""
     network: str | None = None
     """The interface between the hosts, or its network as 10.77.0.0/24; None on one host"""
+    quota: bool = False
+    """Whether a control group limits the host to `cores`, so that a thread that polls takes time from the others"""
+    sleeper: str | None = None
+    """Path of the library that tools/setup.sh makes of tools/sleep_when_idle.c; None if there is none"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,6 +181,9 @@ def openmpi_settings(link: Link) -> list[Setting]:
             Setting("btl_tcp_if_include", link.network, reason, mca=True),
             Setting("oob_tcp_if_include", link.network, reason, mca=True),
         ]
+    if link.quota and link.sleeper:
+        reason = f"waiting ranks sleep instead of polling, which would take from the quota of {link.cores:g} cores"
+        chosen.append(Setting("LD_PRELOAD", link.sleeper, reason))
     if rate < 200_000_000:
         size = max(65_536, 131_072 * rate // 100_000_000)
         chosen.append(
@@ -183,6 +198,20 @@ def openmpi_settings(link: Link) -> list[Setting]:
     batch = "-o BatchMode=yes -o ConnectTimeout=10"
     reason = "ssh that would ask for a password fails, as nobody could answer"
     return [*chosen, Setting("plm_rsh_args", batch, reason, mca=True)]
+
+
+def advice(link: Link, backend: str) -> str | None:
+    """What to take instead where Horovod is known to be slower than PyTorch's DistributedDataParallel, with the figures
+    of an epoch of docs/RESULTS.md; None elsewhere."""
+    if link.hosts < 2 or not link.quota or (link.rate_bit_s or ASSUMED_BIT_S) < POLLING_FROM_BIT_S:
+        return None
+    if backend == GLOO:
+        why = GLOO_SLOWER
+    elif link.sleeper is None:
+        why = POLLING_SLOWER
+    else:
+        return None
+    return f"advice=--strategy native, or hierarchical  # {why}"
 
 
 def algorithm(link: Link) -> Setting:

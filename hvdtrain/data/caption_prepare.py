@@ -159,7 +159,7 @@ def prepare(config: CaptionsConfig) -> dict[str, Any]:
     """
     started_s = time.monotonic()
     destination = Path(config.destination).absolute()
-    if destination.resolve().is_relative_to(Path(config.source).resolve()):
+    if Path(os.path.realpath(destination)).is_relative_to(os.path.realpath(config.source)):
         raise Failure(f"{destination} lies in the source: choose another place", BAD_CONFIG)
     if destination.exists():
         raise Failure(f"{destination} exists: remove it, or choose another destination", CANNOT_WRITE)

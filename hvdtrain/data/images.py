@@ -150,7 +150,7 @@ def prepare(config: ImagesConfig) -> dict[str, Any]:
     """
     started_s = time.monotonic()
     source, destination = Path(config.source), Path(config.destination).absolute()
-    if destination.resolve().is_relative_to(source.resolve()):
+    if Path(os.path.realpath(destination)).is_relative_to(os.path.realpath(source)):
         raise Failure(f"{destination} lies in the source, where it would be a class: choose another place", BAD_CONFIG)
     if destination.exists():
         raise Failure(f"{destination} exists: remove it, or choose another destination", CANNOT_WRITE)

@@ -280,7 +280,7 @@ def report(asked: argparse.Namespace, loaded: Loaded) -> int:
     made += [plain.phases(loaded), plain.listing(loaded)]
     page.write(loaded, asked.output, {table.name: table for table in made})
     complain(loaded.problems)
-    print(f"hvdtrain: wrote {asked.output}", file=sys.stderr)
+    print(exits.printable(f"hvdtrain: wrote {asked.output}"), file=sys.stderr)
     return exits.OK
 
 
@@ -288,7 +288,7 @@ def draw(asked: argparse.Namespace, loaded: Loaded) -> int:
     names = tuple(name for name in asked.runs.split(",") if name)
     plots.save(plots.draw(asked.kind, loaded, plots.Options(count=asked.count, runs=names)), asked.output)
     complain(loaded.problems)
-    print(f"hvdtrain: wrote {asked.output}", file=sys.stderr)
+    print(exits.printable(f"hvdtrain: wrote {asked.output}"), file=sys.stderr)
     return exits.OK
 
 

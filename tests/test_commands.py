@@ -1,0 +1,76 @@
+"""What the commands say of themselves: help, what was meant, and completion in a real shell."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from conftest import environment
+
+from hvdtrain import cli, config, exits
+from hvdtrain.exits import Failure
+
+
+def hvdtrain(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "hvdtrain.cli", *words], text=True, capture_output=True, timeout=60)
+
+
+@pytest.mark.parametrize("words", cli.COMMANDS)
+def test_help_starts_with_the_purpose_and_shows_commands_to_copy(words: tuple[str, ...]) -> None:
+    text = cli.COMMANDS[words][1].parser().format_help()
+    assert not text.startswith("usage")
+    assert "\n  hvdtrain " in text or "\n  tools/throttle.sh " in text
+
+
+def test_a_group_of_commands_tells_its_purpose_and_commands() -> None:
+    done = hvdtrain("data", "--help")
+    assert done.returncode == exits.OK
+    assert done.stdout.startswith("Prepare ")
+    assert all(f"hvdtrain data {name}" in done.stdout for name in ("images", "captions", "vgg16"))
+
+
+@pytest.mark.parametrize(
+    ("line", "meant"),
+    [
+        ("swep", "sweep"),
+        ("data imags", "data images"),
+        ("results lst", "list"),
+        ("doctor --hostfil x --quik", "--quick"),
+        ("monitors --format json", "--json"),
+        ("sweep x.toml --dryrun", "--dry-run"),
+        ("data images a b --size 1x1 --splitt 1", "--split"),
+        ("throttle --hosfile x", "--hostfile"),
+    ],
+)
+def test_what_was_meant(line: str, meant: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setattr(sys, "argv", ["hvdtrain", *line.split()])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    said = capsys.readouterr().err
+    assert ended.value.code == exits.USAGE
+    assert f"did you mean {meant}?" in said
+    assert said.count("\n") == 1
+
+
+def test_what_was_meant_by_a_flag_of_training() -> None:
+    with pytest.raises(Failure, match=r"did you mean --batch-size\?"):
+        config.parse(config.TrainConfig, ["--batchsize", "3"], prog="x", purpose="")
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"), [("swe", "sweep"), ("data im", "images"), ("results compare --thr", "--threshold")]
+)
+def test_bash_completes(typed: str, offered: str) -> None:
+    script = hvdtrain("--print-completion", "bash")
+    assert script.returncode == exits.OK, script.stderr
+    words = ["hvdtrain", *typed.split()]
+    ask = (
+        f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; COMP_LINE='{' '.join(words)}'\n"
+        "completer=$(complete -p hvdtrain); completer=${completer##*-F }\n"
+        '${completer%% *} hvdtrain "${COMP_WORDS[COMP_CWORD]}" "${COMP_WORDS[COMP_CWORD-1]}"; echo "${COMPREPLY[@]}"\n'
+    )
+    done = subprocess.run(
+        ["bash", "--norc", "-c", script.stdout + "\n" + ask], text=True, capture_output=True, env=environment()
+    )
+    assert offered in done.stdout.split(), done.stderr

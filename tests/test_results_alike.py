@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +101,12 @@ def test_the_command_makes_the_run_that_is_missing(tmp_path: Path, capsys: pytes
         start, _, flags = command.strip().partition(" python -m hvdtrain.resnet ")
         assert shlex.split(start) == ["launch/mpirun.sh", "-H", "h0:1"]
         assert shlex.split(flags) == ["--width", "0.25", "--seed=1", "--threads", "1"]
-    with pytest.raises(Failure, match=r"missing is B like A:\n    .*-H h0:1,h1:1 .* --threads 2"):
+    with pytest.raises(Failure, match=r"missing is B like A: `.*-H h0:1,h1:1 .* --threads 2"):
         main(["compare", str(root / "h1-s0"), str(root / "h2-s0")])
+    made = runs.make(tmp_path / "made", rank_batch=32)
+    readings = json_of(capsys, "scaling", str(root))["readings"].values()
+    assert not any("Missing" in text for text in readings), "it is there now"
+    shutil.rmtree(made)
     for path in root.glob("h1-*"):
         path.rename(tmp_path.parent / f"{tmp_path.name}-{path.name}")
     (text,) = json_of(capsys, "scaling", str(root))["readings"].values()

@@ -66,7 +66,7 @@ def pairs(before: Loaded, after: Loaded) -> list[tuple[Group, Group]]:
         if names := alike.apart(a[0], b[0], alike.CHOSEN):
             differ = alike.words(a[0], b[0], names)
             more = missing.again(b[0], a[0], names)
-            more = f"; missing is B like A:\n    {more}" if more else ""
+            more = f"; missing is B like A: `{more}`" if more else ""
             raise Failure(f"nothing to compare: {roots[0]} and {roots[1]} differ in {differ}{more}", exits.BAD_DATA)
         return [(a[0], b[0])]
     found = []

@@ -56,7 +56,10 @@ def text(group: Group, found: Sequence[Group], count: Count = "hosts", chosen: C
     small, large = sorted((group, nearest), key=lambda one: count_of(one, count))
     why = f"{_many(size, count)} ({_name(nearest)}) differ in {alike.words(nearest, group, names)}"
     why = why if size > 1 else why.replace(" differ in ", " differs in ", 1)
-    return f"{head}: {why}. {_lacking(large, count, int(count_of(small, count)))}"
+    least = count_of(small, count)
+    if any(count_of(one, count) == least and not _apart(one, large, count) for one in found):
+        return f"{head}: {why}."
+    return f"{head}: {why}. {_lacking(large, count, int(least))}"
 
 
 def again(group: Group, like: Group, names: Sequence[str]) -> str | None:

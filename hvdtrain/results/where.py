@@ -94,8 +94,8 @@ class Where:
     def _error(self, what: str, token: _Token) -> Failure:
         shown = "".join(c if c.isprintable() else " " for c in self._text)
         return Failure(
-            f"{self._option}, column {token.place + 1}: {what}\n  {shown}\n  {' ' * token.place}^\n"
-            f"  known columns: {', '.join(sorted(self._kinds))}",
+            f"{self._option}, column {token.place + 1}: {what}, in `{shown}`; known columns: "
+            f"{', '.join(sorted(self._kinds))}",
             exits.USAGE,
         )
 

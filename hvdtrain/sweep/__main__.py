@@ -79,8 +79,7 @@ def prepare(asked: argparse.Namespace) -> tuple[Task, int]:
 
     Raises Failure (2, 69, 78): settings that a workload refuses are told before hours have gone by.
     """
-    if not asked.file.exists():
-        file.read(asked.file)
+    file.read(asked.file, asked.set)  # before the workloads are asked for their flags, which takes seconds
     sweep = file.read(asked.file, asked.set, preview.flags())
     found, merged = plan.points(sweep, lacking.gpus() if lacking.asks_for_gpus(sweep) else None)
     runs = [run for run in plan.runs(found, sweep.order, sweep.order_seed) if _chosen(run, asked.only)]

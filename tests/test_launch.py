@@ -18,7 +18,7 @@ from conftest import ROOT, SMALL, Cluster, environment
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.cluster import launch, quota, supervise, tuning
+from hvdtrain.cluster import launch, launched, quota, supervise, tuning
 from hvdtrain.cluster.tuning import GLOO, MPI, Link
 
 SLOW = Link(hosts=2, ranks=4, most_ranks=2, cores=8, rate_bit_s=10_000_000, network="10.77.0.0/24")
@@ -144,6 +144,62 @@ def test_a_dry_run_prints_the_whole_command_and_each_value_with_its_reason() -> 
     assert any("OMP_NUM_THREADS=" in line for line in lines)
 
 
+def test_without_hosts_np_means_this_machine_and_quiet_says_nothing() -> None:
+    done = dry("-np", "3", "--quiet", "python", "x.py", extra={"SLURM_JOB_NODELIST": ""})
+    words = parts(done)
+    assert words[words.index("-H") + 1] == "localhost:3" and done.stderr == ""
+    slurm = {"SLURM_JOB_NODELIST": "localhost", "SLURM_TASKS_PER_NODE": "2"}
+    done = dry("-np", "3", "python", "x.py", extra=slurm)
+    assert done.returncode == 2 and "has 2 slots" in done.stderr, "an allocation comes first"
+
+
+SPEAKS = """import json, os, sys
+rank = os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["HOROVOD_RANK"]
+print("out", rank); print("err", rank, file=sys.stderr)
+print(json.loads(os.environ["HVDTRAIN_LAUNCHED_WITH"])["launcher"])
+sys.exit(3 if rank == "1" else 0)"""
+
+
+@pytest.mark.parametrize("launcher", ["mpirun.sh", "horovodrun.sh", "horovodrun.sh --gloo"])
+def test_each_ranks_output_is_in_its_files_and_of_those_to_show_on_the_terminal(launcher: str, tmp_path: Path) -> None:
+    words = [
+        *f"launch/{launcher} --quiet -np 3 --logs {tmp_path} --show-rank 0,2".split(),
+        sys.executable,
+        "-c",
+        SPEAKS,
+    ]
+    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0, "the second rank's"
+    for stream, seen in (("out", done.stdout), ("err", done.stderr)):
+        assert f"{stream} 0" in seen and f"{stream} 2" in seen and f"{stream} 1" not in seen
+    here = f"launch/{launcher} -H localhost:3"
+    for rank in range(3):
+        assert (tmp_path / f"rank000{rank}" / "stdout").read_text() == f"out {rank}\n{here}\n"
+        assert (tmp_path / f"rank000{rank}" / "stderr").read_text() == f"err {rank}\n"
+
+
+@pytest.mark.parametrize("kind", ["link", "fifo", "folder"])
+def test_a_log_that_is_no_plain_file_is_left_as_it_is(kind: str, tmp_path: Path) -> None:
+    log, other = tmp_path / "rank0000" / "stdout", tmp_path / "other"
+    log.parent.mkdir()
+    other.write_text("mine")
+    {"link": lambda: log.symlink_to(other), "fifo": lambda: os.mkfifo(log), "folder": log.mkdir}[kind]()
+    words = [sys.executable, "-m", "hvdtrain.cluster.output", "--logs", str(tmp_path), "echo", "x"]
+    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=30)
+    assert done.returncode == 73 and len(done.stderr.splitlines()) == 1 and str(log) in done.stderr
+    assert other.read_text() == "mine"
+
+
+def test_secrets_among_the_settings_are_not_for_the_manifest() -> None:
+    about = launched.told("launch/mpirun.sh", [])
+    assert launched.heard(about) == {"launcher": "launch/mpirun.sh", "settings": []}
+    assert launched.heard({launched.VARIABLE: "[" * 100_000}) == launched.heard({launched.VARIABLE: "7"}) == {}
+    show = f"{sys.executable} -c 'import os; print(os.environ[\"{launched.VARIABLE}\"])'"
+    words = ["launch/mpirun.sh", "-np", "1", "--set", "MY_API_KEY=s3cret", "--set", "MINE=m", *shlex.split(show)]
+    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=30)
+    assert '"MINE"' in done.stdout and "s3cret" not in done.stdout, done.stderr
+
+
 def test_hosts_of_a_slurm_allocation() -> None:
     slurm = {"SLURM_JOB_NODELIST": "localhost", "SLURM_TASKS_PER_NODE": "2", "SLURM_JOB_ID": "7"}
     words = parts(dry("python", "x.py", extra=slurm))
@@ -222,6 +278,8 @@ def test_an_unknown_interface_is_one_line_that_lists_the_known(iproute2: None) -
         (["-H", "a", "--hostfile", "none.txt", "python"], 2, "both"),
         (["-H", "localhost", "--set", "X", "python"], 2, "NAME=VALUE"),
         (["--hots", "a", "python"], 2, "--hots"),
+        (["-np", "2", "--show-rank", "0,2", "python"], 2, "--show-rank 0,2: give ranks from 0 to 1"),
+        (["-np", "0", "python"], 2, "-np 0"),
     ],
 )
 def test_mistakes_are_one_line_and_a_code(arguments: list[str], code: int, said: str) -> None:

@@ -2,8 +2,8 @@
 
 Hosts come from -H, a hostfile or the Slurm allocation, the network interface from the routes to them, the link's rate
 from --rate, from the throttle, from tc or from the hardware. What follows from these (`tuning`) is printed, each value
-with its reason, and gives way to --set, --mca and variables that are set already. The environment of the ranks is an
-allow-list, and no value of it stands on a command line.
+with its reason, kept in the run's manifest, and gives way to --set, --mca and variables that are set already. The
+environment of the ranks is an allow-list, and no value of it stands on a command line.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 
 from hvdtrain import exits
 from hvdtrain.arguments import Parser
-from hvdtrain.cluster import hosts, nic, quota, throttle, tuning
+from hvdtrain.cluster import hosts, launched, nic, output, quota, throttle, tuning
 from hvdtrain.cluster.commands import Command, is_secret, run
 from hvdtrain.cluster.hosts import Slots
 from hvdtrain.cluster.rates import parse_rate, show_rate
@@ -47,7 +47,8 @@ FOR_LAUNCHERS = (
 SURVIVE = ("python3", "-P", "-m", "hvdtrain.cluster.survive")
 SLEEPER = Path(sys.prefix, "lib", "sleep_when_idle.so")
 EXAMPLES = """examples:
-  launch/mpirun.sh -H a:2,b:2 python -m hvdtrain.resnet --epochs 1
+  launch/mpirun.sh -np 2 python -m hvdtrain.resnet        on this machine
+  launch/mpirun.sh -H a:2,b:2 --logs logs --show-rank 0 python -m hvdtrain.resnet --epochs 1
   launch/horovodrun.sh -np 4 --hostfile hostfiles/virtual4.txt python -m hvdtrain.resnet
   launch/mpirun.sh python -m hvdtrain.resnet              in a Slurm allocation
   launch/mpirun.sh --dry-run -H a:2,b:2 --rate 10mbit python -m hvdtrain.resnet
@@ -80,7 +81,7 @@ def parser(launcher: str) -> Parser:
         allow_abbrev=False,
     )
     add = top.add_argument
-    add("-np", "-n", "--np", type=int, metavar="N", help="ranks (default: all slots)")
+    add("-np", "-n", "--np", type=int, metavar="N", help="ranks (default: all slots); without hosts: on this machine")
     add("-H", "--hosts", "--host", metavar="a:2,b:2", help="hosts and their slots")
     add("--hostfile", "-hostfile", "--machinefile", type=Path, metavar="FILE", help="one `host slots=2` per line")
     add("--nic", metavar="DEVICE", help="network interface between the hosts (default: that of the route to them)")
@@ -92,6 +93,9 @@ def parser(launcher: str) -> Parser:
     if launcher == "horovodrun":
         add("--gloo", action="store_true", help="Horovod on Gloo and not on MPI")
     add("--survive", action="store_true", help="a rank that the others can do without (async-ps) may die")
+    add("--logs", type=Path, metavar="DIR", help="add each rank's output to DIR/rank0000/stdout, stderr on its host")
+    add("--show-rank", metavar="N,...", help="only the output of these ranks comes here (default: of all)")
+    add("--quiet", action="store_true", help="do not print the settings (the run's manifest keeps them)")
     add("--dry-run", action="store_true", help="print the command, start nothing")
     add("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="what each rank runs")
     return top
@@ -111,7 +115,12 @@ def find_hosts(options: argparse.Namespace, environment: Mapping[str, str]) -> t
     from_slurm = hosts.from_slurm(environment)
     if from_slurm:
         return from_slurm, f"Slurm job {environment.get('SLURM_JOB_ID', '?')}"
-    raise Failure("no hosts: give -H a:2,b:2 or --hostfile FILE, or start it in a Slurm allocation", exits.USAGE)
+    if options.np is not None:
+        return [Slots("localhost", options.np)], "-np: this machine"
+    raise Failure(
+        "no hosts: give -H a:2,b:2, --hostfile FILE, or -np 2 for this machine, or start it in a Slurm allocation",
+        exits.USAGE,
+    )
 
 
 def placed(found: Sequence[Slots], ranks: int) -> list[Slots]:
@@ -306,7 +315,12 @@ def make_plan(launcher: str, options: argparse.Namespace, environment: Mapping[s
         interface=interface.name if interface else None,
         settings=settings,
         passed=passed,
-        command=[*SURVIVE, *options.command] if options.survive else options.command,
+        command=output.wrapped(
+            [*SURVIVE, *options.command] if options.survive else options.command,
+            ranks,
+            options.logs,
+            options.show_rank,
+        ),
     )
     told = [f"hosts={hosts.as_argument(used)}  # {ranks} ranks; from {source}"]
     told.append(f"nic={plan.interface or 'none'}  # {why}")
@@ -328,12 +342,21 @@ def dry_run(plan: Plan, environment: Mapping[str, str], command: Command) -> str
     return shlex.join(["env", *made, *command] if made else command)
 
 
+def typed(plan: Plan, options: argparse.Namespace) -> str:
+    """The launcher as one would type it to start the same ranks again; in a Slurm allocation that has the hosts."""
+    gloo = " --gloo" if plan.launcher == "horovodrun" and plan.backend == GLOO else ""
+    named = options.hosts or options.hostfile or plan.hosts[0].host == "localhost"
+    return f"launch/{plan.launcher}.sh{gloo}" + (f" -H {hosts.as_argument(plan.hosts)}" if named else "")
+
+
 def start(launcher: str, arguments: list[str], environment: Mapping[str, str]) -> int:
     options = parser(launcher).parse_args(arguments)
     plan, told = make_plan(launcher, options, environment)
-    for line in told:
+    for line in told if not options.quiet else []:
         print(f"{launcher}.sh: {line}", file=sys.stderr)
     inner = child_environment(plan, environment)
+    if not options.dry_run:  # of no interest to who reads the command
+        inner |= launched.told(typed(plan, options), [one for one in plan.settings if not is_secret(one.name)])
     command = mpirun_command(plan, list(inner)) if launcher == "mpirun" else horovodrun_command(plan)
     if options.dry_run:
         print(dry_run(plan, environment, command))

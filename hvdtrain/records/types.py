@@ -35,6 +35,9 @@ class Manifest:
     """For each of several hosts: host, nic, address, speed_mbit (as the NIC negotiated), throttle (what was asked of
     `tools/throttle.sh` there, null without one), goodput_to and goodput_mbit (TCP payload this host could send to that
     one before step 0, while every host sent to its next), reason (why goodput is null). Empty on a single host"""
+    launch: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """By launch/mpirun.sh or horovodrun.sh: launcher (as typed, with its hosts) and settings (name, value, reason, and
+    mca: whether it is a parameter of Open MPI); empty if something else started the ranks"""
     versions: dict[str, str | None]
     git_commit: str | None
 

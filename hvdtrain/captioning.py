@@ -18,7 +18,20 @@ import functools
 import sys
 from typing import Any, Literal
 
-from hvdtrain import bleu, exits, features, frozen, generation, observe, run, strategies, threads, workload, world
+from hvdtrain import (
+    bleu,
+    exits,
+    features,
+    frozen,
+    generation,
+    observe,
+    resume,
+    run,
+    strategies,
+    threads,
+    workload,
+    world,
+)
 from hvdtrain import config as configuration
 from hvdtrain.data import captions
 from hvdtrain.data.loader import Loader
@@ -94,7 +107,7 @@ class Judge:
 
 def main(stop: world.StopSignal) -> int:
     # 1. Config: flags, file, variables; then what the launcher says of our place among the ranks.
-    config = configuration.parse(CaptioningConfig, prog="python -m hvdtrain.captioning", purpose=__doc__ or "")
+    config = resume.parse(CaptioningConfig, WORKLOAD, __doc__ or "")
     framework, encoder = resolve(config.framework), config.sees
     config = dataclasses.replace(config, framework=framework, encoder=encoder)
     place = world.place()

@@ -39,9 +39,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+
 from hvdtrain import files
 from hvdtrain.arrays_file import JSON, Arrays, pieces, read, write
 from hvdtrain.exits import BAD_CONFIG, BAD_DATA, CANNOT_WRITE, FAILED, IO_ERROR, NO_PERMISSION, Failure, printable
+from hvdtrain.identity import differing
 
 SCHEMA = "hvdtrain/checkpoint/1"
 _MANIFEST = "checkpoint.json"
@@ -85,7 +88,7 @@ class Checkpoints:
 
     `identity` is what a checkpoint must fit (workload, framework, digest of the parameters' names and shapes ...),
     equal on all ranks. The last `keep` and the last one saved as best stay. `report` gets one line for each checkpoint
-    that newest() refuses; it is called on rank 0 only. One job at a time may use the folder.
+    that newest() refuses; it is called on rank 0 only. One job at a time may use the folder (`lock`).
     """
 
     def __init__(
@@ -111,11 +114,17 @@ class Checkpoints:
         Arrays may have any layout and any dtype of safetensors' (bfloat16: hand over its uint16 view); `progress` and
         `best` are rank 0's. A checkpoint of the same step is replaced. When one rank fails, all raise the same Failure,
         older checkpoints are as they were and the temp folder is gone: CANNOT_WRITE (permission, read-only), IO_ERROR
-        (no room, broken disk), FAILED (ranks at different steps, a dtype or value that cannot be stored).
+        (no room, broken disk), FAILED (ranks at different steps, a dtype or value that cannot be stored, an array that
+        holds infinity or NaN: nothing could go on from it).
         """
         final = self._folder / _name(step)
         task, mine = f"save {final}", {"save": secrets.token_hex(8), "step": int(step), "best": bool(best)}
-        heads = self._agree(task, CANNOT_WRITE, lambda: mine | {"progress": json.dumps(progress)})
+
+        def begin() -> JSON:
+            _finite(shared | local)
+            return mine | {"progress": json.dumps(progress)}
+
+        heads = self._agree(task, CANNOT_WRITE, begin)
         if len(steps := {head["step"] for head in heads}) > 1:
             raise Failure(f"cannot {task}: the ranks are at different steps, {sorted(steps)}", FAILED)
         head = heads[0] | {"progress": json.loads(heads[0]["progress"])}
@@ -166,7 +175,8 @@ class Checkpoints:
         try:
             reply["result"] = work()
         except Exception as error:  # whatever it is: the other ranks wait in the gather
-            cause, reply = error, {"error": f"{type(error).__name__}: {error}", "code": FAILED}
+            told = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+            cause, reply = error, {"error": told, "code": FAILED}
             if isinstance(error, OSError):
                 reply["error"] = (
                     f"{error.strerror or error} on {os.uname().nodename}{_ADVICE.get(error.errno or 0, '')}"
@@ -211,9 +221,7 @@ class Checkpoints:
             raise ValueError(f"it was saved by {ranks} ranks, here are {self._ranks}: start with -np {ranks}")
         old, new = manifest["identity"], self._identity
         if old != new:
-            fields = [field for field in old | new if old.get(field) != new.get(field)]
-            told = [f"{field} is {old.get(field)!r:.80} there and {new.get(field)!r:.80} here" for field in fields]
-            raise ValueError(f"it does not fit this run: {', '.join(told)}")
+            raise ValueError(f"it does not fit this run: {'; '.join(differing(old, new))}")
         return manifest
 
     def _load(self, name: str, step: int) -> tuple[Loaded | None, str | None]:
@@ -332,6 +340,13 @@ class _Saving:
                 if self.replaced.exists():
                     self.replaced.rename(self.final)
             shutil.rmtree(self.temp, ignore_errors=True)
+
+
+def _finite(arrays: Arrays) -> None:
+    """Raises ValueError if one of them holds a number that is none."""
+    for name, array in arrays.items():
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            raise ValueError(f"{name} holds infinity or NaN; earlier checkpoints stay as they are, lower --lr")
 
 
 def _sync_folder(folder: Path) -> None:

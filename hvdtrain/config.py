@@ -17,7 +17,7 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, get_type_hints
 
 from hvdtrain import exits, files
@@ -99,8 +99,9 @@ class TrainConfig:
     """Seed of the initial weights and of the order of the data"""
     run_dir: str | None = None
     """This run's own folder (default: results/<UTC>-<workload>-<6 hex>)"""
-    resume: bool = False
-    """Continue the run in --run-dir from its newest valid checkpoint; starts at step 0 if there is none"""
+    resume: bool | str = False
+    """Continue the run in this folder, or in --run-dir, from its newest valid checkpoint and with its settings; with
+    --run-dir a run that does not exist yet is started"""
     checkpoint_epochs: int = 1
     """Save a checkpoint after every so many epochs; 0: only when stopped by a signal"""
     checkpoint_steps: int = 0
@@ -129,6 +130,14 @@ class TrainConfig:
     """Show the traceback of errors that are otherwise one line"""
 
     def __post_init__(self) -> None:
+        if isinstance(self.resume, str):
+            if self.run_dir not in (None, self.resume):
+                raise Failure(
+                    f"--resume {self.resume} and --run-dir {self.run_dir} are two folders: give one of them",
+                    exits.BAD_CONFIG,
+                )
+            object.__setattr__(self, "run_dir", self.resume)
+            object.__setattr__(self, "resume", True)
         for name in ("epochs", "batch_size", "global_batch_size", "keep_checkpoints", "rank", "every"):
             _at_least(self, name, 1)
         _at_least(self, "monitor_ms", 50)
@@ -199,7 +208,7 @@ class TrainConfig:
         if self.monitor_idle_s and "power" not in self.monitor:
             raise Failure("--monitor-idle-s measures power: add --monitor power", exits.BAD_CONFIG)
         if self.resume and not self.run_dir:
-            raise Failure("--resume needs the folder of the run to continue: add --run-dir DIR", exits.BAD_CONFIG)
+            raise Failure("--resume needs the folder of the run to continue: --resume DIR", exits.BAD_CONFIG)
 
 
 def _at_least(config: Any, name: str, least: float) -> None:
@@ -338,7 +347,7 @@ def parser_for(cls: type, *, prog: str, purpose: str, positionals: Sequence[str]
     for field in dataclasses.fields(cls):
         if field.name in positionals:
             parser.add_argument(field.name, type=hints[field.name], help=docs[field.name])
-        elif field.default is False:
+        elif field.default is False and hints[field.name] is bool:
             parser.add_argument(flag(field.name), action="store_true", help=docs[field.name])
         elif field.default is dataclasses.MISSING:
             parser.add_argument(flag(field.name), type=hints[field.name], required=True, help=docs[field.name])
@@ -348,9 +357,16 @@ def parser_for(cls: type, *, prog: str, purpose: str, positionals: Sequence[str]
 
 
 def parse(
-    cls: type[C], argv: Sequence[str] | None = None, *, prog: str, purpose: str, positionals: Sequence[str] = ()
+    cls: type[C],
+    argv: Sequence[str] | None = None,
+    *,
+    prog: str,
+    purpose: str,
+    positionals: Sequence[str] = (),
+    earlier: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda settings: {},
 ) -> C:
-    """The config that flags, `--config` file, `HVDTRAIN_*` variables and defaults add up to.
+    """The config that flags, `--config` file, `HVDTRAIN_*` variables and defaults add up to. What `earlier` makes of
+    these takes the place of the defaults.
 
     Raises Failure (2) for a flag, key or value that is not accepted, Failure (78) for values that do not fit together.
     """
@@ -363,8 +379,16 @@ def parse(
             raise files.refused(f"--config {file}", error, exits.USAGE, "give a TOML file") from error
         except ValueError as error:
             raise Failure(f"--config {file}: no TOML ({error})", exits.BAD_CONFIG) from error
+    arguments = [
+        "--resume=true" if word == "--resume" and following.startswith("-") else word
+        for word, following in itertools.pairwise([*arguments, "-"])
+    ]
+    names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     try:
         space = parser.parse_args(arguments)
+        if defaults := earlier({name: getattr(space, name) for name in names}):
+            parser.set_defaults(defaults)
+            space = parser.parse_args(arguments)
     except argparse.ArgumentError as error:
         reason = re.sub(r'Parser key "(\w+)":', lambda key: flag(key[1]) + ":", " ".join(str(error).split()))
         if unknown := re.search(r"[Uu]nrecognized arguments: (\S+)", reason):
@@ -372,7 +396,7 @@ def parse(
             reason += near(unknown[1], known)
         reason = re.sub(r"<class '(\w+)'>", r"\1", reason).replace("a typing.Literal", "one of ")
         raise Failure(f"{reason} (see `{prog} --help`)", exits.USAGE) from error
-    return cls(**{field.name: getattr(space, field.name) for field in dataclasses.fields(cls)})  # type: ignore[arg-type]
+    return cls(**{name: getattr(space, name) for name in names})
 
 
 def _config_files(arguments: Sequence[str]) -> list[str]:

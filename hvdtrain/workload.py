@@ -79,6 +79,7 @@ class Job:
             this = dataclasses.replace(this, plan=dataclasses.replace(this.plan, shares=shares))
             loader = loader.divided(shares)
             facts["shares"] = f"{run.show_shares(shares, loader.rank_samples)}, {how}"
+        run.check_same(this, folder, ranks)
         facts |= run.write_manifest(
             this, folder, device=device, threads=self.threads, world=ranks, documents=documents or {}
         )
@@ -98,7 +99,8 @@ class Job:
         ).run()
         if ranks.rank == 0:
             if summary is None:
-                print(f"hvdtrain: stopped; continue with --run-dir {folder} --resume", file=sys.stderr, flush=True)
+                again = run.command(folder, this.workload, ranks)
+                print(f"hvdtrain: stopped; continue with {again}", file=sys.stderr, flush=True)
             else:
                 run.show_summary(summary, as_json=config.json)
                 if tip := advised(config, summary, ranks.links):

@@ -258,10 +258,10 @@ class World:
 
     # --- hosts and the links between them -----------------------------------------------------------------------
 
-    def keeps(self, folder: str) -> None:
-        """The run's checkpoints are in `folder`: whoever has to end this job advises to resume from there."""
+    def keeps(self, folder: str, command: str) -> None:
+        """The run's checkpoints are in `folder`: whoever has to end this job advises this command to go on."""
         if self._sentinel is not None:
-            self._sentinel.keeps(folder)
+            self._sentinel.keeps(folder, command)
 
     def measure_links(self) -> list[dict[str, Any]]:
         """Each host's NIC, throttle asked and goodput measured now (1.2 s); empty on a single host. Collective.

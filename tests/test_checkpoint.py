@@ -359,11 +359,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no fields": (lambda f: edit(f / "checkpoint.json", files={}), "KeyError: 'shared.safetensors'"),
     "older model": (
         lambda f: edit(f / "checkpoint.json", identity=IDENTITY | {"width": 1.0}),
-        "width is 1.0 there and 0.25 here",
+        "width: 1.0 there, 0.25 here",
     ),
     "new field": (
         lambda f: edit(f / "checkpoint.json", identity={"workload": "resnet"}),
-        "framework is None there and 'torch' here",
+        "framework: None there, 'torch' here",
     ),
     "ranks": (lambda f: edit(f / "checkpoint.json", ranks=4), "saved by 4 ranks, here are 1: start with -np 4"),
     "renamed": (lambda f: f.rename(f.with_name("step-00000077")), "disagrees with the step in its checkpoint.json, 20"),
@@ -403,7 +403,7 @@ def test_nothing_valid_is_none_and_says_why(tmp_path: Path) -> None:
     lines.clear()
     assert make(tmp_path, report=lines.append, identity=IDENTITY | {"framework": "tensorflow"}).newest() is None
     assert [names(2)[0] in lines[0], names(1)[0] in lines[1]] == [True, True]
-    assert "framework is 'torch' there and 'tensorflow' here" in lines[0]
+    assert "framework: 'torch' there, 'tensorflow' here" in lines[0]
     assert lines[2] == f"no valid checkpoint in {tmp_path}"
 
 
@@ -480,7 +480,7 @@ def limit_files(size: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
-@pytest.mark.parametrize("trouble", ["no room", "folder is a file", "dtype", "progress", "step"])
+@pytest.mark.parametrize("trouble", ["no room", "folder is a file", "dtype", "nan", "progress", "step"])
 @pytest.mark.parametrize("disk", ["one disk", "a disk each"])
 def test_a_rank_that_fails_fails_all_alike_and_leaves_the_one_before(tmp_path: Path, disk: str, trouble: str) -> None:
     culprit = 0 if trouble == "progress" else 2
@@ -495,6 +495,8 @@ def test_a_rank_that_fails_fails_all_alike_and_leaves_the_one_before(tmp_path: P
             local["big"] = np.zeros(9999)
         if guilty and trouble == "dtype":
             local["big"] = np.zeros(3, object)
+        if guilty and trouble == "nan":
+            local["weights"] = np.array([1, np.nan], np.float16)
         if guilty and trouble == "progress":
             progress["loss"] = np.float32(3)
         if guilty and trouble == "folder is a file":
@@ -516,6 +518,7 @@ def test_a_rank_that_fails_fails_all_alike_and_leaves_the_one_before(tmp_path: P
         "no room": f"{os.strerror(errno.EFBIG)} on {os.uname().nodename}; raise the limit",
         "folder is a file": f"{os.strerror(errno.EEXIST)} on {os.uname().nodename}; check the path",
         "dtype": "TypeError: array 'big' of object cannot be stored",
+        "nan": "weights holds infinity or NaN",
         "progress": "TypeError: Object of type float32",
         "step": "the ranks are at different steps, [20, 21]",
     }

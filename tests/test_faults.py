@@ -255,7 +255,7 @@ def test_the_last_checkpoint_outlives_a_killed_rank_and_the_advice_names_it(clus
         os.kill(int(marked[-1].name), signal.SIGKILL)
         output, _ = run.communicate(timeout=30)
     assert run.returncode == 1, output
-    assert f"continue with --run-dir {folder} --resume" in output
+    assert f"--resume {folder}" in output
     newest = max(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").glob("step-*"))
     short = [*flags, "--resume", "--json"]
     short[short.index("--epochs") + 1] = str(newest // 15 + 1)

@@ -210,7 +210,7 @@ def test_given_shares_are_those_of_every_step_and_no_other_run_goes_on(tmp_path:
     assert sum(step.samples for each in steps for step in each) == manifest["data"]["train"]
     other = resnet(2, *flags, "--epochs", "2", "--shares", "1,1", "--resume")
     assert other.returncode == 78
-    assert "shares is [3.0, 1.0] there and [1.0, 1.0] here" in other.stderr
+    assert "shares: [3.0, 1.0] there, [1.0, 1.0] here" in other.stderr
     again = document(resnet(2, *flags, "--epochs", "2", "--resume"))
     assert again["steps"] == 2 * len(steps[0])
     assert {step.samples for step in read_run(tmp_path, 1)["step"][:-1]} <= {24, steps[1][-1].samples}

@@ -37,8 +37,11 @@ ALLOWED = {
     "frameworks": ".collectives! .config .data! .models .notes .timing .world .strategies! numpy",
     "strategies": ".collectives .config .timing .world numpy",
     "arrays_file": "numpy",
-    "checkpoint": ".arrays_file numpy",
-    "run": ".cluster .config .records .world",
+    "checkpoint": ".arrays_file .identity numpy",
+    "identity": "",
+    "resume": ".config .records",
+    "lock": "",
+    "run": ".cluster .config .identity .lock .records .resume .world",
     "observe": ".config .frameworks! .monitors .records .scalars .world",
     "position": ".records numpy",
     "agreement": ".world numpy",
@@ -64,8 +67,8 @@ ALLOWED = {
 }
 # Every other file of hvdtrain/ is a workload: it chooses and joins the parts.
 WORKLOAD = (
-    ".checkpoint .config .data .evaluation .frameworks .loop .models .observe .progress .records .run .strategies"
-    " .threads .timing .world .workload .bleu .caption .features .frozen .generation numpy rich"
+    ".checkpoint .config .data .evaluation .frameworks .loop .models .observe .progress .records .resume .run"
+    " .strategies .threads .timing .world .workload .bleu .caption .features .frozen .generation numpy rich"
 )
 FREE = {"__init__", "arguments", "exits", "files"}  # import nothing of ours but each other
 LATE = {"cli"}  # imports rooms and packages inside functions only, so that each subcommand loads its own part

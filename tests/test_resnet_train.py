@@ -168,9 +168,10 @@ def test_resumed_equals_uninterrupted(
         process.send_signal(signal.SIGUSR1)
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 75, errors
-    assert "--resume" in errors
+    command = f"python -m hvdtrain.resnet --resume {cut}"
+    assert f"stopped; continue with {command}" in errors
     assert not (cut / "COMPLETE").exists()
-    resumed = document(resnet(ranks, "--run-dir", str(cut), "--resume", *flags))
+    resumed = document(launch(ranks, [*command.split()[1:], "--json"]))
     assert len(read_run(cut)["resumed"]) == 1
     expected, got = newest_arrays(tmp_path / "whole"), newest_arrays(cut)
     assert expected.keys() == got.keys()
@@ -217,11 +218,15 @@ def test_a_prepared_folder_of_photographs_trains(tmp_path: Path) -> None:
 
 
 def test_killed_run_resumes_from_its_last_checkpoint_to_the_same_end(tmp_path: Path) -> None:
-    flags = ["--framework", "torch", "--epochs", "2", "--json", "--checkpoint-steps", "5", *SMALL]
+    """Nobody else can go on with it while it runs."""
+    flags = ["--framework", "torch", "--epochs", "8", "--json", "--checkpoint-steps", "5", *SMALL]
     document(resnet(0, "--run-dir", str(tmp_path / "whole"), *flags))
     cut = tmp_path / "cut"
     with started(0, cut, *flags) as process:
-        wait_for_steps(process, cut, 18)
+        wait_for_steps(process, cut, 8)
+        second = resnet(0, "--run-dir", str(cut), "--resume", *flags)
+        assert second.returncode == 73 and len(second.stderr.splitlines()) == 1, second.stderr
+        assert f"{cut} is in use by another job (process {process.pid} on " in second.stderr
         process.kill()
     document(resnet(0, "--run-dir", str(cut), "--resume", *flags))
     expected, got = newest_arrays(tmp_path / "whole"), newest_arrays(cut)
@@ -235,11 +240,12 @@ def test_a_run_with_other_settings_does_not_resume_and_loses_nothing(tmp_path: P
     before = newest_arrays(tmp_path)
     done = resnet(2, *flags, "--resume")
     assert done.returncode == 78
-    assert "-np 1" in done.stderr
-    assert "no checkpoint there fits this run" in done.stderr
-    done = resnet(0, *flags, "--resume", "--width", "0.25")
+    assert "ranks: 1 there, 2 here" in done.stderr and "-np 1" in done.stderr
+    done = resnet(0, "--resume", str(tmp_path), "--width", "0.25")
     assert done.returncode == 78
-    assert "width" in done.stderr
+    assert "; width: 0.125 there, 0.25 here" in done.stderr and "optimizer" not in done.stderr
+    done = launch(0, ["-m", "hvdtrain.captioning", "--resume", str(tmp_path)])
+    assert done.returncode == 78 and f"python -m hvdtrain.resnet --resume {tmp_path}" in done.stderr
     after = newest_arrays(tmp_path)
     assert all(np.array_equal(array, after[name]) for name, array in before.items())
 
@@ -295,6 +301,15 @@ def test_a_loss_that_is_no_number_stops_the_run_with_step_and_rate(ranks: int, t
     assert "learning rate" in lines[0]
 
 
+def test_weights_that_are_no_numbers_are_not_saved(tmp_path: Path) -> None:
+    """The loss of a step is that before its update: here the first update is too large."""
+    flags = ["--lr", "3e38", "--warmup-epochs", "0", "--checkpoint-steps", "1", "--run-dir", str(tmp_path), *SMALL]
+    done = resnet(2, "--strategy", "native", *flags)
+    assert done.returncode == 1 and done.stderr.count("hvdtrain: ") == 1, done.stderr
+    assert "holds infinity or NaN" in done.stderr
+    assert not list((tmp_path / "checkpoints").glob("*"))
+
+
 BAD = [
     (["--lr", "x"], 2, "--lr: Expected a float"),
     (["--frmework", "torch"], 2, "unrecognized arguments"),
@@ -305,7 +320,9 @@ BAD = [
     (["--strategy", "telepathy"], 78, "known: allreduce"),
     (["--image-size", "axb"], 78, "WIDTHxHEIGHT"),
     (["--data", "nowhere"], 65, "nowhere"),
-    (["--resume"], 78, "--run-dir"),
+    (["--resume"], 78, "--resume DIR"),
+    (["--resume", "nowhere"], 65, "--resume nowhere: no run there"),
+    (["--resume", "README.md"], 65, "--resume README.md: no run there"),
     (["--width", "0"], 78, "width"),
     (["--batch-size", "8", "--epochs", "1", "--warmup-epochs", "2"], 78, "--warmup-epochs"),
 ]

@@ -142,7 +142,7 @@ def test_a_job_that_may_not_be_requeued_keeps_its_75(nodes: SlurmCluster, tmp_pa
     assert nodes.run(["scancel", "--signal=USR1", "--batch", str(job)]).returncode == 0
     ended = nodes.ended(job, 30, tmp_path / "out")
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "75:0", "0"), tail(tmp_path / "out")
-    assert "it cannot; submit it again with --run-dir" in (tmp_path / "out").read_text()
+    assert "it cannot; to go on: sbatch [the same options] launch/slurm.sbatch" in (tmp_path / "out").read_text()
 
 
 @pytest.mark.root
@@ -269,6 +269,8 @@ def test_what_goes_back_to_the_queue(
         "train", cwd=checkout, number=number, CODE=str(code), WAIT=wait, SLURM_RESTART_COUNT=str(restarts)
     )
     assert ended == code, lines
+    if number is signal.SIGTERM:
+        assert lines[-1].endswith("sbatch [the same options] launch/slurm.sbatch train --resume results/slurm-7")
     called = checkout / "scontrol.called"
     assert (called.read_text() if called.exists() else None) == ("requeue 7\n" if requeued else None), lines
     if number is not None:
@@ -282,6 +284,7 @@ def test_what_goes_back_to_the_queue(
         (["train", "--epochs", "two words"], 0, "results/slurm-7 true"),
         (["train", "--run-dir", "mine"], 0, "theirs anew"),
         (["train", "--run-dir=mine"], 1, "theirs true"),
+        (["train", "--resume", "mine"], 0, "theirs anew"),
     ],
 )
 def test_the_run_folder_is_the_jobs_unless_the_command_names_one(

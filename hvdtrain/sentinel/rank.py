@@ -139,9 +139,9 @@ class Sentinel:
         with contextlib.suppress(OSError):
             self._socket.send(bytes([word]))
 
-    def keeps(self, folder: str) -> None:
-        """The run's folder as the user would give it, for the advice how to continue."""
-        self._send({"folder": folder})
+    def keeps(self, folder: str, command: str) -> None:
+        """The run's folder, and the command for the advice how to continue."""
+        self._send({"folder": folder, "command": command})
 
     # --- the link -----------------------------------------------------------------------------------------------
 

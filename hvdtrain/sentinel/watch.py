@@ -97,6 +97,7 @@ class Watch:
         chains = [rank.launchers for rank in self._ranks.values()]
         self._launchers = list({p.pid: p for chain in chains for p in chain}.values())
         self.folder: str | None = None
+        self.command: str | None = None
         self._last_tick = now
         self._next_beat = now
         self._fault: dict[str, Any] | None = None
@@ -229,7 +230,7 @@ class Watch:
         self._said = True
         advice = "no checkpoint was written yet"
         if self.folder and _has_checkpoint(self.folder):
-            advice = f"continue with --run-dir {self.folder} --resume"
+            advice = f"continue with {self.command}"
         write(f"hvdtrain: {self._fault['text']}; ending the job, {advice}")
 
     # --- messages -----------------------------------------------------------------------------------------------
@@ -331,6 +332,7 @@ class Orders:
         for line in lines:
             order = json.loads(line)
             watch.folder = order.get("folder", watch.folder)
+            watch.command = order.get("command", watch.command)
             if "measure" in order:
                 threading.Thread(target=self._measure, daemon=True).start()
         return bool(data)

@@ -1,0 +1,79 @@
+"""A run's folder belongs to one job at a time: two that save there at once destroy each other's checkpoints.
+
+The first rank of each host holds an flock(2) on a file in the folder for as long as its process lives, and the kernel
+lets go of it however that ends; so no lock is ever stale. What the file says only tells others whose it is. Linux keeps
+flock on NFS for all clients (nfs(5), `local_lock=none`); with `nolock` or `local_lock=flock` each host sees its own.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import re
+import stat
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from hvdtrain import exits
+from hvdtrain.exits import Failure
+
+NAME = ".lock"
+LONGEST_BYTES = 512
+TOLD_S = 0.2
+"""For a holder that has just begun to write who it is"""
+UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""What file systems without locks answer"""
+_held: list[int] = []
+"""Descriptors, open until this process ends"""
+
+
+def take(folder: Path, job: str, since_utc: str) -> None:
+    """Holds `folder`, which exists, for the job of this name; another process of the same job may hold it too.
+
+    Follows no link and changes no file but its own. Raises Failure (73) if another job holds it, or OSError.
+    """
+    path = folder / NAME
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+    try:
+        about = os.fstat(file)
+        plain = stat.S_ISREG(about.st_mode) and about.st_nlink == 1
+        if not plain or (about.st_size and "job" not in _holder(file)):
+            raise Failure(f"{path} is no lock of hvdtrain's: move it away", exits.CANNOT_WRITE)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(TOLD_S)
+            holder = _holder(file)
+            if holder.get("job") == job:  # a host that shares the folder with this one
+                os.close(file)
+                return
+            pid, host, utc = (re.sub(r"[^\w.:-]", "?", str(holder.get(key)))[:64] for key in ("pid", "host", "utc"))
+            raise Failure(
+                f"{folder} is in use by another job (process {pid} on {host}, since {utc}): wait for its end, or stop "
+                "it",
+                exits.CANNOT_WRITE,
+            ) from None
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
+            print(f"hvdtrain: {path}: {error.strerror}: nothing keeps another job out of it", file=sys.stderr)
+        words = json.dumps({"job": job, "pid": os.getpid(), "host": os.uname().nodename, "utc": since_utc})
+        os.pwrite(file, words.ljust(LONGEST_BYTES).encode(), 0)
+        os.fsync(file)
+    except BaseException:
+        os.close(file)
+        raise
+    _held.append(file)
+
+
+def _holder(file: int) -> dict[str, Any]:
+    """What the lock file says; nothing if it is none of ours."""
+    try:
+        said = json.loads(os.pread(file, LONGEST_BYTES, 0))
+    except (ValueError, RecursionError):
+        return {}
+    return said if isinstance(said, dict) else {}

@@ -1,0 +1,55 @@
+"""--resume: a run goes on with the settings of its manifest, which give way to flags, files and variables."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hvdtrain import config as configuration
+from hvdtrain import exits, records
+from hvdtrain.exits import Failure
+
+C = TypeVar("C", bound=configuration.TrainConfig)
+
+OF_A_START = ("run_dir", "resume", "json", "dry_run", "debug")
+"""Settings that are each start's own"""
+
+
+def parse(cls: type[C], workload: str, purpose: str) -> C:
+    """The config of a start of `workload`: see `config.parse`. Raises Failure (65) if there is no run to go on with,
+    Failure (78) if it is another workload's."""
+    return configuration.parse(
+        cls, prog=f"python -m hvdtrain.{workload}", purpose=purpose, earlier=functools.partial(earlier, workload)
+    )
+
+
+def earlier(workload: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of the run that is to go on; none if there is none, which only --resume DIR takes for an error."""
+    asked, folder = settings["resume"], settings["run_dir"]
+    if isinstance(asked, str):
+        folder = asked
+    if not asked or folder is None:
+        return {}
+    path = Path(folder) / "manifest.json"
+    try:
+        found = path.exists()
+    except OSError as error:
+        raise Failure(f"--resume {path}: {error.strerror}", exits.NO_PERMISSION) from error
+    if not found and isinstance(asked, bool):
+        return {}
+    if not found:
+        raise Failure(
+            f"--resume {folder}: no run there (no {path}); see `hvdtrain results list`, or start one with --run-dir",
+            exits.BAD_DATA,
+        )
+    manifest = records.read_document(path)
+    if not isinstance(manifest, records.Manifest):
+        raise Failure(f"{path}: no manifest, but a record of type {manifest.type}", exits.BAD_DATA)
+    if manifest.workload != workload:
+        raise Failure(
+            f"{folder} is a run of {manifest.workload}: python -m hvdtrain.{manifest.workload} --resume {folder}",
+            exits.BAD_CONFIG,
+        )
+    return {name: value for name, value in manifest.config.items() if name in settings and name not in OF_A_START}

@@ -114,8 +114,8 @@ class Checkpoints:
         Arrays may have any layout and any dtype of safetensors' (bfloat16: hand over its uint16 view); `progress` and
         `best` are rank 0's. A checkpoint of the same step is replaced. When one rank fails, all raise the same Failure,
         older checkpoints are as they were and the temp folder is gone: CANNOT_WRITE (permission, read-only), IO_ERROR
-        (no room, broken disk), FAILED (ranks at different steps, a dtype or value that cannot be stored, an array that
-        holds infinity or NaN: nothing could go on from it).
+        (no room, broken disk), FAILED (ranks at different steps, a dtype or value that cannot be stored, weights
+        that are infinite or NaN).
         """
         final = self._folder / _name(step)
         task, mine = f"save {final}", {"save": secrets.token_hex(8), "step": int(step), "best": bool(best)}
@@ -343,9 +343,9 @@ class _Saving:
 
 
 def _finite(arrays: Arrays) -> None:
-    """Raises ValueError if one of them holds a number that is none."""
+    """Raises ValueError if weights are no numbers: nothing could go on from them."""
     for name, array in arrays.items():
-        if array.dtype.kind == "f" and not np.isfinite(array).all():
+        if name.startswith(("parameter.", "drift.")) and not np.isfinite(array).all():
             raise ValueError(f"{name} holds infinity or NaN; earlier checkpoints stay as they are, lower --lr")
 
 

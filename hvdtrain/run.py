@@ -122,7 +122,7 @@ def check_same(run: Run, folder: Path, world: World) -> None:
         there = _identity(kept.workload, kept.model, kept.data, kept.config, kept.plan)
         here = json.loads(json.dumps({name: value for name, value in run.identity().items() if name in there}))
         if differences := identity.differing(there, here):
-            told = f"{folder} was made with other settings: {'; '.join(differences)}. Leave these out"
+            told = f"{folder} was made with other settings: {'; '.join(differences)}. Give the same"
             if there["ranks"] != here["ranks"]:
                 told += f" (start with -np {there['ranks']})"
     if told := world.gather(told)[0]:

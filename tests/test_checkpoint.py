@@ -496,7 +496,7 @@ def test_a_rank_that_fails_fails_all_alike_and_leaves_the_one_before(tmp_path: P
         if guilty and trouble == "dtype":
             local["big"] = np.zeros(3, object)
         if guilty and trouble == "nan":
-            local["weights"] = np.array([1, np.nan], np.float16)
+            local["parameter.w"] = np.array([1, np.nan], np.float16)
         if guilty and trouble == "progress":
             progress["loss"] = np.float32(3)
         if guilty and trouble == "folder is a file":
@@ -518,7 +518,7 @@ def test_a_rank_that_fails_fails_all_alike_and_leaves_the_one_before(tmp_path: P
         "no room": f"{os.strerror(errno.EFBIG)} on {os.uname().nodename}; raise the limit",
         "folder is a file": f"{os.strerror(errno.EEXIST)} on {os.uname().nodename}; check the path",
         "dtype": "TypeError: array 'big' of object cannot be stored",
-        "nan": "weights holds infinity or NaN",
+        "nan": "parameter.w holds infinity or NaN",
         "progress": "TypeError: Object of type float32",
         "step": "the ranks are at different steps, [20, 21]",
     }

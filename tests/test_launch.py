@@ -155,7 +155,7 @@ def test_without_hosts_np_means_this_machine_and_quiet_says_nothing() -> None:
 
 SPEAKS = """import json, os, sys
 rank = os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["HOROVOD_RANK"]
-print("out", rank); print("err", rank, file=sys.stderr)
+print(f"out {rank}"); print(f"err {rank}", file=sys.stderr)
 print(json.loads(os.environ["HVDTRAIN_LAUNCHED_WITH"])["launcher"])
 sys.exit(3 if rank == "1" else 0)"""
 

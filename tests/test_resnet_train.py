@@ -303,7 +303,7 @@ def test_a_loss_that_is_no_number_stops_the_run_with_step_and_rate(ranks: int, t
 
 def test_weights_that_are_no_numbers_are_not_saved(tmp_path: Path) -> None:
     """The loss of a step is that before its update: here the first update is too large."""
-    flags = ["--lr", "3e38", "--warmup-epochs", "0", "--checkpoint-steps", "1", "--run-dir", str(tmp_path), *SMALL]
+    flags = ["--lr", "1e39", "--warmup-epochs", "0", "--checkpoint-steps", "1", "--run-dir", str(tmp_path), *SMALL]
     done = resnet(2, "--strategy", "native", *flags)
     assert done.returncode == 1 and done.stderr.count("hvdtrain: ") == 1, done.stderr
     assert "holds infinity or NaN" in done.stderr

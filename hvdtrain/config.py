@@ -100,8 +100,8 @@ class TrainConfig:
     run_dir: str | None = None
     """This run's own folder (default: results/<UTC>-<workload>-<6 hex>)"""
     resume: bool | str = False
-    """Continue the run in this folder, or in --run-dir, from its newest valid checkpoint and with its settings; with
-    --run-dir a run that does not exist yet is started"""
+    """Continue the run in this folder from its newest valid checkpoint, with its settings; without a folder that of
+    --run-dir, which is begun if there is none"""
     checkpoint_epochs: int = 1
     """Save a checkpoint after every so many epochs; 0: only when stopped by a signal"""
     checkpoint_steps: int = 0
@@ -132,10 +132,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if isinstance(self.resume, str):
             if self.run_dir not in (None, self.resume):
-                raise Failure(
-                    f"--resume {self.resume} and --run-dir {self.run_dir} are two folders: give one of them",
-                    exits.BAD_CONFIG,
-                )
+                raise Failure(f"--resume {self.resume} and --run-dir {self.run_dir}: give one folder", exits.BAD_CONFIG)
             object.__setattr__(self, "run_dir", self.resume)
             object.__setattr__(self, "resume", True)
         for name in ("epochs", "batch_size", "global_batch_size", "keep_checkpoints", "rank", "every"):
@@ -365,8 +362,7 @@ def parse(
     positionals: Sequence[str] = (),
     earlier: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda settings: {},
 ) -> C:
-    """The config that flags, `--config` file, `HVDTRAIN_*` variables and defaults add up to. What `earlier` makes of
-    these takes the place of the defaults.
+    """The config that flags, file, variables and defaults add up to; what `earlier` makes of it are then the defaults.
 
     Raises Failure (2) for a flag, key or value that is not accepted, Failure (78) for values that do not fit together.
     """
@@ -379,10 +375,8 @@ def parse(
             raise files.refused(f"--config {file}", error, exits.USAGE, "give a TOML file") from error
         except ValueError as error:
             raise Failure(f"--config {file}: no TOML ({error})", exits.BAD_CONFIG) from error
-    arguments = [
-        "--resume=true" if word == "--resume" and following.startswith("-") else word
-        for word, following in itertools.pairwise([*arguments, "-"])
-    ]
+    pairs = itertools.pairwise([*arguments, "-"])
+    arguments = ["--resume=true" if (word, after[:1]) == ("--resume", "-") else word for word, after in pairs]
     names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     try:
         space = parser.parse_args(arguments)

@@ -268,7 +268,7 @@ def speed_flags(check: Check) -> list[str]:
     size = ["--image-size", STUDY_SIZE, "--epochs", "10"]
     if check.quick:
         size = ["--image-size", "16", "--width", "0.125", "--epochs", "1"]
-    return [*size, "--batch-size", "128", "--device", check.device, "--lr", "0.005"]  # in bf16 it stays finite
+    return [*size, "--batch-size", "128", "--device", check.device]
 
 
 def speed_jobs(check: Check) -> list[Job]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import shutil
@@ -329,6 +330,8 @@ def test_without_mpirun_and_ssh(tmp_path: Path) -> None:
     assert findings.one("secrets")["facts"]["variables"] == ["DB_PASS", "my_credentials"]
     assert "hush" not in json.dumps(findings.document)
     assert findings.one("packages")["status"] == "ok"
+    if importlib.util.find_spec("tensorflow"):
+        assert findings.one("grpc-filter")["status"] == "ok"
     ssh = alone("--quick", "-H", "elsewhere:1", extra={"PATH": str(tmp_path)}).one("ssh")
     assert ssh["status"] == "fail" and "no ssh program" in ssh["what"]
 

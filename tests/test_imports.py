@@ -26,7 +26,7 @@ ALLOWED = {
     "config": "jsonargparse",
     "records": "",
     "notes": "",
-    "collectives": ".config .notes .records .sentinel numpy horovod mpi4py torch tensorflow",
+    "collectives": ".cluster .config .notes .records .sentinel numpy horovod mpi4py torch tensorflow",
     "world": ".cluster .collectives .config .records .sentinel numpy",
     "threads": ".cluster .world",
     "timing": ".records",

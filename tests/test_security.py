@@ -23,11 +23,12 @@ from typing import Any
 import pytest
 from conftest import PROGRAMS, ROOT, command, document, environment, launch
 
+from hvdtrain.cluster import admission
 from hvdtrain.cluster.doctor.agent import Agent
 from hvdtrain.cluster.throttle import messages
 from hvdtrain.collectives import meeting, sealed
 from hvdtrain.exits import Failure
-from hvdtrain.sentinel import admission, trust
+from hvdtrain.sentinel import trust
 from hvdtrain.sentinel.watch import PURPOSE, SILENCE_S
 
 STRANGERS = 1100

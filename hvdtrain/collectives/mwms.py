@@ -6,7 +6,7 @@ the strategy's all_reduce in the replica's context, as Keras' optimizers do. Sma
 graph per type, since TensorFlow traces its own `gather` anew each time.
 
 That server listens on every address of its host, whatever address it is given, and does all that it is asked to. So the
-kernel is told to let only packets from the job's hosts through to it (`sentinel.admission`), as soon as it listens.
+kernel is told to let only packets from the job's hosts through to it (`cluster.admission`), as soon as it listens.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain import exits, notes
+from hvdtrain.cluster import admission
 from hvdtrain.collectives import Alone, Meeting, Reach
 from hvdtrain.collectives.meeting import FIRST_PORT, reserved_port
 from hvdtrain.exits import Failure
-from hvdtrain.sentinel import admission, interfaces
+from hvdtrain.sentinel import interfaces
 
 START_NOTES = (
     *(b"absl::InitializeLog", b"oneDNN custom operations", b"cpu_feature_guard", b"To enable the following"),

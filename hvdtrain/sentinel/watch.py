@@ -29,7 +29,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.sentinel import admission, ending, goodput, trust
+from hvdtrain.cluster import admission
+from hvdtrain.sentinel import ending, goodput, trust
 from hvdtrain.sentinel.processes import Process, launchers
 
 BEAT_S = 1.0

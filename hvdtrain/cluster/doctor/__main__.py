@@ -297,7 +297,7 @@ def software(hosts: Hosts, python: str, several: bool, options: argparse.Namespa
     if facts["environment"] and "horovod" in facts["environment"]["packages"]:
         report.add(*checks.horovod(here, built, loaded, nvml.facts["gpus"]))
     report.add(*checks.mpi(here, loaded), *checks.wheel_settings(here, facts, os.environ, several))
-    report.add(*checks.exposed(here, os.environ))
+    report.add(*checks.exposed(here, os.environ), *host_checks.tensorflow_server(here, facts))
     report.add(nvml, checks.rapl(here))
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ipaddress
+import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hvdtrain.cluster import admission
 from hvdtrain.cluster.doctor.checks import FAIL, OK, WARN, Check
 
 Facts = Mapping[str, Any]
@@ -38,6 +40,24 @@ def disk(where: str, facts: Facts) -> Check:
     elif free < DISK_ENOUGH_BYTES:
         status, fix = WARN, "enough for a few runs; free some space, or name another place with --run-dir"
     return Check(name="disk", status=status, where=where, what=what, fix=fix, facts=dict(found))
+
+
+def tensorflow_server(where: str, facts: Facts) -> list[Check]:
+    """Whether the kernel takes the filter that closes TensorFlow's gRPC server to strangers (see SECURITY.md)."""
+    found = facts["environment"]
+    if not found or not {"tensorflow", "tensorflow-cpu"} & set(found["packages"]):
+        return []
+    try:
+        with socket.socket() as door:
+            admission.only_networks(door, [("127.0.0.0", "255.0.0.0")])
+    except OSError as error:
+        what = (
+            f"the kernel refuses socket filters ({error.strerror}), so TensorFlow's gRPC server is open to all"
+        )
+        fix = "with TensorFlow use a --strategy other than native, which refuses to start here"
+        return [Check(name="grpc-filter", status=WARN, where=where, what=what, fix=fix)]
+    what = "TensorFlow's gRPC server (--strategy native) can be closed to strangers"
+    return [Check(name="grpc-filter", status=OK, where=where, what=what)]
 
 
 # --- names and interfaces --------------------------------------------------------------------------------------------

@@ -51,9 +51,7 @@ def tensorflow_server(where: str, facts: Facts) -> list[Check]:
         with socket.socket() as door:
             admission.only_networks(door, [("127.0.0.0", "255.0.0.0")])
     except OSError as error:
-        what = (
-            f"the kernel refuses socket filters ({error.strerror}), so TensorFlow's gRPC server is open to all"
-        )
+        what = f"the kernel refuses socket filters ({error.strerror}), so TensorFlow's gRPC server is open to all"
         fix = "with TensorFlow use a --strategy other than native, which refuses to start here"
         return [Check(name="grpc-filter", status=WARN, where=where, what=what, fix=fix)]
     what = "TensorFlow's gRPC server (--strategy native) can be closed to strangers"

@@ -50,7 +50,7 @@ def per_rank(asked: int, where: Place, work: float, environment: Mapping[str, st
         return Threads(max(1, int(given)), "OMP_NUM_THREADS")
     cores, ranks = quota.process_cores(), where.local_size
     if environment.get("OMPI_MCA_orte_bound_at_launch"):  # each rank has cores of its own, or shares them with some
-        count = min(int(cores), quota.threads(quota.host_cores(), ranks))
+        count = min(quota.threads(cores, 1), quota.threads(quota.host_cores(), ranks))
         why = f"Open MPI binds each rank to {cores:g} of the cores; mpirun --bind-to none frees them"
     else:
         count = quota.threads(cores, ranks)

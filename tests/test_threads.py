@@ -29,6 +29,7 @@ BOUND = {"OMPI_MCA_orte_bound_at_launch": "1"}
         (16, 1, 2, BOUND, 1),  # a core for each
         (16, 8, 2, BOUND, 8),  # a socket for each
         (16, 8, 8, BOUND, 2),  # a socket for four
+        (0.5, 0.5, 2, BOUND, 1),
         (2, 2, 1000, {}, 1),
         (16, 16, 4, {"OMP_NUM_THREADS": "5"}, 5),
         (0.5, 0.5, 1, {"OMP_NUM_THREADS": "2"}, 2),

@@ -22,7 +22,7 @@ from hvdtrain import world
 def main(stop: world.StopSignal) -> int:
     folder, megabytes = Path(sys.argv[1]), [float(text) for text in sys.argv[2:]]
     ranks = world.World("torch")
-    ranks.keeps(str(folder))
+    ranks.keeps(str(folder), f"waiting.py {folder}")
     links = ranks.measure_links()
     part = folder / f".rank{ranks.rank}"
     part.write_text(str(os.getpid()))

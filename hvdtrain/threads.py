@@ -15,10 +15,10 @@ from collections.abc import Mapping, MutableMapping
 from hvdtrain.cluster import quota
 from hvdtrain.world import Place
 
-LEAST_WORK = 64e6
-"""Multiply-adds of a layer for each thread: one to two milliseconds of a core, some twenty times what it takes to wake
-a sleeping thread. With less, two threads were hardly faster than one on an idle machine and slower on a busy one
-(tools/bench_threads.py, figures in docs/LOG.md)"""
+LEAST_WORK = 16e6
+"""Multiply-adds of a layer for each thread: a quarter to half a millisecond of a core, several times what it takes to
+wake a sleeping thread. On two cores, with 4 million in all, two threads were no faster than one; with 65 million they
+were a fifth faster alone and a third slower beside a copy of the run (figures in docs/LOG.md)"""
 
 
 @dataclasses.dataclass(frozen=True)

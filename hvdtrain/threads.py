@@ -17,8 +17,8 @@ from hvdtrain.world import Place
 
 LEAST_WORK = 16e6
 """Multiply-adds of a layer for each thread: a quarter to half a millisecond of a core, several times what it takes to
-wake a sleeping thread. On two cores, with 4 million in all, two threads were no faster than one; with 65 million they
-were a fifth faster alone and a third slower beside a copy of the run (figures in docs/LOG.md)"""
+wake a sleeping thread. On two cores, with 4 million in all, two sleeping threads were no faster than one; with 65
+million they were a fifth faster alone and a third slower beside a copy of the run (figures in docs/LOG.md)"""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -100,8 +100,8 @@ class TrainConfig:
     run_dir: str | None = None
     """This run's own folder (default: results/<UTC>-<workload>-<6 hex>)"""
     resume: bool | str = False
-    """Continue the run in this folder from its newest valid checkpoint, with its settings; without a folder that of
-    --run-dir, which is begun if there is none"""
+    """Continue the run in this folder from its newest valid checkpoint, with its settings. Without a folder:
+    continue the run in --run-dir, or start it if there is none"""
     checkpoint_epochs: int = 1
     """Save a checkpoint after every so many epochs; 0: only when stopped by a signal"""
     checkpoint_steps: int = 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,14 +20,15 @@ OF_A_START = ("run_dir", "resume", "json", "dry_run", "debug")
 
 
 def parse(cls: type[C], workload: str, purpose: str) -> C:
-    """The config of a start of `workload`: see `config.parse`. Raises Failure (65) if there is no run to go on with,
+    """The config of a start of `workload`: see `config.parse`. Raises Failure (65) if there is no run to go on with
+    or its manifest is damaged,
     Failure (78) if it is another workload's."""
     return configuration.parse(
-        cls, prog=f"python -m hvdtrain.{workload}", purpose=purpose, earlier=functools.partial(earlier, workload)
+        cls, prog=f"python -m hvdtrain.{workload}", purpose=purpose, earlier=functools.partial(earlier, cls, workload)
     )
 
 
-def earlier(workload: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+def earlier(cls: type[C], workload: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of the run that is to go on; none if there is none, which only --resume DIR takes for an error."""
     asked, folder = settings["resume"], settings["run_dir"]
     if isinstance(asked, str):
@@ -52,4 +55,13 @@ def earlier(workload: str, settings: Mapping[str, Any]) -> dict[str, Any]:
             f"{folder} is a run of {manifest.workload}: python -m hvdtrain.{manifest.workload} --resume {folder}",
             exits.BAD_CONFIG,
         )
-    return {name: value for name, value in manifest.config.items() if name in settings and name not in OF_A_START}
+    kept = {name: value for name, value in manifest.config.items() if name in settings and name not in OF_A_START}
+    for given, counterpart in itertools.permutations(("batch_size", "global_batch_size")):
+        if settings[given] is not None:
+            kept.pop(counterpart, None)
+    parser = configuration.parser_for(cls, prog="", purpose="")
+    try:
+        parser.parse_object(kept, env=False, defaults=False)
+    except argparse.ArgumentError as error:
+        raise Failure(f"{path}: its settings are damaged ({' '.join(str(error).split())})", exits.BAD_DATA) from error
+    return kept

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -29,6 +30,8 @@ PACKAGES = ("hvdtrain", "horovod", "torch", "tensorflow", "tensorflow-cpu", "num
 EXCHANGE = ("strategy", "ddp_hook", "inner", "rank", "bits", "density", "every", "local_start", "staleness", "servers")
 STATEFUL = ("optimizer", *EXCHANGE)
 """Settings whose state is in a checkpoint"""
+EACH_RANKS = (*OF_A_START, "device", "threads")
+"""Settings that ranks may have different ones of"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,6 +64,25 @@ def _identity(
         **{name: plan[name] for name in ("ranks", "rank_batch", "shares") if name in plan},
         "seed": config["seed"],
     }
+
+
+def check_alike(config: TrainConfig, world: World) -> None:
+    """Raises Failure (78) if a rank has other settings than rank 0, as from a file of its own host; collective."""
+    settings = {name: value for name, value in dataclasses.asdict(config).items() if name not in EACH_RANKS}
+    if len(set(world.gather(hashlib.sha256(json.dumps(settings).encode()).hexdigest()))) == 1:
+        return
+    (first, here), *others = world.gather([world.host, settings])
+    rank, host, differences = next(
+        (rank, host, found)
+        for rank, (host, there) in enumerate(others, start=1)
+        if (found := identity.differing(there, here))
+    )
+    raise Failure(
+        f"rank {rank} on {host} has other settings than rank 0 on {first} (here): {'; '.join(differences)}. Give all "
+        "ranks the same flags, variables and --config, and to --resume a folder with the same manifest.json on every "
+        "host",
+        exits.BAD_CONFIG,
+    )
 
 
 def open_folder(config: TrainConfig, workload: str, world: World) -> Path:
@@ -115,15 +137,19 @@ def kept_shares(folder: Path, world: World) -> tuple[float, ...] | None:
 
 
 def check_same(run: Run, folder: Path, world: World) -> None:
-    """Raises Failure (78) if the folder's run was made with settings that must be equal and are not; collective."""
+    """Raises Failure (78) if the folder's run was made with settings that must be equal and are not, Failure (65) if
+    its manifest is damaged; collective."""
     path, told = folder / "manifest.json", None
     if world.rank == 0 and path.exists():
         kept = records.read_document(path)
-        there = _identity(kept.workload, kept.model, kept.data, kept.config, kept.plan)
+        try:
+            there = _identity(kept.workload, kept.model, kept.data, kept.config, kept.plan)
+        except KeyError as error:
+            raise Failure(f"{path}: its settings are damaged (no {error.args[0]})", exits.BAD_DATA) from error
         here = json.loads(json.dumps({name: value for name, value in run.identity().items() if name in there}))
         if differences := identity.differing(there, here):
             told = f"{folder} was made with other settings: {'; '.join(differences)}. Give the same"
-            if there["ranks"] != here["ranks"]:
+            if there.get("ranks") != here.get("ranks"):
                 told += f" (start with -np {there['ranks']})"
     if told := world.gather(told)[0]:
         raise Failure(f"{told}, or choose another --run-dir", exits.BAD_CONFIG)

@@ -116,7 +116,7 @@ def connect(
     shapes: Sequence[tuple[int, ...]],
 ) -> Job:
     """Connects the ranks, to train parameters of these `shapes`. Collective. Raises Failure (78) if the strategy does
-    not go with the launcher."""
+    not go with the launcher, or ranks have other settings than rank 0."""
     carrier = strategies.chosen(config)[0].carrier
     if carrier == "horovod" and place.launcher == "torchrun":
         others = [name for name, one in strategies.SCHEDULES.items() if one.carrier != "horovod"]
@@ -132,6 +132,7 @@ def connect(
         from hvdtrain.frameworks.tensorflow import prepare
     device = prepare(config.device, place.local_rank, threads.count, one_each=config.strategy == "hybrid")
     ranks = world.World(config.framework, gpu=device != "cpu", carrier=carrier, timeline=config.horovod_timeline)
+    run.check_alike(config, ranks)
     strategy = strategies.make(config, ranks, shapes)
     return Job(config=config, ranks=ranks, strategy=strategy, device=device, threads=threads.count)
 

@@ -20,6 +20,8 @@ import numpy as np
 import pytest
 from conftest import ROOT, SMALL, command, document, environment, launch, resnet
 from PIL import Image
+from runs import Made
+from runs import manifest as made_manifest
 from safetensors.numpy import load_file
 from sklearn.datasets import load_sample_image
 
@@ -246,6 +248,20 @@ def test_a_run_with_other_settings_does_not_resume_and_loses_nothing(tmp_path: P
     assert "; width: 0.125 there, 0.25 here" in done.stderr and "optimizer" not in done.stderr
     done = launch(0, ["-m", "hvdtrain.captioning", "--resume", str(tmp_path)])
     assert done.returncode == 78 and f"python -m hvdtrain.resnet --resume {tmp_path}" in done.stderr
+    batch = int(SMALL[SMALL.index("--batch-size") + 1])
+    same = document(resnet(0, "--resume", str(tmp_path), "--global-batch-size", str(batch), "--dry-run", "--json"))
+    assert (same["config"]["batch_size"], same["config"]["global_batch_size"]) == (None, batch)
+    path = tmp_path / "manifest.json"
+    whole = json.loads(path.read_text())
+    without_seed = {name: value for name, value in whole["config"].items() if name != "seed"}
+    for damaged, what in [
+        ({"config": whole["config"] | {"epochs": "abc"}}, "epochs"),
+        ({"config": without_seed}, "no seed"),
+    ]:
+        path.write_text(json.dumps(whole | damaged))
+        done = resnet(0, "--resume", str(tmp_path))
+        assert done.returncode == 65 and "Traceback" not in done.stderr, done.stderr
+        assert f"{path}: its settings are damaged" in done.stderr and what in done.stderr
     after = newest_arrays(tmp_path)
     assert all(np.array_equal(array, after[name]) for name, array in before.items())
 
@@ -351,6 +367,23 @@ def test_bad_input_under_a_launcher_is_said_once() -> None:
     assert done.returncode == 78
     assert done.stderr.count("hvdtrain: ") == 1
     assert "is not a multiple of 2 ranks: try 8" in done.stderr
+
+
+def test_ranks_that_found_other_settings_are_told_which_before_they_train(tmp_path: Path) -> None:
+    """Hosts that share no file system, one of which has the run's manifest: so it has its settings."""
+    (tmp_path / "there" / "run").mkdir(parents=True)
+    (tmp_path / "here").mkdir()
+    manifest = records.as_json(made_manifest(Made(config={"width": 0.125, "epochs": 3})))
+    (tmp_path / "there" / "run" / "manifest.json").write_text(json.dumps(manifest))
+    words = [sys.executable, "-m", "hvdtrain.resnet", "--run-dir", "run", "--resume"]
+    first, second = (["-np", "1", "-wdir", str(tmp_path / place), *words] for place in ("here", "there"))
+    done = subprocess.run(
+        ["mpirun", *first, ":", *second],
+        env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert done.returncode == 78 and done.stderr.count("hvdtrain: ") == 1, done.stderr
+    assert "rank 1 on " in done.stderr and "epochs: 3 there, 12 here; " in done.stderr, done.stderr
+    assert not (tmp_path / "here" / "run").exists()
 
 
 def test_a_folder_with_a_run_or_that_cannot_be_made_is_refused(tmp_path: Path) -> None:

@@ -285,6 +285,9 @@ def test_what_goes_back_to_the_queue(
         (["train", "--run-dir", "mine"], 0, "theirs anew"),
         (["train", "--run-dir=mine"], 1, "theirs true"),
         (["train", "--resume", "mine"], 0, "theirs anew"),
+        (["train", "--resume=mine"], 0, "theirs anew"),
+        (["train", "--resume"], 0, "results/slurm-7 true"),
+        (["train", "--resume", "--epochs", "2"], 0, "results/slurm-7 true"),
     ],
 )
 def test_the_run_folder_is_the_jobs_unless_the_command_names_one(

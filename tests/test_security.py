@@ -29,7 +29,7 @@ from hvdtrain.cluster.throttle import messages
 from hvdtrain.collectives import meeting, sealed
 from hvdtrain.exits import Failure
 from hvdtrain.sentinel import trust
-from hvdtrain.sentinel.watch import PURPOSE, SILENCE_S
+from hvdtrain.sentinel.watch import PURPOSE, SILENCE_S, RankWords
 
 STRANGERS = 1100
 DEEP = b"[" * 4096
@@ -157,12 +157,13 @@ class Host:
             start_new_session=True,
         )
         self.rank = subprocess.Popen(["sleep", "600"])
+        self.mouth = udp("127.0.0.1")  # the rank's
         assert self.process.stdout is not None
         self.ports: dict[str, int] = json.loads(self.process.stdout.readline())
 
     def begin(self, secret: bytes, hosts: list[Host]) -> None:
         about = [{"name": f"h{h.index}", "ranks": [h.index], "address": h.address, **h.ports} for h in hosts]
-        ranks = [{"rank": self.index, "pid": self.rank.pid, "port": 1}]
+        ranks = [{"rank": self.index, "pid": self.rank.pid, "port": self.mouth.getsockname()[1]}]
         table = {"secret": secret.hex(), "host": self.index, "hosts": about, "ranks": ranks}
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(table).encode() + b"\n")
@@ -172,6 +173,7 @@ class Host:
         for process in (self.process, self.rank):
             process.kill()
             process.communicate()
+        self.mouth.close()
 
 
 def test_nothing_a_stranger_sends_ends_the_watch_or_hides_that_a_host_is_lost() -> None:
@@ -213,6 +215,32 @@ def test_nothing_a_stranger_sends_ends_the_watch_or_hides_that_a_host_is_lost() 
         stranger.close()
         for host in hosts:
             host.end()
+
+
+def test_a_flood_by_another_user_of_the_host_does_not_drown_a_ranks_last_word() -> None:
+    host = Host(0)
+    stranger = udp("127.0.0.1")
+    try:
+        host.begin(os.urandom(trust.SECRET_BYTES), [host])
+        assert host.process.stdin is not None
+        assert host.process.stdout is not None
+        assert host.process.stderr is not None
+        host.process.stdin.write(b'{"measure": true}\n')
+        host.process.stdin.flush()
+        assert host.process.stdout.readline(), "it watches now"
+        os.kill(host.process.pid, signal.SIGSTOP)  # so that the flood is faster than its reader
+        os.waitpid(host.process.pid, os.WUNTRACED)
+        for _ in range(5000):
+            stranger.sendto(b"flood", ("127.0.0.1", host.ports["words"]))
+        host.mouth.sendto(bytes([RankWords.LEFT]), ("127.0.0.1", host.ports["words"]))
+        host.rank.kill()
+        host.rank.wait()
+        os.kill(host.process.pid, signal.SIGCONT)
+        assert host.process.wait(10) == 0
+        assert host.process.stderr.read() == b""
+    finally:
+        stranger.close()
+        host.end()
 
 
 def udp(address: str) -> socket.socket:

@@ -45,7 +45,8 @@ class Sentinel:
     def join(self, gather: Callable[[Any], list[Any]]) -> None:
         """Finds the way to the other hosts, and begins the watch. `gather` brings what all ranks gave it, by rank.
 
-        Collective, and twice a meeting: the process listens on the address that the first has found.
+        All ranks must call it. They meet twice: first to find the address of the link, then to tell the ports of the
+        sentinels that listen on it.
         """
         offers = gather(self._offer())
         self.hosts = len({offer["host"] for offer in offers})
@@ -136,8 +137,9 @@ class Sentinel:
         self._say(RankWords.MAY_DIE)
 
     def _say(self, word: int) -> None:
-        with contextlib.suppress(OSError):
-            self._socket.send(bytes([word]))
+        for _ in range(3):  # UDP may lose one
+            with contextlib.suppress(OSError):
+                self._socket.send(bytes([word]))
 
     def keeps(self, folder: str, command: str) -> None:
         """The run's folder, and the command for the advice how to continue."""

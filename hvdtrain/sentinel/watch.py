@@ -9,7 +9,7 @@ it is stuck in C++, so that an ordinary end is never taken for a fault. Heartbea
 where they may lose some, and outlive a flap; a host is watched only once it has been heard, so that a firewall costs
 the watch and not the job. They come to a socket of the link's address, on which the kernel drops what no other
 sentinel sent, and carry a code by the job's secret and a number that only grows (`trust`). Ranks speak to a socket of
-their own, on loopback, so that nothing from the network can crowd out their words.
+their own, on loopback, on which the kernel drops what no rank sent: so nobody can crowd out their words.
 """
 
 from __future__ import annotations
@@ -369,6 +369,8 @@ def main() -> None:
     if not first.strip():
         return
     table = json.loads(first)
+    with contextlib.suppress(OSError):  # without it other users of this host can crowd out a rank's words
+        admission.only_senders(words, [("127.0.0.1", rank["port"]) for rank in table["ranks"]])
     orders: Orders | None = Orders(table)
     if door and receiver and orders:
         with contextlib.suppress(OSError):  # without it strangers can crowd out others, but not pass for them

@@ -1,5 +1,5 @@
 """Arrays in a safetensors file, for any safetensors library to read: u64 header length, JSON header, raw little-endian
-arrays. Written and read here because one pass then does it all (see `hvdtrain.checkpoint`).
+arrays. Written and read here because one pass then does it all (see `hvdtrain.checkpoint`). And heads of .npy files.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import IO, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -109,3 +109,18 @@ def _views(buffer: NDArray[np.uint8]) -> Arrays:
     if data + end != len(buffer):
         raise ValueError(f"arrays up to byte {end} of {len(buffer) - data}")
     return {name: arrays[name] for name in found}
+
+
+def read_npy_head(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """(shape, whether it lies in columns, dtype) of an .npy file, which is left where its array begins.
+
+    Raises ValueError if anything else is there, OSError if it cannot be read.
+    """
+    try:
+        version = np.lib.format.read_magic(file)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        return read(file)
+    except OSError:
+        raise
+    except Exception as error:  # of many types, since NumPy has Python's own parser read the head
+        raise ValueError("its head cannot be read") from error

@@ -466,6 +466,11 @@ def pickled(folder: Path) -> None:
         file.truncate(size)
 
 
+def headless(folder: Path) -> None:
+    with (folder / "samples.npy").open("r+b") as file:
+        file.write(b"\x93NUMPY\x01\x00\x06\x00'''abc")  # a string that stays open
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no index": (lambda folder: (folder / "index.json").unlink(), "index.json is missing"),
     "no labels": (lambda folder: (folder / "labels.npy").unlink(), "labels.npy is missing"),
@@ -489,6 +494,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "short samples": (lambda folder: os.truncate(folder / "samples.npy", 1000), "samples.npy has 1000 bytes"),
     "flipped label": (lambda folder: flip(folder / "labels.npy"), "labels.npy is damaged"),
     "pickle": (pickled, "samples.npy holds object"),
+    "no head": (headless, "samples.npy is no array (its head cannot be read)"),
 }
 
 

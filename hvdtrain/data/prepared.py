@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain import files
+from hvdtrain import arrays_file, files
 from hvdtrain.data import Dataset, cut
 from hvdtrain.exits import BAD_DATA, NO_PERMISSION, Failure
 
@@ -29,7 +29,7 @@ INDEX_BYTES = 64 * files.MIB  # it lists bad samples
 TOLD_BYTES = 10**9  # what takes seconds to verify
 CHUNK_BYTES = 1 << 20  # small enough to be hashed from the processor's cache
 ONE = {"float16": (np.uint16, 0x3C00), "float32": (np.uint32, 0x3F800000)}
-"""The bits of 1.0: those of a float in 0..1, and of no other (negatives, infinity, NaN), are no larger as a number"""
+"""The bits of 1.0 as an unsigned integer. A float from 0 to 1 has no larger bits; negatives, infinity and NaN have."""
 
 
 def cache_folder(kind: str) -> Path:
@@ -115,15 +115,12 @@ def open_array(path: Path, stated: dict[str, Any], shape: tuple[int, ...], dtype
         if size != stated["bytes"]:
             raise Failure(f"{path} has {size} bytes, not {stated['bytes']!r:.40}: copy or prepare it again", BAD_DATA)
         try:
-            version = np.lib.format.read_magic(file)
-            if version != (1, 0):
-                raise ValueError(f"format {version}")
-            found, in_columns, kind = np.lib.format.read_array_header_1_0(file)
+            found, in_columns, kind = arrays_file.read_npy_head(file)
         except ValueError as error:
             raise Failure(f"{path} is no array ({error}): copy or prepare it again", BAD_DATA) from None
         start = file.tell()
         if (found, in_columns, kind) != (shape, False, np.dtype(dtype)):
-            raise Failure(f"{path} holds {kind} {found}, not {dtype} {shape}: prepare it again", BAD_DATA)
+            raise Failure(f"{path} holds {kind!s:.80} {found!s:.80}, not {dtype} {shape}: prepare it again", BAD_DATA)
         if size != start + math.prod(shape) * kind.itemsize:
             raise Failure(f"{path} ends before or after its array of {found}: copy or prepare it again", BAD_DATA)
         with _remembered(path, file, stated["sha256"]) as known:

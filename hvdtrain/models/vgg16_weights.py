@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain import files
+from hvdtrain import arrays_file, files
 from hvdtrain.exits import BAD_DATA, CANNOT_WRITE, IO_ERROR, Failure
 from hvdtrain.models.vgg16 import LAYERS, LINEAR, POOL, PREPROCESSING, STAGES, Arrays, parameters
 
@@ -155,13 +155,10 @@ def _npz(path: Path) -> dict[str, NDArray[Any]]:
             raise ValueError(f"it unpacks to {size / 1e9:.1f} GB, more than VGG16 in float64")
         for member in members:
             with archive.open(member) as file:
-                version = np.lib.format.read_magic(file)
-                head = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-                shape, _, kind = head(file)
+                shape, _, kind = arrays_file.read_npy_head(file)
                 if kind.kind != "f" or file.tell() + math.prod(shape) * kind.itemsize != member.file_size:
-                    raise ValueError(
-                        f"{member.filename!r:.80}, {kind} {shape}, does not fit its {member.file_size} bytes"
-                    )
+                    what = f"{member.filename!r:.80}, {kind!s:.80} {shape!s:.80},"
+                    raise ValueError(f"{what} does not fit its {member.file_size} bytes")
     with np.load(path, allow_pickle=False) as npz:
         return dict(npz)
 

@@ -25,10 +25,12 @@ class Failure(Exception):
 
     Entry points print the message without a traceback and end with `code` (one of this module's constants). What it
     quotes may come from anybody's file: control characters stand in it as \\x1b, so that a terminal shows them only.
+    Lines are joined: the errors of libraries often have several.
     """
 
     def __init__(self, message: str, code: int = FAILED) -> None:
-        super().__init__(printable(message))
+        lines = [line.strip() for line in message.split("\n")] if "\n" in message else [message]
+        super().__init__(printable(" ".join(line for line in lines if line)))
         self.code = code
 
 

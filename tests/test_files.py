@@ -137,6 +137,34 @@ def test_an_error_text_is_one_printable_line_and_printable_texts_stay(text: str)
     assert said == text or not text.isprintable()
 
 
+def test_the_lines_of_a_librarys_error_become_one() -> None:
+    assert str(Failure("no MPI library:\n  libmpi.so: not found\n\x1b")) == "no MPI library: libmpi.so: not found \\x1b"
+
+
+DOTS = "." * 70
+
+
+@pytest.mark.parametrize(
+    "text", [f"# {DOTS}", f'a = "\\"{DOTS}" # {DOTS}', f"a = '''\n{DOTS}'''", f'"{DOTS}" = """{DOTS}"""""']
+)
+def test_dots_in_comments_and_strings_of_toml_are_no_parts_of_a_key(text: str) -> None:
+    assert files.from_toml(f"{text}\nlast = 1".encode())["last"] == 1
+
+
+@pytest.mark.parametrize(
+    "start", ["", '"a".', 'x = """\n # """""\n', "x = '''\n \" # '''\n", 'x = {k = """\n # """, ', '"" = "\\\\" #"\n']
+)
+def test_no_string_or_comment_hides_a_key_of_many_parts(start: str) -> None:
+    with pytest.raises(ValueError, match="a key of more than 64 parts"):
+        files.from_toml(f"{start}{'a.' * 300_000}a = 1".encode())
+
+
+@pytest.mark.parametrize("text", ['"""\n' + '\\"""\n' * 150_000 + "\\", "'''\n" + "'' '\n" * 150_000, '"\n' * 400_000])
+def test_strings_that_stay_open_are_refused_in_no_time(text: str) -> None:
+    with pytest.raises(ValueError):
+        files.from_toml(text.encode())
+
+
 @given(st.recursive(st.none() | st.integers(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
 def test_documents_that_are_not_deep_are_read(value: Any) -> None:
     assert files.from_json(json.dumps(value)) == value
@@ -221,6 +249,14 @@ def member(shape: tuple[int, ...], data: bytes, kind: str = "<f4") -> bytes:
     return head.getvalue() + data
 
 
+def head(text: bytes) -> bytes:
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text
+
+
+NO_HEADS = [b"nothing", *map(head, (b"(" * 65535, b"(" * 5000, b"-" * 8000 + b"1", b"{[]: 1}", b"0x" + b"f" * 8000))]
+"""What Python's parser ends with errors of many types"""
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
@@ -228,8 +264,7 @@ def member(shape: tuple[int, ...], data: bytes, kind: str = "<f4") -> bytes:
         (member((2**70,), bytes(16)), "does not fit"),
         (member((4,), bytes(16), "|O"), "does not fit|Object"),
         (member((4,), bytes(32), "<i8"), "does not fit"),
-        (b"\x93NUMPY\x01\x00\xff\xff" + b"(" * 65535, "damaged"),
-        (b"nothing", "damaged"),
+        *((content, "damaged .its head cannot be read.") for content in NO_HEADS),
     ],
 )
 def test_an_npz_that_claims_more_than_it_holds_is_refused_before_it_is_unpacked(

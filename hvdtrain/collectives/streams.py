@@ -42,7 +42,8 @@ WAKE_BYTES = 64 * 1024
 """A receiver is woken for so much at once, and not for each packet"""
 LENGTH_BYTES = 8
 MOST_BYTES = 1 << 32
-"""Of a message whose length the receiver does not know; where it sums a vector, twice that vector"""
+"""The longest message that is accepted when the receiver does not know its length. While vectors are summed, the limit
+is twice the vector."""
 SLACK_BYTES = 1 << 16
 
 

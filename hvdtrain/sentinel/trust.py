@@ -48,7 +48,10 @@ class Party(NamedTuple):
 
 
 def code(secret: bytes, *parts: bytes) -> bytes:
-    """HMAC-SHA256 (RFC 2104) of the parts; all but the last must be of fixed length, or end where no other can."""
+    """HMAC-SHA256 (RFC 2104) of the parts.
+
+    Only the last part may vary in length; otherwise two lists of parts could have the same code.
+    """
     return hmac.digest(secret, b"\0".join(parts), "sha256")
 
 

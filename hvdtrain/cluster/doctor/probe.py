@@ -178,7 +178,7 @@ def _accept(door: socket.socket) -> None:
 
 
 def _echo(visitor: socket.socket) -> None:
-    """What `_accept` has counted in, this counts out."""
+    """Echoes bytes to one visitor, then frees the place that `_accept` took for it."""
     until_s = time.monotonic() + VISIT_S
     try:
         with visitor:

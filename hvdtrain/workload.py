@@ -100,7 +100,7 @@ class Job:
         if ranks.rank == 0:
             if summary is None:
                 again = run.command(folder, this.workload, ranks)
-                print(f"hvdtrain: stopped; continue with {again}", file=sys.stderr, flush=True)
+                print(f"hvdtrain: stopped; continue {again}", file=sys.stderr, flush=True)
             else:
                 run.show_summary(summary, as_json=config.json)
                 if tip := advised(config, summary, ranks.links):

@@ -80,7 +80,7 @@ def place(environment: Mapping[str, str] = os.environ) -> Place:
     torchrun = "TORCHELASTIC_RUN_ID" in environment
     if torchrun and environment.get("WORLD_SIZE") == "1":
         return Place(launcher="alone")
-    for launcher, rank, size, local_rank, local_size in LAUNCHERS[not torchrun :]:
+    for launcher, rank, size, local_rank, local_size in LAUNCHERS if torchrun else LAUNCHERS[1:]:
         if rank in environment and size in environment:
             return Place(
                 launcher=launcher,

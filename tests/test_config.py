@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hvdtrain import resume
 from hvdtrain.config import TrainConfig, batch_plan, field_docs, rank_batch
 from hvdtrain.exits import Failure
 from hvdtrain.resnet import ResNetConfig
@@ -54,6 +57,16 @@ def test_values_out_of_range_are_refused(wrong: dict[str, float]) -> None:
 def test_every_field_is_documented() -> None:
     docs = field_docs(ResNetConfig)
     assert all(docs.get(field.name) for field in dataclasses.fields(ResNetConfig))
+
+
+@pytest.mark.parametrize(("value", "asked"), [("1", True), ("0", False), ("true", True), ("false", False)])
+def test_the_variable_of_resume_takes_a_switch(
+    value: str, asked: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HVDTRAIN_RESUME", value)
+    monkeypatch.setattr(sys, "argv", ["resnet", "--run-dir", str(tmp_path)])
+    config = resume.parse(ResNetConfig, "resnet", "")
+    assert (config.resume, config.run_dir) == (asked, str(tmp_path))
 
 
 def test_place_follows_the_launcher() -> None:

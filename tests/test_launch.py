@@ -151,6 +151,8 @@ def test_without_hosts_np_means_this_machine_and_quiet_says_nothing() -> None:
     slurm = {"SLURM_JOB_NODELIST": "localhost", "SLURM_TASKS_PER_NODE": "2"}
     done = dry("-np", "3", "python", "x.py", extra=slurm)
     assert done.returncode == 2 and "has 2 slots" in done.stderr, "an allocation comes first"
+    done = dry("-np", "0", "python", "x.py")
+    assert done.returncode == 2 and "-np 0: give 1 or more" in done.stderr
 
 
 SPEAKS = """import json, os, sys
@@ -163,7 +165,8 @@ sys.exit(3 if rank == "1" else 0)"""
 @pytest.mark.parametrize("launcher", ["mpirun.sh", "horovodrun.sh", "horovodrun.sh --gloo"])
 def test_each_ranks_output_is_in_its_files_and_of_those_to_show_on_the_terminal(launcher: str, tmp_path: Path) -> None:
     words = [
-        *f"launch/{launcher} --quiet -np 3 --logs {tmp_path} --show-rank 0,2".split(),
+        *f"launch/{launcher} --quiet -np 3 --logs {tmp_path} --show-rank 0,2 -x THIS=s3cret".split(),
+        *("--set", "MINE=m n", "--set", "MY_API_KEY=s3cret"),
         sys.executable,
         "-c",
         SPEAKS,
@@ -172,7 +175,7 @@ def test_each_ranks_output_is_in_its_files_and_of_those_to_show_on_the_terminal(
     assert done.returncode != 0, "the second rank's"
     for stream, seen in (("out", done.stdout), ("err", done.stderr)):
         assert f"{stream} 0" in seen and f"{stream} 2" in seen and f"{stream} 1" not in seen
-    here = f"launch/{launcher} -H localhost:3"
+    here = f"launch/{launcher} -H localhost:3 --logs {tmp_path} --set 'MINE=m n' -x MY_API_KEY -x THIS"
     for rank in range(3):
         assert (tmp_path / f"rank000{rank}" / "stdout").read_text() == f"out {rank}\n{here}\n"
         assert (tmp_path / f"rank000{rank}" / "stderr").read_text() == f"err {rank}\n"
@@ -188,6 +191,11 @@ def test_a_log_that_is_no_plain_file_is_left_as_it_is(kind: str, tmp_path: Path)
     done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=30)
     assert done.returncode == 73 and len(done.stderr.splitlines()) == 1 and str(log) in done.stderr
     assert other.read_text() == "mine"
+    done = subprocess.run(
+        [*words[:4], str(tmp_path / "logs"), "no-such"], cwd=ROOT, env=environment(), capture_output=True, text=True
+    )
+    log = (tmp_path / "logs" / "rank0000" / "stderr").read_text()
+    assert done.returncode == 2 and log == "hvdtrain: rank 0: no command no-such; check the spelling\n"
 
 
 def test_secrets_among_the_settings_are_not_for_the_manifest() -> None:

@@ -170,10 +170,11 @@ def test_resumed_equals_uninterrupted(
         process.send_signal(signal.SIGUSR1)
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 75, errors
-    command = f"python -m hvdtrain.resnet --resume {cut}"
-    assert f"stopped; continue with {command}" in errors
+    command = f"-m hvdtrain.resnet --resume {cut}"
+    start = f"mpirun -np {ranks} python" if ranks else "python"
+    assert f"stopped; continue with {start} {command}\n" in errors
     assert not (cut / "COMPLETE").exists()
-    resumed = document(launch(ranks, [*command.split()[1:], "--json"]))
+    resumed = document(launch(ranks, [*command.split(), "--json"]))
     assert len(read_run(cut)["resumed"]) == 1
     expected, got = newest_arrays(tmp_path / "whole"), newest_arrays(cut)
     assert expected.keys() == got.keys()
@@ -338,6 +339,7 @@ BAD = [
     (["--data", "nowhere"], 65, "nowhere"),
     (["--resume"], 78, "--resume DIR"),
     (["--resume", "nowhere"], 65, "--resume nowhere: no run there"),
+    (["--resume", "x" * 300], 65, "File name too long; check the folder"),
     (["--resume", "README.md"], 65, "--resume README.md: no run there"),
     (["--width", "0"], 78, "width"),
     (["--batch-size", "8", "--epochs", "1", "--warmup-epochs", "2"], 78, "--warmup-epochs"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import types
@@ -70,6 +71,9 @@ def test_tensorboard_shows_the_records_of_a_resumed_run_once(tmp_path: Path) -> 
     again = resnet(2, *flags, "--epochs", "2", "--resume")
     assert again.returncode == 0, again.stderr[-3000:]
     assert "resumed at step 10 of 30" in again.stderr  # so steps 10 to 14 were made twice
+    argv = json.loads((run / "manifest.json").read_text())["argv"]
+    assert argv[-2:] == ["--epochs", "2"], "a command made of it repeats the run as it became"
+    assert argv.count("--run-dir") == 1 and "--resume" not in argv
     expected, shown = recorded(run / "metrics" / "rank0000.jsonl"), drawn(run / "tensorboard")
     assert sorted(expected["step/loss"]) == list(range(30))
     assert {tag: shown.get(tag) for tag in expected} == expected

@@ -106,6 +106,8 @@ def parser(launcher: str) -> Parser:
 
 def find_hosts(options: argparse.Namespace, environment: Mapping[str, str]) -> tuple[list[Slots], str]:
     """The hosts and where they come from."""
+    if options.np is not None and options.np < 1:
+        raise Failure(f"-np {options.np}: give 1 or more", exits.USAGE)
     if options.hosts and options.hostfile:
         raise Failure("-H and --hostfile both name hosts; give one of them", exits.USAGE)
     if options.hosts:
@@ -283,7 +285,7 @@ def make_plan(launcher: str, options: argparse.Namespace, environment: Mapping[s
     found, source = find_hosts(options, environment)
     slots = sum(slot.slots for slot in found)
     ranks = slots if options.np is None else options.np
-    if not 0 < ranks <= slots:
+    if ranks > slots:
         raise Failure(f"-np {ranks}: {source} has {slots} slots ({hosts.as_argument(found)})", exits.USAGE)
     used = placed(found, ranks)
     names = [slot.host for slot in used]
@@ -343,10 +345,25 @@ def dry_run(plan: Plan, environment: Mapping[str, str], command: Command) -> str
 
 
 def typed(plan: Plan, options: argparse.Namespace) -> str:
-    """The launcher as one would type it to start the same ranks again; in a Slurm allocation that has the hosts."""
-    gloo = " --gloo" if plan.launcher == "horovodrun" and plan.backend == GLOO else ""
-    named = options.hosts or options.hostfile or plan.hosts[0].host == "localhost"
-    return f"launch/{plan.launcher}.sh{gloo}" + (f" -H {hosts.as_argument(plan.hosts)}" if named else "")
+    """The launcher as one would type it to start the same ranks again; in a Slurm allocation that has the hosts.
+
+    Values of -x and of secrets, which may be nobody's business, are left out: their variables stand there by name.
+    """
+    words = [f"launch/{plan.launcher}.sh"]
+    words += ["--gloo"] if plan.launcher == "horovodrun" and plan.backend == GLOO else []
+    if options.hosts or options.hostfile or plan.hosts[0].host == "localhost":
+        words += ["-H", hosts.as_argument(plan.hosts)]
+    words += ["--survive"] if options.survive else []
+    for name in ("nic", "rate", "logs"):
+        if (value := getattr(options, name)) is not None:
+            words += [f"--{name}", str(value)]
+    for text in options.set:
+        words += ["-x", name] if is_secret(name := text.partition("=")[0]) else ["--set", text]
+    for name, value in options.mca:
+        words += ["--mca", name, value]
+    for name in plan.passed:
+        words += ["-x", name]
+    return shlex.join(words)
 
 
 def start(launcher: str, arguments: list[str], environment: Mapping[str, str]) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import shutil
 import signal
 import stat
 import sys
@@ -87,6 +88,9 @@ def main(arguments: list[str]) -> int:
         os.environ.setdefault("PYTHONUNBUFFERED", "1")  # what is not a terminal gets output in blocks otherwise
         for stream, target in targets.items():
             os.dup2(target, stream)
+        if shutil.which(options.command[0]) is None:
+            print(f"hvdtrain: rank {rank}: no command {options.command[0]}; check the spelling", file=sys.stderr)
+            return exits.USAGE
         os.execvp(options.command[0], options.command)
     except OSError as error:
         print(f"hvdtrain: rank {rank}: {error.filename or options.command[0]}: {error.strerror}", file=sys.stderr)

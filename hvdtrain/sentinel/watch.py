@@ -231,7 +231,7 @@ class Watch:
         self._said = True
         advice = "no checkpoint was written yet"
         if self.folder and _has_checkpoint(self.folder):
-            advice = f"continue with {self.command}"
+            advice = f"continue {self.command}"
         write(f"hvdtrain: {self._fault['text']}; ending the job, {advice}")
 
     # --- messages -----------------------------------------------------------------------------------------------

@@ -63,9 +63,9 @@ COMMANDS: dict[str, list[str]] = {
     "mpirun": ["--dry-run --hostfile @ true"],
     "horovodrun": ["--dry-run --hostfile @ true"],
 }
-# These need a trained model, or are looked at when a run begins (test_caption.py, test_resnet_train.py).
+# These need a trained model, or are looked at when a run begins (test_caption.py, test_resnet_train.py, test_launch).
 ELSEWHERE = {("caption", "--weights"), ("resnet", "--run-dir"), ("captioning", "--run-dir"), ("doctor", "--run-dir")}
-ELSEWHERE |= {("sweep", "--root")}
+ELSEWHERE |= {("sweep", "--root"), ("mpirun", "--logs"), ("horovodrun", "--logs")}
 ALIKE = ("table", "scaling", "energy", "accuracy", "strategies", "phases", "export", "plot", "report", "compare")
 """Commands of results that read their roots as `list` does: they meet the most telling things only"""
 TELLING = ("missing", "closed", "pipe", "zeros", "control characters")

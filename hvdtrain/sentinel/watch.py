@@ -7,9 +7,8 @@ Faults are: a rank that died without a word, a rank that stays stopped while oth
 host that is silent. A rank tells how it ends (`RankWords`), and a signal sent to it is told by the kernel even while
 it is stuck in C++, so that an ordinary end is never taken for a fault. Heartbeats are UDP: they pass a saturated link
 where they may lose some, and outlive a flap; a host is watched only once it has been heard, so that a firewall costs
-the watch and not the job. They come to a socket of the link's address, on which the kernel drops what no other
-sentinel sent, and carry a code by the job's secret and a number that only grows (`trust`). Ranks speak to a socket of
-their own, on loopback, on which the kernel drops what no rank sent: so nobody can crowd out their words.
+the watch and not the job. They carry a code by the job's secret and a number that only grows (`trust`). They have a
+socket on the link, and ranks' words one on loopback; the kernel keeps both free of what no sentinel and no rank sent.
 """
 
 from __future__ import annotations

@@ -14,9 +14,11 @@ from hvdtrain.exits import USAGE, Failure
 def near(word: str, known: Iterable[str]) -> str:
     """`, did you mean --json?` if one of `known` looks like `word`, else nothing."""
     choices = list(known)
-    if word.partition("=")[0] == "--format" and word not in choices and "--json" in choices:
+    if word.startswith("-"):
+        word = word.partition("=")[0]
+    if word == "--format" and word not in choices and "--json" in choices:
         return ", did you mean --json?"
-    found = difflib.get_close_matches(word.partition("=")[0], choices, 1)
+    found = difflib.get_close_matches(word, choices, 1)
     return f", did you mean {found[0]}?" if found else ""
 
 
@@ -49,6 +51,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if unknown := re.match(r"unrecognized arguments: (\S+)", message):
             message += near(unknown[1], self.flags())
-        elif wrong := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)$", message):
-            message += near(wrong[1], re.findall(r"'(.*?)'", wrong[2]))
+        elif wrong := re.search(r"invalid choice: '?(.*?)'? \(choose from (.*)\)$", message):
+            # Python 3.14 writes the choices without quotes.
+            message += near(wrong[1], [word.strip(" '") for word in wrong[2].split(",")])
         raise Failure(f"{message} (see {self.prog} --help)", USAGE)

@@ -31,7 +31,7 @@ from hvdtrain.data import captions
 from hvdtrain.data.captions import CaptionSplit
 from hvdtrain.data.pixels import pixels, reason
 from hvdtrain.data.vocabulary import Vocabulary
-from hvdtrain.exits import Failure
+from hvdtrain.exits import Failure, printable
 from hvdtrain.progress import Progress
 from hvdtrain.trained import Encode, Pixels, model, open_run
 
@@ -72,7 +72,7 @@ def main(arguments: list[str]) -> int:
     writer, encode = model(trained, framework, asked.weights)
     cards = captioned(pictures, count, writer, encode, trained.vocabulary, asked.beam)
     for problem in problems:
-        print(f"hvdtrain: {shown(problem['picture'])}: {problem['problem']}", file=sys.stderr)
+        print(f"hvdtrain: {printable(problem['picture'])}: {problem['problem']}", file=sys.stderr)
     sheet = asked.run / SHEET if asked.html and cards else None
     if sheet:
         about = f"by the model of {asked.run.resolve().name}, beam {asked.beam}; pictures: {len(cards)}"
@@ -185,15 +185,10 @@ def captioned(
 
 def show(cards: Sequence[Card]) -> None:
     """A line for each picture on stdout: its name, its caption."""
-    names = ["picture", *(shown(card.name) for card in cards)]
+    names = ["picture", *(printable(card.name) for card in cards)]
     told = ["caption", *(card.caption or "(no words)" for card in cards)]
     width = max(map(len, names))
     print("\n".join(f"{name:<{width}}  {text}" for name, text in zip(names, told, strict=True)))
-
-
-def shown(name: str) -> str:
-    """A file's name without what would move a terminal's cursor or cannot be encoded."""
-    return name if name.isprintable() else "".join(each if each.isprintable() else "?" for each in name)
 
 
 def put(path: Path, text: str) -> None:

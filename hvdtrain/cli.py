@@ -139,7 +139,7 @@ def usage(group: str = "") -> str:
 def completion(shell: str) -> str:
     """A script that completes commands, flags and files. Raises Failure (2, 69)."""
     if shell not in SHELLS:
-        raise Failure(f"--print-completion {shell}: give one of {', '.join(SHELLS)}", exits.USAGE)
+        raise Failure(f"--print-completion{shell and ' '}{shell}: give one of {', '.join(SHELLS)}", exits.USAGE)
     try:
         import shtab
     except ImportError:

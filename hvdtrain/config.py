@@ -274,8 +274,7 @@ def rank_shares(config: TrainConfig, ranks: int | None = None) -> tuple[float, .
         )
     if ranks is not None and len(shares) != ranks:
         raise Failure(
-            f"--shares {config.shares}: {len(shares)} numbers for {ranks} ranks; give one for each rank, in the order "
-            "of ranks",
+            f"--shares {config.shares}: {len(shares)} numbers for {ranks} ranks; give one for each, in order of ranks",
             exits.BAD_CONFIG,
         )
     return shares
@@ -386,8 +385,9 @@ def parse(
     except argparse.ArgumentError as error:
         reason = re.sub(r'Parser key "(\w+)":', lambda key: flag(key[1]) + ":", " ".join(str(error).split()))
         if unknown := re.search(r"[Uu]nrecognized arguments: (\S+)", reason):
-            known = (word for action in parser._actions for word in action.option_strings)
-            reason += near(unknown[1], known)
+            reason += near(unknown[1], (word for action in parser._actions for word in action.option_strings))
+        told = {key: f"{flag(key)} ({doc})" for key, doc in field_docs(cls).items() if key not in positionals}
+        reason = re.sub(r"(?<=required: ).+", lambda all: ", ".join(told.get(w, w) for w in all[0].split(", ")), reason)
         reason = re.sub(r"<class '(\w+)'>", r"\1", reason).replace("a typing.Literal", "one of ")
         raise Failure(f"{reason} (see `{prog} --help`)", exits.USAGE) from error
     return cls(**{name: getattr(space, name) for name in names})

@@ -4,5 +4,4 @@ here=$(cd -P "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd) || exi
 if [[ ! ${VIRTUAL_ENV:-} && -r $here/.venv/bin/activate ]]; then . "$here/.venv/bin/activate"; fi
 export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} # for the ranks
 # -I: the launcher itself imports nothing from the current folder or PYTHONPATH.
-code='import runpy, sys; sys.path.insert(0, sys.argv.pop(1)); runpy.run_module(sys.argv.pop(1), None, "__main__", True)'
-exec python3 -I -c "$code" "$here" hvdtrain.cluster.launch horovodrun "$@"
+exec python3 -I "$here/tools/isolated.py" hvdtrain.cluster.launch horovodrun "$@"

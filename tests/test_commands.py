@@ -9,6 +9,7 @@ import pytest
 from conftest import environment
 
 from hvdtrain import cli, config, exits
+from hvdtrain.arguments import Parser
 from hvdtrain.exits import Failure
 
 
@@ -51,6 +52,21 @@ def test_what_was_meant(line: str, meant: str, monkeypatch: pytest.MonkeyPatch, 
     assert ended.value.code == exits.USAGE
     assert f"did you mean {meant}?" in said
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("quote", ["'", ""])  # without: Python 3.14
+def test_choices_with_and_without_quotes(quote: str) -> None:
+    choices = ", ".join(f"{quote}{word}{quote}" for word in ("list", "table"))
+    with pytest.raises(Failure, match=r"did you mean list\?"):
+        Parser().error(f"argument command: invalid choice: {quote}lst{quote} (choose from {choices})")
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [("--print-completion", "--print-completion: give one of bash, zsh"), ("data images a b", "required: --size (WxH")],
+)
+def test_what_is_missing(line: str, told: str) -> None:
+    assert told in hvdtrain(*line.split()).stderr
 
 
 def test_what_was_meant_by_a_flag_of_training() -> None:

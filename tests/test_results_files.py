@@ -195,7 +195,7 @@ def test_odd_names_of_folders(folder: Path, capsys: pytest.CaptureFixture[str]) 
     runs.make(folder.with_name("red\x1b[31m\n"), GOOD)
     assert main(["list", str(folder.parent)]) == 0
     printed = capsys.readouterr()
-    assert "red?[31m?" in printed.out
+    assert "red\\x1b[31m\\n" in printed.out
     assert "not UTF-8" in printed.err
     assert "\x1b" not in printed.out + printed.err
     for command in ("scaling", "accuracy", "energy", "export"):

@@ -50,7 +50,7 @@ def by_strategy(found: Any) -> dict[str, Any]:
         ({"strategy": "delayed", "inner": "onebit", "staleness": 2}, "delayed s2+onebit"),
         ({"strategy": "async-ps", "servers": 2}, "async-ps x2"),
         ({"strategy": "a new one", "inner": "topk"}, "a new one"),
-        ({"strategy": "x\x1b[2J"}, "x?[2J"),
+        ({"strategy": "x\x1b[2J"}, "x\\x1b[2J"),
         ({}, None),
     ],
 )

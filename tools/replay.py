@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -89,7 +90,8 @@ def stand_in(shapes: list[tuple[int, ...]], compute_s: float) -> Any:
 def main(stop: world.StopSignal) -> int:
     config = configuration.parse(ReplayConfig, prog="python tools/replay.py", purpose=__doc__ or "")
     place = world.place()
-    used = threads.per_rank(config.threads, place, 0)
+    used = threads.per_rank(config.threads, place, math.inf)
+    used.use()
     spec = resnet.ResNetSpec(channels=1, classes=10, width=config.width)
     shapes = list(resnet.parameters(spec).values())
 

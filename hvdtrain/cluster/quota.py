@@ -8,8 +8,7 @@ import os
 from pathlib import Path
 
 LAUNCHERS_OWN = "HVDTRAIN_THREADS_BY_LAUNCHER"
-"""Set for the ranks where OMP_NUM_THREADS is a launcher's default and not the user's: the launcher knows its own host
-only, so ranks of this package count their own"""
+"""Set when the launcher chose OMP_NUM_THREADS. Ranks then ignore it and count the cores of their own host."""
 MOUNT = Path("/sys/fs/cgroup")
 
 

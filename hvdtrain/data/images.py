@@ -67,7 +67,7 @@ class ImagesConfig:
     destination: str
     """Folder to make; must not exist."""
     size: str
-    """Width x height of the prepared images in pixels, for example 197x148."""
+    """WxH: width and height of the prepared images in pixels, for example --size 36x24"""
     gray: bool = False
     """Keep luma only (ITU-R 601-2): one channel in place of three."""
     dtype: Literal["uint8", "float16", "float32"] = "float16"

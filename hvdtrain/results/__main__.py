@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain import exits
-from hvdtrain.arguments import Parser
+from hvdtrain.arguments import Parser, near
 from hvdtrain.exits import Failure
 from hvdtrain.results import plots
 
@@ -152,7 +152,7 @@ def baseline(text: str | None, loaded: Loaded) -> Chosen | None:
 
 def columns(text: str | None, loaded: Loaded) -> list[str] | None:
     """The names of --group-by. Raises Failure (2)."""
-    from hvdtrain.results import folders, groups
+    from hvdtrain.results import groups
 
     if text is None:
         return None
@@ -160,8 +160,9 @@ def columns(text: str | None, loaded: Loaded) -> list[str] | None:
     known = groups.kinds(loaded.runs)
     for name in names:
         if name not in known:
-            near = folders.near(name, known)
-            raise Failure(f"--group-by: no column {name!r}{near}; known: {', '.join(sorted(known))}", exits.USAGE)
+            raise Failure(
+                f"--group-by: no column {name!r}{near(name, known)}; known: {', '.join(sorted(known))}", exits.USAGE
+            )
     return names
 
 
@@ -253,7 +254,7 @@ def named(run: Path, roots: Sequence[Path] = (RESULTS,)) -> Path:
     if fitting:
         shown = f"{', '.join(map(str, fitting[:3]))}{', ...' if len(fitting) > 3 else ''}"
         raise Failure(f"{run}: {len(fitting)} runs are named so ({shown}): give more of the name", exits.USAGE)
-    hint = folders.near(str(run), [path.name for path in below]) or "; give a run's folder, or a folder of runs"
+    hint = near(str(run), [path.name for path in below]) or "; give a run's folder, or a folder of runs"
     what = f"no such folder, and no run of that name in {', '.join(map(str, roots))}{hint}"
     raise Failure(f"{run}: {what}", exits.USAGE)
 

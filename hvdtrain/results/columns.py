@@ -130,7 +130,7 @@ NOT_SETTINGS = frozenset(
         ),
         *("run_dir", "resume", "json", "dry_run", "debug", "monitor", "monitor_ms", "monitor_idle_s"),
         *("profile", "horovod_timeline", "tensorboard", "checkpoint_epochs", "checkpoint_steps", "keep_checkpoints"),
-        "check_replicas",
+        *("check_replicas", "verify_data"),
     }
 )
 """Keys of a run's config that a column holds already, or that change neither times nor accuracy"""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hvdtrain import exits
-from hvdtrain.exits import Failure
+from hvdtrain.exits import Failure, printable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,17 +22,6 @@ class Problem:
     def __str__(self) -> str:
         where = self.path if self.line is None else f"{self.path}:{self.line}"
         return printable(f"{where}: {self.what}")
-
-
-def printable(text: str) -> str:
-    """Text from a file or a file's name, without what would move a terminal's cursor or cannot be encoded."""
-    return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
-
-
-def near(name: str, known: Iterable[str]) -> str:
-    """`; did you mean X?` where a known name resembles the one given, else nothing."""
-    found = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {printable(found[0])}?" if found else ""
 
 
 def find(roots: Sequence[Path], problems: list[Problem]) -> Iterator[Path]:

@@ -1,4 +1,5 @@
-"""What a group of runs lacks to be compared: in what the nearest other group differs, and the command that makes up.
+"""What a group of runs lacks to be compared: in what the nearest other group differs, and the command that makes the
+missing run.
 
 The command is made of the manifest, or of the sweep's record, of a run that is there: its own flags, on as many of its
 hosts, with the threads that it had.
@@ -11,17 +12,16 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from hvdtrain import records
-from hvdtrain.exits import Failure
+from hvdtrain.exits import Failure, printable
 from hvdtrain.results import alike, load
 from hvdtrain.results.alike import Chosen
-from hvdtrain.results.folders import printable
 from hvdtrain.results.groups import Group
 from hvdtrain.results.runs import numbers
 from hvdtrain.results.scaling import MUST, Count, count_of, same_rate
 from hvdtrain.results.tables import short
 
 OWN = ("--run-dir", "--threads", "--shares")
-"""Flags with a value that another run does not take over; its threads are told anew"""
+"""Flags with a value that a run on other hosts does not take over; its threads are told anew"""
 CHANGED = {
     "threads": "--threads",
     "precision": "--precision",
@@ -128,14 +128,14 @@ def command(run_dir: str, count: Count, n: int, flags: dict[str, str] | None = N
         up = ["sudo", "tools/cluster.sh", "up", "--hosts", ",".join(hosts), *share]
         start = [*up, "&&", "tools/cluster.sh", "exec", hosts[0], "--", *start]
     given = threads(manifest) | (flags or {})
-    replaced = {*given, *(("--batch-size",) if "--global-batch-size" in given else ())}
+    replaced = {*OWN, *given, *(("--batch-size",) if "--global-batch-size" in given else ())}
     words = [*start, *program(manifest, replaced), *(word for pair in given.items() for word in pair)]
     return printable(" ".join(word if word == "&&" else shlex.quote(word) for word in words))
 
 
-def program(manifest: records.Manifest, replaced: Collection[str] = ()) -> list[str]:
-    """What each rank ran, without what was the run's own and without the flags (with a value) that are `replaced`."""
-    return ["python", "-m", f"hvdtrain.{manifest.workload}", *_flags(manifest.argv[1:], {*OWN, *replaced})]
+def program(manifest: records.Manifest, replaced: Collection[str] = ("--run-dir",)) -> list[str]:
+    """What each rank ran, without the flags (with a value) that are `replaced`, and without those of one start."""
+    return ["python", "-m", f"hvdtrain.{manifest.workload}", *_flags(manifest.argv[1:], replaced)]
 
 
 def _flags(argv: Sequence[str], left_out: Collection[str]) -> Iterator[str]:

@@ -11,7 +11,7 @@ from html import escape
 from importlib import resources
 from typing import TYPE_CHECKING
 
-from hvdtrain.results.folders import printable
+from hvdtrain.exits import printable
 from hvdtrain.results.table import Table
 
 if TYPE_CHECKING:

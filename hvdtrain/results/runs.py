@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain import records
-from hvdtrain.exits import Failure
+from hvdtrain.exits import Failure, printable
 from hvdtrain.results import metrics, power
 from hvdtrain.results.columns import NOT_SETTINGS, RUNS, SCORES
-from hvdtrain.results.folders import Problem, printable, there
+from hvdtrain.results.folders import Problem, there
 
 WIRE_SHARE = 0.936
 """What TCP payload gets of a link's rate with both directions busy: 1448 of 1514 bytes, less acknowledgements"""
@@ -163,7 +163,7 @@ def numbers(values: Iterable[Any]) -> list[float]:
 
 
 def _mean(values: Iterable[Any]) -> float | None:
-    """None if one of them is not known: the mean of the others would be another's."""
+    """None if any value is unknown."""
     given = list(values)
     known = numbers(given)
     return math.fsum(known) / len(known) if known and len(known) == len(given) else None

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvdtrain.exits import Failure
+from hvdtrain.exits import Failure, printable
 from hvdtrain.results import groups, load
 from hvdtrain.results.columns import RUNS
-from hvdtrain.results.folders import Problem, printable
+from hvdtrain.results.folders import Problem
 from hvdtrain.results.load import Loaded
 from hvdtrain.results.table import Column, Table, number
 

@@ -19,8 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hvdtrain import exits
+from hvdtrain.arguments import near
 from hvdtrain.exits import Failure
-from hvdtrain.results.folders import near
 
 LONGEST = 2000
 DEEPEST = 50
@@ -149,7 +149,7 @@ class Where:
             raise self._error(f"a column's name belongs here, not {found}", column)
         if column.text not in self._kinds:
             begun = [name for name in self._kinds if name.startswith(column.text.lower())]
-            hint = f"; did you mean {begun[0]}?" if begun else near(column.text, self._kinds)
+            hint = f", did you mean {begun[0]}?" if begun else near(column.text, self._kinds)
             raise self._error(f"no column {column.text!r}{hint}", column)
         sign = self._take()
         if sign.kind != "operator":

@@ -14,10 +14,10 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from hvdtrain import exits
-from hvdtrain.exits import Failure
+from hvdtrain.arguments import near
+from hvdtrain.exits import Failure, printable
 from hvdtrain.results import groups, load, sensors
 from hvdtrain.results.figures import panels, style
-from hvdtrain.results.folders import near, printable
 from hvdtrain.results.load import Loaded
 from hvdtrain.results.plots import Options
 from hvdtrain.results.table import number

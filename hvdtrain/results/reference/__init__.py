@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain import exits, files, records
+from hvdtrain.arguments import near
 from hvdtrain.exits import Failure
-from hvdtrain.results.folders import near
 from hvdtrain.results.groups import Group, fact_kinds, is_missing
 from hvdtrain.results.table import Column, Table
 from hvdtrain.results.where import Where
@@ -88,7 +88,9 @@ def load(name: str) -> Reference:
     path = Path(name) if name.endswith(".json") else FOLDER / f"{name}.json"
     if not name.endswith(".json") and name not in known():
         hint = near(name, known())
-        raise Failure(f"--reference {name}{hint}: known are {', '.join(known())}, or give a .json file", exits.USAGE)
+        raise Failure(
+            f"--reference {name}: unknown{hint}; known: {', '.join(known())}, or give a .json file", exits.USAGE
+        )
     with records.open_plain(path) as stream:
         text = stream.read(records.LONGEST_DOCUMENT_BYTES)
     try:

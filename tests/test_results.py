@@ -319,7 +319,7 @@ ROWS = [
 )
 def test_expressions_choose(text: str, chosen: list[int] | None) -> None:
     if chosen is None:
-        with pytest.raises(Failure, match="column 25: no column 'stategy'; did you mean strategy"):
+        with pytest.raises(Failure, match="column 25: no column 'stategy', did you mean strategy"):
             Where(text, KINDS)
         return
     where = Where(text, KINDS)

@@ -116,7 +116,7 @@ def test_a_run_is_found_by_its_name_or_a_beginning(
     assert main(["plot", "resources", "beta", "-o", "beta.svg"]) == 0
     with pytest.raises(Failure, match=r"2 runs are named so .*alpha.*alpine"):
         main(["show", "alp"])
-    with pytest.raises(Failure, match=r"no such folder, and no run of that name in results; did you mean alpha\?"):
+    with pytest.raises(Failure, match=r"no such folder, and no run of that name in results, did you mean alpha\?"):
         main(["show", "alpho"])
     with pytest.raises(Failure, match="did you mean strategy"):
         main(["table", "--group-by", "stategy"])

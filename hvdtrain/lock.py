@@ -1,7 +1,7 @@
 """A run's folder belongs to one job at a time: two that save there at once destroy each other's checkpoints.
 
-The first rank of each host holds an flock(2) on a file in the folder for as long as its process lives, and the kernel
-lets go of it however that ends; so no lock is ever stale. What the file says only tells others whose it is. Linux keeps
+The first rank of each host holds an flock(2) on a file in the folder until the run ends, and the kernel lets go of it
+however the process ends; so no lock is ever stale. What the file says only tells others whose it is. Linux keeps
 flock on NFS for all clients (nfs(5), `local_lock=none`); with `nolock` or `local_lock=flock` each host sees its own.
 """
 
@@ -28,7 +28,7 @@ TOLD_S = 0.2
 UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """What file systems without locks answer"""
 _held: list[int] = []
-"""Descriptors, open until this process ends"""
+"""Descriptors, open until `release` or the end of this process"""
 
 
 def take(folder: Path, job: str, since_utc: str) -> None:
@@ -68,6 +68,12 @@ def take(folder: Path, job: str, since_utc: str) -> None:
         os.close(file)
         raise
     _held.append(file)
+
+
+def release() -> None:
+    """Lets go of all that this process holds."""
+    while _held:
+        os.close(_held.pop())
 
 
 def _holder(file: int) -> dict[str, Any]:

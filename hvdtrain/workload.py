@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from hvdtrain import exits, records, run, strategies, world
+from hvdtrain import exits, lock, records, run, strategies, world
 from hvdtrain.arrays_file import Arrays
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import Parts
@@ -106,6 +106,7 @@ class Job:
                 if tip := advised(config, summary, ranks.links):
                     print(f"hvdtrain: {tip}", file=sys.stderr, flush=True)
         ranks.leave()
+        lock.release()
         return exits.RESUMABLE if summary is None else exits.OK
 
 

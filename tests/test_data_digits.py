@@ -97,6 +97,6 @@ def test_a_size_the_folder_does_not_have(tmp_path_factory: pytest.TempPathFactor
     out = folder / "out"
     prepare(ImagesConfig(source=str(folder / "in"), destination=str(out), size="5x4", split="60/20/20", workers=1))
     assert load(str(out), None).image_shape == load(str(out), (5, 4)).image_shape == (4, 5, 3)
-    with pytest.raises(Failure, match="images of 5x4, not 8x8") as failure:
+    with pytest.raises(Failure, match="images of 5x4, and 8x8 is asked for") as failure:
         load(str(out), (8, 8))
     assert failure.value.code == BAD_CONFIG

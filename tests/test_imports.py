@@ -62,7 +62,7 @@ ALLOWED = {
     "trained": ".arrays_file .checkpoint .data .frameworks .frozen .generation .models .records .threads .world numpy",
     "contact_sheet": ".data PIL numpy",
     "caption": ".contact_sheet .data .frameworks .generation .progress .trained numpy rich",
-    "workload": ".arrays_file .config .data .frameworks .loop .records .run .strategies .threads .world",
+    "workload": ".arrays_file .config .data .frameworks .lock .loop .records .run .strategies .threads .world",
     "cli": ".config .data .models shtab",
 }
 # Every other file of hvdtrain/ is a workload: it chooses and joins the parts.

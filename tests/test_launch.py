@@ -155,11 +155,16 @@ def test_without_hosts_np_means_this_machine_and_quiet_says_nothing() -> None:
     assert done.returncode == 2 and "-np 0: give 1 or more" in done.stderr
 
 
-SPEAKS = """import json, os, sys
+SPEAKS = """import json, os, pathlib, sys, time
 rank = os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["HOROVOD_RANK"]
 print(f"out {rank}"); print(f"err {rank}", file=sys.stderr)
 print(json.loads(os.environ["HVDTRAIN_LAUNCHED_WITH"])["launcher"])
-sys.exit(3 if rank == "1" else 0)"""
+if rank == "1":  # its end ends the others: it waits until all they say has been seen
+    logs = [pathlib.Path(sys.argv[1], f"rank000{other}", "stdout") for other in (0, 2)]
+    while not all(log.exists() and log.stat().st_size for log in logs):
+        time.sleep(0.1)
+    time.sleep(1)
+    sys.exit(3)"""
 
 
 @pytest.mark.parametrize("launcher", ["mpirun.sh", "horovodrun.sh", "horovodrun.sh --gloo"])
@@ -170,6 +175,7 @@ def test_each_ranks_output_is_in_its_files_and_of_those_to_show_on_the_terminal(
         sys.executable,
         "-c",
         SPEAKS,
+        str(tmp_path),
     ]
     done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60)
     assert done.returncode != 0, "the second rank's"

@@ -49,7 +49,7 @@ class RankWords:
     """What a rank tells its sentinel, one byte each; signal numbers are below."""
 
     LEFT = 76
-    """It ends as it should"""
+    """It ends as it should; nothing that comes from its port later counts, since others may bind that"""
     FAILED = 70
     """It ends with an error, which it has shown"""
     MAY_DIE = 77
@@ -247,7 +247,7 @@ class Watch:
 
     def _hear(self, now: float) -> None:
         for data, sender in _arrived(self._words):
-            if sender in self._ranks and data:
+            if data and sender in self._ranks and self._ranks[sender].last_word != RankWords.LEFT:
                 self._ranks[sender].last_word = data[-1]
         if self._door is not None:
             self._refused(self._door, now)

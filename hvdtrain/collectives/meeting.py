@@ -11,6 +11,7 @@ can reach it, so there the secret is made of the user's key (`sealed`) and never
 
 from __future__ import annotations
 
+import abc
 import datetime
 import os
 import secrets
@@ -75,7 +76,7 @@ class MPIMeeting:
         self._mpi.Finalize()
 
 
-class StoreMeeting:
+class StoreMeeting(abc.ABC):
     """Ranks that share a key-value store: each puts what it has there, and looks for the others' until it is there.
 
     Rank 0 deletes all of it when all have read. Whoever can reach the store can read and change what is there.
@@ -87,15 +88,15 @@ class StoreMeeting:
         self.local_rank, self.local_size = local_rank, local_size
         self._name, self._scope, self._meetings = store, "hvdtrain", 0
 
-    def _put(self, key: str, value: bytes) -> None:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _put(self, key: str, value: bytes) -> None: ...
 
+    @abc.abstractmethod
     def _found(self, key: str) -> bytes | None:
         """The value, None while there is none."""
-        raise NotImplementedError
 
-    def _delete(self, key: str) -> None:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _delete(self, key: str) -> None: ...
 
     def gather(self, mine: bytes) -> list[bytes]:
         scope = f"{self._scope}.{self._meetings}"
@@ -128,7 +129,7 @@ class StoreMeeting:
             exits.UNREACHABLE,
         )
 
-    def leave(self) -> None:
+    def leave(self) -> None:  # noqa: B027 (the store is the launcher's: there is nothing to close)
         pass
 
 

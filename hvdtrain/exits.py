@@ -59,6 +59,11 @@ def end(main: Callable[[list[str]], int], arguments: list[str], name: str = "hvd
     except Failure as failure:
         print(f"{name}: {failure}", file=sys.stderr)
         code = failure.code
+    except ModuleNotFoundError as error:  # as after `make demo`, which installs no plots and tables
+        if (error.name or "hvdtrain").partition(".")[0] == "hvdtrain":
+            raise
+        print(f"{name}: this command needs the package {error.name}: run `make setup`", file=sys.stderr)
+        code = UNREACHABLE
     except BrokenPipeError:  # the reader of our output has gone
         sys.stdout = None
         code = FAILED

@@ -90,3 +90,17 @@ def test_bash_completes(typed: str, offered: str) -> None:
         ["bash", "--norc", "-c", script.stdout + "\n" + ask], text=True, capture_output=True, env=environment()
     )
     assert offered in done.stdout.split(), done.stderr
+
+
+def test_a_package_that_is_not_installed_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After `make demo` there is no pandas."""
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    for name in [name for name in sys.modules if name.startswith("hvdtrain.results")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "argv", ["hvdtrain", "results", "list"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 69
+    assert capsys.readouterr().err == "hvdtrain: this command needs the package pandas: run `make setup`\n"

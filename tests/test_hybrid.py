@@ -229,7 +229,7 @@ def test_shares_without_hybrid_or_not_one_for_each_rank_are_refused() -> None:
     assert refused.value.code == 78
     config = TrainConfig(strategy="hybrid", shares="3,1")
     assert rank_shares(config, 2) == (3.0, 1.0) == batch_plan(config, 2, 5).shares
-    with pytest.raises(Failure, match="2 numbers for 3 ranks; give one for each rank") as refused:
+    with pytest.raises(Failure, match="2 numbers for 3 ranks; give one for each, in order of ranks") as refused:
         rank_shares(config, 3)
     assert refused.value.code == 78
     assert rank_shares(TrainConfig(), 3) is None

@@ -309,7 +309,7 @@ def test_names_are_drawn_as_they_are(tmp_path: Path) -> None:
     runs.make(tmp_path / "run", strategy=hostile, energy_w={hostile: 3.0})
     for kind in ("time", "phases", "accuracy", "power"):
         svg = style.encode(plots.draw(kind, load([tmp_path])), "svg", letters="none")
-        assert "$x^{<b>&?[31m" in "".join(ElementTree.fromstring(svg).itertext())
+        assert r"$x^{<b>&\x1b[31m" in "".join(ElementTree.fromstring(svg).itertext())
 
 
 def test_files_that_cannot_be_written_are_one_line(loaded: Loaded, tmp_path: Path) -> None:

@@ -396,3 +396,16 @@ def test_half_precision_stays_close(kind: str, tolerance: float) -> None:
         assert np.linalg.norm(logits - exact) < tolerance * np.linalg.norm(exact)
     for arrays in (our_gradients, their_gradients, one.state(), other.state()):
         assert all(array.dtype == np.float32 and np.isfinite(array).all() for array in arrays.values())
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float16"])
+def test_half_precision_sets_every_gradient_of_a_picture_of_one_pixel(kind: str) -> None:
+    """16x16 pictures are one pixel wide before the last group; memory was full of NaN before each gradient."""
+    images, labels = batch(SMALL, (16, 16))
+    model = Torch(SMALL, initial_state(SMALL, 0))
+    for _ in range(5):
+        garbage = [torch.full((2**power,), float("nan")) for power in range(4, 20) for _ in range(10)]
+        del garbage
+        with torch.autocast("cpu", getattr(torch, kind)):
+            _, _, gradients = model.gradients(images, labels)
+        assert all(np.isfinite(array).all() for array in gradients.values())

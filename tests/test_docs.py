@@ -1,0 +1,114 @@
+"""What the documents say: their links lead somewhere, and the commands in them are ones that the programs take."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT
+
+from hvdtrain import cli, config, strategies
+
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("*/README.md")])
+
+
+def anchors(page: Path) -> set[str]:
+    """What `page.md#...` may name: its headings as GitHub writes them, and the `<a id>` in it."""
+    text = page.read_text()
+    headings = (re.sub(r"[`*]", "", line).strip().lower() for line in re.findall(r"^#+ (.*)$", text, re.MULTILINE))
+    return {re.sub(r"[^\w\- ]", "", line).replace(" ", "-") for line in headings} | set(
+        re.findall(r'<a id="([^"]+)">', text)
+    )
+
+
+def broken(page: Path) -> list[str]:
+    """Links of the page that lead to no file of the checkout, or to no anchor in it."""
+    found = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        target, _, anchor = link.partition("#")
+        if re.match(r"[a-z]+:", link):
+            continue
+        path = (page.parent / target).resolve() if target else page
+        if not path.exists() or (anchor and anchor not in anchors(path)):
+            found.append(link)
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_and_anchors(page: Path) -> None:
+    assert broken(page) == []
+
+
+def test_a_broken_link_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "a.md"
+    page.write_text('# One `two`: 3\n<a id="x"></a>[](#one-two-3) [](#x) [](a.md#y) [](b.md) [](http://127.0.0.1/)\n')
+    assert broken(page) == ["a.md#y", "b.md"]
+
+
+def test_each_entry_of_the_log_is_in_its_index() -> None:
+    log = (ROOT / "docs" / "LOG.md").read_text()
+    entries = re.findall(r'^<a id="([^"]+)"></a>\*\*', log, re.MULTILINE)
+    linked = re.findall(r"\]\(#([^)]+)\)", log)
+    assert sorted(entries) == sorted(linked)
+
+
+STARTERS = r"(\$ )?(sudo|hvdtrain|python|(launch/)?(mpirun|horovodrun)(\.sh)?|torchrun|srun|sbatch|tools/\w+\.sh) "
+SCRIPTS = {"tools/cluster.sh": "cluster", "tools/throttle.sh": "throttle"}
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """Our commands in the page's code blocks, as words, without what starts them (mpirun, sudo, a prompt)."""
+    blocks = re.findall(r"^ {4}(.*)$", page.read_text(), re.MULTILINE)
+    for line in "\n".join(blocks).replace("\\\n", " ").splitlines():
+        if not re.match(STARTERS, line) or line.endswith("..."):
+            continue
+        lexer = shlex.shlex(line.removeprefix("$ "), posix=True, punctuation_chars="|&;>")
+        lexer.whitespace_split = True
+        words: list[str] = []
+        for word in [*lexer, ";"]:
+            if not set(word) <= set("|&;>"):
+                words.append(word)
+                continue
+            # The last one: `hvdtrain cluster exec a -- horovodrun python -m hvdtrain.resnet` starts another command.
+            for at in reversed(range(len(words))):
+                if words[at] == "hvdtrain" or (words[at].startswith("hvdtrain.") and words[at - 1] == "-m"):
+                    yield words[at:]
+                    break
+                if words[at] in SCRIPTS:
+                    yield ["hvdtrain", SCRIPTS[words[at]], *words[at + 1 :]]
+                    break
+            words = []
+
+
+def parse(words: list[str]) -> None:
+    """Parses a command as its program does, without running it; raises what it raises."""
+    program, *arguments = words
+    if program == "hvdtrain":
+        name = next(name for name in cli.COMMANDS if tuple(arguments[: len(name)]) == name)
+        cli.COMMANDS[name][1].parser().parse_args(arguments[len(name) :])
+        return
+    module = importlib.import_module(program)
+    if arguments[:1] == ["caption"]:
+        importlib.import_module("hvdtrain.caption").parser().parse_args(arguments[1:])
+        return
+    made = next(value for name, value in vars(module).items() if name.endswith("Config") and name != "TrainConfig")
+    asked: Any = config.parse(made, arguments, prog=program, purpose="")
+    if asked.strategy != "help":
+        strategies.chosen(asked)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if [*commands(page)]], ids=lambda page: page.name)
+def test_commands_parse(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    wrong = {}
+    for words in commands(page):
+        try:
+            parse(words)
+        except BaseException as error:  # argparse ends the process
+            wrong[shlex.join(words)] = f"{type(error).__name__}: {error}"
+    assert wrong == {}

@@ -18,22 +18,11 @@ import functools
 import sys
 from typing import Any, Literal
 
-from hvdtrain import (
-    bleu,
-    exits,
-    features,
-    frozen,
-    generation,
-    observe,
-    resume,
-    run,
-    strategies,
-    threads,
-    workload,
-    world,
-)
 from hvdtrain import config as configuration
-from hvdtrain.data import captions
+from hvdtrain import exits, observe, resume, run, strategies, threads, workload, world
+from hvdtrain.captions import bleu, features, frozen, generation
+from hvdtrain.captions.dataset import CaptionDataset, CaptionSplit
+from hvdtrain.captions.load import load
 from hvdtrain.data.loader import Loader
 from hvdtrain.exits import Failure
 from hvdtrain.frameworks import resolve
@@ -94,10 +83,10 @@ class Judge:
 
     best_by = "bleu4"
 
-    def __init__(self, writer: generation.Writer, dataset: captions.CaptionDataset, ranks: world.World, beam: int):
+    def __init__(self, writer: generation.Writer, dataset: CaptionDataset, ranks: world.World, beam: int):
         self._writer, self._vocabulary, self._ranks, self._beam = writer, dataset.vocabulary, ranks, beam
 
-    def __call__(self, split: captions.CaptionSplit) -> dict[str, float]:
+    def __call__(self, split: CaptionSplit) -> dict[str, float]:
         scores = generation.judge(self._writer, split, self._vocabulary, self._ranks, 1)
         if self._beam == 1:
             return scores
@@ -113,7 +102,7 @@ def main(stop: world.StopSignal) -> int:
     place = world.place()
 
     # 2. Data: pictures and captions; a batch is captions of nearly one length, and counts as its words.
-    dataset = captions.load(config.data, verify=config.verify_data and place.local_rank == 0)
+    dataset = load(config.data, verify=config.verify_data and place.local_rank == 0)
     batch = configuration.rank_batch(config, place.size)
     shares = configuration.rank_shares(config, place.size)
     loader = Loader(dataset.train, batch_size=batch, rank=place.rank, size=place.size, seed=config.seed, shares=shares)
@@ -190,7 +179,7 @@ def main(stop: world.StopSignal) -> int:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["caption"]:
-        from hvdtrain import caption
+        from hvdtrain.captions import command
 
-        exits.end(caption.main, sys.argv[2:])
+        exits.end(command.main, sys.argv[2:])
     world.run(main, debug="--debug" in sys.argv)

@@ -108,7 +108,7 @@ COMMANDS: dict[tuple[str, ...], tuple[str, Part | Preparation]] = {
     ),
     ("data", "captions"): (
         "prepare pictures with sentences",
-        Preparation("captions", "data.caption_prepare", "CaptionsConfig", "prepare", CAPTIONS),
+        Preparation("captions", "captions.prepare", "CaptionsConfig", "prepare", CAPTIONS),
     ),
     ("data", "vgg16"): (
         "VGG16's published weights as --weights takes them",

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from sacrebleu.metrics import BLEU
 
-from hvdtrain import bleu
+from hvdtrain.captions import bleu
 from hvdtrain.exits import BAD_DATA, Failure
 
 WORDS = ["a", "an", "the", "red", "blue", "green", "circle", "square", "above", "below", "left", "two"]

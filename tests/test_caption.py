@@ -20,14 +20,16 @@ import pytest
 from conftest import launch
 from PIL import Image
 
-from hvdtrain import caption, frozen, records
+from hvdtrain import records
 from hvdtrain.arrays_file import Arrays
+from hvdtrain.captions import command as captions
+from hvdtrain.captions import frozen
+from hvdtrain.captions.dataset import CaptionDataset
+from hvdtrain.captions.generation import write
+from hvdtrain.captions.load import load
 from hvdtrain.checkpoint import Checkpoints
-from hvdtrain.data import captions
-from hvdtrain.data.captions import CaptionDataset
 from hvdtrain.data.pixels import pixels
 from hvdtrain.exits import BAD_DATA, CANNOT_WRITE, OK, USAGE, Failure
-from hvdtrain.generation import write
 from hvdtrain.models.captioner import CaptionerSpec, initial_state
 from hvdtrain.models.vgg16 import random_weights
 from hvdtrain.world import World
@@ -37,7 +39,7 @@ BEST, LAST = 1, 2  # seeds of the parameters in the two checkpoints
 
 @functools.cache
 def shapes() -> CaptionDataset:
-    return captions.load("shapes")
+    return load("shapes")
 
 
 def weights(spec: CaptionerSpec, seed: int) -> Arrays:
@@ -109,7 +111,7 @@ def told(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, Any, st
     """Runs the command in this process with --json: exit code, document, standard error."""
 
     def command(*arguments: object) -> tuple[int, Any, str]:
-        code = caption.main([*map(str, arguments), "--json"])
+        code = captions.main([*map(str, arguments), "--json"])
         out, err = capsys.readouterr()
         return code, json.loads(out), err
 
@@ -253,7 +255,7 @@ def test_turned_photographs_are_upright_in_the_sheet(
 
 
 def test_a_table_has_a_line_for_each_picture(run: Path, photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert caption.main([str(photos), "--run", str(run)]) == OK
+    assert captions.main([str(photos), "--run", str(run)]) == OK
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["picture", "caption"]
     assert [line.startswith(str(photos)) for line in lines[1:]] == [True] * 4
@@ -286,12 +288,12 @@ def test_vgg16_needs_the_weights_that_it_was_trained_with(
     assert [each["caption"] for each in document["captions"]] == wanted
     (tmp_path / "vgg16.safetensors").rename(tmp_path / "moved.safetensors")
     with pytest.raises(Failure, match=r"vgg16\.safetensors") as failure:
-        caption.main([str(files[0]), "--run", str(run)])
+        captions.main([str(files[0]), "--run", str(run)])
     assert failure.value.code == BAD_DATA
     other = make_run(tmp_path / "other", spec, encoder=frozen.RANDOM, weights=frozen.RANDOM)
     assert [each["caption"] for each in told(*files, "--run", other)[1]["captions"]] == wanted
     with pytest.raises(Failure, match="not the weights"):
-        caption.main([str(files[0]), "--run", str(other), "--weights", str(tmp_path / "moved.safetensors")])
+        captions.main([str(files[0]), "--run", str(other), "--weights", str(tmp_path / "moved.safetensors")])
 
 
 def test_without_an_encoder_all_pictures_have_one_caption(
@@ -317,7 +319,7 @@ def test_without_an_encoder_all_pictures_have_one_caption(
 )
 def test_wrong_usage_is_refused(flags: list[str]) -> None:
     with pytest.raises(Failure, match=r"\(see python -m hvdtrain\.captioning caption --help\)$") as failure:
-        caption.main(flags)
+        captions.main(flags)
     assert failure.value.code == USAGE
 
 
@@ -345,7 +347,7 @@ def test_a_damaged_run_is_named(run: Path, tmp_path: Path, photos: Path, said: s
     copy = Path(shutil.copytree(run, tmp_path / "copy"))
     DAMAGE[said](copy)
     with pytest.raises(Failure, match=re.escape(said)) as failure:
-        caption.main([str(photos), "--run", str(copy)])
+        captions.main([str(photos), "--run", str(copy)])
     assert str(copy) in str(failure.value)
     assert failure.value.code in (BAD_DATA, 74)
     assert "\n" not in str(failure.value)
@@ -364,7 +366,7 @@ def test_a_sheet_that_cannot_be_written_is_told(run: Path, tmp_path: Path) -> No
     copy = Path(shutil.copytree(run, tmp_path / "copy", ignore=shutil.ignore_patterns("captions.html")))
     (copy / "captions.html").mkdir()
     with pytest.raises(Failure, match=r"captions\.html") as failure:
-        caption.main(["--run", str(copy), "--split", "test", "--limit", "2", "--html"])
+        captions.main(["--run", str(copy), "--split", "test", "--limit", "2", "--html"])
     assert failure.value.code == CANNOT_WRITE
     assert sorted(path.name for path in copy.iterdir()) == [
         "captions.html",
@@ -376,7 +378,7 @@ def test_a_sheet_that_cannot_be_written_is_told(run: Path, tmp_path: Path) -> No
 
 def test_help_starts_with_the_purpose_and_examples(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        caption.main(["--help"])
+        captions.main(["--help"])
     assert ended.value.code == OK
     text = capsys.readouterr().out
     assert text.startswith("Caption pictures with a model that a run has trained")

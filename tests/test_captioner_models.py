@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.data import vocabulary as words_of_captions
+from hvdtrain.captions import vocabulary as words_of_captions
 from hvdtrain.exits import BAD_CONFIG, Failure
 from hvdtrain.models.captioner import (
     PAD,

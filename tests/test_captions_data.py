@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import ndimage
 
-from hvdtrain.data import shapes
-from hvdtrain.data.captions import CaptionDataset, CaptionSplit, assemble, load
+from hvdtrain.captions import shapes
+from hvdtrain.captions.dataset import CaptionDataset, CaptionSplit, assemble
+from hvdtrain.captions.load import load
+from hvdtrain.captions.vocabulary import END, PAD, SPECIALS, START, UNKNOWN, Vocabulary, clean
 from hvdtrain.data.loader import Loader, shard
-from hvdtrain.data.vocabulary import END, PAD, SPECIALS, START, UNKNOWN, Vocabulary, clean
 from hvdtrain.exits import BAD_DATA, Failure
 
 

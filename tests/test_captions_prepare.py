@@ -14,14 +14,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import ROOT, environment
 from PIL import Image
 from sklearn.datasets import load_sample_images
 
-from hvdtrain.data.caption_prepare import CaptionsConfig, prepare
-from hvdtrain.data.caption_prepared import open_captions
-from hvdtrain.data.captions import CaptionDataset, load
+from hvdtrain.captions.dataset import CaptionDataset
+from hvdtrain.captions.load import load
+from hvdtrain.captions.prepare import CaptionsConfig, prepare
+from hvdtrain.captions.prepared import open_captions
 from hvdtrain.exits import BAD_CONFIG, BAD_DATA, CANNOT_WRITE, Failure
-from tests.conftest import ROOT, environment
 
 PHOTOS = load_sample_images().images
 LISTS = ("Flickr_8k.trainImages.txt", "Flickr_8k.devImages.txt", "Flickr_8k.testImages.txt")
@@ -419,7 +420,7 @@ def test_a_damaged_folder_is_refused(tmp_path: Path) -> None:
 def test_ranks_that_start_together_prepare_once(tmp_path: Path) -> None:
     source = flickr(tmp_path / "in", told(60))
     (source / "Flicker8k_Dataset" / "p03.jpg").unlink()
-    program = "import sys; from hvdtrain.data.captions import load; print(load(sys.argv[1]).fingerprint)"
+    program = "import sys; from hvdtrain.captions.load import load; print(load(sys.argv[1]).fingerprint)"
     started = [
         subprocess.Popen(
             [sys.executable, "-c", program, f"flickr8k:{source}"],

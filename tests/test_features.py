@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from conftest import PROGRAMS, document, launch
 
+from hvdtrain.captions.features import extract
 from hvdtrain.data.prepared import cache_folder
 from hvdtrain.exits import CANNOT_WRITE, IO_ERROR, Failure
-from hvdtrain.features import extract
 from hvdtrain.models.vgg16 import FEATURES
 from hvdtrain.world import World
 

@@ -19,9 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain import config, exits, files, records
+from hvdtrain.captions.load import load
 from hvdtrain.cluster import hosts, throttle, topology
 from hvdtrain.cluster.throttle.watchdog import Store
-from hvdtrain.data import captions
 from hvdtrain.data.prepared import open_images
 from hvdtrain.exits import Failure
 from hvdtrain.models.vgg16_weights import Vgg16Config, import_weights, read_head
@@ -55,7 +55,7 @@ def images(path: Path) -> Any:
 
 def captioned(path: Path) -> Any:
     path.rename(path.with_name("index.json"))
-    return captions.load(str(path.parent))
+    return load(str(path.parent))
 
 
 def with_config(path: Path) -> Any:

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from conftest import document, launch
 
-from hvdtrain import bleu
-from hvdtrain.data.captions import CaptionSplit
-from hvdtrain.data.vocabulary import END, PAD, START, UNKNOWN, Vocabulary
+from hvdtrain.captions import bleu
+from hvdtrain.captions.dataset import CaptionSplit
+from hvdtrain.captions.generation import Floats, judge, write
+from hvdtrain.captions.vocabulary import END, PAD, START, UNKNOWN, Vocabulary
 from hvdtrain.exits import BAD_CONFIG, Failure
-from hvdtrain.generation import Floats, judge, write
 from hvdtrain.world import World
 
 LIMIT = 4
@@ -225,7 +225,7 @@ RANKS = """
 import json, sys
 sys.path.insert(0, {tests!r})
 from test_generation import problem
-from hvdtrain.generation import judge
+from hvdtrain.captions.generation import judge
 from hvdtrain.world import World
 world = World("torch")
 found = []

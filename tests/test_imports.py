@@ -55,20 +55,16 @@ ALLOWED = {
     "cluster": "",
     "sentinel": ".cluster",
     "sweep": ".cluster .config .progress .records rich",
-    "bleu": "numpy sacrebleu",
-    "generation": ".bleu .data .progress .world numpy",
-    "features": ".data .models .progress numpy",
-    "frozen": ".features .models",
-    "trained": ".arrays_file .checkpoint .data .frameworks .frozen .generation .models .records .threads .world numpy",
-    "contact_sheet": ".data PIL numpy",
-    "caption": ".contact_sheet .data .frameworks .generation .progress .trained numpy rich",
+    "captions": (
+        ".arrays_file .checkpoint .data .frameworks .models .progress .records .threads .world numpy PIL sacrebleu"
+    ),
     "workload": ".arrays_file .config .data .frameworks .lock .loop .records .run .strategies .threads .world",
-    "cli": ".config .data .models shtab",
+    "cli": ".captions .config .data .models shtab",
 }
 # Every other file of hvdtrain/ is a workload: it chooses and joins the parts.
 WORKLOAD = (
     ".checkpoint .config .data .evaluation .frameworks .loop .models .observe .progress .records .resume .run"
-    " .strategies .threads .timing .world .workload .bleu .caption .features .frozen .generation numpy rich"
+    " .strategies .threads .timing .world .workload .captions numpy"
 )
 FREE = {"__init__", "arguments", "exits", "files"}  # import nothing of ours but each other
 LATE = {"cli"}  # imports rooms and packages inside functions only, so that each subcommand loads its own part

@@ -23,7 +23,8 @@ import pytest
 from PIL import Image
 from runs import make
 
-from hvdtrain import caption, captioning, cli, config, exits, resnet, world
+from hvdtrain import captioning, cli, config, exits, resnet, world
+from hvdtrain.captions import command as captions
 from hvdtrain.cluster import launch
 from hvdtrain.cluster.throttle import request
 
@@ -84,7 +85,7 @@ def command(name: str) -> Callable[[list[str]], NoReturn]:
         return training
     if name in ("mpirun", "horovodrun"):
         return lambda words: exits.end(launch.main, [name, *words])
-    run = caption.main if name == "caption" else cli.COMMANDS[tuple(name.split())][1].run
+    run = captions.main if name == "caption" else cli.COMMANDS[tuple(name.split())][1].run
     return lambda words: exits.end(run, words)
 
 
@@ -95,7 +96,7 @@ def parser(name: str) -> argparse.ArgumentParser:
         cls = {"resnet": resnet.ResNetConfig, "captioning": captioning.CaptioningConfig}[name]
         return config.parser_for(cls, prog=name, purpose="")
     if name == "caption":
-        return caption.parser()
+        return captions.parser()
     if name == "throttle":
         return request.parser()
     return cli.COMMANDS[tuple(name.split())][1].parser()
@@ -216,7 +217,7 @@ def imported() -> None:
         "show",
     ):
         importlib.import_module(f"hvdtrain.results.{name}")
-    for name in ("data.images", "data.caption_prepare", "models.vgg16_weights", "sweep.__main__", "cluster.__main__"):
+    for name in ("data.images", "captions.prepare", "models.vgg16_weights", "sweep.__main__", "cluster.__main__"):
         importlib.import_module(f"hvdtrain.{name}")
     for name in COMMANDS:
         parser(name)

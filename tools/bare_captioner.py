@@ -23,12 +23,12 @@ parser.add_argument("--batch-size", type=int, default=32)
 parser.add_argument("--seed", type=int, default=0)
 args = parser.parse_args()
 
-from hvdtrain.data import captions  # noqa: E402
+from hvdtrain.captions.load import load  # noqa: E402
 from hvdtrain.models.captioner import CaptionerSpec, initial_state  # noqa: E402
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 LR = 2e-3
-dataset = captions.load("shapes")
+dataset = load("shapes")
 split = dataset.train
 spec = CaptionerSpec(vocabulary=len(dataset.vocabulary), encoder="small")
 state = initial_state(spec, args.seed)

@@ -27,7 +27,7 @@ import bench_captioning_hosts as hosts
 from bench import HEADS, RANKS, ROOT, aligned, launch, ratios, spread
 from PIL import Image
 
-from hvdtrain.data import captions
+from hvdtrain.captions.load import load
 from hvdtrain.data.loader import Loader
 
 BATCH = 32
@@ -73,7 +73,7 @@ def measure_parts(framework: str, rounds: int, folder: Path) -> dict[str, Any]:
 
 def padding_percent() -> float:
     """Share of the positions of an epoch's batches, of all ranks, at which no word is."""
-    split, words, positions = captions.load("shapes").train, 0, 0
+    split, words, positions = load("shapes").train, 0, 0
     for rank in range(RANKS):
         for batch in Loader(split, batch_size=BATCH, rank=rank, size=RANKS, seed=0).epoch(0):
             words += int(batch.weight)
@@ -86,7 +86,7 @@ def frozen_flags(framework: str, folder: Path) -> list[str]:
     source = folder / "scenes"
     if not source.exists():
         source.mkdir()
-        split = captions.load("shapes").train
+        split = load("shapes").train
         with (source / "captions.txt").open("w", newline="") as file:
             table = csv.writer(file)
             table.writerow(["image", "caption"])

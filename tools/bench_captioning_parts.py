@@ -21,9 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain import features, generation, trained, world
-from hvdtrain.data import captions
-from hvdtrain.data.vocabulary import END, START
+from hvdtrain import world
+from hvdtrain.captions import features, generation, trained
+from hvdtrain.captions.load import load
+from hvdtrain.captions.vocabulary import END, START
 from hvdtrain.models import vgg16
 
 PICTURES = 256
@@ -114,7 +115,7 @@ def bench_captions(framework: str, run: Path, rounds: int) -> dict[str, Any]:
     """Captions per second of the three ways, and of how many pictures all of them say the same."""
     left = trained.open_run(run)
     writer, _ = trained.model(left, framework, None)
-    inputs = np.array(captions.load("shapes").test.inputs[:PICTURES])
+    inputs = np.array(load("shapes").test.inputs[:PICTURES])
     said: dict[str, Words] = {}
     ways = {
         "batched": lambda: said.update(batched=generation.write(writer, inputs)),

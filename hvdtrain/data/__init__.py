@@ -6,7 +6,7 @@
     for batch in loader.epoch(0): ...
 
 A batch of images holds them as float32 in 0..1, laid out (samples, height, width, channels), and labels as int64; one
-of captions (hvdtrain.data.captions) holds what the model sees of their pictures, and tokens.
+of captions (hvdtrain.captions.dataset) holds what the model sees of their pictures, and tokens.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Batch:
 
     arrays: tuple[NDArray[Any], ...]
     """What the model's loss is called with. Of images: float32 (n, height, width, channels) in 0..1, and labels, int64
-    (n,); of captions see `hvdtrain.data.captions`."""
+    (n,); of captions see `hvdtrain.captions.dataset`."""
     weight: int
     """Samples of this rank in this step: images (n), or tokens to be predicted."""
     total_weight: int

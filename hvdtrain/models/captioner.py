@@ -35,7 +35,7 @@ from hvdtrain.exits import BAD_CONFIG, Failure
 Shapes = dict[str, tuple[int, ...]]
 
 PAD = 0
-"""The word id that fills up short captions (`hvdtrain.data.vocabulary`)."""
+"""The word id that fills up short captions (`hvdtrain.captions.vocabulary`)."""
 
 CONVOLUTIONS = (16, 32, 64, 64)
 """Output channels of the small encoder's convolutions."""

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.captions.features import extract
 from hvdtrain.exits import Failure
-from hvdtrain.features import extract
 from hvdtrain.models.vgg16 import FEATURES
 from hvdtrain.world import World
 

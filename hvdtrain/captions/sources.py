@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain import files
+from hvdtrain.captions.vocabulary import clean
 from hvdtrain.data.tree import walk
-from hvdtrain.data.vocabulary import clean
 from hvdtrain.exits import BAD_DATA, IO_ERROR, NO_PERMISSION, Failure
 
 TOKENS, TABLE = "Flickr8k.token.txt", "captions.txt"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from hvdtrain.captions.features import Encoder
 from hvdtrain.exits import BAD_CONFIG, Failure
-from hvdtrain.features import Encoder
 from hvdtrain.models import vgg16, vgg16_weights
 
 RANDOM = "random"

@@ -24,9 +24,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain import bleu
-from hvdtrain.data.captions import CaptionSplit
-from hvdtrain.data.vocabulary import END, PAD, START, UNKNOWN, Vocabulary
+from hvdtrain.captions import bleu
+from hvdtrain.captions.dataset import CaptionSplit
+from hvdtrain.captions.vocabulary import END, PAD, START, UNKNOWN, Vocabulary
 from hvdtrain.exits import BAD_CONFIG, Failure
 from hvdtrain.progress import Progress
 from hvdtrain.world import World

@@ -1,9 +1,5 @@
 """Pictures with sentences, as arrays: what a captioning model trains on and is judged by.
 
-    dataset = load("shapes")                     # drawn on the fly, no download: hvdtrain.data.shapes
-    dataset = load("flickr8k:/path/to/Flickr8k") # as it is distributed; prepared once, into the cache
-    dataset = load("prepared")                   # a folder made by `hvdtrain data captions`
-
 A sample is a **caption**, not a picture: a picture with five captions is five samples. What a batch weighs is not
 samples but **targets**, the words it must predict: each caption's words and the END behind them. A sum of losses over
 targets, divided by the targets of all ranks, is then the exact mean per word, however uneven the captions are.
@@ -19,18 +15,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdtrain.captions.vocabulary import PAD, Vocabulary
 from hvdtrain.data import Batch
-from hvdtrain.data.vocabulary import PAD, Vocabulary
-from hvdtrain.exits import BAD_DATA, Failure
 
 WINDOW = 64  # batches that are sorted by length together
-RAW = "flickr8k:"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,30 +152,3 @@ def assemble(
         test=test,
         fingerprint=fingerprint,
     )
-
-
-def load(name: str, *, verify: bool = False) -> CaptionDataset:
-    """The data set called `name`: 'shapes', 'flickr8k:DIR', or the path of a folder made by `hvdtrain data captions`.
-
-    DIR is a prepared folder too, or the data as distributed (hvdtrain.data.caption_sources): that is prepared once,
-    into `hvdtrain/captions` of the user's cache, by whichever process of the host comes first; the others wait for it.
-    `verify` reads a folder's large array too, though this host has done so before, and compares its SHA-256.
-    (It spawns worker processes, so a script must guard its main program when it calls this.)
-    Raises Failure: BAD_DATA for a folder that is missing, foreign or damaged, CANNOT_WRITE for the cache.
-    """
-    if name == "shapes":
-        from hvdtrain.data import shapes
-
-        return shapes.load()
-
-    folder = Path(name.removeprefix(RAW))
-    if not folder.is_dir():
-        known = "'shapes', 'flickr8k:DIR' or a folder made by `hvdtrain data captions`"
-        raise Failure(f"no captions '{name}': name {known}", BAD_DATA)
-    if name.startswith(RAW) and not (folder / "index.json").exists():
-        from hvdtrain.data.caption_prepare import cached
-
-        folder = cached(folder)
-    from hvdtrain.data.caption_prepared import open_captions
-
-    return open_captions(folder, verify=verify)

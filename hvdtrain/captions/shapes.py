@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.data.captions import CaptionDataset, assemble
-from hvdtrain.data.vocabulary import Vocabulary
+from hvdtrain.captions.dataset import CaptionDataset, assemble
+from hvdtrain.captions.vocabulary import Vocabulary
 
 SEED = 20220
 SIZE = 64

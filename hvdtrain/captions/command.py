@@ -24,16 +24,17 @@ from pathlib import Path
 
 import numpy as np
 
-from hvdtrain import contact_sheet, exits, frameworks, generation
+from hvdtrain import exits, frameworks
 from hvdtrain.arguments import Parser
-from hvdtrain.contact_sheet import Card
-from hvdtrain.data import captions
-from hvdtrain.data.captions import CaptionSplit
+from hvdtrain.captions import contact_sheet, generation
+from hvdtrain.captions.contact_sheet import Card
+from hvdtrain.captions.dataset import CaptionSplit
+from hvdtrain.captions.load import load
+from hvdtrain.captions.trained import Encode, Pixels, model, open_run
+from hvdtrain.captions.vocabulary import Vocabulary
 from hvdtrain.data.pixels import pixels, reason
-from hvdtrain.data.vocabulary import Vocabulary
 from hvdtrain.exits import Failure, printable
 from hvdtrain.progress import Progress
-from hvdtrain.trained import Encode, Pixels, model, open_run
 
 SCHEMA = "hvdtrain/captions/1"
 SHEET = "captions.html"
@@ -63,7 +64,7 @@ def main(arguments: list[str]) -> int:
     framework = frameworks.resolve(asked.framework)
     problems: list[dict[str, str]] = []
     if asked.split:
-        split: CaptionSplit = getattr(captions.load(trained.config["data"]), asked.split)
+        split: CaptionSplit = getattr(load(trained.config["data"]), asked.split)
         count = min(asked.limit, len(split.names))
         pictures = of_split(split, count, sheet=asked.html)
     else:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain import files
-from hvdtrain.data.captions import CaptionDataset, assemble
+from hvdtrain.captions.dataset import CaptionDataset, assemble
+from hvdtrain.captions.vocabulary import Vocabulary
 from hvdtrain.data.prepared import PARTS, open_array, opening, whole_numbers
-from hvdtrain.data.vocabulary import Vocabulary
 from hvdtrain.exits import BAD_DATA, Failure
 
 SCHEMA = "hvdtrain.captions/1"

@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain import checkpoint, exits, files, frozen, generation, records, threads, world
+from hvdtrain import checkpoint, exits, files, records, threads, world
 from hvdtrain.arrays_file import Arrays
-from hvdtrain.data.vocabulary import Vocabulary
+from hvdtrain.captions import frozen, generation
+from hvdtrain.captions.vocabulary import Vocabulary
 from hvdtrain.exits import Failure
 from hvdtrain.models import captioner
 

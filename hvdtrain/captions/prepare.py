@@ -1,9 +1,9 @@
 """Pictures with captions -> one folder of arrays: `hvdtrain data captions Flickr8k prepared`.
 
-**In**: what hvdtrain.data.caption_sources reads. **Out**: DST with
+**In**: what hvdtrain.captions.sources reads. **Out**: DST with
   * `pictures.npy` (N, height, width, 3) uint8, made of the files as hvdtrain.data.images tells;
   * `captions.json`: of each picture, in the same order, its name and its cleaned sentences;
-  * `vocabulary.json`: of the training captions, hvdtrain.data.vocabulary;
+  * `vocabulary.json`: of the training captions, hvdtrain.captions.vocabulary;
   * `index.json`: what all this is, statistics, every bad sample with its reason, sizes and SHA-256 of the files.
 
 **The cut** into train, validation and test is the source's own if it has one (Flickr8k's three lists, Karpathy's
@@ -35,9 +35,11 @@ import PIL
 from numpy.typing import NDArray
 
 from hvdtrain import __version__, files
-from hvdtrain.data import caption_sources, stratify
-from hvdtrain.data.caption_prepared import FILES, SCHEMA
-from hvdtrain.data.caption_sources import Source
+from hvdtrain.captions import sources
+from hvdtrain.captions.prepared import FILES, SCHEMA
+from hvdtrain.captions.sources import Source
+from hvdtrain.captions.vocabulary import Vocabulary
+from hvdtrain.data import stratify
 from hvdtrain.data.images import (
     ImagesConfig,
     alone,
@@ -53,7 +55,6 @@ from hvdtrain.data.images import (
 from hvdtrain.data.pixels import Bad
 from hvdtrain.data.prepared import PARTS, cache_folder
 from hvdtrain.data.tree import Tree, draw_lot
-from hvdtrain.data.vocabulary import Vocabulary
 from hvdtrain.exits import BAD_CONFIG, BAD_DATA, CANNOT_WRITE, Failure
 
 SUMMARY = "hvdtrain.data.captions/1"
@@ -128,7 +129,7 @@ class Plan:
 
 
 def _plan(config: CaptionsConfig) -> Plan:
-    source = caption_sources.find(Path(config.source), config.max_words)
+    source = sources.find(Path(config.source), config.max_words)
     files = sorted(source.captions)
     lots = np.array([draw_lot(config.seed, file) for file in files], np.uint64)
     if source.parts is None:

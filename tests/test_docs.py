@@ -5,7 +5,10 @@ from __future__ import annotations
 import importlib
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +97,7 @@ def parse(words: list[str]) -> None:
         return
     module = importlib.import_module(program)
     if arguments[:1] == ["caption"]:
-        importlib.import_module("hvdtrain.caption").parser().parse_args(arguments[1:])
+        importlib.import_module("hvdtrain.captions.command").parser().parse_args(arguments[1:])
         return
     made = next(value for name, value in vars(module).items() if name.endswith("Config") and name != "TrainConfig")
     asked: Any = config.parse(made, arguments, prog=program, purpose="")
@@ -109,6 +112,31 @@ def test_commands_parse(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for words in commands(page):
         try:
             parse(words)
-        except BaseException as error:  # argparse ends the process
+        except SystemExit as ended:  # --help
+            if ended.code:
+                wrong[shlex.join(words)] = str(ended)
+        except Exception as error:
             wrong[shlex.join(words)] = f"{type(error).__name__}: {error}"
     assert wrong == {}
+
+
+def test_the_readme_is_short_and_ci_runs_its_commands() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert readme.count("\n") <= 130
+    assert {"    make demo ", "    make test "} <= {line[:14] for line in readme.splitlines()}
+    assert "\nstep make test\n" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_the_headline_figure_is_that_of_the_table(tmp_path: Path) -> None:
+    drawn = tmp_path / "headline.svg"
+    subprocess.run([sys.executable, ROOT / "tools" / "headline.py", drawn], check=True)
+    figure = ROOT / "docs" / "figures" / "time_to_accuracy.svg"
+    assert drawn.read_text() == figure.read_text(), "the table has changed: run python tools/headline.py"
+    assert figure.name in (ROOT / "README.md").read_text()
+
+
+def test_contributing_names_every_test() -> None:
+    named = re.findall(r"`(test_[\w*]+)`", (ROOT / "CONTRIBUTING.md").read_text())
+    here = [path.stem for path in (ROOT / "tests").glob("test_*.py")]
+    assert [name for name in here if not any(fnmatchcase(name, each) for each in named)] == []
+    assert [each for each in named if not any(fnmatchcase(name, each) for name in here)] == []

@@ -1,4 +1,4 @@
-"""Command lines: the parser of all commands but those of training, and what was meant by a word that nobody knows."""
+"""The argument parser of all commands but training, and suggestions for misspelt words."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hvdtrain.exits import USAGE, Failure
 
 
 def near(word: str, known: Iterable[str]) -> str:
-    """`, did you mean --json?` if one of `known` looks like `word`, else nothing."""
+    """`, did you mean --json?` if one of `known` resembles `word`, else an empty string."""
     choices = list(known)
     if word.startswith("-"):
         word = word.partition("=")[0]
@@ -23,7 +23,7 @@ def near(word: str, known: Iterable[str]) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """Help that starts with the purpose; errors on one line, with the word that may have been meant (Failure 2)."""
+    """Help starts with the purpose; an error is a Failure (2) of one line with a suggestion for the misspelt word."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter, **settings})
@@ -41,7 +41,7 @@ class Parser(argparse.ArgumentParser):
         return formatter.format_help()
 
     def flags(self) -> Iterator[str]:
-        """Its own and those of its subcommands."""
+        """Option strings of this parser and of its subcommands."""
         for action in self._actions:
             yield from action.option_strings
             if isinstance(action, argparse._SubParsersAction):

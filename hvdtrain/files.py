@@ -1,8 +1,8 @@
-"""Files that somebody else may have written, or put there: whatever is opened is a plain file, whatever is read ends.
+"""Reads files that somebody else may have written: only plain files, only up to a limit.
 
 Every reader of a file that a user names, or that lies where others can write, opens it here. A pipe or a device is
-refused before it is opened, since reading it may never end; a file beyond the reader's limit is refused before it fills
-the memory; a document nested so deeply that it would exhaust the stack is refused as one that is no document.
+refused before it is opened, because reading it may never end; a file beyond the reader's limit is refused before it
+fills the memory; a document nested so deeply that it would exhaust the stack is refused as malformed.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from hvdtrain.exits import NO_PERMISSION, Failure
 
 MIB = 1 << 20
 SETTINGS_BYTES = MIB
-"""Of a file that people write: TOML, host lists"""
+"""Limit of a file that people write: TOML, host lists"""
 DEEPEST = 64
-"""Levels of a JSON or TOML document; ours have fewer than ten"""
+"""Most levels of a JSON or TOML document; ours have fewer than ten"""
 _NO_KEYS = re.compile(
     rb'''
     """(?: [^"\\] | \\.? | "(?!"") )*+ (?: "{3,5} | \Z )  # the last two of five quotes belong to the string
@@ -34,7 +34,8 @@ _NO_KEYS = re.compile(
     ''',
     re.VERBOSE | re.DOTALL,
 )
-"""Strings and comments of TOML. An open one ends where tomllib refuses it, so that none hides a key from the check."""
+"""Matches strings and comments of TOML. One without an end matches up to where tomllib reports it, so that it cannot
+hide a key from the check."""
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a pipe",
@@ -45,8 +46,8 @@ _KINDS = {
 
 
 def open_plain(path: str | Path) -> BufferedReader:
-    """Opens a plain file to read; raises OSError, for anything else with the words "a pipe, not a plain file"."""
-    _plain(path, Path(path).stat())  # before it is opened: to open a device may already do something
+    """Opens a plain file for reading. Raises OSError; for another kind its text is "a pipe, not a plain file", say."""
+    _plain(path, Path(path).stat())  # before it is opened, because opening a device may have an effect
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         _plain(path, os.fstat(file))
@@ -63,7 +64,7 @@ def _plain(path: str | Path, about: os.stat_result) -> None:
 
 
 def read(path: str | Path, most_bytes: int) -> bytes:
-    """All of a plain file. Raises OSError, also if it has more than `most_bytes`."""
+    """The content of a plain file. Raises OSError, also for a file of more than `most_bytes`."""
     with open_plain(path) as file:
         data = file.read(most_bytes + 1)
     if len(data) > most_bytes:
@@ -72,7 +73,7 @@ def read(path: str | Path, most_bytes: int) -> bytes:
 
 
 def from_json(data: str | bytes) -> Any:
-    """The value of a JSON text; raises ValueError for anything else, and for one of more than DEEPEST levels."""
+    """The value of a JSON text. Raises ValueError for malformed text and for more than DEEPEST levels."""
     try:
         return _shallow(json.loads(data))
     except RecursionError:
@@ -80,9 +81,9 @@ def from_json(data: str | bytes) -> Any:
 
 
 def from_toml(data: bytes) -> dict[str, Any]:
-    """The tables of a TOML file, with or without a byte order mark; raises ValueError as `from_json` does."""
+    """The tables of a TOML file, with or without a byte order mark. Raises ValueError as `from_json` does."""
     bare = _NO_KEYS.sub(b"", data)
-    if any(part.count(b".") > DEEPEST for part in re.split(rb"[=,\n]", bare)):  # a key for which tomllib takes minutes
+    if any(part.count(b".") > DEEPEST for part in re.split(rb"[=,\n]", bare)):  # tomllib needs minutes for such a key
         raise ValueError(f"a key of more than {DEEPEST} parts")
     try:
         return _shallow(tomllib.loads(data.decode("utf-8-sig")))
@@ -101,16 +102,17 @@ def _shallow(value: Any) -> Any:
 
 
 def refused(path: str | Path, error: OSError, code: int, hint: str) -> Failure:
-    """What `open_plain` and `read` raise, as one line that ends with `hint`; without access its code is 77."""
+    """The Failure for an OSError of `open_plain` or `read`: one line ending in `hint`; exit code `code`, or 77 without
+    access."""
     denied = isinstance(error, PermissionError)
     return Failure(f"{path}: {error.strerror or error}; {hint}", NO_PERMISSION if denied else code)
 
 
 def open_lock(path: str | Path) -> int:
-    """A descriptor to flock(2): of the file at `path`, made if absent, never followed, written or cut short.
+    """Opens `path` for flock(2) and returns its descriptor; makes the file if absent, never writes or truncates it.
 
-    Another user's file opens for reading, which is enough to lock it. Raises OSError, also for a link and anything
-    else that is no plain file.
+    Another user's file is opened for reading, which is enough to lock it. Raises OSError, also for a symbolic link and
+    anything else that is not a plain file.
     """
     flags = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:

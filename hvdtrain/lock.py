@@ -1,8 +1,8 @@
-"""A run's folder belongs to one job at a time: two that save there at once destroy each other's checkpoints.
+"""Locks a run's folder for one job: two jobs that save there would destroy each other's checkpoints.
 
-The first rank of each host holds an flock(2) on a file in the folder until the run ends, and the kernel lets go of it
-however the process ends; so no lock is ever stale. What the file says only tells others whose it is. Linux keeps
-flock on NFS for all clients (nfs(5), `local_lock=none`); with `nolock` or `local_lock=flock` each host sees its own.
+The first rank of each host holds an flock(2) on a file in the folder until the run ends. The kernel releases it
+however the process ends, so no lock is ever stale; the file's content only names the holder. Linux enforces flock on
+NFS between clients (nfs(5), `local_lock=none`); with `nolock` or `local_lock=flock` a lock counts on its host only.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from hvdtrain.exits import Failure
 NAME = ".lock"
 LONGEST_BYTES = 512
 TOLD_S = 0.2
-"""For a holder that has just begun to write who it is"""
+"""Wait before reading the holder's name, which it writes after it has locked the file"""
 UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""What file systems without locks answer"""
+"""Errors of file systems without locks"""
 _held: list[int] = []
-"""Descriptors, open until `release` or the end of this process"""
+"""Descriptors that hold the locks, open until `release` or the end of this process"""
 
 
 def take(folder: Path, job: str, since_utc: str) -> None:
-    """Holds `folder`, which exists, for the job of this name; another process of the same job may hold it too.
+    """Locks `folder`, which exists, for the job of this name. Another process of the same job may hold the lock.
 
-    Follows no link and changes no file but its own. Raises Failure (73) if another job holds it, or OSError.
+    Follows no symbolic link and changes no file but the lock. Raises Failure (73) if another job holds it, or OSError.
     """
     path = folder / NAME
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
@@ -48,7 +48,7 @@ def take(folder: Path, job: str, since_utc: str) -> None:
         except BlockingIOError:
             time.sleep(TOLD_S)
             holder = _holder(file)
-            if holder.get("job") == job:  # a host that shares the folder with this one
+            if holder.get("job") == job:  # another host of this job shares the folder
                 os.close(file)
                 return
             pid, host, utc = (re.sub(r"[^\w.:-]", "?", str(holder.get(key)))[:64] for key in ("pid", "host", "utc"))
@@ -71,13 +71,13 @@ def take(folder: Path, job: str, since_utc: str) -> None:
 
 
 def release() -> None:
-    """Lets go of all that this process holds."""
+    """Releases all locks of this process."""
     while _held:
         os.close(_held.pop())
 
 
 def _holder(file: int) -> dict[str, Any]:
-    """What the lock file says; nothing if it is none of ours."""
+    """The holder as the lock file names it; empty if the content is not ours."""
     try:
         said = json.loads(os.pread(file, LONGEST_BYTES, 0))
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Keeps what C++ libraries print as they start, whatever their log level, out of what users read."""
+"""Hides lines that C++ libraries print on stderr at their start, whatever their log level."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def without(notes: tuple[bytes, ...]) -> Iterator[None]:
-    """Drops the lines with any of `notes` that the process prints on stderr meanwhile; others come out afterwards."""
+    """Within it, drops lines on stderr that contain one of `notes`; other lines are printed when it ends."""
     kept = os.dup(2)
     with tempfile.TemporaryFile() as caught:
         os.dup2(caught.fileno(), 2)

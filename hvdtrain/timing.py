@@ -1,7 +1,8 @@
-"""Separate clocks for separate work: labelled spans that end only when the device has finished.
+"""Measures kinds of work by separate clocks: a labelled span ends when the device has finished its work.
 
-MLPerf's rule (and cruz2021's): loading and initialisation are outside the timed run; training, validation, test and
-checkpoints are timed apart, and the first steps of a process, slower while caches and kernels warm up, are marked.
+The rule is MLPerf's (and Cruz Varona's, 2021): loading and initialisation are outside the timed run; training,
+validation, test and checkpoints are timed apart; the first steps of a process, slower while caches and kernels warm up,
+are marked.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from pathlib import Path
 from hvdtrain import records
 
 WARMUP_STEPS = 3
-"""Steps at the start of a process that count as warm-up and stay out of rates."""
+"""Steps at the start of a process that count as warm-up and are left out of rates"""
 
 
 class Clock:
-    """Adds up the seconds spent under each label. `sync` waits until the device has done all work given to it."""
+    """Adds up seconds by label. `sync` blocks until the device has finished all work given to it."""
 
     def __init__(self, sync: Callable[[], None] = lambda: None) -> None:
         self._sync = sync
@@ -35,7 +36,7 @@ class Clock:
         self._seconds[label] = self._seconds.get(label, 0.0) + time.perf_counter() - start
 
     def take(self, label: str) -> float:
-        """Seconds under `label` since it was last taken."""
+        """Seconds under `label` since the last `take` of it."""
         return self._seconds.pop(label, 0.0)
 
 
@@ -46,7 +47,7 @@ class Spent:
     data_s: float = 0.0
     compute_s: float = 0.0
     exchange_s: float | None = 0.0
-    """None if the framework does not tell it from computing"""
+    """None if the framework cannot separate exchange from computation"""
 
     def add(self, step: records.Step) -> None:
         if step.warmup:
@@ -60,7 +61,7 @@ class Spent:
 
 
 def step_shares(ranks: Sequence[Spent]) -> dict[str, float]:
-    """See `records.Summary.step_shares`; empty if a rank has made no steps or cannot tell."""
+    """The mean over ranks, see `records.Summary.step_shares`; empty if a rank has no timed step or no exchange_s."""
     shares = []
     for rank in ranks:
         whole_s = rank.data_s + rank.compute_s + (rank.exchange_s or 0.0)
@@ -73,6 +74,6 @@ def step_shares(ranks: Sequence[Spent]) -> dict[str, float]:
 
 
 def process_age_s() -> float:
-    """Seconds since this process started (proc(5): field 22 of stat, in clock ticks since boot)."""
+    """Seconds since this process started (proc(5): field 22 of stat, clock ticks since boot)."""
     started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started

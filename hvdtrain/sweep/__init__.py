@@ -1,7 +1,7 @@
-"""A grid of experiments, run point by point and taken up again where it was left: `hvdtrain sweep FILE.toml`.
+"""Runs a grid of experiments point by point, and continues it after a stop: `hvdtrain sweep FILE.toml`.
 
-`file` reads what is asked, `plan` makes runs of it and orders them, `command` says what is typed for each, `preview`
-asks the workload what a run will be, `lacking` what this machine cannot do, `estimate` how long it takes, `network`
-brings hosts up and throttles their links, `folder` knows what is done and whether its record fits, `execute` runs it
-all, `show` tells about it; `__main__` is the command.
+`file` reads and checks the TOML file, `plan` makes an ordered list of runs of it, `command` builds the command line of
+each, `preview` asks the workload for a run's dry run, `lacking` finds what this machine does not have, `estimate`
+predicts durations, `network` brings hosts up and throttles their links, `folder` tells whether a run is done and its
+records fit, `execute` runs everything, `show` prints progress and results; `__main__` is the command line.
 """

@@ -75,9 +75,10 @@ def parser() -> Parser:
 
 
 def prepare(asked: argparse.Namespace) -> tuple[Task, int]:
-    """Everything that is known before the first run; and how many combinations are the same run as another.
+    """The task, and how many combinations were dropped because they are the same run as another.
 
-    Raises Failure (2, 69, 78): settings that a workload refuses are told before hours have gone by.
+    Every workload checks its settings here, so that an error appears before the first run and not after hours. Raises
+    Failure (2, 69, 78).
     """
     file.read(asked.file, asked.set)  # before the workloads are asked for their flags, which takes seconds
     sweep = file.read(asked.file, asked.set, preview.flags())
@@ -113,14 +114,14 @@ def _chosen(run: plan.Run, globs: list[str]) -> bool:
 
 
 def _can_be_asked(point: plan.Point) -> bool:
-    """Whether its workload can foretell it here."""
+    """Whether its workload can make a dry run here: its framework is installed and the number of ranks is known."""
     framework = point.flags.get("framework", "auto")
     there = [lacking.installed(name) for name in lacking.COUNT if framework in (name, "auto")]
     return isinstance(point.settings["ranks_per_host"], int) and any(there)
 
 
 def dry_run(task: Task, merged: int, as_json: bool) -> int:
-    """Prints what would be done."""
+    """Prints the runs, their commands and durations; returns the exit code."""
     name = cluster_name(task.sweep, task.root)
     words = {o.run.name: execute.command_of(task, o, name) if o.run.name in task.flags else [] for o in task.outcomes}
     waiting = task.waiting()
@@ -148,11 +149,7 @@ def dry_run(task: Task, merged: int, as_json: bool) -> int:
                     print(f"      {typed(words_)}")
         estimate = task.estimator.of(outcome.run)
         guessed = guessed or estimate.basis == "guess"
-        takes = (
-            "nobody can tell how long"
-            if estimate.seconds is None
-            else f"{duration(estimate.seconds)} ({estimate.basis})"
-        )
+        takes = "duration unknown" if estimate.seconds is None else f"{duration(estimate.seconds)} ({estimate.basis})"
         print(
             f"{outcome.run.order + 1:4d}  {outcome.run.name}: {takes}{f'; {outcome.reason}' if outcome.reason else ''}"
         )
@@ -174,7 +171,7 @@ def dry_run(task: Task, merged: int, as_json: bool) -> int:
 
 
 def run(task: Task, as_json: bool) -> int:
-    """Does what is to be done, and tells how it ended."""
+    """Executes the waiting runs and prints the outcome; returns the exit code."""
     began = time.monotonic()
     dropped = sorted(name for name in os.environ if name.startswith("HVDTRAIN_"))
     if dropped:

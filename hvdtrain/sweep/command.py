@@ -1,4 +1,4 @@
-"""What is typed for each run, and with what environment: lists of words that a dry run prints as they are."""
+"""The command line and environment of each run. A dry run prints the same lists of words that are executed."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ SCRIPTS = {
 
 
 def script(name: str) -> Command:
-    """How it is called from here; where the package is installed without its checkout, by its module."""
+    """The words that call a script of the checkout; an installed package without a checkout calls its module."""
     if not (CHECKOUT / name).is_file():
         return [sys.executable, "-P", "-m", *SCRIPTS[name]]  # -P: nothing is imported from the current folder, as root
     return [name if Path.cwd() == CHECKOUT else str(CHECKOUT / name)]
 
 
 def as_root(command: Command) -> Command:
-    """Through sudo, where it asks nothing."""
+    """The command through sudo, which must not ask for a password; unchanged for root."""
     return command if os.geteuid() == 0 else ["sudo", "-n", *command]
 
 
 def environment() -> dict[str, str]:
-    """What a run on this machine gets: as on a virtual host; HVDTRAIN_* would change what the file asks for."""
+    """Environment of a run on this machine: as on a virtual host, without HVDTRAIN_*, which would override the file."""
     user = pwd.getpwuid(os.geteuid())
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("HVDTRAIN_")}
     kept = enter.environment(inherited, user, ("SSH_AUTH_SOCK", "NVIDIA_*", "XDG_CACHE_HOME", "SLURM_*", "HOSTNAME"))
@@ -46,7 +46,7 @@ def environment() -> dict[str, str]:
 
 
 def names(cluster: ClusterSpec, count: int, known: Sequence[str] = ()) -> list[str]:
-    """The hosts that take part: the first ones. `known` are those of an existing cluster."""
+    """Names of the first `count` hosts of the cluster. `known`: the hosts of an existing cluster."""
     every = cluster.virtual or cluster.machines or known or [chr(ord("a") + number) for number in range(count)]
     return list(every[:count])
 
@@ -54,7 +54,7 @@ def names(cluster: ClusterSpec, count: int, known: Sequence[str] = ()) -> list[s
 def launch(
     run: Run, flags: Command, folder: Path, *, cluster: ClusterSpec | None, name: str, known: Sequence[str] = ()
 ) -> Command:
-    """The whole command of a run; `name` is that of the virtual cluster."""
+    """The whole command of a run; `name`: of the virtual cluster."""
     asked = run.point.settings
     program = ["python", "-m", f"hvdtrain.{asked['workload']}", *flags]
     program += ["--run-dir", str(folder), "--json"]
@@ -83,7 +83,7 @@ def down(name: str) -> Command:
 
 
 def throttle(rate: str, cluster: ClusterSpec, name: str) -> Command:
-    """Sets the rate of every link, or puts back what was there."""
+    """Sets the rate of every link; `unlimited` restores the links as they were."""
     where = ["--name", name]
     if cluster.hostfile:
         where = ["--hostfile", cluster.hostfile, "--dev", cluster.dev or ""]
@@ -91,7 +91,8 @@ def throttle(rate: str, cluster: ClusterSpec, name: str) -> Command:
 
 
 def verify(hosts: Sequence[str], cluster: ClusterSpec, name: str, off_percent: float) -> list[Command]:
-    """Measures the links of these hosts: one command, or for real machines one per host, each against the next."""
+    """Commands that measure the links of these hosts: one for a virtual cluster, one per host for real machines, each
+    against the next host."""
     words = [*script("tools/throttle.sh"), "verify", "--json", "--tolerance", f"{off_percent:g}", "--seconds", "2"]
     if not cluster.hostfile:
         return [[*words, "--name", name, "--host", ",".join(hosts)]]

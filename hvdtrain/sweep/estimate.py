@@ -1,4 +1,5 @@
-"""How long a run takes: as earlier ones like it did, or one near it corrected for the wire, or a rough guess."""
+"""Predicts how long a run takes: from earlier runs of equal settings, else from a similar run with its time on the wire
+corrected, else from a rough model."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from hvdtrain.sweep.plan import Point, Run
 from hvdtrain.sweep.preview import Preview
 
 START_S = {"torch": (2.0, 2.5), "tensorflow": (4.0, 7.0)}
-"""From the launch to the first step: as it is, and to be divided by the cores that a rank has, if less than one"""
+"""Seconds from launch to first step: a fixed part, and a part to divide by the rank's cores if it has less than one"""
 LINKS_S = 2.0
 """To measure the links before step 0"""
 VERIFY_S = 6.0
@@ -24,7 +25,8 @@ VERIFY_S = 6.0
 CLUSTER_S = 3.0
 """To bring a virtual cluster up, and down"""
 SAMPLE_S, SAMPLE_PER_PARAMETER_S = 0.65e-3, 0.145e-9
-"""Of one core, forward and backward, per 1,024 pixels: ResNet-34 at widths 0.25 and 1 on this kind of machine"""
+"""Forward and backward pass of one sample of 1,024 pixels on one core: constant, and per parameter. Fitted to ResNet-34
+at widths 0.25 and 1 on a virtual machine with two cores"""
 FORMULA = (
     "a guess is start + steps x (compute + wire): 2 s + 2.5 s of a core to start (TensorFlow 4 + 7), 2 s for links;"
     " 0.65 ms + 0.145 ms per million parameters and sample of 1,024 pixels, on one core;"
@@ -36,9 +38,9 @@ NEAR_MAY_DIFFER = ("seed", "rate", "hosts", "strategy", "label", "launcher", "dd
 @dataclasses.dataclass(frozen=True)
 class Estimate:
     seconds: float | None
-    """None: nobody can tell"""
+    """None: unknown"""
     basis: str
-    """measured, near (a run of other rate, hosts or strategy), guess or unknown"""
+    """measured (equal settings), near (other rate, hosts or strategy), guess (the model) or unknown"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,14 +51,14 @@ class _Known:
 
 
 class Estimator:
-    """Learns from the runs under a root, and from those that end meanwhile."""
+    """Predicts from the finished runs under a root and those that finish during the sweep."""
 
     def __init__(self, previews: dict[str, Preview], cluster: ClusterSpec | None) -> None:
         self._previews, self._cluster = previews, cluster
         self._known: list[_Known] = []
 
     def read(self, root: Path) -> None:
-        """Takes note of every finished run of any sweep under the root."""
+        """Reads every finished run of any sweep under the root."""
         for path in sorted(root.glob("*/*/point.json")):
             point, end = document(path), summary(path.parent)
             if point is None or end is None or not (path.parent / "COMPLETE").exists():
@@ -72,7 +74,7 @@ class Estimator:
         self._known.append(_Known(run.point.settings, seconds, preview.plan["steps"] if preview else 0))
 
     def of(self, run: Run) -> Estimate:
-        """How long the run takes from launch to end; without throttle and cool-down."""
+        """Seconds from launch to end, without setting the throttle and without cool-down."""
         point = run.point
         preview = self._previews.get(point.name)
         same = [
@@ -98,7 +100,7 @@ class Estimator:
         return Estimate(start_s + steps * (guessed_s + wire_s), "guess")
 
     def wire_s(self, point: Point) -> float:
-        """Seconds per step that the wire needs at least, gradients uncompressed."""
+        """The least seconds per step that an uncompressed allreduce needs on the wire."""
         preview = self._previews.get(point.name)
         return self._wire_of(point.settings, preview) if preview else 0.0
 
@@ -114,7 +116,7 @@ class Estimator:
         return fixed_s + core_s / cores + (LINKS_S if point.hosts > 1 else 0.0)
 
     def _compute_s(self, point: Point, preview: Preview) -> float | None:
-        """Per step; None for a GPU, of which nothing is known, and for other data than images."""
+        """Seconds of computation per step; None for a GPU and for data that are not images."""
         if point.flags.get("device") == "gpu" or not preview.pixels:
             return None
         sample_s = (SAMPLE_S + SAMPLE_PER_PARAMETER_S * preview.parameters) * preview.pixels / 1024
@@ -136,7 +138,7 @@ def _distance(one: dict[str, Any], other: dict[str, Any]) -> tuple[int, int]:
 
 
 def _cores(settings: dict[str, Any], cluster: ClusterSpec | None) -> float:
-    """Cores of each host: its share, and of virtual hosts no more than the machine has for each."""
+    """Cores of each host; virtual hosts share the machine's cores, up to their CPU share."""
     mine = float(len(os.sched_getaffinity(0)))
     if settings["on"] == "machine" or not (cluster and (cluster.virtual or cluster.existing)):
         return mine
@@ -145,5 +147,5 @@ def _cores(settings: dict[str, Any], cluster: ClusterSpec | None) -> float:
 
 
 def _compute_share(one: dict[str, Any], other: dict[str, Any], cluster: ClusterSpec | None) -> float:
-    """How much longer a step's computing takes at other settings, as its host has fewer cores."""
+    """Factor by which computation takes longer at the `other` settings, from the cores per host."""
     return _cores(one, cluster) / _cores(other, cluster)

@@ -1,4 +1,4 @@
-"""Runs a sweep: hosts up, rate set and measured, job launched, record checked; once more after a failure."""
+"""Runs a sweep: brings hosts up, sets and measures the rate, launches jobs, checks their records, retries once."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ MACHINE_LOCK = "hvdtrain-sweep.lock"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-    """All that is known of a sweep before it starts."""
+    """A sweep as planned, before its first run."""
 
     sweep: Sweep
     root: Path
     """The sweep's own folder"""
     outcomes: list[Outcome]
-    """One per run, in order; those that are done or cannot run say so"""
+    """One per run, in order; `state` tells which are done and which cannot run here"""
     previews: dict[str, Preview]
     estimator: Estimator
     flags: dict[str, Command]
-    """By name of the run: what its workload is told"""
+    """Name of the run -> flags of its workload"""
 
     def waiting(self) -> list[Outcome]:
         return [outcome for outcome in self.outcomes if outcome.state == "waiting"]
 
     def left_s(self, left: list[Outcome], rate: str | None = None) -> float | None:
-        """What these runs are expected to take, with throttling and rests; None if that of one is unknown.
+        """Expected seconds of these runs with throttling and cool-down; None if one of them is unknown.
 
-        `rate`: what the links are set to now.
+        `rate`: the current rate of the links.
         """
         total, first = 0.0, rate is None
         for outcome in left:
@@ -65,7 +65,7 @@ class Task:
 
 
 def classify(task: Task, lacking: dict[str, str]) -> None:
-    """Finds what is done and what cannot be done here; changes nothing on disk."""
+    """Sets the state of each outcome: done before, lacking something here, or waiting. Changes nothing on disk."""
     for outcome in task.outcomes:
         point = outcome.run.point
         state, reason = folder.state(outcome.folder, outcome.run, task.previews.get(point.name))
@@ -80,7 +80,7 @@ def classify(task: Task, lacking: dict[str, str]) -> None:
 
 @contextlib.contextmanager
 def alone(root: Path) -> Iterator[tuple[int, ...]]:
-    """One sweep at a time on this machine, and one per folder. Raises Failure: 1 if there is another, 73."""
+    """Locks the machine and the folder against other sweeps; yields the locks' descriptors. Raises Failure (1, 73)."""
     handles: list[int] = []
     path = Path(tempfile.gettempdir()) / MACHINE_LOCK
     try:
@@ -105,7 +105,7 @@ def alone(root: Path) -> Iterator[tuple[int, ...]]:
                     f"{what} is running on this machine, or its last job ({told or 'it does not say which'}): "
                     "they would spoil each other's figures; wait for it, or end it"
                 ) from error
-        if os.pread(handles[1], 8, 0) in (b"", b"process "):  # else it is not what we take it for
+        if os.pread(handles[1], 8, 0) in (b"", b"process "):  # else the file is not our lock
             with contextlib.suppress(OSError):  # the file may be another user's
                 os.ftruncate(handles[1], 0)
                 os.pwrite(handles[1], f"process {os.getpid()}, {root}".encode(), 0)
@@ -116,7 +116,7 @@ def alone(root: Path) -> Iterator[tuple[int, ...]]:
 
 
 def most_hosts(left: Sequence[Outcome]) -> int:
-    """Of the next runs, the largest number of hosts before the rate changes: so many links are measured at once."""
+    """The largest number of hosts among the next runs of equal rate; their links are measured together."""
     found = 1
     rate = left[0].run.point.rate
     for point in (outcome.run.point for outcome in left if outcome.run.point.hosts > 1):
@@ -127,7 +127,7 @@ def most_hosts(left: Sequence[Outcome]) -> int:
 
 
 class Executor:
-    """Does a task's waiting runs, in order."""
+    """Executes a task's waiting runs in order."""
 
     def __init__(self, task: Task, children: Children, display: Display) -> None:
         self._task, self._children, self._display = task, children, display
@@ -138,7 +138,7 @@ class Executor:
         self._launched = False
 
     def run(self) -> Failure | None:
-        """Until all are done, or what stopped it: a signal, or a full disk. Puts the network back."""
+        """Executes all and restores the network; returns the Failure that stopped it (signal, full disk) or None."""
         stopped_by: Failure | None = None
         try:
             waiting = self._task.waiting()
@@ -172,7 +172,7 @@ class Executor:
         return f"{text} ({about})" if about else text
 
     def _do(self, outcome: Outcome, left: list[Outcome]) -> None:
-        """One run, and once more if it fails."""
+        """Executes one run; repeats it once if it fails."""
         began = time.monotonic()
         for attempt in range(1, ATTEMPTS + 1):
             if self._launched and self._task.sweep.cooldown_s:
@@ -205,13 +205,13 @@ class Executor:
         outcome.state, outcome.marked = "failed", None
 
     def _ready(self, run: Run, left: list[Outcome]) -> Verified:
-        """Hosts and links as the run needs them."""
+        """Brings up the hosts and sets the links that the run needs."""
         if not run.point.on_cluster or self._network is None:
             return Verified()
         return self._network.ready(run.point, most_hosts(left))
 
     def _launch(self, outcome: Outcome, verified: Verified, attempt: int) -> tuple[int, str | None]:
-        """The job's exit code, and what is wrong with the run, if anything."""
+        """Launches the job; returns its exit code, and what is wrong with the run or None."""
         run, where = outcome.run, outcome.folder
         words = command_of(self._task, outcome, self._name, self._network.hosts if self._network else None)
         if where.exists():
@@ -244,14 +244,14 @@ class Executor:
                 return exits.FAILED, f"it was ended after {self._task.sweep.timeout_s:g} s (timeout_s)"
             except Failure as failure:
                 return failure.code, str(failure)
-        self._children.check()  # a signal that the job got too
+        self._children.check()  # a signal to the terminal's process group reaches the job as well
         if code:
             return code, f"exit code {code}"
         return code, folder.unfit(where, run, self._task.previews.get(run.point.name))
 
 
 def command_of(task: Task, outcome: Outcome, name: str, hosts: Callable[[int], list[str]] | None = None) -> Command:
-    """What is typed for a run; `hosts` tells the names of an existing cluster's."""
+    """The command line of a run; `hosts` returns the names of an existing cluster's first hosts."""
     point = outcome.run.point
     known = hosts(point.hosts) if hosts and point.on_cluster else ()
     flags = task.flags[outcome.run.name]
@@ -259,7 +259,7 @@ def command_of(task: Task, outcome: Outcome, name: str, hosts: Callable[[int], l
 
 
 def flags_of(points: list[str], runs: list[Run]) -> dict[str, Command]:
-    """What the workload is told in each run of these points."""
+    """Name of each run of these points -> flags of its workload."""
     wanted = set(points)
     chosen = [run for run in runs if run.point.name in wanted]
     return {run.name: preview.typed_flags(run) + preview.monitors(run.kind) for run in chosen}

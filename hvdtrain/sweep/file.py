@@ -1,7 +1,7 @@
-"""A sweep's TOML file: what may stand in it, and what of it is refused.
+"""Reads and checks a sweep's TOML file.
 
-The files in launch/sweeps/ are the manual; `hvdtrain sweep --help` lists every key. A key that nobody knows is refused
-with its line, because a misspelt one that is ignored would cost a night.
+launch/sweeps/ has documented examples; `hvdtrain sweep --help` lists every key. An unknown key is an error that names
+its line: a misspelt key that was ignored would cost a night of wrong runs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PLACES = ("machine", "cluster")
 ALL_GPUS = "gpus"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
-# key -> (what it is, its types); `number` takes whole ones too
+# key -> (meaning, types)
 NUMBER = (int, float)
 TOP: dict[str, tuple[str, Any]] = {
     "name": ("folder under the root that the runs go to (default: the file's name)", str),
@@ -83,7 +83,7 @@ class ClusterSpec:
 
     @property
     def size(self) -> int | None:
-        """How many hosts there are; None: only known when the cluster is looked at."""
+        """Number of hosts; None for an existing cluster, whose size is not known before it is read."""
         return None if self.existing else len(self.virtual or self.machines)
 
 
@@ -102,7 +102,7 @@ class Grid:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """What a file asks for."""
+    """A sweep file's content, checked."""
 
     path: Path
     name: str
@@ -118,7 +118,7 @@ class Sweep:
 
 
 class _Text:
-    """The file's text, to find the line of a key."""
+    """The file's text, in which error messages look up the line of a key."""
 
     def __init__(self, path: Path, text: str) -> None:
         self.path, self.lines = path, text.splitlines()
@@ -220,7 +220,7 @@ def _check(text: _Text, sweep: Sweep) -> None:
 
 
 def _overrides(words: Sequence[str]) -> dict[str, Any]:
-    """What `--set KEY=VALUE` says; a value that is no TOML is taken as text."""
+    """The settings of `--set KEY=VALUE`; a value that is not TOML is a string."""
     found: dict[str, Any] = {}
     for word in words:
         key, equals, value = word.partition("=")
@@ -315,7 +315,7 @@ def _check_flags(values: Mapping[str, list[Any]], flags: Mapping[str, set[str]],
 
 
 def _zips(asked: Any, values: Mapping[str, list[Any]], forced: Mapping[str, Any], place: Any) -> list[list[str]]:
-    """The groups of keys that move together, checked."""
+    """The groups of keys whose values are paired, checked."""
     seen: set[str] = set()
     for group in asked:
         if not isinstance(group, list) or len(group) < 2 or not all(isinstance(key, str) for key in group):

@@ -1,7 +1,7 @@
-"""A run's folder in a sweep: whether it is done, whether its record fits what was asked, and what is put aside.
+"""A run's folder in a sweep: whether the run is done and its records fit the settings; other folders are renamed.
 
-A run is done when its folder has COMPLETE, point.json says the same settings, and the manifest says what the workload
-itself foretells of them. Anything else there is renamed, never used and never deleted.
+A run is done when its folder has COMPLETE, point.json has the same settings, and the manifest agrees with the
+workload's dry run of these settings. Any other folder of that name is renamed; it is never used and never deleted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TAIL_LINES = 6
 
 
 def state(folder: Path, run: Run, preview: Preview | None) -> tuple[str, str | None]:
-    """What is in the folder, and why not if it is no finished run: absent, done, unfinished or other."""
+    """absent, done, unfinished or other; for the last two also the reason."""
     if not folder.is_dir():
         return "absent", None
     if not (folder / "COMPLETE").is_file():
@@ -40,7 +40,7 @@ def state(folder: Path, run: Run, preview: Preview | None) -> tuple[str, str | N
 
 
 def document(path: Path) -> dict[str, Any] | None:
-    """A JSON file's object; None if there is none to be read."""
+    """The object in a JSON file; None if the file cannot be read or holds something else."""
     try:
         found = files.from_json(files.read(path, records.LONGEST_DOCUMENT_BYTES))
     except (OSError, ValueError):
@@ -49,7 +49,7 @@ def document(path: Path) -> dict[str, Any] | None:
 
 
 def summary(folder: Path) -> dict[str, Any] | None:
-    """The last summary in rank 0's records, from the end of the file: how long that is does not matter."""
+    """The last summary in rank 0's records. Only the end of the file is read, whatever its size."""
     try:
         with files.open_plain(folder / "metrics" / "rank0000.jsonl") as lines:
             lines.seek(max(0, os.fstat(lines.fileno()).st_size - 65536))
@@ -65,7 +65,8 @@ def summary(folder: Path) -> dict[str, Any] | None:
 
 
 def unfit(folder: Path, run: Run, preview: Preview | None) -> str | None:
-    """What of a finished run's record is not as asked; None if all is. Without a preview only what needs none."""
+    """How a finished run's records differ from its settings; None if they agree. Without a preview, neither config nor
+    plan nor data are compared."""
     manifest = document(folder / "manifest.json")
     if manifest is None:
         return "no manifest.json"
@@ -75,8 +76,8 @@ def unfit(folder: Path, run: Run, preview: Preview | None) -> str | None:
         return "no summary in metrics/rank0000.jsonl"
     config, ranks = manifest.get("config", {}), manifest.get("ranks", [])
     for key, value in (preview.config if preview else {}).items():
-        of_monitors = key.startswith("monitor_") and key not in run.flags  # the preview is of one kind of run only
-        absent = key not in config and key not in run.flags  # a setting that is younger than the run
+        of_monitors = key.startswith("monitor_") and key not in run.flags  # the preview is of another kind of run
+        absent = key not in config and key not in run.flags  # a setting that did not exist when the run was made
         if key not in NOT_COMPARED and not of_monitors and not absent and config.get(key) != value:
             return f"{key} is {config.get(key)!r} in its manifest, asked was {value!r}"
     if config.get("monitor", "none") != MONITORS[run.kind]:
@@ -104,7 +105,7 @@ def _unfit_links(links: list[dict[str, Any]], run: Run) -> str | None:
 
 
 def aside(folder: Path, why: str) -> Path:
-    """Renames it to `<folder>-<why><n>`, the first number that is free. Raises Failure (73)."""
+    """Renames the folder to `<folder>-<why><n>`, n the first free number; returns that path. Raises Failure (73)."""
     number = 1
     while (target := folder.with_name(f"{folder.name}-{why}{number}")).exists():
         number += 1
@@ -116,7 +117,7 @@ def aside(folder: Path, why: str) -> Path:
 
 
 def make(folder: Path, point: records.Point) -> None:
-    """The folder with point.json and logs/, owned by whoever will run in it. Raises Failure (73, 74)."""
+    """Makes the folder with point.json and logs/, owned by the user who will run in it. Raises Failure (73, 74)."""
     made = [path for path in (*reversed(folder.parents), folder, folder / "logs") if not path.exists()]
     try:
         for path in made:
@@ -137,7 +138,7 @@ def cannot_write(path: Path, error: OSError) -> Failure:
 
 
 def tail(log: Path) -> list[str]:
-    """The last lines of a log that say something."""
+    """The last lines of a log that are not empty and not the launcher's settings."""
     try:
         with files.open_plain(log) as stream:
             stream.seek(max(0, os.fstat(stream.fileno()).st_size - 16384))

@@ -1,4 +1,4 @@
-"""What a point needs and this machine does not have: such a point is reported with the reason, and the others run."""
+"""Finds what a point needs and this machine lacks. Such a point is reported with the reason; the others run."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def asks_for_gpus(sweep: Sweep) -> bool:
 
 
 def reason(point: Point, cluster: ClusterSpec | None) -> str | None:
-    """What keeps the point from running on this machine, and what would help; None if nothing is known to."""
+    """Why the point cannot run on this machine, and the remedy; None if no obstacle is known."""
     return _framework(point) or _gpu(point) or _launcher(point) or (_hosts(point, cluster) if cluster else None)
 
 
@@ -64,7 +64,7 @@ def _gpu(point: Point) -> str | None:
         return None
     framework = point.flags.get("framework", "auto")
     if point.on_cluster and "hostfile" in point.settings["cluster"] and per_host != ALL_GPUS:
-        return None  # what other machines have, they will say
+        return None  # the GPUs of other machines are found when the job starts there
     there = gpus(framework)
     wanted = 2 if per_host == ALL_GPUS else per_host
     who = "the framework" if framework == "auto" else framework

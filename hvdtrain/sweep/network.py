@@ -1,4 +1,4 @@
-"""The hosts of a sweep and the rates of their links: brought up when first needed, throttled, measured, put back."""
+"""Brings up a sweep's hosts when they are first needed, throttles and measures their links, and restores both."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from hvdtrain.sweep.process import Children, told, whole
 
 @dataclasses.dataclass(frozen=True)
 class Verified:
-    """What a measurement of the links found: `point.json`'s rate_off_percent and marked."""
+    """Result of measuring the links: the fields rate_off_percent and marked of `point.json`."""
 
     off_percent: float | None = None
     marked: str | None = None
 
 
 def cluster_name(sweep: Sweep, root: Path) -> str:
-    """Of the virtual cluster: an existing one's, or the sweep's own, the same whenever it goes on."""
+    """Name of the virtual cluster: the existing one's, or one derived from the sweep, the same after a stop."""
     if sweep.cluster and sweep.cluster.existing:
         return sweep.cluster.existing
     return "s" + hashlib.sha256(f"{sweep.name}\0{root.resolve()}".encode()).hexdigest()[:7]
 
 
 class Network:
-    """What is up, and what rate its links have."""
+    """The hosts that are up and the current rate of their links."""
 
     def __init__(self, sweep: Sweep, name: str, children: Children, tick: Callable[[], None]) -> None:
         assert sweep.cluster is not None
@@ -46,20 +46,20 @@ class Network:
         self._broken: Failure | None = None
         self._changed = False
         self._rate: str | None = None
-        """As set by us; None: as it was found"""
+        """Set by this sweep; None: the links are as they were found, or a change failed"""
         self._measured: dict[str, dict[str, Any]] = {}
-        """At this rate: link `a -> b` -> what verify said of it"""
+        """Link `a -> b` -> its measurement at the current rate"""
         self._unmeasured: str | None = None
 
     def hosts(self, count: int) -> list[str]:
-        """Names of the hosts that take part."""
+        """Names of the first `count` hosts."""
         known = [host.name for host in virtual.load(self._name).hosts] if self._spec.existing else ()
         return command.names(self._spec, count, known)
 
     def ready(self, point: Point, most: int) -> Verified:
-        """The hosts are up and their links have the point's rate; measured once for the next runs' `most` hosts.
+        """Brings the hosts up and sets the point's rate; measures the links of `most` hosts once for the next runs too.
 
-        Raises Stopped, and Failure if hosts cannot be brought up (then each time) or the rate cannot be set.
+        Raises Stopped, and Failure if the hosts cannot be brought up (also on every later call) or the rate be set.
         """
         self._bring_up()
         if point.hosts == 1:
@@ -75,7 +75,7 @@ class Network:
         return self._judge(names, point)
 
     def close(self) -> list[str]:
-        """Clears the throttle and takes an own cluster down, in whatever state; what went wrong, if anything."""
+        """Clears the throttle and takes the sweep's own cluster down, in whatever state; returns the errors."""
         problems = []
         steps = []
         if self._changed and not self._spec.virtual:
@@ -96,7 +96,7 @@ class Network:
         if self._broken:
             raise self._broken
         try:
-            # A sweep that was killed leaves its cluster; nobody else has this name.
+            # A killed sweep leaves its cluster behind. The name belongs to this sweep alone.
             whole(command.down(self._name), self._environment)
             whole(command.up(self._spec, self._name), self._environment)
         except Failure as failure:
@@ -107,7 +107,7 @@ class Network:
     def _set(self, rate: str) -> None:
         words = command.throttle(rate, self._spec, self._name)
         self._measured, self._unmeasured = {}, None
-        self._rate = None  # unknown until it is done
+        self._rate = None  # unknown if the command fails
         try:
             whole(words, self._environment)
         except Failure as failure:
@@ -115,7 +115,7 @@ class Network:
         self._rate, self._changed = rate, True
 
     def _measure(self, names: list[str]) -> None:
-        """Measures their links, and those that are off once more."""
+        """Measures the links of these hosts; all once more if one is off its rate."""
         for _ in range(2):
             for words in command.verify(names, self._spec, self._name, self._sweep.off_percent):
                 code, out, err = self._children.said(words, self._environment, self._tick)
@@ -151,5 +151,5 @@ class Network:
 
 
 def lacks(failure: Failure) -> bool:
-    """Whether a failure to get a point's hosts or rate is the machine's lack and not an error."""
+    """Whether a failure to get a point's hosts or rate means that the machine lacks something, and not an error."""
     return failure.code in (exits.UNREACHABLE, exits.NO_PERMISSION)

@@ -1,4 +1,4 @@
-"""From grids to runs: products, what needs no second run, and an order in which drift does not look like a result."""
+"""Makes runs of grids: all combinations without duplicates, in an order that keeps drift from looking like a result."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hvdtrain.sweep.file import ALL_GPUS, LAUNCHERS, OWN, PLACES, Grid, Sweep
 
 UNLIMITED = "unlimited"
 MOST_RUNS = 10_000
-"""Of a sweep: weeks of them, and few enough to be planned at once"""
+"""Per sweep; so many take weeks, and can still be planned at once"""
 KINDS = {"T": "timing", "E": "energy"}
 FIXED = ("workload", "hosts", "ranks_per_host", "rate", "launcher", "on", "cluster", "label", "config_sha256")
 """Settings that are no flags of the workload"""
@@ -35,13 +35,13 @@ class Point:
 
     settings: dict[str, Any]
     kinds: tuple[str, ...]
-    """What it is run for, in order: timing, energy"""
+    """The kind of each of its runs, in order: timing or energy"""
     where: str
     """The grid it comes from, for messages"""
 
     @property
     def name(self) -> str:
-        """Readable, and ending in a checksum of all settings: it names the folders of the point's runs."""
+        """Readable, ending in a checksum of all settings; the folders of the point's runs begin with it."""
         asked = self.settings
         parts = [asked.get("label"), asked["workload"], asked.get("framework"), asked.get("strategy")]
         parts += [f"{asked['hosts']}x{asked['ranks_per_host']}", asked.get("rate")]
@@ -51,7 +51,7 @@ class Point:
 
     @property
     def flags(self) -> dict[str, Any]:
-        """What the workload is told."""
+        """Settings that are flags of the workload."""
         return {key: value for key, value in self.settings.items() if key not in FIXED}
 
     @property
@@ -60,7 +60,7 @@ class Point:
 
     @property
     def ranks(self) -> int:
-        """Over all hosts; only where the number of GPUs is known."""
+        """Over all hosts. Raises ValueError while `ranks_per_host` is "gpus", which needs the number of GPUs."""
         return self.hosts * int(self.settings["ranks_per_host"])
 
     @property
@@ -69,7 +69,7 @@ class Point:
 
     @property
     def rate(self) -> str | None:
-        """As 10mbit or unlimited; None: as it is, or no matter."""
+        """10mbit, say, or unlimited; None: the sweep does not set it, or a single host has no link."""
         rate: str | None = self.settings["rate"]
         return rate
 
@@ -79,7 +79,7 @@ class Point:
 
     @property
     def cell(self) -> str:
-        """What is equal for points that differ in their seed only."""
+        """All settings but the seed, as JSON: equal for points that differ in their seed only."""
         return json.dumps({**self.settings, "seed": None}, sort_keys=True)
 
 
@@ -95,18 +95,18 @@ class Run:
 
     @property
     def flags(self) -> dict[str, Any]:
-        """What the workload is told; monitor_ms and the like in runs with monitors only."""
+        """Flags of the workload; those of monitors only where the run has monitors."""
         energy = self.kind == KINDS["E"]
         return {key: value for key, value in self.point.flags.items() if energy or not key.startswith("monitor_")}
 
     @property
     def name(self) -> str:
-        """Its folder, in the sweep's."""
+        """Name of its folder in the sweep's folder."""
         return f"{self.point.name}-{self.kind}-r{self.repeat}"
 
 
 def checksum(settings: dict[str, Any]) -> str:
-    """Six hex digits of the settings, whatever the order of their keys."""
+    """Six hex digits of the settings; the order of keys does not count."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:6]
 
 
@@ -125,7 +125,7 @@ def protocol(text: str, where: str = "") -> tuple[str, ...]:
 
 
 def axes(grid: Grid) -> list[list[str]]:
-    """The grid's keys in the order written, zipped ones together."""
+    """The grid's keys in the order written, in groups: zipped keys are one group."""
     leader = {key: group for group in grid.zips for key in group}
     return [list(group) for group in dict.fromkeys(tuple(leader.get(key, [key])) for key in grid.values)]
 
@@ -135,7 +135,7 @@ def combination_count(grid: Grid) -> int:
 
 
 def combinations(grid: Grid) -> Iterator[dict[str, Any]]:
-    """Every combination of a grid's values, in the order written; zipped keys move together, the last one fastest."""
+    """Every combination of a grid's values, the last key varying fastest; the values of zipped keys are paired."""
     rows = [
         [dict(zip(group, row, strict=True)) for row in zip(*(grid.values[key] for key in group), strict=True)]
         for group in axes(grid)
@@ -145,7 +145,7 @@ def combinations(grid: Grid) -> Iterator[dict[str, Any]]:
 
 
 def settled(sweep: Sweep, grid: Grid, asked: dict[str, Any], gpus: int | None) -> dict[str, Any]:
-    """A combination with defaults filled in, and without what makes no difference. Raises Failure (78)."""
+    """A combination with defaults filled in and without settings that have no effect. Raises Failure (78)."""
     on = asked.get("on", "cluster" if sweep.cluster else "machine")
     hosts, per_host = asked.get("hosts", 1), asked.get("ranks_per_host", 1)
     launcher = asked.get("launcher", LAUNCHERS[0])
@@ -168,7 +168,7 @@ def settled(sweep: Sweep, grid: Grid, asked: dict[str, Any], gpus: int | None) -
         raise _bad(grid, f'launcher = "none" starts one process, not {hosts} x {per_host}')
     rate = _rate(sweep, grid, asked.get("rate"), on)
     settings = {"workload": asked.get("workload", "resnet"), "hosts": hosts, "ranks_per_host": per_host}
-    # One host has no link: whatever the rate, it is the same run.
+    # A single host has no link, so its run is the same at every rate.
     settings |= {"rate": rate if hosts > 1 else None, "launcher": launcher, "on": on}
     if grid.label:
         settings["label"] = grid.label
@@ -190,7 +190,7 @@ def _bad(grid: Grid, what: str) -> Failure:
 
 
 def _rate(sweep: Sweep, grid: Grid, asked: str | None, on: str) -> str | None:
-    """In one spelling. Raises Failure (78) for no rate, or where nobody could set it."""
+    """The rate in canonical spelling. Raises Failure (78) if it is malformed or cannot be set on these hosts."""
     if asked is None:
         return UNLIMITED if on == "cluster" and sweep.cluster and sweep.cluster.virtual else None
     try:
@@ -203,7 +203,7 @@ def _rate(sweep: Sweep, grid: Grid, asked: str | None, on: str) -> str | None:
 
 
 def _preset(grid: Grid, named: str) -> tuple[str, str]:
-    """A --config file and its checksum, as other contents are other settings; also found from the checkout's root."""
+    """Path, from here or the checkout's root, and checksum of a --config file: other contents are other settings."""
     path = Path(named) if os.path.lexists(named) else CHECKOUT / named
     try:
         return str(path), hashlib.sha256(files.read(path, files.SETTINGS_BYTES)).hexdigest()[:12]
@@ -212,9 +212,9 @@ def _preset(grid: Grid, named: str) -> tuple[str, str]:
 
 
 def points(sweep: Sweep, gpus: int | None = None) -> tuple[list[Point], int]:
-    """The sweep's points, each once, and how many combinations were left out because another is the same run.
+    """The sweep's points without duplicates, and the number of duplicates dropped.
 
-    `gpus`: how many GPUs this machine has, if that is known. Raises Failure (78).
+    `gpus`: number of GPUs of this machine, if known. Raises Failure (78).
     """
     found: dict[str, Point] = {}
     merged = asked_for = 0
@@ -238,8 +238,8 @@ def points(sweep: Sweep, gpus: int | None = None) -> tuple[list[Point], int]:
 def runs(found: Sequence[Point], order: str = "as-written", seed: int = 0) -> list[Run]:
     """All runs of the points, in order.
 
-    as-written: point after point. interleaved: one run of each in turn (seeds of a point are turns too), within a turn
-    rate by rate, and every other turn backwards, so that a steady drift falls on all alike. random: shuffled.
+    as-written: point after point. interleaved: in each turn one run of every cell (a cell: points that differ in their
+    seed only), grouped by rate; every other turn backwards, so that a steady drift affects all alike. random: shuffled.
     """
     written: list[tuple[int, Run]] = []
     turns: dict[str, int] = {}

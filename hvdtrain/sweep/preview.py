@@ -1,6 +1,6 @@
-"""What a run will be, told by the workload itself: its --dry-run, with the launcher's variables of the ranks to come.
+"""Asks a workload for the dry run of a run, with the variables that the launcher will set.
 
-It loads no framework and takes a third of a second. What it says is what the run's manifest must say afterwards.
+A dry run loads no framework and takes a third of a second. The run's manifest must agree with it afterwards.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from hvdtrain.sweep.plan import Point, Run
 
 PATIENCE_S = 120.0
 MONITORS = {"timing": "none", "energy": "power,resources"}
-"""What runs of each kind have on"""
+"""Kind of run -> its --monitor"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Preview:
-    """A workload's own account of a run before it is started."""
+    """A workload's dry run."""
 
     config: dict[str, Any]
     """Every setting, defaults included"""
@@ -37,7 +37,7 @@ class Preview:
     """The batch arithmetic for all ranks"""
     parameters: int
     pixels: int | None
-    """Of one image; None where the data are no images"""
+    """Of one image; None if the data are not images"""
     fingerprint: str
     """Of the data"""
 
@@ -49,7 +49,7 @@ def workloads() -> list[str]:
 
 
 def words(flags: Mapping[str, Any], defaults: Mapping[str, Any]) -> Command:
-    """Flags as typed. One whose default is false is a switch; the others take a value."""
+    """Flags as words of a command line. A flag whose default is false is a switch; the others take a value."""
     typed: Command = []
     for key, value in flags.items():
         if defaults.get(key) is False:
@@ -60,7 +60,7 @@ def words(flags: Mapping[str, Any], defaults: Mapping[str, Any]) -> Command:
 
 
 def ask(workload: str, typed: Sequence[str], ranks: int = 1, local: int = 1) -> dict[str, Any]:
-    """The document of a dry run as rank 0 of so many. Raises Failure with the workload's own message and code."""
+    """The dry run's JSON document, for rank 0 of `ranks`, `local` per host. Raises the workload's own Failure."""
     command = [sys.executable, "-m", f"hvdtrain.{workload}", "--dry-run", "--json", *typed]
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("HVDTRAIN_", "OMPI_COMM_"))}
     package = str(Path(__file__).resolve().parents[2])
@@ -81,7 +81,7 @@ def ask(workload: str, typed: Sequence[str], ranks: int = 1, local: int = 1) -> 
 
 
 def flags() -> dict[str, set[str]]:
-    """The flags of each workload, as keys."""
+    """Workload -> its flags as keys."""
     return {name: set(found) | {"config"} for name, found in _defaults().items()}
 
 
@@ -96,7 +96,7 @@ def _defaults() -> dict[str, dict[str, Any]]:
 
 
 def monitors(kind: str) -> Command:
-    """The flags that make a run one of its kind."""
+    """Flags that switch on the monitors of this kind of run."""
     return ["--monitor", MONITORS[kind]] if MONITORS[kind] != "none" else []
 
 
@@ -105,7 +105,7 @@ def typed_flags(run: Run) -> Command:
 
 
 def preview(point: Point) -> Preview:
-    """Raises Failure with what the workload finds wrong with the settings."""
+    """The dry run of a point. Raises the Failure with which the workload refuses its settings."""
     kind = "energy" if "energy" in point.kinds else "timing"
     typed = typed_flags(Run(point=point, kind=kind, repeat=1)) + monitors(kind)
     document = ask(point.settings["workload"], typed, point.ranks, int(point.settings["ranks_per_host"]))
@@ -120,7 +120,7 @@ def preview(point: Point) -> Preview:
 
 
 def previews(points: Sequence[Point]) -> dict[str, Preview | Failure]:
-    """By name of the point; points that differ in their seed only are asked for once."""
+    """Name of the point -> its preview. Points that differ in their seed only share one dry run."""
     cells: dict[str, Point] = {}
     for point in points:
         cells.setdefault(point.cell, point)

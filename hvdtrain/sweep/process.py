@@ -1,7 +1,7 @@
-"""Child processes of a sweep: waited for, and ended when the sweep is told to stop.
+"""Runs the child processes of a sweep, and ends them when the sweep is stopped.
 
-Each is in a process group of its own, so that Ctrl-C reaches the sweep alone, which then ends the job, clears the
-throttle and takes its cluster down. A job that is being waited for gets SIGTERM should the sweep itself be killed.
+Each child has a process group of its own, so that Ctrl-C reaches the sweep alone, which then ends the job, clears the
+throttle and takes its cluster down. If the sweep itself is killed, the kernel sends the job SIGTERM.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from hvdtrain.exits import Failure
 
 POLL_S = 0.1
 SECOND_S = 1.0
-"""Until the second SIGTERM, which tells our launchers to end the ranks now: what is run anew needs no checkpoint"""
+"""Before the second SIGTERM, at which our launchers end the ranks without a checkpoint; the run will be repeated"""
 LAST_S = 15.0
-"""Until what is left of a job is killed"""
+"""Before the rest of a job is killed"""
 PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 class Stopped(Exception):
-    """The sweep was told to stop while something ran; that has been ended."""
+    """A signal stopped the sweep; the command that ran has been ended."""
 
 
 class Timeout(Exception):
-    """A job took longer than it may; it has been ended."""
+    """A job exceeded its time limit and has been ended."""
 
 
 class Children:
-    """Runs commands until a signal tells to stop."""
+    """Runs commands; a signal ends the current one."""
 
     def __init__(self) -> None:
         self.asked: signal.Signals | None = None
         self.kept_open: tuple[int, ...] = ()
-        """File descriptors that jobs inherit: the locks, which so hold until the last job has ended too"""
+        """File descriptors of locks; jobs inherit them, so that the locks hold until the last job has ended"""
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Within it, SIGINT and SIGTERM (and a closed terminal) only set `asked`."""
+        """Within it SIGINT, SIGTERM and SIGHUP only set `asked`."""
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         before = {number: signal.signal(number, self._arrived) for number in numbers}
         try:
@@ -60,7 +60,7 @@ class Children:
         self.asked = signal.Signals(number)
 
     def rest(self, seconds: float, tick: Callable[[], None]) -> None:
-        """Sleeps. Raises Stopped."""
+        """Sleeps, calling `tick` meanwhile. Raises Stopped."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             self.check()
@@ -68,7 +68,7 @@ class Children:
             time.sleep(min(POLL_S, left))
 
     def check(self) -> None:
-        """Raises Stopped if a signal has come."""
+        """Raises Stopped if a signal has arrived."""
         if self.asked is not None:
             raise Stopped
 
@@ -80,7 +80,7 @@ class Children:
         tick: Callable[[], None],
         timeout_s: float | None,
     ) -> int:
-        """Runs a job to its end, all output into `log`; its exit code. Raises Stopped, Timeout, Failure (69)."""
+        """Runs a job to its end, output into `log`; returns its exit code. Raises Stopped, Timeout, Failure (69)."""
         self.check()
         try:
             child = subprocess.Popen(
@@ -126,7 +126,7 @@ class Children:
 
 
 def whole(command: Command, environment: Mapping[str, str]) -> None:
-    """Runs a command that must not be cut short (up, down, clear). Raises Failure with its own message and code."""
+    """Runs a command that must not be interrupted (up, down, clear). Raises Failure with its message and exit code."""
     try:
         done = subprocess.run(
             command,
@@ -144,13 +144,13 @@ def whole(command: Command, environment: Mapping[str, str]) -> None:
 
 
 def told(stderr: str) -> str:
-    """What a command of ours complained of, its last two lines as one, without its name in front."""
+    """The last two lines of a command's errors, joined, without its name in front."""
     lines = [line.removeprefix("hvdtrain: ").removeprefix("throttle: ") for line in stderr.strip().splitlines()]
     return "; ".join(lines[-2:])
 
 
 def end(child: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
-    """SIGTERM, once more after a second, and then whatever is left of it here is killed."""
+    """Sends SIGTERM, again after a second, and kills what is left on this host after LAST_S."""
     for patience_s in (SECOND_S, LAST_S):
         _signal(child.pid, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -166,7 +166,7 @@ def _signal(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
     except ProcessLookupError:
         return
-    except PermissionError:  # sudo, which is root's; it hands the signal on
+    except PermissionError:  # the child is sudo, owned by root; it forwards the signal
         subprocess.run(["sudo", "-n", "kill", f"-{number.value}", str(pid)], capture_output=True, check=False)
 
 

@@ -1,4 +1,4 @@
-"""What a sweep tells: its plan, how far it is, and how it ended."""
+"""Prints a sweep's plan, its progress and its outcome."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DRAW_S, PLAIN_S = 0.5, 60.0
 
 @dataclasses.dataclass(kw_only=True)
 class Outcome:
-    """What became of a run."""
+    """State of a run in a sweep."""
 
     run: Run
     state: str = "waiting"
@@ -45,11 +45,11 @@ class Outcome:
     marked: str | None = None
     log: Path | None = None
     lines: Sequence[str] = ()
-    """The log's last ones, of a run that failed"""
+    """The last lines of the log of a failed run"""
 
 
 def say(text: str) -> None:
-    """One line on stderr, whatever that is."""
+    """Prints one line on stderr; a closed stderr is no error."""
     with contextlib.suppress(OSError, ValueError):
         print(f"sweep: {text}", file=sys.stderr, flush=True)
 
@@ -89,7 +89,7 @@ class Display:
             self._bar = None
 
     def begin(self, what: str, left_s: float | None) -> None:
-        """Something begins; `left_s` is what all that is left is expected to take."""
+        """Run `what` begins; `left_s`: expected seconds of all that are left."""
         self._now, self._since, self._left = what, time.monotonic(), left_s
         self._due = self._since + (DRAW_S if self._bar else PLAIN_S)
         if self._bar is None:
@@ -107,7 +107,7 @@ class Display:
                 self._draw()
 
     def end(self, text: str, count: int = 1) -> None:
-        """A run has ended: one line, which stays."""
+        """Prints the line `text` for good; `count` runs have ended."""
         self._done += count
         if self._bar is None:
             say(text)
@@ -139,7 +139,7 @@ def plan_document(
 
 
 def end_document(name: str, root: Path, outcomes: Sequence[Outcome], seconds: float) -> dict[str, Any]:
-    """How a sweep ended, as one JSON document."""
+    """The outcome as one JSON document."""
     counts = Counter(outcome.state for outcome in outcomes)
     about = {"counts": {state: counts.get(state, 0) for state in STATES}, "seconds": round(seconds, 1)}
     runs = [_run_document(outcome) for outcome in outcomes]
@@ -164,7 +164,7 @@ def _run_document(outcome: Outcome) -> dict[str, Any]:
 
 
 def end_text(root: Path, outcomes: Sequence[Outcome], seconds: float) -> str:
-    """How a sweep ended: what went wrong in full, the rest counted."""
+    """The outcome as text: failures in full, the rest as counts."""
     lines = []
     for outcome in outcomes:
         if outcome.state in ("failed", "refused"):

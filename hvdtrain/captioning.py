@@ -19,15 +19,12 @@ import sys
 from typing import Any, Literal
 
 from hvdtrain import config as configuration
-from hvdtrain import exits, observe, resume, run, strategies, threads, workload, world
+from hvdtrain import exits, workload, world
 from hvdtrain.captions import bleu, features, frozen, generation
 from hvdtrain.captions.dataset import CaptionDataset, CaptionSplit
 from hvdtrain.captions.load import load
-from hvdtrain.data.loader import Loader
 from hvdtrain.exits import Failure
-from hvdtrain.frameworks import resolve
 from hvdtrain.models import captioner
-from hvdtrain.strategies import catalogue
 
 WORKLOAD = "captioning"
 
@@ -96,72 +93,50 @@ class Judge:
 
 def main(stop: world.StopSignal) -> int:
     # 1. Config: flags, file, variables; then what the launcher says of our place among the ranks.
-    config = resume.parse(CaptioningConfig, WORKLOAD, __doc__ or "")
-    framework, encoder = resolve(config.framework), config.sees
-    config = dataclasses.replace(config, framework=framework, encoder=encoder)
-    place = world.place()
+    config, place = workload.begin(CaptioningConfig, WORKLOAD, __doc__ or "")
+    config = dataclasses.replace(config, encoder=config.sees)
 
     # 2. Data: pictures and captions; a batch is captions of nearly one length, and counts as its words.
     dataset = load(config.data, verify=config.verify_data and place.local_rank == 0)
-    batch = configuration.rank_batch(config, place.size)
-    shares = configuration.rank_shares(config, place.size)
-    loader = Loader(dataset.train, batch_size=batch, rank=place.rank, size=place.size, seed=config.seed, shares=shares)
-    plan = configuration.batch_plan(config, place.size, loader.steps_per_epoch)
-    observe.check(config, plan.steps, place)
+    height, width = dataset.pictures.shape[1:3]
+    splits = {name: getattr(dataset, name) for name in ("train", "validation", "test")}
+    counts = ", ".join(f"{len(each):,} {name} captions of {len(each.names):,}" for name, each in splits.items())
 
     # 3. Model: numbers first, so that a dry run needs no framework.
-    height, width = dataset.pictures.shape[1:3]
     spec = captioner.CaptionerSpec(
         vocabulary=len(dataset.vocabulary),
-        encoder=encoder,
+        encoder=config.sees,
         image_size=(width, height),
         embedding=config.embedding,
         hidden=config.hidden,
         dropout=config.dropout,
     )
-    parameters = captioner.parameter_count(spec)
-    used = threads.per_rank(config.threads, place, batch * captioner.multiply_adds(spec))
-    splits = {name: getattr(dataset, name) for name in ("train", "validation", "test")}
-    counts = ", ".join(f"{len(each):,} {name} captions of {len(each.names):,}" for name, each in splits.items())
-    facts: dict[str, Any] = {
-        "model": f"captioner, encoder {encoder}: {parameters:,} parameters, {4 * parameters / 1e6:.2f} MB",
-        "data": f"{dataset.name}: {counts} pictures of {width}x{height}, {len(dataset.vocabulary):,} words",
-        "ranks": f"{place.size} ({place.launcher}), {framework}, {used}",
-    }
-    shapes = list(captioner.parameters(spec).values())
-    layout = strategies.Layout(ranks=place.size, hosts=-(-place.size // place.local_size))
-    if config.strategy == "help":
-        catalogue.show(config, shapes, layout)
-        return exits.OK
-    facts["exchange"] = strategies.fact(config, shapes, layout)
-    if config.strategy == "hybrid":
-        facts["shares"] = run.show_shares(plan.shares, loader.rank_samples)
     weights = frozen.digest(config.weights, (width, height)) if config.weights else None
-    this = run.Run(
-        workload=WORKLOAD,
-        config=config,
-        plan=plan,
-        data={"name": dataset.name, "words": len(dataset.vocabulary), "fingerprint": dataset.fingerprint}
-        | {"image_shape": dataset.pictures.shape[1:], "bleu": bleu.signature()}
-        | {name: len(split) for name, split in splits.items()},
-        model={"name": "captioner", "parameters": parameters, "spec": dataclasses.asdict(spec)} | {"encoder": weights},
-    )
-    if config.dry_run:
-        if place.rank == 0:
-            run.show_dry_run(this, facts)
-        return exits.OK
 
-    # 4. World and strategy: connect the ranks.
-    job = workload.connect(config, place, used, shapes)
+    # 4. Ranks: the arithmetic of batches and of the exchange; then they connect.
+    job = workload.Workload(
+        name=WORKLOAD,
+        config=config,
+        place=place,
+        dataset=dataset,
+        data={"words": len(dataset.vocabulary), "image_shape": dataset.pictures.shape[1:], "bleu": bleu.signature()},
+        data_words=f"{counts} pictures of {width}x{height}, {len(dataset.vocabulary):,} words",
+        model={"name": "captioner", "spec": dataclasses.asdict(spec), "encoder": weights},
+        model_words=f"captioner, encoder {config.encoder}",
+        shapes=captioner.parameters(spec),
+        multiply_adds=captioner.multiply_adds(spec),
+    ).connect()
+    if job is None:
+        return exits.OK
 
     # 5. Features of a frozen encoder, once; then the replica: the same weights from the same seed on every rank.
     if config.weights:
-        make = functools.partial(frozen.encoder, config.weights, framework, job.device)
-        rows = features.extract(dataset.pictures, make, key={"encoder": encoder, "weights": weights}, world=job.ranks)
-        dataset = dataset.with_inputs(rows)
-        loader = loader.over(dataset.train)
+        make = functools.partial(frozen.encoder, config.weights, config.framework, job.device)
+        key = {"encoder": config.encoder, "weights": weights}
+        dataset = dataset.with_inputs(features.extract(dataset.pictures, make, key=key, world=job.ranks))
+        job = job.over(dataset)
     model: Any
-    if framework == "torch":
+    if config.framework == "torch":
         from hvdtrain.models.captioner_torch import CaptionerTorch
 
         model = CaptionerTorch(spec)
@@ -174,7 +149,7 @@ def main(stop: world.StopSignal) -> int:
     # 6. Train, evaluate, save: every record goes to the run's folder; then the results, on stdout, once.
     judge = Judge(model, dataset, job.ranks, config.beam)
     words = {"vocabulary.json": dataset.vocabulary.as_json()}
-    return job.train(this, facts, replica, dataset, loader, stop, judge=judge, documents=words)
+    return job.train(replica, stop, judge=judge, documents=words)
 
 
 if __name__ == "__main__":

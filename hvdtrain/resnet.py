@@ -16,12 +16,9 @@ import sys
 from typing import Any
 
 from hvdtrain import config as configuration
-from hvdtrain import data, exits, observe, resume, run, strategies, threads, workload, world
-from hvdtrain.data.loader import Loader
+from hvdtrain import data, exits, workload, world
 from hvdtrain.exits import Failure
-from hvdtrain.frameworks import resolve
 from hvdtrain.models import resnet
-from hvdtrain.strategies import catalogue
 
 WORKLOAD = "resnet"
 
@@ -61,60 +58,36 @@ class ResNetConfig(configuration.TrainConfig):
 
 def main(stop: world.StopSignal) -> int:
     # 1. Config: flags, file, variables; then what the launcher says of our place among the ranks.
-    config = resume.parse(ResNetConfig, WORKLOAD, __doc__ or "")
-    framework = resolve(config.framework)
-    config = dataclasses.replace(config, framework=framework)
-    place = world.place()
+    config, place = workload.begin(ResNetConfig, WORKLOAD, __doc__ or "")
 
-    # 2. Data: memory-mapped splits, and this rank's share of each epoch.
+    # 2. Data: memory-mapped splits.
     dataset = data.load(config.data, config.size(), verify=config.verify_data and place.local_rank == 0)
-    batch = configuration.rank_batch(config, place.size)
-    shares = configuration.rank_shares(config, place.size)
-    loader = Loader(dataset.train, batch_size=batch, rank=place.rank, size=place.size, seed=config.seed, shares=shares)
-    plan = configuration.batch_plan(config, place.size, loader.steps_per_epoch)
-    observe.check(config, plan.steps, place)
+    height, width, channels = dataset.image_shape
+    classes = len(dataset.classes)
 
     # 3. Model: numbers first, so that a dry run needs no framework.
-    height, width, channels = dataset.image_shape
-    spec = resnet.ResNetSpec(
-        channels=channels, classes=len(dataset.classes), width=config.width, zero_gamma=config.zero_gamma
-    )
-    parameters = resnet.parameter_count(spec)
-    used = threads.per_rank(config.threads, place, batch * resnet.multiply_adds(spec, height, width))
-    facts = {
-        "model": f"ResNet-34, width {config.width:g}: {parameters:,} parameters, {4 * parameters / 1e6:.2f} MB",
-        "data": f"{dataset.name}: {len(dataset.train):,} training, {len(dataset.validation):,} validation, "
-        f"{len(dataset.test):,} test images of {width}x{height}x{channels}, {len(dataset.classes)} classes",
-        "ranks": f"{place.size} ({place.launcher}), {framework}, {used}",
-    }
-    shapes = list(resnet.parameters(spec).values())
-    layout = strategies.Layout(ranks=place.size, hosts=-(-place.size // place.local_size))
-    if config.strategy == "help":
-        catalogue.show(config, shapes, layout)
-        return exits.OK
-    facts["exchange"] = strategies.fact(config, shapes, layout)
-    if config.strategy == "hybrid":
-        facts["shares"] = run.show_shares(plan.shares, loader.rank_samples)
-    this = run.Run(
-        workload=WORKLOAD,
-        config=config,
-        plan=plan,
-        data={"name": dataset.name, "classes": len(dataset.classes), "fingerprint": dataset.fingerprint}
-        | {"image_shape": dataset.image_shape}
-        | {split: len(getattr(dataset, split)) for split in ("train", "validation", "test")},
-        model={"name": "resnet34", "parameters": parameters, "spec": dataclasses.asdict(spec)},
-    )
-    if config.dry_run:
-        if place.rank == 0:
-            run.show_dry_run(this, facts)
-        return exits.OK
+    spec = resnet.ResNetSpec(channels=channels, classes=classes, width=config.width, zero_gamma=config.zero_gamma)
 
-    # 4. World and strategy: connect the ranks.
-    job = workload.connect(config, place, used, shapes)
+    # 4. Ranks: the arithmetic of batches and of the exchange; then they connect.
+    job = workload.Workload(
+        name=WORKLOAD,
+        config=config,
+        place=place,
+        dataset=dataset,
+        data={"classes": classes, "image_shape": dataset.image_shape},
+        data_words=f"{len(dataset.train):,} training, {len(dataset.validation):,} validation, {len(dataset.test):,} "
+        f"test images of {width}x{height}x{channels}, {classes} classes",
+        model={"name": "resnet34", "spec": dataclasses.asdict(spec)},
+        model_words=f"ResNet-34, width {config.width:g}",
+        shapes=resnet.parameters(spec),
+        multiply_adds=resnet.multiply_adds(spec, height, width),
+    ).connect()
+    if job is None:
+        return exits.OK
 
     # 5. Replica: the same weights from the same seed on every rank.
     model: Any
-    if framework == "torch":
+    if config.framework == "torch":
         from hvdtrain.models.resnet_torch import ResNetTorch
 
         model = ResNetTorch(spec)
@@ -125,7 +98,7 @@ def main(stop: world.StopSignal) -> int:
     replica = job.replica(model, resnet.initial_state(spec, config.seed), buffers=resnet.buffers(spec))
 
     # 6. Train, evaluate, save: every record goes to the run's folder; then the results, on stdout, once.
-    return job.train(this, facts, replica, dataset, loader, stop, precise_bn=config.precise_bn)
+    return job.train(replica, stop, precise_bn=config.precise_bn)
 
 
 if __name__ == "__main__":

@@ -1,49 +1,133 @@
-"""What every workload does round its own data and model: connects the ranks, makes the replica, trains and reports."""
+"""What every workload does round its own data and model: reads its settings, connects the ranks, trains and reports.
+
+config, place = begin(MyConfig, "mine", __doc__)
+job = Workload(name="mine", config=config, place=place, dataset=..., shapes=..., ...).connect()
+if job is None:  # a dry run
+    return exits.OK
+replica = job.replica(model, state)
+return job.train(replica, stop)
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
-from hvdtrain import exits, lock, records, run, strategies, world
+from hvdtrain import config as configuration
+from hvdtrain import exits, lock, observe, records, resume, run, strategies, threads, world
 from hvdtrain.arrays_file import Arrays
 from hvdtrain.config import TrainConfig
-from hvdtrain.data import Parts
 from hvdtrain.data.loader import Loader
 from hvdtrain.exits import Failure
-from hvdtrain.frameworks import Replica
+from hvdtrain.frameworks import Replica, resolve
 from hvdtrain.loop import Judge, Loop
-from hvdtrain.strategies import Strategy, advice
+from hvdtrain.strategies import Strategy, advice, catalogue
 from hvdtrain.strategies.hybrid import measured_shares
 from hvdtrain.threads import Threads
 
+C = TypeVar("C", bound=TrainConfig)
+
+
+def begin(cls: type[C], name: str, purpose: str) -> tuple[C, world.Place]:
+    """The config of workload `name`, its framework chosen, and what the launcher says of our place among the ranks.
+
+    `purpose` heads the help. Raises Failure (2, 65, 78) for settings that are not accepted.
+    """
+    config = resume.parse(cls, name, purpose)
+    return dataclasses.replace(config, framework=resolve(config.framework)), world.place()
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What is to be trained on what, told by numbers alone, before a framework is loaded."""
+
+    name: str
+    config: TrainConfig
+    place: world.Place
+    dataset: Any
+    """Its name, its fingerprint, and the splits train, validation and test: see `data.Split`"""
+    data: Mapping[str, Any]
+    """What the manifest says of the data besides name, fingerprint and the splits' lengths"""
+    data_words: str
+    """The data set in a line, for people"""
+    model: Mapping[str, Any]
+    """What the manifest says of the model besides the number of its parameters: name, spec ..."""
+    model_words: str
+    """The model's name and size, for people"""
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of the trained arrays, in the model's order"""
+    multiply_adds: float
+    """Of a layer of mean size for one sample, forward"""
+
+    def connect(self) -> Job | None:
+        """Connects the ranks; None if the config asks for a dry run or the list of strategies, which are then shown.
+
+        Collective. Raises Failure (78) if settings do not fit together, the data, the launcher or the other ranks.
+        """
+        config, place, shapes = self.config, self.place, list(self.shapes.values())
+        batch = configuration.rank_batch(config, place.size)
+        shares = configuration.rank_shares(config, place.size)
+        train = self.dataset.train
+        loader = Loader(train, batch_size=batch, rank=place.rank, size=place.size, seed=config.seed, shares=shares)
+        plan = configuration.batch_plan(config, place.size, loader.steps_per_epoch)
+        observe.check(config, plan.steps, place)
+        parameters = sum(math.prod(shape) for shape in shapes)
+        used = threads.per_rank(config.threads, place, batch * self.multiply_adds)
+        layout = strategies.Layout(ranks=place.size, hosts=-(-place.size // place.local_size))
+        if config.strategy == "help":
+            catalogue.show(config, shapes, layout)
+            return None
+        facts: dict[str, Any] = {
+            "model": f"{self.model_words}: {parameters:,} parameters, {4 * parameters / 1e6:.2f} MB",
+            "data": f"{self.dataset.name}: {self.data_words}",
+            "ranks": f"{place.size} ({place.launcher}), {config.framework}, {used}",
+            "exchange": strategies.fact(config, shapes, layout),
+        }
+        if config.strategy == "hybrid":
+            facts["shares"] = run.show_shares(plan.shares, loader.rank_samples)
+        splits = {split: len(getattr(self.dataset, split)) for split in ("train", "validation", "test")}
+        about = run.Run(
+            workload=self.name,
+            config=config,
+            plan=plan,
+            data={"name": self.dataset.name, "fingerprint": self.dataset.fingerprint, **self.data, **splits},
+            model={"parameters": parameters, **self.model},
+        )
+        if config.dry_run:
+            if place.rank == 0:
+                run.show_dry_run(about, facts)
+            return None
+        ranks, device = connected(config, place, used)
+        strategy = strategies.make(config, ranks, shapes)
+        return Job(about, facts, self.dataset, loader, ranks, strategy, device, used.count)
+
+
+@dataclasses.dataclass(frozen=True)
 class Job:
     """The connected ranks and what each brings."""
 
-    config: TrainConfig
+    about: run.Run
+    facts: Mapping[str, Any]
+    """Shown before step 0"""
+    dataset: Any
+    loader: Loader
     ranks: world.World
     strategy: Strategy
     device: str
     """This rank's"""
     threads: int
 
+    def over(self, dataset: Any) -> Job:
+        """The same with the same items seen in another way, as features, say."""
+        return dataclasses.replace(self, dataset=dataset, loader=self.loader.over(dataset.train))
+
     def replica(self, model: Any, state: Arrays, buffers: Iterable[str] = ()) -> Replica:
         """The model on its device with its optimizer, in the state that all ranks agree on: arrays by name, of which
         `buffers` are each rank's own. Collective."""
-        config, strategy = self.config, self.strategy
-        replica: Replica
-        if config.framework == "torch":
-            from hvdtrain.frameworks.pytorch import TorchReplica
-
-            replica = TorchReplica(model, device=self.device, config=config, world=self.ranks, strategy=strategy)
-        else:
-            from hvdtrain.frameworks.tensorflow import TensorFlowReplica
-
-            replica = TensorFlowReplica(model, device=self.device, config=config, world=self.ranks, strategy=strategy)
+        replica = replica_of(model, self.about.config, self.ranks, self.strategy, self.device)
         agreed, own = self.ranks.agreed(state), set(buffers)
         replica.load({f"parameter.{name}": array for name, array in agreed.items() if name not in own})
         replica.load_local({name: agreed[name] for name in own})
@@ -51,11 +135,7 @@ class Job:
 
     def train(
         self,
-        this: run.Run,
-        facts: dict[str, Any],
         replica: Replica,
-        dataset: Parts,
-        loader: Loader,
         stop: world.StopSignal,
         *,
         judge: Judge | None = None,
@@ -64,31 +144,34 @@ class Job:
     ) -> int:
         """Trains in the run's folder and shows the summary on stdout; returns the exit code. Collective.
 
-        `facts` are shown before step 0; `documents` are kept in the folder, by file name.
+        `documents` are kept in the folder, by file name.
         """
-        config, ranks, device = self.config, self.ranks, self.device
-        facts["collectives"] = ranks.collectives
+        about, config, ranks, loader, device = self.about, self.about.config, self.ranks, self.loader, self.device
         unseen = device == "cpu" and config.device == "auto"
-        facts["device"] = f"{device} ({config.framework} sees no GPU)" if unseen else device
-        folder = run.open_folder(config, this.workload, ranks)
-        if config.strategy == "hybrid" and this.plan.shares is None:
+        facts = {
+            **self.facts,
+            "collectives": ranks.collectives,
+            "device": f"{device} ({config.framework} sees no GPU)" if unseen else device,
+        }
+        folder = run.open_folder(config, about.workload, ranks)
+        if config.strategy == "hybrid" and about.plan.shares is None:
             how, shares = "as this run began", run.kept_shares(folder, ranks)
             if shares is None:
                 found = measured_shares(ranks, replica, loader.first_of)
                 how, shares = str(found), found.shares
-            this = dataclasses.replace(this, plan=dataclasses.replace(this.plan, shares=shares))
+            about = dataclasses.replace(about, plan=dataclasses.replace(about.plan, shares=shares))
             loader = loader.divided(shares)
             facts["shares"] = f"{run.show_shares(shares, loader.rank_samples)}, {how}"
-        run.check_same(this, folder, ranks)
+        run.check_same(about, folder, ranks)
         facts |= run.write_manifest(
-            this, folder, device=device, threads=self.threads, world=ranks, documents=documents or {}
+            about, folder, device=device, threads=self.threads, world=ranks, documents=documents or {}
         )
         if ranks.rank == 0:
-            print(run.arithmetic(config, this.plan, facts), file=sys.stderr, flush=True)
+            print(run.arithmetic(config, about.plan, facts), file=sys.stderr, flush=True)
         summary = Loop(
-            this,
+            about,
             folder,
-            dataset=dataset,
+            dataset=self.dataset,
             loader=loader,
             world=ranks,
             replica=replica,
@@ -99,7 +182,7 @@ class Job:
         ).run()
         if ranks.rank == 0:
             if summary is None:
-                again = run.command(folder, this.workload, ranks)
+                again = run.command(folder, about.workload, ranks)
                 print(f"hvdtrain: stopped; continue {again}", file=sys.stderr, flush=True)
             else:
                 run.show_summary(summary, as_json=config.json)
@@ -110,14 +193,9 @@ class Job:
         return exits.RESUMABLE if summary is None else exits.OK
 
 
-def connect(
-    config: TrainConfig,
-    place: world.Place,
-    threads: Threads,
-    shapes: Sequence[tuple[int, ...]],
-) -> Job:
-    """Connects the ranks, to train parameters of these `shapes`. Collective. Raises Failure (78) if the strategy does
-    not go with the launcher, or ranks have other settings than rank 0."""
+def connected(config: TrainConfig, place: world.Place, used: Threads) -> tuple[world.World, str]:
+    """The ranks, and this one's device. Collective. Raises Failure (78) if the strategy does not go with the launcher,
+    or ranks have other settings than rank 0."""
     carrier = strategies.chosen(config)[0].carrier
     if carrier == "horovod" and place.launcher == "torchrun":
         others = [name for name, one in strategies.SCHEDULES.items() if one.carrier != "horovod"]
@@ -126,16 +204,26 @@ def connect(
             f"(or {', '.join([*strategies.REDUCERS, *others[1:]])}), or start it with mpirun or horovodrun",
             exits.BAD_CONFIG,
         )
-    threads.use()
+    used.use()
     if config.framework == "torch":
         from hvdtrain.frameworks.pytorch import prepare
     else:
         from hvdtrain.frameworks.tensorflow import prepare
-    device = prepare(config.device, place.local_rank, threads.count, one_each=config.strategy == "hybrid")
+    device = prepare(config.device, place.local_rank, used.count, one_each=config.strategy == "hybrid")
     ranks = world.World(config.framework, gpu=device != "cpu", carrier=carrier, timeline=config.horovod_timeline)
     run.check_alike(config, ranks)
-    strategy = strategies.make(config, ranks, shapes)
-    return Job(config=config, ranks=ranks, strategy=strategy, device=device, threads=threads.count)
+    return ranks, device
+
+
+def replica_of(model: Any, config: TrainConfig, ranks: world.World, strategy: Strategy, device: str) -> Replica:
+    """The model on its device with its optimizer, as the framework of the config makes it."""
+    if config.framework == "torch":
+        from hvdtrain.frameworks.pytorch import TorchReplica
+
+        return TorchReplica(model, device=device, config=config, world=ranks, strategy=strategy)
+    from hvdtrain.frameworks.tensorflow import TensorFlowReplica
+
+    return TensorFlowReplica(model, device=device, config=config, world=ranks, strategy=strategy)
 
 
 def advised(config: TrainConfig, summary: records.Summary, links: Sequence[Mapping[str, Any]]) -> str | None:

@@ -32,8 +32,10 @@ def replica(request: pytest.FixtureRequest) -> Any:
         from hvdtrain.models.resnet_tf import ResNetTF
 
         model = ResNetTF(SPEC)
-    job = workload.Job(config=config, ranks=ranks, strategy=strategy, device="cpu", threads=1)
-    return job.replica(model, resnet.initial_state(SPEC, 1), buffers=resnet.buffers(SPEC))
+    replica = workload.replica_of(model, config, ranks, strategy, "cpu")
+    state = resnet.initial_state(SPEC, 1)
+    replica.load({f"parameter.{name}": state[name] for name in resnet.parameters(SPEC)})
+    return replica
 
 
 @pytest.fixture(scope="module")

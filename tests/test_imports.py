@@ -58,14 +58,13 @@ ALLOWED = {
     "captions": (
         ".arrays_file .checkpoint .data .frameworks .models .progress .records .threads .world numpy PIL sacrebleu"
     ),
-    "workload": ".arrays_file .config .data .frameworks .lock .loop .records .run .strategies .threads .world",
+    "workload": (
+        ".arrays_file .config .data .frameworks .lock .loop .observe .records .resume .run .strategies .threads .world"
+    ),
     "cli": ".captions .config .data .models shtab",
 }
 # Every other file of hvdtrain/ is a workload: it chooses and joins the parts.
-WORKLOAD = (
-    ".checkpoint .config .data .evaluation .frameworks .loop .models .observe .progress .records .resume .run"
-    " .strategies .threads .timing .world .workload .captions numpy"
-)
+WORKLOAD = ".captions .config .data .models .workload .world numpy"
 FREE = {"__init__", "arguments", "exits", "files"}  # import nothing of ours but each other
 LATE = {"cli"}  # imports rooms and packages inside functions only, so that each subcommand loads its own part
 FRONT = {"hvdtrain", "hvdtrain.arguments", "hvdtrain.config", "hvdtrain.exits"}  # standard library at import time

@@ -12,6 +12,7 @@ near to 0, and gradients over several batches.
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -22,11 +23,17 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import numpy as np
 import pytest
+from conftest import PROGRAMS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hvdtrain import strategies
+from hvdtrain.config import TrainConfig
+from hvdtrain.data import Batch
 from hvdtrain.exits import BAD_CONFIG, Failure
 from hvdtrain.models.resnet import NORM_MOMENTUM, ResNetSpec, buffers, initial_state, parameter_count, parameters, plan
+from hvdtrain.timing import Clock
+from hvdtrain.world import World
 
 torch = pytest.importorskip("torch")
 tf = pytest.importorskip("tensorflow")
@@ -409,3 +416,32 @@ def test_half_precision_sets_every_gradient_of_a_picture_of_one_pixel(kind: str)
         with torch.autocast("cpu", getattr(torch, kind)):
             _, _, gradients = model.gradients(images, labels)
         assert all(np.isfinite(array).all() for array in gradients.values())
+
+
+@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+def test_the_loss_scale_doubles_after_2000_good_steps_and_halves_after_an_overflow(
+    framework: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(PROGRAMS)
+    exchange = importlib.import_module("exchange")
+    config = TrainConfig(precision="fp16", strategy="hierarchical", framework=framework)
+    world = World(framework, carrier="streams")
+    strategy = strategies.make(config, world, [exchange.problem()[2].shape])
+    module = importlib.import_module(f"hvdtrain.frameworks.{'pytorch' if framework == 'torch' else framework}")
+    model = getattr(exchange, f"{framework}_model")()
+    kind = module.TorchReplica if framework == "torch" else module.TensorFlowReplica
+    replica = kind(model, device="cpu", config=config, world=world, strategy=strategy)
+    inputs, labels, weight = exchange.problem()
+    replica.load({"parameter.weight": weight, "loss_scale": np.array([2.0**16, 1999.0])})
+
+    def weight_after(inputs: np.ndarray) -> np.ndarray:
+        replica.backward(Batch(arrays=(inputs, labels), weight=11, total_weight=11), 0.1, stop=False)
+        strategy.step(replica, 0.1, Clock())
+        return replica.state()["parameter.weight"].copy()
+
+    trained = weight_after(inputs)
+    assert not np.array_equal(trained, weight)
+    assert replica.state()["loss_scale"].tolist() == [2.0**17, 0]
+    before = weight_after(inputs)
+    np.testing.assert_array_equal(weight_after(inputs * np.float32(1e38)), before)
+    assert replica.state()["loss_scale"].tolist() == [2.0**16, 0]

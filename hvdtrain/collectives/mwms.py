@@ -75,7 +75,9 @@ class MwmsRanks(Alone):
         if kind not in self._sums:
             signature = [tf.TensorSpec([None], values.dtype)]
             self._sums[kind] = tf.function(
-                lambda flat: self._strategy.run(self.graph_sum, (flat, name)), input_signature=signature
+                lambda flat: self._strategy.run(self.graph_sum, (flat, name)),
+                input_signature=signature,
+                autograph=False,
             )
         return np.asarray(self._sums[kind](tf.constant(values.reshape(-1))).numpy()).reshape(values.shape)
 

@@ -36,7 +36,7 @@ class CaptionerTF(tf.Module):
         self.buffers: dict[str, tf.Variable] = {}
         state = [tf.TensorSpec((None, spec.hidden))] * 2
         encoded_and_words = [tf.TensorSpec((None, spec.hidden)), tf.TensorSpec((None,), tf.int64)]
-        self._step_graph = tf.function(self._one_step, input_signature=[*encoded_and_words, *state])
+        self._step_graph = tf.function(self._one_step, input_signature=[*encoded_and_words, *state], autograph=False)
         self._encode_graph: Any = None
 
     def __call__(
@@ -73,7 +73,9 @@ class CaptionerTF(tf.Module):
         if self._encode_graph is None:
             any_number = tf.TensorSpec((None, *inputs.shape[1:]), inputs.dtype)
             self._encode_graph = tf.function(
-                lambda inputs: tf.cast(self._encoded(inputs, None), tf.float32), input_signature=[any_number]
+                lambda inputs: tf.cast(self._encoded(inputs, None), tf.float32),
+                input_signature=[any_number],
+                autograph=False,
             )
         encoded: np.ndarray = self._encode_graph(tf.constant(inputs)).numpy()
         return encoded

@@ -26,7 +26,8 @@ class Vgg16TF:
         channels = arrays[f"{[layer for layer in LAYERS if layer != POOL][-1]}.bias"].size
         with tf.device(self._place):
             self._arrays = {name: tf.constant(_turned(name, array, channels)) for name, array in arrays.items()}
-        self._graph = tf.function(self._features, input_signature=[tf.TensorSpec([None, None, None, 3], tf.uint8)])
+        pictures = tf.TensorSpec([None, None, None, 3], tf.uint8)
+        self._graph = tf.function(self._features, input_signature=[pictures], autograph=False)
 
     def __call__(self, images: NDArray[np.uint8]) -> NDArray[np.float32]:
         """Features (n, 4096) float32 of images (n, 224, 224, 3) uint8, RGB."""

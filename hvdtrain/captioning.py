@@ -5,7 +5,7 @@ examples:
   horovodrun -np 4 -H a:2,b:2 python -m hvdtrain.captioning --data flickr8k:/path/to/Flickr8k
   horovodrun -np 2 python -m hvdtrain.captioning --data flickr8k:Flickr8k --weights vgg16.safetensors
   mpirun -np 2 python -m hvdtrain.captioning --framework tensorflow --json
-  python -m hvdtrain.captioning caption photo.jpg --run results/RUN
+  hvdtrain caption photo.jpg --run results/RUN
 
 Without --data it trains on drawn scenes of coloured shapes, made on the fly. `hvdtrain data captions` prepares pictures
 with sentences, `hvdtrain data vgg16` the encoder's weights; `caption` tells what a trained model sees in a picture.

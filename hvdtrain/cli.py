@@ -1,10 +1,12 @@
-"""The `hvdtrain` command: what is not training itself. Each part is imported when its subcommand runs."""
+"""The `hvdtrain` command. The code of a subcommand is imported when that subcommand runs."""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
-import importlib
+import importlib.util
 import json
+import runpy
 import sys
 from argparse import ArgumentParser
 from pathlib import Path
@@ -13,6 +15,13 @@ from typing import Any, NoReturn
 from hvdtrain import __version__, config, exits
 from hvdtrain.arguments import Parser, near
 from hvdtrain.exits import Failure
+
+TRAIN = """Train a model: `hvdtrain train resnet ...` is `python -m hvdtrain.resnet ...`, alone or behind a launcher.
+
+examples:
+  hvdtrain train resnet --epochs 2 --width 0.25
+  horovodrun -np 4 -H a:2,b:2 hvdtrain train resnet
+"""
 
 DATA = """Prepare what training reads: pictures, pictures with sentences, or the weights of a frozen encoder.
 
@@ -57,25 +66,44 @@ examples:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What `python -m hvdtrain.ROOM` does; imported when it is asked for."""
+    """A module of hvdtrain with `main(arguments)`, which returns the exit code, and `parser()`."""
 
-    room: str
+    module: str
 
     def run(self, arguments: list[str]) -> int:
-        code: int = importlib.import_module(f"hvdtrain.{self.room}.__main__").main(arguments)
+        code: int = importlib.import_module(f"hvdtrain.{self.module}").main(arguments)
         return code
 
     def parser(self) -> ArgumentParser:
-        made: ArgumentParser = importlib.import_module(f"hvdtrain.{self.room}.__main__").parser()
+        made: ArgumentParser = importlib.import_module(f"hvdtrain.{self.module}").parser()
         return made
 
 
 @dataclasses.dataclass(frozen=True)
-class Preparation:
-    """`hvdtrain data NAME SOURCE DESTINATION`: a config class and the function that takes one, imported when asked for.
+class Training:
+    """A workload, run as `python -m MODULE` runs it."""
 
-    The function returns the document that is printed.
-    """
+    module: str
+
+    def run(self, arguments: list[str]) -> int:
+        sys.argv[1:] = arguments
+        runpy.run_module(self.module, run_name="__main__", alter_sys=True)  # ends the process
+        return exits.OK
+
+    def parser(self) -> ArgumentParser:
+        module = importlib.import_module(self.module)
+        (own,) = (each for each in vars(module).values() if _is_config_of(each, self.module))
+        made: ArgumentParser = config.parser_for(own, prog=f"python -m {self.module}", purpose=module.__doc__ or "")
+        return made
+
+
+def _is_config_of(thing: Any, module: str) -> bool:
+    return isinstance(thing, type) and issubclass(thing, config.TrainConfig) and thing.__module__ == module
+
+
+@dataclasses.dataclass(frozen=True)
+class Preparation:
+    """`hvdtrain data NAME SOURCE DESTINATION`: parses a config class, and prints what a function returns for it."""
 
     name: str
     module: str
@@ -100,7 +128,7 @@ class Preparation:
         return made
 
 
-# words -> (what it does, what takes the arguments behind them)
+# words -> (purpose, the command that takes the arguments after them)
 COMMANDS: dict[tuple[str, ...], tuple[str, Part | Preparation]] = {
     ("data", "images"): (
         "prepare a folder of pictures for training",
@@ -114,26 +142,46 @@ COMMANDS: dict[tuple[str, ...], tuple[str, Part | Preparation]] = {
         "VGG16's published weights as --weights takes them",
         Preparation("vgg16", "models.vgg16_weights", "Vgg16Config", "import_weights", VGG16),
     ),
-    ("cluster",): ("virtual hosts on this machine: up, down, status, exec, shell, hostfile", Part("cluster")),
-    ("throttle",): ("limit the bandwidth of links, show it, verify it, put it back", Part("cluster.throttle")),
-    ("doctor",): ("find what would make a job hang or crawl, before it starts", Part("cluster.doctor")),
-    ("monitors",): ("which power and resource sensors this host has", Part("monitors")),
-    ("sweep",): ("run a grid of experiments, skip what is done", Part("sweep")),
-    ("results",): ("tables, plots and a report from runs' records", Part("results")),
+    ("caption",): ("caption pictures with a trained model", Part("captions.command")),
+    ("cluster",): ("virtual hosts on this machine: up, down, status, exec, shell, hostfile", Part("cluster.__main__")),
+    ("throttle",): ("limit the bandwidth of links, show it, verify it, put it back", Part("cluster.throttle.__main__")),
+    ("doctor",): ("find what would make a job hang or crawl, before it starts", Part("cluster.doctor.__main__")),
+    ("monitors",): ("which power and resource sensors this host has", Part("monitors.__main__")),
+    ("sweep",): ("run a grid of experiments, skip what is done", Part("sweep.__main__")),
+    ("results",): ("tables, plots and a report from runs' records", Part("results.__main__")),
 }
+GROUPS = {"train": TRAIN, "data": DATA}
+"""First words of several commands, and their purpose"""
 SHELLS = ("bash", "zsh")
 HELP: tuple[list[str], ...] = ([], ["--help"], ["-h"])
 
 
+def commands(group: str) -> dict[tuple[str, ...], tuple[str, Part | Preparation | Training]]:
+    """The commands of a group; without one all but the workloads."""
+    if group != "train":
+        return {words: command for words, command in COMMANDS.items() if group in ("", words[0])}
+    from hvdtrain.sweep import preview
+
+    return {("train", name): _workload(f"hvdtrain.{name}") for name in preview.workloads()}
+
+
+def _workload(module: str) -> tuple[str, Training]:
+    """The first sentence of a workload's docstring, which is read without importing the workload, and its command."""
+    found = importlib.util.find_spec(module)
+    source = Path(found.origin).read_text() if found and found.origin else ""
+    about = (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0].rstrip(".")
+    return about[:1].lower() + about[1:], Training(module)
+
+
 def usage(group: str = "") -> str:
     """The commands, all or those of a group."""
-    chosen = {words: purpose for words, (purpose, _) in COMMANDS.items() if group in ("", words[0])}
-    lines = [f"  hvdtrain {' '.join(words):<15}{purpose}" for words, purpose in chosen.items()]
+    listed = {words: about for words, (about, _) in commands(group).items()}
     more = "Each has a --help of its own."
     if not group:
-        more += " Training is started by its entry point: python -m hvdtrain.resnet --help\n"
-        more += 'Completion of commands and flags: eval "$(hvdtrain --print-completion bash)" (or zsh)'
-    return "\n".join([DATA if group else "hvdtrain: what is not training itself\n", *lines, "", more])
+        listed = {("train", "WORKLOAD"): "train a model; `hvdtrain train` lists the workloads", **listed}
+        more += '\nCompletion of commands and flags: eval "$(hvdtrain --print-completion bash)" (or zsh)'
+    lines = [f"  hvdtrain {' '.join(words):<17}{about}" for words, about in listed.items()]
+    return "\n".join([GROUPS.get(group, "hvdtrain: distributed training over ordinary networks\n"), *lines, "", more])
 
 
 def completion(shell: str) -> str:
@@ -145,41 +193,46 @@ def completion(shell: str) -> str:
     except ImportError:
         raise Failure("--print-completion needs shtab: pip install shtab", exits.UNREACHABLE) from None
 
-    top = Parser(prog="hvdtrain", description="What is not training itself.")
+    top = Parser(prog="hvdtrain", description="Distributed training over ordinary networks.")
     top.add_argument("--version", action="store_true")
     top.add_argument("--print-completion", choices=SHELLS)
     groups: dict[tuple[str, ...], Any] = {(): top.add_subparsers()}
-    for words, (purpose, command) in COMMANDS.items():
+    for words, (about, command) in {**commands("train"), **COMMANDS}.items():
         if words[:-1] not in groups:
-            groups[words[:-1]] = groups[()].add_parser(words[0], help=DATA.partition("\n")[0]).add_subparsers()
+            first = GROUPS[words[0]].partition("\n")[0]
+            groups[words[:-1]] = groups[()].add_parser(words[0], help=first).add_subparsers()
         parser = command.parser()
         for action in parser._actions:
             if action.type is Path:
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
-        groups[words[:-1]].add_parser(words[-1], help=purpose, parents=[parser], add_help=False)
+        groups[words[:-1]].add_parser(words[-1], help=about, parents=[parser], add_help=False)
     return shtab.complete(top, shell)
 
 
 def main() -> NoReturn:
     arguments = sys.argv[1:]
-    groups = {words[0] for words in COMMANDS if len(words) > 1}
-    group = arguments.pop(0) if arguments and arguments[0] in groups and arguments[1:2] in HELP else ""
-    if arguments in HELP:
+    exits.end(command, arguments)
+
+
+def command(arguments: list[str]) -> int:
+    """Runs the command that the words begin with; returns its exit code. Raises Failure."""
+    group = arguments[0] if arguments and arguments[0] in GROUPS else ""
+    if arguments[bool(group) :] in HELP:
         print(usage(group))
-        raise SystemExit(exits.OK if arguments else exits.USAGE)
-    if arguments[:1] == ["--print-completion"]:
-        exits.end(lambda words: print(completion(" ".join(words))) or exits.OK, arguments[1:])
+        return exits.OK if arguments[bool(group) :] else exits.USAGE
+    if arguments[0] == "--print-completion":
+        print(completion(" ".join(arguments[1:])))
+        return exits.OK
     if arguments == ["--version"]:
         print(f"hvdtrain {__version__}")
-        raise SystemExit(exits.OK)
-    for words, (_, command) in COMMANDS.items():
+        return exits.OK
+    known = commands(group)
+    for words, (_, one) in known.items():
         if tuple(arguments[: len(words)]) == words:
-            exits.end(command.run, arguments[len(words) :])
-    known = [" ".join(words) for words in COMMANDS]
-    asked = " ".join(arguments[: 2 if arguments[0] in groups else 1])
-    meant = near(asked, [*known, *groups])
-    print(f"hvdtrain: unknown command {asked!r}{meant} (known: {', '.join(known)})", file=sys.stderr)
-    raise SystemExit(exits.USAGE)
+            return one.run(arguments[len(words) :])
+    listed = [" ".join(words) for words in known] + [each for each in GROUPS if not group]
+    asked = " ".join(arguments[: 2 if group else 1])
+    raise Failure(f"unknown command {asked!r}{near(asked, listed)} (known: {', '.join(listed)})", exits.USAGE)
 
 
 if __name__ == "__main__":

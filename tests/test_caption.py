@@ -318,7 +318,7 @@ def test_without_an_encoder_all_pictures_have_one_caption(
     ],
 )
 def test_wrong_usage_is_refused(flags: list[str]) -> None:
-    with pytest.raises(Failure, match=r"\(see python -m hvdtrain\.captioning caption --help\)$") as failure:
+    with pytest.raises(Failure, match=r"\(see hvdtrain caption --help\)$") as failure:
         captions.main(flags)
     assert failure.value.code == USAGE
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import environment
+from conftest import document, environment, launch
 
 from hvdtrain import cli, config, exits
 from hvdtrain.arguments import Parser
@@ -35,6 +35,9 @@ def test_a_group_of_commands_tells_its_purpose_and_commands() -> None:
     ("line", "meant"),
     [
         ("swep", "sweep"),
+        ("trian", "train"),
+        ("train resnt", "train resnet"),
+        ("train resnet --batchsize 3", "--batch-size"),
         ("data imags", "data images"),
         ("results lst", "list"),
         ("doctor --hostfil x --quik", "--quick"),
@@ -69,13 +72,35 @@ def test_what_is_missing(line: str, told: str) -> None:
     assert told in hvdtrain(*line.split()).stderr
 
 
+def test_train_is_the_workload_s_entry_point() -> None:
+    """The same run, told in the same words."""
+    flags = ["--epochs", "1", "--width", "0.0625", "--lr-scaling", "linear", "--dry-run", "--json"]
+    by_module, by_command = (
+        document(launch(0, ["-m", *start, *flags]))
+        for start in (["hvdtrain.resnet"], ["hvdtrain.cli", "train", "resnet"])
+    )
+    assert by_module == by_command
+    listed = [
+        line.split()[2]
+        for line in hvdtrain("train", "--help").stdout.splitlines()
+        if line.startswith("  hvdtrain train")
+    ]
+    assert {"captioning", "resnet"} <= set(listed)
+
+
 def test_what_was_meant_by_a_flag_of_training() -> None:
     with pytest.raises(Failure, match=r"did you mean --batch-size\?"):
         config.parse(config.TrainConfig, ["--batchsize", "3"], prog="x", purpose="")
 
 
 @pytest.mark.parametrize(
-    ("typed", "offered"), [("swe", "sweep"), ("data im", "images"), ("results compare --thr", "--threshold")]
+    ("typed", "offered"),
+    [
+        ("swe", "sweep"),
+        ("data im", "images"),
+        ("results compare --thr", "--threshold"),
+        ("train resnet --bat", "--batch-size"),
+    ],
 )
 def test_bash_completes(typed: str, offered: str) -> None:
     script = hvdtrain("--print-completion", "bash")

@@ -92,13 +92,11 @@ def parse(words: list[str]) -> None:
     """Parses a command as its program does, without running it; raises what it raises."""
     program, *arguments = words
     if program == "hvdtrain":
-        name = next(name for name in cli.COMMANDS if tuple(arguments[: len(name)]) == name)
-        cli.COMMANDS[name][1].parser().parse_args(arguments[len(name) :])
+        known = cli.commands("train" if arguments[0] == "train" else "")
+        name = next(name for name in known if tuple(arguments[: len(name)]) == name)
+        known[name][1].parser().parse_args(arguments[len(name) :])
         return
     module = importlib.import_module(program)
-    if arguments[:1] == ["caption"]:
-        importlib.import_module("hvdtrain.captions.command").parser().parse_args(arguments[1:])
-        return
     made = next(value for name, value in vars(module).items() if name.endswith("Config") and name != "TrainConfig")
     asked: Any = config.parse(made, arguments, prog=program, purpose="")
     if asked.strategy != "help":

@@ -61,7 +61,7 @@ ALLOWED = {
     "workload": (
         ".arrays_file .config .data .frameworks .lock .loop .observe .records .resume .run .strategies .threads .world"
     ),
-    "cli": ".captions .config .data .models shtab",
+    "cli": ".captions .config .data .models .sweep shtab",
 }
 # Every other file of hvdtrain/ is a workload: it chooses and joins the parts.
 WORKLOAD = ".captions .config .data .models .workload .world numpy"

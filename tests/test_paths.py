@@ -24,7 +24,6 @@ from PIL import Image
 from runs import make
 
 from hvdtrain import captioning, cli, config, exits, resnet, world
-from hvdtrain.captions import command as captions
 from hvdtrain.cluster import launch
 from hvdtrain.cluster.throttle import request
 
@@ -85,8 +84,7 @@ def command(name: str) -> Callable[[list[str]], NoReturn]:
         return training
     if name in ("mpirun", "horovodrun"):
         return lambda words: exits.end(launch.main, [name, *words])
-    run = captions.main if name == "caption" else cli.COMMANDS[tuple(name.split())][1].run
-    return lambda words: exits.end(run, words)
+    return lambda words: exits.end(cli.COMMANDS[tuple(name.split())][1].run, words)
 
 
 def parser(name: str) -> argparse.ArgumentParser:
@@ -95,8 +93,6 @@ def parser(name: str) -> argparse.ArgumentParser:
     if name in ("resnet", "captioning"):
         cls = {"resnet": resnet.ResNetConfig, "captioning": captioning.CaptioningConfig}[name]
         return config.parser_for(cls, prog=name, purpose="")
-    if name == "caption":
-        return captions.parser()
     if name == "throttle":
         return request.parser()
     return cli.COMMANDS[tuple(name.split())][1].parser()

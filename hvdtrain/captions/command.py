@@ -1,9 +1,9 @@
 """Caption pictures with a model that a run has trained, on this machine's processor.
 
 examples:
-  python -m hvdtrain.captioning caption photo.jpg --run results/RUN
-  python -m hvdtrain.captioning caption holiday/ more.png --run results/RUN --beam 5 --html
-  python -m hvdtrain.captioning caption --split test --limit 100 --run results/RUN --json
+  hvdtrain caption photo.jpg --run results/RUN
+  hvdtrain caption holiday/ more.png --run results/RUN --beam 5 --html
+  hvdtrain caption --split test --limit 100 --run results/RUN --json
 
 The run's best checkpoint is used, by either framework whichever of them trained it. A folder stands for the pictures
 that are directly in it. A picture that cannot be read is named on standard error and the others are captioned; the
@@ -90,7 +90,7 @@ def main(arguments: list[str]) -> int:
 
 
 def parser() -> Parser:
-    one = Parser(prog="python -m hvdtrain.captioning caption", description=__doc__)
+    one = Parser(prog="hvdtrain caption", description=__doc__)
     one.add_argument("pictures", nargs="*", type=Path, metavar="PICTURE", help="a picture, or a folder of pictures")
     one.add_argument("--run", type=Path, required=True, metavar="RUN", help="the run's folder")
     one.add_argument(

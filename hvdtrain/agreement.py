@@ -1,4 +1,4 @@
-"""Whether all ranks hold the same weights: checksums first, and only if they differ, names."""
+"""Checks that all ranks hold the same weights: compares one checksum, and those of all tensors only if it differs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from hvdtrain.world import World
 
 
 def check(state: dict[str, np.ndarray], world: World) -> None:
-    """Compares the parameters in `state` over ranks; collective. Raises Failure (1) naming ranks and tensors.
+    """Compares the parameters in `state` over ranks. Collective. Raises Failure (1) naming ranks and tensors.
 
-    CRC-32 is enough against accidents; it reads memory at some GB/s, and 12 bytes per rank go over the network.
+    CRC-32 detects accidents; it reads some GB/s of memory, and 12 bytes per rank cross the network.
     """
     if world.size == 1:
         return

@@ -21,11 +21,11 @@ SIGINT = 130
 
 
 class Failure(Exception):
-    """Something a user can cause and mend: one line that says what, where and how to fix it.
+    """An error that a user can cause and fix: one line that says what, where and how to fix it.
 
-    Entry points print the message without a traceback and end with `code` (one of this module's constants). What it
-    quotes may come from anybody's file: control characters stand in it as \\x1b, so that a terminal shows them only.
-    Lines are joined: the errors of libraries often have several.
+    Entry points print the message without a traceback and end with `code` (one of this module's constants). Control
+    characters are escaped as \\x1b, say, because the message may quote anybody's file and a terminal would obey them.
+    Lines are joined, because the errors of libraries often have several.
     """
 
     def __init__(self, message: str, code: int = FAILED) -> None:
@@ -35,14 +35,14 @@ class Failure(Exception):
 
 
 def printable(text: str) -> str:
-    """The text with everything that would move a cursor, end the line or cannot be encoded written as an escape."""
+    """The text with control characters, line ends and what cannot be encoded as escapes."""
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 def of_system(error: OSError) -> Failure | None:
-    """What the system said of a path, as one line; None for errors that name no path."""
+    """An OSError about a path as a Failure; None if the error names no path."""
     if error.filename is None:
         return None
     if isinstance(error, PermissionError):

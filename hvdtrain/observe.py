@@ -24,7 +24,7 @@ UNSEEN: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
 
 def check(config: TrainConfig, steps: int, where: Place) -> None:
-    """Raises Failure (78) if what was asked cannot be seen in a run of so many steps, started like that."""
+    """Raises Failure (78) if the profiler, timeline or TensorBoard asked for cannot work in a run of so many steps."""
     profiled_steps(config.profile, steps)
     if config.horovod_timeline and where.launcher == "alone":
         raise Failure(
@@ -37,7 +37,7 @@ def check(config: TrainConfig, steps: int, where: Place) -> None:
 
 
 def profiled_steps(asked: str | None, steps: int) -> range:
-    """The steps that `--profile N:M` means, both included; raises Failure (78) if a run of `steps` steps has none."""
+    """The steps of `--profile N:M`, both included. Raises Failure (78) if a run of `steps` steps does not have them."""
     if asked is None:
         return range(0)
     found = re.fullmatch("([0-9]{1,9}):([0-9]{1,9})", asked)
@@ -52,7 +52,7 @@ def profiled_steps(asked: str | None, steps: int) -> range:
 
 
 def writer(config: TrainConfig, folder: Path, rank: int) -> records.Writer:
-    """Where this rank's records go."""
+    """The writer of this rank's records."""
     path = folder / "metrics" / f"rank{rank:04d}.jsonl"
     if rank or not config.tensorboard:
         return records.Writer(path)
@@ -62,7 +62,7 @@ def writer(config: TrainConfig, folder: Path, rank: int) -> records.Writer:
 
 
 class Observers:
-    """One rank's. Collective: every rank makes them and calls the same methods."""
+    """Runs one rank's monitors, profiler and timeline. Collective: every rank makes them and calls the same methods."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Observers:
 
     @contextlib.contextmanager
     def watching(self, start: int) -> Iterator[None]:
-        """Looks on from `start`, the first step made here, until the run ends or stops."""
+        """Runs monitors and timeline from `start`, the first step of this process, until the run ends or stops."""
         with contextlib.ExitStack() as watching:
             if self._config.monitor != "none":
                 watching.enter_context(self._monitors())
@@ -93,7 +93,7 @@ class Observers:
                 self._write_profile(self._profiler)
 
     def _monitors(self) -> contextlib.AbstractContextManager[Any]:
-        """Starts a sampler on each host, and waits until all have measured their idle power, if asked to."""
+        """Starts a sampler on each host; with --monitor-idle-s waits until all have measured their idle power."""
         from hvdtrain import monitors
 
         config, world = self._config, self._world
@@ -115,11 +115,11 @@ class Observers:
         return monitor or UNSEEN
 
     def distort(self, step: int) -> bool:
-        """Whether the step's times are not those of an unwatched run."""
+        """Whether the profiler changes this step's times."""
         return step in self._profiled or step - 1 in self._profiled
 
     def step(self, number: int) -> contextlib.AbstractContextManager[Any]:
-        """Looks on while the step is made."""
+        """Profiles the step if it is one of --profile, on rank 0."""
         return self._profile(number) if number in self._profiled and self._world.rank == 0 else UNSEEN
 
     @contextlib.contextmanager
@@ -137,12 +137,12 @@ class Observers:
         steps, self._profiler = f"{self._first_profiled}-{self._last_profiled}", None
         try:
             self._say(f"profile of steps {steps}: {profiler.stop(f'steps-{steps}')}")
-        except OSError as error:  # the training need not end for it
+        except OSError as error:  # no reason to end the training
             self._say(f"warning: the profile of steps {steps} is not written: {error}")
 
     @contextlib.contextmanager
     def _timeline(self, start: int) -> Iterator[None]:
-        """Rank 0 hears of every tensor and writes; it is ready before another rank offers the first."""
+        """Rank 0 starts the timeline; the barrier after it keeps other ranks from offering a tensor before that."""
         if self._world.rank == 0:
             name = f"horovod_timeline{f'-from-{start}' if start else ''}.json"
             self._world.start_timeline(self._outputs() / name)

@@ -1,4 +1,4 @@
-"""How far are we: a bar on a terminal, a plain line every ten seconds anywhere else, nothing when disabled."""
+"""Shows progress on stderr: a bar on a terminal, elsewhere a line every ten seconds, nothing when disabled."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bar
     from rich.progress import TaskID
 
-TERMINAL_S = 0.1  # between two drawings of the bar
+TERMINAL_S = 0.1  # between two updates of the bar
 PLAIN_S = 10.0  # between two plain lines
-BAR = 10  # columns that a bar has at least, before text goes over several lines
+BAR = 10  # least columns of a bar; text that leaves fewer is wrapped
 
 
 class Progress:
-    """Counts work and tells about it on stderr.
+    """Counts finished work and shows it on stderr.
 
         with Progress("training", total=1527, unit="steps") as progress:
             ...
             progress.advance(note="loss 0.31")
 
-    A terminal gets a rich bar (rich obeys `NO_COLOR`; `TERM=dumb` counts as no terminal), everything else one line
-    at most every ten seconds: `training 120/1527 steps, 310 steps/s, ETA 5 s, loss 0.31`.
+    A terminal gets a rich bar (rich obeys `NO_COLOR`; `TERM=dumb` counts as no terminal), anything else one line at
+    most every ten seconds: `training 120/1527 steps, 310 steps/s, ETA 5 s, loss 0.31`.
 
     `done` units were finished before (a resumed run): they fill the bar but do not count for the rate.
     `advance` reads a clock and compares, except when it is time to draw, so it may be called in every step.
@@ -85,7 +85,7 @@ class Progress:
 
 
 def whole(text: str, width: int) -> str:
-    """The text beside a bar, on several lines if one is too narrow: rich would cut it."""
+    """The text beside a bar, wrapped to the width: rich would truncate it."""
     return textwrap.fill(text, max(1, width - BAR), break_long_words=False, break_on_hyphens=False)
 
 
@@ -95,7 +95,7 @@ def _start_bar(label: str, total: int, done: int) -> tuple[Bar, TaskID]:
     from rich.progress import Progress as Bar
 
     text = TextColumn("{task.fields[text]}", markup=False)
-    # Drawn by advance alone: rich's own refresh thread would take processor time from the work.
+    # Only `advance` draws: rich's refresh thread would take processor time from the training.
     bar = Bar(
         TextColumn("{task.description}", markup=False),
         BarColumn(),

@@ -1,9 +1,9 @@
-"""TensorBoard scalars out of records: the number FIELD of a record of type TYPE becomes the scalar TYPE/FIELD.
+"""Writes TensorBoard scalars: the number FIELD of a record of type TYPE becomes the scalar TYPE/FIELD.
 
-So TensorBoard's `step/loss` is `Step.loss` of records.py, with its unit, and what was not measured has no point. They
-stand at the step (counted from 0 over the whole run) they tell of: an epoch's at its last. Only TensorBoard's own
-record format is used, so neither TensorFlow nor PyTorch is loaded for it. A resumed run opens a new event file that
-starts with the step it goes on from; TensorBoard then drops what earlier files say of that step and of later ones.
+TensorBoard's `step/loss` is `Step.loss` of records/types.py, with its unit; a value that was not measured has no point.
+A point's step counts from 0 over the whole run; an epoch's point is at its last step. TensorBoard's record writer needs
+neither TensorFlow nor PyTorch. A resumed run opens a new event file that begins at its first step, and TensorBoard then
+ignores points of earlier files at that step and later.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hvdtrain import exits, records
 from hvdtrain.exits import Failure
 
 TYPES = (records.Step, records.Epoch, records.Saved, records.Summary)
-# Numbers that name something or are equal in every record make no curve.
+# Numbers that identify a record, or are equal in all records, are not drawn.
 LEFT_OUT = {"step", "epoch", "samples", "warmup", "best", "unix_s", "began_unix_s", "ended_unix_s"}
 LEFT_OUT |= {"ranks", "hosts", "parameters", "global_batch", "epochs", "steps"}
 
@@ -76,7 +76,7 @@ class Scalars(records.Writer):
 
 
 def numbers(record: records.Record) -> dict[str, float]:
-    """Tag -> number, of what TensorBoard is to draw of a record."""
+    """Tag -> number: the points of a record."""
     if not isinstance(record, TYPES):
         return {}
     fields = {f.name: getattr(record, f.name) for f in dataclasses.fields(record) if f.name not in LEFT_OUT}
@@ -84,7 +84,7 @@ def numbers(record: records.Record) -> dict[str, float]:
 
 
 def _step(record: Any) -> int:
-    """The step a record stands at. All but Step and Resumed count the steps done so far."""
+    """The step of a record's points. Step and Resumed name it; other records count the steps done."""
     if isinstance(record, records.Step | records.Resumed):
         return record.step
     done: int = record.steps if isinstance(record, records.Summary) else record.step

@@ -1,10 +1,9 @@
-"""Who am I among the ranks, and what can ranks do together.
+"""This process's rank, the collectives of all ranks, and how a rank stops.
 
-A program joins the world once. Under horovodrun, mpirun or srun it becomes one of several ranks, which Horovod
-connects; started alone it is rank 0 of 1 and Horovod is not even imported. For a native strategy the framework's own
-collectives connect them, for one made for slow networks TCP streams, and no Horovod runs; torchrun starts ranks for
-these alone. Collectives here are for small things (counts, checksums, messages); `torch` and `tensorflow` are what
-replicas need in a training step, `servers` what a strategy with parameter servers needs.
+A program makes one `World`. The strategy's carrier connects the ranks that a launcher started: Horovod, the framework's
+own collectives (native), or TCP streams of our own; without a launcher there is one rank, and Horovod is not imported.
+torchrun's ranks cannot use Horovod. The collectives here are for small values (counts, checksums, messages). `torch`,
+`tensorflow` and `servers` are the interfaces that replicas and strategies use in a training step.
 """
 
 from __future__ import annotations
@@ -48,12 +47,12 @@ from hvdtrain.sentinel.rank import Sentinel
 Carrier = Literal["horovod", "native", "streams", "servers"]
 
 PEER_PATIENCE_S = 2.0
-"""How long a rank that lost a peer, or failed beside rank 0, waits for its launcher to end it before it speaks."""
+"""A rank that lost a peer, or failed and is not rank 0, waits so long for the launcher to end it before it prints"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Place:
-    """A rank's place as its launcher's environment variables tell it, known before anything is imported."""
+    """A rank's place, read from its launcher's environment variables before anything heavy is imported."""
 
     launcher: str
     """alone, torchrun, horovodrun, mpirun or srun"""
@@ -75,7 +74,8 @@ LAUNCHERS: list[tuple[str, ...]] = [
 def place(environment: Mapping[str, str] = os.environ) -> Place:
     """This process's place. horovodrun on MPI starts mpirun and so appears as mpirun.
 
-    torchrun, which mpirun or srun may have started, counts if it tells of itself: others set RANK too.
+    torchrun is recognised by TORCHELASTIC_RUN_ID, because other programs set RANK too. It wins over mpirun and srun,
+    which may have started it.
     """
     torchrun = "TORCHELASTIC_RUN_ID" in environment
     if torchrun and environment.get("WORLD_SIZE") == "1":
@@ -101,7 +101,7 @@ def tasks_here(environment: Mapping[str, str]) -> int:
     return counts[min(int(environment.get("SLURM_NODEID", 0)), len(counts) - 1)]
 
 
-# how many programs, and which of them this is, by starters that connect no ranks for us; what to do
+# variables of size and rank set by starters that do not connect ranks for us, who sets them, what to do
 SEPARATE = [
     ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "by srun", "add --mpi=pmix, or sbatch launch/slurm.sbatch"),
     ("PMI_SIZE", "PMI_RANK", "by PMI, as MPICH's mpiexec does", "use Open MPI's mpirun, horovodrun or torchrun"),
@@ -110,8 +110,8 @@ SEPARATE = [
 
 
 def separate_programs(environment: Mapping[str, str] = os.environ) -> tuple[str, bool] | None:
-    """What is wrong if several programs were started that do not know of each other, and whether this is the one to
-    say it; None if all is well."""
+    """The error if a starter made several programs that are not ranks of one job, and whether this one (the first)
+    prints it; None if there is no such error."""
     for size, rank, starter, advice in SEPARATE:
         count = environment.get(size, "1")
         if rank in environment and count != "1" and place(environment).launcher == "alone":
@@ -121,13 +121,13 @@ def separate_programs(environment: Mapping[str, str] = os.environ) -> tuple[str,
 
 
 class World:
-    """The ranks of this job. Collective methods must be called by every rank, in the same order.
+    """The ranks of this job. Every rank must call the collective methods, in the same order.
 
-    `carrier` says what connects the ranks: horovod, native (the framework's own collectives), streams or servers;
-    `rank` and `size` count those alive in the last collective, which with servers may become fewer. `framework` says
-    ("torch" or "tensorflow") whose Horovod or own collectives, `gpu` whether gradients are on one, `timeline` that
-    Horovod's may be started; `collectives` tells what carries them: none, gloo, mpi, nccl, grpc, streams or servers.
-    Raises Failure (69) if Horovod is missing or the ranks cannot be connected.
+    `carrier`: what connects the ranks: horovod, native (the framework's own collectives), streams or servers.
+    `framework`: "torch" or "tensorflow". `gpu`: whether gradients are on a GPU. `timeline`: whether Horovod's timeline
+    may be started. `rank` and `size` count the ranks alive in the last collective; with servers ranks may die.
+    `collectives` names the library in use: none, gloo, mpi, nccl, grpc, streams or servers. Raises Failure (69) if
+    Horovod is missing or the ranks cannot be connected.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class World:
         return self._ranks.size
 
     def _watch(self, ranks: Meeting) -> Reach:
-        """Starts the sentinel; how others get at this host, as it has found out."""
+        """Starts the sentinel; returns the address and interface by which other ranks reach this host."""
         way = None
         if ranks.size > 1:
             self._sentinel = watched_by(Sentinel(ranks.rank, first=ranks.local_rank == 0, secret=ranks.secret))
@@ -176,7 +176,7 @@ class World:
         return Reach(way.source, way.device) if way else Reach("127.0.0.1", "lo", loopback=True)
 
     def leave(self) -> None:
-        """Disconnects from the other ranks; collective in effect, since a rank waits for the slowest."""
+        """Disconnects from the other ranks. A rank waits here for the slowest."""
         if self._sentinel is not None:
             self._sentinel.left()
         self._ranks.leave()
@@ -192,14 +192,14 @@ class World:
         return [json.loads(each) for each in self.gather_bytes(json.dumps(value).encode())]
 
     def gather_bytes(self, mine: bytes) -> list[bytes]:
-        """What every rank gave, in rank order, on all ranks."""
+        """The bytes of every rank, in rank order, on all ranks."""
         return self._ranks.gather(mine)
 
     def agreed(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """The same arrays on all ranks: this rank's own if every rank's SHA-256 is equal, else rank 0's, sent to all.
+        """The same arrays on all ranks: this rank's own if all ranks' SHA-256 are equal, else rank 0's, broadcast.
 
-        Ranks that make their arrays from the same seed send 64 characters and not the arrays, which at 10 Mbit/s take
-        more than a minute for ResNet-34.
+        Ranks that make their arrays from the same seed exchange 64 characters instead of the arrays, which take more
+        than a minute for ResNet-34 at 10 Mbit/s.
         """
         digest = hashlib.sha256()
         for name, array in arrays.items():
@@ -213,21 +213,21 @@ class World:
 
     @property
     def torch(self) -> TorchCollectives:
-        """For a PyTorch replica."""
+        """Collectives for a PyTorch replica."""
         return cast(TorchCollectives, self._ranks)
 
     @property
     def tensorflow(self) -> TensorFlowCollectives:
-        """For a TensorFlow replica."""
+        """Collectives for a TensorFlow replica."""
         return cast(TensorFlowCollectives, self._ranks)
 
     @property
     def servers(self) -> ServerRanks:
-        """For a strategy with parameter servers."""
+        """Ranks for a strategy with parameter servers."""
         return cast(ServerRanks, self._ranks)
 
     def may_die(self) -> None:
-        """The others can go on without this rank: its sudden end is no reason to end the job."""
+        """Declares that the job continues if this rank dies."""
         survive.may_die()
         if self._sentinel is not None:
             self._sentinel.may_die()
@@ -237,18 +237,18 @@ class World:
         return self._ranks.reduce(values, between)
 
     def wait(self) -> None:
-        """Waits until the sums that backward started are done."""
+        """Blocks until the sums that backward started are done."""
         self._ranks.wait()
 
     def exchange_state(self) -> dict[str, np.ndarray]:
-        """What the exchange itself must have to continue as if never interrupted."""
+        """The exchange's own state, for a checkpoint."""
         return self._ranks.state()
 
     def load_exchange_state(self, state: dict[str, np.ndarray]) -> None:
         self._ranks.load(state)
 
     def start_timeline(self, path: Path) -> None:
-        """Horovod records every tensor's way into a Chrome trace; on rank 0 only, in a world made with `timeline`."""
+        """Starts Horovod's Chrome trace of every tensor. On rank 0 only, in a world made with `timeline`."""
         assert isinstance(self._ranks, HorovodRanks)
         self._ranks.start_timeline(path)
 
@@ -259,26 +259,26 @@ class World:
     # --- hosts and the links between them -----------------------------------------------------------------------
 
     def keeps(self, folder: str, command: str) -> None:
-        """The run's checkpoints are in `folder`: whoever has to end this job advises this command to go on."""
+        """Tells the sentinel the run's folder and the command that resumes it, for its message when it ends the job."""
         if self._sentinel is not None:
             self._sentinel.keeps(folder, command)
 
     def measure_links(self) -> list[dict[str, Any]]:
-        """Each host's NIC, throttle asked and goodput measured now (1.2 s); empty on a single host. Collective.
+        """Measures the goodput of each host's link now (1.2 s); empty on a single host. Collective.
 
-        The fields are those of `records.Manifest.links`; `self.links` keeps them.
+        Returns the fields of `records.Manifest.links` (NIC, throttle, goodput) and keeps them in `self.links`.
         """
         if self._sentinel is not None:
-            self.gather("measure")  # all hosts at once, with no other traffic than Horovod's own
+            self.gather("measure")  # a barrier: all hosts measure at once, without other traffic of ours
             self.links = [link for link in self.gather(self._sentinel.link()) if link]
         return self.links
 
     def nic_counters(self) -> tuple[int, int] | None:
-        """Bytes the NIC of the link sent and received so far; None but on the first rank of each of several hosts."""
+        """Bytes that the link's NIC has sent and received; None on a single host and on all but a host's first rank."""
         return None if self._sentinel is None else self._sentinel.nic_counters()
 
     def nic_bytes(self, since: tuple[int, int] | None) -> dict[str, Any] | None:
-        """This host's entry of `records.Summary.nic_bytes`, from counters read before; None where there are none."""
+        """This host's entry of `records.Summary.nic_bytes` since the counters `since`; None where there are none."""
         now = self.nic_counters()
         if self._sentinel is None or since is None or now is None:
             return None
@@ -287,7 +287,7 @@ class World:
 
 
 def _native(framework: str, meeting: Meeting, reach: Reach, gpu: bool) -> Collectives:
-    """The framework's own collectives, which only import their own framework."""
+    """The framework's own collectives; the other framework is not imported."""
     if framework == "torch":
         from hvdtrain.collectives.ddp import DdpRanks
 
@@ -303,7 +303,7 @@ _sentinel: Sentinel | None = None
 
 
 def watched_by(sentinel: Sentinel) -> Sentinel:
-    """Remembers the sentinel of this process, which tells it how it ends."""
+    """Registers the sentinel, to which this process reports how it ends."""
     global _sentinel
     _sentinel = sentinel
     atexit.register(sentinel.left)
@@ -314,10 +314,10 @@ def watched_by(sentinel: Sentinel) -> Sentinel:
 
 
 class StopSignal:
-    """SIGTERM, SIGINT and SIGUSR1 as a request to stop after the current step.
+    """Turns SIGTERM, SIGINT and SIGUSR1 into a request to stop after the current step.
 
-    Until `resumable` is set there is nothing to save, and a signal ends the process with 128 + its number. A second
-    SIGINT ends it in any case.
+    Before `resumable` is set there is nothing to save, and a signal ends the process with 128 + its number. A second
+    SIGINT always does.
     """
 
     def __init__(self) -> None:
@@ -335,11 +335,11 @@ class StopSignal:
 
 
 def run(program: Callable[[StopSignal], int], *, debug: bool) -> None:
-    """Runs a rank's program and ends the process so that the whole job ends, with the cause shown last.
+    """Runs a rank's program and ends the process so that the whole job ends, with the cause as its last output.
 
-    A Failure is one line, shown once per job. Any other exception is a traceback, and the process ends at once without
-    leaving the world, because a rank that stayed in its exit handlers would keep its peers waiting for ever. A rank
-    that only lost its peer stays silent unless its launcher leaves it alive.
+    A Failure is one line, printed once per job; another exception is a traceback. After an error the process ends at
+    once without leaving the world, because a rank that stayed in its exit handlers would keep its peers waiting for
+    ever. A rank that only lost a peer prints nothing unless its launcher leaves it alive.
     """
     if problem := separate_programs():
         what, first = problem

@@ -51,7 +51,7 @@ ALLOWED = {
         ".agreement .checkpoint .config .data .evaluation .frameworks! .observe .position .progress .records .run"
         " .snapshot .strategies! .timing .world numpy"
     ),
-    "results": ".records numpy pandas matplotlib pyarrow rich",
+    "results": ".config .records numpy pandas matplotlib pyarrow rich scipy",
     "cluster": "",
     "sentinel": ".cluster",
     "sweep": ".cluster .config .progress .records rich",

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 import runs
-from PIL import Image
 
 from hvdtrain import exits
 from hvdtrain.exits import Failure
-from hvdtrain.results import accuracy, energy, report, scaling_table, tables
-from hvdtrain.results.load import Loaded, load
-from hvdtrain.results.table import Table
+from hvdtrain.results import report
+from hvdtrain.results.load import load
+from hvdtrain.results.tables import listing
 
 ROOT = Path(__file__).parent.parent
 VOID = {"meta", "link", "br", "hr", "img", "input"}
@@ -65,11 +66,6 @@ class Page(HTMLParser):
         return " ".join("".join(data for _, data in self.texts).split())
 
 
-def made_tables(loaded: Loaded) -> dict[str, Table]:
-    made = [*scaling_table.scaling(loaded), tables.overview(loaded), accuracy.accuracy(loaded), *energy.energy(loaded)]
-    return {table.name: table for table in [*made, tables.phases(loaded), tables.listing(loaded)]}
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Added hosts are slower at 10 Mbit/s and faster at 1000; and runs that must not count."""
@@ -95,8 +91,32 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def page(folder: Path) -> Page:
-    loaded = load([folder])
-    return Page(report.page(loaded, made_tables(loaded)))
+    return Page(report.page(load([folder])))
+
+
+@pytest.fixture(scope="module")
+def race(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two seeds on 1, 2 and 4 hosts of two strategies that reach 95 %, one with a long name, and of one that fails."""
+    root = tmp_path_factory.mktemp("race")
+    long = {"every": 6, "staleness": 1, "outer_lr": 0.7, "outer_momentum": 0.9, "inner": "powersgd", "rank": 12}
+    for hosts, rate_mbit in ((1, None), (2, 10.0), (4, 10.0), (2, 1000.0), (4, 1000.0)):
+        for seed in range(2):
+            for strategy, last in (("allreduce", 0.96), ("local-sgd", 0.97), ("onebit", 0.9))[: hosts + 1]:
+                slow = 860 / rate_mbit if strategy == "allreduce" and rate_mbit else 1
+                runs.make(
+                    root / f"{strategy}-{hosts}-{rate_mbit}-{seed}",
+                    hosts=hosts,
+                    rate_mbit=rate_mbit,
+                    strategy=strategy,
+                    config=long if strategy == "local-sgd" else {},
+                    seed=seed,
+                    rank_batch=32 // hosts,
+                    accuracies=(0.6, last),
+                    train_s=200.0 / hosts * slow * (1 + seed / 50),
+                    energy_w={"cpu0": 30.0, "gpu0": 4.0} if seed == 0 else None,
+                    interval_s=50.0,
+                )
+    return root
 
 
 def test_equal_runs_give_an_equal_page_whatever_the_hash_seed(folder: Path, tmp_path: Path) -> None:
@@ -155,28 +175,33 @@ def test_it_can_be_read_by_all(page: Page) -> None:
 
 
 def test_every_number_of_the_tables_is_on_the_page_as_printed(folder: Path, page: Page) -> None:
-    for table in made_tables(load([folder])).values():
+    loaded = load([folder])
+    for table in [*report.tables(loaded), listing(loaded)]:
         assert [column.heading for column in table.columns] in page.rows
         places = [page.rows.index(cells) for cells in table.text()]
         assert len(places) == len(table.rows)
         for reading in table.readings.values():
-            assert [reading] in page.rows
+            assert " ".join(reading.split()) in page.text()
 
 
-def test_the_summary_says_what_the_data_say(page: Page) -> None:
-    text = page.text()
-    assert "Each added host makes training slower: 10 Mbit/s" in text
-    assert "Each added host makes training faster: 1000 Mbit/s" in text
-    assert (
-        "At 10 Mbit/s: torch allreduce on 1 host: training took 101.0 ± 2.5 s, clearly before torch allreduce on 2"
-        in text
-    )
-    assert (
-        "Of several hosts, torch allreduce on 2 hosts: 303.0 ± 7.5 s, clearly before torch allreduce on 4 hosts" in text
-    )
-    assert "At 1000 Mbit/s: torch allreduce on 4 hosts: training took 27.27 ± 0.67 s" in text
-    assert "15 timing runs of 5 settings, 3 of each." in text
-    assert "at most ± 2.46 %" in text  # t(0.975; 2) s / (sqrt(3) mean) of 1.00, 1.01, 1.02
+def test_the_first_screen_answers_by_bandwidth(page: Page, race: Path) -> None:
+    first = page.text().partition("What else the runs say")[0]
+    assert "Training time for the same epochs At 10 Mbit/s two hosts need 3 times as long as one with plain" in first
+    assert "(allreduce), four hosts need 5 times as long." in first
+    assert "At 1000 Mbit/s two hosts are 1.9 times as fast as one with plain Horovod (allreduce), four" in first
+    assert "Figure 1. Training time against hosts." in first and "Table 1. Scaling over hosts" in first
+    raced = Page(report.page(load([race]))).text().partition("What else the runs say")[0]
+    (name,) = {one for one in load([race]).runs["strategy"] if one.startswith("local-sgd")}
+    assert "Training time to 95 % validation accuracy At 10 Mbit/s two hosts need 43 times as long as one" in raced
+    assert f"; with {name} four hosts are 4 times as fast." in raced
+    assert "Figure 1. Time to the target" in raced and "Table 1. Strategies: to 95 %" in raced
+    failed = Page(report.page(load([race]), target=0.965)).text()
+    assert "with plain Horovod two hosts and four hosts do not get there; with local-sgd" in failed
+
+
+def test_the_summary_says_how_sure_it_is(page: Page) -> None:
+    assert "15 timing runs of 5 settings, 3 of each." in page.text()
+    assert "at most" in page.text() and "± 2.46 %" in page.text()  # t(0.975; 2) s / (sqrt(3) mean) of 1.00, 1.01, 1.02
 
 
 def test_what_does_not_count_is_listed(page: Page, folder: Path) -> None:
@@ -208,7 +233,7 @@ def test_records_are_text_and_never_markup(tmp_path: Path) -> None:
     (tmp_path / "foreign<hr>").mkdir()
     (tmp_path / "foreign<hr>" / "manifest.json").write_text("{")
     loaded = load([tmp_path])
-    seen = Page(report.page(loaded, made_tables(loaded)))
+    seen = Page(report.page(loaded))
     assert not {"script", "b1", "hr", "u", "i"} & set(seen.tags)
     assert HOSTILE in seen.text()
     assert "</style><u>" in seen.text()
@@ -218,7 +243,7 @@ def test_records_are_text_and_never_markup(tmp_path: Path) -> None:
 def test_one_run_makes_a_page_that_says_what_is_lacking(tmp_path: Path) -> None:
     runs.make(tmp_path / "run", argv=["--threads", "2", "--run-dir", "r", "--shares", "1"])
     loaded = load([tmp_path])
-    text = Page(report.page(loaded, made_tables(loaded))).text()
+    text = Page(report.page(loaded)).text()
     assert "Not shown" in text and "--monitor power" in text
     assert "how far they spread is not known" in text
     assert "python -m hvdtrain.resnet --threads 2 --shares 1" in text
@@ -227,33 +252,54 @@ def test_one_run_makes_a_page_that_says_what_is_lacking(tmp_path: Path) -> None:
 
 def test_without_a_complete_run_the_page_says_so(tmp_path: Path) -> None:
     runs.make(tmp_path / "run", complete=False)
-    text = Page(report.page(load([tmp_path]), {})).text()
+    text = Page(report.page(load([tmp_path]))).text()
     assert "Nothing yet" in text and "run: unfinished" in text
 
 
 def test_a_page_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     runs.make(tmp_path / "run")
     with pytest.raises(Failure) as raised:
-        report.write(load([tmp_path]), tmp_path / "missing" / "report.html", {})
+        report.write(load([tmp_path]), tmp_path / "missing" / "report.html")
     assert raised.value.code == exits.CANNOT_WRITE
 
 
-def test_a_browser_shows_it(folder: Path, tmp_path: Path) -> None:
+FRAMES = """<script>
+addEventListener("message", (event) => {
+  document.body.append(Object.assign(document.createElement("pre"), {textContent: JSON.stringify(event.data)}));
+});
+</script>"""
+
+
+@pytest.mark.parametrize("which", ["folder", "race"])
+def test_a_browser_shows_everything_beside_and_nothing_over_anything(
+    which: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """At 1280 and at 400 pixels: no text outside the page or its figure, none over another text or figure, a first
+    screen that needs no scrolling sideways, and the answers at its top. A browser's own window has 500 pixels at
+    least, so the page stands in frames, where programs/page_layout.js measures it."""
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if chromium is None:
         pytest.skip("no chromium on this machine (Debian: apt-get install chromium)")
-    loaded = load([folder])
-    report.write(loaded, tmp_path / "report.html", made_tables(loaded))
-    flags = [
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-background-networking",
-        "--disable-component-update",
-    ]
-    flags += ["--no-first-run", "--disable-sync", "--disable-quic", f"--user-data-dir={tmp_path / 'profile'}"]
-    flags += ["--window-size=900,1600", f"--screenshot={tmp_path / 'page.png'}"]
-    page = f"file://{tmp_path / 'report.html'}"
-    subprocess.run([chromium, *flags, page], timeout=60, check=True, capture_output=True)
-    with Image.open(tmp_path / "page.png") as shot:
-        assert len(shot.convert("RGB").getcolors(1 << 24) or []) > 50  # letters and lines, no empty page
+    html = report.page(load([request.getfixturevalue(which)]))
+    script = (Path(__file__).parent / "programs" / "page_layout.js").read_text()
+    (tmp_path / "page.html").write_text(html.replace("</body>", f"<script>{script}</script></body>"))
+    broken = (
+        "<style>.short { position: absolute; width: 50rem } figure text { font-size: 2rem !important }</style></body>"
+    )
+    (tmp_path / "broken.html").write_text((tmp_path / "page.html").read_text().replace("</body>", broken))
+    shown = (("page", 1280), ("page", 400), ("broken", 500))
+    frames = "".join(f'<iframe src="{name}.html" width="{width}" height="900"></iframe>' for name, width in shown)
+    (tmp_path / "frames.html").write_text(f"<body>{FRAMES}{frames}</body>")
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
+    flags += ["--disable-component-update", "--disable-sync", "--disable-quic", "--virtual-time-budget=20000"]
+    flags += [f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1300,900", "--dump-dom"]
+    page = f"file://{tmp_path / 'frames.html'}"
+    done = subprocess.run([chromium, *flags, page], timeout=120, check=True, capture_output=True, text=True)
+    measured = [json.loads(unescape(text)) for text in re.findall("<pre>(.*?)</pre>", done.stdout, re.DOTALL)]
+    by_width = {one["width"]: one for one in measured}
+    for width in (1280, 400):
+        assert by_width[width]["texts"] > 500
+        assert by_width[width]["found"] == [], width
+        assert by_width[width]["answers_end"] < 900, "the answers are on the first screen"
+    seen = {text.partition(":")[0] for text in by_width[500]["found"]}
+    assert {"outside the page", "cut off by its figure", "over a figure", "overlap"} <= seen, "it sees what is wrong"

@@ -100,6 +100,7 @@ def parser() -> Parser:
     plot.add_argument("kind", choices=tuple(plots.KINDS), metavar="KIND")
     report = add("report", "one self-contained HTML page: summary, figures, tables, definitions", forms=False)
     for one in (plot, report):
+        one.add_argument("--target", type=fraction, default=0.95, help="accuracy that strategies race to (95%%)")
         if one is plot:
             one.add_argument("roots", nargs="*", type=Path, default=[RESULTS], metavar="ROOT")
             one.add_argument("--where", metavar="TEST", help="only runs with, e.g., 'rate_mbit=10 and hosts>1'")
@@ -273,13 +274,9 @@ def compare(asked: argparse.Namespace) -> int:
 
 
 def report(asked: argparse.Namespace, loaded: Loaded) -> int:
-    from hvdtrain.results import accuracy, energy, scaling_table
     from hvdtrain.results import report as page
-    from hvdtrain.results import tables as plain
 
-    made = [*scaling_table.scaling(loaded), plain.overview(loaded), accuracy.accuracy(loaded), *energy.energy(loaded)]
-    made += [plain.phases(loaded), plain.listing(loaded)]
-    page.write(loaded, asked.output, {table.name: table for table in made})
+    page.write(loaded, asked.output, asked.target)
     complain(loaded.problems)
     print(exits.printable(f"hvdtrain: wrote {asked.output}"), file=sys.stderr)
     return exits.OK
@@ -287,7 +284,9 @@ def report(asked: argparse.Namespace, loaded: Loaded) -> int:
 
 def draw(asked: argparse.Namespace, loaded: Loaded) -> int:
     names = tuple(name for name in asked.runs.split(",") if name)
-    plots.save(plots.draw(asked.kind, loaded, plots.Options(count=asked.count, runs=names)), asked.output)
+    plots.save(
+        plots.draw(asked.kind, loaded, plots.Options(count=asked.count, runs=names, target=asked.target)), asked.output
+    )
     complain(loaded.problems)
     print(exits.printable(f"hvdtrain: wrote {asked.output}"), file=sys.stderr)
     return exits.OK

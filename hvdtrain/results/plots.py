@@ -32,6 +32,10 @@ class Options:
     """Efficiency per host or per rank: hosts or ranks"""
     runs: tuple[str, ...] = ()
     """Names of the runs that `power` and `resources` show; none: they choose"""
+    target: float = 0.95
+    """Validation accuracy of `strategies`, a fraction of 1"""
+    columns: int = 2
+    """Most panels beside each other; 1 on a phone"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +48,7 @@ class Kind:
 
 
 KINDS: dict[str, Kind] = {
+    "strategies": Kind("time to a validation accuracy, all strategies on one axis", "strategies", "to_target"),
     "time": Kind("training time against hosts, one curve per rate (Lucero 2022's figure)", "scaling", "time"),
     "speedup": Kind("speed-up over one host, with the ideal line", "scaling", "speedup"),
     "efficiency": Kind("efficiency as a map of hosts and rates", "scaling", "efficiency"),

@@ -1,18 +1,22 @@
 """`hvdtrain results report`: everything about the runs on one page that opens offline, in a browser or on paper.
 
+The first screen is the answer: a sentence per rate, one figure, one table of strategies. Everything else stands below.
 The page takes its numbers from the tables and its figures from `plots`, and holds no date but that of the data: equal
 runs give an equal page, to the byte.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 from hvdtrain.exits import Failure
-from hvdtrain.results import plots, report_facts, report_page, report_words
+from hvdtrain.results import accuracy, energy, groups, plots, report_facts, report_page, report_words, scaling_table
+from hvdtrain.results import strategies as strategies_table
+from hvdtrain.results import tables as plain
 from hvdtrain.results.columns import RUNS
 from hvdtrain.results.load import Loaded
 from hvdtrain.results.report_page import text
@@ -22,6 +26,11 @@ TITLE = "How training scales over the network"
 
 # Kind of plots.KINDS, in the order of the page -> heading and how to read it.
 CAPTIONS = {
+    "strategies": (
+        "Time to the target, strategy by strategy",
+        "Seconds of training until the end of the first epoch that reaches the validation accuracy named below the "
+        "axis. Left of the dotted line several hosts are sooner than one.",
+    ),
     "time": (
         "Training time against hosts",
         "Seconds of the training phase. A curve that rises says that more hosts make training slower at that rate; one "
@@ -75,16 +84,28 @@ MEASURED = {
 }
 
 
-def write(loaded: Loaded, path: Path, tables: dict[str, Table]) -> None:
-    """Writes the page with `tables` in their order. Raises Failure (73)."""
-    plots.write(path, page(loaded, tables).encode("utf-8", "replace"))
+def write(loaded: Loaded, path: Path, target: float = 0.95) -> None:
+    """Writes the page; strategies race to the `target`, a fraction of 1. Raises Failure (73)."""
+    plots.write(path, page(loaded, target).encode("utf-8", "replace"))
 
 
-def page(loaded: Loaded, tables: dict[str, Table]) -> str:
+def tables(loaded: Loaded, target: float = 0.95) -> list[Table]:
+    """The tables of the page, in its order; the strategies only if some run over several hosts got to the target."""
+    race = strategies_table.strategies(loaded, target)
+    made = [race] if report_words.reached(race) else []
+    made += [*scaling_table.scaling(loaded, "hosts"), plain.overview(loaded), accuracy.accuracy(loaded, target)]
+    return [*made, *energy.energy(loaded), plain.phases(loaded)]
+
+
+def page(loaded: Loaded, target: float = 0.95) -> str:
     """The whole document."""
     numbered = iter(range(1, 1000))
-    shown = [one for name, one in tables.items() if one.rows and name != "list"]
-    sections = [("Summary", summary(loaded, tables)), ("Figures", figures(loaded))]
+    shown = [one for one in tables(loaded, target) if one.rows] if not groups.usable(loaded.runs).empty else []
+    main = "strategies" if shown and shown[0].name == "strategies" else "time"
+    drawn, lacking = figures(loaded, plots.Options(target=target), main)
+    first = first_screen(shown, drawn.pop(main, ""), numbered, target) if shown else ""
+    sections = [("What else the runs say", findings(loaded))]
+    sections.append(("Figures", "\n".join([*drawn.values(), not_shown(lacking)])))
     sections.append(("Tables", main_tables(shown, numbered)))
     sections.append(("Definitions", definitions(shown)))
     sections.append(("How it was measured", report_page.definitions(MEASURED.items())))
@@ -92,9 +113,17 @@ def page(loaded: Loaded, tables: dict[str, Table]) -> str:
     sections.append(("Environment", "\n".join(report_page.table(one, next(numbered)) for one in facts if one.rows)))
     sections.append(("Problems found", problems(loaded, numbered)))
     sections.append(("How to repeat it", repeat(loaded)))
-    if "list" in tables and tables["list"].rows:
-        sections.append(("All runs", report_page.table(tables["list"], next(numbered))))
-    return report_page.page(TITLE, header(loaded), sections)
+    sections.append(("All runs", report_page.table(plain.listing(loaded), next(numbered))))
+    return report_page.page(TITLE, header(loaded), first, sections)
+
+
+def first_screen(shown: list[Table], figure: str, numbered: Iterator[int], target: float) -> str:
+    """The answers, and beside each other the figure that shows them and a table."""
+    raced = shown[0].name == "strategies"
+    what = f"Training time to {100 * target:g} % validation accuracy" if raced else "Training time for the same epochs"
+    said = report_page.bullets((("", sentence) for sentence in report_words.answers(shown[0])), "short")
+    table = report_page.table(report_words.digest(shown[0]), next(numbered))
+    return f'<h2>{text(what)}</h2>\n{said}\n<div class="beside">\n{figure}\n{table}\n</div>'
 
 
 def nothing(what: str) -> str:
@@ -113,30 +142,31 @@ def header(loaded: Loaded) -> str:
     return f"<p>Data of {text(when)} from {text(folders)}: {text(counts or 'no runs')}.{text(named)}</p>"
 
 
-def summary(loaded: Loaded, tables: dict[str, Table]) -> str:
-    """The answers in short, then each question with its answers."""
-    short = report_words.in_short(tables["scaling"]) if "scaling" in tables else []
-    parts = [report_page.bullets(((one.lead, one.text) for one in short), "short")] if short else []
-    for question, answers in report_words.findings(loaded.runs, tables):
-        items = report_page.bullets(((one.lead, one.text) for one in answers), "findings")
-        parts.append(f"<h3>{text(question)}</h3>\n{items}")
-    return "\n".join(parts)
+def findings(loaded: Loaded) -> str:
+    """Each question with its answers."""
+    return "\n".join(
+        f"<h3>{text(question)}</h3>\n{report_page.bullets(((one.lead, one.text) for one in answers), 'findings')}"
+        for question, answers in report_words.findings(loaded.runs)
+    )
 
 
-def figures(loaded: Loaded) -> str:
-    """All figures that the runs can fill, then what the others lack."""
-    parts: list[str] = []
+def figures(loaded: Loaded, options: plots.Options, main: str) -> tuple[dict[str, str], list[tuple[str, str]]]:
+    """Kind -> HTML of each figure that the runs can fill, the `main` one first and narrow; and what the others lack."""
+    drawn: dict[str, str] = {}
     lacking: list[tuple[str, str]] = []
-    for kind, (heading, caption) in CAPTIONS.items():
+    for kind in sorted(CAPTIONS, key=lambda kind: kind != main):
+        heading, caption = CAPTIONS[kind]
         try:
-            drawn = plots.draw(kind, loaded)
+            figure = plots.draw(kind, loaded, dataclasses.replace(options, columns=1 if kind == main else 2))
         except Failure as failure:
             lacking.append((heading, str(failure)))
             continue
-        parts.append(report_page.figure(drawn, kind, len(parts) + 1, heading, caption))
-    if lacking:
-        parts.append(f"<h3>Not shown</h3>\n{report_page.bullets(lacking, 'findings')}")
-    return "\n".join(parts)
+        drawn[kind] = report_page.figure(figure, kind, len(drawn) + 1, heading, caption)
+    return drawn, lacking
+
+
+def not_shown(lacking: list[tuple[str, str]]) -> str:
+    return f"<h3>Not shown</h3>\n{report_page.bullets(lacking, 'findings')}" if lacking else ""
 
 
 def main_tables(shown: list[Table], numbered: Iterator[int]) -> str:

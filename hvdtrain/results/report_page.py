@@ -18,13 +18,17 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+NARROW = 360
+"""Points in the width of a figure whose letters are legible on a phone"""
+
+
 def text(value: object) -> str:
     """Any text as HTML, without what cannot be shown."""
     return escape(printable(str(value)))
 
 
-def page(title: str, header: str, sections: Sequence[tuple[str, str]]) -> str:
-    """The document: header, contents, and each (heading, HTML) as a section."""
+def page(title: str, header: str, first: str, sections: Sequence[tuple[str, str]]) -> str:
+    """The document: header, the first screen, contents, and each (heading, HTML) as a section."""
     css = resources.files("hvdtrain.results").joinpath("report.css").read_text()
     links = "\n".join(f'<li><a href="#{anchor(name)}">{text(name)}</a></li>' for name, _ in sections)
     body = "\n".join(
@@ -46,6 +50,9 @@ def page(title: str, header: str, sections: Sequence[tuple[str, str]]) -> str:
 <h1>{text(title)}</h1>
 {header}
 </header>
+<section class="first">
+{first}
+</section>
 <nav aria-label="Contents">
 <ol>
 {links}
@@ -65,7 +72,8 @@ def anchor(name: str) -> str:
 
 
 def table(shown: Table, number: int, said: Collection[str] = ()) -> str:
-    """A table with its caption, sections, readings, and notes but those that were `said` already."""
+    """A table with its caption and sections; below it, as wide as the page, its readings and the notes that were not
+    `said` already."""
     sides = [' class="text"' if shown.is_text(column) else "" for column in shown.columns]
     headings = "".join(
         f'<th scope="col"{side}>{text(column.heading)}</th>' for column, side in zip(shown.columns, sides, strict=True)
@@ -79,8 +87,6 @@ def table(shown: Table, number: int, said: Collection[str] = ()) -> str:
             cells = [f'<th scope="row"{first[1]}>{text(first[0])}</th>']
             cells += [f"<td{side}>{text(cell)}</td>" for cell, side in rest]
             lines.append(f"<tr>{''.join(cells)}</tr>")
-        if name in shown.readings:
-            lines.append(f'<tr class="reading"><td colspan="{width}">{text(shown.readings[name])}</td></tr>')
         bodies.append("<tbody>\n" + "\n".join(lines) + "\n</tbody>")
     notes = [("", note) for note in shown.notes if note not in said]
     drawn = "\n".join(
@@ -91,8 +97,9 @@ def table(shown: Table, number: int, said: Collection[str] = ()) -> str:
             "</table>",
         ]
     )
-    below = f"\n{bullets(notes, 'notes')}" if notes else ""
-    return f'<div class="table">{scroll(f"Table {number}", drawn)}{below}</div>'
+    below = bullets(shown.readings.items(), "findings") if shown.readings else ""
+    below += bullets(notes, "notes") if notes else ""
+    return f'<div class="table">{scroll(f"Table {number}", drawn)}\n{below}</div>'
 
 
 def scroll(name: str, inner: str) -> str:
@@ -122,7 +129,8 @@ def inline_svg(drawn: Figure, kind: str, alt: str) -> str:
     size = re.search(r'width="([\d.]+)pt" height="([\d.]+)pt" ', svg)
     assert size, "matplotlib writes the size of an SVG in points"
     width = f"max-width: {float(size[1]) / 9:.4g}rem"  # letters of 9 points become as large as the page's own
-    return svg.replace(size[0], f'role="img" aria-label="{text(alt)}" style="{width}" ', 1)
+    kind_of = ' class="wide"' if float(size[1]) > NARROW else ""
+    return svg.replace(size[0], f'role="img" aria-label="{text(alt)}"{kind_of} style="{width}" ', 1)
 
 
 def bullets(items: Iterable[tuple[str, str]], kind: str) -> str:

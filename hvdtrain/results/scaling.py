@@ -7,12 +7,13 @@
 T is the training phase, or the end-to-end time, of the same epochs over the same training set. The baseline of a group
 is the group with the fewest hosts that is like it in all that `alike` asks for; it is a one-host group if there is one
 (a single host has no rate, so it is the baseline of every rate), else one of the same rate. Of several, one with the
-same strategy and settings is taken.
+same strategy and settings is taken, and of those the one with the fastest run.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -75,8 +76,7 @@ def what_varies(found: Sequence[Group]) -> Count:
 def rows(found: Sequence[Group], count: Count = "hosts", chosen: Chosen | None = None) -> list[Row]:
     """All groups as curves, each from its baseline upwards; a group without one is a curve by itself.
 
-    `chosen` says which groups may be baselines; None: the rule above. Raises Failure (2) if none is chosen, or several
-    that fit a group equally well.
+    `chosen` says which groups may be baselines; None: the rule above. Raises Failure (2) if none is chosen.
     """
     pool = [group for group in found if chosen is None or chosen.test(group)]
     if not pool and found:
@@ -150,14 +150,7 @@ def _best(group: Group, candidates: Sequence[Group], count: Count) -> Group:
 
     best = max(map(merit, candidates))
     found = [other for other in candidates if merit(other) == best]
-    if len(found) > 1:
-        names = ", ".join(groups.varying(found))
-        raise Failure(
-            f"several baselines fit equally well; they differ in {names}: name one in --baseline, e.g. --baseline "
-            f"'hosts=1 and {groups.varying(found)[0]}=...', or choose runs with --where",
-            exits.USAGE,
-        )
-    return found[0]
+    return min(found, key=lambda other: min(other.values("train_s"), default=math.inf))
 
 
 def _row(group: Group, baseline: Group, kind: Kind, count: Count) -> Row:

@@ -30,6 +30,14 @@ class Statistic:
     sd: float | None
     """Standard deviation of the sample, None for n < 2"""
 
+    @property
+    def span(self) -> tuple[float, float] | None:
+        """The spread to show: the 95 % interval, or both values of two (whose interval is 12.7 times as wide as they
+        are apart); None for n < 2."""
+        if self.low is None or self.high is None:
+            return None
+        return (self.min, self.max) if self.n == 2 else (self.low, self.high)
+
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
@@ -38,6 +46,11 @@ class Interval:
     mean: float
     low: float | None
     high: float | None
+
+    @property
+    def span(self) -> tuple[float, float] | None:
+        """The interval; None without one."""
+        return None if self.low is None or self.high is None else (self.low, self.high)
 
 
 def summary(values: Iterable[float | None]) -> Statistic | None:
@@ -87,6 +100,14 @@ def difference(a: Statistic, b: Statistic) -> Interval:
     return Interval(mean, mean - half, mean + half)
 
 
+@functools.lru_cache(maxsize=4096)
+def t_quantile(freedom: float) -> float:
+    """t such that a Student variable of that many degrees of freedom (> 0) is within +-t with probability LEVEL."""
+    from scipy.special import stdtrit  # here, since loading it takes longer than printing a list of runs
+
+    return float(stdtrit(freedom, (1 + LEVEL) / 2))
+
+
 def _half_width(variances: list[float], counts: list[int]) -> float:
     """Half of the 95 % interval of a sum of two estimates with these variances (Welch-Satterthwaite)."""
     total = math.fsum(variances)
@@ -94,52 +115,3 @@ def _half_width(variances: list[float], counts: list[int]) -> float:
         return 0.0
     freedom = 1 / math.fsum((part / total) ** 2 / (n - 1) for part, n in zip(variances, counts, strict=True))
     return t_quantile(freedom) * math.sqrt(total)
-
-
-# --- Student's t ------------------------------------------------------------------------------------------------------
-
-
-@functools.lru_cache(maxsize=4096)
-def t_quantile(freedom: float, level: float = LEVEL) -> float:
-    """t such that a Student variable of that many degrees of freedom (> 0) is within +-t with probability `level`."""
-    low, high = 0.0, 1.0
-    while _outside(high, freedom) > 1 - level:
-        high *= 2
-    for _ in range(200):
-        middle = (low + high) / 2
-        if middle in (low, high):
-            break
-        low, high = (middle, high) if _outside(middle, freedom) > 1 - level else (low, middle)
-    return (low + high) / 2
-
-
-def _outside(t: float, freedom: float) -> float:
-    """P(|T| > t): the regularised incomplete beta function I_x(freedom / 2, 1 / 2) at x = freedom / (freedom + t^2)."""
-    if t == 0:
-        return 1.0
-    a, b, x = freedom / 2, 0.5, freedom / (freedom + t * t)
-    front = math.exp(
-        math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log(t * t / (freedom + t * t))
-    )
-    if x < (a + 1) / (a + b + 2):
-        return front * _beta_fraction(a, b, x) / a
-    return 1 - front * _beta_fraction(b, a, 1 - x) / b
-
-
-def _beta_fraction(a: float, b: float, x: float) -> float:
-    """The continued fraction of the incomplete beta function, by Lentz's method (DLMF 8.17.22)."""
-    tiny = 1e-300
-    c, d = 1.0, 1 - (a + b) * x / (a + 1)
-    d = 1 / (d or tiny)
-    result = d
-    for m in range(1, 500):
-        for part in (
-            m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m)),
-            -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1)),
-        ):
-            d = 1 / ((1 + part * d) or tiny)
-            c = (1 + part / c) or tiny
-            result *= c * d
-        if abs(c * d - 1) < 1e-16:
-            break
-    return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -71,10 +72,11 @@ def strategies(loaded: Loaded, target: float = 0.95) -> Table:
         cells = [
             key_cells(group, shown)
             | {"rate": title, "strategy": names[id(group)], "speedup": _speedup(group, alone, measured)}
+            | {name: group.key[name] for name in ("hosts", "rate_mbit")}
             | measured[id(group)]
             for group in [*bases, *members]
         ]
-        ordered = sorted(cells[len(bases) :], key=_place)
+        ordered = sorted(cells[len(bases) :], key=lambda row: (soonness(row), row["strategy"]))
         rows += [*cells[: len(bases)], *ordered]
         readings[title] = reading(ordered, target)
         if members and alone and not bases:
@@ -114,9 +116,10 @@ def reading(ordered: Sequence[dict[str, Any]], target: float) -> str:
     return f"{said}."
 
 
-def _place(row: dict[str, Any]) -> tuple[bool, float, str]:
+def soonness(row: dict[str, Any]) -> float:
+    """Seconds to the target, infinite where it was not reached."""
     time = row["train_to_target_s"]
-    return time is None, time.mean if time else 0.0, str(row["strategy"])
+    return math.inf if time is None else float(time.mean)
 
 
 def _names(found: Sequence[Group]) -> dict[int, str]:

@@ -1,7 +1,7 @@
 """A table of results: cells are text, numbers, or statistics with their spread, and each column knows its unit.
 
 Whoever prints a table, terminal or report, takes the same `text()`: one rounding for all. With a spread, a figure has
-as many decimals as give its 95 % half-width two digits, but four significant ones at most (a ratio three).
+as many decimals as give half of the spread two digits, but four significant ones at most (a ratio three).
 """
 
 from __future__ import annotations
@@ -87,20 +87,23 @@ def cell(value: Any, column: Column) -> str:
 
 
 def _with_spread(value: Statistic | Interval, column: Column) -> str:
-    mean = value.mean * column.scale
-    if value.low is None or value.high is None or not column.spread:
+    mean, span = value.mean * column.scale, value.span
+    if span is None or not column.spread:
         return number(mean)
-    low, high = value.low * column.scale, value.high * column.scale
+    low, high = (bound * column.scale for bound in span)
     half = max(high - mean, mean - low)
     places = decimals(mean, half, 3 if isinstance(value, Interval) else 4)
+    least, most = f"{low:,.{places}f}", f"{high:,.{places}f}"
     if isinstance(value, Interval):
-        return f"{mean:,.{places}f} ({low:,.{places}f}-{high:,.{places}f})"
+        return f"{mean:,.{places}f} ({least}-{most})"
+    if value.n == 2:
+        return least if least == most else f"{least} to {most}"
     shown = half if round(half, places) or not half else 10.0**-places
     return f"{mean:,.{places}f} ± {shown:,.{places}f}"
 
 
 def decimals(mean: float, half: float, digits: int) -> int:
-    """Decimals for a mean with such a 95 % half-width: at most so many significant digits."""
+    """Decimals for a mean with such a half of its spread: at most so many significant digits."""
     wanted = digits - 1 - _magnitude(mean) if mean else 3
     if half > 0:
         wanted = min(wanted, 1 - _magnitude(half))

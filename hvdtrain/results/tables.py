@@ -18,8 +18,8 @@ from hvdtrain.results.load import Loaded
 from hvdtrain.results.table import Column, Table
 
 SPREAD_NOTE = (
-    "mean ± half of its 95 % interval (Student's t, from n >= 2 runs); median, min, max and n of every figure: "
-    "--detail, or --format csv or json"
+    "mean ± half of its 95 % interval (Student's t, from n = 3 runs on; of two runs both values); median, min, max and "
+    "n of every figure: --detail, or --format csv or json"
 )
 
 KEYS: dict[str, Column] = {

@@ -44,15 +44,16 @@ def power(loaded: Loaded, options: Options) -> Figure:
     for axis, (name, samples) in zip(axes, chosen, strict=True):
         began = (samples["unix_s"] - samples["seconds"]).min()
         for (host, device), every in samples.groupby(["host", "device"], sort=True):
-            part, place = thinned(every), devices.index(device)
-            look = style.curve(place) | {"linestyle": style.LINES[hosts.index(host) % len(style.LINES)]}
+            part, place = thinned(every), hosts.index(host)
+            dash = style.LINES[devices.index(device) % len(style.LINES)]
+            look = style.marker(place) | {"color": style.colour(place), "linestyle": dash}
             watts = part["energy_j"] / part["seconds"]
             line(axis, part["unix_s"] - began, watts, look, printable(f"{host}: {device}"))
-        axis.set_title(name)
+        style.title(axis, name)
         axis.set_xlabel("time (s)")
         axis.set_ylim(bottom=0)
     axes[0].set_ylabel("power (W)")
-    style.legend(figure, axes, "host: device; each point is a mean over its interval", columns=min(len(hosts), 4))
+    style.legend(figure, axes, "host: device; each point is a mean over its interval")
     return figure
 
 
@@ -68,26 +69,22 @@ def resources(loaded: Loaded, options: Options) -> Figure:
     axes = figure.subplots(len(shown), len(chosen), squeeze=False, sharey="row", sharex="col")
     for index, (name, samples) in enumerate(chosen):
         began = (samples["unix_s"] - samples["seconds"]).min()
-        axes[0][index].set_title(name)
+        style.title(axes[0][index], name)
         axes[-1][index].set_xlabel("time (s)")
         for row, axis in zip(shown, axes[:, index], strict=True):
             for host, every in samples.groupby("host", sort=True):
                 part = thinned(every)
-                for (column, factor), dotted in zip(ROWS[row][2], ({}, {"linestyle": ":"}), strict=False):
-                    look = style.curve(hosts.index(host)) | dotted
-                    line(
-                        axis,
-                        part["unix_s"] - began,
-                        factor * part[column],
-                        look,
-                        None if dotted else printable(str(host)),
-                    )
+                for column, factor in ROWS[row][2]:
+                    place, second = hosts.index(host), column != ROWS[row][2][0][0]
+                    look = style.marker(place) | {"color": style.colour(place), "linestyle": ":" if second else "-"}
+                    label = None if second else printable(str(host))
+                    line(axis, part["unix_s"] - began, factor * part[column], look, label)
             axis.text(0.99, 0.97, mean(samples, row), transform=axis.transAxes, ha="right", va="top", fontsize=7)
     for row, axis in zip(shown, axes[:, 0], strict=True):
         axis.set_ylabel(f"{row} ({ROWS[row][0]})")
         axis.set_ylim(0, max(axis.get_ylim()[1] * 1.25, 1e-3))  # room for the mean above the curves
     axes[0][-1].plot([], [], color=style.SOFT, linestyle=":", label="received by the NIC")
-    style.legend(figure, list(axes.flat), "host", columns=6)
+    style.legend(figure, list(axes.flat), "host")
     return figure
 
 

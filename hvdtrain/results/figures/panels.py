@@ -1,4 +1,8 @@
-"""Which runs stand side by side: a panel per setting, curves per rate, in one order and with one set of names."""
+"""Which runs stand side by side: a panel per setting, curves per rate, in one order, with one set of names and looks.
+
+In all figures of the same runs a rate is one colour and line style, a number of hosts one marker, a strategy a title or
+the name of a row.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,8 @@ import pandas as pd
 from hvdtrain import exits
 from hvdtrain.exits import Failure
 from hvdtrain.results import groups, scaling
+from hvdtrain.results.figures import style
+from hvdtrain.results.load import Loaded
 
 # What tells one panel from another, and how its title says so. Hosts and rate are the axes inside a panel.
 TITLE = {
@@ -59,6 +65,27 @@ def rates(runs: pd.DataFrame) -> list[float]:
 def place(rates: Sequence[float], mbit: float) -> int:
     """Where a rate stands among `rates` (NaN, unlimited, equals NaN)."""
     return next(i for i, one in enumerate(rates) if one == mbit or (math.isnan(one) and math.isnan(mbit)))
+
+
+class Looks:
+    """How each rate and each number of hosts of the runs is drawn, in whatever figure."""
+
+    def __init__(self, loaded: Loaded) -> None:
+        runs = groups.usable(loaded.runs)
+        self.rates = rates(runs)
+        self.hosts = sorted({int(number) for number in runs["hosts"].dropna()})
+
+    def line(self, mbit: float, number: float = 2) -> dict[str, Any]:
+        """Colour and line style; one host, which uses no link, is ink."""
+        return style.line(place(self.rates, mbit)) if number > 1 else {"color": style.INK, "linestyle": "-"}
+
+    def marker(self, number: float) -> dict[str, Any]:
+        return style.marker(self.hosts.index(int(number)))
+
+    def legend(self, axis: Any, numbers: Iterable[float]) -> None:
+        """Entries for the markers of these numbers of hosts."""
+        for number in sorted(set(numbers)):
+            axis.plot([], [], color=style.SOFT, linestyle="none", **self.marker(number), label=hosts(number))
 
 
 def at_rate(runs: pd.DataFrame, mbit: float) -> pd.DataFrame:

@@ -13,7 +13,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from hvdtrain.results.figures import panels, style
-from hvdtrain.results.figures.panels import Panel, compare
+from hvdtrain.results.figures.panels import Looks, Panel, compare
 from hvdtrain.results.load import Loaded
 from hvdtrain.results.plots import Options
 
@@ -27,7 +27,7 @@ def time(loaded: Loaded, options: Options) -> Figure:
     """Seconds of the training phase against hosts. Raises Failure (65) without timing runs."""
     drawn = compare(loaded.runs, options.count, "train_s", "no times: needs complete timing runs that no sweep marked")
     values = [one.mean for panel in drawn for _, rows in panel.curves for one in rows["train_s"]]
-    figure, axes = draw(drawn, "train_s", options)
+    figure, axes = draw(drawn, "train_s", options, Looks(loaded))
     for axis in axes:
         if max(values) > style.WIDE * min(values) > 0:
             style.log_scale(axis, "y")
@@ -35,25 +35,25 @@ def time(loaded: Loaded, options: Options) -> Figure:
             axis.set_ylim(bottom=0)
     for axis in style.first_column(axes):
         axis.set_ylabel("training time (s)")
-    style.legend(figure, axes, style.repeats(sizes(drawn)), columns=5)
+    style.legend(figure, axes, style.repeats(sizes(drawn)))
     return figure
 
 
 def speedup(loaded: Loaded, options: Options) -> Figure:
     """Speed-up of the training phase over the baseline. Raises Failure (65) without a baseline and a run on more."""
     drawn = compare(loaded.runs, options.count, "speedup", f"no speed-up: {LACKING}")
-    figure, axes = draw(drawn, "speedup", options)
+    figure, axes = draw(drawn, "speedup", options, Looks(loaded))
     for panel, axis in zip(drawn, axes, strict=True):
         ends = [rows["count"].iloc[0] for _, rows in panel.curves], [rows["count"].max() for _, rows in panel.curves]
         least, most = min(ends[0]), max(ends[1])
-        axis.plot([least, most], [1, most / least], color=style.SOFT, linewidth=1, label="ideal")
+        axis.plot([least, most], [1, most / least], color=style.SOFT, linewidth=1, linestyle=style.LONG, label="ideal")
         axis.axhline(1, color=style.SOFT, linewidth=0.8, linestyle=":", label="baseline")
         for row in (row for _, rows in panel.curves for row in rows.to_dict("records") if row["suspect"]):
             axis.annotate("suspect", (row["count"], row["speedup"].mean), ha="right", va="bottom", fontsize=7)
         axis.set_ylim(bottom=0)
     for axis in style.first_column(axes):
         axis.set_ylabel("speed-up of training")
-    style.legend(figure, axes, style.repeats(sizes(drawn)), columns=6)
+    style.legend(figure, axes, style.repeats(sizes(drawn)))
     return figure
 
 
@@ -71,11 +71,12 @@ def efficiency(loaded: Loaded, options: Options) -> Figure:
     }
     rates = panels.ordered([mbit for _, mbit, _ in values])
     counts = sorted({count for *_, count in values})
-    figure, axes = style.grid(len(drawn), height_in=0.42 * len(rates) + 0.6)
+    figure, axes = style.grid(len(drawn), height_in=0.42 * len(rates) + 0.6, sharey=True)
     for axis, panel in zip(axes, drawn, strict=True):
         axis.set_xticks(np.arange(len(counts)) + 0.5, counts)
         axis.set_yticks(np.arange(len(rates)) + 0.5, [panels.rate(mbit) for mbit in rates])
-        axis.set(title=panel.title, xlabel=options.count, ylim=(len(rates), 0))
+        axis.set(xlabel=options.count, ylim=(len(rates), 0))
+        style.title(axis, panel.title)
         axis.tick_params(length=0)
         axis.grid(visible=False)
     shown = [np.full((len(rates), len(counts)), math.nan) for _ in drawn]
@@ -89,30 +90,33 @@ def efficiency(loaded: Loaded, options: Options) -> Figure:
     for axis, cells in zip(axes, shown, strict=True):
         axis.pcolormesh(np.ma.masked_invalid(cells), cmap="cividis", vmin=0, vmax=1, edgecolor=style.PAPER)
     words = f"efficiency per {options.count.removesuffix('s')}; 1 is ideal"
-    figure.supxlabel(f"{words}; {style.repeats(sizes(drawn), 'below it')}", fontsize=8, color=style.INK)
+    words += f"; {style.repeats(sizes(drawn), 'below it')}"
+    figure.supxlabel(style.across_figure(figure, words), fontsize=8, color=style.INK)
     return figure
 
 
 def cell(value: Any) -> str:
     """`0.91`, and below it the 95 % interval if there is one."""
-    return f"{value.mean:.2f}" + ("" if value.low is None else f"\n{value.low:.2f} to {value.high:.2f}")
+    return f"{value.mean:.2f}" + ("" if value.low is None else f"\n{value.low:.2f}-{value.high:.2f}")
 
 
-def draw(drawn: list[Panel], column: str, options: Options) -> tuple[Figure, list[Any]]:
-    """A panel per setting, in it a curve per rate with the 95 % interval of each point."""
-    rates = panels.ordered([mbit for panel in drawn for mbit, _ in panel.curves])
+def draw(drawn: list[Panel], column: str, options: Options, looks: Looks) -> tuple[Figure, list[Any]]:
+    """A panel per setting, in it a curve per rate with the spread of each point."""
     counts = [int(count) for panel in drawn for _, rows in panel.curves for count in rows["count"]]
-    figure, axes = style.grid(len(drawn), sharey=True)
+    figure, axes = style.grid(len(drawn), columns=options.columns, sharey=True)
     for axis, panel in zip(axes, drawn, strict=True):
         for mbit, rows in panel.curves:
             values = list(rows[column])
-            bars = [[0.0 if one.low is None else one.mean - one.low for one in values]]
-            bars += [[0.0 if one.high is None else one.high - one.mean for one in values]]
-            label = "one host" if rows["hosts"].max() == 1 else panels.rate(mbit)
-            look = style.curve(panels.place(rates, mbit))
-            axis.errorbar(list(rows["count"]), [one.mean for one in values], bars, label=label, **look)
+            most = rows["hosts"].max()
+            label, look = "one host" if most == 1 else panels.rate(mbit), looks.line(mbit, most)
+            means = [one.mean for one in values]
+            axis.errorbar(list(rows["count"]), means, style.bars(values), label=label, **look)
+            for count, hosts, mean in zip(rows["count"], rows["hosts"], means, strict=True):
+                axis.plot(count, mean, color=look["color"], **looks.marker(hosts))
         style.counts_axis(axis, counts, options.count)
-        axis.set_title(panel.title)
+        style.title(axis, panel.title)
+    if options.count == "ranks":
+        looks.legend(axes[0], (hosts for panel in drawn for _, rows in panel.curves for hosts in rows["hosts"]))
     return figure, axes
 
 

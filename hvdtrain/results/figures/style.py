@@ -8,6 +8,7 @@ settings enters. Figures are objects of their own: pyplot and its global state a
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,6 +24,8 @@ BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY = "#0072b2", "#d55e00", "#009e73", "
 COLOURS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY)
 MARKERS = ("o", "s", "^", "D", "v", "X", "P")
 LINES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
+LONG = (0, (9, 3))
+"""Dashes of a line that shows no measurement"""
 
 WIDE = 10.0
 """Values that differ by more than this factor are shown on a logarithmic scale"""
@@ -108,22 +111,28 @@ def colour(index: int) -> str:
     return COLOURS[index % len(COLOURS)]
 
 
-def curve(index: int) -> dict[str, Any]:
-    """Colour, marker and line of the index-th curve; the first thirty differ."""
-    return {
-        "color": colour(index),
-        "marker": MARKERS[index % len(MARKERS)],
-        "linestyle": LINES[index % len(LINES)],
-        "markeredgecolor": PAPER,
-        "markeredgewidth": 0.5,
-    }
+def line(index: int) -> dict[str, Any]:
+    """Colour and style of the index-th kind of line; the first thirty differ."""
+    return {"color": colour(index), "linestyle": LINES[index % len(LINES)]}
+
+
+def marker(index: int) -> dict[str, Any]:
+    """The index-th marker, in the colour of its line; the first seven differ."""
+    return {"marker": MARKERS[index % len(MARKERS)], "markeredgecolor": PAPER, "markeredgewidth": 0.5}
+
+
+def bars(values: Sequence[Any]) -> list[list[float]]:
+    """Below and above each Statistic or Interval, what its error bar is long."""
+    spans = [one.span or (one.mean, one.mean) for one in values]
+    below = [one.mean - low for one, (low, _) in zip(values, spans, strict=True)]
+    return [below, [high - one.mean for one, (_, high) in zip(values, spans, strict=True)]]
 
 
 def grid(panels: int, *, columns: int = 2, height_in: float = 2.5, **shared: Any) -> tuple[Figure, list[Any]]:
     """A figure with `panels` axes, at most `columns` beside each other, and its axes in reading order."""
     across = min(panels, columns)
     rows = -(-panels // across)
-    width = WIDTH_IN if across > 1 else 0.8 * WIDTH_IN
+    width = WIDTH_IN if across > 1 else 0.7 * WIDTH_IN
     figure = Figure((width, height_in * rows + 0.75), layout="constrained")
     axes = figure.subplots(rows, across, squeeze=False, **shared)
     flat = list(axes.flat)
@@ -139,25 +148,47 @@ def first_column(axes: Sequence[Any]) -> list[Any]:
     return [axis for axis in axes if axis.get_subplotspec().is_first_col()]
 
 
+def wrapped(text: str, letters: int) -> str:
+    """The text on lines of at most so many letters, parted at spaces, commas and plus signs where it can be."""
+    lines = [""]
+    for part in re.findall(rf"\n|[^\s,+]{{1,{letters}}}[ ,+]*|[ ,+]+", text):
+        if part == "\n" or (lines[-1] and len(lines[-1] + part.rstrip()) > letters):
+            lines.append("")
+        lines[-1] += part.strip("\n")
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def title(axis: Any, text: str) -> None:
+    """Heads a panel; the text stays above its own panel, on as many lines as that takes."""
+    across = axis.get_subplotspec().get_gridspec().ncols
+    axis.set_title(wrapped(text, int((72 * axis.figure.get_figwidth() - 50) / across / 6.4)))
+
+
+def across_figure(figure: Figure, text: str) -> str:
+    """The text on lines as wide as the figure, in letters of 8 points."""
+    return wrapped(text, int(72 * figure.get_figwidth() / 4.6))
+
+
 def barh(axis: Any, values: Sequence[Any], **look: Any) -> None:
-    """A horizontal bar per Statistic, from above, with its 95 % interval; no bar for None."""
+    """A horizontal bar per Statistic, from above, with its spread; no bar for None."""
     for index, one in enumerate(values):
         if one is not None:
             label = look.pop("label", None)
-            spread = None if one.low is None else [[one.mean - one.low], [one.high - one.mean]]
             axis.barh(
-                index, one.mean, xerr=spread, height=0.7, edgecolor=PAPER, ecolor=INK, label=label,
-                error_kw={"elinewidth": 0.9, "capsize": 2}, **look,
+                index, one.mean, xerr=bars([one]) if one.span else None, height=0.7, edgecolor=PAPER, ecolor=INK,
+                label=label, error_kw={"elinewidth": 0.9, "capsize": 2}, **look,
             )  # fmt: skip
 
 
-def legend(figure: Figure, axes: Sequence[Any], title: str, *, columns: int = 4) -> None:
-    """One legend below the figure for all axes, each label once."""
+def legend(figure: Figure, axes: Sequence[Any], title: str) -> None:
+    """One legend below the figure for all axes, each label once, in as many columns as fit."""
     found: dict[str, Any] = {}
     for one in axes:
         for handle, label in zip(*one.get_legend_handles_labels(), strict=True):
             found.setdefault(label, handle)
-    across = max(1, min(columns, len(found)))
+    width = 40 + 4.6 * max(map(len, found), default=0)
+    across = max(1, min(len(found), int(72 * figure.get_figwidth() / width)))
+    title = across_figure(figure, title)
     figure.legend(found.values(), found.keys(), loc="outside lower center", ncols=across, title=title)
 
 
@@ -169,12 +200,17 @@ def counts_axis(axis: Any, counts: Sequence[int], label: str) -> None:
 
 
 def log_scale(axis: Any, which: str) -> None:
-    """A logarithmic x or y axis with plain numbers."""
+    """A logarithmic x or y axis with plain numbers, also between the powers of ten where there is room."""
     axis.set(**{f"{which}scale": "log"})
-    scale = axis.xaxis if which == "x" else axis.yaxis
+    scale, most = (axis.xaxis, 200) if which == "x" else (axis.yaxis, 1e4)
+
+    def between(value: float, _: Any) -> str:
+        least, greatest = scale.get_view_interval()
+        return f"{value:g}" if greatest < most * least else ""
+
     scale.set_minor_locator(LogLocator(subs=(2.0, 5.0)))
-    for place in (scale.set_major_formatter, scale.set_minor_formatter):
-        place(FuncFormatter(lambda value, _: f"{value:g}"))
+    scale.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    scale.set_minor_formatter(FuncFormatter(between))
     axis.grid(which="minor", axis=which, linewidth=0.3)
 
 
@@ -192,6 +228,9 @@ def count(counts: Sequence[int]) -> str:
 def repeats(counts: Sequence[int], what: str = "bars") -> str:
     """`bars: 95 % interval of the mean, n = 3`: what the error bars are, for a legend's title."""
     if max(counts) < 2:
-        return f"{count(counts)}: no interval"
-    single = "; none where n = 1" if min(counts) < 2 else ""
-    return f"{what}: 95 % interval of the mean, {count(counts)}{single}"
+        return f"{count(counts)}: no spread"
+    several = max(counts) > 2
+    words = ["95 % interval of the mean"] if several else []
+    words += ["both values where n = 2" if several else "from one value to the other"] if 2 in counts else []
+    words += ["none where n = 1"] if 1 in counts else []
+    return f"{what}: {'; '.join(words)}, {count(counts)}"

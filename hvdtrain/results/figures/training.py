@@ -1,7 +1,6 @@
 """How well a model learns: accuracy against epochs and against time, one panel per framework and strategy.
 
-A curve is the mean over the repeats of one group, its band the 95 % interval of that mean. Colour and marker tell the
-number of hosts, the line style the rate of the links.
+A curve is the mean over the repeats of one group, its band their spread.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from matplotlib.figure import Figure
 
 from hvdtrain.results import load
 from hvdtrain.results.figures import panels, style
+from hvdtrain.results.figures.panels import Looks
 from hvdtrain.results.load import Loaded
 from hvdtrain.results.plots import Options
 from hvdtrain.results.statistics import summary
@@ -21,36 +21,33 @@ from hvdtrain.results.statistics import summary
 
 def by_epoch(loaded: Loaded, _: Options) -> Figure:
     """Validation accuracy against epochs. Raises Failure (65) when no run has validated."""
-    return figure(loaded.runs, "epoch", "epoch")
+    return figure(loaded, "epoch", "epoch")
 
 
 def by_time(loaded: Loaded, _: Options) -> Figure:
     """Validation accuracy against the seconds of training, validation and checkpoints so far. Raises Failure (65)."""
-    return figure(loaded.runs, "time_s", "time since step 0 (s)")
+    return figure(loaded, "time_s", "time since step 0 (s)")
 
 
-def figure(runs: pd.DataFrame, x: str, label: str) -> Figure:
+def figure(loaded: Loaded, x: str, label: str) -> Figure:
     lacking = "no validation accuracy: needs complete timing runs with a validation split"
-    runs = panels.usable(runs, needs="best_validation_accuracy", lacking=lacking)
+    runs = panels.usable(loaded.runs, needs="best_validation_accuracy", lacking=lacking)
     drawn = [(name, curves(part)) for name, part in panels.split(runs)]
-    all_hosts = sorted({number for _, found in drawn for number, _ in found})
-    rates = panels.rates(runs)
+    looks = Looks(loaded)
     made, axes = style.grid(len(drawn), sharey=True)
-    counts: list[int] = []
     last: list[float] = []
+    counts: list[int] = []
     for axis, (name, found) in zip(axes, drawn, strict=True):
         for (number, mbit), points in found.items():
-            line = panels.place(rates, mbit) if number > 1 else 0
-            host = all_hosts.index(number)
-            look = {"color": style.colour(host), "linestyle": style.LINES[line % len(style.LINES)]}
+            look = looks.line(mbit, number)
             every = max(1, len(points) // 6)
-            axis.plot(points[x], 100 * points["mean"], marker=style.MARKERS[host % 7], markevery=every, **look)
+            axis.plot(points[x], 100 * points["mean"], markevery=every, **look, **looks.marker(number))
             axis.fill_between(
                 points[x], 100 * points["low"], 100 * points["high"], color=look["color"], alpha=0.15, lw=0
             )
             counts += [int(n) for n in points["n"]]
             last.append(points[x].iloc[-1])
-        axis.set_title(name)
+        style.title(axis, name)
         axis.set_xlabel(label)
         axis.set_ylim(max(0, axis.get_ylim()[0]), 100)
     for axis in axes:
@@ -60,7 +57,11 @@ def figure(runs: pd.DataFrame, x: str, label: str) -> Figure:
             style.log_scale(axis, "x")
     for axis in style.first_column(axes):
         axis.set_ylabel("validation accuracy (%)")
-    keys(made, axes[0], all_hosts, rates, style.repeats(counts, "bands"))
+    all_hosts = {number for _, found in drawn for number, _ in found}
+    looks.legend(axes[0], all_hosts)
+    for mbit in looks.rates if max(all_hosts) > 1 else ():
+        axes[0].plot([], [], **looks.line(mbit), label=panels.rate(mbit))
+    style.legend(made, axes, style.repeats(counts, "bands"))
     return made
 
 
@@ -83,17 +84,6 @@ def curve(runs: pd.DataFrame) -> pd.DataFrame:
         seconds = summary(frame["elapsed_s"].iloc[index] for frame in frames)
         assert accuracy and seconds
         about = {"epoch": frames[0]["epoch"].iloc[index] + 1, "time_s": seconds.mean}
-        rows.append({**about, "mean": accuracy.mean, "low": accuracy.low, "high": accuracy.high, "n": accuracy.n})
+        low, high = accuracy.span or (None, None)
+        rows.append({**about, "mean": accuracy.mean, "low": low, "high": high, "n": accuracy.n})
     return pd.DataFrame(rows, columns=["epoch", "time_s", "mean", "low", "high", "n"]).astype(float)
-
-
-def keys(made: Figure, axis: Any, all_hosts: list[int], rates: list[float], title: str) -> None:
-    """The legend: what colours and markers mean, and what line styles mean."""
-    for index, number in enumerate(all_hosts):
-        axis.plot([], [], color=style.colour(index), marker=style.MARKERS[index % 7], label=panels.hosts(number))
-    if max(all_hosts) > 1:
-        for index, mbit in enumerate(rates):
-            axis.plot(
-                [], [], color=style.SOFT, linestyle=style.LINES[index % len(style.LINES)], label=panels.rate(mbit)
-            )
-    style.legend(made, [axis], title, columns=6)

@@ -33,6 +33,8 @@ RUN = {
     "checkpoint_s": ("checkpoints", style.SOFT, "++++"),
 }
 COLUMNS = 3
+LABEL = 38
+"""Letters in a line of a bar's label"""
 
 
 def phases(loaded: Loaded, _: Options) -> Figure:
@@ -50,7 +52,7 @@ def phases(loaded: Loaded, _: Options) -> Figure:
     blocks = [rates[start : start + across] for start in range(0, len(rates), across)]
     labels, groups = bars(runs)
     panels.check(len(labels), panels.MOST_BARS, "bars")
-    height_in = 2 * len(blocks) * (0.19 * len(labels) + 0.75) + 0.9
+    height_in = 2 * len(blocks) * (bar_in(labels) * len(labels) + 0.75) + 0.9
     figure = Figure((style.WIDTH_IN, height_in), layout="constrained")
     axes = figure.subplots(2 * len(blocks), across, squeeze=False, sharey=True)
     axes[0][0].set_yticks(range(len(labels)), labels)
@@ -62,11 +64,11 @@ def phases(loaded: Loaded, _: Options) -> Figure:
             here = [panels.at_rate(part, mbit) for part in groups]
             stack(above, [separable(part) for part in here], STEP)
             stack(below, here, RUN)
-            above.set_title(panels.rate(mbit) if runs["hosts"].max() > 1 else "")
+            style.title(above, panels.rate(mbit) if runs["hosts"].max() > 1 else "")
             above.set_xlabel("s per step")
             below.set_xlabel("s per run")
     counts = [len(panels.at_rate(part, mbit)) for part in groups for mbit in rates]
-    style.legend(figure, list(axes.flat), f"mean of {style.count(counts)}; the number is the whole bar", columns=4)
+    style.legend(figure, list(axes.flat), f"mean of {style.count(counts)}; the number is the whole bar")
     return figure
 
 
@@ -75,9 +77,14 @@ def bars(runs: pd.DataFrame) -> tuple[list[str], list[pd.DataFrame]]:
     labels, groups = [], []
     for name, part in panels.split(runs):
         for hosts, same in part.groupby("hosts", sort=True):
-            labels.append(f"{name}, {panels.hosts(hosts)}")
+            labels.append(style.wrapped(f"{name}, {panels.hosts(hosts)}", LABEL))
             groups.append(same)
     return labels, groups
+
+
+def bar_in(labels: Sequence[str]) -> float:
+    """Inches between two bars, so that labels of several lines do not touch."""
+    return 0.07 + 0.12 * max(label.count("\n") + 1 for label in labels)
 
 
 def separable(runs: pd.DataFrame) -> pd.DataFrame:
@@ -115,10 +122,11 @@ def wire(loaded: Loaded, _: Options) -> Figure:
     labels, groups = [], []
     for name, part in panels.split(runs):
         for (hosts, _), same in part.groupby(["hosts", part["rate_mbit"].fillna(math.inf)], sort=True):
-            labels.append(f"{name}, {panels.hosts(hosts)}, {panels.rate(float(same['rate_mbit'].iloc[0]))}")
+            mbit = float(same["rate_mbit"].iloc[0])
+            labels.append(style.wrapped(f"{name}, {panels.hosts(hosts)}, {panels.rate(mbit)}", LABEL))
             groups.append(same)
     panels.check(len(labels), panels.MOST_BARS, "bars")
-    figure = Figure((style.WIDTH_IN, 0.2 * len(labels) + 1.5), layout="constrained")
+    figure = Figure((style.WIDTH_IN, bar_in(labels) * len(labels) + 1.5), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     rows = np.arange(len(groups))
     measured = [summary(group["wire_bytes_per_step"] / 1e6) for group in groups]
@@ -143,5 +151,5 @@ def wire(loaded: Loaded, _: Options) -> Figure:
         axis.grid(visible=False, axis="y")
     left.set_yticks(rows, labels)
     left.set_ylim(len(labels) - 0.5, -0.5)
-    style.legend(figure, [left, right], style.repeats([len(group) for group in groups]), columns=2)
+    style.legend(figure, [left, right], style.repeats([len(group) for group in groups]))
     return figure

@@ -1,0 +1,94 @@
+"""Which strategy gets to the target accuracy soonest: a row per strategy, all rates on one axis of time.
+
+The figure draws the rows that `hvdtrain results strategies` prints, and is narrow, so that a phone shows it whole.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from hvdtrain import exits
+from hvdtrain.exits import Failure
+from hvdtrain.results.figures import panels, style
+from hvdtrain.results.figures.panels import Looks
+from hvdtrain.results.load import Loaded
+from hvdtrain.results.plots import Options
+from hvdtrain.results.strategies import soonness, strategies
+from hvdtrain.results.table import Table, cell
+
+WIDTH_IN, ROW_IN, LINE_IN = 4.3, 0.2, 0.14
+LETTERS = 54
+
+
+def to_target(loaded: Loaded, options: Options) -> Figure:
+    """Seconds of training until the target accuracy, with a panel per rate. Raises Failure (65) if no run got there."""
+    table = strategies(loaded, options.target)
+    times = [row["train_to_target_s"] for row in table.rows if row["train_to_target_s"] is not None]
+    if not times:
+        best = loaded.complete["best_validation_accuracy"].max()
+        reached = "no run has validated" if math.isnan(best) else f"the best reached {100 * best:.3g} %: try --target"
+        raise Failure(f"no run reached {100 * options.target:g} % validation accuracy; {reached}", exits.BAD_DATA)
+    looks = Looks(loaded)
+    drawn = [(title, by_strategy(table, rows)) for title, rows in table.sections()]
+    panels.check(sum(len(rows) for _, rows in drawn), panels.MOST_BARS, "rows")
+    heights = [sum(ROW_IN + LINE_IN * (label.count("\n") + 1) for label in rows) + 0.1 for _, rows in drawn]
+    figure = Figure((WIDTH_IN, sum(heights) + 0.3 * len(drawn) + 0.9), layout="constrained")
+    axes = figure.subplots(len(drawn), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]
+    looks.legend(axes[0], (row["hosts"] for row in table.rows if row["hosts"]))
+    for axis, (title, rows), height in zip(axes, drawn, heights, strict=True):
+        style.title(axis, title)
+        panel(axis, rows, looks, height)
+    if max(one.mean for one in times) > style.WIDE * min(one.mean for one in times):
+        style.log_scale(axes[0], "x")
+    else:
+        axes[0].set_xlim(left=0)
+    axes[-1].set_xlabel(f"training until {100 * options.target:g} % validation accuracy (s)")
+    style.legend(figure, list(axes), style.repeats([one.n for one in times]))
+    return figure
+
+
+def by_strategy(table: Table, rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Label -> rows of one section, the soonest first; the label tells too in what else rows differ and who failed."""
+    keys = [column.key for column in table.columns]
+    others = [column for column in table.columns[1 : keys.index("n")] if column.key != "hosts"]
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in sorted(rows, key=soonness):
+        words = [row["strategy"], *(f"{column.label} {cell(row.get(column.key), column)}" for column in others)]
+        found.setdefault(", ".join(words), []).append(row)
+    return {style.wrapped(label + missed(members), LETTERS): members for label, members in found.items()}
+
+
+def missed(rows: list[dict[str, Any]]) -> str:
+    """` (2 of 3 reached it on 4 hosts)`, where not all runs got there."""
+    some = [row for row in rows if row["reached"] != f"{row['n']} of {row['n']}"]
+    words = [f"{row['reached']} reached it on {panels.hosts(row['hosts'])}" for row in some]
+    return f" ({', '.join(words)})" if words else ""
+
+
+def panel(axis: Any, rows: dict[str, list[dict[str, Any]]], looks: Looks, height_in: float) -> None:
+    """The rows of one rate from above, each label above its marks; a line at the soonest single host."""
+    y = 0.0
+    for label, members in rows.items():
+        text_in = LINE_IN * (label.count("\n") + 1)
+        axis.text(
+            0, y + text_in, label, transform=axis.get_yaxis_transform(), va="bottom", fontsize=8, linespacing=1.1,
+            bbox={"facecolor": style.PAPER, "edgecolor": "none", "pad": 0.5},
+        )  # fmt: skip
+        y += text_in + ROW_IN
+        for row in members:
+            time, hosts = row["train_to_target_s"], row["hosts"] or 1
+            if time is not None:
+                mbit = math.nan if row["rate_mbit"] is None else row["rate_mbit"]
+                colour = looks.line(mbit, hosts)["color"]
+                axis.errorbar(
+                    time.mean, y - ROW_IN / 2, xerr=style.bars([time]), color=colour, **looks.marker(hosts), linewidth=1
+                )
+    alone = [row["train_to_target_s"] for members in rows.values() for row in members if row["hosts"] == 1]
+    if known := [one.mean for one in alone if one is not None]:
+        axis.axvline(min(known), color=style.INK, linewidth=0.8, linestyle=":", label="one host")
+    axis.set_ylim(height_in, 0)
+    axis.set_yticks([])
+    axis.spines["left"].set_visible(False)

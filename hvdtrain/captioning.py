@@ -16,10 +16,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from hvdtrain import config as configuration
-from hvdtrain import exits, workload, world
+from hvdtrain import exits, measures, workload, world
 from hvdtrain.captions import bleu, features, frozen, generation
 from hvdtrain.captions.dataset import CaptionDataset, CaptionSplit
 from hvdtrain.captions.load import load
@@ -75,10 +76,22 @@ class CaptioningConfig(configuration.TrainConfig):
         return chosen
 
 
+class Captions(measures.Accuracy):
+    """The share of words that are right when all words before are given, and corpus BLEU of what the model writes."""
+
+    scores: Mapping[str, measures.Score] = {
+        **measures.Accuracy.scores,
+        **{
+            f"{prefix}bleu{order}": measures.Score(label=f"{prefix}bleu{order}", least=0, most=1, shown=order == 4)
+            for prefix in ("", "beam_")
+            for order in range(1, 5)
+        },
+    }
+    headline = "bleu4"
+
+
 class Judge:
     """Corpus BLEU-1..4 of a split, of captions written greedily and by beam search."""
-
-    best_by = "bleu4"
 
     def __init__(self, writer: generation.Writer, dataset: CaptionDataset, ranks: world.World, beam: int):
         self._writer, self._vocabulary, self._ranks, self._beam = writer, dataset.vocabulary, ranks, beam
@@ -124,6 +137,7 @@ def main(stop: world.StopSignal) -> int:
         model={"name": "captioner", "spec": dataclasses.asdict(spec), "encoder": weights},
         model_words=f"captioner, encoder {config.encoder}",
         shapes=captioner.parameters(spec),
+        measure=Captions(),
         multiply_adds=captioner.multiply_adds(spec),
     ).connect()
     if job is None:

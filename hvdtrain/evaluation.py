@@ -9,25 +9,31 @@ import numpy as np
 from hvdtrain.data import Batch, Split
 from hvdtrain.data.loader import shard
 from hvdtrain.frameworks import Replica
+from hvdtrain.measures import Measure
 from hvdtrain.models.resnet import NORM_MOMENTUM
 from hvdtrain.world import World
 
 
 def evaluate(
-    replica: Replica, split: Split, batch_size: int, world: World, shares: Sequence[float] | None = None
-) -> tuple[float | None, float | None]:
-    """Mean loss and accuracy over the whole split, the same on all ranks; None for an empty split. Collective.
+    replica: Replica,
+    measure: Measure,
+    split: Split,
+    batch_size: int,
+    world: World,
+    shares: Sequence[float] | None = None,
+) -> tuple[float | None, dict[str, float]]:
+    """Mean loss and scores over the whole split, the same on all ranks; None and {} for an empty split. Collective.
 
     Each rank evaluates its own part of the split, even or by `shares`, in batches of `batch_size`. BatchNorm uses the
     mean over ranks of their running statistics, weighted by the shares that they trained on, so the result does not
     depend on who evaluates what.
     """
     average_statistics(replica, world, shares)
-    totals = np.zeros(3)
+    totals = np.zeros(measure.size)
     for batch in shard(split, batch_size=batch_size, rank=world.rank, size=world.size, shares=shares):
         totals += (*replica.evaluate(batch), batch.weight)
-    loss, correct, samples = world.sum(totals, "evaluate.totals").tolist()
-    return (loss / samples, correct / samples) if samples else (None, None)
+    totals = world.sum(totals, "evaluate.totals")
+    return measure.means(totals) if totals[-1] else (None, {})
 
 
 def renew_statistics(replica: Replica, batches: Iterable[Batch]) -> None:

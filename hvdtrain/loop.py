@@ -17,8 +17,9 @@ import math
 import resource
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from hvdtrain import agreement, exits, observe, records, snapshot
 from hvdtrain.checkpoint import Checkpoints
@@ -27,6 +28,7 @@ from hvdtrain.data.loader import Loader
 from hvdtrain.evaluation import evaluate, renew_statistics
 from hvdtrain.exits import Failure
 from hvdtrain.frameworks import Replica
+from hvdtrain.measures import Measure
 from hvdtrain.position import Position
 from hvdtrain.progress import Progress
 from hvdtrain.run import Run
@@ -34,14 +36,9 @@ from hvdtrain.strategies import Strategy
 from hvdtrain.timing import WARMUP_STEPS, Clock, Spent, process_age_s, step_shares
 from hvdtrain.world import StopSignal, World
 
-
-class Judge(Protocol):
-    """Scores what a model makes of a split, beyond its loss. Collective; all ranks get the same."""
-
-    best_by: str
-    """The score by which the best epoch is told"""
-
-    def __call__(self, split: Any) -> dict[str, float]: ...
+Judge = Callable[[Any], dict[str, float]]
+"""Scores what a model makes of a split as a whole, its captions, say: those of the run's measure that no sums over
+samples give. Collective; all ranks get the same"""
 
 
 class Loop:
@@ -58,10 +55,11 @@ class Loop:
         replica: Replica,
         strategy: Strategy,
         stop: StopSignal,
+        measure: Measure,
         judge: Judge | None = None,
         precise_bn: int = 0,
     ) -> None:
-        self._judge, self._precise_bn = judge, precise_bn
+        self._measure, self._judge, self._precise_bn = measure, judge, precise_bn
         self._about, self._config, self._plan = run, run.config, run.plan
         self._dataset, self._loader, self._world = dataset, loader, world
         self._replica, self._strategy = replica, strategy
@@ -92,7 +90,9 @@ class Loop:
         (self._folder / "COMPLETE").unlink(missing_ok=True)
         with self._observers.watching(self._at.step):
             self._began_unix_s, self._nic_began = time.time(), self._world.nic_counters()
-            while self._at.step < self._plan.steps and not self._at.reached(self._config.target_accuracy):
+            while self._at.step < self._plan.steps and not self._at.reached(
+                self._config.target_accuracy, self._measure, "accuracy"
+            ):
                 if not self._epoch(self._at.step // self._plan.steps_per_epoch):
                     return None
             return self._finish()
@@ -133,9 +133,10 @@ class Loop:
         if last or (self._check_due and self._strategy.level):
             done.append(self._strategy.settle(self._replica, clock))
         check = self._check_due and self._strategy.level  # some are level only when settled
-        for totals in (each.totals for each in done if each.totals is not None):
-            at.learn(totals)
-            self._stopping |= bool(totals[3] > 0)
+        for each in done:
+            if each.totals is not None:
+                at.learn(each.totals)
+            self._stopping |= each.stop
         loss = done[0].loss
         if not math.isfinite(loss):
             raise Failure(
@@ -173,25 +174,21 @@ class Loop:
             if self._precise_bn:
                 first = max(0, self._plan.steps_per_epoch - self._precise_bn)
                 renew_statistics(self._replica, self._loader.epoch(epoch, start=first))
-            loss, accuracy, scores = self._evaluate(getattr(self._dataset, self._config.evaluate_on))
+            loss, scores = self._evaluate(getattr(self._dataset, self._config.evaluate_on))
         record, is_best = self._at.end_epoch(
             epoch,
-            merit=scores[self._judge.best_by] if self._judge and scores else accuracy,
-            scores=scores,
+            self._measure,
+            scores,
             validation_loss=loss,
-            validation_accuracy=accuracy,
             validation_s=self._clock.take("validation"),
             unix_s=time.time(),
         )
         if self._world.rank == 0:
             self._writer.write(record)
-            shown = "none" if accuracy is None else f"{accuracy:.4f}"
             rate = "" if record.samples_per_s is None else f", {record.samples_per_s:.0f} samples/s"
             self._say(
                 f"epoch {epoch + 1}/{self._config.epochs}: train loss {record.train_loss:.4f} accuracy "
-                f"{record.train_accuracy:.4f}, validation accuracy {shown}"
-                + "".join(f", {name} {value:.4f}" for name, value in scores.items() if name.endswith("bleu4"))
-                + f", {record.train_s:.1f} s{rate}"
+                f"{record.train_accuracy:.4f}, validation {self._measure.words(scores)}, {record.train_s:.1f} s{rate}"
             )
         every = self._config.checkpoint_epochs
         if save or self._save_due or (every and ((epoch + 1) % every == 0 or (self._judge and is_best))):
@@ -202,7 +199,7 @@ class Loop:
         world = self._world
         tested_step = self._take_best() if self._judge else self._at.step
         with self._clock.span("test"):
-            test_loss, test_accuracy, test_scores = self._evaluate(self._dataset.test)
+            test_loss, test_scores = self._evaluate(self._dataset.test)
         ended_unix_s = time.time()
         rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         facts = world.gather([world.host, rss, world.nic_bytes(self._nic_began), dataclasses.asdict(self._spent)])
@@ -216,7 +213,7 @@ class Loop:
             parameters=self._about.model["parameters"],
             global_batch=self._plan.global_batch,
             epochs=self._config.epochs,
-            test_accuracy=test_accuracy,
+            test_accuracy=test_scores.pop("accuracy", None),
             test_loss=test_loss,
             test_scores=test_scores,
             tested_step=tested_step,
@@ -234,10 +231,11 @@ class Loop:
         self._writer.close()
         return summary
 
-    def _evaluate(self, split: Split) -> tuple[float | None, float | None, dict[str, float]]:
-        """Loss and accuracy, None for an empty split, and scores if there is a judge of it."""
-        loss, accuracy = evaluate(self._replica, split, self._plan.rank_batch, self._world, self._plan.shares)
-        return loss, accuracy, self._judge(split) if self._judge and len(split) else {}
+    def _evaluate(self, split: Split) -> tuple[float | None, dict[str, float]]:
+        """Loss and scores; None and {} for an empty split."""
+        batch, shares = self._plan.rank_batch, self._plan.shares
+        loss, scores = evaluate(self._replica, self._measure, split, batch, self._world, shares)
+        return loss, scores | self._judge(split) if self._judge and len(split) else scores
 
     def _take_best(self) -> int:
         """Goes back to the best epoch's weights, if they were saved; after how many steps they were so."""
@@ -271,7 +269,7 @@ class Loop:
                 )
             self._say("starting at step 0")
             return
-        self._at = Position(**loaded.progress)
+        self._at = Position.of(loaded.progress)
         snapshot.restore(loaded, self._replica, self._strategy)
         self._writer.write(records.Resumed(step=self._at.step, utc=records.utc_now(), links=self._world.links))
         self._say(f"resumed at step {self._at.step} of {self._plan.steps}")

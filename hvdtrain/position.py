@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from hvdtrain import records
+from hvdtrain.measures import Measure
 
 
 @dataclasses.dataclass
@@ -17,10 +18,8 @@ class Position:
 
     step: int = 0
     """Steps done since the start of the run"""
-    loss: float = 0.0
-    """Sums over the current epoch and all ranks"""
-    correct: float = 0.0
-    samples: int = 0
+    totals: list[float] = dataclasses.field(default_factory=list)
+    """Of the current epoch over all ranks, as far as known: see `Exchanged.totals`"""
     epoch_s: float = 0.0
     rated_samples: int = 0
     """Samples over all ranks, and seconds, of the current epoch's steps that are not warm-up"""
@@ -32,17 +31,26 @@ class Position:
     validation_s: float = 0.0
     checkpoint_s: float = 0.0
     bytes_sent: int = 0
-    validation_accuracy: list[float | None] = dataclasses.field(default_factory=list)
     validation_scores: list[dict[str, float]] = dataclasses.field(default_factory=list)
-    merits: list[float | None] = dataclasses.field(default_factory=list)
-    """Of each epoch: by the highest the best one is told"""
+    """Of each epoch; empty without a validation split"""
     best_step: int = 0
+    """Steps done at the end of the epoch with the best headline score"""
+
+    @classmethod
+    def of(cls, progress: Mapping[str, Any]) -> Position:
+        """What a checkpoint kept; raises TypeError for what no position has."""
+        kept = dict(progress)
+        if "correct" in kept:  # saved when accuracy was the only measure
+            kept["totals"] = [kept.pop(name) for name in ("loss", "correct", "samples")]
+            accuracy = [{} if each is None else {"accuracy": each} for each in kept.pop("validation_accuracy")]
+            more = kept["validation_scores"] or [{}] * len(accuracy)
+            kept["validation_scores"] = [a | b for a, b in zip(accuracy, more, strict=True)]
+            del kept["merits"]
+        return cls(**kept)
 
     def learn(self, totals: np.ndarray) -> None:
-        """Sums over all ranks that have become known: loss, correct samples, samples (of one step, several or none)."""
-        self.loss += float(totals[0])
-        self.correct += float(totals[1])
-        self.samples += int(totals[2])
+        """Adds totals of all ranks that have become known: of one step, or several."""
+        self.totals = [a + b for a, b in zip(self.totals or [0.0] * len(totals), totals.tolist(), strict=True)]
 
     def add(self, step: records.Step, *, seconds: float, samples: int) -> None:
         """A step is done: how long it took in all, and the samples of all ranks."""
@@ -56,34 +64,39 @@ class Position:
             self.total_rated_s += seconds
             self.total_data_s += step.data_s
 
-    def reached(self, accuracy: float | None) -> bool:
-        """Whether the last epoch's validation gave at least this accuracy."""
-        last = self.validation_accuracy[-1] if self.validation_accuracy else None
-        return accuracy is not None and last is not None and last >= accuracy
+    def reached(self, target: float | None, measure: Measure, name: str) -> bool:
+        """Whether the last epoch's score `name` is at least as good as the target."""
+        value = self.validation_scores[-1].get(name) if self.validation_scores else None
+        return target is not None and value is not None and not measure.scores[name].better(target, value)
 
-    def end_epoch(self, epoch: int, *, merit: float | None, **measured: Any) -> tuple[records.Epoch, bool]:
-        """The epoch's record (`measured` are its fields that are not sums), and whether its merit is the highest."""
+    def end_epoch(
+        self, epoch: int, measure: Measure, scores: dict[str, float], **measured: Any
+    ) -> tuple[records.Epoch, bool]:
+        """The epoch's record (`measured` are its fields that are not sums), and whether its headline score among
+        `scores`, of the evaluated split, is the best so far."""
+        loss, train_scores = measure.means(np.array(self.totals))
         record = records.Epoch(
             epoch=epoch,
             step=self.step,
-            train_loss=self.loss / self.samples,
-            train_accuracy=self.correct / self.samples,
+            train_loss=loss,
+            train_accuracy=train_scores["accuracy"],
+            validation_accuracy=scores.get("accuracy"),
+            scores={name: value for name, value in scores.items() if name != "accuracy"},
             train_s=self.epoch_s,
-            samples=self.samples,
+            samples=int(self.totals[-1]),
             samples_per_s=self.rated_samples / self.rated_s if self.rated_s else None,
             **measured,
         )
-        is_best = merit is not None and merit > max((m for m in self.merits if m is not None), default=-math.inf)
+        found = scores.get(measure.headline)
+        before = [each[measure.headline] for each in self.validation_scores if measure.headline in each]
+        better = measure.scores[measure.headline].better
+        is_best = found is not None and all(better(found, each) for each in before)
         if is_best:
             self.best_step = self.step
-        self.merits.append(merit)
         self.train_s += record.train_s
         self.validation_s += record.validation_s
-        self.validation_accuracy.append(record.validation_accuracy)
-        if record.scores:
-            self.validation_scores.append(record.scores)
-        self.loss = self.correct = self.epoch_s = self.rated_s = 0.0
-        self.samples = self.rated_samples = 0
+        self.validation_scores.append(scores)
+        self.totals, self.epoch_s, self.rated_s, self.rated_samples = [], 0.0, 0.0, 0
         return record, is_best
 
     def summary(self, *, ranks: int, **measured: Any) -> records.Summary:
@@ -92,8 +105,12 @@ class Position:
         return records.Summary(
             ranks=ranks,
             steps=self.step,
-            validation_accuracy=self.validation_accuracy,
-            validation_scores=self.validation_scores,
+            validation_accuracy=[each.get("accuracy") for each in self.validation_scores],
+            validation_scores=[
+                {name: value for name, value in each.items() if name != "accuracy"}
+                for each in self.validation_scores
+                if len(each) > 1
+            ],
             train_s=self.train_s,
             validation_s=self.validation_s,
             checkpoint_s=self.checkpoint_s,

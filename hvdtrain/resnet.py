@@ -16,7 +16,7 @@ import sys
 from typing import Any
 
 from hvdtrain import config as configuration
-from hvdtrain import data, exits, workload, world
+from hvdtrain import data, exits, measures, workload, world
 from hvdtrain.exits import Failure
 from hvdtrain.models import resnet
 
@@ -80,6 +80,7 @@ def main(stop: world.StopSignal) -> int:
         model={"name": "resnet34", "spec": dataclasses.asdict(spec)},
         model_words=f"ResNet-34, width {config.width:g}",
         shapes=resnet.parameters(spec),
+        measure=measures.Accuracy(),
         multiply_adds=resnet.multiply_adds(spec, height, width),
     ).connect()
     if job is None:

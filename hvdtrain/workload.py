@@ -24,6 +24,7 @@ from hvdtrain.data.loader import Loader
 from hvdtrain.exits import Failure
 from hvdtrain.frameworks import Replica, resolve
 from hvdtrain.loop import Judge, Loop
+from hvdtrain.measures import Measure
 from hvdtrain.strategies import Strategy, advice, catalogue
 from hvdtrain.strategies.hybrid import measured_shares
 from hvdtrain.threads import Threads
@@ -59,6 +60,8 @@ class Workload:
     """The model's name and size, for people"""
     shapes: Mapping[str, tuple[int, ...]]
     """Of the trained arrays, in the model's order"""
+    measure: Measure
+    """What is added up over samples, and the scores made of it"""
     multiply_adds: float
     """Of a layer of mean size for one sample, forward"""
 
@@ -102,7 +105,7 @@ class Workload:
             return None
         ranks, device = connected(config, place, used)
         strategy = strategies.make(config, ranks, shapes)
-        return Job(about, facts, self.dataset, loader, ranks, strategy, device, used.count)
+        return Job(about, facts, self.dataset, loader, self.measure, ranks, strategy, device, used.count)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +117,7 @@ class Job:
     """Shown before step 0"""
     dataset: Any
     loader: Loader
+    measure: Measure
     ranks: world.World
     strategy: Strategy
     device: str
@@ -127,7 +131,7 @@ class Job:
     def replica(self, model: Any, state: Arrays, buffers: Iterable[str] = ()) -> Replica:
         """The model on its device with its optimizer, in the state that all ranks agree on: arrays by name, of which
         `buffers` are each rank's own. Collective."""
-        replica = replica_of(model, self.about.config, self.ranks, self.strategy, self.device)
+        replica = replica_of(model, self.about.config, self.ranks, self.strategy, self.device, self.measure)
         agreed, own = self.ranks.agreed(state), set(buffers)
         replica.load({f"parameter.{name}": array for name, array in agreed.items() if name not in own})
         replica.load_local({name: agreed[name] for name in own})
@@ -177,6 +181,7 @@ class Job:
             replica=replica,
             strategy=self.strategy,
             stop=stop,
+            measure=self.measure,
             judge=judge,
             precise_bn=precise_bn,
         ).run()
@@ -215,15 +220,17 @@ def connected(config: TrainConfig, place: world.Place, used: Threads) -> tuple[w
     return ranks, device
 
 
-def replica_of(model: Any, config: TrainConfig, ranks: world.World, strategy: Strategy, device: str) -> Replica:
+def replica_of(
+    model: Any, config: TrainConfig, ranks: world.World, strategy: Strategy, device: str, measure: Measure
+) -> Replica:
     """The model on its device with its optimizer, as the framework of the config makes it."""
     if config.framework == "torch":
         from hvdtrain.frameworks.pytorch import TorchReplica
 
-        return TorchReplica(model, device=device, config=config, world=ranks, strategy=strategy)
+        return TorchReplica(model, device=device, config=config, world=ranks, strategy=strategy, measure=measure)
     from hvdtrain.frameworks.tensorflow import TensorFlowReplica
 
-    return TensorFlowReplica(model, device=device, config=config, world=ranks, strategy=strategy)
+    return TensorFlowReplica(model, device=device, config=config, world=ranks, strategy=strategy, measure=measure)
 
 
 def advised(config: TrainConfig, summary: records.Summary, links: Sequence[Mapping[str, Any]]) -> str | None:

@@ -94,9 +94,9 @@ class Torch:
 
     def gradients(self, drawn: Sample, training: bool = True) -> tuple[float, int, Arrays]:
         self.model.train(training).zero_grad()
-        loss, correct = self.model.loss(*map(torch.from_numpy, drawn))
+        loss, sums = self.model.loss(*map(torch.from_numpy, drawn))
         loss.backward()
-        return loss.item(), correct.item(), {n: p.grad.numpy().copy() for n, p in self.model.named_parameters()}
+        return loss.item(), sums["correct"].item(), {n: p.grad.numpy().copy() for n, p in self.model.named_parameters()}
 
     def state(self) -> Arrays:
         return {name: array.numpy() for name, array in self.model.state_dict().items()}
@@ -120,8 +120,8 @@ class TensorFlow:
 
     def _gradients(self, arrays: Any, training: bool) -> Any:
         with tf.GradientTape() as tape:
-            loss, correct = self.model.loss(*arrays, training=training)
-        return loss, correct, tape.gradient(loss, list(self.model.weights.values()))
+            loss, sums = self.model.loss(*arrays, training=training)
+        return loss, sums["correct"], tape.gradient(loss, list(self.model.weights.values()))
 
     def logits(self, drawn: Sample, training: bool = False) -> np.ndarray:
         return np.asarray(self.model(*map(tf.constant, drawn), training)[0])

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdtrain import data, strategies, workload
+from hvdtrain import data, measures, strategies, workload
 from hvdtrain.config import parse
 from hvdtrain.data.loader import Loader
 from hvdtrain.evaluation import renew_statistics
@@ -32,7 +32,7 @@ def replica(request: pytest.FixtureRequest) -> Any:
         from hvdtrain.models.resnet_tf import ResNetTF
 
         model = ResNetTF(SPEC)
-    replica = workload.replica_of(model, config, ranks, strategy, "cpu")
+    replica = workload.replica_of(model, config, ranks, strategy, "cpu", measures.Accuracy())
     state = resnet.initial_state(SPEC, 1)
     replica.load({f"parameter.{name}": state[name] for name in resnet.parameters(SPEC)})
     return replica
@@ -66,7 +66,7 @@ def test_they_are_the_mean_over_the_batches_and_nothing_else(replica: Any, batch
 def test_one_batch_is_then_evaluated_as_it_is_trained_on(replica: Any, batches: list[data.Batch]) -> None:
     """But for the variance's n / (n - 1), n at least 256 here."""
     replica.backward(batches[0], 0.0, stop=False)
-    trained = replica.totals()
+    trained = replica.tail()
     renew_statistics(replica, batches[:1])
     loss, _ = replica.evaluate(batches[0])
     assert loss == pytest.approx(trained[0], rel=0.02)

@@ -26,6 +26,7 @@ ALLOWED = {
     "config": "jsonargparse",
     "records": "",
     "notes": "",
+    "measures": "numpy",
     "collectives": ".cluster .config .notes .records .sentinel numpy horovod mpi4py torch tensorflow",
     "world": ".cluster .collectives .config .records .sentinel numpy",
     "threads": ".cluster .world",
@@ -34,7 +35,7 @@ ALLOWED = {
     "monitors": ".cluster .records psutil pynvml",
     "data": ".arrays_file .config .progress numpy PIL sklearn",
     "models": ".arrays_file .config numpy safetensors",
-    "frameworks": ".collectives! .config .data! .models .notes .timing .world .strategies! numpy",
+    "frameworks": ".collectives! .config .data! .measures .models .notes .timing .world .strategies! numpy",
     "strategies": ".collectives .config .timing .world numpy",
     "arrays_file": "numpy",
     "checkpoint": ".arrays_file .identity numpy",
@@ -43,13 +44,13 @@ ALLOWED = {
     "lock": "",
     "run": ".cluster .config .identity .lock .records .resume .world",
     "observe": ".config .frameworks! .monitors .records .scalars .world",
-    "position": ".records numpy",
+    "position": ".measures .records numpy",
     "agreement": ".world numpy",
     "snapshot": ".checkpoint .frameworks! .strategies! numpy",
-    "evaluation": ".data .frameworks! .models .progress .records .timing .world numpy",
+    "evaluation": ".data .frameworks! .measures .models .progress .records .timing .world numpy",
     "loop": (
-        ".agreement .checkpoint .config .data .evaluation .frameworks! .observe .position .progress .records .run"
-        " .snapshot .strategies! .timing .world numpy"
+        ".agreement .checkpoint .config .data .evaluation .frameworks! .measures .observe .position .progress"
+        " .records .run .snapshot .strategies! .timing .world numpy"
     ),
     "results": ".config .records numpy pandas matplotlib pyarrow rich scipy",
     "cluster": "",
@@ -59,12 +60,13 @@ ALLOWED = {
         ".arrays_file .checkpoint .data .frameworks .models .progress .records .threads .world numpy PIL sacrebleu"
     ),
     "workload": (
-        ".arrays_file .config .data .frameworks .lock .loop .observe .records .resume .run .strategies .threads .world"
+        ".arrays_file .config .data .frameworks .lock .loop .measures .observe .records .resume .run .strategies"
+        " .threads .world"
     ),
     "cli": ".captions .config .data .models .sweep shtab",
 }
 # Every other file of hvdtrain/ is a workload: it chooses and joins the parts.
-WORKLOAD = ".captions .config .data .models .workload .world numpy"
+WORKLOAD = ".captions .config .data .measures .models .workload .world numpy"
 FREE = {"__init__", "arguments", "exits", "files"}  # import nothing of ours but each other
 LATE = {"cli"}  # imports rooms and packages inside functions only, so that each subcommand loads its own part
 FRONT = {"hvdtrain", "hvdtrain.arguments", "hvdtrain.config", "hvdtrain.exits"}  # standard library at import time

@@ -31,6 +31,7 @@ from hvdtrain import strategies
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import Batch
 from hvdtrain.exits import BAD_CONFIG, Failure
+from hvdtrain.measures import Accuracy
 from hvdtrain.models.resnet import NORM_MOMENTUM, ResNetSpec, buffers, initial_state, parameter_count, parameters, plan
 from hvdtrain.timing import Clock
 from hvdtrain.world import World
@@ -81,9 +82,13 @@ class Torch:
 
     def gradients(self, images: np.ndarray, labels: np.ndarray) -> tuple[float, int, Arrays]:
         self.model.train().zero_grad()
-        loss, correct = self.model.loss(torch.from_numpy(images), torch.from_numpy(labels))
+        loss, sums = self.model.loss(torch.from_numpy(images), torch.from_numpy(labels))
         (loss / len(labels)).backward()
-        return loss.item() / len(labels), correct.item(), {n: p.grad.numpy() for n, p in self.model.named_parameters()}
+        return (
+            loss.item() / len(labels),
+            sums["correct"].item(),
+            {n: p.grad.numpy() for n, p in self.model.named_parameters()},
+        )
 
     def step(self, images: np.ndarray, labels: np.ndarray, rate: float) -> float:
         loss, _, _ = self.gradients(images, labels)
@@ -117,9 +122,9 @@ class TensorFlow:
 
     def _gradients_eager(self, images: Any, labels: Any) -> Any:
         with tf.GradientTape() as tape:
-            loss, correct = self.model.loss(images, labels, training=True)
+            loss, sums = self.model.loss(images, labels, training=True)
             mean = loss / tf.cast(tf.shape(labels)[0], tf.float32)
-        return mean, correct, tape.gradient(mean, self.variables)
+        return mean, sums["correct"], tape.gradient(mean, self.variables)
 
     def _step_eager(self, images: Any, labels: Any, rate: Any) -> Any:
         mean, _, gradients = self._gradients_eager(images, labels)
@@ -430,7 +435,7 @@ def test_the_loss_scale_doubles_after_2000_good_steps_and_halves_after_an_overfl
     module = importlib.import_module(f"hvdtrain.frameworks.{'pytorch' if framework == 'torch' else framework}")
     model = getattr(exchange, f"{framework}_model")()
     kind = module.TorchReplica if framework == "torch" else module.TensorFlowReplica
-    replica = kind(model, device="cpu", config=config, world=world, strategy=strategy)
+    replica = kind(model, device="cpu", config=config, world=world, strategy=strategy, measure=Accuracy())
     inputs, labels, weight = exchange.problem()
     replica.load({"parameter.weight": weight, "loss_scale": np.array([2.0**16, 1999.0])})
 

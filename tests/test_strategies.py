@@ -29,8 +29,9 @@ from test_resnet_train import newest_arrays, read_run, started, wait_for_steps
 from hvdtrain import strategies
 from hvdtrain.config import TrainConfig
 from hvdtrain.exits import Failure
+from hvdtrain.measures import Accuracy
 from hvdtrain.models.resnet import ResNetSpec, parameters
-from hvdtrain.strategies import REDUCERS, SCHEDULES, TOTALS
+from hvdtrain.strategies import REDUCERS, SCHEDULES
 from hvdtrain.strategies.payload import elements
 
 FRAMEWORKS = ("torch", "tensorflow")
@@ -41,6 +42,8 @@ LAUNCHED = {"torch": (3, 2, "mpirun"), "tensorflow": (2, 1, "horovodrun --gloo")
 CALM = ["--image-size", "16", "--width", "0.125", "--global-batch-size", "192", "--lr", "0.005", "--epochs", "2"]
 SHAPES = list(parameters(ResNetSpec(channels=1, classes=10, width=0.125)).values())
 PAYLOAD = 4 * elements(SHAPES)
+TAIL = Accuracy().size + 1
+"""Numbers behind the gradients: totals and the request to stop"""
 STOPPED = 4
 """A signal arrives just before this step ..."""
 # ... and takes effect after as many steps as are given here. Under `--checkpoint-steps 4` the exchanges of local-sgd,
@@ -172,7 +175,7 @@ def test_hierarchical_sends_the_sum_of_its_host_once(runs: Runs) -> None:
     """Two hosts send 2(h-1)/h = 1 of the payload; rank 0 also gives the sum to the other rank of its host."""
     _, per_host, _ = LAUNCHED[runs.framework]
     sent = [step.bytes_sent for step in runs.read("hierarchical", "step")]
-    assert sent == [per_host * (PAYLOAD + 4 * TOTALS)] * 16
+    assert sent == [per_host * (PAYLOAD + 4 * TAIL)] * 16
 
 
 @pytest.mark.parametrize("runs", ["torch"], indirect=True)
@@ -518,7 +521,7 @@ def test_the_wire_carries_each_hosts_data_once(name: str, cluster: Cluster, tmp_
     words += ["--framework", "torch", "--run-dir", str(tmp_path / "run"), "--checkpoint-epochs", "0", "--json"]
     summary = document(cluster.on("a", *words))
     assert (summary["hosts"], summary["ranks"], summary["steps"]) == (2, 4, 16)
-    totals = 4 * TOTALS
+    totals = 4 * TAIL
     payload = 16 * (REDUCERS[name].bytes_per_host(SHAPES, 2, TrainConfig(strategy=name)) + totals)
     assert len(summary["nic_bytes"]) == 2
     for host in summary["nic_bytes"]:

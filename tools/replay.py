@@ -28,6 +28,7 @@ from hvdtrain import config as configuration
 from hvdtrain import exits, strategies, threads, world
 from hvdtrain.collectives import powersgd
 from hvdtrain.data import Batch
+from hvdtrain.measures import Accuracy
 from hvdtrain.models import resnet
 from hvdtrain.timing import Clock
 
@@ -102,7 +103,7 @@ def main(stop: world.StopSignal) -> int:
     ranks = world.World("torch", carrier=schedule.carrier)
     strategy = strategies.make(config, ranks, shapes)
     model = stand_in(shapes, config.compute_s)
-    replica = TorchReplica(model, device=device, config=config, world=ranks, strategy=strategy)
+    replica = TorchReplica(model, device=device, config=config, world=ranks, strategy=strategy, measure=Accuracy())
     if config.ddp_hook == "powersgd":
         strategy.load({"step": np.array(powersgd.START_STEP), "powersgd.step": np.array(powersgd.START_STEP)})
     batch = Batch(arrays=(np.zeros(1, np.float32),), weight=1, total_weight=ranks.size)

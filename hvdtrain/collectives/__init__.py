@@ -110,7 +110,7 @@ class TorchStep:
         self.optimizer = optimizer
 
     def loss(self, *arrays: Any) -> Any:
-        """Sum of losses and number of correct samples of this rank's batch."""
+        """Sum of losses of this rank's batch, and by name the sums of the run's measure."""
         return self.model.loss(*arrays)
 
     def backward(self, loss: Any) -> None:

@@ -39,8 +39,9 @@ class Replica(Vectors, Protocol):
     def observe(self, batch: Batch) -> None:
         """Forward as in training: the running statistics of BatchNorm see the batch, and nothing else is learnt."""
 
-    def evaluate(self, batch: Batch) -> tuple[float, float]:
-        """Sum of losses and number of correct samples of this rank's batch; nothing is learnt from it."""
+    def evaluate(self, batch: Batch) -> np.ndarray:
+        """Of this rank's batch, (measure.size - 1,) float64: the sum of losses and the measure's sums. Nothing is
+        learnt from it."""
         ...
 
     def state(self) -> dict[str, np.ndarray]:

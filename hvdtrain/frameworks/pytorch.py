@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -13,7 +14,8 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.data import Batch
 from hvdtrain.exits import Failure
 from hvdtrain.frameworks import Profiler
-from hvdtrain.strategies import TOTALS, Strategy
+from hvdtrain.measures import Measure
+from hvdtrain.strategies import Strategy
 from hvdtrain.world import World
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -39,15 +41,16 @@ def prepare(asked: str, local_rank: int, threads: int, *, one_each: bool = False
 
 class Flat:
     """Weights and gradients of a model as two vectors, of which its parameters become views: nothing is copied to
-    exchange them. On a GPU the gradients are copied to host memory and back, if they are asked for.
+    exchange them; behind the gradients is room for a tail. On a GPU they are copied to host memory and back, if they
+    are asked for.
     """
 
-    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
+    def __init__(self, parameters: list[torch.nn.Parameter], tail: int) -> None:
         sizes = [parameter.numel() for parameter in parameters]
         device, self._size = parameters[0].device, sum(sizes)
         self.weights = torch.empty(self._size, device=device)
-        self._whole = torch.zeros(self._size + TOTALS, device=device)
-        self._host = self._whole if device.type == "cpu" else torch.zeros(self._size + TOTALS, pin_memory=True)
+        self._whole = torch.zeros(self._size + tail, device=device)
+        self._host = self._whole if device.type == "cpu" else torch.zeros(self._size + tail, pin_memory=True)
         self._in_host = False
         self.gradients = self._whole[: self._size]
         pieces = zip(parameters, self.weights.split(sizes), self.gradients.split(sizes), strict=True)
@@ -55,8 +58,8 @@ class Flat:
             weight.copy_(parameter.detach().reshape(-1))
             parameter.data, parameter.grad = weight.view(parameter.shape), gradient.view(parameter.shape)
 
-    def vector(self, totals: torch.Tensor) -> np.ndarray:
-        self._whole[self._size :] = totals
+    def vector(self, tail: torch.Tensor) -> np.ndarray:
+        self._whole[self._size :] = tail
         if self._host is not self._whole:
             self._host.copy_(self._whole)
             self._in_host = True
@@ -69,12 +72,19 @@ class Flat:
 
 
 class TorchReplica:
-    """See `frameworks.Replica`. `model.loss(*arrays)` returns the sum of losses and the number of correct samples."""
+    """See `frameworks.Replica`. `model.loss(*arrays)` returns the sum of losses and, by name, the measure's sums."""
 
     def __init__(
-        self, model: torch.nn.Module, *, device: str, config: TrainConfig, world: World, strategy: Strategy
+        self,
+        model: torch.nn.Module,
+        *,
+        device: str,
+        config: TrainConfig,
+        world: World,
+        strategy: Strategy,
+        measure: Measure,
     ) -> None:
-        self.device = device
+        self.device, self._measure = device, measure
         self._device = torch.device(device)
         self._model = model.to(self._device)
         self._world = world
@@ -90,7 +100,7 @@ class TorchReplica:
         if strategy.in_backward:
             self._step = world.torch.overlapped(self._model, optimizer, config)
         else:
-            self._flat = Flat(list(self._parameters.values()))
+            self._flat = Flat(list(self._parameters.values()), measure.size + 1)
         self._optimizer: torch.optim.Optimizer = self._step.optimizer
         # PyTorch's first scale, so that what backward sees is the same whatever the exchange divides by.
         first_scale = 2.0**16 / self._step.loss_factor
@@ -106,19 +116,19 @@ class TorchReplica:
         else:
             self._flat.gradients.zero_()
         with self._autocast:
-            loss, correct = self._step.loss(*self._tensors(batch))
-        totals = torch.stack([loss.detach(), *(torch.as_tensor(x).to(loss) for x in (correct, batch.weight, stop))])
-        self._totals = self._world.torch.start_sum(totals, "step.totals")
+            loss, sums = self._step.loss(*self._tensors(batch))
+        tail = torch.cat([*self._numbers(loss, sums), torch.tensor([batch.weight, stop]).to(loss)])
+        self._tail = self._world.torch.start_sum(tail, "step.totals")
         self._samples = batch.weight, batch.total_weight
         mean_of = batch.weight if self._local else batch.total_weight
         self._step.backward(self._scaler.scale(loss / (mean_of / self._step.loss_factor)))
 
     def vector(self) -> np.ndarray:
         assert self._flat is not None
-        return self._flat.vector(self._totals)
+        return self._flat.vector(self._tail)
 
-    def totals(self) -> np.ndarray:
-        return np.asarray(self._world.torch.finish_sum(self._totals).cpu().numpy(), dtype=np.float64)
+    def tail(self) -> np.ndarray:
+        return np.asarray(self._world.torch.finish_sum(self._tail).cpu().numpy(), dtype=np.float64)
 
     def share(self) -> tuple[int, int]:
         return self._samples
@@ -150,11 +160,11 @@ class TorchReplica:
             self._model.loss(*self._tensors(batch))
 
     @torch.inference_mode()
-    def evaluate(self, batch: Batch) -> tuple[float, float]:
+    def evaluate(self, batch: Batch) -> np.ndarray:
         self._model.eval()
         with self._autocast:
-            loss, correct = self._model.loss(*self._tensors(batch))
-        return float(loss), float(correct)
+            loss, sums = self._model.loss(*self._tensors(batch))
+        return np.asarray(torch.cat(self._numbers(loss.double(), sums)).cpu().numpy())
 
     def state(self) -> dict[str, np.ndarray]:
         arrays = {f"parameter.{name}": p.detach().cpu().numpy() for name, p in self._parameters.items()}
@@ -195,6 +205,10 @@ class TorchReplica:
         from hvdtrain.frameworks.profile_torch import TorchProfiler
 
         return TorchProfiler()
+
+    def _numbers(self, loss: torch.Tensor, sums: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """The loss and the measure's sums as vectors of the loss' type."""
+        return [part.detach().to(loss).reshape(-1) for part in (loss, *self._measure.in_order(sums))]
 
     def _tensors(self, batch: Batch) -> list[torch.Tensor]:
         return [torch.from_numpy(array).to(self._device, non_blocking=True) for array in batch.arrays]

@@ -9,7 +9,7 @@ than TensorFlow on the graph: models and optimizers use TensorFlow's own control
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,8 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.data import Batch
 from hvdtrain.exits import Failure
 from hvdtrain.frameworks import Profiler
-from hvdtrain.strategies import TOTALS, Strategy
+from hvdtrain.measures import Measure
+from hvdtrain.strategies import Strategy
 from hvdtrain.world import World
 
 BUILD_NOTES = (b"absl::InitializeLog", b"oneDNN custom operations", b"cpu_feature_guard", b"To enable the following")
@@ -89,10 +90,13 @@ def any_length(arrays: list[tf.Tensor]) -> list[tf.TensorSpec]:
 
 
 class TensorFlowReplica:
-    """See `frameworks.Replica`. `model.loss(*arrays, training=...)` returns the loss sum and the correct samples."""
+    """See `frameworks.Replica`. `model.loss(*arrays, training=...)` returns the sum of losses and, by name, the
+    measure's sums."""
 
-    def __init__(self, model: Any, *, device: str, config: TrainConfig, world: World, strategy: Strategy) -> None:
-        self.device = device
+    def __init__(
+        self, model: Any, *, device: str, config: TrainConfig, world: World, strategy: Strategy, measure: Measure
+    ) -> None:
+        self.device, self._measure = device, measure
         self._model, self._ranks = model, world.tensorflow
         self._in_backward, self._local = strategy.in_backward, strategy.local
         self._weights: dict[str, tf.Variable] = model.weights
@@ -103,7 +107,7 @@ class TensorFlowReplica:
         self._backward_graph: Any = None
         self._forward_graphs: dict[bool, Any] = {}
         self._apply_graph = tf.function(self._apply, autograph=False)
-        self._vector = np.empty(0 if self._in_backward else self._size() + TOTALS, np.float32)
+        self._vector = np.empty(0 if self._in_backward else self._size() + measure.size + 1, np.float32)
 
     def backward(self, batch: Batch, lr: float, stop: bool) -> None:
         arrays = [tf.constant(array) for array in batch.arrays]
@@ -115,7 +119,7 @@ class TensorFlowReplica:
             )
         mean_of = batch.weight if self._local else batch.total_weight
         numbers = tf.constant([mean_of, batch.weight, lr, stop], tf.float32)
-        self._gradients, self._totals = self._backward_graph(arrays, numbers)
+        self._gradients, self._tail = self._backward_graph(arrays, numbers)
         self._samples = batch.weight, batch.total_weight
         self._gathered = False
 
@@ -123,24 +127,24 @@ class TensorFlowReplica:
         mean_of, samples, lr, stop = tf.unstack(numbers)
         tape = tf.GradientTape()
         with tape:
-            loss, correct = self._model.loss(*arrays, training=True)
+            loss, sums = self._model.loss(*arrays, training=True)
             mean = loss / mean_of * self._scale
-        totals = tf.stack([loss, tf.cast(correct, loss.dtype), samples, stop])
-        totals = self._ranks.graph_sum(totals, "step.totals")
+        tail = tf.concat([self._numbers((loss, sums), loss.dtype), [samples, stop]], 0)
+        tail = self._ranks.graph_sum(tail, "step.totals")
         if not self._in_backward:
-            return tape.gradient(mean, list(self._weights.values())), totals
+            return tape.gradient(mean, list(self._weights.values())), tail
         self._apply(self._ranks.summed_gradients(tape, mean, list(self._weights.values())), lr)
-        return [], totals
+        return [], tail
 
     def vector(self) -> np.ndarray:
         if not self._gathered:
             self._gathered = True
-            flat = [np.asarray(memoryview(gradient)).reshape(-1) for gradient in (*self._gradients, self._totals)]
+            flat = [np.asarray(memoryview(gradient)).reshape(-1) for gradient in (*self._gradients, self._tail)]
             np.concatenate(flat, out=self._vector)
         return self._vector
 
-    def totals(self) -> np.ndarray:
-        return np.asarray(self._totals.numpy(), dtype=np.float64)
+    def tail(self) -> np.ndarray:
+        return np.asarray(self._tail.numpy(), dtype=np.float64)
 
     def share(self) -> tuple[int, int]:
         return self._samples
@@ -186,19 +190,25 @@ class TensorFlowReplica:
     def observe(self, batch: Batch) -> None:
         self._forward(batch, training=True)
 
-    def evaluate(self, batch: Batch) -> tuple[float, float]:
-        loss, correct = self._forward(batch, training=False)
-        return float(loss), float(correct)
+    def evaluate(self, batch: Batch) -> np.ndarray:
+        return np.asarray(self._forward(batch, training=False).numpy())
 
-    def _forward(self, batch: Batch, training: bool) -> Any:
+    def _forward(self, batch: Batch, training: bool) -> tf.Tensor:
         arrays = [tf.constant(array) for array in batch.arrays]
         if training not in self._forward_graphs:
             self._forward_graphs[training] = tf.function(
-                lambda arrays: self._ranks.run(lambda *each: self._model.loss(*each, training=training), *arrays),
+                lambda arrays: self._ranks.run(
+                    lambda *each: self._numbers(self._model.loss(*each, training=training), tf.float64), *arrays
+                ),
                 input_signature=[any_length(arrays)],
                 autograph=False,
             )
         return self._forward_graphs[training](arrays)
+
+    def _numbers(self, found: tuple[tf.Tensor, Mapping[str, tf.Tensor]], kind: tf.DType) -> tf.Tensor:
+        """What a model's loss returns as one vector: the loss and the measure's sums."""
+        loss, sums = found
+        return tf.concat([tf.reshape(tf.cast(x, kind), [-1]) for x in (loss, *self._measure.in_order(sums))], 0)
 
     def state(self) -> dict[str, np.ndarray]:
         arrays = {f"parameter.{name}": turned_back(weight.numpy()) for name, weight in self._weights.items()}

@@ -60,11 +60,13 @@ class CaptionerTF(tf.Module):
         said = tf.where(targets != PAD)  # the widest layer is for these only
         return self._logits(tf.gather_nd(merged, said)), tf.gather_nd(targets, said)
 
-    def loss(self, inputs: tf.Tensor, tokens: tf.Tensor, key: tf.Tensor, training: bool) -> tuple[tf.Tensor, tf.Tensor]:
+    def loss(
+        self, inputs: tf.Tensor, tokens: tf.Tensor, key: tf.Tensor, training: bool
+    ) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
         """Sum of the cross-entropies of all words to be said (padding aside), and how many were the likeliest one."""
         logits, targets = self(inputs, tokens, key, training)
         losses = tf.nn.sparse_softmax_cross_entropy_with_logits(targets, logits)
-        return tf.reduce_sum(losses), tf.math.count_nonzero(tf.argmax(logits, 1) == targets)
+        return tf.reduce_sum(losses), {"correct": tf.math.count_nonzero(tf.argmax(logits, 1) == targets)}
 
     def encode(self, inputs: np.ndarray) -> np.ndarray:
         """The encoded pictures (N, hidden) float32, without dropout; inputs as in `__call__`."""

@@ -46,10 +46,10 @@ class CaptionerTorch(nn.Module):
         said = targets != PAD  # the widest layer is for these only
         return self._logits(merged[said]), targets[said]
 
-    def loss(self, inputs: Tensor, tokens: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    def loss(self, inputs: Tensor, tokens: Tensor, key: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Sum of the cross-entropies of all words to be said (padding aside), and how many were the likeliest one."""
         logits, targets = self(inputs, tokens, key)
-        return F.cross_entropy(logits, targets, reduction="sum"), (logits.argmax(1) == targets).sum()
+        return F.cross_entropy(logits, targets, reduction="sum"), {"correct": (logits.argmax(1) == targets).sum()}
 
     @torch.inference_mode()
     def encode(self, inputs: np.ndarray) -> np.ndarray:

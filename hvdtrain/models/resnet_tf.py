@@ -57,11 +57,11 @@ class ResNetTF(tf.Module):
         features = tf.reduce_mean(tf.cast(x, tf.float32), (1, 2))
         return tf.matmul(features, self.weights["fc.weight"], transpose_b=True) + self.weights["fc.bias"]
 
-    def loss(self, images: tf.Tensor, labels: tf.Tensor, training: bool) -> tuple[tf.Tensor, tf.Tensor]:
-        """Sum of the cross-entropies and number of images classified correctly; labels (N,) int64."""
+    def loss(self, images: tf.Tensor, labels: tf.Tensor, training: bool) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
+        """Sum of the cross-entropies, and how many images are classified correctly; labels (N,) int64."""
         logits = self(images, training)
         losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
-        return tf.reduce_sum(losses), tf.math.count_nonzero(tf.argmax(logits, 1) == labels)
+        return tf.reduce_sum(losses), {"correct": tf.math.count_nonzero(tf.argmax(logits, 1) == labels)}
 
     def _conv_norm(self, layer: ConvNorm, x: tf.Tensor, training: bool) -> tf.Tensor:
         kernel = tf.cast(self.weights[f"{layer.conv}.weight"], self.compute_dtype)

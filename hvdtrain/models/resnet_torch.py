@@ -56,10 +56,10 @@ class ResNetTorch(nn.Module):
             features = x.mean((2, 3), dtype=torch.float32)
             return F.linear(features, self._array("fc.weight"), self._array("fc.bias"))
 
-    def loss(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Sum of the cross-entropies and number of images classified correctly; labels (N,) int64."""
+    def loss(self, images: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Sum of the cross-entropies, and how many images are classified correctly; labels (N,) int64."""
         logits = self(images)
-        return F.cross_entropy(logits, labels, reduction="sum"), (logits.argmax(1) == labels).sum()
+        return F.cross_entropy(logits, labels, reduction="sum"), {"correct": (logits.argmax(1) == labels).sum()}
 
     def _conv_norm(self, layer: ConvNorm, x: Tensor) -> Tensor:
         # In half precision on CPUs, PyTorch 2.13 leaves the gradients of a strided kernel's outer columns unset where

@@ -29,14 +29,14 @@ from hvdtrain.strategies.onebit import OneBit
 from hvdtrain.strategies.payload import Layout, Shape
 from hvdtrain.strategies.powersgd import PowerSGD
 from hvdtrain.strategies.reducer import Reducer
-from hvdtrain.strategies.replicas import TOTALS, Exchanged, Vectors
+from hvdtrain.strategies.replicas import Exchanged, Vectors
 from hvdtrain.strategies.rounded import Int4, Int8
 from hvdtrain.strategies.synchronous import Synchronous
 from hvdtrain.strategies.topk import TopK
 from hvdtrain.timing import Clock
 from hvdtrain.world import Carrier, World
 
-__all__ = ["REDUCERS", "SCHEDULES", "TOTALS", "Exchanged", "Layout", "Reducer", "Strategy", "Vectors"]
+__all__ = ["REDUCERS", "SCHEDULES", "Exchanged", "Layout", "Reducer", "Strategy", "Vectors"]
 
 
 class Strategy(Protocol):

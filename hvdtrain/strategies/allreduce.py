@@ -48,8 +48,8 @@ class AllReduce:
             self._world.wait()
         with clock.span("compute"):
             replica.apply(lr)
-            totals = replica.totals()
-        return Exchanged(totals=totals, loss=totals[0] / totals[2], sent_bytes=self._sent)
+            tail = replica.tail()
+        return Exchanged.of(tail, self._sent)
 
     def settle(self, replica: Vectors, clock: Clock) -> Exchanged:
         return Exchanged()

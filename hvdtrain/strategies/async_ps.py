@@ -22,6 +22,7 @@ Dean et al., "Large scale distributed deep networks", 2012.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -32,7 +33,7 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.exits import Failure
 from hvdtrain.strategies.payload import Layout, Shape, elements
 from hvdtrain.strategies.reducer import Reducer
-from hvdtrain.strategies.replicas import TOTALS, Exchanged, Vectors
+from hvdtrain.strategies.replicas import Exchanged, Vectors
 from hvdtrain.strategies.server import Server
 from hvdtrain.timing import Clock
 from hvdtrain.world import Carrier, World
@@ -59,7 +60,7 @@ class AsyncPS:
             world.may_die()
         self._weights = np.empty(elements(shapes), np.float32)
         self._begun, self._steps, self._drifted = False, 0, 0
-        self._totals, self._sent = np.zeros(TOTALS), 0
+        self._size, self._tail, self._sent = elements(shapes), np.zeros(1), 0
 
     @staticmethod
     def bytes_per_step(
@@ -78,12 +79,12 @@ class AsyncPS:
             if self._server:
                 self._server.begin(replica.weights())
         vector, (samples, all_samples) = replica.vector(), replica.share()
-        totals, self._steps, self._drifted = vector[-TOTALS:], self._steps + 1, self._drifted + 1
-        self._totals += totals
-        loss = float(totals[0] / samples)
-        numbers = np.array([lr, samples / all_samples, self._steps, totals[3]], np.float64)
+        tail, self._steps, self._drifted = vector[self._size :], self._steps + 1, self._drifted + 1
+        self._tail = self._tail + tail
+        loss = float(tail[0] / samples)
+        numbers = np.array([lr, samples / all_samples, self._steps, tail[-1]], np.float64)
         with clock.span("communication"):
-            answers = self._world.servers.ask(numbers, vector[:-TOTALS], self._weights)
+            answers = self._world.servers.ask(numbers, vector[: self._size], self._weights)
         with clock.span("compute"):
             replica.set_weights(self._weights)
         late = answers[:, 0]
@@ -99,7 +100,7 @@ class AsyncPS:
     def _meet(self, replica: Vectors, clock: Clock, loss: float, notes: dict[str, float]) -> Exchanged:
         """When all have pushed, all take the same weights."""
         with clock.span("communication"):
-            totals = self._world.sum(self._totals, "async-ps.totals")
+            tail = self._world.sum(self._tail, "async-ps.totals")
             if self._server:
                 self._server.met()
             if self._world.size > 1:
@@ -107,8 +108,8 @@ class AsyncPS:
                 self._world.gather("have them")  # nobody pushes before
         with clock.span("compute"):
             replica.set_weights(self._weights)
-        self._totals, self._drifted = np.zeros(TOTALS), 0
-        return Exchanged(totals=totals, loss=loss, sent_bytes=self._sent_now(), notes=notes)
+        self._tail, self._drifted = np.zeros(1), 0
+        return dataclasses.replace(Exchanged.of(tail, self._sent_now()), loss=loss, notes=notes)
 
     def _sent_now(self) -> int:
         """By this rank, its server's answers included, since the last call."""

@@ -10,6 +10,7 @@ s computations, nobody waits for the network; what it costs is that each gradien
 from __future__ import annotations
 
 import collections
+import dataclasses
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -18,7 +19,7 @@ import numpy as np
 from hvdtrain.config import TrainConfig
 from hvdtrain.strategies.payload import Shape
 from hvdtrain.strategies.reducer import Reducer
-from hvdtrain.strategies.replicas import TOTALS, Exchanged, Vectors
+from hvdtrain.strategies.replicas import Exchanged, Vectors
 from hvdtrain.strategies.synchronous import Synchronous, reduce
 from hvdtrain.timing import Clock
 from hvdtrain.world import World
@@ -39,7 +40,7 @@ class Delayed(Synchronous):
 
     def step(self, replica: Vectors, lr: float, clock: Clock) -> Exchanged:
         vector = replica.vector()
-        loss, _, samples, _ = vector[-TOTALS:]
+        loss, samples = vector[self._size], vector[-2]
         own = self._spare.pop() if self._spare else np.empty_like(vector)
         np.copyto(own, vector)
         self._flying.append(self._thread.submit(self._sum, own))
@@ -54,9 +55,8 @@ class Delayed(Synchronous):
         if self._told:
             self._told -= 1
             return Exchanged(loss=float(loss / samples))
-        totals = summed[-TOTALS:].astype(np.float64)
-        mean = totals[0] / totals[2] if self._staleness == 0 else float(loss / samples)
-        return Exchanged(totals=totals, loss=mean, sent_bytes=sent)
+        done = Exchanged.of(summed[self._size :], sent)
+        return dataclasses.replace(done, loss=float(loss / samples)) if self._staleness else done
 
     def settle(self, replica: Vectors, clock: Clock) -> Exchanged:
         """Waits for all sums on their way and tells their totals; the gradients stay due in the steps to come."""
@@ -66,11 +66,11 @@ class Delayed(Synchronous):
         self._told = len(landed)
         if not new:
             return Exchanged()
-        totals = np.stack([summed[-TOTALS:] for summed, _ in new]).sum(axis=0, dtype=np.float64)
-        return Exchanged(totals=totals, sent_bytes=sum(sent for _, sent in new))
+        tail = np.stack([summed[self._size :] for summed, _ in new]).sum(axis=0, dtype=np.float64)
+        return Exchanged.of(tail, sum(sent for _, sent in new))
 
     def _sum(self, vector: np.ndarray) -> tuple[np.ndarray, int]:
-        return vector, reduce(self._world, self._reducer, vector)
+        return vector, reduce(self._world, self._reducer, vector, self._size)
 
     def state(self) -> dict[str, np.ndarray]:
         flying = [sum_.result() for sum_ in self._flying]
@@ -85,7 +85,7 @@ class Delayed(Synchronous):
         for age, sent in enumerate(state["sent_bytes"]):
             landed: Future[tuple[np.ndarray, int]] = Future()
             summed = state[f"flying.{age}"].copy()
-            summed[-1] = 0  # who asked to stop then has been obeyed
+            summed[-1] = 0  # the request to stop that it carried has been obeyed
             landed.set_result((summed, int(sent)))
             self._flying.append(landed)
         self._reducer.load({name.removeprefix("inner."): a for name, a in state.items() if name.startswith("inner.")})

@@ -20,6 +20,7 @@ left out to the next change.
 from __future__ import annotations
 
 import collections
+import dataclasses
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
@@ -29,7 +30,7 @@ import numpy as np
 from hvdtrain.config import TrainConfig
 from hvdtrain.strategies.payload import Layout, Shape, elements
 from hvdtrain.strategies.reducer import Reducer
-from hvdtrain.strategies.replicas import TOTALS, Exchanged, Vectors
+from hvdtrain.strategies.replicas import Exchanged, Vectors
 from hvdtrain.strategies.synchronous import reduce
 from hvdtrain.timing import Clock
 from hvdtrain.world import Carrier, World
@@ -66,9 +67,10 @@ class LocalSGD:
         self._flying: collections.deque[Flight] = collections.deque()
         self._steps = 0  # of the whole run
         self._drifted, self._samples, self._all_samples = 0, 0, 0  # steps and samples of the current round
-        self._totals = np.zeros(TOTALS)
+        self._size = elements(shapes)
+        self._tail = np.zeros(1)  # sum of the current round's tails
         self._began = self._anchor = np.zeros(0, np.float32)
-        self._velocity = np.zeros(elements(shapes) if config.outer_momentum else 0, np.float32)
+        self._velocity = np.zeros(self._size if config.outer_momentum else 0, np.float32)
 
     @staticmethod
     def bytes_per_step(
@@ -87,14 +89,14 @@ class LocalSGD:
         return None if self.level or not self._staleness else self._anchor
 
     def step(self, replica: Vectors, lr: float, clock: Clock) -> Exchanged:
-        totals, (samples, all_samples) = replica.totals(), replica.share()
-        loss, self._steps = float(totals[0] / samples), self._steps + 1
+        tail, (samples, all_samples) = replica.tail(), replica.share()
+        loss, self._steps = float(tail[0] / samples), self._steps + 1
         if self._steps <= self._start:
             return self._together(replica, samples / all_samples, lr, clock)
         with clock.span("compute"):
             if self.level:
                 self._began = self._anchor = replica.weights().copy()
-            self._totals += totals
+            self._tail = self._tail + tail
             replica.apply(lr)
         self._drifted, self._samples = self._drifted + 1, self._samples + samples
         self._all_samples += all_samples
@@ -111,40 +113,39 @@ class LocalSGD:
         """A step of summed gradients."""
         vector = replica.vector()
         with clock.span("communication"):
-            vector[:-TOTALS] *= np.float32(share)
-            sent = reduce(self._world, self._reducer, vector)
+            vector[: self._size] *= np.float32(share)
+            sent = reduce(self._world, self._reducer, vector, self._size)
         with clock.span("compute"):
             replica.apply(lr)
-        totals = vector[-TOTALS:].astype(np.float64)
-        return Exchanged(totals=totals, loss=totals[0] / totals[2], sent_bytes=sent)
+        return Exchanged.of(vector[self._size :], sent)
 
     def _send(self, replica: Vectors, clock: Clock) -> None:
         """Ends the round: its change is on its way."""
         with clock.span("compute"):
             weights = replica.weights().copy()
             own, self._began = weights - self._began, weights
-            change = np.concatenate(
-                [own * np.float32(self._samples / self._all_samples), self._totals], dtype=np.float32
-            )
-        sent = self._thread.submit(reduce, self._world, self._reducer, change)
+            change = np.concatenate([own * np.float32(self._samples / self._all_samples), self._tail], dtype=np.float32)
+        sent = self._thread.submit(reduce, self._world, self._reducer, change, self._size)
         self._flying.append(Flight(self._steps + self._staleness, own, change, sent))
         self._drifted = self._samples = self._all_samples = 0
-        self._totals[:] = 0
+        self._tail = np.zeros(1)
 
     def _receive(self, replica: Vectors, clock: Clock, step: int, loss: float) -> Exchanged:
         """Waits for the changes that are due by this step; their means take the place of the rank's own."""
-        totals, sent = np.zeros(TOTALS), 0
+        tails, sent = [], 0
         while self._flying and self._flying[0].due <= step:
             flight = self._flying.popleft()
             with clock.span("communication"):
                 sent += flight.sent_bytes.result()
-            totals += flight.change[-TOTALS:]
+            tails.append(flight.change[self._size :])
             with clock.span("compute"):
-                self._anchor = self._anchor + self._outer(flight.change[:-TOTALS])
+                self._anchor = self._anchor + self._outer(flight.change[: self._size])
                 began = sum((other.own for other in self._flying), start=self._anchor)
                 replica.set_weights(began + (replica.weights() - self._began) if self._drifted else began)
                 self._began = began
-        return Exchanged(totals=totals, loss=loss, sent_bytes=sent)
+        if not tails:
+            return Exchanged(loss=loss)
+        return dataclasses.replace(Exchanged.of(np.stack(tails).sum(axis=0, dtype=np.float64), sent), loss=loss)
 
     def _outer(self, mean: np.ndarray) -> np.ndarray:
         """The step that all ranks make for a mean change."""
@@ -161,7 +162,7 @@ class LocalSGD:
         if self.level:
             return state
         state["round"] = np.array([self._drifted, self._samples, self._all_samples])
-        state |= {"began": self._began.copy(), "anchor": self._anchor.copy(), "totals": self._totals.copy()}
+        state |= {"began": self._began.copy(), "anchor": self._anchor.copy(), "totals": self._tail.copy()}
         state["flying"] = np.array(due, np.int64).reshape(-1, 2)
         for age, flight in enumerate(self._flying):
             state |= {f"own.{age}": flight.own.copy(), f"change.{age}": flight.change.copy()}
@@ -173,8 +174,8 @@ class LocalSGD:
         self._flying.clear()
         self._drifted, self._samples, self._all_samples = (int(n) for n in state.get("round", (0, 0, 0)))
         if "began" in state:
-            self._began, self._anchor, self._totals = (state[name].copy() for name in ("began", "anchor", "totals"))
-            self._totals[-1] = 0  # who asked to stop then has been obeyed
+            self._began, self._anchor, self._tail = (state[name].copy() for name in ("began", "anchor", "totals"))
+            self._tail[-1] = 0  # the request to stop that it carried has been obeyed
         for age, (due, sent) in enumerate(state.get("flying", ())):
             landed: Future[int] = Future()
             landed.set_result(int(sent))

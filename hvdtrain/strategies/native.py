@@ -52,10 +52,10 @@ class Native:
     def step(self, replica: Vectors, lr: float, clock: Clock) -> Exchanged:
         with clock.span("compute"):
             replica.apply(lr)
-            totals = replica.totals()
+            tail = replica.tail()
         sent = ring_bytes(payload_bytes(self._shapes, self._config, self._step), self._world.size)
         self._step += 1
-        return Exchanged(totals=totals, loss=totals[0] / totals[2], sent_bytes=sent)
+        return Exchanged.of(tail, sent)
 
     def settle(self, replica: Vectors, clock: Clock) -> Exchanged:
         return Exchanged()

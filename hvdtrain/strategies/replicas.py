@@ -7,33 +7,40 @@ from typing import Any, Protocol
 
 import numpy as np
 
-TOTALS = 4
-"""Behind the gradients of a vector: the step's sum of losses, correct samples, samples, and ranks asked to stop"""
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Exchanged:
     """What one step, or settling, brought."""
 
     totals: np.ndarray | None = None
-    """(TOTALS,) over all ranks, of all steps that have become known just now; None if there are none"""
+    """(measure.size,) float64 over all ranks, of all steps that have become known just now: the sum of losses, the sums
+    of the run's measure, samples; None if there are none"""
+    stop: bool = False
+    """Whether a rank was asked to stop"""
     loss: float = 0.0
     """Mean loss per sample of the very step, over all ranks where they told each other, else over this rank"""
     sent_bytes: int = 0
     notes: dict[str, Any] = dataclasses.field(default_factory=dict)
     """More fields of the step's record, by name"""
 
+    @classmethod
+    def of(cls, tail: np.ndarray, sent_bytes: int) -> Exchanged:
+        """What the tail (see `Vectors.tail`) of a step tells once it is summed over ranks."""
+        totals = tail[:-1].astype(np.float64)
+        return cls(totals=totals, stop=bool(tail[-1] > 0), loss=totals[0] / totals[-1], sent_bytes=sent_bytes)
+
 
 class Vectors(Protocol):
     """A replica as vectors of float32 in host memory. Arrays come one after the other, in the model's order."""
 
     def vector(self) -> np.ndarray:
-        """The gradients of the last backward and behind them this rank's TOTALS; to be changed in place. Where
-        nothing is to be exchanged `totals` saves copying them."""
+        """The gradients of the last backward and behind them this rank's `tail`; to be changed in place. Where
+        nothing is to be exchanged `tail` saves copying them."""
         ...
 
-    def totals(self) -> np.ndarray:
-        """(TOTALS,) of the last backward: over all ranks if the world's own step exchanged them, else this rank's."""
+    def tail(self) -> np.ndarray:
+        """(measure.size + 1,) of the last backward: totals, and behind them whether to stop (0 or 1). Over all ranks if
+        the world's own step exchanged them, else this rank's."""
         ...
 
     def share(self) -> tuple[int, int]:

@@ -13,9 +13,9 @@ import numpy as np
 
 from hvdtrain.collectives import Hosts
 from hvdtrain.config import TrainConfig
-from hvdtrain.strategies.payload import Layout, Shape
+from hvdtrain.strategies.payload import Layout, Shape, elements
 from hvdtrain.strategies.reducer import Reducer
-from hvdtrain.strategies.replicas import TOTALS, Exchanged, Vectors
+from hvdtrain.strategies.replicas import Exchanged, Vectors
 from hvdtrain.timing import Clock
 from hvdtrain.world import Carrier, World
 
@@ -32,7 +32,7 @@ class Synchronous:
 
     def __init__(self, world: World, shapes: Sequence[Shape], config: TrainConfig, reducer: Reducer | None) -> None:
         assert reducer is not None
-        self._world, self._reducer = world, reducer
+        self._world, self._reducer, self._size = world, reducer, elements(shapes)
 
     @staticmethod
     def bytes_per_step(
@@ -44,11 +44,10 @@ class Synchronous:
     def step(self, replica: Vectors, lr: float, clock: Clock) -> Exchanged:
         vector = replica.vector()
         with clock.span("communication"):
-            sent = reduce(self._world, self._reducer, vector)
+            sent = reduce(self._world, self._reducer, vector, self._size)
         with clock.span("compute"):
             replica.apply(lr)
-        totals = vector[-TOTALS:].astype(np.float64)
-        return Exchanged(totals=totals, loss=totals[0] / totals[2], sent_bytes=sent)
+        return Exchanged.of(vector[self._size :], sent)
 
     def settle(self, replica: Vectors, clock: Clock) -> Exchanged:
         return Exchanged()
@@ -60,11 +59,12 @@ class Synchronous:
         self._reducer.load(state)
 
 
-def reduce(world: World, reducer: Reducer, vector: np.ndarray) -> int:
-    """The sum over all ranks of a vector with TOTALS behind it, in place, these exactly. Payload bytes sent."""
+def reduce(world: World, reducer: Reducer, vector: np.ndarray, size: int) -> int:
+    """Sums a vector over all ranks in place: its first `size` numbers as the reducer does, the tail behind them
+    exactly. Returns the payload bytes sent."""
 
     def between(values: np.ndarray, hosts: Hosts) -> None:
-        hosts.sum(values[-TOTALS:])
-        reducer.between(values[:-TOTALS], hosts)
+        hosts.sum(values[size:])
+        reducer.between(values[:size], hosts)
 
     return world.reduce(vector, between)

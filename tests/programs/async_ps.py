@@ -17,6 +17,7 @@ import numpy as np
 from hvdtrain import strategies
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import Batch
+from hvdtrain.measures import Accuracy
 from hvdtrain.timing import Clock
 from hvdtrain.world import World
 
@@ -37,7 +38,7 @@ def main() -> None:
     inputs, labels, weight = exchange.problem()
     strategy = strategies.make(config, world, [weight.shape])
     model = exchange.torch_model() if framework == "torch" else exchange.tensorflow_model()
-    replica = Replica(model, device=device, config=config, world=world, strategy=strategy)
+    replica = Replica(model, device=device, config=config, world=world, strategy=strategy, measure=Accuracy())
     replica.load({"parameter.weight": weight})
 
     borders = [r * (r + 1) // 2 for r in range(world.size)] + [exchange.SAMPLES]

@@ -14,6 +14,7 @@ import numpy as np
 from hvdtrain import strategies
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import Batch
+from hvdtrain.measures import Accuracy
 from hvdtrain.timing import Clock
 from hvdtrain.world import World
 
@@ -36,9 +37,8 @@ def torch_model():
 
         def loss(self, inputs, labels):
             logits = inputs @ self.weight.T
-            return torch.nn.functional.cross_entropy(logits, labels, reduction="sum"), (
-                logits.argmax(1) == labels
-            ).sum()
+            losses = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+            return losses, {"correct": (logits.argmax(1) == labels).sum()}
 
     return Linear()
 
@@ -55,7 +55,7 @@ def tensorflow_model():
         def loss(self, inputs, labels, training):
             logits = tf.matmul(inputs, self.weights["weight"], transpose_b=True)
             losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
-            return tf.reduce_sum(losses), tf.math.count_nonzero(tf.argmax(logits, 1) == labels)
+            return tf.reduce_sum(losses), {"correct": tf.math.count_nonzero(tf.argmax(logits, 1) == labels)}
 
     return Linear()
 
@@ -78,7 +78,7 @@ def main() -> None:
     else:
         with world.tensorflow.scope():
             model = tensorflow_model()
-    replica = Replica(model, device=device, config=config, world=world, strategy=strategy)
+    replica = Replica(model, device=device, config=config, world=world, strategy=strategy, measure=Accuracy())
     replica.load({"parameter.weight": weight})
 
     # Rank r takes the samples behind its triangular number: shares as uneven as 1, 2, 3 ... and the rest.
@@ -98,7 +98,7 @@ def main() -> None:
         "losses": losses,
         "correct": done.totals[1],
         "samples": done.totals[2],
-        "stopping": bool(done.totals[3]),
+        "stopping": done.stop,
         "bytes_sent": done.sent_bytes,
         "sum": world.sum(np.array([1.0, world.rank]), "test").tolist(),
         "gathered": world.gather({"rank": world.rank, "text": "ä" * world.rank}),

@@ -17,6 +17,7 @@ from hvdtrain import strategies
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import Batch, ImageSplit
 from hvdtrain.data.loader import Loader
+from hvdtrain.measures import Accuracy
 from hvdtrain.strategies.hybrid import measured_shares
 from hvdtrain.timing import Clock
 from hvdtrain.world import World
@@ -55,7 +56,7 @@ def main() -> None:
     else:
         with world.tensorflow.scope():
             model = tensorflow_model()
-    replica = Replica(model, device=device, config=config, world=world, strategy=strategy)
+    replica = Replica(model, device=device, config=config, world=world, strategy=strategy, measure=Accuracy())
     replica.load({"parameter.weight": weight})
     loader = Loader(
         split,

@@ -19,6 +19,7 @@ from strategy_hosts import joined
 from hvdtrain import strategies, world
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import Batch
+from hvdtrain.measures import Accuracy
 from hvdtrain.timing import Clock
 
 
@@ -37,7 +38,7 @@ def trained(settings: dict[str, Any], framework: str, device: str, steps: int) -
     inputs, labels, weight = problem()
     strategy = strategies.make(config, ranks, [weight.shape])
     model = torch_model() if framework == "torch" else tensorflow_model()
-    replica = Replica(model, device=device, config=config, world=ranks, strategy=strategy)
+    replica = Replica(model, device=device, config=config, world=ranks, strategy=strategy, measure=Accuracy())
     replica.load({"parameter.weight": weight})
 
     begin, end = borders(ranks.size)[ranks.rank : ranks.rank + 2]

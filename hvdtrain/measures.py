@@ -1,0 +1,116 @@
+"""How good a model is: the sums that it adds up over samples, and the scores that are made of them.
+
+A model's `loss` returns the sum of its losses over a batch, and the sums that its measure names:
+
+    return loss, {"correct": (logits.argmax(1) == labels).sum()}
+
+Sums add over batches and over ranks, so a score that is made of the sums of a whole split is exactly that of one
+process, however the split was cut. A mean of scores would not be: F1 of two halves is not F1 of the whole. A regression
+would name the sums of absolute and squared errors and make MAE and RMSE of them, a classifier with rare classes the
+confusion matrix, and F1. The headline score tells which epoch is best and stands in tables and figures; any score can
+be a run's `--target`.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdtrain import exits
+from hvdtrain.exits import Failure
+
+T = TypeVar("T")
+Sums = Mapping[str, NDArray[np.float64]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Score:
+    """What one number says of a model, and which numbers it may be."""
+
+    label: str
+    """For people: accuracy, MAE ..."""
+    unit: str = ""
+    """W/m2, s ...; none for a share or a count"""
+    least: float | None = None
+    most: float | None = None
+    """Bounds that no right value is beyond; None: there is none"""
+    higher_is_better: bool = True
+    shown: bool = True
+    """Whether progress lines and tables name it; records hold it in any case"""
+
+    @property
+    def share(self) -> bool:
+        """Whether it is a share of 1, which tables print in percent."""
+        return (self.least, self.most, self.unit) == (0, 1, "")
+
+    def better(self, value: float, than: float) -> bool:
+        return value > than if self.higher_is_better else value < than
+
+
+class Measure(abc.ABC):
+    """What is added up over samples, and which scores follow from it."""
+
+    sums: Mapping[str, tuple[int, ...]]
+    """Name and shape of each sum; () is a number"""
+    scores: Mapping[str, Score]
+    """All that a run may record, by name, in the order in which they are shown"""
+    headline: str
+    """The score by which the best epoch is told, and that tables and figures show"""
+
+    @abc.abstractmethod
+    def score(self, sums: Sums, samples: float) -> Mapping[str, float]:
+        """The scores of `samples` samples (at least one) with these sums. One that is not finite is left out."""
+
+    @property
+    def size(self) -> int:
+        """Numbers in the totals of a step: the sum of losses, every sum, and samples, in this order."""
+        return 2 + sum(math.prod(shape) for shape in self.sums.values())
+
+    def in_order(self, given: Mapping[str, T]) -> list[T]:
+        """A model's sums in the order of the totals; raises Failure (78) if it gives others than are named here."""
+        if set(given) != set(self.sums):
+            raise Failure(
+                f"the model's loss gives the sums {', '.join(given) or 'none'}, and its measure adds up "
+                f"{', '.join(self.sums) or 'none'}: let both name the same",
+                exits.BAD_CONFIG,
+            )
+        return [given[name] for name in self.sums]
+
+    def means(self, totals: NDArray[np.float64]) -> tuple[float, dict[str, float]]:
+        """Mean loss and scores of totals (size,) with at least one sample."""
+        loss, *_, samples = totals.tolist()
+        cuts = np.cumsum([math.prod(shape) for shape in self.sums.values()])
+        parts = np.split(totals[1:-1], cuts[:-1]) if self.sums else []
+        sums = {name: part.reshape(shape) for (name, shape), part in zip(self.sums.items(), parts, strict=True)}
+        found = self.score(sums, samples)
+        return loss / samples, {name: float(value) for name, value in found.items() if math.isfinite(value)}
+
+    def words(self, found: Mapping[str, float]) -> str:
+        """The scores that are shown, for people: `accuracy 0.9444, bleu4 0.91`; `none` behind one without a value."""
+        shown = {score.label: found.get(name) for name, score in self.scores.items() if score.shown}
+        known = [f"{label} {value:.4f}" for label, value in shown.items() if value is not None]
+        return ", ".join(known) or f"{next(iter(shown), 'score')} none"
+
+    def as_json(self) -> dict[str, Any]:
+        """What a manifest says of it."""
+        return {
+            "headline": self.headline,
+            "scores": {name: dataclasses.asdict(score) for name, score in self.scores.items()},
+        }
+
+
+class Accuracy(Measure):
+    """The share of samples whose likeliest class is the right one."""
+
+    sums: Mapping[str, tuple[int, ...]] = {"correct": ()}
+    scores: Mapping[str, Score] = {"accuracy": Score(label="accuracy", least=0, most=1)}
+    headline = "accuracy"
+
+    def score(self, sums: Sums, samples: float) -> dict[str, float]:
+        return {"accuracy": float(sums["correct"]) / samples}

@@ -54,6 +54,7 @@ def trained(settings: dict[str, Any], framework: str, device: str, steps: int) -
         "weights": ranks.gather(replica.state()["parameter.weight"].tolist()),
         "losses": ranks.gather([float(loss) for loss in losses]),
         "totals": totals.tolist(),
+        "stopping": all(each.stop for each in told if each.totals is not None),
         "sent_bytes": ranks.gather(sum(each.sent_bytes for each in told)),
     }
     ranks.leave()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import shutil
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -125,6 +126,15 @@ def make(folder: Path, run: Made | None = None, **changes: Any) -> Path:
     if run.complete:
         records.write_document(folder / "COMPLETE", {"schema": records.SCHEMA, "utc": run.started_utc})
     return folder
+
+
+def cut_off(folder: Path, copy: Path, step: int) -> None:
+    """Copies a run's folder as a kill after the checkpoint of this step, and of no later one, would have left it."""
+    shutil.copytree(folder, copy)
+    (copy / "COMPLETE").unlink()
+    for checkpoint in (copy / "checkpoints").glob("step-*"):
+        if int(checkpoint.name.removeprefix("step-")) > step:
+            shutil.rmtree(checkpoint)
 
 
 def manifest(run: Made) -> records.Manifest:

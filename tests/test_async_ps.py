@@ -20,6 +20,7 @@ import pytest
 from conftest import PROGRAMS, ROOT, SMALL, Cluster, command, document, environment, launch, resnet
 from hypothesis import given, settings
 from hypothesis import strategies as some
+from runs import cut_off
 from test_ranks import numpy_training
 from test_resnet_train import newest_arrays, read_run, started, wait_for_steps
 
@@ -284,12 +285,10 @@ def test_the_loss_of_a_holder_is_told() -> None:
 
 
 def test_one_worker_resumes_as_if_never_interrupted(tmp_path: Path) -> None:
-    flags = [*ASYNC, "--framework", "torch", "--epochs", "2", "--weight-decay", "0.001", "--json"]
+    flags = [*ASYNC, "--framework", "torch", "--epochs", "1", "--weight-decay", "0.001", "--json"]
+    flags += ["--checkpoint-steps", "7", "--keep-checkpoints", "9"]
     document(resnet(0, "--run-dir", str(tmp_path / "whole"), *flags))
-    with started(0, tmp_path / "cut", *flags) as process:
-        wait_for_steps(process, tmp_path / "cut", 7)
-        process.send_signal(signal.SIGUSR1)
-        assert process.wait(60) == 75
+    cut_off(tmp_path / "whole", tmp_path / "cut", 7)
     document(resnet(0, "--run-dir", str(tmp_path / "cut"), "--resume", *flags))
     whole, cut = newest_arrays(tmp_path / "whole"), newest_arrays(tmp_path / "cut")
     assert whole.keys() == cut.keys()

@@ -45,13 +45,12 @@ def numpy_training() -> tuple[np.ndarray, list[float]]:
     return weight, losses
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize(
-    ("ranks", "shares", "samples"),
+    ("framework", "ranks", "shares", "samples"),
     [
-        (0, "1", [[12, 6]]),
-        (3, "3,2,1", [[6, 2], [4, 2], [2, 2]]),
-        (2, None, None),
+        ("torch", 0, "1", [[12, 6]]),
+        *((framework, 3, "3,2,1", [[6, 2], [4, 2], [2, 2]]) for framework in FRAMEWORKS),
+        *((framework, 2, None, None) for framework in FRAMEWORKS),
     ],
 )
 def test_unequal_ranks_train_as_one_process_on_the_union(
@@ -168,12 +167,9 @@ def test_a_rank_that_computes_next_to_nothing_still_has_a_share() -> None:
     assert all(share > 0 for share in fake_hosts.run(2, rank)[0])
 
 
-@pytest.mark.parametrize(("framework", "tolerance"), [("torch", 0.0), ("tensorflow", 1e-6)])
-def test_measuring_leaves_no_trace_and_resumed_equals_uninterrupted(
-    framework: str, tolerance: float, tmp_path: Path
-) -> None:
+def test_measuring_leaves_no_trace_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
     """A measured run, stopped and resumed, against a run of the shares that it printed."""
-    flags = ["--strategy", "hybrid", "--framework", framework, "--json", *SMALL, "--epochs", "2"]
+    flags = ["--strategy", "hybrid", "--framework", "torch", "--json", *SMALL, "--epochs", "2"]
     cut, whole = tmp_path / "cut", tmp_path / "whole"
     with started(2, cut, *flags) as process:
         wait_for_steps(process, cut, 17)
@@ -194,7 +190,7 @@ def test_measuring_leaves_no_trace_and_resumed_equals_uninterrupted(
     expected, got = newest_arrays(whole), newest_arrays(cut)
     assert expected.keys() == got.keys()
     for name, array in expected.items():
-        np.testing.assert_allclose(got[name], array, rtol=tolerance, atol=tolerance, err_msg=name)
+        np.testing.assert_array_equal(got[name], array, err_msg=name)
     assert resumed["validation_accuracy"] == straight["validation_accuracy"]
 
 

@@ -69,7 +69,7 @@ KILLED = ("local-sgd", "delayed of powersgd")
 TENSORFLOW = ("allreduce", "hierarchical", *KILLED, BESIDE)
 """Its graphs take seconds to build for each run; what it leaves out is shown for both on a small problem below"""
 CUTS = [("torch", name, "stopped") for name in RESUMED] + [("torch", name, "killed") for name in KILLED]
-CUTS += [("tensorflow", name, "stopped") for name in (*KILLED, BESIDE)] + [("tensorflow", "local-sgd", "killed")]
+CUTS += [("tensorflow", BESIDE, "stopped")] + [("tensorflow", name, "killed") for name in KILLED]
 EQUAL: dict[str, str] = {
     "allreduce": "--strategy allreduce",
     "delayed by 0": "--strategy delayed --staleness 0",

@@ -14,7 +14,6 @@ import io
 import itertools
 import json
 import os
-import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -25,6 +24,9 @@ from strategy_hosts import joined
 
 from hvdtrain import resnet, world
 from hvdtrain.collectives import Meeting
+
+sys.path.append(str(Path(__file__).parent.parent))
+from runs import cut_off
 
 
 def replicas(framework: str) -> Any:
@@ -56,18 +58,10 @@ def signalled(replica: Any, step: int | None) -> Iterator[None]:
     replica.backward = backward
 
 
-def killed_after(step: int, folder: Path, copy: Path) -> None:
-    shutil.copytree(folder, copy)
-    (copy / "COMPLETE").unlink()
-    for checkpoint in (copy / "checkpoints").glob("step-*"):
-        if int(checkpoint.name.removeprefix("step-")) > step:
-            shutil.rmtree(checkpoint)
-
-
 def trained(about: dict[str, Any], meeting: Meeting, replica: Any) -> int:
     flags = about["flags"]
     if "from_step" in about and meeting.rank == 0:
-        killed_after(about["from_step"], Path(about["folder"]), Path(flags[flags.index("--run-dir") + 1]))
+        cut_off(Path(about["folder"]), Path(flags[flags.index("--run-dir") + 1]), about["from_step"])
     meeting.gather(b"the folder is there")
     sys.argv = ["resnet", *flags]
     step = about.get("stop_before") if meeting.rank == meeting.size - 1 else None

@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -44,7 +44,8 @@ from hvdtrain.collectives.streams import StreamRanks
 from hvdtrain.exits import Failure
 from hvdtrain.sentinel.rank import Sentinel
 
-Carrier = Literal["horovod", "native", "streams", "servers"]
+Carrier = str
+"""horovod, or a key of CARRIERS"""
 
 PEER_PATIENCE_S = 2.0
 """A rank that lost a peer, or failed and is not rank 0, waits so long for the launcher to end it before it prints"""
@@ -120,6 +121,25 @@ def separate_programs(environment: Mapping[str, str] = os.environ) -> tuple[str,
     return None
 
 
+def _native(framework: str, meeting: Meeting, reach: Reach, gpu: bool) -> Collectives:
+    """The framework's own collectives; the other framework is not imported."""
+    if framework == "torch":
+        from hvdtrain.collectives.ddp import DdpRanks
+
+        return DdpRanks(meeting, reach, gpu=gpu)
+    from hvdtrain.collectives.mwms import MwmsRanks
+
+    return MwmsRanks(meeting, reach, gpu=gpu)
+
+
+# name -> what connects ranks that have met: (framework, meeting, reach, gpu)
+CARRIERS: dict[Carrier, Callable[[str, Meeting, Reach, bool], Collectives]] = {
+    "native": _native,
+    "streams": lambda _, meeting, reach, gpu: StreamRanks(meeting, reach) if meeting.size > 1 else Alone(),
+    "servers": lambda _, meeting, reach, gpu: ServerRanks(meeting, reach),
+}
+
+
 class World:
     """The ranks of this job. Every rank must call the collective methods, in the same order.
 
@@ -147,12 +167,7 @@ class World:
         else:
             meeting = meet(where.launcher, where.rank, where.size, where.local_rank, where.local_size)
             reach = self._watch(meeting)
-            if carrier == "native":
-                self._ranks = _native(framework, meeting, reach, gpu)
-            elif carrier == "servers":
-                self._ranks = ServerRanks(meeting, reach)
-            else:
-                self._ranks = Alone() if meeting.size == 1 else StreamRanks(meeting, reach)
+            self._ranks = CARRIERS[carrier](framework, meeting, reach, gpu)
         self.local_rank, self.local_size = self._ranks.local_rank, self._ranks.local_size
         self.collectives = self._ranks.carrier
 
@@ -284,17 +299,6 @@ class World:
             return None
         sent, received = (after - before for after, before in zip(now, since, strict=True))
         return {"host": self.host, "nic": self._sentinel.nic, "sent_bytes": sent, "received_bytes": received}
-
-
-def _native(framework: str, meeting: Meeting, reach: Reach, gpu: bool) -> Collectives:
-    """The framework's own collectives; the other framework is not imported."""
-    if framework == "torch":
-        from hvdtrain.collectives.ddp import DdpRanks
-
-        return DdpRanks(meeting, reach, gpu=gpu)
-    from hvdtrain.collectives.mwms import MwmsRanks
-
-    return MwmsRanks(meeting, reach, gpu=gpu)
 
 
 # --- ending: the sentinel must tell an ordinary end from a fault ------------------------------------------------------

@@ -22,7 +22,7 @@ from hvdtrain.config import TrainConfig, batch_plan, rank_shares
 from hvdtrain.data import ImageSplit
 from hvdtrain.data.loader import Loader
 from hvdtrain.exits import Failure
-from hvdtrain.strategies.hybrid import DIGITS, TOLERANCE, measured_shares, shares_of
+from hvdtrain.strategies.hybrid import DIGITS, LEAST_TRIES, TOLERANCE, measured_shares, shares_of
 
 FRAMEWORKS = ("torch", "tensorflow")
 
@@ -138,6 +138,14 @@ def test_other_work_on_a_host_makes_no_unequal_shares(
 ) -> None:
     assert shares_of(tries).shares == pytest.approx(shares, abs=0.003)
     assert len(set(shares_of(tries).shares)) == len(set(shares))
+
+
+@pytest.mark.parametrize("scatter", [0.02, 0.05, 0.2])
+def test_equal_ranks_whose_tries_scatter_are_seldom_told_apart(scatter: float) -> None:
+    random = np.random.default_rng(1)
+    drawn = np.exp(random.normal(0, scatter, (500, LEAST_TRIES, 2)))
+    assert sum(len(set(shares_of(tries).shares)) > 1 for tries in drawn) < 40
+    assert sum(len(set(shares_of(tries * [1, 3]).shares)) > 1 for tries in drawn) > 475
 
 
 @given(

@@ -29,7 +29,7 @@ ROUNDS = 3
 """Of measuring at most: at even shares, and twice at those found before"""
 TRY_S = 0.5
 """Length of a try at least: a host's CPU quota lets it run ahead for some milliseconds"""
-LEAST_TRIES = 4
+LEAST_TRIES = 6
 """In a round, unless LONGEST_S comes first"""
 LONGEST_S = 6.0
 """Length of a round, from which on it ends whether the tries agree or not"""
@@ -62,7 +62,7 @@ class Found:
     """What tries tell."""
 
     shares: tuple[float, ...]
-    """Of each rank, summing to 1; exactly equal for ranks that differ by less than `noise`"""
+    """Of each rank, summing to 1; exactly equal for ranks whose shares, each give or take `noise`, meet"""
     noise: float
     """How far the tries scatter, as a part of a share; TOLERANCE at least"""
     agreed: bool
@@ -83,7 +83,8 @@ def shares_of(tries: Sequence[Sequence[float]]) -> Found:
     noise = max(TOLERANCE, float(apart.max()), float(scatter.max()))
     shares, fastest = middle.copy(), np.argsort(-middle)
     while fastest.size:
-        alike = fastest[middle[fastest] >= (1 - noise) * middle[fastest[0]]]
+        # Each share is off by up to `noise`, and where one is too small others are too large.
+        alike = fastest[(1 + noise) * middle[fastest] >= (1 - noise) * middle[fastest[0]]]
         shares[alike] = middle[alike].mean()
         fastest = fastest[alike.size :]
     shares /= shares.sum()

@@ -134,7 +134,7 @@ def read(roots: Sequence[Path], where: str | None) -> Loaded:
     if where is not None and len(loaded.runs):
         chosen = Where(where, groups.kinds(loaded.runs))
         columns = {name: groups.resolve(loaded.runs, name) for name in chosen.names}
-        keep = chosen.choose(columns, len(loaded.runs))
+        keep = [chosen.test(dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
         loaded = dataclasses.replace(loaded, runs=loaded.runs[keep].reset_index(drop=True), where=where)
     return loaded
 

@@ -123,28 +123,12 @@ def resources(run_dir: Path | str) -> pd.DataFrame:
     for path in sorted((Path(run_dir) / "monitors").glob("*.jsonl")):
         for host, _, sample in power.samples(path):
             gpus = runs.numbers(gpu.get("utilisation_percent") for gpu in sample.gpus)
-            sent = runs.numbers(nic.get("sent_bytes") for nic in sample.nics)
-            received = runs.numbers(nic.get("received_bytes") for nic in sample.nics)
+            nics = (runs.numbers(nic.get(key) for nic in sample.nics) for key in ("sent_bytes", "received_bytes"))
+            figures = [sample.unix_s, sample.seconds, sample.cpu_percent, sample.ram_used_bytes]
             rows.append(
-                {
-                    "host": host,
-                    "unix_s": sample.unix_s,
-                    "seconds": sample.seconds,
-                    "cpu_percent": sample.cpu_percent,
-                    "ram_used_bytes": sample.ram_used_bytes,
-                    "gpu_percent": sum(gpus) / len(gpus) if gpus else None,
-                    "nic_sent_bytes": sum(sent) if sent else None,
-                    "nic_received_bytes": sum(received) if received else None,
-                }
+                (host, *figures, sum(gpus) / len(gpus) if gpus else None, *(sum(nic) if nic else None for nic in nics))
             )
-    names = [
-        "unix_s",
-        "seconds",
-        "cpu_percent",
-        "ram_used_bytes",
-        "gpu_percent",
-        "nic_sent_bytes",
-        "nic_received_bytes",
-    ]
+    names = ["unix_s", "seconds", "cpu_percent", "ram_used_bytes"]
+    names += ["gpu_percent", "nic_sent_bytes", "nic_received_bytes"]
     found = pd.DataFrame(rows, columns=["host", *names])
     return found.astype(dict.fromkeys(names, float))

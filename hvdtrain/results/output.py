@@ -11,7 +11,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvdtrain.results.folders import Problem
@@ -94,19 +94,14 @@ def _widths(table: Table, width: int) -> list[int]:
     heads = [column.heading for column in table.columns]
     least = [max(cell, *map(cell_len, head.split(" "))) for cell, head in zip(words, heads, strict=False)]
     left = width - sum(least) - len(GAP) * (len(least) - 1)
-    for place, head in enumerate(heads[: len(least)]):
-        wanted = range(least[place], cell_len(head) + 1)
-        for lines in (2, 1):
-            more = next((w - least[place] for w in wanted if len(textwrap.wrap(head, w)) <= lines), 0)
-            if more <= left:
-                least[place] += more
-                left -= more
+    if left < 0:
+        return []
     for place, column in enumerate(table.columns[: len(least)]):
-        if column.prose and left > 0:
-            more = min(left, max(0, cells[place] - least[place]))
-            least[place] += more
-            left -= more
-    return least if left >= 0 else []
+        wanted = max(cell_len(heads[place]), cells[place] if column.prose else 0)
+        more = min(left, max(0, wanted - least[place]))
+        least[place] += more
+        left -= more
+    return least
 
 
 def _aligned(table: Table, rows: Sequence[dict[str, Any]], widths: Sequence[int]) -> list[str]:
@@ -191,28 +186,17 @@ def as_document(table: Table, problems: Sequence[Problem] = ()) -> dict[str, Any
 def comma_separated(table: Table) -> str:
     """One line per row; a figure is several columns: train_s_mean, train_s_median, ... train_s_n."""
     columns = ([Column(table.section, table.section)] if table.section else []) + table.columns
-    headings: list[str] = []
-    spread = {column.key: _spread(table, column) for column in columns}
+    parts: list[tuple[str, str | None]] = []
     for column in columns:
-        headings += [f"{column.key}_{name}" for name in spread[column.key]] or [column.key]
+        types = {type(row.get(column.key)) for row in table.rows}
+        names = next((names for kind, names in SPREAD.items() if kind in types), (None,))
+        parts += [(column.key, name) for name in names]
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow(headings)
+    writer.writerow(f"{key}_{name}" if name else key for key, name in parts)
     for row in table.rows:
-        writer.writerow(value for column in columns for value in _flat(row.get(column.key), spread[column.key]))
+        writer.writerow(getattr(row.get(key), name, None) if name else harmless(row.get(key)) for key, name in parts)
     return buffer.getvalue()
-
-
-def _spread(table: Table, column: Column) -> tuple[str, ...]:
-    types = {type(row.get(column.key)) for row in table.rows}
-    return next((names for kind, names in SPREAD.items() if kind in types), ())
-
-
-def _flat(value: Any, names: tuple[str, ...]) -> Iterator[Any]:
-    if not names:
-        yield harmless(value)
-    for name in names:
-        yield getattr(value, name, None)
 
 
 def harmless(value: Any) -> Any:

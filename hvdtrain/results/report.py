@@ -126,10 +126,6 @@ def first_screen(shown: list[Table], figure: str, numbered: Iterator[int], targe
     return f'<h2>{text(what)}</h2>\n{said}\n<div class="beside">\n{figure}\n{table}\n</div>'
 
 
-def nothing(what: str) -> str:
-    return f"<p>There is no {what} to show.</p>"
-
-
 def header(loaded: Loaded) -> str:
     """What the page is about, and from when the data are."""
     days = sorted({str(utc)[:10] for utc in loaded.runs["started_utc"].dropna()})
@@ -171,8 +167,6 @@ def not_shown(lacking: list[tuple[str, str]]) -> str:
 
 def main_tables(shown: list[Table], numbered: Iterator[int]) -> str:
     """The tables, headed by the notes that more than one of them has."""
-    if not shown:
-        return nothing("table")
     counted = Counter(note for one in shown for note in one.notes)
     common = [note for note, number in counted.items() if number > 1]
     head = f"<p>For all tables:</p>\n{report_page.bullets([('', note) for note in common], 'notes')}" if common else ""
@@ -211,5 +205,5 @@ def repeat(loaded: Loaded) -> str:
     return (
         f"<p>This page, and one of its figures as a file:</p>\n{report_page.commands([[page_again, each_figure]])}\n"
         f"<p>The runs, the first of each group of repeats (the others differ in seed and folder):</p>\n"
-        f"{report_page.commands(dict.fromkeys(made)) or nothing('complete run')}"
+        f"{report_page.commands(dict.fromkeys(made)) or '<p>There is none.</p>'}"
     )

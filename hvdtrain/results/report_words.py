@@ -20,9 +20,9 @@ from hvdtrain.results.figures import panels
 from hvdtrain.results.groups import Group
 from hvdtrain.results.scaling import MOST_EFFICIENCY
 from hvdtrain.results.scaling_table import rate_words
-from hvdtrain.results.statistics import Interval, Statistic
+from hvdtrain.results.statistics import Interval
 from hvdtrain.results.strategies import soonness
-from hvdtrain.results.table import Column, Table, cell, number
+from hvdtrain.results.table import Table, cell, number
 from hvdtrain.results.tables import FIGURES, left_out
 
 PLAIN = TrainConfig().strategy
@@ -30,6 +30,8 @@ PLAIN = TrainConfig().strategy
 NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 DIGEST = ("strategy", "framework", "hosts", "count", "reached", "train_to_target_s", "train_s", "speedup")
 """Columns of the first screen's table, few enough for a phone"""
+
+WIRE = ("limit_s_per_step", "step_s", "wire_bytes_per_step", "limit_bytes_per_step")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,30 +137,21 @@ def findings(runs: pd.DataFrame) -> list[tuple[str, list[Finding]]]:
 def wire(found: Sequence[Group]) -> Iterator[Finding]:
     """At each rate: how much of a step the wire needs at least, and how many times the least bytes went over it."""
     several = [group for group in found if group.key["hosts"] > 1 and any(group.values("limit_bytes_per_step"))]
-    for mbit in panels.ordered(rate_of(group) for group in several):
-        shares, ratios = [], []
-        for group in (group for group in several if same(rate_of(group), mbit)):
-            step_s, wire_bytes = group.statistic("step_s"), group.statistic("wire_bytes_per_step")
-            if step_s and (limit_s := group.statistic("limit_s_per_step")):
-                shares.append(100 * limit_s.mean / step_s.mean)
-            if wire_bytes:
-                ratios.append(wire_bytes.mean / group.values("limit_bytes_per_step")[0])
+    by_rate: dict[float | None, list[Group]] = {}
+    for group in sorted(several, key=lambda group: group.key["rate_mbit"] or math.inf):
+        by_rate.setdefault(group.key["rate_mbit"], []).append(group)
+    for rate, here in by_rate.items():
+        means = {name: [group.statistic(name) for group in here] for name in WIRE}
+        limit_s, step_s, bytes_, least = means.values()
+        shares = [100 * a.mean / b.mean for a, b in zip(limit_s, step_s, strict=True) if a and b]
+        ratios = [a.mean / b.mean for a, b in zip(bytes_, least, strict=True) if a and b]
         words = []
         if shares:
             words.append(f"a full-precision allreduce at the wire's limit would need {span(shares)} % of a step's time")
         if ratios:
             words.append(f"the busiest host sent or received {span(ratios)} times the bytes of that limit")
         if words:
-            yield Finding("Without a throttle" if math.isnan(mbit) else f"At {panels.rate(mbit)}", sentence(words))
-
-
-def rate_of(group: Group) -> float:
-    """NaN without a throttle."""
-    return math.nan if group.key["rate_mbit"] is None else float(group.key["rate_mbit"])
-
-
-def same(a: float, b: float) -> bool:
-    return a == b or (math.isnan(a) and math.isnan(b))
+            yield Finding("Without a throttle" if rate is None else f"At {rate_words(rate)}", sentence(words))
 
 
 def span(values: Sequence[float]) -> str:
@@ -174,22 +167,17 @@ def sentence(words: Sequence[str]) -> str:
 def accuracy_and_energy(found: Sequence[Group], names: dict[int, str]) -> Iterator[Finding]:
     """The groups with the best and the worst test accuracy, the least and the most energy, among those that did the
     same work."""
-    for column, lead, least, most in (
+    for name, lead, least, most in (
         ("test_accuracy", "Test accuracy", "lowest with", "highest with"),
         ("energy_j", "Energy of a run, all measured devices of all hosts", "least with", "most with"),
     ):
+        column = FIGURES[name]
         for members in alike.classes(found, (*alike.WORK, "precision")):
-            known = [(group.statistic(column), names[id(group)]) for group in members]
-            ranked = sorted(((one, name) for one, name in known if one is not None), key=lambda each: each[0].mean)
-            if ranked:
-                ends = [(least, ranked[0]), (most, ranked[-1])][: len(ranked)]
-                yield Finding(
-                    lead, sentence([f"{how} {name}: {with_unit(one, FIGURES[column])}" for how, (one, name) in ends])
-                )
-
-
-def with_unit(value: Statistic, column: Column) -> str:
-    return f"{cell(value, column)} {column.unit} (n = {value.n})"
+            known = [(one, names[id(group)]) for group in members if (one := group.statistic(name))]
+            ranked = sorted(known, key=lambda each: each[0].mean)
+            ends = [(least, *ranked[0]), (most, *ranked[-1])][: len(ranked)] if ranked else []
+            if words := [f"{how} {who}: {cell(one, column)} {column.unit} (n = {one.n})" for how, one, who in ends]:
+                yield Finding(lead, sentence(words))
 
 
 def group_names(found: Sequence[Group]) -> list[str]:

@@ -17,11 +17,9 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import pandas as pd
-
 from hvdtrain import exits
 from hvdtrain.exits import Failure
-from hvdtrain.results import alike, groups
+from hvdtrain.results import alike
 from hvdtrain.results.alike import Chosen, Kind
 from hvdtrain.results.groups import Group
 from hvdtrain.results.statistics import Interval, Statistic, ratio
@@ -33,11 +31,6 @@ PREFERRED = ("strategy", "ranks_per_host", "settings", "collectives")
 """What they should have in common, most important first"""
 MOST_EFFICIENCY = 1.1
 """Above it something else than the added hosts has made the difference, or the baseline was held up"""
-STATISTICS = (
-    *("train_s", "end_to_end_s", "step_s", "samples_per_s", "communication_s", "communication_share"),
-    *("bytes_per_step", "wire_bytes_per_step", "test_accuracy"),
-)
-LIMITS = ("limit_bytes_per_step", "limit_s_per_step")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +45,10 @@ class Row:
     speedup_end_to_end: Interval | None
     efficiency: Interval | None
     curve: int = 0
+
+    @property
+    def train_s(self) -> Statistic | None:
+        return self.group.statistic("train_s")
 
     @property
     def suspect(self) -> bool:
@@ -171,33 +168,3 @@ def _divided(interval: Interval | None, by: float | None) -> Interval | None:
         return None
     low, high = (None if bound is None else bound / by for bound in (interval.low, interval.high))
     return Interval(interval.mean / by, low, high)
-
-
-def frame(runs: pd.DataFrame, count: Count = "hosts") -> pd.DataFrame:
-    """The rows as a data frame, for figures: the group's columns, n, count, curve, kind, is_baseline, suspect,
-    Statistic objects (None: not measured) under the names of STATISTICS, and Interval objects speedup,
-    speedup_end_to_end, efficiency_strong, efficiency_weak; limit_bytes_per_step and limit_s_per_step are numbers."""
-    found = []
-    for row in rows(groups.by(groups.usable(runs)), count):
-        statistics: dict[str, Statistic | None] = {name: row.group.statistic(name) for name in STATISTICS}
-        found.append(
-            row.group.key
-            | statistics
-            | {
-                "n": row.group.n,
-                "count": row.count,
-                "curve": row.curve,
-                "kind": row.kind,
-                "is_baseline": row.group is row.baseline,
-                "suspect": row.suspect,
-                "speedup": row.speedup,
-                "speedup_end_to_end": row.speedup_end_to_end,
-                "efficiency_strong": row.efficiency if row.kind == "strong" else None,
-                "efficiency_weak": row.efficiency if row.kind == "weak" else None,
-                **{
-                    name: next(iter(row.group.values(name)), None)
-                    for name in ("limit_bytes_per_step", "limit_s_per_step")
-                },
-            }
-        )
-    return pd.DataFrame(found, dtype=object)

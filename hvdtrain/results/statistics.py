@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 LEVEL = 0.95
 
@@ -70,21 +70,20 @@ def summary(values: Iterable[float | None]) -> Statistic | None:
 
 def ratio(above: Statistic | None, below: Statistic | None) -> Interval | None:
     """above.mean / below.mean; None if a side is missing or not positive (a zero baseline has no ratio)."""
-    if above is None or below is None or above.mean <= 0 or below.mean <= 0:
-        return None
-    mean = above.mean / below.mean
-    if above.sd is None or below.sd is None:
-        return Interval(mean, None, None)
-    parts = [(side.sd / side.mean) ** 2 / side.n for side in (above, below) if side.sd is not None]
-    half = _half_width(parts, [above.n, below.n])
-    return Interval(mean, mean * math.exp(-half), mean * math.exp(half))
+    return _on_logarithms(above, below, lambda a, b: a / b)
 
 
 def product(a: Statistic | None, b: Statistic | None) -> Interval | None:
     """a.mean x b.mean of independent measurements; the interval as that of a ratio."""
+    return _on_logarithms(a, b, lambda a, b: a * b)
+
+
+def _on_logarithms(
+    a: Statistic | None, b: Statistic | None, combined: Callable[[float, float], float]
+) -> Interval | None:
     if a is None or b is None or a.mean <= 0 or b.mean <= 0:
         return None
-    mean = a.mean * b.mean
+    mean = combined(a.mean, b.mean)
     if a.sd is None or b.sd is None:
         return Interval(mean, None, None)
     half = _half_width([(a.sd / a.mean) ** 2 / a.n, (b.sd / b.mean) ** 2 / b.n], [a.n, b.n])

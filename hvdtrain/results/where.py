@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from hvdtrain import exits
@@ -57,14 +57,6 @@ class Where:
             unclosed = "never closed" in error.msg
             what = "this bracket is never closed" if unclosed else "a comparison belongs here, or and, or between two"
             raise self._error(what, lead + error.offset - 1 if error.offset else len(text)) from None
-
-    def choose(self, columns: Mapping[str, Sequence[Any]], rows: int) -> list[bool]:
-        """For each of the rows of a table whether it is chosen; `columns` has those of `names`."""
-        names = sorted(self.names)
-        return [
-            self.test(dict(zip(names, values, strict=True)))
-            for values in (zip(*(columns[name] for name in names), strict=True) if names else [()] * rows)
-        ]
 
     def _frame(self) -> str:
         """The text with `_` at the start of each comparison, which goes to `_tests` under its place."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from hvdtrain.exits import Failure
 from hvdtrain.results import groups, scaling
 from hvdtrain.results.figures import style
 from hvdtrain.results.load import Loaded
+from hvdtrain.results.scaling import Row
 
 # What tells one panel from another, and how its title says so. Hosts and rate are the axes inside a panel.
 TITLE = {
@@ -163,36 +165,29 @@ class Panel:
     title: str
     about: dict[str, Any]
     """The setting: what TITLE and `groups.GROUP` name"""
-    curves: list[tuple[float, pd.DataFrame]]
-    """Rate (NaN: unlimited, or one host only) and rows of `scaling.frame`, baseline first, of each curve; in the order
-    of the frame, slowest rate first"""
+    curves: list[tuple[float, list[Row]]]
+    """Rate (NaN: unlimited, or one host only) and points of each curve, baseline first; slowest rate first"""
 
 
-def compare(
-    runs: pd.DataFrame, count: scaling.Count, column: str, lacking: str, most: int = MOST_PANELS
-) -> list[Panel]:
-    """The curves of `scaling.frame` that have values in `column` (`efficiency`: strong, else weak), by setting.
+def compare(runs: pd.DataFrame, count: scaling.Count, column: str, lacking: str) -> list[Panel]:
+    """The curves of `scaling.rows` by setting, with those points that have a `column` (train_s, speedup, efficiency).
 
-    Raises Failure (65) with `lacking` if there is none, Failure (2) for more settings than `most`.
+    Raises Failure (65) with `lacking` if there is none, Failure (2) for more settings than a figure can show.
     """
-    frame = scaling.frame(runs, count=count)
-    if frame.empty:
-        raise Failure(lacking, exits.BAD_DATA)
-    strong, weak = frame["efficiency_strong"], frame["efficiency_weak"]
-    frame = frame.assign(efficiency=strong.where(strong.notna(), weak))
-    frame = frame[frame[column].notna() & frame["hosts"].notna()]
-    found: dict[tuple[str, ...], tuple[dict[str, Any], list[tuple[float, pd.DataFrame]]]] = {}
-    for _, rows in frame.groupby("curve", sort=True):
-        last = rows.iloc[-1].to_dict()
-        if column != "train_s" and last["is_baseline"]:
+    made = scaling.rows(groups.by(groups.usable(runs)), count)
+    known = [row for row in made if getattr(row, column) is not None and row.group.key["hosts"] is not None]
+    found: dict[tuple[str, ...], tuple[dict[str, Any], list[tuple[float, list[Row]]]]] = {}
+    for _, curve in itertools.groupby(known, key=lambda row: row.curve):
+        points = list(curve)
+        last, key = points[-1], points[-1].group.key
+        if column != "train_s" and last.group is last.baseline:
             continue  # one group alone, with nothing to compare it to
-        size = "rank_batch" if last["kind"] == "weak" else "global_batch"
-        about = last | {"batch": batch(last["kind"], last[size])}
+        about = key | {"batch": batch(last.kind, key["rank_batch" if last.kind == "weak" else "global_batch"])}
         setting = tuple(str(about[name]) for name in (*TITLE, "settings"))
-        mbit = math.nan if last["rate_mbit"] is None else float(last["rate_mbit"])
-        found.setdefault(setting, (about, []))[1].append((mbit, rows))
+        mbit = math.nan if key["rate_mbit"] is None else float(key["rate_mbit"])
+        found.setdefault(setting, (about, []))[1].append((mbit, points))
     if not found:
         raise Failure(lacking, exits.BAD_DATA)
-    check(len(found), most, "settings")
+    check(len(found), MOST_PANELS, "settings")
     names = titles([about for about, _ in found.values()])
     return [Panel(name, *parts) for name, parts in zip(names, found.values(), strict=True)]

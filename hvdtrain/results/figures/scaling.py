@@ -1,6 +1,6 @@
 """What more hosts give at each rate: training time, speed-up with its ideal, and efficiency as a map.
 
-All three draw the rows of `results.scaling.frame`, the numbers that `hvdtrain results scaling` prints. A run on one
+All three draw the rows of `results.scaling.rows`, the numbers that `hvdtrain results scaling` prints. A run on one
 host uses no link, so it opens every curve.
 """
 
@@ -16,6 +16,7 @@ from hvdtrain.results.figures import panels, style
 from hvdtrain.results.figures.panels import Looks, Panel, compare
 from hvdtrain.results.load import Loaded
 from hvdtrain.results.plots import Options
+from hvdtrain.results.scaling import Row
 
 LACKING = (
     "needs complete timing runs on one host and on more that are alike; `hvdtrain results scaling` says in what these "
@@ -26,7 +27,7 @@ LACKING = (
 def time(loaded: Loaded, options: Options) -> Figure:
     """Seconds of the training phase against hosts. Raises Failure (65) without timing runs."""
     drawn = compare(loaded.runs, options.count, "train_s", "no times: needs complete timing runs that no sweep marked")
-    values = [one.mean for panel in drawn for _, rows in panel.curves for one in rows["train_s"]]
+    values = [row.train_s.mean for row in points(drawn) if row.train_s]
     figure, axes = draw(drawn, "train_s", options, Looks(loaded))
     for axis in axes:
         if max(values) > style.WIDE * min(values) > 0:
@@ -44,12 +45,13 @@ def speedup(loaded: Loaded, options: Options) -> Figure:
     drawn = compare(loaded.runs, options.count, "speedup", f"no speed-up: {LACKING}")
     figure, axes = draw(drawn, "speedup", options, Looks(loaded))
     for panel, axis in zip(drawn, axes, strict=True):
-        ends = [rows["count"].iloc[0] for _, rows in panel.curves], [rows["count"].max() for _, rows in panel.curves]
-        least, most = min(ends[0]), max(ends[1])
+        counts = [row.count for row in points([panel])]
+        least, most = min(counts), max(counts)
         axis.plot([least, most], [1, most / least], color=style.SOFT, linewidth=1, linestyle=style.LONG, label="ideal")
         axis.axhline(1, color=style.SOFT, linewidth=0.8, linestyle=":", label="baseline")
-        for row in (row for _, rows in panel.curves for row in rows.to_dict("records") if row["suspect"]):
-            axis.annotate("suspect", (row["count"], row["speedup"].mean), ha="right", va="bottom", fontsize=7)
+        for row in points([panel]):
+            if row.suspect and row.speedup:
+                axis.annotate("suspect", (row.count, row.speedup.mean), ha="right", va="bottom", fontsize=7)
         axis.set_ylim(bottom=0)
     for axis in style.first_column(axes):
         axis.set_ylabel("speed-up of training")
@@ -63,11 +65,11 @@ def efficiency(loaded: Loaded, options: Options) -> Figure:
     lacking = f"no efficiency: {LACKING}"
     drawn = compare(loaded.runs, options.count, "efficiency", lacking)
     values = {
-        (index, mbit, int(row["count"])): row
+        (index, mbit, int(row.count)): row
         for index, panel in enumerate(drawn)
         for mbit, rows in panel.curves
-        for row in rows.to_dict("records")
-        if not row["is_baseline"]
+        for row in rows
+        if row.group is not row.baseline
     }
     rates = panels.ordered([mbit for _, mbit, _ in values])
     counts = sorted({count for *_, count in values})
@@ -80,12 +82,12 @@ def efficiency(loaded: Loaded, options: Options) -> Figure:
         axis.tick_params(length=0)
         axis.grid(visible=False)
     shown = [np.full((len(rates), len(counts)), math.nan) for _ in drawn]
-    for (index, mbit, count), about in values.items():
-        value = about["efficiency"]
+    for (index, mbit, count), point in values.items():
+        value: Any = point.efficiency
         row, column = panels.place(rates, mbit), counts.index(count)
         shown[index][row, column] = value.mean
         ink = style.LIGHT if value.mean < 0.55 else style.DARK
-        words = cell(value) + ("\nsuspect" if about["suspect"] else "")
+        words = cell(value) + ("\nsuspect" if point.suspect else "")
         axes[index].text(column + 0.5, row + 0.5, words, ha="center", va="center", fontsize=7.5, color=ink)
     for axis, cells in zip(axes, shown, strict=True):
         axis.pcolormesh(np.ma.masked_invalid(cells), cmap="cividis", vmin=0, vmax=1, edgecolor=style.PAPER)
@@ -102,24 +104,28 @@ def cell(value: Any) -> str:
 
 def draw(drawn: list[Panel], column: str, options: Options, looks: Looks) -> tuple[Figure, list[Any]]:
     """A panel per setting, in it a curve per rate with the spread of each point."""
-    counts = [int(count) for panel in drawn for _, rows in panel.curves for count in rows["count"]]
+    counts = [int(row.count) for row in points(drawn)]
     figure, axes = style.grid(len(drawn), columns=options.columns, sharey=True)
     for axis, panel in zip(axes, drawn, strict=True):
         for mbit, rows in panel.curves:
-            values = list(rows[column])
-            most = rows["hosts"].max()
+            values = [getattr(row, column) for row in rows]
+            most = max(row.group.key["hosts"] for row in rows)
             label, look = "one host" if most == 1 else panels.rate(mbit), looks.line(mbit, most)
             means = [one.mean for one in values]
-            axis.errorbar(list(rows["count"]), means, style.bars(values), label=label, **look)
-            for count, hosts, mean in zip(rows["count"], rows["hosts"], means, strict=True):
-                axis.plot(count, mean, color=look["color"], **looks.marker(hosts))
+            axis.errorbar([row.count for row in rows], means, style.bars(values), label=label, **look)
+            for row, mean in zip(rows, means, strict=True):
+                axis.plot(row.count, mean, color=look["color"], **looks.marker(row.group.key["hosts"]))
         style.counts_axis(axis, counts, options.count)
         style.title(axis, panel.title)
     if options.count == "ranks":
-        looks.legend(axes[0], (hosts for panel in drawn for _, rows in panel.curves for hosts in rows["hosts"]))
+        looks.legend(axes[0], (row.group.key["hosts"] for row in points(drawn)))
     return figure, axes
+
+
+def points(drawn: list[Panel]) -> list[Row]:
+    return [row for panel in drawn for _, rows in panel.curves for row in rows]
 
 
 def sizes(drawn: list[Panel]) -> list[int]:
     """How many timing runs are behind each point."""
-    return [one.n for panel in drawn for _, rows in panel.curves for one in rows["train_s"]]
+    return [row.train_s.n for row in points(drawn) if row.train_s]

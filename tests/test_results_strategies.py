@@ -171,14 +171,14 @@ def test_rates_are_sections_the_soonest_first_and_the_baseline_in_each(
     assert "No run over several hosts reached 99 %." in capsys.readouterr().out
 
 
-def test_two_launchers_of_one_config_are_told_apart_by_their_point(
+def test_two_launchers_of_one_config_are_told_apart(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for hosts in (2, 3):
         for launcher in ("a", "b"):
             folder = runs.make(tmp_path / f"{hosts}{launcher}", hosts=hosts, rate_mbit=RATE, kind="timing")
             point = json.loads((folder / "point.json").read_text())
-            (folder / "point.json").write_text(json.dumps(point | {"point": f"by {launcher}"}))
+            (folder / "point.json").write_text(json.dumps(point | {"settings": {"launcher": f"by {launcher}"}}))
     runs.make(tmp_path / "tuned", hosts=4, rate_mbit=RATE, kind="timing")
     rows = table(capsys, str(tmp_path))["rows"]
     named = sorted((row["hosts"], row["strategy"]) for row in rows)

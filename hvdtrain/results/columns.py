@@ -38,6 +38,7 @@ RUNS: dict[str, Column] = {
     "sweep": _text("name of the sweep"),
     "point": _text("name of the sweep's point; equal for repeats"),
     "repeat": _number("number of the repeat"),
+    "launcher": _text("what a sweep started it with"),
     "started_utc": _text("when the run began"),
     "workload": _text("resnet, captioning"),
     "framework": _text("torch or tensorflow"),

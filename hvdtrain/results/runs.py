@@ -180,6 +180,7 @@ def _point(point: records.Point) -> dict[str, Any]:
         "sweep": printable(point.sweep),
         "point": printable(point.point),
         "repeat": point.repeat,
+        "launcher": _text(point.settings.get("launcher")),
         "kind": printable(point.kind),
     }
     if point.marked is not None:

@@ -56,14 +56,13 @@ SPARE = (
 def strategies(loaded: Loaded, target: float = 0.95) -> Table:
     """A section for each rate: one host first, then every strategy, the soonest at the target first.
 
-    `target`: a fraction of 1. Runs of sweeps and benchmarks are told apart by the name of their point too, since two
-    launchers may lead to the same config.
+    `target`: a fraction of 1. Runs of sweeps are told apart by their launcher too, which is no part of a run's config.
     """
-    found = groups.by(groups.usable(loaded.runs), (*GROUP, "point"))
+    found = groups.by(groups.usable(loaded.runs), (*GROUP, "launcher"))
     measured = {id(group): _measured(group, target, loaded.problems) for group in found}
     alone = [group for group in found if group.key["hosts"] == 1]
     rates = sorted({group.key["rate_mbit"] for group in found if group not in alone}, key=lambda r: (r is None, r or 0))
-    shown = [name for name in apart(found) if name not in ("strategy", "rate_mbit", "point")]
+    shown = [name for name in apart(found) if name not in ("strategy", "rate_mbit", "launcher")]
     rows: list[dict[str, Any]] = []
     readings: dict[str, str] = {}
     for title, members in _sections([group for group in found if group not in alone], rates):
@@ -84,7 +83,7 @@ def strategies(loaded: Loaded, target: float = 0.95) -> Table:
     percent = f"{100 * target:g} %"
     columns = [Column("strategy", "strategy"), *(key_column(name) for name in shown), Column("n", "n")]
     columns += [Column("reached", f"reached {percent}"), *FIGURE_COLUMNS]
-    notes = [SPREAD_NOTE, *NOTES, common(found, [*shown, "strategy", "rate_mbit", "point"]), *left_out(loaded.runs)]
+    notes = [SPREAD_NOTE, *NOTES, common(found, [*shown, "strategy", "rate_mbit", "launcher"]), *left_out(loaded.runs)]
     notes = [note for note in notes if note]
     return Table("strategies", f"Strategies: to {percent}", columns, rows, notes, "rate", readings, SPARE)
 
@@ -123,18 +122,18 @@ def soonness(row: dict[str, Any]) -> float:
 
 
 def _names(found: Sequence[Group]) -> dict[int, str]:
-    """The strategies' names, with that of the point behind those that there are several of."""
+    """The strategies' names, with the launcher behind those that there are several of."""
     twice = {name for name, times in Counter(_plain(group) for group in found).items() if times > 1}
     return {
-        id(group): f"{group.key['strategy']} ({group.key['point']})"
-        if group.key["point"] and _plain(group) in twice
+        id(group): f"{group.key['strategy']} ({group.key['launcher']})"
+        if group.key["launcher"] and _plain(group) in twice
         else str(group.key["strategy"])
         for group in found
     }
 
 
 def _plain(group: Group) -> tuple[Any, ...]:
-    return tuple(group.key[name] for name in group.key if name not in ("point", "settings"))
+    return tuple(group.key[name] for name in group.key if name not in ("launcher", "settings"))
 
 
 def _alike(base: Group, group: Group) -> bool:

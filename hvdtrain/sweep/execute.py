@@ -236,10 +236,11 @@ class Executor:
             log = (where / folder.LOG).open("wb")
         except OSError as error:
             raise folder.cannot_write(where, error) from error
-        with log:
+        with log, tempfile.TemporaryDirectory(prefix="hvdtrain-sweep-") as scratch:
             try:
                 timeout_s = self._task.sweep.timeout_s
-                code = self._children.job(words, log, self._environment, self._display.tick, timeout_s)
+                with self._children.beside(self._others(run, Path(scratch)), self._environment):
+                    code = self._children.job(words, log, self._environment, self._display.tick, timeout_s)
             except Timeout:
                 return exits.FAILED, f"it was ended after {self._task.sweep.timeout_s:g} s (timeout_s)"
             except Failure as failure:
@@ -248,6 +249,15 @@ class Executor:
         if code:
             return code, f"exit code {code}"
         return code, folder.unfit(where, run, self._task.previews.get(run.point.name))
+
+    def _others(self, run: Run, scratch: Path) -> list[Command]:
+        """What the cluster's other hosts do beside a run on one host ([cluster] fill): the same, each by itself."""
+        spec = self._task.sweep.cluster
+        if spec is None or "fill" not in run.point.settings.get("cluster", {}):
+            return []
+        alone = [(host, dataclasses.replace(spec, virtual=(host,))) for host in spec.virtual[1:]]
+        flags = self._task.flags[run.name]
+        return [command.launch(run, flags, scratch / host, cluster=on, name=self._name) for host, on in alone]
 
 
 def command_of(task: Task, outcome: Outcome, name: str, hosts: Callable[[int], list[str]] | None = None) -> Command:

@@ -19,7 +19,7 @@ from hvdtrain.exits import Failure
 
 ORDERS = ("as-written", "interleaved", "random")
 WHEN_OFF = ("mark", "refuse")
-LAUNCHERS = ("launch/mpirun.sh", "launch/horovodrun.sh", "horovodrun", "none")
+LAUNCHERS = ("launch/mpirun.sh", "launch/horovodrun.sh", "horovodrun", "horovodrun --gloo", "none")
 PLACES = ("machine", "cluster")
 ALL_GPUS = "gpus"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -54,6 +54,7 @@ CLUSTER: dict[str, tuple[str, Any]] = {
     "virtual": ("names of virtual hosts, brought up for the sweep and taken down after it", list),
     "cpu_share": ("with virtual: cores each host may use, e.g. 0.5 (default: all)", NUMBER),
     "cpus": ("with virtual: cores the hosts may run on, e.g. 0-1 (default: all)", str),
+    "fill": ("with virtual: beside a run on one host each other host does the same by itself (default: false)", bool),
     "existing": ("name of a virtual cluster that is up and stays up", str),
     "hostfile": ("machines, one `name slots=N` per line, the one this runs on first", str),
     "dev": ("with hostfile: their network interface, for the throttle (it needs sudo -n there)", str),
@@ -75,6 +76,8 @@ class ClusterSpec:
     virtual: tuple[str, ...] = ()
     cpu_share: float | None = None
     cpus: str | None = None
+    fill: bool = False
+    """One host is measured among busy ones, since a virtual host that has the machine to itself is faster"""
     existing: str | None = None
     hostfile: str | None = None
     dev: str | None = None
@@ -244,7 +247,7 @@ def _cluster(text: _Text, table: dict[str, Any]) -> ClusterSpec:
         raise _bad(
             where, f"[cluster] names {' and '.join(kinds) or 'no hosts'}: give one of virtual, existing, hostfile"
         )
-    for key, owner in (("cpu_share", "virtual"), ("cpus", "virtual"), ("dev", "hostfile")):
+    for key, owner in (("cpu_share", "virtual"), ("cpus", "virtual"), ("fill", "virtual"), ("dev", "hostfile")):
         if key in table and owner not in table:
             raise _bad(text.at(key, start), f"{key} goes with {owner}, not with {kinds[0]}")
     names = table.get("virtual", [])

@@ -178,6 +178,8 @@ def settled(sweep: Sweep, grid: Grid, asked: dict[str, Any], gpus: int | None) -
         facts = {key: getattr(about, key) for key in kept if getattr(about, key)}
         if about.virtual:
             facts["virtual"] = list(about.virtual[:hosts])
+        if about.fill and hosts == 1:
+            facts["fill"] = len(about.virtual) - 1
         settings["cluster"] = facts
     settings |= {key: value for key, value in asked.items() if key not in OWN}
     if "config" in settings:

@@ -12,7 +12,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import IO
 
@@ -82,19 +82,7 @@ class Children:
     ) -> int:
         """Runs a job to its end, output into `log`; returns its exit code. Raises Stopped, Timeout, Failure (69)."""
         self.check()
-        try:
-            child = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                process_group=0,
-                pass_fds=self.kept_open,
-                preexec_fn=_end_with_parent,
-            )
-        except OSError as error:
-            raise Failure(f"{command[0]}: {error.strerror}", exits.UNREACHABLE) from error
+        child = self._started(command, log, environment)
         until = time.monotonic() + timeout_s if timeout_s is not None else None
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -104,6 +92,31 @@ class Children:
             if self.asked is not None or late:
                 end(child)
                 raise Timeout if late else Stopped
+
+    @contextlib.contextmanager
+    def beside(self, commands: Sequence[Command], environment: Mapping[str, str]) -> Iterator[None]:
+        """Within it, these commands run, their output thrown away; at its end they are ended. Raises Failure (69)."""
+        with contextlib.ExitStack() as stack:
+            for command in commands:
+                stack.callback(end, self._started(command, subprocess.DEVNULL, environment))
+            yield
+
+    def _started(
+        self, command: Command, output: int | IO[bytes], environment: Mapping[str, str]
+    ) -> subprocess.Popen[bytes]:
+        try:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                process_group=0,
+                pass_fds=self.kept_open,
+                preexec_fn=_end_with_parent,
+            )
+        except OSError as error:
+            raise Failure(f"{command[0]}: {error.strerror}", exits.UNREACHABLE) from error
 
     def said(self, command: Command, environment: Mapping[str, str], tick: Callable[[], None]) -> tuple[int, str, str]:
         """Runs a short command: its exit code, standard output and standard error. Raises Stopped, Failure (69)."""

@@ -18,7 +18,7 @@ from conftest import ROOT, SMALL, Cluster, environment
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.cluster import launch, launched, quota, supervise, tuning
+from hvdtrain.cluster import launch, launched, processes, quota, tuning
 from hvdtrain.cluster.tuning import GLOO, MPI, Link
 
 SLOW = Link(hosts=2, ranks=4, most_ranks=2, cores=8, rate_bit_s=10_000_000, network="10.77.0.0/24")
@@ -364,7 +364,7 @@ def test_a_signal_becomes_usr1_and_the_ranks_own_code(tmp_path: Path, number: si
     job, pid = starts(tmp_path, seconds=60)
     job.send_signal(number)
     assert job.wait(timeout=15) == 75, (tmp_path / "said").read_text()
-    assert not supervise.alive(int(pid.read_text()))
+    assert processes.ended(int(pid.read_text()))
 
 
 def test_a_killed_launcher_leaves_no_job(tmp_path: Path) -> None:
@@ -372,7 +372,7 @@ def test_a_killed_launcher_leaves_no_job(tmp_path: Path) -> None:
     job.kill()
     job.wait()
     rank = int(pid.read_text())
-    until(lambda: not supervise.alive(rank))
+    until(lambda: processes.ended(rank))
 
 
 def test_a_second_signal_ends_a_job_that_does_not_listen(tmp_path: Path) -> None:
@@ -382,7 +382,7 @@ def test_a_second_signal_ends_a_job_that_does_not_listen(tmp_path: Path) -> None
     time.sleep(1)
     job.send_signal(signal.SIGINT)
     assert job.wait(timeout=15) == 130
-    assert not supervise.alive(int(pid.read_text()))
+    assert processes.ended(int(pid.read_text()))
 
 
 @pytest.mark.parametrize(("lost", "code"), [("'b'", 1), ("None", 3)])

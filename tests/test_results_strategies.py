@@ -171,9 +171,7 @@ def test_rates_are_sections_the_soonest_first_and_the_baseline_in_each(
     assert "No run over several hosts reached 99 %." in capsys.readouterr().out
 
 
-def test_two_launchers_of_one_config_are_told_apart(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_launchers_of_one_config_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for hosts in (2, 3):
         for launcher in ("a", "b"):
             folder = runs.make(tmp_path / f"{hosts}{launcher}", hosts=hosts, rate_mbit=RATE, kind="timing")

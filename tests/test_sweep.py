@@ -163,6 +163,7 @@ def test_the_protocol_of_the_study_is_kept_in_order_and_numbered(tmp_path: Path)
         ("[cluster]\ncpu_share = 1\n[[grid]]\n", "give one of virtual, existing, hostfile"),
         ("[cluster]\nvirtual = ['a', 'a']\n[[grid]]\n", "twice"),
         ("[cluster]\nvirtual = ['a']\ndev = 'eth0'\n[[grid]]\n", ":3: dev goes with hostfile"),
+        ("[cluster]\nexisting = 'lab'\nfill = true\n[[grid]]\n", ":3: fill goes with virtual"),
         ("[[grid]]\nhosts = 2\n", "this machine is one"),
         ("[[grid]]\non = 'cluster'\n", "has no [cluster]"),
         (CLUSTER + "[[grid]]\nhosts = [1, 5]\n", "hosts = 5: [cluster] has 4"),

@@ -220,7 +220,7 @@ def test_a_full_disk_ends_the_sweep_in_one_line_and_it_goes_on_when_there_is_roo
 def test_a_sweep_brings_hosts_up_throttles_them_and_leaves_nothing(sweep: Command) -> None:
     sweep.file.write_text(
         f'{SMALL}checkpoint_epochs = 0\n[cluster]\nvirtual = ["a", "b"]\n'
-        '[[grid]]\nhosts = 2\nrate = ["20mbit", "unlimited"]\nbatch_size = 360\n'
+        '[[grid]]\nhosts = 2\nrate = ["20mbit", "unlimited"]\nbatch_size = 360\nlauncher = "launch/horovodrun.sh"\n'
     )
     code, document = sweep.document()
     assert code == 0, document
@@ -247,14 +247,17 @@ def test_a_sweep_brings_hosts_up_throttles_them_and_leaves_nothing(sweep: Comman
 
 
 @pytest.mark.root
-def test_a_stopped_sweep_takes_its_hosts_down(sweep: Command) -> None:
-    text = SMALL.replace("epochs = 1", "epochs = 50") + '[cluster]\nvirtual = ["a", "b"]\n'
-    sweep.file.write_text(text + '[[grid]]\nhosts = 2\nlauncher = "launch/horovodrun.sh"\n')
+def test_one_host_is_run_among_busy_ones_and_a_stopped_sweep_takes_all_down(sweep: Command) -> None:
+    text = SMALL.replace("epochs = 1", "epochs = 50") + '[cluster]\nvirtual = ["a", "b"]\nfill = true\n'
+    sweep.file.write_text(text + "[[grid]]\nhosts = 1\n")
     process = sweep.start()
     await_file("tried/*/metrics/rank0000.jsonl", sweep.root, process)
+    await_file("hvdtrain-sweep-*/b/metrics/rank0000.jsonl", Path(sweep.locks), process)
+    (beside,) = Path(sweep.locks).glob("hvdtrain-sweep-*/b/manifest.json")
+    assert [rank["host"] for rank in json.loads(beside.read_text())["ranks"]] == ["b"]
     assert sweep.has_hosts()
     os.kill(process.pid, signal.SIGTERM)
     process.communicate(timeout=90)
     assert process.returncode == 75
     assert not sweep.has_hosts()
-    assert processes_on(sweep.root) == []
+    assert processes_on(sweep.root) == processes_on(Path(sweep.locks)) == []

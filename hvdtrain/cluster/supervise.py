@@ -19,13 +19,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from hvdtrain import exits
 from hvdtrain.cluster.commands import Command
+from hvdtrain.cluster.processes import children, ended, stat, strings, tree
 
 STARTERS = ("mpirun", "orterun", "orterun_wrapper", "mpiexec")  # the wheel's mpirun is a wrapper
 REMOTE_SHELLS = ("ssh", "rsh", "srun", "orted")
@@ -36,80 +36,42 @@ SSH_PORT = 22
 REPEAT_S = 5.0
 """Between two SIGUSR1: what arrives while ranks are being started is lost, and one more does no harm"""
 LOOK_S, LOOK_AT_FIRST_S, FIRST_S = 2.0, 0.5, 10.0
-"""Between two looks at what runs here; each reads all of /proc, on a processor that the ranks need. In the first
-seconds, and when the job is to stop, more often."""
+"""Between two looks at what runs here. In the first seconds, and when the job is to stop, more often."""
 LAST_WORDS_S = 3.0
 """Between SIGTERM and SIGKILL"""
 
 
-class Process(NamedTuple):
-    pid: int
-    parent: int
-    name: str
-    state: str
-
-
-def processes() -> list[Process]:
-    """All that run on this machine, from /proc (proc(5))."""
-    found = []
-    for path in Path("/proc").iterdir():
-        if not path.name.isdigit():
-            continue
-        with contextlib.suppress(OSError):
-            before, _, after = (path / "stat").read_text(errors="replace").rpartition(")")
-            state, parent = after.split()[:2]
-            found.append(Process(int(path.name), int(parent), before.partition("(")[2], state))
-    return found
-
-
-def tree(root: int, known: list[Process]) -> Iterator[Process]:
-    """A process and all below it, zombies left out."""
-    for one in known:
-        if one.pid == root and one.state != "Z":
-            yield one
-        if one.parent == root:
-            yield from tree(one.pid, known)
-
-
-def signal_all(found: list[Process], number: signal.Signals) -> None:
-    for one in found:
+def signal_all(pids: Iterable[int], number: signal.Signals) -> None:
+    for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(one.pid, number)
+            os.kill(pid, number)
 
 
 def is_rank(pid: int) -> bool:
     """Whether horovodrun on Gloo gave this process a rank."""
-    try:
-        return b"HOROVOD_RANK=" in Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return False
+    return any(word.startswith("HOROVOD_RANK=") for word in strings(pid, "environ"))
 
 
-def starters(root: int) -> list[Process]:
-    return [one for one in tree(root, processes()) if one.name in STARTERS]
+def starters(root: int) -> list[int]:
+    """The mpiruns among a process and all below it."""
+    return [pid for pid in tree(root) if stat(pid).name in STARTERS and not ended(pid)]
 
 
 def ask_to_stop(root: int) -> None:
     """SIGUSR1 to mpirun, or to the ranks on this machine if there is none."""
-    told = starters(root) or [one for one in tree(root, processes()) if is_rank(one.pid) and not is_rank(one.parent)]
+    told = starters(root) or [pid for pid in tree(root) if is_rank(pid) and not is_rank(stat(pid).parent)]
     signal_all(told, signal.SIGUSR1)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 def end(root: int) -> None:
     """Ends a job now: SIGTERM to what started it, then SIGKILL to all that is left of it here."""
-    below = list(tree(root, processes()))
-    signal_all(starters(root) or below[:1], signal.SIGTERM)
+    found = set(tree(root))
+    signal_all(starters(root) or [root], signal.SIGTERM)
     deadline = time.monotonic() + LAST_WORDS_S
-    while time.monotonic() < deadline and any(alive(one.pid) for one in below):
+    while time.monotonic() < deadline and not all(map(ended, found)):
         time.sleep(0.1)
-    signal_all([one for one in below if alive(one.pid)], signal.SIGKILL)
+        found |= set(tree(root))
+    signal_all((pid for pid in found if not ended(pid)), signal.SIGKILL)
 
 
 def lost_host(names: Sequence[str]) -> str | None:
@@ -198,12 +160,11 @@ class Job:
 
     def _outlived(self) -> bool:
         """Whether mpirun has outlived the ranks on this machine: it may wait for a host that does not answer."""
-        known = processes()
-        pids = {one.pid for one in tree(self.child.pid, known) if one.name in STARTERS}
-        if not pids:
+        here = starters(self.child.pid)
+        if not here:
             return False
-        ranks = [o for o in known if o.parent in pids and o.state != "Z" and o.name not in (*REMOTE_SHELLS, *STARTERS)]
-        if ranks:
+        others = (*REMOTE_SHELLS, *STARTERS)
+        if any(stat(pid).name not in others and not ended(pid) for top in here for pid in children(top)):
             self.ranks_seen, self.ranks_gone_since = True, None
         elif self.ranks_seen and self.ranks_gone_since is None:
             self.ranks_gone_since = time.monotonic()
@@ -245,9 +206,9 @@ def keep(listen: int, grace_s: float) -> NoReturn:
         _say("the launcher was killed: stopping its job")
         ask_to_stop(root)
         deadline = time.monotonic() + grace_s
-        while alive(root) and time.monotonic() < deadline:
+        while not ended(root) and time.monotonic() < deadline:
             time.sleep(0.2)
-        if alive(root):
+        if not ended(root):
             end(root)
     os._exit(0)
 

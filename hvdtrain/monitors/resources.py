@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from hvdtrain.cluster import quota
+from hvdtrain.cluster import processes, quota
 from hvdtrain.monitors import cgroup
 from hvdtrain.monitors.nvml import Nvml
 
@@ -77,8 +77,8 @@ class Resources:
         """The process, its threads and its children but this sampler; memory that they share counts once for each."""
         now_s = rss = None
         if process is not None and process.is_running():
-            tree = _tree(process.pid)
-            now_s, rss = cgroup.cpu_s(tree), _rss_bytes(tree)
+            pids = [pid for pid in processes.tree(process.pid) if pid != os.getpid()]
+            now_s, rss = cgroup.cpu_s(pids), _rss_bytes(pids)
         used_s = _growth(self._rank_s.get(rank), now_s)
         self._rank_s[rank] = now_s
         percent = None if used_s is None else _percent(used_s, seconds)
@@ -132,17 +132,6 @@ def _rss_bytes(pids: list[int]) -> int:
         with contextlib.suppress(psutil.Error):
             total += psutil.Process(pid).memory_info().rss
     return total
-
-
-def _tree(pid: int) -> list[int]:
-    """The process and all below it but this one, by the kernel's lists: looking through all of /proc costs 1 ms."""
-    found = [pid]
-    with contextlib.suppress(OSError):  # it has ended
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            with contextlib.suppress(OSError):
-                children = (int(child) for child in (task / "children").read_text().split())
-                found += [below for child in children if child != os.getpid() for below in _tree(child)]
-    return found
 
 
 def _growth(before_s: float | None, after_s: float | None) -> float | None:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import os
 import signal
 
-from hvdtrain.sentinel.processes import MPIRUN, Process, children, descendants, parent
+from hvdtrain.cluster.processes import children, stat, tree
+from hvdtrain.sentinel.processes import MPIRUN, Process
 
 NEVER = float("inf")
 
@@ -48,10 +49,10 @@ class Ending:
         self._mpirun = [p for p in launchers if p.name.startswith(MPIRUN)]
         self._times = TIMES["lost, no mpirun here" if kind == "lost" and not self._mpirun else kind]
         self._horovodrun = [p for p in launchers if p.name.startswith("horovodrun")]
-        below = [p for top in self._mpirun + self._horovodrun for p in descendants(top.pid)]
-        self._helpers = [p for p in below if p.pid != os.getpid()]  # ssh clients, shells
+        below = {pid for top in self._mpirun + self._horovodrun for pid in tree(top.pid)[1:]}
+        self._helpers = [Process(pid) for pid in below - {os.getpid()}]  # ssh clients, shells
         # The ssh sessions that the launcher opened to this host: over a dead link they wait for their client for hours.
-        self._sessions = [p for p in [*launchers, *(Process(parent(p.pid)) for p in launchers)] if _is_session(p)]
+        self._sessions = [p for p in [*launchers, *(Process(stat(p.pid).parent) for p in launchers)] if _is_session(p)]
         self._done: set[str] = set()
 
     def go_on(self, elapsed_s: float) -> bool:
@@ -89,4 +90,4 @@ class Ending:
 
 def _is_session(process: Process) -> bool:
     """Whether this sshd serves one connection; killing the one that listens would lock everybody out."""
-    return process.name.startswith("sshd") and parent(process.pid) > 1
+    return process.name.startswith("sshd") and stat(process.pid).parent > 1

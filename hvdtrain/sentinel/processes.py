@@ -1,11 +1,13 @@
-"""Processes as /proc shows them (proc(5)): is it still the one we knew, is it stopped, who started it."""
+"""The processes that a sentinel watches: is it still the one we knew, is it stopped, what started it."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
-from pathlib import Path, PurePath
+from pathlib import PurePath
+
+from hvdtrain.cluster import processes
 
 DAEMONS = ("mpirun", "mpiexec", "orterun", "orted", "prterun", "prted", "horovodrun", "srun", "slurmstepd", "sshd")
 """Programs that start ranks and end with them. A name may go on: orterun_wrapper, sshd-session"""
@@ -18,7 +20,7 @@ class Process:
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self._started = _stat(pid)[2]
+        self._started = processes.stat(pid).started
         self.name = _name(pid)
         # Readable once the process has ended; kernels before 5.3 have none, then the ticks must do.
         self.ended: int | None = None
@@ -27,8 +29,8 @@ class Process:
 
     def state(self) -> str:
         """One letter: R, S, D running, T stopped, t held by a debugger; X if it has ended (a zombie has)."""
-        letter, _parent, started = _stat(self.pid)
-        return "X" if started != self._started or letter in "XZ" else letter
+        now = processes.stat(self.pid)
+        return "X" if now.started != self._started or now.state in "XZ" else now.state
 
     def gone(self) -> bool:
         return self.state() == "X"
@@ -53,7 +55,7 @@ def launchers(pid: int) -> list[Process]:
     """
     chain: list[Process] = []
     found = False
-    above = parent(pid)
+    above = processes.stat(pid).parent
     while above > 1:
         process = Process(above)
         if found and (process.name.startswith("sshd") or not _starts_ranks(process)):
@@ -63,33 +65,15 @@ def launchers(pid: int) -> list[Process]:
             found = True
             if process.name.startswith("sshd"):
                 break
-        above = parent(above)
+        above = processes.stat(above).parent
     return chain if found else chain[:1]
-
-
-def parent(pid: int) -> int:
-    """The parent of a process; 0 if there is none."""
-    return _stat(pid)[1]
-
-
-def children(pid: int) -> list[int]:
-    """The children of a process, as far as the kernel lists them (CONFIG_PROC_CHILDREN)."""
-    try:
-        return [int(word) for word in _read(f"/proc/{pid}/task/{pid}/children").split()]
-    except OSError:
-        return []
-
-
-def descendants(pid: int) -> list[Process]:
-    found = [Process(child) for child in children(pid)]
-    return found + [below for child in found for below in descendants(child.pid)]
 
 
 def _starts_ranks(process: Process) -> bool:
     """Whether this is a launcher, or a shell or Python that runs nothing but one."""
     if process.name.startswith(DAEMONS):
         return True
-    words = _command_line(process.pid)
+    words = processes.strings(process.pid, "cmdline")
     if len(words) > 2 and PurePath(words[0]).name in SHELLS and words[1] == "-c":
         command = words[2].split()
         return bool(command) and PurePath(command[0]).name in DAEMONS
@@ -99,30 +83,6 @@ def _starts_ranks(process: Process) -> bool:
 
 def _name(pid: int) -> str:
     """The program: its script for an interpreter that runs one by its first line, else argument 0."""
-    try:
-        name = _read(f"/proc/{pid}/comm").strip()
-    except OSError:
-        return "?"
-    words = _command_line(pid)
+    name, words = processes.stat(pid).name, processes.strings(pid, "cmdline")
     # sshd writes its state over argument 0: "sshd: root@notty"
     return name if not words or name.startswith(("sshd", "horovodrun")) else PurePath(words[0].rstrip(":")).name
-
-
-def _command_line(pid: int) -> list[str]:
-    try:
-        return _read(f"/proc/{pid}/cmdline").rstrip("\0").split("\0")
-    except OSError:
-        return []
-
-
-def _stat(pid: int) -> tuple[str, int, int]:
-    """(state, parent, start time in clock ticks since boot) of a process; ("X", 0, 0) if there is none."""
-    try:
-        fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
-    except OSError:  # ESRCH too, if it ends as we read
-        return "X", 0, 0
-    return fields[0], int(fields[1]), int(fields[19])
-
-
-def _read(path: str) -> str:
-    return Path(path).read_text(errors="replace")

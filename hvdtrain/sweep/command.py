@@ -67,7 +67,16 @@ def launch(
         "launch/horovodrun.sh": [*script("launch/horovodrun.sh"), "-H", listed],
         "horovodrun": ["horovodrun", "-np", str(ranks), "-H", listed],
         # Gloo would give up a transfer after 30 s; the limit changes no speed.
-        "horovodrun --gloo": ["horovodrun", "--gloo", "--gloo-timeout-seconds", "1800", "-np", str(ranks), "-H", listed],
+        "horovodrun --gloo": [
+            "horovodrun",
+            "--gloo",
+            "--gloo-timeout-seconds",
+            "1800",
+            "-np",
+            str(ranks),
+            "-H",
+            listed,
+        ],
         "none": [],
     }[asked["launcher"]]
     inside = [*script("tools/cluster.sh"), "exec", "--name", name, hosts[0], "--"] if virtual else []

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
+from hvdtrain.cluster.processes import children
 from hvdtrain.sentinel import interfaces
-from hvdtrain.sentinel.processes import children
 from hvdtrain.world import World
 
 

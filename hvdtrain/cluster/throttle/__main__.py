@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hvdtrain import exits
-from hvdtrain.cluster import nic, virtual
+from hvdtrain.cluster import nic, processes, virtual
 from hvdtrain.cluster.commands import CHECKOUT, caller, find, run, show, succeeds
 from hvdtrain.cluster.rates import show_rate
 from hvdtrain.cluster.throttle import links, qdisc, watchdog
@@ -58,18 +58,11 @@ def session_address() -> str | None:
     """The address at the other end of the ssh session this runs in; sudo hides it, so the callers are asked too."""
     pid = os.getpid()
     variables: Mapping[str, str] = os.environ
-    while True:
-        connection = variables.get("SSH_CONNECTION", "").split()
-        if connection:
-            return connection[0].partition("%")[0]
-        try:
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-            if pid <= 1:
-                return None
-            raw = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
-        except OSError:
+    while not (connection := variables.get("SSH_CONNECTION", "").split()):
+        if (pid := processes.stat(pid).parent) <= 1:
             return None
-        variables = dict(item.split("=", 1) for item in raw.split("\0") if "=" in item)
+        variables = dict(item.split("=", 1) for item in processes.strings(pid, "environ") if "=" in item)
+    return connection[0].partition("%")[0]
 
 
 def danger(dev: str) -> str | None:

@@ -135,12 +135,15 @@ def test_ranks_record_equal_losses_and_disjoint_samples(
     framework: str, launcher: str, ranks: int, tmp_path: Path
 ) -> None:
     flags = ["--framework", framework, "--epochs", "1", "--json", "--run-dir", str(tmp_path / "run"), *SMALL]
-    summary = document(resnet(ranks, *flags, launcher=launcher))
-    assert summary["ranks"] == ranks
+    done = resnet(ranks, *flags, launcher=launcher)
+    summary = document(done)
+    assert (summary["ranks"], summary["nic_bytes"]) == (ranks, [])
+    assert "hvdtrain: " not in done.stderr, "the sentinel says nothing of an ordinary end"
     found = [read_run(tmp_path / "run", rank) for rank in range(ranks)]
     assert all([s.loss for s in each["step"]] == [s.loss for s in found[0]["step"]] for each in found)
-    trained = json.loads((tmp_path / "run" / "manifest.json").read_text())["data"]["train"]
-    assert sum(s.samples for each in found for s in each["step"]) == trained
+    manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
+    assert manifest["links"] == [], "a single host has none"
+    assert sum(s.samples for each in found for s in each["step"]) == manifest["data"]["train"]
     assert sum(s.bytes_sent for s in found[0]["step"]) == summary["bytes_sent"] > 0
     arrays = newest_arrays(tmp_path / "run")
     assert {name.split("/")[0] for name in arrays} == {

@@ -56,21 +56,12 @@ def hosts(folder: Path) -> list[str]:
 
 
 @pytest.mark.root
-def test_a_job_on_two_nodes_trains_on_four_ranks(nodes: SlurmCluster, tmp_path: Path) -> None:
-    run, output = tmp_path / "run", tmp_path / "out"
-    job = nodes.submit(*TWO_BY_TWO, SCRIPT, *TRAIN, "--epochs", "1", "--run-dir", run, cwd=ROOT, output=output)
-    ended = nodes.ended(job, 100, output)
-    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "0"), tail(output)
-    assert hosts(run) == ["a", "a", "b", "b"]
-    assert (run / "COMPLETE").exists()
-    assert records(run)[-1]["ranks"] == 4 and records(run)[-1]["hosts"] == 2
-
-
-@pytest.mark.root
-def test_usr1_saves_a_checkpoint_and_the_requeued_job_resumes(nodes: SlurmCluster, tmp_path: Path) -> None:
+def test_usr1_saves_a_checkpoint_and_the_requeued_job_resumes_with_its_four_ranks(
+    nodes: SlurmCluster, tmp_path: Path
+) -> None:
     run, output = tmp_path / "run", tmp_path / "out"
     flags = ["--epochs", "4", "--run-dir", str(run)]
-    job = nodes.submit(*TWO_BY_ONE, SCRIPT, *TRAIN, *flags, cwd=ROOT, output=output)
+    job = nodes.submit(*TWO_BY_TWO, SCRIPT, *TRAIN, *flags, cwd=ROOT, output=output)
     until(lambda: any(one["type"] == "step" for one in records(run)), 60, lambda: f"a first step\n{nodes.logs()}")
     assert nodes.run(["scancel", "--signal=USR1", "--batch", str(job)]).returncode == 0
     ended = nodes.ended(job, 100, output)
@@ -81,7 +72,8 @@ def test_usr1_saves_a_checkpoint_and_the_requeued_job_resumes(nodes: SlurmCluste
     summary = found[-1]
     assert len(resumed) == 1 and 0 < resumed[0] < summary["steps"]
     assert steps == list(range(summary["steps"])), "every step once: none lost, none done again"
-    assert summary["ranks"] == 2 and (run / "COMPLETE").exists()
+    assert (summary["ranks"], summary["hosts"]) == (4, 2) and (run / "COMPLETE").exists()
+    assert hosts(run) == ["a", "a", "b", "b"]
 
 
 def start(nodes: SlurmCluster, folder: Path, *options: str) -> int:

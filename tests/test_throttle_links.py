@@ -267,14 +267,14 @@ def on_cluster(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess
     )
 
 
-def test_fifty_kills_leave_no_link_half_way(cluster: Cluster) -> None:
+def test_kills_leave_no_link_half_way(cluster: Cluster) -> None:
     """At random moments of setting, changing and clearing: all links and files are as before, or all as asked."""
     folder, chance = virtual.folder(cluster.name), random.Random(1)
     start = time.monotonic()
     assert on_cluster(cluster, "30mbit").returncode == 0
     whole_s = time.monotonic() - start
     outcomes = []
-    for number in range(50):
+    for number in range(25):
         (before,) = rates_of(cluster)
         target = None if number % 3 == 2 else (10 + number) * 10**6
         words = ["clear"] if target is None else [f"{10 + number}mbit"]
@@ -301,7 +301,7 @@ def test_kills_leave_no_interface_half_way(machine: Machine) -> None:
     start = time.monotonic()
     assert machine.throttle("30mbit", "--dev", "v0").returncode == 0
     whole_s = time.monotonic() - start
-    for number in range(20):
+    for number in range(10):
         before = machine.rates()
         target = (None, None) if number % 2 else ((10 + number) * 10**6,) * 2
         words = ["clear"] if number % 2 else [f"{10 + number}mbit"]

@@ -84,7 +84,7 @@ def test_an_allreduce_at_the_wires_speed() -> None:
         (94.0, 94.0, 0.2, "warn", "take at least 7.25 s per step"),
         (940.0, 400.0, 0.2, "warn", "b to a is 2.4 times slower"),
         (940.0, 940.0, 40.0, "warn", "round trips"),
-        ("iperf3 -c: refused", 940.0, 0.2, "warn", "from a to b could not be measured"),
+        ("ConnectionRefusedError: refused", 940.0, 0.2, "warn", "from a to b could not be measured"),
     ],
 )
 def test_what_is_said_of_a_link(there: Any, back: Any, delay_ms: float, status: str, words: str) -> None:

@@ -11,7 +11,6 @@ import os
 import resource
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -23,9 +22,8 @@ from typing import Any
 import pytest
 from conftest import PROGRAMS, ROOT, command, document, environment, launch
 
-from hvdtrain.cluster import admission
+from hvdtrain.cluster import admission, stream
 from hvdtrain.cluster.doctor.agent import Agent
-from hvdtrain.cluster.throttle import messages
 from hvdtrain.collectives import meeting, sealed
 from hvdtrain.exits import Failure
 from hvdtrain.sentinel import trust
@@ -86,7 +84,7 @@ def handshake(port: int, me: trust.Party, to: int, said: list[bytes]) -> bytes:
     """Says the hello and proof of someone else's handshake again; what came back after them."""
     with socket.create_connection(("127.0.0.1", port), 5) as connection:
         connection.sendall(said[0])
-        trust.exactly(connection, trust.NONCE_BYTES + trust.CODE_BYTES)
+        stream.exactly(connection, trust.NONCE_BYTES + trust.CODE_BYTES)
         connection.sendall(said[1])
         with contextlib.suppress(OSError):
             return connection.recv(1)
@@ -116,13 +114,13 @@ def test_a_handshake_that_was_overheard_lets_nobody_in() -> None:
         joining.start()
         near, _ = tap.accept()
         with near, socket.create_connection(("127.0.0.1", port)) as far:
-            heard.append(trust.exactly(near, trust.HELLO_BYTES))
+            heard.append(stream.exactly(near, trust.HELLO_BYTES))
             far.sendall(heard[0])
-            answer = trust.exactly(far, trust.NONCE_BYTES + trust.CODE_BYTES)
+            answer = stream.exactly(far, trust.NONCE_BYTES + trust.CODE_BYTES)
             near.sendall(answer)
-            heard.append(trust.exactly(near, trust.CODE_BYTES))
+            heard.append(stream.exactly(near, trust.CODE_BYTES))
             far.sendall(heard[1])
-            near.sendall(trust.exactly(far, 1))
+            near.sendall(stream.exactly(far, 1))
             joining.join(10)
             accepting.join(10)
     assert list(found[0]) == [1], "a relay is not noticed: SECURITY.md says so"
@@ -409,20 +407,23 @@ def test_the_doctors_ports_cost_no_thread_for_each_stranger(descriptors: None) -
         assert agent.ask("connect", targets=[["127.0.0.1", ports[0]]], patience_s=5)[0]["result"] == "open"
 
 
-def test_a_message_that_announces_all_memory_does_not_stop_a_measurement() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    words = [sys.executable, "-I", "-B", messages.__file__, "receive", "127.0.0.1", str(port)]
-    receiver = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE)
-    try:
-        assert receiver.stdout is not None
-        assert receiver.stdout.readline() == b"listening\n"
-        for said in (b"\xff" * 8, struct.pack("!Q", 1 << 40), b"hi"):
+def test_strangers_do_not_stop_a_measurement() -> None:
+    """Whoever announces more memory or time than there is, or says nothing that is a request."""
+    with stream.listening("127.0.0.1") as door:
+        server = threading.Thread(target=stream.serve, args=(door,), daemon=True)
+        server.start()
+        port = door.getsockname()[1]
+        request = stream.REQUEST.pack
+        for said in (
+            b"\xff" * 64,
+            request(b"m", 1 << 40, 0, 1),
+            request(b"t", 0, 1e300, 1),
+            request(b"t", 0, 0, 0),
+            b"hi",
+        ):
             with socket.create_connection(("127.0.0.1", port)) as stranger:
                 stranger.sendall(said)
-        assert len(messages.send("127.0.0.1", port, [1000])) == 1
-        assert receiver.wait(10) == 0
-    finally:
-        receiver.kill()
-        receiver.wait()
-        receiver.stdout.close()
+        found = stream.ask("127.0.0.1", port, 0.1, 0.2, sizes=[1000])
+        assert len(found["messages_s"]) == 1 and found["bit_s"] > 1e8
+        server.join(10)
+        assert not server.is_alive()

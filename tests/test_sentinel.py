@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from hvdtrain.cluster import stream
 from hvdtrain.sentinel import goodput, interfaces, trust
 from hvdtrain.sentinel.processes import Process, launchers
 from hvdtrain.sentinel.trust import Party
@@ -304,4 +305,4 @@ def test_goodput_is_measured_by_the_receiver_and_strangers_are_not_served() -> N
         stranger.close()
     points = [(0.1 * i, 1000 * i) for i in range(10)]
     points[4:6] = [(0.4, 3000), (0.5, 3000)]  # a packet is lost, sent again, and all behind it arrives at once
-    assert goodput._slope(points) == pytest.approx(10_000)
+    assert stream.slope(points) == pytest.approx(10_000)

@@ -22,7 +22,6 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 PACKAGES = {
     "ip": "iproute2",
     "tc": "iproute2",
-    "iperf3": "iperf3",
     "sshd": "openssh-server",
     "ssh": "openssh-client",
     "ssh-keygen": "openssh-client",

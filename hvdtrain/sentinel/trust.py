@@ -23,6 +23,8 @@ import time
 from collections.abc import Set
 from typing import NamedTuple
 
+from hvdtrain.cluster.stream import exactly
+
 SECRET_BYTES = 32
 CODE_BYTES = 32
 NONCE_BYTES = 16
@@ -105,17 +107,6 @@ def _introduce(connection: socket.socket, me: Party, to: int) -> None:
         raise PermissionError("whoever listens there does not know this job's secret")
     connection.sendall(_proof(me, b"connecting", to, me.number, nonces))
     exactly(connection, len(WELCOME))
-
-
-def exactly(connection: socket.socket, count: int) -> bytes:
-    """So many bytes. Raises ConnectionError if the other end closes before."""
-    found = b""
-    while len(found) < count:
-        part = connection.recv(count - len(found))
-        if not part:
-            raise ConnectionResetError("the other end closed the connection")
-        found += part
-    return found
 
 
 # --- the accepting end ------------------------------------------------------------------------------------------------

@@ -91,8 +91,7 @@ def _hosts(point: Point, cluster: ClusterSpec) -> str | None:
         return f"ssh does not let us in to {', '.join(unreachable)} without a prompt" if unreachable else None
     if not _root():
         return "virtual hosts need root: call it with sudo, or let sudo ask nothing (sudoers(5), NOPASSWD)"
-    programs = ["ip", "tc", "nsenter", "unshare", "ssh", "sshd"] + (["iperf3"] if point.rate_bit_s else [])
-    for program in programs:
+    for program in ("ip", "tc", "nsenter", "unshare", "ssh", "sshd"):
         try:
             find(program)
         except Failure:

@@ -359,12 +359,7 @@ def links(
     report.add(*link_checks.judge_ports(found, addresses))
     if options.quick:
         return
-    without = [host for host in agents if not hosts.facts[host]["iperf3"]]
-    if without:
-        where = ", ".join(without)
-        what, fix = "no iperf3, so bandwidth is not measured there", "apt-get install iperf3"
-        report.add(Check(name="speed", status=WARN, where=where, what=what, fix=fix))
-    fit = {host: agents[host] for host in listed if host in agents and host not in without}
+    fit = {host: agents[host] for host in listed if host in agents}
     if len(fit) > 1:
         link_checks.speeds(fit, addresses, found, report.tell, report.add)
 

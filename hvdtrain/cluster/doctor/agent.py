@@ -7,6 +7,7 @@ because an open one would hide that a new one fails. Nothing is written to known
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import shlex
 import subprocess
@@ -14,14 +15,15 @@ import sys
 import threading
 import time
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
+from hvdtrain.cluster import stream
+from hvdtrain.cluster.doctor import probe
 from hvdtrain.cluster.doctor.probe import MARK
 
 SSH_PATIENCE_S = 5.0
 """A host must let us in within this time"""
-BOOT = "import sys, json; exec(json.loads(sys.stdin.readline()))"
+BOOT = "import sys, json; [exec(text, globals()) for text in json.loads(sys.stdin.readline())]"
 ANSWER_S = 30.0
 
 
@@ -119,8 +121,8 @@ class Agent:
         self._threads = [threading.Thread(target=run, daemon=True) for run in (self._listen_to_errors, self._listen)]
         for thread in self._threads:  # in this order: the second waits for the end of the first
             thread.start()
-        source = Path(__file__).with_name("probe.py").read_text() + "\nserve()\n"
-        self._send(json.dumps(source))
+        texts = [inspect.getsource(module) for module in (stream, probe)]
+        self._send(json.dumps([*texts, "answer_questions()"]))
 
     @classmethod
     def on(cls, host: str, python: str, options: list[str]) -> Agent:
@@ -205,9 +207,9 @@ class Agent:
             self._process.wait()
         for thread in self._threads:
             thread.join(timeout=2)
-        for stream in (self._process.stdout, self._process.stderr):
-            if stream and not stream.closed and not any(thread.is_alive() for thread in self._threads):
-                stream.close()
+        for pipe in (self._process.stdout, self._process.stderr):
+            if pipe and not pipe.closed and not any(thread.is_alive() for thread in self._threads):
+                pipe.close()
 
     def __enter__(self) -> Agent:
         return self

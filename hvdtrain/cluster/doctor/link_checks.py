@@ -10,7 +10,8 @@ from hvdtrain.cluster.doctor.agent import Agent, Unreachable
 from hvdtrain.cluster.doctor.checks import FAIL, OK, WARN, Check
 
 PATIENCE_S = 3.0
-IPERF_S = 1
+SETTLE_S, COUNT_S = 0.3, 1.0
+"""Of a measurement; TCP finds the rate in the first part"""
 GRADIENT_BYTES = 85.13e6
 """ResNet-34 with 10 classes in float32"""
 SLOW_MBIT = 100.0
@@ -108,10 +109,10 @@ def round_trip_ms(results: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def measure(a: Agent, b: Agent, address: str) -> float | str:
-    """Mbit/s of TCP data from a to b by a short iperf3, or why there is no figure."""
+    """Mbit/s of TCP data from a to b or why there is no figure."""
     try:
-        port = b.ask("iperf_server", address=address)
-        return float(a.ask("iperf_client", address=address, port=port, seconds=IPERF_S))
+        port = b.ask("serve_stream", address=address)
+        return float(a.ask("measure_stream", address=address, port=port, settle_s=SETTLE_S, count_s=COUNT_S))
     except Unreachable as problem:
         return problem.reason
 
@@ -152,7 +153,7 @@ def judge_speed(a: str, b: str, there: float | str, back: float | str, delay_ms:
     for way, result in ((f"{a} to {b}", there), (f"{b} to {a}", back)):
         if isinstance(result, str):
             what = f"bandwidth from {way} could not be measured: {result}"
-            fix = "try by hand: iperf3 -s on one, iperf3 -c on the other"
+            fix = "run the doctor again; if it stays, try by hand with iperf3"
             return Check(name="speed", status=WARN, where=where, what=what, fix=fix, facts=data)
     assert isinstance(there, float) and isinstance(back, float)
     what = f"{show_rate(there)} there, {show_rate(back)} back"

@@ -24,8 +24,10 @@ import threading
 import time
 import typing
 
+if typing.TYPE_CHECKING:  # its text comes before this one
+    from hvdtrain.cluster.stream import ask, listening, serve
+
 MARK = "@hvdtrain-doctor "
-CHILDREN: list[subprocess.Popen[str]] = []
 PORT_RANGES = ((1024, 32767), (32768, 60999), (61000, 65535))
 """Horovod's runner takes ports from 1024 up at random, Gloo and Open MPI what the kernel gives (the middle one)"""
 
@@ -128,7 +130,6 @@ def facts(
         "missing": [program for program in needed if not exists(program)],
         "environment": environment,
         "code": code(environment["code"]) if environment and environment["code"] else None,
-        "iperf3": shutil.which("iperf3") is not None,
         "throttle": throttle,
     }
 
@@ -228,36 +229,16 @@ def _try(address: str, port: int, patience_s: float, result: dict[str, typing.An
         result["result"] = "no answer" if "timed out" in said else said
 
 
-def iperf_server(address: str) -> int:
-    """Starts iperf3 for one measurement on a free port of that address; returns the port when it listens."""
-    with socket.socket() as door:
-        door.bind((address, 0))
-        port = int(door.getsockname()[1])
-    # timeout(1), because an iperf3 whose client never comes would stay for ever
-    command = ["timeout", "30", "iperf3", "-s", "-1", "-B", address, "-p", str(port), "--forceflush"]
-    child = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    CHILDREN.append(child)
-    said = ""
-    for line in child.stdout or ():
-        said += line
-        if "listening" in line:
-            threading.Thread(target=child.communicate, daemon=True).start()  # nobody else reads what it says
-            return port
-    raise RuntimeError("iperf3 -s: " + " ".join(said.split()))
+def serve_stream(address: str) -> int:
+    """Serves one measurement on that address; the port."""
+    door = listening(address)
+    threading.Thread(target=serve, args=(door,), daemon=True).start()
+    return int(door.getsockname()[1])
 
 
-def iperf_client(address: str, port: int, seconds: int) -> float:
-    """The rate in Mbit/s (10^6) at which TCP data arrives at that server in whole seconds, by its own count."""
-    command = ["timeout", "25", "iperf3", "-c", address, "-p", str(port), "-t", str(seconds), "-J"]
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
-    CHILDREN.append(child)
-    text, _ = child.communicate()
-    report: typing.Any = json.loads(text) if text.strip() else {"error": "it ran into its time limit"}
-    if report.get("error"):
-        raise RuntimeError("iperf3 -c: " + str(report["error"]))
-    return float(report["end"]["sum_received"]["bits_per_second"]) / 1e6
+def measure_stream(address: str, port: int, settle_s: float, count_s: float) -> float:
+    """The Mbit/s (10^6) of TCP data that arrive at that server."""
+    return float(ask(address, port, settle_s, count_s)["bit_s"]) / 1e6
 
 
 # --- questions and answers -------------------------------------------------------------------------------------------
@@ -267,12 +248,12 @@ QUESTIONS: dict[str, typing.Callable[..., typing.Any]] = {
     "clock": clock,
     "listen": listen,
     "connect": connect,
-    "iperf_server": iperf_server,
-    "iperf_client": iperf_client,
+    "serve_stream": serve_stream,
+    "measure_stream": measure_stream,
 }
 
 
-def serve() -> None:
+def answer_questions() -> None:
     """Says hello and answers until the input ends."""
     lock = threading.Lock()
 
@@ -295,7 +276,4 @@ def serve() -> None:
                 break
             threading.Thread(target=work, args=(json.loads(line),), daemon=True).start()
     finally:
-        for child in CHILDREN:
-            if child.poll() is None:
-                child.terminate()
         os._exit(0)

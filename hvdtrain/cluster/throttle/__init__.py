@@ -1,8 +1,8 @@
 """Links as slow as asked: `tools/throttle.sh 10mbit`.
 
 `request` reads what is asked and of which links, `qdisc` knows tc, `links` what a link was and is to be, `watchdog`
-changes links so that a killed command leaves none half-way, `goodput` measures them with iperf3 and `messages` with
-short messages, `remote` does it all on other machines; `__main__` is the command.
+changes links so that a killed command leaves none half-way, `goodput` measures them, `remote` does it all on other
+machines; `__main__` is the command.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""What links are asked to carry, what the kernel is set to, and what they do carry.
-
-Long transfers are measured with iperf3, as TCP data received in half seconds after the first second. A token bucket
-that is too large would pass that test and still let short messages through unthrottled, so those are timed too.
-"""
+"""What links are asked to carry, what the kernel is set to, and what they do carry (`cluster.stream` measures it)."""
 
 from __future__ import annotations
 
@@ -12,22 +8,20 @@ import dataclasses
 import json
 import math
 import os
-import random
 import select
 import socket
-import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 from hvdtrain import exits
-from hvdtrain.cluster import nic, virtual
-from hvdtrain.cluster.commands import Command, find, run, show
+from hvdtrain.cluster import nic, stream, virtual
+from hvdtrain.cluster.commands import Command, show
 from hvdtrain.cluster.rates import FRAME_BYTES, PAYLOAD_BYTES, goodput_one_way, show_rate
-from hvdtrain.cluster.throttle import messages, qdisc, watchdog
+from hvdtrain.cluster.throttle import qdisc, watchdog
 from hvdtrain.cluster.throttle.links import Link
 from hvdtrain.cluster.throttle.request import reachable
 from hvdtrain.cluster.throttle.watchdog import Store
@@ -35,11 +29,14 @@ from hvdtrain.cluster.topology import Cluster
 from hvdtrain.exits import Failure
 
 MESSAGES_BYTES = (64_000, 256_000)
+PROGRAM = ["-ISu", "-"]
+"""Of a Python: what it is given on standard input, isolated from its user's settings"""
+SOURCE = Path(stream.__file__).read_bytes() + b"\nmain(sys.argv[1:])\n"
 
 
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """From one end to another: the words that run a command there, the receiver's address, the links passed."""
+    """From one end to another: the words that run a Python there, the receiver's address, the links passed."""
 
     name: str
     sender: Command
@@ -63,120 +60,53 @@ class Route:
         )
 
 
-# --- iperf3 ----------------------------------------------------------------------------------------------------------
+# --- measuring --------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _server(words: Command, ready: bytes) -> Iterator[None]:
-    """Runs a server and waits until it says that it listens."""
-    server = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    try:
-        assert server.stdout
-        said, deadline = b"", time.monotonic() + 10
-        while ready not in said:
-            waiting, _, _ = select.select([server.stdout], [], [], max(0, deadline - time.monotonic()))
-            part = os.read(server.stdout.fileno(), 4096) if waiting else b""
-            if not part:
-                words_said = " ".join(said.decode(errors="replace").split()) or "nothing"
-                raise Failure(f"`{show(words)}` does not listen; it said: {words_said}", exits.UNREACHABLE)
-            said += part
-        yield
-    finally:
-        server.kill()
-        server.wait()
-        assert server.stdout
-        server.stdout.close()
-
-
-def measure(route: Route, seconds: float) -> float:
-    """bit/s of TCP data received along the route. Raises Failure (69) if iperf3 is missing or cannot connect.
-
-    Counted where it arrives, in whole intervals after the first second: iperf3's own sum adds what was still queued.
-    """
-    find("iperf3")
-    port = str(random.randint(20_000, 32_000))  # below the range that connections take theirs from
+def measure(route: Route, seconds: float, sizes: Sequence[int]) -> dict[str, Any]:
+    """What `stream.ask` finds along the route. Raises Failure (69) if its other end does not answer."""
     # Slow links: some hundred frames, and time for TCP to find their rate.
-    warm_up, length = math.ceil(max(1, 2e6 / route.rate_bit_s)), math.ceil(max(seconds, 4e6 / route.rate_bit_s))
-    # Only whole blocks count, so they are small against what is sent: what the rate sends in 2 ms.
-    block = min(max(PAYLOAD_BYTES, route.rate_bit_s // 4000), 131_072)
-    every = ["--port", port, "--interval", "0.5", "--json"]
-    times = ["--time", str(warm_up + length), "--length", str(block)]
-    client = ["iperf3", "--client", route.address, *every, *times]
-    server = subprocess.Popen(
-        [*route.receiver, "iperf3", "--server", "--one-off", "--bind", route.address, *every],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    try:
-        sent = _connect(
-            [*route.sender, *client, *(["--reverse"] if route.backwards else [])], server, length + 60 + warm_up
-        )
-        said, _ = server.communicate(timeout=30)
-    except subprocess.TimeoutExpired as error:  # it serves somebody else, who says nothing
-        raise Failure("iperf3 does not end its measurement: try again", exits.UNREACHABLE) from error
-    finally:
-        server.kill()
-        server.wait()
-        assert server.stdout
-        server.stdout.close()
-    return _received(sent if route.backwards else json.loads(said), warm_up)
-
-
-def _connect(client: Command, server: subprocess.Popen[bytes], patience_s: float) -> dict[str, Any]:
-    """The client's document, once the server listens."""
-    deadline = time.monotonic() + 10
-    while True:
+    settle_s, count_s = max(1, 2e6 / route.rate_bit_s), max(seconds, 4e6 / route.rate_bit_s)
+    way = "back" if route.backwards else "there"
+    pipe = subprocess.PIPE
+    words = [*route.receiver, *PROGRAM, "serve", route.address]
+    with subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT) as server:
         try:
-            done = subprocess.run(
-                client, stdin=subprocess.DEVNULL, capture_output=True, timeout=patience_s, check=False
-            )
+            asked = [route.address, _port(server), way, *map(str, (settle_s, count_s, *sizes))]
+            words, patience_s = [*route.sender, *PROGRAM, "ask", *asked], settle_s + count_s + 60
+            done = subprocess.run(words, input=SOURCE, capture_output=True, timeout=patience_s, check=False)
         except subprocess.TimeoutExpired as error:
-            raise Failure(f"iperf3 says nothing for {patience_s:g} s: try again", exits.UNREACHABLE) from error
-        try:
-            found: dict[str, Any] = json.loads(done.stdout)
-        except ValueError:
-            found = {"error": done.stderr.decode(errors="replace").strip() or "it said nothing"}
-        if "error" not in found:
-            return found
-        if "refused" not in found["error"] or time.monotonic() > deadline or server.poll() is not None:
-            said = ""
-            if server.poll() is not None and server.stdout:
-                said = " ".join(server.stdout.read().decode(errors="replace").split())[-200:]
-            raise Failure(
-                f"iperf3 cannot measure: {found['error']}; its server: {said or 'no word'}", exits.UNREACHABLE
-            )
-        time.sleep(0.1)
+            raise Failure(f"{route.name}: no answer for {error.timeout:g} s; try again", exits.UNREACHABLE) from error
+        finally:
+            server.kill()
+    if done.returncode:
+        raise Failure(f"{route.name}: {_last(done.stderr)}", exits.UNREACHABLE)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
 
 
-def _received(document: dict[str, Any], warm_up_s: float) -> float:
-    """bit/s of the receiver's whole intervals after the warm-up; the last one also holds what comes late.
+def _port(server: subprocess.Popen[bytes]) -> str:
+    """Gives the server its program; the port at which it listens."""
+    assert server.stdin and server.stdout
+    with contextlib.suppress(BrokenPipeError):
+        server.stdin.write(SOURCE)
+        server.stdin.close()
+    ready, _, _ = select.select([server.stdout], [], [], 10)
+    said = server.stdout.readline() if ready else b""
+    if not said.strip().isdigit():
+        rest = server.stdout.read() if said else b""
+        raise Failure(f"`{show(server.args)}` does not listen: {_last(said + rest)}", exits.UNREACHABLE)  # type: ignore[arg-type]
+    return said.decode().strip()
 
-    Their median: a machine that stands still for a moment (a virtual one does) spoils one of them, not the figure.
-    """
-    sums = [interval["sum"] for interval in document["intervals"]]
-    sums = [one for one in sums[:-1] if one["start"] > warm_up_s - 0.1]
-    if not sums:
-        raise Failure(f"iperf3 measured nothing: {document.get('error', 'no interval')}", exits.UNREACHABLE)
-    return statistics.median(one["bytes"] * 8 / one["seconds"] for one in sums)
 
-
-# --- short messages --------------------------------------------------------------------------------------------------
+def _last(said: bytes) -> str:
+    return (said.decode(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
 
 
 def least_s(size_bytes: int, rate_bit_s: int, burst_bytes: int) -> float:
     """The shortest time in which a message can cross such a link after a pause: all but the burst at the rate."""
     wire = size_bytes + math.ceil(size_bytes / PAYLOAD_BYTES) * (FRAME_BYTES - PAYLOAD_BYTES)
     return max(0.0, (wire - burst_bytes) * 8 / rate_bit_s)
-
-
-def message_times(route: Route) -> list[float]:
-    """Seconds for each of MESSAGES_BYTES along the route."""
-    port = random.randint(20_000, 32_000)
-    python = [sys.executable, "-I", "-B", messages.__file__]
-    with _server([*route.receiver, *python, "receive", route.address, str(port)], b"listening"):
-        sizes = [str(size) for size in MESSAGES_BYTES]
-        return [float(word) for word in run([*route.sender, *python, "send", route.address, str(port), *sizes]).split()]
 
 
 # --- verify ----------------------------------------------------------------------------------------------------------
@@ -232,7 +162,8 @@ def _in_a_ring(store: Store, cluster: Cluster, hosts: list[str] | None) -> list[
         other = names[(index + 1) % len(names)]
         passed = [link for link in known if (link.host, link.direction) in {(one, "up"), (other, "down")}]
         if passed and (hosts is None or one in hosts or other in hosts):
-            ends = [virtual.inside(cluster, host, share=False) for host in (one, other)]  # the link, not the processor
+            # The link is measured, not the processor.
+            ends = [[*virtual.inside(cluster, host, share=False), sys.executable] for host in (one, other)]
             routes.append(Route(f"{one} -> {other}", ends[0], ends[1], cluster.address(other), passed))
     if not routes:
         raise Failure("nothing to verify: no link is throttled; e.g. tools/throttle.sh 10mbit", exits.USAGE)
@@ -242,8 +173,7 @@ def _in_a_ring(store: Store, cluster: Cluster, hosts: list[str] | None) -> list[
 def _to_peer(options: argparse.Namespace) -> tuple[list[Route], str]:
     if not options.peer:
         raise Failure(
-            f"{options.dev} cannot be verified alone: name a machine beyond it that has iperf3 and lets you in "
-            "by ssh: --peer HOST",
+            f"{options.dev} cannot be verified alone: name a machine beyond it that lets you in by ssh: --peer HOST",
             exits.USAGE,
         )
     known = [link for link in Store(virtual.SELF).links().values() if link.dev == options.dev]
@@ -256,20 +186,22 @@ def _to_peer(options: argparse.Namespace) -> tuple[list[Route], str]:
     leaves = nic.route_device(address)
     if leaves != options.dev:
         raise Failure(f"{options.peer} is reached through {leaves}, not through {options.dev}; name one beyond it")
-    there = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5", "--", options.peer]
+    there = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5", "--", options.peer, "python3"]
     routes = []
     for link in known:
         arrow = f"here -> {options.peer}" if link.direction == "up" else f"{options.peer} -> here"
-        routes.append(Route(arrow, [], there, address, [link], backwards=link.direction == "down"))
+        routes.append(Route(arrow, [sys.executable], there, address, [link], backwards=link.direction == "down"))
     return routes, options.peer
 
 
 def _verify_route(route: Route, options: argparse.Namespace, *, short: bool) -> dict[str, Any]:
-    expected, measured = goodput_one_way(route.rate_bit_s), measure(route, options.seconds)
+    sizes = MESSAGES_BYTES if short else ()
+    expected, found = goodput_one_way(route.rate_bit_s), measure(route, options.seconds, sizes)
+    measured = found["bit_s"]
     off = (measured / expected - 1) * 100
     lossy = any(link.shape and link.shape.netem for link in route.links)
     messages = []
-    for size, took in zip(MESSAGES_BYTES, message_times(route) if short else (), strict=False):
+    for size, took in zip(sizes, found["messages_s"], strict=True):
         least = least_s(size, route.rate_bit_s, route.burst_bytes)
         messages.append({"bytes": size, "took_s": took, "least_s": least, "ok": took >= 0.98 * least})
     return {

@@ -25,7 +25,7 @@ PURPOSE = """Limits the bandwidth of links, for real: the kernel's token bucket 
   tools/throttle.sh 10mbit --dev eth1 --hostfile hostfiles/lab.txt     the same on other machines, through ssh
   tools/throttle.sh 10mbit --for 10m              and unlimited again after 10 minutes
   tools/throttle.sh show --json                   what is asked and what is set
-  tools/throttle.sh verify                        measure it with iperf3
+  tools/throttle.sh verify                        measure it
   tools/throttle.sh clear                         put back what was there
   tools/throttle.sh keep                          let a throttle with an end (--for, --force) stay
 

@@ -119,11 +119,17 @@ def preview(point: Point) -> Preview:
     )
 
 
+def _question(point: Point) -> str:
+    """What a preview depends on; the rate of a link, for one, is unknown to the workload."""
+    told = [point.settings["workload"], point.settings["ranks_per_host"], point.ranks, "energy" in point.kinds]
+    return json.dumps([*told, {**point.flags, "seed": None}], sort_keys=True)
+
+
 def previews(points: Sequence[Point]) -> dict[str, Preview | Failure]:
-    """Name of the point -> its preview. Points that differ in their seed only share one dry run."""
+    """Name of the point -> its preview. Points whose workload is told the same, but for the seed, share one dry run."""
     cells: dict[str, Point] = {}
     for point in points:
-        cells.setdefault(point.cell, point)
+        cells.setdefault(_question(point), point)
 
     def one(point: Point) -> Preview | Failure:
         try:
@@ -136,7 +142,7 @@ def previews(points: Sequence[Point]) -> dict[str, Preview | Failure]:
         found = dict(zip(cells, pool.map(one, cells.values()), strict=True))
     result: dict[str, Preview | Failure] = {}
     for point in points:
-        known = found[point.cell]
+        known = found[_question(point)]
         if isinstance(known, Preview) and "seed" in point.flags:
             known = dataclasses.replace(known, config={**known.config, "seed": point.flags["seed"]})
         result[point.name] = known

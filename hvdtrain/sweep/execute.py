@@ -237,6 +237,7 @@ class Executor:
         except OSError as error:
             raise folder.cannot_write(where, error) from error
         with log, tempfile.TemporaryDirectory(prefix="hvdtrain-sweep-") as scratch:
+            os.chown(scratch, where.stat().st_uid, where.stat().st_gid)  # the hosts run as that user
             try:
                 timeout_s = self._task.sweep.timeout_s
                 with self._children.beside(self._others(run, Path(scratch)), self._environment):

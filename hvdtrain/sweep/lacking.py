@@ -76,8 +76,8 @@ def _launcher(point: Point) -> str | None:
     if asked == "none":
         return None
     path = command.environment()["PATH"]
-    needed = {"launch/mpirun.sh": ["mpirun"], "launch/horovodrun.sh": ["horovodrun", "mpirun"]}.get(asked, [asked])
-    for program in needed:
+    scripts = {"launch/mpirun.sh": ["mpirun"], "launch/horovodrun.sh": ["horovodrun", "mpirun"]}
+    for program in scripts.get(asked, asked.split()[:1]):
         if shutil.which(program, path=path) is None:
             return f"no {program} in PATH: run `make setup`, or load your cluster's MPI"
     return None

@@ -5,8 +5,8 @@ On disk, on every file system that a rank of the job writes to:
     checkpoints/step-00000120/
         shared.safetensors      equal on all ranks (weights, optimizer state): written once per file system
         rank0000.safetensors    one per rank that uses this file system (BatchNorm statistics, strategy state)
-        checkpoint.json         written last: schema, save (a random token), step, best, progress, ranks, identity,
-                                files {name: {sha256, bytes}} of all ranks, digest (SHA-256 of all the rest)
+        checkpoint.json         written last: schema, save (a random token), step, best, progress, ranks, layout,
+                                identity, files {name: {sha256, bytes}} of all ranks, digest (SHA-256 of the rest)
     checkpoints/.saving-step-00000120-<token>/      a save on its way, renamed when it is whole
     checkpoints/.replaced-step-00000120-<token>/    the one before of the same step, valid until the new is on all hosts
     checkpoints/.removing-step-00000120-<token>/    an old one on its way out
@@ -34,7 +34,7 @@ import re
 import secrets
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -44,7 +44,7 @@ import numpy as np
 from hvdtrain import files
 from hvdtrain.arrays_file import JSON, Arrays, pieces, read, write
 from hvdtrain.exits import BAD_CONFIG, BAD_DATA, CANNOT_WRITE, FAILED, IO_ERROR, NO_PERMISSION, Failure, printable
-from hvdtrain.identity import differing
+from hvdtrain.identity import current, differing
 
 SCHEMA = "hvdtrain/checkpoint/1"
 _MANIFEST = "checkpoint.json"
@@ -80,15 +80,19 @@ class Loaded:
     step: int
     shared: Arrays
     local: Arrays
+    """This rank's; empty if another number of ranks saved it"""
     progress: dict[str, JSON]
+    others: Sequence[Arrays] = ()
+    """If another number of ranks saved it, or as many in another layout: what each had as its own, in rank order"""
 
 
 class Checkpoints:
     """The checkpoints of one run in `folder`: the same path on every host, on one file system or on several.
 
-    `identity` is what a checkpoint must fit (workload, framework, digest of the parameters' names and shapes ...),
-    equal on all ranks. The last `keep` and the last one saved as best stay. `report` gets one line for each checkpoint
-    that newest() refuses; it is called on rank 0 only. One job at a time may use the folder (`lock`).
+    `identity` is what a checkpoint must fit (see `hvdtrain.identity`), `layout` the local rank of each rank, which may
+    be other than the layout that saved it; both are equal on all ranks. The last `keep` and the last one saved as best
+    stay. `report` gets one line for each checkpoint that newest() refuses; it is called on rank 0 only. One job at a
+    time may use the folder (`lock`).
     """
 
     def __init__(
@@ -98,6 +102,7 @@ class Checkpoints:
         *,
         keep: int,
         identity: dict[str, JSON],
+        layout: Sequence[int] = (),
         report: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
     ) -> None:
         if keep < 1:
@@ -105,6 +110,7 @@ class Checkpoints:
         self._folder, self._group, self._keep = folder, group, keep
         self._report: Callable[[str], None] = lambda line: report(printable(line)) if group.rank == 0 else None
         self._own, self._ranks = f"rank{group.rank:04d}.safetensors", group.size  # a group may lose ranks later
+        self._layout = list(layout) or [0] * group.size
         self._identity: dict[str, JSON] = json.loads(json.dumps(identity))
         self._refused: set[int] = set()
 
@@ -131,7 +137,7 @@ class Checkpoints:
         saving = _Saving(final, head["save"])
         try:
             parts = self._agree(task, CANNOT_WRITE, lambda: saving.write(shared, self._own, local))
-            head |= {"schema": SCHEMA, "ranks": self._ranks, "identity": self._identity}
+            head |= {"schema": SCHEMA, "ranks": self._ranks, "layout": self._layout, "identity": self._identity}
             head["files"] = {name: entry for part in parts for name, entry in part.items()}
             self._agree(task, CANNOT_WRITE, lambda: saving.publish(head))
         except Failure:
@@ -217,9 +223,7 @@ class Checkpoints:
         manifest = _manifest(self._folder / name)
         if manifest["step"] != step:
             raise ValueError(f"the folder's name disagrees with the step in its {_MANIFEST}, {manifest['step']}")
-        if (ranks := manifest["ranks"]) != self._ranks:
-            raise ValueError(f"it was saved by {ranks} ranks, here are {self._ranks}: start with -np {ranks}")
-        old, new = manifest["identity"], self._identity
+        old, new = current(manifest["identity"]), self._identity
         if old != new:
             raise ValueError(f"it does not fit this run: {'; '.join(differing(old, new))}")
         return manifest
@@ -229,10 +233,14 @@ class Checkpoints:
         try:
             folder, manifest = self._folder / name, self._manifest(name, step)
             stated, own = manifest["files"], self._own
-            if own not in stated:  # this rank had died, and the others went on: it starts as one of those
+            others: list[Arrays] = []
+            if (manifest["ranks"], manifest.get("layout", self._layout)) != (self._ranks, self._layout):
+                others = [read(folder / file, stated[file]) for file in sorted(set(stated) - {_SHARED})]
+            elif own not in stated:  # this rank had died, and the others went on: it starts as one of those
                 own = min((file for file in stated if file != _SHARED and (folder / file).exists()), default=own)
-            shared, local = (read(folder / file, stated[file]) for file in (_SHARED, own))
-            return Loaded(step=step, shared=shared, local=local, progress=manifest["progress"]), None
+            shared = read(folder / _SHARED, stated[_SHARED])
+            local = read(folder / own, stated[own]) if len(others) in (0, self._ranks) else {}
+            return Loaded(step=step, shared=shared, local=local, progress=manifest["progress"], others=others), None
         except Exception as error:  # whatever it is: the other ranks wait in the gather
             return None, _why(error)
 

@@ -66,7 +66,7 @@ class TrainConfig:
     batch_size: int | None = None
     """Samples per rank and step (default: 32); the global batch grows with the number of ranks"""
     global_batch_size: int | None = None
-    """Samples per step over all ranks, instead of --batch-size; must be a multiple of the number of ranks"""
+    """Samples per step over all ranks, instead of --batch-size; at least one for each"""
     lr: float = 0.05
     """Learning rate for a global batch of the size given (--batch-size or --global-batch-size)"""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
@@ -220,7 +220,7 @@ class BatchPlan:
 
     ranks: int
     rank_batch: int
-    """Samples per rank and step"""
+    """Samples per rank and step; where the ranks do not divide the global batch, some have one fewer"""
     global_batch: int
     """Samples per step over all ranks"""
     steps_per_epoch: int
@@ -247,17 +247,9 @@ class BatchPlan:
         return self.base_lr
 
 
-def rank_batch(config: TrainConfig, ranks: int) -> int:
-    """Samples per rank and step; raises Failure (78) if the global batch does not divide by `ranks`."""
-    if config.global_batch_size is None:
-        return config.batch_size or 32
-    if config.global_batch_size % ranks:
-        near = max(1, round(config.global_batch_size / ranks)) * ranks
-        raise Failure(
-            f"--global-batch-size {config.global_batch_size} is not a multiple of {ranks} ranks: try {near}",
-            exits.BAD_CONFIG,
-        )
-    return config.global_batch_size // ranks
+def global_batch(config: TrainConfig, ranks: int) -> int:
+    """Samples per step over all ranks."""
+    return config.global_batch_size or (config.batch_size or 32) * ranks
 
 
 def rank_shares(config: TrainConfig, ranks: int | None = None) -> tuple[float, ...] | None:
@@ -280,15 +272,14 @@ def rank_shares(config: TrainConfig, ranks: int | None = None) -> tuple[float, .
     return shares
 
 
-def batch_plan(config: TrainConfig, ranks: int, steps_per_epoch: int) -> BatchPlan:
+def batch_plan(config: TrainConfig, ranks: int, global_batch: int, steps_per_epoch: int) -> BatchPlan:
     """The arithmetic of batches, steps and learning rate for `ranks` ranks."""
-    per_rank = rank_batch(config, ranks)
-    ratio = ranks * per_rank / (config.global_batch_size or per_rank)
+    ratio = global_batch / (config.global_batch_size or config.batch_size or 32)
     factor = {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[config.lr_scaling]
     return BatchPlan(
         ranks=ranks,
-        rank_batch=per_rank,
-        global_batch=per_rank * ranks,
+        rank_batch=-(-global_batch // ranks),
+        global_batch=global_batch,
         steps_per_epoch=steps_per_epoch,
         steps=steps_per_epoch * config.epochs,
         base_lr=config.lr * factor,

@@ -1,8 +1,21 @@
-"""In what two descriptions of a run differ, for people."""
+"""What a run is: what must be equal for a checkpoint to continue it, and in what two descriptions of it differ.
+
+Must match: workload, model, data, optimizer, exchange, the size of the global batch, seed. May change: everything else,
+such as the learning rate, the number of epochs, the framework; and who trains: the number of ranks, their hosts, their
+shares of a batch, wherever the exchange can hand its state on (`strategies.Strategy.bound`).
+"""
 
 from __future__ import annotations
 
 from typing import Any
+
+
+def current(identity: dict[str, Any]) -> dict[str, Any]:
+    """An identity as this version has it: an older one named the ranks and each one's batch."""
+    if "rank_batch" not in identity:
+        return identity
+    kept = {name: value for name, value in identity.items() if name not in ("ranks", "rank_batch", "shares")}
+    return kept | {"global_batch": identity["ranks"] * identity["rank_batch"]}
 
 
 def differing(there: dict[str, Any], here: dict[str, Any]) -> list[str]:

@@ -69,6 +69,7 @@ class Loop:
             world,
             keep=run.config.keep_checkpoints,
             identity=run.identity(),
+            layout=world.gather(world.local_rank),
             report=self._say,
         )
         self._writer = observe.writer(run.config, folder, world.rank)
@@ -90,38 +91,40 @@ class Loop:
         (self._folder / "COMPLETE").unlink(missing_ok=True)
         with self._observers.watching(self._at.step):
             self._began_unix_s, self._nic_began = time.time(), self._world.nic_counters()
-            while self._at.step < self._plan.steps and not self._at.reached(
+            while self._at.epoch < self._config.epochs and not self._at.reached(
                 self._config.target_accuracy, self._measure, "accuracy"
             ):
-                if not self._epoch(self._at.step // self._plan.steps_per_epoch):
+                if not self._epoch(self._at.epoch):
                     return None
             return self._finish()
 
     def _epoch(self, epoch: int) -> bool:
         """Trains from where the epoch stands to its end, evaluates, records, saves; False if stopped by a signal."""
-        start = self._at.step % self._plan.steps_per_epoch
-        steps, every = self._plan.steps_per_epoch, self._config.checkpoint_steps
-        label = f"epoch {epoch + 1}/{self._config.epochs}"
+        start, every = self._at.consumed, self._config.checkpoint_steps
+        ends = self._loader.ends(start)
+        first, label = self._loader.step_at(start), f"epoch {epoch + 1}/{self._config.epochs}"
         with (
             contextlib.closing(self._loader.epoch(epoch, start=start)) as batches,
-            Progress(label, steps, "steps", enabled=self._world.rank == 0, done=start) as progress,
+            Progress(label, first + len(ends), "steps", enabled=self._world.rank == 0, done=first) as progress,
         ):
-            for done in range(start + 1, steps + 1):
+            for end in ends:
+                last = end == ends[-1]
                 with self._observers.step(self._at.step):
-                    loss = self._step(epoch, batches, last=done == steps)
+                    loss = self._step(epoch, batches, end, last)
                 progress.advance(note=f"loss {loss:.4f}")
                 self._save_due |= bool(every and self._at.step % every == 0)
                 savable = self._strategy.level or self._strategy.common is not None
-                if done < steps and savable and (self._stopping or self._save_due):
+                if not last and savable and (self._stopping or self._save_due):
                     self._save()
                     if self._stopping:
                         return False
         self._end_epoch(epoch, save=self._stopping)
         return not self._stopping
 
-    def _step(self, epoch: int, batches: Any, last: bool) -> float:
-        """One step on all ranks, the `last` of its epoch or not; its mean loss."""
-        at, clock, lr = self._at, self._clock, self._plan.learning_rate(self._at.step)
+    def _step(self, epoch: int, batches: Any, end: int, last: bool) -> float:
+        """One step on all ranks up to sample `end` of its epoch, the `last` one or not; its mean loss."""
+        at, clock = self._at, self._clock
+        lr = self._plan.learning_rate(epoch * self._plan.steps_per_epoch + self._loader.step_at(at.consumed))
         began = time.perf_counter()
         with clock.span("data"):
             batch = next(batches)
@@ -159,7 +162,7 @@ class Loop:
         )
         self._writer.write(record)
         self._spent.add(record)
-        at.add(record, seconds=time.perf_counter() - began, samples=batch.total_weight)
+        at.add(record, seconds=time.perf_counter() - began, samples=batch.total_weight, consumed=end)
         if check:
             agreement.check(self._replica.state(), self._world)
             self._check_due = False
@@ -172,7 +175,7 @@ class Loop:
     def _end_epoch(self, epoch: int, save: bool) -> None:
         with self._clock.span("validation"):
             if self._precise_bn:
-                first = max(0, self._plan.steps_per_epoch - self._precise_bn)
+                first = [0, *self._loader.ends()][max(0, self._plan.steps_per_epoch - self._precise_bn)]
                 renew_statistics(self._replica, self._loader.epoch(epoch, start=first))
             loss, scores = self._evaluate(getattr(self._dataset, self._config.evaluate_on))
         record, is_best = self._at.end_epoch(
@@ -269,9 +272,18 @@ class Loop:
                 )
             self._say("starting at step 0")
             return
-        self._at = Position.of(loaded.progress)
+        before = loaded.progress
+        if "consumed" not in before:  # a version that counted steps saved it
+            epoch, steps = divmod(loaded.step, self._plan.steps_per_epoch)
+            before |= {"epoch": epoch, "consumed": [0, *self._loader.ends()][steps]}
+        self._at = Position.of(before)
         snapshot.restore(loaded, self._replica, self._strategy)
-        self._writer.write(records.Resumed(step=self._at.step, utc=records.utc_now(), links=self._world.links))
+        hosts = len(set(self._world.gather(self._world.host)))
+        self._writer.write(
+            records.Resumed(
+                step=self._at.step, utc=records.utc_now(), links=self._world.links, ranks=self._world.size, hosts=hosts
+            )
+        )
         self._say(f"resumed at step {self._at.step} of {self._plan.steps}")
 
     def _say(self, message: str) -> None:

@@ -16,8 +16,12 @@ from hvdtrain.measures import Measure
 class Position:
     """Steps done and sums so far. Seconds and bytes are rank 0's where they are recorded, samples are all ranks'."""
 
+    epoch: int = 0
+    """Epochs done"""
+    consumed: int = 0
+    """Of the current epoch's samples (images, captions), how many all ranks together have trained on"""
     step: int = 0
-    """Steps done since the start of the run"""
+    """Steps done since the start of the run: the number of the next one"""
     totals: list[float] = dataclasses.field(default_factory=list)
     """Of the current epoch over all ranks, as far as known: see `Exchanged.totals`"""
     epoch_s: float = 0.0
@@ -52,9 +56,11 @@ class Position:
         """Adds totals of all ranks that have become known: of one step, or several."""
         self.totals = [a + b for a, b in zip(self.totals or [0.0] * len(totals), totals.tolist(), strict=True)]
 
-    def add(self, step: records.Step, *, seconds: float, samples: int) -> None:
-        """A step is done: how long it took in all, and the samples of all ranks."""
+    def add(self, step: records.Step, *, seconds: float, samples: int, consumed: int) -> None:
+        """A step is done: how long it took in all, its samples on all ranks (captions: words), and how many samples of
+        the epoch are `consumed` by now."""
         self.step += 1
+        self.consumed = consumed
         self.epoch_s += seconds
         self.bytes_sent += step.bytes_sent
         if not step.warmup:
@@ -97,6 +103,7 @@ class Position:
         self.validation_s += record.validation_s
         self.validation_scores.append(scores)
         self.totals, self.epoch_s, self.rated_s, self.rated_samples = [], 0.0, 0.0, 0
+        self.epoch, self.consumed = epoch + 1, 0
         return record, is_best
 
     def summary(self, *, ranks: int, **measured: Any) -> records.Summary:

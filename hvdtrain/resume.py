@@ -54,21 +54,15 @@ def earlier(cls: type[C], workload: str, settings: Mapping[str, Any]) -> dict[st
         folder = asked
     if not asked or folder is None:
         return {}
-    path = Path(folder) / "manifest.json"
-    try:
-        found = path.exists()
-    except OSError as error:
-        raise files.refused(f"--resume {folder}", error, exits.BAD_DATA, "check the folder") from error
-    if not found and isinstance(asked, bool):
+    manifest = _manifest(Path(folder))
+    if manifest is None and isinstance(asked, bool):
         return {}
-    if not found:
+    if manifest is None:
         raise Failure(
-            f"--resume {folder}: no run there (no {path}); see `hvdtrain results list`, or start one with --run-dir",
+            f"--resume {folder}: no run there (no manifest.json); see `hvdtrain results list`, or start one with "
+            "--run-dir",
             exits.BAD_DATA,
         )
-    manifest = records.read_document(path)
-    if not isinstance(manifest, records.Manifest):
-        raise Failure(f"{path}: no manifest, but a record of type {manifest.type}", exits.BAD_DATA)
     if manifest.workload != workload:
         raise Failure(
             f"{folder} is a run of {manifest.workload}: python -m hvdtrain.{manifest.workload} --resume {folder}",
@@ -82,5 +76,34 @@ def earlier(cls: type[C], workload: str, settings: Mapping[str, Any]) -> dict[st
     try:
         parser.parse_object(kept, env=False, defaults=False)
     except argparse.ArgumentError as error:
-        raise Failure(f"{path}: its settings are damaged ({' '.join(str(error).split())})", exits.BAD_DATA) from error
+        told = " ".join(str(error).split())
+        raise Failure(f"{folder}/manifest.json: its settings are damaged ({told})", exits.BAD_DATA) from error
     return kept
+
+
+def global_batch(config: configuration.TrainConfig, ranks: int) -> int:
+    """Samples per step over all ranks. If only the number of ranks is another than that of the run that goes on, its
+    steps are as large as before: --batch-size counts for the ranks that the run began with.
+
+    Raises Failure (65) for a manifest that is damaged.
+    """
+    manifest = _manifest(Path(config.run_dir)) if config.resume and config.run_dir else None
+    given = ("batch_size", "global_batch_size")
+    kept = manifest.plan.get("global_batch") if manifest else None
+    if manifest and type(kept) is int and all(manifest.config.get(name) == getattr(config, name) for name in given):
+        return kept
+    return configuration.global_batch(config, ranks)
+
+
+def _manifest(folder: Path) -> records.Manifest | None:
+    """That of the run in this folder, None if there is none. Raises Failure (65) if it is damaged."""
+    path = folder / "manifest.json"
+    try:
+        if not path.exists():
+            return None
+    except OSError as error:
+        raise files.refused(f"--resume {folder}", error, exits.BAD_DATA, "check the folder") from error
+    manifest = records.read_document(path)
+    if not isinstance(manifest, records.Manifest):
+        raise Failure(f"{path}: no manifest, but a record of type {manifest.type}", exits.BAD_DATA)
+    return manifest

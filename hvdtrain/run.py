@@ -61,7 +61,7 @@ def _identity(
         "model": model,
         "data": data["fingerprint"],
         **{name: config[name] for name in STATEFUL if name in config},  # an older version has fewer
-        **{name: plan[name] for name in ("ranks", "rank_batch", "shares") if name in plan},
+        "global_batch": plan["global_batch"],
         "seed": config["seed"],
     }
 
@@ -143,9 +143,10 @@ def kept_shares(folder: Path, world: World) -> tuple[float, ...] | None:
     return tuple(kept) if kept and len(kept) == world.size else None
 
 
-def check_same(run: Run, folder: Path, world: World) -> None:
-    """Raises Failure (78) if the folder's run was made with settings that must be equal and are not, Failure (65) if
-    its manifest is damaged; collective."""
+def check_same(run: Run, bound: str | None, folder: Path, world: World) -> None:
+    """Raises Failure (78) if the folder's run was made with settings that must be equal and are not, or by another
+    number of ranks to which its strategy's state is `bound` (why), Failure (65) if its manifest is damaged; collective.
+    """
     path, told = folder / "manifest.json", None
     if world.rank == 0 and path.exists():
         kept = records.read_document(path)
@@ -154,12 +155,23 @@ def check_same(run: Run, folder: Path, world: World) -> None:
         except KeyError as error:
             raise Failure(f"{path}: its settings are damaged (no {error.args[0]})", exits.BAD_DATA) from error
         here = json.loads(json.dumps({name: value for name, value in run.identity().items() if name in there}))
+        ranks = kept.plan.get("ranks")
         if differences := identity.differing(there, here):
             told = f"{folder} was made with other settings: {'; '.join(differences)}. Give the same"
-            if there.get("ranks") != here.get("ranks"):
-                told += f" (start with -np {there['ranks']})"
-    if told := world.gather(told)[0]:
+        elif bound and ranks != run.plan.ranks:
+            told = (
+                f"{folder} was made by {ranks} ranks, here are {run.plan.ranks}, and with --strategy "
+                f"{run.config.strategy} {bound}: start with -np {ranks}"
+            )
+    answers = world.gather([told, run.plan.global_batch])
+    if told := answers[0][0]:
         raise Failure(f"{told}, or choose another --run-dir", exits.BAD_CONFIG)
+    if len({batch for _, batch in answers}) > 1:
+        raise Failure(
+            f"{path} is not on all hosts: with another number of ranks a run goes on only where all of them see its "
+            "folder",
+            exits.BAD_CONFIG,
+        )
 
 
 def show_shares(shares: Sequence[float] | None, rank_samples: Sequence[int]) -> str:
@@ -259,9 +271,10 @@ def git_commit() -> str | None:
 def arithmetic(config: TrainConfig, plan: BatchPlan, facts: Mapping[str, Any]) -> str:
     """What a person wants to check before step 0, as text."""
     warmup = f", warm-up over {plan.warmup_steps} steps" if plan.warmup_steps else ""
+    each = f"{plan.rank_batch - 1} or {plan.rank_batch}" if plan.global_batch % plan.ranks else plan.rank_batch
     lines = {
         **facts,
-        "batch": f"{plan.rank_batch} samples per rank{' on average' if plan.shares else ''} x {plan.ranks} ranks = "
+        "batch": f"{each} samples per rank{' on average' if plan.shares else ''} x {plan.ranks} ranks = "
         f"{plan.global_batch} per step",
         "steps": f"{plan.steps_per_epoch} per epoch x {config.epochs} epochs = {plan.steps}",
         "learning rate": f"{plan.base_lr:g} = {plan.scaling}; {plan.schedule}{warmup}",

@@ -33,7 +33,8 @@ def taken(replica: Replica, strategy: Strategy) -> tuple[Arrays, Arrays]:
 def restore(loaded: Loaded, replica: Replica, strategy: Strategy) -> None:
     """Both are as they were when it was taken. Raises Failure (65) for arrays that are not this replica's."""
     parts: dict[str, Arrays] = {"own": {}, "buffer": {}, "strategy": {}, "drift": {}}
-    for name, array in loaded.local.items():
+    local = handed_on(loaded, strategy) if loaded.others else loaded.local
+    for name, array in local.items():
         prefix, _, rest = name.partition(".")
         if prefix not in parts:
             raise Failure(f"checkpoint of step {loaded.step}: no rank has an array {name!r:.80}", BAD_DATA)
@@ -45,6 +46,21 @@ def restore(loaded: Loaded, replica: Replica, strategy: Strategy) -> None:
     if parts["drift"]:
         replica.set_weights(parts["drift"]["weights"])
     strategy.load(parts["strategy"])
+
+
+def handed_on(loaded: Loaded, strategy: Strategy) -> Arrays:
+    """This rank's own part of what another number of ranks saved, or as many on other hosts: running statistics are
+    the ranks' mean, which is what evaluation uses; what becomes of its state the strategy says."""
+    states = [
+        {name.removeprefix("strategy."): array for name, array in each.items() if name.startswith("strategy.")}
+        for each in loaded.others
+    ]
+    own = {name: array for name, array in loaded.local.items() if not name.startswith("strategy.")} or {
+        name: np.mean([each[name] for each in loaded.others], axis=0, dtype=array.dtype)
+        for name, array in loaded.others[0].items()
+        if name.startswith("buffer.")
+    }
+    return own | {f"strategy.{name}": array for name, array in strategy.handed_on(states).items()}
 
 
 def _fit(step: int, found: Arrays, known: Arrays) -> None:

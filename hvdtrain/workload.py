@@ -71,14 +71,14 @@ class Workload:
         Collective. Raises Failure (78) if settings do not fit together, the data, the launcher or the other ranks.
         """
         config, place, shapes = self.config, self.place, list(self.shapes.values())
-        batch = configuration.rank_batch(config, place.size)
+        batch = resume.global_batch(config, place.size)
         shares = configuration.rank_shares(config, place.size)
         train = self.dataset.train
-        loader = Loader(train, batch_size=batch, rank=place.rank, size=place.size, seed=config.seed, shares=shares)
-        plan = configuration.batch_plan(config, place.size, loader.steps_per_epoch)
+        loader = Loader(train, global_batch=batch, rank=place.rank, size=place.size, seed=config.seed, shares=shares)
+        plan = configuration.batch_plan(config, place.size, batch, loader.steps_per_epoch)
         observe.check(config, plan.steps, place)
         parameters = sum(math.prod(shape) for shape in shapes)
-        used = threads.per_rank(config.threads, place, batch * self.multiply_adds)
+        used = threads.per_rank(config.threads, place, plan.rank_batch * self.multiply_adds)
         layout = strategies.Layout(ranks=place.size, hosts=-(-place.size // place.local_size))
         if config.strategy == "help":
             catalogue.show(config, shapes, layout)
@@ -166,7 +166,7 @@ class Job:
             about = dataclasses.replace(about, plan=dataclasses.replace(about.plan, shares=shares))
             loader = loader.divided(shares)
             facts["shares"] = f"{run.show_shares(shares, loader.rank_samples)}, {how}"
-        run.check_same(about, folder, ranks)
+        run.check_same(about, self.strategy.bound, folder, ranks)
         facts |= run.write_manifest(
             about, folder, device=device, threads=self.threads, world=ranks, documents=documents or {}
         )

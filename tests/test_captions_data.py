@@ -188,7 +188,7 @@ def test_a_batch_holds_what_the_split_says() -> None:
 def test_the_loaders_weights_are_targets_and_exact(scenes: CaptionDataset) -> None:
     """Over uneven ranks and both kinds of epochs: each step's ranks add up, and an epoch has every target once."""
     part = scenes.validation
-    loaders = [Loader(part, batch_size=100, rank=rank, size=3, seed=1, shares=[1, 2, 3]) for rank in range(3)]
+    loaders = [Loader(part, global_batch=300, rank=rank, size=3, seed=1, shares=[1, 2, 3]) for rank in range(3)]
     shards = [shard(part, batch_size=100, rank=rank, size=3) for rank in range(3)]
     for ranks in (zip(*(loader.epoch(0) for loader in loaders), strict=True), itertools.zip_longest(*shards)):
         targets = 0

@@ -365,7 +365,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: edit(f / "checkpoint.json", identity={"workload": "resnet"}),
         "framework: None there, 'torch' here",
     ),
-    "ranks": (lambda f: edit(f / "checkpoint.json", ranks=4), "saved by 4 ranks, here are 1: start with -np 4"),
+    "older version": (
+        lambda f: edit(f / "checkpoint.json", identity={"ranks": 2, "rank_batch": 8}),
+        "workload: None there, 'resnet' here",
+    ),
     "renamed": (lambda f: f.rename(f.with_name("step-00000077")), "disagrees with the step in its checkpoint.json, 20"),
     "a directory": (lambda f: into_a_folder(f / "shared.safetensors"), "a folder, not a plain file"),
     "a pipe": (lambda f: into_a_pipe(f / "shared.safetensors"), "shared.safetensors: a pipe, not a plain file"),
@@ -436,6 +439,24 @@ def test_each_disk_gets_the_shared_file_once_and_each_rank_loads_its_own(tmp_pat
         here = [f"rank{rank:04d}.safetensors" for rank in range(4) if DISKS[disk](rank) == host]
         assert present(folder) == names(20, 30)
         assert present(folder / names(30)[0]) == ["checkpoint.json", *here, "shared.safetensors"]
+
+
+@pytest.mark.parametrize("now", [[0], [0, 1], [0, 1, 0], [0, 1, 2], [0, 1, 2, 3]], ids=str)
+def test_other_ranks_load_what_each_of_the_old_ones_saved(tmp_path: Path, now: list[int]) -> None:
+    """Another number, or as many on other hosts; the same get their own alone."""
+    before = [0, 1, 0]
+    run(3, lambda group: str(save(tmp_path, 10, group=group, layout=before)))
+
+    def load(group: Pipes) -> bool:
+        loaded = found(make(tmp_path, group, layout=now))
+        own = [state(10, rank)[1] for rank in range(3)]
+        everyones = len(loaded.others) == 3 and all(map(same, loaded.others, own))
+        mine = same(loaded.local, own[group.rank]) if len(now) == 3 else not loaded.local
+        return mine and (not loaded.others if now == before else everyones) and same(loaded.shared, state(10)[0])
+
+    assert all(run(len(now), load))
+    (tmp_path / names(10)[0] / "rank0001.safetensors").unlink()
+    assert not any(run(len(now), lambda group: make(tmp_path, group, layout=now).newest() is not None))
 
 
 def test_hosts_that_differ_in_the_last_bit_get_back_their_own(tmp_path: Path) -> None:

@@ -162,7 +162,7 @@ def test_the_loader_reads_the_map(tmp_path: Path) -> None:
     tree(tmp_path / "in")
     prepare(config(tmp_path))
     split = open_images(tmp_path / "out").train
-    for batch in Loader(split, batch_size=4, rank=0, size=1, seed=0).epoch(0):
+    for batch in Loader(split, global_batch=4, rank=0, size=1, seed=0).epoch(0):
         shown, labels = batch.arrays
         for image, label in zip(shown, labels, strict=True):
             twins = np.all(split.samples == image.astype(np.float16), axis=(1, 2, 3))

@@ -28,8 +28,8 @@ def numbered(samples: int) -> ImageSplit:
 def loaders(
     samples: int, batch_size: int, size: int, seed: int = 0, shares: Sequence[float] | None = None
 ) -> list[Loader]:
-    split, common = numbered(samples), {"batch_size": batch_size, "size": size, "seed": seed, "shares": shares}
-    return [Loader(split, rank=rank, **common) for rank in range(size)]  # type: ignore[arg-type]
+    split, whole = numbered(samples), batch_size * size
+    return [Loader(split, global_batch=whole, rank=r, size=size, seed=seed, shares=shares) for r in range(size)]
 
 
 def seen(batches: Iterator[Batch]) -> list[list[int]]:
@@ -133,9 +133,41 @@ def test_an_epoch_is_a_pure_function_and_start_is_its_tail(
 ) -> None:
     loader = loaders(*shape, seed)[-1]
     whole = seen(loader.epoch(3))
-    start = data.draw(st.integers(0, len(whole)))
+    step, ends = data.draw(st.integers(0, len(whole))), [0, *loader.ends()]
     assert seen(loader.epoch(3)) == whole
-    assert seen(loader.epoch(3, start)) == whole[start:]
+    assert seen(loader.epoch(3, ends[step])) == whole[step:]
+    assert loader.ends(ends[step]) == ends[step + 1 :] and loader.step_at(ends[step]) == step
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 40), st.integers(1, 150), st.data())
+def test_others_go_on_where_some_stopped(before: int, now: int, batch: int, samples: int, data: st.DataObject) -> None:
+    """Whatever both numbers of ranks and the global batch, which neither has to divide: an epoch has each sample once,
+    in the same order, and only the last two steps may be cut in another way."""
+
+    def ranks(count: int) -> list[Loader]:
+        return [Loader(numbered(samples), global_batch=batch, rank=r, size=count, seed=1) for r in range(count)]
+
+    def drawn(loaders: list[Loader], start: int) -> list[list[int]]:
+        """The labels of each step, over all ranks."""
+        steps = zip(*(seen(loader.epoch(2, start)) for loader in loaders), strict=True)
+        return [[label for rank in step for label in rank] for step in steps]
+
+    if min(samples // 2, batch) < max(before, now):
+        return
+    alone, first, others = ranks(1), ranks(before), ranks(now)
+    order = [label for step in drawn(alone, 0) for label in step]
+    stop = data.draw(st.sampled_from(first[0].ends()))
+    try:
+        rest = drawn(others, stop)
+    except Failure as failure:
+        left, fewer = samples - stop, int(str(failure).rsplit(" or fewer")[0].rsplit(maxsplit=1)[-1])
+        assert f"{left} samples left in the epoch are too few for {now} ranks" in str(failure)
+        assert 0 < left < 2 * now and fewer < now
+        rest = drawn(ranks(fewer), stop)
+    done = [label for step in drawn(first, 0) for label in step][:stop]
+    assert done + [label for step in rest for label in step] == order
+    assert all(len(step) == batch for step in rest[:-2])
 
 
 def test_epochs_seeds_and_steps_differ() -> None:
@@ -199,7 +231,7 @@ def test_every_stored_value_becomes_its_float(dtype: str) -> None:
         stored = np.arange(0x3C01, dtype=np.uint16).view(np.float16).astype(dtype)
         expected = stored.astype(np.float32)
     split = ImageSplit(samples=stored.reshape(1, 1, -1, 1), labels=np.zeros(1, np.int64))
-    (batch,) = Loader(split, batch_size=1, rank=0, size=1, seed=0).epoch(0)
+    (batch,) = Loader(split, global_batch=1, rank=0, size=1, seed=0).epoch(0)
     assert np.allclose(batch.arrays[0].ravel(), expected, rtol=2e-7 if dtype == "uint8" else 0, atol=0)
 
 
@@ -208,7 +240,7 @@ def test_gathering_allocates_the_batch_and_no_more(tmp_path: Path, dtype: str) -
     np.save(tmp_path / "samples.npy", np.zeros((256, 64, 64, 1), dtype))
     samples: NDArray[np.generic] = np.asarray(np.load(tmp_path / "samples.npy", mmap_mode="r"))
     split = ImageSplit(samples=samples, labels=np.zeros(256, np.int64))
-    batches = Loader(split, batch_size=128, rank=0, size=1, seed=0)._batches(0, 0)
+    batches = Loader(split, global_batch=128, rank=0, size=1, seed=0)._batches(0, 0)
     tracemalloc.start()
     try:
         batch = next(batches)

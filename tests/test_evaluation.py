@@ -41,7 +41,7 @@ def replica(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture(scope="module")
 def batches() -> list[data.Batch]:
     train = data.load("digits", (16, 16)).train
-    return list(Loader(train, batch_size=256, rank=0, size=1, seed=1).epoch(0))[:3]
+    return list(Loader(train, global_batch=256, rank=0, size=1, seed=1).epoch(0))[:3]
 
 
 def taken(replica: Any, batches: list[data.Batch]) -> dict[str, np.ndarray]:

@@ -28,7 +28,7 @@ def exchanged(kind: type[Half], vectors: np.ndarray) -> np.ndarray:
 
     def program(host: Hosts) -> tuple[np.ndarray, int]:
         values = vectors[host.index].copy()
-        kind([(size,)], CONFIG).between(values, host)
+        kind([(size,)], CONFIG).sum(values, host)
         return values, host.sent_bytes
 
     results = fake_hosts.run(hosts, program)

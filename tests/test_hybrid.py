@@ -31,7 +31,7 @@ def numpy_training() -> tuple[np.ndarray, list[float]]:
     """The weights and losses of programs/hybrid.py's problem in float64, on whole global batches."""
     program = runpy.run_path(str(PROGRAMS / "hybrid.py"), run_name="read")
     split, start = program["problem"]()
-    loader = Loader(split, batch_size=program["GLOBAL_BATCH"], rank=0, size=1, seed=program["SEED"])
+    loader = Loader(split, global_batch=program["GLOBAL_BATCH"], rank=0, size=1, seed=program["SEED"])
     weight, momentum, losses = start.astype(np.float64), 0.0, []
     for batch in (batch for epoch in range(program["EPOCHS"]) for batch in loader.epoch(epoch)):
         inputs, labels = batch.arrays[0].reshape(batch.weight, -1).astype(np.float64), batch.arrays[1]
@@ -109,7 +109,7 @@ def test_measured_shares_let_all_ranks_end_at_the_same_time(speeds: list[tuple[f
 
     def rank(hosts: Any) -> tuple[tuple[float, ...], float]:
         replica = Timed(*speeds[hosts.index])
-        loader = Loader(split, batch_size=48, rank=hosts.index, size=size, seed=0)
+        loader = Loader(split, global_batch=48 * size, rank=hosts.index, size=size, seed=0)
         shares = measured_shares(Ranks(hosts), replica, loader.first_of).shares  # type: ignore[arg-type]
         assert replica.statistic == 0
         return shares, sum(loader.divided(shares).rank_samples)
@@ -232,7 +232,7 @@ def test_shares_without_hybrid_or_not_one_for_each_rank_are_refused() -> None:
         TrainConfig(strategy="hierarchical", shares="3,1")
     assert refused.value.code == 78
     config = TrainConfig(strategy="hybrid", shares="3,1")
-    assert rank_shares(config, 2) == (3.0, 1.0) == batch_plan(config, 2, 5).shares
+    assert rank_shares(config, 2) == (3.0, 1.0) == batch_plan(config, 2, 64, 5).shares
     with pytest.raises(Failure, match="2 numbers for 3 ranks; give one for each, in order of ranks") as refused:
         rank_shares(config, 3)
     assert refused.value.code == 78

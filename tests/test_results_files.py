@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from hvdtrain import records
 from hvdtrain.exits import Failure
-from hvdtrain.results import load
+from hvdtrain.results import groups, load
 from hvdtrain.results.__main__ import main
 
 METRICS = Path("metrics") / "rank0000.jsonl"
@@ -262,6 +262,18 @@ def test_of_a_resumed_run_the_later_record_counts(folder: Path) -> None:
     assert row["resumed"] is True
     assert row["wire_bytes_per_step"] == pytest.approx(1.05 * GOOD.limit_bytes * 10 / 6)  # NIC counters: 6 steps
     assert load.epochs(folder).equals(before)
+    for ranks, hosts in ((2, 2), (1, 1), (2, 1)):
+        resumed |= {"ranks": ranks, "hosts": hosts}
+        put(folder, [*whole[:-1], *(json.dumps(record) + "\n" for record in [resumed, *later[1:]])])
+        loaded = load.load([folder])
+        row = loaded.runs.iloc[0]
+        if (ranks, hosts) == (2, 2):
+            assert (row["ranks"], row["hosts"], row["marked"]) == (2, 2, None), "as before"
+            continue
+        said = f"its ranks changed on the way: 2 on 2 hosts, {ranks} on {hosts} from step 4"
+        assert (row["state"], row["marked"]) == ("complete", said)
+        assert row[["ranks", "hosts", "ranks_per_host"]].isna().all()
+        assert groups.usable(loaded.runs).empty, "it enters no figure"
 
 
 def test_energy_is_the_sum_of_the_samples_or_nothing(folder: Path) -> None:

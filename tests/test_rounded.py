@@ -39,7 +39,7 @@ def totals(inputs: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray, int]:
 def sums(reducers: Sequence[Int8], inputs: np.ndarray) -> tuple[np.ndarray, int]:
     def host(hosts: Any) -> tuple[np.ndarray, int]:
         values = inputs[hosts.index].copy()
-        reducers[hosts.index].between(values, hosts)
+        reducers[hosts.index].sum(values, hosts)
         return values, hosts.sent_bytes
 
     results = fake_hosts.run(len(reducers), host)
@@ -129,17 +129,6 @@ def test_reducers_lose_nothing_and_arrive_with_time(kind: type[Int8], hosts: int
         received += out
         step = (hosts + 1) * float(np.abs(given_in).max()) / (2 ** (kind.bits - 1) - 1)
         assert np.abs(received / turn - whole).max() < (step + 1e-6) / turn
-
-
-def test_one_host_of_what_were_two_gets_what_is_left() -> None:
-    two = [Int4(SHAPES, TrainConfig()) for _ in range(2)]
-    sums(two, normal(0, 2, SIZE))
-    error = two[0].state()["error"]
-    assert error.any()
-    out, sent = sums(two[:1], np.zeros((1, SIZE), np.float32))
-    assert np.array_equal(out, error)
-    assert sent == 0
-    assert not left(two[:1]).any()
 
 
 def test_resumed_is_as_if_never_interrupted() -> None:

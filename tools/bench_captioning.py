@@ -75,7 +75,7 @@ def padding_percent() -> float:
     """Share of the positions of an epoch's batches, of all ranks, at which no word is."""
     split, words, positions = load("shapes").train, 0, 0
     for rank in range(RANKS):
-        for batch in Loader(split, batch_size=BATCH, rank=rank, size=RANKS, seed=0).epoch(0):
+        for batch in Loader(split, global_batch=BATCH * RANKS, rank=rank, size=RANKS, seed=0).epoch(0):
             words += int(batch.weight)
             positions += batch.arrays[1][:, 1:].size
     return 100 * (1 - words / positions)

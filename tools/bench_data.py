@@ -108,7 +108,7 @@ def processor_s() -> float:
 
 def bench_loading(folder: Path, batch_size: int) -> dict[str, Any]:
     """What making a batch takes, and how long a step of 100 ms waits for it when it is prefetched."""
-    loader = Loader(open_images(folder).train, batch_size=batch_size, rank=0, size=1, seed=0)
+    loader = Loader(open_images(folder).train, global_batch=batch_size, rank=0, size=1, seed=0)
     made_s, waited_s = [], []
     for epoch in range(3):
         batches = loader._batches(epoch, 0)

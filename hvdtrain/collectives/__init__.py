@@ -159,6 +159,21 @@ class TensorFlowCollectives(Collectives, Protocol):
         ...
 
 
+class OneHost:
+    """See `Hosts`: there is no other one."""
+
+    count, index, sent_bytes = 1, 0, 0
+
+    def exchange(self, parts: Sequence[np.ndarray], *, even: bool = False) -> list[np.ndarray]:
+        return list(parts)
+
+    def gather(self, part: np.ndarray, *, even: bool = False) -> list[np.ndarray]:
+        return [part]
+
+    def sum(self, values: np.ndarray) -> None:
+        pass
+
+
 class Alone:
     """A process by itself: rank 0 of 1, for which nothing needs to be sent."""
 
@@ -190,7 +205,14 @@ class Alone:
 
     def reduce(self, values: np.ndarray, between: Callable[[np.ndarray, Any], None]) -> int:
         """See `streams.StreamRanks.reduce`."""
+        self._only("sum vectors by a reducer")
+        between(values, OneHost())
         return 0
+
+    def _only(self, what: str) -> None:
+        """Several ranks must have a way of their own to do it."""
+        if self.size > 1:
+            raise NotImplementedError(f"ranks joined by {self.carrier} cannot {what}")
 
     # --- PyTorch ------------------------------------------------------------------------------------------------
 
@@ -201,6 +223,7 @@ class Alone:
         return handle
 
     def overlapped(self, model: Any, optimizer: Any, config: TrainConfig) -> TorchStep:
+        self._only("exchange gradients during backward")
         return TorchStep(model, optimizer)
 
     # --- TensorFlow ---------------------------------------------------------------------------------------------
@@ -215,6 +238,7 @@ class Alone:
         return tensor
 
     def summed_gradients(self, tape: Any, loss: Any, weights: list[Any]) -> list[Any]:
+        self._only("exchange gradients during backward")
         return list(tape.gradient(loss, weights))
 
 

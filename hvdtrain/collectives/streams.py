@@ -86,6 +86,8 @@ class StreamHosts:
         return self.exchange([part] * self.count, even=even)
 
     def sum(self, values: np.ndarray) -> None:
+        if self.count == 1:
+            return
         if values.nbytes <= SMALL_BYTES or values.size < self.count:
             parts = self.gather(values.copy())
             np.copyto(values, parts[0])
@@ -201,8 +203,7 @@ class StreamRanks(Alone):
             self._scratch = np.empty_like(values)
         for member in self._members:
             values += swap(None, None, member, self._scratch.view(values.dtype))
-        if self.hosts.count > 1:
-            between(values, self.hosts)
+        between(values, self.hosts)
         for member in self._members:
             swap(member, values, None)
         return self.hosts.sent_bytes - before + values.nbytes * len(self._members)

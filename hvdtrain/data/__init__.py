@@ -2,7 +2,7 @@
 
     dataset = load("digits", (32, 32))                          # bundled, no download
     dataset = load("fish", None)                                # a folder made by `hvdtrain data images`
-    loader = Loader(dataset.train, batch_size=128, rank=0, size=4, seed=1)     # hvdtrain.data.loader
+    loader = Loader(dataset.train, global_batch=512, rank=0, size=4, seed=1)   # hvdtrain.data.loader
     for batch in loader.epoch(0): ...
 
 A batch of images holds them as float32 in 0..1, laid out (samples, height, width, channels), and labels as int64; one
@@ -33,7 +33,7 @@ class Split(Protocol):
 
     def order(self, stream: np.random.Generator, borders: Sequence[int]) -> NDArray[np.int64]:
         """A permutation of all items for one epoch, drawn from `stream` alone; order[borders[k] : borders[k + 1]] is
-        the global batch of step k."""
+        the global batch of step k (the last of which a loader may cut in another way)."""
         ...
 
     def batch(self, mine: NDArray[np.int64], everyones: NDArray[np.int64], key: int | None) -> Batch:

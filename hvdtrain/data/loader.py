@@ -1,10 +1,10 @@
 """Batches for training and evaluation: sharded over ranks, planned from the seed, prepared while the step computes.
 
-**The plan of an epoch** is a pure function of (seed, epoch, number of ranks): every rank draws the same permutation of
-all samples, step k takes the next global batch of it, and each rank takes a contiguous part of that: an even one, or
-its share, where ranks are of unequal speed. So ranks are disjoint, together they cover each sample exactly once, all
-make the same number of steps, and a run that resumes at step k gets exactly what it would have got. Global batches are
-the same whatever the shares.
+**The order of an epoch** is a pure function of (seed, epoch, size of the global batch): every rank draws the same
+permutation of all samples. A step takes the next global batch of it, and each rank a contiguous part of that: even to
+within a sample, or its share, where ranks are of unequal speed. So ranks are disjoint, together they cover each sample
+exactly once, and all make the same number of steps. Neither the number of ranks nor their shares change the order or
+the global batch: what is left of an epoch after its first n samples is the same for whoever goes on.
 
 **The last global batch** is often short. It is kept and shared out too, and the weights of a batch make the mean over
 ranks exact. If it is so short that it has fewer than two samples for each rank (BatchNorm has no variance of one), it
@@ -16,6 +16,7 @@ than two samples gets two.
 
 from __future__ import annotations
 
+import bisect
 import copy
 import itertools
 import math
@@ -38,17 +39,21 @@ T = TypeVar("T")
 class Loader:
     """Training batches of one rank.
 
-    `batch_size` is per rank; a batch has at most that many samples, or two more where a short end was joined. With
-    `shares`, one positive number per rank, that is the mean, and ranks get samples in the proportion of their shares.
-    Raises Failure (BAD_CONFIG) when the split has too few samples to give each rank two (one at batch size 1).
+    `global_batch` is the number of samples in a step of all `size` ranks; where a short end was joined it is up to two
+    per rank more. With `shares`, one positive number per rank, ranks get samples in the proportion of their shares.
+    Raises Failure (BAD_CONFIG) when a step, or the split, has too few samples for so many ranks.
     """
 
     def __init__(
-        self, split: Split, *, batch_size: int, rank: int, size: int, seed: int, shares: Sequence[float] | None = None
+        self, split: Split, *, global_batch: int, rank: int, size: int, seed: int, shares: Sequence[float] | None = None
     ) -> None:
+        if global_batch < size:
+            raise Failure(
+                f"a step of {global_batch} samples is too few for {size} ranks: use at most {global_batch}", BAD_CONFIG
+            )
         self._split, self._rank, self._size, self._seed = split, rank, size, seed
-        self._borders = _borders(len(split), batch_size, size)
-        self._least = min(2, batch_size)
+        self._global_batch, self._least = global_batch, _least(global_batch, size)
+        self._ends = self.ends()
         self._parts = _parts(size, shares)
 
     def divided(self, shares: Sequence[float] | None) -> Loader:
@@ -66,12 +71,23 @@ class Loader:
     @property
     def steps_per_epoch(self) -> int:
         """The same on every rank."""
-        return len(self._borders) - 1
+        return len(self._ends)
+
+    def ends(self, start: int = 0) -> list[int]:
+        """How many samples of an epoch are consumed after each of the steps that follow its first `start` samples.
+
+        Raises Failure (BAD_CONFIG) if too few are left for the ranks.
+        """
+        return _ends(len(self._split), start, self._global_batch, self._size)
+
+    def step_at(self, consumed: int) -> int:
+        """Which step of an epoch comes after its first `consumed` samples."""
+        return bisect.bisect_right(self._ends, consumed)
 
     @property
     def rank_samples(self) -> list[int]:
         """Of each rank, in the first step and all others of a whole global batch."""
-        cuts = _cuts(self._borders[1], self._parts, self._least)
+        cuts = _cuts(self._ends[0], self._parts, self._least)
         return [end - begin for begin, end in itertools.pairwise(cuts)]
 
     def first_of(self, shares: Sequence[float] | None) -> Batch:
@@ -79,14 +95,16 @@ class Loader:
         return next(self.divided(shares)._batches(0, 0))
 
     def epoch(self, number: int, start: int = 0) -> Generator[Batch]:
-        """The batches of epoch `number` from step `start` on, prepared by a thread that ends with the iterator."""
+        """The batches of epoch `number` after its first `start` samples, prepared by a thread that ends with the
+        iterator."""
         return _prefetch(self._batches(number, start))
 
     def _batches(self, number: int, start: int) -> Iterator[Batch]:
         stream = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self._seed, number])))
-        order = self._split.order(stream, self._borders)
-        for step in range(start, self.steps_per_epoch):
-            everyones = order[self._borders[step] : self._borders[step + 1]]
+        order = self._split.order(stream, [*range(0, len(self._split), self._global_batch), len(self._split)])
+        first = self.step_at(start)
+        for step, (begin, end) in enumerate(itertools.pairwise([start, *self.ends(start)]), start=first):
+            everyones = order[begin:end]
             cuts = _cuts(len(everyones), self._parts, self._least)
             key = np.random.SeedSequence([self._seed, number, step, self._rank]).generate_state(1, np.uint64)[0]
             yield self._split.batch(everyones[cuts[self._rank] : cuts[self._rank + 1]], everyones, int(key))
@@ -110,19 +128,24 @@ def _in_order(split: Split, batch_size: int, rank: int, parts: Sequence[int]) ->
         yield split.batch(everyones[rank], np.concatenate(everyones), None)
 
 
-def _borders(samples: int, batch_size: int, size: int) -> list[int]:
-    """Where the global batches of an epoch begin, and the end of the last."""
-    whole, least = batch_size * size, min(2, batch_size) * size
-    if samples < least:
-        raise Failure(
-            f"{samples} training samples are too few for {size} ranks, which need {least}: use fewer ranks",
-            BAD_CONFIG,
-        )
-    borders = [*range(0, samples, whole), samples]
-    if samples - borders[-2] < least:
-        joined = samples - borders[-3]
-        borders[-2:-1] = [borders[-3] + (joined + 1) // 2] if joined // 2 >= least else []
-    return borders
+def _ends(samples: int, start: int, global_batch: int, size: int) -> list[int]:
+    """Where the global batches end into which `size` ranks cut the samples from `start` on."""
+    left, least = samples - start, _least(global_batch, size) * size
+    if left < least and (left or not start):
+        enough = next((fewer for fewer in range(size, 1, -1) if _least(global_batch, fewer) * fewer <= left), 1)
+        where = "left in the epoch" if start else "in the training set"
+        raise Failure(f"{left} samples {where} are too few for {size} ranks: use {enough} or fewer", BAD_CONFIG)
+    ends = [*range(start + global_batch, samples, global_batch), *([samples] if left else [])]
+    if len(ends) > 1 and samples - ends[-2] < least:
+        begin = ends[-3] if len(ends) > 2 else start
+        joined = samples - begin
+        ends[-2:-1] = [begin + (joined + 1) // 2] if joined // 2 >= least else []
+    return ends
+
+
+def _least(global_batch: int, size: int) -> int:
+    """Samples that each of `size` ranks must have in a step."""
+    return min(2, global_batch // size)
 
 
 def _parts(size: int, shares: Sequence[float] | None) -> list[int]:

@@ -114,6 +114,9 @@ class Resumed:
     utc: str
     links: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     """As in the manifest, measured at this start"""
+    ranks: int | None = None
+    """From here on, and the hosts that they are on; null in older records: as before"""
+    hosts: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

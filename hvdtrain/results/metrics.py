@@ -76,6 +76,8 @@ class Metrics:
     last_start: int = 0
     """The step that the last process began with"""
     resumed: bool = False
+    starts: list[records.Resumed] = dataclasses.field(default_factory=list)
+    """Every resume from a checkpoint"""
     summary: records.Summary | None = None
 
 
@@ -95,6 +97,7 @@ def read(path: Path, torn: Callable[[int], None]) -> Metrics:
             found.sums.add(value)
         elif cls is records.Resumed:
             found.resumed = True
+            found.starts.append(records.make(cls, value))
             found.last_start = value["step"]
             found.summary = None
             if value["step"] < expected:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -230,12 +230,24 @@ def _measured(folder: Path, manifest: records.Manifest, problems: list[Problem])
         "ended_unix_s": summary.ended_unix_s,
     }
     hosts = len({str(rank.get("host")) for rank in manifest.ranks})
+    found |= _moved(read.starts, manifest)
     found |= _wire(summary, summary.steps - read.last_start, hosts, number(manifest.model.get("parameters")))
     if read.sums.steps == summary.steps:
         return found | _per_step(read.sums)
     what = f"records of {read.sums.steps} of {summary.steps} steps: its times and bytes per step are left out"
     problems.append(Problem(str(path), None, what))
     return found
+
+
+def _moved(starts: Sequence[records.Resumed], manifest: records.Manifest) -> dict[str, Any]:
+    """Of a run that went on with another number of ranks or hosts: its times are neither's."""
+    first = (len(manifest.ranks), len({rank.get("host") for rank in manifest.ranks}))
+    moves = [each for each in starts if each.ranks and each.hosts and (each.ranks, each.hosts) != first]
+    if not moves:
+        return {}
+    told = [f"{each.ranks} on {each.hosts} from step {each.step}" for each in moves]
+    marked = f"its ranks changed on the way: {first[0]} on {first[1]} host{'s' * (first[1] != 1)}, {', '.join(told)}"
+    return {"marked": marked, "hosts": None, "ranks": None, "ranks_per_host": None, "rank_batch": None}
 
 
 def _per_step(sums: metrics.Sums) -> dict[str, Any]:

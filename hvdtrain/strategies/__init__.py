@@ -92,6 +92,16 @@ class Strategy(Protocol):
 
     def load(self, state: dict[str, np.ndarray]) -> None: ...
 
+    @property
+    def bound(self) -> str | None:
+        """Why its state belongs to the very ranks that made it; None: it can be handed on to another number."""
+        ...
+
+    def handed_on(self, states: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+        """What this rank is to `load` after `states`, those of all ranks when they were another number (unless it is
+        `bound`), or as many on other hosts."""
+        ...
+
 
 REDUCERS: dict[str, type[Reducer]] = {
     "hierarchical": Hierarchical,

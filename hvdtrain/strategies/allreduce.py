@@ -32,6 +32,7 @@ class AllReduce:
     local = False
     level = True
     common = None
+    bound = None
 
     def __init__(self, world: World, shapes: Sequence[Shape], config: TrainConfig, reducer: Reducer | None) -> None:
         self._world = world
@@ -59,3 +60,6 @@ class AllReduce:
 
     def load(self, state: dict[str, np.ndarray]) -> None:
         pass
+
+    def handed_on(self, states: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+        return {}

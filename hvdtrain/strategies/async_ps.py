@@ -47,6 +47,7 @@ class AsyncPS:
     in_backward = False
     local = True
     common = None
+    bound = "the momentum of each part is with the rank that serves it"
 
     def __init__(self, world: World, shapes: Sequence[Shape], config: TrainConfig, reducer: Reducer | None) -> None:
         self._world, self._every = world, config.checkpoint_steps
@@ -136,3 +137,6 @@ class AsyncPS:
                 exits.BAD_CONFIG,
             )
         self._server.velocity[:] = state["velocity"]
+
+    def handed_on(self, states: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+        return states[self._world.rank]

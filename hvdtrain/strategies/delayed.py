@@ -20,7 +20,7 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.strategies.payload import Shape
 from hvdtrain.strategies.reducer import Reducer
 from hvdtrain.strategies.replicas import Exchanged, Vectors
-from hvdtrain.strategies.synchronous import Synchronous, reduce
+from hvdtrain.strategies.synchronous import Synchronous, inner, reduce
 from hvdtrain.timing import Clock
 from hvdtrain.world import World
 
@@ -88,4 +88,9 @@ class Delayed(Synchronous):
             summed[-1] = 0  # the request to stop that it carried has been obeyed
             landed.set_result((summed, int(sent)))
             self._flying.append(landed)
-        self._reducer.load({name.removeprefix("inner."): a for name, a in state.items() if name.startswith("inner.")})
+        self._reducer.load(inner(state))
+
+    def handed_on(self, states: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+        """The sums on their way are the same on all ranks."""
+        left = super().handed_on([inner(state) for state in states])
+        return states[0] | {f"inner.{name}": array for name, array in left.items()}

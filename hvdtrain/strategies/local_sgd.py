@@ -31,7 +31,7 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.strategies.payload import Layout, Shape, elements
 from hvdtrain.strategies.reducer import Reducer
 from hvdtrain.strategies.replicas import Exchanged, Vectors
-from hvdtrain.strategies.synchronous import reduce
+from hvdtrain.strategies.synchronous import inner, reduce
 from hvdtrain.timing import Clock
 from hvdtrain.world import Carrier, World
 
@@ -57,6 +57,7 @@ class LocalSGD:
     uses: tuple[str, ...] = ("inner", "every", "local_start", "outer_lr", "outer_momentum", "staleness")
     in_backward = False
     local = True
+    bound = "each rank has weights and a momentum of its own"
 
     def __init__(self, world: World, shapes: Sequence[Shape], config: TrainConfig, reducer: Reducer | None) -> None:
         assert reducer is not None
@@ -170,7 +171,7 @@ class LocalSGD:
 
     def load(self, state: dict[str, np.ndarray]) -> None:
         self._steps, self._velocity = int(state["steps"]), state["velocity"].copy()
-        self._reducer.load({name.removeprefix("inner."): a for name, a in state.items() if name.startswith("inner.")})
+        self._reducer.load(inner(state))
         self._flying.clear()
         self._drifted, self._samples, self._all_samples = (int(n) for n in state.get("round", (0, 0, 0)))
         if "began" in state:
@@ -182,3 +183,8 @@ class LocalSGD:
             change = state[f"change.{age}"].copy()
             change[-1] = 0
             self._flying.append(Flight(int(due), state[f"own.{age}"].copy(), change, landed))
+
+    def handed_on(self, states: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+        first = self._world.rank == 0
+        left = self._reducer.handed_on([inner(state) for state in states], first)
+        return states[self._world.rank] | {f"inner.{name}": array for name, array in left.items()}

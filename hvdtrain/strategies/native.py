@@ -43,6 +43,11 @@ class Native:
         self._world, self._shapes, self._config = world, shapes, config
         self._step = 0
 
+    @property
+    def bound(self) -> str | None:
+        held = self._config.ddp_hook == "powersgd"
+        return "PyTorch's PowerSGD keeps in each rank what that one left out" if held else None
+
     @staticmethod
     def bytes_per_step(
         shapes: Sequence[Shape], layout: Layout, config: TrainConfig, reducer: type[Reducer] | None
@@ -66,6 +71,9 @@ class Native:
     def load(self, state: dict[str, np.ndarray]) -> None:
         self._step = int(state["step"])
         self._world.load_exchange_state({name: array for name, array in state.items() if name != "step"})
+
+    def handed_on(self, states: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+        return states[self._world.rank if len(states) == self._world.size else 0]
 
 
 def payload_bytes(shapes: Sequence[Shape], config: TrainConfig, step: int) -> int:

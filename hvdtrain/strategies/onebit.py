@@ -111,7 +111,7 @@ class Parts:
 class OneBit(Reducer):
     """Sums of signs with error feedback in both phases."""
 
-    remembers = True
+    remembers = "errors"
 
     def __init__(self, shapes: Sequence[Shape], config: TrainConfig) -> None:
         super().__init__(shapes, config)
@@ -134,11 +134,6 @@ class OneBit(Reducer):
     def between(self, values: np.ndarray, hosts: Hosts) -> None:
         if hosts.count != self._plan.hosts:
             self._prepare(hosts.count, self.state()["errors"])
-        if hosts.count == 1:  # leaves nothing out; what was left when there were more is added now
-            if (left := self.state()["errors"]).any():
-                values += left
-                self._prepare(1, np.zeros_like(left))
-            return
         errors, sums, me = self._errors, self._sums, hosts.index
         for theirs, mine in errors.pieces(values):
             mine += theirs
@@ -189,6 +184,7 @@ class OneBit(Reducer):
         return {"errors": errors}
 
     def load(self, state: dict[str, np.ndarray]) -> None:
+        super().load(state)
         self._prepare(self._plan.hosts, state["errors"])
 
 

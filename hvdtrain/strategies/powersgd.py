@@ -67,7 +67,7 @@ class PowerSGD(Reducer):
     """The sum, projected on a few directions. Its memory: what was left out, one float32 per number, and Q."""
 
     uses: tuple[str, ...] = ("rank", "bits")
-    remembers = True
+    remembers = "error"
 
     def __init__(self, shapes: Sequence[Shape], config: TrainConfig) -> None:
         super().__init__(shapes, config)
@@ -109,10 +109,6 @@ class PowerSGD(Reducer):
     @np.errstate(invalid="ignore", over="ignore")  # NaN in, NaN out: the loop stops there, and says why
     def between(self, values: np.ndarray, hosts: Hosts) -> None:
         self._error += values
-        if hosts.count == 1:
-            values[:] = self._error
-            self._error[:] = 0
-            return
         self._multiply()
         included = total(self._first, hosts, self._bits)
         values[self._whole] = self._first[self._dense]
@@ -143,6 +139,7 @@ class PowerSGD(Reducer):
 
     def load(self, state: dict[str, np.ndarray]) -> None:
         """Raises Failure (78) for the state of another rank or model."""
+        super().load(state)
         for name, mine in (("error", self._error), ("q", self._second)):
             if state[name].shape != mine.shape:
                 raise Failure(

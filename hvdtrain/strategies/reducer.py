@@ -17,25 +17,50 @@ class Reducer(abc.ABC):
 
     uses: tuple[str, ...] = ()
     """Settings of the config that it goes by"""
-    remembers = False
-    """True: what a round leaves out goes into the next (error feedback); an infinite gradient would stay for ever"""
+    remembers = ""
+    """What of its state a round leaves out and the next one adds (error feedback), by name; an infinite gradient would
+    stay there for ever"""
 
     def __init__(self, shapes: Sequence[Shape], config: TrainConfig) -> None:
         """`shapes`: of the arrays in the vector, one after the other."""
         self.shapes = [tuple(shape) for shape in shapes]
+        self._owes = False
 
     @staticmethod
     @abc.abstractmethod
     def bytes_per_host(shapes: Sequence[Shape], hosts: int, config: TrainConfig) -> int:
         """Payload bytes that one of `hosts` hosts gives to the network in one round, once in its stride."""
 
+    def sum(self, values: np.ndarray, hosts: Hosts) -> None:
+        """Replaces a flat float32 vector by its sum over hosts, or an approximation; the same bits on all hosts.
+
+        A single host leaves nothing out; what was left out when there were more, before a resume, is added at once.
+        """
+        if hosts.count > 1:
+            self.between(values, hosts)
+        elif self._owes:
+            state = self.state()
+            values += state[self.remembers]
+            self.load(state | {self.remembers: np.zeros_like(state[self.remembers])})
+            self._owes = False
+
     @abc.abstractmethod
     def between(self, values: np.ndarray, hosts: Hosts) -> None:
-        """Replaces a flat float32 vector by its sum over hosts, or an approximation; the same bits on all hosts."""
+        """`sum`, of several hosts."""
 
     def state(self) -> dict[str, np.ndarray]:
         """What this host must have to continue as if never interrupted."""
         return {}
 
-    def load(self, state: dict[str, np.ndarray]) -> None:  # noqa: B027 (most have no state)
+    def handed_on(self, states: Sequence[dict[str, np.ndarray]], first: bool) -> dict[str, np.ndarray]:
+        """What a rank goes on with after `states`, those of all ranks when they were others: what they left out is
+        added up and the `first` rank has it, so that the sum over ranks stays the same; the rest is the old first's."""
+        state = dict(states[0])
+        if self.remembers:
+            left_out = [each[self.remembers] for each in states]
+            state[self.remembers] = np.sum(left_out, axis=0) if first else np.zeros_like(left_out[0])
+        return state
+
+    def load(self, state: dict[str, np.ndarray]) -> None:
         """Takes what `state` gave."""
+        self._owes = bool(self.remembers)

@@ -116,7 +116,7 @@ def opened(message: np.ndarray, blocks: int) -> tuple[np.ndarray, np.ndarray]:
 class Int8(Reducer):
     """All numbers in 8 bits, a quarter of the bytes; what is lost goes into the next round."""
 
-    remembers = True
+    remembers = "error"
     bits = 8
 
     def __init__(self, shapes: Sequence[Shape], config: TrainConfig) -> None:
@@ -130,12 +130,13 @@ class Int8(Reducer):
     def between(self, values: np.ndarray, hosts: Hosts) -> None:
         values += self._error
         self._error[:] = values
-        self._error -= total(values, hosts, self.bits if hosts.count > 1 else 32)
+        self._error -= total(values, hosts, self.bits)
 
     def state(self) -> dict[str, np.ndarray]:
         return {"error": self._error.copy()}
 
     def load(self, state: dict[str, np.ndarray]) -> None:
+        super().load(state)
         self._error[:] = state["error"]
 
 

@@ -29,6 +29,7 @@ class Synchronous:
     local = False
     level = True
     common = None
+    bound = None
 
     def __init__(self, world: World, shapes: Sequence[Shape], config: TrainConfig, reducer: Reducer | None) -> None:
         assert reducer is not None
@@ -58,6 +59,14 @@ class Synchronous:
     def load(self, state: dict[str, np.ndarray]) -> None:
         self._reducer.load(state)
 
+    def handed_on(self, states: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+        return self._reducer.handed_on(states, first=self._world.rank == 0)
+
+
+def inner(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What of a strategy's state is its reducer's."""
+    return {name.removeprefix("inner."): array for name, array in state.items() if name.startswith("inner.")}
+
 
 def reduce(world: World, reducer: Reducer, vector: np.ndarray, size: int) -> int:
     """Sums a vector over all ranks in place: its first `size` numbers as the reducer does, the tail behind them
@@ -65,6 +74,6 @@ def reduce(world: World, reducer: Reducer, vector: np.ndarray, size: int) -> int
 
     def between(values: np.ndarray, hosts: Hosts) -> None:
         hosts.sum(values[size:])
-        reducer.between(values[:size], hosts)
+        reducer.sum(values[:size], hosts)
 
     return world.reduce(vector, between)

@@ -44,7 +44,7 @@ class TopK(Reducer):
     """Sparse sums with error feedback in both phases."""
 
     uses: tuple[str, ...] = ("density",)
-    remembers = True
+    remembers = "errors"
 
     def __init__(self, shapes: Sequence[Shape], config: TrainConfig) -> None:
         super().__init__(shapes, config)
@@ -59,11 +59,6 @@ class TopK(Reducer):
 
     @np.errstate(invalid="ignore")
     def between(self, values: np.ndarray, hosts: Hosts) -> None:
-        if hosts.count == 1:  # leaves nothing out; what was left when there were more is added now
-            if self._errors.any():
-                values += self._errors[: self._size]
-                self._errors[:] = 0
-            return
         code = Code.of(values.size, hosts.count, self._density)
         if self._errors.size != code.size * hosts.count:
             self._errors = np.concatenate(
@@ -89,6 +84,7 @@ class TopK(Reducer):
         return {"errors": self._errors[: self._size].copy()}
 
     def load(self, state: dict[str, np.ndarray]) -> None:
+        super().load(state)
         self._errors = state["errors"].copy()
 
 

@@ -60,7 +60,7 @@ def main() -> None:
     replica.load({"parameter.weight": weight})
     loader = Loader(
         split,
-        batch_size=configuration.rank_batch(config, world.size),
+        global_batch=configuration.global_batch(config, world.size),
         rank=world.rank,
         size=world.size,
         seed=SEED,

@@ -274,6 +274,12 @@ class Loop:
             return
         before = loaded.progress
         if "consumed" not in before:  # a version that counted steps saved it
+            if loaded.others and len(loaded.others) != self._world.size:
+                raise Failure(
+                    f"{self._folder}: its checkpoint counts steps, as an older version did, so only as many ranks go "
+                    f"on with it: start with -np {len(loaded.others)}, whose next checkpoint any number can take",
+                    exits.BAD_CONFIG,
+                )
             epoch, steps = divmod(loaded.step, self._plan.steps_per_epoch)
             before |= {"epoch": epoch, "consumed": [0, *self._loader.ends()][steps]}
         self._at = Position.of(before)

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import PROGRAMS, ROOT, Cluster, command, document, environment, resnet
+from test_checkpoint import edit
 from test_faults import Job, is_rank, wait_for
 from test_resnet_train import newest_arrays, read_run, started, wait_for_steps
 
@@ -217,6 +219,58 @@ def test_a_resumed_run_equals_one_that_was_never_interrupted(runs: Runs, name: s
     for ours, whole in zip(runs.epochs(cut), runs.epochs(name), strict=True):
         assert ours == pytest.approx(whole, rel=tolerance, abs=tolerance)
     assert runs.summary(cut).bytes_sent == runs.summary(name).bytes_sent
+
+
+def cut(runs: Runs, name: str, folder: Path, step: int) -> Path:
+    """A run of the torch trainings as if it had ended after this step."""
+    shutil.copytree(runs.folder / name, folder)
+    (folder / "COMPLETE").unlink()
+    for later in (folder / "checkpoints").glob("step-*"):
+        if int(later.name.removeprefix("step-")) > step:
+            shutil.rmtree(later)
+    return folder
+
+
+@pytest.mark.parametrize("runs", ["torch"], indirect=True)
+@pytest.mark.parametrize("name", ["delayed of powersgd", "hierarchical"])
+def test_one_rank_goes_on_with_what_three_on_two_hosts_did(runs: Runs, name: str, tmp_path: Path) -> None:
+    """Each sample is seen once, and what they left out is added to what the one learns."""
+    folder = cut(runs, name, tmp_path / "run", 12)
+    summary = document(resnet(0, "--resume", str(folder), "--json"))
+    assert (summary["global_batch"], summary["ranks"], summary["steps"]) == (192, 1, 16)
+    first, second = {each.epoch: each for each in read_run(folder)["epoch"]}.values()
+    assert first.samples == second.samples == runs.read(name, "epoch")[1].samples
+    assert second.train_loss == pytest.approx(runs.read(name, "epoch")[1].train_loss, rel=0.05), "other BatchNorm"
+    before, after = (newest_arrays(each) for each in (cut(runs, name, tmp_path / "before", 12), folder))
+    error = "/strategy.inner.error"
+    left_out = [array.any() for name, array in before.items() if name.endswith(error)]
+    assert left_out == ([True, False, True] if "powersgd" in name else [])
+    assert not any(array.any() for name, array in after.items() if name.endswith(error))
+
+
+@pytest.mark.parametrize("runs", ["torch"], indirect=True)
+def test_what_cannot_go_on_with_other_ranks_says_why(runs: Runs, tmp_path: Path) -> None:
+    local, older = (cut(runs, name, tmp_path / name, 12) for name in ("local-sgd", "hierarchical"))
+    manifest = (local / "manifest.json").read_bytes()
+    done = resnet(2, "--resume", str(local))
+    assert done.returncode == 78 and "Traceback" not in done.stderr, done.stderr
+    assert "made by 3 ranks, here are 2, and with --strategy local-sgd each rank has weights and a" in done.stderr
+    assert "start with -np 3, or choose another --run-dir" in done.stderr
+    assert (local / "manifest.json").read_bytes() == manifest
+    for path in older.glob("checkpoints/*/checkpoint.json"):  # as the version wrote it that counted steps
+        about = json.loads(path.read_text())
+        about["identity"] |= {"ranks": 3, "rank_batch": about["identity"].pop("global_batch") // 3, "shares": None}
+        for name in ("epoch", "consumed"):
+            del about["progress"][name]
+        del about["layout"]
+        path.write_text(json.dumps(about))
+        edit(path)
+    done = resnet(0, "--resume", str(older))
+    assert done.returncode == 78 and "start with -np 3, whose next checkpoint any number" in done.stderr, done.stderr
+    code = report("torch", "strategy_runs.py", json.dumps([{"flags": ["--resume", str(older)]}]))["codes"]
+    assert code == [0], "with as many ranks it goes on"
+    ours, whole = (read_run(folder)["epoch"][-1] for folder in (older, runs.folder / "hierarchical"))
+    assert (ours.step, ours.samples, ours.train_loss) == (whole.step, whole.samples, whole.train_loss)
 
 
 def test_ranks_that_drifted_apart_save_after_their_next_exchange(runs: Runs) -> None:

@@ -9,7 +9,8 @@ consecutive blocks as any other. A round:
        signs and mean magnitudes as well, to all.
 
 What was sent is taken off the error: in phase 1 the sender's, in phase 2 the owner's. So nothing is ever lost:
-sum over hosts of (gradient + old error) == output + sum over hosts of the new error.
+sum over hosts of (gradient + old error) == output + sum over hosts of the new error. When other ranks go on with a run,
+rank 0 gets the sum of all errors.
 
 The smallest arrays, which together are up to 1/64 of all numbers, are sent in 16 bits (bfloat16) instead: they are
 unlike each other, and it is they that one sign per number harms. ResNet-34 at width 0.25 on digits of 32x32 pixels,

@@ -22,7 +22,8 @@ at rank 4 with 4 bits by 6.4 % (38 kB).
 
 The error is that of the host's own share, as in the paper's algorithm, and not M_i - out / h, though both add up to the
 same: the latter would also keep how host i differs from the mean inside the span of P, which nobody lacks, but which
-grows from round to round as a random walk does and costs digits.
+grows from round to round as a random walk does and costs digits. When other ranks go on with a run, rank 0 gets the sum
+of all errors, and all get the same Q: P and `out` are linear in the M_i, so it does not matter who has what.
 
 Unlike in the paper, small matrices have a higher rank than large ones: see `matrices`.
 

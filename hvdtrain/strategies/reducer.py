@@ -1,4 +1,9 @@
-"""What all reducers share: one vector of each host becomes the sum over hosts, or nearly."""
+"""What all reducers share: one vector of each host becomes the sum over hosts, or nearly.
+
+A reducer that leaves something out keeps it and adds it to a later vector (error feedback), so that over the rounds the
+sum of what went in is the sum of what came out. Ranks that go on with the run of others keep to that: what all of those
+left out is added up.
+"""
 
 from __future__ import annotations
 

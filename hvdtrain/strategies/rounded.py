@@ -9,7 +9,8 @@ multiple of that. Two phases:
 
 What of a host's numbers is in the sum is therefore known: what it sent, and in the blocks that it owns whatever the
 others' parts leave of the outcome, the error of phase 2 included. Over all hosts that adds up to the sum, so that who
-keeps the rest (error feedback) loses nothing. Each host sends 2(h-1) messages of 68 bytes per block (4 bits: 36).
+keeps the rest (error feedback) loses nothing: int8 and int4 add it to the next round. When other ranks go on with a
+run, rank 0 gets the sum of all rests. Each host sends 2(h-1) messages of 68 bytes per block (4 bits: 36).
 
 Numbers of a block whose largest magnitude is below 1.5e-36 count as 0. A block with NaN or an infinite number arrives
 as NaN.

@@ -6,9 +6,10 @@ Each of h hosts owns one of h equal, contiguous parts of the vector and keeps an
     2. The owner adds them to its own part, of which nothing was left out, and sends the c largest of the sum to all.
 
 What was sent is taken off the error: in phase 1 the sender's, in phase 2 the owner's. So nothing is ever lost:
-sum over hosts of (gradient + old error) == output + sum over hosts of the new error. c is density / h of all numbers,
-rounded up, so h c numbers of the output differ from zero, and each host sends 2(h-1) messages of the same length. (To
-gather everybody's choice instead costs (h-1) h c numbers per host, and the output fills up as hosts are added.)
+sum over hosts of (gradient + old error) == output + sum over hosts of the new error. When other ranks go on with
+a run, rank 0 gets the sum of all errors. c is density / h of all numbers, rounded up, so h c numbers of the output
+differ from zero, and each host sends 2(h-1) messages of the same length. (To gather everybody's choice instead costs
+(h-1) h c numbers per host, and the output fills up as hosts are added.)
 
 A message is c values of 16 bits (bfloat16: the rounding stays in the error as well) and c positions: how many there are
 in each block of 255 numbers, a byte, and where in their block, a byte; that is 11 bits per number at density 0.01,

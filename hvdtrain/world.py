@@ -9,6 +9,7 @@ torchrun's ranks cannot use Horovod. The collectives here are for small values (
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -247,9 +248,14 @@ class World:
         if self._sentinel is not None:
             self._sentinel.may_die()
 
-    def reduce(self, values: np.ndarray, between: Callable[[np.ndarray, Hosts], None]) -> int:
-        """With streams: the sum of a 1-d vector over ranks, in place; see `collectives.streams`. Payload bytes sent."""
-        return self._ranks.reduce(values, between)
+    def hosts(self, vector: np.ndarray) -> contextlib.AbstractContextManager[Hosts | None]:
+        """With streams: sums a 1-d vector over ranks, in place; see `collectives.Collectives.hosts`."""
+        return self._ranks.hosts(vector)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Payload that this rank gave to others for vectors so far."""
+        return self._ranks.sent_bytes
 
     def wait(self) -> None:
         """Blocks until the sums that backward started are done."""

@@ -45,6 +45,7 @@ def test_uneven_ranks_train_as_one_process_on_all_samples(framework: str, ranks:
     assert report["sum"] == [size, sum(range(size))]
     assert report["gathered"] == [{"rank": r, "text": "ä" * r} for r in range(size)]
     assert report["agreed"] == {"own": [0.0] * 3, "same": [0, 1]}, "ranks that differ take rank 0's"
+    assert report["refused"] == ("ranks joined by mpi cannot sum vectors by a reducer" if ranks else "")
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)

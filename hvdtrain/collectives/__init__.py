@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -62,8 +62,13 @@ class Collectives(Meeting, Protocol):
         """Rank 0's values; those of the others have the same shape and type."""
         ...
 
-    def reduce(self, values: np.ndarray, between: Callable[[np.ndarray, Any], None]) -> int:
-        """The sum of a 1-d vector over ranks, in place; see `streams`, where alone it is more than nothing."""
+    sent_bytes: int
+    """Payload that this rank gave to others for vectors so far"""
+
+    def hosts(self, vector: np.ndarray) -> contextlib.AbstractContextManager[Hosts | None]:
+        """Sums a 1-d vector over ranks, in place, in three acts: entering adds up the ranks of each host; then the
+        first rank of each adds up between the hosts, as they are given to it (None to the others, who wait); leaving
+        shares the outcome with the host's ranks. Raises NotImplementedError where ranks are joined in another way."""
         ...
 
     def wait(self) -> None:
@@ -181,6 +186,7 @@ class Alone:
     size = local_size = 1
     secret = b""
     carrier = "none"
+    sent_bytes = 0
 
     def gather(self, mine: bytes) -> list[bytes]:
         return [mine]
@@ -203,11 +209,10 @@ class Alone:
     def load(self, state: dict[str, np.ndarray]) -> None:
         pass
 
-    def reduce(self, values: np.ndarray, between: Callable[[np.ndarray, Any], None]) -> int:
-        """See `streams.StreamRanks.reduce`."""
+    @contextlib.contextmanager
+    def hosts(self, vector: np.ndarray) -> Iterator[Hosts | None]:
         self._only("sum vectors by a reducer")
-        between(values, OneHost())
-        return 0
+        yield OneHost()
 
     def _only(self, what: str) -> None:
         """Several ranks must have a way of their own to do it."""

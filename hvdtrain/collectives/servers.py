@@ -20,7 +20,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -262,10 +262,6 @@ class ServerRanks(Alone):
         mine = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
         first = self._meet(mine if self._star else mine[:0], lambda given: given[0])
         return np.frombuffer(first.tobytes(), values.dtype).reshape(values.shape)
-
-    def reduce(self, values: np.ndarray, between: Callable[[np.ndarray, Any], None]) -> int:
-        values[:] = self.sum(values, "")
-        return values.nbytes
 
     def _meet(self, mine: np.ndarray, together: Callable[[list[np.ndarray]], np.ndarray]) -> np.ndarray:
         """What rank 0 makes of all that the living ranks gave (bytes), the same on all."""

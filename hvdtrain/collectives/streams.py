@@ -17,17 +17,18 @@ A message is its length (8 bytes) and its bytes; one that is longer than its rec
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import select
 import socket
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
 from hvdtrain import exits
-from hvdtrain.collectives import Alone, Meeting, PeerLost, Reach
+from hvdtrain.collectives import Alone, Hosts, Meeting, PeerLost, Reach
 from hvdtrain.exits import Failure
 from hvdtrain.sentinel import trust
 
@@ -146,7 +147,7 @@ class StreamRanks(Alone):
         self._members = [others[rank] for rank in sorted(others) if names[rank] == names[self.rank]]
         self._streams = [others.get(rank) for rank in leaders]
         self.hosts_count = len(leaders)
-        self.hosts = StreamHosts(self._streams) if self._leader is None else None
+        self.network = StreamHosts(self._streams) if self._leader is None else None
         self._scratch = np.empty(0, np.float32)
 
     def leave(self) -> None:
@@ -164,10 +165,10 @@ class StreamRanks(Alone):
             swap(self._leader, own, None)
             whole = swap(None, None, self._leader)
         else:
-            assert self.hosts is not None
-            self.hosts.most_bytes = MOST_BYTES
+            assert self.network is not None
+            self.network.most_bytes = MOST_BYTES
             of_host = np.concatenate([own, *(swap(None, None, member) for member in self._members)])
-            whole = np.concatenate(self.hosts.gather(of_host))
+            whole = np.concatenate(self.network.gather(of_host))
             for member in self._members:
                 swap(member, whole, None)
         found, rest = {}, memoryview(whole.tobytes())
@@ -178,7 +179,9 @@ class StreamRanks(Alone):
 
     def sum(self, values: np.ndarray, name: str) -> np.ndarray:
         flat = np.array(values).reshape(-1)
-        self.reduce(flat, lambda whole, hosts: hosts.sum(whole))
+        with self.hosts(flat) as hosts:
+            if hosts is not None:
+                hosts.sum(flat)
         return flat.reshape(values.shape)
 
     def broadcast(self, values: np.ndarray, name: str) -> np.ndarray:
@@ -187,26 +190,26 @@ class StreamRanks(Alone):
 
     # --- vectors ------------------------------------------------------------------------------------------------
 
-    def reduce(self, values: np.ndarray, between: Callable[[np.ndarray, StreamHosts], None]) -> int:
-        """Sums a 1-d vector over the ranks of this host, lets the leader `between` hosts, shares; in place on all.
-
-        Returns the bytes that this rank sent, inside its host and beyond.
-        """
+    @contextlib.contextmanager
+    def hosts(self, vector: np.ndarray) -> Iterator[Hosts | None]:
+        """See `collectives.Collectives`. Raises PeerLost."""
         if self._leader is not None:
-            swap(self._leader, values, None)
-            swap(None, None, self._leader, values)
-            return values.nbytes
-        assert self.hosts is not None
-        before = self.hosts.sent_bytes
-        self.hosts.most_bytes = 2 * values.nbytes + SLACK_BYTES  # of topk's, each number with its place
-        if self._members and self._scratch.nbytes != values.nbytes:
-            self._scratch = np.empty_like(values)
+            swap(self._leader, vector, None)
+            yield None
+            swap(None, None, self._leader, vector)
+            self.sent_bytes += vector.nbytes
+            return
+        assert self.network is not None
+        before = self.network.sent_bytes
+        self.network.most_bytes = 2 * vector.nbytes + SLACK_BYTES  # of topk's, each number with its place
+        if self._members and self._scratch.nbytes != vector.nbytes:
+            self._scratch = np.empty_like(vector)
         for member in self._members:
-            values += swap(None, None, member, self._scratch.view(values.dtype))
-        between(values, self.hosts)
+            vector += swap(None, None, member, self._scratch.view(vector.dtype))
+        yield self.network
         for member in self._members:
-            swap(member, values, None)
-        return self.hosts.sent_bytes - before + values.nbytes * len(self._members)
+            swap(member, vector, None)
+        self.sent_bytes += self.network.sent_bytes - before + vector.nbytes * len(self._members)
 
 
 def joined(

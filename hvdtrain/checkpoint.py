@@ -45,6 +45,7 @@ from hvdtrain import files
 from hvdtrain.arrays_file import JSON, Arrays, pieces, read, write
 from hvdtrain.exits import BAD_CONFIG, BAD_DATA, CANNOT_WRITE, FAILED, IO_ERROR, NO_PERMISSION, Failure, printable
 from hvdtrain.identity import current, differing
+from hvdtrain.strategies import of_today
 
 SCHEMA = "hvdtrain/checkpoint/1"
 _MANIFEST = "checkpoint.json"
@@ -223,7 +224,8 @@ class Checkpoints:
         manifest = _manifest(self._folder / name)
         if manifest["step"] != step:
             raise ValueError(f"the folder's name disagrees with the step in its {_MANIFEST}, {manifest['step']}")
-        old, new = current(manifest["identity"]), self._identity
+        new = self._identity
+        old = of_today(current(manifest["identity"]), new)
         if old != new:
             raise ValueError(f"it does not fit this run: {'; '.join(differing(old, new))}")
         return manifest

@@ -8,20 +8,18 @@ the default. Workloads extend `TrainConfig` in their own file.
 from __future__ import annotations
 
 import argparse
-import ast
 import dataclasses
-import inspect
 import itertools
 import math
 import os
 import re
 import sys
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, get_type_hints
 
-from hvdtrain import exits, files
+from hvdtrain import bounds, exits, files
 from hvdtrain.arguments import near
+from hvdtrain.bounds import bounded, field_docs
 from hvdtrain.exits import Failure
 
 C = TypeVar("C")
@@ -34,85 +32,60 @@ class TrainConfig:
     framework: Literal["torch", "tensorflow", "auto"] = "auto"
     """PyTorch or TensorFlow; auto: PyTorch if it is installed, else TensorFlow"""
     strategy: str = "allreduce"
-    """How ranks exchange what they learn: allreduce (Horovod's own), native (PyTorch's DistributedDataParallel,
-    TensorFlow's MultiWorkerMirroredStrategy), or one made for slow networks; 'help' lists them"""
-    inner: str = "hierarchical"
-    """What local-sgd, delayed and hybrid send by: hierarchical, fp16, bf16, int8, int4, powersgd, topk or onebit"""
-    rank: int = 2
-    """powersgd: rank of the factors that a matrix of mean size is sent as; smaller ones get a higher, larger ones a
-    lower"""
-    bits: Literal[32, 8, 4] = 8
-    """powersgd: bits of each number sent; 8 or 4: rounded, what is lost goes into the next round"""
-    density: float = 0.01
-    """topk: share of the numbers that is sent"""
-    every: int = 8
-    """local-sgd: steps between two exchanges"""
-    local_start: int = 0
-    """local-sgd: steps before, in which gradients are exchanged each time"""
-    outer_lr: float = 1.0
-    """local-sgd: factor of the mean of the ranks' changes; 1 without momentum is plain averaging"""
-    outer_momentum: float = 0.0
-    """local-sgd: Nesterov momentum of the mean changes; 0: none"""
-    staleness: int | None = None
-    """How many steps late what others learnt is used, so that it is exchanged beside the computation; default: 1 with
-    delayed, 0 with local-sgd"""
-    servers: int = 0
-    """async-ps: parts that the parameters are cut into, each served by one rank; 0: one per host. An update counts by
-    its rank's share of a step's samples; with --lr-scaling linear each has the full --lr, as in Downpour SGD"""
-    shares: str | None = None
-    """hybrid: share of each global batch for each rank, relative to each other, e.g. 3,1; measured if not given"""
-    epochs: int = 12
+    """How ranks exchange what they learn: SCHEDULE[:KEY=VALUE,...][+REDUCER[:KEY=VALUE,...]], Horovod's own or one made
+    for slow networks; 'help' lists them, 'help:NAME' tells all about one"""
+    epochs: int = bounded(12, least=1)
     """Passes over the training set"""
-    batch_size: int | None = None
+    batch_size: int | None = bounded(None, least=1)
     """Samples per rank and step (default: 32); the global batch grows with the number of ranks"""
-    global_batch_size: int | None = None
+    global_batch_size: int | None = bounded(None, least=1)
     """Samples per step over all ranks, instead of --batch-size; at least one for each"""
-    lr: float = 0.05
+    lr: float = bounded(0.05, above=0)
     """Learning rate for a global batch of the size given (--batch-size or --global-batch-size)"""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     """Multiply --lr by the ratio of the global batch to the batch size given, by its square root, or not at all"""
-    warmup_epochs: float = 1.0
+    warmup_epochs: float = bounded(1.0, least=0)
     """Epochs over which the learning rate rises linearly to its full value"""
     schedule: Literal["constant", "cosine", "step"] = "cosine"
     """After the warm-up: constant, half a cosine down to 0, or divided by 10 at 50 % and at 75 % of the epochs"""
     optimizer: Literal["sgd", "adam"] = "sgd"
     """SGD with --momentum, or Adam with its usual constants (0.9, 0.999, 1e-8)"""
-    momentum: float = 0.9
+    momentum: float = bounded(0.9, least=0, below=1)
     """Momentum of SGD"""
-    weight_decay: float = 0.0
+    weight_decay: float = bounded(0.0, least=0)
     """L2 penalty added to every parameter's gradient; with Adam decoupled from it (AdamW)"""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Arithmetic of the forward and backward pass; parameters stay fp32, fp16 uses dynamic loss scaling"""
     device: Literal["auto", "cpu", "gpu"] = "auto"
     """Where to compute; auto: this rank's GPU if there is one, else the CPU"""
-    threads: int = 0
+    threads: int = bounded(0, least=0)
     """CPU threads per rank; 0: what this host's cores, its ranks and the size of the layers allow"""
-    target_accuracy: float | None = None
+    target_accuracy: float | None = bounded(None, above=0, most=1)
     """Stop after the first epoch with at least this accuracy"""
     evaluate_on: Literal["validation", "test"] = "validation"
     """Split that is evaluated after each epoch; test: only to measure the time to a test accuracy, as MLPerf does"""
     verify_data: bool = False
     """Read all of a prepared folder and compare its SHA-256; otherwise only what this host has not yet verified"""
-    check_replicas: int = 100
+    check_replicas: int = bounded(100, least=0)
     """Steps between two comparisons of the weights' checksums over ranks; 0: never"""
-    seed: int = 0
+    seed: int = bounded(0, least=0)
     """Seed of the initial weights and of the order of the data"""
     run_dir: str | None = None
     """This run's own folder (default: results/<UTC>-<workload>-<6 hex>)"""
     resume: bool | str = False
     """Continue the run in this folder from its newest valid checkpoint, with its settings. Without a folder:
     continue the run in --run-dir, or start it if there is none"""
-    checkpoint_epochs: int = 1
+    checkpoint_epochs: int = bounded(1, least=0)
     """Save a checkpoint after every so many epochs; 0: only when stopped by a signal"""
-    checkpoint_steps: int = 0
+    checkpoint_steps: int = bounded(0, least=0)
     """Save a checkpoint after every so many steps too; 0: not by steps"""
-    keep_checkpoints: int = 2
+    keep_checkpoints: int = bounded(2, least=1)
     """How many of the newest checkpoints stay; the best one (by validation accuracy) stays besides"""
     monitor: str = "none"
     """What one sampler process per host records meanwhile: power, resources, power,resources or none"""
-    monitor_ms: int = 500
+    monitor_ms: int = bounded(500, least=50)
     """Milliseconds between two samples"""
-    monitor_idle_s: float = 0.0
+    monitor_idle_s: float = bounded(0.0, least=0)
     """Seconds of idle power to measure before step 0, as the baseline; 0: none"""
     profile: str | None = None
     """N:M traces steps N to M of rank 0 with the framework's profiler (Chrome and TensorBoard) into the run's folder"""
@@ -120,8 +93,6 @@ class TrainConfig:
     """Record Horovod's timeline of every tensor into the run's folder (a Chrome trace)"""
     tensorboard: bool = False
     """Write loss, accuracy and times as TensorBoard scalars into the run's folder too"""
-    ddp_hook: Literal["none", "fp16", "powersgd"] = "none"
-    """Gradient compression of --strategy native with PyTorch: DistributedDataParallel's own hooks"""
     json: bool = False
     """Rank 0 prints one JSON document on stdout instead of tables"""
     dry_run: bool = False
@@ -135,70 +106,13 @@ class TrainConfig:
                 raise Failure(f"--resume {self.resume} and --run-dir {self.run_dir}: give one folder", exits.BAD_CONFIG)
             object.__setattr__(self, "run_dir", self.resume)
             object.__setattr__(self, "resume", True)
-        for name in ("epochs", "batch_size", "global_batch_size", "keep_checkpoints", "rank", "every"):
-            _at_least(self, name, 1)
-        _at_least(self, "monitor_ms", 50)
-        for name in (
-            "monitor_idle_s",
-            "threads",
-            "seed",
-            "checkpoint_epochs",
-            "checkpoint_steps",
-            "warmup_epochs",
-            "weight_decay",
-            "local_start",
-            "staleness",
-            "servers",
-            "check_replicas",
-        ):
-            _at_least(self, name, 0)
-        if not (math.isfinite(self.lr) and self.lr > 0):
-            raise Failure(f"--lr is {self.lr}: give a positive number", exits.BAD_CONFIG)
-        for name in ("momentum", "outer_momentum"):
-            if not 0 <= getattr(self, name) < 1:
-                raise Failure(
-                    f"{flag(name)} is {getattr(self, name)}: give a number from 0 up to, not including, 1",
-                    exits.BAD_CONFIG,
-                )
-        for name in ("density", "outer_lr", "target_accuracy"):
-            value, most = getattr(self, name), 2 if name == "outer_lr" else 1
-            if value is not None and not 0 < value <= most:
-                raise Failure(f"{flag(name)} is {value}: give a number above 0, up to {most}", exits.BAD_CONFIG)
-        if self.shares is not None and self.strategy != "hybrid":
-            raise Failure(
-                f"--shares {self.shares}: with --strategy {self.strategy} all ranks take the same; add --strategy "
-                "hybrid, or leave it out",
-                exits.BAD_CONFIG,
-            )
-        rank_shares(self)
+        if wrong := bounds.problem(self, flag):
+            raise Failure(wrong, exits.BAD_CONFIG)
         if self.batch_size and self.global_batch_size:
             raise Failure("--batch-size and --global-batch-size are both given: give one of them", exits.BAD_CONFIG)
         if self.warmup_epochs > self.epochs:
             raise Failure(
                 f"--warmup-epochs {self.warmup_epochs} is more than --epochs {self.epochs}: lower it", exits.BAD_CONFIG
-            )
-        if self.ddp_hook != "none" and (self.strategy != "native" or self.framework == "tensorflow"):
-            raise Failure(
-                f"--ddp-hook {self.ddp_hook}: only PyTorch's DistributedDataParallel has such hooks; add --strategy "
-                "native --framework torch, or leave it out",
-                exits.BAD_CONFIG,
-            )
-        if self.strategy == "async-ps" and self.optimizer != "sgd":
-            raise Failure(
-                f"--optimizer {self.optimizer}: the servers of --strategy async-ps make SGD steps; add --optimizer sgd "
-                "and an --lr for it, or choose another strategy",
-                exits.BAD_CONFIG,
-            )
-        if self.strategy == "async-ps" and self.precision == "fp16":
-            raise Failure(
-                "--precision fp16: with --strategy async-ps servers update, who do not know a rank's loss scale; use "
-                "bf16 or fp32",
-                exits.BAD_CONFIG,
-            )
-        if self.horovod_timeline and self.strategy != "allreduce":
-            raise Failure(
-                f"--horovod-timeline: Horovod does not run with --strategy {self.strategy}; try --profile",
-                exits.BAD_CONFIG,
             )
         if self.monitor != "none" and not set(self.monitor.split(",")) <= {"power", "resources"}:
             raise Failure(f"--monitor {self.monitor}: give power, resources, power,resources or none", exits.BAD_CONFIG)
@@ -206,12 +120,6 @@ class TrainConfig:
             raise Failure("--monitor-idle-s measures power: add --monitor power", exits.BAD_CONFIG)
         if self.resume and not self.run_dir:
             raise Failure("--resume needs the folder of the run to continue: --resume DIR", exits.BAD_CONFIG)
-
-
-def _at_least(config: Any, name: str, least: float) -> None:
-    value = getattr(config, name)
-    if value is not None and not (math.isfinite(value) and value >= least):
-        raise Failure(f"{flag(name)} is {value}: it must be at least {least}", exits.BAD_CONFIG)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -233,7 +141,7 @@ class BatchPlan:
     warmup_steps: int
     schedule: str
     shares: tuple[float, ...] | None = None
-    """hybrid: of each rank in a global batch, relative to each other; rank_batch is the mean then"""
+    """Of each rank in a global batch, relative to each other; rank_batch is the mean then. None: all take the same"""
 
     def learning_rate(self, step: int) -> float:
         """Learning rate of step `step` (counted from 0 over the whole run)."""
@@ -252,28 +160,10 @@ def global_batch(config: TrainConfig, ranks: int) -> int:
     return config.global_batch_size or (config.batch_size or 32) * ranks
 
 
-def rank_shares(config: TrainConfig, ranks: int | None = None) -> tuple[float, ...] | None:
-    """The numbers of --shares, if given; raises Failure (78) if they are not positive, or not one for each rank."""
-    if config.shares is None:
-        return None
-    try:
-        shares = tuple(float(word) for word in config.shares.split(","))
-    except ValueError:
-        shares = ()
-    if not shares or not all(math.isfinite(share) and share > 0 for share in shares):
-        raise Failure(
-            f"--shares {config.shares}: give a positive number for each rank, e.g. --shares 3,1", exits.BAD_CONFIG
-        )
-    if ranks is not None and len(shares) != ranks:
-        raise Failure(
-            f"--shares {config.shares}: {len(shares)} numbers for {ranks} ranks; give one for each, in order of ranks",
-            exits.BAD_CONFIG,
-        )
-    return shares
-
-
-def batch_plan(config: TrainConfig, ranks: int, global_batch: int, steps_per_epoch: int) -> BatchPlan:
-    """The arithmetic of batches, steps and learning rate for `ranks` ranks."""
+def batch_plan(
+    config: TrainConfig, ranks: int, global_batch: int, steps_per_epoch: int, shares: tuple[float, ...] | None = None
+) -> BatchPlan:
+    """The arithmetic of batches, steps and learning rate for `ranks` ranks, which take these `shares` of a step."""
     ratio = global_batch / (config.global_batch_size or config.batch_size or 32)
     factor = {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[config.lr_scaling]
     return BatchPlan(
@@ -286,7 +176,7 @@ def batch_plan(config: TrainConfig, ranks: int, global_batch: int, steps_per_epo
         scaling=f"--lr {config.lr:g} x {factor:g} (--lr-scaling {config.lr_scaling}, batch ratio {ratio:g})",
         warmup_steps=round(config.warmup_epochs * steps_per_epoch),
         schedule=config.schedule,
-        shares=rank_shares(config, ranks),
+        shares=shares,
     )
 
 
@@ -294,23 +184,9 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def field_docs(cls: type) -> dict[str, str]:
-    """Field name -> the string literal under it, base classes included."""
-    docs: dict[str, str] = {}
-    for part in reversed(cls.__mro__):
-        if not dataclasses.is_dataclass(part):
-            continue
-        body = ast.parse(textwrap.dedent(inspect.getsource(part))).body[0].body  # type: ignore[attr-defined]
-        for line, following in itertools.pairwise(body):
-            if isinstance(line, ast.AnnAssign) and isinstance(following, ast.Expr):
-                docs[line.target.id] = ast.literal_eval(following.value)  # type: ignore[union-attr]
-    return docs
-
-
 def parser_for(cls: type, *, prog: str, purpose: str, positionals: Sequence[str] = ()) -> Any:
     """A jsonargparse parser with one flag per field of `cls`; `purpose` heads the help and shows examples."""
-    from jsonargparse import ArgumentParser
-    from jsonargparse._formatters import DefaultHelpFormatter
+    from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
     class Formatter(DefaultHelpFormatter):
         """Keeps the line breaks of the examples."""
@@ -358,7 +234,7 @@ def parse(
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = parser_for(cls, prog=prog, purpose=purpose, positionals=positionals)
-    for file in _config_files(arguments):
+    for file in config_files(arguments):
         try:
             files.from_toml(files.read(file, files.SETTINGS_BYTES))
         except OSError as error:
@@ -376,7 +252,7 @@ def parse(
     except argparse.ArgumentError as error:
         reason = re.sub(r'Parser key "(\w+)":', lambda key: flag(key[1]) + ":", " ".join(str(error).split()))
         if unknown := re.search(r"[Uu]nrecognized arguments: (\S+)", reason):
-            reason += near(unknown[1], (word for action in parser._actions for word in action.option_strings))
+            reason += near(unknown[1], map(flag, [*names, "config", "help"]))
         told = {key: f"{flag(key)} ({doc})" for key, doc in field_docs(cls).items() if key not in positionals}
         reason = re.sub(r"(?<=required: ).+", lambda all: ", ".join(told.get(w, w) for w in all[0].split(", ")), reason)
         reason = re.sub(r"<class '(\w+)'>", r"\1", reason).replace("a typing.Literal", "one of ")
@@ -384,7 +260,7 @@ def parse(
     return cls(**{name: getattr(space, name) for name in names})
 
 
-def _config_files(arguments: Sequence[str]) -> list[str]:
+def config_files(arguments: Sequence[str]) -> list[str]:
     """The files named by --config, for an error that names them (jsonargparse takes a missing file for inline TOML)."""
     files = [following for word, following in itertools.pairwise(arguments) if word == "--config"]
     files += [word.partition("=")[2] for word in arguments if word.startswith("--config=")]

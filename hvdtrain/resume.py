@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 import functools
 import itertools
 import os
@@ -12,8 +14,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hvdtrain import config as configuration
-from hvdtrain import exits, files, records
+from hvdtrain import exits, files, records, strategies
 from hvdtrain.exits import Failure
+from hvdtrain.strategies import catalogue
 
 C = TypeVar("C", bound=configuration.TrainConfig)
 
@@ -25,15 +28,39 @@ def parse(cls: type[C], workload: str, purpose: str) -> C:
     """The config of a start of `workload`: see `config.parse`. Raises Failure (65) if there is no run to go on with
     or its manifest is damaged,
     Failure (78) if it is another workload's."""
+    _refuse_flat()
     # jsonargparse would take the variable's 1 for a folder; a flag, or a file, comes after it and wins.
     switch = {"0": ["--resume=false"], "1": ["--resume=true"]}.get(os.environ.get("HVDTRAIN_RESUME", ""), [])
-    return configuration.parse(
+    config = configuration.parse(
         cls,
         [*switch, *sys.argv[1:]],
         prog=f"python -m hvdtrain.{workload}",
         purpose=purpose,
         earlier=functools.partial(earlier, cls, workload),
     )
+    if catalogue.asked(config.strategy):
+        return config
+    return dataclasses.replace(config, strategy=str(strategies.parse(config.strategy)))
+
+
+def _refuse_flat() -> None:
+    """Raises Failure (2) for a flag, a variable or a key that the strategy's string has replaced."""
+    given: dict[str, Any] = {}
+    how: dict[str, str] = {}
+    for file in configuration.config_files(sys.argv[1:]):
+        with contextlib.suppress(OSError, ValueError):  # told where the file is read
+            found = files.from_toml(files.read(file, files.SETTINGS_BYTES))
+            given |= found
+            how |= {key: f"{file}: {key} = {value}" for key, value in found.items()}
+    for key in ("strategy", *strategies.FLAT):
+        if (value := os.environ.get(f"HVDTRAIN_{key.upper()}")) is not None:
+            given[key], how[key] = value, f"HVDTRAIN_{key.upper()}={value}"
+    for word, after in itertools.pairwise([*sys.argv[1:], ""]):
+        key = word.partition("=")[0].removeprefix("--").replace("-", "_")
+        if word.startswith("--") and key in ("strategy", *strategies.FLAT):
+            given[key] = word.partition("=")[2] if "=" in word else after
+            how[key] = f"{configuration.flag(key)} {given[key]}"
+    strategies.refuse(given, str(given.get("strategy", configuration.TrainConfig.strategy)), how, exits.USAGE)
 
 
 def flags(argv: Sequence[str]) -> list[str]:
@@ -69,6 +96,8 @@ def earlier(cls: type[C], workload: str, settings: Mapping[str, Any]) -> dict[st
             exits.BAD_CONFIG,
         )
     kept = {name: value for name, value in manifest.config.items() if name in settings and name not in OF_A_START}
+    if "strategy" in kept:
+        kept["strategy"] = strategies.translated(manifest.config)
     for given, counterpart in itertools.permutations(("batch_size", "global_batch_size")):
         if settings[given] is not None:
             kept.pop(counterpart, None)

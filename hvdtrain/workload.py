@@ -26,7 +26,6 @@ from hvdtrain.frameworks import Replica, resolve
 from hvdtrain.loop import Judge, Loop
 from hvdtrain.measures import Measure
 from hvdtrain.strategies import Strategy, advice, catalogue
-from hvdtrain.strategies.hybrid import measured_shares
 from hvdtrain.threads import Threads
 
 C = TypeVar("C", bound=TrainConfig)
@@ -71,25 +70,25 @@ class Workload:
         Collective. Raises Failure (78) if settings do not fit together, the data, the launcher or the other ranks.
         """
         config, place, shapes = self.config, self.place, list(self.shapes.values())
-        batch = resume.global_batch(config, place.size)
-        shares = configuration.rank_shares(config, place.size)
+        layout = strategies.Layout(ranks=place.size, hosts=-(-place.size // place.local_size))
+        if catalogue.asked(config.strategy):
+            catalogue.show(config.strategy, shapes, layout)
+            return None
+        exchange = strategies.chosen(config)
+        batch, shares = resume.global_batch(config, place.size), exchange.shares(place.size)
         train = self.dataset.train
         loader = Loader(train, global_batch=batch, rank=place.rank, size=place.size, seed=config.seed, shares=shares)
-        plan = configuration.batch_plan(config, place.size, batch, loader.steps_per_epoch)
+        plan = configuration.batch_plan(config, place.size, batch, loader.steps_per_epoch, shares)
         observe.check(config, plan.steps, place)
         parameters = sum(math.prod(shape) for shape in shapes)
         used = threads.per_rank(config.threads, place, plan.rank_batch * self.multiply_adds)
-        layout = strategies.Layout(ranks=place.size, hosts=-(-place.size // place.local_size))
-        if config.strategy == "help":
-            catalogue.show(config, shapes, layout)
-            return None
         facts: dict[str, Any] = {
             "model": f"{self.model_words}: {parameters:,} parameters, {4 * parameters / 1e6:.2f} MB",
             "data": f"{self.dataset.name}: {self.data_words}",
             "ranks": f"{place.size} ({place.launcher}), {config.framework}, {used}",
-            "exchange": strategies.fact(config, shapes, layout),
+            "exchange": exchange.fact(shapes, layout),
         }
-        if config.strategy == "hybrid":
+        if exchange.strategy.divides:
             facts["shares"] = run.show_shares(plan.shares, loader.rank_samples)
         splits = {split: len(getattr(self.dataset, split)) for split in ("train", "validation", "test")}
         about = run.Run(
@@ -158,11 +157,10 @@ class Job:
             "device": f"{device} ({config.framework} sees no GPU)" if unseen else device,
         }
         folder = run.open_folder(config, about.workload, ranks)
-        if config.strategy == "hybrid" and about.plan.shares is None:
+        if self.strategy.divides and about.plan.shares is None:
             how, shares = "as this run began", run.kept_shares(folder, ranks)
             if shares is None:
-                found = measured_shares(ranks, replica, loader.first_of)
-                how, shares = str(found), found.shares
+                shares, how = self.strategy.measured_shares(replica, loader.first_of)
             about = dataclasses.replace(about, plan=dataclasses.replace(about.plan, shares=shares))
             loader = loader.divided(shares)
             facts["shares"] = f"{run.show_shares(shares, loader.rank_samples)}, {how}"
@@ -201,12 +199,12 @@ class Job:
 def connected(config: TrainConfig, place: world.Place, used: Threads) -> tuple[world.World, str]:
     """The ranks, and this one's device. Collective. Raises Failure (78) if the strategy does not go with the launcher,
     or ranks have other settings than rank 0."""
-    carrier = strategies.chosen(config)[0].carrier
-    if carrier == "horovod" and place.launcher == "torchrun":
+    strategy = strategies.chosen(config).strategy
+    if strategy.carrier == "horovod" and place.launcher == "torchrun":
         others = [name for name, one in strategies.SCHEDULES.items() if one.carrier != "horovod"]
         raise Failure(
-            f"--strategy {config.strategy} is Horovod's, whose ranks torchrun cannot connect: add --strategy native "
-            f"(or {', '.join([*strategies.REDUCERS, *others[1:]])}), or start it with mpirun or horovodrun",
+            f"--strategy {config.strategy} is Horovod's, whose ranks torchrun cannot connect: give --strategy "
+            f"{others[0]} (or {', '.join([*strategies.REDUCERS, *others[1:]])}), or start it with mpirun or horovodrun",
             exits.BAD_CONFIG,
         )
     used.use()
@@ -214,8 +212,10 @@ def connected(config: TrainConfig, place: world.Place, used: Threads) -> tuple[w
         from hvdtrain.frameworks.pytorch import prepare
     else:
         from hvdtrain.frameworks.tensorflow import prepare
-    device = prepare(config.device, place.local_rank, used.count, one_each=config.strategy == "hybrid")
-    ranks = world.World(config.framework, gpu=device != "cpu", carrier=carrier, timeline=config.horovod_timeline)
+    device = prepare(config.device, place.local_rank, used.count, one_each=strategy.divides)
+    ranks = world.World(
+        config.framework, gpu=device != "cpu", carrier=strategy.carrier, timeline=config.horovod_timeline
+    )
     run.check_alike(config, ranks)
     return ranks, device
 

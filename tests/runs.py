@@ -17,7 +17,6 @@ MADE = itertools.count()
 CONFIG: dict[str, Any] = {
     "framework": "torch",
     "strategy": "allreduce",
-    "ddp_hook": "none",
     "epochs": 2,
     "batch_size": None,
     "global_batch_size": None,
@@ -40,7 +39,6 @@ class Made:
     rate_mbit: float | None = None
     framework: str = "torch"
     strategy: str = "allreduce"
-    ddp_hook: str = "none"
     device: str = "cpu"
     cores: float | None = 1.0
     threads: int | None = 1
@@ -155,7 +153,7 @@ def manifest(run: Made) -> records.Manifest:
         for host in range(run.hosts)
         for local in range(run.ranks_per_host)
     ]
-    asked = {"framework": run.framework, "strategy": run.strategy, "ddp_hook": run.ddp_hook}
+    asked = {"framework": run.framework, "strategy": run.strategy}
     return records.Manifest(
         workload="resnet",
         started_utc=str(run.started_utc),

@@ -24,6 +24,7 @@ from runs import cut_off
 from test_ranks import numpy_training
 from test_resnet_train import newest_arrays, read_run, started, wait_for_steps
 
+from hvdtrain import strategies
 from hvdtrain.cluster import survive
 from hvdtrain.collectives import PeerLost, Reach
 from hvdtrain.collectives.servers import NUMBERS, ServerRanks
@@ -36,6 +37,7 @@ from hvdtrain.strategies.server import Server
 DRAW = np.random.default_rng(3)
 SURVIVE = ["-m", "hvdtrain.cluster.survive", sys.executable]
 ASYNC = ["--strategy", "async-ps", *SMALL]
+SERVED = ["--strategy", "async-ps:servers=2", *SMALL]
 VALIDATION = 126
 """Digits' validation samples"""
 
@@ -120,7 +122,7 @@ def test_one_worker_is_plain_sgd(framework: str) -> None:
 def test_the_weights_are_the_first_ones_less_all_that_was_pushed(
     framework: str, ranks: int, servers: int, launcher: str
 ) -> None:
-    asked = json.dumps({"servers": servers})
+    asked = json.dumps({"strategy": f"async-ps:servers={servers}"})
     report = document(launch(ranks, [str(PROGRAMS / "async_ps.py"), framework, asked], launcher))
     steps, parts, slow = 6, servers or 1, ranks - 1
     expected = np.array(report["before"]) - 0.1 * np.array(report["pushed"])
@@ -148,19 +150,19 @@ def test_the_weights_are_the_first_ones_less_all_that_was_pushed(
 
 def test_bytes_per_step() -> None:
     def sent(ranks: int, hosts: int) -> float:
-        return AsyncPS.bytes_per_step([(10, 10)], Layout(ranks=ranks, hosts=hosts), TrainConfig(), None)
+        return AsyncPS.cost([(10, 10)], Layout(ranks=ranks, hosts=hosts), None, None).sent_bytes
 
     assert (sent(1, 1), sent(4, 1), sent(4, 4), sent(4, 2)) == (0, 600, 600, 800)
 
 
 def test_what_does_not_go_together_is_refused() -> None:
-    with pytest.raises(Failure, match="loss scale"):
-        TrainConfig(strategy="async-ps", precision="fp16")
-    with pytest.raises(Failure, match="--servers is -1"):
-        TrainConfig(servers=-1)
-    done = resnet(2, *ASYNC, "--servers", "3", "--epochs", "1")
+    for wrong, why in (({"precision": "fp16"}, "loss scaling"), ({"optimizer": "adam"}, "its servers make SGD steps")):
+        with pytest.raises(Failure, match=why) as refused:
+            strategies.chosen(TrainConfig(strategy="async-ps", **wrong))
+        assert refused.value.code == 78
+    done = resnet(2, "--strategy", "async-ps:servers=3", "--epochs", "1")
     assert done.returncode == 78
-    assert "--servers 3: there are 2 ranks" in done.stderr
+    assert "3 servers: there are 2 ranks" in done.stderr
 
 
 # --- ranks as threads ------------------------------------------------------------------------------------------------
@@ -299,7 +301,7 @@ def test_one_worker_resumes_as_if_never_interrupted(tmp_path: Path) -> None:
 
 
 def test_ranks_stop_together_within_an_epoch_and_go_on(tmp_path: Path) -> None:
-    flags = [*ASYNC, "--framework", "torch", "--servers", "2", "--batch-size", "16", "--checkpoint-steps", "9"]
+    flags = [*SERVED, "--framework", "torch", "--batch-size", "16", "--checkpoint-steps", "9"]
     with started(3, tmp_path, *flags, "--epochs", "40") as process:
         wait_for_steps(process, tmp_path, 20)
         process.send_signal(signal.SIGUSR1)
@@ -376,7 +378,7 @@ def test_a_dead_worker_does_not_stop_the_rest(launcher: str, variable: str, tmp_
 
 
 def test_the_death_of_a_server_ends_the_job(tmp_path: Path) -> None:
-    flags = [*ASYNC, "--framework", "torch", "--servers", "2", "--epochs", "40", "--run-dir", str(tmp_path)]
+    flags = [*SERVED, "--framework", "torch", "--epochs", "40", "--run-dir", str(tmp_path)]
     words = command(3, [*SURVIVE, "-m", "hvdtrain.resnet", *flags])
     with subprocess.Popen(
         words, env=environment(), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=-1, stderr=-1, text=True
@@ -393,17 +395,16 @@ def test_two_hosts_send_what_the_formula_says(cluster: Cluster, tmp_path: Path) 
     words = ["launch/mpirun.sh", "-H", "a:2,b:2", sys.executable, "-m", "hvdtrain.resnet", *ASYNC, "--json"]
     summary = document(cluster.on("a", *words, "--epochs", "2", "--run-dir", str(tmp_path / "run")))
     assert (summary["hosts"], summary["ranks"]) == (2, 4)
-    expected = summary["steps"] * AsyncPS.bytes_per_step(
-        [(summary["parameters"],)], Layout(ranks=4, hosts=2), TrainConfig(), None
-    )
+    cost = AsyncPS.cost([(summary["parameters"],)], Layout(ranks=4, hosts=2), None, None)
+    expected = summary["steps"] * cost.sent_bytes
     for host in summary["nic_bytes"]:
         assert expected < host["sent_bytes"] < 1.15 * expected, "settling and headers besides"
 
 
 @pytest.mark.root
 def test_a_host_whose_only_rank_dies_is_left_out(cluster: Cluster, tmp_path: Path) -> None:
-    words = ["launch/mpirun.sh", "--survive", "-H", "a:1,b:1", sys.executable, "-m", "hvdtrain.resnet", *ASYNC]
-    words += ["--servers", "1", "--epochs", "4", "--json", "--run-dir", str(tmp_path)]
+    words = ["launch/mpirun.sh", "--survive", "-H", "a:1,b:1", sys.executable, "-m", "hvdtrain.resnet", *SMALL]
+    words += ["--strategy", "async-ps:servers=1", "--epochs", "4", "--json", "--run-dir", str(tmp_path)]
     with subprocess.Popen(
         cluster.command("exec", "a", "--", *words),
         env=environment(),

@@ -55,7 +55,7 @@ def test_every_row_is_known_and_named_once() -> None:
 
 
 def test_an_exact_sum_is_projected_where_its_wire_takes_minutes_an_epoch() -> None:
-    plain, low_rank = BY_NAME[rows.HOROVODRUN], BY_NAME["powersgd r2"]
+    plain, low_rank = BY_NAME[rows.HOROVODRUN], BY_NAME["powersgd"]
     assert rows.wire_s(plain, 4, SLOW, 0.25) == pytest.approx(2 * 3 / 4 * 4 * PARAMETERS * 8 / (0.936 * 10e6), rel=1e-6)
     assert rows.is_projected(plain, 4, SLOW)
     assert not rows.is_projected(plain, 4, MIDDLE)
@@ -64,14 +64,14 @@ def test_an_exact_sum_is_projected_where_its_wire_takes_minutes_an_epoch() -> No
 
 
 def test_rounds_turn_and_each_projected_run_has_a_whole_one_to_lean_on() -> None:
-    chosen = [BY_NAME[name] for name in (rows.ALONE, rows.HOROVODRUN, "powersgd r2")]
+    chosen = [BY_NAME[name] for name in (rows.ALONE, rows.HOROVODRUN, "powersgd")]
     made = rows.cells(chosen, [SLOW], [1, 2], 4)
     first = [(cell.rate, cell.row.name, cell.short) for cell in made if cell.seed == 1]
     second = [(cell.rate, cell.row.name, cell.short) for cell in made if cell.seed == 2]
     assert first == [
         (SLOW, rows.ALONE, False),
         (SLOW, rows.HOROVODRUN, True),
-        (SLOW, "powersgd r2", False),
+        (SLOW, "powersgd", False),
         (FAST, rows.HOROVODRUN, False),
     ]
     assert second == first[::-1]
@@ -105,7 +105,7 @@ def test_what_is_asked_is_checked() -> None:
     assert {rows.ALONE, rows.HOROVODRUN} < {row.name for row in quick.rows}
     assert [row.name for row in asked("--rows", "powersgd*,1 host").rows] == [
         rows.ALONE,
-        *(f"powersgd {words}" for words in ("r1", "r2", "r4", "r2 b32")),
+        *("powersgd:rank=1", "powersgd", "powersgd:rank=4", "powersgd:bits=32"),
     ]
     for words in (["--rows", "typo"], ["--seeds", "a"], ["--hosts", "1"], ["--rates", "10mbps"], ["--widths", "0.3"]):
         with pytest.raises(Failure) as refused:
@@ -166,7 +166,7 @@ def test_a_line_from_its_runs() -> None:
         nic_bytes_per_step=1e6,
     )
     late = dataclasses.replace(run, steps_to_target=None, train_to_target_s=None)
-    found = table.line("x", "powersgd r2", SLOW, [run, late, run], is_projected=False, hosts=4)
+    found = table.line("x", "powersgd", SLOW, [run, late, run], is_projected=False, hosts=4)
     assert (found["n"], found["reached"], found["rate_mbit"]) == (3, 2, 10.0)
     assert found["time_to_target_s"]["median"] == 40.0
     assert found["bytes_per_host_to_target"]["median"] == 80e6
@@ -201,19 +201,19 @@ def test_goals_from_lines() -> None:
         made_line("DDP + powerSGD_hook r1", [60.0], 0.97),
         made_line("DDP + powerSGD_hook r2", [50.0], 0.97),
         made_line(rows.UNCOMPRESSED, [690.0], 0.97),
-        made_line("powersgd r2", [25.0, 27.0, 26.0], 0.966),
+        made_line("powersgd", [25.0, 27.0, 26.0], 0.966),
         made_line("fast and wrong", [20.0], 0.96),
         made_line("never", [None, None, 10.0], 0.97),
     ]
     lines = table.with_speedups(lines)
     best = table.best(lines, 10.0)
-    assert best is not None and best["strategy"] == "powersgd r2"
+    assert best is not None and best["strategy"] == "powersgd"
     assert best["speedup"] == pytest.approx(88 / 26)
     two = made_line(rows.TWO_BY_TWO, [None], 0.97, MIDDLE) | {"wire_efficiency": {"median": 0.94}}
     found = {each["goal"]: each for each in table.goals(lines, [two])}
     values = {goal: (each["value"], each["met"]) for goal, each in found.items() if each["met"] is not None}
     expected = {
-        "best strategy (powersgd r2) over 1 host at 10 Mbit/s": (88 / 26, True),
+        "best strategy (powersgd) over 1 host at 10 Mbit/s": (88 / 26, True),
         "the same, ideal 4": (88 / 26, False),
         "best strategy sooner than plain horovodrun at 10 Mbit/s, times": (710 / 26, True),
         "best strategy sooner than DDP + powerSGD_hook's best rank at 10 Mbit/s": (50 / 26, True),
@@ -239,7 +239,7 @@ def test_goals_from_lines() -> None:
 
 
 def test_replays_time_whole_rounds_and_few_of_the_long_steps() -> None:
-    local, plain = BY_NAME["local-sgd H4"], BY_NAME[rows.HOROVODRUN]
+    local, plain = BY_NAME["local-sgd:every=4"], BY_NAME[rows.HOROVODRUN]
     assert replay.replay_steps(plain, 110.0) == (2, 0)
     assert replay.replay_steps(plain, 0.5) == (20, 2)
     for step_s in (0.1, 1.0, 3.0, 10.0):
@@ -251,8 +251,8 @@ def test_replays_time_whole_rounds_and_few_of_the_long_steps() -> None:
     "strategy",
     [
         ["--strategy", "hierarchical"],
-        ["--strategy", "delayed", "--inner", "powersgd"],
-        ["--strategy", "native", "--ddp-hook", "powersgd", "--rank", "1"],
+        ["--strategy", "delayed+powersgd"],
+        ["--strategy", "native:hook=powersgd,rank=1"],
         ["--strategy", "allreduce"],
     ],
 )
@@ -272,7 +272,7 @@ def test_a_replay_sleeps_its_computation_and_exchanges_for_real(strategy: list[s
 def test_a_small_bench_ends_with_one_document_and_goes_on_where_it_was(tmp_path: Path) -> None:
     words = [sys.executable, str(ROOT / "tools" / "bench_strategies.py"), "--json", "--keep", str(tmp_path)]
     words += ["--name", f"t{secrets.token_hex(3)}", "--hosts", "2", "--epochs", "1", "--mode", "train"]
-    words += ["--rates", "100mbit", "--seeds", "1", "--rows", "1 host,powersgd r2", "--target", "0.05"]
+    words += ["--rates", "100mbit", "--seeds", "1", "--rows", "1 host,powersgd", "--target", "0.05"]
     words += ["--flags=--image-size 16"]
     documents = []
     for kept in (False, True):
@@ -282,12 +282,12 @@ def test_a_small_bench_ends_with_one_document_and_goes_on_where_it_was(tmp_path:
         documents.append(json.loads(done.stdout))
     assert documents[0] == documents[1]
     one, two = documents[0]["rows"]
-    assert (one["strategy"], two["strategy"]) == ("1 host", "powersgd r2")
+    assert (one["strategy"], two["strategy"]) == ("1 host", "powersgd")
     assert (one["hosts"], two["hosts"], two["rate_mbit"]) == (1, 2, 100.0)
     assert documents[0]["best_speedup_10mbit"] is None
     for row in (one, two):
         assert (row["n"], row["reached"], row["steps_to_target"]["median"]) == (1, 1, 12)
     assert two["speedup"] == pytest.approx(one["time_to_target_s"]["median"] / two["time_to_target_s"]["median"])
-    sent = rows.payload_bytes(BY_NAME["powersgd r2"], 2, 0.25)
+    sent = rows.payload_bytes(BY_NAME["powersgd"], 2, 0.25)
     assert two["limit_s_per_step"] == pytest.approx(8 * sent / (0.936 * 100e6), rel=0.05)
     assert sent * 12 < two["bytes_per_host_to_target"]["median"] < 3 * sent * 12

@@ -181,9 +181,9 @@ def test_captions_need_the_picture_and_the_best_epoch_is_tested(tmp_path: Path) 
 @pytest.mark.parametrize(
     "strategy",
     [
-        ["--strategy", "local-sgd", "--every", "4", "--inner", "powersgd"],
+        ["--strategy", "local-sgd:every=4+powersgd"],
         ["--strategy", "async-ps", "--optimizer", "sgd", "--lr", "0.05"],
-        ["--strategy", "hybrid", "--shares", "3,1"],
+        ["--strategy", "hybrid:shares=3:1"],
         ["--strategy", "native"],
     ],
     ids=lambda words: words[1],

@@ -99,7 +99,7 @@ def parse(words: list[str]) -> None:
     module = importlib.import_module(program)
     made = next(value for name, value in vars(module).items() if name.endswith("Config") and name != "TrainConfig")
     asked: Any = config.parse(made, arguments, prog=program, purpose="")
-    if asked.strategy != "help":
+    if not asked.strategy.startswith("help"):
         strategies.chosen(asked)
 
 

@@ -9,11 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from hvdtrain.collectives import Hosts
-from hvdtrain.config import TrainConfig
 from hvdtrain.models.resnet import ResNetSpec, parameters
 from hvdtrain.strategies.half import BF16, BLOCK, FP16, Half, from_bf16, scale_exponent, to_bf16
 
-CONFIG = TrainConfig()
 UNIT = {FP16: 2.0**-11, BF16: 2.0**-8}
 """Largest relative error of rounding once"""
 FLOOR = {FP16: 2.0**-40, BF16: 0.0}
@@ -28,19 +26,19 @@ def exchanged(kind: type[Half], vectors: np.ndarray) -> np.ndarray:
 
     def program(host: Hosts) -> tuple[np.ndarray, int]:
         values = vectors[host.index].copy()
-        kind([(size,)], CONFIG).sum(values, host)
+        kind([(size,)]).sum(values, host)
         return values, host.sent_bytes
 
     results = fake_hosts.run(hosts, program)
     for values, sent_bytes in results:
         assert values.tobytes() == results[0][0].tobytes()
-        assert sent_bytes == (kind.bytes_per_host([(size,)], hosts, CONFIG) if size else 0)
+        assert sent_bytes == (kind.cost([(size,)], hosts).sent_bytes if size else 0)
     return results[0][0]
 
 
 def passed(kind: type[Half], values: np.ndarray) -> np.ndarray:
     """What one message makes of float32 numbers."""
-    reducer, out = kind([(values.size,)], CONFIG), np.empty_like(values)
+    reducer, out = kind([(values.size,)]), np.empty_like(values)
     message = np.empty(kind.head + values.size, np.uint16)
     reducer.encode(values, message)
     reducer.decode(message, out)
@@ -111,7 +109,7 @@ def test_fp16_rounds_ties_to_even() -> None:
 @pytest.mark.parametrize("largest", [1.0, 65504.0, 65519.0, 65520.0, 65535.0, 65536.0, 3e38, 2.0**-149])
 def test_an_fp16_message_is_binary16_near_its_upper_end(largest: float) -> None:
     message = np.empty(3, np.uint16)
-    FP16([(2,)], CONFIG).encode(np.array([largest, -largest], np.float32), message)
+    FP16([(2,)]).encode(np.array([largest, -largest], np.float32), message)
     sent = message[1:].view(np.float16).astype(np.float32)
     assert sent[0] == -sent[1]
     assert sent[0] == largest * 2.0**126 if largest < 1e-40 else 32760 <= sent[0] <= 65504
@@ -162,6 +160,6 @@ def test_infinity_and_nan_reach_all_hosts(kind: type[Half], bad: float) -> None:
 def test_half_the_bytes_of_an_exact_sum(kind: type[Half]) -> None:
     shapes = list(parameters(ResNetSpec(channels=1, classes=10, width=0.25)).values())
     exact = 2 * 3 * 4 * sum(int(np.prod(shape)) for shape in shapes) / 4
-    assert kind.bytes_per_host(shapes, 4, CONFIG) == pytest.approx(exact / 2, rel=1e-5)
-    assert kind.bytes_per_host(shapes, 1, CONFIG) == 0
-    assert kind(shapes, CONFIG).state() == {}
+    assert kind.cost(shapes, 4).sent_bytes == pytest.approx(exact / 2, rel=1e-5)
+    assert kind.cost(shapes, 1).sent_bytes == 0
+    assert kind(shapes).state() == {}

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_resnet_train import newest_arrays, read_run, started, wait_for_steps
 
-from hvdtrain.config import TrainConfig, batch_plan, rank_shares
+from hvdtrain import strategies
 from hvdtrain.data import ImageSplit
 from hvdtrain.data.loader import Loader
 from hvdtrain.exits import Failure
@@ -49,7 +49,7 @@ def numpy_training() -> tuple[np.ndarray, list[float]]:
     ("framework", "ranks", "shares", "samples"),
     [
         ("torch", 0, "1", [[12, 6]]),
-        *((framework, 3, "3,2,1", [[6, 2], [4, 2], [2, 2]]) for framework in FRAMEWORKS),
+        *((framework, 3, "3:2:1", [[6, 2], [4, 2], [2, 2]]) for framework in FRAMEWORKS),
         *((framework, 2, None, None) for framework in FRAMEWORKS),
     ],
 )
@@ -57,7 +57,8 @@ def test_unequal_ranks_train_as_one_process_on_the_union(
     framework: str, ranks: int, shares: str | None, samples: list[list[int]] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(PROGRAMS)
-    report = document(launch(ranks, [str(PROGRAMS / "hybrid.py"), framework, json.dumps({"shares": shares})]))
+    asked = json.dumps({"strategy": f"hybrid:shares={shares}" if shares else "hybrid"})
+    report = document(launch(ranks, [str(PROGRAMS / "hybrid.py"), framework, asked]))
     weight, losses = numpy_training()
     np.testing.assert_allclose(report["weights"][0], weight, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(report["losses"], losses, rtol=1e-5)
@@ -186,13 +187,13 @@ def test_measuring_leaves_no_trace_and_resumed_equals_uninterrupted(tmp_path: Pa
     assert process.returncode == 75, errors
     plan = json.loads((cut / "manifest.json").read_text())["plan"]
     shown = next(line.split(maxsplit=1)[1] for line in errors.splitlines() if line.startswith("shares "))
-    printed = shown.partition(":")[0]
-    assert [float(share) for share in printed.split(",")] == plan["shares"]
+    printed = shown.partition(": ")[0]
+    assert [float(share) for share in printed.split(":")] == plan["shares"]
     less, more = sorted(plan["shares"])
     assert less == more or less < (1 - TOLERANCE) * more, "equal within the noise is equal"
     resumed = document(resnet(2, "--run-dir", str(cut), "--resume", *flags))
     assert json.loads((cut / "manifest.json").read_text())["plan"] == plan
-    straight = document(resnet(2, "--run-dir", str(whole), "--shares", printed, *flags))
+    straight = document(resnet(2, "--run-dir", str(whole), *flags, "--strategy", f"hybrid:shares={printed}"))
     found = [[step.samples for step in read_run(folder, 1)["step"]] for folder in (cut, whole)]
     assert set(found[0]) == set(found[1]), "the same cuts"
     expected, got = newest_arrays(whole), newest_arrays(cut)
@@ -203,16 +204,15 @@ def test_measuring_leaves_no_trace_and_resumed_equals_uninterrupted(tmp_path: Pa
 
 
 def test_given_shares_are_those_of_every_step_and_no_other_run_goes_on(tmp_path: Path) -> None:
-    flags = ["--strategy", "hybrid", "--framework", "torch", "--json", *SMALL, "--run-dir", str(tmp_path)]
-    flags += ["--schedule", "constant"]
-    document(resnet(2, *flags, "--epochs", "1", "--shares", "3,1"))
+    flags = ["--framework", "torch", "--json", *SMALL, "--run-dir", str(tmp_path), "--schedule", "constant"]
+    document(resnet(2, *flags, "--epochs", "1", "--strategy", "hybrid:shares=3:1"))
     steps = [read_run(tmp_path, rank)["step"] for rank in range(2)]
     assert {(a.samples, b.samples) for a, b in zip(*(each[:-1] for each in steps), strict=True)} == {(72, 24)}
     assert [a.loss for a in steps[0]] == [b.loss for b in steps[1]]
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     assert manifest["plan"]["shares"] == [3, 1]
     assert sum(step.samples for each in steps for step in each) == manifest["data"]["train"]
-    other = resnet(2, *flags, "--epochs", "2", "--shares", "1,1", "--resume")
+    other = resnet(2, *flags, "--epochs", "2", "--strategy", "hybrid:shares=1:1", "--resume")
     assert other.returncode == 78
     assert "shares: [3.0, 1.0] there, [1.0, 1.0] here" in other.stderr
     again = document(resnet(2, *flags, "--epochs", "2", "--resume"))
@@ -220,34 +220,31 @@ def test_given_shares_are_those_of_every_step_and_no_other_run_goes_on(tmp_path:
     assert {step.samples for step in read_run(tmp_path, 1)["step"][:-1]} <= {24, steps[1][-1].samples}
 
 
-@pytest.mark.parametrize("shares", ["", "3,", "3,x", "3,0", "3,-1", "inf,1", "nan,1", "3;1"])
+@pytest.mark.parametrize("shares", ["", "3:", "3:x", "3:0", "3:-1", "inf:1", "nan:1", "3;1"])
 def test_shares_that_are_no_positive_numbers_are_refused(shares: str) -> None:
-    with pytest.raises(Failure, match=r"give a positive number for each rank, e\.g\. --shares 3,1") as refused:
-        TrainConfig(strategy="hybrid", shares=shares)
+    with pytest.raises(Failure, match="give a number > 0 for each rank, as 3:1") as refused:
+        strategies.parse(f"hybrid:shares={shares}")
     assert refused.value.code == 78
 
 
-def test_shares_without_hybrid_or_not_one_for_each_rank_are_refused() -> None:
-    with pytest.raises(Failure, match="add --strategy hybrid") as refused:
-        TrainConfig(strategy="hierarchical", shares="3,1")
+def test_shares_are_one_for_each_rank() -> None:
+    given = strategies.parse("hybrid:shares=3:1")
+    assert given.shares(2) == (3.0, 1.0)
+    with pytest.raises(Failure, match="2 shares for 3 ranks; give one for each, in order of ranks") as refused:
+        given.shares(3)
     assert refused.value.code == 78
-    config = TrainConfig(strategy="hybrid", shares="3,1")
-    assert rank_shares(config, 2) == (3.0, 1.0) == batch_plan(config, 2, 64, 5).shares
-    with pytest.raises(Failure, match="2 numbers for 3 ranks; give one for each, in order of ranks") as refused:
-        rank_shares(config, 3)
-    assert refused.value.code == 78
-    assert rank_shares(TrainConfig(), 3) is None
+    assert strategies.parse("hybrid").shares(3) is strategies.parse("allreduce").shares(3) is None
 
 
 def test_a_dry_run_tells_the_shares_and_a_wrong_number_of_them_is_said_once() -> None:
     shown = resnet(0, "--dry-run", "--strategy", "hybrid", *SMALL)
     assert "shares         measured before step 0" in shown.stdout
-    shown = resnet(2, "--dry-run", "--strategy", "hybrid", "--shares", "1,2", *SMALL)
-    assert "shares         1,2: 32 + 64 samples of a step" in shown.stdout
-    done = resnet(2, "--strategy", "hybrid", "--shares", "1,2,3")
+    shown = resnet(2, "--dry-run", "--strategy", "hybrid:shares=1:2", *SMALL)
+    assert "shares         1:2: 32 + 64 samples of a step" in shown.stdout
+    done = resnet(2, "--strategy", "hybrid:shares=1:2:3")
     assert done.returncode == 78
     assert done.stderr.count("hvdtrain: ") == 1
-    assert "3 numbers for 2 ranks" in done.stderr
+    assert "3 shares for 2 ranks" in done.stderr
 
 
 def test_the_first_ranks_of_a_host_take_its_gpus_and_the_others_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

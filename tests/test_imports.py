@@ -16,13 +16,14 @@ PACKAGE = ROOT / "hvdtrain"
 TWINS = {"torch": "torch", "tf": "tensorflow", "tensorflow": "tensorflow"}
 
 # Room -> what it may import: own rooms (after a dot: `.config`) and other packages. The standard library, `.exits`,
-# `.files` and `.arguments` are free to all. A trailing `!` allows the room's front (its __init__) only.
+# `.files`, `.arguments` and `.bounds` are free to all. A trailing `!` allows the room's front (its __init__) only.
 ALLOWED = {
     "__init__": "",
     "arguments": "",
     "exits": "",
     "files": "",
     "progress": "rich",
+    "bounds": "",
     "config": "jsonargparse",
     "records": "",
     "notes": "",
@@ -38,11 +39,11 @@ ALLOWED = {
     "frameworks": ".collectives! .config .data! .measures .models .notes .timing .world .strategies! numpy",
     "strategies": ".collectives .config .timing .world numpy",
     "arrays_file": "numpy",
-    "checkpoint": ".arrays_file .identity numpy",
+    "checkpoint": ".arrays_file .identity .strategies! numpy",
     "identity": "",
-    "resume": ".config .records",
+    "resume": ".config .records .strategies",
     "lock": "",
-    "run": ".cluster .config .identity .lock .records .resume .world",
+    "run": ".cluster .config .identity .lock .records .resume .strategies! .world",
     "observe": ".config .frameworks! .monitors .records .scalars .world",
     "position": ".measures .records numpy",
     "agreement": ".world numpy",
@@ -52,10 +53,10 @@ ALLOWED = {
         ".agreement .checkpoint .config .data .evaluation .frameworks! .measures .observe .position .progress"
         " .records .run .snapshot .strategies! .timing .world numpy"
     ),
-    "results": ".config .records numpy pandas matplotlib pyarrow rich scipy",
+    "results": ".config .records .strategies! numpy pandas matplotlib pyarrow rich scipy",
     "cluster": "",
     "sentinel": ".cluster",
-    "sweep": ".cluster .config .progress .records rich",
+    "sweep": ".cluster .config .progress .records .strategies! rich",
     "captions": (
         ".arrays_file .checkpoint .data .frameworks .models .progress .records .threads .world numpy PIL sacrebleu"
     ),
@@ -67,9 +68,10 @@ ALLOWED = {
 }
 # Every other file of hvdtrain/ is a workload: it chooses and joins the parts.
 WORKLOAD = ".captions .config .data .measures .models .workload .world numpy"
-FREE = {"__init__", "arguments", "exits", "files"}  # import nothing of ours but each other
+FREE = {"__init__", "arguments", "bounds", "exits", "files"}  # import nothing of ours but each other
 LATE = {"cli"}  # imports rooms and packages inside functions only, so that each subcommand loads its own part
-FRONT = {"hvdtrain", "hvdtrain.arguments", "hvdtrain.config", "hvdtrain.exits"}  # standard library at import time
+# standard library at import time
+FRONT = {"hvdtrain", "hvdtrain.arguments", "hvdtrain.bounds", "hvdtrain.config", "hvdtrain.exits"}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

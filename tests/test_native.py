@@ -16,13 +16,13 @@ from runs import cut_off
 from test_ranks import numpy_training
 from test_resnet_train import newest_arrays, read_run, started, wait_for_steps
 
+from hvdtrain import strategies
 from hvdtrain.collectives import powersgd
 from hvdtrain.collectives.meeting import reserved_port
 from hvdtrain.config import TrainConfig
 from hvdtrain.exits import Failure
 from hvdtrain.models.resnet import ResNetSpec, parameters
 from hvdtrain.strategies import Layout
-from hvdtrain.strategies.native import Native
 
 # A small rate and blocks that start as the identity: equal programs stay equal (see test_resnet_train.py).
 CALM = ["--image-size", "16", "--width", "0.125", "--batch-size", "96", "--lr", "0.005", "--epochs", "1", "--json"]
@@ -84,14 +84,14 @@ def test_native_trains_as_allreduce_does(
 
 def test_the_fp16_hook_stays_close_and_sends_half(native: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     whole = native["torch"]
-    half = train(2, tmp_path / "half", "--strategy", "native", "--framework", "torch", "--ddp-hook", "fp16")
+    half = train(2, tmp_path / "half", "--strategy", "native:hook=fp16", "--framework", "torch")
     np.testing.assert_allclose(losses(half), losses(whole), rtol=1e-3)
     assert losses(half) != losses(whole)
     assert 2 * half["summary"]["bytes_sent"] == whole["summary"]["bytes_sent"]
 
 
 def test_powersgd_learns_and_resumes_as_if_never_interrupted(tmp_path: Path) -> None:
-    flags = ["--strategy", "native", "--framework", "torch", "--ddp-hook", "powersgd", "--lr", "0.05", "--epochs", "5"]
+    flags = ["--strategy", "native:hook=powersgd", "--framework", "torch", "--lr", "0.05", "--epochs", "5"]
     flags += ["--checkpoint-steps", "15", "--keep-checkpoints", "9"]
     whole = train(2, tmp_path / "whole", *flags)
     assert losses(whole)[-1] < 0.5 * losses(whole)[0]
@@ -165,12 +165,9 @@ def test_horovods_own_strategy_under_torchrun_says_what_to_take(tmp_path: Path) 
     assert done.returncode != 0 and not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("strategy", "framework"), [("allreduce", "auto"), ("allreduce", "torch"), ("native", "tensorflow")]
-)
-def test_a_hook_without_pytorchs_ddp_is_refused(strategy: str, framework: Any) -> None:
-    with pytest.raises(Failure, match="--ddp-hook fp16") as refused:
-        TrainConfig(ddp_hook="fp16", strategy=strategy, framework=framework)
+def test_a_hook_without_pytorchs_ddp_is_refused() -> None:
+    with pytest.raises(Failure, match="hook=fp16: only PyTorch's") as refused:
+        strategies.chosen(TrainConfig(strategy="native:hook=fp16", framework="tensorflow"))
     assert refused.value.code == 78
 
 
@@ -180,9 +177,9 @@ def test_each_hook_tells_its_bytes() -> None:
     expected = {("none", 2): whole, ("fp16", 2): whole // 2}
     expected |= {("powersgd", rank): 4 * numbers_in_factors(shapes, rank) for rank in (1, 2, 4)}
     for (hook, rank), payload in expected.items():
-        config = TrainConfig(strategy="native", framework="torch", ddp_hook=hook, rank=rank)
-        assert Native.bytes_per_step(shapes, Layout(ranks=4, hosts=4), config, None) == 2 * 3 * payload // 4
-        assert Native.bytes_per_step(shapes, Layout(ranks=1, hosts=1), config, None) == 0
+        exchange = strategies.parse(f"native:hook={hook},rank={rank}")
+        assert exchange.cost(shapes, Layout(ranks=4, hosts=4)).sent_bytes == 2 * 3 * payload // 4
+        assert exchange.cost(shapes, Layout(ranks=1, hosts=1)).sent_bytes == 0
 
 
 def numbers_in_factors(shapes: list[tuple[int, ...]], rank: int) -> int:

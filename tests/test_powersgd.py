@@ -16,7 +16,6 @@ from conftest import environment
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.config import TrainConfig
 from hvdtrain.exits import Failure
 from hvdtrain.models.resnet import ResNetSpec, parameters
 from hvdtrain.strategies import matrices
@@ -30,12 +29,12 @@ RESNET = list(parameters(ResNetSpec(channels=1, classes=10, width=0.25)).values(
 Bits = Literal[32, 8, 4]
 
 
-def config(rank: int, bits: Bits = 32) -> TrainConfig:
-    return TrainConfig(rank=rank, bits=bits)
+def settings_of(rank: int, bits: Bits = 32) -> PowerSGD.Settings:
+    return PowerSGD.Settings(rank=rank, bits=bits)
 
 
 def team(hosts: int, shapes: Sequence[Sequence[int]], rank: int, bits: Bits = 32) -> list[PowerSGD]:
-    return [PowerSGD(shapes, config(rank, bits)) for _ in range(hosts)]
+    return [PowerSGD(shapes, settings_of(rank, bits)) for _ in range(hosts)]
 
 
 def sums(reducers: list[PowerSGD], inputs: Sequence[np.ndarray]) -> tuple[np.ndarray, int]:
@@ -94,7 +93,7 @@ def test_nothing_is_lost(
         out, sent = sums(reducers, inputs)
         size = float(np.abs(given_in).max()) * hosts
         np.testing.assert_allclose(out + left(reducers), given_in, atol=1e-5 * size, rtol=0)
-        assert sent == PowerSGD.bytes_per_host(shapes, hosts, config(rank, bits))
+        assert sent == PowerSGD.cost(shapes, hosts, settings_of(rank, bits)).sent_bytes
 
 
 def test_one_host_gets_its_own_exactly_and_sends_nothing() -> None:
@@ -102,7 +101,7 @@ def test_one_host_gets_its_own_exactly_and_sends_nothing() -> None:
     given_in = normal(0, elements(MIXED))
     out, sent = sums(reducers, [given_in])
     assert np.array_equal(out, given_in)
-    assert sent == PowerSGD.bytes_per_host(MIXED, 1, config(1)) == 0
+    assert sent == PowerSGD.cost(MIXED, 1, settings_of(1)).sent_bytes == 0
 
 
 def test_the_outcome_is_that_of_one_host_with_the_sum() -> None:
@@ -226,7 +225,7 @@ def test_resumed_is_as_if_never_interrupted(bits: Bits) -> None:
 
 
 def test_the_state_of_another_rank_is_refused() -> None:
-    with pytest.raises(Failure, match="--rank"):
+    with pytest.raises(Failure, match="with the rank"):
         team(1, MIXED, 1)[0].load(team(1, MIXED, 2)[0].state())
     with pytest.raises(Failure, match="error"):
         team(1, MIXED, 1)[0].load(team(1, [*MIXED, (3,)], 1)[0].state())
@@ -235,7 +234,7 @@ def test_the_state_of_another_rank_is_refused() -> None:
 def test_tensorflows_layout_gives_the_transpose() -> None:
     """(height, width, in, out) against (out, in, height, width)."""
     theirs, ours = [(3, 3, 6, 20), (20,), (4, 12, 4)], [(20, 6, 3, 3), (20,), (4, 12, 4)]
-    assert PowerSGD.bytes_per_host(theirs, 4, config(3)) == PowerSGD.bytes_per_host(ours, 4, config(3))
+    assert PowerSGD.cost(theirs, 4, settings_of(3)).sent_bytes == PowerSGD.cost(ours, 4, settings_of(3)).sent_bytes
     tensorflow, torch = team(2, theirs, 3), team(2, ours, 3)
     order = np.arange(1080).reshape(3, 3, 6, 20).transpose(3, 2, 0, 1).ravel()
     # The long side of the first matrix is (h, w, in) there and (in, h, w) here: give its Q the same rows.
@@ -304,7 +303,7 @@ def test_a_warm_start_finds_the_best_projection() -> None:
 
 
 def test_small_matrices_get_more_of_the_bytes() -> None:
-    """--rank is that of a matrix of mean sides, and ResNet-34 has about the bytes of that rank for all."""
+    """The rank set is that of a matrix of mean sides, and ResNet-34 has about the bytes of that rank for all."""
     for rank in (1, 2, 4):
         cuts, _ = matrices.plan(RESNET, rank)
         by_size = sorted(cuts, key=lambda cut: cut.rows + cut.columns)
@@ -314,7 +313,8 @@ def test_small_matrices_get_more_of_the_bytes() -> None:
         vectors = sum(shape[0] for shape in RESNET if len(shape) == 1)
         for_all = vectors + sum(min(rank * (s[0] + math.prod(s[1:])), math.prod(s)) for s in RESNET if len(s) > 1)
         assert 0.8 < numbers / for_all < 1.25
-    assert [PowerSGD.bytes_per_host(RESNET, 4, config(2, bits)) for bits in get_args(Bits)] == [219936, 58752, 31104]
+    costs = [PowerSGD.cost(RESNET, 4, settings_of(2, bits)) for bits in get_args(Bits)]
+    assert [cost.sent_bytes for cost in costs] == [219936, 58752, 31104]
 
 
 def test_a_giant_does_not_lift_the_others_beyond_reason() -> None:
@@ -352,7 +352,7 @@ class Told:
 
 
 def told_digest() -> str:
-    reducer, values = PowerSGD(MIXED, config(6)), normal(0, elements(MIXED))
+    reducer, values = PowerSGD(MIXED, settings_of(6)), normal(0, elements(MIXED))
     reducer.sum(values, Told())  # type: ignore[arg-type]
     return hashlib.sha256(values.tobytes()).hexdigest()
 

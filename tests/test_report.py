@@ -241,12 +241,12 @@ def test_records_are_text_and_never_markup(tmp_path: Path) -> None:
 
 
 def test_one_run_makes_a_page_that_says_what_is_lacking(tmp_path: Path) -> None:
-    runs.make(tmp_path / "run", argv=["--threads", "2", "--run-dir", "r", "--shares", "1"])
+    runs.make(tmp_path / "run", argv=["--threads", "2", "--run-dir", "r", "--lr", "1"])
     loaded = load([tmp_path])
     text = Page(report.page(loaded)).text()
     assert "Not shown" in text and "--monitor power" in text
     assert "how far they spread is not known" in text
-    assert "python -m hvdtrain.resnet --threads 2 --shares 1" in text
+    assert "python -m hvdtrain.resnet --threads 2 --lr 1" in text
     assert "None: every run is complete" in text
 
 

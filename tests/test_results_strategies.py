@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import runs
 
-from hvdtrain.config import TrainConfig
 from hvdtrain.results.__main__ import main
-from hvdtrain.results.runs import WIRE_SHARE, beside, strategy_name
+from hvdtrain.results.runs import WIRE_SHARE, exchange
 from hvdtrain.results.statistics import ratio, summary
 
 STEPS, PARAMETERS, RATE = 5, 1000, 10.0
@@ -29,48 +28,24 @@ def by_strategy(found: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("config", "name"),
+    ("config", "facts", "expected"),
     [
-        ({"strategy": "allreduce", "rank": 4}, "allreduce"),
-        ({"strategy": "native", "ddp_hook": "fp16"}, "native+fp16"),
-        ({"strategy": "native", "ddp_hook": "powersgd"}, "native+powersgd r2"),
-        ({"strategy": "native", "ddp_hook": "powersgd", "rank": 4}, "native+powersgd r4"),
-        ({"strategy": "powersgd", "rank": 1, "inner": "topk"}, "powersgd r1"),
-        ({"strategy": "powersgd", "rank": 2, "bits": 8}, "powersgd r2"),
-        ({"strategy": "delayed", "inner": "powersgd", "rank": 2, "bits": 4}, "delayed+powersgd r2 b4"),
-        ({"strategy": "topk", "density": 0.005}, "topk 0.5%"),
-        ({"strategy": "local-sgd", "every": 8, "inner": "hierarchical"}, "local-sgd H8"),
-        (
-            {"strategy": "local-sgd", "every": 4, "outer_lr": 0.7, "outer_momentum": 0.9, "local_start": 40}
-            | {"inner": "powersgd", "rank": 4},
-            "local-sgd H4 start40 outer0.7/0.9+powersgd r4",
-        ),
-        ({"strategy": "local-sgd", "every": 4, "outer_lr": 1.0, "outer_momentum": 0.0}, "local-sgd H4"),
-        ({"strategy": "delayed", "inner": "powersgd", "rank": 2, "staleness": 1}, "delayed+powersgd r2"),
-        ({"strategy": "delayed", "inner": "onebit", "staleness": 2}, "delayed s2+onebit"),
-        ({"strategy": "async-ps", "servers": 2}, "async-ps x2"),
-        ({"strategy": "a new one", "inner": "topk"}, "a new one"),
-        ({"strategy": "x\x1b[2J"}, "x\\x1b[2J"),
-        ({}, None),
+        ({"strategy": "delayed+int8"}, {"behind": "the next step", "exact": False}, ("delayed+int8", True, False)),
+        ({"strategy": "elsewhere"}, {"behind": "", "exact": True}, ("elsewhere", False, True)),
+        ({"strategy": "native", "ddp_hook": "fp16"}, {}, ("native:hook=fp16", True, False)),
+        ({"strategy": "allreduce", "rank": 2}, {}, ("allreduce", True, True)),
+        ({"strategy": "async-ps", "servers": 0}, {}, ("async-ps", True, False)),
+        ({"strategy": "local-sgd", "inner": "powersgd"}, {}, ("local-sgd+powersgd", False, False)),
+        ({"strategy": "local-sgd", "staleness": 1}, {}, ("local-sgd:staleness=1", True, False)),
+        ({"strategy": "a new one", "inner": "topk"}, {}, ("a new one", None, None)),
+        ({"strategy": "x\x1b[2J"}, {}, ("x\\x1b[2J", None, None)),
+        ({}, {}, (None, None, None)),
     ],
 )
-def test_a_name_says_what_is_set_and_what_is_inside(config: dict[str, Any], name: str | None) -> None:
-    assert strategy_name(config) == name
-
-
-def test_the_defaults_of_today_are_those_of_a_config_without_them() -> None:
-    for strategy in ("native", "powersgd", "local-sgd", "delayed", "async-ps"):
-        today = {
-            key: getattr(TrainConfig(), key, None)
-            for key in ("rank", "bits", "every", "staleness", "servers", "outer_lr")
-        }
-        assert strategy_name({"strategy": strategy} | today) == strategy_name({"strategy": strategy})
-
-
-def test_whose_exchange_runs_beside_the_computation() -> None:
-    apart = ("hierarchical", "powersgd r2", "fp16", "local-sgd H8+powersgd r2", "topk 1%")
-    assert not any(map(beside, apart))
-    assert all(map(beside, ("allreduce", "native+fp16", "delayed s2+topk 1%", "async-ps", "local-sgd H8 s1")))
+def test_a_record_tells_its_exchange_or_an_older_one_is_asked_by_name(
+    config: dict[str, Any], facts: dict[str, Any], expected: tuple[Any, ...]
+) -> None:
+    assert tuple(exchange(config, facts).values()) == expected
 
 
 def test_each_figure_equals_an_independent_calculation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,8 +60,7 @@ def test_each_figure_equals_an_independent_calculation(tmp_path: Path, capsys: p
             hosts=4,
             rank_batch=8,
             rate_mbit=RATE,
-            strategy="powersgd",
-            config={"rank": 2},
+            strategy="powersgd:rank=4",
             collectives="streams",
             compute_s=four[seed],
             communication_s=0.02,
@@ -95,7 +69,7 @@ def test_each_figure_equals_an_independent_calculation(tmp_path: Path, capsys: p
             **same,
         )
     rows = by_strategy(table(capsys, str(tmp_path), "--target", "95%"))
-    one, found = rows["allreduce"], rows["powersgd r2"]
+    one, found = rows["allreduce"], rows["powersgd:rank=4"]
     times = [3 * STEPS * (0.01 + four[seed] + 0.02) for seed in (0, 1)]
     base = [2 * STEPS * (0.01 + alone[seed] + 0.2) for seed in range(3)]
     assert one["train_to_target_s"]["mean"] == pytest.approx(sum(base) / 3)
@@ -118,7 +92,7 @@ def test_each_figure_equals_an_independent_calculation(tmp_path: Path, capsys: p
 def test_wire_is_a_bound_where_the_exchange_runs_beside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     limit_s = 8 * PARAMETERS * 4 / (WIRE_SHARE * RATE * 1e6)  # two hosts: 2(h-1)/h is 1
     same = {"hosts": 2, "rate_mbit": RATE, "parameters": PARAMETERS, "compute_s": 0.1, "communication_s": 0.02}
-    runs.make(tmp_path / "beside", strategy="delayed", config={"inner": "hierarchical"}, **same)
+    runs.make(tmp_path / "beside", strategy="delayed", **same)
     runs.make(tmp_path / "after", strategy="hierarchical", **same)
     runs.make(tmp_path / "null", strategy="hierarchical", framework="tensorflow", **same | {"communication_s": None})
     two = {"collectives": "streams", "ranks_per_host": 2, **same}
@@ -135,13 +109,14 @@ def test_wire_is_a_bound_where_the_exchange_runs_beside(tmp_path: Path, capsys: 
 
 
 def test_settings_of_a_strategy_are_never_averaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for number, config in enumerate(({"rank": 1}, {"rank": 2}, {"rank": 4})):
-        for seed in range(2):
-            runs.make(
-                tmp_path / f"{number}-{seed}", hosts=2, rate_mbit=RATE, strategy="powersgd", config=config, seed=seed
-            )
+    """Those of an earlier version, with flags of their own, are repeats of today's."""
+    for rank in (1, 3, 4):
+        then = {"strategy": "powersgd", "rank": rank, "bits": 8, "inner": "hierarchical", "shares": None}
+        for seed, config in enumerate(({}, then)):
+            folder = tmp_path / f"{rank}-{seed}"
+            runs.make(folder, hosts=2, rate_mbit=RATE, strategy=f"powersgd:rank={rank}", config=config, seed=seed)
     rows = by_strategy(table(capsys, str(tmp_path)))
-    assert {name: row["n"] for name, row in rows.items()} == {f"powersgd r{rank}": 2 for rank in (1, 2, 4)}
+    assert {name: row["n"] for name, row in rows.items()} == {f"powersgd:rank={rank}": 2 for rank in (1, 3, 4)}
 
 
 def test_rates_are_sections_the_soonest_first_and_the_baseline_in_each(

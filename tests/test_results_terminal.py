@@ -27,14 +27,13 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     same: dict[str, Any] = {"energy_w": {"cpu0": 31234.5, "dram0": 4.0}, "accuracies": (0.5, 0.96)}
     for seed in range(2):
         for hosts, rate in ((1, None), (2, 10.0), (4, 1000.0)):
-            for strategy in ("allreduce", "local-sgd") if hosts > 1 else ("allreduce",):
+            for strategy in ("allreduce", "local-sgd:every=6+powersgd:rank=12,bits=4") if hosts > 1 else ("allreduce",):
                 runs.make(
                     found / f"20261121T16344{seed}Z-resnet-{strategy}-{hosts}-5f0c21",
                     hosts=hosts,
                     rate_mbit=rate,
                     rank_batch=32 // hosts,
                     strategy=strategy,
-                    config={"inner": "powersgd", "rank": 12, "bits": 4, "every": 6},
                     seed=seed,
                     parameters=21_283_530,
                     compute_s=(1 + seed / 100) / hosts,

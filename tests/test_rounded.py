@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.config import TrainConfig
 from hvdtrain.strategies import rounded
 from hvdtrain.strategies.rounded import Int4, Int8
 
@@ -117,22 +116,21 @@ def test_a_quarter_and_an_eighth_of_the_bytes() -> None:
 @pytest.mark.parametrize("kind", [Int8, Int4])
 @pytest.mark.parametrize("hosts", [1, 2, 4])
 def test_reducers_lose_nothing_and_arrive_with_time(kind: type[Int8], hosts: int) -> None:
-    config = TrainConfig()
-    reducers = [kind(SHAPES, config) for _ in range(hosts)]
+    reducers = [kind(SHAPES) for _ in range(hosts)]
     inputs = normal(1, hosts, SIZE)
     whole, received = inputs.sum(axis=0, dtype=np.float64), np.zeros(SIZE)
     for turn in range(1, 51):
         given_in = whole + left(reducers)
         out, sent = sums(reducers, inputs)
         np.testing.assert_allclose(out + left(reducers), given_in, atol=1e-5)
-        assert sent == kind.bytes_per_host(SHAPES, hosts, config)
+        assert sent == kind.cost(SHAPES, hosts).sent_bytes
         received += out
         step = (hosts + 1) * float(np.abs(given_in).max()) / (2 ** (kind.bits - 1) - 1)
         assert np.abs(received / turn - whole).max() < (step + 1e-6) / turn
 
 
 def test_resumed_is_as_if_never_interrupted() -> None:
-    through, second = ([Int8(SHAPES, TrainConfig()) for _ in range(3)] for _ in range(2))
+    through, second = ([Int8(SHAPES) for _ in range(3)] for _ in range(2))
     inputs = normal(0, 4, 3, SIZE)
     for turn in range(2):
         sums(through, inputs[turn])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import fake_hosts
 import numpy as np
@@ -11,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from hvdtrain.collectives import Hosts
-from hvdtrain.config import TrainConfig
 from hvdtrain.models.resnet import ResNetSpec, parameters
 from hvdtrain.strategies import REDUCERS, onebit, topk
 from hvdtrain.strategies.onebit import LENGTH, OneBit
@@ -19,13 +19,13 @@ from hvdtrain.strategies.payload import Shape, elements
 from hvdtrain.strategies.reducer import Reducer
 from hvdtrain.strategies.topk import Code, TopK, largest
 
-Kind = tuple[type[Reducer], TrainConfig]
+Kind = tuple[type[Reducer], Any]
 KINDS: dict[str, Kind] = {
-    "topk 0.001": (TopK, TrainConfig(density=0.001)),
-    "topk 0.01": (TopK, TrainConfig(density=0.01)),
-    "topk 0.3": (TopK, TrainConfig(density=0.3)),
-    "topk 1": (TopK, TrainConfig(density=1.0)),
-    "onebit": (OneBit, TrainConfig()),
+    "topk 0.001": (TopK, TopK.Settings(density=0.001)),
+    "topk 0.01": (TopK, TopK.Settings(density=0.01)),
+    "topk 0.3": (TopK, TopK.Settings(density=0.3)),
+    "topk 1": (TopK, TopK.Settings(density=1.0)),
+    "onebit": (OneBit, None),
 }
 every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 SHAPES: list[Shape] = [(3, 700), (7,), (40, 30), (1300, 1), (5,), (2, 2, 2, 2)]
@@ -35,9 +35,9 @@ class Job:
     """The reducers of all hosts, and rounds through them."""
 
     def __init__(self, kind: Kind, hosts: int, shapes: Sequence[Shape] = SHAPES) -> None:
-        made, self.config = kind
+        made, self.settings = kind
         self.hosts, self.shapes = hosts, shapes
-        self.reducers = [made(shapes, self.config) for _ in range(hosts)]
+        self.reducers = [made(shapes, self.settings) for _ in range(hosts)]
 
     def round(self, vectors: np.ndarray) -> np.ndarray:
         """The outcome for `vectors` (hosts, numbers): the same bits on all hosts, for the bytes foretold."""
@@ -50,7 +50,7 @@ class Job:
         results = fake_hosts.run(self.hosts, program)
         for values, sent_bytes in results:
             assert values.tobytes() == results[0][0].tobytes()
-            assert sent_bytes == self.reducers[0].bytes_per_host(self.shapes, self.hosts, self.config)
+            assert sent_bytes == self.reducers[0].cost(self.shapes, self.hosts, self.settings).sent_bytes
         return results[0][0]
 
     def kept(self) -> np.ndarray:
@@ -149,7 +149,7 @@ def test_what_was_left_out_is_handed_on_to_any_number_of_hosts(name: str, now: i
             came_out += fake_hosts.run(len(reducers), program)[0]
         return given_in, came_out
 
-    before, after = ([REDUCERS[name](SHAPES, TrainConfig()) for _ in range(hosts)] for hosts in (3, now))
+    before, after = ([REDUCERS[name](SHAPES) for _ in range(hosts)] for hosts in (3, now))
     first_in, first_out = rounds(before, 0)
     states = [each.state() for each in before]
     for index, each in enumerate(after):
@@ -185,10 +185,10 @@ def test_zeros_stay_zeros(kind: Kind) -> None:
 def test_their_bytes_for_the_model_we_measure() -> None:
     shapes = list(parameters(ResNetSpec(channels=1, classes=10, width=0.25)).values())
     whole = 2 * 3 * elements(shapes)  # h = 4, 4 bytes each
-    assert whole / TopK.bytes_per_host(shapes, 4, TrainConfig(density=0.01)) > 115
-    assert whole / OneBit.bytes_per_host(shapes, 4, TrainConfig()) > 25
+    assert whole / TopK.cost(shapes, 4).sent_bytes > 115
+    assert whole / OneBit.cost(shapes, 4).sent_bytes > 25
     for reducer in (TopK, OneBit):
-        assert reducer.bytes_per_host(shapes, 1, TrainConfig()) == 0
+        assert reducer.cost(shapes, 1).sent_bytes == 0
 
 
 # --- topk ---------------------------------------------------------------------------------------------------------
@@ -255,7 +255,7 @@ def test_the_output_is_as_sparse_as_asked_for() -> None:
 def test_the_largest_sums_arrive_first() -> None:
     vectors = np.full((3, 3000), 1e-3, np.float32)
     vectors[:, 123], vectors[1, 2999], vectors[2, 1500] = 1, -8, 4
-    got = Job((TopK, TrainConfig(density=0.001)), 3, [(3000,)]).round(vectors)
+    got = Job((TopK, TopK.Settings(density=0.001)), 3, [(3000,)]).round(vectors)
     assert np.flatnonzero(got).tolist() == [123, 1500, 2999]
     np.testing.assert_allclose(got[[123, 1500, 2999]], [3, 4, -8], rtol=0.01)
 

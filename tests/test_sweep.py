@@ -173,6 +173,14 @@ def test_the_protocol_of_the_study_is_kept_in_order_and_numbered(tmp_path: Path)
         ("[[grid]]\nmonitor = 'power'\n", "protocol says"),
         ("[[grid]]\nworkload = 'resnte'\n", "unknown workload 'resnte'; known: resnet"),
         ("[[grid]]\nseed = []\n", "at least one value"),
+        (
+            "[[grid]]\nstrategy = 'powersdg'\n",
+            ":2: --strategy powersdg: unknown strategy 'powersdg', did you mean powersgd?",
+        ),
+        (
+            "[[grid]]\nstrategy = 'powersgd'\nrank = [1, 4]\n",
+            ":3: rank = 1: the strategy's settings stand in its name now; give --strategy powersgd:rank=1",
+        ),
         ("[[grid]]\nlr = nan\n", "lr = nan"),
         ("[[grid]]\nhosts = true\n", "give a whole number"),
         ("[[grid]]\nlauncher = 'srun'\n", "give one of launch/mpirun.sh"),

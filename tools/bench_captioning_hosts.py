@@ -34,7 +34,7 @@ SHAPES = ["--framework", "torch", "--global-batch-size", str(BATCH)]
 ROWS = (
     Row(name="plain horovodrun", starter="horovodrun"),
     Row(name="hierarchical", starter="ours", settings={"strategy": "hierarchical"}),
-    Row(name="powersgd r4", starter="ours", settings={"strategy": "powersgd", "rank": 4}),
+    Row(name="powersgd:rank=4", starter="ours", settings={"strategy": "powersgd:rank=4"}),
 )
 ALONE = Row(name="1 host", starter="alone")
 FROZEN = Row(name="vgg16 frozen", starter="ours", settings={"strategy": "hierarchical"})

@@ -14,7 +14,7 @@ from bench_strategies_rows import Cell, Row
 from bench_strategies_runs import Bench, patience_s, starter
 from bench_strategies_table import Line, Seen
 
-from hvdtrain import records
+from hvdtrain import records, strategies
 from hvdtrain.config import flag
 from hvdtrain.exits import Failure
 from hvdtrain.results import runs
@@ -25,7 +25,7 @@ REPLAY_S, REPLAY_STEPS, REPLAY_WHOLE_S = 20.0, 20, 30.0
 
 def replay_steps(row: Row, expected_s: float) -> tuple[int, int]:
     """How many steps are timed, and how many before: whole rounds of local-sgd."""
-    every = row.settings.get("every", 8) if row.strategy.startswith("local-sgd") else 1
+    every = getattr(strategies.parse(row.strategy).settings, "every", 1)
     if every * expected_s > REPLAY_WHOLE_S:
         return max(2, every), 0
     steps = min(REPLAY_STEPS, max(2, round(REPLAY_S / expected_s)))
@@ -47,7 +47,7 @@ def replay(bench: Bench, row: Row, rate: int, hosts: int, width: float, compute_
         return json.loads(kept.read_text())
     steps, untimed = replay_steps(row, compute_s + rows_.wire_s(row, hosts, rate, width))
     given = row.settings | {"width": width, "compute_s": compute_s, "steps": steps, "untimed": untimed}
-    given |= {"framework": "torch", "threads": 1, "local_start": 0}
+    given |= {"framework": "torch", "threads": 1}
     flags = [word for key, value in given.items() for word in (flag(key), str(value))]
     words = [*starter(row, hosts), sys.executable, "tools/replay.py", *flags]
 
@@ -124,7 +124,7 @@ def replay_line(
         step_s=step_s,
         communication_s=waited_s,
         limit_s=limit_s,
-        efficiency=limit_s / taken if limit_s and (taken := step_s if runs.beside(strategy) else waited_s) else None,
+        efficiency=limit_s / taken if limit_s and (taken := step_s if table.beside(strategy) else waited_s) else None,
         nic_bytes_per_step=None,
         goodput_mbit=None,
     )

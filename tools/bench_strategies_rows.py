@@ -13,7 +13,6 @@ from hvdtrain.cluster.rates import goodput_both_ways, show_rate
 from hvdtrain.config import TrainConfig, flag
 from hvdtrain.exits import Failure
 from hvdtrain.models import resnet
-from hvdtrain.results.runs import strategy_name
 
 # --- the cell: the same for all rows --------------------------------------------------------------------------------
 
@@ -56,7 +55,7 @@ class Row:
     @property
     def strategy(self) -> str:
         """The name that `hvdtrain results` gives it."""
-        return str(strategy_name({"strategy": "allreduce"} | self.settings))
+        return str(self.settings.get("strategy", "allreduce"))
 
 
 ALONE, HOROVODRUN, MPIRUN = "1 host", "plain horovodrun", "plain mpirun"
@@ -64,12 +63,12 @@ UNCOMPRESSED = "hierarchical"
 TWO_BY_TWO = "hierarchical a:2,b:2"
 
 
-def _ours(quick: bool = False, **settings: Any) -> Row:
-    return Row(name=str(strategy_name(settings)), starter="ours", settings=settings, quick=quick)
+def _ours(strategy: str, quick: bool = False) -> Row:
+    return Row(name=strategy, starter="ours", settings={"strategy": strategy}, quick=quick)
 
 
 def _ddp(rank: int) -> Row:
-    settings = {"strategy": "native", "ddp_hook": "powersgd", "rank": rank}
+    settings = {"strategy": f"native:hook=powersgd,rank={rank}"}
     return Row(name=f"DDP + powerSGD_hook r{rank}", starter="ours", settings=settings, quick=rank == 2)
 
 
@@ -79,25 +78,25 @@ ROWS = (
     Row(name=MPIRUN, starter="mpirun"),
     Row(name="DDP", starter="ours", settings={"strategy": "native"}),
     *map(_ddp, (1, 2, 4)),
-    _ours(strategy="allreduce"),
-    _ours(strategy=UNCOMPRESSED),
-    _ours(strategy="fp16"),
-    _ours(strategy="bf16"),
-    _ours(strategy="int8"),
-    _ours(strategy="int4"),
-    _ours(strategy="powersgd", rank=1),
-    _ours(strategy="powersgd", rank=2, quick=True),
-    _ours(strategy="powersgd", rank=4, quick=True),
-    _ours(strategy="powersgd", rank=2, bits=32),
-    _ours(strategy="topk"),
-    _ours(strategy="onebit"),
-    _ours(strategy="local-sgd", every=4),
-    _ours(strategy="local-sgd", every=4, inner="int8"),
-    _ours(strategy="local-sgd", every=6, inner="powersgd", rank=12, bits=4, quick=True),
-    _ours(strategy="local-sgd", every=2, inner="powersgd", rank=4, bits=4),
-    _ours(strategy="local-sgd", every=6, inner="powersgd", rank=12, bits=4, staleness=1, quick=True),
-    _ours(strategy="delayed", inner="powersgd", rank=2),
-    _ours(strategy="async-ps"),
+    _ours("allreduce"),
+    _ours(UNCOMPRESSED),
+    _ours("fp16"),
+    _ours("bf16"),
+    _ours("int8"),
+    _ours("int4"),
+    _ours("powersgd:rank=1"),
+    _ours("powersgd", quick=True),
+    _ours("powersgd:rank=4", quick=True),
+    _ours("powersgd:bits=32"),
+    _ours("topk"),
+    _ours("onebit"),
+    _ours("local-sgd:every=4"),
+    _ours("local-sgd:every=4+int8"),
+    _ours("local-sgd:every=6+powersgd:rank=12,bits=4", quick=True),
+    _ours("local-sgd:every=2+powersgd:rank=4,bits=4"),
+    _ours("local-sgd:every=6,staleness=1+powersgd:rank=12,bits=4", quick=True),
+    _ours("delayed+powersgd"),
+    _ours("async-ps"),
 )
 DDP_HOOKS = tuple(row.name for row in ROWS if row.name.startswith("DDP +"))
 OTHERS = (ALONE, HOROVODRUN, MPIRUN, "DDP", *DDP_HOOKS, "allreduce")
@@ -169,7 +168,7 @@ class Cell:
     def estimate_s(self) -> float:
         """Seconds that the run will take, about."""
         start = 10 * wire_s(Row(name="", starter="ours"), self.hosts, self.rate, self.width)
-        begins_whole = start if "ddp_hook" in self.row.settings else 0.0
+        begins_whole = start if "hook=" in self.row.strategy else 0.0
         evaluated = 0.5 * ALONE_STEP_S[self.width] / self.hosts * (self.epochs_run + 1)
         step_s = expected_step_s(self.row, self.hosts, self.rate, self.width)
         return START_S[self.row.starter] + begins_whole + evaluated + self.steps * step_s
@@ -184,10 +183,9 @@ def payload_bytes(row: Row, hosts: int, width: float) -> float:
     if hosts == 1:
         return 0.0
     config = TrainConfig(**row.settings)
-    schedule, reducer = strategies.chosen(config)
     shapes = list(resnet.parameters(resnet.ResNetSpec(channels=1, classes=10, width=width)).values())
     layout = strategies.Layout(ranks=hosts * row.ranks_per_host, hosts=hosts)
-    return schedule.bytes_per_step(shapes, layout, config, reducer)
+    return strategies.chosen(config).cost(shapes, layout).sent_bytes
 
 
 def wire_s(row: Row, hosts: int, rate: int, width: float) -> float:

@@ -18,6 +18,7 @@ from bench_strategies_rows import (
     UNCOMPRESSED,
 )
 
+from hvdtrain import strategies
 from hvdtrain.collectives import powersgd
 from hvdtrain.exits import Failure
 from hvdtrain.results import accuracy, load, metrics, runs
@@ -120,6 +121,11 @@ def median(found: Line | None) -> float | None:
     return None if found is None else found["median"]
 
 
+def beside(strategy: str) -> bool:
+    """Whether its exchange runs beside the computation."""
+    return bool(strategies.parse(strategy).facts()["behind"])
+
+
 def line(name: str, strategy: str, rate: int, found: Sequence[Seen], *, is_projected: bool, hosts: int) -> Line:
     """One row at one rate from its runs, a seed each."""
 
@@ -153,7 +159,7 @@ def line(name: str, strategy: str, rate: int, found: Sequence[Seen], *, is_proje
         "step_s": spread(each.step_s for each in found),
         "limit_s_per_step": median(spread(each.limit_s for each in found)),
         "wire_efficiency": spread(each.efficiency for each in found),
-        "wire_is_lower_bound": runs.beside(strategy),
+        "wire_is_lower_bound": beside(strategy),
         "exposed_share": spread(map(share, found)) if hosts > 1 else None,
         "accuracy": spread(each.accuracy for each in found),
     }

@@ -229,10 +229,9 @@ SMOKE = ["--image-size", "16", "--width", "0.125", "--batch-size", "48", "--epoc
 def strategy_carriers() -> dict[str, str]:
     """Every name that --strategy takes, and what connects its ranks."""
     from hvdtrain import strategies
-    from hvdtrain.config import TrainConfig
 
     names = [*strategies.SCHEDULES, *strategies.REDUCERS]
-    return {name: strategies.lookup(TrainConfig(strategy=name))[0].carrier for name in names}
+    return {name: strategies.parse(name).strategy.carrier for name in names}
 
 
 def one_each(check: Check) -> int:

@@ -22,8 +22,8 @@ GROUPS: dict[str, tuple[str, list[tuple[str, str, str]]]] = {
             ("one host", "one host", "one"),
             ("plain Horovod", "plain `horovodrun", "plain"),
             ("DDP + PyTorch's PowerSGD", "DistributedDataParallel", "plain"),
-            ("powersgd --rank 4", "`powersgd --rank 4`", "ours"),
-            ("local-sgd of powersgd", "`local-sgd --every 6", "ours"),
+            ("powersgd:rank=4", "`powersgd:rank=4`", "ours"),
+            ("local-sgd of powersgd", "`local-sgd:every=6,stale", "ours"),
         ],
     ),
     "100 Mbit/s": (
@@ -31,7 +31,7 @@ GROUPS: dict[str, tuple[str, list[tuple[str, str, str]]]] = {
         [
             ("one host", "one host", "one"),
             ("exact sums (hierarchical)", "`hierarchical`", "plain"),
-            ("powersgd --rank 4", "`powersgd --rank 4`", "ours"),
+            ("powersgd:rank=4", "`powersgd:rank=4`", "ours"),
         ],
     ),
     "1 Gbit/s": (
@@ -39,7 +39,7 @@ GROUPS: dict[str, tuple[str, list[tuple[str, str, str]]]] = {
         [
             ("one host", "one host", "one"),
             ("plain Horovod", "plain `horovodrun", "plain"),
-            ("powersgd --rank 4", "`powersgd --rank 4`", "ours"),
+            ("powersgd:rank=4", "`powersgd:rank=4`", "ours"),
         ],
     ),
 }

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Replay of training: the exchange is real, the computation is a sleep. Time per step without the CPU's noise.
 
-    launch/mpirun.sh -H a:1,b:1 python tools/replay.py --strategy powersgd --rank 2 --compute-s 0.2 --steps 20
+    launch/mpirun.sh -H a:1,b:1 python tools/replay.py --strategy powersgd:rank=4 --compute-s 0.2 --steps 20
 
 Each rank holds arrays of the true shapes of ResNet-34 at --width, and the strategy gets random gradients of them
 through the same replica as in training. A third of --compute-s is slept before backward; the rest in backward, in equal
@@ -99,12 +99,12 @@ def main(stop: world.StopSignal) -> int:
     from hvdtrain.frameworks.pytorch import TorchReplica, prepare
 
     device = prepare("cpu", place.local_rank, used.count)
-    schedule, reducer = strategies.chosen(config)
-    ranks = world.World("torch", carrier=schedule.carrier)
+    exchange = strategies.chosen(config)
+    ranks = world.World("torch", carrier=exchange.strategy.carrier)
     strategy = strategies.make(config, ranks, shapes)
     model = stand_in(shapes, config.compute_s)
     replica = TorchReplica(model, device=device, config=config, world=ranks, strategy=strategy, measure=Accuracy())
-    if config.ddp_hook == "powersgd":
+    if getattr(strategy.settings, "hook", "") == "powersgd":
         strategy.load({"step": np.array(powersgd.START_STEP), "powersgd.step": np.array(powersgd.START_STEP)})
     batch = Batch(arrays=(np.zeros(1, np.float32),), weight=1, total_weight=ranks.size)
     hosts = len(set(ranks.gather(ranks.host)))
@@ -129,7 +129,7 @@ def main(stop: world.StopSignal) -> int:
         "steps_s": steps_s,
         "communication_s": waited_s,
         "bytes_sent_per_step": sent_bytes / config.steps,
-        "bytes_per_step": schedule.bytes_per_step(shapes, layout, config, reducer),
+        "bytes_per_step": exchange.cost(shapes, layout).sent_bytes,
         "nic_bytes": [each for each in ranks.gather(ranks.nic_bytes(before)) if each],
         "parameters": resnet.parameter_count(spec),
         "hosts": hosts,

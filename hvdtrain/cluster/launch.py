@@ -92,7 +92,7 @@ def parser(launcher: str) -> Parser:
     add("--grace", type=float, default=25, metavar="SECONDS", help="for the checkpoint after SIGTERM (default: 25)")
     if launcher == "horovodrun":
         add("--gloo", action="store_true", help="Horovod on Gloo and not on MPI")
-    add("--survive", action="store_true", help="a rank that the others can do without (async-ps) may die")
+    add("--survive", action="store_true", help="a rank that the strategy can do without may die")
     add("--logs", type=Path, metavar="DIR", help="add each rank's output to DIR/rank0000/stdout, stderr on its host")
     add("--show-rank", metavar="N,...", help="only the output of these ranks comes here (default: of all)")
     add("--quiet", action="store_true", help="do not print the settings (the run's manifest keeps them)")

@@ -211,7 +211,7 @@ def advice(link: Link, backend: str) -> str | None:
         why = POLLING_SLOWER
     else:
         return None
-    return f"advice=--strategy native, or hierarchical  # {why}"
+    return f"advice=a --strategy without Horovod (see --strategy help)  # {why}"
 
 
 def algorithm(link: Link) -> Setting:

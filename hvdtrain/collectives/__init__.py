@@ -16,8 +16,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from hvdtrain.config import TrainConfig
-
 
 @dataclasses.dataclass(frozen=True)
 class Reach:
@@ -139,8 +137,8 @@ class TorchCollectives(Collectives, Protocol):
 
     def finish_sum(self, handle: Any) -> Any: ...
 
-    def overlapped(self, model: Any, optimizer: Any, config: TrainConfig) -> TorchStep:
-        """A step whose backward starts the sum of each gradient over ranks as it appears."""
+    def overlapped(self, model: Any, optimizer: Any, settings: Any) -> TorchStep:
+        """A step whose backward starts each gradient's sum over ranks as it appears; `settings`: the strategy's."""
         ...
 
 
@@ -227,7 +225,7 @@ class Alone:
     def finish_sum(self, handle: Any) -> Any:
         return handle
 
-    def overlapped(self, model: Any, optimizer: Any, config: TrainConfig) -> TorchStep:
+    def overlapped(self, model: Any, optimizer: Any, settings: Any) -> TorchStep:
         self._only("exchange gradients during backward")
         return TorchStep(model, optimizer)
 

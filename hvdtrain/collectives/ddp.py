@@ -21,7 +21,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 
 from hvdtrain.collectives import Alone, Meeting, Reach, TorchStep
 from hvdtrain.collectives.powersgd import PowerSGD
-from hvdtrain.config import TrainConfig
 
 LONGEST_S = 30 * 60
 """For one exchange: PyTorch's own limit for Gloo. The sentinel ends the job of a dead host or rank long before"""
@@ -99,11 +98,11 @@ class DdpRanks(Alone):
         work.wait()
         return tensor
 
-    def overlapped(self, model: Any, optimizer: Any, config: TrainConfig) -> TorchStep:
-        """DistributedDataParallel round `model`, with the hook of --ddp-hook."""
-        if config.ddp_hook == "powersgd":
-            self._power_sgd = PowerSGD(dict(model.named_parameters()), config.rank)
-        self._step = DdpStep(model, optimizer, hook=config.ddp_hook, power_sgd=self._power_sgd, gpu=self._gpu)
+    def overlapped(self, model: Any, optimizer: Any, settings: Any) -> TorchStep:
+        """DistributedDataParallel round `model`, with the hook that is set."""
+        if settings.hook == "powersgd":
+            self._power_sgd = PowerSGD(dict(model.named_parameters()), settings.rank)
+        self._step = DdpStep(model, optimizer, hook=settings.hook, power_sgd=self._power_sgd, gpu=self._gpu)
         return self._step
 
     def state(self) -> dict[str, np.ndarray]:

@@ -13,7 +13,6 @@ import numpy as np
 
 from hvdtrain import exits
 from hvdtrain.collectives import Alone, TorchStep
-from hvdtrain.config import TrainConfig
 from hvdtrain.exits import Failure
 from hvdtrain.sentinel.trust import SECRET_BYTES
 
@@ -93,7 +92,7 @@ class HorovodRanks(Alone):
     def finish_sum(self, handle: Any) -> Any:
         return self._hvd.synchronize(handle)
 
-    def overlapped(self, model: Any, optimizer: Any, config: TrainConfig) -> TorchStep:
+    def overlapped(self, model: Any, optimizer: Any, settings: Any) -> TorchStep:
         """Horovod's optimizer round `optimizer`: hooks in backward start the sums, `wait` waits for them once."""
         self._optimizer = self._hvd.DistributedOptimizer(
             optimizer, named_parameters=model.named_parameters(), op=self._hvd.Sum

@@ -143,7 +143,8 @@ class ServerRanks(Alone):
         order = sorted(self._ranks, key=lambda rank: (before[rank], rank))
         count = parts or before.count(0)
         if count > len(order):
-            raise Failure(f"--servers {count}: there are {len(order)} ranks; give that many at most", exits.BAD_CONFIG)
+            what = f"{count} servers: there are {len(order)} ranks; give that many at most"
+            raise Failure(what, exits.BAD_CONFIG)
         self._holders = order[:count]
         borders = [size * part // count for part in range(count + 1)]
         self._parts = [slice(begin, end) for begin, end in itertools.pairwise(borders)]

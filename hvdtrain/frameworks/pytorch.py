@@ -98,7 +98,7 @@ class TorchReplica:
         self._step = TorchStep(self._model, optimizer)
         self._local, self._flat = strategy.local, None
         if strategy.in_backward:
-            self._step = world.torch.overlapped(self._model, optimizer, config)
+            self._step = world.torch.overlapped(self._model, optimizer, strategy.settings)
         else:
             self._flat = Flat(list(self._parameters.values()), measure.size + 1)
         self._optimizer: torch.optim.Optimizer = self._step.optimizer

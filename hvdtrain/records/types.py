@@ -20,6 +20,9 @@ class Manifest:
     argv: list[str]
     config: dict[str, Any]
     """The whole config, defaults included"""
+    exchange: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Facts of the strategy: behind (what is computed while an exchange is under way; empty: nothing) and exact
+    (whether whole gradients are sent). Earlier versions wrote none"""
     plan: dict[str, Any]
     """The batch arithmetic: ranks, rank_batch, global_batch, steps, base_lr ..."""
     data: dict[str, Any]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from hvdtrain import strategies
+
 
 @dataclasses.dataclass(frozen=True)
 class Column:
@@ -42,7 +44,7 @@ RUNS: dict[str, Column] = {
     "started_utc": _text("when the run began"),
     "workload": _text("resnet, captioning"),
     "framework": _text("torch or tensorflow"),
-    "strategy": _text("how gradients are exchanged, with what is set of it and what is inside: delayed+powersgd r2"),
+    "strategy": _text("how gradients are exchanged, as --strategy takes it"),
     "collectives": _text("what carries them: none, gloo, mpi, nccl, grpc"),
     "hosts": _number("hosts"),
     "ranks": _number("ranks"),
@@ -115,20 +117,9 @@ TIMING = frozenset(
 
 NOT_SETTINGS = frozenset(
     {
-        *("framework", "strategy", "ddp_hook", "epochs", "batch_size", "global_batch_size", "device", "seed", "data"),
+        *("framework", "strategy", "epochs", "batch_size", "global_batch_size", "device", "seed", "data"),
         *("threads", "precision"),
-        *(
-            "inner",
-            "rank",
-            "bits",
-            "density",
-            "every",
-            "local_start",
-            "outer_lr",
-            "outer_momentum",
-            "staleness",
-            "servers",
-        ),
+        *strategies.FLAT,
         *("run_dir", "resume", "json", "dry_run", "debug", "monitor", "monitor_ms", "monitor_idle_s"),
         *("profile", "horovod_timeline", "tensorboard", "checkpoint_epochs", "checkpoint_steps", "keep_checkpoints"),
         *("check_replicas", "verify_data"),

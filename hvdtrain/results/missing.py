@@ -20,7 +20,7 @@ from hvdtrain.results.runs import numbers
 from hvdtrain.results.scaling import MUST, Count, count_of, same_rate
 from hvdtrain.results.tables import short
 
-OWN = ("--run-dir", "--threads", "--shares")
+OWN = ("--run-dir", "--threads")
 """Flags with a value that a run on other hosts does not take over; its threads are told anew"""
 CHANGED = {
     "threads": "--threads",

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdtrain import records
+from hvdtrain import records, strategies
 from hvdtrain.exits import Failure, printable
 from hvdtrain.results import metrics, power
 from hvdtrain.results.columns import NOT_SETTINGS, RUNS, SCORES
@@ -82,7 +82,7 @@ def _asked(manifest: records.Manifest) -> dict[str, Any]:
         "started_utc": printable(manifest.started_utc),
         "workload": printable(manifest.workload),
         "framework": _text(config.get("framework")),
-        "strategy": strategy_name(config),
+        **exchange(config, manifest.exchange),
         "collectives": printable(manifest.collectives),
         "hosts": len(hosts) or None,
         "ranks": len(manifest.ranks) or None,
@@ -113,49 +113,20 @@ def _watched(config: Mapping[str, Any]) -> str | None:
     return f"{' and '.join(flags)} slowed it" if flags else None
 
 
-def strategy_name(config: Mapping[str, Any]) -> str | None:
-    """The strategy, the reducer inside it and what is set of both: runs that differ in these get different names.
-
-    `powersgd r2 b32` (rank, and --bits unless 8), `topk 1%` (density), `local-sgd H8` (--every; `start40`:
-    --local-start; `outer0.7/0.9`: --outer-lr and --outer-momentum), `delayed s2` (--staleness, also of local-sgd),
-    `async-ps x2` (--servers); behind a plus what is inside, unless it is hierarchical: `delayed+powersgd r2`. What is
-    at its default, or that an older config lacks, is not named but for the numbers behind r and H.
-    """
-    strategy, hook = _text(config.get("strategy")), _text(config.get("ddp_hook"))
-    if strategy is None:
-        return None
-    if strategy == "native":
-        rank = f" r{config.get('rank', 2)}" if hook == "powersgd" else ""
-        return strategy if hook in (None, "none") else printable(f"{strategy}+{hook}{rank}")
-    words = strategy + _set(strategy, config)
-    inner = _text(config.get("inner"))
-    if strategy in HOLD_A_REDUCER and inner not in (None, "hierarchical"):
-        words += f"+{inner}{_set(str(inner), config)}"
-    return printable(words)
-
-
-HOLD_A_REDUCER = ("local-sgd", "delayed", "hybrid")
-
-
-def _set(name: str, config: Mapping[str, Any]) -> str:
-    """What is set of one strategy or reducer, as it stands behind its name."""
-    if name == "powersgd":
-        bits = config.get("bits", 8)
-        return f" r{config.get('rank', 2)}" + ("" if bits == 8 else f" b{bits}")
-    if name == "topk":
-        density = number(config.get("density"))
-        return "" if density is None else f" {100 * density:g}%"
-    if name == "local-sgd":
-        words = f" H{config.get('every', 8)}"
-        words += f" start{config['local_start']}" if config.get("local_start") else ""
-        outer = [number(config.get(f"outer_{key}")) for key in ("lr", "momentum")]
-        words += "" if None in outer or outer == [1, 0] else f" outer{outer[0]:g}/{outer[1]:g}"
-        return words + (f" s{config['staleness']}" if config.get("staleness") else "")
-    if name == "delayed":
-        return "" if config.get("staleness") in (None, 1) else f" s{config['staleness']}"
-    if name == "async-ps":
-        return f" x{config['servers']}" if config.get("servers") else ""
-    return ""
+def exchange(config: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The canonical --strategy of a run, and of its exchange whether it runs beside the computation and sends whole
+    gradients: as the manifest tells, or of an earlier version's as its strategy is today. None: nobody knows."""
+    if _text(config.get("strategy")) is None:
+        return dict.fromkeys(("strategy", "beside", "exact"))
+    name = strategies.translated(config)
+    if not facts:
+        with contextlib.suppress(Failure):
+            facts = strategies.parse(name).facts()
+    return {
+        "strategy": printable(name),
+        "beside": bool(facts["behind"]) if "behind" in facts else None,
+        "exact": facts.get("exact"),
+    }
 
 
 def numbers(values: Iterable[Any]) -> list[float]:
@@ -277,30 +248,19 @@ def _wire(summary: records.Summary, steps: int, hosts: int, parameters: float | 
     return found
 
 
-EXACT = ("allreduce", "native", "hierarchical")
-"""Strategies that send whole gradients: what several ranks of a host put on the wire is known without counting"""
-
-
-def beside(strategy: str) -> bool:
-    """Whether the exchange of a strategy, named by `strategy_name`, may run beside the computation."""
-    first, *_ = re.split(r"[ +]", strategy)
-    late = first == "local-sgd" and re.search(r" s\d", strategy) is not None
-    return late or first in ("allreduce", "native", "delayed", "async-ps")
-
-
 def _efficiency(found: dict[str, Any], sent_bytes: float | None) -> dict[str, Any]:
     """The strategy's own limit and how near its exchange comes; `sent_bytes`: by rank 0 per step, warm-up left out.
 
     With several ranks on a host rank 0's bytes are not the host's: then only strategies that send whole gradients have
     a limit.
     """
-    rate_mbit, strategy = found["rate_mbit"], str(found["strategy"])
+    rate_mbit, beside, exact = found["rate_mbit"], found.pop("beside"), found.pop("exact")
     if (found["ranks_per_host"] or 1) > 1:
-        sent_bytes = found["limit_bytes_per_step"] if strategy in EXACT else None
+        sent_bytes = found["limit_bytes_per_step"] if exact else None
     if not rate_mbit or sent_bytes is None:
         return {}
     limit_s = sent_bytes * 8 / (WIRE_SHARE * rate_mbit * 1e6)
-    exchange_s = found["step_s"] if beside(strategy) else found["communication_s"]
+    exchange_s = found["step_s"] if beside else found["communication_s"]
     return {"own_limit_s_per_step": limit_s, "wire_efficiency": limit_s / exchange_s if exchange_s else None}
 
 

@@ -33,8 +33,7 @@ NOTES = (
     "traffic and evaluations too), times the share of its steps that the target took",
     "limit: seconds that the wire needs, at 0.936 of the rate, for what the strategy gives it per step (rank 0's "
     "payload, warm-up left out); wire: limit / time of the exchange, waiting for the slowest host included. An "
-    "exchange that may run beside the computation (allreduce, native, delayed, async-ps) takes a step at most: there "
-    "wire is a lower bound",
+    "exchange that runs behind backward, later steps or other ranks' takes a step at most: there wire is a lower bound",
     "exposed: share of a step that rank 0 waits for the exchange; final: test accuracy at the end of the run",
 )
 FIGURE_COLUMNS = (

@@ -12,37 +12,24 @@ Sergeev and Del Balso, "Horovod: fast and easy distributed deep learning in Tens
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-import numpy as np
-
-from hvdtrain.config import TrainConfig
-from hvdtrain.strategies.payload import Layout, Shape, elements, ring_bytes
-from hvdtrain.strategies.reducer import Reducer
+from hvdtrain.strategies.payload import Cost, Layout, Shape, elements, ring, ring_bytes
 from hvdtrain.strategies.replicas import Exchanged, Vectors
+from hvdtrain.strategies.strategy import Strategy
 from hvdtrain.timing import Clock
-from hvdtrain.world import Carrier, World
 
 
-class AllReduce:
+class AllReduce(Strategy):
     """Gradients summed by Horovod's own optimizer (PyTorch) or tape (TensorFlow) during backward; no state."""
 
-    carrier: Carrier = "horovod"
-    uses: tuple[str, ...] = ()
+    carrier = "horovod"
     in_backward = True
-    local = False
-    level = True
-    common = None
-    bound = None
+    rung = -1
 
-    def __init__(self, world: World, shapes: Sequence[Shape], config: TrainConfig, reducer: Reducer | None) -> None:
-        self._world = world
-        self._sent = ring_bytes(4 * elements(shapes), world.size)
-
-    @staticmethod
-    def bytes_per_step(
-        shapes: Sequence[Shape], layout: Layout, config: TrainConfig, reducer: type[Reducer] | None
-    ) -> float:
-        return ring_bytes(4 * elements(shapes), layout.ranks)
+    @classmethod
+    def cost(cls, shapes: Sequence[Shape], layout: Layout, settings: Any, round_: Cost | None) -> Cost:
+        return ring(4 * elements(shapes), layout.ranks, exact=True)
 
     def step(self, replica: Vectors, lr: float, clock: Clock) -> Exchanged:
         with clock.span("communication"):
@@ -50,16 +37,4 @@ class AllReduce:
         with clock.span("compute"):
             replica.apply(lr)
             tail = replica.tail()
-        return Exchanged.of(tail, self._sent)
-
-    def settle(self, replica: Vectors, clock: Clock) -> Exchanged:
-        return Exchanged()
-
-    def state(self) -> dict[str, np.ndarray]:
-        return {}
-
-    def load(self, state: dict[str, np.ndarray]) -> None:
-        pass
-
-    def handed_on(self, states: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-        return {}
+        return Exchanged.of(tail, ring_bytes(4 * self._size, self._world.size))

@@ -1,6 +1,6 @@
 """Downpour SGD: each rank sends its gradients to parameter servers as soon as it has them, and waits for no other rank.
 
-The parameters are cut into --servers contiguous parts (default: one per host), each held with its momentum by a thread
+The parameters are cut into `servers` contiguous parts (default: one per host), each held with its momentum by a thread
 inside one rank. Every rank is a worker. After backward it sends each part's gradient to its server, which updates at
 once and answers with the part as it is now: one round trip, 4 bytes per parameter in each direction. On h hosts of r
 ranks each, a host sends 2r(h-1)/h of the parameters per step, r times what `hierarchical` sends.
@@ -24,51 +24,70 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from hvdtrain import exits
+from hvdtrain.bounds import Checked, bounded
 from hvdtrain.collectives.servers import NUMBERS
 from hvdtrain.config import TrainConfig
 from hvdtrain.exits import Failure
-from hvdtrain.strategies.payload import Layout, Shape, elements
+from hvdtrain.strategies.payload import Cost, Layout, Shape, elements
 from hvdtrain.strategies.reducer import Reducer
 from hvdtrain.strategies.replicas import Exchanged, Vectors
 from hvdtrain.strategies.server import Server
+from hvdtrain.strategies.strategy import Strategy
 from hvdtrain.timing import Clock
-from hvdtrain.world import Carrier, World
+from hvdtrain.world import World
 
 
-class AsyncPS:
-    """See `strategies.Strategy`."""
+class AsyncPS(Strategy):
+    """A worker and, in some ranks, a server. The weights are the same where all have met."""
 
-    carrier: Carrier = "servers"
-    uses: tuple[str, ...] = ("servers",)
-    in_backward = False
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Settings(Checked):
+        servers: int = bounded(0, least=0, example=2)
+        """Parts that the parameters are cut into, each served by one rank; 0: one per host. An update counts by its
+        rank's share of a step's samples; with --lr-scaling linear each has the full --lr, as in Downpour SGD"""
+
+    carrier = "servers"
     local = True
-    common = None
+    remembers = True
+    rung = 2
     bound = "the momentum of each part is with the rank that serves it"
 
-    def __init__(self, world: World, shapes: Sequence[Shape], config: TrainConfig, reducer: Reducer | None) -> None:
-        self._world, self._every = world, config.checkpoint_steps
+    def __init__(
+        self, world: World, shapes: Sequence[Shape], config: TrainConfig, settings: Any, reducer: Reducer | None
+    ) -> None:
+        super().__init__(world, shapes, config, settings, reducer)
+        self._every = config.checkpoint_steps
         self._server: Server | None = None
 
         def serve(part: slice) -> Server:
             self._server = Server(part, config)
             return self._server
 
-        if not world.servers.serve(config.servers, elements(shapes), serve):
+        if not world.servers.serve(settings.servers, elements(shapes), serve):
             world.may_die()
         self._weights = np.empty(elements(shapes), np.float32)
         self._begun, self._steps, self._drifted = False, 0, 0
-        self._size, self._tail, self._sent = elements(shapes), np.zeros(1), 0
+        self._tail, self._sent = np.zeros(1), 0
 
-    @staticmethod
-    def bytes_per_step(
-        shapes: Sequence[Shape], layout: Layout, config: TrainConfig, reducer: type[Reducer] | None
-    ) -> float:
+    @classmethod
+    def cost(cls, shapes: Sequence[Shape], layout: Layout, settings: Any, round_: Cost | None) -> Cost:
         between = layout.hosts if layout.hosts > 1 else layout.ranks
-        return 2 * 4 * elements(shapes) * (layout.ranks / between) * (between - 1) / between
+        sent = 2 * 4 * elements(shapes) * (layout.ranks / between) * (between - 1) / between
+        return Cost(sent_bytes=sent, rounds=2 * (between > 1), behind="other ranks' steps")
+
+    @classmethod
+    def check(cls, settings: Any, config: TrainConfig) -> None:
+        if config.optimizer != "sgd":
+            raise Failure(
+                f"--optimizer {config.optimizer}: its servers make SGD steps; add --optimizer sgd and an --lr for it, "
+                "or choose another strategy",
+                exits.BAD_CONFIG,
+            )
 
     @property
     def level(self) -> bool:

@@ -1,4 +1,4 @@
-"""What `--strategy help` prints: every strategy, what it does, and what it sends."""
+"""What `--strategy help` prints: every strategy, what it does and what it sends; `help:NAME` tells all about one."""
 
 from __future__ import annotations
 
@@ -6,39 +6,83 @@ import dataclasses
 import sys
 import textwrap
 from collections.abc import Sequence
+from typing import Any
 
-from hvdtrain import strategies
-from hvdtrain.config import TrainConfig
+from hvdtrain import bounds
+from hvdtrain.strategies import table
 from hvdtrain.strategies.payload import Layout, Shape
+from hvdtrain.strategies.reducer import Reducer
+from hvdtrain.strategies.spec import described, parse, spelt
+from hvdtrain.strategies.strategy import Strategy
 
 USUAL_HOSTS = 4
 """Shown for a process that no launcher has given hosts"""
 WIDTH = 92
 
 
-def show(config: TrainConfig, shapes: Sequence[Shape], layout: Layout) -> None:
-    """Prints the table for a model of these trainable arrays; settings such as --rank are those of `config`."""
+def asked(strategy: str) -> bool:
+    """Whether --strategy asks for help."""
+    return strategy.partition(":")[0] == "help"
+
+
+def show(strategy: str, shapes: Sequence[Shape], layout: Layout) -> None:
+    """Prints help for a model of these trainable arrays. Raises Failure (78) for help about a name nobody knows."""
     hosts = layout.hosts if layout.hosts > 1 else USUAL_HOSTS
     layout = Layout(ranks=max(layout.ranks, hosts), hosts=hosts)
-    lines = [f"MB sent per host and step, on average, over {hosts} hosts, and what each strategy does:"]
-    for title, names in (
-        ("gradients are summed in every step", strategies.REDUCERS),
-        ("or they are exchanged otherwise", strategies.SCHEDULES),
-    ):
+    _, _, name = strategy.partition(":")
+    print("\n".join(_one(name, shapes, layout) if name else _all(shapes, layout)))
+
+
+def _all(shapes: Sequence[Shape], layout: Layout) -> list[str]:
+    lines = [f"MB sent per host and step, on average, over {layout.hosts} hosts, and what each strategy does:"]
+    for title, kind in (("gradients are summed in every step", Reducer), ("or they are exchanged otherwise", Strategy)):
         lines += ["", title]
-        for name in names:
-            one = dataclasses.replace(config, strategy=name)
-            schedule, reducer = strategies.lookup(one)
-            sent = schedule.bytes_per_step(shapes, layout, one, reducer) / 1e6
+        for name in table.names(kind):
+            sent = parse(name).cost(shapes, layout).sent_bytes / 1e6
             head = f"  {name:<13}{sent:>9.3f}  "
-            prose = _first_sentence(sys.modules[(strategies.REDUCERS.get(name) or schedule).__module__].__doc__ or "")
-            lines += textwrap.wrap(prose, WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
-    lines += [
+            purpose = _purpose(table.found(name)).partition(". ")[0].removesuffix(".")
+            lines += textwrap.wrap(purpose, WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
+            if fields := "; ".join(described(table.found(name))):
+                lines += textwrap.wrap(fields, WIDTH, initial_indent=" " * 26, subsequent_indent=" " * 28)
+    holders = [name for name in table.names(Strategy) if table.found(name).holds_reducer]
+    return [
+        *lines,
         "",
-        f"local-sgd, delayed and hybrid send by --inner (here {config.inner}). Which to take: docs/STRATEGIES.md",
+        f"{', '.join(holders)} send by the reducer behind a plus (default: {table.DEFAULT_REDUCER}):",
+        f"  --strategy {table.RUNGS[-1][0]}",
+        "About one of them: --strategy help:NAME. Which to take: docs/STRATEGIES.md",
     ]
-    print("\n".join(lines))
 
 
-def _first_sentence(prose: str) -> str:
-    return " ".join(prose.partition("\n\n")[0].split()).removesuffix(".")
+def _one(name: str, shapes: Sequence[Shape], layout: Layout) -> list[str]:
+    exchange = parse(name)
+    cls, cost = table.found(name), exchange.cost(shapes, layout)
+    lines = [f"{name}: {_purpose(cls)}", ""]
+    hints, docs = bounds.hints(cls.Settings), bounds.field_docs(cls.Settings)
+    for field in dataclasses.fields(cls.Settings):
+        default = f"default {spelt(field.default)}" if spelt(field.default) else "optional"
+        lines.append(f"  {field.name}={bounds.kind(field, hints[field.name])}, {default}")
+        lines += [f"      {line}" for line in textwrap.wrap(" ".join(docs[field.name].split()), WIDTH)]
+    if not dataclasses.fields(cls.Settings):
+        lines.append("  nothing to set")
+    work = f", {cost.work / 1e6:.3g} million numbers rounded, selected or multiplied" if cost.work else ""
+    behind = f", behind {cost.behind}" if cost.behind else ""
+    plus = "+REDUCER" if exchange.schedule and exchange.reducer else ""
+    return [
+        *lines,
+        "",
+        f"a step of this model, over {layout.hosts} hosts, costs each {cost.sent_bytes / 1e6:.3f} MB in "
+        f"{cost.rounds:g} rounds{behind}{work}",
+        f"example: --strategy {name}{_example(cls)}{plus}",
+    ]
+
+
+def _purpose(cls: Any) -> str:
+    """The first paragraph of its module."""
+    return " ".join((sys.modules[cls.__module__].__doc__ or "").partition("\n\n")[0].split())
+
+
+def _example(cls: Any) -> str:
+    shown = {field.name: field.metadata.get("example") for field in dataclasses.fields(cls.Settings)}
+    words = [f"{name}={spelt(value)}" for name, value in shown.items() if value is not None]
+    return ":" + ",".join(words) if words else ""

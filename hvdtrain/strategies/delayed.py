@@ -1,9 +1,9 @@
 """Exchanges the gradients of a step while the next steps compute, and updates with them when they are due.
 
-Step t hands its gradients to a thread that sums them over ranks by the reducer of --inner, and updates the weights with
-the sum of step t - s, s being --staleness: that sum is the same on all ranks and used by all in the same step, so the
-weights stay the same without being sent. The first s steps update nothing. As long as an exchange takes no longer than
-s computations, nobody waits for the network; what it costs is that each gradient was computed s updates earlier
+Step t hands its gradients to a thread that sums them over ranks by the reducer behind the plus, and updates the weights
+with the sum of step t - s, s being `staleness`: that sum is the same on all ranks and used by all in the same step, so
+the weights stay the same without being sent. The first s steps update nothing. As long as an exchange takes no longer
+than s computations, nobody waits for the network; what it costs is that each gradient was computed s updates earlier
 (a constant delay: Zinkevich et al., "Slow learners are fast", 2009). With s = 0 it is the reducer alone.
 """
 
@@ -13,11 +13,13 @@ import collections
 import dataclasses
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 
+from hvdtrain.bounds import Checked, bounded
 from hvdtrain.config import TrainConfig
-from hvdtrain.strategies.payload import Shape
+from hvdtrain.strategies.payload import Cost, Layout, Shape, next_steps
 from hvdtrain.strategies.reducer import Reducer
 from hvdtrain.strategies.replicas import Exchanged, Vectors
 from hvdtrain.strategies.synchronous import Synchronous, inner, reduce
@@ -28,15 +30,27 @@ from hvdtrain.world import World
 class Delayed(Synchronous):
     """Sums on their way live in `_flying`, the oldest first; `_told` says whether its totals were given out already."""
 
-    uses: tuple[str, ...] = ("inner", "staleness")
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Settings(Checked):
+        staleness: int = bounded(1, least=0, example=2)
+        """Steps that compute while a sum is under way, and after which it is used"""
 
-    def __init__(self, world: World, shapes: Sequence[Shape], config: TrainConfig, reducer: Reducer | None) -> None:
-        super().__init__(world, shapes, config, reducer)
-        self._staleness = 1 if config.staleness is None else config.staleness
+    remembers = True
+
+    def __init__(
+        self, world: World, shapes: Sequence[Shape], config: TrainConfig, settings: Any, reducer: Reducer | None
+    ) -> None:
+        super().__init__(world, shapes, config, settings, reducer)
+        self._staleness = settings.staleness
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hvdtrain-exchange")
         self._flying: collections.deque[Future[tuple[np.ndarray, int]]] = collections.deque()
         self._told = 0
         self._spare: list[np.ndarray] = []
+
+    @classmethod
+    def cost(cls, shapes: Sequence[Shape], layout: Layout, settings: Any, round_: Cost | None) -> Cost:
+        assert round_ is not None
+        return dataclasses.replace(round_, behind=next_steps(settings.staleness))
 
     def step(self, replica: Vectors, lr: float, clock: Clock) -> Exchanged:
         vector = replica.vector()

@@ -21,12 +21,12 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from hvdtrain.collectives import Hosts
-from hvdtrain.config import TrainConfig
-from hvdtrain.strategies.payload import Shape, elements
+from hvdtrain.strategies.payload import Cost, Shape, elements, two_phases
 from hvdtrain.strategies.reducer import Reducer
 
 BLOCK = 1 << 15
@@ -39,13 +39,14 @@ class Half(Reducer):
     head = 0
     """Numbers of 16 bits in front of each message"""
 
-    def __init__(self, shapes: Sequence[Shape], config: TrainConfig) -> None:
-        super().__init__(shapes, config)
+    def __init__(self, shapes: Sequence[Shape], settings: Any = None) -> None:
+        super().__init__(shapes, settings)
         self._messages = np.zeros((0, 0), np.uint16)
 
     @classmethod
-    def bytes_per_host(cls, shapes: Sequence[Shape], hosts: int, config: TrainConfig) -> int:
-        return 2 * (hosts - 1) * 2 * (cls.head + -(-elements(shapes) // hosts))
+    def cost(cls, shapes: Sequence[Shape], hosts: int, settings: Any = None) -> Cost:
+        numbers = elements(shapes)
+        return two_phases(numbers, hosts, 2 * (hosts - 1) * 2 * (cls.head + -(-numbers // hosts)))
 
     @abc.abstractmethod
     def encode(self, values: np.ndarray, message: np.ndarray) -> None:

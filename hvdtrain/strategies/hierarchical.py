@@ -10,21 +10,21 @@ hosts; with two ranks per host that is up to twice as much on each wire.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from hvdtrain.collectives import Hosts
-from hvdtrain.config import TrainConfig
-from hvdtrain.strategies.payload import Shape, elements, ring_bytes
+from hvdtrain.strategies.payload import Cost, Shape, elements, ring_bytes
 from hvdtrain.strategies.reducer import Reducer
 
 
 class Hierarchical(Reducer):
     """The exact sum."""
 
-    @staticmethod
-    def bytes_per_host(shapes: Sequence[Shape], hosts: int, config: TrainConfig) -> int:
-        return ring_bytes(4 * elements(shapes), hosts)
+    @classmethod
+    def cost(cls, shapes: Sequence[Shape], hosts: int, settings: Any = None) -> Cost:
+        return Cost(sent_bytes=ring_bytes(4 * elements(shapes), hosts), rounds=2 * (hosts > 1), exact=True)
 
     def between(self, values: np.ndarray, hosts: Hosts) -> None:
         hosts.sum(values)

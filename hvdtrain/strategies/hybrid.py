@@ -1,11 +1,11 @@
 """Ranks of unequal speed, a GPU beside a CPU, say: each takes as much of every step as it computes in the same time.
 
 With even batches all ranks wait for the slowest in each step. Here a global batch is cut into unequal shares, given by
---shares or found by measuring: before step 0 all ranks compute at once, as in training, and a rank's share of the
+`shares` or found by measuring: before step 0 all ranks compute at once, as in training, and a rank's share of the
 samples becomes its share of the speed. Time is about a + b n for n samples, so speed depends on n, and the measurement
 is repeated at the shares just found. Other work on a host looks like a slow rank: speeds are taken in short tries until
 the medians of every other try agree, and ranks that differ by less than the tries scatter get equal shares. Gradients
-are divided by the sample count of the whole step and summed by the reducer of --inner as in any other strategy: the
+are divided by the sample count of the whole step and summed by the reducer, as in any other strategy: the
 mean is weighted by samples, and training equals one process's on the union of the batches, whatever the shares.
 (BatchNorm is the exception, as ever: it normalises over a rank's own.)
 
@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from hvdtrain.bounds import Checked, bounded
 from hvdtrain.strategies.synchronous import Synchronous
 from hvdtrain.world import World
 
@@ -36,13 +37,28 @@ LONGEST_S = 6.0
 TOLERANCE = 0.02
 """Of a share: medians closer than this agree, and a smaller difference between ranks is not worth unequal batches"""
 DIGITS = 4
-"""Of a measured share, so that people can read it, and give it to --shares"""
+"""Of a measured share, so that people can read it, and give it to `shares`"""
 
 
 class Hybrid(Synchronous):
-    """See `strategies.Strategy`. The shares are the loader's: an exchange is the same whatever they are."""
+    """The shares are the loader's: an exchange is the same whatever they are."""
 
-    uses: tuple[str, ...] = ("inner", "shares")
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Settings(Checked):
+        shares: tuple[float, ...] = bounded((), above=0, example=(3.0, 1.0), may_change=True)
+        """Of each rank in a global batch, relative to each other, in order of ranks; measured if not given"""
+
+    divides = True
+
+    @classmethod
+    def shares(cls, settings: Any) -> tuple[float, ...]:
+        return tuple(settings.shares)
+
+    def measured_shares(
+        self, replica: Measurable, batch_of: Callable[[Sequence[float] | None], Any]
+    ) -> tuple[tuple[float, ...], str]:
+        found = measured_shares(self._world, replica, batch_of)
+        return found.shares, str(found)
 
 
 class Measurable(Protocol):
@@ -70,7 +86,7 @@ class Found:
     tries: int
 
     def __str__(self) -> str:
-        doubt = "" if self.agreed else ", and they do not agree: is other work running here? Fix them by --shares"
+        doubt = "" if self.agreed else ", and they do not agree: is other work running here? Fix them by shares="
         return f"measured in {self.tries} tries that scatter by {100 * self.noise:.0f} %{doubt}"
 
 

@@ -1,20 +1,20 @@
 """Ranks train by themselves for some steps, then average what became of their weights.
 
-For --every H steps each rank updates its own weights by its own gradients and sends nothing. Then the ranks exchange
-the change of their weights since the last exchange by the reducer of --inner, weighted by the samples each has seen,
+For `every` = H steps each rank updates its own weights by its own gradients and sends nothing. Then the ranks exchange
+the change of their weights since the last exchange by the reducer, weighted by the samples each has seen,
 and all go on from the mean: a step sends 1/H of what the reducer sends. H = 1 is parameter averaging per batch, and
 with plain SGD the same as summing gradients. Momentum stays each rank's own.
 
-With --staleness S the exchange of a round runs beside the next S steps: each rank trains on from its own weights, and
+With `staleness` = S the exchange of a round runs beside the next S steps: each rank trains on from its own weights, and
 then the mean change replaces what was the rank's own change in them (Wang, Liang and Joshi, "Overlap local-SGD", 2020,
 with S = H; Douillard et al., "Streaming DiLoCo", 2025, with less). Nobody waits as long as an exchange takes no longer
 than S steps.
 
 McMahan et al., "Communication-efficient learning of deep networks from decentralized data", 2017; Stich, "Local SGD
-converges fast and communicates little", 2019. --local-start exchanges gradients in each of the first steps, when
-weights change fastest (post-local SGD: Lin et al., 2020). --outer-lr and --outer-momentum take the mean change for a
-gradient and make Nesterov steps with it (DiLoCo: Douillard et al., 2023). An inner reducer that compresses adds what it
-left out to the next change.
+converges fast and communicates little", 2019. `start` exchanges gradients in each of the first steps, when weights
+change fastest (post-local SGD: Lin et al., 2020). `outer_lr` and `outer_momentum` take the mean change for a gradient
+and make Nesterov steps with it (DiLoCo: Douillard et al., 2023). A reducer that compresses adds what it left out to the
+next change.
 """
 
 from __future__ import annotations
@@ -23,17 +23,21 @@ import collections
 import dataclasses
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from hvdtrain import exits
+from hvdtrain.bounds import Checked, bounded
 from hvdtrain.config import TrainConfig
-from hvdtrain.strategies.payload import Layout, Shape, elements
+from hvdtrain.exits import Failure
+from hvdtrain.strategies.payload import Cost, Layout, Shape, next_steps
 from hvdtrain.strategies.reducer import Reducer
 from hvdtrain.strategies.replicas import Exchanged, Vectors
+from hvdtrain.strategies.strategy import Strategy
 from hvdtrain.strategies.synchronous import inner, reduce
 from hvdtrain.timing import Clock
-from hvdtrain.world import Carrier, World
+from hvdtrain.world import World
 
 
 class Flight(NamedTuple):
@@ -48,37 +52,49 @@ class Flight(NamedTuple):
     sent_bytes: Future[int]
 
 
-class LocalSGD:
-    """See `strategies.Strategy`. A rank's weights are the anchor, the same bits on all, and its own changes: those that
-    fly, which make `_began` of it, and that of the current round.
+class LocalSGD(Strategy):
+    """A rank's weights are the anchor, the same bits on all, and its own changes: those that fly, which make `_began`
+    of it, and that of the current round.
     """
 
-    carrier: Carrier = "streams"
-    uses: tuple[str, ...] = ("inner", "every", "local_start", "outer_lr", "outer_momentum", "staleness")
-    in_backward = False
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Settings(Checked):
+        every: int = bounded(8, least=1, example=6)
+        """Steps between two exchanges"""
+        start: int = bounded(0, least=0)
+        """Steps before, in which gradients are exchanged each time"""
+        outer_lr: float = bounded(1.0, above=0, most=2)
+        """Factor of the mean of the ranks' changes; 1 without momentum is plain averaging"""
+        outer_momentum: float = bounded(0.0, least=0, below=1)
+        """Nesterov momentum of the mean changes; 0: none"""
+        staleness: int = bounded(0, least=0, example=1)
+        """Steps that compute while an exchange is under way, and after which it is used"""
+
+    holds_reducer = True
     local = True
+    remembers = True
+    rung = 2
     bound = "each rank has weights and a momentum of its own"
 
-    def __init__(self, world: World, shapes: Sequence[Shape], config: TrainConfig, reducer: Reducer | None) -> None:
-        assert reducer is not None
-        self._world, self._reducer, self._every, self._start = world, reducer, config.every, config.local_start
-        self._outer_lr, self._outer_momentum = np.float32(config.outer_lr), np.float32(config.outer_momentum)
-        self._staleness = config.staleness or 0
+    def __init__(
+        self, world: World, shapes: Sequence[Shape], config: TrainConfig, settings: Any, reducer: Reducer | None
+    ) -> None:
+        super().__init__(world, shapes, config, settings, reducer)
+        self._every, self._start, self._staleness = settings.every, settings.start, settings.staleness
+        self._outer_lr, self._outer_momentum = np.float32(settings.outer_lr), np.float32(settings.outer_momentum)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hvdtrain-exchange")
         self._flying: collections.deque[Flight] = collections.deque()
         self._steps = 0  # of the whole run
         self._drifted, self._samples, self._all_samples = 0, 0, 0  # steps and samples of the current round
-        self._size = elements(shapes)
         self._tail = np.zeros(1)  # sum of the current round's tails
         self._began = self._anchor = np.zeros(0, np.float32)
-        self._velocity = np.zeros(self._size if config.outer_momentum else 0, np.float32)
+        self._velocity = np.zeros(self._size if settings.outer_momentum else 0, np.float32)
 
-    @staticmethod
-    def bytes_per_step(
-        shapes: Sequence[Shape], layout: Layout, config: TrainConfig, reducer: type[Reducer] | None
-    ) -> float:
-        assert reducer is not None
-        return reducer.bytes_per_host(shapes, layout.hosts, config) / config.every
+    @classmethod
+    def cost(cls, shapes: Sequence[Shape], layout: Layout, settings: Any, round_: Cost | None) -> Cost:
+        assert round_ is not None
+        once = {name: getattr(round_, name) / settings.every for name in ("sent_bytes", "rounds", "work")}
+        return Cost(**once, behind=next_steps(settings.staleness))
 
     @property
     def level(self) -> bool:
@@ -86,7 +102,7 @@ class LocalSGD:
 
     @property
     def common(self) -> np.ndarray | None:
-        """Without --staleness they are level soon."""
+        """Without `staleness` they are level soon."""
         return None if self.level or not self._staleness else self._anchor
 
     def step(self, replica: Vectors, lr: float, clock: Clock) -> Exchanged:
@@ -170,6 +186,9 @@ class LocalSGD:
         return state
 
     def load(self, state: dict[str, np.ndarray]) -> None:
+        if state["velocity"].size != self._velocity.size:
+            there = "with" if state["velocity"].size else "without"
+            raise Failure(f"checkpoint: made {there} outer_momentum; resume with the same", exits.BAD_CONFIG)
         self._steps, self._velocity = int(state["steps"]), state["velocity"].copy()
         self._reducer.load(inner(state))
         self._flying.clear()

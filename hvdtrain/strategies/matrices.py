@@ -3,7 +3,7 @@
 An array of several dimensions is cut into a matrix where it becomes most square; so PyTorch's kernels (out, in, h, w)
 and TensorFlow's (h, w, in, out) give each other's transpose.
 
-Matrices share the numbers sent evenly, not the rank: --rank is that of a matrix of mean sides, smaller ones get a
+Matrices share the numbers sent evenly, not the rank: the one set is that of a matrix of mean sides, smaller ones get a
 higher, larger ones a lower. For most of what one rank for all leaves out is in the smallest matrices (last layer, 1x1
 shortcuts, stem), where a rank costs least. ResNet-34 at width 0.25 on digits of 128x128 pixels, rank 2: the momentum
 (0.9) of what arrives is off by 8 % of its norm instead of 25 % in steps 12 to 40, by 27 instead of 36 % in steps 62 to

@@ -1,8 +1,8 @@
 """The framework's own data parallelism, with no Horovod: what one would use without this package.
 
 PyTorch: DistributedDataParallel over Gloo (CPU) or NCCL (GPU). Gradients are put into buckets in the order in which
-backward makes them; a full bucket is summed over ranks in a ring while backward goes on. --ddp-hook fp16 sends them as
-half precision, --ddp-hook powersgd as factors of --rank (see `collectives.powersgd`), both by PyTorch's own hooks.
+backward makes them; a full bucket is summed over ranks in a ring while backward goes on. `hook=fp16` sends them as
+half precision, `hook=powersgd` as factors of `rank` (see `collectives.powersgd`), both by PyTorch's own hooks.
 
 TensorFlow: MultiWorkerMirroredStrategy over gRPC (CPU) or NCCL (GPU). Gradients are summed by the strategy's all_reduce
 in the replica's context, as Keras' optimizers do, in a ring too.
@@ -13,57 +13,75 @@ TensorFlow's guide "Distributed training with TensorFlow" (tensorflow.org/guide/
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from typing import Any, Literal
 
 import numpy as np
 
+from hvdtrain import exits
+from hvdtrain.bounds import Checked, bounded
 from hvdtrain.collectives import powersgd
 from hvdtrain.config import TrainConfig
-from hvdtrain.strategies.payload import Layout, Shape, elements, ring_bytes
+from hvdtrain.exits import Failure
+from hvdtrain.strategies.payload import Cost, Layout, Shape, elements, ring, ring_bytes
 from hvdtrain.strategies.reducer import Reducer
 from hvdtrain.strategies.replicas import Exchanged, Vectors
+from hvdtrain.strategies.strategy import Strategy
 from hvdtrain.timing import Clock
-from hvdtrain.world import Carrier, World
+from hvdtrain.world import World
 
 HALF = 2
 """Bytes"""
 
 
-class Native:
+class Native(Strategy):
     """Gradients summed by the framework itself during backward; its state is that of the hook."""
 
-    carrier: Carrier = "native"
-    uses: tuple[str, ...] = ("ddp_hook", "rank")
-    in_backward = True
-    local = False
-    level = True
-    common = None
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Settings(Checked):
+        hook: Literal["none", "fp16", "powersgd"] = dataclasses.field(default="none", metadata={"example": "powersgd"})
+        """Gradient compression with PyTorch: DistributedDataParallel's own hooks"""
+        rank: int = bounded(2, least=1, example=4)
+        """Of the factors that the hook powersgd sends"""
 
-    def __init__(self, world: World, shapes: Sequence[Shape], config: TrainConfig, reducer: Reducer | None) -> None:
-        self._world, self._shapes, self._config = world, shapes, config
+    carrier = "native"
+    in_backward = True
+
+    def __init__(
+        self, world: World, shapes: Sequence[Shape], config: TrainConfig, settings: Any, reducer: Reducer | None
+    ) -> None:
+        super().__init__(world, shapes, config, settings, reducer)
         self._step = 0
 
     @property
     def bound(self) -> str | None:
-        held = self._config.ddp_hook == "powersgd"
+        held = self.settings.hook == "powersgd"
         return "PyTorch's PowerSGD keeps in each rank what that one left out" if held else None
 
-    @staticmethod
-    def bytes_per_step(
-        shapes: Sequence[Shape], layout: Layout, config: TrainConfig, reducer: type[Reducer] | None
-    ) -> float:
-        return ring_bytes(payload_bytes(shapes, config, powersgd.START_STEP), layout.ranks)
+    @classmethod
+    def cost(cls, shapes: Sequence[Shape], layout: Layout, settings: Any, round_: Cost | None) -> Cost:
+        """With the hook powersgd of two sums that wait for all of backward (see `collectives.ddp`)."""
+        payload = payload_bytes(shapes, settings, powersgd.START_STEP)
+        cost = ring(payload, layout.ranks, exact=settings.hook == "none")
+        return dataclasses.replace(cost, rounds=2 * cost.rounds, behind="") if settings.hook == "powersgd" else cost
+
+    @classmethod
+    def check(cls, settings: Any, config: TrainConfig) -> None:
+        if settings.hook != "none" and config.framework == "tensorflow":
+            raise Failure(
+                f"hook={settings.hook}: only PyTorch's DistributedDataParallel has such hooks; add --framework torch, "
+                "or leave it out",
+                exits.BAD_CONFIG,
+            )
 
     def step(self, replica: Vectors, lr: float, clock: Clock) -> Exchanged:
         with clock.span("compute"):
             replica.apply(lr)
             tail = replica.tail()
-        sent = ring_bytes(payload_bytes(self._shapes, self._config, self._step), self._world.size)
+        sent = ring_bytes(payload_bytes(self._shapes, self.settings, self._step), self._world.size)
         self._step += 1
         return Exchanged.of(tail, sent)
-
-    def settle(self, replica: Vectors, clock: Clock) -> Exchanged:
-        return Exchanged()
 
     def state(self) -> dict[str, np.ndarray]:
         return {"step": np.array(self._step), **self._world.exchange_state()}
@@ -76,8 +94,8 @@ class Native:
         return states[self._world.rank if len(states) == self._world.size else 0]
 
 
-def payload_bytes(shapes: Sequence[Shape], config: TrainConfig, step: int) -> int:
+def payload_bytes(shapes: Sequence[Shape], settings: Native.Settings, step: int) -> int:
     """What one rank gives to the sums of step `step`."""
-    if config.ddp_hook == "powersgd":
-        return 4 * powersgd.elements_sent(shapes, config.rank, step)
-    return (HALF if config.ddp_hook == "fp16" else 4) * elements(shapes)
+    if settings.hook == "powersgd":
+        return 4 * powersgd.elements_sent(shapes, settings.rank, step)
+    return (HALF if settings.hook == "fp16" else 4) * elements(shapes)

@@ -29,13 +29,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from hvdtrain.collectives import Hosts
-from hvdtrain.config import TrainConfig
 from hvdtrain.strategies.half import from_bf16, to_bf16
-from hvdtrain.strategies.payload import Shape, elements
+from hvdtrain.strategies.payload import Cost, Shape, elements, two_phases
 from hvdtrain.strategies.reducer import Reducer
 
 LENGTH = 1024
@@ -113,9 +113,10 @@ class OneBit(Reducer):
     """Sums of signs with error feedback in both phases."""
 
     remembers = "errors"
+    rung = 1
 
-    def __init__(self, shapes: Sequence[Shape], config: TrainConfig) -> None:
-        super().__init__(shapes, config)
+    def __init__(self, shapes: Sequence[Shape], settings: Any = None) -> None:
+        super().__init__(shapes, settings)
         self._prepare(1, np.zeros(elements(shapes), np.float32))
 
     def _prepare(self, hosts: int, errors: np.ndarray) -> None:
@@ -127,9 +128,9 @@ class OneBit(Reducer):
         begins = np.arange(0, hosts * plan.blocks * LENGTH, LENGTH)
         self._counts = np.clip(length(plan.signed) - begins, 1, LENGTH).astype(np.float32).reshape(hosts, -1)
 
-    @staticmethod
-    def bytes_per_host(shapes: Sequence[Shape], hosts: int, config: TrainConfig) -> int:
-        return 2 * (hosts - 1) * Plan.of(shapes, hosts).message_bytes
+    @classmethod
+    def cost(cls, shapes: Sequence[Shape], hosts: int, settings: Any = None) -> Cost:
+        return two_phases(elements(shapes), hosts, 2 * (hosts - 1) * Plan.of(shapes, hosts).message_bytes)
 
     @np.errstate(invalid="ignore")
     def between(self, values: np.ndarray, hosts: Hosts) -> None:

@@ -1,4 +1,4 @@
-"""How many bytes an exchange is given, and how many a ring makes of them."""
+"""What an exchange costs: bytes, rounds and work of each host."""
 
 from __future__ import annotations
 
@@ -17,6 +17,27 @@ class Layout:
     hosts: int
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Of one training step on average, once the strategy is in its stride."""
+
+    sent_bytes: float
+    """Payload that each host gives to the network; on one host, what each rank gives to the others"""
+    rounds: float
+    """Messages of which each waits for the one before: each takes the network's latency"""
+    work: float = 0.0
+    """Numbers that the first rank of a host rounds, selects or multiplies for the exchange"""
+    behind: str = ""
+    """What is computed while it is under way; empty: nothing, all wait for it"""
+    exact: bool = False
+    """Whether whole gradients are sent, and summed in full precision"""
+
+
+def next_steps(count: int) -> str:
+    """What so many steps are in `Cost.behind`."""
+    return {0: "", 1: "the next step"}.get(count, f"the next {count} steps")
+
+
 def elements(shapes: Iterable[Shape]) -> int:
     """Numbers in arrays of these shapes."""
     return sum(math.prod(shape) for shape in shapes)
@@ -25,3 +46,13 @@ def elements(shapes: Iterable[Shape]) -> int:
 def ring_bytes(payload_bytes: int, ranks: int) -> int:
     """What each of `ranks` ranks sends in a ring-allreduce: 2(p-1)/p of the payload."""
     return 2 * (ranks - 1) * payload_bytes // ranks
+
+
+def ring(payload_bytes: int, ranks: int, *, exact: bool) -> Cost:
+    """Of a ring-allreduce that backward starts."""
+    return Cost(sent_bytes=ring_bytes(payload_bytes, ranks), rounds=2 * (ranks - 1), behind="backward", exact=exact)
+
+
+def two_phases(numbers: int, hosts: int, sent_bytes: int) -> Cost:
+    """Of a sum in two phases, every number coded in each: by its sender, by its owner, and by all who receive it."""
+    return Cost(sent_bytes=sent_bytes, rounds=2 * (hosts > 1), work=numbers * (3 * hosts - 1) / hosts * (hosts > 1))

@@ -13,7 +13,7 @@ So a round is one step of subspace iteration on the sum, begun where the last on
 sums over hosts whatever the number of arrays: of all P with the vectors and with the matrices whose factors would not
 be smaller, and of all Q.
 
-Both sums are rounded to --bits (see `rounded`). Q_i is then what of host i's is in Q, and of what is sent whole each
+Both sums are rounded to `bits` (see `rounded`). Q_i is then what of host i's is in Q, and of what is sent whole each
 keeps what is not in the sum; P needs no such care, for whatever it spans, M_i - P Q_i^T knows. The columns of Q are
 scaled to a largest number of 1 before they are used: P spans the same, and has columns of like magnitudes, which share
 scales well. ResNet-34 at width 0.25 on digits of 128x128 pixels, 4 hosts, steps 12 to 40: the momentum (0.9) of what
@@ -33,18 +33,19 @@ Vogels, Karimireddy and Jaggi, "PowerSGD: practical low-rank gradient compressio
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from hvdtrain import exits
+from hvdtrain.bounds import Checked, bounded
 from hvdtrain.collectives import Hosts
-from hvdtrain.config import TrainConfig
 from hvdtrain.exits import Failure
 from hvdtrain.strategies.matrices import Cut, payload, plan
 from hvdtrain.strategies.orthonormal import arranged, orthonormalise
-from hvdtrain.strategies.payload import Shape, elements
+from hvdtrain.strategies.payload import Cost, Shape, elements, two_phases
 from hvdtrain.strategies.reducer import Reducer
 from hvdtrain.strategies.rounded import total, total_bytes
 
@@ -67,13 +68,20 @@ class Matrix(NamedTuple):
 class PowerSGD(Reducer):
     """The sum, projected on a few directions. Its memory: what was left out, one float32 per number, and Q."""
 
-    uses: tuple[str, ...] = ("rank", "bits")
-    remembers = "error"
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Settings(Checked):
+        rank: int = bounded(2, least=1, example=4)
+        """Rank of the factors that a matrix of mean size is sent as; smaller ones get a higher, larger ones a lower"""
+        bits: Literal[32, 8, 4] = 8
+        """Of each number sent; 8 or 4: rounded, what is lost goes into the next round"""
 
-    def __init__(self, shapes: Sequence[Shape], config: TrainConfig) -> None:
-        super().__init__(shapes, config)
-        self._bits = config.bits
-        cuts, whole = plan(self.shapes, config.rank)
+    remembers = "error"
+    rung = 1
+
+    def __init__(self, shapes: Sequence[Shape], settings: Any = None) -> None:
+        super().__init__(shapes, settings)
+        self._bits = self.settings.bits
+        cuts, whole = plan(self.shapes, self.settings.rank)
         first, second = payload(cuts, whole)
         self._first, self._second, self._mine = (np.zeros(n, np.float32) for n in (first, second, second))
         """All P and what is sent whole; all Q; this host's part of all Q"""
@@ -103,9 +111,20 @@ class PowerSGD(Reducer):
             matrices.append(Matrix(cut, m, term, *factors))
         return matrices
 
-    @staticmethod
-    def bytes_per_host(shapes: Sequence[Shape], hosts: int, config: TrainConfig) -> int:
-        return sum(total_bytes(numbers, hosts, config.bits) for numbers in payload(*plan(shapes, config.rank)))
+    @classmethod
+    def cost(cls, shapes: Sequence[Shape], hosts: int, settings: Any = None) -> Cost:
+        """Work: four products of each matrix with a factor, and what is rounded of the two sums."""
+        asked = settings or cls.Settings()
+        cuts, whole = plan(shapes, asked.rank)
+        sent = payload(cuts, whole)
+        sums = [two_phases(numbers, hosts, total_bytes(numbers, hosts, asked.bits)) for numbers in sent if numbers]
+        products = 4 * sum(cut.rank * cut.rows * cut.columns for cut in cuts) * (hosts > 1)
+        coded = 0 if asked.bits == 32 else sum(each.work for each in sums)
+        return Cost(
+            sent_bytes=sum(each.sent_bytes for each in sums),
+            rounds=sum(each.rounds for each in sums),
+            work=products + coded,
+        )
 
     @np.errstate(invalid="ignore", over="ignore")  # NaN in, NaN out: the loop stops there, and says why
     def between(self, values: np.ndarray, hosts: Hosts) -> None:
@@ -145,7 +164,7 @@ class PowerSGD(Reducer):
             if state[name].shape != mine.shape:
                 raise Failure(
                     f"checkpoint: powersgd's {name} has {state[name].size} numbers, this run's {mine.size}: resume "
-                    "with the --rank and the model that it was made with",
+                    "with the rank and the model that it was made with",
                     exits.BAD_CONFIG,
                 )
             mine[:] = state[name]

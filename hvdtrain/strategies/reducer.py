@@ -9,32 +9,36 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 
+from hvdtrain.bounds import Checked
 from hvdtrain.collectives import Hosts
-from hvdtrain.config import TrainConfig
-from hvdtrain.strategies.payload import Shape
+from hvdtrain.strategies.payload import Cost, Shape
 
 
 class Reducer(abc.ABC):
     """Runs in the first rank of each host; the ranks of a host are summed before it sees them."""
 
-    uses: tuple[str, ...] = ()
-    """Settings of the config that it goes by"""
-    remembers = ""
+    Settings: ClassVar[type[Any]] = Checked
+    """What may be set of it"""
+    remembers: ClassVar[str] = ""
     """What of its state a round leaves out and the next one adds (error feedback), by name; an infinite gradient would
     stay there for ever"""
+    rung: ClassVar[int] = 0
+    """See `strategy.Strategy.rung`"""
 
-    def __init__(self, shapes: Sequence[Shape], config: TrainConfig) -> None:
-        """`shapes`: of the arrays in the vector, one after the other."""
+    def __init__(self, shapes: Sequence[Shape], settings: Any = None) -> None:
+        """`shapes`: of the arrays in the vector, one after the other; `settings`: of `Settings`, None: its defaults."""
         self.shapes = [tuple(shape) for shape in shapes]
         self._owes = False
+        self.settings = settings or self.Settings()
 
-    @staticmethod
+    @classmethod
     @abc.abstractmethod
-    def bytes_per_host(shapes: Sequence[Shape], hosts: int, config: TrainConfig) -> int:
-        """Payload bytes that one of `hosts` hosts gives to the network in one round, once in its stride."""
+    def cost(cls, shapes: Sequence[Shape], hosts: int, settings: Any = None) -> Cost:
+        """What a round costs one of `hosts` hosts."""
 
     def sum(self, values: np.ndarray, hosts: Hosts) -> None:
         """Replaces a flat float32 vector by its sum over hosts, or an approximation; the same bits on all hosts.

@@ -22,12 +22,12 @@ Tang et al., "DoubleSqueeze: parallel stochastic gradient descent with double-pa
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from hvdtrain.collectives import Hosts
-from hvdtrain.config import TrainConfig
-from hvdtrain.strategies.payload import Shape, elements, ring_bytes
+from hvdtrain.strategies.payload import Cost, Shape, elements, ring_bytes, two_phases
 from hvdtrain.strategies.reducer import Reducer
 
 LENGTH = 64
@@ -120,13 +120,14 @@ class Int8(Reducer):
     remembers = "error"
     bits = 8
 
-    def __init__(self, shapes: Sequence[Shape], config: TrainConfig) -> None:
-        super().__init__(shapes, config)
+    def __init__(self, shapes: Sequence[Shape], settings: Any = None) -> None:
+        super().__init__(shapes, settings)
         self._error = np.zeros(elements(shapes), np.float32)
 
     @classmethod
-    def bytes_per_host(cls, shapes: Sequence[Shape], hosts: int, config: TrainConfig) -> int:
-        return total_bytes(elements(shapes), hosts, cls.bits)
+    def cost(cls, shapes: Sequence[Shape], hosts: int, settings: Any = None) -> Cost:
+        numbers = elements(shapes)
+        return two_phases(numbers, hosts, total_bytes(numbers, hosts, cls.bits))
 
     def between(self, values: np.ndarray, hosts: Hosts) -> None:
         values += self._error
@@ -145,3 +146,4 @@ class Int4(Int8):
     """All numbers in 4 bits, an eighth of the bytes."""
 
     bits = 4
+    rung = 1

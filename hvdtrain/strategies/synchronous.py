@@ -8,38 +8,27 @@ stay the same without ever being sent.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from hvdtrain.config import TrainConfig
-from hvdtrain.strategies.payload import Layout, Shape, elements
+from hvdtrain.strategies.payload import Cost, Layout, Shape
 from hvdtrain.strategies.reducer import Reducer
 from hvdtrain.strategies.replicas import Exchanged, Vectors
+from hvdtrain.strategies.strategy import Strategy
 from hvdtrain.timing import Clock
-from hvdtrain.world import Carrier, World
+from hvdtrain.world import World
 
 
-class Synchronous:
-    """See `strategies.Strategy`."""
+class Synchronous(Strategy):
+    """Its state is the reducer's."""
 
-    carrier: Carrier = "streams"
-    uses: tuple[str, ...] = ()
-    in_backward = False
-    local = False
-    level = True
-    common = None
-    bound = None
+    holds_reducer = True
 
-    def __init__(self, world: World, shapes: Sequence[Shape], config: TrainConfig, reducer: Reducer | None) -> None:
-        assert reducer is not None
-        self._world, self._reducer, self._size = world, reducer, elements(shapes)
-
-    @staticmethod
-    def bytes_per_step(
-        shapes: Sequence[Shape], layout: Layout, config: TrainConfig, reducer: type[Reducer] | None
-    ) -> float:
-        assert reducer is not None
-        return reducer.bytes_per_host(shapes, layout.hosts, config)
+    @classmethod
+    def cost(cls, shapes: Sequence[Shape], layout: Layout, settings: Any, round_: Cost | None) -> Cost:
+        assert round_ is not None
+        return round_
 
     def step(self, replica: Vectors, lr: float, clock: Clock) -> Exchanged:
         vector = replica.vector()
@@ -48,9 +37,6 @@ class Synchronous:
         with clock.span("compute"):
             replica.apply(lr)
         return Exchanged.of(vector[self._size :], sent)
-
-    def settle(self, replica: Vectors, clock: Clock) -> Exchanged:
-        return Exchanged()
 
     def state(self) -> dict[str, np.ndarray]:
         return self._reducer.state()

@@ -26,13 +26,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
+from hvdtrain.bounds import Checked, bounded
 from hvdtrain.collectives import Hosts
-from hvdtrain.config import TrainConfig
 from hvdtrain.strategies.half import from_bf16, to_bf16
-from hvdtrain.strategies.payload import Shape, elements
+from hvdtrain.strategies.payload import Cost, Shape, elements, two_phases
 from hvdtrain.strategies.reducer import Reducer
 
 BLOCK = 1 << 16
@@ -44,23 +45,29 @@ SAMPLE = 1 << 14
 class TopK(Reducer):
     """Sparse sums with error feedback in both phases."""
 
-    uses: tuple[str, ...] = ("density",)
-    remembers = "errors"
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Settings(Checked):
+        density: float = bounded(0.01, above=0, most=1, example=0.005)
+        """Share of the numbers that is sent"""
 
-    def __init__(self, shapes: Sequence[Shape], config: TrainConfig) -> None:
-        super().__init__(shapes, config)
-        self._density = config.density
+    remembers = "errors"
+    rung = 1
+
+    def __init__(self, shapes: Sequence[Shape], settings: Any = None) -> None:
+        super().__init__(shapes, settings)
         self._size = elements(shapes)
         self._errors = np.zeros(self._size, np.float32)
         """Padded to equal parts once the number of hosts is known"""
 
-    @staticmethod
-    def bytes_per_host(shapes: Sequence[Shape], hosts: int, config: TrainConfig) -> int:
-        return 2 * (hosts - 1) * Code.of(elements(shapes), hosts, config.density).message_bytes
+    @classmethod
+    def cost(cls, shapes: Sequence[Shape], hosts: int, settings: Any = None) -> Cost:
+        density = (settings or cls.Settings()).density
+        message_bytes = Code.of(elements(shapes), hosts, density).message_bytes
+        return two_phases(elements(shapes), hosts, 2 * (hosts - 1) * message_bytes)
 
     @np.errstate(invalid="ignore")
     def between(self, values: np.ndarray, hosts: Hosts) -> None:
-        code = Code.of(values.size, hosts.count, self._density)
+        code = Code.of(values.size, hosts.count, self.settings.density)
         if self._errors.size != code.size * hosts.count:
             self._errors = np.concatenate(
                 [self._errors[: self._size], np.zeros(code.size * hosts.count - self._size, np.float32)]

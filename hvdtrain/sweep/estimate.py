@@ -32,7 +32,7 @@ FORMULA = (
     " 0.65 ms + 0.145 ms per million parameters and sample of 1,024 pixels, on one core;"
     " 2(h-1)/h x gradient bytes x 8 / (0.936 x rate) over h hosts"
 )
-NEAR_MAY_DIFFER = ("seed", "rate", "hosts", "strategy", "label", "launcher", "ddp_hook", "cluster", "on")
+NEAR_MAY_DIFFER = ("seed", "rate", "hosts", "strategy", "label", "launcher", "cluster", "on")
 
 
 @dataclasses.dataclass(frozen=True)

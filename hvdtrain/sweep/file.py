@@ -15,6 +15,7 @@ from typing import Any
 
 from hvdtrain import exits, files
 from hvdtrain.cluster import hosts, topology
+from hvdtrain.config import TrainConfig
 from hvdtrain.exits import Failure
 
 ORDERS = ("as-written", "interleaved", "random")
@@ -292,6 +293,7 @@ def _grid(
         for one in several:
             _typed(place(key), key, one, OWN[key][1] if key in OWN else (str, int, float, bool))
         values[key] = several
+    _exchanges(values, place)
     if flags is not None:
         _check_flags(values, flags, place)
     repeats = merged.get("repeats", 1)
@@ -303,6 +305,20 @@ def _grid(
     zips = _zips(merged.get("zip", []), values, forced, place)
     where = f"{text.path}:{start}" if start else str(text.path)
     return Grid(values=values, zips=zips, label=label, protocol=merged.get("protocol"), repeats=repeats, where=where)
+
+
+def _exchanges(values: dict[str, list[Any]], place: Any) -> None:
+    """Makes strategies canonical, so that one point has one name. Raises Failure (78)."""
+    from hvdtrain import strategies
+
+    named = values.get("strategy", [])
+    flat = {key: values[key][0] for key in strategies.FLAT if key in values}
+    how = {key: f"{place(key)}: {key} = {value}" for key, value in flat.items()}
+    strategies.refuse(flat, str((named or [TrainConfig.strategy])[0]), how, exits.BAD_CONFIG)
+    try:
+        values |= {"strategy": [str(strategies.parse(str(one))) for one in named]} if named else {}
+    except Failure as failure:
+        raise _bad(place("strategy"), str(failure)) from failure
 
 
 def _check_flags(values: Mapping[str, list[Any]], flags: Mapping[str, set[str]], place: Any) -> None:

@@ -26,7 +26,7 @@ STEPS, LR, SLOW_S = 6, 0.1, 0.2
 
 def main() -> None:
     framework, settings = sys.argv[1], json.loads(sys.argv[2])
-    config = TrainConfig(strategy="async-ps", lr=LR, momentum=0.0, schedule="constant", **settings)
+    config = TrainConfig(lr=LR, momentum=0.0, schedule="constant", **settings)
     if framework == "torch":
         from hvdtrain.frameworks.pytorch import TorchReplica as Replica
         from hvdtrain.frameworks.pytorch import prepare

@@ -79,7 +79,7 @@ def main() -> None:
         from hvdtrain.frameworks.tensorflow import TensorFlowReplica as Replica
         from hvdtrain.frameworks.tensorflow import prepare
     device = prepare("cpu", 0, 1)
-    world = World(framework, carrier=strategies.chosen(config)[0].carrier)
+    world = World(framework, carrier=strategies.chosen(config).strategy.carrier)
     inputs, labels, weight = problem()
     strategy = strategies.make(config, world, [weight.shape])
     if framework == "torch":

@@ -1,6 +1,6 @@
 """Ranks with unequal shares of each batch train the model of exchange.py, for test_hybrid.py; rank 0 prints JSON.
 
-The settings are `TrainConfig`'s; without --shares they are measured, and nothing may be left of that.
+The settings are `TrainConfig`'s; without shares they are measured, and nothing may be left of that.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def flat(batch: Batch) -> Batch:
 
 def main() -> None:
     framework, settings = sys.argv[1], json.loads(sys.argv[2])
-    config = TrainConfig(strategy="hybrid", global_batch_size=GLOBAL_BATCH, lr=LR, weight_decay=0.01, **settings)
+    config = TrainConfig(global_batch_size=GLOBAL_BATCH, lr=LR, weight_decay=0.01, **settings)
     if framework == "torch":
         from hvdtrain.frameworks.pytorch import TorchReplica as Replica
         from hvdtrain.frameworks.pytorch import prepare
@@ -48,7 +48,7 @@ def main() -> None:
         from hvdtrain.frameworks.tensorflow import TensorFlowReplica as Replica
         from hvdtrain.frameworks.tensorflow import prepare
     device = prepare("cpu", 0, 1, one_each=True)
-    world = World(framework, carrier=strategies.chosen(config)[0].carrier)
+    world = World(framework, carrier=strategies.chosen(config).strategy.carrier)
     split, weight = problem()
     strategy = strategies.make(config, world, [weight.shape])
     if framework == "torch":
@@ -58,18 +58,19 @@ def main() -> None:
             model = tensorflow_model()
     replica = Replica(model, device=device, config=config, world=world, strategy=strategy, measure=Accuracy())
     replica.load({"parameter.weight": weight})
+    given = strategies.chosen(config).shares(world.size)
     loader = Loader(
         split,
         global_batch=configuration.global_batch(config, world.size),
         rank=world.rank,
         size=world.size,
         seed=SEED,
-        shares=configuration.rank_shares(config, world.size),
+        shares=given,
     )
     unmeasured = replica.state()
-    if config.shares is None:
+    if given is None:
         hybrid.TRY_S, hybrid.LONGEST_S = 0.05, 0.5  # that they are exact is no matter here
-        shares = hybrid.measured_shares(world, replica, lambda shares: flat(loader.first_of(shares))).shares
+        shares, _ = strategy.measured_shares(replica, lambda shares: flat(loader.first_of(shares)))
         loader = loader.divided(shares)
         assert sum(shares) > 0.999 and len(shares) == world.size
     state = replica.state()

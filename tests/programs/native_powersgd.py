@@ -9,7 +9,7 @@ import torch
 
 from hvdtrain.collectives import Alone, Reach, powersgd
 from hvdtrain.collectives.ddp import DdpRanks
-from hvdtrain.config import TrainConfig
+from hvdtrain.strategies.native import Native
 
 STEPS = 12
 
@@ -28,15 +28,15 @@ class Network(torch.nn.Module):
 
 model = Network()
 ranks = DdpRanks(Alone(), Reach("127.0.0.1", "lo", loopback=True), gpu=False)
-config = TrainConfig(strategy="native", framework="torch", ddp_hook="powersgd", rank=int(sys.argv[1]))
-step = ranks.overlapped(model, torch.optim.SGD(model.parameters(), lr=0.01), config)
+settings = Native.Settings(hook="powersgd", rank=int(sys.argv[1]))
+step = ranks.overlapped(model, torch.optim.SGD(model.parameters(), lr=0.01), settings)
 for _ in range(STEPS):
     model.zero_grad()
     step.backward(step.loss(torch.randn(4, 3, 8, 8))[0])
 shapes = [tuple(parameter.shape) for parameter in model.parameters()]
 report = {
     "counted_by_torch": ranks._power_sgd._torch_state.total_numel_after_compression,
-    "counted_by_us": sum(powersgd.elements_sent(shapes, config.rank, n) for n in range(powersgd.START_STEP, STEPS)),
+    "counted_by_us": sum(powersgd.elements_sent(shapes, settings.rank, n) for n in range(powersgd.START_STEP, STEPS)),
 }
 ranks.leave()
 sys.stdout.write(json.dumps(report) + "\n")

@@ -34,7 +34,7 @@ def trained(settings: dict[str, Any], framework: str, device: str, steps: int) -
         from hvdtrain.frameworks.pytorch import TorchReplica as Replica
     else:
         from hvdtrain.frameworks.tensorflow import TensorFlowReplica as Replica
-    ranks = world.World(framework, carrier=strategies.chosen(config)[0].carrier)
+    ranks = world.World(framework, carrier=strategies.chosen(config).strategy.carrier)
     inputs, labels, weight = problem()
     strategy = strategies.make(config, ranks, [weight.shape])
     model = torch_model() if framework == "torch" else tensorflow_model()

@@ -1,0 +1,89 @@
+"""The flags that one string replaced: what they read as today, in records of then and for those who still type them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from hvdtrain.exits import Failure
+from hvdtrain.strategies import table
+from hvdtrain.strategies.spec import parse
+
+RENAMED = {"local_start": "start", "ddp_hook": "hook"}
+FLAT = (
+    *("inner", "rank", "bits", "density", "every", "local_start", "outer_lr", "outer_momentum", "staleness"),
+    *("servers", "shares", "ddp_hook"),
+)
+"""Settings of earlier configs, as keys"""
+
+
+def translated(config: Mapping[str, Any]) -> str:
+    """The canonical string of a config of today or of then; as it stands there if nobody knows its strategy.
+
+    Of a flat one only what its strategy and its reducer have is taken, and what is None or lacking is the default.
+    """
+    name = str(config["strategy"])
+    try:
+        if not any(key in config for key in FLAT):
+            return str(parse(name))
+        words = [_with_settings(name, config)]
+        if getattr(table.found(name), "holds_reducer", False) and config.get("inner"):
+            words.append(_with_settings(str(config["inner"]), config))
+        return str(parse("+".join(words)))
+    except (Failure, KeyError):
+        return name
+
+
+def _with_settings(name: str, config: Mapping[str, Any]) -> str:
+    given = {RENAMED.get(key, key): config[key] for key in FLAT if config.get(key) is not None}
+    fields = [field.name for field in dataclasses.fields(table.found(name).Settings)]
+    words = [f"{key}={str(given[key]).replace(',', ':')}" for key in fields if key in given]
+    return name + (":" + ",".join(words) if words else "")
+
+
+def lasting(config: Mapping[str, Any]) -> str:
+    """`translated`, of what no other start may change; the ranks' shares of a step are no part of that."""
+    try:
+        exchange = parse(translated(config))
+    except Failure:
+        return str(config["strategy"])
+    if exchange.schedule is None:
+        return str(exchange)
+    settings = exchange.schedule.settings
+    first = {field.name: field.default for field in dataclasses.fields(settings) if field.metadata.get("may_change")}
+    schedule = dataclasses.replace(exchange.schedule, settings=dataclasses.replace(settings, **first))
+    return str(dataclasses.replace(exchange, schedule=schedule))
+
+
+def of_today(then: dict[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """The identity of a checkpoint as it reads today. An earlier version did not note every setting: what is not in
+    `then` is taken for equal to `now`, and the manifest tells whether it is."""
+    if "inner" not in then:
+        return then
+    schedule = parse(now["strategy"]).schedule
+    settings = dataclasses.asdict(schedule.settings) if schedule and schedule.name == then["strategy"] else {}
+    noted = {key: value for key, value in then.items() if key != "shares"}  # those are the plan's
+    unnoted = {key: settings[RENAMED.get(key, key)] for key in FLAT if RENAMED.get(key, key) in settings}
+    strategy = translated(unnoted | noted)
+    return {key: value for key, value in then.items() if key not in FLAT or key == "shares"} | {"strategy": strategy}
+
+
+def refuse(given: Mapping[str, Any], asked: str, how: Mapping[str, str], code: int) -> None:
+    """Raises Failure if there are flat settings in `given`: names each as it was given (`how`) and what to give now in
+    place of all. `asked`: the strategy they stand beside."""
+    flat = {key: given[key] for key in FLAT if key in given}
+    if flat:
+        words = " ".join(how[key] for key in flat)
+        raise Failure(f"{words}: the strategy's settings stand in its name now; give {spelling(flat, asked)}", code)
+
+
+def spelling(flat: Mapping[str, Any], asked: str) -> str:
+    """What to give in place of flat settings that stood beside the strategy `asked`, for people."""
+    if (new := translated({"strategy": asked, **flat})) != asked:
+        return f"--strategy {new}"
+    takers = [_with_settings(name, flat) for name in (*table.SCHEDULES, *table.REDUCERS)]
+    takers = [each for each in takers if ":" in each]
+    if flat.keys() == {"inner"}:
+        takers = [f"{name}+{flat['inner']}" for name, cls in table.SCHEDULES.items() if cls.holds_reducer]
+    return " or ".join(f"--strategy {each}" for each in takers)

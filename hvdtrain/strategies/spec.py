@@ -1,0 +1,210 @@
+"""One string names an exchange: `local-sgd:every=6,staleness=1+powersgd:rank=12,bits=4`.
+
+    schedule[:key=value,...][+reducer[:key=value,...]]    or a reducer alone, which sums the gradients of every step
+
+It needs no quotes in a shell. Settings, their checks and their help come from each class's `Settings`. The canonical
+string has the settings that differ from the default only, in the order of their fields, and no reducer that is the
+default one: manifests, checkpoints, results and sweeps hold that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal, NoReturn, get_args, get_origin
+
+from hvdtrain import bounds, exits
+from hvdtrain.arguments import near
+from hvdtrain.config import TrainConfig
+from hvdtrain.exits import Failure
+from hvdtrain.strategies import table
+from hvdtrain.strategies.payload import Cost, Layout, Shape
+from hvdtrain.strategies.reducer import Reducer
+from hvdtrain.strategies.strategy import Strategy
+from hvdtrain.strategies.synchronous import Synchronous
+from hvdtrain.world import World
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A schedule or a reducer, and what is set of it."""
+
+    name: str
+    cls: Any
+    settings: Any
+
+    def __str__(self) -> str:
+        given = [(field, getattr(self.settings, field.name)) for field in dataclasses.fields(self.settings)]
+        words = [f"{field.name}={spelt(value)}" for field, value in given if value != field.default]
+        return self.name + (":" + ",".join(words) if words else "")
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """What a --strategy string means; `str` gives the canonical one."""
+
+    schedule: Part | None
+    """None: the reducer alone"""
+    reducer: Part | None
+
+    def __str__(self) -> str:
+        parts = [self.schedule, self.reducer]
+        if self.schedule and self.reducer == part(table.DEFAULT_REDUCER):
+            parts.remove(self.reducer)
+        return "+".join(str(each) for each in parts if each)
+
+    @property
+    def strategy(self) -> type[Strategy]:
+        found: type[Strategy] = self.schedule.cls if self.schedule else Synchronous
+        return found
+
+    @property
+    def settings(self) -> Any:
+        return self.schedule.settings if self.schedule else None
+
+    @property
+    def rung(self) -> int:
+        """See `Strategy.rung`."""
+        return max(self.strategy.rung, self.reducer.cls.rung if self.reducer else -1)
+
+    def cost(self, shapes: Sequence[Shape], layout: Layout) -> Cost:
+        """Of a training step of a model of these trainable arrays, for each host."""
+        held = self.reducer
+        round_ = held.cls.cost(shapes, layout.hosts, held.settings) if held else None
+        return self.strategy.cost(shapes, layout, self.settings, round_)
+
+    def fact(self, shapes: Sequence[Shape], layout: Layout) -> str:
+        """The strategy and what it costs, for people."""
+        if layout.hosts == 1 and self.reducer:
+            return f"{self}: all ranks are on one host, nothing is compressed"
+        cost = self.cost(shapes, layout)
+        where = "per host and step" if layout.hosts > 1 else "per rank and step"
+        behind = f", behind {cost.behind}" if cost.behind and layout.ranks > 1 else ""
+        return f"{self}: {cost.sent_bytes / 1e6:.2f} MB sent {where} in {cost.rounds:g} rounds{behind}"
+
+    def facts(self) -> dict[str, Any]:
+        """What of the cost holds for every model and layout, for the records: behind and exact."""
+        cost = self.cost([(1,)], Layout(ranks=2, hosts=2))
+        return {"behind": cost.behind, "exact": cost.exact}
+
+    def shares(self, ranks: int) -> tuple[float, ...] | None:
+        """Of each rank in a step; None: equal ones, or still to be measured. Raises Failure (78) if they are not one
+        for each of so many ranks."""
+        given = self.strategy.shares(self.settings)
+        if given and len(given) != ranks:
+            raise refusal(self, f"{len(given)} shares for {ranks} ranks; give one for each, in order of ranks")
+        return given or None
+
+    def check(self, config: TrainConfig) -> None:
+        """Raises Failure (78) for a config that this does not go with."""
+        late = self.strategy.remembers or (self.reducer is not None and self.reducer.cls.remembers)
+        if config.precision == "fp16" and late:
+            raise Failure(
+                f"--precision fp16 does not go with --strategy {self}: its loss scaling makes infinite gradients, and "
+                "scales each step differently, so nothing can be kept from step to step; take --precision bf16",
+                exits.BAD_CONFIG,
+            )
+        if config.horovod_timeline and self.strategy.carrier != "horovod":
+            what = f"--horovod-timeline: Horovod does not run with --strategy {self}; try --profile"
+            raise Failure(what, exits.BAD_CONFIG)
+        try:
+            self.strategy.check(self.settings, config)
+        except Failure as failure:
+            raise refusal(self, str(failure)) from None
+
+    def make(self, config: TrainConfig, world: World, shapes: Sequence[Shape]) -> Strategy:
+        """The strategy in this world."""
+        held = self.reducer.cls(shapes, self.reducer.settings) if self.reducer else None
+        return self.strategy(world, shapes, config, self.settings, held)
+
+
+def parse(text: str) -> Exchange:
+    """What the string means. Raises Failure (78), with what is known in place of what is not."""
+    words = text.split("+")
+    first = _part(text, words[0], [*table.names(Strategy), *table.names(Reducer)], "strategy")
+    if len(words) > 2:
+        raise refusal(text, "one reducer goes behind a schedule, as in SCHEDULE+REDUCER")
+    if issubclass(first.cls, Reducer):
+        if len(words) > 1:
+            raise refusal(text, f"{first.name} is a reducer, which stands alone or behind the plus of a schedule")
+        return Exchange(None, first)
+    if not first.cls.holds_reducer:
+        if len(words) > 1:
+            holders = [name for name in table.names(Strategy) if table.found(name).holds_reducer]
+            raise refusal(text, f"{first.name} takes no reducer behind a plus; these do: {', '.join(holders)}")
+        return Exchange(first, None)
+    return Exchange(first, _part(text, (words[1:] or [table.DEFAULT_REDUCER])[0], table.names(Reducer), "reducer"))
+
+
+def part(name: str, given: str = "") -> Part:
+    """A name of the table and the settings behind its colon. Raises Failure (78)."""
+    cls = table.found(name)
+    fields = {field.name: field for field in dataclasses.fields(cls.Settings)}
+    hints = bounds.hints(cls.Settings)
+    values: dict[str, Any] = {}
+    for word in given.split(",") if given else ():
+        key, _, value = word.partition("=")
+        if key not in fields:
+            known = "; ".join(described(cls)) or "nothing to set"
+            _bad(f"no setting {key!r} of {name}{near(key, fields)}; it has: {known}")
+        if key in values:
+            _bad(f"{key} of {name} is given twice")
+        try:
+            values[key] = read(hints[key], value)
+        except ValueError:
+            _bad(f"{key} of {name} is {value!r}: {bounds.wanted(fields[key], hints[key])}")
+    return Part(name, cls, cls.Settings(**values))
+
+
+def described(cls: Any) -> list[str]:
+    """The settings of a class: `rank (whole number >= 1, default 2)`."""
+    hints = bounds.hints(cls.Settings)
+    return [
+        f"{field.name} ({bounds.kind(field, hints[field.name])}, default {spelt(field.default) or 'none'})"
+        for field in dataclasses.fields(cls.Settings)
+    ]
+
+
+def spelt(value: Any) -> str:
+    """As it stands in the string."""
+    if isinstance(value, tuple):
+        return ":".join(map(spelt, value))
+    if isinstance(value, float):
+        short = f"{value:g}"
+        return (short if float(short) == value else repr(value)).replace("e+", "e")  # a plus stands before a reducer
+    return str(value)
+
+
+def read(hint: Any, text: str) -> Any:
+    """The value of a type that a text spells. Raises ValueError."""
+    origin, choices = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        for choice in choices:
+            if str(choice) == text:
+                return choice
+        raise ValueError(text)
+    if origin is tuple:
+        return tuple(read(choices[0], word) for word in text.split(":"))
+    if hint not in (int, float, str):
+        raise TypeError(f"a setting of type {hint} cannot be spelt")
+    return hint(text)
+
+
+def refusal(exchange: Exchange | str, why: str) -> Failure:
+    return Failure(f"--strategy {exchange}: {why}", exits.BAD_CONFIG)
+
+
+def _bad(why: str) -> NoReturn:
+    raise Failure(why, exits.BAD_CONFIG)
+
+
+def _part(text: str, word: str, known: Sequence[str], what: str) -> Part:
+    """`part`, of the names known; its Failure names the whole string."""
+    name, _, given = word.partition(":")
+    if name not in known:
+        told = f"unknown {what} {name!r}{near(name, known)}; known: {', '.join(known)} (see --strategy help)"
+        raise refusal(text, told)
+    try:
+        return part(name, given)
+    except Failure as failure:
+        raise refusal(text, str(failure)) from None

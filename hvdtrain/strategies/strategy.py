@@ -1,0 +1,117 @@
+"""What all strategies share: the exchange of one training step, with the defaults of one that keeps no state."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from hvdtrain.bounds import Checked
+from hvdtrain.config import TrainConfig
+from hvdtrain.strategies.payload import Cost, Layout, Shape, elements
+from hvdtrain.strategies.reducer import Reducer
+from hvdtrain.strategies.replicas import Exchanged, Vectors
+from hvdtrain.timing import Clock
+from hvdtrain.world import Carrier, World
+
+
+class Strategy(abc.ABC):
+    """One object, one verb: `step`. Its state lives in it and goes into the checkpoint."""
+
+    Settings: ClassVar[type[Any]] = Checked
+    """What may be set of it"""
+    carrier: ClassVar[Carrier] = "streams"
+    """What connects the ranks"""
+    holds_reducer: ClassVar[bool] = False
+    """Whether a reducer sums its vectors over hosts"""
+    in_backward: ClassVar[bool] = False
+    """Whether the world's own step (Horovod's optimizer or tape, DistributedDataParallel,
+    MultiWorkerMirroredStrategy) exchanges each gradient while backward still computes the others"""
+    local: ClassVar[bool] = False
+    """Whether each rank updates its weights by its own gradients for a while: its gradients are then divided by its own
+    sample count, and its momentum is its own"""
+    remembers: ClassVar[bool] = False
+    """Whether gradients of one step are used in a later one"""
+    divides: ClassVar[bool] = False
+    """Whether ranks take unequal shares of a step: see `shares` and `measured_shares`"""
+    rung: ClassVar[int] = 0
+    """How little it sends of what `table.RUNGS` advises: the number of its rung, -1: below all. One that holds a
+    reducer stands on the reducer's, if that is higher"""
+
+    def __init__(
+        self, world: World, shapes: Sequence[Shape], config: TrainConfig, settings: Any, reducer: Reducer | None
+    ) -> None:
+        """`shapes`: of the trainable arrays, in the model's order; `settings`: of `Settings`; `reducer`: the one that
+        it holds, if it holds one."""
+        self.settings = settings
+        self._world, self._shapes, self._held = world, shapes, reducer
+        self._size = elements(shapes)  # of the gradients: a vector's tail lies behind them
+
+    @property
+    def level(self) -> bool:
+        """Whether the weights are the same on all ranks now."""
+        return True
+
+    @property
+    def common(self) -> np.ndarray | None:
+        """What the ranks' weights have in common while they differ: a checkpoint may be made of that, `state` and each
+        rank's own. None while they are level, and where a checkpoint has to wait until they are."""
+        return None
+
+    @property
+    def bound(self) -> str | None:
+        """Why its state belongs to the very ranks that made it; None: it can be handed on to another number."""
+        return None
+
+    def handed_on(self, states: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+        """What this rank is to `load` after `states`, those of all ranks when they were another number (unless it is
+        `bound`), or as many on other hosts."""
+        return {}
+
+    @property
+    def _reducer(self) -> Reducer:
+        assert self._held is not None, "holds_reducer"
+        return self._held
+
+    @classmethod
+    @abc.abstractmethod
+    def cost(cls, shapes: Sequence[Shape], layout: Layout, settings: Any, round_: Cost | None) -> Cost:
+        """What a step costs each host; `round_`: what a sum by the reducer that it holds costs."""
+
+    @classmethod  # noqa: B027 (most go with all)
+    def check(cls, settings: Any, config: TrainConfig) -> None:
+        """Raises Failure (78) for a config that it does not go with."""
+
+    @classmethod
+    def shares(cls, settings: Any) -> tuple[float, ...]:
+        """Of each rank in a step, as the settings say; empty: they do not."""
+        return ()
+
+    def measured_shares(
+        self, replica: Any, batch_of: Callable[[Sequence[float] | None], Any]
+    ) -> tuple[tuple[float, ...], str]:
+        """The share of each rank in a step, and how it was found, in words. Collective, before step 0.
+
+        `replica`: a `frameworks.Replica`, afterwards what it was before. `batch_of(shares)`: a training batch of this
+        rank's share, of even shares for None.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not divide a step into unequal shares")
+
+    @abc.abstractmethod
+    def step(self, replica: Vectors, lr: float, clock: Clock) -> Exchanged:
+        """After backward: exchanges, and updates the replica's weights. What it waits for the others is spent under
+        the clock's label "communication", the update under "compute".
+        """
+
+    def settle(self, replica: Vectors, clock: Clock) -> Exchanged:
+        """Before an evaluation: makes the weights the same on all ranks and waits for what is on its way."""
+        return Exchanged()
+
+    def state(self) -> dict[str, np.ndarray]:
+        """What this rank must have to continue as if never interrupted."""
+        return {}
+
+    def load(self, state: dict[str, np.ndarray]) -> None:  # noqa: B027 (most have no state)
+        """Takes what `state` gave."""

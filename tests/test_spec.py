@@ -1,0 +1,357 @@
+"""One string names an exchange: how it is read and spelt, what is refused, and how it replaces the flags of before."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+from conftest import ROOT, SMALL, document, environment, resnet
+from hypothesis import given
+from hypothesis import strategies as some
+
+from hvdtrain import bounds
+from hvdtrain.config import TrainConfig
+from hvdtrain.exits import Failure
+from hvdtrain.strategies import FLAT, REDUCERS, SCHEDULES, Layout, of_today, parse, translated
+from hvdtrain.strategies.local_sgd import LocalSGD
+from hvdtrain.strategies.native import Native
+from hvdtrain.world import CARRIERS
+
+KNOWN: dict[str, Any] = {**SCHEDULES, **REDUCERS}
+LONG = "local-sgd:every=6,staleness=1+powersgd:rank=12,bits=4"
+
+
+@pytest.mark.parametrize(
+    ("text", "canonical"),
+    [
+        (LONG, LONG),
+        ("local-sgd:staleness=1,every=6+powersgd:bits=4,rank=12", LONG),
+        ("local-sgd:every=8+hierarchical", "local-sgd"),
+        ("powersgd:rank=2,bits=32", "powersgd:bits=32"),
+        ("topk:density=0.0100", "topk"),
+        ("local-sgd:outer_lr=0.7,outer_momentum=1e-1", "local-sgd:outer_lr=0.7,outer_momentum=0.1"),
+        ("hybrid:shares=3:1.5+int8", "hybrid:shares=3:1.5+int8"),
+        ("native:rank=4,hook=powersgd", "native:hook=powersgd,rank=4"),
+    ],
+)
+def test_only_what_differs_is_spelt_in_the_order_of_the_fields(text: str, canonical: str) -> None:
+    assert str(parse(text)) == canonical
+    assert parse(canonical) == parse(text)
+
+
+def values(cls: Any) -> some.SearchStrategy[dict[str, Any]]:
+    """Settings of a class within their bounds."""
+    drawn: dict[str, some.SearchStrategy[Any]] = {}
+    for field in dataclasses.fields(cls.Settings):
+        hint, limits = bounds.hints(cls.Settings)[field.name], field.metadata.get("bounds", {})
+        lowest = limits.get("least", limits.get("above", 0) + 1e-3)
+        numbers = some.floats(lowest, min(limits.get("most", 1e6), limits.get("below", 1e6) - 1e-3))
+        if hint is int:
+            drawn[field.name] = some.integers(int(lowest), 10**6)
+        elif hint is float:
+            drawn[field.name] = numbers
+        else:
+            several = some.lists(numbers, min_size=1).map(tuple)
+            drawn[field.name] = several if "tuple" in str(hint) else some.sampled_from(get_args(hint))
+    return some.fixed_dictionaries({}, optional=drawn)
+
+
+@given(some.data())
+def test_what_is_spelt_is_read_as_it_was(data: some.DataObject) -> None:
+    name = data.draw(some.sampled_from(list(KNOWN)))
+    holds = name in SCHEDULES and SCHEDULES[name].holds_reducer
+    words = [name, data.draw(some.sampled_from([*REDUCERS]))] if holds else [name]
+    asked = [data.draw(values(KNOWN[word])) for word in words]
+    exchange = parse("+".join(map(typed, words, asked)))
+    assert parse(str(exchange)) == exchange
+    assert not re.search(r"[^A-Za-z0-9:=,+._-]", str(exchange)), "no shell needs quotes for it"
+    held = [part for part in (exchange.schedule, exchange.reducer) if part]
+    for part, expected in zip(held, asked, strict=True):
+        assert {key: getattr(part.settings, key) for key in expected} == expected
+
+
+def typed(name: str, asked: dict[str, Any]) -> str:
+    words = [
+        f"{key}={':'.join(map(repr, value)) if isinstance(value, tuple) else value}" for key, value in asked.items()
+    ]
+    return f"{name}:{','.join(words)}".replace("e+", "e") if words else name
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("nonsense", f"unknown strategy 'nonsense'; known: {', '.join(KNOWN)} (see --strategy help)"),
+        ("powersdg", "did you mean powersgd?"),
+        ("delayed+nonsense", f"unknown reducer 'nonsense'; known: {', '.join(REDUCERS)}"),
+        ("local-sgd+delayed", f"known: {', '.join(REDUCERS)}"),
+        ("allreduce+int8", "allreduce takes no reducer behind a plus; these do: local-sgd, delayed, hybrid"),
+        ("int8+powersgd", "int8 is a reducer, which stands alone or behind the plus of a schedule"),
+        ("delayed+int8+int4", "one reducer goes behind a schedule"),
+        (
+            "powersgd:rnak=3",
+            "no setting 'rnak' of powersgd, did you mean rank?; it has: rank (whole number >= 1, default 2)",
+        ),
+        ("powersgd:rank", "rank of powersgd is '': give a whole number >= 1"),
+        ("powersgd:rank=1,rank=2", "rank of powersgd is given twice"),
+        ("powersgd:bits=16", "bits of powersgd is '16': give 32, 8 or 4"),
+        ("powersgd:rank=1.5", "rank of powersgd is '1.5': give a whole number >= 1"),
+        ("powersgd:rank=0", "rank is 0: give a whole number >= 1"),
+        ("topk:density=0", "density is 0.0: give a number > 0 and <= 1"),
+        ("topk:density=1.5", "density is 1.5"),
+        ("topk:density=nan", "density is nan"),
+        ("local-sgd:every=0", "every is 0"),
+        ("local-sgd:start=-1", "start is -1"),
+        ("local-sgd:outer_momentum=1", "outer_momentum is 1.0: give a number >= 0 and < 1"),
+        ("local-sgd:outer_lr=0", "outer_lr is 0.0"),
+        ("delayed:staleness=-1", "staleness is -1"),
+        ("async-ps:servers=-1", "servers is -1"),
+        ("allreduce:rank=2", "no setting 'rank' of allreduce; it has: nothing to set"),
+        ("", "unknown strategy ''"),
+    ],
+)
+def test_what_is_refused_says_what_there_is(text: str, told: str) -> None:
+    with pytest.raises(Failure) as refused:
+        parse(text)
+    assert refused.value.code == 78
+    assert str(refused.value).startswith(f"--strategy {text}: ")
+    assert told in str(refused.value)
+
+
+def test_help_about_one_tells_its_purpose_settings_and_an_example() -> None:
+    done = resnet(0, "--strategy", "help:powersgd", *SMALL)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("powersgd: Low-rank gradients")
+    for said in ("rank=whole number >= 1, default 2", "bits=32, 8 or 4, default 8", "MB in 4 rounds"):
+        assert said in done.stdout
+    parse(done.stdout.rpartition("example: --strategy ")[2].strip())
+    assert resnet(0, "--strategy", "help:nonsense").returncode == 78
+
+
+def test_every_strategy_tells_what_it_costs_and_every_setting_what_it_is() -> None:
+    layout, shapes = Layout(ranks=4, hosts=4), [(64, 32, 3, 3), (64,), (10, 64)]
+    for name, cls in KNOWN.items():
+        cost = parse(name).cost(shapes, layout)
+        assert cost.sent_bytes > 0 and cost.rounds > 0 and cost.work >= 0, name
+        docs = bounds.field_docs(cls.Settings)
+        assert all(docs.get(field.name) for field in dataclasses.fields(cls.Settings)), name
+        alone = parse(name).cost(shapes, Layout(ranks=1, hosts=1))
+        assert (alone.sent_bytes, alone.rounds, alone.work) == (0, 0, 0), name
+    assert parse("local-sgd:every=4,staleness=2").cost(shapes, layout).behind == "the next 2 steps"
+    assert [name for name in KNOWN if parse(name).facts()["exact"]] == [
+        *("allreduce", "native", "delayed", "hybrid", "hierarchical")
+    ]
+
+
+# --- the flags of before ----------------------------------------------------------------------------------------------
+
+THEN: dict[str, Any] = {
+    "inner": "hierarchical",
+    "rank": 2,
+    "bits": 8,
+    "density": 0.01,
+    "every": 8,
+    "local_start": 0,
+    "outer_lr": 1.0,
+    "outer_momentum": 0.0,
+    "staleness": None,
+    "servers": 0,
+    "shares": None,
+    "ddp_hook": "none",
+}
+"""The defaults of the last version that had them"""
+
+
+@pytest.mark.parametrize(
+    ("flat", "now"),
+    [
+        ({"strategy": "allreduce", "rank": 4}, "allreduce"),
+        ({"strategy": "native", "ddp_hook": "fp16"}, "native:hook=fp16"),
+        ({"strategy": "native", "ddp_hook": "powersgd", "rank": 4}, "native:hook=powersgd,rank=4"),
+        ({"strategy": "powersgd", "rank": 1, "inner": "topk"}, "powersgd:rank=1"),
+        ({"strategy": "delayed", "inner": "powersgd", "bits": 4}, "delayed+powersgd:bits=4"),
+        ({"strategy": "delayed", "inner": "onebit", "staleness": 2}, "delayed:staleness=2+onebit"),
+        ({"strategy": "delayed", "staleness": 0}, "delayed:staleness=0"),
+        ({"strategy": "topk", "density": 0.005}, "topk:density=0.005"),
+        (
+            {"strategy": "local-sgd", "every": 4, "outer_lr": 0.7, "outer_momentum": 0.9, "local_start": 40}
+            | {"inner": "powersgd", "rank": 4},
+            "local-sgd:every=4,start=40,outer_lr=0.7,outer_momentum=0.9+powersgd:rank=4",
+        ),
+        ({"strategy": "async-ps", "servers": 2}, "async-ps:servers=2"),
+        ({"strategy": "hybrid", "shares": "3,1", "inner": "bf16"}, "hybrid:shares=3:1+bf16"),
+        ({"strategy": "a new one", "inner": "topk"}, "a new one"),
+    ],
+)
+def test_a_flat_config_of_before_reads_as_a_string(flat: dict[str, Any], now: str) -> None:
+    assert translated(THEN | flat) == now
+    assert translated(flat) == now, "what an older config lacks is its default"
+    assert translated({"strategy": now}) == now
+
+
+def test_the_identity_of_an_older_checkpoint_fits_where_all_it_noted_is_equal() -> None:
+    noted = ("strategy", *(key for key in FLAT if key not in ("outer_lr", "outer_momentum", "shares")))
+    then = {key: (THEN | {"strategy": "local-sgd", "every": 3})[key] for key in noted} | {"seed": 1, "shares": None}
+    for text, fits in (("local-sgd:every=3,outer_momentum=0.6", True), ("local-sgd:every=4", False), ("int8", False)):
+        now = {"strategy": text, "seed": 1, "shares": None}
+        assert (of_today(then, now) == now) is fits
+        assert of_today(now, now) is now
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--strategy", "powersgd", "--rank", "4"], "--rank 4: the strategy's settings stand in its name now; give "),
+        (["--strategy", "powersgd", "--rank", "4"], "give --strategy powersgd:rank=4"),
+        (["--every=6", "--strategy=local-sgd", "--inner", "powersgd"], "give --strategy local-sgd:every=6+powersgd"),
+        (["--bits", "4"], "give --strategy powersgd:bits=4"),
+        (["--inner", "int8"], "give --strategy local-sgd+int8 or --strategy delayed+int8 or --strategy hybrid+int8"),
+        (["--strategy", "hybrid", "--shares", "3,1"], "give --strategy hybrid:shares=3:1"),
+    ],
+)
+def test_a_flag_of_before_is_answered_with_the_string(flags: list[str], told: str) -> None:
+    done = resnet(0, *flags)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+    assert told in done.stderr
+
+
+def test_so_are_a_variable_and_a_key(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text('strategy = "native"\nddp_hook = "fp16"\n')
+    done = resnet(0, "--config", str(file))
+    assert (done.returncode, f"{file}: ddp_hook = fp16: " in done.stderr) == (2, True), done.stderr
+    assert "give --strategy native:hook=fp16" in done.stderr
+    command = [sys.executable, "-m", "hvdtrain.resnet", "--strategy", "delayed"]
+    done = subprocess.run(
+        command, env=environment() | {"HVDTRAIN_STALENESS": "2"}, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "HVDTRAIN_STALENESS=2: " in done.stderr and "give --strategy delayed:staleness=2" in done.stderr
+
+
+def test_a_run_of_before_goes_on_and_another_momentum_of_rounds_is_refused(tmp_path: Path) -> None:
+    """The manifest is rewritten as an earlier version wrote it."""
+    flags = [*SMALL, "--framework", "torch", "--run-dir", str(tmp_path), "--json"]
+    asked = "local-sgd:every=3,outer_momentum=0.6"
+    document(resnet(0, *flags, "--epochs", "1", "--strategy", asked))
+    path = tmp_path / "manifest.json"
+    manifest = json.loads(path.read_text())
+    assert manifest["config"]["strategy"] == asked
+    assert manifest["exchange"] == {"behind": "", "exact": False}
+    manifest["config"] |= THEN | {"strategy": "local-sgd", "every": 3, "outer_momentum": 0.6}
+    path.write_text(json.dumps({key: value for key, value in manifest.items() if key != "exchange"}))
+    other = resnet(0, *flags, "--epochs", "2", "--resume", "--strategy", "local-sgd:every=3")
+    assert other.returncode == 78
+    assert f"strategy: '{asked}' there, 'local-sgd:every=3' here" in other.stderr
+    again = document(resnet(0, *flags, "--epochs", "2", "--resume"))
+    assert (again["strategy"], again["epochs"]) == (asked, 2)
+    assert not set(FLAT) & set(json.loads(path.read_text())["config"])
+
+
+def test_the_momentum_of_rounds_is_never_switched_off_by_a_checkpoint() -> None:
+    """Were its identity to pass, as that of a version which did not note it, the state itself tells."""
+
+    def made(text: str) -> Any:
+        return parse(text).make(TrainConfig(), None, [(3,)])  # type: ignore[arg-type]
+
+    without, with_ = made("local-sgd"), made("local-sgd:outer_momentum=0.9")
+    assert isinstance(with_, LocalSGD)
+    with pytest.raises(Failure, match="made without outer_momentum") as refused:
+        with_.load(without.state())
+    assert refused.value.code == 78
+
+
+# --- who knows the names ----------------------------------------------------------------------------------------------
+
+PLUGIN = '''"""Sums as they are, and doubles them where asked."""
+
+import dataclasses
+
+from hvdtrain.bounds import Checked, bounded
+from hvdtrain.strategies.payload import Cost, elements
+from hvdtrain.strategies.reducer import Reducer
+
+
+class Mine(Reducer):
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Settings(Checked):
+        times: int = bounded(1, least=1, most=9, example=2)
+        """How often"""
+
+    @classmethod
+    def cost(cls, shapes, hosts, settings=None):
+        return Cost(sent_bytes=4 * elements(shapes), rounds=1)
+
+    def between(self, values, hosts):
+        hosts.sum(values)
+        values *= self.settings.times
+'''
+
+
+def test_a_strategy_made_outside_the_package_registers_itself(tmp_path: Path) -> None:
+    """As an installed package does: a module, and metadata that name it."""
+    about = tmp_path / "mine-1.0.dist-info"
+    about.mkdir()
+    (tmp_path / "mine_strategies.py").write_text(PLUGIN)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    entry = about / "entry_points.txt"
+    entry.write_text("[hvdtrain.strategies]\nmine = mine_strategies:Mine\n")
+
+    def trained(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "hvdtrain.resnet", "--framework", "torch", *SMALL, *words]
+        variables = environment() | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+        return subprocess.run(command, env=variables, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    assert re.search(r"^  mine +\d", trained("--strategy", "help").stdout, re.MULTILINE)
+    assert "times=whole number >= 1 and <= 9, default 1" in trained("--strategy", "help:mine").stdout
+    told = trained("--strategy", "mine:tims=2").stderr
+    assert "no setting 'tims' of mine, did you mean times?" in told
+    summary = document(trained("--strategy", "local-sgd:every=3+mine:times=2", "--epochs", "1", "--json"))
+    assert summary["strategy"] == "local-sgd:every=3+mine:times=2"
+    for value, why in (("mine_strategies:Nothing", "cannot be loaded"), ("json:dumps", "neither a Strategy nor")):
+        entry.write_text(f"[hvdtrain.strategies]\nmine = {value}\n")
+        done = trained("--strategy", "mine")
+        assert (done.returncode, why in done.stderr) == (78, True), done.stderr
+
+
+ELSEWHERE = {*CARRIERS, *get_args(get_type_hints(TrainConfig)["precision"])}
+"""Names that are those of a carrier or a precision too"""
+
+
+def strings(path: Path) -> list[str]:
+    """All text of a module but its docstrings and those of its fields."""
+    tree = ast.parse(path.read_text())
+    prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    return [
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose
+    ]
+
+
+def test_only_its_own_file_and_the_table_know_a_strategys_name() -> None:
+    package, found = ROOT / "hvdtrain", []
+    for path in sorted(package.rglob("*.py")):
+        own = {name for name, cls in KNOWN.items() if sys.modules[cls.__module__].__file__ == str(path)}
+        if path.name == "table.py":
+            continue
+        excused = {*own, *ELSEWHERE}
+        if path.name in ("ddp.py", "native.py"):  # a hook of PyTorch's has a reducer's name
+            excused |= set(get_args(bounds.hints(Native.Settings)["hook"]))
+        for text in strings(path):
+            names = "|".join(KNOWN.keys() - excused)
+            known = re.fullmatch(rf"(.*\+)?({names})([:+].*)?", text) or re.search(rf"--strategy .*\b({names})\b", text)
+            known = known or next((name for name in KNOWN.keys() - excused if "-" in name and name in text), None)
+            if known and (path.name, text) != ("config.py", TrainConfig.strategy):
+                found.append(f"{path.relative_to(ROOT)}: {text!r}")
+        imported = re.findall(r"hvdtrain\.strategies\.(\w+)", path.read_text())
+        outside = path.parent.name != "strategies"
+        modules = {cls.__module__.rpartition(".")[2] for cls in KNOWN.values()}
+        found += [f"{path.relative_to(ROOT)} imports {name}" for name in imported if outside and name in modules]
+    assert not found

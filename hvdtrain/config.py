@@ -61,7 +61,9 @@ class TrainConfig:
     threads: int = bounded(0, least=0)
     """CPU threads per rank; 0: what this host's cores, its ranks and the size of the layers allow"""
     target_accuracy: float | None = bounded(None, above=0, most=1)
-    """Stop after the first epoch with at least this accuracy"""
+    """Stop after the first epoch with at least this accuracy: --target accuracy=VALUE"""
+    target: str | None = None
+    """SCORE=VALUE: stop after the first epoch whose score is as good as that (of an error: as small), e.g. bleu4=0.9"""
     evaluate_on: Literal["validation", "test"] = "validation"
     """Split that is evaluated after each epoch; test: only to measure the time to a test accuracy, as MLPerf does"""
     verify_data: bool = False
@@ -100,6 +102,11 @@ class TrainConfig:
     debug: bool = False
     """Show the traceback of errors that are otherwise one line"""
 
+    @property
+    def goal(self) -> str | None:
+        """--target, or what --target-accuracy says as one."""
+        return self.target if self.target_accuracy is None else f"accuracy={self.target_accuracy}"
+
     def __post_init__(self) -> None:
         if isinstance(self.resume, str):
             if self.run_dir not in (None, self.resume):
@@ -108,6 +115,8 @@ class TrainConfig:
             object.__setattr__(self, "resume", True)
         if wrong := bounds.problem(self, flag):
             raise Failure(wrong, exits.BAD_CONFIG)
+        if self.target is not None and self.target_accuracy is not None:
+            raise Failure("--target and --target-accuracy are both given: give one of them", exits.BAD_CONFIG)
         if self.batch_size and self.global_batch_size:
             raise Failure("--batch-size and --global-batch-size are both given: give one of them", exits.BAD_CONFIG)
         if self.warmup_epochs > self.epochs:

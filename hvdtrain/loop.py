@@ -60,6 +60,7 @@ class Loop:
         precise_bn: int = 0,
     ) -> None:
         self._measure, self._judge, self._precise_bn = measure, judge, precise_bn
+        self._target = measure.target(run.config.goal) if run.config.goal else None
         self._about, self._config, self._plan = run, run.config, run.plan
         self._dataset, self._loader, self._world = dataset, loader, world
         self._replica, self._strategy = replica, strategy
@@ -91,9 +92,7 @@ class Loop:
         (self._folder / "COMPLETE").unlink(missing_ok=True)
         with self._observers.watching(self._at.step):
             self._began_unix_s, self._nic_began = time.time(), self._world.nic_counters()
-            while self._at.epoch < self._config.epochs and not self._at.reached(
-                self._config.target_accuracy, self._measure, "accuracy"
-            ):
+            while self._at.epoch < self._config.epochs and not self._at.reached(self._target, self._measure):
                 if not self._epoch(self._at.epoch):
                     return None
             return self._finish()
@@ -190,8 +189,9 @@ class Loop:
             self._writer.write(record)
             rate = "" if record.samples_per_s is None else f", {record.samples_per_s:.0f} samples/s"
             self._say(
-                f"epoch {epoch + 1}/{self._config.epochs}: train loss {record.train_loss:.4f} accuracy "
-                f"{record.train_accuracy:.4f}, validation {self._measure.words(scores)}, {record.train_s:.1f} s{rate}"
+                f"epoch {epoch + 1}/{self._config.epochs}: train loss {record.train_loss:.4f} "
+                f"{self._measure.words(record.train_scores)}, validation {self._measure.words(scores)}, "
+                f"{record.train_s:.1f} s{rate}"
             )
         every = self._config.checkpoint_epochs
         if save or self._save_due or (every and ((epoch + 1) % every == 0 or (self._judge and is_best))):
@@ -216,7 +216,6 @@ class Loop:
             parameters=self._about.model["parameters"],
             global_batch=self._plan.global_batch,
             epochs=self._config.epochs,
-            test_accuracy=test_scores.pop("accuracy", None),
             test_loss=test_loss,
             test_scores=test_scores,
             tested_step=tested_step,

@@ -16,6 +16,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -23,8 +24,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain import exits
+from hvdtrain.arguments import near
 from hvdtrain.exits import Failure
 
+NAME = re.compile(r"(?!(loss|score)$)[a-z][a-z0-9_]+")
+"""Of a score: it makes the name of a column, test_NAME"""
 T = TypeVar("T")
 Sums = Mapping[str, NDArray[np.float64]]
 
@@ -48,6 +52,21 @@ class Score:
     def share(self) -> bool:
         """Whether it is a share of 1, which tables print in percent."""
         return (self.least, self.most, self.unit) == (0, 1, "")
+
+    @property
+    def bounds(self) -> str:
+        """`from 0 to 1`, `of 0 W/m2 or more` ..."""
+        unit = f" {self.unit}" if self.unit else ""
+        if self.least is not None and self.most is not None:
+            return f"from {self.least:g} to {self.most:g}{unit}"
+        if self.least is not None:
+            return f"of {self.least:g}{unit} or more"
+        return "that is a number" if self.most is None else f"of {self.most:g}{unit} or less"
+
+    def possible(self, value: float) -> bool:
+        """Whether it is a finite number within the bounds."""
+        least, most = (-math.inf if self.least is None else self.least), (math.inf if self.most is None else self.most)
+        return math.isfinite(value) and least <= value <= most
 
     def better(self, value: float, than: float) -> bool:
         return value > than if self.higher_is_better else value < than
@@ -91,11 +110,34 @@ class Measure(abc.ABC):
         found = self.score(sums, samples)
         return loss / samples, {name: float(value) for name, value in found.items() if math.isfinite(value)}
 
+    def target(self, asked: str) -> tuple[str, float]:
+        """The score and the value of `SCORE=VALUE`; raises Failure (78) if that is no score, or no value of it."""
+        name, _, text = asked.partition("=")
+        score = self.scores.get(name)
+        if score is None:
+            known, example = ", ".join(self.scores), 0.95 if self.scores[self.headline].share else 10
+            raise Failure(
+                f"--target {asked}: no score {name!r}{near(name, self.scores)}; this workload has {known}. Give one as "
+                f"SCORE=VALUE, e.g. {self.headline}={example}",
+                exits.BAD_CONFIG,
+            )
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not score.possible(value):
+            raise Failure(f"--target {asked}: give {name} a value {score.bounds}, as {name}=VALUE", exits.BAD_CONFIG)
+        return name, value
+
     def words(self, found: Mapping[str, float]) -> str:
         """The scores that are shown, for people: `accuracy 0.9444, bleu4 0.91`; `none` behind one without a value."""
-        shown = {score.label: found.get(name) for name, score in self.scores.items() if score.shown}
-        known = [f"{label} {value:.4f}" for label, value in shown.items() if value is not None]
-        return ", ".join(known) or f"{next(iter(shown), 'score')} none"
+        shown = [name for name, score in self.scores.items() if score.shown]
+        known = [name for name in shown if name in found] or shown[:1]
+        return ", ".join(f"{self.scores[name].label} {self.number(name, found.get(name))}" for name in known)
+
+    def number(self, name: str, value: float | None) -> str:
+        """A score's value with its unit, for people."""
+        return "none" if value is None else f"{value:.4f} {self.scores[name].unit}".rstrip()
 
     def as_json(self) -> dict[str, Any]:
         """What a manifest says of it."""
@@ -103,6 +145,22 @@ class Measure(abc.ABC):
             "headline": self.headline,
             "scores": {name: dataclasses.asdict(score) for name, score in self.scores.items()},
         }
+
+
+def read(value: Mapping[str, Any]) -> tuple[str, dict[str, Score]]:
+    """The headline and the scores of what `Measure.as_json` made; raises ValueError if it is anything else."""
+    kinds: dict[str, tuple[type, ...]] = {"str": (str,), "bool": (bool,), "float | None": (int, float, type(None))}
+    headline, given = value.get("headline"), value.get("scores")
+    if not isinstance(given, dict) or not isinstance(headline, str) or headline not in given:
+        raise ValueError("no scores, or none of them is the headline")
+    for name, fields in given.items():
+        if not NAME.fullmatch(name) or not isinstance(fields, dict):
+            raise ValueError(f"{name!r:.60} is no score")
+        for field in dataclasses.fields(Score):
+            if type(fields.get(field.name)) not in kinds[str(field.type)]:
+                raise ValueError(f"score {name}: no {field.name}, or a wrong one")
+    names = [field.name for field in dataclasses.fields(Score)]
+    return headline, {name: Score(**{each: fields[each] for each in names}) for name, fields in given.items()}
 
 
 class Accuracy(Measure):

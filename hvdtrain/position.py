@@ -70,10 +70,13 @@ class Position:
             self.total_rated_s += seconds
             self.total_data_s += step.data_s
 
-    def reached(self, target: float | None, measure: Measure, name: str) -> bool:
-        """Whether the last epoch's score `name` is at least as good as the target."""
-        value = self.validation_scores[-1].get(name) if self.validation_scores else None
-        return target is not None and value is not None and not measure.scores[name].better(target, value)
+    def reached(self, target: tuple[str, float] | None, measure: Measure) -> bool:
+        """Whether the last epoch's score is at least as good as the target."""
+        if target is None or not self.validation_scores:
+            return False
+        name, least = target
+        value = self.validation_scores[-1].get(name)
+        return value is not None and not measure.scores[name].better(least, value)
 
     def end_epoch(
         self, epoch: int, measure: Measure, scores: dict[str, float], **measured: Any
@@ -85,9 +88,8 @@ class Position:
             epoch=epoch,
             step=self.step,
             train_loss=loss,
-            train_accuracy=train_scores["accuracy"],
-            validation_accuracy=scores.get("accuracy"),
-            scores={name: value for name, value in scores.items() if name != "accuracy"},
+            train_scores=train_scores,
+            validation_scores=scores,
             train_s=self.epoch_s,
             samples=int(self.totals[-1]),
             samples_per_s=self.rated_samples / self.rated_s if self.rated_s else None,
@@ -112,12 +114,7 @@ class Position:
         return records.Summary(
             ranks=ranks,
             steps=self.step,
-            validation_accuracy=[each.get("accuracy") for each in self.validation_scores],
-            validation_scores=[
-                {name: value for name, value in each.items() if name != "accuracy"}
-                for each in self.validation_scores
-                if len(each) > 1
-            ],
+            validation_scores=self.validation_scores,
             train_s=self.train_s,
             validation_s=self.validation_s,
             checkpoint_s=self.checkpoint_s,

@@ -22,6 +22,7 @@ from hvdtrain import exits, identity, lock, records, strategies
 from hvdtrain.cluster import launched, quota
 from hvdtrain.config import BatchPlan, TrainConfig
 from hvdtrain.exits import Failure
+from hvdtrain.measures import Measure
 from hvdtrain.resume import OF_A_START, flags
 from hvdtrain.world import World
 
@@ -180,7 +181,14 @@ def show_shares(shares: Sequence[float] | None, rank_samples: Sequence[int]) -> 
 
 
 def write_manifest(
-    run: Run, folder: Path, *, device: str, threads: int, world: World, documents: Mapping[str, Any]
+    run: Run,
+    folder: Path,
+    *,
+    measure: Measure,
+    device: str,
+    threads: int,
+    world: World,
+    documents: Mapping[str, Any],
 ) -> dict[str, str]:
     """Measures the links; the first rank of each host writes manifest.json, and before it the `documents`. Of a run
     that goes on from an earlier start it keeps all but the settings that are other now. Collective.
@@ -201,6 +209,7 @@ def write_manifest(
         plan=dataclasses.asdict(run.plan),
         data=run.data,
         model=run.model,
+        measure=measure.as_json(),
         ranks=ranks,
         collectives=world.collectives,
         links=links,
@@ -292,31 +301,33 @@ def show_dry_run(run: Run, facts: Mapping[str, Any]) -> None:
     emit(f"{settings}\n\n{arithmetic(run.config, run.plan, facts)}")
 
 
-def show_summary(summary: records.Summary, *, as_json: bool) -> None:
+def show_summary(summary: records.Summary, measure: Measure, *, as_json: bool) -> None:
     """Prints the end of a run on stdout: one JSON document on one line, or tables."""
     if as_json:
-        emit(json.dumps(records.as_json(summary)))
+        emit(json.dumps(records.as_json(summary) | records.by_score(summary)))
         return
-    heads = ["epoch", "accuracy", *summary.test_scores]
-    rows = [heads]
-    for epoch, value in enumerate(summary.validation_accuracy, start=1):
-        of_epoch = summary.validation_scores[epoch - 1] if epoch <= len(summary.validation_scores) else {}
-        scores = [value, *(of_epoch.get(name) for name in summary.test_scores)]
-        rows.append([str(epoch), *("none" if score is None else f"{score:.4f}" for score in scores)])
-    emit("\n".join(["Validation accuracy after each epoch", *aligned(rows)]))
+    names = list(summary.test_scores) or [measure.headline]
+    rows = [["epoch", *(measure.scores[name].label for name in names)]]
+    for epoch, scores in enumerate(summary.validation_scores, start=1):
+        rows.append([str(epoch), *(f"{scores[name]:.4f}" if name in scores else "none" for name in names)])
+    emit("\n".join([f"Validation {measure.scores[names[0]].label} after each epoch", *aligned(rows)]))
     phases = [
         [phase, f"{getattr(summary, phase + '_s'):.2f}"] for phase in ("train", "validation", "test", "checkpoint")
     ]
     emit(
         "\n".join(["Time by phase (loading and initialisation are outside)", *aligned([["phase", "seconds"], *phases])])
     )
-    test = "none" if summary.test_accuracy is None else f"{summary.test_accuracy:.4f} (loss {summary.test_loss:.4f})"
     rate = "too few steps to tell"
     if summary.samples_per_s is not None and summary.samples_per_s_per_rank is not None:
         rate = f"{summary.samples_per_s:.1f} samples/s in all, {summary.samples_per_s_per_rank:.1f} per rank"
-    after = f"(weights after step {summary.tested_step})"
-    lines = {f"test {name}": f"{score:.4f} {after}" for name, score in summary.test_scores.items()}
-    lines |= {"test accuracy": test, "throughput": rate, "run folder": summary.run_dir}
+    loss = "" if summary.test_loss is None else f" (loss {summary.test_loss:.4f})"
+    after = f" (weights after step {summary.tested_step})"
+    lines = {
+        f"test {measure.scores[name].label}": measure.number(name, summary.test_scores.get(name))
+        + (loss if name == names[0] else after)
+        for name in names
+    }
+    lines |= {"throughput": rate, "run folder": summary.run_dir}
     if summary.hosts > 1 and (shares := summary.step_shares):
         lines["of a step"] = (
             f"{shares['exchange']:.0%} waiting for the exchange, {shares['compute']:.0%} computing, "

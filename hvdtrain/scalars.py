@@ -80,6 +80,7 @@ def numbers(record: records.Record) -> dict[str, float]:
     if not isinstance(record, TYPES):
         return {}
     fields = {f.name: getattr(record, f.name) for f in dataclasses.fields(record) if f.name not in LEFT_OUT}
+    fields |= records.by_score(record)
     return {f"{record.type}/{name}": float(value) for name, value in fields.items() if isinstance(value, int | float)}
 
 

@@ -80,6 +80,8 @@ class Workload:
         loader = Loader(train, global_batch=batch, rank=place.rank, size=place.size, seed=config.seed, shares=shares)
         plan = configuration.batch_plan(config, place.size, batch, loader.steps_per_epoch, shares)
         observe.check(config, plan.steps, place)
+        if config.goal:
+            self.measure.target(config.goal)
         parameters = sum(math.prod(shape) for shape in shapes)
         used = threads.per_rank(config.threads, place, plan.rank_batch * self.multiply_adds)
         facts: dict[str, Any] = {
@@ -166,7 +168,13 @@ class Job:
             facts["shares"] = f"{run.show_shares(shares, loader.rank_samples)}, {how}"
         run.check_same(about, self.strategy.bound, folder, ranks)
         facts |= run.write_manifest(
-            about, folder, device=device, threads=self.threads, world=ranks, documents=documents or {}
+            about,
+            folder,
+            measure=self.measure,
+            device=device,
+            threads=self.threads,
+            world=ranks,
+            documents=documents or {},
         )
         if ranks.rank == 0:
             print(run.arithmetic(config, about.plan, facts), file=sys.stderr, flush=True)
@@ -188,7 +196,7 @@ class Job:
                 again = run.command(folder, about.workload, ranks)
                 print(f"hvdtrain: stopped; continue {again}", file=sys.stderr, flush=True)
             else:
-                run.show_summary(summary, as_json=config.json)
+                run.show_summary(summary, self.measure, as_json=config.json)
                 if tip := advised(config, summary, ranks.links):
                     print(f"hvdtrain: {tip}", file=sys.stderr, flush=True)
         ranks.leave()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain import records
+from hvdtrain.measures import Accuracy
 
 BEGAN_UNIX_S = 1_790_000_000.0
 MADE = itertools.count()
@@ -167,6 +168,7 @@ def manifest(run: Made) -> records.Manifest:
         },
         data={"name": "digits", "classes": 10, "fingerprint": "da4c", "train": run.samples_per_epoch},
         model={"name": "resnet34", "parameters": run.parameters},
+        measure=Accuracy().as_json(),
         ranks=ranks,
         collectives=run.collectives or ("mpi" if run.ranks > 1 else "none"),
         links=links if run.hosts > 1 else [],
@@ -191,10 +193,11 @@ def point(run: Made) -> records.Point:
     )
 
 
-def accuracy(run: Made, epoch: int) -> float | None:
+def accuracy(run: Made, epoch: int) -> dict[str, float]:
+    found = None if run.test_accuracy is None else run.test_accuracy * (epoch + 1) / run.epochs
     if run.accuracies is not None:
-        return run.accuracies[epoch]
-    return None if run.test_accuracy is None else run.test_accuracy * (epoch + 1) / run.epochs
+        found = run.accuracies[epoch]
+    return {} if found is None else {"accuracy": found}
 
 
 def metrics(run: Made, folder: Path) -> list[records.Record]:
@@ -230,9 +233,9 @@ def epoch_record(run: Made, epoch: int, unix_s: float) -> records.Epoch:
         epoch=epoch,
         step=(epoch + 1) * run.steps_per_epoch,
         train_loss=2.0 / (epoch + 1),
-        train_accuracy=(epoch + 1) / (run.epochs + 1),
+        train_scores={"accuracy": (epoch + 1) / (run.epochs + 1)},
         validation_loss=2.0 / (epoch + 1),
-        validation_accuracy=accuracy(run, epoch),
+        validation_scores=accuracy(run, epoch),
         train_s=run.epoch_s,
         validation_s=run.validation_s,
         samples=run.samples_per_epoch,
@@ -257,9 +260,9 @@ def summary(run: Made, folder: Path, ended_unix_s: float) -> records.Summary:
         global_batch=run.rank_batch * run.ranks,
         epochs=run.epochs,
         steps=run.steps,
-        test_accuracy=run.test_accuracy,
+        test_scores={} if run.test_accuracy is None else {"accuracy": run.test_accuracy},
         test_loss=None if run.test_accuracy is None else 0.5,
-        validation_accuracy=[accuracy(run, epoch) for epoch in range(run.epochs)],
+        validation_scores=[accuracy(run, epoch) for epoch in range(run.epochs)],
         train_s=train_s,
         validation_s=run.validation_s * run.epochs,
         test_s=run.test_s,

@@ -169,7 +169,7 @@ def test_captions_need_the_picture_and_the_best_epoch_is_tested(tmp_path: Path) 
     flags += ["--beam", "1", "--seed", "1", "--json"]
     seeing = document(captioning(2, *flags, "--run-dir", str(tmp_path / "seeing")))
     blind = document(captioning(2, *flags, "--encoder", "none", "--run-dir", str(tmp_path / "blind")))
-    assert set(seeing["test_scores"]) == {"bleu1", "bleu2", "bleu3", "bleu4"}
+    assert set(seeing["test_scores"]) == {"accuracy", "bleu1", "bleu2", "bleu3", "bleu4"}
     assert seeing["test_scores"]["bleu4"] > 0.4
     assert blind["test_scores"]["bleu4"] < 0.2
     for summary in (seeing, blind):
@@ -193,7 +193,8 @@ def test_strategies_are_the_same_as_for_images(strategy: list[str], small: str, 
     summary = document(captioning(2, *flags, *strategy, "--run-dir", str(tmp_path / "run")))
     epochs = [each for each in records.read(tmp_path / "run" / "metrics" / "rank0000.jsonl") if each.type == "epoch"]
     assert epochs[1].train_loss < epochs[0].train_loss
-    assert set(summary["test_scores"]) == {f"{beam}bleu{order}" for beam in ("", "beam_") for order in (1, 2, 3, 4)}
+    names = {f"{beam}bleu{order}" for beam in ("", "beam_") for order in (1, 2, 3, 4)}
+    assert set(summary["test_scores"]) == {"accuracy", *names}
 
 
 def test_photographs_from_end_to_end_with_vgg16(photographs: Path, tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ ALLOWED = {
     "identity": "",
     "resume": ".config .records .strategies",
     "lock": "",
-    "run": ".cluster .config .identity .lock .records .resume .strategies! .world",
+    "run": ".cluster .config .identity .lock .measures .records .resume .strategies! .world",
     "observe": ".config .frameworks! .monitors .records .scalars .world",
     "position": ".measures .records numpy",
     "agreement": ".world numpy",
@@ -53,7 +53,7 @@ ALLOWED = {
         ".agreement .checkpoint .config .data .evaluation .frameworks! .measures .observe .position .progress"
         " .records .run .snapshot .strategies! .timing .world numpy"
     ),
-    "results": ".config .records .strategies! numpy pandas matplotlib pyarrow rich scipy",
+    "results": ".config .measures .records .strategies! numpy pandas matplotlib pyarrow rich scipy",
     "cluster": "",
     "sentinel": ".cluster",
     "sweep": ".cluster .config .progress .records .strategies! rich",

@@ -125,10 +125,10 @@ def test_byte_order_mark_and_carriage_returns_are_no_matter(folder: Path) -> Non
 def test_unknown_keys_are_ignored_and_a_newer_schema_is_refused(folder: Path) -> None:
     change(folder, 4, of="the future")
     assert state(folder)[0] == "complete"
-    change(folder, len(lines(folder)), schema="hvdtrain/2")
+    change(folder, len(lines(folder)), schema="hvdtrain/3")
     found, said = state(folder)
     assert found == "refused"
-    assert "'hvdtrain/2'" in said
+    assert "'hvdtrain/3'" in said
     assert "update" in said
 
 

@@ -11,6 +11,7 @@ import pytest
 import runs
 
 from hvdtrain import run
+from hvdtrain.captioning import Captions
 from hvdtrain.exits import Failure
 from hvdtrain.records import Summary
 from hvdtrain.results import load, plots
@@ -90,7 +91,7 @@ def test_scores_of_a_run_are_whole_in_its_summary(capsys: pytest.CaptureFixture[
     record = runs.summary(runs.Made(), Path("r"), 0.0)
     scores = {name: 0.1234 + number / 1000 for number, name in enumerate(names)}
     fields = {"test_scores": scores, "validation_scores": [scores] * 2, "tested_step": 3}
-    run.show_summary(Summary(**(vars(record) | fields)), as_json=False)
+    run.show_summary(Summary(**(vars(record) | fields)), Captions(), as_json=False)
     text = capsys.readouterr().out
     for name, score in scores.items():
         assert re.search(rf"\b{name}\b", text)

@@ -55,7 +55,7 @@ def recorded(path: Path) -> dict[str, dict[int, float]]:
         if isinstance(record, records.Epoch):
             step -= 1  # it counts steps
         for name in curves.get(type(record), ()):
-            value = getattr(record, name)
+            value = (vars(record) | records.by_score(record)).get(name)
             if value is not None:
                 points.setdefault(f"{record.type}/{name}", {})[step] = float(np.float32(value))
     return points

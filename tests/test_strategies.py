@@ -116,7 +116,7 @@ class Runs:
 
     def epochs(self, name: str) -> list[Any]:
         """What the epochs' records say that is not seconds; the last word of those that were trained twice."""
-        found = {e.epoch: (e.step, e.train_loss, e.train_accuracy, e.samples) for e in self.read(name, "epoch")}
+        found = {e.epoch: (e.step, e.train_loss, e.train_scores, e.samples) for e in self.read(name, "epoch")}
         return list(found.values())
 
     def summary(self, name: str) -> Any:
@@ -169,7 +169,7 @@ def test_hierarchical_trains_as_allreduce_does(runs: Runs) -> None:
     (ours, _), (horovods, _) = (runs.read(name, "epoch") for name in ("hierarchical", "allreduce"))
     assert ours.train_loss == pytest.approx(horovods.train_loss, rel=1e-6)
     assert ours.validation_loss == pytest.approx(horovods.validation_loss, rel=1e-5)
-    assert ours.validation_accuracy == horovods.validation_accuracy
+    assert ours.validation_scores == horovods.validation_scores
 
 
 def test_hierarchical_sends_the_sum_of_its_host_once(runs: Runs) -> None:

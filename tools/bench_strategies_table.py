@@ -73,7 +73,7 @@ def crossed(folder: Path, target: float) -> float:
     step, below = 0, 0.0
     for timed in metrics.epochs(load.metrics_file(str(folder))):
         epoch = timed.epoch
-        accuracy_ = epoch.validation_accuracy or 0.0
+        accuracy_ = epoch.validation_scores.get("accuracy", 0.0)
         if accuracy_ >= target:
             return step + (epoch.step - step) * (target - below) / (accuracy_ - below)
         step, below = epoch.step, accuracy_

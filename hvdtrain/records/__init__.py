@@ -33,6 +33,7 @@ from hvdtrain.records.types import (
     Step,
     Summary,
     as_json,
+    by_score,
     utc_now,
 )
 
@@ -53,6 +54,7 @@ __all__ = [
     "Summary",
     "Writer",
     "as_json",
+    "by_score",
     "from_json",
     "make",
     "open_plain",

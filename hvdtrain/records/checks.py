@@ -8,7 +8,8 @@ from typing import Any, get_args
 
 from hvdtrain import exits
 from hvdtrain.exits import Failure
-from hvdtrain.records.types import RECORDS, SCHEMA, Epoch, Record, Saved, Step
+from hvdtrain.records.types import READ, RECORDS, SCHEMA, Record, Saved, Step
+from hvdtrain.records.version1 import brought_up
 
 _LARGEST = 1e18
 """Of any count, size or time; what is larger would only spoil sums"""
@@ -41,13 +42,13 @@ def _check(field: dataclasses.Field[Any]) -> _Check:
     if annotation.startswith("dict"):
         items = items.partition(", ")[2]
     outer = annotation.partition("[")[0] if items else annotation
-    signed = "loss" in field.name or field.name == "rate_off_percent"
+    signed = "loss" in field.name or "scores" in field.name or field.name == "rate_off_percent"
     return (
         field.name,
         field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING,
         _types(outer),
         -_LARGEST if signed else 0.0,
-        1.0 if "accuracy" in field.name else _LARGEST,
+        _LARGEST,
         frozenset() if items in ("", "Any") else _types(items),
     )
 
@@ -66,10 +67,11 @@ def _wrong(value: Any, types: frozenset[type], least: float, most: float) -> boo
     return kind not in types or (kind in _NUMBERS and not least <= value <= most)  # a NaN is not between
 
 
-def record_type(value: Any) -> type[Record]:
-    """The type of the record that `value` is; raises ValueError that names the field if it is none.
+def checked(value: Any) -> tuple[type[Record], dict[str, Any]]:
+    """The type of the record that `value` is, and its value in this version; raises ValueError that names the field if
+    it is none.
 
-    Every field is checked: types, finite numbers, nothing negative but losses, accuracies within 0 to 1.
+    Every field is checked: types, finite numbers, nothing negative but losses and scores.
     """
     name = value.get("type") if isinstance(value, dict) else None
     cls = RECORDS.get(name) if isinstance(name, str) else None
@@ -80,7 +82,8 @@ def record_type(value: Any) -> type[Record]:
         if not least <= value.get(field, math.nan) <= most:
             break
     else:
-        return cls
+        return cls, value
+    value = brought_up(value)
     for field, required, types, least, most, items in _CHECKS[cls]:
         if field not in value:
             if required:
@@ -95,18 +98,18 @@ def record_type(value: Any) -> type[Record]:
             raise ValueError(
                 f"{cls.type} record: {field} is {_short(found)}, not {_expected(types, least, most, items)}"
             )
-        if field == "schema" and found != SCHEMA:
-            raise ValueError(f"written as {_short(found)}, and this hvdtrain reads {SCHEMA}; update hvdtrain")
-    if cls in (Step, Epoch, Saved) and len(_SHAPES) < 100:
+        if field == "schema" and found not in READ:
+            raise ValueError(f"written as {_short(found)}, and this hvdtrain reads {', '.join(READ)}; update hvdtrain")
+    if cls in (Step, Saved) and len(_SHAPES) < 100:
         numbers = {check[0]: check[3:5] for check in _CHECKS[cls] if type(value.get(check[0])) in _NUMBERS}
         _SHAPES[shape] = [(field, *between) for field, between in numbers.items()]
-    return cls
+    return cls, value
 
 
 def _expected(types: frozenset[type], least: float, most: float, items: frozenset[type]) -> str:
     names = {str: "text", bool: "true or false", list: "a list", dict: "an object", type(None): "null"}
     number = "a number" if float in types else "a whole number"
-    bounds = " from 0 to 1" if most == 1.0 else "" if least < 0 else " of 0 or more"
+    bounds = "" if least < 0 else " of 0 or more"
     words = [number + bounds] if types & _NUMBERS else []
     words += [name for kind, name in names.items() if kind in types]
     return " or ".join(words) + (f" of {_expected(items, least, most, frozenset())}" if items else "")
@@ -120,11 +123,11 @@ def _short(value: Any) -> str:
 def from_json(value: Any, where: str) -> Any:
     """The record that `value` describes; raises Failure (65) naming `where` if it is none. Unknown keys are ignored."""
     try:
-        return make(record_type(value), value)
+        return make(*checked(value))
     except ValueError as error:
         raise Failure(f"{where}: {error}", exits.BAD_DATA) from error
 
 
 def make(cls: type[Record], value: dict[str, Any]) -> Any:
-    """The record of a value that `record_type` has checked."""
+    """The record of a value that `checked` has passed."""
     return cls(**{name: value[name] for name, *_ in _CHECKS[cls] if name in value})

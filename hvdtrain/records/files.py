@@ -11,7 +11,7 @@ from typing import IO, Any
 
 from hvdtrain import exits, files
 from hvdtrain.exits import Failure
-from hvdtrain.records.checks import from_json, make, record_type
+from hvdtrain.records.checks import checked, from_json, make
 from hvdtrain.records.types import Record, as_json
 
 _DECODER = json.JSONDecoder()
@@ -73,7 +73,7 @@ def read_values(
             torn(number)
         elif text:
             try:
-                yield number, record_type(value), value
+                yield number, *checked(value)
             except ValueError as error:
                 raise Failure(f"{path}:{number}: {error}", exits.BAD_DATA) from error
 

@@ -6,7 +6,9 @@ import dataclasses
 from datetime import UTC, datetime
 from typing import Any, ClassVar, get_args
 
-SCHEMA = "hvdtrain/1"
+SCHEMA = "hvdtrain/2"
+READ = ("hvdtrain/1", SCHEMA)
+"""Schemas that are read: see `version1`"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,6 +31,9 @@ class Manifest:
     """Name, classes, sample counts and fingerprint of the data set"""
     model: dict[str, Any]
     """Parameters, bytes and spec of the model"""
+    measure: dict[str, Any]
+    """What was added up over samples: headline (the score by which the best epoch is told) and scores (by name: label,
+    unit, least, most, higher_is_better and shown, see `measures.Score`)"""
     ranks: list[dict[str, Any]]
     """For each rank: host, local_rank, device, threads, cpu (model and cores of the machine), cores (that its host may
     use: fewer by a CPU quota)"""
@@ -76,16 +81,17 @@ class Step:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Epoch:
-    """One epoch, written by rank 0. Accuracies are fractions of 1; validation is null if that split is empty."""
+    """One epoch, written by rank 0. Scores are those of the manifest's measure; a missing one could not be told."""
 
     type: ClassVar[str] = "epoch"
     epoch: int
     step: int
     """Steps done since the start of the run"""
     train_loss: float
-    train_accuracy: float
+    train_scores: dict[str, float]
     validation_loss: float | None
-    validation_accuracy: float | None
+    """null, and its scores empty, if that split is empty"""
+    validation_scores: dict[str, float]
     train_s: float
     validation_s: float
     samples: int
@@ -94,8 +100,6 @@ class Epoch:
     """Over all ranks, warm-up steps left out; null if the epoch is warm-up only"""
     unix_s: float | None = None
     """When the epoch's validation was over, by rank 0's clock (seconds since 1970)"""
-    scores: dict[str, float] = dataclasses.field(default_factory=dict)
-    """How good what the model makes of the validation split is: bleu1 to bleu4 (0..1) of captions; empty for classes"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,9 +143,10 @@ class Summary:
     global_batch: int
     epochs: int
     steps: int
-    test_accuracy: float | None
     test_loss: float | None
-    validation_accuracy: list[float | None]
+    test_scores: dict[str, float]
+    """Of the weights that were tested"""
+    validation_scores: list[dict[str, float]]
     """After each epoch"""
     train_s: float
     validation_s: float
@@ -162,12 +167,8 @@ class Summary:
     """For each of several hosts: host, nic, and sent_bytes and received_bytes over its link from the loop's start in
     this process to the end of the test evaluation, with headers and whatever else used the NIC. Empty on a single
     host"""
-    validation_scores: list[dict[str, float]] = dataclasses.field(default_factory=list)
-    """After each epoch, as in its record; empty for classes"""
-    test_scores: dict[str, float] = dataclasses.field(default_factory=dict)
-    """As those; of the weights that were tested"""
     tested_step: int | None = None
-    """Steps after which the weights were as they were tested: with scores those of the best epoch, else the last"""
+    """Steps after which the weights were as they were tested: the last ones, or those of the best epoch"""
     step_shares: dict[str, float] = dataclasses.field(default_factory=dict)
     """Where the time of a step went, as shares of 1, mean over ranks, of the steps in this process that are no warm-up:
     data (waiting for the batch), compute, exchange (waiting for it, and for slower ranks), and exchange_least (of the
@@ -262,3 +263,19 @@ def utc_now() -> str:
 
 def as_json(record: Record) -> dict[str, Any]:
     return {"type": record.type, **{f.name: getattr(record, f.name) for f in dataclasses.fields(record)}}
+
+
+def by_score(record: Record) -> dict[str, Any]:
+    """A record's scores, each as a value of its own: train_accuracy, test_accuracy, validation_accuracy (a list of all
+    epochs' in a summary) ..."""
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(record):
+        value, prefix = getattr(record, field.name), field.name.removesuffix("scores")
+        if prefix == field.name:
+            continue
+        if isinstance(value, dict):
+            found |= {prefix + name: score for name, score in value.items()}
+        else:
+            names = dict.fromkeys(name for scores in value for name in scores)
+            found |= {prefix + name: [scores.get(name) for scores in value] for name in names}
+    return found

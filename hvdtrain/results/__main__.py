@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
@@ -78,10 +79,20 @@ def parser() -> Parser:
     scaling.add_argument("--count", choices=("hosts", "ranks"), help="what is added (default: whichever varies)")
     based(add("energy", "joules, energy-delay product, samples per joule"))
     accuracy = add("accuracy", "accuracies, and the time to reach one")
-    accuracy.add_argument("--target", type=fraction, default=0.95, help="validation accuracy, 0.95 or 95%% (default)")
+    accuracy.add_argument(
+        "--target",
+        type=amount,
+        default=0.95,
+        help="headline score of validation: 0.95, 95%% (default)",
+    )
     grouped(accuracy)
     chosen = add("strategies", "which strategy gets to an accuracy soonest, at each rate, and at what cost")
-    chosen.add_argument("--target", type=fraction, default=0.95, help="accuracy after an epoch, 0.95 or 95%% (default)")
+    chosen.add_argument(
+        "--target",
+        type=amount,
+        default=0.95,
+        help="headline score of an epoch: 0.95, 95%% (default)",
+    )
     grouped(add("phases", "where the time goes"))
     compare = add("compare", "whether B is worse than A (then the exit code is 1)", roots=False)
     compare.add_argument("a", type=Path, metavar="A", help="a run's folder, or a folder of runs, or a run's name")
@@ -100,7 +111,7 @@ def parser() -> Parser:
     plot.add_argument("kind", choices=tuple(plots.KINDS), metavar="KIND")
     report = add("report", "one self-contained HTML page: summary, figures, tables, definitions", forms=False)
     for one in (plot, report):
-        one.add_argument("--target", type=fraction, default=0.95, help="accuracy that strategies race to (95%%)")
+        one.add_argument("--target", type=amount, default=0.95, help="headline score that strategies race to (95%%)")
         if one is plot:
             one.add_argument("roots", nargs="*", type=Path, default=[RESULTS], metavar="ROOT")
             one.add_argument("--where", metavar="TEST", help="only runs with, e.g., 'rate_mbit=10 and hosts>1'")
@@ -112,13 +123,19 @@ def parser() -> Parser:
 
 def fraction(text: str) -> float:
     """0.05 or 5% as a number from 0 to 1."""
-    try:
-        value = float(text[:-1]) / 100 if text.endswith("%") else float(text)
-    except ValueError:
-        value = math.nan
+    value = amount(text)
     if not 0 <= value <= 1:
         raise argparse.ArgumentTypeError(f"{text} is no share: give, e.g., 0.05 or 5%")
     return value
+
+
+def amount(text: str) -> float:
+    """A number, or a share in percent."""
+    with contextlib.suppress(ValueError):
+        value = float(text[:-1]) / 100 if text.endswith("%") else float(text)
+        if math.isfinite(value):
+            return value
+    raise argparse.ArgumentTypeError(f"{text} is no number: give, e.g., 0.95, 95% or 60")
 
 
 # --- what is read -----------------------------------------------------------------------------------------------------

@@ -6,25 +6,24 @@ import dataclasses
 from collections.abc import Sequence
 
 from hvdtrain.exits import Failure
-from hvdtrain.results import groups, load, metrics
+from hvdtrain.results import groups, load, metrics, scores
 from hvdtrain.results.columns import GROUP
 from hvdtrain.results.folders import Problem
 from hvdtrain.results.groups import Group
 from hvdtrain.results.load import Loaded
 from hvdtrain.results.statistics import summary
 from hvdtrain.results.table import Column, Table
-from hvdtrain.results.tables import FIGURES, SPREAD_NOTE, apart, common, in_order, key_cells, key_column, left_out
+from hvdtrain.results.tables import SPREAD_NOTE, apart, common, in_order, key_cells, key_column, left_out
 
-SCORES = ("test_bleu1", "test_bleu4", "test_beam_bleu4")
-SCORES_NOTE = (
-    "BLEU: corpus BLEU of the test pictures' captions by the weights of the best epoch, written greedily, or by beam "
+CAPTIONS_NOTE = (
+    "bleu: corpus BLEU of the test pictures' captions by the weights of the best epoch, written greedily, or by beam "
     "search; accuracy of captions is the share of words that are right when all words before are given"
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Reached:
-    """The first epoch of a run that ended with the target's validation accuracy, or better."""
+    """The first epoch of a run whose validation was as good as the target."""
 
     epoch: int
     """From 1"""
@@ -37,27 +36,31 @@ class Reached:
 
 
 def reached(run_dir: str, target: float) -> Reached | None:
-    """When the run reached the target (a fraction of 1); None if it never did. Raises Failure (65, 74)."""
+    """When the run's headline score reached the target; None if it never did. Raises Failure (65, 74)."""
+    about, known = scores.row(load.manifest(run_dir).measure, run_dir)
+    better = known[about["headline"]].better
     for timed in metrics.epochs(load.metrics_file(run_dir)):
-        accuracy_ = timed.epoch.validation_accuracy
-        if accuracy_ is not None and accuracy_ >= target:
+        value = timed.epoch.validation_scores.get(about["headline"])
+        if value is not None and not better(target, value):
             return Reached(timed.epoch.epoch + 1, timed.epoch.step, timed.trained_s, timed.elapsed_s)
     return None
 
 
 def accuracy(loaded: Loaded, target: float = 0.95, group_by: Sequence[str] | None = None) -> Table:
-    """Each group's accuracies and its times to the target."""
+    """Each group's scores and its times to the target, a value of the headline score."""
     found = in_order(groups.by(groups.usable(loaded.runs), group_by or GROUP))
     shown = list(group_by) if group_by else apart(found)
-    names = ["test_accuracy", "best_validation_accuracy"]
-    names += [name for name in SCORES if any(group.statistic(name) for group in found)]
+    heads, more = scores.headlines(loaded.runs), scores.shown(loaded.runs)
+    figures = [*scores.figures(loaded.runs), *scores.figures(loaded.runs, "best_validation")]
+    others = scores.figures(loaded.runs, "test", more[len(heads) :]) if len(more) > len(heads) else []
+    figures += others
     rows = []
     for group in found:
         times = _times(group, target, loaded.problems)
         timed = [time for time, kind in zip(times, group.column("kind"), strict=True) if time and kind == "timing"]
         rows.append(
             key_cells(group, shown)
-            | {name: group.statistic(name) for name in names}
+            | {one.key: group.statistic(one.key) for one in figures}
             | {
                 "n": group.n,
                 "reached": f"{sum(time is not None for time in times)} of {group.n}",
@@ -66,8 +69,8 @@ def accuracy(loaded: Loaded, target: float = 0.95, group_by: Sequence[str] | Non
                 "end_to_end_to_target_s": summary(time.end_to_end_s for time in timed),
             }
         )
-    percent = f"{100 * target:g} %"
-    columns = [key_column(name) for name in shown] + [Column("n", "n")] + [FIGURES[name] for name in names]
+    percent = scores.target(loaded.runs, target)
+    columns = [key_column(name) for name in shown] + [Column("n", "n")] + figures
     columns += [
         Column("reached", f"reached {percent}"),
         Column("epochs_to_target", "epochs", spread=False),
@@ -76,14 +79,15 @@ def accuracy(loaded: Loaded, target: float = 0.95, group_by: Sequence[str] | Non
     ]
     notes = [
         SPREAD_NOTE,
-        f"reached {percent}: at the end of the first epoch whose validation accuracy is {percent} or more, nothing "
-        "interpolated; training: seconds of training until then; end to end: with validation and checkpoints",
+        f"reached {percent}: at the end of the first epoch whose validation is as good as that, nothing interpolated; "
+        "training: seconds of training until then; end to end: with validation and checkpoints",
         "times and epochs are means over the runs that got there: where some did not, they flatter the group",
-        SCORES_NOTE if len(names) > 2 else None,
+        CAPTIONS_NOTE if "bleu4" in more else None,
         common(found, shown),
         *left_out(loaded.runs),
     ]
-    spare = (*SCORES, "best_validation_accuracy", "epochs_to_target", "n", "end_to_end_to_target_s")
+    spare = (*(one.key for one in others), *(one.key for one in scores.figures(loaded.runs, "best_validation")))
+    spare += ("epochs_to_target", "n", "end_to_end_to_target_s")
     title = "Accuracy and time to accuracy"
     return Table("accuracy", title, columns, rows, [note for note in notes if note], spare=spare)
 

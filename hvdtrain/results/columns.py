@@ -24,12 +24,6 @@ def _number(meaning: str, unit: str = "") -> Column:
     return Column("number", unit, meaning)
 
 
-SCORES = {
-    **{f"bleu{order}": f"BLEU-{order} of captions written greedily" for order in range(1, 5)},
-    **{f"beam_bleu{order}": f"BLEU-{order} of captions found by beam search" for order in range(1, 5)},
-}
-"""Of captioning runs, as their records name them"""
-
 RUNS: dict[str, Column] = {
     "run_dir": _text("the run's folder"),
     "run": _text("its name"),
@@ -85,9 +79,10 @@ RUNS: dict[str, Column] = {
         "own_limit_s_per_step / time of the exchange: communication_s, or, where it may run beside the computation, "
         "step_s (then it is a lower bound)"
     ),
-    "test_accuracy": _number("share of the test split that is right"),
-    "best_validation_accuracy": _number("best over the epochs"),
-    **{f"test_{name}": _number(f"corpus {how} of the test split") for name, how in SCORES.items()},
+    "headline": _text("the score by which the run's best epoch is told"),
+    "test_score": _number("the headline score of the test split"),
+    "best_validation_score": _number("the headline score of the best epoch's validation"),
+    "scores": _text("label, unit, bounds and direction of the run's scores, as JSON"),
     "energy_j": _number("energy of all measured devices of all hosts, idle devices too", "J"),
     "energy_used_j": _number("energy of the devices that ranks compute on", "J"),
     "idle_energy_j": _number("energy of measured devices that no rank computes on", "J"),

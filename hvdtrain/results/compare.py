@@ -12,9 +12,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import pandas as pd
+
 from hvdtrain import exits
 from hvdtrain.exits import Failure
-from hvdtrain.results import alike, groups, missing
+from hvdtrain.results import alike, groups, missing, scores
 from hvdtrain.results.columns import GROUP
 from hvdtrain.results.groups import Group
 from hvdtrain.results.load import Loaded
@@ -26,10 +28,10 @@ LESS_IS_BETTER = {
     "train_s": True,
     "end_to_end_s": True,
     "samples_per_s": False,
-    "test_accuracy": False,
     "energy_j": True,
     "peak_rss_bytes": True,
 }
+"""And the headline scores, as they say"""
 VERDICTS = ("worse", "unclear", "same", "better")
 
 
@@ -97,15 +99,19 @@ def compare(before: Loaded, after: Loaded, threshold: float) -> tuple[Table, boo
     """The table, and whether something is worse. Raises Failure (65) if nothing can be compared."""
     found = pairs(before, after)
     shown = apart([a for a, _ in found])
+    both = pd.concat([before.runs, after.runs])
+    known, figures = scores.of(both), [(FIGURES[name], less) for name, less in LESS_IS_BETTER.items()]
+    for name, column in zip(scores.headlines(both), scores.figures(both), strict=True):
+        figures.append((column, not known[name].higher_is_better))
     rows = []
     for a, b in found:
-        for name, less in LESS_IS_BETTER.items():
-            old, new = a.statistic(name), b.statistic(name)
+        for column, less in figures:
+            old, new = a.statistic(column.key), b.statistic(column.key)
             if old is None or new is None:
                 continue
             one = judge(old, new, threshold, less_is_better=less)
-            row = key_cells(a, shown) | {"figure": FIGURES[name].heading, "change": one.change}
-            row |= {"before": cell(old, FIGURES[name]), "after": cell(new, FIGURES[name]), "n": f"{old.n}, {new.n}"}
+            row = key_cells(a, shown) | {"figure": column.heading, "change": one.change}
+            row |= {"before": cell(old, column), "after": cell(new, column), "n": f"{old.n}, {new.n}"}
             row |= {"before_mean": old.mean, "after_mean": new.mean, "verdict": one.verdict}
             row["verdict"] += " (single run)" if one.single and one.verdict in ("worse", "better") else ""
             rows.append(row)

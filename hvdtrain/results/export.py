@@ -11,9 +11,9 @@ import pandas as pd
 from hvdtrain import exits
 from hvdtrain.exits import Failure
 from hvdtrain.results import groups
-from hvdtrain.results.columns import RUNS
 from hvdtrain.results.output import SCHEMA, harmless
 from hvdtrain.results.plots import write
+from hvdtrain.results.scores import all_columns
 
 
 def export(runs: pd.DataFrame, form: str, path: Path | None) -> None:
@@ -32,7 +32,7 @@ def export(runs: pd.DataFrame, form: str, path: Path | None) -> None:
 
 def _csv(runs: pd.DataFrame) -> str:
     flat = _flat(runs)
-    for name, column in RUNS.items():
+    for name, column in all_columns(runs).items():
         if column.kind == "text":
             flat[name] = flat[name].map(harmless)
     return str(flat.to_csv(index=False, lineterminator="\n"))
@@ -50,13 +50,13 @@ def _json(runs: pd.DataFrame) -> str:
         {str(name): None if groups.is_missing(value) else value for name, value in row.items()}
         for row in runs.to_dict("records")
     ]
-    columns = {name: {"unit": column.unit, "meaning": column.meaning} for name, column in RUNS.items()}
+    columns = {name: {"unit": column.unit, "meaning": column.meaning} for name, column in all_columns(runs).items()}
     return json.dumps({"schema": SCHEMA, "columns": columns, "rows": rows}, indent=2) + "\n"
 
 
 def _parquet(runs: pd.DataFrame) -> bytes:
     flat = _flat(runs)
-    for name, column in RUNS.items():
+    for name, column in all_columns(runs).items():
         if column.kind in ("text", "object"):
             flat[name] = flat[name].astype("string")
         elif column.kind == "flag":

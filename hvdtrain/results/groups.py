@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 
 from hvdtrain.results.columns import GROUP, RUNS, TIMING
+from hvdtrain.results.scores import all_columns
 from hvdtrain.results.statistics import Statistic, summary
 
 
@@ -29,6 +30,8 @@ class Group:
 
     def values(self, column: str) -> list[Any]:
         """The column's values that are there; runs of kind energy give none of their times."""
+        if column not in self._columns:  # a score that none of these runs has
+            return []
         return [value for value in self.column(column, timing=column in TIMING) if not is_missing(value)]
 
     def column(self, name: str, *, timing: bool = False) -> list[Any]:
@@ -95,7 +98,11 @@ def resolve(frame: pd.DataFrame, name: str) -> list[Any]:
 
 def kinds(frame: pd.DataFrame) -> dict[str, str]:
     """Every name an expression may use for a run: columns and settings -> number, text, flag or any."""
-    known = {name: column.kind for name, column in RUNS.items() if column.kind != "object" and name != "settings"}
+    known = {
+        name: column.kind
+        for name, column in all_columns(frame).items()
+        if column.kind != "object" and name != "settings"
+    }
     return dict.fromkeys(setting_names(frame), "any") | known
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import pandas as pd
 
 from hvdtrain import records
-from hvdtrain.results import folders, metrics, power, runs
-from hvdtrain.results.columns import RUNS
+from hvdtrain.results import folders, metrics, power, runs, scores
+from hvdtrain.results.columns import RUNS, Column
 from hvdtrain.results.folders import Problem
 
 IDENTITY = (
@@ -50,13 +50,17 @@ def load(roots: Sequence[Path]) -> Loaded:
 def frame(rows: Sequence[dict[str, object]]) -> pd.DataFrame:
     """The data frame of such rows, with all columns."""
     columns = {}
-    for name, column in RUNS.items():
-        values = [each[name] for each in rows]
-        if column.kind == "number":
-            columns[name] = pd.Series([np.nan if value is None else value for value in values], dtype=float)
-        else:
-            columns[name] = pd.Series(values, dtype=object)
-    return pd.DataFrame(columns)
+    for name in ("headline", "scores", *RUNS):
+        columns[name] = _series(rows, name, RUNS[name])
+    known = scores.all_columns(pd.DataFrame(columns))
+    return pd.DataFrame({name: _series(rows, name, column) for name, column in known.items()})
+
+
+def _series(rows: Sequence[dict[str, object]], name: str, column: Column) -> pd.Series:
+    values = [each.get(name) for each in rows]
+    if column.kind == "number":
+        return pd.Series([np.nan if value is None else value for value in values], dtype=float)
+    return pd.Series(values, dtype=object)
 
 
 def _refuse_copies(rows: list[dict[str, object]], problems: list[Problem]) -> None:
@@ -92,17 +96,17 @@ def metrics_file(run_dir: Path | str) -> Path:
 
 
 def epochs(run_dir: Path | str) -> pd.DataFrame:
-    """The epochs that count: the fields of records.Epoch, each score as one, and `trained_s`, `elapsed_s` from the
-    loop's start to the end of the epoch's validation: training alone, and with validation and checkpoints."""
+    """The epochs that count: the fields of records.Epoch, each score as a column (`validation_accuracy`), and
+    `trained_s`, `elapsed_s` from the loop's start to the end of the epoch's validation: training alone, and with
+    validation and checkpoints."""
     rows: list[dict[str, Any]] = [
-        dataclasses.asdict(timed.epoch)
-        | timed.epoch.scores
-        | {"trained_s": timed.trained_s, "elapsed_s": timed.elapsed_s}
+        vars(timed.epoch) | records.by_score(timed.epoch) | {"trained_s": timed.trained_s, "elapsed_s": timed.elapsed_s}
         for timed in metrics.epochs(metrics_file(run_dir))
     ]
-    names = [field.name for field in dataclasses.fields(records.Epoch) if field.name != "scores"]
-    names += ["trained_s", "elapsed_s", *dict.fromkeys(score for row in rows for score in row["scores"])]
-    return pd.DataFrame(rows, columns=names, dtype=float)
+    names = [*(field.name for field in dataclasses.fields(records.Epoch)), "trained_s", "elapsed_s"]
+    names += [name for row in rows for name in row]
+    shown = [name for name in dict.fromkeys(names) if not name.endswith("_scores")]
+    return pd.DataFrame(rows, columns=shown, dtype=float)
 
 
 def samples(run_dir: Path | str) -> pd.DataFrame:

@@ -10,11 +10,13 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from hvdtrain import records
+from hvdtrain.measures import Score
+from hvdtrain.results import scores
 
 
 @dataclasses.dataclass
@@ -81,8 +83,11 @@ class Metrics:
     summary: records.Summary | None = None
 
 
-def read(path: Path, torn: Callable[[int], None]) -> Metrics:
-    """Reads it once, twice if it goes back. Raises Failure (65, 74, 77) with file:line."""
+def read(path: Path, torn: Callable[[int], None], declared: Mapping[str, Score]) -> Metrics:
+    """Reads it once, twice if it goes back; `declared` are the scores that its records may hold.
+
+    Raises Failure (65, 74, 77) with file:line.
+    """
     found = Metrics(Sums(), Restarts())
     expected = 0  # the step after the last
     for line, cls, value in records.read_values(path, torn):
@@ -105,6 +110,10 @@ def read(path: Path, torn: Callable[[int], None]) -> Metrics:
                 expected = value["step"]
         elif cls is records.Summary:
             found.summary = records.make(cls, value)
+            for each in (found.summary.test_scores, *found.summary.validation_scores):
+                scores.check(each, declared, f"{path}:{line}")
+        elif cls is records.Epoch:
+            scores.check(value["train_scores"] | value["validation_scores"], declared, f"{path}:{line}")
     if found.restarts:
         found.sums = Sums()
         for line, cls, value in records.read_values(path):

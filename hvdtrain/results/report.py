@@ -10,14 +10,24 @@ from __future__ import annotations
 import dataclasses
 import shlex
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from hvdtrain.exits import Failure
-from hvdtrain.results import accuracy, energy, groups, plots, report_facts, report_page, report_words, scaling_table
+from hvdtrain.results import (
+    accuracy,
+    energy,
+    groups,
+    plots,
+    report_facts,
+    report_page,
+    report_words,
+    scaling_table,
+    scores,
+)
 from hvdtrain.results import strategies as strategies_table
 from hvdtrain.results import tables as plain
-from hvdtrain.results.columns import RUNS
+from hvdtrain.results.columns import Column
 from hvdtrain.results.load import Loaded
 from hvdtrain.results.report_page import text
 from hvdtrain.results.table import Table
@@ -103,11 +113,11 @@ def page(loaded: Loaded, target: float = 0.95) -> str:
     shown = [one for one in tables(loaded, target) if one.rows] if not groups.usable(loaded.runs).empty else []
     main = "strategies" if shown and shown[0].name == "strategies" else "time"
     drawn, lacking = figures(loaded, plots.Options(target=target), main)
-    first = first_screen(shown, drawn.pop(main, ""), numbered, target) if shown else ""
+    first = first_screen(shown, drawn.pop(main, ""), numbered, scores.goal(loaded.runs, target)) if shown else ""
     sections = [("What else the runs say", findings(loaded))]
     sections.append(("Figures", "\n".join([*drawn.values(), not_shown(lacking)])))
     sections.append(("Tables", main_tables(shown, numbered)))
-    sections.append(("Definitions", definitions(shown)))
+    sections.append(("Definitions", definitions(shown, scores.all_columns(loaded.runs))))
     sections.append(("How it was measured", report_page.definitions(MEASURED.items())))
     facts = [report_facts.environment(loaded), report_facts.links(loaded.runs), report_facts.power_sensors(loaded)]
     sections.append(("Environment", "\n".join(report_page.table(one, next(numbered)) for one in facts if one.rows)))
@@ -117,10 +127,10 @@ def page(loaded: Loaded, target: float = 0.95) -> str:
     return report_page.page(TITLE, header(loaded), first, sections)
 
 
-def first_screen(shown: list[Table], figure: str, numbered: Iterator[int], target: float) -> str:
+def first_screen(shown: list[Table], figure: str, numbered: Iterator[int], goal: str) -> str:
     """The answers, and beside each other the figure that shows them and a table."""
     raced = shown[0].name == "strategies"
-    what = f"Training time to {100 * target:g} % validation accuracy" if raced else "Training time for the same epochs"
+    what = f"Training time to {goal}" if raced else "Training time for the same epochs"
     said = report_page.bullets((("", sentence) for sentence in report_words.answers(shown[0])), "short")
     table = report_page.table(report_words.digest(shown[0]), next(numbered))
     return f'<h2>{text(what)}</h2>\n{said}\n<div class="beside">\n{figure}\n{table}\n</div>'
@@ -173,13 +183,13 @@ def main_tables(shown: list[Table], numbered: Iterator[int]) -> str:
     return "\n".join([head, *(report_page.table(one, next(numbered), common) for one in shown)])
 
 
-def definitions(shown: list[Table]) -> str:
+def definitions(shown: list[Table], known: Mapping[str, Column]) -> str:
     """The meaning of every column that a table shows, and its name and unit in CSV and JSON."""
-    keys = {column.key: column.heading for one in shown for column in one.columns if column.key in RUNS}
+    keys = {column.key: column.heading for one in shown for column in one.columns if column.key in known}
     terms = []
     for key, heading in keys.items():
-        unit = f", in {RUNS[key].unit}" if RUNS[key].unit else ""
-        terms.append((heading, f"{RUNS[key].meaning} ({key}{unit})"))
+        unit = f", in {known[key].unit}" if known[key].unit else ""
+        terms.append((heading, f"{known[key].meaning} ({key}{unit})"))
     return report_page.definitions(terms)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pandas as pd
 
 from hvdtrain.config import TrainConfig
-from hvdtrain.results import alike, groups
+from hvdtrain.results import alike, groups, scores
 from hvdtrain.results.figures import panels
 from hvdtrain.results.groups import Group
 from hvdtrain.results.scaling import MOST_EFFICIENCY
@@ -128,7 +128,7 @@ def findings(runs: pd.DataFrame) -> list[tuple[str, list[Finding]]]:
     names = dict(zip(map(id, found), group_names(found), strict=True))
     asked = {
         "How far is it from what the wire allows?": list(wire(found)),
-        "What did it learn, and what did it take?": list(accuracy_and_energy(found, names)),
+        "What did it learn, and what did it take?": list(scores_and_energy(runs, found, names)),
         "How sure is this?": certainty(runs, found, names),
     }
     return [(question, answers) for question, answers in asked.items() if answers]
@@ -164,16 +164,17 @@ def sentence(words: Sequence[str]) -> str:
     return f"{text[0].upper()}{text[1:]}."
 
 
-def accuracy_and_energy(found: Sequence[Group], names: dict[int, str]) -> Iterator[Finding]:
-    """The groups with the best and the worst test accuracy, the least and the most energy, among those that did the
-    same work."""
-    for name, lead, least, most in (
-        ("test_accuracy", "Test accuracy", "lowest with", "highest with"),
-        ("energy_j", "Energy of a run, all measured devices of all hosts", "least with", "most with"),
-    ):
-        column = FIGURES[name]
+def scores_and_energy(runs: pd.DataFrame, found: Sequence[Group], names: dict[int, str]) -> Iterator[Finding]:
+    """The groups with the highest and the lowest headline score, the least and the most energy, among those that did
+    the same work."""
+    asked = [
+        (column, f"{column.label[0].upper()}{column.label[1:]}", "lowest with", "highest with")
+        for column in scores.figures(runs)
+    ]
+    joules = "Energy of a run, all measured devices of all hosts"
+    for column, lead, least, most in (*asked, (FIGURES["energy_j"], joules, "least with", "most with")):
         for members in alike.classes(found, (*alike.WORK, "precision")):
-            known = [(one, names[id(group)]) for group in members if (one := group.statistic(name))]
+            known = [(one, names[id(group)]) for group in members if (one := group.statistic(column.key))]
             ranked = sorted(known, key=lambda each: each[0].mean)
             ends = [(least, *ranked[0]), (most, *ranked[-1])][: len(ranked)] if ranked else []
             if words := [f"{how} {who}: {cell(one, column)} {column.unit} (n = {one.n})" for how, one, who in ends]:

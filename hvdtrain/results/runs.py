@@ -11,8 +11,9 @@ from typing import Any
 
 from hvdtrain import records, strategies
 from hvdtrain.exits import Failure, printable
-from hvdtrain.results import metrics, power
-from hvdtrain.results.columns import NOT_SETTINGS, RUNS, SCORES
+from hvdtrain.measures import Score
+from hvdtrain.results import metrics, power, scores
+from hvdtrain.results.columns import NOT_SETTINGS, RUNS
 from hvdtrain.results.folders import Problem, there
 
 WIRE_SHARE = 0.936
@@ -27,11 +28,13 @@ def row(folder: Path, problems: list[Problem]) -> dict[str, Any]:
     try:
         manifest = document(folder / "manifest.json", records.Manifest)
         found |= _asked(manifest)
+        about, declared = scores.row(manifest.measure, str(folder / "manifest.json"))
+        found |= about
         if there(folder / "point.json"):
             found |= _point(document(folder / "point.json", records.Point))
         if found["hosts"] == 1:
             found["rate_mbit"] = None  # no link is used, so this run is the baseline of every rate
-        found |= _measured(folder, manifest, problems)
+        found |= _measured(folder, manifest, declared, problems)
         found |= _efficiency(found, found.pop("timed_bytes_per_step", None))
         found |= _energy(folder, found, manifest, problems)
     except Failure as failure:
@@ -162,7 +165,9 @@ def _point(point: records.Point) -> dict[str, Any]:
 # --- what was measured ------------------------------------------------------------------------------------------------
 
 
-def _measured(folder: Path, manifest: records.Manifest, problems: list[Problem]) -> dict[str, Any]:
+def _measured(
+    folder: Path, manifest: records.Manifest, declared: Mapping[str, Score], problems: list[Problem]
+) -> dict[str, Any]:
     path = folder / "metrics" / "rank0000.jsonl"
     complete = there(folder / "COMPLETE")
     if not there(path) and not complete:
@@ -171,7 +176,7 @@ def _measured(folder: Path, manifest: records.Manifest, problems: list[Problem])
     def torn(line: int) -> None:
         problems.append(Problem(str(path), line, "torn line, passed over"))
 
-    read = metrics.read(path, torn)
+    read = metrics.read(path, torn, declared)
     summary = read.summary
     if summary is None:
         if complete:
@@ -180,7 +185,6 @@ def _measured(folder: Path, manifest: records.Manifest, problems: list[Problem])
     if not complete:
         return {"state": "unfinished", "resumed": read.resumed}
     end_to_end_s = summary.train_s + summary.validation_s + summary.test_s + summary.checkpoint_s
-    known = [accuracy for accuracy in summary.validation_accuracy if accuracy is not None]
     found: dict[str, Any] = {
         "state": "complete",
         "resumed": read.resumed,
@@ -192,9 +196,7 @@ def _measured(folder: Path, manifest: records.Manifest, problems: list[Problem])
         "checkpoint_s": summary.checkpoint_s,
         "end_to_end_s": end_to_end_s,
         "samples_per_s": summary.samples_per_s,
-        "test_accuracy": summary.test_accuracy,
-        "best_validation_accuracy": max(known, default=None),
-        **{f"test_{name}": summary.test_scores.get(name) for name in SCORES},
+        **_scores(summary, str(manifest.measure["headline"]), declared),
         "peak_rss_bytes": summary.peak_rss_bytes,
         "first_step_s": summary.first_step_s,
         "began_unix_s": summary.began_unix_s,
@@ -219,6 +221,18 @@ def _moved(starts: Sequence[records.Resumed], manifest: records.Manifest) -> dic
     told = [f"{each.ranks} on {each.hosts} from step {each.step}" for each in moves]
     marked = f"its ranks changed on the way: {first[0]} on {first[1]} host{'s' * (first[1] != 1)}, {', '.join(told)}"
     return {"marked": marked, "hosts": None, "ranks": None, "ranks_per_host": None, "rank_batch": None}
+
+
+def _scores(summary: records.Summary, headline: str, declared: Mapping[str, Score]) -> dict[str, float | None]:
+    """The test's scores, and those of the epoch that was best by the headline (the first of equals)."""
+    best: dict[str, float] = {}
+    for epoch in summary.validation_scores:
+        if headline in epoch and (not best or declared[headline].better(epoch[headline], best[headline])):
+            best = epoch
+    found = {"test_score": summary.test_scores.get(headline), "best_validation_score": best.get(headline)}
+    for name in declared:
+        found |= {f"test_{name}": summary.test_scores.get(name), f"best_validation_{name}": best.get(name)}
+    return found
 
 
 def _per_step(sums: metrics.Sums) -> dict[str, Any]:

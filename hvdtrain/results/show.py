@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hvdtrain.exits import Failure, printable
-from hvdtrain.results import groups, load
-from hvdtrain.results.columns import RUNS
+from hvdtrain.results import groups, load, scores
 from hvdtrain.results.folders import Problem
 from hvdtrain.results.load import Loaded
 from hvdtrain.results.table import Column, Table, number
@@ -16,9 +15,10 @@ def facts(loaded: Loaded) -> Table:
     """Every column of the run's row, with unit and meaning."""
     run = loaded.runs.iloc[0]
     rows: list[dict[str, Any]] = []
-    for name, column in RUNS.items():
+    known = scores.all_columns(loaded.runs)
+    for name, column in known.items():
         value = run[name]
-        if groups.is_missing(value) or name in ("settings", "energy_by_device"):
+        if groups.is_missing(value) or name in ("settings", "scores", "energy_by_device"):
             continue
         rows.append({"what": name, "value": _text(value, column.unit), "meaning": column.meaning})
     rows += [
@@ -30,7 +30,7 @@ def facts(loaded: Loaded) -> Table:
         for device, joules in (run["energy_by_device"] or {}).items()
     ]
     columns = [Column("what", "what"), Column("value", "value", prose=True), Column("meaning", "meaning", prose=True)]
-    missing = [name for name, column in RUNS.items() if column.kind == "number" and groups.is_missing(run[name])]
+    missing = [name for name, column in known.items() if column.kind == "number" and groups.is_missing(run[name])]
     notes = [f"not measured: {', '.join(missing)}"] if missing else []
     return Table("show", str(run["run"]), columns, rows, notes, spare=("meaning",))
 
@@ -46,8 +46,6 @@ def epochs(loaded: Loaded) -> Table:
     columns = [
         Column("epoch", "epoch"),
         Column("train_loss", "train loss"),
-        Column("train_accuracy", "train accuracy", "%", 100),
-        Column("validation_accuracy", "validation", "%", 100),
         Column("train_s", "train", "s"),
         Column("elapsed_s", "elapsed", "s"),
     ]
@@ -57,8 +55,9 @@ def epochs(loaded: Loaded) -> Table:
     except Failure as failure:
         loaded.problems.append(Problem(str(loaded.runs.iloc[0]["run_dir"]), None, str(failure)))
         return table
-    scores = {"bleu1": "BLEU-1", "bleu4": "BLEU-4", "beam_bleu4": "beam BLEU-4"}
-    table.columns += [Column(name, shown, "%", 100) for name, shown in scores.items() if name in found]
+    for part in ("validation", "train"):
+        names = [name for name in scores.shown(loaded.runs) if f"{part}_{name}" in found]
+        table.columns[2:2] = scores.figures(loaded.runs, part, names) if names else []
     for values in found.to_dict("records"):
         row = {str(name): None if groups.is_missing(value) else value for name, value in values.items()}
         table.rows.append(row | {"epoch": int(values["epoch"]) + 1})

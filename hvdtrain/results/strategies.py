@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hvdtrain.exits import Failure
-from hvdtrain.results import alike, groups, missing
+from hvdtrain.results import alike, groups, missing, scores
 from hvdtrain.results.accuracy import Reached, reached
 from hvdtrain.results.columns import GROUP
 from hvdtrain.results.folders import Problem
@@ -19,14 +19,15 @@ from hvdtrain.results.scaling import MOST_EFFICIENCY
 from hvdtrain.results.scaling_table import rate_words
 from hvdtrain.results.statistics import Statistic, ratio, summary
 from hvdtrain.results.table import Column, Table, number
-from hvdtrain.results.tables import FIGURES, SPREAD_NOTE, apart, common, key_cells, key_column, left_out
+from hvdtrain.results.tables import SPREAD_NOTE, apart, common, key_cells, key_column, left_out
 
 ALIKE = (*alike.PER_HOST, "global_batch")
 """What all groups of a section, and the one host that they are compared with, have in common"""
 NOTES = (
     "to target: seconds of training (evaluation and checkpoints outside) until the end of the first epoch whose "
-    "accuracy, on the split evaluated after each epoch, is the target or more; nothing interpolated. Times, steps and "
-    "bytes are means over the runs that got there: where some did not, they flatter the strategy",
+    "headline score (accuracy ...), on the split evaluated after each epoch, is as good as the target; nothing "
+    "interpolated. Times, steps and bytes are means over the runs that got there: where some did not, they flatter the "
+    "strategy",
     "speed-up: T / T_n over one host of the same model, data, epochs, global batch, precision, cores and threads, with "
     "its 95 % interval (Welch, on logarithms)",
     "per host: bytes of the busiest host's NIC, the larger of sent and received, of the whole run (headers, idle "
@@ -34,7 +35,7 @@ NOTES = (
     "limit: seconds that the wire needs, at 0.936 of the rate, for what the strategy gives it per step (rank 0's "
     "payload, warm-up left out); wire: limit / time of the exchange, waiting for the slowest host included. An "
     "exchange that runs behind backward, later steps or other ranks' takes a step at most: there wire is a lower bound",
-    "exposed: share of a step that rank 0 waits for the exchange; final: test accuracy at the end of the run",
+    "exposed: share of a step that rank 0 waits for the exchange; final: the test split's score at the end of the run",
 )
 FIGURE_COLUMNS = (
     Column("train_to_target_s", "to target", "s"),
@@ -44,21 +45,21 @@ FIGURE_COLUMNS = (
     Column("own_limit_s_per_step", "limit", "ms", 1e3, spread=False),
     Column("wire_efficiency", "wire", "%", 100, spread=False),
     Column("communication_share", "exposed", "%", 100, spread=False),
-    dataclasses.replace(FIGURES["test_accuracy"], label="final"),
 )
 SPARE = (
     *("own_limit_s_per_step", "wire_efficiency", "steps_to_target", "n", "communication_share", "bytes_to_target"),
-    "test_accuracy",
 )
 
 
 def strategies(loaded: Loaded, target: float = 0.95) -> Table:
     """A section for each rate: one host first, then every strategy, the soonest at the target first.
 
-    `target`: a fraction of 1. Runs of sweeps are told apart by their launcher too, which is no part of a run's config.
+    `target`: of the headline score, a fraction of 1 where that is a share. Runs of sweeps are told apart by their
+    launcher too, which is no part of a run's config.
     """
+    final, percent = scores.figures(loaded.runs), scores.target(loaded.runs, target)
     found = groups.by(groups.usable(loaded.runs), (*GROUP, "launcher"))
-    measured = {id(group): _measured(group, target, loaded.problems) for group in found}
+    measured = {id(group): _measured(group, target, final, loaded.problems) for group in found}
     alone = [group for group in found if group.key["hosts"] == 1]
     rates = sorted({group.key["rate_mbit"] for group in found if group not in alone}, key=lambda r: (r is None, r or 0))
     shown = [name for name in apart(found) if name not in ("strategy", "rate_mbit", "launcher")]
@@ -76,15 +77,16 @@ def strategies(loaded: Loaded, target: float = 0.95) -> Table:
         ]
         ordered = sorted(cells[len(bases) :], key=lambda row: (soonness(row), row["strategy"]))
         rows += [*cells[: len(bases)], *ordered]
-        readings[title] = reading(ordered, target)
+        readings[title] = reading(ordered, percent)
         if members and alone and not bases:
             readings[title] += f" {missing.text(members[0], alone)}"
-    percent = f"{100 * target:g} %"
     columns = [Column("strategy", "strategy"), *(key_column(name) for name in shown), Column("n", "n")]
     columns += [Column("reached", f"reached {percent}"), *FIGURE_COLUMNS]
+    columns += [dataclasses.replace(one, label=one.label.replace("test", "final", 1)) for one in final]
     notes = [SPREAD_NOTE, *NOTES, common(found, [*shown, "strategy", "rate_mbit", "launcher"]), *left_out(loaded.runs)]
     notes = [note for note in notes if note]
-    return Table("strategies", f"Strategies: to {percent}", columns, rows, notes, "rate", readings, SPARE)
+    spare = (*SPARE, *(one.key for one in final))
+    return Table("strategies", f"Strategies: to {percent}", columns, rows, notes, "rate", readings, spare)
 
 
 def _sections(several: Sequence[Group], rates: Sequence[float | None]) -> list[tuple[str, list[Group]]]:
@@ -101,10 +103,10 @@ def _sections(several: Sequence[Group], rates: Sequence[float | None]) -> list[t
     return found
 
 
-def reading(ordered: Sequence[dict[str, Any]], target: float) -> str:
+def reading(ordered: Sequence[dict[str, Any]], target: str) -> str:
     """What the rows of one rate say in words, the first of `ordered` being the soonest."""
     if not ordered or ordered[0]["train_to_target_s"] is None:
-        return f"No run over several hosts reached {100 * target:g} %."
+        return f"No run over several hosts reached {target}."
     best = ordered[0]
     said = f"Soonest: {best['strategy']}, {number(best['train_to_target_s'].mean)} s"
     if best["speedup"] is not None:
@@ -150,7 +152,7 @@ def _speedup(group: Group, alone: Sequence[Group], measured: dict[int, dict[str,
     return ratio(measured[id(bases[0])]["train_to_target_s"], measured[id(group)]["train_to_target_s"])
 
 
-def _measured(group: Group, target: float, problems: list[Problem]) -> dict[str, Any]:
+def _measured(group: Group, target: float, final: Sequence[Column], problems: list[Problem]) -> dict[str, Any]:
     """The group's figures; energy runs give no times."""
     times, steps, sent = [], [], []
     several, count = (group.key["hosts"] or 1) > 1, 0
@@ -170,7 +172,7 @@ def _measured(group: Group, target: float, problems: list[Problem]) -> dict[str,
         "steps_to_target": summary(steps),
         "bytes_to_target": summary(sent),
     }
-    own = ("own_limit_s_per_step", "wire_efficiency", "communication_share", "test_accuracy")
+    own = ("own_limit_s_per_step", "wire_efficiency", "communication_share", *(one.key for one in final))
     figures |= {name: group.statistic(name) for name in own}
     return {"n": group.n, "reached": f"{count} of {group.n}", **figures}
 

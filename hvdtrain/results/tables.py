@@ -11,7 +11,7 @@ from typing import Any
 
 import pandas as pd
 
-from hvdtrain.results import groups
+from hvdtrain.results import groups, scores
 from hvdtrain.results.columns import GROUP
 from hvdtrain.results.groups import Group
 from hvdtrain.results.load import Loaded
@@ -50,19 +50,14 @@ FIGURES: dict[str, Column] = {
     "bytes_per_step": Column("bytes_per_step", "payload sent", "MB", 1e-6),
     "wire_bytes_per_step": Column("wire_bytes_per_step", "wire", "MB", 1e-6),
     "limit_bytes_per_step": Column("limit_bytes_per_step", "limit", "MB", 1e-6),
-    "test_accuracy": Column("test_accuracy", "test accuracy", "%", 100),
-    "best_validation_accuracy": Column("best_validation_accuracy", "validation, best", "%", 100),
-    "test_bleu1": Column("test_bleu1", "test BLEU-1", "%", 100),
-    "test_bleu4": Column("test_bleu4", "test BLEU-4", "%", 100),
-    "test_beam_bleu4": Column("test_beam_bleu4", "with beam search", "%", 100),
     "energy_j": Column("energy_j", "energy", "J"),
     "peak_rss_bytes": Column("peak_rss_bytes", "memory per rank", "MB", 1e-6),
 }
 """How figures are printed"""
 
 
-SPREAD_SHOWN = ("train_s", "test_accuracy", "energy_j")
-"""In the overview, so that it fits a terminal"""
+SPREAD_SHOWN = ("train_s", "energy_j")
+"""In the overview, so that it fits a terminal; and that of scores"""
 
 
 def key_column(name: str) -> Column:
@@ -115,15 +110,16 @@ def listing(loaded: Loaded) -> Table:
     """All runs, also those that enter no figure, and why not."""
     names = ["run", "state", "started_utc", "hosts", "ranks", "rate_mbit"]
     names += [name for name in ("workload", "framework", "strategy", "kind") if loaded.runs[name].nunique() > 1]
-    columns = [key_column(name) for name in names] + [FIGURES[name] for name in ("train_s", "test_accuracy")]
+    shown = [FIGURES["train_s"], *scores.figures(loaded.runs)]
+    columns = [key_column(name) for name in names] + shown
     frame = loaded.runs.sort_values(["started_utc", "run_dir"], na_position="last")
     rows = []
-    for values in frame[[*names, "train_s", "test_accuracy", "marked", "run_dir"]].to_dict("records"):
+    for values in frame[[*names, *(one.key for one in shown), "marked", "run_dir"]].to_dict("records"):
         row = {name: None if groups.is_missing(value) else short(str(name), value) for name, value in values.items()}
         row["state"] = f"{row['state']}, marked" if row["marked"] and row["state"] == "complete" else row["state"]
         rows.append(row)
     notes = [f"{row['run']} is marked: {row['marked']}" for row in rows if row["marked"]]
-    spare = ("started_utc", "ranks", "kind", "workload", "test_accuracy")
+    spare = ("started_utc", "ranks", "kind", "workload", *(one.key for one in shown[1:]))
     return Table("list", f"{len(rows)} runs", columns, rows, notes, spare=spare)
 
 
@@ -132,14 +128,16 @@ def overview(loaded: Loaded, group_by: Sequence[str] | None = None) -> Table:
     runs = groups.usable(loaded.runs)
     found = in_order(groups.by(runs, group_by or GROUP))
     shown = list(group_by) if group_by else apart(found)
-    figures = ["train_s", "end_to_end_s", "samples_per_s", "communication_share", "test_accuracy"]
+    figures = [FIGURES[name] for name in ("train_s", "end_to_end_s", "samples_per_s", "communication_share")]
+    figures = [dataclasses.replace(each, spread=each.key in SPREAD_SHOWN) for each in figures]
+    figures += scores.figures(runs)
     if runs["energy_j"].notna().any():
-        figures.append("energy_j")
+        figures.append(FIGURES["energy_j"])
     rows = [
-        key_cells(group, shown) | {"n": group.n} | {name: group.statistic(name) for name in figures} for group in found
+        key_cells(group, shown) | {"n": group.n} | {each.key: group.statistic(each.key) for each in figures}
+        for group in found
     ]
-    columns = [key_column(name) for name in shown] + [Column("n", "n")] + [FIGURES[name] for name in figures]
-    columns = [dataclasses.replace(each, spread=each.key in SPREAD_SHOWN) for each in columns]
+    columns = [key_column(name) for name in shown] + [Column("n", "n")] + figures
     notes = [SPREAD_NOTE, common(found, shown), *_mixed(runs, group_by), *left_out(loaded.runs)]
     notes.append("train: training phase; end to end: with validation, test and checkpoints; network: share of a step")
     spare = ("end_to_end_s", "communication_share", "n", "samples_per_s")

@@ -165,9 +165,9 @@ class Executor:
             text += f", {duration(outcome.seconds)}"
         end = folder.summary(outcome.folder) if outcome.state == "done" else None
         if end:
-            rate, accuracy = end.get("samples_per_s"), end.get("test_accuracy")
+            rate, scores = end.get("samples_per_s"), end.get("test_scores", {})
             text += "" if rate is None else f", {rate:.1f} samples/s"
-            text += "" if accuracy is None else f", test accuracy {accuracy:.4f}"
+            text += "".join(f", test {name} {value:.4f}" for name, value in list(scores.items())[:1])
         about = outcome.marked or outcome.reason
         return f"{text} ({about})" if about else text
 

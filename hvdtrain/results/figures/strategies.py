@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 
 from hvdtrain import exits
 from hvdtrain.exits import Failure
+from hvdtrain.results import scores
 from hvdtrain.results.figures import panels, style
 from hvdtrain.results.figures.panels import Looks
 from hvdtrain.results.load import Loaded
@@ -28,9 +29,9 @@ def to_target(loaded: Loaded, options: Options) -> Figure:
     table = strategies(loaded, options.target)
     times = [row["train_to_target_s"] for row in table.rows if row["train_to_target_s"] is not None]
     if not times:
-        best = loaded.complete["best_validation_accuracy"].max()
-        reached = "no run has validated" if math.isnan(best) else f"the best reached {100 * best:.3g} %: try --target"
-        raise Failure(f"no run reached {100 * options.target:g} % validation accuracy; {reached}", exits.BAD_DATA)
+        best = scores.best(loaded.complete)
+        reached = "no run has validated" if best is None else f"the best reached {best}: try --target"
+        raise Failure(f"no run reached {scores.goal(loaded.runs, options.target)}; {reached}", exits.BAD_DATA)
     looks = Looks(loaded)
     drawn = [(title, by_strategy(table, rows)) for title, rows in table.sections()]
     panels.check(sum(len(rows) for _, rows in drawn), panels.MOST_BARS, "rows")
@@ -45,7 +46,7 @@ def to_target(loaded: Loaded, options: Options) -> Figure:
         style.log_scale(axes[0], "x")
     else:
         axes[0].set_xlim(left=0)
-    axes[-1].set_xlabel(f"training until {100 * options.target:g} % validation accuracy (s)")
+    axes[-1].set_xlabel(f"training until {scores.goal(loaded.runs, options.target)} (s)")
     style.legend(figure, list(axes), style.repeats([one.n for one in times]))
     return figure
 

@@ -1,0 +1,115 @@
+"""Which scores runs have and how they are shown, from what their manifests say of the measure.
+
+A run's headline score is in the columns `test_score` and `best_validation_score`, and each of its scores in columns of
+its own name: `test_accuracy`, `best_validation_mae` ...
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+
+from hvdtrain import measures
+from hvdtrain.exits import BAD_DATA, Failure, printable
+from hvdtrain.measures import Score
+from hvdtrain.results import columns
+from hvdtrain.results.table import Column
+
+PARTS = {"train": "train", "validation": "validation", "test": "test", "best_validation": "validation, best"}
+"""Of what a score may be -> how that is headed"""
+ACCURACY = measures.Accuracy()
+
+
+@functools.lru_cache(maxsize=256)
+def of_run(text: str) -> dict[str, Score]:
+    """What a run's column `scores` says, which `row` has made."""
+    return measures.read(json.loads(text))[1]
+
+
+def row(measure: Mapping[str, Any], where: str) -> tuple[dict[str, str], dict[str, Score]]:
+    """The columns `headline` and `scores` of a run whose manifest says this, and the scores. Raises Failure (65)."""
+    try:
+        headline, scores = measures.read(measure)
+    except ValueError as error:
+        raise Failure(f"{where}:1: its measure is damaged: {printable(str(error))}", BAD_DATA) from error
+    return {"headline": headline, "scores": json.dumps(measure, sort_keys=True)}, scores
+
+
+def check(found: Mapping[str, float], scores: Mapping[str, Score], where: str) -> None:
+    """Raises Failure (65) for a score of a record that the manifest does not name, or that is out of its bounds."""
+    for name, value in found.items():
+        score = scores.get(name)
+        if score is None or not score.possible(value):
+            what = f"not {score.bounds}" if score else "which the manifest does not name"
+            raise Failure(f"{where}: score {printable(name)} is {value!r:.40}, {what}", BAD_DATA)
+
+
+def of(runs: pd.DataFrame) -> dict[str, Score]:
+    """All scores of the runs, accuracy if there are none; a unit that differs from run to run is told as such."""
+    found: dict[str, Score] = {}
+    for text in runs["scores"].dropna().unique():
+        for name, score in of_run(text).items():
+            differs = name in found and found[name].unit != score.unit
+            found[name] = dataclasses.replace(score, unit="various units") if differs else score
+    return found or dict(ACCURACY.scores)
+
+
+def headlines(runs: pd.DataFrame) -> list[str]:
+    """The names of the runs' headline scores, accuracy if there are none."""
+    return [str(name) for name in runs["headline"].dropna().unique()] or [ACCURACY.headline]
+
+
+def figures(runs: pd.DataFrame, part: str = "test", names: Sequence[str] = ()) -> list[Column]:
+    """How the headline scores of the runs, or these, are printed: shares in percent."""
+    known, chosen = of(runs), names or headlines(runs)
+    made = []
+    for name in chosen:
+        score, label = known[name], PARTS[part]
+        if len(chosen) > 1 or "validation" not in part:
+            label = f"{label} {score.label}"
+        unit, factor = ("%", 100.0) if score.share else (score.unit, 1.0)
+        made.append(Column(f"{part}_{name}", printable(label), printable(unit), factor))
+    return made
+
+
+def shown(runs: pd.DataFrame) -> list[str]:
+    """The scores that tables show, the headlines first."""
+    first = headlines(runs)
+    return first + [name for name, score in of(runs).items() if score.shown and name not in first]
+
+
+def all_columns(runs: pd.DataFrame) -> dict[str, columns.Column]:
+    """Every column of the data frame of runs: those of `columns.RUNS`, and two for each score."""
+    found = dict(columns.RUNS)
+    for name, score in of(runs).items():
+        label, unit = printable(score.label), printable(score.unit)
+        found[f"test_{name}"] = columns.Column("number", unit, f"{label} of the test split")
+        found[f"best_validation_{name}"] = columns.Column("number", unit, f"{label} of the best epoch's validation")
+    return found
+
+
+def goal(runs: pd.DataFrame, value: float) -> str:
+    """The same with the score's name: 95 % validation accuracy."""
+    score = of(runs)[headlines(runs)[0]]
+    shown = target(runs, value)
+    return f"{shown} validation {printable(score.label)}" if score.share else f"validation {shown}"
+
+
+def best(runs: pd.DataFrame) -> str | None:
+    """The best headline score of validation of any run, for people; None if there is none."""
+    name = headlines(runs)[0]
+    found = runs.get(f"best_validation_{name}", pd.Series(dtype=float)).dropna()
+    if found.empty:
+        return None
+    return target(runs, float(f"{found.max() if of(runs)[name].higher_is_better else found.min():.3g}"))
+
+
+def target(runs: pd.DataFrame, value: float) -> str:
+    """A value of the runs' headline score for people: 95 %, MAE 61.5 W/m2."""
+    score = of(runs)[headlines(runs)[0]]
+    return f"{100 * value:g} %" if score.share else printable(f"{score.label} {value:g} {score.unit}").rstrip()

@@ -1,0 +1,83 @@
+"""A workload outside the package: a line through noise, in PyTorch, judged by its errors. For test_measures.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from more_measures import Errors
+
+from hvdtrain import exits, workload, world
+from hvdtrain.config import TrainConfig
+from hvdtrain.data import Batch
+
+FEATURES = 3
+
+
+class Split:
+    """See `data.Split`."""
+
+    def __init__(self, seed: int, samples: int) -> None:
+        draw = np.random.default_rng(seed)
+        self.inputs = draw.normal(size=(samples, FEATURES)).astype(np.float32)
+        line = self.inputs @ np.array([1.0, -2.0, 0.5])
+        self.targets = (line + 0.3 * draw.normal(size=samples)).astype(np.float32)
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def order(self, stream: np.random.Generator, borders: Any) -> np.ndarray:
+        return stream.permutation(len(self))
+
+    def batch(self, mine: np.ndarray, everyones: np.ndarray, key: int | None) -> Batch:
+        arrays = self.inputs[mine], self.targets[mine]
+        return Batch(arrays=arrays, weight=len(mine), total_weight=len(everyones))
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    name = "line"
+    fingerprint = "0" * 64
+    train, validation, test = Split(1, 240), Split(2, 50), Split(3, 50)
+
+
+def main(stop: world.StopSignal) -> int:
+    config, place = workload.begin(TrainConfig, "line", __doc__ or "")
+    job = workload.Workload(
+        name="line",
+        config=config,
+        place=place,
+        dataset=Line(),
+        data={},
+        data_words="points of a line",
+        model={"name": "line", "spec": {}},
+        model_words="line",
+        shapes={"weight": (FEATURES,)},
+        measure=Errors(),
+        multiply_adds=FEATURES,
+    ).connect()
+    if job is None:
+        return exits.OK
+    import torch
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(FEATURES))
+
+        def loss(self, inputs: Any, targets: Any) -> Any:
+            error = inputs @ self.weight - targets
+            sums = {"absolute": error.abs(), "squared": error**2, "signed": error, "truth": targets}
+            sums["truth_squared"] = targets**2
+            return (error**2).sum(), {name: each.detach().sum() for name, each in sums.items()}
+
+    return job.train(job.replica(Model(), {"weight": np.zeros(FEATURES, np.float32)}), stop)
+
+
+if __name__ == "__main__":
+    world.run(main, debug="--debug" in sys.argv)

@@ -1,0 +1,156 @@
+"""Measures: scores of sums over ranks are one process's; the loop, records and tables go by the headline."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import PROGRAMS, ROOT, document, launch
+from more_measures import Confusion, Errors
+from sklearn import metrics as known
+
+from hvdtrain import measures, records
+from hvdtrain.exits import Failure
+from hvdtrain.results import accuracy, load, tables
+from hvdtrain.results.__main__ import main
+
+DRAW = np.random.default_rng(7)
+
+
+def totals(measure: measures.Measure, parts: list[dict[str, np.ndarray]], samples: int) -> np.ndarray:
+    """Of parts that ranks have summed by themselves."""
+    sums = [np.sum([part[name] for part in parts], axis=0).ravel() for name in measure.sums]
+    return np.concatenate([[3.0 * samples], *sums, [samples]])
+
+
+def test_errors_of_a_regression_are_scikit_learns_however_it_is_cut() -> None:
+    truth, found = DRAW.normal(400, 90, 211), DRAW.normal(400, 90, 211)
+    parts = []
+    for t, e in zip(np.split(truth, [7, 100]), np.split(found - truth, [7, 100]), strict=True):
+        parts.append({"absolute": abs(e).sum(), "squared": (e**2).sum(), "signed": e.sum()})
+        parts[-1] |= {"truth": t.sum(), "truth_squared": (t**2).sum()}
+    loss, scores = Errors().means(totals(Errors(), parts, 211))
+    assert loss == 3.0
+    assert scores == pytest.approx(
+        {
+            "mae": known.mean_absolute_error(truth, found),
+            "rmse": known.root_mean_squared_error(truth, found),
+            "bias": np.mean(found - truth),
+            "r2": known.r2_score(truth, found),
+        }
+    )
+    constant = [{"absolute": 1.0, "squared": 1.0, "signed": 1.0, "truth": 4.0, "truth_squared": 8.0}]
+    assert "r2" not in Errors().means(totals(Errors(), constant, 2))[1], "what is not defined is not there"
+
+
+def test_a_confusion_matrix_gives_scikit_learns_precision_recall_and_f1() -> None:
+    truth, found = DRAW.integers(0, 4, 150), DRAW.integers(0, 3, 150)  # class 3 is never found
+    measure = Confusion(4)
+    cuts = zip(np.split(truth, [60]), np.split(found, [60]), strict=True)
+    parts = [{"confusion": known.confusion_matrix(t, f, labels=range(4))} for t, f in cuts]
+    _, scores = measure.means(totals(measure, parts, 150))
+    precision, recall, f1, _ = known.precision_recall_fscore_support(truth, found, average="macro", zero_division=0)
+    assert (scores["precision"], scores["recall"], scores["f1"]) == pytest.approx((precision, recall, f1))
+    per_class = known.f1_score(truth, found, average=None, zero_division=0)
+    assert [scores[f"f1_class{each}"] for each in range(4)] == pytest.approx(per_class)
+
+
+def test_what_a_measure_says_comes_back_and_nothing_else_is_taken() -> None:
+    for measure in (measures.Accuracy(), Errors(), Confusion(3)):
+        value = json.loads(json.dumps(measure.as_json()))
+        assert measures.read(value) == (measure.headline, dict(measure.scores))
+    for wrong in ({}, {"headline": "x", "scores": {}}, {**value, "headline": "f2"}, {**value, "scores": {"f1": {}}}):
+        with pytest.raises(ValueError, match="score"):
+            measures.read(wrong)
+    with pytest.raises(Failure, match="gives the sums wrong, and its measure adds up correct"):
+        measures.Accuracy().in_order({"wrong": 1})
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ("acuracy=0.9", "did you mean accuracy"),
+        ("accuracy=1.5", "from 0 to 1"),
+        ("accuracy=much", "from 0 to 1"),
+        ("0.9", "SCORE=VALUE, e.g. accuracy=0.95"),
+    ],
+)
+def test_a_target_that_cannot_be_reached_is_one_clear_line(asked: str, said: str) -> None:
+    with pytest.raises(Failure, match=said) as error:
+        measures.Accuracy().target(asked)
+    assert error.value.code == 78
+
+
+@pytest.fixture(scope="module")
+def line(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two ranks that train a regression, until its MAE is small enough."""
+    pytest.importorskip("torch")
+    run = tmp_path_factory.mktemp("line") / "run"
+    flags = ["--epochs", "30", "--batch-size", "20", "--lr", "0.05", "--momentum", "0", "--target", "mae=0.4"]
+    done = launch(2, [str(PROGRAMS / "regression.py"), *flags, "--run-dir", str(run), "--json"])
+    summary = document(done)
+    assert summary["test_mae"] == summary["test_scores"]["mae"] < 0.5
+    assert "validation MAE" in done.stderr and "W/m2" in done.stderr
+    return run
+
+
+def test_the_loop_goes_by_a_headline_that_is_better_when_lower(line: Path) -> None:
+    found = list(records.read(line / "metrics" / "rank0000.jsonl"))
+    epochs = [each for each in found if isinstance(each, records.Epoch)]
+    values = [each.validation_scores["mae"] for each in epochs]
+    assert values[-1] <= 0.4 < min(values[:-1]), "it stops after the first epoch that is as good"
+    assert len(epochs) < 30
+    for epoch in epochs:
+        assert set(epoch.train_scores) == set(epoch.validation_scores) == set(Errors.scores)
+    best = [each.step for each in found if isinstance(each, records.Saved) and each.best]
+    lowest = [each.step for n, each in enumerate(epochs) if values[n] < min(values[:n], default=np.inf)]
+    assert best == lowest
+
+
+def test_results_show_and_judge_it_so(line: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    loaded = load.load([line])
+    assert not loaded.problems
+    row = loaded.runs.iloc[0]
+    assert row["headline"] == "mae"
+    assert row["best_validation_score"] == row["best_validation_mae"] <= 0.4
+    assert "test MAE (W/m2)" in [column.heading for column in tables.overview(loaded).columns]
+    assert accuracy.accuracy(loaded, 0.4).rows[0]["reached"] == "1 of 1"
+    assert accuracy.accuracy(loaded, 0.001).rows[0]["reached"] == "0 of 1"
+    assert main(["show", str(line)]) == 0
+    assert "R2" in capsys.readouterr().out
+    assert main(["plot", "accuracy", str(line), "-o", str(line / "f.svg")]) == 0
+    assert (line / "f.svg").stat().st_size
+
+
+def test_a_score_beyond_its_bounds_is_refused(line: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    (copy / "metrics").mkdir(parents=True)
+    for name in ("manifest.json", "COMPLETE"):
+        (copy / name).write_text((line / name).read_text())
+    text = (line / "metrics" / "rank0000.jsonl").read_text()
+    (copy / "metrics" / "rank0000.jsonl").write_text(
+        text.replace('"validation_scores":{"mae":', '"validation_scores":{"mae":-', 1)
+    )
+    loaded = load.load([copy])
+    assert loaded.runs.iloc[0]["state"] == "refused"
+    assert "not of 0 W/m2 or more" in loaded.problems[0].what
+
+
+@pytest.mark.parametrize(("workload", "headline"), [("resnet", "accuracy"), ("captioning", "bleu4")])
+def test_runs_of_version_1_are_read(workload: str, headline: str, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = ROOT / "tests" / "version1" / workload
+    loaded = load.load([folder])
+    row = loaded.runs.iloc[0]
+    assert (row["state"], row["headline"], loaded.problems) == ("complete", headline, [])
+    raw = [json.loads(text) for text in (folder / "metrics" / "rank0000.jsonl").read_text().splitlines()]
+    summary = next(each for each in raw if each["type"] == "summary")
+    assert row["test_accuracy"] == summary["test_accuracy"]
+    if workload == "captioning":
+        assert row["test_bleu4"] == summary["test_scores"]["bleu4"]
+    validation = load.epochs(folder)["validation_accuracy"].tolist()
+    assert validation == summary["validation_accuracy"]
+    for words in (["show"], ["accuracy"], ["table"], ["export"]):
+        assert main([*words, str(folder)]) == 0
+    capsys.readouterr()

@@ -17,8 +17,9 @@ import runs
 
 from hvdtrain import exits
 from hvdtrain.exits import Failure
-from hvdtrain.results import report
+from hvdtrain.results import report, report_words
 from hvdtrain.results.load import load
+from hvdtrain.results.statistics import Interval
 from hvdtrain.results.tables import listing
 
 ROOT = Path(__file__).parent.parent
@@ -197,6 +198,20 @@ def test_the_first_screen_answers_by_bandwidth(page: Page, race: Path) -> None:
     assert "Figure 1. Time to the target" in raced and "Table 1. Strategies: to 95 %" in raced
     failed = Page(report.page(load([race]), target=0.965)).text()
     assert "with plain Horovod two hosts and four hosts do not get there; with local-sgd" in failed
+
+
+@pytest.mark.parametrize(
+    ("speedup", "said"),
+    [
+        ((0.0233, 0.02, 0.03), "need 43 times as long"),
+        ((1.73, 1.1, 2.8), "are 1.7 times as fast"),
+        ((1.73, 0.9, 2.8), "take about as long"),
+        ((1.73, None, None), "are 1.7 times as fast (single runs)"),
+        ((9.0, 8.0, 10.0), "are 9 times as fast (suspect: more than they can share)"),
+    ],
+)
+def test_a_verdict_claims_no_more_than_its_interval(speedup: tuple[float, float, float], said: str) -> None:
+    assert report_words.verdict({"hosts": 2, "speedup": Interval(*speedup)}) == said
 
 
 def test_the_summary_says_how_sure_it_is(page: Page) -> None:

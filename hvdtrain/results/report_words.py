@@ -114,7 +114,8 @@ def verdict(row: dict[str, Any]) -> str:
     faster = speedup.mean > 1
     times = f"{float(f'{speedup.mean if faster else 1 / speedup.mean:.2g}'):g}"
     doubt = " (suspect: more than they can share)" if speedup.mean > MOST_EFFICIENCY * row["hosts"] else ""
-    return f"are {times} times as fast{doubt}" if faster else f"need {times} times as long"
+    doubt += "" if speedup.span else " (single runs)"
+    return (f"are {times} times as fast" if faster else f"need {times} times as long") + doubt
 
 
 # --- below ------------------------------------------------------------------------------------------------------------

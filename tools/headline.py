@@ -23,7 +23,7 @@ GROUPS: dict[str, tuple[str, list[tuple[str, str, str]]]] = {
             ("plain Horovod", "plain `horovodrun", "plain"),
             ("DDP + PyTorch's PowerSGD", "DistributedDataParallel", "plain"),
             ("powersgd:rank=4", "`powersgd:rank=4`", "ours"),
-            ("local-sgd of powersgd", "`local-sgd:every=6,stale", "ours"),
+            ("local-sgd+powersgd", "`local-sgd:every=6,stale", "ours"),
         ],
     ),
     "100 Mbit/s": (

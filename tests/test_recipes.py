@@ -63,9 +63,16 @@ def test_a_strategy(mine: dict[str, str], tmp_path: Path) -> None:
     ended = run(as_hosts(typed("launch/mpirun.sh -H a:1,b:1 python -m hvdtrain.resnet")), tmp_path / "run", mine)
     assert ended["strategy"] == "shortened:scale=1024"
     assert ended["bytes_sent"] / ended["steps"] == pytest.approx(2 * ended["parameters"], rel=0.001)
-    assert ended["test_accuracy"] > 0.2
+    assert ended["test_scores"]["accuracy"] > 0.2
     told = subprocess.run(typed("python -m hvdtrain.resnet --strategy help"), env=mine, capture_output=True, text=True)
     assert "scale" in told.stdout, told.stderr
+
+
+def test_a_workload_with_its_measure(mine: dict[str, str], tmp_path: Path) -> None:
+    words = typed("mpirun -np 2 python -m waves")
+    ended = run(command(2, words[4:]), tmp_path / "run", mine)
+    assert ended["workload"] == "waves"
+    assert ended["test_scores"]["mae"] < 0.2
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +94,7 @@ def test_a_carrier(changed: dict[str, str], tmp_path: Path) -> None:
     words = typed("mpirun -np 2 python -m hvdtrain.resnet")
     ended = run(command(2, words[4:]), tmp_path / "run", changed)
     assert json.loads((tmp_path / "run" / "manifest.json").read_text())["collectives"] == "mpi sums"
-    assert ended["test_accuracy"] > 0.2
+    assert ended["test_scores"]["accuracy"] > 0.2
 
 
 def test_a_column(changed: dict[str, str], tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
-"""Which room may import what: one table, and a test for each file. And: nothing heavy loads before it is needed."""
+"""docs/ARCHITECTURE.md says which room may import what: a test for each file. Nothing heavy loads before it is used."""
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,59 +16,11 @@ PACKAGE = ROOT / "hvdtrain"
 # A twin imports its own framework: the ending of its file name -> the package.
 TWINS = {"torch": "torch", "tf": "tensorflow", "tensorflow": "tensorflow"}
 
-# Room -> what it may import: own rooms (after a dot: `.config`) and other packages. The standard library, `.exits`,
-# `.files`, `.arguments` and `.bounds` are free to all. A trailing `!` allows the room's front (its __init__) only.
-ALLOWED = {
-    "__init__": "",
-    "arguments": "",
-    "exits": "",
-    "files": "",
-    "progress": "rich",
-    "bounds": "",
-    "config": "jsonargparse",
-    "records": "",
-    "notes": "",
-    "measures": "numpy",
-    "collectives": ".cluster .config .notes .records .sentinel numpy horovod mpi4py torch tensorflow",
-    "world": ".cluster .collectives .config .records .sentinel numpy",
-    "threads": ".cluster .world",
-    "timing": ".records",
-    "scalars": ".records tensorboard",
-    "monitors": ".cluster .records psutil pynvml",
-    "data": ".arrays_file .config .progress numpy PIL sklearn",
-    "models": ".arrays_file .config numpy safetensors",
-    "frameworks": ".collectives! .config .data! .measures .models .notes .timing .world .strategies! numpy",
-    "strategies": ".collectives .config .timing .world numpy",
-    "arrays_file": "numpy",
-    "checkpoint": ".arrays_file .identity .strategies! numpy",
-    "identity": "",
-    "resume": ".config .records .strategies",
-    "lock": "",
-    "run": ".cluster .config .identity .lock .measures .records .resume .strategies! .world",
-    "observe": ".config .frameworks! .monitors .records .scalars .world",
-    "position": ".measures .records numpy",
-    "agreement": ".world numpy",
-    "snapshot": ".checkpoint .frameworks! .strategies! numpy",
-    "evaluation": ".data .frameworks! .measures .models .progress .records .timing .world numpy",
-    "loop": (
-        ".agreement .checkpoint .config .data .evaluation .frameworks! .measures .observe .position .progress"
-        " .records .run .snapshot .strategies! .timing .world numpy"
-    ),
-    "results": ".config .measures .records .strategies! numpy pandas matplotlib pyarrow rich scipy",
-    "cluster": "",
-    "sentinel": ".cluster",
-    "sweep": ".cluster .config .progress .records .strategies! rich",
-    "captions": (
-        ".arrays_file .checkpoint .data .frameworks .models .progress .records .threads .world numpy PIL sacrebleu"
-    ),
-    "workload": (
-        ".arrays_file .config .data .frameworks .lock .loop .measures .observe .records .resume .run .strategies"
-        " .threads .world"
-    ),
-    "cli": ".captions .config .data .models .sweep shtab",
-}
-# Every other file of hvdtrain/ is a workload: it chooses and joins the parts.
-WORKLOAD = ".captions .config .data .measures .models .workload .world numpy"
+# Room -> what it may import, as docs/ARCHITECTURE.md tells; the last row is for every room that has no row.
+ROWS = re.findall(
+    r"^\| (?:`(\w+)`|a workload: .*?) \| .* \| (.*?) ?\|$", (ROOT / "docs" / "ARCHITECTURE.md").read_text(), re.M
+)
+ALLOWED = {room: allowed.split() for room, allowed in ROWS}
 FREE = {"__init__", "arguments", "bounds", "exits", "files"}  # import nothing of ours but each other
 LATE = {"cli"}  # imports rooms and packages inside functions only, so that each subcommand loads its own part
 # standard library at import time
@@ -104,7 +57,7 @@ def imports(tree: ast.AST, path: Path) -> Iterator[tuple[int, str]]:
 def may_import(path: Path, module: str) -> bool:
     """Whether the table lets the file import the module."""
     top, *inner = module.split(".")
-    own, allowed = room(path), ALLOWED.get(room(path), WORKLOAD).split()
+    own, allowed = room(path), ALLOWED.get(room(path), ALLOWED[""])
     if top == "hvdtrain":
         target = inner[0] if inner else "__init__"
         front = f".{target}!" in allowed and len(inner) == 1
@@ -152,6 +105,14 @@ def test_file_imports_only_what_the_table_allows(path: Path) -> None:
 )
 def test_the_table_tells_right_from_wrong(name: str, source: str, allowed: bool) -> None:
     assert (violations(PACKAGE / name, source) == []) is allowed
+
+
+def test_the_table_is_that_of_the_rooms() -> None:
+    """No row of a room that is gone, none twice; a row for every folder."""
+    rooms = [room for room, _ in ROWS]
+    assert len(set(rooms)) == len(rooms)
+    assert set(rooms) - {""} <= {room(path) for path in FILES}
+    assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} <= set(rooms)
 
 
 def entry_points() -> list[str]:

@@ -31,11 +31,17 @@ WORKLOAD = "captioning"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CaptioningConfig(configuration.TrainConfig):
-    """What this workload is told besides."""
+class CaptioningData(configuration.Data):
+    """Pictures with sentences."""
 
     data: str = "shapes"
     """'shapes', 'flickr8k:DIR' (as distributed: prepared once), or a folder made by `hvdtrain data captions`"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CaptioningConfig(CaptioningData, configuration.TrainConfig):
+    """What this workload is told besides."""
+
     encoder: Literal["auto", "small", "vgg16", "none"] = "auto"
     """What sees the pictures: a small CNN trained with the rest, VGG16 as its --weights are, or nothing (words alone);
     auto: vgg16 if --weights are given, else small"""

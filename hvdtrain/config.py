@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import itertools
 import math
 import os
@@ -26,14 +27,17 @@ C = TypeVar("C")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """What every training workload is told. Raises Failure (78) for values that do not fit together."""
+class Data:
+    """What is trained on."""
 
-    framework: Literal["torch", "tensorflow", "auto"] = "auto"
-    """PyTorch or TensorFlow; auto: PyTorch if it is installed, else TensorFlow"""
-    strategy: str = "allreduce"
-    """How ranks exchange what they learn: SCHEDULE[:KEY=VALUE,...][+REDUCER[:KEY=VALUE,...]], Horovod's own or one made
-    for slow networks; 'help' lists them, 'help:NAME' tells all about one"""
+    verify_data: bool = False
+    """Read all of a prepared folder and compare its SHA-256; otherwise only what this host has not yet verified"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Optimisation:
+    """How the model learns."""
+
     epochs: int = bounded(12, least=1)
     """Passes over the training set"""
     batch_size: int | None = bounded(None, least=1)
@@ -56,22 +60,35 @@ class TrainConfig:
     """L2 penalty added to every parameter's gradient; with Adam decoupled from it (AdamW)"""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Arithmetic of the forward and backward pass; parameters stay fp32, fp16 uses dynamic loss scaling"""
-    device: Literal["auto", "cpu", "gpu"] = "auto"
-    """Where to compute; auto: this rank's GPU if there is one, else the CPU"""
-    threads: int = bounded(0, least=0)
-    """CPU threads per rank; 0: what this host's cores, its ranks and the size of the layers allow"""
+    seed: int = bounded(0, least=0)
+    """Seed of the initial weights and of the order of the data"""
     target_accuracy: float | None = bounded(None, above=0, most=1)
     """Stop after the first epoch with at least this accuracy: --target accuracy=VALUE"""
     target: str | None = None
     """SCORE=VALUE: stop after the first epoch whose score is as good as that (of an error: as small), e.g. bleu4=0.9"""
-    evaluate_on: Literal["validation", "test"] = "validation"
-    """Split that is evaluated after each epoch; test: only to measure the time to a test accuracy, as MLPerf does"""
-    verify_data: bool = False
-    """Read all of a prepared folder and compare its SHA-256; otherwise only what this host has not yet verified"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """What ranks send each other."""
+
+    strategy: str = "allreduce"
+    """How ranks exchange what they learn: SCHEDULE[:KEY=VALUE,...][+REDUCER[:KEY=VALUE,...]], Horovod's own or one made
+    for slow networks; 'help' lists them, 'help:NAME' tells all about one"""
     check_replicas: int = bounded(100, least=0)
     """Steps between two comparisons of the weights' checksums over ranks; 0: never"""
-    seed: int = bounded(0, least=0)
-    """Seed of the initial weights and of the order of the data"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """Where and how the run happens."""
+
+    framework: Literal["torch", "tensorflow", "auto"] = "auto"
+    """PyTorch or TensorFlow; auto: PyTorch if it is installed, else TensorFlow"""
+    device: Literal["auto", "cpu", "gpu"] = "auto"
+    """Where to compute; auto: this rank's GPU if there is one, else the CPU"""
+    threads: int = bounded(0, least=0)
+    """CPU threads per rank; 0: what this host's cores, its ranks and the size of the layers allow"""
     run_dir: str | None = None
     """This run's own folder (default: results/<UTC>-<workload>-<6 hex>)"""
     resume: bool | str = False
@@ -83,6 +100,20 @@ class TrainConfig:
     """Save a checkpoint after every so many steps too; 0: not by steps"""
     keep_checkpoints: int = bounded(2, least=1)
     """How many of the newest checkpoints stay; the best one (by validation accuracy) stays besides"""
+    json: bool = False
+    """Rank 0 prints one JSON document on stdout instead of tables"""
+    dry_run: bool = False
+    """Print the resolved config, the batch arithmetic, parameters and bytes per step, and exit"""
+    debug: bool = False
+    """Show the traceback of errors that are otherwise one line"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measuring:
+    """What is measured and recorded."""
+
+    evaluate_on: Literal["validation", "test"] = "validation"
+    """Split that is evaluated after each epoch; test: only to measure the time to a test accuracy, as MLPerf does"""
     monitor: str = "none"
     """What one sampler process per host records meanwhile: power, resources, power,resources or none"""
     monitor_ms: int = bounded(500, least=50)
@@ -95,12 +126,11 @@ class TrainConfig:
     """Record Horovod's timeline of every tensor into the run's folder (a Chrome trace)"""
     tensorboard: bool = False
     """Write loss, accuracy and times as TensorBoard scalars into the run's folder too"""
-    json: bool = False
-    """Rank 0 prints one JSON document on stdout instead of tables"""
-    dry_run: bool = False
-    """Print the resolved config, the batch arithmetic, parameters and bytes per step, and exit"""
-    debug: bool = False
-    """Show the traceback of errors that are otherwise one line"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig(Data, Optimisation, Exchange, Run, Measuring):
+    """What every training workload is told. Raises Failure (78) for values that do not fit together."""
 
     @property
     def goal(self) -> str | None:
@@ -193,6 +223,21 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def _grouped(cls: type) -> dict[str, list[dataclasses.Field[Any]]]:
+    """Title in the help -> its fields. A workload's field stands under the base of TrainConfig that its class extends,
+    else under `model`."""
+    found: dict[str, list[dataclasses.Field[Any]]] = {}
+    if issubclass(cls, TrainConfig):
+        first, *others = (base.__name__.lower() for base in TrainConfig.__bases__)
+        found = {title: [] for title in (first, "model", *others)}
+    for field in dataclasses.fields(cls):
+        declared = next(each for each in reversed(cls.__mro__) if field.name in inspect.get_annotations(each))
+        bases = [base.__name__.lower() for base in TrainConfig.__bases__ if issubclass(declared, base)]
+        title = "model" if len(bases) > 1 or issubclass(declared, TrainConfig) else "".join(bases)
+        found.setdefault(title, []).append(field)
+    return {title: fields for title, fields in found.items() if fields}
+
+
 def parser_for(cls: type, *, prog: str, purpose: str, positionals: Sequence[str] = ()) -> Any:
     """A jsonargparse parser with one flag per field of `cls`; `purpose` heads the help and shows examples."""
     from jsonargparse import ArgumentParser, DefaultHelpFormatter
@@ -216,15 +261,18 @@ def parser_for(cls: type, *, prog: str, purpose: str, positionals: Sequence[str]
     )
     parser.add_argument("--config", action="config", help="TOML file with values for the flags below")
     hints, docs = get_type_hints(cls), field_docs(cls)
-    for field in dataclasses.fields(cls):
-        if field.name in positionals:
-            parser.add_argument(field.name, type=hints[field.name], help=docs[field.name])
-        elif field.default is False and hints[field.name] is bool:
-            parser.add_argument(flag(field.name), action="store_true", help=docs[field.name])
-        elif field.default is dataclasses.MISSING:
-            parser.add_argument(flag(field.name), type=hints[field.name], required=True, help=docs[field.name])
-        else:
-            parser.add_argument(flag(field.name), type=hints[field.name], default=field.default, help=docs[field.name])
+    for title, fields in _grouped(cls).items():
+        group = parser.add_argument_group(title) if title else parser
+        for field in fields:
+            kind: dict[str, Any] = {"type": hints[field.name], "help": docs[field.name]}
+            if field.name in positionals:
+                group.add_argument(field.name, **kind)
+            elif field.default is False and hints[field.name] is bool:
+                group.add_argument(flag(field.name), action="store_true", help=docs[field.name])
+            elif field.default is dataclasses.MISSING:
+                group.add_argument(flag(field.name), required=True, **kind)
+            else:
+                group.add_argument(flag(field.name), default=field.default, **kind)
     return parser
 
 

@@ -24,13 +24,19 @@ WORKLOAD = "resnet"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ResNetConfig(configuration.TrainConfig):
-    """What this workload is told besides."""
+class ResNetData(configuration.Data):
+    """Images, and their size."""
 
     data: str = "digits"
     """'digits', or a folder made by `hvdtrain data images`"""
     image_size: str | None = None
     """N or WIDTHxHEIGHT that digits are resized to (default: 32); a prepared folder has its own"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResNetConfig(ResNetData, configuration.TrainConfig):
+    """What this workload is told besides."""
+
     width: float = 1.0
     """Channels relative to ResNet-34"""
     zero_gamma: bool = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -86,6 +87,14 @@ def test_train_is_the_workload_s_entry_point() -> None:
     ]
     assert {"captioning", "resnet"} <= set(listed)
     assert "did you mean --batch-size?" in hvdtrain("train", "resnet", "--batchsize", "3").stderr
+
+
+def test_training_s_help_groups_flags() -> None:
+    told = hvdtrain("train", "resnet", "--help").stdout
+    groups = dict(re.findall(r"^(\w+):\n((?:  .*\n|\n)*)", told, re.MULTILINE))
+    assert list(groups)[-6:] == ["data", "model", "optimisation", "exchange", "run", "measuring"]
+    for title, word in {"data": "image-size", "model": "width", "exchange": "strategy", "measuring": "monitor"}.items():
+        assert f"--{word} " in groups[title]
 
 
 def test_what_was_meant_by_a_flag_of_training() -> None:

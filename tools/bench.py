@@ -21,9 +21,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
@@ -33,6 +34,7 @@ EPOCHS = 3
 OURS = {"ours": [], "monitored": ["--monitor", "power,resources"], "native": ["--strategy", "native"]}
 HEADS = ("what", "measured: median [min .. max]", "baseline", "goal")
 SAMPLER = "hvdtrain.monitors"
+T = TypeVar("T")
 LOOK_S = 1.0  # between two looks at the sampler's processor time, whether there is a sampler or not
 
 
@@ -86,20 +88,28 @@ def spread(values: list[float], digits: int) -> str:
     return f"{statistics.median(values):.{digits}f} [{min(values):.{digits}f} .. {max(values):.{digits}f}]"
 
 
-def measure_loop(framework: str, rounds: int, folder: Path) -> dict[str, Any]:
-    """Our loop in its variants and the bare one, in turn: for each what `launch` returned, round by round."""
-    found: dict[str, Any] = {name: [] for name in [*OURS, "bare"]}
+def in_turn(ways: Mapping[str, Callable[[int], T]], rounds: int, told: str) -> dict[str, list[T]]:
+    """What each way returned, round by round; every other round goes backwards."""
+    found: dict[str, list[T]] = {name: [] for name in ways}
     for number in range(rounds):
-        for name in list(found) if number % 2 == 0 else reversed(found):
-            if name == "bare":
-                found[name].append(launch(["tools/bare_loop.py", framework, "--epochs", str(EPOCHS)]))
-                continue
-            run = folder / f"{framework}-{name}-{number}"
-            flags = ["--framework", framework, "--epochs", str(EPOCHS), "--checkpoint-epochs", "0", "--json"]
-            program = ["-m", "hvdtrain.resnet", *flags, *OURS[name], "--run-dir", str(run)]
-            found[name].append(launch(program, run / "metrics" / "rank0000.jsonl"))
-        print(f"bench: {framework} round {number + 1}/{rounds} done", file=sys.stderr, flush=True)
+        for name in list(ways) if number % 2 == 0 else reversed(list(ways)):
+            found[name].append(ways[name](number))
+        print(f"bench: {told}, round {number + 1}/{rounds} done", file=sys.stderr, flush=True)
     return found
+
+
+def measure_loop(framework: str, rounds: int, folder: Path) -> dict[str, Any]:
+    """Our loop in its variants and the bare one: for each what `launch` returned, round by round."""
+
+    def ours(number: int, name: str) -> dict[str, Any]:
+        run = folder / f"{framework}-{name}-{number}"
+        flags = ["--framework", framework, "--epochs", str(EPOCHS), "--checkpoint-epochs", "0", "--json"]
+        program = ["-m", "hvdtrain.resnet", *flags, *OURS[name], "--run-dir", str(run)]
+        return launch(program, run / "metrics" / "rank0000.jsonl")
+
+    ways: dict[str, Callable[[int], dict[str, Any]]] = {name: partial(ours, name=name) for name in OURS}
+    ways["bare"] = lambda number: launch(["tools/bare_loop.py", framework, "--epochs", str(EPOCHS)])
+    return in_turn(ways, rounds, framework)
 
 
 def ratios(found: dict[str, Any], one: str, other: str) -> list[float]:
@@ -107,25 +117,34 @@ def ratios(found: dict[str, Any], one: str, other: str) -> list[float]:
     return [a["samples_per_s"] / b["samples_per_s"] for a, b in zip(found[one], found[other], strict=True)]
 
 
+def values(runs: list[dict[str, Any]], field: str, factor: float = 1.0) -> list[float]:
+    return [factor * run[field] for run in runs if run.get(field) is not None]
+
+
+def loop_rows(found: dict[str, Any], samples: str) -> list[tuple[str, str, str, str]]:
+    """Our loop beside the bare one, as rows of the table."""
+    ours, bare = found["ours"], found["bare"]
+    bare_mb = spread(values(bare, "peak_rss_bytes", 1e-6), 0)
+    return [
+        (f"{samples}/s, ours", spread(values(ours, "samples_per_s"), 1), "", ""),
+        (f"{samples}/s, bare Horovod loop", spread(values(bare, "samples_per_s"), 1), "", ""),
+        ("ours / bare, round by round", spread(ratios(found, "ours", "bare"), 3), "1 = bare loop", ">= 0.98"),
+        ("waiting for data, % of time", spread(values(ours, "data_share", 100), 2), "0", "<= 1"),
+        ("peak RSS per rank, MB", spread(values(ours, "peak_rss_bytes", 1e-6), 0), f"bare {bare_mb}", ""),
+    ]
+
+
 def framework_rows(found: dict[str, Any]) -> list[tuple[str, str, str, str]]:
     """What was measured of one framework, as rows of the table."""
-
-    def values(name: str, field: str, factor: float = 1.0) -> list[float]:
-        return [factor * run[field] for run in found[name] if run.get(field) is not None]
-
     slower = [100 * (1 / ratio - 1) for ratio in ratios(found, "monitored", "ours")]
-    bare_mb = spread(values("bare", "peak_rss_bytes", 1e-6), 0)
+    sampler = spread(values(found["monitored"], "sampler_cpu_percent"), 2)
     return [
-        ("images/s, ours", spread(values("ours", "samples_per_s"), 1), "", ""),
-        ("images/s, ours with --strategy native", spread(values("native", "samples_per_s"), 1), "", ""),
-        ("images/s, bare Horovod loop", spread(values("bare", "samples_per_s"), 1), "", ""),
-        ("ours / bare, round by round", spread(ratios(found, "ours", "bare"), 3), "1 = bare loop", ">= 0.98"),
+        *loop_rows(found, "images"),
+        ("launch to first step, s", spread(values(found["ours"], "launch_s"), 1), "", ""),
+        ("images/s, ours with --strategy native", spread(values(found["native"], "samples_per_s"), 1), "", ""),
         ("native / bare, round by round", spread(ratios(found, "native", "bare"), 3), "1 = bare loop", ""),
         ("step time added by all monitors, %", spread(slower, 2), "monitors off", "<= 1"),
-        ("sampler's processor time, % of a core", spread(values("monitored", "sampler_cpu_percent"), 2), "0", "<= 1"),
-        ("waiting for data, % of time", spread(values("ours", "data_share", 100), 2), "0", "<= 1"),
-        ("launch to first step, s", spread(values("ours", "launch_s"), 1), "", ""),
-        ("peak RSS per rank, MB", spread(values("ours", "peak_rss_bytes", 1e-6), 0), f"bare {bare_mb}", ""),
+        ("sampler's processor time, % of a core", sampler, "0", "<= 1"),
     ]
 
 

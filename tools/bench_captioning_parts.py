@@ -2,10 +2,9 @@
 
     OMP_NUM_THREADS=1 python tools/bench_captioning_parts.py torch --run results/RUN --rounds 3
 
-Captions: of 256 test pictures, greedily by the model of a run that trained on `shapes`; all together, one after the
-other, and one after the other with the whole caption read anew for each word, as Lucero's (2022) script does. Features:
-`features.extract` of random pictures through VGG16 with random weights, and the same network called with nothing round
-it. Rounds take turns, every other one backwards. Prints one JSON line: of each way what it made per second, by round.
+Captions: of 256 test pictures, greedily by the model of a run that trained on `shapes`, all together and one by one.
+Features: `features.extract` of random pictures through VGG16 with random weights, and the same network called with
+nothing round it. Prints one JSON line: of each way what it made per second, by round.
 """
 
 from __future__ import annotations
@@ -16,75 +15,20 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from bench import in_turn
 
 from hvdtrain import world
 from hvdtrain.captions import features, generation, trained
 from hvdtrain.captions.load import load
-from hvdtrain.captions.vocabulary import END, START
 from hvdtrain.models import vgg16
 
 PICTURES = 256
 FEATURE_BATCH = 16
-Words = list[list[int]]
-
-
-def one_by_one(writer: generation.Writer, inputs: np.ndarray) -> Words:
-    """Greedy writing as one would write it down: a picture, a word, the next word."""
-    written = []
-    for picture in inputs:
-        encoded = writer.encode(picture[None])
-        hidden, cell, words = np.zeros_like(encoded), np.zeros_like(encoded), [START]
-        while len(words) <= generation.WORDS_LIMIT:
-            log_probs, hidden, cell = writer.step(encoded, np.array(words[-1:]), hidden, cell)
-            log_probs = log_probs.copy()
-            log_probs[:, generation.UNWRITTEN] = -np.inf
-            if (word := int(log_probs.argmax())) == END:
-                break
-            words.append(word)
-        written.append(words[1:])
-    return written
-
-
-def word_by_word(model: Any, framework: str, inputs: np.ndarray) -> Words:
-    """The same, but everything said so far is read again, and the picture seen again, for each word."""
-    chances = _torch_chances(model) if framework == "torch" else _tensorflow_chances(model, inputs)
-    written = []
-    for picture in inputs:
-        words = [START]
-        while len(words) <= generation.WORDS_LIMIT:
-            last = chances(picture[None], np.array([[*words, END]])).copy()  # END stands where the next word will
-            last[list(generation.UNWRITTEN)] = -np.inf
-            if (word := int(last.argmax())) == END:
-                break
-            words.append(word)
-        written.append(words[1:])
-    return written
-
-
-def _torch_chances(model: Any) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
-    import torch
-
-    key = torch.zeros(2, dtype=torch.int64)
-    model.eval()
-
-    def chances(picture: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        with torch.inference_mode():
-            return np.asarray(model(torch.from_numpy(picture), torch.from_numpy(tokens), key)[0][-1].numpy())
-
-    return chances
-
-
-def _tensorflow_chances(model: Any, inputs: np.ndarray) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
-    import tensorflow as tf
-
-    key = tf.zeros(2, tf.int64)
-    types = [tf.TensorSpec((None, *inputs.shape[1:]), tf.uint8), tf.TensorSpec((None, None), tf.int64)]
-    graph = tf.function(lambda picture, tokens: model(picture, tokens, key, False)[0][-1], input_signature=types)
-    return lambda picture, tokens: np.asarray(graph(tf.constant(picture), tf.constant(tokens)).numpy())
 
 
 def network(framework: str) -> features.Encoder:
@@ -99,33 +43,30 @@ def network(framework: str) -> features.Encoder:
     return Vgg16TF(arrays, "torchvision")
 
 
-def in_turn(ways: Mapping[str, Callable[[], object]], count: int, rounds: int) -> dict[str, list[float]]:
+def per_second(ways: Mapping[str, Callable[[], object]], count: int, rounds: int) -> dict[str, list[float]]:
     """How much of `count` each way does per second, by round; the first call of each is not counted."""
-    found: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(rounds + 1):
-        for name in list(ways) if number % 2 else reversed(list(ways)):
-            began_s = time.perf_counter()
-            ways[name]()
-            if number:
-                found[name].append(count / (time.perf_counter() - began_s))
-    return found
+
+    def timed(number: int, way: Callable[[], object]) -> float:
+        began_s = time.perf_counter()
+        way()
+        return count / (time.perf_counter() - began_s)
+
+    found = in_turn({name: partial(timed, way=way) for name, way in ways.items()}, rounds + 1, "parts")
+    return {name: each[1:] for name, each in found.items()}
 
 
 def bench_captions(framework: str, run: Path, rounds: int) -> dict[str, Any]:
-    """Captions per second of the three ways, and of how many pictures all of them say the same."""
-    left = trained.open_run(run)
-    writer, _ = trained.model(left, framework, None)
+    """Captions per second written together and one by one, and of how many pictures both say the same."""
+    writer, _ = trained.model(trained.open_run(run), framework, None)
     inputs = np.array(load("shapes").test.inputs[:PICTURES])
-    said: dict[str, Words] = {}
+    said: dict[str, list[list[int]]] = {}
     ways = {
         "batched": lambda: said.update(batched=generation.write(writer, inputs)),
-        "one_by_one": lambda: said.update(one_by_one=one_by_one(writer, inputs)),
-        "word_by_word": lambda: said.update(word_by_word=word_by_word(writer, framework, inputs)),
+        "one_by_one": lambda: said.update(one_by_one=[generation.write(writer, one[None])[0] for one in inputs]),
     }
-    found: dict[str, Any] = {**in_turn(ways, len(inputs), rounds)}
-    same = sum(len({tuple(words) for words in three}) == 1 for three in zip(*said.values(), strict=True))
-    words = sum(map(len, said["batched"])) / len(inputs)
-    return found | {"pictures": len(inputs), "same": same, "words_per_caption": words}
+    found: dict[str, Any] = {**per_second(ways, len(inputs), rounds)}
+    same = sum(together == alone for together, alone in zip(*said.values(), strict=True))
+    return found | {"pictures": len(inputs), "same": same}
 
 
 def bench_features(framework: str, count: int, rounds: int) -> dict[str, Any]:
@@ -144,7 +85,7 @@ def bench_features(framework: str, count: int, rounds: int) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory(prefix="hvdtrain-bench-") as cache:
         os.environ["XDG_CACHE_HOME"] = cache
-        found = in_turn({"ours": ours, "bare": bare}, count, rounds)
+        found = per_second({"ours": ours, "bare": bare}, count, rounds)
     return {**found, "images": count}
 
 

@@ -30,8 +30,9 @@ bench: setup  ## measure the training loop against a bare Horovod loop: BENCH_AR
 bench-network: setup  ## allreduce over virtual hosts against the limit of the wire (root): BENCH_ARGS='--rates 10mbit'
 	. .venv/bin/activate && python tools/bench_network.py $(BENCH_ARGS)
 
-bench-strategies: setup  ## every strategy to a test accuracy at 10, 100, 1000 Mbit/s (root): BENCH_ARGS='--quick --json'
-	. .venv/bin/activate && python tools/bench_strategies.py $(BENCH_ARGS)
+bench-strategies: setup  ## every strategy to a test accuracy at 10, 100, 1000 Mbit/s (root): BENCH_ARGS='--set seed=1'
+	. .venv/bin/activate && hvdtrain sweep launch/sweeps/strategies.toml $(BENCH_ARGS)
+	. .venv/bin/activate && hvdtrain results strategies results/strategies
 
 gpu-check:  ## try everything on this machine's GPU, no network needed: PYTHON=python3 WHEELS=dir GPU_ARGS=--dry-run
 	$(or $(PYTHON),python3) tools/gpu_check.py $(if $(WHEELS),--wheels $(WHEELS)) $(GPU_ARGS)

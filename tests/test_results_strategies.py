@@ -76,6 +76,8 @@ def test_each_figure_equals_an_independent_calculation(tmp_path: Path, capsys: p
     assert (one["reached"], found["reached"], found["n"]) == ("3 of 3", "2 of 3", 3)
     assert found["train_to_target_s"]["mean"] == pytest.approx(sum(times) / 2)
     assert found["steps_to_target"]["mean"] == 3 * STEPS
+    assert found["crossed_s"]["mean"] == pytest.approx(found["train_to_target_s"]["mean"]), "0.95 on the point"
+    assert one["crossed_s"]["mean"] == pytest.approx(one["train_to_target_s"]["mean"] / 2 * (1 + 0.45 / 0.46))
     expected = ratio(summary(base), summary(times))
     assert expected is not None
     assert found["speedup"] == pytest.approx({"mean": expected.mean, "low": expected.low, "high": expected.high})

@@ -31,6 +31,8 @@ class Reached:
     """Since the start of the run"""
     train_s: float
     """Seconds of training until that epoch's end"""
+    crossed_s: float
+    """The same until a straight line from the epoch before, if there is one, crosses the target"""
     end_to_end_s: float
     """With validation, that epoch's included, and the checkpoints before"""
 
@@ -39,10 +41,15 @@ def reached(run_dir: str, target: float) -> Reached | None:
     """When the run's headline score reached the target; None if it never did. Raises Failure (65, 74)."""
     about, known = scores.row(load.manifest(run_dir).measure, run_dir)
     better = known[about["headline"]].better
+    before: tuple[float, float] | None = None
     for timed in metrics.epochs(load.metrics_file(run_dir)):
-        value = timed.epoch.validation_scores.get(about["headline"])
+        value, train_s = timed.epoch.validation_scores.get(about["headline"]), timed.trained_s
         if value is not None and not better(target, value):
-            return Reached(timed.epoch.epoch + 1, timed.epoch.step, timed.trained_s, timed.elapsed_s)
+            crossed_s = train_s
+            if before is not None:
+                crossed_s = before[0] + (train_s - before[0]) * (target - before[1]) / (value - before[1])
+            return Reached(timed.epoch.epoch + 1, timed.epoch.step, train_s, crossed_s, timed.elapsed_s)
+        before = before if value is None else (train_s, value)
     return None
 
 

@@ -25,9 +25,9 @@ ALIKE = (*alike.PER_HOST, "global_batch")
 """What all groups of a section, and the one host that they are compared with, have in common"""
 NOTES = (
     "to target: seconds of training (evaluation and checkpoints outside) until the end of the first epoch whose "
-    "headline score (accuracy ...), on the split evaluated after each epoch, is as good as the target; nothing "
-    "interpolated. Times, steps and bytes are means over the runs that got there: where some did not, they flatter the "
-    "strategy",
+    "headline score (accuracy ...), on the split evaluated after each epoch, is as good as the target; between epochs: "
+    "until a straight line from the epoch before crosses it, since one picture more or less may be an epoch. Times, "
+    "steps and bytes are means over the runs that got there: where some did not, they flatter the strategy",
     "speed-up: T / T_n over one host of the same model, data, epochs, global batch, precision, cores and threads, with "
     "its 95 % interval (Welch, on logarithms)",
     "per host: bytes of the busiest host's NIC, the larger of sent and received, of the whole run (headers, idle "
@@ -40,6 +40,7 @@ NOTES = (
 FIGURE_COLUMNS = (
     Column("train_to_target_s", "to target", "s"),
     Column("speedup", "speed-up"),
+    Column("crossed_s", "between epochs", "s", spread=False),
     Column("steps_to_target", "steps", spread=False),
     Column("bytes_to_target", "per host", "MB", 1e-6, spread=False),
     Column("own_limit_s_per_step", "limit", "ms", 1e3, spread=False),
@@ -48,6 +49,7 @@ FIGURE_COLUMNS = (
 )
 SPARE = (
     *("own_limit_s_per_step", "wire_efficiency", "steps_to_target", "n", "communication_share", "bytes_to_target"),
+    "crossed_s",
 )
 
 
@@ -154,7 +156,7 @@ def _speedup(group: Group, alone: Sequence[Group], measured: dict[int, dict[str,
 
 def _measured(group: Group, target: float, final: Sequence[Column], problems: list[Problem]) -> dict[str, Any]:
     """The group's figures; energy runs give no times."""
-    times, steps, sent = [], [], []
+    times, crossed, steps, sent = [], [], [], []
     several, count = (group.key["hosts"] or 1) > 1, 0
     columns = ("run_dir", "kind", "wire_bytes_per_step")
     for run_dir, kind, wire_bytes in zip(*(group.column(name) for name in columns), strict=True):
@@ -165,10 +167,12 @@ def _measured(group: Group, target: float, final: Sequence[Column], problems: li
         steps.append(float(there.steps))
         if kind == "timing":
             times.append(there.train_s)
+            crossed.append(there.crossed_s)
         if several and not groups.is_missing(wire_bytes):
             sent.append(wire_bytes * there.steps)
     figures: dict[str, Statistic | None] = {
         "train_to_target_s": summary(times),
+        "crossed_s": summary(crossed),
         "steps_to_target": summary(steps),
         "bytes_to_target": summary(sent),
     }

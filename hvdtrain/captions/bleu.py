@@ -5,10 +5,10 @@ mean of the corpus's precisions of 1- to n-grams, times a penalty where the capt
 All of it follows from ten counts, each a sum over captions: so parts of a corpus are counted wherever they are, the
 counts are added, and the score is that of the whole, exactly.
 
-Counting and scoring are sacrebleu's: no tokenizer (captions come as words joined by spaces), no smoothing, of several
-references the one whose length is closest (the shorter of two), an n-gram counted as often as in the reference that
-has most of it. Where every order has a match this is what the captioning community's own scripts give; where one has
-none the score is 0 here, and next to it there.
+Counting and scoring are sacrebleu's: no tokenizer (captions come as words joined by spaces), no smoothing, the
+reference length is that of the closest reference (the shorter of two), and an n-gram counts at most as often as in the
+reference that has most of it. Where every order has a match, the captioning community's own scripts give the same
+scores; where an order has none, the score is 0 here and nearly 0 there.
 """
 
 from __future__ import annotations
@@ -47,28 +47,28 @@ def statistics(captions: Sequence[str], references: Sequence[Sequence[str]]) -> 
 
 
 def scores(statistics: NDArray[np.float64]) -> dict[str, float]:
-    """BLEU-1..4 of the corpus that was counted, as {"bleu1": 0..1, ..., "bleu4": 0..1}; 0 where nothing was."""
+    """BLEU-1..4 of the corpus that was counted, as {"bleu1": 0..1, ..., "bleu4": 0..1}; 0 for an empty corpus."""
     words, closest, *counts = statistics.astype(np.int64).tolist()
     found = {}
     for order in range(1, ORDER + 1):
         matched, all_of_them = counts[:order], counts[ORDER : ORDER + order]
         score = BLEU.compute_bleu(matched, all_of_them, words, closest, smooth_method="none", max_ngram_order=order)
-        found[f"bleu{order}"] = min(1.0, score.score / 100)  # of a perfect corpus it is 1 + 2e-16
+        found[f"bleu{order}"] = min(1.0, score.score / 100)  # a perfect corpus scores 1 + 2e-16
     return found
 
 
 def signature() -> str:
-    """sacrebleu's words for what these scores are, its version included; any number of references per caption."""
+    """sacrebleu's signature of these scores, with its version; the number of references per caption may vary."""
     metric = _metric()
-    metric.corpus_score(["a", "a"], _streams([["a"], ["a", "b"]]))  # the signature is that of a corpus it has seen
+    metric.corpus_score(["a", "a"], _streams([["a"], ["a", "b"]]))  # only a scored corpus gives the metric a signature
     return str(metric.get_signature())
 
 
 def _metric() -> BLEU:
-    """Of captions that may end in " .", which `force` keeps sacrebleu from warning of."""
+    """sacrebleu's metric; `force` silences its warning about captions that end in " ."."""
     return BLEU(max_ngram_order=ORDER, tokenize="none", smooth_method="none", force=True)
 
 
 def _streams(references: Sequence[Sequence[str]]) -> list[Any]:
-    """First references of all captions, second ones, and so on, None where a caption has fewer: sacrebleu's way."""
+    """The references as sacrebleu takes them: the first of all captions, then the second ones; None fills the gaps."""
     return list(zip_longest(*references))

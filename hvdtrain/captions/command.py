@@ -50,13 +50,13 @@ class Picture:
     pixels: Pixels
     """(height, width, 3), as the model wants it"""
     references: tuple[str, ...]
-    """What people said of it, empty if that is not known"""
+    """What people said of it; empty if unknown"""
     jpeg: bytes
-    """For the contact sheet, empty without one"""
+    """For the contact sheet; empty without one"""
 
 
 def main(arguments: list[str]) -> int:
-    """The command; its exit code. Raises Failure for a run, weights or data that will not do."""
+    """Runs the command and returns its exit code. Raises Failure if the run, its weights or its data are unusable."""
     asked = parser().parse_args(arguments)
     if bool(asked.pictures) == bool(asked.split):
         parser().error("name pictures and folders, or else --split train, validation or test")
@@ -144,10 +144,10 @@ def listed(paths: Sequence[Path], problems: list[dict[str, str]]) -> list[Path]:
 def opened(
     files: Sequence[Path], shape: tuple[int, int, int], problems: list[dict[str, str]], *, sheet: bool
 ) -> Iterator[Picture]:
-    """The good ones; those that cannot be read become problems."""
+    """Yields the pictures that can be read; the others are added to `problems`."""
     for path in files:
         try:
-            if not stat.S_ISREG(path.stat().st_mode):  # to read a pipe may never end
+            if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe may never end
                 raise ValueError("not a plain file")
             with warnings.catch_warnings():
                 warnings.simplefilter(
@@ -169,7 +169,7 @@ def captioned(
     vocabulary: Vocabulary,
     beam: int,
 ) -> list[Card]:
-    """Captions of the pictures, `count` or fewer, in their order; as many are in memory as are captioned together."""
+    """Captions `count` pictures or fewer, in their order. Only the pictures of one batch are in memory."""
     cards: list[Card] = []
     with Progress("captioning", count, "pictures") as progress:
         while some := [picture for _, picture in zip(range(generation.BATCH_SIZE), pictures, strict=False)]:

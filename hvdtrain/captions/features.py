@@ -120,7 +120,7 @@ def _parts(count: int, workers: Sequence[int], size: int) -> list[slice]:
 
 
 def _name(pictures: NDArray[np.uint8], key: dict[str, Any], world: Ranks) -> str:
-    """The same on all ranks. The first rank of each host reads the pictures, all of them: 1 s for each 1.5 GB."""
+    """The file's name, the same on all ranks. The first rank of each host hashes all pictures: 1 s for each 1.5 GB."""
     mine = _fingerprint(pictures) if world.local_rank == 0 else None
     prints = {found: host for host, found in world.gather([world.host, mine]) if found}
     if len(prints) > 1:
@@ -161,8 +161,8 @@ def _computed(
 
 @contextmanager
 def _own_part(path: Path, token: str, world: Ranks) -> Iterator[list[Path]]:
-    """All ranks' parts as files of this disk. Each rank has made its own, and so sees those of whom it shares it with;
-    each removes its own in the end."""
+    """The paths of all ranks' parts on this disk. Each rank creates its own file, so a rank sees the files of the ranks
+    that share its disk. Each rank removes its own file at the end."""
     path.parent.mkdir(parents=True, exist_ok=True)
     for left in path.parent.glob(f".{path.stem}.*.part"):
         with suppress(FileNotFoundError):  # another rank of this disk was faster
@@ -218,7 +218,7 @@ def _join(path: Path, count: int, has: bool, files: Sequence[Path], parts: Seque
             unfinished.rename(path)
         finally:
             unfinished.unlink(missing_ok=True)
-    collections.deque(chunks, maxlen=0)  # who does not join may have to send, too
+    collections.deque(chunks, maxlen=0)  # a rank that does not join may still have to send its part
     world.gather(None)  # the others may open it now
 
 
@@ -251,14 +251,14 @@ def _unpacked(packed: bytes, count: int) -> NDArray[np.float32]:
 
 
 def _head(count: int) -> bytes:
-    """What stands before the array in a .npy file."""
+    """The header of the .npy file."""
     head = io.BytesIO()
     np.lib.format.write_array_header_1_0(head, {"descr": "<f4", "fortran_order": False, "shape": (count, FEATURES)})
     return head.getvalue()
 
 
 def _opened(path: Path, count: int) -> NDArray[np.float32] | None:
-    """The features in the cache's file, None if there is none that is sound."""
+    """The features in the cache's file; None if there is no intact file."""
     head = _head(count)
     size = len(head) + count * ROW_BYTES
     try:
@@ -285,7 +285,7 @@ def _digest(file: BinaryIO, size: int) -> bytes:
 
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """Turns what the system says into one line that tells what to do."""
+    """Turns an error of the system into one line that says what to do."""
     try:
         yield
     except OSError as error:

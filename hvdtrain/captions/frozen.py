@@ -1,4 +1,4 @@
-"""The encoder that is not trained: VGG16 as its weights file is, in either framework."""
+"""The frozen encoder: VGG16 with the weights of a file, in either framework."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from hvdtrain.exits import BAD_CONFIG, Failure
 from hvdtrain.models import vgg16, vgg16_weights
 
 RANDOM = "random"
-"""In place of a file: weights that have seen nothing, to try the way"""
+"""In place of a file: random weights, to try everything without the real ones"""
 
 
 def digest(weights: str, image_size: tuple[int, int]) -> str:
-    """What tells these weights, and their preprocessing, from others. Raises Failure: 65 for a file that is missing or
-    foreign, 78 for pictures (width, height) that VGG16 does not take."""
+    """A digest of the weights and their preprocessing. Raises Failure: 65 for a file that is missing or foreign, 78 for
+    pictures (width, height) that VGG16 does not take."""
     if image_size != vgg16.IMAGE_SIZE:
         asked, given = ("{}x{}".format(*size) for size in (vgg16.IMAGE_SIZE, image_size))
         raise Failure(

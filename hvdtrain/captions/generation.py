@@ -1,4 +1,4 @@
-"""Captions word by word, by the best of several beginnings, and what a split's captions score; blind to the framework.
+"""Beam search: writes captions word by word with a model of either framework, and scores a split's captions.
 
 Which caption: the one whose mean log-probability per token is highest, END counted as a token, among those that the
 search below finishes. That is the sum of its words' log-probabilities and END's, divided by its words + 1; the plain
@@ -9,7 +9,7 @@ The search of beam B (Show and Tell's: Vinyals et al., CVPR 2015, section 4.2) h
 caption. In each step every beginning is continued by every word, and the best by sum of log-probabilities get the
 places; one that ends takes its place out of the search for good. The search is over when no place is left, or when no
 beginning could still beat the best caption even if all its further words were certain. After the last word allowed
-only END may follow. Equals are ordered by place, and then the lower word goes first. With B = 1 this is greedy
+only END may follow. Ties go to the better place, then to the lower word. With B = 1 this is greedy
 writing; with B as large as the number of all captions it finds the best of them.
 
 All pictures of a batch take a step together, and those that are done leave the batch. Each is searched by itself, so
@@ -42,10 +42,10 @@ BATCH_SIZE = 256
 
 
 class Writer(Protocol):
-    """A captioning model that is asked for one word at a time; nothing in it is random or learnt from."""
+    """A captioning model in evaluation, which gives one word at a time."""
 
     def encode(self, inputs: NDArray[Any], /) -> Floats:
-        """What the model keeps of N pictures, (N, H)."""
+        """The encoded pictures, (N, H)."""
         ...
 
     def step(
@@ -67,8 +67,8 @@ def write(
 ) -> list[list[int]]:
     """The caption of each of the inputs, as words without START and END; one that the model ends at once is empty.
 
-    `inputs` (N, ...) are what the model's encoder takes; they may be a memory map. `done` is told how many pictures
-    were captioned since it was last called. Raises Failure (78) for a beam or limit below 1.
+    `inputs` (N, ...) are what the model's encoder takes; they may be a memory map. `done` is called with the number
+    of pictures captioned since its last call. Raises Failure (78) for a beam or limit below 1.
     """
     for name, value in (("beam", beam), ("words_limit", words_limit), ("batch_size", batch_size)):
         if value < 1:
@@ -131,7 +131,7 @@ def _search(writer: Writer, encoded: Floats, words_limit: int, beam: int) -> lis
         parent = np.repeat(np.arange(len(owner)), nexts.shape[1])
         sums, nexts = (total[:, None] + gains).ravel(), nexts.ravel()
 
-        # The places go to the best of each picture; lexsort leaves equals in the order of their places and words.
+        # The best of each picture get its places; lexsort keeps ties in the order of their places and words.
         order = np.lexsort((-sums, owner[parent]))
         order = order[sums[order] > -np.inf]
         whose = owner[parent[order]]
@@ -146,7 +146,7 @@ def _search(writer: Writer, encoded: Floats, words_limit: int, beam: int) -> lis
             if score > best[picture]:
                 best[picture], captions[picture] = score, words[parent[row], 1:].tolist()
 
-        # A picture goes on if the sum of its best beginning, which can only fall, may still make the better mean.
+        # A picture goes on while its best beginning, whose sum can only fall, may still end with a better mean.
         hope = np.full(pictures, -np.inf)
         np.maximum.at(hope, owner[~ended], sums[~ended] / (words_limit + 1))
         on = ~ended & (hope > best)[owner]
@@ -159,15 +159,15 @@ def _search(writer: Writer, encoded: Floats, words_limit: int, beam: int) -> lis
 
 
 def _best_words(log_probs: Floats, count: int) -> tuple[NDArray[np.int64], Floats]:
-    """The `count` likeliest words of each row and their log-probabilities, (n, count) each; of equals the lower first.
+    """The `count` likeliest words of each row and their log-probabilities, (n, count) each; ties go to the lower word.
 
-    A word that cannot be written has -inf, as has what is not a number.
+    Words that are never written, and NaN, count as -inf.
     """
     left = np.fmax(log_probs, np.float32(-np.inf))  # a copy; frameworks lend memory that is theirs
     left[:, UNWRITTEN] = -np.inf
     rows, count = np.arange(len(left)), min(count, left.shape[1])
     words, values = np.empty((len(left), count), np.int64), np.empty((len(left), count), left.dtype)
-    for place in range(count):  # argmax finds the first of equals, which no partial sort promises
+    for place in range(count):  # argmax gives the first of equal values, a partial sort need not
         words[:, place] = chosen = left.argmax(axis=1)
         values[:, place] = left[rows, chosen]
         left[rows, chosen] = -np.inf

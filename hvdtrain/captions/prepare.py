@@ -80,7 +80,7 @@ class CaptionsConfig:
     seed: int = 0
     """Which pictures go where, and the order of rows; the same seed gives the same bytes."""
     on_bad_sample: Literal["fail", "skip"] = "fail"
-    """What to do about a caption or a picture that will not do: stop and name it, or leave it out and list it."""
+    """What to do about an unusable caption or picture: stop and name it, or leave it out and list it."""
     max_bad_samples: int = 100
     """With skip: stop when there are more than this many."""
     workers: int = 0
@@ -99,7 +99,7 @@ class CaptionsConfig:
                 " example 6000/1000/1000",
                 BAD_CONFIG,
             )
-        _ = self.images  # which checks what it shares with us
+        _ = self.images  # its constructor checks the fields that both have
 
     @property
     def shares(self) -> tuple[Fraction, ...]:
@@ -115,7 +115,7 @@ class CaptionsConfig:
 
     @property
     def content(self) -> list[object]:
-        """All that the result depends on besides the source."""
+        """Everything except the source that the result depends on."""
         return [SCHEMA, PIL.__version__, self.size, self.min_count, self.max_words, self.split, self.seed]
 
 
@@ -125,7 +125,7 @@ class Plan:
 
     source: Source
     tree: Tree
-    """The pictures in the order of rows, labelled by part; the captions that will not do are its bad samples."""
+    """The pictures in the order of rows, labelled by part; the unusable captions are its bad samples."""
 
 
 def _plan(config: CaptionsConfig) -> Plan:
@@ -153,9 +153,9 @@ def _plan(config: CaptionsConfig) -> Plan:
 
 
 def prepare(config: CaptionsConfig) -> dict[str, Any]:
-    """Does it, and returns a summary fit for JSON.
+    """Prepares the data and returns a summary fit for JSON.
 
-    Raises Failure: BAD_DATA for a source, a caption or a picture that will not do, NO_PERMISSION for a folder that
+    Raises Failure: BAD_DATA for a source, a caption or a picture that is unusable, NO_PERMISSION for a folder that
     cannot be read, CANNOT_WRITE if the destination exists, IO_ERROR for a full disk, RESUMABLE when interrupted.
     """
     started_s = time.monotonic()
@@ -203,13 +203,13 @@ def _finish(config: CaptionsConfig, plan: Plan, result: Path, bad: Bad) -> dict[
             index["files"][name] = {"bytes": file.tell(), "sha256": digest}
         sync_file(path)
     write_json(result / "index.json", index)
-    (result / "samples.npy").rename(result / "pictures.npy")  # last: without its old name it would be made again
+    (result / "samples.npy").rename(result / "pictures.npy")  # last: a restart looks for the old name
     sync_file(result)
     return index
 
 
 def _vocabulary(config: CaptionsConfig, plan: Plan, rows: NDArray[np.int64]) -> Vocabulary:
-    """Of the captions of those rows that are for training."""
+    """The vocabulary of the training captions among `rows`."""
     told = (plan.source.captions[plan.tree.files[row]] for row in rows if plan.tree.labels[row] == 0)
     return Vocabulary.build((sentence for sentences in told for sentence in sentences), config.min_count)
 

@@ -40,7 +40,7 @@ SHAPES = {"circle": "circles", "square": "squares", "triangle": "triangles", "cr
 GROUPS = 3 * len(SIZES) * len(COLOURS) * len(SHAPES)
 ALONG = {1: (32,), 2: (20, 44), 3: (11, 32, 53)}  # where a group's things are on its long side, in pixels
 ACROSS = (16, 48)  # where the two groups are
-JITTER = (1, 3)  # how far a thing may be from there along and across, in pixels; three large ones never touch
+JITTER = (1, 3)  # how far a thing may be displaced along and across, in pixels; three large ones never touch
 GROUND, NOISE = 50, 12  # the ground's brightest gray, and the height of the noise on it
 
 
@@ -70,7 +70,7 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class Scene:
-    """Two groups: left and right of each other, or the first above the second."""
+    """Two groups: the first left of the second, or above it."""
 
     first: Group
     second: Group
@@ -78,7 +78,7 @@ class Scene:
 
     @classmethod
     def of(cls, number: int) -> Scene:
-        """Scene `number` of 2 * GROUPS^2, each of which is another one."""
+        """Scene `number` of the 2 * GROUPS^2 different ones."""
         stacked, pair = divmod(number, GROUPS**2)
         first, second = (_group(part) for part in divmod(pair, GROUPS))
         return cls(first=first, second=second, stacked=bool(stacked))

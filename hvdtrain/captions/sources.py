@@ -40,15 +40,15 @@ PICTURES = (".jpg", ".jpeg", ".png", ".gif", ".bmp", ".tif", ".tiff", ".webp")
 
 @dataclass(kw_only=True)
 class Source:
-    """What was found below `root`."""
+    """The captions and the cut that were found below `root`."""
 
     root: Path
     file: str = ""
     """The captions, relative to `root`."""
     captions: dict[str, list[str]] = field(default_factory=dict)
-    """Picture, relative to `root` -> its cleaned sentences, at least one, as far as they are of use."""
+    """Picture, relative to `root` -> its usable cleaned sentences, at least one."""
     parts: dict[str, int] | None = None
-    """Picture -> 0, 1, 2 for train, validation, test, as the source cuts them; None if it does not."""
+    """Picture -> 0, 1, 2 for train, validation, test; None if the source has no cut."""
     problems: dict[str, str] = field(default_factory=dict)
     """file:line, or a picture -> why it is left out."""
     crlf_lines: int = 0
@@ -72,7 +72,7 @@ class Line:
 def find(root: Path, max_words: int) -> Source:
     """Reads what is below `root`; a caption may have `max_words` words.
 
-    Raises Failure: BAD_DATA if none of the formats is there or a file as a whole will not do, NO_PERMISSION or IO_ERROR
+    Raises Failure: BAD_DATA if none of the formats is there or a whole file is unusable, NO_PERMISSION or IO_ERROR
     if something cannot be read. What is wrong with single captions and pictures is in the result's `problems`.
     """
     if not root.is_dir():
@@ -149,7 +149,7 @@ class _Reader:
         return self.files.get(Path(name).name, [])
 
     def _picture(self, name: str) -> tuple[str, str]:
-        """(path relative to root, or the name itself if there is none; why it is of no use or '')."""
+        """(path relative to root, or the name itself if there is no such picture; why it is unusable, or '')."""
         paths = self._called(name)
         if len(paths) > 1:
             paths = [path for path in paths if f"/{path}".endswith(f"/{name}")]
@@ -160,7 +160,7 @@ class _Reader:
         return paths[0], self.refused.get(paths[0], "")
 
     def _lines(self) -> Iterator[Line]:
-        """The captions, of whatever format."""
+        """The captions, in whichever format they are."""
         for name, read in ((TOKENS, self._tokens), (TABLE, self._table)):
             if self._one(self.files.get(name, [])):
                 self.source.file = self.files[name][0]

@@ -1,8 +1,8 @@
-"""What a captioning run left behind, as a model that writes: from the run's folder alone, on the processor.
+"""Opens the trained model of a captioning run's folder, on the CPU.
 
-The folder's manifest tells the model's sizes, its vocabulary the words, its best checkpoint the parameters. Either
-framework can take them, whichever trained them. Only the weights of a frozen encoder are elsewhere, where the manifest
-tells; they are recognised by their digest.
+The folder's manifest holds the model's sizes, vocabulary.json the words, the best checkpoint the parameters. Either
+framework can load them, whichever trained them. Only the weights of a frozen encoder are elsewhere; the manifest names
+their file and its digest.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Encode = Callable[[Pixels], NDArray[Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What a run left behind."""
+    """A run's trained model."""
 
     config: dict[str, Any]
     spec: captioner.CaptionerSpec
@@ -83,7 +83,7 @@ def open_run(folder: Path) -> Trained:
 
 
 def model(trained: Trained, framework: str, weights: str | None) -> tuple[generation.Writer, Encode]:
-    """The trained model on the processor, and what makes its inputs of pictures (N, height, width, 3) uint8."""
+    """The trained model on the CPU, and the function that makes its inputs of pictures (N, height, width, 3) uint8."""
     used = threads.per_rank(0, world.place(), math.inf)
     used.use()
     writer: Any
@@ -107,7 +107,7 @@ def model(trained: Trained, framework: str, weights: str | None) -> tuple[genera
 
 
 def vgg16(trained: Trained, framework: str, weights: str | None) -> Encode:
-    """The frozen encoder that the model was trained behind. Raises Failure (65) for other weights."""
+    """The frozen encoder whose features the model was trained on. Raises Failure (65) for other weights."""
     path = weights or trained.config["weights"]
     if frozen.digest(path, trained.spec.image_size) != trained.encoder:
         raise Failure(f"{path}: not the weights that the run was trained with; name those by --weights", exits.BAD_DATA)

@@ -121,11 +121,11 @@ class ImagesConfig:
 
     @property
     def shares(self) -> tuple[Fraction, ...]:
-        """Of train, validation and test, exact."""
+        """Shares of train, validation and test, exact."""
         return tuple(Fraction(part) / 100 for part in self.split.split("/"))
 
 
-# 1. Turn pictures into rows, and remember how far we are.
+# 1. Turn pictures into rows, and save how far the work is.
 
 
 @dataclass(kw_only=True)
@@ -133,19 +133,19 @@ class State:
     """What `.DST.unfinished` holds; on disk as its `state.json`."""
 
     settings: dict[str, Any]
-    """All of the config that the bytes depend on."""
+    """The settings that the result's bytes depend on."""
     pictures: str
     """Digest of the source."""
     rows: int = 0
-    """Rows that are surely on disk."""
+    """Rows that are known to be on disk."""
     bad: Bad
-    """Those of them that are not worth keeping."""
+    """The bad samples among these rows."""
 
 
 def prepare(config: ImagesConfig) -> dict[str, Any]:
-    """Does it, and returns a summary fit for JSON.
+    """Prepares the data and returns a summary fit for JSON.
 
-    Raises Failure: BAD_DATA for a source or a picture that will not do, NO_PERMISSION for a folder that cannot be
+    Raises Failure: BAD_DATA for a source or a picture that is unusable, NO_PERMISSION for a folder that cannot be
     read, CANNOT_WRITE if the destination exists, IO_ERROR for a full disk, RESUMABLE when interrupted.
     """
     started_s = time.monotonic()
@@ -184,7 +184,7 @@ def prepare(config: ImagesConfig) -> dict[str, Any]:
 
 
 def judge(config: ImagesConfig, tree: Tree, bad: Bad) -> None:
-    """Raises Failure if there are bad samples and the config does not put up with them."""
+    """Raises Failure if there are more bad samples than the config allows."""
     count = len(tree.bad) + len(bad)
     if count == 0 or (config.on_bad_sample == "skip" and count <= config.max_bad_samples):
         return
@@ -202,7 +202,7 @@ def named(tree: Tree, bad: Bad) -> dict[str, str]:
 
 @contextmanager
 def explained(destination: Path) -> Iterator[None]:
-    """Turns what the system says into one line that tells what to do."""
+    """Turns an error of the system into one line that says what to do."""
     again = "the same command continues"
     try:
         yield
@@ -263,7 +263,7 @@ def resume(config: ImagesConfig, tree: Tree, unfinished: Path) -> State:
             raise Failure(f"{unfinished} holds unfinished work with {', '.join(differs)}: {hint}", CANNOT_WRITE)
         if data["pictures"] == tree.digest and max(rows, *bad, 0) <= len(tree.files):
             return State(settings=settings, pictures=tree.digest, rows=rows, bad=bad)
-    saved.unlink(missing_ok=True)  # of other pictures, or of an array that is gone: nothing of it is of use
+    saved.unlink(missing_ok=True)  # it is of other pictures, or of an array that is gone
     array.parent.mkdir(exist_ok=True)
     head = npy_header(len(tree.files), config.row_shape, config.dtype)
     with array.open("wb") as file:
@@ -305,7 +305,7 @@ def convert_all(config: ImagesConfig, tree: Tree, array: Path, state: State) -> 
 
 
 def _commit(array: Path, state: State) -> None:
-    """First the rows, then the word that they are there."""
+    """Writes the rows to disk, then the state that counts them."""
     sync_file(array)
     write_json(array.parent.parent / "state.json", vars(state))
 
@@ -334,7 +334,7 @@ def _finish(config: ImagesConfig, tree: Tree, result: Path, bad: Bad) -> dict[st
 
 
 def drop_bad_rows(array: Path, config: ImagesConfig, rows: NDArray[np.int64]) -> None:
-    """Rewrites the array so that it holds `rows` in this order; without bad ones it does already."""
+    """Rewrites the array so that it holds only `rows`, in this order; does nothing if no row is bad."""
     head = npy_header(len(rows), config.row_shape, config.dtype)
     if array.stat().st_size == len(head) + len(rows) * config.row_bytes:
         return

@@ -1,6 +1,6 @@
 """One picture -> one row of an array, and the processes that do it on all cores.
 
-What is done to a picture is told at the head of hvdtrain.data.images.
+The docstring of hvdtrain.data.images says what is done to a picture.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Bad = dict[int, str]  # row -> what is wrong with its file
 
 
 def pixels(path: str, shape: tuple[int, int, int], fast_jpeg: bool = False) -> NDArray[np.uint8]:
-    """The picture at `path` as uint8 (height, width, channels = 1 or 3). Raises any exception if it is no good one."""
+    """The picture at `path` as uint8 (height, width, channels = 1 or 3). Raises any exception for an unusable file."""
     height, width, channels = shape
     mode = "L" if channels == 1 else "RGB"
     with Image.open(path, formats=FORMATS) as image:
@@ -89,7 +89,7 @@ def convert(chunk: Chunk) -> Bad:
 
 
 def reason(error: Exception, file: str) -> str:
-    """Why `file` is no usable picture, on one line."""
+    """Why `file` is no usable picture, in one line."""
     if isinstance(error, UnidentifiedImageError):
         return "empty file" if Path(file).stat().st_size == 0 else "no JPEG, PNG, GIF, BMP, TIFF or WebP picture"
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
@@ -119,7 +119,7 @@ def workers(count: int) -> Iterator[Callable[[Callable[[Chunk], Bad], Iterable[C
 
 
 def _start_worker() -> None:
-    """Ctrl-C is the parent's to handle; and a worker whose parent was killed goes too, as nobody will end it."""
+    """Leaves Ctrl-C to the parent, and ends the worker if its parent is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = parent_process()
     assert parent is not None

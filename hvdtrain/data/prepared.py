@@ -26,14 +26,14 @@ SCHEMA = "hvdtrain.images/1"
 FILES = ("samples.npy", "labels.npy")
 PARTS = ("train", "validation", "test")
 INDEX_BYTES = 64 * files.MIB  # it lists bad samples
-TOLD_BYTES = 10**9  # what takes seconds to verify
+TOLD_BYTES = 10**9  # verifying more than this takes seconds, so the user is told
 CHUNK_BYTES = 1 << 20  # small enough to be hashed from the processor's cache
 ONE = {"float16": (np.uint16, 0x3C00), "float32": (np.uint32, 0x3F800000)}
 """The bits of 1.0 as an unsigned integer. A float from 0 to 1 has no larger bits; negatives, infinity and NaN have."""
 
 
 def cache_folder(kind: str) -> Path:
-    """Where this host keeps what can be made again: below $XDG_CACHE_HOME, or ~/.cache."""
+    """This host's cache folder for data of one `kind`, below $XDG_CACHE_HOME or ~/.cache; its files can be made again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvdtrain" / kind
 
 
@@ -132,7 +132,7 @@ def open_array(path: Path, stated: dict[str, Any], shape: tuple[int, ...], dtype
 
 
 def _verify(path: Path, file: BufferedReader, start: int, stated: str, dtype: str) -> None:
-    """Reads it all once. Raises Failure (BAD_DATA)."""
+    """Compares the SHA-256 of the whole file and the range of its values. Raises Failure (BAD_DATA)."""
     size = os.fstat(file.fileno()).st_size
     if size > TOLD_BYTES:
         print(f"hvdtrain: verifying {path} ({size / 1e9:.1f} GB), once on this host", file=sys.stderr, flush=True)

@@ -45,7 +45,7 @@ COLOURS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class CaptionerSpec:
-    """What may vary in the model. Raises Failure (BAD_CONFIG) for a value that makes no model."""
+    """The sizes of the model. Raises Failure (BAD_CONFIG) for a value that makes no model."""
 
     vocabulary: int
     """Number of words, the four special ones (padding, start, end, unknown) included."""
@@ -131,7 +131,7 @@ def parameter_count(spec: CaptionerSpec) -> int:
 
 
 def multiply_adds(spec: CaptionerSpec) -> float:
-    """Of a layer of the decoder for one word, forward, on average: how much work there is to share."""
+    """Multiply-adds of one layer of the decoder for one word, forward, on average; threads are chosen by it."""
     matrices = [shape for name, shape in parameters(spec).items() if name.startswith(("lstm.w", "merge.w", "words.w"))]
     return sum(math.prod(shape) for shape in matrices) / len(matrices)
 

@@ -40,7 +40,7 @@ POOL_SIZE, POOL_STRIDE = 3, 2
 
 @dataclass(frozen=True, kw_only=True)
 class ResNetSpec:
-    """What may vary in the network. Raises Failure (BAD_CONFIG) for a value that makes no network."""
+    """The sizes of the network. Raises Failure (BAD_CONFIG) for a value that makes no network."""
 
     channels: int = 3
     """Channels of the images: 1 for gray, 3 for colour."""
@@ -101,7 +101,7 @@ class ConvNorm:
         return self.size // 2
 
     def multiply_adds(self, height: int, width: int) -> int:
-        """For outputs of one image of this size."""
+        """Multiply-adds of one image with outputs of this size."""
         return self.inputs * self.outputs * self.size**2 * height * width
 
 
@@ -185,7 +185,7 @@ def parameter_count(spec: ResNetSpec) -> int:
 
 
 def multiply_adds(spec: ResNetSpec, height: int, width: int) -> float:
-    """Of a convolution for one image, forward, on average over the network: how much work there is to share."""
+    """Multiply-adds of one convolution for one image, forward, mean over the network; threads are chosen by it."""
     network, work = plan(spec), 0
     height, width = (-(-side // STEM.stride) for side in (height, width))
     work += network.stem.multiply_adds(height, width)

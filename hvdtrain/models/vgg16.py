@@ -80,7 +80,7 @@ PREPROCESSING = {
     # x - mean, as the authors trained it in Caffe; Keras distributes those weights
     "caffe": Preprocessing(reverse=True, scale=(1.0, 1.0, 1.0), shift=(-103.939, -116.779, -123.68)),
 }
-"""By name. Weights are worth nothing under another preprocessing than that of their training."""
+"""By name. Weights need the preprocessing that they were trained with."""
 
 
 def parameters() -> dict[str, tuple[int, ...]]:
@@ -99,7 +99,7 @@ def parameters() -> dict[str, tuple[int, ...]]:
 
 
 def random_weights(seed: int) -> Arrays:
-    """Weights that know nothing, float32, a pure function of `seed`: to try everything without a download.
+    """Random weights, float32, a pure function of `seed`: to try everything without a download.
 
     Uniform with He's variance, 2 / inputs (arXiv:1502.01852), which keeps activations at one size through all ReLUs;
     biases 0. Each array has a random stream of its own, keyed by its name. Raises Failure (BAD_CONFIG) for a negative

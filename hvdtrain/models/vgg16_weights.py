@@ -78,7 +78,7 @@ class Vgg16Config:
 
 
 def import_weights(config: Vgg16Config) -> dict[str, Any]:
-    """Does it, and returns a summary fit for JSON.
+    """Imports the weights and returns a summary fit for JSON.
 
     Raises Failure: BAD_DATA for a source that is missing, foreign, damaged or lacks arrays, CANNOT_WRITE or IO_ERROR
     if the destination exists or cannot be written.
@@ -130,7 +130,7 @@ def _read(path: Path) -> dict[str, NDArray[Any]]:
 
             try:
                 return load_file(path)
-            except (SafetensorError, TypeError, KeyError) as error:  # the latter for types that NumPy has not
+            except (SafetensorError, TypeError, KeyError) as error:  # KeyError: a type that NumPy lacks
                 raise ValueError(error) from None
     except (ValueError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError) as error:
         raise Failure(f"{path} is damaged ({error}): download it again", BAD_DATA) from None
@@ -227,7 +227,7 @@ def _channels_first(matrix: NDArray[Any]) -> NDArray[Any]:
 
 
 def _write(destination: Path, arrays: Arrays, about: dict[str, str]) -> None:
-    """Whole or not at all. Raises Failure (CANNOT_WRITE, IO_ERROR)."""
+    """Writes the file whole or not at all. Raises Failure (CANNOT_WRITE, IO_ERROR)."""
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 

@@ -70,7 +70,7 @@ def test_a_rank_that_raises_ends_the_job_and_its_traceback_is_shown_last(framewo
 
 
 def test_a_failure_of_one_rank_is_one_line_with_its_rank() -> None:
-    done = launch(2, [str(PROGRAMS / "failing.py"), "tensorflow", "failure"])
+    done = launch(2, [str(PROGRAMS / "failing.py"), "torch", "failure"])
     assert done.returncode == 65
     lines = [line for line in done.stderr.splitlines() if "hvdtrain: " in line]
     assert len(lines) == 1

@@ -33,7 +33,7 @@ ONE = {"float16": (np.uint16, 0x3C00), "float32": (np.uint32, 0x3F800000)}
 
 
 def cache_folder(kind: str) -> Path:
-    """This host's cache folder for data of one `kind`, below $XDG_CACHE_HOME or ~/.cache; its files can be made again."""
+    """This host's cache folder for data of one `kind`: below $XDG_CACHE_HOME or ~/.cache, free to be removed."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvdtrain" / kind
 
 

@@ -22,6 +22,7 @@ from PIL import Image
 
 from hvdtrain import records
 from hvdtrain.arrays_file import Arrays
+from hvdtrain.captioning import Captions
 from hvdtrain.captions import command as captions
 from hvdtrain.captions import frozen
 from hvdtrain.captions.dataset import CaptionDataset
@@ -70,6 +71,7 @@ def make_run(folder: Path, spec: CaptionerSpec, **model: Any) -> Path:
         model={"name": "captioner", "spec": dataclasses.asdict(spec), **model},
         ranks=[],
         collectives="none",
+        measure=Captions().as_json(),
         versions={},
         git_commit=None,
     )

@@ -116,7 +116,7 @@ class Runs:
 
     def epochs(self, name: str) -> list[Any]:
         """What the epochs' records say that is not seconds; the last word of those that were trained twice."""
-        found = {e.epoch: (e.step, e.train_loss, e.train_scores, e.samples) for e in self.read(name, "epoch")}
+        found = {e.epoch: (e.step, e.train_loss, *e.train_scores.values(), e.samples) for e in self.read(name, "epoch")}
         return list(found.values())
 
     def summary(self, name: str) -> Any:
@@ -253,7 +253,8 @@ def test_what_cannot_go_on_with_other_ranks_says_why(runs: Runs, tmp_path: Path)
     manifest = (local / "manifest.json").read_bytes()
     done = resnet(2, "--resume", str(local))
     assert done.returncode == 78 and "Traceback" not in done.stderr, done.stderr
-    assert "made by 3 ranks, here are 2, and with --strategy local-sgd each rank has weights and a" in done.stderr
+    asked = RESUMED["local-sgd"][0]
+    assert f"made by 3 ranks, here are 2, and with {asked} each rank has weights and a" in done.stderr
     assert "start with -np 3, or choose another --run-dir" in done.stderr
     assert (local / "manifest.json").read_bytes() == manifest
     for path in older.glob("checkpoints/*/checkpoint.json"):  # as the version wrote it that counted steps

@@ -276,6 +276,15 @@ def test_of_a_resumed_run_the_later_record_counts(folder: Path) -> None:
         assert groups.usable(loaded.runs).empty, "it enters no figure"
 
 
+def test_a_host_that_is_no_name_is_still_a_host(folder: Path) -> None:
+    path = Path("manifest.json")
+    for odd in ([], {"a": 1}, None, 7):
+        manifest = json.loads((folder / path).read_text())
+        manifest["ranks"][0]["host"] = odd
+        put(folder, [json.dumps(manifest)], path)
+        assert load.load([folder]).runs.iloc[0]["hosts"] == 2
+
+
 def test_energy_is_the_sum_of_the_samples_or_nothing(folder: Path) -> None:
     path = Path("monitors") / "h1.jsonl"
     row = load.load([folder]).runs.iloc[0]

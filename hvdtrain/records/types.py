@@ -49,6 +49,11 @@ class Manifest:
     versions: dict[str, str | None]
     git_commit: str | None
 
+    @property
+    def hosts(self) -> list[str]:
+        """The names of the hosts that ranks ran on, each once, in the order of their first ranks."""
+        return list(dict.fromkeys(str(rank.get("host")) for rank in self.ranks))
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step:

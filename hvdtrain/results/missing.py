@@ -111,7 +111,7 @@ def command(run_dir: str, count: Count, n: int, flags: dict[str, str] | None = N
     Raises Failure for a run that cannot be read.
     """
     manifest, point = load.manifest(run_dir), load.point(run_dir)
-    known = list(dict.fromkeys(str(rank.get("host")) for rank in manifest.ranks))
+    known = manifest.hosts
     per_host = max(1, -(-len(manifest.ranks) // max(1, len(known))))
     if count == "ranks":
         hosts = known[: -(-n // per_host)]

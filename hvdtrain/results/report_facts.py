@@ -40,7 +40,7 @@ def facts(manifest: records.Manifest) -> Iterator[tuple[str, str]]:
     """(name, value) of everything about the surroundings that a manifest records."""
     yield from ((str(name), str(version)) for name, version in manifest.versions.items() if version is not None)
     yield "git commit", str(manifest.git_commit or "not recorded")
-    yield "hosts", ", ".join(dict.fromkeys(str(rank.get("host")) for rank in manifest.ranks)) or "not recorded"
+    yield "hosts", ", ".join(manifest.hosts) or "not recorded"
     for rank in manifest.ranks:
         yield "ranks compute on", str(rank.get("device") or "not recorded")
         yield "CPU threads per rank", str(rank.get("threads") or "not recorded")

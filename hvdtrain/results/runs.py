@@ -76,7 +76,7 @@ def _text(value: Any) -> str | None:
 
 def _asked(manifest: records.Manifest) -> dict[str, Any]:
     config, plan = manifest.config, manifest.plan
-    hosts = sorted({str(rank.get("host")) for rank in manifest.ranks})
+    hosts = manifest.hosts
     devices = {"cpu" if rank.get("device") == "cpu" else "gpu" for rank in manifest.ranks}
     parameters = number(manifest.model.get("parameters"))
     computing = [rank for rank in manifest.ranks if rank.get("device") == "cpu"]
@@ -202,9 +202,9 @@ def _measured(
         "began_unix_s": summary.began_unix_s,
         "ended_unix_s": summary.ended_unix_s,
     }
-    hosts = len({str(rank.get("host")) for rank in manifest.ranks})
     found |= _moved(read.starts, manifest)
-    found |= _wire(summary, summary.steps - read.last_start, hosts, number(manifest.model.get("parameters")))
+    since_start = summary.steps - read.last_start
+    found |= _wire(summary, since_start, len(manifest.hosts), number(manifest.model.get("parameters")))
     if read.sums.steps == summary.steps:
         return found | _per_step(read.sums)
     what = f"records of {read.sums.steps} of {summary.steps} steps: its times and bytes per step are left out"
@@ -214,7 +214,7 @@ def _measured(
 
 def _moved(starts: Sequence[records.Resumed], manifest: records.Manifest) -> dict[str, Any]:
     """Of a run that went on with another number of ranks or hosts: its times are neither's."""
-    first = (len(manifest.ranks), len({rank.get("host") for rank in manifest.ranks}))
+    first = (len(manifest.ranks), len(manifest.hosts))
     moves = [each for each in starts if each.ranks and each.hosts and (each.ranks, each.hosts) != first]
     if not moves:
         return {}
@@ -305,7 +305,7 @@ def _energy(folder: Path, found: dict[str, Any], manifest: records.Manifest, pro
 
 
 def _not_whole(measured: list[power.HostPower], manifest: records.Manifest, expected_s: float) -> str | None:
-    missing = {str(rank.get("host")) for rank in manifest.ranks} - {host.host for host in measured}
+    missing = set(manifest.hosts) - {host.host for host in measured}
     if missing:
         return f"no samples of host {printable(min(missing))}"
     for host in measured:

@@ -112,7 +112,7 @@ class Loop:
                     loss = self._step(epoch, batches, end, last)
                 progress.advance(note=f"loss {loss:.4f}")
                 self._save_due |= bool(every and self._at.step % every == 0)
-                savable = self._strategy.level or self._strategy.common is not None
+                savable = self._strategy.in_sync or self._strategy.shared_weights is not None
                 if not last and savable and (self._stopping or self._save_due):
                     self._save()
                     if self._stopping:
@@ -132,9 +132,9 @@ class Loop:
         done = [self._strategy.step(self._replica, lr, clock)]
         if (every := self._config.check_replicas) and (at.step + 1) % every == 0:
             self._check_due = True
-        if last or (self._check_due and self._strategy.level):
-            done.append(self._strategy.settle(self._replica, clock))
-        check = self._check_due and self._strategy.level  # some are level only when settled
+        if last or (self._check_due and self._strategy.in_sync):
+            done.append(self._strategy.synchronize(self._replica, clock))
+        check = self._check_due and self._strategy.in_sync  # which synchronize may just have changed
         for each in done:
             if each.totals is not None:
                 at.learn(each.totals)

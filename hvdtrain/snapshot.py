@@ -16,11 +16,11 @@ def taken(replica: Replica, strategy: Strategy) -> tuple[Arrays, Arrays]:
     """What is equal on all ranks, and what is this rank's own: running statistics (`buffer.`), the strategy's state
     (`strategy.`), and, where ranks drift apart, the optimizer's (`own.`) and, while they do, all weights (`drift.`)."""
     drift = {}
-    if strategy.common is None:
+    if strategy.shared_weights is None:
         shared = replica.state()
     else:
         drift["drift.weights"] = replica.weights().copy()
-        replica.set_weights(strategy.common)
+        replica.set_weights(strategy.shared_weights)
         shared = {name: array.copy() for name, array in replica.state().items()}
         replica.set_weights(drift["drift.weights"])
     local = {f"buffer.{name}": array for name, array in replica.local_state().items()}

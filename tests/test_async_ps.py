@@ -134,11 +134,11 @@ def test_the_weights_are_the_first_ones_less_all_that_was_pushed(
     assert sum(notes[slow]) > 0, "others did not wait"
     assert report["seconds"][slow] >= (steps - 1) * 0.2
     assert all(seconds < 0.5 * report["seconds"][slow] for seconds in report["seconds"][:slow])
-    # Each rank pushes to the servers elsewhere and is answered by them, at each step and once to settle.
+    # Each rank pushes to the servers elsewhere and is answered by them, at each step and once to synchronise.
     whole = 18 * 4
     assert sum(report["sent_bytes"]) == (2 * steps + 1) * (ranks - 1) * whole
     assert report["sent_bytes"][slow] == steps * whole * (parts - (slow < parts)) // parts
-    assert not any(itertools.chain(*report["levels"]))
+    assert not any(itertools.chain(*report["in_sync"]))
     assert report["totals"][2] == 11 * steps
     assert report["again"] is True
     held = [state["part"] for state in report["state"] if "part" in state]

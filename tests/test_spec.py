@@ -288,7 +288,7 @@ class Mine(Reducer):
     def cost(cls, shapes, hosts, settings=None):
         return Cost(sent_bytes=4 * elements(shapes), rounds=1)
 
-    def between(self, values, hosts):
+    def sum_between_hosts(self, values, hosts):
         hosts.sum(values)
         values *= self.settings.times
 '''

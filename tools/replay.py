@@ -122,7 +122,7 @@ def main(stop: world.StopSignal) -> int:
             steps_s.append(time.perf_counter() - began)
             waited_s.append(clock.take("communication") + (replica.waited_s() or 0.0))
             sent_bytes += done.sent_bytes
-    strategy.settle(replica, clock)  # nothing is on its way while ranks talk
+    strategy.synchronize(replica, clock)  # nothing is on its way while ranks talk
     layout = strategies.Layout(ranks=ranks.size, hosts=hosts)
     document = {
         "schema": SCHEMA,

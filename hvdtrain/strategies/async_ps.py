@@ -90,7 +90,7 @@ class AsyncPS(Strategy):
             )
 
     @property
-    def level(self) -> bool:
+    def in_sync(self) -> bool:
         return self._drifted == 0
 
     def step(self, replica: Vectors, lr: float, clock: Clock) -> Exchanged:
@@ -114,7 +114,7 @@ class AsyncPS(Strategy):
             return self._meet(replica, clock, loss, notes)
         return Exchanged(loss=loss, sent_bytes=self._sent_now(), notes=notes)
 
-    def settle(self, replica: Vectors, clock: Clock) -> Exchanged:
+    def synchronize(self, replica: Vectors, clock: Clock) -> Exchanged:
         return self._meet(replica, clock, 0.0, {}) if self._drifted else Exchanged()
 
     def _meet(self, replica: Vectors, clock: Clock, loss: float, notes: dict[str, float]) -> Exchanged:
@@ -137,7 +137,7 @@ class AsyncPS(Strategy):
         return self._sent - before
 
     def state(self) -> dict[str, np.ndarray]:
-        """Only asked for when level, so a server's weights are the replica's."""
+        """A checkpoint is made only when all ranks are in sync, so a server's weights are the replica's."""
         state = {"steps": np.array(self._steps)}
         if self._server:
             state |= {"part": np.array([self._server.part.start, self._server.part.stop])}

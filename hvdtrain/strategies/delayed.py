@@ -72,7 +72,7 @@ class Delayed(Synchronous):
         done = Exchanged.of(summed[self._size :], sent)
         return dataclasses.replace(done, loss=float(loss / samples)) if self._staleness else done
 
-    def settle(self, replica: Vectors, clock: Clock) -> Exchanged:
+    def synchronize(self, replica: Vectors, clock: Clock) -> Exchanged:
         """Waits for all sums on their way and tells their totals; the gradients stay due in the steps to come."""
         with clock.span("communication"):
             landed = [sum_.result() for sum_ in self._flying]

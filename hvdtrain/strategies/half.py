@@ -56,7 +56,7 @@ class Half(Reducer):
     def decode(self, message: np.ndarray, values: np.ndarray, add: bool = False) -> None:
         """The float32 numbers of a message into `values`, or added to them."""
 
-    def between(self, values: np.ndarray, hosts: Hosts) -> None:
+    def sum_between_hosts(self, values: np.ndarray, hosts: Hosts) -> None:
         if not values.size:
             return
         size = -(-values.size // hosts.count)

@@ -26,5 +26,5 @@ class Hierarchical(Reducer):
     def cost(cls, shapes: Sequence[Shape], hosts: int, settings: Any = None) -> Cost:
         return Cost(sent_bytes=ring_bytes(4 * elements(shapes), hosts), rounds=2 * (hosts > 1), exact=True)
 
-    def between(self, values: np.ndarray, hosts: Hosts) -> None:
+    def sum_between_hosts(self, values: np.ndarray, hosts: Hosts) -> None:
         hosts.sum(values)

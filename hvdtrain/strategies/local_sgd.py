@@ -97,13 +97,13 @@ class LocalSGD(Strategy):
         return Cost(**once, behind=next_steps(settings.staleness))
 
     @property
-    def level(self) -> bool:
+    def in_sync(self) -> bool:
         return not self._drifted and not self._flying
 
     @property
-    def common(self) -> np.ndarray | None:
-        """Without `staleness` they are level soon."""
-        return None if self.level or not self._staleness else self._anchor
+    def shared_weights(self) -> np.ndarray | None:
+        """None without `staleness`: a checkpoint waits for the end of the round."""
+        return None if self.in_sync or not self._staleness else self._anchor
 
     def step(self, replica: Vectors, lr: float, clock: Clock) -> Exchanged:
         tail, (samples, all_samples) = replica.tail(), replica.share()
@@ -111,7 +111,7 @@ class LocalSGD(Strategy):
         if self._steps <= self._start:
             return self._together(replica, samples / all_samples, lr, clock)
         with clock.span("compute"):
-            if self.level:
+            if self.in_sync:
                 self._began = self._anchor = replica.weights().copy()
             self._tail = self._tail + tail
             replica.apply(lr)
@@ -121,7 +121,7 @@ class LocalSGD(Strategy):
             self._send(replica, clock)
         return self._receive(replica, clock, self._steps, loss)
 
-    def settle(self, replica: Vectors, clock: Clock) -> Exchanged:
+    def synchronize(self, replica: Vectors, clock: Clock) -> Exchanged:
         if self._drifted:
             self._send(replica, clock)
         return self._receive(replica, clock, self._steps + self._staleness, 0.0)
@@ -176,7 +176,7 @@ class LocalSGD(Strategy):
         due = [(flight.due, flight.sent_bytes.result()) for flight in self._flying]  # landed: the reducer is at rest
         inner = {f"inner.{name}": array for name, array in self._reducer.state().items()}
         state = {"steps": np.array(self._steps), "velocity": self._velocity.copy(), **inner}
-        if self.level:
+        if self.in_sync:
             return state
         state["round"] = np.array([self._drifted, self._samples, self._all_samples])
         state |= {"began": self._began.copy(), "anchor": self._anchor.copy(), "totals": self._tail.copy()}

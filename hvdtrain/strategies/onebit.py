@@ -133,7 +133,7 @@ class OneBit(Reducer):
         return two_phases(elements(shapes), hosts, 2 * (hosts - 1) * Plan.of(shapes, hosts).message_bytes)
 
     @np.errstate(invalid="ignore")
-    def between(self, values: np.ndarray, hosts: Hosts) -> None:
+    def sum_between_hosts(self, values: np.ndarray, hosts: Hosts) -> None:
         if hosts.count != self._plan.hosts:
             self._prepare(hosts.count, self.state()["errors"])
         errors, sums, me = self._errors, self._sums, hosts.index

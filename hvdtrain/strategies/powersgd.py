@@ -127,7 +127,7 @@ class PowerSGD(Reducer):
         )
 
     @np.errstate(invalid="ignore", over="ignore")  # NaN in, NaN out: the loop stops there, and says why
-    def between(self, values: np.ndarray, hosts: Hosts) -> None:
+    def sum_between_hosts(self, values: np.ndarray, hosts: Hosts) -> None:
         self._error += values
         self._multiply()
         included = total(self._first, hosts, self._bits)

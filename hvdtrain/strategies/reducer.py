@@ -46,7 +46,7 @@ class Reducer(abc.ABC):
         A single host leaves nothing out; what was left out when there were more, before a resume, is added at once.
         """
         if hosts.count > 1:
-            self.between(values, hosts)
+            self.sum_between_hosts(values, hosts)
         elif self._owes:
             state = self.state()
             values += state[self.remembers]
@@ -54,8 +54,8 @@ class Reducer(abc.ABC):
             self._owes = False
 
     @abc.abstractmethod
-    def between(self, values: np.ndarray, hosts: Hosts) -> None:
-        """`sum`, of several hosts."""
+    def sum_between_hosts(self, values: np.ndarray, hosts: Hosts) -> None:
+        """What `sum` does where there are two hosts or more."""
 
     def state(self) -> dict[str, np.ndarray]:
         """What this host must have to continue as if never interrupted."""

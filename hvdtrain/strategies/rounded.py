@@ -129,7 +129,7 @@ class Int8(Reducer):
         numbers = elements(shapes)
         return two_phases(numbers, hosts, total_bytes(numbers, hosts, cls.bits))
 
-    def between(self, values: np.ndarray, hosts: Hosts) -> None:
+    def sum_between_hosts(self, values: np.ndarray, hosts: Hosts) -> None:
         values += self._error
         self._error[:] = values
         self._error -= total(values, hosts, self.bits)

@@ -50,14 +50,15 @@ class Strategy(abc.ABC):
         self._size = elements(shapes)  # of the gradients: a vector's tail lies behind them
 
     @property
-    def level(self) -> bool:
-        """Whether the weights are the same on all ranks now."""
+    def in_sync(self) -> bool:
+        """Whether all ranks have the same weights now."""
         return True
 
     @property
-    def common(self) -> np.ndarray | None:
-        """What the ranks' weights have in common while they differ: a checkpoint may be made of that, `state` and each
-        rank's own. None while they are level, and where a checkpoint has to wait until they are."""
+    def shared_weights(self) -> np.ndarray | None:
+        """While the ranks' weights differ: the weights that they all know, as one float32 vector. A checkpoint may be
+        made of it, of `state` and of each rank's own weights. None while the ranks are `in_sync`, and for a strategy
+        whose checkpoints have to wait until they are."""
         return None
 
     @property
@@ -105,8 +106,8 @@ class Strategy(abc.ABC):
         the clock's label "communication", the update under "compute".
         """
 
-    def settle(self, replica: Vectors, clock: Clock) -> Exchanged:
-        """Before an evaluation: makes the weights the same on all ranks and waits for what is on its way."""
+    def synchronize(self, replica: Vectors, clock: Clock) -> Exchanged:
+        """Before an evaluation: waits for what is in flight and gives all ranks the same weights. Collective."""
         return Exchanged()
 
     def state(self) -> dict[str, np.ndarray]:

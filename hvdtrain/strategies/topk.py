@@ -66,7 +66,7 @@ class TopK(Reducer):
         return two_phases(elements(shapes), hosts, 2 * (hosts - 1) * message_bytes)
 
     @np.errstate(invalid="ignore")
-    def between(self, values: np.ndarray, hosts: Hosts) -> None:
+    def sum_between_hosts(self, values: np.ndarray, hosts: Hosts) -> None:
         code = Code.of(values.size, hosts.count, self.settings.density)
         if self._errors.size != code.size * hosts.count:
             self._errors = np.concatenate(

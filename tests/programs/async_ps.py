@@ -44,7 +44,7 @@ def main() -> None:
     borders = [r * (r + 1) // 2 for r in range(world.size)] + [exchange.SAMPLES]
     mine = slice(borders[world.rank], borders[world.rank + 1])
     batch = Batch(arrays=(inputs[mine], labels[mine]), weight=mine.stop - mine.start, total_weight=exchange.SAMPLES)
-    pushed, notes, sent_bytes, levels = np.zeros(weight.shape), [], 0, []
+    pushed, notes, sent_bytes, in_sync = np.zeros(weight.shape), [], 0, []
     began = time.perf_counter()
     for step in range(STEPS):
         replica.backward(batch, LR, stop=False)
@@ -55,21 +55,21 @@ def main() -> None:
         done = strategy.step(replica, LR, Clock())
         if step == 0:  # servers begin with the first step of their own ranks
             began = time.perf_counter()
-        levels.append(strategy.level)
+        in_sync.append(strategy.in_sync)
         notes.append(done.notes)
         sent_bytes += done.sent_bytes
     seconds = time.perf_counter() - began
-    settled = strategy.settle(replica, Clock())
+    last = strategy.synchronize(replica, Clock())
     report = {
         "before": weight.tolist(),
         "weights": world.gather(replica.state()["parameter.weight"].tolist()),
         "pushed": world.sum(pushed, "pushed").tolist(),
         "notes": world.gather(notes),
         "seconds": world.gather(seconds),
-        "sent_bytes": world.gather(sent_bytes + settled.sent_bytes),
-        "levels": world.gather(levels),
-        "totals": None if settled.totals is None else settled.totals.tolist(),
-        "again": strategy.settle(replica, Clock()).totals is None,
+        "sent_bytes": world.gather(sent_bytes + last.sent_bytes),
+        "in_sync": world.gather(in_sync),
+        "totals": None if last.totals is None else last.totals.tolist(),
+        "again": strategy.synchronize(replica, Clock()).totals is None,
         "state": world.gather({name: array.tolist() for name, array in strategy.state().items()}),
         "sum": world.sum(np.array([[1.0, world.rank]]), "test").tolist(),
         "agreed": {name: array.tolist() for name, array in world.agreed({"own": np.full(2, world.rank)}).items()},

@@ -3,7 +3,7 @@
     strategy_linear.py torch|tensorflow RANKS_PER_HOST STEPS SETTINGS
 
 SETTINGS is a JSON list of objects with `TrainConfig`'s fields. Every rank has the same uneven share of one fixed batch
-in each step (see `borders`), and settles after the last one. Used by test_strategies.py.
+in each step (see `borders`), and synchronises after the last one. Used by test_strategies.py.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def trained(settings: dict[str, Any], framework: str, device: str, steps: int) -
         replica.backward(batch, LR, stop=ranks.rank == 0)
         told.append(strategy.step(replica, LR, clock))
         losses.append(told[-1].loss)
-    told.append(strategy.settle(replica, clock))
+    told.append(strategy.synchronize(replica, clock))
     totals = np.sum([each.totals for each in told if each.totals is not None], axis=0)
     report = {
         "weights": ranks.gather(replica.state()["parameter.weight"].tolist()),

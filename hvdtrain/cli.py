@@ -6,7 +6,6 @@ import ast
 import dataclasses
 import importlib.util
 import json
-import runpy
 import sys
 from argparse import ArgumentParser
 from pathlib import Path
@@ -83,17 +82,27 @@ class Part:
 class Training:
     """A workload, run as `python -m MODULE` runs it."""
 
-    module: str
+    name: str
 
     def run(self, arguments: list[str]) -> int:
-        sys.argv[1:] = arguments
-        runpy.run_module(self.module, run_name="__main__", alter_sys=True)  # ends the process
+        from hvdtrain import workloads, world
+
+        def main(stop: world.StopSignal) -> int:
+            module = workloads.module(self.name)
+            sys.argv = [module.__file__, *arguments]
+            code: int = module.main(stop)
+            return code
+
+        world.run(main, debug="--debug" in arguments)  # ends the process
         return exits.OK
 
     def parser(self) -> ArgumentParser:
-        module = importlib.import_module(self.module)
-        (own,) = (each for each in vars(module).values() if _is_config_of(each, self.module))
-        made: ArgumentParser = config.parser_for(own, prog=f"python -m {self.module}", purpose=module.__doc__ or "")
+        from hvdtrain import workloads
+
+        module = workloads.module(self.name)
+        own = (each for each in vars(module).values() if _is_config_of(each, module.__name__))
+        settings = {"prog": f"python -m {module.__name__}", "purpose": module.__doc__ or ""}
+        made: ArgumentParser = config.parser_for(next(own, config.TrainConfig), **settings)
         return made
 
 
@@ -160,17 +169,19 @@ def commands(group: str) -> dict[tuple[str, ...], tuple[str, Part | Preparation 
     """The commands of a group; without one all but the workloads."""
     if group != "train":
         return {words: command for words, command in COMMANDS.items() if group in ("", words[0])}
-    from hvdtrain.sweep import preview
+    from hvdtrain import workloads
 
-    return {("train", name): _workload(f"hvdtrain.{name}") for name in preview.workloads()}
+    return {("train", name): (_about(module), Training(name)) for name, module in sorted(workloads.known().items())}
 
 
-def _workload(module: str) -> tuple[str, Training]:
-    """The first sentence of a workload's docstring, which is read without importing the workload, and its command."""
-    found = importlib.util.find_spec(module)
-    source = Path(found.origin).read_text() if found and found.origin else ""
-    about = (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0].rstrip(".")
-    return about[:1].lower() + about[1:], Training(module)
+def _about(module: str) -> str:
+    """The first sentence of a workload's docstring, which is read without importing the workload."""
+    try:
+        source = importlib.util.find_spec(module).loader.get_source(module)  # type: ignore[union-attr]
+        about = (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0].rstrip(".")
+    except Exception:  # as importing it will tell
+        return f"(cannot be read: {module})"
+    return about[:1].lower() + about[1:]
 
 
 def usage(group: str = "") -> str:

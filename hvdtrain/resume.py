@@ -8,13 +8,14 @@ import dataclasses
 import functools
 import itertools
 import os
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from hvdtrain import config as configuration
-from hvdtrain import exits, files, records, strategies
+from hvdtrain import exits, files, records, strategies, workloads
 from hvdtrain.exits import Failure
 from hvdtrain.strategies import catalogue
 
@@ -34,7 +35,7 @@ def parse(cls: type[C], workload: str, purpose: str) -> C:
     config = configuration.parse(
         cls,
         [*switch, *sys.argv[1:]],
-        prog=f"python -m hvdtrain.{workload}",
+        prog=shlex.join(["python", *workloads.program(workload, sys.argv)]),
         purpose=purpose,
         earlier=functools.partial(earlier, cls, workload),
     )
@@ -91,10 +92,8 @@ def earlier(cls: type[C], workload: str, settings: Mapping[str, Any]) -> dict[st
             exits.BAD_DATA,
         )
     if manifest.workload != workload:
-        raise Failure(
-            f"{folder} is a run of {manifest.workload}: python -m hvdtrain.{manifest.workload} --resume {folder}",
-            exits.BAD_CONFIG,
-        )
+        words = ["python", *workloads.program(manifest.workload, manifest.argv), "--resume", str(folder)]
+        raise Failure(f"{folder} is a run of {manifest.workload}: {shlex.join(words)}", exits.BAD_CONFIG)
     kept = {name: value for name, value in manifest.config.items() if name in settings and name not in OF_A_START}
     if "strategy" in kept:
         kept["strategy"] = strategies.translated(manifest.config)

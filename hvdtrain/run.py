@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from hvdtrain import exits, identity, lock, records, strategies
+from hvdtrain import exits, identity, lock, records, strategies, workloads
 from hvdtrain.cluster import launched, quota
 from hvdtrain.config import BatchPlan, TrainConfig
 from hvdtrain.exits import Failure
@@ -118,7 +118,7 @@ def open_folder(config: TrainConfig, workload: str, world: World) -> Path:
 
 def command(folder: Path, workload: str, world: World) -> str:
     """`with` and what a user types to go on with the run; its hosts, if a launcher of others chose them, in words."""
-    words = shlex.join(["-m", f"hvdtrain.{workload}", "--resume", str(folder)])
+    words = shlex.join([*workloads.program(workload, sys.argv), "--resume", str(folder)])
     if ours := launched.heard():
         return f"with {ours['launcher']} python {words}"
     place = world.place

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from conftest import document, environment, launch
+from conftest import ROOT, document, environment, launch
 
 from hvdtrain import cli, config, exits
 from hvdtrain.arguments import Parser
@@ -87,6 +88,33 @@ def test_train_is_the_workload_s_entry_point() -> None:
     ]
     assert {"captioning", "resnet"} <= set(listed)
     assert "did you mean --batch-size?" in hvdtrain("train", "resnet", "--batchsize", "3").stderr
+
+
+@pytest.mark.parametrize(
+    ("entry", "source", "told"),
+    [
+        ("mine = mine", "import nothing_of_the_kind", "mine cannot be imported: No module named 'nothing_of_the_kind'"),
+        ("mine = mine", "def main(stop) return 0", "mine cannot be imported: expected ':' (mine.py, line 1)"),
+        ("mine = mine", "WORKLOAD = 'mine'", "workload mine: mine has no main(stop)"),
+        ("mine = gone", "", "workload mine: gone cannot be imported: No module named 'gone'"),
+        ("resnet = mine", "", "two workloads are named resnet: hvdtrain.resnet and mine. Rename an entry point"),
+    ],
+)
+def test_a_bad_workload_of_another_package_is_told_in_a_line(
+    tmp_path: Path, entry: str, source: str, told: str
+) -> None:
+    (tmp_path / "mine.py").write_text(source)
+    about = tmp_path / "mine-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text(f"[hvdtrain.workloads]\n{entry}\n")
+    name, variables = entry.partition(" ")[0], environment({"PYTHONPATH": str(tmp_path)})
+    command = [sys.executable, "-m", "hvdtrain.cli", "train", name, "--dry-run"]
+    done = subprocess.run(command, env=variables, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, told in done.stderr, done.stderr.count("\n")) == (exits.BAD_CONFIG, True, 1), done.stderr
+    if name == "mine":  # which harms no other
+        done = subprocess.run([*command[:-2], "resnet", "--dry-run"], env=variables, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
 
 
 def test_training_s_help_groups_flags() -> None:

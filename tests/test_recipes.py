@@ -73,6 +73,15 @@ def test_a_workload_with_its_measure(mine: dict[str, str], tmp_path: Path) -> No
     ended = run(command(2, words[4:]), tmp_path / "run", mine)
     assert ended["workload"] == "waves"
     assert ended["test_scores"]["mae"] < 0.2
+    told = subprocess.run(typed("hvdtrain train waves"), env=mine, capture_output=True, text=True, check=True)
+    assert "512 training, 64 validation, 64 test points" in told.stdout
+    again = ["python", "-m", "hvdtrain.resnet", "--resume", str(tmp_path / "run")]
+    told = subprocess.run(again, env=mine, capture_output=True, text=True)
+    assert f"is a run of waves: python -m waves --resume {tmp_path / 'run'}" in told.stderr
+    (tmp_path / "waves.toml").write_text('[[grid]]\nworkload = "waves"\nranks_per_host = 2\nhidden = 4\n')
+    sweep = ["hvdtrain", "sweep", str(tmp_path / "waves.toml"), "--dry-run"]
+    told = subprocess.run(sweep, env=mine, capture_output=True, text=True, check=True)
+    assert "-H localhost:2 python -m waves --hidden 4" in told.stdout
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ CLUSTER = '[cluster]\nvirtual = ["a", "b", "c", "d"]\n'
 def read(folder: Path, text: str, *overrides: str) -> file.Sweep:
     path = folder / "sweep.toml"
     path.write_text(text)
-    return file.read(path, overrides, FLAGS)
+    return file.read(path, overrides, FLAGS.__getitem__)
 
 
 def refusal(folder: Path, text: str, *overrides: str) -> Failure:
@@ -171,7 +171,7 @@ def test_the_protocol_of_the_study_is_kept_in_order_and_numbered(tmp_path: Path)
         (CLUSTER + "[[grid]]\nrate = 10\n", ":4: rate = 10: give a text"),
         ("[[grid]]\nrun_dir = 'x'\n", "run_dir is not for a sweep"),
         ("[[grid]]\nmonitor = 'power'\n", "protocol says"),
-        ("[[grid]]\nworkload = 'resnte'\n", "unknown workload 'resnte'; known: resnet"),
+        ("[[grid]]\nworkload = 'resnte'\n", "unknown workload 'resnte'; known: captioning, resnet"),
         ("[[grid]]\nseed = []\n", "at least one value"),
         (
             "[[grid]]\nstrategy = 'powersdg'\n",
@@ -232,7 +232,7 @@ def test_no_text_at_all_is_met_with_a_traceback(tmp_path: Path, text: str) -> No
     path = tmp_path / "any.toml"
     path.write_bytes(text.encode())
     with pytest.raises(Failure):
-        plan.points(file.read(path, (), FLAGS))
+        plan.points(file.read(path, (), FLAGS.__getitem__))
 
 
 def test_flags_are_typed_as_the_workload_takes_them() -> None:

@@ -36,7 +36,7 @@ RUNS: dict[str, Column] = {
     "repeat": _number("number of the repeat"),
     "launcher": _text("what a sweep started it with"),
     "started_utc": _text("when the run began"),
-    "workload": _text("resnet, captioning"),
+    "workload": _text("what was trained"),
     "framework": _text("torch or tensorflow"),
     "strategy": _text("how gradients are exchanged, as --strategy takes it"),
     "collectives": _text("what carries them: none, gloo, mpi, nccl, grpc"),

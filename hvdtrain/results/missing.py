@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-from hvdtrain import records
+from hvdtrain import records, workloads
 from hvdtrain.exits import Failure, printable
 from hvdtrain.results import alike, load
 from hvdtrain.results.alike import Chosen
@@ -135,7 +135,7 @@ def command(run_dir: str, count: Count, n: int, flags: dict[str, str] | None = N
 
 def program(manifest: records.Manifest, replaced: Collection[str] = ("--run-dir",)) -> list[str]:
     """What each rank ran, without the flags (with a value) that are `replaced`, and without those of one start."""
-    return ["python", "-m", f"hvdtrain.{manifest.workload}", *_flags(manifest.argv[1:], replaced)]
+    return ["python", *workloads.program(manifest.workload, manifest.argv), *_flags(manifest.argv[1:], replaced)]
 
 
 def _flags(argv: Sequence[str], left_out: Collection[str]) -> Iterator[str]:

@@ -81,7 +81,7 @@ def prepare(asked: argparse.Namespace) -> tuple[Task, int]:
     Failure (2, 69, 78).
     """
     file.read(asked.file, asked.set)  # before the workloads are asked for their flags, which takes seconds
-    sweep = file.read(asked.file, asked.set, preview.flags())
+    sweep = file.read(asked.file, asked.set, preview.flags)
     found, merged = plan.points(sweep, lacking.gpus() if lacking.asks_for_gpus(sweep) else None)
     runs = [run for run in plan.runs(found, sweep.order, sweep.order_seed) if _chosen(run, asked.only)]
     if not runs:

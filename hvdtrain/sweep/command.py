@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from hvdtrain import workloads
 from hvdtrain.cluster import enter
 from hvdtrain.cluster.commands import CHECKOUT, Command
 from hvdtrain.sweep.file import ClusterSpec
@@ -56,7 +57,7 @@ def launch(
 ) -> Command:
     """The whole command of a run; `name`: of the virtual cluster."""
     asked = run.point.settings
-    program = ["python", "-m", f"hvdtrain.{asked['workload']}", *flags]
+    program = ["python", "-m", workloads.known()[asked["workload"]], *flags]
     program += ["--run-dir", str(folder), "--json"]
     ranks, per_host = run.point.ranks, int(asked["ranks_per_host"])
     virtual = run.point.on_cluster and cluster is not None and not cluster.hostfile

@@ -9,11 +9,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdtrain import exits, files
+from hvdtrain import exits, files, workloads
 from hvdtrain.cluster import hosts, topology
 from hvdtrain.config import TrainConfig
 from hvdtrain.exits import Failure
@@ -38,7 +38,7 @@ TOP: dict[str, tuple[str, Any]] = {
     "timeout_s": ("a run that takes longer is ended and counts as failed (default: no end)", NUMBER),
 }
 OWN: dict[str, tuple[str, Any]] = {
-    "workload": ("what to train: python -m hvdtrain.WORKLOAD (default: resnet)", str),
+    "workload": (f"what to train, as `hvdtrain train` lists it (default: {workloads.DEFAULT})", str),
     "hosts": ("how many of the cluster's hosts take part (default: 1)", int),
     "ranks_per_host": ('ranks on each of them, or "gpus": one per GPU of this machine (default: 1)', (int, str)),
     "rate": ('of every link: 10mbit, 1gbit ..., or "unlimited" (default: unlimited; not changed where not ours)', str),
@@ -167,10 +167,10 @@ def _known(where: str, key: str, known: Mapping[str, Any], of: str) -> None:
         raise _bad(where, f"unknown key {key!r} {of}; known: {', '.join(known)}")
 
 
-def read(path: Path, overrides: Sequence[str] = (), flags: Mapping[str, set[str]] | None = None) -> Sweep:
+def read(path: Path, overrides: Sequence[str] = (), flags: Callable[[str], set[str]] | None = None) -> Sweep:
     """The sweep that a file asks for, with `--set KEY=VALUE` applied.
 
-    `flags` are the known flags of each workload (`preview.flags`). Raises Failure: 69 if the file cannot be read, 2 for
+    `flags` tells the flags of a workload (`preview.flags`). Raises Failure: 69 if the file cannot be read, 2 for
     a bad --set, 78 with file, line and key for everything that is refused in it.
     """
     try:
@@ -269,7 +269,7 @@ def _grid(
     table: dict[str, Any],
     defaults: dict[str, Any],
     forced: Mapping[str, Any],
-    flags: Mapping[str, set[str]] | None,
+    flags: Callable[[str], set[str]] | None,
 ) -> Grid:
     begins = next(iter(text.starts("[defaults]")), 0)
 
@@ -321,16 +321,17 @@ def _exchanges(values: dict[str, list[Any]], place: Any) -> None:
         raise _bad(place("strategy"), str(failure)) from failure
 
 
-def _check_flags(values: Mapping[str, list[Any]], flags: Mapping[str, set[str]], place: Any) -> None:
+def _check_flags(values: Mapping[str, list[Any]], flags: Callable[[str], set[str]], place: Any) -> None:
     """Raises Failure (78) for a key that is neither the sweep's own nor a flag of every workload of the grid."""
-    for workload in values.get("workload", ["resnet"]):
-        if workload not in flags:
-            raise _bad(place("workload"), f"unknown workload {workload!r}; known: {', '.join(sorted(flags))}")
+    for workload in values.get("workload", [workloads.DEFAULT]):
+        if workload not in (names := workloads.known()):
+            raise _bad(place("workload"), f"unknown workload {workload!r}; known: {', '.join(sorted(names))}")
+        taken = sorted(flags(workload) - set(NEVER_FLAGS))
         for key in values:
             if key in NEVER_FLAGS:
                 raise _bad(place(key), f"{key} is not for a sweep: {NEVER_FLAGS[key]}".removesuffix(": "))
             own = {**OWN, **GRID_ONLY}
-            _known(place(key), key, own | dict.fromkeys(sorted(flags[workload] - set(NEVER_FLAGS))), "in a grid")
+            _known(place(key), key, own | dict.fromkeys(taken), "in a grid")
 
 
 def _zips(asked: Any, values: Mapping[str, list[Any]], forced: Mapping[str, Any], place: Any) -> list[list[str]]:

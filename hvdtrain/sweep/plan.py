@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdtrain import exits, files
+from hvdtrain import exits, files, workloads
 from hvdtrain.cluster.commands import CHECKOUT
 from hvdtrain.cluster.rates import parse_rate, show_rate
 from hvdtrain.exits import Failure
@@ -167,7 +167,7 @@ def settled(sweep: Sweep, grid: Grid, asked: dict[str, Any], gpus: int | None) -
     if launcher == "none" and (hosts, per_host) != (1, 1):
         raise _bad(grid, f'launcher = "none" starts one process, not {hosts} x {per_host}')
     rate = _rate(sweep, grid, asked.get("rate"), on)
-    settings = {"workload": asked.get("workload", "resnet"), "hosts": hosts, "ranks_per_host": per_host}
+    settings = {"workload": asked.get("workload", workloads.DEFAULT), "hosts": hosts, "ranks_per_host": per_host}
     # A single host has no link, so its run is the same at every rate.
     settings |= {"rate": rate if hosts > 1 else None, "launcher": launcher, "on": on}
     if grid.label:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -42,12 +42,6 @@ class Preview:
     """Of the data"""
 
 
-def workloads() -> list[str]:
-    """What can be trained: modules of the package that say what workload they are."""
-    package = Path(__file__).resolve().parents[1]
-    return sorted(path.stem for path in package.glob("*.py") if re.search(r"^WORKLOAD = ", path.read_text(), re.M))
-
-
 def words(flags: Mapping[str, Any], defaults: Mapping[str, Any]) -> Command:
     """Flags as words of a command line. A flag whose default is false is a switch; the others take a value."""
     typed: Command = []
@@ -61,7 +55,7 @@ def words(flags: Mapping[str, Any], defaults: Mapping[str, Any]) -> Command:
 
 def ask(workload: str, typed: Sequence[str], ranks: int = 1, local: int = 1) -> dict[str, Any]:
     """The dry run's JSON document, for rank 0 of `ranks`, `local` per host. Raises the workload's own Failure."""
-    command = [sys.executable, "-m", f"hvdtrain.{workload}", "--dry-run", "--json", *typed]
+    command = [sys.executable, "-m", "hvdtrain.cli", "train", workload, "--dry-run", "--json", *typed]
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("HVDTRAIN_", "OMPI_COMM_"))}
     package = str(Path(__file__).resolve().parents[2])
     kept["PYTHONPATH"] = os.pathsep.join([package, *filter(None, [kept.get("PYTHONPATH")])])
@@ -80,19 +74,15 @@ def ask(workload: str, typed: Sequence[str], ranks: int = 1, local: int = 1) -> 
     return document
 
 
-def flags() -> dict[str, set[str]]:
-    """Workload -> its flags as keys."""
-    return {name: set(found) | {"config"} for name, found in _defaults().items()}
+def flags(workload: str) -> set[str]:
+    """The flags of a workload as keys."""
+    return {*_defaults(workload), "config"}
 
 
-_KNOWN: dict[str, dict[str, Any]] = {}
-
-
-def _defaults() -> dict[str, dict[str, Any]]:
-    for name in workloads():
-        if name not in _KNOWN:
-            _KNOWN[name] = ask(name, [])["config"]
-    return _KNOWN
+@functools.cache
+def _defaults(workload: str) -> dict[str, Any]:
+    found: dict[str, Any] = ask(workload, [])["config"]
+    return found
 
 
 def monitors(kind: str) -> Command:
@@ -101,7 +91,7 @@ def monitors(kind: str) -> Command:
 
 
 def typed_flags(run: Run) -> Command:
-    return words(run.flags, _defaults()[run.point.settings["workload"]])
+    return words(run.flags, _defaults(run.point.settings["workload"]))
 
 
 def preview(point: Point) -> Preview:
@@ -137,7 +127,6 @@ def previews(points: Sequence[Point]) -> dict[str, Preview | Failure]:
         except Failure as failure:
             return failure
 
-    _defaults()
     with concurrent.futures.ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         found = dict(zip(cells, pool.map(one, cells.values()), strict=True))
     result: dict[str, Preview | Failure] = {}

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
 import hashlib
 import json
 import os
@@ -19,10 +18,10 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
-from typing import Any, cast
+from types import FrameType, TracebackType
+from typing import Any, NoReturn, cast
 
 import numpy as np
 
@@ -43,6 +42,9 @@ from hvdtrain.collectives.meeting import meet
 from hvdtrain.collectives.servers import ServerRanks
 from hvdtrain.collectives.streams import StreamRanks
 from hvdtrain.exits import Failure
+from hvdtrain.place import Place as Place
+from hvdtrain.place import place as place
+from hvdtrain.place import separate_programs as separate_programs
 from hvdtrain.sentinel.rank import Sentinel
 
 Carrier = str
@@ -50,76 +52,6 @@ Carrier = str
 
 PEER_PATIENCE_S = 2.0
 """A rank that lost a peer, or failed and is not rank 0, waits so long for the launcher to end it before it prints"""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Place:
-    """A rank's place, read from its launcher's environment variables before anything heavy is imported."""
-
-    launcher: str
-    """alone, torchrun, horovodrun, mpirun or srun"""
-    rank: int = 0
-    size: int = 1
-    local_rank: int = 0
-    local_size: int = 1
-
-
-# launcher, then the variables of rank, size, local rank, local size
-LAUNCHERS: list[tuple[str, ...]] = [
-    ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    ("mpirun", *(f"OMPI_COMM_WORLD_{what}" for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
-    ("horovodrun", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
-    ("srun", "PMIX_RANK", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
-]
-
-
-def place(environment: Mapping[str, str] = os.environ) -> Place:
-    """This process's place. horovodrun on MPI starts mpirun and so appears as mpirun.
-
-    torchrun is recognised by TORCHELASTIC_RUN_ID, because other programs set RANK too. It wins over mpirun and srun,
-    which may have started it.
-    """
-    torchrun = "TORCHELASTIC_RUN_ID" in environment
-    if torchrun and environment.get("WORLD_SIZE") == "1":
-        return Place(launcher="alone")
-    for launcher, rank, size, local_rank, local_size in LAUNCHERS if torchrun else LAUNCHERS[1:]:
-        if rank in environment and size in environment:
-            return Place(
-                launcher=launcher,
-                rank=int(environment[rank]),
-                size=int(environment[size]),
-                local_rank=int(environment.get(local_rank, 0)),
-                local_size=int(environment.get(local_size, 0)) or tasks_here(environment),
-            )
-    return Place(launcher="alone")
-
-
-def tasks_here(environment: Mapping[str, str]) -> int:
-    """Tasks of this Slurm step on this node. SLURM_STEP_TASKS_PER_NODE is `2(x3),1`, an item per node (srun(1))."""
-    counts: list[int] = []
-    for part in environment.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
-        tasks, _, nodes = part.rstrip(")").partition("(x")
-        counts += [int(tasks or 1)] * int(nodes or 1)
-    return counts[min(int(environment.get("SLURM_NODEID", 0)), len(counts) - 1)]
-
-
-# variables of size and rank set by starters that do not connect ranks for us, who sets them, what to do
-SEPARATE = [
-    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "by srun", "add --mpi=pmix, or sbatch launch/slurm.sbatch"),
-    ("PMI_SIZE", "PMI_RANK", "by PMI, as MPICH's mpiexec does", "use Open MPI's mpirun, horovodrun or torchrun"),
-    ("WORLD_SIZE", "RANK", "with WORLD_SIZE and RANK", "use torchrun, mpirun or horovodrun, or unset WORLD_SIZE"),
-]
-
-
-def separate_programs(environment: Mapping[str, str] = os.environ) -> tuple[str, bool] | None:
-    """The error if a starter made several programs that are not ranks of one job, and whether this one (the first)
-    prints it; None if there is no such error."""
-    for size, rank, starter, advice in SEPARATE:
-        count = environment.get(size, "1")
-        if rank in environment and count != "1" and place(environment).launcher == "alone":
-            what = f"{count} separate programs were started {starter}, not {count} ranks: {advice}"
-            return what, environment[rank] == "0"
-    return None
 
 
 def _native(framework: str, meeting: Meeting, reach: Reach, gpu: bool) -> Collectives:
@@ -334,14 +266,19 @@ class StopSignal:
         self.requested: signal.Signals | None = None
         self.resumable = False
         self.peer_lost = False
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            signal.signal(number, self._arrived)
+        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+        self._before = {number: signal.signal(number, self._arrived) for number in numbers}
 
     def _arrived(self, number: int, frame: FrameType | None) -> None:
         repeated = number == signal.SIGINT and self.requested is signal.SIGINT
         if self.peer_lost or repeated or not self.resumable:
             os._exit(128 + number)
         self.requested = signal.Signals(number)
+
+    def restore(self) -> None:
+        """Signals do what they did before this object was made."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
 
 
 def run(program: Callable[[StopSignal], int], *, debug: bool) -> None:
@@ -351,39 +288,67 @@ def run(program: Callable[[StopSignal], int], *, debug: bool) -> None:
     once without leaving the world, because a rank that stayed in its exit handlers would keep its peers waiting for
     ever. A rank that only lost a peer prints nothing unless its launcher leaves it alive.
     """
+    _refuse_separate_programs()
+    stop = StopSignal()
+    try:
+        code = program(stop)
+        sys.stdout.flush()
+    except Exception as error:
+        stop.peer_lost = True
+        code = _told(error, debug)
+    _end(code)
+
+
+def guard(*, debug: bool) -> None:
+    """From here on an exception that ends this process ends the whole job, as `run` does it: for a user's script. In a
+    process by itself only a Failure is told so."""
+    _refuse_separate_programs()
+
+    def uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        ours = isinstance(error, Failure) or place().launcher != "alone"
+        if ours and isinstance(error, Exception):
+            _end(_told(error, debug))
+        sys.__excepthook__(kind, error, trace)
+
+    sys.excepthook = uncaught
+
+
+def _refuse_separate_programs() -> None:
     if problem := separate_programs():
         what, first = problem
         if first:
             print(f"hvdtrain: {what}", file=sys.stderr, flush=True)
         raise SystemExit(exits.USAGE)
-    stop = StopSignal()
+
+
+def _told(error: Exception, debug: bool) -> int:
+    """Tells the user what ended this rank; the exit code."""
     where = place()
-    try:
-        code = program(stop)
-        sys.stdout.flush()
-    except Failure as failure:
+    if isinstance(error, Failure):
         if debug:
-            traceback.print_exc()
-        stop.peer_lost = True
+            traceback.print_exception(error)
         if where.rank:
             time.sleep(PEER_PATIENCE_S)
-        print(f"hvdtrain: {_who(where)}{failure}", file=sys.stderr, flush=True)
-        code = failure.code
-    except Exception as error:
-        stop.peer_lost = True
-        told = exits.of_system(error) if isinstance(error, OSError) and not debug else None
-        if isinstance(error, BrokenPipeError) and where.launcher == "alone":  # `--strategy help | head`
-            sys.stdout = None
-        elif told:
-            print(f"hvdtrain: {_who(where)}{told}", file=sys.stderr, flush=True)
-        elif lost_peer(error):
-            time.sleep(PEER_PATIENCE_S)
-            print(f"hvdtrain: {_who(where)}lost contact with another rank: {error}", file=sys.stderr, flush=True)
-        else:
-            sys.stderr.write(f"hvdtrain: {_who(where)}failed:\n{traceback.format_exc()}")
-            sys.stderr.flush()
-        code = told.code if told else exits.FAILED
-    if code and where.launcher != "alone":
+        print(f"hvdtrain: {_who(where)}{error}", file=sys.stderr, flush=True)
+        return error.code
+    told = exits.of_system(error) if isinstance(error, OSError) and not debug else None
+    if isinstance(error, BrokenPipeError) and where.launcher == "alone":  # `--strategy help | head`
+        sys.stdout = None
+    elif told:
+        print(f"hvdtrain: {_who(where)}{told}", file=sys.stderr, flush=True)
+    elif lost_peer(error):
+        time.sleep(PEER_PATIENCE_S)
+        print(f"hvdtrain: {_who(where)}lost contact with another rank: {error}", file=sys.stderr, flush=True)
+    else:
+        trace = "".join(traceback.format_exception(error))
+        sys.stderr.write(f"hvdtrain: {_who(where)}failed:\n{trace}")
+        sys.stderr.flush()
+    return told.code if told else exits.FAILED
+
+
+def _end(code: int) -> NoReturn:
+    """Ends this process, and with an error the job: the sentinel tells the other ranks."""
+    if code and place().launcher != "alone":
         if _sentinel is not None and code != exits.RESUMABLE:
             _sentinel.failed()
         sys.stdout.flush()

@@ -77,10 +77,13 @@ def test_ranks_sum_as_numpy_does_and_send_what_the_formula_says(ranks: int, per_
 
 
 @pytest.mark.parametrize("dying", [0, 3], ids=["a leader", "a member of another host"])
-def test_all_know_within_a_second_that_a_rank_died(dying: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("carrier", "error"), [("streams", "PeerLost"), ("calls", "HorovodInternalError")])
+def test_all_know_within_a_second_that_a_rank_died(carrier: str, error: str, dying: int, tmp_path: Path) -> None:
     words = [sys.executable, str(PROGRAMS / "streams_dying.py"), str(tmp_path)]
     processes = [
-        subprocess.Popen([*words, str(rank), str(dying)], cwd=ROOT, env=environment(), stdin=subprocess.DEVNULL)
+        subprocess.Popen(
+            [*words, str(rank), str(dying), carrier], cwd=ROOT, env=environment(), stdin=subprocess.DEVNULL
+        )
         for rank in range(4)
     ]
     try:
@@ -93,7 +96,7 @@ def test_all_know_within_a_second_that_a_rank_died(dying: int, tmp_path: Path) -
     died = float((tmp_path / "died").read_text())
     for rank in set(range(4)) - {dying}:
         told = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert told["error"] == "PeerLost", told
+        assert told["error"] == error, told
         assert told["lost_peer"], told
         assert told["known"] - died < 1, told
 

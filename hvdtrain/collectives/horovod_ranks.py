@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import secrets
 import sys
@@ -116,3 +117,18 @@ class HorovodStep(TorchStep):
     def updating(self) -> contextlib.AbstractContextManager[None]:
         skipping: contextlib.AbstractContextManager[None] = self.optimizer.skip_synchronize()
         return skipping
+
+
+@functools.cache
+def internal_error() -> type[RuntimeError]:
+    """What Horovod raises when a collective call fails, so that scripts can catch it; a class of that name where
+    Horovod is not installed."""
+    try:
+        from horovod.common.exceptions import HorovodInternalError
+    except ImportError:
+
+        class HorovodInternalError(RuntimeError):  # type: ignore[no-redef]
+            """A collective call failed."""
+
+    found: type[RuntimeError] = HorovodInternalError
+    return found

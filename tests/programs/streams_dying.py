@@ -1,6 +1,6 @@
 """One of four ranks on two hosts dies while the others sum a vector; each of them tells when it knew, and how.
 
-    streams_dying.py FOLDER RANK DYING
+    streams_dying.py FOLDER RANK DYING streams|calls
 
 No launcher, which would end the others: ranks meet in FOLDER, and RANK.json is left there. Used by test_streams.py.
 """
@@ -18,6 +18,7 @@ import numpy as np
 
 from hvdtrain.collectives import Alone, Reach, lost_peer
 from hvdtrain.collectives.streams import StreamRanks
+from hvdtrain.script.calls import Calls
 
 SIZE = 4
 
@@ -41,14 +42,20 @@ class FolderMeeting(Alone):
 
 
 folder, rank, dying = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-ranks = StreamRanks(FolderMeeting(folder, rank), Reach(f"127.0.0.{1 + rank // 2}", "lo", loopback=True))
-ranks.gather(b"all are connected")
+meeting = FolderMeeting(folder, rank)
+ranks = {"streams": StreamRanks, "calls": Calls}[sys.argv[4]](
+    meeting, Reach(f"127.0.0.{1 + rank // 2}", "lo", loopback=True)
+)
+meeting.gather(b"all are connected")
 if rank == dying:
     time.sleep(0.5)  # the others are in the midst of it
     (folder / "died").write_text(str(time.time()))
     os.kill(os.getpid(), signal.SIGKILL)
 try:
-    ranks.sum(np.ones(5_000_000), "in vain")
+    if isinstance(ranks, Calls):
+        ranks.call("allreduce", np.ones(5_000_000))
+    else:
+        ranks.sum(np.ones(5_000_000), "in vain")
 except Exception as error:
     told = {"known": time.time(), "error": type(error).__name__, "text": str(error), "lost_peer": lost_peer(error)}
     (folder / f"{rank}.json").write_text(json.dumps(told))

@@ -15,13 +15,10 @@ error is found by all ranks together, it is raised by `finish` on all of them al
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import itertools
-import json
 import os
 import select
-import socket
 import sys
 import threading
 import weakref
@@ -32,15 +29,13 @@ import numpy as np
 
 from hvdtrain.collectives import Meeting, PeerLost, Reach
 from hvdtrain.collectives.horovod_ranks import internal_error
-from hvdtrain.collectives.streams import SMALL_BYTES, Stream, joined
+from hvdtrain.collectives.streams import SMALL_BYTES, Stream
 from hvdtrain.script import arithmetic
 from hvdtrain.script.arithmetic import Members, Op
 from hvdtrain.script.coordinator import Answer, Asked, Coordinator, packed, said, unpacked
-from hvdtrain.sentinel import trust
+from hvdtrain.script.wires import Wire, connected
 
 ENDED = "no call can be made any more: {}; what ended the job is in the output of the rank that ended first"
-PURPOSES = (b"calls", b"calls' order")
-CHUNK_BYTES = 1 << 16
 PATIENCE_S = 10.0
 """For what is still to be sent when a rank shuts down"""
 LIVING: weakref.WeakSet[Calls] = weakref.WeakSet()
@@ -61,57 +56,6 @@ class Call:
     error: BaseException | None = None
 
 
-class Wire:
-    """Messages to and from another rank, in order; nobody waits here."""
-
-    def __init__(self, stream: Stream) -> None:
-        self.socket, self.rank = stream.socket, stream.rank
-        self.ended = ""
-        self.unsent = bytearray()
-        self._heard = bytearray()
-
-    def send(self, message: bytes) -> None:
-        self.unsent += len(message).to_bytes(4, "little") + message
-        self.flush()
-
-    def flush(self) -> None:
-        try:
-            while self.unsent:
-                del self.unsent[: self.socket.send(self.unsent)]
-        except BlockingIOError:
-            pass
-        except OSError as error:
-            self._end(error)
-
-    def hear(self) -> list[bytes]:
-        """The messages that have arrived whole."""
-        try:
-            while not self.ended:
-                chunk = self.socket.recv(CHUNK_BYTES)
-                self._heard += chunk
-                if not chunk:
-                    self._end("it closed its connection")
-                elif len(chunk) < CHUNK_BYTES:
-                    break
-        except BlockingIOError:
-            pass
-        except OSError as error:
-            self._end(error)
-        messages, begin = [], 4
-        while begin <= len(self._heard):
-            end = begin + int.from_bytes(self._heard[begin - 4 : begin], "little")
-            if end > len(self._heard):
-                break
-            messages.append(bytes(self._heard[begin:end]))
-            begin = end + 4
-        del self._heard[: begin - 4]
-        return messages
-
-    def _end(self, cause: object) -> None:
-        self.unsent.clear()
-        self.ended = f"rank {self.rank} has ended ({cause})"
-
-
 class Calls:
     """The calls of one rank. Its methods may be called from several threads."""
 
@@ -119,10 +63,7 @@ class Calls:
         """By all ranks together: connects each to each. Raises Failure (69) if one cannot be reached."""
         self.rank, self.size = meeting.rank, meeting.size
         self._everyone = tuple(range(self.size))
-        self._streams: dict[int, Stream] = {}
-        self._wires: dict[int, Wire] = {}
-        if self.size > 1:
-            self._connect(meeting, reach)
+        self._streams, self._wires = connected(meeting, reach)
         self._coordinator = Coordinator()
         self._groups: dict[tuple[int, ...], Members] = {}
         self._answers: collections.deque[tuple[Answer, bytes]] = collections.deque()
@@ -138,28 +79,6 @@ class Calls:
         LIVING.add(self)
         self._thread = threading.Thread(target=self._run, name="hvdtrain calls", daemon=True)
         self._thread.start()
-
-    def _connect(self, meeting: Meeting, reach: Reach) -> None:
-        with contextlib.ExitStack() as stack:
-            listeners = [
-                stack.enter_context(socket.create_server((reach.address, 0), backlog=socket.SOMAXCONN))
-                for _ in PURPOSES
-            ]
-            ports = [listener.getsockname()[1] for listener in listeners]
-            told = [json.loads(each) for each in meeting.gather(json.dumps([reach.address, *ports]).encode())]
-            later = set(range(self.rank + 1, self.size))
-            sides = [
-                (range(self.rank), later),
-                (range(min(self.rank, 1)), later if self.rank == 0 else set[int]()),
-            ]
-            found = []
-            for number, (purpose, (targets, awaited)) in enumerate(zip(PURPOSES, sides, strict=True)):
-                me = trust.Party(meeting.secret, purpose, self.rank)
-                places = [(f"at {address}", address, str(ports[number])) for address, *ports in told]
-                reached, arrived = joined(places, me, targets, listeners[number], awaited)
-                found.append(reached | arrived)
-        self._streams = found[0]
-        self._wires = {rank: Wire(stream) for rank, stream in found[1].items()}
 
     # --- for users ----------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
@@ -73,34 +74,68 @@ CARRIERS: dict[Carrier, Callable[[str, Meeting, Reach, bool], Collectives]] = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class Met:
+    """Ranks that know of each other, watched by a sentinel: all that a carrier needs to connect them."""
+
+    meeting: Meeting
+    sentinel: Sentinel | None
+    """None for a process by itself"""
+    reach: Reach
+
+    @classmethod
+    def by(cls, meeting: Meeting) -> Met:
+        """Starts the sentinel. Collective."""
+        if meeting.size == 1:
+            return cls(meeting, None, Reach("127.0.0.1", "lo", loopback=True))
+        sentinel = watched_by(Sentinel(meeting.rank, first=meeting.local_rank == 0, secret=meeting.secret))
+        sentinel.join(lambda mine: [json.loads(each) for each in meeting.gather(json.dumps(mine).encode())])
+        if way := sentinel.way:
+            return cls(meeting, sentinel, Reach(way.source, way.device))
+        if sentinel.hosts > 1:
+            return cls(meeting, sentinel, Reach(socket.gethostname(), None))
+        return cls(meeting, sentinel, Reach("127.0.0.1", "lo", loopback=True))
+
+    @classmethod
+    def at(cls, where: Place) -> Met:
+        """The ranks that the launcher started, found without Horovod. Collective. Raises Failure (69, 77) if they
+        cannot find each other."""
+        return cls.by(meet(where.launcher, where.rank, where.size, where.local_rank, where.local_size))
+
+
 class World:
     """The ranks of this job. Every rank must call the collective methods, in the same order.
 
     `carrier`: what connects the ranks: horovod, native (the framework's own collectives), streams or servers.
     `framework`: "torch" or "tensorflow". `gpu`: whether gradients are on a GPU. `timeline`: whether Horovod's timeline
-    may be started. `rank` and `size` count the ranks alive in the last collective; with servers ranks may die.
-    `collectives` names the library in use: none, gloo, mpi, nccl, grpc, streams or servers. Raises Failure (69) if
-    Horovod is missing or the ranks cannot be connected.
+    may be started. `met`: the ranks, if they have met before and go on after this world. `rank` and `size` count the
+    ranks alive in the last collective; with servers ranks may die. `collectives` names the library in use: none, gloo,
+    mpi, nccl, grpc, streams or servers. Raises Failure (69) if Horovod is missing or the ranks cannot be connected.
     """
 
     def __init__(
-        self, framework: str, gpu: bool = False, *, carrier: Carrier = "horovod", timeline: bool = False
+        self,
+        framework: str,
+        gpu: bool = False,
+        *,
+        carrier: Carrier = "horovod",
+        timeline: bool = False,
+        met: Met | None = None,
     ) -> None:
         self.place = place()
         self.host = socket.gethostname()
         self.framework = framework
         self.links: list[dict[str, Any]] = []
-        self._sentinel: Sentinel | None = None
-        where = self.place
         self._ranks: Collectives
+        self._met_before = met is not None
         if carrier == "horovod":
-            alone = where.launcher == "alone"
+            alone = self.place.launcher == "alone"
             self._ranks = Alone() if alone else HorovodRanks(framework, gpu=gpu, timeline=timeline)
-            self._watch(self._ranks)
+            self._met = Met.by(self._ranks)
         else:
-            meeting = meet(where.launcher, where.rank, where.size, where.local_rank, where.local_size)
-            reach = self._watch(meeting)
-            self._ranks = CARRIERS[carrier](framework, meeting, reach, gpu)
+            self._met = met or Met.at(self.place)
+            self._ranks = CARRIERS[carrier](framework, self._met.meeting, self._met.reach, gpu)
+        self._sentinel = self._met.sentinel
         self.local_rank, self.local_size = self._ranks.local_rank, self._ranks.local_size
         self.collectives = self._ranks.carrier
 
@@ -112,22 +147,13 @@ class World:
     def size(self) -> int:
         return self._ranks.size
 
-    def _watch(self, ranks: Meeting) -> Reach:
-        """Starts the sentinel; returns the address and interface by which other ranks reach this host."""
-        way = None
-        if ranks.size > 1:
-            self._sentinel = watched_by(Sentinel(ranks.rank, first=ranks.local_rank == 0, secret=ranks.secret))
-            self._sentinel.join(lambda mine: [json.loads(each) for each in ranks.gather(json.dumps(mine).encode())])
-            way = self._sentinel.way
-            if way is None and self._sentinel.hosts > 1:
-                return Reach(self.host, None)
-        return Reach(way.source, way.device) if way else Reach("127.0.0.1", "lo", loopback=True)
-
     def leave(self) -> None:
-        """Disconnects from the other ranks. A rank waits here for the slowest."""
-        if self._sentinel is not None:
+        """Disconnects from the other ranks; a rank may wait here for the slowest."""
+        if self._sentinel is not None and not self._met_before:
             self._sentinel.left()
         self._ranks.leave()
+        if not self._met_before:
+            self._met.meeting.leave()
 
     # --- collectives on small host arrays -----------------------------------------------------------------------
 

@@ -43,7 +43,7 @@ class Meeting(Protocol):
         ...
 
     def leave(self) -> None:
-        """Disconnects from the other ranks; a rank may wait here for the slowest."""
+        """Disconnects from the other ranks; a rank may wait here for the slowest. A second time does nothing."""
 
 
 class Collectives(Meeting, Protocol):

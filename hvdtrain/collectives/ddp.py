@@ -66,7 +66,6 @@ class DdpRanks(Alone):
         if self._step is not None:
             self._step.release()
         dist.destroy_process_group()
-        self._meeting.leave()
 
     # --- small host arrays --------------------------------------------------------------------------------------
 

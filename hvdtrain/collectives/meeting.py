@@ -73,7 +73,8 @@ class MPIMeeting:
         return [bytes(joined[end - count : end]) for end, count in zip(ends, counts, strict=True)]
 
     def leave(self) -> None:
-        self._mpi.Finalize()
+        if not self._mpi.Is_finalized():
+            self._mpi.Finalize()
 
 
 class StoreMeeting(abc.ABC):

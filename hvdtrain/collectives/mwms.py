@@ -66,7 +66,6 @@ class MwmsRanks(Alone):
 
     def leave(self) -> None:
         self._meeting.gather(b"")  # nobody closes a connection that another still reads from
-        self._meeting.leave()
 
     # --- small host arrays --------------------------------------------------------------------------------------
 

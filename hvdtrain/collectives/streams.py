@@ -128,7 +128,7 @@ class StreamRanks(Alone):
         """Raises Failure (69) if a rank cannot be reached."""
         self.rank, self.size = meeting.rank, meeting.size
         self.local_rank, self.local_size = meeting.local_rank, meeting.local_size
-        self._meeting = meeting
+        self.secret = meeting.secret
         with socket.create_server((reach.address, 0), backlog=socket.SOMAXCONN) as listener:  # strangers may come first
             mine = f"{socket.gethostname()} {reach.address} {listener.getsockname()[1]}"
             told = [each.decode().split() for each in meeting.gather(mine.encode())]
@@ -151,11 +151,10 @@ class StreamRanks(Alone):
         self._scratch = np.empty(0, np.float32)
 
     def leave(self) -> None:
-        self._meeting.gather(b"")  # nobody closes a connection that another still reads from
+        """Waits for nobody: what was sent arrives, and who still waits for more of this rank learns that it is gone."""
         for stream in (*self._members, *self._streams, self._leader):
             if stream is not None:
                 stream.socket.close()
-        self._meeting.leave()
 
     # --- small host arrays --------------------------------------------------------------------------------------
 

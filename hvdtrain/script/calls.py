@@ -119,7 +119,7 @@ class Calls:
             root=members.index(root) if kind == "broadcast" else 0,
             scales=[float(prescale), float(postscale)],
             splits=_checked_splits(given[0], splits, len(members)) if kind == "alltoall" else None,
-            short=bool(given) and not grouped and given[0].nbytes <= SMALL_BYTES,
+            short=bool(given) and not grouped and op != Op.ADASUM and given[0].nbytes <= SMALL_BYTES,
         )
         prefix = f"grouped_{kind}" if grouped else kind
         call = Call(asked, given, into, grouped)

@@ -119,9 +119,9 @@ class Watch:
             self._start_anew(now)
         self._last_tick = now
         alive = [rank for rank in self._ranks.values() if not rank.process.gone()]
-        if self._fault is None or not self._fault["text"]:
+        if self._fault is None:
             fault = self._look(now)
-            if fault and (self._fault is None or fault["text"]):
+            if fault:
                 self._begin(fault, now)
         if self._fault is not None:
             self._say(now)
@@ -275,7 +275,7 @@ class Watch:
         peer.idle, peer.left = message["idle"], message["left"]
         fault = message["fault"]
         peer.knows = fault is not None and bool(fault["text"])
-        if fault and (self._fault is None or (fault["text"] and not self._fault["text"])):
+        if fault and self._fault is None:
             self._begin({**fault, "own": False}, now)
 
 

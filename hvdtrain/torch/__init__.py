@@ -1,0 +1,25 @@
+"""`import hvdtrain.torch as hvd` in place of `import horovod.torch as hvd`: the same names, and our strategies.
+
+Horovod's functions are handed through as they are. What carries them is decided by `init`: Horovod itself, or, with
+HVDTRAIN_STRATEGY, our streams (see `hvdtrain.script.job`). docs/OWN.md says what each name does on both.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from horovod.torch import *  # noqa: F403
+from horovod.torch import mpi_ops
+
+from hvdtrain.script import job
+from hvdtrain.torch.operations import Operations
+
+_FRONT = job.Front("torch", mpi_ops, "mpi_lib", Operations)
+
+
+def init(comm: Any = None, process_sets: Any = None) -> None:
+    """Meets the other ranks; see `horovod.torch.init` for the arguments. A second time does nothing.
+
+    Raises Failure if HVDTRAIN_STRATEGY is none that a script can have, or the ranks cannot find each other.
+    """
+    job.init(_FRONT, comm, process_sets)

@@ -1,0 +1,131 @@
+"""Each call of hvdtrain.torch once, as a script makes it; rank 0 prints what came out on every rank as JSON.
+
+own_calls.py [late]        late: the strategy's streams take over while Horovod carries
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+import hvdtrain.torch as hvd
+from hvdtrain.script import job
+
+os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
+TYPES = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64]
+
+
+def results() -> Iterator[tuple[str, Any]]:
+    rank, size = hvd.rank(), hvd.size()
+    yield "place", [rank, size, hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()]
+    yield (
+        "is",
+        [hvd.is_initialized(), hvd.mpi_built(), hvd.gloo_built(), hvd.nccl_built(), hvd.mpi_ops.is_homogeneous()],
+    )
+    for dtype in TYPES:
+        given = (torch.arange(6, dtype=torch.float32).reshape(3, 2) * (rank + 1)).to(dtype)
+        yield f"broadcast {dtype}", hvd.broadcast(given, root_rank=size - 1)
+        yield f"allgather {dtype}", hvd.allgather(given[: rank + 1])
+        yield (
+            f"alltoall {dtype}",
+            hvd.alltoall(given, splits=torch.tensor([1, *[2] * (size > 1), *[0] * (size - 2)]).int()),
+        )
+        if dtype in TYPES[3:]:
+            ops = {"sum": hvd.Sum, "average": hvd.Average, "min": hvd.Min, "max": hvd.Max, "product": hvd.Product}
+            for name, op in ops.items():
+                yield f"allreduce {name} {dtype}", hvd.allreduce(given, op=op)
+            yield f"reducescatter {dtype}", hvd.reducescatter(given, op=hvd.Sum)
+    yield "adasum", hvd.allreduce(torch.tensor([1.0, 2.0 + rank]), op=hvd.Adasum)
+    vector = torch.full([100_001], rank + 1.0)
+    yield "scaled", hvd.allreduce(vector, op=hvd.Sum, prescale_factor=0.5, postscale_factor=2.0)[::50_000]
+    yield "in place", [hvd.allreduce_(vector, name="in place") is vector, vector[::50_000]]
+    yield "broadcast_", hvd.broadcast_(torch.full([3], float(rank)), 1)
+    handle = hvd.allreduce_async(torch.ones(4), name="later")
+    yield "async", hvd.synchronize(handle)
+    pair = [torch.ones(2) * rank, torch.ones(3) * rank]
+    yield (
+        "grouped",
+        [*hvd.grouped_allreduce(pair, op=hvd.Sum), *hvd.grouped_allgather(pair), *hvd.grouped_reducescatter(pair)],
+    )
+    yield "empty", [hvd.allgather(torch.zeros(0, 2)), hvd.allreduce(torch.tensor(float(rank)))]
+    yield (
+        "sparse",
+        hvd.sparse_allreduce_async(torch.eye(size)[[rank, rank]].to_sparse(), name="s", op=hvd.Sum)().to_dense(),
+    )
+    weight = torch.tensor([1.0, 2.0], requires_grad=True)
+    (hvd.allreduce(weight * (rank + 1), op=hvd.Sum) * torch.tensor([1.0, 3.0])).sum().backward()
+    yield "backward", weight.grad
+    yield "objects", [hvd.broadcast_object({"from": rank}, root_rank=1), hvd.allgather_object([rank])]
+    yield "compressed", hvd.allreduce(torch.tensor([0.25 * rank]), compression=hvd.Compression.fp16)
+    model = torch.nn.Linear(2, 2)
+    torch.nn.init.constant_(model.weight, rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (rank + 1), momentum=0.9)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=1)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=1)
+    yield "state", [model.weight, optimizer.param_groups[0]["lr"]]
+    some = hvd.add_process_set([1] if size == 2 else [0, 3])
+    yield "set", [some.size(), some.included(), str(some)]
+    if some.included():
+        yield "in set", [some.rank(), hvd.allreduce(torch.tensor([rank + 1.0]), process_set=some)]
+        hvd.barrier(process_set=some)
+    yield "removed", [hvd.remove_process_set(some), some.process_set_id]
+    hvd.barrier()
+    yield "join", joined()
+
+
+def joined() -> list[Any]:
+    """Rank 0 makes one call more than those that have joined, which add zeros."""
+    found = hvd.allreduce(torch.ones(2), op=hvd.Sum, name="of some") if hvd.rank() == 0 else None
+    last = hvd.join()
+    return [last if hvd.size() == 2 else None, found]
+
+
+def refused() -> Iterator[tuple[str, str]]:
+    """What a mistake is answered with: the type of the error."""
+    rank = hvd.rank()
+    mistakes: dict[str, Callable[[], Any]] = {
+        "shape": lambda: hvd.allreduce(torch.zeros(rank + 1), name="shape"),
+        "type": lambda: hvd.allreduce(torch.zeros(2, dtype=[torch.float32, torch.int64][rank % 2]), name="type"),
+        "root": lambda: hvd.broadcast(torch.zeros(2), root_rank=rank, name="root"),
+        "kind": lambda: hvd.allreduce(torch.zeros(2, dtype=torch.bool)),
+        "both": lambda: hvd.allreduce(torch.zeros(2), average=True, op=hvd.Sum),
+        "not in line": lambda: hvd.allreduce(torch.zeros(2, 2).t()),
+        "foreign": lambda: hvd.ProcessSet(["a"]),
+    }
+    for name, mistake in mistakes.items():
+        try:
+            mistake()
+            yield name, "nothing"
+        except Exception as error:
+            yield name, type(error).__name__
+
+
+def plain(value: Any) -> Any:
+    """As JSON has it."""
+    if isinstance(value, torch.Tensor):
+        return [str(value.dtype), value.detach().double().round(decimals=6).tolist()]
+    return [plain(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+try:
+    hvd.size()
+    before = "nothing"
+except ValueError as error:
+    before = str(error)
+hvd.init()
+hvd.init()
+if "late" in sys.argv:
+    hvd.allreduce(torch.ones(2))
+    job.exchange("powersgd")
+found = {name: plain(value) for name, value in results()} | {"before": before, "errors": dict(refused())}
+everyone = hvd.allgather_object(found)
+carried = "Horovod" if hvd.mpi_enabled() or hvd.gloo_enabled() else "streams"
+if hvd.rank() == 0:
+    print(json.dumps({"carried": carried, "ranks": everyone}), flush=True)
+hvd.shutdown()
+assert not hvd.is_initialized()

@@ -1,0 +1,29 @@
+"""hvdtrain.torch on real ranks: Horovod's calls, carried by Horovod and by our streams, give the same."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+from conftest import PROGRAMS, document, launch
+
+
+@functools.cache
+def calls(ranks: int, launcher: str, strategy: str = "", *words: str) -> Any:
+    extra = {"HVDTRAIN_STRATEGY": strategy} if strategy else {}
+    return document(launch(ranks, ["-W", "ignore", str(PROGRAMS / "own_calls.py"), *words], launcher, extra))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "launcher", "words"),
+    [(2, "mpirun", ["late"]), (2, "torchrun", []), (4, "horovodrun --gloo", [])],
+)
+def test_every_call_gives_on_streams_what_it_gives_on_horovod(ranks: int, launcher: str, words: list[str]) -> None:
+    ours = calls(ranks, launcher, "" if words or launcher == "torchrun" else "powersgd", *words)
+    horovods = calls(ranks, "mpirun")
+    assert (ours["carried"], horovods["carried"]) == ("streams", "Horovod")
+    for rank, (mine, theirs) in enumerate(zip(ours["ranks"], horovods["ranks"], strict=True)):
+        assert mine.keys() == theirs.keys()
+        for name, value in theirs.items():
+            assert mine[name] == value, f"{name} on rank {rank}"

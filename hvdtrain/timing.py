@@ -45,6 +45,7 @@ class Spent:
     """Seconds of one rank's steps in this process, warm-up left out."""
 
     data_s: float = 0.0
+    """0 in a script, which does not tell"""
     compute_s: float = 0.0
     exchange_s: float | None = 0.0
     """None if the framework cannot separate exchange from computation"""
@@ -52,7 +53,7 @@ class Spent:
     def add(self, step: records.Step) -> None:
         if step.warmup:
             return
-        self.data_s += step.data_s
+        self.data_s += step.data_s or 0.0
         self.compute_s += step.compute_s
         if self.exchange_s is None or step.communication_s is None:
             self.exchange_s = None

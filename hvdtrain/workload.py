@@ -13,11 +13,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from hvdtrain import config as configuration
-from hvdtrain import exits, lock, observe, records, resume, run, strategies, threads, world
+from hvdtrain import exits, lock, observe, resume, run, strategies, threads, world
 from hvdtrain.arrays_file import Arrays
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.loader import Loader
@@ -25,7 +25,7 @@ from hvdtrain.exits import Failure
 from hvdtrain.frameworks import Replica, resolve
 from hvdtrain.loop import Judge, Loop
 from hvdtrain.measures import Measure
-from hvdtrain.strategies import Strategy, advice, catalogue
+from hvdtrain.strategies import Strategy, catalogue
 from hvdtrain.threads import Threads
 
 C = TypeVar("C", bound=TrainConfig)
@@ -197,7 +197,7 @@ class Job:
                 print(f"hvdtrain: stopped; continue {again}", file=sys.stderr, flush=True)
             else:
                 run.show_summary(summary, self.measure, as_json=config.json)
-                if tip := advised(config, summary, ranks.links):
+                if tip := run.advised(config, summary, ranks.links):
                     print(f"hvdtrain: {tip}", file=sys.stderr, flush=True)
         ranks.leave()
         lock.release()
@@ -239,16 +239,6 @@ def replica_of(
     from hvdtrain.frameworks.tensorflow import TensorFlowReplica
 
     return TensorFlowReplica(model, device=device, config=config, world=ranks, strategy=strategy, measure=measure)
-
-
-def advised(config: TrainConfig, summary: records.Summary, links: Sequence[Mapping[str, Any]]) -> str | None:
-    """What to try if the hosts of a run have waited long for each other; None if there is nothing to say."""
-    if summary.hosts == 1 or not (shares := summary.step_shares):
-        return None
-    wire_s = advice.wire_s(summary.parameters, summary.hosts, links)
-    compute_s = shares["compute"] * summary.train_s / summary.steps
-    tip = advice.advice(config, shares, wire_s / compute_s if wire_s else None)
-    return f"{shares['exchange']:.0%} of a step was waiting for other hosts: {tip}" if tip else None
 
 
 def compute_dtype(config: TrainConfig) -> Any:

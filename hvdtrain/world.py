@@ -130,8 +130,8 @@ class World:
         self._met_before = met is not None
         if carrier == "horovod":
             alone = self.place.launcher == "alone"
-            self._ranks = Alone() if alone else HorovodRanks(framework, gpu=gpu, timeline=timeline)
-            self._met = Met.by(self._ranks)
+            self._met = met or Met.by(Alone() if alone else HorovodRanks(framework, gpu=gpu, timeline=timeline))
+            self._ranks = cast(Collectives, self._met.meeting)
         else:
             self._met = met or Met.at(self.place)
             self._ranks = CARRIERS[carrier](framework, self._met.meeting, self._met.reach, gpu)

@@ -33,7 +33,7 @@ class Manifest:
     """Parameters, bytes and spec of the model"""
     measure: dict[str, Any]
     """What was added up over samples: headline (the score by which the best epoch is told) and scores (by name: label,
-    unit, least, most, higher_is_better and shown, see `measures.Score`)"""
+    unit, least, most, higher_is_better and shown, see `measures.Score`). Empty of a script that told none"""
     ranks: list[dict[str, Any]]
     """For each rank: host, local_rank, device, threads, cpu (model and cores of the machine), cores (that its host may
     use: fewer by a CPU quota)"""
@@ -63,13 +63,14 @@ class Step:
     step: int
     """Counted from 0 over the whole run"""
     epoch: int
-    loss: float
-    """Mean per sample over all ranks; over this rank with strategies whose ranks do not tell each other in each step"""
-    samples: int
-    """Samples of this rank: images, or words to be predicted (tokens)"""
+    loss: float | None
+    """Mean per sample over all ranks; over this rank with strategies whose ranks do not tell each other in each step;
+    null if a script did not tell"""
+    samples: int | None
+    """Samples of this rank: images, or words to be predicted (tokens); null if a script did not tell"""
     lr: float
-    data_s: float
-    """Waiting for the batch"""
+    data_s: float | None
+    """Waiting for the batch; null in a script: its compute_s has it"""
     compute_s: float
     """Forward, backward and update; with an overlapped strategy also the part of the exchange that backward hides"""
     communication_s: float | None
@@ -92,15 +93,16 @@ class Epoch:
     epoch: int
     step: int
     """Steps done since the start of the run"""
-    train_loss: float
+    train_loss: float | None
+    """null if a script did not tell"""
     train_scores: dict[str, float]
     validation_loss: float | None
     """null, and its scores empty, if that split is empty"""
     validation_scores: dict[str, float]
     train_s: float
     validation_s: float
-    samples: int
-    """Training samples over all ranks"""
+    samples: int | None
+    """Training samples over all ranks; null if a script did not tell"""
     samples_per_s: float | None
     """Over all ranks, warm-up steps left out; null if the epoch is warm-up only"""
     unix_s: float | None = None
@@ -145,8 +147,10 @@ class Summary:
     """Alive at the end: fewer than the manifest's only where a strategy goes on without a rank that died"""
     hosts: int
     parameters: int
-    global_batch: int
+    global_batch: int | None
+    """null of a script that did not tell its samples"""
     epochs: int
+    """Of a script: that it told the scores of"""
     steps: int
     test_loss: float | None
     test_scores: dict[str, float]
@@ -155,8 +159,10 @@ class Summary:
     """After each epoch"""
     train_s: float
     validation_s: float
-    test_s: float
-    checkpoint_s: float
+    """Of a script: from the last step of an epoch until it told that epoch's scores"""
+    test_s: float | None
+    """null of a script, and so the next: within the others"""
+    checkpoint_s: float | None
     samples_per_s: float | None
     """Training samples per second over all ranks, warm-up steps left out"""
     samples_per_s_per_rank: float | None

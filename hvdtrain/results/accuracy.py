@@ -40,6 +40,8 @@ class Reached:
 def reached(run_dir: str, target: float) -> Reached | None:
     """When the run's headline score reached the target; None if it never did. Raises Failure (65, 74)."""
     about, known = scores.row(load.manifest(run_dir).measure, run_dir)
+    if not known:  # a script told none
+        return None
     better = known[about["headline"]].better
     before: tuple[float, float] | None = None
     for timed in metrics.epochs(load.metrics_file(run_dir)):

@@ -27,7 +27,7 @@ DEVICES = tuple(name for name in SAME if name != "device")
 CHOSEN = (*WORK, *MEANS)
 """Between two sides that the user names: strategy, framework, hosts may be what is compared"""
 BATCH: dict[Kind, str] = {"strong": "global_batch", "weak": "rank_batch"}
-"""What is equal in each kind of comparison; `other`: the user chose a baseline by its batch"""
+"""What is equal in each kind of comparison; `other`: the user chose a baseline by its batch, or no batch is known"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,9 @@ def unrecorded(a: Group, b: Group, names: Iterable[str]) -> list[str]:
 
 
 def batch_kinds(a: Group, b: Group) -> list[Kind]:
-    """The comparisons that the batches allow."""
+    """The comparisons that the batches allow; of scripts that told none of their batches, `other`."""
+    if all(groups.value(group, column) is None for group in (a, b) for column in BATCH.values()):
+        return ["other"]
     return [kind for kind, column in BATCH.items() if not differing(a, b, (column,))]
 
 

@@ -25,10 +25,10 @@ class Sums:
 
     steps: int = 0
     timed: int = 0
-    data_s: float = 0.0
+    data_s: float | None = 0.0
+    """None as soon as one step does not know; and so communication_s"""
     compute_s: float = 0.0
     communication_s: float | None = 0.0
-    """None as soon as one step does not know"""
     bytes_sent: int = 0
     timed_bytes_sent: int = 0
 
@@ -39,11 +39,13 @@ class Sums:
             return
         self.timed += 1
         self.timed_bytes_sent += step["bytes_sent"]
-        self.data_s += step["data_s"]
         self.compute_s += step["compute_s"]
-        if self.communication_s is not None:
-            communication_s = step["communication_s"]
-            self.communication_s = None if communication_s is None else self.communication_s + communication_s
+        self.data_s = _added(self.data_s, step["data_s"])
+        self.communication_s = _added(self.communication_s, step["communication_s"])
+
+
+def _added(sum_s: float | None, seconds: float | None) -> float | None:
+    return None if sum_s is None or seconds is None else sum_s + seconds
 
 
 class Restarts:

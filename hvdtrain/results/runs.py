@@ -184,19 +184,21 @@ def _measured(
         return {"state": "unfinished", "resumed": read.resumed}
     if not complete:
         return {"state": "unfinished", "resumed": read.resumed}
-    end_to_end_s = summary.train_s + summary.validation_s + summary.test_s + summary.checkpoint_s
+    phases = (summary.train_s, summary.validation_s, summary.test_s, summary.checkpoint_s)
     found: dict[str, Any] = {
         "state": "complete",
         "resumed": read.resumed,
         "ranks": summary.ranks,
+        "epochs": summary.epochs or None,
+        **_batch(summary, manifest),
         "steps": summary.steps,
         "train_s": summary.train_s,
         "validation_s": summary.validation_s,
         "test_s": summary.test_s,
         "checkpoint_s": summary.checkpoint_s,
-        "end_to_end_s": end_to_end_s,
+        "end_to_end_s": math.fsum(phase for phase in phases if phase is not None),
         "samples_per_s": summary.samples_per_s,
-        **_scores(summary, str(manifest.measure["headline"]), declared),
+        **_scores(summary, manifest.measure.get("headline"), declared),
         "peak_rss_bytes": summary.peak_rss_bytes,
         "first_step_s": summary.first_step_s,
         "began_unix_s": summary.began_unix_s,
@@ -212,6 +214,14 @@ def _measured(
     return found
 
 
+def _batch(summary: records.Summary, manifest: records.Manifest) -> dict[str, Any]:
+    """Of a script, whose manifest does not know it."""
+    batch = summary.global_batch
+    if batch is None or "global_batch" in manifest.plan:
+        return {}
+    return {"global_batch": batch, "rank_batch": batch / summary.ranks if summary.ranks else None}
+
+
 def _moved(starts: Sequence[records.Resumed], manifest: records.Manifest) -> dict[str, Any]:
     """Of a run that went on with another number of ranks or hosts: its times are neither's."""
     first = (len(manifest.ranks), len(manifest.hosts))
@@ -223,8 +233,10 @@ def _moved(starts: Sequence[records.Resumed], manifest: records.Manifest) -> dic
     return {"marked": marked, "hosts": None, "ranks": None, "ranks_per_host": None, "rank_batch": None}
 
 
-def _scores(summary: records.Summary, headline: str, declared: Mapping[str, Score]) -> dict[str, float | None]:
+def _scores(summary: records.Summary, headline: Any, declared: Mapping[str, Score]) -> dict[str, float | None]:
     """The test's scores, and those of the epoch that was best by the headline (the first of equals)."""
+    if headline is None:  # a script told none
+        return {}
     best: dict[str, float] = {}
     for epoch in summary.validation_scores:
         if headline in epoch and (not best or declared[headline].better(epoch[headline], best[headline])):
@@ -240,11 +252,11 @@ def _per_step(sums: metrics.Sums) -> dict[str, Any]:
     if not sums.timed:
         return found
     communication_s = None if sums.communication_s is None else sums.communication_s / sums.timed
-    step_s = (sums.data_s + sums.compute_s + (sums.communication_s or 0.0)) / sums.timed
+    step_s = ((sums.data_s or 0.0) + sums.compute_s + (sums.communication_s or 0.0)) / sums.timed
     return found | {
         "timed_bytes_per_step": sums.timed_bytes_sent / sums.timed,
         "step_s": step_s,
-        "data_s": sums.data_s / sums.timed,
+        "data_s": None if sums.data_s is None else sums.data_s / sums.timed,
         "compute_s": sums.compute_s / sums.timed,
         "communication_s": communication_s,
         "communication_share": None if communication_s is None or not step_s else communication_s / step_s,

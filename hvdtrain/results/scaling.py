@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from hvdtrain import exits
 from hvdtrain.exits import Failure
@@ -126,7 +126,7 @@ def _baselines(group: Group, pool: Sequence[Group], count: Count, chosen: Chosen
         and not alike.differing(group, other, names)
     ]
     found: dict[Kind, Group] = {}
-    for kind in alike.BATCH:
+    for kind in get_args(Kind):
         equal = [other for other in candidates if kind in alike.batch_kinds(group, other)]
         if equal:
             found[kind] = _best(group, equal, count)

@@ -20,12 +20,12 @@ SPARE = ("limit_bytes_per_step", "wire_bytes_per_step", "speedup_end_to_end", "c
 EFFICIENCY = {
     "strong": "efficiency (strong scaling, equal global batch): T_base n_base / (T_n n)",
     "weak": "efficiency (weak scaling, equal batch per rank): (samples/s / n) / (samples/s of the baseline / n_base)",
-    "other": "no efficiency where neither the global batch nor the batch per rank equals the baseline's",
+    "other": "no efficiency where neither the global batch nor the batch per rank is known to equal the baseline's",
 }
 BATCHES = {
     "strong": "strong scaling: equal global batch",
     "weak": "weak scaling: equal batch per rank",
-    "other": "batches differ",
+    "other": "batches differ, or are not known",
 }
 VARIES_INSIDE = {"strong": "rank_batch", "weak": "global_batch"}
 """The batch that differs from point to point of a curve, and so does not name it"""

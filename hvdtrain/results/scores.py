@@ -32,7 +32,10 @@ def of_run(text: str) -> dict[str, Score]:
 
 
 def row(measure: Mapping[str, Any], where: str) -> tuple[dict[str, str], dict[str, Score]]:
-    """The columns `headline` and `scores` of a run whose manifest says this, and the scores. Raises Failure (65)."""
+    """The columns `headline` and `scores` of a run whose manifest says this, and the scores; none of a script that told
+    none. Raises Failure (65)."""
+    if not measure:
+        return {}, {}
     try:
         headline, scores = measures.read(measure)
     except ValueError as error:

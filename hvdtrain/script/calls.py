@@ -166,6 +166,13 @@ class Calls:
         """Starts and finishes one."""
         return self.finish(self.start(kind, arrays, **settings))
 
+    def gather(self, mine: bytes) -> list[bytes]:
+        """What every rank gave, in rank order, on all ranks."""
+        lengths = self.call("allgather", np.array([len(mine)]))
+        whole = self.call("allgather", np.frombuffer(mine, np.uint8)).tobytes()
+        ends = list(itertools.accumulate(int(length) for length in lengths))
+        return [whole[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+
     @property
     def sent_bytes(self) -> int:
         """Payload that this rank gave to others for long arrays so far."""

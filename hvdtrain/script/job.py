@@ -28,6 +28,7 @@ from hvdtrain.collectives.streams import StreamRanks
 from hvdtrain.config import TrainConfig
 from hvdtrain.exits import Failure
 from hvdtrain.place import place
+from hvdtrain.script import record
 from hvdtrain.script.calls import Calls
 from hvdtrain.script.library import Library
 from hvdtrain.strategies import Exchange, Strategy, parse
@@ -176,6 +177,23 @@ def exchange(strategy: str | None = None) -> Exchange | None:
     return found
 
 
+def recorder(
+    exchange: Exchange | None, world: World | None, *, parameters: int, device: str, threads: int
+) -> record.Recorder | None:
+    """Opens the script's run folder when its optimizer is made; None if it is not to be recorded. Collective.
+
+    `exchange` and `world`: of the strategy; None with Horovod's own exchange. The others: see `record.begin`.
+    """
+    if world is not None and exchange is not None:
+        engine = job().calls
+        return record.begin(
+            world, exchange, parameters=parameters, device=device, threads=threads, gather=engine.gather
+        )
+    ranks = World(next(iter(_fronts)), met=_met or Met.by(Alone()))
+    own = exchange or parse(TrainConfig.strategy)
+    return record.begin(ranks, own, parameters=parameters, device=device, threads=threads, gather=ranks.gather_bytes)
+
+
 def job() -> Job:
     """The job that streams carry. Raises ValueError if there is none."""
     if _job is None:
@@ -215,6 +233,7 @@ def _carry(front: Front, job: Job) -> None:
 def shutdown() -> None:
     """Closes the streams and gives Horovod's functions their own library back; a second time does nothing."""
     global _job
+    record.finish()
     while _beneath:
         setattr(*_beneath.pop())
     if _job is not None:

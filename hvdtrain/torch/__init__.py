@@ -11,7 +11,8 @@ from typing import Any
 from horovod.torch import *  # noqa: F403
 from horovod.torch import mpi_ops
 
-from hvdtrain.script import job
+from hvdtrain.script import job, record
+from hvdtrain.script.record import log as log
 from hvdtrain.torch.operations import Operations
 
 _FRONT = job.Front("torch", mpi_ops, "mpi_lib", Operations)
@@ -23,3 +24,9 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     Raises Failure if HVDTRAIN_STRATEGY is none that a script can have, or the ranks cannot find each other.
     """
     job.init(_FRONT, comm, process_sets)
+
+
+def shutdown() -> None:
+    """Writes the end of the run's records, and leaves the other ranks as `horovod.torch.shutdown` does."""
+    record.finish()
+    mpi_ops.shutdown()

@@ -1,0 +1,45 @@
+"""The step times of Horovod's own optimizer: what it waits in `synchronize` is the exchange, as for our workloads."""
+
+from __future__ import annotations
+
+import time
+import types
+from typing import Any
+
+import torch
+
+from hvdtrain.script import job
+
+
+def watched(optimizer: Any) -> Any:
+    """The same optimizer of Horovod's, each step of which is recorded from now on. Collective."""
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    devices = {str(weight.device) for weight in weights}
+    recorder = job.recorder(
+        None,
+        None,
+        parameters=sum(weight.numel() for weight in weights),
+        device=min(devices, default="cpu"),
+        threads=torch.get_num_threads(),
+    )
+    if recorder is None:
+        return optimizer
+    sent_bytes = sum(weight.numel() * weight.element_size() for weight in weights if weight.requires_grad)
+    synchronize, step, waited_s = optimizer.synchronize, optimizer.step, 0.0
+
+    def timed_synchronize(self: Any) -> None:
+        nonlocal waited_s
+        began = time.perf_counter()
+        synchronize()
+        waited_s += time.perf_counter() - began
+
+    def timed_step(self: Any, closure: Any = None) -> Any:
+        nonlocal waited_s
+        found = step(closure)
+        recorder.step(lr=self.param_groups[0]["lr"], exchange_s=waited_s, sent_bytes=sent_bytes)
+        waited_s = 0.0
+        return found
+
+    optimizer.synchronize = types.MethodType(timed_synchronize, optimizer)
+    optimizer.step = types.MethodType(timed_step, optimizer)  # learning rate schedulers want a method
+    return optimizer

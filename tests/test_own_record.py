@@ -1,0 +1,117 @@
+"""A script's run folder: what it told and what was measured, read by `hvdtrain results` like a workload's."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from pathlib import Path
+
+import pytest
+from conftest import PROGRAMS, launch
+
+from hvdtrain import records
+from hvdtrain.exits import Failure
+from hvdtrain.results import load as results
+from hvdtrain.results.__main__ import main
+from hvdtrain.script import record
+from hvdtrain.strategies import parse
+from hvdtrain.world import World
+
+SCRIPT = str(PROGRAMS / "own_recorded.py")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of one script on one and on two ranks, one that tells nothing and one that fails."""
+    folder = tmp_path_factory.mktemp("own")
+    for name, ranks, flags in (
+        ("one", 1, ["--api-token", "hunter2"]),
+        ("two", 2, ["--api-token", "hunter2"]),
+        ("quiet", 2, ["--quiet", "--seed", "3"]),
+        ("failed", 1, ["--fail"]),
+    ):
+        done = launch(ranks, [SCRIPT, *flags], extra={"HVDTRAIN_RUN_DIR": str(folder / name)})
+        assert (done.returncode == 0) == (name != "failed"), done.stderr[-3000:]
+        assert (f"run folder {folder / name}: 16 steps" in done.stderr) == (name != "failed")
+    return folder
+
+
+def test_the_folder_has_what_was_measured_and_told(made: Path) -> None:
+    manifest = records.read_document(made / "two" / "manifest.json")
+    assert (manifest.workload, manifest.config["strategy"]) == ("own_recorded", "allreduce")
+    assert "hunter2" not in (made / "two" / "manifest.json").read_text()
+    assert (len(manifest.ranks), manifest.model["parameters"], manifest.measure["headline"]) == (2, 650, "accuracy")
+    for rank in range(2):
+        written = list(records.read(made / "two" / "metrics" / f"rank{rank:04d}.jsonl"))
+        steps = [each for each in written if isinstance(each, records.Step)]
+        assert [step.step for step in steps] == list(range(16))
+        assert [step.epoch for step in steps] == [0] * 8 + [1] * 8
+        assert {(step.samples, step.data_s, step.bytes_sent) for step in steps} == {(32, None, 2600)}
+        assert all(later.loss < before.loss for before, later in itertools.pairwise(steps))
+        assert all(step.communication_s is not None and step.compute_s > 0 for step in steps)
+        assert [step.lr for step in steps] == [0.5] * 8 + [0.05] * 8
+    epochs = [each for each in records.read(made / "two" / "metrics" / "rank0000.jsonl") if each.type == "epoch"]
+    assert [epoch.epoch for epoch in epochs] == [0, 1]
+    assert all(epoch.train_scores == epoch.validation_scores for epoch in epochs)
+    *_, summary = records.read(made / "two" / "metrics" / "rank0000.jsonl")
+    assert (summary.steps, summary.global_batch, summary.ranks, summary.bytes_sent) == (16, 64, 2, 16 * 2600)
+    assert set(summary.step_shares) == {"compute", "exchange", "exchange_least"}
+    assert not (made / "failed" / "COMPLETE").exists()
+
+
+def test_results_show_scripts_like_workloads(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = results.load([made]).runs.set_index("run")
+    assert dict(runs["state"]) == {name: "unfinished" if name == "failed" else "complete" for name in runs.index}
+    assert len(runs) == 4
+    assert runs.loc["two", "samples_per_s"] > 0
+    assert (runs.loc["two", "rank_batch"], runs.loc["quiet", "seed"]) == (32, 3)
+    assert runs.loc["two", "step_s"] == pytest.approx(runs.loc["two", "compute_s"] + runs.loc["two", "communication_s"])
+    missing = ["data_s", "test_s", "checkpoint_s", "test_score", "train_samples"]
+    assert runs[missing].isna().all(axis=None)
+    assert runs.loc["quiet", ["samples_per_s", "global_batch", "epochs", "headline"]].isna().all()
+    for command in ("list", "table", "scaling", "phases", "strategies", "accuracy", "energy"):
+        assert main([command, str(made)]) == 0
+        assert "nan" not in capsys.readouterr().out, command
+    assert main(["report", str(made), "-o", str(made / "report.html")]) == 0
+    assert main(["scaling", str(made / "quiet"), str(made / "one"), "--format", "json"]) == 0
+    capsys.readouterr()
+
+
+def test_nothing_is_recorded_where_nothing_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HVDTRAIN_RECORD", "0")
+    monkeypatch.chdir(tmp_path)
+    world = World("torch", carrier="streams")
+    about = {"parameters": 1, "device": "cpu", "threads": 1, "gather": world.gather_bytes}
+    assert record.begin(world, parse("hierarchical"), **about) is None
+    record.log(loss=1.0)
+    record.finish()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ({"loss": "low"}, "takes a number"),
+        ({"epoch": 1.5}, "whole number"),
+        ({"Accuracy": 1}, "lower-case"),
+        ({"score": 1}, "not 'score'"),
+    ],
+)
+def test_what_is_no_number_or_name_is_refused(told: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        record.log(**told)
+
+
+def test_scores_declare_what_they_can_be() -> None:
+    assert record._score("accuracy", 0.5).share
+    assert not record._score("accuracy", 93.5).share
+    assert not record._score("rmse", 0.5).higher_is_better
+    assert record._finite(math.nan) is None
+    argv = ["a.py", "--token=x", "--password", "y", "--seed=4", "--lr", "1"]
+    shown, seed = record.shown_arguments(argv)
+    assert (shown, seed) == (["a.py", "--token=***", "--password", "***", "--seed=4", "--lr", "1"], 4)
+    assert record._apart(shown) == ["--token=***", "--password", "***", "--lr", "1"]
+    assert json.dumps(shown)
+    with pytest.raises(Failure):
+        record.TrainConfig(monitor="nothing")

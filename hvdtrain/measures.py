@@ -172,3 +172,27 @@ class Accuracy(Measure):
 
     def score(self, sums: Sums, samples: float) -> dict[str, float]:
         return {"accuracy": float(sums["correct"]) / samples}
+
+
+class Regression(Measure):
+    """MAE, RMSE and bias in the targets' unit, and R2: over all numbers, where a target is several."""
+
+    sums: Mapping[str, tuple[int, ...]] = dict.fromkeys(("absolute", "squared", "signed", "truth", "truth_squared"), ())
+    headline = "mae"
+
+    def __init__(self, unit: str = "") -> None:
+        self.scores: Mapping[str, Score] = {
+            "mae": Score(label="MAE", unit=unit, least=0, higher_is_better=False),
+            "rmse": Score(label="RMSE", unit=unit, least=0, higher_is_better=False),
+            "bias": Score(label="bias", unit=unit, higher_is_better=False, shown=False),
+            "r2": Score(label="R2", most=1),
+        }
+
+    def score(self, sums: Sums, samples: float) -> dict[str, float]:
+        spread = sums["truth_squared"] - sums["truth"] ** 2 / samples
+        return {
+            "mae": float(sums["absolute"]) / samples,
+            "rmse": float(np.sqrt(sums["squared"] / samples)),
+            "bias": float(sums["signed"]) / samples,
+            "r2": float(1 - sums["squared"] / spread) if spread else float("nan"),
+        }

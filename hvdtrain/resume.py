@@ -25,16 +25,19 @@ OF_A_START = ("run_dir", "resume", "json", "dry_run", "debug")
 """Settings that are each start's own"""
 
 
-def parse(cls: type[C], workload: str, purpose: str) -> C:
-    """The config of a start of `workload`: see `config.parse`. Raises Failure (65) if there is no run to go on with
-    or its manifest is damaged,
-    Failure (78) if it is another workload's."""
-    _refuse_flat()
+def parse(cls: type[C], workload: str, purpose: str, argv: Sequence[str] | None = None) -> C:
+    """The config of a start of `workload` with the flags `argv`, else those of this process: see `config.parse`.
+
+    Raises Failure (65) if there is no run to go on with or its manifest is damaged, Failure (78) if it is another
+    workload's.
+    """
+    given = sys.argv[1:] if argv is None else argv
+    _refuse_flat(given)
     # jsonargparse would take the variable's 1 for a folder; a flag, or a file, comes after it and wins.
     switch = {"0": ["--resume=false"], "1": ["--resume=true"]}.get(os.environ.get("HVDTRAIN_RESUME", ""), [])
     config = configuration.parse(
         cls,
-        [*switch, *sys.argv[1:]],
+        [*switch, *given],
         prog=shlex.join(["python", *workloads.program(workload, sys.argv)]),
         purpose=purpose,
         earlier=functools.partial(earlier, cls, workload),
@@ -44,11 +47,11 @@ def parse(cls: type[C], workload: str, purpose: str) -> C:
     return dataclasses.replace(config, strategy=str(strategies.parse(config.strategy)))
 
 
-def _refuse_flat() -> None:
+def _refuse_flat(argv: Sequence[str]) -> None:
     """Raises Failure (2) for a flag, a variable or a key that the strategy's string has replaced."""
     given: dict[str, Any] = {}
     how: dict[str, str] = {}
-    for file in configuration.config_files(sys.argv[1:]):
+    for file in configuration.config_files(argv):
         with contextlib.suppress(OSError, ValueError):  # told where the file is read
             found = files.from_toml(files.read(file, files.SETTINGS_BYTES))
             given |= found
@@ -56,7 +59,7 @@ def _refuse_flat() -> None:
     for key in ("strategy", *strategies.FLAT):
         if (value := os.environ.get(f"HVDTRAIN_{key.upper()}")) is not None:
             given[key], how[key] = value, f"HVDTRAIN_{key.upper()}={value}"
-    for word, after in itertools.pairwise([*sys.argv[1:], ""]):
+    for word, after in itertools.pairwise([*argv, ""]):
         key = word.partition("=")[0].removeprefix("--").replace("-", "_")
         if word.startswith("--") and key in ("strategy", *strategies.FLAT):
             given[key] = word.partition("=")[2] if "=" in word else after

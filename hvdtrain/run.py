@@ -119,19 +119,24 @@ def open_folder(config: TrainConfig, workload: str, world: World) -> Path:
 
 def command(folder: Path, workload: str, world: World) -> str:
     """`with` and what a user types to go on with the run; its hosts, if a launcher of others chose them, in words."""
-    words = shlex.join([*workloads.program(workload, sys.argv), "--resume", str(folder)])
+    again = ["--resume", str(folder)]
+    variable = forwarded = ""
+    if workload not in workloads.known():  # a script, which may take no flags of ours
+        again = flags(sys.argv)
+        variable, forwarded = f"HVDTRAIN_RESUME={shlex.quote(str(folder))} ", "-x HVDTRAIN_RESUME "
+    words = shlex.join([*workloads.program(workload, sys.argv), *again])
     if ours := launched.heard():
-        return f"with {ours['launcher']} python {words}"
+        return f"with {variable}{ours['launcher']} python {words}"
     place = world.place
     count, here = place.size, place.local_size
     start = {
         "alone": "python",
-        "mpirun": f"mpirun -np {count} python",
+        "mpirun": f"mpirun {forwarded}-np {count} python",
         "horovodrun": f"horovodrun -np {count} python",
         "torchrun": f"torchrun --nproc-per-node {here}",
         "srun": f"srun -n {count} --mpi=pmix python",
     }[place.launcher]
-    return f"{'on the same hosts ' if count > here else ''}with {start} {words}"
+    return f"{'on the same hosts ' if count > here else ''}with {variable}{start} {words}"
 
 
 def kept_shares(folder: Path, world: World) -> tuple[float, ...] | None:

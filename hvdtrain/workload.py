@@ -13,11 +13,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from hvdtrain import config as configuration
-from hvdtrain import exits, lock, observe, resume, run, strategies, threads, world
+from hvdtrain import exits, lock, observe, records, resume, run, strategies, threads, world
 from hvdtrain.arrays_file import Arrays
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.loader import Loader
@@ -31,12 +31,13 @@ from hvdtrain.threads import Threads
 C = TypeVar("C", bound=TrainConfig)
 
 
-def begin(cls: type[C], name: str, purpose: str) -> tuple[C, world.Place]:
+def begin(cls: type[C], name: str, purpose: str, argv: Sequence[str] | None = None) -> tuple[C, world.Place]:
     """The config of workload `name`, its framework chosen, and what the launcher says of our place among the ranks.
 
-    `purpose` heads the help. Raises Failure (2, 65, 78) for settings that are not accepted.
+    `purpose` heads the help; `argv`: its flags, else those of this process. Raises Failure (2, 65, 78) for settings
+    that are not accepted.
     """
-    config = resume.parse(cls, name, purpose)
+    config = resume.parse(cls, name, purpose, argv)
     return dataclasses.replace(config, framework=resolve(config.framework)), world.place()
 
 
@@ -138,7 +139,11 @@ class Job:
         replica.load_local({name: agreed[name] for name in own})
         return replica
 
-    def train(
+    def train(self, replica: Replica, stop: world.StopSignal, **more: Any) -> int:
+        """The exit code after `trained`."""
+        return exits.RESUMABLE if self.trained(replica, stop, **more) is None else exits.OK
+
+    def trained(
         self,
         replica: Replica,
         stop: world.StopSignal,
@@ -146,8 +151,9 @@ class Job:
         judge: Judge | None = None,
         precise_bn: int = 0,
         documents: Mapping[str, Any] | None = None,
-    ) -> int:
-        """Trains in the run's folder and shows the summary on stdout; returns the exit code. Collective.
+    ) -> records.Summary | None:
+        """Trains in the run's folder and shows the summary on stdout. Returns rank 0's on all ranks, None if a signal
+        has stopped the run. Collective.
 
         `documents` are kept in the folder, by file name.
         """
@@ -199,9 +205,11 @@ class Job:
                 run.show_summary(summary, self.measure, as_json=config.json)
                 if tip := run.advised(config, summary, ranks.links):
                     print(f"hvdtrain: {tip}", file=sys.stderr, flush=True)
+        if summary is not None:
+            summary = records.Summary(**ranks.gather(dataclasses.asdict(summary))[0])
         ranks.leave()
         lock.release()
-        return exits.RESUMABLE if summary is None else exits.OK
+        return summary
 
 
 def connected(config: TrainConfig, place: world.Place, used: Threads) -> tuple[world.World, str]:
@@ -215,7 +223,8 @@ def connected(config: TrainConfig, place: world.Place, used: Threads) -> tuple[w
             f"{others[0]} (or {', '.join([*strategies.REDUCERS, *others[1:]])}), or start it with mpirun or horovodrun",
             exits.BAD_CONFIG,
         )
-    used.use()
+    if config.framework not in sys.modules:  # else OpenMP has read its variables, as in a script
+        used.use()
     if config.framework == "torch":
         from hvdtrain.frameworks.pytorch import prepare
     else:

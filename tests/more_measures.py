@@ -1,34 +1,10 @@
-"""Two measures beside accuracy: errors of a regression, and what a confusion matrix tells of a classifier."""
+"""A measure of a test's own: what a confusion matrix tells of a classifier."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 import numpy as np
 
 from hvdtrain.measures import Measure, Score, Sums
-
-
-class Errors(Measure):
-    """MAE, RMSE and bias in the targets' unit, and R2."""
-
-    sums: Mapping[str, tuple[int, ...]] = dict.fromkeys(("absolute", "squared", "signed", "truth", "truth_squared"), ())
-    scores: Mapping[str, Score] = {
-        "mae": Score(label="MAE", unit="W/m2", least=0, higher_is_better=False),
-        "rmse": Score(label="RMSE", unit="W/m2", least=0, higher_is_better=False),
-        "bias": Score(label="bias", unit="W/m2", higher_is_better=False, shown=False),
-        "r2": Score(label="R2", most=1),
-    }
-    headline = "mae"
-
-    def score(self, sums: Sums, samples: float) -> dict[str, float]:
-        spread = sums["truth_squared"] - sums["truth"] ** 2 / samples
-        return {
-            "mae": float(sums["absolute"]) / samples,
-            "rmse": float(np.sqrt(sums["squared"] / samples)),
-            "bias": float(sums["signed"]) / samples,
-            "r2": float(1 - sums["squared"] / spread) if spread else float("nan"),
-        }
 
 
 class Confusion(Measure):

@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import PROGRAMS, ROOT, document, launch
-from more_measures import Confusion, Errors
+from more_measures import Confusion
 from sklearn import metrics as known
 
 from hvdtrain import measures, records
 from hvdtrain.exits import Failure
+from hvdtrain.measures import Regression
 from hvdtrain.results import accuracy, load, tables
 from hvdtrain.results.__main__ import main
 
@@ -31,7 +32,7 @@ def test_errors_of_a_regression_are_scikit_learns_however_it_is_cut() -> None:
     for t, e in zip(np.split(truth, [7, 100]), np.split(found - truth, [7, 100]), strict=True):
         parts.append({"absolute": abs(e).sum(), "squared": (e**2).sum(), "signed": e.sum()})
         parts[-1] |= {"truth": t.sum(), "truth_squared": (t**2).sum()}
-    loss, scores = Errors().means(totals(Errors(), parts, 211))
+    loss, scores = Regression().means(totals(Regression(), parts, 211))
     assert loss == 3.0
     assert scores == pytest.approx(
         {
@@ -42,7 +43,7 @@ def test_errors_of_a_regression_are_scikit_learns_however_it_is_cut() -> None:
         }
     )
     constant = [{"absolute": 1.0, "squared": 1.0, "signed": 1.0, "truth": 4.0, "truth_squared": 8.0}]
-    assert "r2" not in Errors().means(totals(Errors(), constant, 2))[1], "what is not defined is not there"
+    assert "r2" not in Regression().means(totals(Regression(), constant, 2))[1], "what is not defined is not there"
 
 
 def test_a_confusion_matrix_gives_scikit_learns_precision_recall_and_f1() -> None:
@@ -58,7 +59,7 @@ def test_a_confusion_matrix_gives_scikit_learns_precision_recall_and_f1() -> Non
 
 
 def test_what_a_measure_says_comes_back_and_nothing_else_is_taken() -> None:
-    for measure in (measures.Accuracy(), Errors(), Confusion(3)):
+    for measure in (measures.Accuracy(), Regression(), Confusion(3)):
         value = json.loads(json.dumps(measure.as_json()))
         assert measures.read(value) == (measure.headline, dict(measure.scores))
     for wrong in ({}, {"headline": "x", "scores": {}}, {**value, "headline": "f2"}, {**value, "scores": {"f1": {}}}):
@@ -103,7 +104,7 @@ def test_the_loop_goes_by_a_headline_that_is_better_when_lower(line: Path) -> No
     assert values[-1] <= 0.4 < min(values[:-1]), "it stops after the first epoch that is as good"
     assert len(epochs) < 30
     for epoch in epochs:
-        assert set(epoch.train_scores) == set(epoch.validation_scores) == set(Errors.scores)
+        assert set(epoch.train_scores) == set(epoch.validation_scores) == set(Regression().scores)
     best = [each.step for each in found if isinstance(each, records.Saved) and each.best]
     lowest = [each.step for n, each in enumerate(epochs) if values[n] < min(values[:n], default=np.inf)]
     assert best == lowest

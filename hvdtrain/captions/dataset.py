@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.captions.vocabulary import PAD, Vocabulary
-from hvdtrain.data import Batch
+from hvdtrain.data import Batch, halves
 
 WINDOW = 64  # batches that are sorted by length together
 
@@ -69,13 +69,12 @@ class CaptionSplit:
         """What this rank works on in a step: captions `mine` of `everyones` (both indices into the P captions).
 
         arrays: inputs (n, ...) as they are stored; tokens int64 (n, T + 1), T the most targets of `mine`; and the
-        step's 64-bit random key as two halves of 32 bits, int64 (2,), zeros without a key. Weights are targets.
+        step's key (see `data.halves`). Weights are targets.
         """
         longest = int(self.lengths[mine].max(initial=0))
         tokens = self.tokens[mine, : longest + 1].astype(np.int64)
-        halves = np.array([0, 0] if key is None else divmod(key, 2**32), np.int64)
         return Batch(
-            arrays=(self.inputs[self.picture[mine]], tokens, halves),
+            arrays=(self.inputs[self.picture[mine]], tokens, halves(key)),
             weight=int(self.lengths[mine].sum()),
             total_weight=int(self.lengths[everyones].sum()),
         )

@@ -106,6 +106,11 @@ class Batch:
     """Samples of all ranks in this step: a sum of losses divided by it, summed over ranks, is the exact mean."""
 
 
+def halves(key: int | None) -> NDArray[np.int64]:
+    """A step's 64-bit key as two halves of 32 bits, int64 (2,), zeros without a key: what a model draws from."""
+    return np.array([0, 0] if key is None else divmod(key, 2**32), np.int64)
+
+
 def load(name: str, image_size: tuple[int, int] | None = None, *, verify: bool = False) -> Dataset:
     """The data set called `name`: 'digits', or the path of a folder made by `hvdtrain data images`.
 

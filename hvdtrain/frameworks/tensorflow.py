@@ -54,21 +54,25 @@ FIRST_SCALE, GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0**16, 2.0, 0.5, 2000
 
 
 def prepare(asked: str, local_rank: int, threads: int, *, one_each: bool = False) -> str:
-    """Pins this rank's GPU, or the CPU with `threads` threads; before the first operation, when TensorFlow fixes them.
+    """Pins this rank's GPU, or the CPU with `threads` threads; before the first operation, when TensorFlow fixes them:
+    after that they stay as they are.
 
     With `one_each`, ranks to whom no GPU is left compute on the CPU, instead of sharing one, if `asked` is auto. Raises
     Failure (78) if a GPU is asked for in vain.
     """
-    tf.config.threading.set_intra_op_parallelism_threads(threads)
-    tf.config.threading.set_inter_op_parallelism_threads(max(2, threads))
     gpus = [] if asked == "cpu" else tf.config.list_physical_devices("GPU")
     if asked == "gpu" and not gpus:
         raise Failure("--device gpu: TensorFlow sees no GPU here; use --device cpu or auto", exits.BAD_CONFIG)
     left = asked == "gpu" or not one_each or local_rank < len(gpus)
     mine = gpus[local_rank % len(gpus)] if gpus and left else None
-    tf.config.set_visible_devices([mine] if mine else [], "GPU")
-    if mine:
-        tf.config.experimental.set_memory_growth(mine, True)
+    try:
+        tf.config.threading.set_intra_op_parallelism_threads(threads)
+        tf.config.threading.set_inter_op_parallelism_threads(max(2, threads))
+        tf.config.set_visible_devices([mine] if mine else [], "GPU")
+        if mine:
+            tf.config.experimental.set_memory_growth(mine, True)
+    except RuntimeError:  # a script's model is made already, and TensorFlow has begun with what it found
+        return "gpu:0" if tf.config.get_visible_devices("GPU") else "cpu"
     return f"gpu:{local_rank % len(gpus)}" if mine else "cpu"
 
 
@@ -132,7 +136,8 @@ class TensorFlowReplica:
         tail = tf.concat([self._numbers((loss, sums), loss.dtype), [samples, stop]], 0)
         tail = self._ranks.graph_sum(tail, "step.totals")
         if not self._in_backward:
-            return tape.gradient(mean, list(self._weights.values())), tail
+            gradients = tape.gradient(mean, list(self._weights.values()), unconnected_gradients="zero")
+            return [tf.convert_to_tensor(each) for each in gradients], tail  # of an embedding they are slices
         self._apply(self._ranks.summed_gradients(tape, mean, list(self._weights.values())), lr)
         return [], tail
 

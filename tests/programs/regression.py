@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-from more_measures import Errors
-
 from hvdtrain import exits, workload, world
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import Batch
+from hvdtrain.measures import Regression
 
 FEATURES = 3
 
@@ -58,7 +55,7 @@ def main(stop: world.StopSignal) -> int:
         model={"name": "line", "spec": {}},
         model_words="line",
         shapes={"weight": (FEATURES,)},
-        measure=Errors(),
+        measure=Regression("W/m2"),
         multiply_adds=FEATURES,
     ).connect()
     if job is None:

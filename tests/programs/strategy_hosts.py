@@ -5,8 +5,6 @@ So the strategies' reducers work here without virtual hosts, for which one must 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from hvdtrain import world
 from hvdtrain.collectives import Meeting, Reach
 from hvdtrain.collectives.meeting import meet
@@ -30,12 +28,9 @@ def joined(per_host: int) -> Meeting:
     meeting = meet(where.launcher, where.rank, where.size, where.local_rank, where.local_size)
     reach = Reach(f"127.0.0.{1 + meeting.rank // per_host}", "lo", loopback=True)
 
-    def kept(*place: object) -> Meeting:
-        return Kept(meeting)
+    def met(ranks: Meeting) -> world.Met:
+        return world.Met(ranks, None, reach)
 
-    def unwatched(self: world.World, ranks: Sequence[object]) -> Reach:
-        return reach
-
-    world.meet = kept
-    world.World._watch = unwatched
+    world.meet = lambda *place: Kept(meeting)
+    world.Met.by = met
     return meeting

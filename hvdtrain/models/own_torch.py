@@ -1,0 +1,172 @@
+"""A script's own PyTorch module, as the loop wants a model: its loss returns sums over samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.config import TrainConfig
+from hvdtrain.exits import BAD_CONFIG, Failure
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class Own(nn.Module):
+    """Trains the parameters of `model` that require a gradient. Running statistics of BatchNorm are each rank's own;
+    other buffers, and parameters without a gradient, are constants. Random layers draw from the step's key: see
+    `data.halves`.
+
+    `loss(outputs, targets)` returns each sample's loss (n, ...) or their mean, `sums(outputs, targets)` by name what
+    each sample adds to the sums of `shapes` (n, *shape). `threads`: those that PyTorch keeps; 0: it takes any number.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[[Any, Any], Tensor],
+        sums: Callable[[Any, Any], Mapping[str, Tensor]],
+        shapes: Shapes,
+        config: TrainConfig,
+    ) -> None:
+        """Raises Failure (78) for parameters that are not float32, and for none."""
+        super().__init__()
+        self.threads = 0
+        self.model, self._loss, self._sums, self._shapes = model, loss, sums, shapes
+        self._constants: dict[str, np.ndarray] = {}
+        self._has_trained = False
+        trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+        wrong = [f"{name} is {each.dtype}" for name, each in trained.items() if each.dtype != torch.float32]
+        if wrong or not trained:
+            what = wrong[0] if wrong else "no parameter requires a gradient"
+            raise Failure(f"model: {what}; float32 parameters are trained: see model.float()", BAD_CONFIG)
+        self.shapes: Shapes = {name: tuple(each.shape) for name, each in trained.items()}
+        norms = {name: each for name, each in model.named_modules() if isinstance(each, nn.modules.batchnorm._NormBase)}
+        if endless := [name for name, each in norms.items() if each.momentum is None]:
+            raise Failure(f"model.{endless[0]} has momentum=None, a mean over all steps: give it one", BAD_CONFIG)
+        self.statistics = {
+            f"{name}.{kind}".lstrip("."): each.momentum
+            for name, each in norms.items()
+            for kind in ("running_mean", "running_var")
+            if each.track_running_stats
+        }
+        """Running statistics by name, and their momentum"""
+
+    def named_parameters(self, *arguments: Any, **named: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those that are trained, by their names in the script's module."""
+        return (each for each in self.model.named_parameters() if each[1].requires_grad)
+
+    def named_buffers(self, *arguments: Any, **named: Any) -> Iterator[tuple[str, Tensor]]:
+        """The running statistics."""
+        return (each for each in self.model.named_buffers() if each[0] in self.statistics)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """What is trained, and the running statistics."""
+        return {name: _array(each) for name, each in (*self.named_parameters(), *self.named_buffers())}
+
+    def constants(self) -> dict[str, np.ndarray]:
+        """All else that the module's `state_dict` holds."""
+        counts = {f"{name.rpartition('running_')[0]}num_batches_tracked" for name in self.statistics}
+        known = {*self.shapes, *self.statistics, *counts}
+        return {name: _array(each) for name, each in self.model.state_dict().items() if name not in known}
+
+    @torch.no_grad()
+    def set_constants(self, arrays: Mapping[str, np.ndarray]) -> None:
+        held = self.model.state_dict()
+        for name, array in arrays.items():
+            held[name].copy_(torch.from_numpy(array))
+        self._constants = {name: array.copy() for name, array in arrays.items()}
+
+    def loss(self, *arrays: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Sum of the losses, and the measure's sums, of inputs, targets (n, ...) and key."""
+        *inputs, targets, key = arrays
+        if self.training:
+            high, low = (int(half) & 0xFFFFFFFF for half in key.tolist())
+            torch.manual_seed(high * 0x9E3779B1 + low)  # of a seed PyTorch's CPU generator sees the lower half only
+            self._has_trained = True
+        elif self._has_trained and self._constants:
+            self._check_constants()
+        outputs = self.model(*inputs)
+        if isinstance(outputs, Tensor) and outputs.is_floating_point():
+            outputs = outputs.float()
+        losses, count = self._loss(outputs, targets), len(targets)
+        total = losses * count if losses.ndim == 0 else losses.reshape(count, -1).mean(1).sum()
+        with torch.no_grad():
+            found = self._sums(outputs.detach() if isinstance(outputs, Tensor) else outputs, targets)
+            sums = {name: _summed(each, self._shapes.get(name, ()), count) for name, each in found.items()}
+        return total, sums
+
+    def _check_constants(self) -> None:
+        """Once, after some training: raises Failure (78) if that has changed a buffer other than running statistics."""
+        now = self.constants()
+        if changed := [name for name, array in self._constants.items() if not np.array_equal(array, now[name])]:
+            raise Failure(
+                f"model: training changes its buffer {changed[0]}; only running statistics of BatchNorm may change, "
+                "since nobody knows what others are to be on all ranks together",
+                BAD_CONFIG,
+            )
+        self._constants = {}
+
+    @torch.no_grad()
+    def probe(self, arrays: list[np.ndarray]) -> float:
+        """Multiply-adds of a linear or convolutional layer of mean size for one sample, of a batch that the model sees
+        in evaluation.
+
+        Raises Failure (78) if the loss is a sum over samples, which nobody could tell from their mean.
+        """
+        self.eval()
+        device = next(self.model.parameters()).device
+        *inputs, targets, _ = [torch.from_numpy(array).to(device) for array in arrays]
+        work: list[float] = []
+        hooks = [
+            layer.register_forward_hook(lambda layer, _, out: work.append(out.numel() * layer.weight[0].numel()))
+            for layer in self.model.modules()
+            if isinstance(layer, nn.Linear | nn.modules.conv._ConvNd)
+        ]
+        once = self._loss(self.model(*inputs), targets)
+        for hook in hooks:
+            hook.remove()
+        outputs = self.model(*(torch.cat([each, each]) for each in inputs))
+        twice = self._loss(outputs, torch.cat([targets, targets]))
+        if once.ndim == 0 and once and abs(float(twice / once) - 2) < 0.01:
+            raise Failure("loss returns a sum over samples: let it return their mean, or each one's", BAD_CONFIG)
+        return sum(work) / max(1, len(work)) / len(targets)
+
+    @torch.no_grad()
+    def release(self) -> None:
+        """The script's module has its parameters to itself again, outside the vector that they were exchanged in."""
+        for parameter in self.parameters():
+            parameter.data, parameter.grad = parameter.data.clone(), None
+
+
+def correct(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    """What `measures.Accuracy` adds up, of scores (n, classes, ...)."""
+    if outputs.ndim != targets.ndim + 1:
+        told = f"outputs {tuple(outputs.shape)}, targets {tuple(targets.shape)}"
+        raise Failure(f"accuracy needs a score for each class: {told}; give measure= and sums=", BAD_CONFIG)
+    return {"correct": outputs.argmax(1) == targets}
+
+
+def errors(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    """What `measures.Regression` adds up, of numbers (n, ...)."""
+    truth = targets.double()
+    error = outputs.double().reshape(targets.shape) - truth
+    return {
+        "absolute": error.abs(),
+        "squared": error.square(),
+        "signed": error,
+        "truth": truth,
+        "truth_squared": truth.square(),
+    }
+
+
+def _summed(values: Tensor, shape: tuple[int, ...], count: int) -> Tensor:
+    """The sum over samples; of several numbers where one is to be added up, their mean is."""
+    return values.double().reshape(count, int(np.prod(shape)), -1).mean(-1).sum(0).reshape(shape)
+
+
+def _array(tensor: Tensor) -> np.ndarray:
+    return np.asarray(tensor.detach().cpu().numpy())

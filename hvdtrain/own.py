@@ -1,0 +1,190 @@
+"""`hvdtrain.train`: the loop of the built-in workloads for any model and data; docs/OWN.md has the user's side."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvdtrain import exits, lock, records, strategies, workload, workloads, world
+from hvdtrain.arguments import near
+from hvdtrain.config import TrainConfig, flag
+from hvdtrain.data import own
+from hvdtrain.exits import Failure
+from hvdtrain.measures import Accuracy, Measure, Regression
+from hvdtrain.strategies.table import DEFAULT_REDUCER
+
+MEASURES: dict[str, type[Measure]] = {"accuracy": Accuracy, "regression": Regression}
+SETTINGS = [field.name for field in dataclasses.fields(TrainConfig) if field.name not in ("framework", "verify_data")]
+PROBED = 2
+"""Samples that the model sees before it trains"""
+
+_parted = False
+"""Whether several ranks have trained: those that MPI connects cannot meet again"""
+Sums = Callable[[Any, Any], Mapping[str, Any]]
+
+
+def train(
+    model: Any,
+    *,
+    loss: Any,
+    train: Any,
+    validation: Any = None,
+    test: Any = None,
+    measure: str | Measure | None = None,
+    sums: Sums | None = None,
+    argv: Sequence[str] = (),
+    **settings: Any,
+) -> records.Summary:
+    """Trains `model` on all ranks, and returns the run's summary, the same on all of them. Collective.
+
+    model: a torch.nn.Module, or a Keras 3 model on the TensorFlow backend. Rank 0's weights are everyone's; afterwards
+    it holds the trained ones on every rank.
+    loss: for PyTorch a function of (outputs, targets) that returns each sample's loss, or their mean; for Keras what
+    `compile` takes. Means are weighted by samples over ranks.
+    train, validation, test: see `data.own`. The last two may be left out.
+    measure: accuracy (for whole numbers as targets), regression (for others), or a `measures.Measure`, whose `sums` is
+    a function of (outputs, targets): what each sample adds to the measure's sums, by name.
+    argv: flags as of the built-in workloads, sys.argv[1:] say, which win over `settings`: fields of
+    `config.TrainConfig`. Variables (HVDTRAIN_EPOCHS=2) count for what neither says.
+
+    Ends the process with 75 after a signal has stopped the run, with 0 after a dry run. Raises Failure (2, 65, 69, 73,
+    74, 78); one that nobody catches ends the whole job with one line.
+    """
+    global _parted
+    world.guard(debug=bool(settings.get("debug")) or "--debug" in argv)
+    if _parted:
+        told = "hvdtrain.train has been called before, and the ranks have parted"
+        raise Failure(f"{told}: train once in a start of several ranks", exits.BAD_CONFIG)
+    framework, twin = _twin(model)
+    purpose, name = sys.modules["__main__"].__doc__ or "", _name()
+    config, place = workload.begin(TrainConfig, name, purpose, [*_flags(settings, framework), *argv])
+    if config.framework != framework:
+        raise Failure(f"--framework {config.framework}: the model is one of {framework}", exits.BAD_CONFIG)
+    if framework == "tensorflow" and strategies.parse(config.strategy).strategy.carrier == "native":
+        told = "TensorFlow's own must begin before a model is made"
+        raise Failure(f"--strategy {config.strategy}: {told}; take {DEFAULT_REDUCER}", exits.BAD_CONFIG)
+    dataset = own.opened(train, validation, test)
+    if config.goal and not len(getattr(dataset, config.evaluate_on)):
+        raise Failure(f"target={config.goal} is looked for in the {config.evaluate_on} data: give some", exits.BAD_DATA)
+    first = np.arange(min(PROBED, len(dataset.train)))
+    probed = dataset.train.batch(first, first, None).arrays
+    judged, added = _measure(measure, sums, probed[-2], twin)
+    adapted = twin.Own(model, loss, added, judged.sums, config)
+    job = workload.Workload(
+        name=name,
+        config=dataclasses.replace(config, threads=config.threads or adapted.threads),
+        place=place,
+        dataset=dataset,
+        data={},
+        data_words=f"{len(dataset.train):,} training, {len(dataset.validation):,} validation, {len(dataset.test):,} "
+        f"test samples of {own.sample(dataset.train, 'train')}",
+        model={"name": type(model).__name__},
+        model_words=type(model).__name__,
+        shapes=adapted.shapes,
+        measure=judged,
+        multiply_adds=adapted.probe(probed),
+    ).connect()
+    if job is None:
+        raise SystemExit(exits.OK)
+    stop, _parted = world.StopSignal(), place.size > 1
+    try:
+        _check_alike(job, adapted)
+        constants = job.ranks.agreed(adapted.constants())
+        adapted.set_constants(constants)
+        about = dataclasses.replace(job.about, model={**job.about.model, "constants": _digest(constants)})
+        job = dataclasses.replace(job, about=about)
+        summary = job.trained(job.replica(adapted, adapted.arrays(), buffers=adapted.statistics), stop)
+    finally:
+        stop.restore()
+        lock.release()
+    adapted.release()
+    if summary is None:
+        raise SystemExit(exits.RESUMABLE)
+    return summary
+
+
+def _twin(model: Any) -> tuple[str, Any]:
+    """The model's framework, and the module that adapts such models. Raises Failure (78) for what is no model."""
+    keras, torch = sys.modules.get("keras"), sys.modules.get("torch")
+    if keras is not None and isinstance(model, keras.Model):
+        if (backend := keras.config.backend()) != "tensorflow":
+            raise Failure(
+                f"model: Keras computes with {backend}; start with KERAS_BACKEND=tensorflow", exits.BAD_CONFIG
+            )
+        from hvdtrain.models import own_tf
+
+        return "tensorflow", own_tf
+    if torch is not None and isinstance(model, torch.nn.Module):
+        from hvdtrain.models import own_torch
+
+        return "torch", own_torch
+    raise Failure(f"model is a {type(model).__name__}: give a torch.nn.Module or a keras.Model", exits.BAD_CONFIG)
+
+
+def _name() -> str:
+    """The workload's: the script's."""
+    stem = re.sub(r"[^\w.-]", "-", Path(sys.argv[0]).stem) or "own"
+    return f"own-{stem}" if stem in workloads.known() else stem
+
+
+def _flags(settings: Mapping[str, Any], framework: str) -> list[str]:
+    """The settings as flags. Raises Failure (2) for unknown ones."""
+    for name in settings:
+        if name not in SETTINGS:
+            told = f"hvdtrain.train has no setting {name}{near(name, SETTINGS)}"
+            raise Failure(f"{told}; it has {', '.join(SETTINGS)}", exits.USAGE)
+    given = {name: value for name, value in settings.items() if value is not None and value is not False}
+    if world.place().launcher == "torchrun" and "HVDTRAIN_STRATEGY" not in os.environ:
+        given.setdefault("strategy", DEFAULT_REDUCER)  # Horovod cannot connect its ranks
+    words = [flag(name) if value is True else f"{flag(name)}={value}" for name, value in given.items()]
+    return [f"--framework={framework}", *words]
+
+
+def _measure(measure: str | Measure | None, sums: Sums | None, targets: np.ndarray, twin: Any) -> tuple[Measure, Sums]:
+    """The measure, and what a sample adds to its sums. Raises Failure (78) for an unknown one, or one without sums."""
+    asked = ("accuracy" if targets.dtype.kind in "iu" else "regression") if measure is None else measure
+    if isinstance(asked, str):
+        if asked not in MEASURES:
+            told = f"measure={asked!r} is unknown{near(asked, MEASURES)}: give {' or '.join(MEASURES)}"
+            raise Failure(f"{told}, or a hvdtrain.measures.Measure", exits.BAD_CONFIG)
+        asked = MEASURES[asked]()
+    known = {Accuracy: twin.correct, Regression: twin.errors}
+    if (found := sums or known.get(type(asked))) is None:
+        raise Failure(
+            f"measure: {type(asked).__name__} needs sums=, a function of (outputs, targets) that returns what each "
+            f"sample adds to {', '.join(asked.sums)}, by name",
+            exits.BAD_CONFIG,
+        )
+    return asked, found
+
+
+def _check_alike(job: workload.Job, adapted: Any) -> None:
+    """Raises Failure (65, 78) if a rank has other data, another model or another run to go on with than rank 0."""
+    config, shapes = job.about.config, {name: list(shape) for name, shape in adapted.shapes.items()}
+    every = job.ranks.gather([job.dataset.fingerprint, shapes, config.resume])
+    for rank, (data, model, resume) in enumerate(every):
+        if data != every[0][0]:
+            told = f"rank {rank} has other data than rank 0: give every rank all of it, in the same order"
+            raise Failure(f"{told}; hvdtrain.train shares it out", exits.BAD_DATA)
+        if model != every[0][1]:
+            raise Failure(f"rank {rank} has another model than rank 0: make the same on all", exits.BAD_CONFIG)
+        if resume != every[0][2]:
+            told = "give all the same resume=, --resume or HVDTRAIN_RESUME (mpirun -x HVDTRAIN_RESUME)"
+            raise Failure(f"rank {rank} is not told as rank 0 is whether to go on: {told}", exits.BAD_CONFIG)
+
+
+def _digest(arrays: Mapping[str, np.ndarray]) -> str | None:
+    """SHA-256 of names and values; None if there are none."""
+    digest = hashlib.sha256()
+    for name, array in arrays.items():
+        digest.update(name.encode())
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest() if arrays else None

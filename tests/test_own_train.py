@@ -1,0 +1,228 @@
+"""`hvdtrain.train`: a script's own model and data, in one process and on ranks (programs/own_train.py is it)."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import PROGRAMS, launch
+from programs import own_train
+from runs import cut_off
+
+import hvdtrain
+from hvdtrain.data import own
+from hvdtrain.data.loader import Loader
+from hvdtrain.exits import Failure
+from hvdtrain.measures import Measure, Score
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.fixture(autouse=True)
+def by_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """As in a process of its own: a script's name, no flags, another's hook for errors afterwards."""
+    monkeypatch.setattr(sys, "argv", ["mine.py"])
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def ranks(framework: str, folder: Path, launcher: str, **settings: Any) -> Any:
+    """Two ranks that train; what they are called with, and printed."""
+    return launch(2, [str(PROGRAMS / "own_train.py"), framework, str(folder), json.dumps(settings)], launcher)
+
+
+@pytest.mark.parametrize(("framework", "launcher"), [("torch", "torchrun"), ("tensorflow", "mpirun")])
+def test_two_ranks_train_as_one_process_does(framework: str, launcher: str, tmp_path: Path) -> None:
+    """And one process goes on with what they began."""
+    pytest.importorskip(framework)
+    run = tmp_path / "run"
+    done = ranks(framework, tmp_path, launcher, run_dir=str(run))
+    assert done.returncode == 0, done.stderr[-3000:]
+    model, summary = own_train.trained(framework, 0)
+    one = own_train.weights(model)
+    for rank in (0, 1):
+        held = [*np.load(tmp_path / f"rank{rank}.npz").values()]
+        for mine, theirs in zip(one, held, strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-3, atol=1e-5)
+    scores, other = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    assert scores == other, "the summary is one for all"
+    inputs, labels = own_train.PARTS["test"]
+    assert scores[0] == summary.test_scores == {"accuracy": np.mean(own_train.answers(model, inputs) == labels)}
+    manifest = json.loads((run / "manifest.json").read_text())
+    assert (manifest["workload"], len(manifest["ranks"])) == ("own_train", 2)
+
+    cut_off(run, tmp_path / "cut", 3)
+    sys.argv = ["own_train.py"]
+    with pytest.raises(Failure, match="made with other settings: constants"):  # what it does not train is another
+        own_train.trained(framework, 7, resume=str(tmp_path / "cut"))
+    model, again = own_train.trained(framework, 0, resume=str(tmp_path / "cut"))
+    assert again.steps == summary.steps
+    for mine, theirs in zip(one, own_train.weights(model), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+def test_a_resumed_run_ends_as_the_uninterrupted_one(framework: str, tmp_path: Path) -> None:
+    """Bit for bit, with what is random in a layer."""
+    pytest.importorskip(framework)
+    whole, summary = own_train.trained(framework, 0, dropout=0.3, run_dir="whole", strategy="hierarchical")
+    cut_off(tmp_path / "whole", tmp_path / "cut", 6)
+    resumed, again = own_train.trained(framework, 0, dropout=0.3, resume="cut", strategy="hierarchical")
+    assert again.test_scores == summary.test_scores
+    for mine, theirs in zip(own_train.weights(whole), own_train.weights(resumed), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    other, _ = own_train.trained(framework, 0, dropout=0.3, seed=1)
+    assert any((a != b).any() for a, b in zip(own_train.weights(whole), own_train.weights(other), strict=True))
+
+
+class Pairs(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 90
+
+    def __getitem__(self, at: int) -> Any:
+        x, y = own_train.PARTS["train"]
+        return torch.from_numpy(x[at]), int(y[at])
+
+
+def batches(train: Any) -> list[np.ndarray]:
+    split = own.opened(train, None, None).train
+    loader = Loader(split, global_batch=32, rank=1, size=2, seed=3)
+    return [array for batch in loader.epoch(1) for array in batch.arrays]
+
+
+def test_a_dataset_of_either_framework_gives_the_batches_of_its_arrays() -> None:
+    x, y = (array[:90] for array in own_train.PARTS["train"])
+    given: dict[str, Any] = {"Dataset": Pairs(), "lists": (x.tolist(), y.tolist())}
+    if tf := pytest.importorskip("tensorflow"):
+        given["tf.data"] = tf.data.Dataset.from_tensor_slices((x, y))
+        given["tf.data in batches"] = given["tf.data"].batch(40).prefetch(1)
+    known = batches((x, y))
+    assert [array.dtype.name for array in known[:3]] == ["float32", "int64", "int64"]
+    for kind, train in given.items():
+        for mine, theirs in zip(known, batches(train), strict=True):
+            np.testing.assert_array_equal(mine, theirs, err_msg=kind)
+    twice = batches(((x, x), y))
+    np.testing.assert_array_equal(twice[0], twice[1])
+    assert own.opened((x, y), None, None).fingerprint != own.opened((x, y[::-1]), None, None).fingerprint
+
+
+class Half(Measure):
+    """The share of answers that are at most half off."""
+
+    sums = {"near": ()}  # noqa: RUF012
+    scores = {"near": Score(label="near", least=0, most=1)}  # noqa: RUF012
+    headline = "near"
+
+    def score(self, sums: Any, samples: float) -> dict[str, float]:
+        return {"near": float(sums["near"]) / samples}
+
+
+def test_a_regression_and_a_measure_of_ones_own() -> None:
+    draw = np.random.default_rng(0)
+    x = draw.normal(size=(300, 2, 3)).astype(np.float32)
+    y = x.sum((1, 2)) + 0.1 * draw.normal(size=300)
+
+    class Sum(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.line = torch.nn.Linear(6, 1)
+            self.register_buffer("scale", torch.ones(1))
+
+        def forward(self, first: Any, second: Any) -> Any:
+            return self.scale * self.line(torch.cat([first, second], 1))
+
+    def loss(outputs: Any, targets: Any) -> Any:
+        return (outputs[:, 0] - targets) ** 2
+
+    def train(**more: Any) -> Any:
+        model = Sum()
+        parts = (x[:, 0], x[:, 1], y)
+        return model, hvdtrain.train(model, loss=loss, train=parts, test=parts, epochs=3, **more)
+
+    model, summary = train(batch_size=16)
+    with torch.no_grad():
+        error = model(torch.from_numpy(x[:, 0]), torch.from_numpy(x[:, 1]))[:, 0].numpy() - y
+    assert summary.test_scores["mae"] == pytest.approx(abs(error).mean(), rel=1e-5)
+    assert summary.test_scores["r2"] == pytest.approx(1 - (error**2).mean() / y.var(), rel=1e-5)
+    assert summary.test_loss == pytest.approx((error**2).mean(), rel=1e-5)
+    _, summary = train(
+        measure=Half(), sums=lambda outputs, targets: {"near": abs(outputs[:, 0] - targets) < 0.5}, argv=["--epochs=1"]
+    )
+    assert (summary.epochs, [*summary.test_scores]) == (1, ["near"])
+
+
+def test_running_statistics_are_kept_and_other_buffers_may_not_change() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 10), torch.nn.BatchNorm1d(10))
+    entropy, start = torch.nn.functional.cross_entropy, model[1].running_mean.clone()
+    hvdtrain.train(model, loss=entropy, epochs=1, **own_train.PARTS)
+    assert not torch.equal(model[1].running_mean, start)
+
+    class Counting(torch.nn.Linear):
+        def forward(self, x: Any) -> Any:
+            self.calls += 1.0
+            return super().forward(x)
+
+    counting = Counting(64, 10)
+    counting.register_buffer("calls", torch.zeros(()))
+    with pytest.raises(Failure, match="changes its buffer calls"):
+        hvdtrain.train(counting, loss=entropy, epochs=1, **own_train.PARTS)
+
+
+X, Y = own_train.PARTS["train"]
+
+
+class Endless(torch.utils.data.IterableDataset):
+    def __iter__(self) -> Any:
+        yield from zip(X, Y, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said", "code"),
+    [
+        ({"model": "resnet"}, "model is a str: give a torch.nn.Module or a keras.Model", 78),
+        ({"model": torch.nn.Flatten()}, "no parameter requires a gradient", 78),
+        ({"epoch": 3}, "no setting epoch, did you mean epochs?", 2),
+        ({"epochs": "many"}, "--epochs", 2),
+        ({"epochs": 0}, "--epochs", 78),
+        ({"argv": ["--bach-size", "3"]}, "did you mean --batch-size?", 2),
+        ({"strategy": "powersgd:rnak=4"}, "did you mean rank?", 78),
+        ({"train": (X, Y[:-1])}, "train= holds arrays of 400, 399 samples", 65),
+        ({"train": X}, "train= is a ndarray which has inputs or targets only", 65),
+        ({"train": Endless()}, "train= is a Endless which cannot be shared out between ranks", 65),
+        ({"train": torch.utils.data.DataLoader(Pairs())}, "give its dataset=", 65),
+        ({"train": (X[:0], Y[:0])}, "train= holds no sample", 65),
+        ({"validation": (X[:, :32], Y)}, "validation= has samples of float32 32, int64 number", 65),
+        ({"target": "accuracy=0.9", "validation": None}, "looked for in the validation data", 65),
+        ({"loss": lambda outputs, targets: outputs.logsumexp(1).sum()}, "loss returns a sum over samples", 78),
+        ({"measure": "acuracy"}, "did you mean accuracy", 78),
+        ({"measure": Half()}, "Half needs sums=", 78),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_what_cannot_be_trained_is_one_clear_line(changes: dict[str, Any], said: str, code: int) -> None:
+    asked = {
+        "model": own_train.made("torch", 0),
+        "loss": torch.nn.functional.cross_entropy,
+        **own_train.PARTS,
+        **changes,
+    }
+    with pytest.raises(Failure, match=re.escape(said)) as error:
+        hvdtrain.train(asked.pop("model"), **asked)
+    assert "\n" not in str(error.value)
+    assert error.value.code == code
+
+
+def test_a_rank_with_other_data_ends_the_job_with_one_line(tmp_path: Path) -> None:
+    done = ranks("torch", tmp_path, "mpirun", cut=True, strategy="hierarchical")
+    assert done.returncode == 65, done.stderr[-3000:]
+    assert "rank 1 has other data than rank 0: give every rank all of it" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -157,7 +157,10 @@ def test_the_protocol_of_the_study_is_kept_in_order_and_numbered(tmp_path: Path)
     ("text", "expected"),
     [
         ("naem = 'x'\n[[grid]]\n", ":1: unknown key 'naem' at the top of the file; known: name, protocol"),
-        ("\n[[grid]]\nseed = 1\n[[grid]]\nsede = 1\n", ":5: unknown key 'sede' in a grid; known: workload, hosts"),
+        (
+            "\n[[grid]]\nseed = 1\n[[grid]]\nsede = 1\n",
+            ":5: unknown key 'sede' in a grid; known: workload, command, hosts",
+        ),
         ("[defaults]\nseeed = 1\n[[grid]]\n", ":2: unknown key 'seeed'"),
         ("[cluster]\nvirtaul = ['a']\n[[grid]]\n", ":2: unknown key 'virtaul' in [cluster]; known: virtual"),
         ("[cluster]\ncpu_share = 1\n[[grid]]\n", "give one of virtual, existing, hostfile"),
@@ -172,6 +175,10 @@ def test_the_protocol_of_the_study_is_kept_in_order_and_numbered(tmp_path: Path)
         ("[[grid]]\nrun_dir = 'x'\n", "run_dir is not for a sweep"),
         ("[[grid]]\nmonitor = 'power'\n", "protocol says"),
         ("[[grid]]\nworkload = 'resnte'\n", "unknown workload 'resnte'; known: captioning, resnet"),
+        ("[[grid]]\ncommand = 'nowhere.py --lr 1'\n", ":2: command = 'nowhere.py --lr 1': there is no nowhere.py here"),
+        ("[[grid]]\ncommand = ''\n", "it is empty"),
+        ("[[grid]]\ncommand = 'true'\nworkload = 'resnet'\n", ":2: command and workload are both given"),
+        ("[[grid]]\ncommand = 'true'\n'a b' = 1\n", "neither a flag of the command"),
         ("[[grid]]\nseed = []\n", "at least one value"),
         (
             "[[grid]]\nstrategy = 'powersdg'\n",

@@ -147,6 +147,36 @@ def test_stopped_and_continued_each_point_is_run_once_and_a_failure_is_told(swee
     assert sweep.folders() == sorted([*names, f"{before[0]}-other1"])
 
 
+def test_a_command_of_ones_own_is_swept_like_a_workload(tmp_path: Path) -> None:
+    """Its flags as they are written, its variables on every rank; what is done is not done again."""
+    text = f"""protocol = "E"
+[[grid]]
+command = "{ROOT / "tests" / "programs" / "own_recorded.py"}"
+ranks_per_host = 2
+strategy = "allreduce"
+seed = 7
+quiet = true
+api-token = "hunter2"
+HVDTRAIN_MONITOR_MS = 100
+"""
+    sweep = Command(tmp_path, text)
+    try:
+        code, out, err = sweep.run()
+        assert code == 0, out + err
+        [name] = sweep.complete()
+        manifest = json.loads((sweep.root / "tried" / name / "manifest.json").read_text())
+        assert manifest["argv"][1:] == ["--seed", "7", "--quiet", "--api-token", "***"]
+        assert (len(manifest["ranks"]), manifest["config"]["strategy"]) == (2, "allreduce")
+        assert manifest["config"]["monitor"] == "power,resources"
+        [sensors, *_] = (sweep.root / "tried" / name / "monitors").glob("*.jsonl")
+        assert json.loads(sensors.read_text().splitlines()[0])["interval_s"] == 0.1
+        code, told = sweep.document()
+    finally:
+        shutil.rmtree(sweep.locks, ignore_errors=True)
+    assert code == 0
+    assert [run["state"] for run in told["runs"]] == ["kept"]
+
+
 def test_energy_runs_have_sensors_on_and_what_is_lacking_is_told(sweep: Command) -> None:
     sweep.file.write_text(
         f'protocol = "T,E"\ncooldown_s = 0.2\norder = "as-written"\n{SMALL}'

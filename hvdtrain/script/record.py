@@ -82,7 +82,13 @@ def begin(
     manifest = records.Manifest(
         workload=name,
         argv=argv,
-        config={"framework": world.framework, "strategy": str(exchange), "seed": seed, "arguments": _apart(argv)},
+        config={
+            "framework": world.framework,
+            "strategy": str(exchange),
+            "seed": seed,
+            "monitor": config.monitor,
+            "arguments": _apart(argv),
+        },
         exchange=exchange.facts(),
         plan={"ranks": world.size},
         data={},

@@ -51,6 +51,7 @@ def keys() -> str:
     lines.append(
         "Every other key of a grid is a flag of the workload: batch_size = [16, 32] is --batch-size 16, then 32."
     )
+    lines.append("Of a command: lr = 0.1 is --lr 0.1, OMP_NUM_THREADS = 1 a variable, strategy is HVDTRAIN_STRATEGY.")
     lines.append("")
     lines.append(
         "Exit codes: 0 all runs that this machine can do are done; 1 a run failed (twice) or was refused; 2 usage;"
@@ -88,7 +89,8 @@ def prepare(asked: argparse.Namespace) -> tuple[Task, int]:
         raise Failure(f"--only {' '.join(asked.only)}: no run of {asked.file} fits; --dry-run lists them", exits.USAGE)
     points = list({run.point.name: run.point for run in runs}.values())
     reasons = {point.name: why for point in points if (why := lacking.reason(point, sweep.cluster))}
-    told = preview.previews([point for point in points if _can_be_asked(point)])
+    known = [point for point in points if "command" in point.settings or _can_be_asked(point)]
+    told = preview.previews([point for point in known if "command" not in point.settings])
     bad = [(point, told[point.name]) for point in points if isinstance(told.get(point.name), Failure)]
     if bad:
         more = f" (and {len(bad) - 1} more points)" if len(bad) > 1 else ""
@@ -103,7 +105,7 @@ def prepare(asked: argparse.Namespace) -> tuple[Task, int]:
         outcomes=[Outcome(run=run, folder=root / run.name) for run in runs],
         previews=previews,
         estimator=estimator,
-        flags=execute.flags_of([point.name for point in points if _can_be_asked(point)], runs),
+        flags=execute.flags_of([point.name for point in known], runs),
     )
     execute.classify(task, reasons)
     return task, merged

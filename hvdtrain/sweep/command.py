@@ -11,8 +11,10 @@ from pathlib import Path
 from hvdtrain import workloads
 from hvdtrain.cluster import enter
 from hvdtrain.cluster.commands import CHECKOUT, Command
+from hvdtrain.sweep import file
 from hvdtrain.sweep.file import ClusterSpec
 from hvdtrain.sweep.plan import UNLIMITED, Run
+from hvdtrain.sweep.preview import MONITORS
 
 SCRIPTS = {
     "tools/cluster.sh": ["hvdtrain.cluster"],
@@ -57,8 +59,10 @@ def launch(
 ) -> Command:
     """The whole command of a run; `name`: of the virtual cluster."""
     asked = run.point.settings
-    program = ["python", "-m", workloads.known()[asked["workload"]], *flags]
-    program += ["--run-dir", str(folder), "--json"]
+    if "command" in asked:
+        program = ["env", *_variables(run, folder), *file.program(asked["command"]), *flags]
+    else:
+        program = ["python", "-m", workloads.known()[asked["workload"]], *flags, "--run-dir", str(folder), "--json"]
     ranks, per_host = run.point.ranks, int(asked["ranks_per_host"])
     virtual = run.point.on_cluster and cluster is not None and not cluster.hostfile
     hosts = names(cluster, run.point.hosts, known) if run.point.on_cluster and cluster else ["localhost"]
@@ -82,6 +86,14 @@ def launch(
     }[asked["launcher"]]
     inside = [*script("tools/cluster.sh"), "exec", "--name", name, hosts[0], "--"] if virtual else []
     return [*inside, *start, *program]
+
+
+def _variables(run: Run, folder: Path) -> list[str]:
+    """Those of a command, for env(1), which sets them on every host."""
+    asked = {key: value for key, value in run.flags.items() if key.isupper()}
+    asked |= {"HVDTRAIN_STRATEGY": run.flags["strategy"]} if "strategy" in run.flags else {}
+    asked |= {"HVDTRAIN_MONITOR": MONITORS[run.kind]} if MONITORS[run.kind] != "none" else {}
+    return [f"{name}={value}" for name, value in {**asked, "HVDTRAIN_RUN_DIR": folder}.items()]
 
 
 def up(cluster: ClusterSpec, name: str) -> Command:

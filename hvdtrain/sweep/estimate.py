@@ -64,10 +64,10 @@ class Estimator:
             if point is None or end is None or not (path.parent / "COMPLETE").exists():
                 continue
             phases = ["train_s", "validation_s", "test_s", "checkpoint_s", "first_step_s"]
-            figures = [end.get(phase) for phase in phases]
+            figures = [end.get(phase) or 0.0 for phase in phases]  # a script does not tell all of them
             settings = point.get("settings")
             if isinstance(settings, dict) and all(isinstance(figure, int | float) for figure in figures):
-                self._known.append(_Known(settings, sum(figures) + 1.0, int(end.get("steps") or 0)))  # type: ignore[arg-type]
+                self._known.append(_Known(settings, sum(figures) + 1.0, int(end.get("steps") or 0)))
 
     def learn(self, run: Run, seconds: float) -> None:
         preview = self._previews.get(run.point.name)

@@ -273,4 +273,7 @@ def flags_of(points: list[str], runs: list[Run]) -> dict[str, Command]:
     """Name of each run of these points -> flags of its workload."""
     wanted = set(points)
     chosen = [run for run in runs if run.point.name in wanted]
-    return {run.name: preview.typed_flags(run) + preview.monitors(run.kind) for run in chosen}
+    return {
+        run.name: preview.typed_flags(run) + ([] if "command" in run.point.settings else preview.monitors(run.kind))
+        for run in chosen
+    }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ TOP: dict[str, tuple[str, Any]] = {
 }
 OWN: dict[str, tuple[str, Any]] = {
     "workload": (f"what to train, as `hvdtrain train` lists it (default: {workloads.DEFAULT})", str),
+    "command": ('in place of it your own: "python train.py --lr 0.1", whose script imports hvdtrain', str),
     "hosts": ("how many of the cluster's hosts take part (default: 1)", int),
     "ranks_per_host": ('ranks on each of them, or "gpus": one per GPU of this machine (default: 1)', (int, str)),
     "rate": ('of every link: 10mbit, 1gbit ..., or "unlimited" (default: unlimited; not changed where not ours)', str),
@@ -228,7 +230,7 @@ def _overrides(words: Sequence[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for word in words:
         key, equals, value = word.partition("=")
-        if not equals or not re.fullmatch(r"[a-z_]+", key):
+        if not equals or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", key):
             raise Failure(f"--set {word}: expected KEY=VALUE, as in --set epochs=1", exits.USAGE)
         try:
             found[key] = files.from_toml(f"value = {value}".encode())["value"]
@@ -294,7 +296,9 @@ def _grid(
             _typed(place(key), key, one, OWN[key][1] if key in OWN else (str, int, float, bool))
         values[key] = several
     _exchanges(values, place)
-    if flags is not None:
+    if "command" in values:
+        _check_command(values, place)
+    elif flags is not None:
         _check_flags(values, flags, place)
     repeats = merged.get("repeats", 1)
     if repeats < 1:
@@ -312,13 +316,38 @@ def _exchanges(values: dict[str, list[Any]], place: Any) -> None:
     from hvdtrain import strategies
 
     named = values.get("strategy", [])
-    flat = {key: values[key][0] for key in strategies.FLAT if key in values}
+    flat = {key: values[key][0] for key in strategies.FLAT if key in values and "command" not in values}
     how = {key: f"{place(key)}: {key} = {value}" for key, value in flat.items()}
     strategies.refuse(flat, str((named or [TrainConfig.strategy])[0]), how, exits.BAD_CONFIG)
     try:
         values |= {"strategy": [str(strategies.parse(str(one))) for one in named]} if named else {}
     except Failure as failure:
         raise _bad(place("strategy"), str(failure)) from failure
+
+
+def _check_command(values: Mapping[str, list[Any]], place: Any) -> None:
+    """Raises Failure (78) for a command that cannot be started, and for a key that is no flag or variable of one."""
+    if "workload" in values:
+        raise _bad(place("command"), "command and workload are both given: give one of them")
+    for text in values["command"]:
+        try:
+            program(text)
+        except ValueError as error:
+            raise _bad(place("command"), f"command = {text!r}: {error}") from error
+    for key in values:
+        if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", key):
+            raise _bad(place(key), f"{key!r} is neither a flag of the command (lr) nor a variable (OMP_NUM_THREADS)")
+
+
+def program(text: str) -> list[str]:
+    """The words of a command; a script is started by python. Raises ValueError."""
+    words = shlex.split(text)
+    script = next((word for word in words if word.endswith(".py")), None)
+    if script is not None and not Path(script).is_file():
+        raise ValueError(f"there is no {script} here")
+    if not words:
+        raise ValueError("it is empty")
+    return ["python", *words] if words[0] == script else words
 
 
 def _check_flags(values: Mapping[str, list[Any]], flags: Callable[[str], set[str]], place: Any) -> None:

@@ -69,7 +69,8 @@ def unfit(folder: Path, run: Run, preview: Preview | None) -> str | None:
     plan nor data are compared."""
     manifest = document(folder / "manifest.json")
     if manifest is None:
-        return "no manifest.json"
+        own = "command" in run.point.settings
+        return "no manifest.json" + ("; does its script import hvdtrain and make an optimizer?" if own else "")
     if not (folder / "COMPLETE").is_file():
         return "no COMPLETE: the run did not finish"
     if summary(folder) is None:

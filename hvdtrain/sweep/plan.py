@@ -18,14 +18,25 @@ from hvdtrain import exits, files, workloads
 from hvdtrain.cluster.commands import CHECKOUT
 from hvdtrain.cluster.rates import parse_rate, show_rate
 from hvdtrain.exits import Failure
-from hvdtrain.sweep.file import ALL_GPUS, LAUNCHERS, OWN, PLACES, Grid, Sweep
+from hvdtrain.sweep.file import ALL_GPUS, LAUNCHERS, OWN, PLACES, Grid, Sweep, program
 
 UNLIMITED = "unlimited"
 MOST_RUNS = 10_000
 """Per sweep; so many take weeks, and can still be planned at once"""
 KINDS = {"T": "timing", "E": "energy"}
-FIXED = ("workload", "hosts", "ranks_per_host", "rate", "launcher", "on", "cluster", "label", "config_sha256")
-"""Settings that are no flags of the workload"""
+FIXED = (
+    "workload",
+    "command",
+    "hosts",
+    "ranks_per_host",
+    "rate",
+    "launcher",
+    "on",
+    "cluster",
+    "label",
+    "config_sha256",
+)
+"""Settings that are no flags of the workload or command"""
 SHORT = {"seed": "s", "batch_size": "b", "global_batch_size": "gb", "epochs": "e", "width": "w"}
 
 
@@ -168,6 +179,8 @@ def settled(sweep: Sweep, grid: Grid, asked: dict[str, Any], gpus: int | None) -
         raise _bad(grid, f'launcher = "none" starts one process, not {hosts} x {per_host}')
     rate = _rate(sweep, grid, asked.get("rate"), on)
     settings = {"workload": asked.get("workload", workloads.DEFAULT), "hosts": hosts, "ranks_per_host": per_host}
+    if "command" in asked:
+        settings |= {"workload": _called(asked["command"]), "command": asked["command"]}
     # A single host has no link, so its run is the same at every rate.
     settings |= {"rate": rate if hosts > 1 else None, "launcher": launcher, "on": on}
     if grid.label:
@@ -182,9 +195,15 @@ def settled(sweep: Sweep, grid: Grid, asked: dict[str, Any], gpus: int | None) -
             facts["fill"] = len(about.virtual) - 1
         settings["cluster"] = facts
     settings |= {key: value for key, value in asked.items() if key not in OWN}
-    if "config" in settings:
+    if "config" in settings and "command" not in settings:
         settings["config"], settings["config_sha256"] = _preset(grid, str(settings["config"]))
     return settings
+
+
+def _called(command: str) -> str:
+    """The name of a command's runs: its script's."""
+    words = program(command)
+    return Path(next((word for word in words if word.endswith(".py")), words[0])).stem
 
 
 def _bad(grid: Grid, what: str) -> Failure:

@@ -91,6 +91,11 @@ def monitors(kind: str) -> Command:
 
 
 def typed_flags(run: Run) -> Command:
+    """Those of a command are as they are written, without a dry run; its variables are none."""
+    if "command" in run.point.settings:
+        own = {key: value for key, value in run.flags.items() if key != "strategy" and not key.isupper()}
+        given = {key: value for key, value in own.items() if value is not False}
+        return [word for key, value in given.items() for word in (f"--{key}", *([] if value is True else [str(value)]))]
     return words(run.flags, _defaults(run.point.settings["workload"]))
 
 

@@ -27,3 +27,9 @@ def test_every_call_gives_on_streams_what_it_gives_on_horovod(ranks: int, launch
         assert mine.keys() == theirs.keys()
         for name, value in theirs.items():
             assert mine[name] == value, f"{name} on rank {rank}"
+
+
+def test_an_optimizer_on_a_strategy_does_what_the_loop_does_and_what_users_expect() -> None:
+    """The program compares and raises: see its checks."""
+    done = launch(3, [str(PROGRAMS / "own_optimizer.py")], "torchrun")
+    assert len(document(done)["done"]) == 17

@@ -265,12 +265,17 @@ PEER_ERRORS = (
     ("InternalError", "Collective ops is aborted"),
 )
 
+# What they raise when a script is wrong: the ranks do not call the same, or nobody can have what is asked for.
+MISTAKES = ("ismatch", "do not agree", "is not supported")
+MISTAKEN = (ValueError, TypeError, AssertionError, NotImplementedError)
+
 
 def lost_peer(error: BaseException | None) -> bool:
     """Whether a library raised this because another rank went away."""
     while error is not None:
         kind, text = type(error).__name__, str(error)
-        if any(name in ("", kind) and words in text for name, words in PEER_ERRORS):
+        mistake = isinstance(error, MISTAKEN) or any(words in text for words in MISTAKES)
+        if not mistake and any(name in ("", kind) and words in text for name, words in PEER_ERRORS):
             return True
         error = error.__cause__
     return False

@@ -206,4 +206,5 @@ class LocalSGD(Strategy):
     def handed_on(self, states: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
         first = self._world.rank == 0
         left = self._reducer.handed_on([inner(state) for state in states], first)
-        return states[self._world.rank] | {f"inner.{name}": array for name, array in left.items()}
+        own = states[self._world.rank if len(states) == self._world.size else 0]
+        return own | {f"inner.{name}": array for name, array in left.items()}

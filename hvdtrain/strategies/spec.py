@@ -67,6 +67,11 @@ class Exchange:
         """See `Strategy.rung`."""
         return max(self.strategy.rung, self.reducer.cls.rung if self.reducer else -1)
 
+    @property
+    def remembers(self) -> bool:
+        """Whether something of a step is kept for a later one, where infinite gradients would stay for ever."""
+        return self.strategy.remembers or (self.reducer is not None and bool(self.reducer.cls.remembers))
+
     def cost(self, shapes: Sequence[Shape], layout: Layout) -> Cost:
         """Of a training step of a model of these trainable arrays, for each host."""
         held = self.reducer
@@ -97,8 +102,7 @@ class Exchange:
 
     def check(self, config: TrainConfig) -> None:
         """Raises Failure (78) for a config that this does not go with."""
-        late = self.strategy.remembers or (self.reducer is not None and self.reducer.cls.remembers)
-        if config.precision == "fp16" and late:
+        if config.precision == "fp16" and self.remembers:
             raise Failure(
                 f"--precision fp16 does not go with --strategy {self}: its loss scaling makes infinite gradients, and "
                 "scales each step differently, so nothing can be kept from step to step; take --precision bf16",

@@ -14,6 +14,8 @@ from horovod.torch import mpi_ops
 from hvdtrain.script import job, record
 from hvdtrain.script.record import log as log
 from hvdtrain.torch.operations import Operations
+from hvdtrain.torch.optimizer import DistributedOptimizer as DistributedOptimizer
+from hvdtrain.torch.optimizer import broadcast_optimizer_state as broadcast_optimizer_state
 
 _FRONT = job.Front("torch", mpi_ops, "mpi_lib", Operations)
 
@@ -30,3 +32,18 @@ def shutdown() -> None:
     """Writes the end of the run's records, and leaves the other ranks as `horovod.torch.shutdown` does."""
     record.finish()
     mpi_ops.shutdown()
+
+
+class _Elastic:
+    """What stands in for `horovod.torch.elastic`."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise NotImplementedError(
+            f"hvd.elastic.{name}: the number of ranks is fixed here; save the model and optimizer.state_dict(), and "
+            "start the script again, which torchrun --max-restarts does by itself (docs/OWN.md)"
+        )
+
+
+elastic = _Elastic()

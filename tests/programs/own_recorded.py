@@ -10,14 +10,13 @@ import sys
 import torch
 
 import hvdtrain.torch as hvd
-from hvdtrain.torch.recorded import watched
 
 torch.manual_seed(0)
 torch.set_num_threads(1)
 hvd.init()
 model = torch.nn.Linear(64, 10)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-optimizer = watched(hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters()))
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
 images, labels = torch.randn(32, 64), torch.randint(0, 10, (32,))
 for epoch in range(2):

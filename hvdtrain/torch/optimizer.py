@@ -1,0 +1,311 @@
+"""`DistributedOptimizer`: Horovod's own with Horovod's own exchange, and ours on a strategy.
+
+On a strategy `step` exchanges what backward left in the parameters' gradients, as the strategy says, and then makes the
+wrapped optimizer's own step. Nothing is started during backward: a strategy sends one vector.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import inspect
+import json
+import warnings
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import horovod.torch as horovod
+import numpy as np
+import torch
+from horovod.torch import Average, Compression, Sum, global_process_set
+
+from hvdtrain.script import job
+from hvdtrain.strategies import Exchange
+from hvdtrain.timing import Clock
+from hvdtrain.torch.recorded import watched
+from hvdtrain.torch.vectors import Parameters, strangers
+
+STATE = "exchange"
+"""The key of a state_dict that holds the strategy's"""
+
+
+def DistributedOptimizer(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+    compression: Any = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    sparse_as_dense: bool = False,
+    process_set: Any = global_process_set,
+    *,
+    strategy: str | None = None,
+) -> Any:
+    """The optimizer, of the class that it had, with gradients exchanged between ranks; see horovod.torch for the rest.
+
+    `strategy`: what --strategy takes, e.g. "powersgd:rank=4"; None: HVDTRAIN_STRATEGY, else Horovod's own exchange. On
+    a strategy `groups` and `backward_passes_per_step` change nothing: a step exchanges one vector, whenever it is
+    called. Collective. Raises Failure for a strategy that a script cannot have, ValueError for what does not go with
+    it.
+    """
+    exchange = job.exchange(strategy)
+    if exchange is None:
+        own = horovod.DistributedOptimizer(
+            optimizer,
+            named_parameters=named_parameters,
+            compression=compression,
+            backward_passes_per_step=backward_passes_per_step,
+            op=op,
+            gradient_predivide_factor=gradient_predivide_factor,
+            num_groups=num_groups,
+            groups=groups,
+            sparse_as_dense=sparse_as_dense,
+            process_set=process_set,
+        )
+        type(own).synchronize_weights = lambda self: None
+        return watched(own)
+    wrong = ""
+    if compression is not Compression.none:
+        wrong = "compression= is part of the strategy: give strategy='fp16' (or bf16) and leave compression= out"
+    elif op not in (Average, Sum):
+        wrong = "gradients can be averaged (op=hvd.Average) or summed (op=hvd.Sum)"
+    elif op == Sum and exchange.strategy.local:
+        wrong = "it averages the ranks' weights, so op=hvd.Sum means nothing: leave it out"
+    elif gradient_predivide_factor != 1.0 and op != Average:
+        wrong = "gradient_predivide_factor goes with op=hvd.Average only"
+    elif process_set != global_process_set:
+        wrong = "it works on all ranks together, not on a process_set: leave that out"
+    elif backward_passes_per_step <= 0:
+        wrong = "backward_passes_per_step must be > 0"
+    elif inspect.signature(optimizer.step).parameters["closure"].default is inspect.Parameter.empty:
+        name = type(optimizer).__name__
+        wrong = f"{name} evaluates its closure several times in a step, and each rank as often as it likes: take SGD"
+    if wrong:
+        raise ValueError(f"DistributedOptimizer, strategy {exchange}: {wrong}")
+    cls: Any = type(type(optimizer).__name__, (Exchanging, type(optimizer)), {})
+    made: Exchanging = cls.__new__(cls)
+    made.__dict__.update(optimizer.__dict__)
+    made.__dict__.pop("step", None)  # a scheduler's wrapper round the step of the optimizer that was
+    made._connect(exchange, _named(optimizer, named_parameters), divided=op == Average, sparse_as_dense=sparse_as_dense)
+    return made
+
+
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None) -> None:
+    """See `horovod.torch.broadcast_optimizer_state`. What the exchange itself keeps stays each rank's own."""
+    if not isinstance(optimizer, Exchanging):
+        horovod.broadcast_optimizer_state(optimizer, root_rank, model)
+        return
+    with optimizer.without_exchange():  # it makes a step on ranks whose optimizer has no state yet
+        horovod.broadcast_optimizer_state(optimizer, root_rank, model)
+
+
+class Exchanging(torch.optim.Optimizer):
+    """What an optimizer's class is extended by: steps that exchange."""
+
+    _step_supports_amp_scaling = True
+    """GradScaler calls `step` also if this rank's gradients are not finite: others wait for it"""
+
+    def _connect(
+        self, exchange: Exchange, named: dict[str, torch.nn.Parameter], *, divided: bool, sparse_as_dense: bool
+    ) -> None:
+        """Collective."""
+        shapes = {name: list(parameter.shape) for name, parameter in named.items()}
+        self._named, self._spelling = named, str(exchange)
+        self._strategy, self._world = job.job().strategy(exchange, list(shapes.values()))
+        told = self._world.gather(hashlib.sha256(json.dumps(shapes).encode()).hexdigest())
+        if len(set(told)) > 1:
+            other = next(rank for rank, digest in enumerate(told) if digest != told[0])
+            raise ValueError(f"rank {other} and rank 0 train parameters of other names or shapes: build the same model")
+        self._local = self._strategy.local
+        self._parameters = Parameters(
+            named,
+            self._own_step,
+            ranks=self._world.size,
+            divided=divided and not self._local,
+            careful=exchange.remembers,
+            sparse_as_dense=sparse_as_dense,
+        )
+        self._clock = Clock()
+        self._recorder = job.recorder(
+            exchange,
+            self._world,
+            parameters=sum(parameter.numel() for parameter in named.values()),
+            device=str(next(iter(named.values())).device),
+            threads=torch.get_num_threads(),
+        )
+        self._exchanges = self._should_synchronize = True
+        self._synchronized = self._compared = False
+        self._deferred: bool | None = None
+        """While `synchronize` exchanges: whether an update is due; None: it is made at once"""
+        self._scaler_found: bool | None = None
+        """Whether GradScaler found that this rank's gradients are not finite; None: there is none"""
+
+    # --- a step -------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Any = None) -> Any:
+        """Exchanges, and makes the wrapped optimizer's step. Collective."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self._exchanges or not (self._should_synchronize or self._synchronized or self._local):
+            super().step()
+            return loss
+        if self._synchronized and self._should_synchronize:
+            warnings.warn(
+                "optimizer.step() after optimizer.synchronize(): the gradients are not exchanged again; put it into "
+                "`with optimizer.skip_synchronize():`",
+                stacklevel=2,
+            )
+        with self._grad_scaler():
+            if not self._synchronized or self._local:
+                self._exchange()
+            elif self._deferred:
+                self._deferred = None
+                self._own_step()
+        self._synchronized, self._deferred = False, None
+        return loss
+
+    step.hooked = True  # type: ignore[attr-defined] # the wrapped class's step calls the hooks, once
+
+    def synchronize(self) -> None:
+        """Exchanges the gradients now, to clip them, say, before `step` in `skip_synchronize`. Collective.
+
+        With a strategy whose ranks update by their own gradients there is nothing to exchange yet.
+        """
+        self._synchronized = True
+        if not self._local:
+            self._deferred = False
+            self._exchange()
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Steps inside use the gradients as `synchronize` left them, or else this rank's own."""
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def synchronize_weights(self) -> None:
+        """Makes the weights the same on all ranks, before an evaluation or a checkpoint; does nothing where they always
+        are. Collective."""
+        self._strategy.synchronize(self._parameters, self._clock)
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Changes nothing: a step exchanges whatever has been accumulated."""
+
+    @contextlib.contextmanager
+    def without_exchange(self) -> Iterator[None]:
+        """Steps inside are the wrapped optimizer's own."""
+        self._exchanges = False
+        try:
+            yield
+        finally:
+            self._exchanges = True
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        raise ValueError("the strategy was made for the parameters there were: add groups before DistributedOptimizer")
+
+    def _exchange(self) -> None:
+        if strangers(self.param_groups, self._named):
+            raise ValueError(
+                "a parameter has a gradient that was frozen when DistributedOptimizer was called: call it again, round "
+                "the optimizer of what is trained now"
+            )
+        if self._local and not self._compared:
+            self._compare()
+        told = self._strategy.step(self._parameters, 0.0, self._clock)
+        if self._recorder is not None:
+            waited_s, lr = self._clock.take("communication"), float(self.param_groups[0]["lr"])
+            self._recorder.step(lr=lr, exchange_s=waited_s, sent_bytes=told.sent_bytes)
+
+    def _own_step(self) -> None:
+        """The wrapped optimizer's; later if `synchronize` asked for the exchange, never with infinite gradients if a
+        GradScaler is there to lower its scale."""
+        if self._deferred is False:
+            self._deferred = True
+        elif self._scaler_found is None or not self._parameters.lost():
+            super().step()
+
+    @contextlib.contextmanager
+    def _grad_scaler(self) -> Iterator[None]:
+        """Takes what GradScaler tells a step: the wrapped optimizer sees gradients without a scale."""
+        told: dict[str, Any] = {
+            name: self.__dict__.pop(name) for name in ("grad_scale", "found_inf") if name in self.__dict__
+        }
+        self._scaler_found = bool(told["found_inf"]) if told else None
+        self._parameters.not_finite = bool(self._scaler_found)
+        if told.get("grad_scale") is not None:
+            self._parameters.unscale(told["grad_scale"])
+        try:
+            yield
+        finally:
+            self.__dict__.update(told)
+            self._scaler_found, self._parameters.not_finite = None, False
+
+    def _compare(self) -> None:
+        """Ranks that train by themselves must begin alike."""
+        told = self._world.gather(zlib.crc32(self._parameters.weights()))
+        if len(set(told)) > 1:
+            other = next(rank for rank, found in enumerate(told) if found != told[0])
+            raise ValueError(
+                f"rank {other} and rank 0 begin with different weights: call "
+                "hvd.broadcast_parameters(model.state_dict(), root_rank=0) before the first step"
+            )
+        self._compared = True
+
+    # --- checkpoints --------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's, and under "exchange" this rank's of the strategy."""
+        arrays = {name: torch.from_numpy(np.array(array)) for name, array in self._strategy.state().items()}
+        told = {"strategy": self._spelling, "rank": self._world.rank, "size": self._world.size}
+        return super().state_dict() | {STATE: told | {"in_sync": self._strategy.in_sync, "arrays": arrays}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on bit for bit with what this rank saved. With what another rank saved, as with one file for all, the
+        strategy goes on as far as it can: see docs/OWN.md. Without an exchange's state it begins anew.
+
+        Raises ValueError for the state of another strategy, or one that only its own rank can go on with.
+        """
+        super().load_state_dict(state_dict)
+        self._synchronized, self._deferred = False, None
+        if (told := state_dict.get(STATE)) is None:
+            return
+        arrays = {name: np.array(array) for name, array in told["arrays"].items()}
+        mine = (told["rank"], told["size"]) == (self._world.rank, self._world.size)
+        wrong = ""
+        if told["strategy"] != self._spelling:
+            wrong = f"it was made with strategy {told['strategy']}, this optimizer has {self._spelling}"
+        elif not mine and not told["in_sync"]:
+            wrong = (
+                f"it is rank {told['rank']}'s of {told['size']}, saved while the ranks' weights differed: save on each "
+                "rank, or after optimizer.synchronize_weights()"
+            )
+        if wrong:
+            raise ValueError(f"this state_dict cannot be loaded: {wrong}")
+        self._strategy.load(arrays if mine else self._strategy.handed_on([arrays]))
+        self._compared = not told["in_sync"]
+
+
+def _named(optimizer: torch.optim.Optimizer, given: Any) -> dict[str, torch.nn.Parameter]:
+    """What is trained, by name, in the order of the optimizer's groups. Raises ValueError for names as Horovod does."""
+    ours = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if given is None:
+        names = {id(parameter): f"parameter {number}" for number, parameter in enumerate(ours)}
+    else:
+        pairs = list(given)
+        if any(not isinstance(pair, tuple) for pair in pairs):
+            raise ValueError("named_parameters takes (name, parameter) pairs, as model.named_parameters() gives them")
+        twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
+        if twice:
+            raise ValueError(f"named_parameters has a name twice: {', '.join(twice)}")
+        names = {id(parameter): name for name, parameter in pairs}
+        if lacking := [list(parameter.shape) for parameter in ours if id(parameter) not in names]:
+            raise ValueError(f"named_parameters lacks parameters of the optimizer, of shapes {lacking}")
+    return {names[id(parameter)]: parameter for parameter in ours if parameter.requires_grad}

@@ -1,0 +1,346 @@
+"""hvdtrain.torch.DistributedOptimizer on a strategy, each rank a host of its own; rank 0 prints what was checked.
+
+Every check raises if it fails. One machine plays several hosts: each rank has a loopback address of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import cross_entropy
+
+import hvdtrain.torch as hvd
+from hvdtrain import world
+from hvdtrain.collectives import Reach
+from hvdtrain.script import job
+from hvdtrain.timing import Clock
+
+met_at = world.Met.at
+world.Met.at = classmethod(
+    lambda cls, where: dataclasses.replace(met_at(where), reach=Reach(f"127.0.0.{1 + where.rank}", "lo", True))
+)
+STRATEGIES = [
+    *("hierarchical", "fp16", "bf16", "int8", "int4", "powersgd:rank=2", "topk", "onebit"),
+    *("delayed", "delayed:staleness=2+powersgd", "local-sgd:every=3", "local-sgd:every=3,start=2,outer_momentum=0.5"),
+    "local-sgd:every=3,staleness=1+powersgd:rank=2,bits=4",
+]
+LR, STEPS = 0.1, 8
+
+
+def model() -> torch.nn.Module:
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(12, 40), torch.nn.ReLU(), torch.nn.Linear(40, 3))
+
+
+def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(16, 12, generator=draw), torch.randint(0, 3, (16,), generator=draw)
+
+
+def loss_of(net: torch.nn.Module, step: int, ranks: Iterable[int]) -> torch.Tensor:
+    """The mean over ranks of their mean losses."""
+    losses = [cross_entropy(net(x), y) for x, y in (batch(step, rank) for rank in ranks)]
+    return torch.stack(losses).mean()
+
+
+def flat(net: torch.nn.Module) -> np.ndarray:
+    return torch.cat([p.detach().reshape(-1) for p in net.parameters()]).numpy().copy()
+
+
+def wrapped(net: torch.nn.Module, strategy: str, **settings: Any) -> Any:
+    inner = torch.optim.SGD(net.parameters(), lr=LR, momentum=0.9)
+    return hvd.DistributedOptimizer(inner, named_parameters=net.named_parameters(), strategy=strategy, **settings)
+
+
+def train(net: torch.nn.Module, optimizer: Any, steps: Iterable[int]) -> None:
+    for step in steps:
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        loss_of(net, step, [hvd.rank()]).backward()
+        optimizer.step()
+
+
+def same_everywhere(values: np.ndarray) -> None:
+    everyone = hvd.allgather_object(values.tobytes())
+    assert len(set(everyone)) == 1, "the ranks' weights differ"
+
+
+class Plain:
+    """strategies.Vectors in NumPy: SGD with momentum on one vector."""
+
+    def __init__(self, net: torch.nn.Module, local: bool) -> None:
+        self.net, self.local = net, local
+        self.velocity = np.zeros_like(flat(net))
+
+    def vector(self) -> np.ndarray:
+        gradient = torch.cat([p.grad.reshape(-1) for p in self.net.parameters()]).numpy()
+        self.given = np.concatenate([gradient / np.float32(1 if self.local else hvd.size()), np.float32([0, 1, 0])])
+        return self.given
+
+    def tail(self) -> np.ndarray:
+        self.vector()
+        return np.array([0.0, 1.0, 0.0])
+
+    def share(self) -> tuple[int, int]:
+        return 1, hvd.size()
+
+    def apply(self, lr: float) -> None:
+        self.velocity = np.float32(0.9) * self.velocity + self.given[:-3]
+        self.set_weights(flat(self.net) - np.float32(LR) * self.velocity)
+
+    def weights(self) -> np.ndarray:
+        return flat(self.net)
+
+    @torch.no_grad()
+    def set_weights(self, weights: np.ndarray) -> None:
+        torch.nn.utils.vector_to_parameters(torch.from_numpy(weights), self.net.parameters())
+
+
+def as_the_loop(strategy: str) -> None:
+    """The weights are those that the strategy makes of plain vectors, and resumed ones those of the uninterrupted."""
+    net = model()
+    optimizer = wrapped(net, strategy)
+    assert isinstance(optimizer, torch.optim.SGD)
+    train(net, optimizer, range(STEPS // 2))
+    kept = io.BytesIO()
+    torch.save([net.state_dict(), optimizer.state_dict()], kept)
+    train(net, optimizer, range(STEPS // 2, STEPS))
+    last = flat(net)
+    optimizer.synchronize_weights()
+    same_everywhere(flat(net))
+
+    again = model()
+    resumed = wrapped(again, strategy)
+    weights, state = torch.load(io.BytesIO(kept.getvalue()), weights_only=True)
+    again.load_state_dict(weights)
+    resumed.load_state_dict(state)
+    train(again, resumed, range(STEPS // 2, STEPS))
+    assert np.array_equal(flat(again), last), "resumed is not as uninterrupted"
+
+    plain = model()
+    exchange = job.wanted(strategy)
+    assert exchange is not None
+    made, _ = job.job().strategy(exchange, [tuple(p.shape) for p in plain.parameters()])
+    vectors = Plain(plain, made.local)
+    for step in range(STEPS):
+        plain.zero_grad()
+        loss_of(plain, step, [hvd.rank()]).backward()
+        made.step(vectors, LR, Clock())
+    np.testing.assert_allclose(last, flat(plain), rtol=2e-5, atol=2e-6)
+    if strategy == "hierarchical":  # and those of one process
+        one = model()
+        alone = torch.optim.SGD(one.parameters(), lr=LR, momentum=0.9)
+        for step in range(STEPS):
+            alone.zero_grad()
+            loss_of(one, step, range(hvd.size())).backward()
+            alone.step()
+        np.testing.assert_allclose(last, flat(one), rtol=2e-5, atol=2e-6)
+
+
+def of_rank_0(strategy: str) -> None:
+    """One file for all: what rank 0 saved when the weights were the same goes on on every rank."""
+    net = model()
+    optimizer = wrapped(net, strategy)
+    train(net, optimizer, range(4))
+    early = hvd.broadcast_object(optimizer.state_dict())
+    optimizer.synchronize_weights()
+    state = hvd.broadcast_object([net.state_dict(), optimizer.state_dict()])
+    again = model()
+    resumed = wrapped(again, strategy)
+    if not early["exchange"]["in_sync"] and hvd.rank():
+        refused(ValueError, "saved while the ranks' weights differed", lambda: resumed.load_state_dict(early))
+    again.load_state_dict(state[0])
+    resumed.load_state_dict(state[1])
+    train(again, resumed, range(4, STEPS))
+    resumed.synchronize_weights()
+    same_everywhere(flat(again))
+
+
+def refused(kind: type[Exception], words: str, mistake: Callable[[], Any]) -> None:
+    try:
+        mistake()
+    except kind as error:
+        assert words in str(error), error
+        assert "\n" not in str(error)
+    else:
+        raise AssertionError(f"nothing was said of: {words}")
+
+
+class Odd(torch.nn.Module):
+    """Frozen, unused and shared parameters, and a sparse embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.words = torch.nn.Embedding(7, 5, sparse=True)
+        self.frozen = torch.nn.Linear(5, 5).requires_grad_(False)
+        self.shared = torch.nn.Linear(5, 5)
+        self.unused = torch.nn.Linear(2, 2)
+        self.first = torch.nn.Linear(5, 1)
+
+    def forward(self, rank: int) -> torch.Tensor:
+        x = self.shared(self.shared(self.frozen(self.words(torch.tensor([rank, rank, 3])))))
+        return self.first(x).mean() if rank == 0 else x.square().mean()  # `first` has no gradient on other ranks
+
+
+def odd_models() -> None:
+    """Several groups with a scheduler, against one process."""
+
+    def groups(net: Odd) -> list[dict[str, Any]]:
+        rest = [p for name, p in net.named_parameters() if not name.startswith("words")]
+        return [{"params": [net.words.weight]}, {"params": rest, "lr": 0.05, "weight_decay": 0.1}]
+
+    net, one = Odd(), Odd()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(groups(net), lr=LR), strategy="hierarchical", sparse_as_dense=True, backward_passes_per_step=2
+    )
+    alone = torch.optim.SGD(groups(one), lr=LR)
+    schedulers = [torch.optim.lr_scheduler.StepLR(each, 2) for each in (optimizer, alone)]
+    for _ in range(5):
+        optimizer.zero_grad()
+        for _ in range(2):
+            net(hvd.rank()).backward()
+        optimizer.step()
+        alone.zero_grad()
+        for rank in range(hvd.size()):
+            (2 * one(rank) / hvd.size()).backward()
+        for parameter in one.parameters():
+            if parameter.grad is None and parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)  # Horovod's rule: so weight decay is the same
+        alone.step()
+        for scheduler in schedulers:
+            scheduler.step()
+    np.testing.assert_allclose(flat(net), flat(one), rtol=1e-5, atol=1e-6)
+    dense = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=LR), strategy="hierarchical")
+    net(hvd.rank()).backward()
+    refused(ValueError, "sparse_as_dense=True", dense.step)
+    net.zero_grad()
+    net.frozen.requires_grad_(True)
+    net(hvd.rank()).backward()
+    refused(ValueError, "was frozen", dense.step)
+
+
+def clipped(strategy: str) -> None:
+    """synchronize, clip, step: as one process."""
+    net, one = model(), model()
+    optimizer, alone = wrapped(net, strategy), torch.optim.SGD(one.parameters(), lr=LR, momentum=0.9)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss_of(net, step, [hvd.rank()]).backward()
+        optimizer.synchronize()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        alone.zero_grad()
+        loss_of(one, step, range(hvd.size())).backward()
+        torch.nn.utils.clip_grad_norm_(one.parameters(), 0.1)
+        alone.step()
+    np.testing.assert_allclose(flat(net), flat(one), rtol=2e-5, atol=2e-6)
+    optimizer.synchronize()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        optimizer.step()
+    assert "skip_synchronize" in str(told[0].message)
+
+
+def scaled(strategy: str, order: str) -> None:
+    """GradScaler: a step with infinite gradients on rank 1 is skipped by all, and nothing of it stays."""
+    net = model()
+    optimizer = wrapped(net, strategy)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for step in range(6):
+        before = flat(net)
+        optimizer.zero_grad()
+        loss = loss_of(net, step, [hvd.rank()])
+        spoilt = step == 2 and hvd.rank() == 1
+        scaler.scale(loss * (torch.inf if spoilt else 1)).backward()
+        if order == "synchronize":
+            optimizer.synchronize()
+        if order:
+            scaler.unscale_(optimizer)
+        if order == "unscale":
+            optimizer.synchronize()
+        if order:
+            with optimizer.skip_synchronize():
+                scaler.step(optimizer)
+        else:
+            scaler.step(optimizer)
+        scaler.update()
+        skipped = np.array_equal(before, flat(net))
+        late = strategy.startswith("delayed")  # by a step: there is nothing for the first
+        expected = step in (0, 3) if late else step == 2 and (spoilt or not strategy.startswith("local"))
+        assert skipped == expected, (strategy, order, step, skipped)
+    optimizer.synchronize_weights()
+    assert np.isfinite(flat(net)).all()
+    same_everywhere(flat(net))
+
+
+def mistakes() -> None:
+    net = model()
+    for words, settings in {
+        "give strategy='fp16'": {"compression": hvd.Compression.fp16},
+        "averaged (op=hvd.Average)": {"op": hvd.Max},
+        "on all ranks": {"process_set": hvd.ProcessSet([0])},
+        "must be > 0": {"backward_passes_per_step": 0},
+    }.items():
+        refused(ValueError, words, lambda settings=settings: wrapped(net, "powersgd", **settings))
+    refused(ValueError, "op=hvd.Sum means nothing", lambda: wrapped(net, "local-sgd", op=hvd.Sum))
+    lbfgs = torch.optim.LBFGS(net.parameters())
+    refused(ValueError, "LBFGS", lambda: hvd.DistributedOptimizer(lbfgs, strategy="powersgd"))
+    for strategy in ("native", "hybrid", "async-ps"):
+        refused(Exception, "a script cannot have it", lambda name=strategy: wrapped(net, name))
+    refused(Exception, "Horovod", lambda: wrapped(net, "allreduce"))
+    refused(Exception, "did you mean powersgd", lambda: wrapped(net, "powersdg"))
+    other = torch.nn.Linear(2, 2 + hvd.rank())
+    refused(ValueError, "build the same model", lambda: wrapped(other, "hierarchical"))
+    refused(NotImplementedError, "state_dict()", lambda: hvd.elastic.run)
+    net[0].weight.data += hvd.rank()
+    local = wrapped(net, "local-sgd")
+    refused(ValueError, "broadcast_parameters", lambda: train(net, local, range(1)))
+    hvd.broadcast_parameters(net.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(local, root_rank=0)
+    train(net, local, range(1))
+    refused(ValueError, "add groups before", lambda: local.add_param_group({"params": []}))
+    state = wrapped(net, "powersgd").state_dict()
+    refused(ValueError, "this optimizer has local-sgd", lambda: local.load_state_dict(state))
+    train(net, wrapped(net, "powersgd", op=hvd.Sum), range(1))
+
+
+def with_closure() -> None:
+    net, one = model(), model()
+    optimizer, alone = wrapped(net, "hierarchical"), torch.optim.SGD(one.parameters(), lr=LR, momentum=0.9)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(net, 0, [hvd.rank()])
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure) == loss_of(one, 0, [hvd.rank()])
+    loss_of(one, 0, range(hvd.size())).backward()
+    alone.step()
+    np.testing.assert_allclose(flat(net), flat(one), rtol=2e-5, atol=2e-6)
+
+
+hvd.init()
+done = []
+for name in STRATEGIES:
+    as_the_loop(name)
+    of_rank_0(name)
+    done.append(name)
+for name in ("hierarchical", "powersgd:rank=2", "delayed+powersgd", "local-sgd:every=2+powersgd"):
+    for order in ("", "unscale", "synchronize"):
+        scaled(name, order)
+    done.append(f"scaled {name}")
+clipped("hierarchical")
+odd_models()
+with_closure()
+mistakes()
+if hvd.rank() == 0:
+    print(json.dumps({"done": done}))

@@ -1,0 +1,349 @@
+"""Keras 3 optimizers whose gradients are those of all ranks. Horovod's own wrapper fits Keras 2 only.
+
+`DistributedOptimizer` makes an optimizer of a subclass of the given one's class, under the same name: schedules,
+`get_config`, `model.save` and `isinstance` work, and a saved model loads without Horovod. Gradients are exchanged in
+`apply`, through which `fit`, `train_on_batch` and `apply_gradients` all go.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import horovod.tensorflow as horovod
+import keras
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
+
+from hvdtrain.script import job
+from hvdtrain.strategies import Exchange
+from hvdtrain.tensorflow.step import Step, tensor
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The arguments of `DistributedOptimizer`."""
+
+    name: str
+    device_dense: str
+    device_sparse: str
+    compression: Any
+    sparse_as_dense: bool
+    gradient_predivide_factor: float
+    op: int
+    backward_passes_per_step: int
+    average_aggregated_gradients: bool
+    groups: Any
+    process_set: Any
+    scale_local_gradients: bool
+    exchange: Exchange | None
+    """None: Horovod's own"""
+
+
+class State:
+    """What an optimizer keeps of its exchange; no variable of Keras, so that a saved model is an ordinary one."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.local: set[int] = set()
+        """Ids of variables that are this rank's own"""
+        self.reduced: list[Any] = []
+        """Gradients that `compute_gradients` exchanged"""
+        self.passes = tf.Variable(0, trainable=False)
+        self.sums: list[Any] = []
+        """Of the gradients of the backward passes since the last exchange"""
+        self.step = Step(settings.exchange, average=settings.op == horovod.Average) if settings.exchange else None
+
+
+class Distributed:
+    """What is put in front of an optimizer's class."""
+
+    restored = False
+    """Whether `load_exchange_state` was called"""
+    _hvd_settings: Settings
+    _hvd_state: State
+    _trainable_variables: list[Any]
+    _iterations: Any
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._hvd_state = State(self._hvd_settings)
+
+    def register_local_var(self, variable: Any) -> None:
+        """Leaves a variable's gradients out of the exchange."""
+        self._hvd_state.local.add(id(tensor(variable)))
+
+    def compute_gradients(self, loss: Any, var_list: Sequence[Any], tape: Any = None) -> list[tuple[Any, Any]]:
+        """Gradients of a loss (a tensor of `tape`, or a function without arguments) and their variables; with
+        Horovod's own exchange they are exchanged already, and `apply_gradients` takes them as they are."""
+        if callable(loss):
+            with tf.GradientTape() as tape:
+                loss = loss()
+        gradients = tape.gradient(loss, [tensor(each) for each in var_list])
+        if self._hvd_settings.exchange is None and self._hvd_settings.backward_passes_per_step == 1:
+            gradients = self._hvd_state.reduced = self._hvd_reduced(gradients, list(var_list))
+        return list(zip(gradients, var_list, strict=True))
+
+    _compute_gradients = compute_gradients  # as Horovod's optimizers for Keras 2 call it
+
+    @tf.autograph.experimental.do_not_convert
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        """Exchanges the gradients and updates the variables. Collective."""
+        gradients = list(grads)
+        variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
+        if not gradients:
+            return
+        if not tf.executing_eagerly() and GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+            raise ValueError(
+                "XLA cannot compile an exchange with other ranks: give model.compile(..., jit_compile=False)"
+            )
+        if not self.built:  # type: ignore[has-type]
+            with keras.name_scope(self.name):  # type: ignore[attr-defined]
+                self.build(variables)  # type: ignore[attr-defined]
+            self.built = True
+        state, passes = self._hvd_state, self._hvd_settings.backward_passes_per_step
+        if state.reduced:
+            ready = len(state.reduced) == len(gradients) and all(map(lambda a, b: a is b, state.reduced, gradients))
+            state.reduced = []
+            if ready:
+                super().apply(gradients, variables)  # type: ignore[misc]
+                return
+        if passes == 1:
+            self._hvd_update(gradients, variables)
+            return
+        # Horovod's LocalGradientAggregationHelper sums dense gradients too
+        gradients = [each if each is None else tf.convert_to_tensor(each) for each in gradients]
+        if not state.sums:
+            with tf.init_scope():
+                state.sums = [
+                    None
+                    if each is None
+                    else tf.Variable(np.zeros(each.shape, each.dtype.as_numpy_dtype), trainable=False)
+                    for each in gradients
+                ]
+        for total, gradient in zip(state.sums, gradients, strict=True):
+            if gradient is not None:
+                total.assign_add(gradient)
+        state.passes.assign_add(1)
+        tf.cond(tf.equal(state.passes, passes), lambda: self._hvd_together(variables), lambda: self._hvd_pass())
+
+    def _hvd_pass(self) -> bool:
+        self._iterations.assign_add(1)
+        return False
+
+    def _hvd_together(self, variables: list[Any]) -> bool:
+        """Exchanges and uses what several backward passes have summed."""
+        state, settings = self._hvd_state, self._hvd_settings
+        share = 1.0 / settings.backward_passes_per_step if settings.average_aggregated_gradients else 1.0
+        self._hvd_update(
+            [each if each is None else each * tf.cast(share, each.dtype) for each in state.sums], variables
+        )
+        for total in state.sums:
+            if total is not None:
+                total.assign(tf.zeros_like(total))
+        state.passes.assign(0)
+        return True
+
+    def _hvd_update(self, gradients: list[Any], variables: list[Any]) -> None:
+        state, base = self._hvd_state, super().apply  # type: ignore[misc]
+        if state.step is None:
+            base(self._hvd_reduced(gradients, variables), variables)
+            return
+        used = [
+            index
+            for index, (gradient, variable) in enumerate(zip(gradients, variables, strict=True))
+            if gradient is not None and id(tensor(variable)) not in state.local
+        ]
+        own = self._hvd_scaled(gradients, variables)
+
+        def update(summed: list[Any]) -> None:
+            for index, gradient in zip(used, summed, strict=True):
+                own[index] = gradient
+            base(own, variables)
+
+        dense = [tf.convert_to_tensor(gradients[index]) for index in used]
+        state.step.in_graph(dense, [variables[index] for index in used], update)
+
+    def _hvd_scaled(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
+        """The gradients, those of this rank's own variables divided by the number of ranks (see Horovod's
+        `scale_local_gradients`)."""
+        settings = self._hvd_settings
+        if not settings.scale_local_gradients:
+            return list(gradients)
+        return [
+            gradient / tf.cast(settings.process_set.size(), gradient.dtype)
+            if gradient is not None and id(tensor(variable)) in self._hvd_state.local
+            else gradient
+            for gradient, variable in zip(gradients, variables, strict=True)
+        ]
+
+    def _hvd_reduced(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
+        """The gradients of all ranks by Horovod's own exchange, in the given order."""
+        settings = self._hvd_settings
+        reduced = self._hvd_scaled(gradients, variables)
+        if not settings.process_set.included() or settings.process_set.size() == 1:
+            return reduced
+        averaging = settings.op == horovod.Average
+        named: dict[str, Any] = {
+            "op": settings.op,
+            "compression": settings.compression,
+            "device_dense": settings.device_dense,
+            "device_sparse": settings.device_sparse,
+            "prescale_factor": 1.0 / settings.gradient_predivide_factor if averaging else 1.0,
+            "postscale_factor": settings.gradient_predivide_factor if averaging else 1.0,
+            "process_set": settings.process_set,
+            "ignore_name_scope": True,
+        }
+        exchanged = {}
+        for index, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
+            if gradient is not None and id(tensor(variable)) not in self._hvd_state.local:
+                sparse = isinstance(gradient, tf.IndexedSlices) and settings.sparse_as_dense
+                exchanged[index] = tf.convert_to_tensor(gradient) if sparse else gradient
+        name = f"{settings.name}_{self.name}"  # type: ignore[attr-defined]
+        for members in grouped(list(exchanged), variables, settings.groups):
+            first = f"{name}_{members[0]}"
+            if settings.groups:
+                group = [exchanged[index] for index in members]
+                summed = horovod.grouped_allreduce(group, name=first, **named)
+            else:
+                summed = [horovod.allreduce(exchanged[members[0]], name=first, **named)]
+            for index, gradient in zip(members, summed, strict=True):
+                reduced[index] = gradient
+        return reduced
+
+    # --- exchanges that keep something from step to step --------------------------------------------------------
+
+    def synchronize_weights(self) -> None:
+        """Makes the weights the same on all ranks, where a strategy let them differ. Collective."""
+        if self._hvd_state.step is not None:
+            self._hvd_state.step.synchronize()
+
+    def exchange_state(self) -> dict[str, np.ndarray]:
+        """What this rank's exchange needs to go on after the very step: each rank saves and loads its own."""
+        state = self._hvd_state
+        arrays = {"passes": state.passes.numpy()}
+        arrays |= {f"sum.{index}": each.numpy() for index, each in enumerate(state.sums) if each is not None}
+        if state.step is not None:
+            arrays |= {f"strategy.{name}": array for name, array in state.step.state().items()}
+        return arrays
+
+    def load_exchange_state(self, arrays: dict[str, np.ndarray]) -> None:
+        """Takes what `exchange_state` gave."""
+        state, self.restored = self._hvd_state, True
+        state.passes.assign(arrays["passes"])
+        sums = {int(name.removeprefix("sum.")): array for name, array in arrays.items() if name.startswith("sum.")}
+        if sums:
+            state.sums = [
+                tf.Variable(sums[index], trainable=False) if index in sums else None for index in range(max(sums) + 1)
+            ]
+        kept = {name.removeprefix("strategy."): array for name, array in arrays.items() if name.startswith("strategy.")}
+        if kept and state.step is not None:
+            state.step.load(kept)
+
+
+def grouped(indices: list[int], variables: list[Any], groups: Any) -> list[list[int]]:
+    """Which gradients travel together: one by one, in so many groups of about the same number, or as lists of
+    variables say; those in no list by themselves."""
+    if isinstance(groups, list):
+        place = {id(tensor(variables[index])): index for index in indices}
+        named = [[place.pop(id(tensor(each))) for each in group if id(tensor(each)) in place] for group in groups]
+        return [group for group in named if group] + [[index] for index in place.values()]
+    if not groups:
+        return [[index] for index in indices]
+    parts = [part.tolist() for part in np.array_split(indices, min(groups, len(indices)))]
+    return [part for part in parts if part]
+
+
+def DistributedOptimizer(
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = horovod.Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: int = horovod.Average,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: Any = horovod.global_process_set,
+    scale_local_gradients: bool = True,
+    *,
+    strategy: str | None = None,
+) -> Any:
+    """A Keras 3 optimizer like the given one, with the gradients of all ranks: for `model.compile`.
+
+    The arguments are Horovod's. `strategy`: a --strategy string, else HVDTRAIN_STRATEGY, else Horovod's own exchange.
+    Raises Failure (78) for a strategy that a script cannot have, ValueError for what does not go with it.
+    """
+    if keras.backend.backend() != "tensorflow":
+        raise ValueError(
+            f"Keras runs on {keras.backend.backend()}: set KERAS_BACKEND=tensorflow, or use hvdtrain.torch"
+        )
+    if op not in (horovod.Average, horovod.Sum):
+        raise ValueError("op: an optimizer of Keras takes Average or Sum")
+    if gradient_predivide_factor != 1.0 and op != horovod.Average:
+        raise ValueError("gradient_predivide_factor goes with op=Average only")
+    if num_groups:
+        warnings.warn("num_groups is called groups now", DeprecationWarning, stacklevel=2)
+        groups = groups or num_groups
+    if groups is not None and not (isinstance(groups, list) or groups > 0):
+        raise ValueError("groups: a number above 0, or a list of lists of variables")
+    exchange = job.wanted(strategy)
+    if exchange is not None:
+        _refuse(exchange, optimizer, compression, op, process_set)
+    exchange = job.exchange(strategy)
+    if keras.config.dtype_policy().name == "mixed_float16" and not isinstance(
+        optimizer, keras.optimizers.LossScaleOptimizer
+    ):
+        # As compile() would, but outside: the ranks have to agree on whether a gradient is infinite.
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+    kind = type(optimizer)
+    settings = Settings(
+        name=name or f"Distributed{kind.__name__}",
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        gradient_predivide_factor=gradient_predivide_factor,
+        op=op,
+        backward_passes_per_step=backward_passes_per_step,
+        average_aggregated_gradients=average_aggregated_gradients,
+        groups=groups,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+        exchange=exchange,
+    )
+    module = keras.optimizers.serialize(optimizer)["module"]  # so that it is saved as the given one would be
+    made = type(kind.__name__, (Distributed, kind), {"_hvd_settings": settings, "__module__": module})
+    return copied(made, optimizer)
+
+
+def copied(kind: Callable[..., Any], optimizer: Any) -> Any:
+    """An optimizer of another class with the same settings and, if it was built, the same state."""
+    new = kind.from_config(optimizer.get_config())  # type: ignore[attr-defined]
+    if optimizer.built:
+        new.build(optimizer._trainable_variables)
+        for mine, theirs in zip(new.variables, optimizer.variables, strict=True):
+            mine.assign(theirs)
+    return new
+
+
+def _refuse(exchange: Exchange, optimizer: Any, compression: Any, op: int, process_set: Any) -> None:
+    """Raises ValueError for what a strategy does not do."""
+    why = ""
+    if compression is not horovod.Compression.none:
+        why = "compression= is part of the strategy: name a reducer of few bits (--strategy help), and leave it out"
+    elif op == horovod.Sum and exchange.strategy.local:
+        why = "it averages the ranks' weights, so op=hvd.Sum means nothing: leave it out"
+    elif process_set.process_set_id != 0:
+        why = "a strategy exchanges among all ranks: leave process_set out, or take Horovod's own exchange (allreduce)"
+    elif isinstance(optimizer, keras.optimizers.LossScaleOptimizer) and (
+        exchange.strategy.remembers or (exchange.reducer and exchange.reducer.cls.remembers)
+    ):
+        why = "it keeps gradients from step to step, which loss scaling makes infinite: take mixed_bfloat16"
+    if why:
+        raise ValueError(f"DistributedOptimizer, strategy {exchange}: {why}")

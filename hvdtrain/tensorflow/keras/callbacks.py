@@ -1,0 +1,3 @@
+"""See `hvdtrain.keras.callbacks`."""
+
+from hvdtrain.keras.callbacks import *  # noqa: F403

@@ -1,0 +1,319 @@
+"""A rank of a script on hvdtrain.tensorflow and hvdtrain.keras: `own_tensorflow.py FOLDER`. Rank 0 prints what came of
+each call and each training; test_own_tensorflow.py holds it against the law and against the other carrier."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import hvdtrain.keras
+import hvdtrain.tensorflow as hvd
+from hvdtrain.exits import Failure
+
+STREAMS = "HVDTRAIN_STRATEGY" in os.environ
+BATCH = 16
+REFUSALS = (Failure, NotImplementedError, ValueError, tf.errors.OpError)
+
+
+def tolist(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [tolist(each) for each in value]
+    if isinstance(value, tf.IndexedSlices):
+        return tolist([value.values, value.indices])
+    return np.asarray(value).astype(np.float64).tolist()
+
+
+def calls() -> dict[str, Any]:
+    """Each call, eagerly and in a graph, with its gradient."""
+    rank = hvd.rank()
+    matrix = tf.constant(np.arange(12, dtype=np.float32).reshape(4, 3) + 100 * rank)
+    rows = matrix[: rank + 1]
+    made = {
+        "average": lambda matrix, rows: hvd.allreduce(matrix),
+        "sum": lambda matrix, rows: hvd.allreduce(matrix, op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0),
+        "min": lambda matrix, rows: hvd.allreduce(matrix, op=hvd.Min),
+        "max": lambda matrix, rows: hvd.allreduce(matrix, op=hvd.Max),
+        "product": lambda matrix, rows: hvd.allreduce(matrix, op=hvd.Product),
+        "int": lambda matrix, rows: hvd.allreduce(tf.cast(matrix, tf.int64), op=hvd.Sum),
+        "half": lambda matrix, rows: hvd.allreduce(tf.cast(matrix, tf.float16), op=hvd.Sum),
+        "scalar": lambda matrix, rows: hvd.allreduce(tf.reduce_sum(rows), op=hvd.Sum),
+        "compressed": lambda matrix, rows: hvd.allreduce(matrix, compression=hvd.Compression.fp16),
+        "sparse": lambda matrix, rows: hvd.allreduce(
+            tf.IndexedSlices(matrix[:2], tf.cast(rows[:1, 0] // 100 + [0.0, 2.0], tf.int32), tf.constant([4, 3]))
+        ),
+        "grouped": lambda matrix, rows: hvd.grouped_allreduce([matrix, rows[:1]]),
+        "gather": lambda matrix, rows: hvd.allgather(rows),
+        "grouped_gather": lambda matrix, rows: hvd.grouped_allgather([rows, matrix]),
+        "broadcast": lambda matrix, rows: hvd.broadcast(matrix, root_rank=1),
+        "alltoall": lambda matrix, rows: hvd.alltoall(matrix),
+        "splits": lambda matrix, rows: hvd.alltoall(matrix, splits=tf.constant([3 - rank, 1 + rank])),
+        "scatter": lambda matrix, rows: hvd.reducescatter(matrix, op=hvd.Sum),
+        "grouped_scatter": lambda matrix, rows: hvd.grouped_reducescatter([matrix, matrix]),
+    }
+
+    def at_once(matrix: Any, rows: Any) -> Any:
+        return {name: call(matrix, rows) for name, call in made.items()}
+
+    found: dict[str, Any] = {name: tolist(value) for name, value in at_once(matrix, rows).items()}
+    in_graph = tf.function(at_once, autograph=False)(matrix, rows)
+    found |= {f"{name} in a graph": tolist(value) for name, value in in_graph.items()}
+    weights = tf.Variable(matrix)
+    differentiable = {
+        "average": lambda: hvd.allreduce(weights),
+        "gather": lambda: hvd.allgather(weights[: rank + 1]),
+        "broadcast": lambda: hvd.broadcast(weights, root_rank=1),
+        "alltoall": lambda: hvd.alltoall(weights, splits=tf.constant([3 - rank, 1 + rank]))[0],
+        "scatter": lambda: hvd.reducescatter(weights, op=hvd.Sum),
+        "grouped": lambda: hvd.grouped_allreduce([weights, 2 * weights])[1],
+    }
+
+    for name, call in differentiable.items():
+
+        def gradient(call: Any = call) -> Any:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(call() ** 2)
+            return tf.convert_to_tensor(tape.gradient(loss, weights))
+
+        found[f"gradient of {name}"] = tolist(gradient())
+        # Horovod names what it gathers by the graph before, which for a broadcast is not the same on all ranks
+        found[f"gradient of {name} in a graph"] = tolist(tf.function(gradient, autograph=False)())
+    weights.assign(matrix)
+    hvd.broadcast_variables([weights, keras.Variable(matrix)], root_rank=1)
+    found["variables"] = tolist(weights)
+    weights.assign(matrix)
+    found["in place"] = tolist(hvd.broadcast_([weights], root_rank=1))
+    found["objects"] = [hvd.broadcast_object({"rank": rank}, root_rank=1), hvd.allgather_object(["rank", rank])]
+    found["sizes"] = [*tolist([hvd.size_op(), hvd.local_size_op()]), hvd.size(), hvd.local_size(), hvd.cross_size()]
+    even = hvd.add_process_set([1])
+    found["set"] = tolist(hvd.allreduce(matrix, process_set=even)) if rank else None
+    found["joined"] = tolist(hvd.join())
+    return found
+
+
+def names() -> dict[str, dict[str, str]]:
+    """Of each public name of Horovod's modules, whether ours is the same, our own, or raises."""
+    found: dict[str, dict[str, str]] = {}
+    for module in ("tensorflow", "tensorflow.keras", "keras"):
+        theirs, ours = (importlib.import_module(f"{package}.{module}") for package in ("horovod", "hvdtrain"))
+        found[module] = {}
+        for name, value in vars(theirs).items():
+            if name.startswith("_") or (inspect.ismodule(value) and name not in ("elastic", "callbacks")):
+                continue
+            mine = getattr(ours, name)
+            absent = isinstance(mine, type(hvd.elastic))
+            found[module][name] = "raises" if absent else "Horovod's" if mine is value else "ours"
+    return found
+
+
+def data() -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(5)
+    inputs = random.normal(size=(64, 12)).astype(np.float32)
+    return inputs, (inputs @ random.normal(size=(12, 4))).argmax(1)
+
+
+def shard(array: np.ndarray) -> np.ndarray:
+    """This rank's part of each batch."""
+    parts = array.reshape(-1, hvd.size(), BATCH // hvd.size(), *array.shape[1:])[:, hvd.rank()]
+    return parts.reshape(-1, *array.shape[1:])
+
+
+def model(optimizer: Any, seed: int = 3, *between: Any) -> Any:
+    keras.utils.set_random_seed(seed)
+    dense = keras.layers.Dense
+    built = keras.Sequential([keras.layers.Input((12,)), dense(8, activation="tanh"), *between, dense(4)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    built.compile(optimizer, loss, metrics=["accuracy"])
+    return built
+
+
+def sgd(**named: Any) -> Any:
+    return keras.optimizers.SGD(0.1, momentum=0.9, **named)
+
+
+def fitted(built: Any, epochs: int = 3, **named: Any) -> dict[str, Any]:
+    """Trains on this rank's shard, and tells what became of it on every rank."""
+    inputs, labels = map(shard, data())
+    averaging = [hvdtrain.keras.callbacks.MetricAverageCallback(), *named.pop("callbacks", [])]
+    callbacks = [hvdtrain.keras.callbacks.BroadcastGlobalVariablesCallback(0), *averaging]
+    size = BATCH // hvd.size()
+    history = built.fit(inputs, labels, size, epochs, 0, callbacks=callbacks, shuffle=False, **named)
+    return told(built) | history.history
+
+
+def told(built: Any) -> dict[str, Any]:
+    flat = np.concatenate([np.asarray(each).ravel() for each in built.trainable_weights])
+    return {"weights": tolist(hvd.allgather(tf.constant(flat)[None]))}
+
+
+def alone(optimizer: Any, *between: Any, epochs: int = 3) -> dict[str, Any]:
+    """One process with the whole batch."""
+    built = model(optimizer, 3, *between)
+    history = built.fit(*data(), BATCH, epochs, 0, shuffle=False)
+    return told(built) | history.history
+
+
+def fits(folder: Path) -> dict[str, Any]:
+    distributed = hvdtrain.keras.DistributedOptimizer
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.01, 4, 0.5)
+    adam = lambda: keras.optimizers.Adam(schedule)  # noqa: E731
+    made = {
+        "alone": lambda: alone(sgd()),
+        "alone, plain": lambda: alone(plain()),
+        "fit": lambda: fitted(model(distributed(sgd()), seed=3 + hvd.rank())),
+        "two passes": two_passes,
+        "resumed": lambda: resumed(folder),
+        "tape": taped,
+    }
+    if STREAMS:
+        kept = "local-sgd:every=2,outer_momentum=0.5"
+        for text in ("powersgd:rank=2", "delayed", "local-sgd:every=1", "local-sgd:every=3,start=2,staleness=1"):
+            made[text] = lambda text=text: fitted(model(distributed(plain(), strategy=text)))
+        made["alone, late"] = late
+        made["kept"] = lambda: fitted(model(distributed(sgd(), strategy=kept)))
+        made["kept, resumed"] = lambda: resumed(folder, strategy=kept)
+    else:
+        made["groups"] = lambda: fitted(model(distributed(sgd(), groups=2)))
+        made["alone, adam"] = lambda: alone(adam())
+        made["adam"] = lambda: fitted(model(distributed(adam())))
+        made["alone, norm"] = lambda: alone(plain(), keras.layers.BatchNormalization())
+        made["norm"] = lambda: fitted(model(distributed(plain()), 3, hvd.SyncBatchNormalization()))
+        made["rates"] = rates
+        # from here on streams carry
+        made["late change"] = lambda: fitted(model(distributed(plain(), strategy="local-sgd:every=1")))
+    return {name: call() for name, call in made.items()}
+
+
+def plain() -> Any:
+    return keras.optimizers.SGD(0.1)
+
+
+def two_passes() -> dict[str, Any]:
+    """Two backward passes of half a batch, which are one of a whole batch."""
+    inputs, labels = map(shard, data())
+    halves = model(
+        hvdtrain.keras.DistributedOptimizer(sgd(), backward_passes_per_step=2, average_aggregated_gradients=True)
+    )
+    halves.fit(inputs, labels, BATCH // hvd.size() // 2, 3, 0, shuffle=False)
+    return told(halves)
+
+
+def resumed(folder: Path, **named: Any) -> dict[str, Any]:
+    """An epoch, a saved model, and two epochs of the loaded one."""
+    first = model(hvdtrain.keras.DistributedOptimizer(sgd(), **named))
+    fitted(first, epochs=1)
+    path = str(folder / f"{hvd.rank()}.keras")
+    first.save(path)
+    np.savez(folder / f"{hvd.rank()}.npz", **first.optimizer.exchange_state())
+    config = first.optimizer.get_config()
+    assert first.optimizer.from_config(config).get_config() == config
+    again = hvdtrain.keras.load_model(path, **named)
+    again.optimizer.load_exchange_state(dict(np.load(folder / f"{hvd.rank()}.npz")))
+    kinds = [isinstance(again.optimizer, keras.optimizers.SGD), type(again.optimizer).__name__]
+    return fitted(again, epochs=2) | {"kinds": [*kinds, type(keras.models.load_model(path).optimizer).__module__]}
+
+
+def late() -> dict[str, Any]:
+    """One process, each update with the gradients of the step before."""
+    built, optimizer = model(None), plain()
+    inputs, labels = data()
+    loss, before = keras.losses.SparseCategoricalCrossentropy(from_logits=True), None
+    for begin in [*range(0, len(labels), BATCH)] * 3:
+        with tf.GradientTape() as tape:
+            value = loss(labels[begin : begin + BATCH], built(inputs[begin : begin + BATCH]))
+        now = tape.gradient(value, [each.value for each in built.trainable_weights])
+        if before is not None:
+            optimizer.apply_gradients(zip(before, built.trainable_weights, strict=True))
+        before = now
+    return told(built)
+
+
+def taped() -> dict[str, Any]:
+    """A loop of a user's own, with Horovod's tape, of the batches that `fit` gets."""
+    built, optimizer = model(None), sgd()
+    inputs, labels = map(shard, data())
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+    @tf.function(autograph=False)
+    def step(inputs: Any, labels: Any) -> None:
+        with tf.GradientTape() as tape:
+            value = loss(labels, built(inputs))
+        tape = hvd.DistributedGradientTape(tape)
+        weights = [each.value for each in built.trainable_weights]
+        optimizer.apply_gradients(zip(tape.gradient(value, weights), weights, strict=True))
+
+    hvd.broadcast_variables(built.variables, root_rank=0)
+    each = BATCH // hvd.size()
+    for begin in [*range(0, len(labels), each)] * 3:
+        step(tf.constant(inputs[begin : begin + each]), tf.constant(labels[begin : begin + each]))
+    return told(built)
+
+
+def rates() -> dict[str, Any]:
+    """The learning rate before each step, and weights with corrected momentum."""
+    seen: list[float] = []
+    scheduled = model(hvdtrain.keras.DistributedOptimizer(sgd()))
+    notes = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda *_, **__: seen.append(
+            float(keras.ops.convert_to_numpy(scheduled.optimizer.learning_rate))
+        )
+    )
+    changes = [
+        hvdtrain.keras.callbacks.LearningRateWarmupCallback(0.2, warmup_epochs=2),
+        hvdtrain.keras.callbacks.LearningRateScheduleCallback(0.2, 0.1, start_epoch=2),
+    ]
+    return {"lr": fitted(scheduled, epochs=4, callbacks=[*changes, notes])["lr"], "rates": seen}
+
+
+def refusals() -> dict[str, str]:
+    distributed = hvdtrain.keras.DistributedOptimizer
+    asked = {
+        "unknown": lambda: distributed(sgd(), strategy="powersdg"),
+        "native": lambda: distributed(sgd(), strategy="native"),
+        "compression": lambda: distributed(sgd(), strategy="powersgd", compression=hvd.Compression.fp16),
+        "tape": lambda: hvd.DistributedGradientTape(tf.GradientTape(), strategy="local-sgd"),
+        "elastic": lambda: hvd.elastic.run,
+        "op": lambda: distributed(sgd(), op=hvd.Max),
+        "xla": lambda: _compiled(distributed(sgd())),
+        "shapes": lambda: hvd.allreduce(tf.zeros(2 + hvd.rank()), name="shapes"),
+    }
+    found = {}
+    for name, call in asked.items():
+        try:
+            call()
+        except REFUSALS as error:
+            found[name] = f"{type(error).__name__}: {error}"
+        else:
+            found[name] = "nothing was raised"
+    return found
+
+
+def _compiled(optimizer: Any) -> None:
+    built = model(optimizer)
+    built.compile(optimizer, "sparse_categorical_crossentropy", jit_compile=True)
+    built.fit(*data(), BATCH, verbose=0)
+
+
+def main() -> None:
+    hvd.init()
+    hvd.init()
+    folder = Path(sys.argv[1])
+    report = {"names": names(), "calls": calls(), "refusals": refusals(), "fits": fits(folder)}
+    every = hvd.allgather_object(report["calls"])
+    if hvd.rank() == 0:
+        report["calls"] = {name: [each[name] for each in every] for name in report["calls"]}
+        print(json.dumps(report))
+    hvd.shutdown()
+
+
+main()

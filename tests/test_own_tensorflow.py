@@ -1,0 +1,99 @@
+"""hvdtrain.tensorflow and hvdtrain.keras on two real ranks, carried by Horovod and by our streams."""
+
+from __future__ import annotations
+
+import functools
+import re
+import tempfile
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import PROGRAMS, ROOT, document, launch
+
+CARRIERS = ["", "hierarchical"]
+
+
+@functools.cache
+def script(strategy: str) -> Any:
+    """What own_tensorflow.py reports."""
+    extra = {"HVDTRAIN_STRATEGY": strategy} if strategy else {}
+    with tempfile.TemporaryDirectory() as folder:
+        done = launch(
+            2, [str(PROGRAMS / "own_tensorflow.py"), folder], extra={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"} | extra
+        )
+    return document(done)
+
+
+def weights(fit: Any) -> np.ndarray:
+    """One row for each rank."""
+    return np.array(fit["weights"])
+
+
+def test_every_call_gives_on_streams_what_it_gives_on_horovod() -> None:
+    theirs, ours = (script(carrier)["calls"] for carrier in CARRIERS)
+    assert ours.keys() == theirs.keys()
+    for name, values in theirs.items():
+        assert ours[name] == values, name
+
+
+def test_the_page_lists_every_name_of_horovods_modules() -> None:
+    page = (ROOT / "docs" / "OWN.md").read_text()
+    rows = re.findall(r"^\| `horovod\.((?:tensorflow|keras)[.\w]*)` \| ([\w']+) \| (.*) \|$", page, re.M)
+    told = {module: dict[str, str]() for module, *_ in rows}
+    for module, state, listed in rows:
+        told[module] |= dict.fromkeys(re.findall(r"`(\w+)`", listed), state)
+    assert told == script("")["names"]
+
+
+def alike(fits: Any, laws: dict[str, str]) -> None:
+    """Each fit has the weights of its law, up to the order of sums."""
+    for name, law in laws.items():
+        np.testing.assert_allclose(weights(fits[name]), weights(fits[law]), rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_two_ranks_with_half_the_batch_each_fit_as_one_process_with_the_whole(carrier: str) -> None:
+    fits = script(carrier)["fits"]
+    alike(fits, {"fit": "alone", "two passes": "alone", "resumed": "alone", "tape": "alone"})
+    for metric in ("loss", "accuracy"):
+        np.testing.assert_allclose(fits["fit"][metric], fits["alone"][metric], rtol=1e-4)
+        np.testing.assert_allclose(fits["resumed"][metric], fits["alone"][metric][1:], rtol=1e-4)
+    assert fits["resumed"]["kinds"] == [True, "SGD", "keras.src.optimizers.sgd"]  # without us an ordinary model
+
+
+def test_what_else_a_keras_script_has() -> None:
+    fits = script("")["fits"]
+    laws = {"groups": "alone", "adam": "alone, adam", "norm": "alone, norm", "late change": "alone, plain"}
+    alike(fits, laws)
+    rates = fits["rates"]
+    warmup = [0.2 / 2 * ((step + 1) / 8 + 1) for step in range(8)]
+    np.testing.assert_allclose(rates["rates"], [*warmup, *[0.2] * 4, *[0.02] * 4], rtol=1e-6)
+    np.testing.assert_allclose(rates["lr"], [warmup[3], 0.2, 0.2, 0.02], rtol=1e-6)
+
+
+def test_strategies_in_fit() -> None:
+    fits = script("hierarchical")["fits"]
+    # on one host powersgd compresses nothing
+    alike(fits, {"powersgd:rank=2": "alone, plain", "delayed": "alone, late", "local-sgd:every=1": "alone, plain"})
+    for name in ("local-sgd:every=3,start=2,staleness=1", "kept"):
+        assert (weights(fits[name]) == weights(fits[name])[0]).all(), name
+        assert fits[name]["loss"][-1] < fits[name]["loss"][0]
+    assert fits["kept, resumed"]["weights"] == fits["kept"]["weights"]
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_what_cannot_be_had_says_why_and_what_to_take(carrier: str) -> None:
+    told = script(carrier)["refusals"]
+    words = {
+        "unknown": "did you mean powersgd",
+        "native": "hierarchical",
+        "compression": "part of the strategy",
+        "tape": "hvd.DistributedOptimizer",
+        "elastic": "Save at the end of each epoch",
+        "op": "Average or Sum",
+        "xla": "jit_compile=False",
+        "shapes": "FailedPreconditionError",
+    }
+    for name, word in words.items():
+        assert word in told[name], told[name]

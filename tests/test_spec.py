@@ -344,6 +344,8 @@ def test_only_its_own_file_and_the_table_know_a_strategys_name() -> None:
         excused = {*own, *ELSEWHERE}
         if path.name in ("ddp.py", "native.py"):  # a hook of PyTorch's has a reducer's name
             excused |= set(get_args(bounds.hints(Native.Settings)["hook"]))
+        if path.parent.name in ("script", "torch", "tensorflow"):  # the call of Horovod's of that name
+            excused.add("allreduce")
         for text in strings(path):
             names = "|".join(KNOWN.keys() - excused)
             known = re.fullmatch(rf"(.*\+)?({names})([:+].*)?", text) or re.search(rf"--strategy .*\b({names})\b", text)

@@ -10,7 +10,6 @@ from hvdtrain.data import Batch, Split
 from hvdtrain.data.loader import shard
 from hvdtrain.frameworks import Replica
 from hvdtrain.measures import Measure
-from hvdtrain.models.resnet import NORM_MOMENTUM
 from hvdtrain.world import World
 
 
@@ -24,8 +23,8 @@ def evaluate(
 ) -> tuple[float | None, dict[str, float]]:
     """Mean loss and scores over the whole split, the same on all ranks; None and {} for an empty split. Collective.
 
-    Each rank evaluates its own part of the split, even or by `shares`, in batches of `batch_size`. BatchNorm uses the
-    mean over ranks of their running statistics, weighted by the shares that they trained on, so the result does not
+    Each rank evaluates its own part of the split, even or by `shares`, in batches of `batch_size`. All use the
+    mean over ranks of the running statistics, weighted by the shares that they trained on, so the result does not
     depend on who evaluates what.
     """
     average_statistics(replica, world, shares)
@@ -37,27 +36,27 @@ def evaluate(
 
 
 def renew_statistics(replica: Replica, batches: Iterable[Batch]) -> None:
-    """Takes the running statistics of BatchNorm anew from these training batches alone (precise BN: Wu and Johnson,
-    "Rethinking 'Batch' in BatchNorm", 2021): those of the weights as they are, not of the weights' recent past.
+    """Takes the running statistics anew from these training batches alone (precise BN: Wu and Johnson, "Rethinking
+    'Batch' in BatchNorm", 2021): those of the weights as they are, not of the weights' recent past.
 
     From zeros, n batches leave a mean of their statistics with weights that sum to 1 - (1 - momentum)^n.
     """
-    if not (local := replica.local_state()):
+    if not replica.statistics:
         return
-    replica.load_local({name: np.zeros_like(array) for name, array in local.items()})
+    replica.load_local({name: np.zeros_like(array) for name, array in _statistics(replica).items()})
     count = 0
     for batch in batches:
         replica.observe(batch)
         count += 1
-    whole = np.float32(1 - (1 - NORM_MOMENTUM) ** count)
-    replica.load_local({name: array / whole for name, array in replica.local_state().items()})
+    whole = {name: np.float32(1 - (1 - momentum) ** count) for name, momentum in replica.statistics.items()}
+    replica.load_local({name: array / whole[name] for name, array in _statistics(replica).items()})
 
 
 def average_statistics(replica: Replica, world: World, shares: Sequence[float] | None = None) -> None:
-    """Gives every rank the mean over ranks of the running statistics of BatchNorm, in one message. Collective."""
-    local = replica.local_state()
-    if world.size == 1 or not local:
+    """Gives every rank the mean over ranks of the running statistics, in one message. Collective."""
+    if world.size == 1 or not replica.statistics:
         return
+    local = _statistics(replica)
     flat = np.concatenate([array.ravel() for array in local.values()])
     if shares is None:
         mean = world.sum(flat, "evaluate.statistics") / world.size
@@ -67,3 +66,8 @@ def average_statistics(replica: Replica, world: World, shares: Sequence[float] |
     replica.load_local(
         {name: part.reshape(array.shape) for (name, array), part in zip(local.items(), parts, strict=True)}
     )
+
+
+def _statistics(replica: Replica) -> dict[str, np.ndarray]:
+    local = replica.local_state()
+    return {name: local[name] for name in replica.statistics}

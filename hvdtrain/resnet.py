@@ -102,7 +102,7 @@ def main(stop: world.StopSignal) -> int:
         from hvdtrain.models.resnet_tf import ResNetTF
 
         model = ResNetTF(spec, workload.compute_dtype(config), job.ranks.tensorflow.scope())
-    replica = job.replica(model, resnet.initial_state(spec, config.seed), buffers=resnet.buffers(spec))
+    replica = job.replica(model, resnet.initial_state(spec, config.seed))
 
     # 6. Train, evaluate, save: every record goes to the run's folder; then the results, on stdout, once.
     return job.train(replica, stop, precise_bn=config.precise_bn)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from hvdtrain import config as configuration
@@ -130,11 +130,12 @@ class Job:
         """The same with the same items seen in another way, as features, say."""
         return dataclasses.replace(self, dataset=dataset, loader=self.loader.over(dataset.train))
 
-    def replica(self, model: Any, state: Arrays, buffers: Iterable[str] = ()) -> Replica:
-        """The model on its device with its optimizer, in the state that all ranks agree on: arrays by name, of which
-        `buffers` are each rank's own. Collective."""
+    def replica(self, model: Any, state: Arrays) -> Replica:
+        """The model on its device with its optimizer, in the state that all ranks agree on: arrays by name, all
+        parameters and perhaps some that are each rank's own. Collective. Raises Failure (78): see `statistics_of`."""
         replica = replica_of(model, self.about.config, self.ranks, self.strategy, self.device, self.measure)
-        agreed, own = self.ranks.agreed(state), set(buffers)
+        agreed = self.ranks.agreed(state)
+        own = agreed.keys() & replica.local_state().keys()
         replica.load({f"parameter.{name}": array for name, array in agreed.items() if name not in own})
         replica.load_local({name: agreed[name] for name in own})
         return replica

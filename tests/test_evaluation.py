@@ -1,16 +1,18 @@
-"""BatchNorm statistics that are taken anew for an evaluation (--precise-bn), in both frameworks."""
+"""Running statistics: which arrays are, and how they are taken anew for an evaluation (--precise-bn)."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
 import pytest
 
 from hvdtrain import data, measures, strategies, workload
-from hvdtrain.config import parse
+from hvdtrain.config import TrainConfig, parse
 from hvdtrain.data.loader import Loader
 from hvdtrain.evaluation import renew_statistics
+from hvdtrain.exits import Failure
 from hvdtrain.models import resnet
 from hvdtrain.resnet import ResNetConfig
 from hvdtrain.world import World
@@ -70,3 +72,53 @@ def test_one_batch_is_then_evaluated_as_it_is_trained_on(replica: Any, batches: 
     renew_statistics(replica, batches[:1])
     loss, _ = replica.evaluate(batches[0])
     assert loss == pytest.approx(trained[0], rel=0.02)
+
+
+def test_a_model_says_which_of_its_arrays_are_statistics() -> None:
+    """Each with its own momentum; what it has besides stays as it is."""
+    import torch
+
+    class Normed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.quick, self.slow = torch.nn.BatchNorm1d(2, momentum=0.5), torch.nn.BatchNorm1d(2, momentum=0.1)
+            self.register_buffer("scale", torch.full((2,), 3.0))
+
+        def loss(self, x: Any) -> Any:
+            return self.slow(x * self.scale).sum() + self.quick(x).sum(), {"correct": torch.zeros(())}
+
+    config = parse(TrainConfig, ["--framework", "torch"], prog="", purpose="")
+    ranks = World("torch", carrier="streams")
+    model: Any = Normed()
+    make = functools.partial(workload.replica_of, model, config, ranks, strategies.make(config, ranks, [(2,)] * 4))
+    with pytest.raises(Failure, match=r"Normed has arrays .*quick.running_mean.* does not say .*`statistics`"):
+        make("cpu", measures.Accuracy())
+    model.statistics = {"quick.running_mean": 0.5, "quick.num_batches_tracked": 0.1}
+    with pytest.raises(Failure, match=r"Normed.statistics names quick.num_batches_tracked: it has no such array"):
+        make("cpu", measures.Accuracy())
+    model.statistics = {"quick.running_mean": 0.5, "slow.running_mean": 0.1}
+    replica = make("cpu", measures.Accuracy())
+    inputs = [np.full((4, 2), value, np.float32) for value in (1, 2)]
+    renew_statistics(replica, [data.Batch(arrays=(x,), weight=4, total_weight=4) for x in inputs])
+    found = replica.local_state()
+    assert found["quick.running_mean"] == pytest.approx((0.5 * 1 + 2) / 1.5)
+    assert found["slow.running_mean"] == pytest.approx(3 * (0.9 * 1 + 2) / 1.9)
+    assert found["scale"].tolist() == [3, 3]
+    assert found["quick.running_var"] == pytest.approx(0.25), "which it did not name: as training leaves it"
+
+
+def test_tensorflow_s_models_say_so_too() -> None:
+    import tensorflow as tf
+
+    class Shifted(tf.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = {"shift": tf.Variable([0.0])}
+            self.mean = tf.Variable([0.0], trainable=False, name="mean")
+
+    config = parse(TrainConfig, ["--framework", "tensorflow"], prog="", purpose="")
+    ranks = World("tensorflow", carrier="streams")
+    with pytest.raises(Failure, match=r"Shifted has arrays that are not trained \(mean:0\)"):
+        workload.replica_of(
+            Shifted(), config, ranks, strategies.make(config, ranks, [(1,)]), "cpu", measures.Accuracy()
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -20,6 +21,8 @@ class Replica(Vectors, Protocol):
 
     device: str
     """For people and records: 'cpu', 'cuda:0' ..."""
+    statistics: Mapping[str, float]
+    """Which of `local_state` are running statistics, with their momentum: see `statistics_of`"""
 
     def backward(self, batch: Batch, lr: float, stop: bool) -> None:
         """Forward and backward of this rank's batch: the gradients, divided by the sample count of all ranks, or of
@@ -37,7 +40,7 @@ class Replica(Vectors, Protocol):
         ...
 
     def observe(self, batch: Batch) -> None:
-        """Forward as in training: the running statistics of BatchNorm see the batch, and nothing else is learnt."""
+        """Forward as in training: running statistics see the batch, and nothing else is learnt."""
 
     def evaluate(self, batch: Batch) -> np.ndarray:
         """Of this rank's batch, (measure.size - 1,) float64: the sum of losses and the measure's sums. Nothing is
@@ -52,10 +55,11 @@ class Replica(Vectors, Protocol):
     def load(self, state: dict[str, np.ndarray]) -> None: ...
 
     def local_state(self) -> dict[str, np.ndarray]:
-        """Running statistics of BatchNorm: each rank has its own."""
+        """What the model has besides parameters, running statistics say: each rank has its own."""
         ...
 
-    def load_local(self, state: dict[str, np.ndarray]) -> None: ...
+    def load_local(self, state: dict[str, np.ndarray]) -> None:
+        """Takes all of what `local_state` gave, or some."""
 
     def synchronize(self) -> None:
         """Waits until the device has done all work given to it."""
@@ -78,6 +82,29 @@ class Profiler(Protocol):
     def stop(self, name: str) -> Path:
         """Ends, writes a Chrome trace called `name` and TensorBoard's files; the path of the trace. Raises OSError."""
         ...
+
+
+def statistics_of(model: Any, untrained: Collection[str]) -> Mapping[str, float]:
+    """What a model's attribute `statistics` says: name -> momentum, the share of the newest batch, of the arrays that
+    are running statistics (of BatchNorm, say). An evaluation takes their mean over ranks.
+
+    `untrained`: names of its arrays of floating point that are not trained. Raises Failure (78) for a model that does
+    not say which of them are statistics, or names others.
+    """
+    found: Mapping[str, float] | None = getattr(model, "statistics", None)
+    if found is None and untrained:
+        raise Failure(
+            f"{type(model).__name__} has arrays that are not trained ({', '.join(sorted(untrained))}) and does not say "
+            "which are running statistics: give it an attribute `statistics`, name -> momentum ({}: none are)",
+            exits.BAD_CONFIG,
+        )
+    if others := sorted(set(found or ()) - set(untrained)):
+        raise Failure(
+            f"{type(model).__name__}.statistics names {', '.join(others)}: it has no such array of floating point "
+            "that is not trained",
+            exits.BAD_CONFIG,
+        )
+    return found or {}
 
 
 def resolve(framework: Literal["torch", "tensorflow", "auto"]) -> Literal["torch", "tensorflow"]:

@@ -13,7 +13,7 @@ from hvdtrain.collectives import TorchStep
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import Batch
 from hvdtrain.exits import Failure
-from hvdtrain.frameworks import Profiler
+from hvdtrain.frameworks import Profiler, statistics_of
 from hvdtrain.measures import Measure
 from hvdtrain.strategies import Strategy
 from hvdtrain.world import World
@@ -89,6 +89,8 @@ class TorchReplica:
         self._model = model.to(self._device)
         self._world = world
         self._parameters = dict(model.named_parameters())
+        floats = [name for name, buffer in model.named_buffers() if buffer.is_floating_point()]
+        self.statistics = statistics_of(model, floats)
         self._autocast = (
             contextlib.nullcontext()
             if config.precision == "fp32"
@@ -195,7 +197,8 @@ class TorchReplica:
     @torch.no_grad()
     def load_local(self, state: dict[str, np.ndarray]) -> None:
         for name, buffer in self._model.named_buffers():
-            buffer.copy_(torch.from_numpy(state[name]))
+            if name in state:
+                buffer.copy_(torch.from_numpy(state[name]))
 
     def synchronize(self) -> None:
         if self._device.type == "cuda":

@@ -8,6 +8,7 @@ than TensorFlow on the graph: models and optimizers use TensorFlow's own control
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from hvdtrain import exits, notes
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import Batch
 from hvdtrain.exits import Failure
-from hvdtrain.frameworks import Profiler
+from hvdtrain.frameworks import Profiler, statistics_of
 from hvdtrain.measures import Measure
 from hvdtrain.strategies import Strategy
 from hvdtrain.world import World
@@ -85,17 +86,11 @@ def turned_back(array: np.ndarray) -> np.ndarray:
     return array.transpose(3, 2, 0, 1) if array.ndim == 4 else array
 
 
-def any_length(arrays: list[tf.Tensor]) -> list[tf.TensorSpec]:
-    """The arrays' types for any number of samples, and sequences (int64 matrices) of any length, so that a short batch
-    is not compiled anew (seconds)."""
-    sequences = [array.dtype == tf.int64 and array.shape.rank == 2 for array in arrays]
-    shapes = [[None, None] if s else [None, *array.shape[1:]] for s, array in zip(sequences, arrays, strict=True)]
-    return [tf.TensorSpec(shape, array.dtype) for shape, array in zip(shapes, arrays, strict=True)]
-
-
 class TensorFlowReplica:
     """See `frameworks.Replica`. `model.loss(*arrays, training=...)` returns the sum of losses and, by name, the
-    measure's sums."""
+    measure's sums; `model.weights` are its trained variables by name. A model may have `buffers`, variables by name
+    that are not trained, and `sequences`, the arguments of `loss` whose second axis has another length from batch to
+    batch."""
 
     def __init__(
         self, model: Any, *, device: str, config: TrainConfig, world: World, strategy: Strategy, measure: Measure
@@ -104,6 +99,10 @@ class TensorFlowReplica:
         self._model, self._ranks = model, world.tensorflow
         self._in_backward, self._local = strategy.in_backward, strategy.local
         self._weights: dict[str, tf.Variable] = model.weights
+        self._buffers: dict[str, tf.Variable] = getattr(model, "buffers", {})
+        others = {each.name: each for each in getattr(model, "non_trainable_variables", ())}
+        found = self._buffers or others
+        self.statistics = statistics_of(model, [name for name, each in found.items() if each.dtype.is_floating])
         self._optimizer = OPTIMIZERS[config.optimizer](self._weights, config)
         self._scale = tf.Variable(FIRST_SCALE if config.precision == "fp16" else 1.0, trainable=False)
         self._good_steps = tf.Variable(0, trainable=False)
@@ -118,7 +117,7 @@ class TensorFlowReplica:
         if self._backward_graph is None:
             self._backward_graph = tf.function(
                 lambda arrays, numbers: self._ranks.run(self._backward, arrays, numbers),
-                input_signature=[any_length(arrays), tf.TensorSpec([4], tf.float32)],
+                input_signature=[self._any_length(arrays), tf.TensorSpec([4], tf.float32)],
                 autograph=False,
             )
         mean_of = batch.weight if self._local else batch.total_weight
@@ -126,6 +125,14 @@ class TensorFlowReplica:
         self._gradients, self._tail = self._backward_graph(arrays, numbers)
         self._samples = batch.weight, batch.total_weight
         self._gathered = False
+
+    def _any_length(self, arrays: list[tf.Tensor]) -> list[tf.TensorSpec]:
+        """The arrays' types for any number of samples, and sequences of any length, so that no graph is compiled anew
+        for a short batch (seconds)."""
+        sequences = getattr(self._model, "sequences", ())
+        named = zip(inspect.signature(self._model.loss).parameters, arrays, strict=False)  # and `training`
+        lengths = [(array, 2 if name in sequences else 1) for name, array in named]
+        return [tf.TensorSpec([None] * free + array.shape[free:], array.dtype) for array, free in lengths]
 
     def _backward(self, arrays: list[tf.Tensor], numbers: tf.Tensor) -> Any:
         mean_of, samples, lr, stop = tf.unstack(numbers)
@@ -205,7 +212,7 @@ class TensorFlowReplica:
                 lambda arrays: self._ranks.run(
                     lambda *each: self._numbers(self._model.loss(*each, training=training), tf.float64), *arrays
                 ),
-                input_signature=[any_length(arrays)],
+                input_signature=[self._any_length(arrays)],
                 autograph=False,
             )
         return self._forward_graphs[training](arrays)
@@ -234,11 +241,11 @@ class TensorFlowReplica:
             self._good_steps.assign(int(steps))
 
     def local_state(self) -> dict[str, np.ndarray]:
-        return {name: buffer.numpy() for name, buffer in self._model.buffers.items()}
+        return {name: buffer.numpy() for name, buffer in self._buffers.items()}
 
     def load_local(self, state: dict[str, np.ndarray]) -> None:
-        for name, buffer in self._model.buffers.items():
-            buffer.assign(state[name])
+        for name, array in state.items():
+            self._buffers[name].assign(array)
 
     def synchronize(self) -> None:
         if self.device != "cpu":  # there a graph has done its work when it returns

@@ -120,11 +120,6 @@ def parameters(spec: CaptionerSpec) -> Shapes:
     }
 
 
-def buffers(spec: CaptionerSpec) -> Shapes:
-    """The model has no running statistics: empty."""
-    return {}
-
-
 def parameter_count(spec: CaptionerSpec) -> int:
     """Number of trained values: 5,743,936 with vgg16 and 8,000 words."""
     return sum(math.prod(shape) for shape in parameters(spec).values())

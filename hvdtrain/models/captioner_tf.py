@@ -17,9 +17,11 @@ class CaptionerTF(tf.Module):
     """The model of `spec`. Its arrays hold zeros until they are assigned from the neutral state.
 
     `weights` maps the neutral names to variables in the neutral shapes, but for convolutions, which TensorFlow keeps as
-    (height, width, in, out); `buffers` is empty. Variables are float32; `compute_dtype` is the type of activations and
-    of the weights at use. The LSTM's state, logits and loss are always float32.
+    (height, width, in, out). Variables are float32; `compute_dtype` is the type of activations and of the weights at
+    use. The LSTM's state, logits and loss are always float32.
     """
+
+    sequences = ("tokens",)
 
     def __init__(
         self,
@@ -33,7 +35,6 @@ class CaptionerTF(tf.Module):
         self.compute_dtype = compute_dtype
         with scope or contextlib.nullcontext():
             self.weights = {name: _variable(name, shape) for name, shape in parameters(spec).items()}
-        self.buffers: dict[str, tf.Variable] = {}
         state = [tf.TensorSpec((None, spec.hidden))] * 2
         encoded_and_words = [tf.TensorSpec((None, spec.hidden)), tf.TensorSpec((None,), tf.int64)]
         self._step_graph = tf.function(self._one_step, input_signature=[*encoded_and_words, *state], autograph=False)

@@ -42,6 +42,7 @@ class ResNetTF(tf.Module):
         with scope or contextlib.nullcontext():
             self.weights = {name: _variable(name, shape) for name, shape in parameters(spec).items()}
         self.buffers = {name: _variable(name, shape, trainable=False) for name, shape in buffers(spec).items()}
+        self.statistics = dict.fromkeys(self.buffers, NORM_MOMENTUM)
 
     def __call__(self, images: tf.Tensor, training: bool) -> tf.Tensor:
         """Logits (N, classes) float32 of images (N, H, W, channels). `training` updates the running statistics."""

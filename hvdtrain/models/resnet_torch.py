@@ -37,6 +37,7 @@ class ResNetTorch(nn.Module):
         for name, shape in buffers(spec).items():
             owner, leaf = self._owner(name)
             owner.register_buffer(leaf, torch.zeros(shape))
+        self.statistics = dict.fromkeys(buffers(spec), NORM_MOMENTUM)
         self._owners = dict(self.named_modules())
 
     def forward(self, images: Tensor) -> Tensor:

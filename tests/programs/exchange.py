@@ -50,7 +50,6 @@ def tensorflow_model():
         def __init__(self) -> None:
             super().__init__()
             self.weights = {"weight": tf.Variable(tf.zeros((CLASSES, FEATURES)))}
-            self.buffers = {}
 
         def loss(self, inputs, labels, training):
             logits = tf.matmul(inputs, self.weights["weight"], transpose_b=True)

@@ -316,10 +316,11 @@ def arithmetic(config: TrainConfig, plan: BatchPlan, facts: Mapping[str, Any]) -
     return "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items())
 
 
-def show_dry_run(run: Run, facts: Mapping[str, Any]) -> None:
-    """Prints the resolved config and the arithmetic on stdout."""
+def show_dry_run(run: Run, facts: Mapping[str, Any], cost: strategies.Cost) -> None:
+    """Prints the resolved config and the arithmetic on stdout; `cost`: of a step's exchange."""
     if run.config.json:
-        emit(json.dumps({"schema": records.SCHEMA, **dataclasses.asdict(run), "facts": dict(facts)}))
+        told = {"cost": dataclasses.asdict(cost), "facts": dict(facts)}
+        emit(json.dumps({"schema": records.SCHEMA, **dataclasses.asdict(run), **told}))
         return
     settings = "\n".join(f"{name} = {value}" for name, value in dataclasses.asdict(run.config).items())
     emit(f"{settings}\n\n{arithmetic(run.config, run.plan, facts)}")

@@ -25,7 +25,7 @@ from hvdtrain.exits import Failure
 from hvdtrain.frameworks import Replica, resolve
 from hvdtrain.loop import Judge, Loop
 from hvdtrain.measures import Measure
-from hvdtrain.strategies import Strategy, catalogue
+from hvdtrain.strategies import Reducer, Strategy, catalogue, table
 from hvdtrain.threads import Threads
 
 C = TypeVar("C", bound=TrainConfig)
@@ -103,7 +103,7 @@ class Workload:
         )
         if config.dry_run:
             if place.rank == 0:
-                run.show_dry_run(about, facts)
+                run.show_dry_run(about, facts, exchange.cost(shapes, layout))
             return None
         ranks, device = connected(config, place, used)
         strategy = strategies.make(config, ranks, shapes)
@@ -218,10 +218,10 @@ def connected(config: TrainConfig, place: world.Place, used: Threads) -> tuple[w
     or ranks have other settings than rank 0."""
     strategy = strategies.chosen(config).strategy
     if strategy.carrier == "horovod" and place.launcher == "torchrun":
-        others = [name for name, one in strategies.SCHEDULES.items() if one.carrier != "horovod"]
+        first, *others = [name for name in table.names(Strategy) if table.found(name).carrier != "horovod"]
         raise Failure(
             f"--strategy {config.strategy} is Horovod's, whose ranks torchrun cannot connect: give --strategy "
-            f"{others[0]} (or {', '.join([*strategies.REDUCERS, *others[1:]])}), or start it with mpirun or horovodrun",
+            f"{first} (or {', '.join([*table.names(Reducer), *others])}), or start it with mpirun or horovodrun",
             exits.BAD_CONFIG,
         )
     if config.framework not in sys.modules:  # else OpenMP has read its variables, as in a script

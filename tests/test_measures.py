@@ -119,6 +119,11 @@ def test_results_show_and_judge_it_so(line: Path, capsys: pytest.CaptureFixture[
     assert "test MAE (W/m2)" in [column.heading for column in tables.overview(loaded).columns]
     assert accuracy.accuracy(loaded, 0.4).rows[0]["reached"] == "1 of 1"
     assert accuracy.accuracy(loaded, 0.001).rows[0]["reached"] == "0 of 1"
+    for value, reached in ((0.5, "1 of 1"), (0.001, "0 of 1")):
+        assert main(["accuracy", str(line), "--target", f"rmse={value}", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["rows"][0]["reached"] == reached
+    with pytest.raises(Failure, match=r"no score 'rms', did you mean rmse.; these runs have mae, rmse, bias, r2"):
+        main(["report", str(line), "--target", "rms=1", "-o", str(line / "r.html")])
     assert main(["show", str(line)]) == 0
     assert "R2" in capsys.readouterr().out
     assert main(["plot", "accuracy", str(line), "-o", str(line / "f.svg")]) == 0

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from hvdtrain.exits import Failure
 from hvdtrain.sweep import estimate, file, plan
-from hvdtrain.sweep.preview import Preview, words
+from hvdtrain.sweep.preview import Preview, previews, words
 
 FLAGS = {"resnet": {"seed", "lr", "batch_size", "global_batch_size", "framework", "strategy", "config", "device"}}
 SHIPPED = sorted((ROOT / "launch" / "sweeps").glob("*.toml"))
@@ -257,6 +257,7 @@ def foretold(steps: int, pixels: int | None = 1024) -> Preview:
         config={"framework": "torch"},
         plan={"steps": steps, "rank_batch": 32},
         parameters=1_334_970,
+        sent_bytes=2e6,
         pixels=pixels,
         fingerprint="0123",
     )
@@ -266,15 +267,26 @@ def foretold(steps: int, pixels: int | None = 1024) -> Preview:
 def test_the_wire_takes_what_arithmetic_says(hosts: int, mbit: int) -> None:
     one = point(hosts=hosts, rate=f"{mbit}mbit", on="cluster")
     known = estimate.Estimator({one.name: foretold(1)}, None)
-    bits = Fraction(2 * (hosts - 1), hosts) * 4 * 1_334_970 * 8
+    bits = 2_000_000 * 8
     assert known.wire_s(one) == pytest.approx(float(bits / (Fraction(936, 1000) * mbit * 10**6)), rel=1e-12)
+
+
+def test_a_strategy_is_estimated_by_what_it_sends() -> None:
+    sent = {}
+    for strategy in ("allreduce", "hierarchical", "powersgd", "local-sgd:every=4+powersgd"):
+        one = point(hosts=4, rate="10mbit", on="cluster", launcher="horovodrun", strategy=strategy)
+        told = previews([one])[one.name]
+        assert isinstance(told, Preview), told
+        sent[strategy] = told.sent_bytes
+    assert sent["allreduce"] == sent["hierarchical"] == pytest.approx(1.5 * 4 * told.parameters, abs=4)
+    assert sent["powersgd"] == 4 * sent["local-sgd:every=4+powersgd"] < sent["hierarchical"] / 100
 
 
 def test_an_estimate_says_what_it_rests_on() -> None:
     slow, fast = (point(hosts=2, rate=rate, on="cluster", seed=1) for rate in ("10mbit", "1gbit"))
     other, unknown = point(hosts=2, rate="10mbit", on="cluster", seed=2), point(seed=3)
-    previews = {one.name: foretold(20) for one in (slow, fast, other)} | {unknown.name: foretold(20, None)}
-    known = estimate.Estimator(previews, None)
+    told = {one.name: foretold(20) for one in (slow, fast, other)} | {unknown.name: foretold(20, None)}
+    known = estimate.Estimator(told, None)
     runs = {one.name: plan.Run(point=one, kind="timing", repeat=1) for one in (slow, fast, other, unknown)}
     assert known.of(runs[slow.name]).basis == "guess"
     assert known.of(runs[unknown.name]) == estimate.Estimate(None, "unknown")

@@ -81,17 +81,17 @@ def parser() -> Parser:
     accuracy = add("accuracy", "accuracies, and the time to reach one")
     accuracy.add_argument(
         "--target",
-        type=amount,
-        default=0.95,
-        help="headline score of validation: 0.95, 95%% (default)",
+        type=target,
+        default=(None, 0.95),
+        help="score of validation: 0.95, 95%% (default) of the headline, or SCORE=VALUE",
     )
     grouped(accuracy)
     chosen = add("strategies", "which strategy gets to an accuracy soonest, at each rate, and at what cost")
     chosen.add_argument(
         "--target",
-        type=amount,
-        default=0.95,
-        help="headline score of an epoch: 0.95, 95%% (default)",
+        type=target,
+        default=(None, 0.95),
+        help="score of an epoch: 0.95, 95%% (default) of the headline, or SCORE=VALUE",
     )
     grouped(add("phases", "where the time goes"))
     compare = add("compare", "whether B is worse than A (then the exit code is 1)", roots=False)
@@ -111,7 +111,8 @@ def parser() -> Parser:
     plot.add_argument("kind", choices=tuple(plots.KINDS), metavar="KIND")
     report = add("report", "one self-contained HTML page: summary, figures, tables, definitions", forms=False)
     for one in (plot, report):
-        one.add_argument("--target", type=amount, default=0.95, help="headline score that strategies race to (95%%)")
+        words = "score that strategies race to: 0.95, 95%% (default) of the headline, or SCORE=VALUE"
+        one.add_argument("--target", type=target, default=(None, 0.95), help=words)
         if one is plot:
             one.add_argument("roots", nargs="*", type=Path, default=[RESULTS], metavar="ROOT")
             one.add_argument("--where", metavar="TEST", help="only runs with, e.g., 'rate_mbit=10 and hosts>1'")
@@ -136,6 +137,12 @@ def amount(text: str) -> float:
         if math.isfinite(value):
             return value
     raise argparse.ArgumentTypeError(f"{text} is no number: give, e.g., 0.95, 95% or 60")
+
+
+def target(text: str) -> tuple[str | None, float]:
+    """The score's name, None for the headline, and its value."""
+    name, _, value = text.rpartition("=")
+    return name or None, amount(value)
 
 
 # --- what is read -----------------------------------------------------------------------------------------------------
@@ -201,10 +208,10 @@ def tables(asked: argparse.Namespace, loaded: Loaded) -> list[Table]:
             return energy.energy(loaded, base, study)
         return scaling_table.scaling(loaded, asked.count, base, study)
     if asked.command == "strategies":
-        return [strategies.strategies(loaded, asked.target)]
+        return [strategies.strategies(loaded, asked.target[1])]
     by = columns(asked.group_by, loaded)
     if asked.command == "accuracy":
-        return [accuracy.accuracy(loaded, asked.target, by)]
+        return [accuracy.accuracy(loaded, asked.target[1], by)]
     return [plain.phases(loaded, by) if asked.command == "phases" else plain.overview(loaded, by)]
 
 
@@ -293,7 +300,7 @@ def compare(asked: argparse.Namespace) -> int:
 def report(asked: argparse.Namespace, loaded: Loaded) -> int:
     from hvdtrain.results import report as page
 
-    page.write(loaded, asked.output, asked.target)
+    page.write(loaded, asked.output, asked.target[1])
     complain(loaded.problems)
     print(exits.printable(f"hvdtrain: wrote {asked.output}"), file=sys.stderr)
     return exits.OK
@@ -301,9 +308,8 @@ def report(asked: argparse.Namespace, loaded: Loaded) -> int:
 
 def draw(asked: argparse.Namespace, loaded: Loaded) -> int:
     names = tuple(name for name in asked.runs.split(",") if name)
-    plots.save(
-        plots.draw(asked.kind, loaded, plots.Options(count=asked.count, runs=names, target=asked.target)), asked.output
-    )
+    options = plots.Options(count=asked.count, runs=names, target=asked.target[1])
+    plots.save(plots.draw(asked.kind, loaded, options), asked.output)
     complain(loaded.problems)
     print(exits.printable(f"hvdtrain: wrote {asked.output}"), file=sys.stderr)
     return exits.OK
@@ -322,6 +328,10 @@ def main(arguments: list[str]) -> int:
     if loaded.runs.empty and not getattr(asked, "reference", None):
         complain(loaded.problems)
         raise nothing(loaded, asked.where)
+    if score := getattr(asked, "target", (None,))[0]:
+        from hvdtrain.results import scores
+
+        loaded = dataclasses.replace(loaded, runs=scores.judged_by(loaded.runs, score))
     if asked.command == "plot":
         return draw(asked, loaded)
     if asked.command == "report":

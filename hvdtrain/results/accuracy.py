@@ -9,7 +9,6 @@ from hvdtrain.exits import Failure
 from hvdtrain.results import groups, load, metrics, scores
 from hvdtrain.results.columns import GROUP
 from hvdtrain.results.folders import Problem
-from hvdtrain.results.groups import Group
 from hvdtrain.results.load import Loaded
 from hvdtrain.results.statistics import summary
 from hvdtrain.results.table import Column, Table
@@ -37,15 +36,24 @@ class Reached:
     """With validation, that epoch's included, and the checkpoints before"""
 
 
-def reached(run_dir: str, target: float) -> Reached | None:
-    """When the run's headline score reached the target; None if it never did. Raises Failure (65, 74)."""
-    about, known = scores.row(load.manifest(run_dir).measure, run_dir)
-    if not known:  # a script told none
+def reached(run_dir: str, score: str, target: float, problems: list[Problem]) -> Reached | None:
+    """When the run's score reached the target; None if it never did, or the run cannot be read any more (why is then
+    in `problems`)."""
+    try:
+        return _reached(run_dir, score, target)
+    except Failure as failure:
+        problems.append(Problem(run_dir, None, str(failure)))
         return None
-    better = known[about["headline"]].better
+
+
+def _reached(run_dir: str, score: str, target: float) -> Reached | None:
+    known = scores.row(load.manifest(run_dir).measure, run_dir)[1]
+    if score not in known:  # a script told none
+        return None
+    better = known[score].better
     before: tuple[float, float] | None = None
     for timed in metrics.epochs(load.metrics_file(run_dir)):
-        value, train_s = timed.epoch.validation_scores.get(about["headline"]), timed.trained_s
+        value, train_s = timed.epoch.validation_scores.get(score), timed.trained_s
         if value is not None and not better(target, value):
             crossed_s = train_s
             if before is not None:
@@ -65,7 +73,8 @@ def accuracy(loaded: Loaded, target: float = 0.95, group_by: Sequence[str] | Non
     figures += others
     rows = []
     for group in found:
-        times = _times(group, target, loaded.problems)
+        members = zip(group.column("run_dir"), group.column("headline"), strict=True)
+        times = [reached(*member, target, loaded.problems) for member in members]
         timed = [time for time, kind in zip(times, group.column("kind"), strict=True) if time and kind == "timing"]
         rows.append(
             key_cells(group, shown)
@@ -99,15 +108,3 @@ def accuracy(loaded: Loaded, target: float = 0.95, group_by: Sequence[str] | Non
     spare += ("epochs_to_target", "n", "end_to_end_to_target_s")
     title = "Accuracy and time to accuracy"
     return Table("accuracy", title, columns, rows, [note for note in notes if note], spare=spare)
-
-
-def _times(group: Group, target: float, problems: list[Problem]) -> list[Reached | None]:
-    """Of each of the group's runs; one that cannot be read any more has not reached it."""
-    found: list[Reached | None] = []
-    for run_dir in group.column("run_dir"):
-        try:
-            found.append(reached(run_dir, target))
-        except Failure as failure:
-            problems.append(Problem(run_dir, None, str(failure)))
-            found.append(None)
-    return found

@@ -15,7 +15,8 @@ from typing import Any
 import pandas as pd
 
 from hvdtrain import measures
-from hvdtrain.exits import BAD_DATA, Failure, printable
+from hvdtrain.arguments import near
+from hvdtrain.exits import BAD_DATA, USAGE, Failure, printable
 from hvdtrain.measures import Score
 from hvdtrain.results import columns
 from hvdtrain.results.table import Column
@@ -65,6 +66,16 @@ def of(runs: pd.DataFrame) -> dict[str, Score]:
 def headlines(runs: pd.DataFrame) -> list[str]:
     """The names of the runs' headline scores, accuracy if there are none."""
     return [str(name) for name in runs["headline"].dropna().unique()] or [ACCURACY.headline]
+
+
+def judged_by(runs: pd.DataFrame, name: str) -> pd.DataFrame:
+    """The runs that have this score, as if it were their headline. Raises Failure (2) if none has."""
+    known = of(runs)
+    if name not in known:
+        raise Failure(f"--target: no score {name!r}{near(name, known)}; these runs have {', '.join(known)}", USAGE)
+    having = [isinstance(text, str) and name in of_run(text) for text in runs["scores"]]
+    parts = {f"{part}_score": runs[f"{part}_{name}"] for part in ("test", "best_validation")}
+    return runs.assign(headline=name, **parts)[having].reset_index(drop=True)
 
 
 def figures(runs: pd.DataFrame, part: str = "test", names: Sequence[str] = ()) -> list[Column]:

@@ -8,9 +8,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from hvdtrain.exits import Failure
 from hvdtrain.results import alike, groups, missing, scores
-from hvdtrain.results.accuracy import Reached, reached
+from hvdtrain.results.accuracy import reached
 from hvdtrain.results.columns import GROUP
 from hvdtrain.results.folders import Problem
 from hvdtrain.results.groups import Group
@@ -158,9 +157,9 @@ def _measured(group: Group, target: float, final: Sequence[Column], problems: li
     """The group's figures; energy runs give no times."""
     times, crossed, steps, sent = [], [], [], []
     several, count = (group.key["hosts"] or 1) > 1, 0
-    columns = ("run_dir", "kind", "wire_bytes_per_step")
-    for run_dir, kind, wire_bytes in zip(*(group.column(name) for name in columns), strict=True):
-        there = _reached(run_dir, target, problems)
+    columns = ("run_dir", "headline", "kind", "wire_bytes_per_step")
+    for run_dir, score, kind, wire_bytes in zip(*(group.column(name) for name in columns), strict=True):
+        there = reached(run_dir, score, target, problems)
         if there is None:
             continue
         count += 1
@@ -179,12 +178,3 @@ def _measured(group: Group, target: float, final: Sequence[Column], problems: li
     own = ("own_limit_s_per_step", "wire_efficiency", "communication_share", *(one.key for one in final))
     figures |= {name: group.statistic(name) for name in own}
     return {"n": group.n, "reached": f"{count} of {group.n}", **figures}
-
-
-def _reached(run_dir: str, target: float, problems: list[Problem]) -> Reached | None:
-    """None too for a run that cannot be read any more."""
-    try:
-        return reached(run_dir, target)
-    except Failure as failure:
-        problems.append(Problem(run_dir, None, str(failure)))
-        return None

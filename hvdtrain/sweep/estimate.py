@@ -30,7 +30,7 @@ at widths 0.25 and 1 on a virtual machine with two cores"""
 FORMULA = (
     "a guess is start + steps x (compute + wire): 2 s + 2.5 s of a core to start (TensorFlow 4 + 7), 2 s for links;"
     " 0.65 ms + 0.145 ms per million parameters and sample of 1,024 pixels, on one core;"
-    " 2(h-1)/h x gradient bytes x 8 / (0.936 x rate) over h hosts"
+    " bytes that the strategy sends per host and step x 8 / (0.936 x rate)"
 )
 NEAR_MAY_DIFFER = ("seed", "rate", "hosts", "strategy", "label", "launcher", "cluster", "on")
 
@@ -48,6 +48,8 @@ class _Known:
     settings: dict[str, Any]
     seconds: float
     steps: int
+    wire_s: float
+    """Per step"""
 
 
 class Estimator:
@@ -67,11 +69,14 @@ class Estimator:
             figures = [end.get(phase) or 0.0 for phase in phases]  # a script does not tell all of them
             settings = point.get("settings")
             if isinstance(settings, dict) and all(isinstance(figure, int | float) for figure in figures):
-                self._known.append(_Known(settings, sum(figures) + 1.0, int(end.get("steps") or 0)))
+                steps = int(end.get("steps") or 0)
+                wire_s = _wire_s(settings, (end.get("bytes_sent") or 0) / max(1, steps))
+                self._known.append(_Known(settings, sum(figures) + 1.0, steps, wire_s))
 
     def learn(self, run: Run, seconds: float) -> None:
         preview = self._previews.get(run.point.name)
-        self._known.append(_Known(run.point.settings, seconds, preview.plan["steps"] if preview else 0))
+        steps = preview.plan["steps"] if preview else 0
+        self._known.append(_Known(run.point.settings, seconds, steps, self.wire_s(run.point)))
 
     def of(self, run: Run) -> Estimate:
         """Seconds from launch to end, without setting the throttle and without cool-down."""
@@ -91,7 +96,7 @@ class Estimator:
         near = [one for one in self._known if one.steps and _alike(one.settings, point.settings)]
         if near:
             one = min(near, key=lambda other: _distance(other.settings, point.settings))
-            compute_s = one.seconds - start_s - one.steps * self._wire_of(one.settings, preview)
+            compute_s = one.seconds - start_s - one.steps * one.wire_s
             share = _compute_share(one.settings, point.settings, self._cluster)
             return Estimate(start_s + max(0.0, compute_s) * steps / one.steps * share + steps * wire_s, "near")
         guessed_s = self._compute_s(point, preview)
@@ -100,15 +105,9 @@ class Estimator:
         return Estimate(start_s + steps * (guessed_s + wire_s), "guess")
 
     def wire_s(self, point: Point) -> float:
-        """The least seconds per step that an uncompressed allreduce needs on the wire."""
+        """The least seconds per step that the strategy's bytes need on the wire."""
         preview = self._previews.get(point.name)
-        return self._wire_of(point.settings, preview) if preview else 0.0
-
-    def _wire_of(self, settings: dict[str, Any], preview: Preview) -> float:
-        hosts, rate = settings["hosts"], settings.get("rate")
-        if hosts < 2 or rate in (None, "unlimited"):
-            return 0.0
-        return 2 * (hosts - 1) / hosts * 4 * preview.parameters * 8 / goodput_both_ways(parse_rate(str(rate)))
+        return _wire_s(point.settings, preview.sent_bytes) if preview else 0.0
 
     def _start_s(self, point: Point, preview: Preview) -> float:
         fixed_s, core_s = START_S.get(str(preview.config.get("framework")), START_S["torch"])
@@ -122,6 +121,13 @@ class Estimator:
         sample_s = (SAMPLE_S + SAMPLE_PER_PARAMETER_S * preview.parameters) * preview.pixels / 1024
         samples = preview.plan["rank_batch"] * point.settings["ranks_per_host"]
         return float(samples * sample_s / _cores(point.settings, self._cluster))
+
+
+def _wire_s(settings: dict[str, Any], sent_bytes: float) -> float:
+    """Seconds that a host's link needs for so many bytes out and in; 0 if it has no rate."""
+    if settings["hosts"] < 2 or settings.get("rate") in (None, "unlimited"):
+        return 0.0
+    return sent_bytes * 8 / goodput_both_ways(parse_rate(str(settings["rate"])))
 
 
 def _without(settings: dict[str, Any], keys: tuple[str, ...]) -> str:

@@ -36,6 +36,8 @@ class Preview:
     plan: dict[str, Any]
     """The batch arithmetic for all ranks"""
     parameters: int
+    sent_bytes: float
+    """Per host and step, to the other hosts"""
     pixels: int | None
     """Of one image; None if the data are not images"""
     fingerprint: str
@@ -109,6 +111,7 @@ def preview(point: Point) -> Preview:
         config=document["config"],
         plan=document["plan"],
         parameters=document["model"]["parameters"],
+        sent_bytes=document["cost"]["sent_bytes"],
         pixels=height and height * width,
         fingerprint=document["data"]["fingerprint"],
     )

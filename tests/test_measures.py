@@ -122,7 +122,7 @@ def test_results_show_and_judge_it_so(line: Path, capsys: pytest.CaptureFixture[
     for value, reached in ((0.5, "1 of 1"), (0.001, "0 of 1")):
         assert main(["accuracy", str(line), "--target", f"rmse={value}", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["rows"][0]["reached"] == reached
-    with pytest.raises(Failure, match=r"no score 'rms', did you mean rmse.; these runs have mae, rmse, bias, r2"):
+    with pytest.raises(Failure, match=r"no score 'rms', did you mean rmse.; these runs have bias, mae, r2, rmse"):
         main(["report", str(line), "--target", "rms=1", "-o", str(line / "r.html")])
     assert main(["show", str(line)]) == 0
     assert "R2" in capsys.readouterr().out

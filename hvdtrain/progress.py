@@ -44,8 +44,8 @@ class Progress:
 
     def __enter__(self) -> Self:
         if self._enabled:
-            if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
-                self._bar, self._task = _start_bar(self.label, self.total, self._done)
+            if on_terminal():
+                self._bar, self._task = started_bar(self.label, self.total, self._done)
                 self._period_s = TERMINAL_S
             self._started_s = time.monotonic()
             self._due_s = self._started_s + self._period_s
@@ -80,7 +80,7 @@ class Progress:
         rate = (self._done - self._done_before) / max(time.monotonic() - self._started_s, 1e-9)
         numbers = f"{self._done}/{self.total} {self.unit}, {rate:,.{0 if rate >= 10 else 2}f} {self.unit}/s"
         if rate > 0 and self._done < self.total:
-            numbers += f", ETA {_duration((self.total - self._done) / rate)}"
+            numbers += f", ETA {duration((self.total - self._done) / rate)}"
         return f"{numbers}, {self._note}" if self._note else numbers
 
 
@@ -89,28 +89,27 @@ def whole(text: str, width: int) -> str:
     return textwrap.fill(text, max(1, width - BAR), break_long_words=False, break_on_hyphens=False)
 
 
-def _start_bar(label: str, total: int, done: int) -> tuple[Bar, TaskID]:
+def on_terminal() -> bool:
+    """Whether stderr can show a bar."""
+    return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def started_bar(label: str, total: int, done: int = 0) -> tuple[Bar, TaskID]:
+    """A bar on stderr with a text of its own, `text`. It draws when it is updated only: rich's refresh thread would
+    take processor time from the training."""
     from rich.console import Console
     from rich.progress import BarColumn, TextColumn
     from rich.progress import Progress as Bar
 
     text = TextColumn("{task.fields[text]}", markup=False)
-    # Only `advance` draws: rich's refresh thread would take processor time from the training.
-    bar = Bar(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        text,
-        console=Console(stderr=True),
-        auto_refresh=False,
-    )
+    columns = [TextColumn("{task.description}", markup=False)] if label else []
+    bar = Bar(*columns, BarColumn(), text, console=Console(stderr=True), auto_refresh=False)
     bar.start()
     return bar, bar.add_task(label, total=total, completed=done, text="")
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
+    return f"{whole // 60} min {whole % 60} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60} min"

@@ -14,13 +14,14 @@ from hvdtrain import exits
 from hvdtrain.arguments import Parser
 from hvdtrain.cluster.commands import show as typed
 from hvdtrain.exits import Failure
+from hvdtrain.progress import duration
 from hvdtrain.sweep import command, execute, file, lacking, plan, preview, show
 from hvdtrain.sweep.estimate import FORMULA, Estimator
 from hvdtrain.sweep.execute import Task
 from hvdtrain.sweep.network import cluster_name
 from hvdtrain.sweep.preview import Preview
 from hvdtrain.sweep.process import Children
-from hvdtrain.sweep.show import Outcome, duration
+from hvdtrain.sweep.show import Outcome
 
 PURPOSE = """Runs a grid of experiments that a TOML file describes, point by point: sets the rate of the links,
 measures it, launches, checks the record. What is done is not done again: the same command goes on after a stop.

@@ -14,6 +14,7 @@ from pathlib import Path
 from hvdtrain import exits, files, records
 from hvdtrain.cluster.commands import Command
 from hvdtrain.exits import Failure
+from hvdtrain.progress import duration
 from hvdtrain.sweep import command, folder, preview
 from hvdtrain.sweep.estimate import CLUSTER_S, VERIFY_S, Estimator
 from hvdtrain.sweep.file import Sweep
@@ -21,7 +22,7 @@ from hvdtrain.sweep.network import Network, Verified, cluster_name, lacks
 from hvdtrain.sweep.plan import Run
 from hvdtrain.sweep.preview import Preview
 from hvdtrain.sweep.process import Children, Stopped, Timeout
-from hvdtrain.sweep.show import STATES, Display, Outcome, duration
+from hvdtrain.sweep.show import STATES, Display, Outcome
 
 ATTEMPTS = 2
 MACHINE_LOCK = "hvdtrain-sweep.lock"

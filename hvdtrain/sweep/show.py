@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import sys
 import time
 from collections import Counter
@@ -13,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from hvdtrain.progress import whole
+from hvdtrain.progress import duration, on_terminal, started_bar, whole
 from hvdtrain.sweep.estimate import Estimate
 from hvdtrain.sweep.plan import Run
 
@@ -54,13 +53,6 @@ def say(text: str) -> None:
         print(f"sweep: {text}", file=sys.stderr, flush=True)
 
 
-def duration(seconds: float) -> str:
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    return f"{whole // 60} min {whole % 60} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60} min"
-
-
 class Display:
     """Progress on stderr: a bar on a terminal, elsewhere a line when a run begins and ends and one a minute."""
 
@@ -71,14 +63,8 @@ class Display:
         self._bar: Bar | None = None
 
     def __enter__(self) -> Self:
-        if sys.stderr.isatty() and os.environ.get("TERM") != "dumb" and self._total:
-            from rich.console import Console
-            from rich.progress import BarColumn, Progress, TextColumn
-
-            text = TextColumn("{task.fields[text]}", markup=False)
-            self._bar = Progress(BarColumn(), text, console=Console(stderr=True), auto_refresh=False)
-            self._bar.start()
-            self._task = self._bar.add_task("", total=self._total, text="")
+        if self._total and on_terminal():
+            self._bar, self._task = started_bar("", self._total)
         return self
 
     def __exit__(

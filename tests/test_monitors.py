@@ -21,8 +21,6 @@ from hvdtrain.cluster import quota
 from hvdtrain.exits import Failure
 from hvdtrain.monitors import cgroup
 from hvdtrain.monitors.resources import _difference
-from hvdtrain.monitors.sampler import Host
-from hvdtrain.monitors.sensors import replay
 
 pytestmark = pytest.mark.alone  # measures what this machine's processors do
 
@@ -237,16 +235,6 @@ def test_energy_from_sensor_to_file_and_replayed(hardware: dict[str, str], tmp_p
     assert rest[0].gpus == [{"device": "gpu0", "utilisation_percent": 7, "memory_used_bytes": 5}]
     assert rest[-1].gpus == [{"device": "gpu0", "utilisation_percent": None, "memory_used_bytes": None}]
     assert said.count("gpu0 gave no reading") == 1
-
-    # the twins of these sensors give what these gave
-    (path,) = (tmp_path / "run").glob("monitors/*.jsonl")
-    twins = replay(path)
-    assert [{f: getattr(t, f) for f in ("device", "name", "source", "reason")} for t in twins] == [
-        {f: device[f] for f in ("device", "name", "source", "reason")} for device in sensors.devices
-    ]
-    host = Host(twins, None, name="twin")
-    assert host.take() is None
-    assert [sample.energy_j for sample in (host.take() for _ in rest) if sample] == [s.energy_j for s in rest]
 
 
 @pytest.mark.parametrize(

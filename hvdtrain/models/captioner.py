@@ -91,12 +91,6 @@ def picture_values(spec: CaptionerSpec) -> int:
     return width * height * CONVOLUTIONS[-1]
 
 
-def input_shape(spec: CaptionerSpec) -> tuple[int, ...]:
-    """Shape of one picture as the model takes it: (height, width, 3) uint8, (features,) float32; () means any."""
-    width, height = spec.image_size
-    return {"small": (height, width, COLOURS), "vgg16": (spec.features,), "none": ()}[spec.encoder]
-
-
 def parameters(spec: CaptionerSpec) -> Shapes:
     """Name and shape of every trained array, in the order of the layers."""
     shapes: Shapes = {}

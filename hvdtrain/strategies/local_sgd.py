@@ -34,8 +34,7 @@ from hvdtrain.exits import Failure
 from hvdtrain.strategies.payload import Cost, Layout, Shape, next_steps
 from hvdtrain.strategies.reducer import Reducer
 from hvdtrain.strategies.replicas import Exchanged, Vectors
-from hvdtrain.strategies.strategy import Strategy
-from hvdtrain.strategies.synchronous import inner, reduce
+from hvdtrain.strategies.synchronous import Synchronous, inner, reduce
 from hvdtrain.timing import Clock
 from hvdtrain.world import World
 
@@ -52,7 +51,7 @@ class Flight(NamedTuple):
     sent_bytes: Future[int]
 
 
-class LocalSGD(Strategy):
+class LocalSGD(Synchronous):
     """A rank's weights are the anchor, the same bits on all, and its own changes: those that fly, which make `_began`
     of it, and that of the current round.
     """
@@ -70,7 +69,6 @@ class LocalSGD(Strategy):
         staleness: int = bounded(0, least=0, example=1)
         """Steps that compute while an exchange is under way, and after which it is used"""
 
-    holds_reducer = True
     local = True
     remembers = True
     rung = 2
@@ -109,7 +107,8 @@ class LocalSGD(Strategy):
         tail, (samples, all_samples) = replica.tail(), replica.share()
         loss, self._steps = float(tail[0] / samples), self._steps + 1
         if self._steps <= self._start:
-            return self._together(replica, samples / all_samples, lr, clock)
+            replica.vector()[: self._size] *= np.float32(samples / all_samples)  # a mean over its own samples
+            return super().step(replica, lr, clock)
         with clock.span("compute"):
             if self.in_sync:
                 self._began = self._anchor = replica.weights().copy()
@@ -125,16 +124,6 @@ class LocalSGD(Strategy):
         if self._drifted:
             self._send(replica, clock)
         return self._receive(replica, clock, self._steps + self._staleness, 0.0)
-
-    def _together(self, replica: Vectors, share: float, lr: float, clock: Clock) -> Exchanged:
-        """A step of summed gradients."""
-        vector = replica.vector()
-        with clock.span("communication"):
-            vector[: self._size] *= np.float32(share)
-            sent = reduce(self._world, self._reducer, vector, self._size)
-        with clock.span("compute"):
-            replica.apply(lr)
-        return Exchanged.of(vector[self._size :], sent)
 
     def _send(self, replica: Vectors, clock: Clock) -> None:
         """Ends the round: its change is on its way."""

@@ -1,4 +1,4 @@
-"""Numbers of a settings class with their bounds: declared beside the field, checked when made, shown in help."""
+"""Values of a settings class and their bounds: declared with the field, checked when made, shown in help."""
 
 from __future__ import annotations
 
@@ -38,17 +38,21 @@ class Checked:
 
 
 def problem(settings: Any, name: Any = str) -> str | None:
-    """What is wrong with the first field that is out of its bounds, as `NAME is VALUE: give KIND`; None if none is.
+    """What is wrong with the first field that is out of its bounds or is none of its choices (Literal), as `NAME is
+    VALUE: give KIND`; None if none is.
 
     `name` makes what the user types of a field's name. A field that is None, an optional one, is left out.
     """
+    types_ = hints(type(settings))
     for field in dataclasses.fields(settings):
         bounds, value = field.metadata.get("bounds"), getattr(settings, field.name)
+        if get_origin(types_[field.name]) is Literal and value not in get_args(types_[field.name]):
+            return f"{name(field.name)} is {value}: {wanted(field, types_[field.name])}"
         if bounds is None or value is None:
             continue
         for number in value if isinstance(value, tuple) else (value,):
             if not (math.isfinite(number) and all(SIGNS[key][1](float(number), bounds[key]) for key in bounds)):
-                return f"{name(field.name)} is {number}: {wanted(field, hints(type(settings))[field.name])}"
+                return f"{name(field.name)} is {number}: {wanted(field, types_[field.name])}"
     return None
 
 

@@ -320,7 +320,7 @@ class _Saving:
         """Write this rank's files; {name: {sha256, bytes}}."""
         if not self.final.parent.is_dir():
             self.final.parent.mkdir(parents=True, exist_ok=True)
-            _sync_folder(self.final.parent.parent)
+            files.sync(self.final.parent.parent)
         with contextlib.suppress(FileExistsError):  # another rank of this file system was faster
             self.temp.mkdir()
             self.writer = True
@@ -334,12 +334,12 @@ class _Saving:
         manifest["files"] |= self.shared  # of this file system: other processors may differ in the last bit
         manifest["digest"] = _digest(manifest)
         write(self.temp / _MANIFEST, [memoryview(json.dumps(manifest, indent=1).encode())])
-        _sync_folder(self.temp)
+        files.sync(self.temp)
         if self.final.exists():
             self.final.rename(self.replaced)
         self.temp.rename(self.final)
         self.published = True
-        _sync_folder(self.final.parent)
+        files.sync(self.final.parent)
 
     def undo(self) -> None:
         """Leave the disk as it was, as far as a failing disk allows; the next start removes the rest."""
@@ -357,15 +357,6 @@ def _finite(arrays: Arrays) -> None:
     for name, array in arrays.items():
         if name.startswith(("parameter.", "drift.")) and not np.isfinite(array).all():
             raise ValueError(f"{name} holds infinity or NaN; earlier checkpoints stay as they are, lower --lr")
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a folder's entries durable."""
-    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
 
 
 def _choices(surveys: list[list[list[JSON]]]) -> Iterator[tuple[int, str | None, list[str | None]]]:

@@ -72,6 +72,15 @@ def read(path: str | Path, most_bytes: int) -> bytes:
     return data
 
 
+def sync(path: str | Path) -> None:
+    """Makes the content of a file, or the entries of a folder, durable."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def from_json(data: str | bytes) -> Any:
     """The value of a JSON text. Raises ValueError for malformed text and for more than DEEPEST levels."""
     try:

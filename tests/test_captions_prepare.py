@@ -376,13 +376,13 @@ def test_a_source_that_will_not_do_as_a_whole(tmp_path: Path) -> None:
 
 def test_settings_are_checked(tmp_path: Path) -> None:
     for changes, words in (
-        ({"min_count": 0}, "--min-count 0"),
-        ({"max_words": 0}, "--max-words 0"),
+        ({"min_count": 0}, "--min-count is 0"),
+        ({"max_words": 0}, "--max-words is 0"),
         ({"split": "90/10"}, "--split 90/10"),
         ({"split": "6000/0/1000"}, "--split 6000/0/1000"),
         ({"size": "224"}, "--size 224"),
-        ({"seed": -1}, "--seed -1"),
-        ({"on_bad_sample": "ignore"}, "--on-bad-sample ignore"),
+        ({"seed": -1}, "--seed is -1"),
+        ({"on_bad_sample": "ignore"}, "--on-bad-sample is ignore"),
     ):
         fails(lambda changes=changes: config(tmp_path, **changes), BAD_CONFIG, words)
     source = flickr(tmp_path / "in", told())

@@ -19,11 +19,11 @@ picture that cannot be decoded takes its captions along.
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import json
 import os
 import sys
-import time
 from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
@@ -35,27 +35,27 @@ import PIL
 from numpy.typing import NDArray
 
 from hvdtrain import __version__, files
+from hvdtrain.bounds import bounded, problem
 from hvdtrain.captions import sources
 from hvdtrain.captions.prepared import FILES, SCHEMA
 from hvdtrain.captions.sources import Source
 from hvdtrain.captions.vocabulary import Vocabulary
+from hvdtrain.config import flag
 from hvdtrain.data import stratify
 from hvdtrain.data.images import (
     ImagesConfig,
-    alone,
-    convert_all,
+    check_destination,
     drop_bad_rows,
     explained,
-    judge,
+    make,
     named,
-    resume,
-    sync_file,
+    seal,
     write_json,
 )
 from hvdtrain.data.pixels import Bad
 from hvdtrain.data.prepared import PARTS, cache_folder
 from hvdtrain.data.tree import Tree, draw_lot
-from hvdtrain.exits import BAD_CONFIG, BAD_DATA, CANNOT_WRITE, Failure
+from hvdtrain.exits import BAD_CONFIG, BAD_DATA, Failure
 
 SUMMARY = "hvdtrain.data.captions/1"
 AUTOMATIC_MAX_BAD = 400  # 1 % of Flickr8k's captions: with more than that, somebody should look
@@ -71,9 +71,9 @@ class CaptionsConfig:
     """Folder to make; must not exist."""
     size: str = "224x224"
     """Width x height of the prepared pictures in pixels."""
-    min_count: int = 5
+    min_count: int = bounded(5, least=1)
     """How often the training captions must have a word for the vocabulary to have it."""
-    max_words: int = 34
+    max_words: int = bounded(34, least=1)
     """A caption with more words than this is a bad sample."""
     split: str = "6000/1000/1000"
     """Shares of the pictures for train/validation/test, where the source has no cut of its own."""
@@ -89,9 +89,8 @@ class CaptionsConfig:
     """Only list what would be made."""
 
     def __post_init__(self) -> None:
-        for name in ("min_count", "max_words"):
-            if getattr(self, name) < 1:
-                raise Failure(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1", BAD_CONFIG)
+        if wrong := problem(self, flag):
+            raise Failure(wrong, BAD_CONFIG)
         parts = self.split.split("/")
         if len(parts) != 3 or not all(part.isascii() and part.isdigit() and int(part) for part in parts):
             raise Failure(
@@ -110,7 +109,7 @@ class CaptionsConfig:
     @property
     def images(self) -> ImagesConfig:
         """What is done to the pictures."""
-        names = ("source", "destination", "size", "seed", "on_bad_sample", "max_bad_samples", "workers")
+        names = ("source", "destination", "size", "seed", "on_bad_sample", "max_bad_samples", "workers", "dry_run")
         return ImagesConfig(dtype="uint8", **{name: getattr(self, name) for name in names})
 
     @property
@@ -158,32 +157,12 @@ def prepare(config: CaptionsConfig) -> dict[str, Any]:
     Raises Failure: BAD_DATA for a source, a caption or a picture that is unusable, NO_PERMISSION for a folder that
     cannot be read, CANNOT_WRITE if the destination exists, IO_ERROR for a full disk, RESUMABLE when interrupted.
     """
-    started_s = time.monotonic()
-    destination = Path(config.destination).absolute()
-    if Path(os.path.realpath(destination)).is_relative_to(os.path.realpath(config.source)):
-        raise Failure(f"{destination} lies in the source: choose another place", BAD_CONFIG)
-    if destination.exists():
-        raise Failure(f"{destination} exists: remove it, or choose another destination", CANNOT_WRITE)
+    check_destination(config.images)
     plan = _plan(config)
-    tree = plan.tree
-    judge(config.images, tree, {})
-    summary = {"schema": SUMMARY, "destination": str(destination)}
-    if config.dry_run:
-        everything = np.arange(len(tree.files))
-        return {**_describe(config, plan, everything, {}), **summary, "dry_run": True}
-    unfinished = destination.with_name(f".{destination.name}.unfinished")
-    with explained(destination), alone(unfinished):
-        result = unfinished / "result"
-        state = resume(config.images, tree, unfinished)
-        before = state.rows
-        convert_all(config.images, tree, result / "samples.npy", state)
-        index = _finish(config, plan, result, state.bad)
-        result.rename(destination)
-        sync_file(destination.parent)
-        (unfinished / "state.json").unlink()
-    took_s = time.monotonic() - started_s
-    speed = {"seconds": round(took_s, 3), "images_per_s": round((state.rows - before) / took_s, 1)}
-    return {**index, **summary, **speed, "resumed_rows": before}
+    everything = np.arange(len(plan.tree.files))
+    describe = functools.partial(_describe, config, plan, everything, {})
+    made = make(config.images, plan.tree, describe, functools.partial(_finish, config, plan))
+    return {**made, "schema": SUMMARY}
 
 
 def _finish(config: CaptionsConfig, plan: Plan, result: Path, bad: Bad) -> dict[str, Any]:
@@ -195,16 +174,10 @@ def _finish(config: CaptionsConfig, plan: Plan, result: Path, bad: Bad) -> dict[
     pictures = [{"name": tree.files[row], "captions": plan.source.captions[tree.files[row]]} for row in good]
     write_json(result / "captions.json", {"schema": SCHEMA, "pictures": pictures})
     write_json(result / "vocabulary.json", _vocabulary(config, plan, good).as_json())
-    index = {"schema": SCHEMA, **described, "files": {}}
-    for name in FILES:
-        path = result / ("samples.npy" if name == "pictures.npy" else name)
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-            index["files"][name] = {"bytes": file.tell(), "sha256": digest}
-        sync_file(path)
-    write_json(result / "index.json", index)
+    names = {name: "samples.npy" if name == "pictures.npy" else name for name in FILES}
+    index = seal(result, {"schema": SCHEMA, **described}, names)
     (result / "samples.npy").rename(result / "pictures.npy")  # last: a restart looks for the old name
-    sync_file(result)
+    files.sync(result)
     return index
 
 

@@ -28,12 +28,14 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import functools
 import hashlib
 import json
 import os
+import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -46,6 +48,8 @@ import PIL
 from numpy.typing import NDArray
 
 from hvdtrain import __version__, files
+from hvdtrain.bounds import bounded, problem
+from hvdtrain.config import flag
 from hvdtrain.data import stratify
 from hvdtrain.data.pixels import Bad, Chunk, convert, npy_header, workers
 from hvdtrain.data.prepared import FILES, INDEX_BYTES, PARTS, SCHEMA, whole_numbers
@@ -74,31 +78,24 @@ class ImagesConfig:
     """How values are stored; uint8 takes half the room of float16 and loses nothing."""
     split: str = "85/2/13"
     """Percent of each class for train/validation/test; must sum to 100."""
-    seed: int = 0
+    seed: int = bounded(0, least=0)
     """Which samples go where; the same seed gives the same bytes."""
     on_bad_sample: Literal["fail", "skip"] = "fail"
     """What to do about a file that is no usable picture: stop and name it, or leave it out and list it."""
-    max_bad_samples: int = 100
+    max_bad_samples: int = bounded(100, least=0)
     """With skip: stop when there are more than this many."""
     fast_jpeg: bool = False
     """Decode large JPEGs at 1/2, 1/4 or 1/8: several times faster, values differ slightly from the exact way."""
-    workers: int = 0
+    workers: int = bounded(0, least=0)
     """Processes; 0 takes all cores."""
     dry_run: bool = False
     """Only list what would be made."""
 
     def __post_init__(self) -> None:
-        if not all(part.isascii() and part.isdigit() and int(part) for part in self.size.split("x")) or (
-            self.size.count("x") != 1
-        ):
+        if wrong := problem(self, flag):
+            raise Failure(wrong, BAD_CONFIG)
+        if not re.fullmatch(r"0*[1-9]\d*x0*[1-9]\d*", self.size, re.ASCII):
             raise Failure(f"--size {self.size}: expected WIDTHxHEIGHT in pixels, for example 197x148", BAD_CONFIG)
-        if self.dtype not in ("uint8", "float16", "float32"):
-            raise Failure(f"--dtype {self.dtype}: expected uint8, float16 or float32", BAD_CONFIG)
-        if self.on_bad_sample not in ("fail", "skip"):
-            raise Failure(f"--on-bad-sample {self.on_bad_sample}: expected fail or skip", BAD_CONFIG)
-        for name in ("seed", "max_bad_samples", "workers"):
-            if getattr(self, name) < 0:
-                raise Failure(f"--{name.replace('_', '-')} {getattr(self, name)}: must not be negative", BAD_CONFIG)
         try:
             shares = self.shares
         except (ValueError, ZeroDivisionError):
@@ -148,39 +145,51 @@ def prepare(config: ImagesConfig) -> dict[str, Any]:
     Raises Failure: BAD_DATA for a source or a picture that is unusable, NO_PERMISSION for a folder that cannot be
     read, CANNOT_WRITE if the destination exists, IO_ERROR for a full disk, RESUMABLE when interrupted.
     """
-    started_s = time.monotonic()
-    source, destination = Path(config.source), Path(config.destination).absolute()
-    if Path(os.path.realpath(destination)).is_relative_to(os.path.realpath(source)):
-        raise Failure(f"{destination} lies in the source, where it would be a class: choose another place", BAD_CONFIG)
+    check_destination(config)
+    tree = find(Path(config.source), config.seed, config.shares)
+
+    def describe() -> dict[str, Any]:
+        _, table = stratify(tree.labels, tree.lots, len(tree.classes), config.shares)
+        return _describe(config, tree, table, {})
+
+    made = make(config, tree, describe, functools.partial(_finish, config, tree))
+    return {**made, "schema": SUMMARY}
+
+
+def check_destination(config: ImagesConfig) -> None:
+    """Raises Failure for a destination that exists, or lies in the source."""
+    destination = Path(config.destination).absolute()
+    if Path(os.path.realpath(destination)).is_relative_to(os.path.realpath(config.source)):
+        raise Failure(f"{destination} lies in the source: choose another place", BAD_CONFIG)
     if destination.exists():
         raise Failure(f"{destination} exists: remove it, or choose another destination", CANNOT_WRITE)
-    tree = find(source, config.seed, config.shares)
+
+
+def make(
+    config: ImagesConfig,
+    tree: Tree,
+    describe: Callable[[], dict[str, Any]],
+    finish: Callable[[Path, Bad], dict[str, Any]],
+) -> dict[str, Any]:
+    """Turns the tree's pictures into `samples.npy`; `finish` adds the rest in that folder and returns its index, and
+    the folder becomes the destination. A dry run tells what `describe` returns. Raises Failure as `prepare` does."""
+    began_s, destination = time.monotonic(), Path(config.destination).absolute()
     judge(config, tree, {})
     if config.dry_run:
-        _, table = stratify(tree.labels, tree.lots, len(tree.classes), config.shares)
-        return {
-            "schema": SUMMARY,
-            "destination": str(destination),
-            "dry_run": True,
-            **_describe(config, tree, table, {}),
-        }
+        return {**describe(), "destination": str(destination), "dry_run": True}
     unfinished = destination.with_name(f".{destination.name}.unfinished")
     with explained(destination), alone(unfinished):
         result = unfinished / "result"
         state = resume(config, tree, unfinished)
         before = state.rows
         convert_all(config, tree, result / "samples.npy", state)
-        index = _finish(config, tree, result, state.bad)
+        index = finish(result, state.bad)
         result.rename(destination)
-        sync_file(destination.parent)
+        files.sync(destination.parent)
         (unfinished / "state.json").unlink()
-    took_s = time.monotonic() - started_s
-    speed = {
-        "seconds": round(took_s, 3),
-        "images_per_s": round((state.rows - before) / took_s, 1),
-        "resumed_rows": before,
-    }
-    return {**index, "schema": SUMMARY, "destination": str(destination), **speed}
+    took_s = time.monotonic() - began_s
+    speed = {"seconds": round(took_s, 3), "images_per_s": round((state.rows - before) / took_s, 1)}
+    return {**index, "destination": str(destination), **speed, "resumed_rows": before}
 
 
 def judge(config: ImagesConfig, tree: Tree, bad: Bad) -> None:
@@ -306,7 +315,7 @@ def convert_all(config: ImagesConfig, tree: Tree, array: Path, state: State) -> 
 
 def _commit(array: Path, state: State) -> None:
     """Writes the rows to disk, then the state that counts them."""
-    sync_file(array)
+    files.sync(array)
     write_json(array.parent.parent / "state.json", vars(state))
 
 
@@ -322,14 +331,19 @@ def _finish(config: ImagesConfig, tree: Tree, result: Path, bad: Bad) -> dict[st
     order, table = stratify(tree.labels[good], tree.lots[good], len(tree.classes), config.shares)
     drop_bad_rows(result / "samples.npy", config, good[order])
     np.save(result / "labels.npy", tree.labels[good][order])
-    index = {"schema": SCHEMA, **_describe(config, tree, table, bad), "files": {}}
-    for name in FILES:
+    return seal(result, {"schema": SCHEMA, **_describe(config, tree, table, bad)}, {name: name for name in FILES})
+
+
+def seal(result: Path, about: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Writes the index: what there is to say, sizes and SHA-256 of the files; `names`: as listed -> as they are."""
+    index: dict[str, Any] = {**about, "files": {}}
+    for listed, name in names.items():
         with (result / name).open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-            index["files"][name] = {"bytes": file.tell(), "sha256": digest}
-        sync_file(result / name)
+            index["files"][listed] = {"bytes": file.tell(), "sha256": digest}
+        files.sync(result / name)
     write_json(result / "index.json", index)
-    sync_file(result)
+    files.sync(result)
     return index
 
 
@@ -343,7 +357,7 @@ def drop_bad_rows(array: Path, config: ImagesConfig, rows: NDArray[np.int64]) ->
         new.write(head)
         for row in rows.tolist():
             new.write(os.pread(old.fileno(), config.row_bytes, len(head) + row * config.row_bytes))
-    sync_file(shorter)
+    files.sync(shorter)
     shorter.replace(array)
 
 
@@ -372,13 +386,5 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
     """Replaces the file in one go."""
     draft = path.with_suffix(".draft")
     draft.write_text(json.dumps(value, indent=1) + "\n")
-    sync_file(draft)
+    files.sync(draft)
     draft.replace(path)
-
-
-def sync_file(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

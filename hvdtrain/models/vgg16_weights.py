@@ -236,8 +236,7 @@ def _write(destination: Path, arrays: Arrays, about: dict[str, str]) -> None:
         destination.parent.mkdir(parents=True, exist_ok=True)
         unfinished.touch()
         save_file(arrays, unfinished, about)
-        with unfinished.open("rb") as file:
-            os.fsync(file.fileno())
+        files.sync(unfinished)
         unfinished.rename(destination)
     except (OSError, SafetensorError) as error:
         denied = isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO)

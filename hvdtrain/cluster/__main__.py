@@ -65,7 +65,7 @@ def parser() -> Parser:
 
 
 def limits(cluster: topology.Cluster) -> list[list[str]]:
-    """What the throttle is to be told so that each link has the topology's rate."""
+    """The arguments of the throttle that give each link the topology's rate."""
     groups: dict[tuple[str | None, str | None], list[str]] = {}
     for host in cluster.hosts:
         groups.setdefault((host.up, host.down), []).append(host.name)
@@ -115,7 +115,7 @@ def remove(asked: argparse.Namespace) -> int:
 
 
 def status(cluster: topology.Cluster) -> dict[str, Any]:
-    """What the cluster is, and what is going on there. Rates and processes are null where only root may look."""
+    """The cluster's hosts, rates and processes. Rates and processes are null where only root may look."""
     root = os.geteuid() == 0
     hosts = []
     for host in cluster.hosts:
@@ -151,7 +151,7 @@ def _asked(path: Path) -> dict[str, Any] | None:
 
 
 def _rates_set(cluster: topology.Cluster, host: str) -> dict[str, float | None]:
-    """What the kernel's queues limit the host's link to, in Mbit/s."""
+    """The rate to which the kernel's queues limit the host's link, in Mbit/s."""
     found: dict[str, float | None] = {}
     for link in (link for link in virtual.links(cluster) if link.host == host):
         queues = json.loads(run(["tc", "-json", "-n", link.netns, "qdisc", "show", "dev", link.dev]))

@@ -41,7 +41,7 @@ _DENIED = ("operation not permitted", "permission denied")
 
 
 def show(command: Command) -> str:
-    """The command as one would type it."""
+    """The command as a user would type it."""
     return shlex.join(command)
 
 
@@ -87,7 +87,7 @@ def run(
 
 
 def succeeds(command: Command) -> bool:
-    """Whether it exits with 0; what it says is dropped."""
+    """Whether the command exits with 0; its output is thrown away."""
     try:
         run(command)
     except Failure:
@@ -96,7 +96,7 @@ def succeeds(command: Command) -> bool:
 
 
 def run_all(commands: Iterable[Command], *, dry_run: bool = False) -> None:
-    """Runs them in order, or only prints them on stdout. Raises Failure at the first that fails."""
+    """Runs the commands in order, or only prints them on stdout. Raises Failure at the first that fails."""
     for command in commands:
         if dry_run:
             print(show(command))

@@ -117,7 +117,7 @@ def _split_outside_brackets(text: str) -> list[str]:
 
 
 def _ranges(inside: str, whole: str) -> list[tuple[range, int]]:
-    """What stands between brackets: numbers, and with how many digits they are written."""
+    """The numbers between brackets, and with how many digits each is written."""
     found = []
     for item in inside.split(","):
         match = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", item, re.ASCII)
@@ -153,5 +153,5 @@ def from_slurm(environment: Mapping[str, str]) -> list[Slots] | None:
 
 
 def as_argument(hosts: Sequence[Slots]) -> str:
-    """As `-H` takes them."""
+    """The hosts as `-H` takes them."""
     return ",".join(str(slot) for slot in hosts)

@@ -59,7 +59,7 @@ SIGTERM, SIGINT and SIGUSR1 make the ranks save a checkpoint and end with 75; a 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is going to be started."""
+    """What will be started."""
 
     launcher: str
     backend: str
@@ -136,7 +136,7 @@ def placed(found: Sequence[Slots], ranks: int) -> list[Slots]:
 
 
 def address_of(host: str) -> str:
-    """Its IPv4 address. Raises Failure (69)."""
+    """The IPv4 address of a host. Raises Failure (69)."""
     try:
         return str(socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
     except OSError as error:

@@ -24,7 +24,7 @@ VARIABLE = "HVDTRAIN_SURVIVE_FD"
 
 
 def may_die() -> None:
-    """In the rank: the others can go on without it."""
+    """Called by a rank: the others can go on if it ends."""
     if descriptor := os.environ.get(VARIABLE):
         os.write(int(descriptor), b"!")
 

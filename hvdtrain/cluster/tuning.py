@@ -49,7 +49,7 @@ RABENSEIFNER, RING = 6, 4
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Link:
-    """What the settings follow from."""
+    """The facts about a link from which the settings follow."""
 
     hosts: int
     ranks: int

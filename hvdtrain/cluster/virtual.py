@@ -42,7 +42,7 @@ def folder(cluster: str) -> Path:
 
 
 def pins(cluster: str, host: str) -> tuple[Path, Path]:
-    """What holds the host's UTS and mount namespaces."""
+    """The files that hold the host's UTS and mount namespaces open."""
     return PINS / f"{cluster}.{host}.uts", PINS / f"{cluster}.{host}.mnt"
 
 
@@ -56,7 +56,7 @@ def clusters() -> dict[str, Cluster]:
 
 
 def choose(name: str | None = None) -> str | None:
-    """That name, or that of the caller's only cluster; None if no cluster is up.
+    """The given name, or that of the caller's only cluster; None if no cluster is up.
 
     Raises Failure: 2 if the caller has several, or none where others have some; 77 if the named one is another user's.
     Root may take any, by its name.
@@ -77,7 +77,7 @@ def choose(name: str | None = None) -> str | None:
 
 
 def load(name: str | None = None) -> Cluster:
-    """The cluster that `choose` says. Raises Failure: as `choose`, and 69 if it is not up."""
+    """The cluster that `choose` names. Raises Failure: as `choose`, and 69 if it is not up."""
     chosen = choose(name)
     found = clusters().get(chosen or "")
     if found is None:
@@ -251,5 +251,5 @@ def key_commands(cluster: Cluster) -> list[Command]:
 
 
 def pin_commands() -> list[Command]:
-    """A mount that is nobody's peer: where a mount namespace may be kept, see unshare(1)."""
+    """Makes a private mount, in which a mount namespace may be kept: see unshare(1)."""
     return [["mount", "--bind", str(PINS), str(PINS)], ["mount", "--make-private", str(PINS)]]

@@ -123,7 +123,7 @@ def parser() -> Parser:
 
 
 def fraction(text: str) -> float:
-    """0.05 or 5% as a number from 0 to 1."""
+    """Reads a share, 0.05 or 5%, as a number from 0 to 1."""
     value = amount(text)
     if not 0 <= value <= 1:
         raise argparse.ArgumentTypeError(f"{text} is no share: give, e.g., 0.05 or 5%")
@@ -131,7 +131,7 @@ def fraction(text: str) -> float:
 
 
 def amount(text: str) -> float:
-    """A number, or a share in percent."""
+    """Reads a number, or a share in percent."""
     with contextlib.suppress(ValueError):
         value = float(text[:-1]) / 100 if text.endswith("%") else float(text)
         if math.isfinite(value):
@@ -231,7 +231,7 @@ def say(found: Sequence[Table], asked: argparse.Namespace, problems: Sequence[Pr
 
 
 def complain(problems: Sequence[Problem], *, everything: bool = False) -> None:
-    """What is wrong with files, on standard error."""
+    """Prints what is wrong with files on standard error."""
     shown = problems if everything else problems[:SHOWN_PROBLEMS]
     for problem in shown:
         print(f"hvdtrain: {problem}", file=sys.stderr)

@@ -49,7 +49,7 @@ class Compared:
 
 
 def judge(before: Statistic, after: Statistic, threshold: float, *, less_is_better: bool) -> Compared:
-    """The rule at the head of this file; `threshold` is a fraction."""
+    """Applies the rule at the head of this file; `threshold` is a fraction of 1."""
     apart_ = difference(after, before)
     change = apart_.mean / abs(before.mean) if before.mean else None
     if apart_.mean == 0 or (change is not None and abs(change) <= threshold):
@@ -138,7 +138,7 @@ def _names(loaded: Loaded) -> str:
 
 
 def _differences(found: Sequence[tuple[Group, Group]]) -> list[str]:
-    """In what the two sides of a pair that is compared all the same differ."""
+    """Names the columns in which the two groups of a compared pair differ."""
     names = sorted({name for pair in found for name in _different(*pair)})
     notes = [f"careful: A and B differ in {', '.join(names)}"] if names else []
     unknown = sorted({name for a, b in found for name in alike.unrecorded(a, b, alike.CHOSEN)})

@@ -27,7 +27,7 @@ from hvdtrain.results.tables import SPREAD_NOTE, apart, common, in_order, key_ce
 
 @dataclasses.dataclass(frozen=True)
 class Energy:
-    """What a group took. Energies of all measured devices, and of those that ranks compute on."""
+    """What a group's runs took: energy of all measured devices, and of those that ranks compute on."""
 
     group: Group
     end_to_end_s: Statistic | None
@@ -63,12 +63,12 @@ def of(group: Group) -> Energy:
 
 
 def _where(group: Group, name: str, present: Sequence[float]) -> list[Any]:
-    """A column where another one is not missing."""
+    """The values of a column in the runs that have a value in `present`."""
     return [value for value, other in zip(group.column(name), present, strict=True) if not groups.is_missing(other)]
 
 
 def energies(loaded: Loaded) -> list[Energy]:
-    """Of each group of which some run's energy was measured."""
+    """The energies of the groups that have a run whose energy was measured."""
     found = (of(group) for group in in_order(groups.by(groups.usable(loaded.runs), GROUP)))
     return [energy for energy in found if energy.energy_j is not None]
 
@@ -149,7 +149,7 @@ def energy(loaded: Loaded, chosen: Chosen | None = None, reference: Reference | 
 
 
 def _beside(found: Sequence[Energy], base: Energy, rows: Sequence[dict[str, Any]], reference: Reference) -> Table:
-    """EDP is only there where ours is relative to what the study's is relative to."""
+    """The table beside the study; EDP is left out unless our baseline is the study's."""
     same = reference.row(base.group).get("environment") == reference.baseline
     hidden = {} if same else {"edp_used": None, "edp": None}
     pairs = [(each.group, row | hidden) for each, row in zip(found, rows, strict=True)]
@@ -168,7 +168,7 @@ PUBLISHED = (
 
 
 def _cells(each: Energy, base: Energy, comparable: bool) -> dict[str, Any]:
-    """EDP only where the group is like the baseline in all but what is compared."""
+    """The group's cells; EDP only if the group equals the baseline in all but what is compared."""
     edp_used, edp = (base.edp_used_js, base.edp_js) if comparable else (None, None)
     return {
         "n": each.energy_j.n if each.energy_j else 0,
@@ -184,7 +184,7 @@ def _cells(each: Energy, base: Energy, comparable: bool) -> dict[str, Any]:
 
 
 def _relative(value: Statistic | Interval | None, base: Statistic | Interval | None, same: bool) -> Any:
-    """Against the baseline's, with an interval where both are statistics."""
+    """The value over the baseline's, with an interval where both are statistics."""
     if value is None or base is None or value.mean <= 0 or base.mean <= 0:
         return None
     if same:

@@ -13,7 +13,7 @@ from hvdtrain.exits import Failure, printable
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Something about a file that keeps figures out of the tables, or that one should know."""
+    """What is wrong with a file: it keeps figures out of the tables, or a user should know it."""
 
     path: str
     line: int | None
@@ -70,5 +70,5 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def there(path: Path) -> bool:
-    """Whether the path exists, as far as one may see."""
+    """Whether something lies at the path, if only a broken link; no where its folder may not be read."""
     return os.path.lexists(path)

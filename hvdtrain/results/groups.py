@@ -25,7 +25,7 @@ class Group:
 
     @property
     def n(self) -> int:
-        """How many runs."""
+        """The number of runs."""
         return len(self._rows)
 
     def values(self, column: str) -> list[Any]:
@@ -122,5 +122,5 @@ def varying(groups: Sequence[Group]) -> list[str]:
 
 
 def value(group: Group, name: str) -> Any:
-    """Of a column of the group's key or a setting."""
+    """The value of a column of the group's key, or of a setting."""
     return group.key[name] if name in group.key else group.settings.get(name)

@@ -91,7 +91,7 @@ def point(run_dir: Path | str) -> records.Point | None:
 
 
 def metrics_file(run_dir: Path | str) -> Path:
-    """Rank 0's records."""
+    """The file of rank 0's records."""
     return Path(run_dir) / "metrics" / "rank0000.jsonl"
 
 

@@ -21,7 +21,7 @@ from hvdtrain.results import scores
 
 @dataclasses.dataclass
 class Sums:
-    """Over the steps that count; of times, those that are no warm-up."""
+    """Sums over the steps that count; sums of times leave warm-up out."""
 
     steps: int = 0
     timed: int = 0
@@ -49,7 +49,7 @@ def _added(sum_s: float | None, seconds: float | None) -> float | None:
 
 
 class Restarts:
-    """Where a file goes back to an earlier step: lines and steps, both ascending."""
+    """The lines at which a file goes back to an earlier step, and those steps, both ascending."""
 
     def __init__(self) -> None:
         self._lines: list[int] = []
@@ -73,7 +73,7 @@ class Restarts:
 
 @dataclasses.dataclass
 class Metrics:
-    """What a rank's file says."""
+    """What a rank's metrics file says."""
 
     sums: Sums
     restarts: Restarts

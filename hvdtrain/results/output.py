@@ -54,7 +54,7 @@ PROSE = 24
 
 
 def _narrowed(table: Table, width: int) -> Table:
-    """Without as many of the spare columns as it takes to fit; the whole table if it never does."""
+    """The table without as many of its spare columns as it takes to fit; the whole table if it never fits."""
     spare = [key for key in table.spare if key in (column.key for column in table.columns)]
     for count in range(len(spare) + 1):
         kept = [column for column in table.columns if column.key not in spare[:count]]
@@ -76,7 +76,7 @@ def _left_out(table: Table, shown: Table, width: int, fits: bool) -> list[str]:
 
 
 def _wrapped(line: str, width: int) -> str:
-    """Prose over as many lines as it takes; what is indented (tables, commands) stays as it is."""
+    """Wraps prose to the width; indented lines (tables, commands) stay as they are."""
     if len(line) <= width or line.startswith(" ") or "\u2500" in line:
         return line
     return "\n".join(textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False))
@@ -138,13 +138,13 @@ def _aligned(table: Table, rows: Sequence[dict[str, Any]], widths: Sequence[int]
 
 
 def _below(cells: Sequence[str], width: int) -> list[str]:
-    """Cells on lines of their own, indented."""
+    """Puts each cell on lines of its own, indented."""
     split = (textwrap.wrap(cell, width - len(GAP), break_long_words=False, break_on_hyphens=False) for cell in cells)
     return [GAP + line for lines in split for line in lines]
 
 
 def _blocks(table: Table, rows: Sequence[dict[str, Any]], width: int) -> list[str]:
-    """A block for each row: a column on each line, what does not fit behind its heading below it."""
+    """Makes a block of each row: a line per column; a cell that does not fit behind its heading goes below it."""
     most = max(len(column.heading) for column in table.columns)
     found = []
     for row in rows:
@@ -200,7 +200,7 @@ def comma_separated(table: Table) -> str:
 
 
 def harmless(value: Any) -> Any:
-    """Text that a spreadsheet would take for a formula, quoted as it wants it."""
+    """Quotes text that a spreadsheet would take for a formula."""
     return f"'{value}" if isinstance(value, str) and value[:1] in ("=", "+", "-", "@") else value
 
 

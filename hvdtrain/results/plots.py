@@ -26,7 +26,7 @@ FORMATS = ("svg", "png", "pdf")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """What a figure may be told."""
+    """What a user may set of a figure."""
 
     count: Literal["hosts", "ranks"] = "hosts"
     """Efficiency per host or per rank: hosts or ranks"""

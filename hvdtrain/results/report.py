@@ -108,7 +108,7 @@ def tables(loaded: Loaded, target: float = 0.95) -> list[Table]:
 
 
 def page(loaded: Loaded, target: float = 0.95) -> str:
-    """The whole document."""
+    """The page as an HTML document."""
     numbered = iter(range(1, 1000))
     shown = [one for one in tables(loaded, target) if one.rows] if not groups.usable(loaded.runs).empty else []
     main = "strategies" if shown and shown[0].name == "strategies" else "time"
@@ -128,7 +128,7 @@ def page(loaded: Loaded, target: float = 0.95) -> str:
 
 
 def first_screen(shown: list[Table], figure: str, numbered: Iterator[int], goal: str) -> str:
-    """The answers, and beside each other the figure that shows them and a table."""
+    """The answers; below them, side by side, a figure and a table."""
     raced = shown[0].name == "strategies"
     what = f"Training time to {goal}" if raced else "Training time for the same epochs"
     said = report_page.bullets((("", sentence) for sentence in report_words.answers(shown[0])), "short")
@@ -137,7 +137,7 @@ def first_screen(shown: list[Table], figure: str, numbered: Iterator[int], goal:
 
 
 def header(loaded: Loaded) -> str:
-    """What the page is about, and from when the data are."""
+    """Says what the page is about and when the runs ran."""
     days = sorted({str(utc)[:10] for utc in loaded.runs["started_utc"].dropna()})
     when = "of unknown date" if not days else days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
     states = loaded.runs["state"].value_counts()

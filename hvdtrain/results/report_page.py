@@ -23,7 +23,7 @@ NARROW = 360
 
 
 def text(value: object) -> str:
-    """Any text as HTML, without what cannot be shown."""
+    """Escapes text for HTML; control characters are shown as escapes."""
     return escape(printable(str(value)))
 
 
@@ -103,7 +103,7 @@ def table(shown: Table, number: int, said: Collection[str] = ()) -> str:
 
 
 def scroll(name: str, inner: str) -> str:
-    """What may be wider than the page: it scrolls by itself, by keyboard too."""
+    """Wraps what may be wider than the page, so that it scrolls by itself, also by keyboard."""
     return f'<div class="scroll" tabindex="0" role="region" aria-label="{text(name)}">\n{inner}\n</div>'
 
 

@@ -36,7 +36,7 @@ WIRE = ("limit_s_per_step", "step_s", "wire_bytes_per_step", "limit_bytes_per_st
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """`lead` is printed bold, with a colon, before `text`."""
+    """A finding in words; `lead` is printed bold, with a colon, before `text`."""
 
     lead: str
     text: str

@@ -22,7 +22,7 @@ FP32_BYTES = 4
 
 
 def row(folder: Path, problems: list[Problem]) -> dict[str, Any]:
-    """Everything known about the run; a figure that was not measured is None."""
+    """The run's row; a figure that was not measured is None."""
     found: dict[str, Any] = dict.fromkeys(RUNS)
     found |= {"run_dir": str(folder), "run": printable(folder.name), "kind": "timing", "state": "refused"}
     try:
@@ -52,7 +52,7 @@ def document(path: Path, cls: type) -> Any:
 
 
 def _problem(folder: Path, failure: Failure) -> Problem:
-    """A Failure's `path:line: what`, apart."""
+    """Splits a Failure's `path:line: what` into a Problem."""
     text = str(failure)
     head, _, what = text.partition(": ")
     path, _, line = head.rpartition(":")
@@ -223,7 +223,7 @@ def _batch(summary: records.Summary, manifest: records.Manifest) -> dict[str, An
 
 
 def _moved(starts: Sequence[records.Resumed], manifest: records.Manifest) -> dict[str, Any]:
-    """Of a run that went on with another number of ranks or hosts: its times are neither's."""
+    """Marks a run that went on with another number of ranks or hosts: its times belong to neither."""
     first = (len(manifest.ranks), len(manifest.hosts))
     moves = [each for each in starts if each.ranks and each.hosts and (each.ranks, each.hosts) != first]
     if not moves:
@@ -264,7 +264,7 @@ def _per_step(sums: metrics.Sums) -> dict[str, Any]:
 
 
 def _wire(summary: records.Summary, steps: int, hosts: int, parameters: float | None) -> dict[str, Any]:
-    """Of the steps of the last process, since its NIC counters began with it."""
+    """Bytes on the wire per step of the last process, because the NIC's counters are read when it starts."""
     found: dict[str, Any] = {}
     busiest = numbers(nic.get(key) for nic in summary.nic_bytes for key in ("sent_bytes", "received_bytes"))
     if busiest and steps > 0:
@@ -294,7 +294,7 @@ def _efficiency(found: dict[str, Any], sent_bytes: float | None) -> dict[str, An
 
 
 def _energy(folder: Path, found: dict[str, Any], manifest: records.Manifest, problems: list[Problem]) -> dict[str, Any]:
-    """Joules of all hosts, where the record is whole; nothing for an unfinished run."""
+    """Joules of all hosts if their records are complete; nothing for an unfinished run."""
     facts: dict[str, Any] = {}
     rate_mbit, limit_bytes = found["rate_mbit"], found["limit_bytes_per_step"]
     if rate_mbit and limit_bytes is not None:

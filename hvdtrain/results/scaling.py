@@ -105,7 +105,7 @@ def _place(members: list[Row]) -> tuple[Any, ...]:
 
 
 def _curve(group: Group, baseline: Group, kind: Kind, count: Count) -> tuple[Any, ...]:
-    """What the points of one curve have in common."""
+    """What the points of one curve have in common, as a key."""
     apart = {"hosts", "rank_batch", "global_batch"} | ({"ranks_per_host"} if count == "ranks" else set())
     batch = alike.BATCH.get(kind)
     rest = tuple(value for name, value in group.key.items() if name not in apart)
@@ -136,7 +136,7 @@ def _baselines(group: Group, pool: Sequence[Group], count: Count, chosen: Chosen
 
 
 def same_rate(group: Group, other: Group) -> bool:
-    """Whether the links leave the two comparable: one host uses none."""
+    """Whether `other` has the group's rate, or is on one host, which uses no link."""
     return other.key["hosts"] == 1 or other.key["rate_mbit"] == group.key["rate_mbit"]
 
 

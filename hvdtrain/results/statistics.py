@@ -18,7 +18,7 @@ LEVEL = 0.95
 
 @dataclasses.dataclass(frozen=True)
 class Statistic:
-    """Of n values; `low` and `high` bound the mean's 95 % interval, None for n < 2."""
+    """Statistics of n values; `low` and `high` bound the mean's 95 % interval, None for n < 2."""
 
     mean: float
     median: float
@@ -54,7 +54,7 @@ class Interval:
 
 
 def summary(values: Iterable[float | None]) -> Statistic | None:
-    """Of the values that are there (None and NaN are not); None if there are none."""
+    """The statistics of the values that are not None or NaN; None if there is no such value."""
     found = sorted(float(value) for value in values if value is not None and not math.isnan(value))
     n = len(found)
     if not n:

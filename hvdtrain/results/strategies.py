@@ -143,7 +143,7 @@ def _alike(base: Group, group: Group) -> bool:
 
 
 def _speedup(group: Group, alone: Sequence[Group], measured: dict[int, dict[str, Any]]) -> Any:
-    """Over the one host it can be compared with, with the same settings if there is one; None without."""
+    """The speed-up over one host (of the same settings if there is such a run); None without a run on one host."""
     bases = sorted(
         (base for base in alone if _alike(base, group)),
         key=lambda base: tuple(base.key[name] != group.key[name] for name in ("settings", "strategy")),

@@ -111,7 +111,7 @@ def decimals(mean: float, half: float, digits: int) -> int:
 
 
 def number(value: float) -> str:
-    """Three significant digits, whole above 100; 0 is 0."""
+    """Formats a number with three significant digits, without decimals above 100."""
     if not math.isfinite(value):
         return "-"
     if value == 0:

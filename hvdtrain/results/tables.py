@@ -65,7 +65,7 @@ def key_column(name: str) -> Column:
 
 
 def key_cells(group: Group, names: Sequence[str]) -> dict[str, Any]:
-    """What tells a group from others, as cells."""
+    """The cells that tell a group from the others."""
     return {name: short(name, groups.value(group, name)) for name in names}
 
 
@@ -161,7 +161,7 @@ def apart(found: Sequence[Group], first: Sequence[str] = ("strategy", "device", 
 
 
 def in_order(found: Sequence[Group]) -> list[Group]:
-    """As one reads them: by framework and strategy, one host first, then each rate with its hosts."""
+    """Sorts groups by framework, strategy and device, then one host first, then by rate and hosts."""
 
     def place(group: Group) -> tuple[Any, ...]:
         rate, hosts = group.key.get("rate_mbit"), group.key.get("hosts") or 0
@@ -190,7 +190,7 @@ def json_key(value: Any) -> Any:
 
 
 def phases(loaded: Loaded, group_by: Sequence[str] | None = None) -> Table:
-    """Where the time goes: the phases of a run, and the parts of a step."""
+    """The table of phases of a run and of parts of a step."""
     found = in_order(groups.by(groups.usable(loaded.runs), group_by or GROUP))
     shown = list(group_by) if group_by else apart(found)
     run = ["train_s", "validation_s", "test_s", "checkpoint_s"]

@@ -92,7 +92,7 @@ class Report:
         return f"\x1b[{COLOURS[check.status]}m{text[:4]}\x1b[0m{text[4:]}" if self._colours else text
 
     def tell(self, what: str) -> None:
-        """What is going on now; an empty text removes it."""
+        """Shows what is being looked at now; an empty text removes the line."""
         if self._live:
             width = shutil.get_terminal_size().columns - 1
             text = f"... {what}"[:width] if what else ""
@@ -104,7 +104,7 @@ class Report:
         return {status: counted[status] for status in (OK, WARN, FAIL)}
 
     def end(self, hosts: Sequence[Slots]) -> int:
-        """The last line or the document; the exit code."""
+        """Prints the last line, or the JSON document; returns the exit code."""
         self.tell("")
         counts = self.counts()
         if self._as_json:
@@ -147,7 +147,7 @@ def is_here(host: str) -> bool:
 
 @dataclasses.dataclass
 class Hosts:
-    """Those that answer, by the name they are listed under, and what they say."""
+    """The hosts that answer, by the name they are listed under, and their facts."""
 
     here: str
     agents: dict[str, Agent]
@@ -248,7 +248,7 @@ def _clock_sample(agent: Agent) -> tuple[float, float, float]:
 
 
 def examine(listed: Sequence[Slots], options: argparse.Namespace, report: Report) -> None:
-    """All checks, in the order in which a person would want to mend things."""
+    """Makes all checks, in the order in which a user would repair what they find."""
     python = job_python()
     several = len(listed) > 1 or any(not is_here(slot.host) for slot in listed)
     report.tell("connecting to " + (", ".join(slot.host for slot in listed) or "this machine"))
@@ -324,7 +324,7 @@ def examine_host(
     options: argparse.Namespace,
     report: Report,
 ) -> None:
-    """One host, this machine included."""
+    """Checks one host, which may be this machine."""
     host, facts, here = slot.host, hosts.facts[slot.host], hosts.facts[hosts.here]
     if host != hosts.here:
         login_s = hosts.agents[host].login_s

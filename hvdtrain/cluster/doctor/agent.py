@@ -28,7 +28,7 @@ ANSWER_S = 30.0
 
 
 class Unreachable(Exception):
-    """No answer from a host. `reason` in a few words, `fix` is what to do."""
+    """A host did not answer: `reason` says why in a few words, `fix` what to do."""
 
     def __init__(self, reason: str, fix: str) -> None:
         super().__init__(reason)
@@ -78,7 +78,7 @@ SSH_SAYS = [
 
 
 def why(host: str, said: str) -> Unreachable:
-    """What ssh's own message means for the user."""
+    """Translates ssh's own message for the user."""
     lower = said.lower()
     for words, reason, fix in SSH_SAYS:
         if words in lower:
@@ -126,12 +126,12 @@ class Agent:
 
     @classmethod
     def on(cls, host: str, python: str, options: list[str]) -> Agent:
-        """Starts one over ssh; returns at once, `hello` waits for it."""
+        """Starts a probe over ssh; returns at once, `hello` waits for it."""
         return cls(host, ssh_command(host, python, options))
 
     @classmethod
     def here(cls, host: str) -> Agent:
-        """Starts one on this machine."""
+        """Starts a probe on this machine."""
         return cls(host, [sys.executable, "-ISuc", BOOT])
 
     def hello(self) -> None:
@@ -152,7 +152,7 @@ class Agent:
             raise Unreachable(f"no answer in {within_s:g} s ({question})", "look at the host's load") from None
 
     def start(self, question: str, **arguments: Any) -> Future[Any]:
-        """Asks and returns at once."""
+        """Sends a question; returns at once."""
         future: Future[Any] = Future()
         with self._lock:
             number = len(self._waiting)

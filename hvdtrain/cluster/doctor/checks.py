@@ -79,7 +79,7 @@ print(json.dumps({"mpi": hvd.mpi_built(), "gloo": hvd.gloo_built(), "nccl": bool
 
 
 class Loading:
-    """Horovod being loaded in processes of their own, one per framework, while other things are looked at."""
+    """Loads Horovod in processes of their own, one per framework, while other checks run."""
 
     def __init__(self, python: str, frameworks: Sequence[str]) -> None:
         quiet = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
@@ -283,12 +283,12 @@ QDISCS = {"tbf": ["rate", "10mbit", "burst", "32kb", "latency", "50ms"], "htb": 
 
 
 def kernel_config(text: str, qdisc: str) -> bool:
-    """Whether a kernel's configuration builds a qdisc, in it or as a module."""
+    """Whether a kernel's configuration builds a qdisc, built in or as a module."""
     return re.search(rf"^CONFIG_NET_SCH_{qdisc.upper()}=[ym]$", text, re.MULTILINE) is not None
 
 
 def tc_program() -> str | None:
-    """tc, also where users' PATH does not reach."""
+    """The path of tc, which may lie outside a user's PATH."""
     return shutil.which("tc", path=os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin")
 
 
@@ -319,7 +319,7 @@ def qdisc_in_kernel(qdisc: str) -> bool | None:
 
 
 def traffic_control(where: str) -> list[Check]:
-    """What the throttle needs of this kernel. Nothing of the machine's own interfaces is touched."""
+    """Checks what the throttle needs of this kernel. The machine's own interfaces are not touched."""
     if tc_program() is None:
         fix = "only the throttle needs it: apt-get install iproute2"
         return [Check(name="tc", status=WARN, where=where, what="no tc program", fix=fix)]

@@ -24,7 +24,7 @@ def show_bytes(count: float) -> str:
 
 
 def disk(where: str, facts: Facts) -> Check:
-    """Room for a run folder."""
+    """Checks that there is room for a run folder."""
     found = facts["disk"]
     free, folder = found["free_bytes"], found["folder"]
     what = f"{show_bytes(free)} free in {folder}"
@@ -207,7 +207,7 @@ def _commit(code: Mapping[str, Any]) -> str:
 
 
 def needed_programs(where: str, facts: Facts) -> list[Check]:
-    """What the launchers start on this host."""
+    """Checks for the programs that launchers start on this host."""
     if not facts["missing"]:
         return []
     what = f"not found over ssh: {', '.join(facts['missing'])}"
@@ -229,7 +229,7 @@ def clock_offset(samples: Sequence[tuple[float, float, float]]) -> tuple[float, 
 
 
 def clock(where: str, samples: Sequence[tuple[float, float, float]]) -> Check:
-    """Clock skew: records of several hosts are joined by time."""
+    """Checks clock skew, because records of several hosts are joined by time."""
     offset_s, error_s = clock_offset(samples)
     data = {"offset_s": offset_s, "error_s": error_s}
     if abs(offset_s) - error_s > SKEW_MOST_S:
@@ -241,7 +241,7 @@ def clock(where: str, samples: Sequence[tuple[float, float, float]]) -> Check:
 
 
 def slots(where: str, facts: Facts, wanted: int) -> Check:
-    """Ranks against the cores this user may use there."""
+    """Compares the host's ranks with the cores that this user may use there."""
     cores = facts["cores"]
     data = {"slots": wanted, "cores": cores}
     if wanted > cores:
@@ -268,7 +268,7 @@ def most_common(addresses: Sequence[str]) -> str | None:
 
 
 def throttled(where: str, facts: Facts) -> list[Check]:
-    """A throttle left from an earlier experiment looks like a slow network."""
+    """Warns of a throttle left by an earlier experiment, which looks like a slow network."""
     asked = facts["throttle"]
     if not asked:
         return []

@@ -51,7 +51,7 @@ print(json.dumps({"python": platform.python_version(), "prefix": sys.prefix, "pa
 
 
 def output(command: list[str], **options: typing.Any) -> str | None:
-    """Its standard output; None if it failed, is missing or took more than 10 s."""
+    """The command's standard output; None if it failed, is missing or took more than 10 s."""
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=10, **options)
     except (OSError, subprocess.SubprocessError):
@@ -76,7 +76,7 @@ def interfaces() -> list[dict[str, typing.Any]]:
 
 
 def resolve(name: str) -> list[str]:
-    """Its IPv4 addresses, in the resolver's order; empty if there is none."""
+    """The IPv4 addresses of a name, in the resolver's order; empty if there are none."""
     try:
         found = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
     except OSError:
@@ -103,7 +103,7 @@ def disk(folder: pathlib.Path) -> dict[str, typing.Any]:
 
 
 def exists(program: str) -> bool:
-    """A path, or a name to be found in PATH."""
+    """Whether a path exists, or a name is found in PATH."""
     return pathlib.Path(program).exists() if os.sep in program else shutil.which(program) is not None
 
 

@@ -258,7 +258,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _through_sudo(arguments: list[str]) -> NoReturn:
-    """The same again as root, where sudo asks nothing. Raises Failure (77) elsewhere."""
+    """Runs the same command as root, if sudo asks for no password. Raises Failure (77) otherwise."""
     sudo = shutil.which("sudo")
     if sudo is None or not succeeds([sudo, "-n", "true"]):
         raise Failure("changing queues needs root: put sudo before it", exits.NO_PERMISSION)

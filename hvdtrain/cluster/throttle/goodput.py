@@ -52,7 +52,7 @@ class Route:
 
     @property
     def burst_bytes(self) -> int:
-        """What the narrowest bucket passes at once."""
+        """Bytes that the narrowest token bucket of the route passes at once."""
         return min(
             qdisc.burst_bytes(link.shape.rate_bit_s, link.mtu)
             for link in self.links
@@ -140,7 +140,7 @@ def verify(options: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _before_others() -> Iterator[None]:
-    """What is measured is the link and not who else computes: the programs started here get a processor at once."""
+    """Within it, programs that are started get the processor at once: the link is measured, not who else computes."""
     policy, parameter = os.sched_getscheduler(0), os.sched_getparam(0)
     with contextlib.suppress(OSError):  # a control group may have no real-time share
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
@@ -152,7 +152,7 @@ def _before_others() -> Iterator[None]:
 
 
 def _in_a_ring(store: Store, cluster: Cluster, hosts: list[str] | None) -> list[Route]:
-    """From each host to the next, so that every host sends once and receives once."""
+    """The routes from each host to the next, so that every host sends once and receives once."""
     names = [host.name for host in cluster.hosts]
     if len(names) < 2:
         raise Failure("a cluster of one host has no link to measure between hosts", exits.USAGE)
@@ -228,7 +228,7 @@ def _print(result: dict[str, Any]) -> None:
 
 
 def _record(store: Store, routes: list[Route], results: list[dict[str, Any]]) -> None:
-    """Into the sender's throttle.json: what it was measured to send."""
+    """Writes the measured rate into the sender's throttle.json."""
     with store.locked():
         for route, result in zip(routes, results, strict=True):
             file = store.folder / "throttle.json"

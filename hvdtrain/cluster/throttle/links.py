@@ -47,7 +47,7 @@ class Link:
 
 
 def identify(netns: str | None, dev: str) -> tuple[str, int]:
-    """What tells this device from any other of that name, and its MTU. Raises Failure (2) if there is none."""
+    """The identity of this device, which no other of its name has, and its MTU. Raises Failure (2) if there is none."""
     about = qdisc.device(netns, dev)
     space = Path(f"/run/netns/{netns}" if netns else "/proc/self/ns/net").stat()
     return f"{space.st_ino}.{about['ifindex']}", int(about["mtu"])
@@ -83,7 +83,7 @@ def _part(netns: str | None, dev: str, detour: bool) -> list[Qdisc]:
 
 
 def plan(link: Link, shape: Shape | None) -> list[Command]:
-    """What makes the link so, from what is there now; None: as it was found. Nothing for a device that is gone."""
+    """The commands that give the link this shape; None: the one it was found with. Empty for a device that is gone."""
     if current_identity(link) is None:
         return []
     netns, dev = link.netns, link.dev

@@ -59,13 +59,13 @@ class Shape:
 
 
 def burst_bytes(rate_bit_s: int, mtu: int = 1500) -> int:
-    """What may pass at once after a pause, in bytes."""
+    """Bytes that may pass at once after a pause."""
     most = max(LARGE_BURST_BYTES, round(rate_bit_s * LARGE_BURST_S / 8))
     return max(LEAST_FRAMES * (mtu + ETHERNET_BYTES), min(round(rate_bit_s * BURST_S / 8), most))
 
 
 def limit_bytes(rate_bit_s: int, mtu: int = 1500) -> int:
-    """What may wait in the queue, in bytes; what exceeds it is dropped."""
+    """Bytes that may wait in the queue; more are dropped."""
     least = max(LEAST_QUEUE_BYTES, 8 * (mtu + ETHERNET_BYTES))
     return min(max(least, round(rate_bit_s * QUEUE_S / 8)), MOST_QUEUE_BYTES)
 
@@ -143,7 +143,7 @@ def read(netns: str | None, dev: str) -> list[Qdisc]:
 
 
 def _settings(said: str) -> list[Qdisc]:
-    """What tc said, without counters."""
+    """What tc printed, without counters."""
     found = [{key: value for key, value in qdisc.items() if key not in VOLATILE} for qdisc in json.loads(said or "[]")]
     for qdisc in found:
         qdisc.get("options", {}).pop("direct_packets_stat", None)  # of HTB, a counter too
@@ -204,7 +204,7 @@ def _fq_codel_words(options: dict[str, Any]) -> Iterator[list[str]]:
 
 
 def _words(qdisc: Qdisc) -> list[list[str]]:
-    """What might make this qdisc again, the likeliest first; empty if this tool does not know how."""
+    """Words that might make this qdisc again, the likeliest first; empty if this tool does not know how."""
     kind, options = qdisc["kind"], qdisc.get("options", {})
     if kind in {"pfifo", "bfifo"} and set(options) == {"limit"}:
         return [[kind, "limit", str(options["limit"])]]

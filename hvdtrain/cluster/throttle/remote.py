@@ -25,12 +25,12 @@ AS_ROOT += 'test "$(id -u)" = 0 && exec "$0" "$@"; exec sudo -n "$0" "$@"'
 
 
 def command(host: str, arguments: list[str]) -> Command:
-    """What runs the throttle there; any login shell will do."""
+    """The command that runs the throttle on a host, in any login shell."""
     return [*SSH, "--", host, shlex.join(["sh", "-c", AS_ROOT, str(CHECKOUT / "tools" / "throttle.sh"), *arguments])]
 
 
 def local_arguments(arguments: list[str]) -> list[str]:
-    """The command line without its hosts: what each host is told."""
+    """The command line without its hosts, which each host gets."""
     result: list[str] = []
     words = iter(arguments)
     for word in words:
@@ -42,7 +42,7 @@ def local_arguments(arguments: list[str]) -> list[str]:
 
 
 def main(options: argparse.Namespace, arguments: list[str]) -> int:
-    """Does on every host what the arguments ask for; the highest of their exit codes."""
+    """Does on every host what the arguments ask for; returns the highest of their exit codes."""
     slots = hosts.parse_hosts(options.hosts) if options.hosts else hosts.read_hostfile(options.hostfile)
     names = [slot.host for slot in slots]
     told = local_arguments(arguments)
@@ -94,7 +94,7 @@ def _worst(results: dict[str, subprocess.CompletedProcess[str]]) -> int:
 
 
 def _report(results: dict[str, subprocess.CompletedProcess[str]], *, as_json: bool) -> int:
-    """Prints what each host said, under its name."""
+    """Prints the output of each host under its name."""
     documents = []
     for host, done in results.items():
         if as_json and done.stdout.startswith("{"):

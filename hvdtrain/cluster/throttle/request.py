@@ -96,7 +96,7 @@ def seconds(text: str) -> float:
 
 
 def shapes(options: argparse.Namespace) -> dict[str, Shape | None]:
-    """What each direction is to be. Raises Failure (2)."""
+    """The shape that each direction is to have. Raises Failure (2)."""
     both = parse_rate(options.what) if options.what else None
     rates = {}
     for direction in ("up", "down"):

@@ -51,7 +51,7 @@ State = dict[str, Any]
 
 
 def write(path: Path, text: str) -> None:
-    """At once (rename(2)), readable by all whatever the umask."""
+    """Replaces the file in one step (rename(2)); all may read it, whatever the umask."""
     part = _part(path)
     part.write_text(text)
     part.chmod(0o644)
@@ -63,7 +63,7 @@ def _part(path: Path) -> Path:
 
 
 def _remove(path: Path) -> None:
-    """With what a killed `write` may have left."""
+    """Removes the file, and what a killed `write` may have left."""
     path.unlink(missing_ok=True)
     _part(path).unlink(missing_ok=True)
 
@@ -118,7 +118,7 @@ class Store:
             _remove(self.path)
 
     def links(self) -> dict[str, Link]:
-        """What is set now, by key."""
+        """The links that are set now, by key."""
         return {key: Link.from_json(link) for key, link in self.load()["links"].items()}
 
     @contextlib.contextmanager
@@ -146,7 +146,7 @@ class Store:
 
 @dataclasses.dataclass(frozen=True)
 class Wish:
-    """A link and what it is to be; None: as it was found."""
+    """A link and the shape that it is to have; None: what it was found with."""
 
     link: Link
     shape: Shape | None
@@ -287,7 +287,7 @@ def _watch(store: Store, lock: int, read_end: int, token: str, for_s: float | No
 
 
 def _let_go(keep: set[int]) -> None:
-    """Of the command's streams and files: a shell that reads its output must see its end."""
+    """Closes the command's streams and files, because a shell that reads its output waits for their end."""
     os.chdir("/")
     null = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):

@@ -160,7 +160,7 @@ def words_of(name: str, value: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-    """Axes of their own for one setting."""
+    """The curves of one setting, which get axes of their own."""
 
     title: str
     about: dict[str, Any]

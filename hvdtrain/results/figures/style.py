@@ -87,7 +87,7 @@ UNDATED: dict[str, dict[str, None]] = {
 
 @contextmanager
 def settings(extra: Any = None) -> Iterator[None]:
-    """Our settings, whatever the user's are; the user's again afterwards."""
+    """Within it our settings of matplotlib hold, after it the user's again."""
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(SETTINGS)
@@ -159,7 +159,7 @@ def wrapped(text: str, letters: int) -> str:
 
 
 def title(axis: Any, text: str) -> None:
-    """Heads a panel; the text stays above its own panel, on as many lines as that takes."""
+    """Sets a panel's title, wrapped to the panel's width."""
     across = axis.get_subplotspec().get_gridspec().ncols
     axis.set_title(wrapped(text, int((72 * axis.figure.get_figwidth() - 50) / across / 6.4)))
 

@@ -25,7 +25,7 @@ def by_epoch(loaded: Loaded, _: Options) -> Figure:
 
 
 def by_time(loaded: Loaded, _: Options) -> Figure:
-    """The same against the seconds of training, validation and checkpoints so far. Raises Failure (65)."""
+    """The headline score of validation against seconds of training, validation and checkpoints. Raises Failure (65)."""
     return figure(loaded, "time_s", "time since step 0 (s)")
 
 

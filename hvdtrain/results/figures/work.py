@@ -83,7 +83,7 @@ def bars(runs: pd.DataFrame) -> tuple[list[str], list[pd.DataFrame]]:
 
 
 def bar_in(labels: Sequence[str]) -> float:
-    """Inches between two bars, so that labels of several lines do not touch."""
+    """The distance of two bars in inches, so that labels of several lines do not touch."""
     return 0.07 + 0.12 * max(label.count("\n") + 1 for label in labels)
 
 

@@ -41,7 +41,7 @@ class Reference:
     rows: list[tuple[Where, dict[str, Any]]]
 
     def row(self, group: Group) -> dict[str, Any]:
-        """What was published of such an environment; empty if nothing."""
+        """The study's figures for the environment that the group ran in; empty if it has none."""
         return next((figures for where, figures in self.rows if where.test(group.facts)), {})
 
     def beside(self, name: str, figures: Sequence[Figure], ours: Sequence[tuple[Group, dict[str, Any]]]) -> Table:

@@ -97,7 +97,7 @@ def expand_nodelist(text: str) -> list[str]:
     A range keeps the leading zeros of its start. Raises Failure (78) if it cannot be read or has over MOST_HOSTS names.
     """
     names: list[str] = []
-    for part in _split_outside_brackets(text):
+    for part in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\]|[\[\]])+", text):  # parted at commas outside brackets
         pieces = re.split(r"\[([^\[\]]*)\]", part)  # literal, inside, literal, inside ... literal
         brackets = [_ranges(inside, text) for inside in pieces[1::2]]
         count = math.prod(sum(len(numbers) for numbers, _ in ranges) for ranges in brackets)
@@ -110,10 +110,6 @@ def expand_nodelist(text: str) -> list[str]:
                 raise Failure(f"node list {text[:100]!r}: {name[:100]!r} is no host name", exits.BAD_CONFIG)
             names.append(name)
     return names
-
-
-def _split_outside_brackets(text: str) -> list[str]:
-    return re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\]|[\[\]])+", text)
 
 
 def _ranges(inside: str, whole: str) -> list[tuple[range, int]]:

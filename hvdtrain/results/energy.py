@@ -76,7 +76,7 @@ def energies(loaded: Loaded) -> list[Energy]:
 def choose_baseline(found: Sequence[Energy], chosen: Chosen | None) -> Energy:
     """The one group chosen; by default that with the fewest ranks, on a GPU if there is one. Raises Failure (2)."""
     if chosen is None:
-        return min(found, key=lambda each: (each.group.key["device"] != "gpu", _ranks(each), not _alone(each)))
+        return min(found, key=_size)
     fitting = [each for each in found if chosen.test(each.group)]
     if len(fitting) != 1:
         names = ", ".join(groups.varying([each.group for each in fitting]))
@@ -85,13 +85,9 @@ def choose_baseline(found: Sequence[Energy], chosen: Chosen | None) -> Energy:
     return fitting[0]
 
 
-def _ranks(each: Energy) -> float:
+def _size(each: Energy) -> tuple[bool, float, bool]:
     key = each.group.key
-    return (key["hosts"] or 0) * (key["ranks_per_host"] or 0)
-
-
-def _alone(each: Energy) -> bool:
-    return bool(each.group.key["collectives"] == "none")
+    return key["device"] != "gpu", (key["hosts"] or 0) * (key["ranks_per_host"] or 0), key["collectives"] != "none"
 
 
 def energy(loaded: Loaded, chosen: Chosen | None = None, reference: Reference | None = None) -> list[Table]:

@@ -72,11 +72,8 @@ def again(group: Group, like: Group, names: Sequence[str]) -> str | None:
 
 
 def _apart(group: Group, other: Group, count: Count) -> list[str]:
-    return alike.apart(group, other, MUST[count]) + ([] if _linked(group, other) else ["rate_mbit"])
-
-
-def _linked(group: Group, other: Group) -> bool:
-    return same_rate(group, other) or same_rate(other, group)
+    linked = same_rate(group, other) or same_rate(other, group)
+    return alike.apart(group, other, MUST[count]) + ([] if linked else ["rate_mbit"])
 
 
 def _distance(group: Group, other: Group, count: Count) -> tuple[Any, ...]:

@@ -115,7 +115,8 @@ def page(loaded: Loaded, target: float = 0.95) -> str:
     drawn, lacking = figures(loaded, plots.Options(target=target), main)
     first = first_screen(shown, drawn.pop(main, ""), numbered, scores.goal(loaded.runs, target)) if shown else ""
     sections = [("What else the runs say", findings(loaded))]
-    sections.append(("Figures", "\n".join([*drawn.values(), not_shown(lacking)])))
+    not_shown = f"<h3>Not shown</h3>\n{report_page.bullets(lacking, 'findings')}" if lacking else ""
+    sections.append(("Figures", "\n".join([*drawn.values(), not_shown])))
     sections.append(("Tables", main_tables(shown, numbered)))
     sections.append(("Definitions", definitions(shown, scores.all_columns(loaded.runs))))
     sections.append(("How it was measured", report_page.definitions(MEASURED.items())))
@@ -169,10 +170,6 @@ def figures(loaded: Loaded, options: plots.Options, main: str) -> tuple[dict[str
             continue
         drawn[kind] = report_page.figure(figure, kind, len(drawn) + 1, heading, caption)
     return drawn, lacking
-
-
-def not_shown(lacking: list[tuple[str, str]]) -> str:
-    return f"<h3>Not shown</h3>\n{report_page.bullets(lacking, 'findings')}" if lacking else ""
 
 
 def main_tables(shown: list[Table], numbered: Iterator[int]) -> str:

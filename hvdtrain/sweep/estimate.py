@@ -97,7 +97,7 @@ class Estimator:
         if near:
             one = min(near, key=lambda other: _distance(other.settings, point.settings))
             compute_s = one.seconds - start_s - one.steps * one.wire_s
-            share = _compute_share(one.settings, point.settings, self._cluster)
+            share = _cores(one.settings, self._cluster) / _cores(point.settings, self._cluster)
             return Estimate(start_s + max(0.0, compute_s) * steps / one.steps * share + steps * wire_s, "near")
         guessed_s = self._compute_s(point, preview)
         if guessed_s is None:
@@ -150,8 +150,3 @@ def _cores(settings: dict[str, Any], cluster: ClusterSpec | None) -> float:
         return mine
     shared = mine / int(settings["hosts"])
     return min(shared, cluster.cpu_share) if cluster.cpu_share else shared
-
-
-def _compute_share(one: dict[str, Any], other: dict[str, Any], cluster: ClusterSpec | None) -> float:
-    """Factor by which computation takes longer at the `other` settings, from the cores per host."""
-    return _cores(one, cluster) / _cores(other, cluster)

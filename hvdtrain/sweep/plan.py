@@ -141,10 +141,6 @@ def axes(grid: Grid) -> list[list[str]]:
     return [list(group) for group in dict.fromkeys(tuple(leader.get(key, [key])) for key in grid.values)]
 
 
-def combination_count(grid: Grid) -> int:
-    return math.prod(len(grid.values[group[0]]) for group in axes(grid))
-
-
 def combinations(grid: Grid) -> Iterator[dict[str, Any]]:
     """Every combination of a grid's values, the last key varying fastest; the values of zipped keys are paired."""
     rows = [
@@ -242,7 +238,7 @@ def points(sweep: Sweep, gpus: int | None = None) -> tuple[list[Point], int]:
     for grid in sweep.grids:
         where = grid.where if grid.protocol else str(sweep.path)
         kinds = protocol(grid.protocol or sweep.protocol, f"{where}: ")
-        asked_for += len(kinds) * grid.repeats * combination_count(grid)
+        asked_for += len(kinds) * grid.repeats * math.prod(len(grid.values[group[0]]) for group in axes(grid))
         if asked_for > MOST_RUNS:
             raise _bad(grid, f"{asked_for:,} runs up to here; a sweep has at most {MOST_RUNS:,}")
         kinds *= grid.repeats

@@ -54,9 +54,9 @@ def renew_statistics(replica: Replica, batches: Iterable[Batch]) -> None:
 
 def average_statistics(replica: Replica, world: World, shares: Sequence[float] | None = None) -> None:
     """Gives every rank the mean over ranks of the running statistics, in one message. Collective."""
-    if world.size == 1 or not replica.statistics:
-        return
     local = _statistics(replica)
+    if world.size == 1 or not local:
+        return
     flat = np.concatenate([array.ravel() for array in local.values()])
     if shares is None:
         mean = world.sum(flat, "evaluate.statistics") / world.size

@@ -101,7 +101,7 @@ def train(
         adapted.set_constants(constants)
         about = dataclasses.replace(job.about, model={**job.about.model, "constants": _digest(constants)})
         job = dataclasses.replace(job, about=about)
-        summary = job.trained(job.replica(adapted, adapted.arrays(), buffers=adapted.statistics), stop)
+        summary = job.trained(job.replica(adapted, adapted.arrays()), stop)
     finally:
         stop.restore()
         lock.release()

@@ -99,9 +99,7 @@ class TensorFlowReplica:
         self._model, self._ranks = model, world.tensorflow
         self._in_backward, self._local = strategy.in_backward, strategy.local
         self._weights: dict[str, tf.Variable] = model.weights
-        self._buffers: dict[str, tf.Variable] = getattr(model, "buffers", {})
-        others = {each.name: each for each in getattr(model, "non_trainable_variables", ())}
-        found = self._buffers or others
+        found = self._buffers() or {each.name: each for each in getattr(model, "non_trainable_variables", ())}
         self.statistics = statistics_of(model, [name for name, each in found.items() if each.dtype.is_floating])
         self._optimizer = OPTIMIZERS[config.optimizer](self._weights, config)
         self._scale = tf.Variable(FIRST_SCALE if config.precision == "fp16" else 1.0, trainable=False)
@@ -129,10 +127,15 @@ class TensorFlowReplica:
     def _any_length(self, arrays: list[tf.Tensor]) -> list[tf.TensorSpec]:
         """The arrays' types for any number of samples, and sequences of any length, so that no graph is compiled anew
         for a short batch (seconds)."""
-        sequences = getattr(self._model, "sequences", ())
-        named = zip(inspect.signature(self._model.loss).parameters, arrays, strict=False)  # and `training`
-        lengths = [(array, 2 if name in sequences else 1) for name, array in named]
-        return [tf.TensorSpec([None] * free + array.shape[free:], array.dtype) for array, free in lengths]
+        names, sequences = inspect.signature(self._model.loss).parameters, getattr(self._model, "sequences", ())
+        places = [place for place, name in enumerate(names) if name in sequences]
+        free = [2 if place in places else 1 for place in range(len(arrays))]
+        each = zip(arrays, free, strict=True)
+        return [tf.TensorSpec([None] * count + array.shape[count:], array.dtype) for array, count in each]
+
+    def _buffers(self) -> Mapping[str, tf.Variable]:
+        found: Mapping[str, tf.Variable] = getattr(self._model, "buffers", {})
+        return found
 
     def _backward(self, arrays: list[tf.Tensor], numbers: tf.Tensor) -> Any:
         mean_of, samples, lr, stop = tf.unstack(numbers)
@@ -241,11 +244,12 @@ class TensorFlowReplica:
             self._good_steps.assign(int(steps))
 
     def local_state(self) -> dict[str, np.ndarray]:
-        return {name: buffer.numpy() for name, buffer in self._buffers.items()}
+        return {name: buffer.numpy() for name, buffer in self._buffers().items()}
 
     def load_local(self, state: dict[str, np.ndarray]) -> None:
-        for name, array in state.items():
-            self._buffers[name].assign(array)
+        for name, buffer in self._buffers().items():
+            if name in state:
+                buffer.assign(state[name])
 
     def synchronize(self) -> None:
         if self.device != "cpu":  # there a graph has done its work when it returns

@@ -107,8 +107,9 @@ class LocalSGD(Synchronous):
         tail, (samples, all_samples) = replica.tail(), replica.share()
         loss, self._steps = float(tail[0] / samples), self._steps + 1
         if self._steps <= self._start:
-            replica.vector()[: self._size] *= np.float32(samples / all_samples)  # a mean over its own samples
-            return super().step(replica, lr, clock)
+            vector = replica.vector()
+            vector[: self._size] *= np.float32(samples / all_samples)  # it was a mean over this rank's samples
+            return self._summed(replica, vector, lr, clock)
         with clock.span("compute"):
             if self.in_sync:
                 self._began = self._anchor = replica.weights().copy()

@@ -31,7 +31,9 @@ class Synchronous(Strategy):
         return round_
 
     def step(self, replica: Vectors, lr: float, clock: Clock) -> Exchanged:
-        vector = replica.vector()
+        return self._summed(replica, replica.vector(), lr, clock)
+
+    def _summed(self, replica: Vectors, vector: np.ndarray, lr: float, clock: Clock) -> Exchanged:
         with clock.span("communication"):
             sent = reduce(self._world, self._reducer, vector, self._size)
         with clock.span("compute"):

@@ -110,7 +110,9 @@ class HorovodRanks(Alone):
         return self._hvd.allreduce(tensor, op=self._hvd.Sum, name=name)
 
     def summed_gradients(self, tape: Any, loss: Any, weights: list[Any]) -> list[Any]:
-        return list(self._hvd.DistributedGradientTape(tape, op=self._hvd.Sum).gradient(loss, weights))
+        return list(
+            self._hvd.DistributedGradientTape(tape, op=self._hvd.Sum, sparse_as_dense=True).gradient(loss, weights)
+        )
 
 
 class HorovodStep(TorchStep):

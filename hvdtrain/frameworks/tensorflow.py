@@ -86,6 +86,12 @@ def turned_back(array: np.ndarray) -> np.ndarray:
     return array.transpose(3, 2, 0, 1) if array.ndim == 4 else array
 
 
+def _dense(gradients: list[Any], weights: list[tf.Variable]) -> list[tf.Tensor]:
+    """Whole arrays: TensorFlow has None for a weight that the loss does not use, and slices for an embedding."""
+    pairs = zip(gradients, weights, strict=True)
+    return [tf.zeros_like(weight) if each is None else tf.convert_to_tensor(each) for each, weight in pairs]
+
+
 class TensorFlowReplica:
     """See `frameworks.Replica`. `model.loss(*arrays, training=...)` returns the sum of losses and, by name, the
     measure's sums; `model.weights` are its trained variables by name. A model may have `buffers`, variables by name
@@ -145,10 +151,10 @@ class TensorFlowReplica:
             mean = loss / mean_of * self._scale
         tail = tf.concat([self._numbers((loss, sums), loss.dtype), [samples, stop]], 0)
         tail = self._ranks.graph_sum(tail, "step.totals")
+        weights = list(self._weights.values())
         if not self._in_backward:
-            gradients = tape.gradient(mean, list(self._weights.values()), unconnected_gradients="zero")
-            return [tf.convert_to_tensor(each) for each in gradients], tail  # of an embedding they are slices
-        self._apply(self._ranks.summed_gradients(tape, mean, list(self._weights.values())), lr)
+            return _dense(tape.gradient(mean, weights), weights), tail
+        self._apply(_dense(self._ranks.summed_gradients(tape, mean, weights), weights), lr)
         return [], tail
 
     def vector(self) -> np.ndarray:

@@ -34,9 +34,11 @@ def made(framework: str, seed: int, dropout: float = 0.0) -> Any:
     import keras
 
     keras.utils.set_random_seed(seed)
-    layers = [keras.layers.Dense(24, activation="tanh"), keras.layers.Dropout(dropout)]
-    fixed = keras.layers.Dense(24, trainable=False)
-    return keras.Sequential([keras.Input((64,)), *layers, fixed, keras.layers.Dense(10)])
+    x = keras.Input((64,))
+    corner = keras.layers.Embedding(17, 24)(keras.ops.cast(16 * x[:, 2], "int32"))
+    first = keras.layers.Dropout(dropout)(keras.layers.Dense(24, activation="tanh")(x))
+    fixed = keras.layers.Dense(24, trainable=False)(first + corner)
+    return keras.Model(x, keras.layers.Dense(10)(fixed))
 
 
 def trained(framework: str, start: int, dropout: float = 0.0, **settings: Any) -> tuple[Any, Any]:

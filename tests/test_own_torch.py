@@ -33,3 +33,13 @@ def test_an_optimizer_on_a_strategy_does_what_the_loop_does_and_what_users_expec
     """The program compares and raises: see its checks."""
     done = launch(3, [str(PROGRAMS / "own_optimizer.py")], "torchrun")
     assert len(document(done)["done"]) == 17
+
+
+def test_a_hook_sums_the_buckets_of_distributeddataparallel() -> None:
+    """Several buckets. Exact sums are PyTorch's own; what a reducer leaves out comes in a later step."""
+    told = document(launch(2, [str(PROGRAMS / "own_hook.py")], "torchrun"))
+    assert told["hierarchical"][0] < 1e-6
+    assert told["bf16"][0] < 2**-8
+    worst, of_the_sum = told["powersgd:rank=4"]
+    assert 0 < 5 * of_the_sum < worst < 0.1
+    assert "a reducer alone" in told["refused"]

@@ -82,11 +82,15 @@ class Job:
 
     def strategy(self, exchange: Exchange, shapes: Sequence[Shape]) -> tuple[Strategy, World]:
         """A strategy for arrays of these shapes, on streams of its own. Collective."""
+        world = self.world()
+        return exchange.make(TrainConfig(strategy=str(exchange)), world, shapes), world
+
+    def world(self) -> World:
+        """The ranks, joined by streams that nobody else uses. Collective."""
         with _connecting:
-            world = World(self._framework, carrier=exchange.strategy.carrier, met=self.met)
+            world = World(self._framework, carrier="streams", met=self.met)
         self._worlds.append(world)
-        config = TrainConfig(strategy=str(exchange))
-        return exchange.make(config, world, shapes), world
+        return world
 
     def close(self) -> None:
         """Closes all streams. A rank that still waits for this one learns that it is gone."""
@@ -134,8 +138,8 @@ def wanted(strategy: str | None = None) -> Exchange | None:
     return exchange
 
 
-def init(front: Front, comm: Any = None, process_sets: Any = None) -> None:
-    """What `hvd.init()` does; a second time does nothing. Collective.
+def init(front: Front, comm: Any = None, process_sets: Any = None, strategy: str | None = None) -> None:
+    """What `hvd.init()` does; a second time does nothing. Collective. `strategy`: if it is known already.
 
     Raises Failure if the strategy is none that a script can have, or the ranks cannot find each other.
     """
@@ -144,7 +148,7 @@ def init(front: Front, comm: Any = None, process_sets: Any = None) -> None:
         return
     if _met is None:
         guard(debug=False)
-    exchange = wanted()
+    exchange = wanted(strategy)
     if exchange is None and _job is None:
         front.module.init(comm, process_sets)
         if front.module.size() > 1 and _met is None:
@@ -152,7 +156,7 @@ def init(front: Front, comm: Any = None, process_sets: Any = None) -> None:
     else:
         if _met is None:
             _met = Met.at(place())
-            if _met.meeting.rank == 0 and os.environ.get(VARIABLE) is None:
+            if _met.meeting.rank == 0 and strategy is None and os.environ.get(VARIABLE) is None:
                 _tell(f"Horovod cannot connect torchrun's ranks: {exchange} carries; {VARIABLE} names another strategy")
         _job = _job or Job(_met, front.framework)
         _carry(front, _job)

@@ -34,6 +34,17 @@ def shutdown() -> None:
     mpi_ops.shutdown()
 
 
+def ddp_hook(strategy: str) -> tuple[Any, Any]:
+    """The gradients of DistributedDataParallel summed by a reducer: `ddp.register_comm_hook(*ddp_hook("powersgd"))`.
+
+    For scripts on torch.distributed, under torchrun; `init` need not be called. Collective. Raises Failure for what is
+    no reducer.
+    """
+    from hvdtrain.torch import hook
+
+    return hook.of(_FRONT, strategy)
+
+
 class _Elastic:
     """What stands in for `horovod.torch.elastic`."""
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import pytest
-from conftest import PROGRAMS, document, launch
+from conftest import PROGRAMS, ROOT, document, launch
 
 
 @functools.cache
@@ -27,6 +28,14 @@ def test_every_call_gives_on_streams_what_it_gives_on_horovod(ranks: int, launch
         assert mine.keys() == theirs.keys()
         for name, value in theirs.items():
             assert mine[name] == value, f"{name} on rank {rank}"
+
+
+def test_the_page_lists_every_name_of_horovods_module() -> None:
+    page = (ROOT / "docs" / "OWN.md").read_text()
+    states = {"Horovod's": True, "ours": False, "raises": None}
+    rows = re.findall(r"^\| `horovod\.torch` \| ([\w']+) \| (.*) \|$", page, re.M)
+    told = {name: states[state] for state, listed in rows for name in re.findall(r"`(\w+)`", listed)}
+    assert told == calls(2, "mpirun")["same"]
 
 
 def test_an_optimizer_on_a_strategy_does_what_the_loop_does_and_what_users_expect() -> None:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import horovod.torch
 import torch
 
 import hvdtrain.torch as hvd
@@ -125,7 +126,13 @@ if "late" in sys.argv:
 found = {name: plain(value) for name, value in results()} | {"before": before, "errors": dict(refused())}
 everyone = hvd.allgather_object(found)
 carried = "Horovod" if hvd.mpi_enabled() or hvd.gloo_enabled() else "streams"
+public = [name for name in dir(horovod.torch) if not name.startswith("_")]
+same = {name: getattr(hvd, name) is getattr(horovod.torch, name) for name in public}
+try:
+    _ = hvd.elastic.run
+except NotImplementedError:
+    same["elastic"] = None
 if hvd.rank() == 0:
-    print(json.dumps({"carried": carried, "ranks": everyone}), flush=True)
+    print(json.dumps({"carried": carried, "ranks": everyone, "same": same}), flush=True)
 hvd.shutdown()
 assert not hvd.is_initialized()

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import runpy
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,10 +34,31 @@ def numpy_training() -> tuple[np.ndarray, list[float]]:
     return weight, losses
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-@pytest.mark.parametrize("ranks", [0, 2, 3])
-def test_uneven_ranks_train_as_one_process_on_all_samples(framework: str, ranks: int) -> None:
-    report = document(launch(ranks, [str(PROGRAMS / "exchange.py"), framework]))
+@pytest.fixture(scope="module")
+def exchanged() -> Callable[..., Any]:
+    """What rank 0 of exchange.py told."""
+
+    @functools.cache
+    def report(framework: str, ranks: int, strategy: str, launcher: str) -> Any:
+        words = [str(PROGRAMS / "exchange.py"), framework, json.dumps({"strategy": strategy})]
+        return document(launch(ranks, words + ["evaluate"] * (strategy == "allreduce"), launcher))
+
+    return report
+
+
+@pytest.mark.parametrize(
+    ("framework", "ranks", "strategy", "launcher"),
+    [
+        *((framework, ranks, "allreduce", "mpirun") for framework in FRAMEWORKS for ranks in (0, 3)),
+        ("torch", 0, "native", ""),
+        ("torch", 3, "native", "torchrun"),
+        ("tensorflow", 3, "native", "mpirun"),
+    ],
+)
+def test_uneven_ranks_train_as_one_process_on_all_samples(
+    framework: str, ranks: int, strategy: str, launcher: str, exchanged: Callable[..., Any]
+) -> None:
+    report = exchanged(framework, ranks, strategy, launcher)
     size = max(1, ranks)
     weight, losses = numpy_training()
     np.testing.assert_allclose(report["weight"], weight, rtol=1e-4, atol=1e-5)
@@ -45,23 +70,31 @@ def test_uneven_ranks_train_as_one_process_on_all_samples(framework: str, ranks:
     assert report["sum"] == [size, sum(range(size))]
     assert report["gathered"] == [{"rank": r, "text": "ä" * r} for r in range(size)]
     assert report["agreed"] == {"own": [0.0] * 3, "same": [0, 1]}, "ranks that differ take rank 0's"
-    assert report["refused"] == ("ranks joined by mpi cannot sum vectors by a reducer" if ranks else "")
+    assert report["horovod"] is (strategy == "allreduce" and ranks > 0), "otherwise not even imported"
+    if strategy == "allreduce":
+        assert report["refused"] == ("ranks joined by mpi cannot sum vectors by a reducer" if ranks else "")
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_evaluation_is_exact_whatever_the_number_of_ranks(framework: str) -> None:
-    alone, two, three = (document(launch(n, [str(PROGRAMS / "evaluate.py"), framework])) for n in (0, 2, 3))
-    assert alone["accuracy"] == two["accuracy"] == three["accuracy"]
-    assert two["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+def test_evaluation_is_exact_whatever_the_number_of_ranks(framework: str, exchanged: Callable[[str, int], Any]) -> None:
+    alone, three = (exchanged(framework, ranks, "allreduce", "mpirun")["evaluated"] for ranks in (0, 3))
+    assert alone["accuracy"] == three["accuracy"]
     assert three["loss"] == pytest.approx(alone["loss"], rel=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("framework", "launcher"),
-    [("torch", "mpirun"), ("tensorflow", "mpirun"), ("torch", "horovodrun"), ("tensorflow", "horovodrun --gloo")],
+    ("framework", "launcher", "strategy"),
+    [
+        ("torch", "mpirun", "allreduce"),
+        ("torch", "horovodrun", "allreduce"),
+        ("tensorflow", "horovodrun --gloo", "allreduce"),
+        ("tensorflow", "mpirun", "native"),
+    ],
 )
-def test_a_rank_that_raises_ends_the_job_and_its_traceback_is_shown_last(framework: str, launcher: str) -> None:
-    done = launch(2, [str(PROGRAMS / "failing.py"), framework, "raise"], launcher)
+def test_a_rank_that_raises_ends_the_job_and_its_traceback_is_shown_last(
+    framework: str, launcher: str, strategy: str
+) -> None:
+    done = launch(2, [str(PROGRAMS / "failing.py"), framework, strategy, "raise"], launcher)
     assert done.returncode != 0
     output = done.stderr + done.stdout
     assert output.count("hvdtrain: ") == 1, "peers that only lost contact stay silent"
@@ -70,7 +103,7 @@ def test_a_rank_that_raises_ends_the_job_and_its_traceback_is_shown_last(framewo
 
 
 def test_a_failure_of_one_rank_is_one_line_with_its_rank() -> None:
-    done = launch(2, [str(PROGRAMS / "failing.py"), "torch", "failure"])
+    done = launch(2, [str(PROGRAMS / "failing.py"), "torch", "allreduce", "failure"])
     assert done.returncode == 65
     lines = [line for line in done.stderr.splitlines() if "hvdtrain: " in line]
     assert len(lines) == 1

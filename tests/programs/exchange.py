@@ -1,20 +1,29 @@
 """What the ranks do together, done for real on a model without BatchNorm, and printed by rank 0 as JSON.
 
-Three steps of SGD with momentum on uneven shares of one fixed batch; a collective of each kind. Used by
-test_ranks.py and test_native.py, which compare ranks with each other and with NumPy.
+    exchange.py torch|tensorflow SETTINGS [evaluate]
+
+Three steps of SGD with momentum on uneven shares of one fixed batch; a collective of each kind. SETTINGS are
+`TrainConfig`'s fields. With `evaluate` a ResNet is evaluated, whose BatchNorm statistics differ between ranks but have
+one mean. test_ranks.py, test_native.py and test_async_ps.py compare ranks with each other and with NumPy; other
+programs take the model from here.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from typing import Any
 
 import numpy as np
 
-from hvdtrain import strategies
+from hvdtrain import data, strategies, workload, world
 from hvdtrain.config import TrainConfig
-from hvdtrain.data import Batch
+from hvdtrain.evaluation import evaluate
+from hvdtrain.frameworks import Replica
 from hvdtrain.measures import Accuracy
+from hvdtrain.models import resnet
+from hvdtrain.strategies import Strategy
+from hvdtrain.threads import Threads
 from hvdtrain.timing import Clock
 from hvdtrain.world import World
 
@@ -59,64 +68,104 @@ def tensorflow_model():
     return Linear()
 
 
-def refused(world: World) -> str:
+def config_of(framework: str, settings: str, **defaults: Any) -> TrainConfig:
+    """`settings`: fields as JSON, over `defaults`."""
+    fields = {"lr": LR, "momentum": 0.9, "weight_decay": 0.01} | defaults | json.loads(settings)
+    return TrainConfig(framework=framework, device="cpu", **fields)
+
+
+def joined(config: TrainConfig) -> tuple[World, str]:
+    """The ranks, and this one's device."""
+    return workload.connected(config, world.place(), Threads(1, "a small model"))
+
+
+def trainer(config: TrainConfig, ranks: World, device: str, weight: np.ndarray) -> tuple[Strategy, Replica]:
+    """What trains the linear model from `weight`."""
+    strategy = strategies.make(config, ranks, [weight.shape])
+    if config.framework == "torch":
+        model = torch_model()
+    else:
+        with ranks.tensorflow.scope():
+            model = tensorflow_model()
+    replica = workload.replica_of(model, config, ranks, strategy, device, Accuracy())
+    replica.load({"parameter.weight": weight})
+    return strategy, replica
+
+
+def borders(ranks: int) -> list[int]:
+    """Rank r takes the samples from borders[r] to borders[r + 1]: 1, 2, 3 ... and the rest."""
+    return [r * (r + 1) // 2 for r in range(ranks)] + [SAMPLES]
+
+
+def share(ranks: World) -> data.Batch:
+    """This rank's of the one batch."""
+    inputs, labels, _ = problem()
+    mine = slice(*borders(ranks.size)[ranks.rank : ranks.rank + 2])
+    return data.Batch(arrays=(inputs[mine], labels[mine]), weight=mine.stop - mine.start, total_weight=SAMPLES)
+
+
+def told(ranks: World, report: dict[str, Any]) -> None:
+    """Prints it on rank 0; collective, and the last thing that ranks do."""
+    if ranks.rank == 0:
+        sys.stdout.write(json.dumps(report) + "\n")
+    ranks.leave()
+
+
+def refused(ranks: World) -> str:
     """Why these ranks cannot sum a vector by a reducer; empty: they can."""
     try:
-        with world.hosts(np.ones(1, np.float32)):
+        with ranks.hosts(np.ones(1, np.float32)):
             return ""
     except NotImplementedError as error:
         return str(error)
 
 
-def main() -> None:
-    framework, settings = sys.argv[1], json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
-    config = TrainConfig(lr=LR, momentum=0.9, weight_decay=0.01, **settings)
-    if framework == "torch":
-        from hvdtrain.frameworks.pytorch import TorchReplica as Replica
-        from hvdtrain.frameworks.pytorch import prepare
+def evaluated(config: TrainConfig, ranks: World, device: str) -> dict[str, float]:
+    """Loss and scores."""
+    spec = resnet.ResNetSpec(channels=1, classes=10, width=0.125)
+    if config.framework == "torch":
+        from hvdtrain.models.resnet_torch import ResNetTorch as Model
     else:
-        from hvdtrain.frameworks.tensorflow import TensorFlowReplica as Replica
-        from hvdtrain.frameworks.tensorflow import prepare
-    device = prepare("cpu", 0, 1)
-    world = World(framework, carrier=strategies.chosen(config).strategy.carrier)
-    inputs, labels, weight = problem()
-    strategy = strategies.make(config, world, [weight.shape])
-    if framework == "torch":
-        model = torch_model()
-    else:
-        with world.tensorflow.scope():
-            model = tensorflow_model()
-    replica = Replica(model, device=device, config=config, world=world, strategy=strategy, measure=Accuracy())
-    replica.load({"parameter.weight": weight})
+        from hvdtrain.models.resnet_tf import ResNetTF as Model
+    strategy = strategies.make(config, ranks, [(1,)])
+    replica = workload.replica_of(Model(spec), config, ranks, strategy, device, Accuracy())
+    state = resnet.initial_state(spec, 3)
+    replica.load({f"parameter.{name}": state[name] for name in resnet.parameters(spec)})
+    # Offsets whose mean over ranks is 0: -1 and 1, -1, 0 and 1 for three, times a quarter.
+    offset = 0.25 * (2 * ranks.rank / (ranks.size - 1) - 1) if ranks.size > 1 else 0.0
+    replica.load_local({name: state[name] + offset * (state[name] != 0) for name in resnet.buffers(spec)})
+    loss, scores = evaluate(replica, Accuracy(), data.load("digits", (16, 16)).test, 32, ranks)
+    return {"loss": loss, **scores}
 
-    # Rank r takes the samples behind its triangular number: shares as uneven as 1, 2, 3 ... and the rest.
-    borders = [r * (r + 1) // 2 for r in range(world.size)] + [SAMPLES]
-    mine = slice(borders[world.rank], borders[world.rank + 1])
-    batch = Batch(arrays=(inputs[mine], labels[mine]), weight=mine.stop - mine.start, total_weight=SAMPLES)
+
+def main() -> None:
+    framework, settings, *more = sys.argv[1:]
+    config = config_of(framework, settings)
+    ranks, device = joined(config)
+    strategy, replica = trainer(config, ranks, device, problem()[2])
     losses = []
     for _ in range(STEPS):
-        replica.backward(batch, LR, stop=world.rank == world.size - 1)
+        replica.backward(share(ranks), LR, stop=ranks.rank == ranks.size - 1)
         done = strategy.step(replica, LR, Clock())
         losses.append(done.loss)
-    agreed = world.agreed({"own": np.full(3, float(world.rank)), "same": np.arange(2)})
+    agreed = ranks.agreed({"own": np.full(3, float(ranks.rank)), "same": np.arange(2)})
     report = {
-        "size": world.size,
+        "size": ranks.size,
         "weight": replica.state()["parameter.weight"].tolist(),
-        "weights_of_ranks": world.gather(replica.state()["parameter.weight"].tolist()),
+        "weights_of_ranks": ranks.gather(replica.state()["parameter.weight"].tolist()),
         "losses": losses,
         "correct": done.totals[1],
         "samples": done.totals[2],
         "stopping": done.stop,
         "bytes_sent": done.sent_bytes,
-        "sum": world.sum(np.array([1.0, world.rank]), "test").tolist(),
-        "gathered": world.gather({"rank": world.rank, "text": "ä" * world.rank}),
+        "sum": ranks.sum(np.array([1.0, ranks.rank]), "test").tolist(),
+        "gathered": ranks.gather({"rank": ranks.rank, "text": "ä" * ranks.rank}),
         "agreed": {name: array.tolist() for name, array in agreed.items()},
         "horovod": "horovod" in sys.modules,
-        "refused": refused(world),
+        "refused": refused(ranks),
+        "evaluated": evaluated(config, ranks, device) if more else None,
     }
-    if world.rank == 0:
-        sys.stdout.write(json.dumps(report) + "\n")
-    world.leave()
+    told(ranks, report)
 
 
 if __name__ == "__main__":

@@ -6,21 +6,18 @@ The settings are `TrainConfig`'s; without shares they are measured, and nothing 
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 
+import exchange
 import numpy as np
-from exchange import FEATURES, tensorflow_model, torch_model
+from exchange import FEATURES
 
 from hvdtrain import config as configuration
 from hvdtrain import strategies
-from hvdtrain.config import TrainConfig
 from hvdtrain.data import Batch, ImageSplit
 from hvdtrain.data.loader import Loader
-from hvdtrain.measures import Accuracy
 from hvdtrain.strategies import hybrid
 from hvdtrain.timing import Clock
-from hvdtrain.world import World
 
 SAMPLES, CLASSES, GLOBAL_BATCH, EPOCHS, LR, SEED = 54, 3, 12, 2, 0.1, 7
 
@@ -39,31 +36,17 @@ def flat(batch: Batch) -> Batch:
 
 
 def main() -> None:
-    framework, settings = sys.argv[1], json.loads(sys.argv[2])
-    config = TrainConfig(global_batch_size=GLOBAL_BATCH, lr=LR, weight_decay=0.01, **settings)
-    if framework == "torch":
-        from hvdtrain.frameworks.pytorch import TorchReplica as Replica
-        from hvdtrain.frameworks.pytorch import prepare
-    else:
-        from hvdtrain.frameworks.tensorflow import TensorFlowReplica as Replica
-        from hvdtrain.frameworks.tensorflow import prepare
-    device = prepare("cpu", 0, 1, one_each=True)
-    world = World(framework, carrier=strategies.chosen(config).strategy.carrier)
+    framework, settings = sys.argv[1:]
+    config = exchange.config_of(framework, settings, global_batch_size=GLOBAL_BATCH, lr=LR)
+    ranks, device = exchange.joined(config)
     split, weight = problem()
-    strategy = strategies.make(config, world, [weight.shape])
-    if framework == "torch":
-        model = torch_model()
-    else:
-        with world.tensorflow.scope():
-            model = tensorflow_model()
-    replica = Replica(model, device=device, config=config, world=world, strategy=strategy, measure=Accuracy())
-    replica.load({"parameter.weight": weight})
-    given = strategies.chosen(config).shares(world.size)
+    strategy, replica = exchange.trainer(config, ranks, device, weight)
+    given = strategies.chosen(config).shares(ranks.size)
     loader = Loader(
         split,
-        global_batch=configuration.global_batch(config, world.size),
-        rank=world.rank,
-        size=world.size,
+        global_batch=configuration.global_batch(config, ranks.size),
+        rank=ranks.rank,
+        size=ranks.size,
         seed=SEED,
         shares=given,
     )
@@ -72,7 +55,7 @@ def main() -> None:
         hybrid.TRY_S, hybrid.LONGEST_S = 0.05, 0.5  # that they are exact is no matter here
         shares, _ = strategy.measured_shares(replica, lambda shares: flat(loader.first_of(shares)))
         loader = loader.divided(shares)
-        assert sum(shares) > 0.999 and len(shares) == world.size
+        assert sum(shares) > 0.999 and len(shares) == ranks.size
     state = replica.state()
     losses, samples = [], []
     for epoch in range(EPOCHS):
@@ -84,14 +67,12 @@ def main() -> None:
     report = {
         "untouched": unmeasured.keys() == state.keys()
         and all(np.array_equal(state[name], array) for name, array in unmeasured.items()),
-        "weights": world.gather(replica.state()["parameter.weight"].tolist()),
+        "weights": ranks.gather(replica.state()["parameter.weight"].tolist()),
         "losses": losses,
-        "samples": world.gather(samples),
+        "samples": ranks.gather(samples),
         "traces": traces,
     }
-    if world.rank == 0:
-        sys.stdout.write(json.dumps(report) + "\n")
-    world.leave()
+    exchange.told(ranks, report)
 
 
 if __name__ == "__main__":

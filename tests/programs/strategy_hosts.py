@@ -22,8 +22,13 @@ class Kept:
         pass
 
 
-def joined(per_host: int) -> Meeting:
+def joined(framework: str, per_host: int) -> Meeting:
     """The ranks, `per_host` of them on each host in every `World` that is made from now on."""
+    if framework == "tensorflow":  # which can be prepared once only
+        from hvdtrain.frameworks import tensorflow
+
+        device = tensorflow.prepare("cpu", 0, 1)
+        tensorflow.prepare = lambda *told, **named: device
     where = world.place()
     meeting = meet(where.launcher, where.rank, where.size, where.local_rank, where.local_size)
     reach = Reach(f"127.0.0.{1 + meeting.rank // per_host}", "lo", loopback=True)

@@ -3,7 +3,7 @@
     strategy_linear.py torch|tensorflow RANKS_PER_HOST STEPS SETTINGS
 
 SETTINGS is a JSON list of objects with `TrainConfig`'s fields. Every rank has the same uneven share of one fixed batch
-in each step (see `borders`), and synchronises after the last one. Used by test_strategies.py.
+in each step (see exchange.py's `borders`), and synchronises after the last one. Used by test_strategies.py.
 """
 
 from __future__ import annotations
@@ -12,37 +12,20 @@ import json
 import sys
 from typing import Any
 
+import exchange
 import numpy as np
-from exchange import LR, SAMPLES, problem, tensorflow_model, torch_model
+from exchange import LR
 from strategy_hosts import joined
 
-from hvdtrain import strategies, world
-from hvdtrain.config import TrainConfig
-from hvdtrain.data import Batch
-from hvdtrain.measures import Accuracy
+from hvdtrain import world
 from hvdtrain.timing import Clock
 
 
-def borders(ranks: int) -> list[int]:
-    """Rank r takes the samples from borders[r] to borders[r + 1]: 1, 2, 3 ... and the rest."""
-    return [r * (r + 1) // 2 for r in range(ranks)] + [SAMPLES]
-
-
-def trained(settings: dict[str, Any], framework: str, device: str, steps: int) -> dict[str, Any]:
-    config = TrainConfig(**{"lr": LR, "momentum": 0.9, "weight_decay": 0.01, **settings})
-    if framework == "torch":
-        from hvdtrain.frameworks.pytorch import TorchReplica as Replica
-    else:
-        from hvdtrain.frameworks.tensorflow import TensorFlowReplica as Replica
-    ranks = world.World(framework, carrier=strategies.chosen(config).strategy.carrier)
-    inputs, labels, weight = problem()
-    strategy = strategies.make(config, ranks, [weight.shape])
-    model = torch_model() if framework == "torch" else tensorflow_model()
-    replica = Replica(model, device=device, config=config, world=ranks, strategy=strategy, measure=Accuracy())
-    replica.load({"parameter.weight": weight})
-
-    begin, end = borders(ranks.size)[ranks.rank : ranks.rank + 2]
-    batch = Batch(arrays=(inputs[begin:end], labels[begin:end]), weight=end - begin, total_weight=SAMPLES)
+def trained(framework: str, settings: dict[str, Any], steps: int) -> dict[str, Any]:
+    config = exchange.config_of(framework, json.dumps(settings))
+    ranks, device = exchange.joined(config)
+    strategy, replica = exchange.trainer(config, ranks, device, exchange.problem()[2])
+    batch = exchange.share(ranks)
     losses, told, clock = [], [], Clock()
     for _ in range(steps):
         replica.backward(batch, LR, stop=ranks.rank == 0)
@@ -63,13 +46,8 @@ def trained(settings: dict[str, Any], framework: str, device: str, steps: int) -
 
 def main(stop: world.StopSignal) -> int:
     framework, per_host, steps = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    if framework == "torch":
-        from hvdtrain.frameworks.pytorch import prepare
-    else:
-        from hvdtrain.frameworks.tensorflow import prepare
-    device = prepare("cpu", 0, 1)
-    meeting = joined(per_host)
-    reports = [trained(settings, framework, device, steps) for settings in json.loads(sys.argv[4])]
+    meeting = joined(framework, per_host)
+    reports = [trained(framework, settings, steps) for settings in json.loads(sys.argv[4])]
     if meeting.rank == 0:
         sys.stdout.write(json.dumps({"reports": reports}) + "\n")
     meeting.leave()

@@ -29,19 +29,6 @@ sys.path.append(str(Path(__file__).parent.parent))
 from runs import cut_off
 
 
-def replicas(framework: str) -> Any:
-    """The framework's class of replicas, which is prepared once only."""
-    if framework == "torch":
-        from hvdtrain.frameworks import pytorch as module
-
-        return module.TorchReplica
-    from hvdtrain.frameworks import tensorflow as module
-
-    device = module.prepare("cpu", 0, 1)
-    module.prepare = lambda *told, **named: device
-    return module.TensorFlowReplica
-
-
 @contextlib.contextmanager
 def signalled(replica: Any, step: int | None) -> Iterator[None]:
     """This process gets SIGUSR1 before its step of this number, counted from 0 within the process."""
@@ -71,9 +58,12 @@ def trained(about: dict[str, Any], meeting: Meeting, replica: Any) -> int:
 
 def main(stop: world.StopSignal) -> int:
     framework, per_host, runs = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
-    meeting = joined(per_host)
-    replica = replicas(framework)
-    codes = [trained(about, meeting, replica) for about in runs]
+    meeting = joined(framework, per_host)
+    if framework == "torch":
+        from hvdtrain.frameworks.pytorch import TorchReplica as Replica
+    else:
+        from hvdtrain.frameworks.tensorflow import TensorFlowReplica as Replica
+    codes = [trained(about, meeting, Replica) for about in runs]
     if meeting.rank == 0:
         sys.stdout.write(json.dumps({"codes": codes}) + "\n")
     meeting.leave()

@@ -25,7 +25,7 @@ PROGRAMS = ROOT / "tests" / "programs"
 SMALL = ["--image-size", "16", "--width", "0.125", "--batch-size", "48"]
 
 
-NETWORK_TOOLS = ("ip", "tc", "iperf3", "sshd")
+NETWORK_TOOLS = ("ip", "tc", "sshd")
 
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background command: so would be all that tests start
@@ -33,34 +33,29 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background co
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `root` run where they can, and elsewhere say what they lack. Files with tests that run alone come
+    """Tests marked `root` run where they can, and elsewhere say what they lack. Files with tests marked `alone` come
     last, because then no other worker has much left to do."""
     lacking = "root: sudo make test" if os.geteuid() else ""
     for tool in NETWORK_TOOLS:
         if not lacking and shutil.which(tool, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None:
-            lacking = f"{tool} (Debian: apt-get install iproute2 iperf3 openssh-server)"
+            lacking = f"{tool} (Debian: apt-get install iproute2 openssh-server)"
     for item in items:
         if lacking and item.get_closest_marker("root"):
             item.add_marker(pytest.mark.skip(reason=f"needs {lacking}"))
-    last = {item.path for item in items if runs_alone(item)}
+    last = {item.path for item in items if item.get_closest_marker("alone")}
     items.sort(key=lambda item: item.path in last)
-
-
-def runs_alone(item: pytest.Item) -> bool:
-    """Whether another worker's tests would disturb it: it makes hosts and links, or measures."""
-    return any(item.get_closest_marker(name) for name in ("root", "alone"))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """With several workers (`pytest -n 2`, as `make test` has it) tests share a lock, which one that runs alone has for
+    """With several workers (`pytest -n 2`, as `make test` has it) tests share a lock, which one marked `alone` has for
     itself. Whoever waits for it holds the gate, so that later ones queue up behind."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return (yield)
     with opened(item.config.rootpath) as lock:
         with opened(item.config.rootpath / "tests") as gate:
             fcntl.flock(gate, fcntl.LOCK_EX)
-            fcntl.flock(lock, fcntl.LOCK_EX if runs_alone(item) else fcntl.LOCK_SH)
+            fcntl.flock(lock, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
         return (yield)
 
 

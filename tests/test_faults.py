@@ -214,6 +214,7 @@ def test_a_flap_and_a_long_slow_transfer_raise_no_alarm(cluster: Cluster, tmp_pa
 
 
 @pytest.mark.root
+@pytest.mark.alone
 def test_the_records_tell_throttle_goodput_and_bytes_of_each_host(cluster: Cluster, tmp_path: Path) -> None:
     throttle(cluster, "100mbit")
     folder = tmp_path / "run"

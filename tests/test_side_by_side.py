@@ -1,4 +1,4 @@
-"""`pytest -n 2`: files run side by side, but a test marked `alone` or `root` has the machine for itself."""
+"""`pytest -n 2`: files run side by side, but a test marked `alone` has the machine for itself."""
 
 from __future__ import annotations
 

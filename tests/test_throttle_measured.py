@@ -12,7 +12,7 @@ from hvdtrain.cluster import virtual
 from hvdtrain.cluster.commands import run
 from hvdtrain.cluster.rates import goodput_one_way
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.alone]
 THROTTLE = str(ROOT / "tools" / "throttle.sh")
 
 
@@ -45,7 +45,7 @@ def test_verify_measures_the_rate_within_two_percent(cluster: Cluster, rate: str
 
 
 def test_verify_tells_a_link_that_lets_short_messages_through(cluster: Cluster) -> None:
-    """A bucket that holds a second: iperf3's long transfer may pass, 256 kB after a pause give it away."""
+    """A bucket that holds a second: a long transfer may pass, 256 kB after a pause give it away."""
     assert on_cluster(cluster, "10mbit").returncode == 0
     for link in virtual.links(virtual.load(cluster.name)):
         wide = ["handle", "4876:", "tbf", "rate", "10mbit", "burst", "1250kb", "limit", "1mb"]

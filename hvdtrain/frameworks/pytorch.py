@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -221,7 +223,15 @@ def _optimizer(parameters: list[torch.nn.Parameter], config: TrainConfig) -> tor
     # Fused SGD leaves the momentum uninitialised if loss scaling skips the very first step.
     fused = config.precision != "fp16"
     if config.optimizer == "adam":
-        return torch.optim.AdamW(parameters, config.lr, weight_decay=config.weight_decay, fused=fused)
-    return torch.optim.SGD(
+        return _eager(torch.optim.AdamW)(parameters, config.lr, weight_decay=config.weight_decay, fused=fused)
+    return _eager(torch.optim.SGD)(
         parameters, config.lr, momentum=config.momentum, weight_decay=config.weight_decay, fused=fused
     )
+
+
+def _eager(optimizer: type[torch.optim.Optimizer]) -> Any:
+    """The optimizer without the import of torch.compile (torch._dynamo), which takes as long as that of torch
+    itself: its methods are wrapped in a request not to compile them, and nothing here is compiled."""
+    step, add, zero = (inspect.unwrap(getattr(optimizer, name)) for name in ("step", "add_param_group", "zero_grad"))
+    methods = {"step": torch.no_grad()(step), "add_param_group": add, "zero_grad": zero}
+    return type(optimizer.__name__, (optimizer,), methods)

@@ -161,7 +161,7 @@ def main() -> None:
         "sum": ranks.sum(np.array([1.0, ranks.rank]), "test").tolist(),
         "gathered": ranks.gather({"rank": ranks.rank, "text": "ä" * ranks.rank}),
         "agreed": {name: array.tolist() for name, array in agreed.items()},
-        "horovod": "horovod" in sys.modules,
+        "loaded": [name for name in ("horovod", "torch._dynamo") if name in sys.modules],
         "refused": refused(ranks),
         "evaluated": evaluated(config, ranks, device) if more else None,
     }

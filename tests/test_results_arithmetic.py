@@ -1,4 +1,4 @@
-"""The figures of the results equal an independent calculation with exact fractions, on 1,000 random tables."""
+"""The figures of the results equal an independent calculation with exact fractions, on 250 random tables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hvdtrain.results import energy, groups, load, scaling
 from hvdtrain.results.columns import RUNS
 from hvdtrain.results.statistics import Interval, Statistic, summary, t_quantile
 
-TABLES = 1000
+TABLES = 250
 
 
 def close(found: float | None, exact: Any) -> None:

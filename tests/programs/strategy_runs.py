@@ -1,10 +1,11 @@
-"""Several trainings of `hvdtrain.resnet` one after the other in the same ranks, which takes seconds to start only once.
+"""Several trainings one after the other in the same ranks, which takes seconds to start only once.
 
-    strategy_runs.py torch|tensorflow RANKS_PER_HOST RUNS
+    strategy_runs.py torch|tensorflow RANKS_PER_HOST RUNS [resnet|captioning]
 
 RUNS is a JSON list of objects: `flags`; `stop_before` (optional): the step before which the last rank is sent SIGUSR1;
 `from_step` and `folder` (optional): the run in --run-dir is first made from that in `folder` as if it had been killed
-after its checkpoint of this step. Rank 0 prints their exit codes as JSON. Used by test_strategies.py.
+after its checkpoint of this step. Rank 0 prints their exit codes as JSON. Used by test_strategies.py and
+test_captioning.py.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 
 from strategy_hosts import joined
 
-from hvdtrain import resnet, world
+from hvdtrain import captioning, resnet, world
 from hvdtrain.collectives import Meeting
 
 sys.path.append(str(Path(__file__).parent.parent))
@@ -45,15 +46,15 @@ def signalled(replica: Any, step: int | None) -> Iterator[None]:
     replica.backward = backward
 
 
-def trained(about: dict[str, Any], meeting: Meeting, replica: Any) -> int:
+def trained(workload: Any, about: dict[str, Any], meeting: Meeting, replica: Any) -> int:
     flags = about["flags"]
     if "from_step" in about and meeting.rank == 0:
         cut_off(Path(about["folder"]), Path(flags[flags.index("--run-dir") + 1]), about["from_step"])
     meeting.gather(b"the folder is there")
-    sys.argv = ["resnet", *flags]
+    sys.argv = [workload.__name__, *flags]
     step = about.get("stop_before") if meeting.rank == meeting.size - 1 else None
     with signalled(replica, step), contextlib.redirect_stdout(io.StringIO()):
-        return resnet.main(world.StopSignal())
+        return workload.main(world.StopSignal())
 
 
 def main(stop: world.StopSignal) -> int:
@@ -63,7 +64,8 @@ def main(stop: world.StopSignal) -> int:
         from hvdtrain.frameworks.pytorch import TorchReplica as Replica
     else:
         from hvdtrain.frameworks.tensorflow import TensorFlowReplica as Replica
-    codes = [trained(about, meeting, Replica) for about in runs]
+    workload = captioning if sys.argv[4:] == ["captioning"] else resnet
+    codes = [trained(workload, about, meeting, Replica) for about in runs]
     if meeting.rank == 0:
         sys.stdout.write(json.dumps({"codes": codes}) + "\n")
     meeting.leave()

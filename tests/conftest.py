@@ -11,7 +11,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Generator, Iterator, Mapping
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,14 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         **(extra or {}),
     }
+
+
+def until(true: Callable[[], object], seconds: float = 20, what: Callable[[], str] = str) -> None:
+    """Waits until it is true; fails after so long, telling `what` is the matter."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what()}"
+        time.sleep(0.05)
 
 
 def command(ranks: int, arguments: list[str], launcher: str = "mpirun") -> list[str]:

@@ -13,9 +13,10 @@ import re
 import secrets
 import shutil
 import subprocess
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+
+from conftest import until
 
 from hvdtrain.cluster import lifecycle, topology, virtual
 from hvdtrain.cluster.topology import Cluster
@@ -38,14 +39,6 @@ def pmix_missing() -> str | None:
     """Why `srun --mpi=pmix` cannot work here. Slurm's plug-in opens libpmix.so, which is in Debian's libpmix-dev."""
     library = next(Path("/usr/lib").glob("*/pmix2/lib/libpmix.so"), None)
     return None if library else "no libpmix.so for Slurm's PMIx plug-in: apt-get install libpmix-dev"
-
-
-def until(true: Callable[[], object], seconds: float, what: Callable[[], str]) -> None:
-    """Waits until it is true; fails, saying what was waited for and how things stand then."""
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what()}"
-        time.sleep(0.1)
 
 
 class SlurmCluster:

@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from runs import cut_off
 from test_ranks import numpy_training
-from test_resnet_train import newest_arrays, read_run, started, wait_for_steps
+from test_resnet_train import assert_same_arrays, newest_arrays, read_run, started, wait_for_steps
 
 from hvdtrain import strategies
 from hvdtrain.cluster import survive
@@ -291,10 +291,7 @@ def test_one_worker_resumes_as_if_never_interrupted(tmp_path: Path) -> None:
     document(resnet(0, "--run-dir", str(tmp_path / "whole"), *flags))
     cut_off(tmp_path / "whole", tmp_path / "cut", 7)
     document(resnet(0, "--run-dir", str(tmp_path / "cut"), "--resume", *flags))
-    whole, cut = newest_arrays(tmp_path / "whole"), newest_arrays(tmp_path / "cut")
-    assert whole.keys() == cut.keys()
-    for name in whole:
-        np.testing.assert_array_equal(whole[name], cut[name], err_msg=name)
+    assert_same_arrays(tmp_path / "whole", tmp_path / "cut")
     losses = [{step.step: step.loss for step in read_run(tmp_path / name)["step"]} for name in ("whole", "cut")]
     assert losses[0] == losses[1]
     assert {step.staleness for step in read_run(tmp_path / "whole")["step"]} == {0}

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, SMALL, Cluster, document, environment
+from conftest import ROOT, SMALL, Cluster, document, environment, until
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -234,7 +234,7 @@ def test_exec_gives_streams_exit_code_folder_and_signals(cluster: Cluster) -> No
     )  # fmt: skip
     assert (echo.returncode, echo.stdout, echo.stderr) == (7, f"typed\n{ROOT / 'tests'}\n", "err\n")
     sleeper = subprocess.Popen(cluster.command("exec", "b", "--", "sleep", "60"), env=environment())
-    wait_for(lambda: Path(f"/proc/{sleeper.pid}/comm").read_text() == "sleep\n")
+    until(lambda: Path(f"/proc/{sleeper.pid}/comm").read_text() == "sleep\n")
     sleeper.terminate()  # the very process that was started is the command
     assert sleeper.wait(5) == -signal.SIGTERM
 
@@ -388,13 +388,6 @@ def untouched() -> Iterator[None]:
     before = [path.stat().st_mtime_ns if path.exists() else None for path in watched]
     yield
     assert [path.stat().st_mtime_ns if path.exists() else None for path in watched] == before
-
-
-def wait_for(condition: object, seconds: float = 10) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def cluster_processes(name: str) -> set[str]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, Cluster, environment
+from conftest import ROOT, Cluster, environment, until
 
 from hvdtrain.cluster.doctor import agent, checks
 
@@ -106,10 +106,7 @@ def test_nothing_of_the_doctor_stays_on_the_hosts_even_if_it_is_killed(cluster: 
     with subprocess.Popen(words, env=environment(), cwd=ROOT, stdout=subprocess.PIPE, text=True) as killed:
         assert killed.stdout and killed.stdout.readline()  # it is connected by now
         killed.kill()
-    deadline = time.monotonic() + 10
-    while (after := processes()) != before and time.monotonic() < deadline:
-        time.sleep(0.1)  # sshd takes a moment to see that its client has gone
-    assert after == before
+    until(lambda: processes() == before)  # sshd takes a moment to see that its client has gone
 
 
 @pytest.mark.root

@@ -17,10 +17,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from conftest import PROGRAMS, ROOT, SMALL, Cluster, command, document, environment
+from conftest import PROGRAMS, ROOT, SMALL, Cluster, command, document, environment, until
 
 from hvdtrain import records
 from hvdtrain.sentinel.processes import Process, launchers
@@ -54,7 +53,7 @@ class Job:
     def ranks(self, count: int) -> list[int]:
         """The process numbers of the ranks, once all are waiting for each other."""
         files = [self.folder / f"rank{rank}" for rank in range(count)]
-        wait_for(lambda: all(file.exists() for file in files) or self.process.poll() is not None, 90)
+        until(lambda: all(file.exists() for file in files) or self.process.poll() is not None, 90)
         assert self.process.poll() is None, self.output()
         return [int(file.read_text()) for file in files]
 
@@ -93,13 +92,6 @@ class Job:
                 os.kill(int(line.split()[0]), signal.SIGKILL)
         self.process.wait()
         self._output.close()
-
-
-def wait_for(condition: Callable[[], Any], patience_s: float) -> None:
-    until = time.monotonic() + patience_s
-    while not condition():
-        assert time.monotonic() < until, "waited in vain"
-        time.sleep(0.05)
 
 
 @pytest.fixture
@@ -193,7 +185,7 @@ def test_a_flap_and_a_long_slow_transfer_raise_no_alarm(cluster: Cluster, tmp_pa
     throttle(cluster, "10mbit")
 
     def flap() -> None:
-        wait_for(lambda: (tmp_path / "rank1").exists(), 60)
+        until(lambda: (tmp_path / "rank1").exists(), 60)
         time.sleep(1)
         link(cluster, "down")
         time.sleep(5)
@@ -253,7 +245,7 @@ def test_the_last_checkpoint_outlives_a_killed_rank_and_the_advice_names_it(clus
     with subprocess.Popen(
         words, cwd=ROOT, env=environment(), stdin=subprocess.DEVNULL, stdout=-1, stderr=-2, text=True
     ) as run:
-        wait_for(lambda: len(list((folder / "checkpoints").glob("step-*"))) > 1 or run.poll() is not None, 60)
+        until(lambda: len(list((folder / "checkpoints").glob("step-*"))) > 1 or run.poll() is not None, 60)
         marked = [p for p in Path("/proc").glob("[0-9]*") if is_rank(p, folder)]
         os.kill(int(marked[-1].name), signal.SIGKILL)
         output, _ = run.communicate(timeout=30)

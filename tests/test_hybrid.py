@@ -16,7 +16,7 @@ import pytest
 from conftest import PROGRAMS, SMALL, document, launch, resnet
 from hypothesis import given
 from hypothesis import strategies as st
-from test_resnet_train import newest_arrays, read_run, started, wait_for_steps
+from test_resnet_train import assert_same_arrays, read_run, started, wait_for_steps
 
 from hvdtrain import strategies
 from hvdtrain.data import ImageSplit
@@ -196,10 +196,7 @@ def test_measuring_leaves_no_trace_and_resumed_equals_uninterrupted(tmp_path: Pa
     straight = document(resnet(2, "--run-dir", str(whole), *flags, "--strategy", f"hybrid:shares={printed}"))
     found = [[step.samples for step in read_run(folder, 1)["step"]] for folder in (cut, whole)]
     assert set(found[0]) == set(found[1]), "the same cuts"
-    expected, got = newest_arrays(whole), newest_arrays(cut)
-    assert expected.keys() == got.keys()
-    for name, array in expected.items():
-        np.testing.assert_array_equal(got[name], array, err_msg=name)
+    assert_same_arrays(whole, cut)
     assert resumed["validation_accuracy"] == straight["validation_accuracy"]
 
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, SMALL, Cluster, environment
+from conftest import ROOT, SMALL, Cluster, environment, until
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -350,13 +350,6 @@ def starts(tmp_path: Path, *, seconds: float, rest: str = "wait $rank") -> tuple
     until(pid.exists)
     time.sleep(1)  # the rank sets its handler
     return job, pid
-
-
-def until(condition: object, seconds: float = 20) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])

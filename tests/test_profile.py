@@ -7,16 +7,15 @@ import dataclasses
 import gzip
 import json
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, SMALL, environment, resnet
+from conftest import SMALL, resnet
 from hypothesis import given
 from hypothesis import strategies as st
+from test_resnet_train import started, wait_for_steps
 
 from hvdtrain import records
 from hvdtrain.config import flag
@@ -158,22 +157,11 @@ def test_horovodrun_lets_every_flag_pass(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_signal_amid_the_steps_leaves_a_trace_of_those_made(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     run = tmp_path / "run"
-    command = [sys.executable, "-m", "hvdtrain.resnet", *SMALL, "--framework", "torch", "--run-dir", str(run)]
-    process = subprocess.Popen(
-        [*command, "--epochs", "60", "--profile", "4:1500"],
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    metrics = run / "metrics" / "rank0000.jsonl"
-    deadline = time.monotonic() + 60
-    while not (metrics.exists() and metrics.read_bytes().count(b"\n") > 6):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
-    process.send_signal(signal.SIGUSR1)
-    stderr = process.communicate(timeout=60)[1]
+    flags = [*SMALL, "--framework", "torch", "--epochs", "60", "--profile", "4:1500"]
+    with started(0, run, *flags) as process:
+        wait_for_steps(process, run, 6)
+        process.send_signal(signal.SIGUSR1)
+        stderr = process.communicate(timeout=60)[1]
     assert process.returncode == 75, stderr[-3000:]
     made = [step.step for step in steps_of(run, 0)]
     (trace,) = (run / "profile").glob("*.trace.json.gz")

@@ -60,6 +60,15 @@ def newest_arrays(folder: Path) -> dict[str, np.ndarray]:
     }
 
 
+def assert_same_arrays(one: Path, other: Path, rtol: float = 0.0, atol: float = 0.0) -> dict[str, np.ndarray]:
+    """The newest checkpoints of two runs hold the same; what the first one's holds."""
+    expected, got = newest_arrays(one), newest_arrays(other)
+    assert expected.keys() == got.keys()
+    for name, array in expected.items():
+        np.testing.assert_allclose(got[name], array, rtol=rtol, atol=atol, err_msg=name)
+    return expected
+
+
 @contextlib.contextmanager
 def started(ranks: int, folder: Path, *flags: str) -> Iterator[subprocess.Popen[str]]:
     """A run in the background; killed with its children if it is still there at the end."""
@@ -193,10 +202,7 @@ def test_resumed_equals_uninterrupted(ranks: int, extra: list[str], steps: int, 
     assert not (cut / "COMPLETE").exists()
     resumed = document(launch(ranks, [*command.split(), "--json"]))
     assert len(read_run(cut)["resumed"]) == 1
-    expected, got = newest_arrays(tmp_path / "whole"), newest_arrays(cut)
-    assert expected.keys() == got.keys()
-    for name, array in expected.items():
-        np.testing.assert_array_equal(got[name], array, err_msg=name)
+    assert_same_arrays(tmp_path / "whole", cut)
     assert resumed["test_loss"] == whole["test_loss"]
     assert resumed["validation_accuracy"] == whole["validation_accuracy"]
     first, second = ([e.train_loss for e in read_run(folder)["epoch"]] for folder in (cut, tmp_path / "whole"))
@@ -240,9 +246,7 @@ def test_killed_run_resumes_from_its_last_checkpoint_to_the_same_end(whole: Whol
         assert f"{cut} is in use by another job (process {process.pid} on " in second.stderr
         process.kill()
     document(resnet(0, "--run-dir", str(cut), "--resume", *flags))
-    expected, got = newest_arrays(whole("torch")[0]), newest_arrays(cut)
-    for name, array in expected.items():
-        np.testing.assert_array_equal(got[name], array, err_msg=name)
+    assert_same_arrays(whole("torch")[0], cut)
 
 
 def test_a_run_that_was_cut_off_goes_on_in_tensorflow(whole: Whole, tmp_path: Path) -> None:
@@ -251,10 +255,7 @@ def test_a_run_that_was_cut_off_goes_on_in_tensorflow(whole: Whole, tmp_path: Pa
     flags = ["--framework", "tensorflow", "--run-dir", str(tmp_path / "cut"), "--resume"]
     resumed = document(resnet(0, *flags, *WHOLE))
     assert [each.step for each in read_run(tmp_path / "cut")["resumed"]] == [50]
-    expected, got = newest_arrays(folder), newest_arrays(tmp_path / "cut")
-    assert expected.keys() == got.keys()
-    for name, array in expected.items():
-        np.testing.assert_allclose(got[name], array, rtol=1e-6, atol=1e-6, err_msg=name)
+    assert_same_arrays(folder, tmp_path / "cut", rtol=1e-6, atol=1e-6)
     assert resumed["test_loss"] == pytest.approx(summary["test_loss"], abs=1e-6)
 
 

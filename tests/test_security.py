@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import PROGRAMS, ROOT, command, document, environment, launch
+from conftest import PROGRAMS, ROOT, command, document, environment, launch, until
 
 from hvdtrain.cluster import admission, stream
 from hvdtrain.cluster.doctor.agent import Agent
@@ -42,14 +42,6 @@ def descriptors() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def wait_for(path: Path) -> Path:
-    until = time.monotonic() + 60
-    while not path.exists():
-        assert time.monotonic() < until, path
-        time.sleep(0.02)
-    return path
-
-
 # --- ranks that connect ---------------------------------------------------------------------------------------------
 
 
@@ -62,7 +54,8 @@ def test_a_crowd_of_strangers_does_not_keep_ranks_apart(kind: str, tmp_path: Pat
     )
     strangers: list[socket.socket] = []
     try:
-        address, port = wait_for(tmp_path / "door").read_text().split()
+        until((tmp_path / "door").exists, 60)
+        address, port = (tmp_path / "door").read_text().split()
         claim = (1).to_bytes(4, "little") + b"n" * trust.NONCE_BYTES
         loud = [b"", b"GET / HTTP/1.0\r\n\r\n" * 9, DEEP, b"\xff" * 64, claim, claim + b"p" * trust.CODE_BYTES]
         for count in range(STRANGERS):

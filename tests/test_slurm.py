@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import PROGRAMS, ROOT, SMALL
-from slurm_cluster import SYSTEM_PATH, SlurmCluster, missing, pmix_missing, slurm, tail, until
+from conftest import PROGRAMS, ROOT, SMALL, until
+from slurm_cluster import SYSTEM_PATH, SlurmCluster, missing, pmix_missing, slurm, tail
 
 SCRIPT = ROOT / "launch" / "slurm.sbatch"
 PYTHON = str(ROOT / ".venv" / "bin" / "python")

@@ -12,7 +12,6 @@ import json
 import os
 import re
 import runpy
-import shutil
 import signal
 import subprocess
 import sys
@@ -23,10 +22,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PROGRAMS, ROOT, Cluster, command, document, environment, resnet
+from conftest import PROGRAMS, ROOT, Cluster, command, document, environment, resnet, until
+from runs import cut_off
 from test_checkpoint import edit
-from test_faults import Job, is_rank, wait_for
-from test_resnet_train import newest_arrays, read_run, started, wait_for_steps
+from test_faults import Job, is_rank
+from test_resnet_train import assert_same_arrays, newest_arrays, read_run, started, wait_for_steps
 
 from hvdtrain import strategies
 from hvdtrain.measures import Accuracy
@@ -211,45 +211,38 @@ def test_a_resumed_run_equals_one_that_was_never_interrupted(runs: Runs, name: s
         np.testing.assert_allclose(runs.losses(cut), runs.losses(name), rtol=tolerance)
     else:
         assert 8 < resumed.step < 16, "in the midst of the second epoch"
-    expected, got = newest_arrays(runs.folder / name), newest_arrays(runs.folder / cut)
-    assert expected.keys() == got.keys()
-    for array in expected:
-        np.testing.assert_allclose(got[array], expected[array], rtol=tolerance, atol=tolerance, err_msg=array)
+    assert_same_arrays(runs.folder / name, runs.folder / cut, rtol=tolerance, atol=tolerance)
     for ours, whole in zip(runs.epochs(cut), runs.epochs(name), strict=True):
         assert ours == pytest.approx(whole, rel=tolerance, abs=tolerance)
     assert runs.summary(cut).bytes_sent == runs.summary(name).bytes_sent
-
-
-def cut(runs: Runs, name: str, folder: Path, step: int) -> Path:
-    """A run of the torch trainings as if it had ended after this step."""
-    shutil.copytree(runs.folder / name, folder)
-    (folder / "COMPLETE").unlink()
-    for later in (folder / "checkpoints").glob("step-*"):
-        if int(later.name.removeprefix("step-")) > step:
-            shutil.rmtree(later)
-    return folder
 
 
 @pytest.mark.parametrize("runs", ["torch"], indirect=True)
 @pytest.mark.parametrize("name", ["delayed of powersgd", "hierarchical"])
 def test_one_rank_goes_on_with_what_three_on_two_hosts_did(runs: Runs, name: str, tmp_path: Path) -> None:
     """Each sample is seen once, and what they left out is added to what the one learns."""
-    folder = cut(runs, name, tmp_path / "run", 12)
+    before, folder = tmp_path / "before", tmp_path / "run"
+    for copy in (before, folder):
+        cut_off(runs.folder / name, copy, 12)
     summary = document(resnet(0, "--resume", str(folder), "--json"))
     assert (summary["global_batch"], summary["ranks"], summary["steps"]) == (192, 1, 16)
     first, second = {each.epoch: each for each in read_run(folder)["epoch"]}.values()
     assert first.samples == second.samples == runs.read(name, "epoch")[1].samples
     assert second.train_loss == pytest.approx(runs.read(name, "epoch")[1].train_loss, rel=0.05), "other BatchNorm"
-    before, after = (newest_arrays(each) for each in (cut(runs, name, tmp_path / "before", 12), folder))
     error = "/strategy.inner.error"
-    left_out = [array.any() for name, array in before.items() if name.endswith(error)]
+    left_out, after = (
+        [array.any() for name, array in newest_arrays(each).items() if name.endswith(error)]
+        for each in (before, folder)
+    )
     assert left_out == ([True, False, True] if "powersgd" in name else [])
-    assert not any(array.any() for name, array in after.items() if name.endswith(error))
+    assert not any(after)
 
 
 @pytest.mark.parametrize("runs", ["torch"], indirect=True)
 def test_what_cannot_go_on_with_other_ranks_says_why(runs: Runs, tmp_path: Path) -> None:
-    local, older = (cut(runs, name, tmp_path / name, 12) for name in ("local-sgd", "hierarchical"))
+    local, older = tmp_path / "local-sgd", tmp_path / "hierarchical"
+    for each in (local, older):
+        cut_off(runs.folder / each.name, each, 12)
     manifest = (local / "manifest.json").read_bytes()
     done = resnet(2, "--resume", str(local))
     assert done.returncode == 78 and "Traceback" not in done.stderr, done.stderr
@@ -463,7 +456,7 @@ def test_a_killed_rank_ends_the_job(strategy: str, job: Callable[..., Job]) -> N
     """With `delayed` in the middle of an exchange: the rank is held first, so that the other waits for its part."""
     training = job("--strategy", strategy)
     records = training.folder / "metrics" / "rank0001.jsonl"
-    wait_for(lambda: training.process.poll() is not None or (records.exists() and len(records.read_bytes())), 60)
+    until(lambda: training.process.poll() is not None or (records.exists() and len(records.read_bytes())), 60)
     assert training.process.poll() is None, training.output()
     mine = [int(path.name) for path in Path("/proc").glob("[0-9]*") if is_rank(path, training.folder)]
     rank = {number(pid): pid for pid in mine}[1]

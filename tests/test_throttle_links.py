@@ -14,10 +14,9 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from conftest import ROOT, Cluster, environment
+from conftest import ROOT, Cluster, environment, until
 
 from hvdtrain.cluster import virtual
 from hvdtrain.cluster.throttle import qdisc
@@ -88,13 +87,6 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
         yield made
     finally:
         made.remove()
-
-
-def until(condition: Any, patience_s: float = 10) -> None:
-    deadline = time.monotonic() + patience_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 # --- set and put back ------------------------------------------------------------------------------------------------

@@ -305,11 +305,7 @@ class Simulated:
     """The problem of exchange.py in float64 on so many ranks."""
 
     def __init__(self, ranks: int) -> None:
-        sys.path.insert(0, str(PROGRAMS))
-        try:
-            about = runpy.run_path(str(PROGRAMS / "strategy_linear.py"), run_name="read")
-        finally:
-            sys.path.remove(str(PROGRAMS))
+        about = runpy.run_path(str(PROGRAMS / "exchange.py"), run_name="read")
         self._inputs, labels, self.weight = (np.asarray(array, np.float64) for array in about["problem"]())
         self._one_hot = np.eye(len(self.weight))[labels.astype(int)]
         self.borders, self.lr = about["borders"](ranks), about["LR"]

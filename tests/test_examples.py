@@ -15,13 +15,13 @@ ON_HOSTS = str(ROOT / "tests" / "programs" / "on_hosts.py")
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
 def test_example(example: Path, tmp_path: Path) -> None:
-    """It is short, and says itself whether it has learnt enough."""
+    """It is short, and one rank says what was learnt."""
     assert len(example.read_text().splitlines()) <= 40
     pytest.importorskip("keras" if "import keras" in example.read_text() else "torch")
     done = launch(2, [str(example)], extra={"HVDTRAIN_RUN_DIR": str(tmp_path / "run")})
     assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads((tmp_path / "run" / "manifest.json").read_text())["plan"]["ranks"] == 2
-    assert (tmp_path / "run" / "COMPLETE").exists()
+    learnt = re.search(r"test accuracy +([\d.]+)|([\d.]+) accuracy", done.stdout)
+    assert learnt and float(learnt[1] or learnt[2]) > 0.8, done.stdout
 
 
 def test_own_model_over_hosts_sends_less_with_powersgd(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ CARRIERS = ["", "hierarchical"]
 @functools.cache
 def script(strategy: str) -> Any:
     """What own_tensorflow.py reports."""
-    extra = {"HVDTRAIN_STRATEGY": strategy} if strategy else {}
+    extra = {"HVDTRAIN_RECORD": "0"} | ({"HVDTRAIN_STRATEGY": strategy} if strategy else {})
     with tempfile.TemporaryDirectory() as folder:
         done = launch(
             2, [str(PROGRAMS / "own_tensorflow.py"), folder], extra={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"} | extra
@@ -55,17 +55,15 @@ def alike(fits: Any, laws: dict[str, str]) -> None:
 @pytest.mark.parametrize("carrier", CARRIERS)
 def test_two_ranks_with_half_the_batch_each_fit_as_one_process_with_the_whole(carrier: str) -> None:
     fits = script(carrier)["fits"]
-    alike(fits, {"fit": "alone", "two passes": "alone", "resumed": "alone", "tape": "alone"})
+    alike(fits, {"fit": "alone", "two passes": "alone", "tape": "alone"})
     for metric in ("loss", "accuracy"):
         np.testing.assert_allclose(fits["fit"][metric], fits["alone"][metric], rtol=1e-4)
-        np.testing.assert_allclose(fits["resumed"][metric], fits["alone"][metric][1:], rtol=1e-4)
-    assert fits["resumed"]["kinds"] == [True, "SGD", "keras.src.optimizers.sgd"]  # without us an ordinary model
 
 
 def test_what_else_a_keras_script_has() -> None:
     fits = script("")["fits"]
-    laws = {"groups": "alone", "adam": "alone, adam", "norm": "alone, norm", "late change": "alone, plain"}
-    alike(fits, laws)
+    alike(fits, {"resumed": "alone", "adam": "alone, adam", "norm": "alone, norm", "late change": "alone"})
+    assert fits["resumed"]["kinds"] == [True, "SGD", "keras.src.optimizers.sgd"]  # without us an ordinary model
     rates = fits["rates"]
     warmup = [0.2 / 2 * ((step + 1) / 8 + 1) for step in range(8)]
     np.testing.assert_allclose(rates["rates"], [*warmup, *[0.2] * 4, *[0.02] * 4], rtol=1e-6)

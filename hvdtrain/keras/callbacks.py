@@ -10,6 +10,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.keras import recorded
+from hvdtrain.keras.optimizer import Distributed
+from hvdtrain.tensorflow import broadcast_variables
 from hvdtrain.tensorflow.step import tensor
 
 
@@ -18,7 +21,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     built them by then, after it.
 
     With a strategy that lets weights differ for a while it makes them the same again at the end of each epoch. Ranks
-    that loaded their own exchange's state (`load_exchange_state`) go on from what they have: nothing is broadcast.
+    that loaded their own exchange's state (`load_exchange_state`) go on from what they have: nothing is broadcast. It
+    writes each step to the run's records.
     """
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
@@ -45,6 +49,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._broadcast()
+        if isinstance(self.model.optimizer, Distributed):
+            recorded.step(self.model.optimizer)
         steps = self.params.get("steps")
         if steps and batch >= steps - 1:  # before the validation that Keras makes at the end of an epoch
             self._synchronize()
@@ -59,16 +65,17 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         variables = [tensor(each) for each in (*self.model.variables, *self.model.optimizer.variables)]
         unique = {id(each): each for each in variables if id(each) not in self._local}
         with tf.device(self._device):
-            horovod.broadcast_variables(list(unique.values()), root_rank=self._root_rank)
+            broadcast_variables(list(unique.values()), root_rank=self._root_rank)
 
     def _synchronize(self) -> None:
         optimizer = self.model.optimizer
-        if hasattr(optimizer, "exchange_state"):
+        if isinstance(optimizer, Distributed):
             optimizer.synchronize_weights()
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
-    """Means over ranks in place of each epoch's metrics; it goes before callbacks that read them."""
+    """Means over ranks in place of each epoch's metrics; it goes before callbacks that read them. They are written to
+    the run's records."""
 
     def __init__(self, device: str = "") -> None:
         super().__init__()
@@ -82,6 +89,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
             own = tf.constant([float(logs[name]) for name in names], tf.float64)
             means = horovod.allreduce(own, op=horovod.Average, name=f"MetricAverageCallback.{','.join(names)}")
         logs.update(zip(names, means.numpy().tolist(), strict=True))
+        recorded.epoch(epoch, logs)
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):

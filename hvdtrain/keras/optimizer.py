@@ -20,6 +20,7 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from hvdtrain.script import job
 from hvdtrain.strategies import Exchange
+from hvdtrain.strategies.table import DEFAULT_REDUCER
 from hvdtrain.tensorflow.step import Step, tensor
 
 
@@ -40,7 +41,7 @@ class Settings:
     process_set: Any
     scale_local_gradients: bool
     exchange: Exchange | None
-    """None: Horovod's own"""
+    """None: by Horovod's calls, whatever carries them"""
 
 
 class State:
@@ -76,17 +77,26 @@ class Distributed:
         self._hvd_state.local.add(id(tensor(variable)))
 
     def compute_gradients(self, loss: Any, var_list: Sequence[Any], tape: Any = None) -> list[tuple[Any, Any]]:
-        """Gradients of a loss (a tensor of `tape`, or a function without arguments) and their variables; with
-        Horovod's own exchange they are exchanged already, and `apply_gradients` takes them as they are."""
+        """Gradients of a loss (a tensor of `tape`, or a function without arguments) and their variables. Where the
+        exchange is exact they are exchanged already, and `apply_gradients` takes them as they are."""
         if callable(loss):
             with tf.GradientTape() as tape:
                 loss = loss()
-        gradients = tape.gradient(loss, [tensor(each) for each in var_list])
-        if self._hvd_settings.exchange is None and self._hvd_settings.backward_passes_per_step == 1:
-            gradients = self._hvd_state.reduced = self._hvd_reduced(gradients, list(var_list))
+        gradients = self._hvd_early(tape.gradient(loss, [tensor(each) for each in var_list]), var_list)
         return list(zip(gradients, var_list, strict=True))
 
     _compute_gradients = compute_gradients  # as Horovod's optimizers for Keras 2 call it
+
+    def get_gradients(self, loss: Any, params: Sequence[Any]) -> list[Any]:
+        """What the wrapped class gives, exchanged as by `compute_gradients`."""
+        return self._hvd_early(super().get_gradients(loss, params), params)  # type: ignore[misc]
+
+    def _hvd_early(self, gradients: list[Any], variables: Sequence[Any]) -> list[Any]:
+        exchange = self._hvd_settings.exchange
+        exact = exchange is None or str(exchange) == DEFAULT_REDUCER
+        if exact and self._hvd_settings.backward_passes_per_step == 1:
+            gradients = self._hvd_state.reduced = self._hvd_reduced(gradients, list(variables))
+        return gradients
 
     @tf.autograph.experimental.do_not_convert
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
@@ -292,9 +302,10 @@ def DistributedOptimizer(
         groups = groups or num_groups
     if groups is not None and not (isinstance(groups, list) or groups > 0):
         raise ValueError("groups: a number above 0, or a list of lists of variables")
-    exchange = job.wanted(strategy)
-    if exchange is not None:
-        _refuse(exchange, optimizer, compression, op, process_set)
+    asked = job.wanted(strategy)
+    why = unfit(asked, optimizer, compression, op, process_set) if asked else ""
+    if why and str(asked) != DEFAULT_REDUCER:
+        raise ValueError(f"DistributedOptimizer, strategy {asked}: {why}")
     exchange = job.exchange(strategy)
     if keras.config.dtype_policy().name == "mixed_float16" and not isinstance(
         optimizer, keras.optimizers.LossScaleOptimizer
@@ -315,7 +326,7 @@ def DistributedOptimizer(
         groups=groups,
         process_set=process_set,
         scale_local_gradients=scale_local_gradients,
-        exchange=exchange,
+        exchange=None if why else exchange,  # Horovod's calls give what the default reducer would
     )
     module = keras.optimizers.serialize(optimizer)["module"]  # so that it is saved as the given one would be
     made = type(kind.__name__, (Distributed, kind), {"_hvd_settings": settings, "__module__": module})
@@ -332,18 +343,15 @@ def copied(kind: Callable[..., Any], optimizer: Any) -> Any:
     return new
 
 
-def _refuse(exchange: Exchange, optimizer: Any, compression: Any, op: int, process_set: Any) -> None:
-    """Raises ValueError for what a strategy does not do."""
-    why = ""
+def unfit(exchange: Exchange, optimizer: Any, compression: Any, op: int, process_set: Any) -> str:
+    """Why a strategy does not go with the arguments; empty if it does."""
+    remembers = exchange.strategy.remembers or (exchange.reducer is not None and exchange.reducer.cls.remembers)
     if compression is not horovod.Compression.none:
-        why = "compression= is part of the strategy: name a reducer of few bits (--strategy help), and leave it out"
-    elif op == horovod.Sum and exchange.strategy.local:
-        why = "it averages the ranks' weights, so op=hvd.Sum means nothing: leave it out"
-    elif process_set.process_set_id != 0:
-        why = "a strategy exchanges among all ranks: leave process_set out, or take Horovod's own exchange (allreduce)"
-    elif isinstance(optimizer, keras.optimizers.LossScaleOptimizer) and (
-        exchange.strategy.remembers or (exchange.reducer and exchange.reducer.cls.remembers)
-    ):
-        why = "it keeps gradients from step to step, which loss scaling makes infinite: take mixed_bfloat16"
-    if why:
-        raise ValueError(f"DistributedOptimizer, strategy {exchange}: {why}")
+        return "compression= is part of the strategy: name a reducer of few bits (--strategy help), and leave it out"
+    if op == horovod.Sum and exchange.strategy.local:
+        return "it averages the ranks' weights, so op=hvd.Sum means nothing: leave it out"
+    if process_set.process_set_id != 0:
+        return "it works on all ranks together, not on a process_set: leave that out"
+    if remembers and isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return "it keeps gradients from step to step, which loss scaling makes infinite: take mixed_bfloat16"
+    return ""

@@ -21,6 +21,7 @@ import tensorflow as tf
 from hvdtrain.script import job
 from hvdtrain.strategies import Exchange, Strategy
 from hvdtrain.timing import Clock
+from hvdtrain.world import World
 
 TAIL = 3
 """See `strategies.Vectors.tail`; a script's ranks weigh the same, and its loss is not known here"""
@@ -37,6 +38,9 @@ class Step:
         self._scale = 1.0 / job.job().size if average and not exchange.strategy.local else 1.0
         self._variables: list[Any] = []
         self._strategy: Strategy | None = None
+        self.world: World | None = None
+        """Of the strategy, from the first step on"""
+        self._clock, self._sent_bytes = Clock(), 0
         self._loaded: dict[str, np.ndarray] | None = None
         self._vector = np.zeros(TAIL, np.float32)
         self._new: np.ndarray | None = None
@@ -95,7 +99,7 @@ class Step:
             threading.Thread(target=self._run, args=(strategy,), daemon=True).start()
             self._wait()
         else:
-            strategy.step(self, 0.0, Clock())
+            self._sent_bytes += strategy.step(self, 0.0, self._clock).sent_bytes
         return self._vector, np.bool_(self._due)
 
     def _end(self) -> tuple[np.ndarray, np.bool_]:
@@ -108,7 +112,7 @@ class Step:
 
     def _run(self, strategy: Strategy) -> None:
         try:
-            strategy.step(self, 0.0, Clock())
+            self._sent_bytes += strategy.step(self, 0.0, self._clock).sent_bytes
             self._events.put(False)
         except BaseException as error:
             self._events.put(error)
@@ -122,7 +126,7 @@ class Step:
     def _made(self) -> Strategy:
         if self._strategy is None:
             shapes = [tuple(tensor(each).shape) for each in self._variables]
-            self._strategy, _ = job.job().strategy(self.exchange, shapes)
+            self._strategy, self.world = job.job().strategy(self.exchange, shapes)
             if self._loaded is not None:
                 self._strategy.load(self._loaded)
         return self._strategy
@@ -160,9 +164,14 @@ class Step:
         if self._strategy is None:
             return
         self._new = None
-        self._strategy.synchronize(self, Clock())
+        self._sent_bytes += self._strategy.synchronize(self, self._clock).sent_bytes
         if self._new is not None:
             self._assign(tf.constant(self._new))
+
+    def spent(self) -> tuple[float, int]:
+        """Seconds waited for the exchange, and bytes sent, since the last call."""
+        sent_bytes, self._sent_bytes = self._sent_bytes, 0
+        return self._clock.take("communication"), sent_bytes
 
     def state(self) -> dict[str, np.ndarray]:
         """What this rank's exchange must have to go on as if never interrupted; empty before the first step."""

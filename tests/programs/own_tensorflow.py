@@ -169,28 +169,27 @@ def fits(folder: Path) -> dict[str, Any]:
     adam = lambda: keras.optimizers.Adam(schedule)  # noqa: E731
     made = {
         "alone": lambda: alone(sgd()),
-        "alone, plain": lambda: alone(plain()),
         "fit": lambda: fitted(model(distributed(sgd()), seed=3 + hvd.rank())),
         "two passes": two_passes,
-        "resumed": lambda: resumed(folder),
         "tape": taped,
     }
     if STREAMS:
         kept = "local-sgd:every=2,outer_momentum=0.5"
         for text in ("powersgd:rank=2", "delayed", "local-sgd:every=1", "local-sgd:every=3,start=2,staleness=1"):
             made[text] = lambda text=text: fitted(model(distributed(plain(), strategy=text)))
+        made["alone, plain"] = lambda: alone(plain())
         made["alone, late"] = late
         made["kept"] = lambda: fitted(model(distributed(sgd(), strategy=kept)))
         made["kept, resumed"] = lambda: resumed(folder, strategy=kept)
     else:
-        made["groups"] = lambda: fitted(model(distributed(sgd(), groups=2)))
+        made["resumed"] = lambda: resumed(folder)
         made["alone, adam"] = lambda: alone(adam())
-        made["adam"] = lambda: fitted(model(distributed(adam())))
+        made["adam"] = lambda: fitted(model(distributed(adam(), groups=2)))
         made["alone, norm"] = lambda: alone(plain(), keras.layers.BatchNormalization())
         made["norm"] = lambda: fitted(model(distributed(plain()), 3, hvd.SyncBatchNormalization()))
         made["rates"] = rates
         # from here on streams carry
-        made["late change"] = lambda: fitted(model(distributed(plain(), strategy="local-sgd:every=1")))
+        made["late change"] = lambda: fitted(model(distributed(sgd(), strategy="powersgd")))
     return {name: call() for name, call in made.items()}
 
 

@@ -78,7 +78,33 @@ def train(
     probed = dataset.train.batch(first, first, None).arrays
     judged, added = _measure(measure, sums, probed[-2], twin)
     adapted = twin.Own(model, loss, added, judged.sums, config)
-    job = workload.Workload(
+    job = _workload(name, config, place, model, dataset, judged, adapted, probed).connect()
+    if job is None:
+        raise SystemExit(exits.OK)
+    stop, _parted = world.StopSignal(), place.size > 1
+    try:
+        summary = _trained(job, adapted, stop)
+    finally:
+        stop.restore()
+        lock.release()
+    adapted.release()
+    if summary is None:
+        raise SystemExit(exits.RESUMABLE)
+    return summary
+
+
+def _workload(
+    name: str,
+    config: TrainConfig,
+    place: world.Place,
+    model: Any,
+    dataset: own.Own,
+    judged: Measure,
+    adapted: Any,
+    probed: Sequence[np.ndarray],
+) -> workload.Workload:
+    """What the loop is told of the model and its data."""
+    return workload.Workload(
         name=name,
         config=dataclasses.replace(config, threads=config.threads or adapted.threads),
         place=place,
@@ -91,24 +117,17 @@ def train(
         shapes=adapted.shapes,
         measure=judged,
         multiply_adds=adapted.probe(probed),
-    ).connect()
-    if job is None:
-        raise SystemExit(exits.OK)
-    stop, _parted = world.StopSignal(), place.size > 1
-    try:
-        _check_alike(job, adapted)
-        constants = job.ranks.agreed(adapted.constants())
-        adapted.set_constants(constants)
-        about = dataclasses.replace(job.about, model={**job.about.model, "constants": _digest(constants)})
-        job = dataclasses.replace(job, about=about)
-        summary = job.trained(job.replica(adapted, adapted.arrays()), stop)
-    finally:
-        stop.restore()
-        lock.release()
-    adapted.release()
-    if summary is None:
-        raise SystemExit(exits.RESUMABLE)
-    return summary
+    )
+
+
+def _trained(job: workload.Job, adapted: Any, stop: world.StopSignal) -> records.Summary | None:
+    """What `Job.trained` returns, of a model whose arrays are now rank 0's on all ranks. Collective."""
+    _check_alike(job, adapted)
+    constants = job.ranks.agreed(adapted.constants())
+    adapted.set_constants(constants)
+    about = dataclasses.replace(job.about, model={**job.about.model, "constants": _digest(constants)})
+    job = dataclasses.replace(job, about=about)
+    return job.trained(job.replica(adapted, adapted.arrays()), stop)
 
 
 def _twin(model: Any) -> tuple[str, Any]:

@@ -18,6 +18,7 @@ from hvdtrain.script import record
 from hvdtrain.strategies import parse
 from hvdtrain.world import World
 
+STREAMS = "local-sgd:every=2,staleness=1+powersgd:rank=1"
 SCRIPT = str(PROGRAMS / "own_recorded.py")
 
 
@@ -25,13 +26,14 @@ SCRIPT = str(PROGRAMS / "own_recorded.py")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs of one script on one and on two ranks, one that tells nothing and one that fails."""
     folder = tmp_path_factory.mktemp("own")
-    for name, ranks, flags in (
-        ("one", 1, ["--api-token", "hunter2"]),
-        ("two", 2, ["--api-token", "hunter2"]),
-        ("quiet", 2, ["--quiet", "--seed", "3"]),
-        ("failed", 1, ["--fail"]),
+    for name, ranks, strategy, flags in (
+        ("one", 1, "allreduce", ["--api-token", "hunter2"]),
+        ("two", 2, "allreduce", ["--api-token", "hunter2"]),
+        ("quiet", 2, STREAMS, ["--quiet", "--seed", "3"]),
+        ("failed", 1, "allreduce", ["--fail"]),
     ):
-        done = launch(ranks, [SCRIPT, *flags], extra={"HVDTRAIN_RUN_DIR": str(folder / name)})
+        variables = {"HVDTRAIN_RUN_DIR": str(folder / name), "HVDTRAIN_STRATEGY": strategy}
+        done = launch(ranks, [SCRIPT, *flags], extra=variables)
         assert (done.returncode == 0) == (name != "failed"), done.stderr[-3000:]
         assert (f"run folder {folder / name}: 16 steps" in done.stderr) == (name != "failed")
     return folder
@@ -67,6 +69,8 @@ def test_results_show_scripts_like_workloads(made: Path, capsys: pytest.CaptureF
     assert runs.loc["two", "samples_per_s"] > 0
     assert (runs.loc["two", "rank_batch"], runs.loc["quiet", "seed"]) == (32, 3)
     assert runs.loc["two", "step_s"] == pytest.approx(runs.loc["two", "compute_s"] + runs.loc["two", "communication_s"])
+    assert (runs.loc["quiet", "strategy"], runs.loc["quiet", "collectives"]) == (STREAMS, "streams")
+    assert 0 < runs.loc["quiet", "bytes_per_step"] < runs.loc["two", "bytes_per_step"]
     missing = ["data_s", "test_s", "checkpoint_s", "test_score", "train_samples"]
     assert runs[missing].isna().all(axis=None)
     assert runs.loc["quiet", ["samples_per_s", "global_batch", "epochs", "headline"]].isna().all()

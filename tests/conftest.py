@@ -139,6 +139,7 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "HVDTRAIN_RECORD": "1" if "HVDTRAIN_RUN_DIR" in (extra or {}) else "0",  # scripts leave no folders here
         **(extra or {}),
     }
 

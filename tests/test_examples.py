@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, launch
 
+from hvdtrain import records
+
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 ON_HOSTS = str(ROOT / "tests" / "programs" / "on_hosts.py")
 
@@ -22,6 +24,11 @@ def test_example(example: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     learnt = re.search(r"test accuracy +([\d.]+)|([\d.]+) accuracy", done.stdout)
     assert learnt and float(learnt[1] or learnt[2]) > 0.8, done.stdout
+    assert json.loads((tmp_path / "run" / "manifest.json").read_text())["plan"]["ranks"] == 2
+    assert (tmp_path / "run" / "COMPLETE").exists()
+    written = list(records.read(tmp_path / "run" / "metrics" / "rank0000.jsonl"))
+    assert {"step", "summary"} <= {record.type for record in written}
+    assert all(record.bytes_sent > 0 and record.compute_s > 0 for record in written if record.type == "step")
 
 
 def test_own_model_over_hosts_sends_less_with_powersgd(tmp_path: Path) -> None:

@@ -78,6 +78,7 @@ def begin(
             raise
         _say(world, f"the script goes on without a run folder: {failure}; HVDTRAIN_RUN_DIR names one")
         return None
+    world.keeps(str(folder), "")
     argv, seed = shown_arguments(sys.argv)
     manifest = records.Manifest(
         workload=name,
@@ -166,6 +167,11 @@ class Recorder:
             self._watching.enter_context(observe.monitoring(config, folder, world, device, say))
         self._began_unix_s, self._nic_began = time.time(), world.nic_counters()
         self._mark = self._epoch_began = self._stepped = time.perf_counter()
+        self._mine: Any = None
+        self._told: list[Any] = []
+        self._ending = threading.Event()
+        self._ender = threading.Thread(target=self._tell, daemon=True)  # Python 3.12 starts none while it ends
+        self._ender.start()
 
     def step(self, *, lr: float, exchange_s: float | None, sent_bytes: int) -> None:
         """A step is done, just now. `exchange_s`: waited for the exchange; None: cannot be told apart."""
@@ -338,16 +344,15 @@ class Recorder:
 
     def _of_all(self, mine: Any) -> list[Any]:
         """What every rank brings, in rank order; only this rank's where another one has ended, or does not come."""
-        told: list[Any] = []
+        self._mine = mine
+        self._ending.set()
+        self._ender.join(PATIENCE_S)
+        return self._told if len(self._told) == self._world.size else [mine]
 
-        def gather() -> None:
-            with contextlib.suppress(Exception):  # a rank that is gone
-                told.extend(json.loads(each) for each in self._gather(json.dumps(mine).encode()))
-
-        waiting = threading.Thread(target=gather, daemon=True)
-        waiting.start()
-        waiting.join(PATIENCE_S)
-        return told if len(told) == self._world.size else [mine]
+    def _tell(self) -> None:
+        self._ending.wait()
+        with contextlib.suppress(Exception):  # a rank that is gone
+            self._told = [json.loads(each) for each in self._gather(json.dumps(self._mine).encode())]
 
     def _words(self, summary: records.Summary) -> str:
         where = f"run folder {summary.run_dir}: {summary.steps} steps"

@@ -231,6 +231,8 @@ class Watch:
         advice = "no checkpoint was written yet"
         if self.folder and _has_checkpoint(self.folder):
             advice = f"continue {self.command}"
+        if self.folder and not self.command:  # a user's script, which keeps its own
+            advice = f"its records are in {self.folder}"
         write(f"hvdtrain: {self._fault['text']}; ending the job, {advice}")
 
     # --- messages -----------------------------------------------------------------------------------------------

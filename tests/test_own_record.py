@@ -14,7 +14,7 @@ from hvdtrain import records
 from hvdtrain.exits import Failure
 from hvdtrain.results import load as results
 from hvdtrain.results.__main__ import main
-from hvdtrain.script import record
+from hvdtrain.script import record, shown
 from hvdtrain.strategies import parse
 from hvdtrain.world import World
 
@@ -113,9 +113,9 @@ def test_scores_declare_what_they_can_be() -> None:
     assert not record._score("rmse", 0.5).higher_is_better
     assert record._finite(math.nan) is None
     argv = ["a.py", "--token=x", "--password", "y", "--seed=4", "--lr", "1"]
-    shown, seed = record.shown_arguments(argv)
-    assert (shown, seed) == (["a.py", "--token=***", "--password", "***", "--seed=4", "--lr", "1"], 4)
-    assert record._apart(shown) == ["--token=***", "--password", "***", "--lr", "1"]
-    assert json.dumps(shown)
+    words, seed = shown.arguments(argv)
+    assert (words, seed) == (["a.py", "--token=***", "--password", "***", "--seed=4", "--lr", "1"], 4)
+    assert shown.apart(words) == ["--token=***", "--password", "***", "--lr", "1"]
+    assert json.dumps(words)
     with pytest.raises(Failure):
         record.TrainConfig(monitor="nothing")

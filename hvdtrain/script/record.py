@@ -12,7 +12,6 @@ import atexit
 import collections
 import contextlib
 import dataclasses
-import itertools
 import json
 import math
 import os
@@ -21,7 +20,7 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from hvdtrain import lock, measures, observe, records, run
 from hvdtrain.config import TrainConfig
 from hvdtrain.exits import Failure
 from hvdtrain.measures import Score
+from hvdtrain.script import shown
 from hvdtrain.strategies import Exchange
 from hvdtrain.timing import WARMUP_STEPS, Spent, process_age_s, step_shares
 from hvdtrain.world import World
@@ -36,8 +36,6 @@ from hvdtrain.world import World
 VARIABLES = ("RECORD", "RUN_DIR", "MONITOR", "MONITOR_MS", "MONITOR_IDLE_S")
 PATIENCE_S = 60.0
 """At the end, for the ranks that are not there yet"""
-SECRET = re.compile(r"(?i)(token|secret|passw|credential|api[-_]?key)")
-HIDDEN = "***"
 SHARES = {"accuracy", "acc", "f1", "precision", "recall", "auc"}
 """Scores that are shares of 1, if they are told so"""
 LOWER = re.compile(r"loss|err|mae|mse|mape|perplexity|wer|cer|fid")
@@ -79,7 +77,7 @@ def begin(
         _say(world, f"the script goes on without a run folder: {failure}; HVDTRAIN_RUN_DIR names one")
         return None
     world.keeps(str(folder), "")
-    argv, seed = shown_arguments(sys.argv)
+    argv, seed = shown.arguments(sys.argv)
     manifest = records.Manifest(
         workload=name,
         argv=argv,
@@ -88,7 +86,7 @@ def begin(
             "strategy": str(exchange),
             "seed": seed,
             "monitor": config.monitor,
-            "arguments": _apart(argv),
+            "arguments": shown.apart(argv),
         },
         exchange=exchange.facts(),
         plan={"ranks": world.size},
@@ -361,30 +359,6 @@ class Recorder:
 
 
 # --- helpers ----------------------------------------------------------------------------------------------------------
-
-
-def shown_arguments(argv: Sequence[str]) -> tuple[list[str], int | None]:
-    """The command line with `***` for what may be secret, and the seed that it gives."""
-    shown, seed, hide = [], None, False
-    for before, word in zip(["", *argv], argv, strict=False):
-        name, equals, value = word.partition("=")
-        if hide or (equals and SECRET.search(name)):
-            shown.append(f"{name}={HIDDEN}" if equals and not hide else HIDDEN)
-        else:
-            shown.append(word)
-        hide = word.startswith("-") and not equals and bool(SECRET.search(word))
-        given = value if name == "--seed" else word if before == "--seed" else ""
-        seed = int(given) if given.isdigit() else seed
-    return shown, seed
-
-
-def _apart(argv: Sequence[str]) -> list[str]:
-    """The arguments that tell experiments apart: repeats differ in their seed."""
-    kept = []
-    for before, word in itertools.pairwise(argv):
-        if word != "--seed" and before != "--seed" and not word.startswith("--seed="):
-            kept.append(word)
-    return kept
 
 
 def _number(name: str, value: Any) -> float:

@@ -96,7 +96,7 @@ def _as_runtime_error() -> Iterator[None]:
     """Horovod's functions make HorovodInternalError of what goes wrong if it is a RuntimeError."""
     try:
         yield
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise RuntimeError(str(error)) from error
 
 

@@ -115,6 +115,7 @@ class Exchanging(torch.optim.Optimizer):
         """Collective."""
         shapes = {name: list(parameter.shape) for name, parameter in named.items()}
         self._named, self._spelling = named, str(exchange)
+        self._parameter_names = {parameter: name for name, parameter in named.items()}  # as Horovod's has it
         self._strategy, self._world = job.job().strategy(exchange, list(shapes.values()))
         told = self._world.gather(hashlib.sha256(json.dumps(shapes).encode()).hexdigest())
         if len(set(told)) > 1:
@@ -157,8 +158,8 @@ class Exchanging(torch.optim.Optimizer):
             return loss
         if self._synchronized and self._should_synchronize:
             warnings.warn(
-                "optimizer.step() after optimizer.synchronize(): the gradients are not exchanged again; put it into "
-                "`with optimizer.skip_synchronize():`",
+                "optimizer.step() called without optimizer.skip_synchronize() after optimizer.synchronize(): the "
+                "gradients are not exchanged again",
                 stacklevel=2,
             )
         with self._grad_scaler():
@@ -295,9 +296,10 @@ class Exchanging(torch.optim.Optimizer):
 
 def _named(optimizer: torch.optim.Optimizer, given: Any) -> dict[str, torch.nn.Parameter]:
     """What is trained, by name, in the order of the optimizer's groups. Raises ValueError for names as Horovod does."""
-    ours = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if given is None:
-        names = {id(parameter): f"parameter {number}" for number, parameter in enumerate(ours)}
+    groups = [group["params"] for group in optimizer.param_groups]
+    ours = [parameter for group in groups for parameter in group]
+    if given is None:  # Horovod's names
+        names = {id(p): f"allreduce.noname.{i}.{j}" for i, group in enumerate(groups) for j, p in enumerate(group)}
     else:
         pairs = list(given)
         if any(not isinstance(pair, tuple) for pair in pairs):

@@ -206,6 +206,11 @@ def _with_gradient(
 def _run(carried: Callable[..., Sequence[Any]], inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
     """The results of a function of arrays, with these specs."""
     if not tf.executing_eagerly():
+        if not tf.compat.v1.get_default_graph().building_function:
+            raise NotImplementedError(
+                "a session of tf.compat.v1 has an order of operations of its own on each rank and would hang: "
+                "call hvd in a tf.function, or take Horovod's own exchange (HVDTRAIN_STRATEGY=allreduce)"
+            )
         found = tf.numpy_function(carried, list(inputs), [each.dtype for each in outputs])
         for tensor, each in zip(found, outputs, strict=True):
             tensor.set_shape(each.shape)

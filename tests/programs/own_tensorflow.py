@@ -282,6 +282,7 @@ def refusals() -> dict[str, str]:
         "compression": lambda: distributed(sgd(), strategy="powersgd", compression=hvd.Compression.fp16),
         "tape": lambda: hvd.DistributedGradientTape(tf.GradientTape(), strategy="local-sgd"),
         "elastic": lambda: hvd.elastic.run,
+        "session": _in_session,
         "op": lambda: distributed(sgd(), op=hvd.Max),
         "xla": lambda: _compiled(distributed(sgd())),
         "shapes": lambda: hvd.allreduce(tf.zeros(2 + hvd.rank()), name="shapes"),
@@ -295,6 +296,11 @@ def refusals() -> dict[str, str]:
         else:
             found[name] = "nothing was raised"
     return found
+
+
+def _in_session() -> None:
+    with tf.Graph().as_default():
+        hvd.allreduce(tf.zeros(2))
 
 
 def _compiled(optimizer: Any) -> None:

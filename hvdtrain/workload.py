@@ -22,7 +22,7 @@ from hvdtrain.arrays_file import Arrays
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.loader import Loader
 from hvdtrain.exits import Failure
-from hvdtrain.frameworks import Replica, resolve
+from hvdtrain.frameworks import Replica, in_vector, resolve
 from hvdtrain.loop import Judge, Loop
 from hvdtrain.measures import Measure
 from hvdtrain.strategies import Reducer, Strategy, catalogue, table
@@ -59,7 +59,7 @@ class Workload:
     model_words: str
     """The model's name and size, for people"""
     shapes: Mapping[str, tuple[int, ...]]
-    """Of the trained arrays, in the model's order"""
+    """Of the trained arrays, in the model's order and PyTorch's layout"""
     measure: Measure
     """What is added up over samples, and the scores made of it"""
     multiply_adds: float
@@ -70,7 +70,8 @@ class Workload:
 
         Collective. Raises Failure (78) if settings do not fit together, the data, the launcher or the other ranks.
         """
-        config, place, shapes = self.config, self.place, list(self.shapes.values())
+        config, place = self.config, self.place
+        shapes = in_vector(config.framework, self.shapes.values())
         layout = strategies.Layout(ranks=place.size, hosts=-(-place.size // place.local_size))
         if catalogue.asked(config.strategy):
             catalogue.show(config.strategy, shapes, layout)

@@ -39,6 +39,7 @@ from hvdtrain.world import World
 torch = pytest.importorskip("torch")
 tf = pytest.importorskip("tensorflow")
 
+from hvdtrain.frameworks import in_vector  # noqa: E402
 from hvdtrain.models.resnet_tf import ResNetTF  # noqa: E402
 from hvdtrain.models.resnet_torch import ResNetTorch  # noqa: E402
 
@@ -277,6 +278,8 @@ def test_both_twins_hold_exactly_the_neutral_arrays() -> None:
         for name, array in initial_state(SMALL, 0).items():
             np.testing.assert_array_equal(state[name], array)
     assert list(dict(ResNetTorch(SMALL).named_parameters())) == list(parameters(SMALL))
+    in_memory = [tuple(variable.shape) for variable in ResNetTF(SMALL).weights.values()]
+    assert in_vector("tensorflow", parameters(SMALL).values()) == in_memory, "what strategies cut into matrices"
 
 
 @pytest.mark.parametrize("size", ODD_SIZES)

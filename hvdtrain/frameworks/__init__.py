@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -105,6 +105,14 @@ def statistics_of(model: Any, untrained: Collection[str]) -> Mapping[str, float]
             exits.BAD_CONFIG,
         )
     return found or {}
+
+
+def in_vector(framework: str, shapes: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Shapes of arrays, given in PyTorch's layout, as they lie in a replica's vectors: TensorFlow keeps kernels (out,
+    in, h, w) as (h, w, in, out)."""
+    if framework == "torch":
+        return list(shapes)
+    return [(*shape[2:], *shape[1::-1]) if len(shape) == 4 else shape for shape in shapes]
 
 
 def resolve(framework: Literal["torch", "tensorflow", "auto"]) -> Literal["torch", "tensorflow"]:

@@ -54,7 +54,6 @@ class Own:
         self.model, self._sums, self._shapes = model, sums, shapes
         # Not by their paths: Keras counts the layers of all models that a process makes.
         self.weights = {f"{n}.{each.name}": each.value for n, each in enumerate(model.trainable_variables)}
-        self.shapes: Shapes = {name: tuple(each.shape) for name, each in self.weights.items()}
         norms = [each for each in model._flatten_layers() if isinstance(each, tf.keras.layers.BatchNormalization)]
         momentum = {
             id(each.value): 1 - layer.momentum
@@ -69,6 +68,7 @@ class Own:
         seeds = {name: each for name, each in others.items() if name.endswith(".seed_generator_state")}
         self._seeds = list(seeds.values())
         self._constants = {name: each for name, each in others.items() if name not in self._moving | seeds}
+        self.shapes: Shapes = {name: each.shape for name, each in self.arrays().items() if name in self.weights}
         self._first: dict[str, np.ndarray] = {}
         self._has_trained = False
 

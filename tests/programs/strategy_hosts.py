@@ -22,13 +22,17 @@ class Kept:
         pass
 
 
-def joined(framework: str, per_host: int) -> Meeting:
-    """The ranks, `per_host` of them on each host in every `World` that is made from now on."""
-    if framework == "tensorflow":  # which can be prepared once only
+def prepared_once(framework: str) -> None:
+    """For several trainings in one process: TensorFlow can be prepared once only."""
+    if framework == "tensorflow":
         from hvdtrain.frameworks import tensorflow
 
         device = tensorflow.prepare("cpu", 0, 1)
         tensorflow.prepare = lambda *told, **named: device
+
+
+def joined(per_host: int) -> Meeting:
+    """The ranks, `per_host` of them on each host in every `World` that is made from now on."""
     where = world.place()
     meeting = meet(where.launcher, where.rank, where.size, where.local_rank, where.local_size)
     reach = Reach(f"127.0.0.{1 + meeting.rank // per_host}", "lo", loopback=True)

@@ -15,7 +15,7 @@ from typing import Any
 import exchange
 import numpy as np
 from exchange import LR
-from strategy_hosts import joined
+from strategy_hosts import joined, prepared_once
 
 from hvdtrain import world
 from hvdtrain.timing import Clock
@@ -46,7 +46,8 @@ def trained(framework: str, settings: dict[str, Any], steps: int) -> dict[str, A
 
 def main(stop: world.StopSignal) -> int:
     framework, per_host, steps = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    meeting = joined(framework, per_host)
+    prepared_once(framework)
+    meeting = joined(per_host)
     reports = [trained(framework, settings, steps) for settings in json.loads(sys.argv[4])]
     if meeting.rank == 0:
         sys.stdout.write(json.dumps({"reports": reports}) + "\n")

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from strategy_hosts import joined
+from strategy_hosts import joined, prepared_once
 
 from hvdtrain import captioning, resnet, world
 from hvdtrain.collectives import Meeting
@@ -59,7 +59,8 @@ def trained(workload: Any, about: dict[str, Any], meeting: Meeting, replica: Any
 
 def main(stop: world.StopSignal) -> int:
     framework, per_host, runs = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
-    meeting = joined(framework, per_host)
+    prepared_once(framework)
+    meeting = joined(per_host)
     if framework == "torch":
         from hvdtrain.frameworks.pytorch import TorchReplica as Replica
     else:

@@ -333,7 +333,7 @@ def guard(*, debug: bool) -> None:
     def uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         ours = isinstance(error, Failure) or place().launcher != "alone"
         if ours and isinstance(error, Exception):
-            _end(_told(error, debug))
+            _end(_told(error, debug, _line_of_script(trace)))
         sys.__excepthook__(kind, error, trace)
 
     sys.excepthook = uncaught
@@ -347,15 +347,22 @@ def _refuse_separate_programs() -> None:
         raise SystemExit(exits.USAGE)
 
 
-def _told(error: Exception, debug: bool) -> int:
-    """Tells the user what ended this rank; the exit code."""
+def _line_of_script(trace: TracebackType | None) -> str:
+    """Which line of the user's script an exception came through last; empty if none."""
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    lines = [frame.lineno for frame in traceback.extract_tb(trace) if frame.filename == script]
+    return f"{Path(script).name}:{lines[-1]}: " if script and lines else ""
+
+
+def _told(error: Exception, debug: bool, at: str = "") -> int:
+    """Tells the user what ended this rank, and `at` which line of a script; the exit code."""
     where = place()
     if isinstance(error, Failure):
         if debug:
             traceback.print_exception(error)
         if where.rank:
             time.sleep(PEER_PATIENCE_S)
-        print(f"hvdtrain: {_who(where)}{error}", file=sys.stderr, flush=True)
+        print(f"hvdtrain: {_who(where)}{at}{error}", file=sys.stderr, flush=True)
         return error.code
     told = exits.of_system(error) if isinstance(error, OSError) and not debug else None
     if isinstance(error, BrokenPipeError) and where.launcher == "alone":  # `--strategy help | head`

@@ -152,7 +152,7 @@ def accepted(listener: socket.socket, me: Party, awaited: Set[int], patience_s: 
     """The connections of the awaited parties; those that did not come in time are missing.
 
     Strangers (a port scanner, another job, an attacker) may come too, say anything or nothing, and stay: nobody waits
-    for them.
+    for them. Ends early if another thread, which has failed to connect, closes the listener.
     """
     found: dict[int, socket.socket] = {}
     visitors: dict[int, Visitor] = {}  # by descriptor, the oldest first
@@ -183,7 +183,7 @@ def accepted(listener: socket.socket, me: Party, awaited: Set[int], patience_s: 
         visitors[visitor.socket.fileno()] = visitor
         poll.register(visitor.socket, select.POLLIN)
 
-    while set(found) != awaited and (now := time.monotonic()) < deadline:
+    while listener.fileno() >= 0 and set(found) != awaited and (now := time.monotonic()) < deadline:
         while visitors and (oldest := next(iter(visitors.items())))[1].until < now:
             dismiss(oldest[0])
         until = min([deadline, *(visitor.until for visitor in visitors.values())])

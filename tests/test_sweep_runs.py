@@ -49,10 +49,12 @@ class Command:
 
     def start(self, *flags: str) -> subprocess.Popen[str]:
         words = [sys.executable, "-m", "hvdtrain.sweep", str(self.file), "--root", str(self.root), *flags]
+        variables = environment({"TMPDIR": self.locks})
+        del variables["HVDTRAIN_RECORD"]  # a sweep says that it does not pass it on
         return subprocess.Popen(
             words,
             cwd=ROOT,
-            env=environment({"TMPDIR": self.locks}),
+            env=variables,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -225,8 +225,9 @@ def joined(
     arrived: dict[int, socket.socket] = {}
 
     def accept() -> None:
-        if listener is not None:
-            arrived.update(trust.accepted(listener, me, awaited, PATIENCE_S))
+        with contextlib.suppress(OSError, ValueError):  # closed, because this rank has failed to connect
+            if listener is not None:
+                arrived.update(trust.accepted(listener, me, awaited, PATIENCE_S))
 
     accepting = threading.Thread(target=accept, daemon=True)  # two ranks may each wait for the other to accept
     accepting.start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 
 import numpy as np
@@ -53,4 +54,5 @@ except Exception as error:
     told["refused"] = str(error)
 if rank == 0:
     print(json.dumps(told), flush=True)
+gc.collect()  # DistributedDataParallel is in cycles, and Gloo's threads must not outlive the group
 dist.destroy_process_group()

@@ -71,6 +71,7 @@ def test_results_show_scripts_like_workloads(made: Path, capsys: pytest.CaptureF
     assert runs.loc["two", "step_s"] == pytest.approx(runs.loc["two", "compute_s"] + runs.loc["two", "communication_s"])
     assert (runs.loc["quiet", "strategy"], runs.loc["quiet", "collectives"]) == (STREAMS, "streams")
     assert 0 < runs.loc["quiet", "bytes_per_step"] < runs.loc["two", "bytes_per_step"]
+    assert runs.loc["one", "bytes_per_step"] == 0, "there is nobody to send to"
     missing = ["data_s", "test_s", "checkpoint_s", "test_score", "train_samples"]
     assert runs[missing].isna().all(axis=None)
     assert runs.loc["quiet", ["samples_per_s", "global_batch", "epochs", "headline"]].isna().all()

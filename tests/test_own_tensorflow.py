@@ -20,7 +20,10 @@ def script(strategy: str) -> Any:
     extra = {"HVDTRAIN_RECORD": "0"} | ({"HVDTRAIN_STRATEGY": strategy} if strategy else {})
     with tempfile.TemporaryDirectory() as folder:
         done = launch(
-            2, [str(PROGRAMS / "own_tensorflow.py"), folder], extra={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"} | extra
+            2,
+            [str(PROGRAMS / "own_tensorflow.py"), folder],
+            extra={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"} | extra,
+            limit_s=300,  # every call, a fit and all strategies in one start
         )
     return document(done)
 

@@ -7,6 +7,7 @@ taken in any order; a `Dataset` is asked for its samples by the loader's thread,
 
 from __future__ import annotations
 
+import abc
 import functools
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -24,20 +25,20 @@ HASHED_BYTES = 256 << 20
 KINDS = "arrays as (inputs, targets), a torch Dataset with len() and [], or a finite tf.data.Dataset"
 
 
-class OwnSplit:
+class OwnSplit(abc.ABC):
     """See `Split`. A batch's arrays are the inputs, the targets and the step's key (see `data.halves`): float64 becomes
     float32, and whole numbers as targets become int64, which is what frameworks train on."""
 
-    def __len__(self) -> int:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def __len__(self) -> int: ...
 
+    @abc.abstractmethod
     def rows(self, mine: NDArray[np.int64]) -> list[NDArray[Any]]:
         """Each part of these samples, as one array."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def told(self) -> Iterator[bytes]:
         """What makes its fingerprint."""
-        raise NotImplementedError
 
     def order(self, stream: np.random.Generator, borders: Sequence[int]) -> NDArray[np.int64]:
         return stream.permutation(len(self))

@@ -10,6 +10,7 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from hvdtrain.script import job, record
+from hvdtrain.strategies.payload import ring_bytes
 from hvdtrain.tensorflow.operations import Operations
 from hvdtrain.tensorflow.step import tensor
 
@@ -34,7 +35,7 @@ def step(optimizer: Any) -> None:
         )
         _begun.append(recorder)
     if _begun[0] is not None:
-        waited_s, sent_bytes = exchange.spent() if exchange else (None, 4 * numbers)
+        waited_s, sent_bytes = exchange.spent() if exchange else (None, ring_bytes(4 * numbers, mpi_ops.size()))
         lr = float(keras.ops.convert_to_numpy(optimizer.learning_rate))
         _begun[0].step(lr=lr, exchange_s=waited_s, sent_bytes=sent_bytes)
 

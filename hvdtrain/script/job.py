@@ -54,6 +54,31 @@ class Front:
     operations: Callable[[Job, Any], Any]
     """Makes those that stand in for them: of the job, and Horovod's own"""
 
+    def init(self, comm: Any = None, process_sets: Any = None) -> None:
+        """`hvd.init`: meets the other ranks; Horovod's documentation tells the arguments. A second time does nothing.
+
+        Raises Failure if HVDTRAIN_STRATEGY is none that a script can have, or the ranks cannot find each other.
+        """
+        init(self, comm, process_sets)
+
+    def shutdown(self) -> None:
+        """`hvd.shutdown`: writes the end of the run's records, and leaves the other ranks."""
+        record.finish()
+        self.module.shutdown()
+
+
+class Elastic:
+    """Stands for Horovod's module `elastic`, which has no counterpart: every use raises NotImplementedError."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise NotImplementedError(
+            f"hvd.elastic.{name}: the number of ranks is fixed from start to end. Save at the end of each epoch (the "
+            "model and optimizer.state_dict(), or model.save()), and start the script again, which torchrun "
+            "--max-restarts does by itself; the sentinel ends a job that lost a rank (docs/OWN.md)"
+        )
+
 
 class Job:
     """The ranks of this process's job while streams carry its calls."""

@@ -119,10 +119,8 @@ class Watch:
             self._start_anew(now)
         self._last_tick = now
         alive = [rank for rank in self._ranks.values() if not rank.process.gone()]
-        if self._fault is None:
-            fault = self._look(now)
-            if fault:
-                self._begin(fault, now)
+        if self._fault is None and (fault := self._look(now)):
+            self._begin(fault, now)
         if self._fault is not None:
             self._say(now)
             assert self._ending is not None

@@ -14,7 +14,7 @@ import tensorflow as _tf
 from horovod.tensorflow import *  # noqa: F403
 from horovod.tensorflow import global_process_set, mpi_ops
 
-from hvdtrain.script import job, record
+from hvdtrain.script import job
 from hvdtrain.script.record import log as log
 from hvdtrain.strategies.table import DEFAULT_REDUCER
 from hvdtrain.tensorflow.operations import Operations
@@ -24,36 +24,7 @@ from hvdtrain.tensorflow.tape import DistributedGradientTape as DistributedGradi
 from hvdtrain.tensorflow.tape import PartialDistributedGradientTape as PartialDistributedGradientTape
 
 _FRONT = job.Front("tensorflow", mpi_ops, "MPI_LIB", Operations)
-
-
-def init(comm: Any = None, process_sets: Any = None) -> None:
-    """Meets the other ranks; see `horovod.tensorflow.init` for the arguments. A second time does nothing.
-
-    Raises Failure if HVDTRAIN_STRATEGY is none that a script can have, or the ranks cannot find each other.
-    """
-    job.init(_FRONT, comm, process_sets)
-
-
-def shutdown() -> None:
-    """Writes the end of the run's records, and leaves the other ranks as `horovod.tensorflow.shutdown` does."""
-    record.finish()
-    mpi_ops.shutdown()
-
-
-class Absent:
-    """Stands for a module of Horovod that has no counterpart: every use raises NotImplementedError."""
-
-    def __init__(self, why: str) -> None:
-        self._why = why
-
-    def __getattr__(self, name: str) -> Any:
-        raise NotImplementedError(self._why)
-
-
-elastic = Absent(
-    "hvd.elastic: a script's ranks are fixed from start to end. Save at the end of each epoch, start the script again "
-    "from what it saved; the sentinel ends a job that lost a rank (docs/CLUSTER.md)"
-)
+init, shutdown, elastic = _FRONT.init, _FRONT.shutdown, job.Elastic()
 
 
 def broadcast_variables(

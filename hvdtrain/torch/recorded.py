@@ -7,8 +7,10 @@ import types
 from typing import Any
 
 import torch
+from horovod.torch import mpi_ops
 
 from hvdtrain.script import job
+from hvdtrain.strategies.payload import ring_bytes
 
 
 def watched(optimizer: Any) -> Any:
@@ -24,7 +26,8 @@ def watched(optimizer: Any) -> Any:
     )
     if recorder is None:
         return optimizer
-    sent_bytes = sum(weight.numel() * weight.element_size() for weight in weights if weight.requires_grad)
+    payload_bytes = sum(weight.numel() * weight.element_size() for weight in weights if weight.requires_grad)
+    sent_bytes = ring_bytes(payload_bytes, mpi_ops.size())
     synchronize, step, waited_s = optimizer.synchronize, optimizer.step, 0.0
 
     def timed_synchronize(self: Any) -> None:

@@ -105,7 +105,7 @@ def test_a_killed_rank_ends_the_job_within_seconds(framework: str, launcher: str
     done = launch(2, [str(PROGRAMS / "failing.py"), framework, "native", str(died)], launcher)
     ended_s = time.time() - died.stat().st_mtime
     assert done.returncode != 0
-    assert ended_s < 10, "5 s on an idle machine"
+    assert ended_s < 20, "5 s on an idle machine"
     output = done.stderr + done.stdout
     assert output.count("hvdtrain: ") == 1
     assert "rank 1 on " in output

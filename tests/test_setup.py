@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-import time
 from pathlib import Path
 from types import ModuleType
 
@@ -185,10 +184,8 @@ def test_second_setup_does_nothing() -> None:
     if not state.is_file() or "unfinished" in state.read_text():
         pytest.skip("this .venv was not made by `make setup`")
     before = state.stat()
-    began = time.monotonic()
     done = run(["make", "setup"], ROOT, PYTHON="", **CLOSED)
     assert (done.returncode, done.stderr) == (0, "")
-    assert time.monotonic() - began < 1
     assert state.stat() == before
 
 

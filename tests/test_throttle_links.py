@@ -23,8 +23,9 @@ from hvdtrain.cluster.throttle import qdisc
 
 pytestmark = pytest.mark.root
 THROTTLE = str(ROOT / "tools" / "throttle.sh")
-# Each machine keeps its own /run/hvdtrain, and sees no cluster of this one; $0 is the folder that stands for it.
-OWN_STATE = 'mkdir -p /run/hvdtrain && mount --bind "$0" /run/hvdtrain && exec "$@"'
+# Each machine has its own /run, the folder $0, and so sees no cluster of this one. A mount on /run/hvdtrain itself
+# would not last: `cluster.sh down` of another test removes that folder, which detaches what is mounted on it elsewhere.
+OWN_STATE = 'mount --bind "$0" /run && exec "$@"'
 
 
 def sh(*words: str, check: bool = True) -> str:
@@ -37,7 +38,7 @@ class Machine:
     """A namespace that stands for a physical machine: v0 leads to a peer, `lan` is the other end."""
 
     def __init__(self, folder: Path) -> None:
-        self.netns, self.run, self.state = f"tthr{secrets.token_hex(3)}", folder, folder / "self"
+        self.netns, self.run, self.state = f"tthr{secrets.token_hex(3)}", folder, folder / "hvdtrain" / "self"
         self.peer = f"{self.netns}p"
 
     def make(self) -> None:
@@ -118,7 +119,7 @@ def test_clear_puts_back_byte_for_byte_what_was_there(machine: Machine, before: 
     assert machine.throttle("clear", "--dev", "v0").returncode == 0
     assert machine.queues() == found
     assert sh("ip", "-n", machine.netns, "link", "show") == links
-    assert not list(machine.run.glob("self/*"))
+    assert not list(machine.state.glob("*"))
     again = machine.throttle("clear")
     assert (again.returncode, again.stderr) == (0, "throttle: nothing was throttled\n")
 
@@ -144,7 +145,7 @@ def test_what_could_not_be_put_back_is_not_touched(machine: Machine, before: lis
     done = machine.throttle("10mbit", "--dev", "v0")
     assert done.returncode == 1 and reason in done.stderr and done.stderr.count("\n") == 1
     assert machine.queues() == found and machine.rates() == (None, None)
-    assert not list(machine.run.glob("self/*"))
+    assert not list(machine.state.glob("*"))
 
 
 def test_what_somebody_else_put_there_meanwhile_is_left_and_told(machine: Machine) -> None:
@@ -158,7 +159,7 @@ def test_what_somebody_else_put_there_meanwhile_is_left_and_told(machine: Machin
 def test_a_dry_run_prints_what_a_run_does_and_does_nothing(machine: Machine) -> None:
     found = machine.queues()
     dry = machine.throttle("10mbit", "--dev", "v0", "--dry-run")
-    assert dry.returncode == 0 and machine.queues() == found and not list(machine.run.glob("self/*"))
+    assert dry.returncode == 0 and machine.queues() == found and not list(machine.state.glob("*"))
     for line in dry.stdout.splitlines():
         if not line.startswith("#"):
             sh("ip", "netns", "exec", machine.netns, *line.split())
@@ -178,7 +179,7 @@ def test_mistakes_change_nothing(machine: Machine) -> None:
     weak = machine.command("setpriv", "--bounding-set=-net_admin", "--inh-caps=-net_admin", THROTTLE)
     done = subprocess.run([*weak, "10mbit", "--dev", "v0"], env=environment(), capture_output=True, text=True)
     assert done.returncode == 77 and done.stderr.count("\n") == 1, done.stderr
-    assert machine.queues() == found and not list(machine.run.glob("self/*"))
+    assert machine.queues() == found and not list(machine.state.glob("*"))
 
 
 def test_netem_is_tried_before_anything_is_touched(machine: Machine) -> None:
@@ -210,7 +211,7 @@ def test_the_interface_one_needs_is_refused_and_forced_only_for_a_time(machine: 
     assert forced.returncode == 0 and "ends in 600 s" in forced.stderr
     assert machine.throttle("10mbit", "--dev", "v0", "--force", "--for", "2s", extra=extra).returncode == 0
     until(lambda: machine.queues() == found)
-    until(lambda: not list(machine.run.glob("self/*")))
+    until(lambda: not list(machine.state.glob("*")))
 
 
 def test_an_ssh_session_that_sudo_hides_is_found(machine: Machine) -> None:
@@ -309,7 +310,7 @@ def test_kills_leave_no_interface_half_way(machine: Machine) -> None:
         if machine.rates() == (None, None):
             assert machine.queues() == found and sh("ip", "-n", machine.netns, "link", "show") == links
     assert machine.throttle("clear").returncode == 0
-    assert machine.queues() == found and not list(machine.run.glob("self/*"))
+    assert machine.queues() == found and not list(machine.state.glob("*"))
 
 
 @pytest.fixture

@@ -1,0 +1,86 @@
+"""A multilayer perceptron as data: its sizes, array shapes and initial values, for both frameworks.
+
+    inputs (N, inputs)
+      hidden layers     linear, ReLU
+      last layer        linear
+    outputs (N, outputs): logits of classes, or the numbers that are to be found
+
+Names and shapes are PyTorch's: layers.0.weight (out, in), layers.0.bias (out,), layers.1.weight ...
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdtrain.exits import BAD_CONFIG, Failure
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLPSpec:
+    """The sizes of the network. Raises Failure (BAD_CONFIG) for a value that makes no network."""
+
+    inputs: int
+    """Values per sample."""
+    hidden: tuple[int, ...]
+    """Units of each hidden layer; () makes it linear."""
+    outputs: int
+    """Classes, or numbers to be found per sample."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "hidden", tuple(self.hidden))  # JSON brings a list
+        if min(self.sizes) < 1:
+            raise Failure(f"model: layers of {', '.join(map(str, self.sizes))}; give at least 1 each", BAD_CONFIG)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Values between layers, inputs and outputs included."""
+        return (self.inputs, *self.hidden, self.outputs)
+
+
+def parameters(spec: MLPSpec) -> Shapes:
+    """Name and shape of every trained array, in the order of the layers."""
+    shapes: Shapes = {}
+    for number, (inputs, outputs) in enumerate(itertools.pairwise(spec.sizes)):
+        shapes[f"layers.{number}.weight"] = (outputs, inputs)
+        shapes[f"layers.{number}.bias"] = (outputs,)
+    return shapes
+
+
+def parameter_count(spec: MLPSpec) -> int:
+    """Number of trained values: the sum of (c_i + 1) c_{i+1} over layers."""
+    return sum(math.prod(shape) for shape in parameters(spec).values())
+
+
+def multiply_adds(spec: MLPSpec) -> float:
+    """Multiply-adds of one layer for one sample, forward, mean over the layers; threads are chosen by it."""
+    pairs = list(itertools.pairwise(spec.sizes))
+    return sum(inputs * outputs for inputs, outputs in pairs) / len(pairs)
+
+
+def initial_state(spec: MLPSpec, seed: int) -> dict[str, NDArray[np.float32]]:
+    """Parameters before the first step, float32, a pure function of `spec` and `seed`.
+
+    Keras' distributions, which Martin (2019) used: weights Glorot's uniform within +-sqrt(6 / (in + out)), biases 0.
+    Each array has a random stream of its own, keyed by its name. Raises Failure (BAD_CONFIG) for a negative seed.
+    """
+    if seed < 0:
+        raise Failure(f"model: seed is {seed}; give 0 or more", BAD_CONFIG)
+    state: dict[str, NDArray[np.float32]] = {}
+    for name, shape in parameters(spec).items():
+        if len(shape) == 1:
+            state[name] = np.zeros(shape, np.float32)
+            continue
+        bound = math.sqrt(6 / sum(shape))
+        stream = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=tuple(name.encode())))
+        values = stream.random(shape, np.float32)
+        values *= np.float32(2 * bound)  # in place: a layer may have hundreds of millions of weights
+        values -= np.float32(bound)
+        state[name] = values
+    return state

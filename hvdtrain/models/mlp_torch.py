@@ -1,0 +1,55 @@
+"""The multilayer perceptron in PyTorch: the layers of `mlp.py`, and two losses."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import skip_init
+
+from hvdtrain.models.mlp import MLPSpec
+from hvdtrain.models.own_torch import errors
+
+Loss = Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Sum of the cross-entropies of logits (N, classes), and what `measures.Confusion` adds up; labels (N,) int64."""
+    classes = logits.shape[1]
+    counts = torch.bincount(labels * classes + logits.argmax(1), minlength=classes**2)
+    return F.cross_entropy(logits, labels, reduction="sum"), {"confusion": counts}
+
+
+def squared_error(outputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Sum of the squared errors, and what `measures.Regression` adds up; outputs (N, 1), targets (N,) or (N, 1)."""
+    sums = {name: each.sum() for name, each in errors(outputs.detach(), targets).items()}
+    return F.mse_loss(outputs.reshape(targets.shape), targets, reduction="sum"), sums
+
+
+class MLPTorch(nn.Module):
+    """The network of `spec`, trained by `loss`: `cross_entropy` or `squared_error`.
+
+    `state_dict()` has exactly the names and shapes of `mlp.parameters`; its values are arbitrary until they are loaded.
+    """
+
+    def __init__(self, spec: MLPSpec, loss: Loss) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            skip_init(nn.Linear, inputs, outputs) for inputs, outputs in itertools.pairwise(spec.sizes)
+        )
+        self._loss = loss
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, outputs) float32 of x (N, inputs)."""
+        *hidden, last = self.layers
+        for layer in hidden:
+            x = F.relu_(layer(x))
+        outputs: Tensor = last(x)
+        return outputs.float()
+
+    def loss(self, x: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """The sum of losses, and the measure's sums."""
+        return self._loss(self(x), targets)

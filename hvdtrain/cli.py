@@ -22,11 +22,12 @@ examples:
   horovodrun -np 4 -H a:2,b:2 hvdtrain train resnet
 """
 
-DATA = """Prepare what training reads: pictures, pictures with sentences, or the weights of a frozen encoder.
+DATA = """Prepare what training reads: pictures, pictures with sentences, irradiance, or a frozen encoder's weights.
 
 examples:
   hvdtrain data images photos prepared --size 224x224
   hvdtrain data captions Flickr8k prepared
+  hvdtrain data solar 201003 oahu
   hvdtrain data vgg16 vgg16-397923af.pth vgg16.safetensors
 """
 
@@ -51,6 +52,16 @@ examples:
   hvdtrain data captions Flickr8k prepared
   hvdtrain data captions photos prepared --split 80/10/10 --min-count 2 --on-bad-sample skip
   python -m hvdtrain.captioning --data prepared --encoder small
+"""
+
+SOLAR = """Prepare measured irradiance for training: days of NREL's Oahu grid, raw MIDC exports, or BSRN files.
+
+Bad readings are marked by rules, counted, and never filled in. What is wrong with a file is told by file and line.
+
+examples:
+  hvdtrain data solar 201003 oahu
+  hvdtrain data solar pay0616.dat.gz payerne --least -4 --most 1600 --spoils-s 300
+  python -m hvdtrain.solar --data oahu --station AP1 --ahead 10
 """
 
 VGG16 = """Turn VGG16's published ImageNet weights into the file that `--weights` takes.
@@ -146,6 +157,10 @@ COMMANDS: dict[tuple[str, ...], tuple[str, Part | Preparation]] = {
     ("data", "captions"): (
         "prepare pictures with sentences",
         Preparation("captions", "captions.prepare", "CaptionsConfig", "prepare", CAPTIONS),
+    ),
+    ("data", "solar"): (
+        "prepare measured irradiance for training",
+        Preparation("solar", "data.solar_prepare", "SolarConfig", "prepare", SOLAR),
     ),
     ("data", "vgg16"): (
         "VGG16's published weights as --weights takes them",

@@ -113,6 +113,8 @@ install() {
     pip install --constraint tools/constraints.txt setuptools wheel
     [[ $extent == demo ]] || extras+=,dev,results,tensorboard
     pip install --constraint tools/constraints.txt --no-build-isolation --editable ".[$extras]" "${packages[@]}"
+    # For the readings in it alone (docs/SOLAR.md): of what it imports nothing is needed.
+    [[ $extent == demo ]] || pip install --constraint tools/constraints.txt --no-deps pvanalytics
     extend_activate "$mpi"
     HVDTRAIN_MPI=$mpi .venv/bin/python tools/build_horovod.py "$frameworks"
     g++ -x c -std=c11 -D_POSIX_C_SOURCE=200809L -O2 -shared -fPIC tools/sleep_when_idle.c -o .venv/lib/sleep_when_idle.so ||

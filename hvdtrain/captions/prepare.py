@@ -157,7 +157,7 @@ def prepare(config: CaptionsConfig) -> dict[str, Any]:
     Raises Failure: BAD_DATA for a source, a caption or a picture that is unusable, NO_PERMISSION for a folder that
     cannot be read, CANNOT_WRITE if the destination exists, IO_ERROR for a full disk, RESUMABLE when interrupted.
     """
-    check_destination(config.images)
+    check_destination(config.source, config.destination)
     plan = _plan(config)
     everything = np.arange(len(plan.tree.files))
     describe = functools.partial(_describe, config, plan, everything, {})

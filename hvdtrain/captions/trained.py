@@ -7,7 +7,6 @@ their file and its digest.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain import checkpoint, exits, files, records, threads, world
+from hvdtrain import exits, files, trained
 from hvdtrain.arrays_file import Arrays
 from hvdtrain.captions import frozen, generation
 from hvdtrain.captions.vocabulary import Vocabulary
@@ -52,16 +51,8 @@ class Trained:
 
 def open_run(folder: Path) -> Trained:
     """The trained model of a run's folder. Raises Failure (65, 74, 77) for anything else."""
-    if not folder.is_dir():
-        raise Failure(f"--run {folder}: no such folder; give one that hvdtrain.captioning made", exits.BAD_DATA)
-    path = folder / "manifest.json"
-    manifest = records.read_document(path)
-    if not isinstance(manifest, records.Manifest) or manifest.workload != TRAINED_BY:
-        raise Failure(f"{path}: no manifest of a run of hvdtrain.captioning", exits.BAD_DATA)
-    try:
-        spec = captioner.CaptionerSpec(**manifest.model["spec"])
-    except (KeyError, TypeError) as error:
-        raise Failure(f"{path}: its model is not of this version ({error})", exits.BAD_DATA) from None
+    manifest, parameters = trained.opened(folder, TRAINED_BY)
+    spec = trained.spec(folder, manifest, captioner.CaptionerSpec)
     words = folder / "vocabulary.json"
     try:
         vocabulary = Vocabulary.from_json(files.from_json(files.read(words, WORDS_BYTES)), words)
@@ -69,7 +60,6 @@ def open_run(folder: Path) -> Trained:
         raise files.refused(words, error, exits.BAD_DATA, "the run's folder is not whole") from None
     except ValueError as error:
         raise Failure(f"{words}: no JSON ({error})", exits.BAD_DATA) from None
-    parameters = checkpoint.trained_parameters(folder / "checkpoints")
     found = {name: array.shape for name, array in parameters.items()}
     if found != captioner.parameters(spec) or len(vocabulary) != spec.vocabulary:
         raise Failure(f"{folder}: manifest, vocabulary and checkpoint are not of one model", exits.BAD_DATA)
@@ -82,34 +72,26 @@ def open_run(folder: Path) -> Trained:
     )
 
 
-def model(trained: Trained, framework: str, weights: str | None) -> tuple[generation.Writer, Encode]:
+def model(run: Trained, framework: str, weights: str | None) -> tuple[generation.Writer, Encode]:
     """The trained model on the CPU, and the function that makes its inputs of pictures (N, height, width, 3) uint8."""
-    used = threads.per_rank(0, world.place(), math.inf)
-    used.use()
+    trained.begin(framework)
     writer: Any
     if framework == "torch":
-        from hvdtrain.frameworks.pytorch import prepare
         from hvdtrain.models.captioner_torch import CaptionerTorch
 
-        prepare("cpu", 0, used.count)
-        writer = CaptionerTorch(trained.spec)
-        for name, array in trained.parameters.items():
-            writer.get_parameter(name).detach().numpy()[...] = array  # the parameter's own memory
+        writer = CaptionerTorch(run.spec)
     else:
-        from hvdtrain.frameworks.tensorflow import prepare, turned
         from hvdtrain.models.captioner_tf import CaptionerTF
 
-        prepare("cpu", 0, used.count)
-        writer = CaptionerTF(trained.spec)
-        for name, array in trained.parameters.items():
-            writer.weights[name].assign(turned(array))
-    return writer, (vgg16(trained, framework, weights) if trained.spec.encoder == "vgg16" else lambda seen: seen)
+        writer = CaptionerTF(run.spec)
+    trained.fill(writer, run.parameters, framework)
+    return writer, (vgg16(run, framework, weights) if run.spec.encoder == "vgg16" else lambda seen: seen)
 
 
-def vgg16(trained: Trained, framework: str, weights: str | None) -> Encode:
+def vgg16(run: Trained, framework: str, weights: str | None) -> Encode:
     """The frozen encoder whose features the model was trained on. Raises Failure (65) for other weights."""
-    path = weights or trained.config["weights"]
-    if frozen.digest(path, trained.spec.image_size) != trained.encoder:
+    path = weights or run.config["weights"]
+    if frozen.digest(path, run.spec.image_size) != run.encoder:
         raise Failure(f"{path}: not the weights that the run was trained with; name those by --weights", exits.BAD_DATA)
     network = frozen.encoder(path, framework)
 

@@ -145,7 +145,7 @@ def prepare(config: ImagesConfig) -> dict[str, Any]:
     Raises Failure: BAD_DATA for a source or a picture that is unusable, NO_PERMISSION for a folder that cannot be
     read, CANNOT_WRITE if the destination exists, IO_ERROR for a full disk, RESUMABLE when interrupted.
     """
-    check_destination(config)
+    check_destination(config.source, config.destination)
     tree = find(Path(config.source), config.seed, config.shares)
 
     def describe() -> dict[str, Any]:
@@ -156,10 +156,10 @@ def prepare(config: ImagesConfig) -> dict[str, Any]:
     return {**made, "schema": SUMMARY}
 
 
-def check_destination(config: ImagesConfig) -> None:
+def check_destination(source: str, folder: str) -> None:
     """Raises Failure for a destination that exists, or lies in the source."""
-    destination = Path(config.destination).absolute()
-    if Path(os.path.realpath(destination)).is_relative_to(os.path.realpath(config.source)):
+    destination = Path(folder).absolute()
+    if Path(os.path.realpath(destination)).is_relative_to(os.path.realpath(source)):
         raise Failure(f"{destination} lies in the source: choose another place", BAD_CONFIG)
     if destination.exists():
         raise Failure(f"{destination} exists: remove it, or choose another destination", CANNOT_WRITE)

@@ -102,11 +102,13 @@ def whole_numbers(values: Any) -> tuple[int, ...]:
     return tuple(values)
 
 
-def open_array(path: Path, stated: dict[str, Any], shape: tuple[int, ...], dtype: str, *, verify: bool) -> NDArray[Any]:
+def open_array(
+    path: Path, stated: dict[str, Any], shape: tuple[int, ...], dtype: str, *, verify: bool, shares: bool = True
+) -> NDArray[Any]:
     """A read-only map of an .npy file that is as its index says: size, head, and SHA-256 over all of it.
 
-    The last is compared with `verify`, or if this host has not compared it since the file last changed; that the
-    floats of pictures lie in 0..1 is seen then, too. Raises Failure (BAD_DATA) or what `opening` expects.
+    The last is compared with `verify`, or if this host has not compared it since the file last changed; that floats lie
+    in 0..1, where they are `shares`, is seen then, too. Raises Failure (BAD_DATA) or what `opening` expects.
     """
     if dtype not in ("uint8", "int64", *ONE):
         raise ValueError(f"dtype {dtype!r:.80}")
@@ -125,14 +127,14 @@ def open_array(path: Path, stated: dict[str, Any], shape: tuple[int, ...], dtype
             raise Failure(f"{path} ends before or after its array of {found}: copy or prepare it again", BAD_DATA)
         with _remembered(path, file, stated["sha256"]) as known:
             if verify or not known:
-                _verify(path, file, start, stated["sha256"], dtype)
+                _verify(path, file, start, stated["sha256"], dtype if shares else None)
         if not math.prod(shape):
             return np.empty(shape, dtype)  # there is nothing to map
         return np.asarray(np.memmap(file, dtype, "r", start, shape))  # without np.memmap's cost for each index
 
 
-def _verify(path: Path, file: BufferedReader, start: int, stated: str, dtype: str) -> None:
-    """Compares the SHA-256 of the whole file and the range of its values. Raises Failure (BAD_DATA)."""
+def _verify(path: Path, file: BufferedReader, start: int, stated: str, dtype: str | None) -> None:
+    """Compares the SHA-256 of the whole file and the range of its values, if of a type. Raises Failure (BAD_DATA)."""
     size = os.fstat(file.fileno()).st_size
     if size > TOLD_BYTES:
         print(f"hvdtrain: verifying {path} ({size / 1e9:.1f} GB), once on this host", file=sys.stderr, flush=True)

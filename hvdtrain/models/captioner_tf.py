@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.models.captioner import CONVOLUTIONS, PAD, PADDING, STRIDE, CaptionerSpec, parameters
+from hvdtrain.models.dropout_tf import dropped
 
 
 class CaptionerTF(tf.Module):
@@ -134,10 +135,7 @@ class CaptionerTF(tf.Module):
         return tf.matmul(x, self._array(f"{layer}.weight"), transpose_b=True) + self._array(f"{layer}.bias")
 
     def _dropped(self, x: tf.Tensor, key: tf.Tensor | None) -> tf.Tensor:
-        if key is None:
-            return x
-        drawn = tf.random.stateless_uniform(tf.shape(x), key, alg="philox")
-        return tf.where(drawn >= self.spec.dropout, x / (1 - self.spec.dropout), tf.zeros((), x.dtype))
+        return dropped(x, self.spec.dropout, key)
 
     def _array(self, name: str) -> tf.Tensor:
         return tf.cast(self.weights[name], self.compute_dtype)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hvdtrain.models.captioner import CONVOLUTIONS, PAD, PADDING, STRIDE, CaptionerSpec, parameters
+from hvdtrain.models.dropout_torch import dropped, generator
 
 
 class CaptionerTorch(nn.Module):
@@ -37,7 +38,7 @@ class CaptionerTorch(nn.Module):
         inputs: (N, height, width, 3) uint8, or (N, features) float32; tokens (N, T + 1) int64: start, words, end,
         padding; key (2,) int64, from which dropout draws in training: equal keys, equal masks.
         """
-        random = self._random(key) if self.training and self.spec.dropout else None
+        random = generator(key) if self.training and self.spec.dropout else None
         picture = self._encoded(inputs, random)
         embedded = self._dropped(F.embedding(tokens[:, :-1], self._array("embedding.weight")), random)
         read = self._read(embedded)
@@ -118,17 +119,8 @@ class CaptionerTorch(nn.Module):
         x = F.relu_(F.linear(merged, self._array("merge.weight"), self._array("merge.bias")))
         return F.linear(x, self._array("words.weight"), self._array("words.bias")).float()
 
-    def _random(self, key: Tensor) -> torch.Generator:
-        low, high = (int(half) & 0xFFFFFFFF for half in key.tolist())
-        # PyTorch's CPU generator looks at the lower 32 bits of a seed only, so both halves must be in these.
-        return torch.Generator(key.device).manual_seed(high * 0x9E3779B1 + low)
-
     def _dropped(self, x: Tensor, random: torch.Generator | None) -> Tensor:
-        if random is None:
-            return x
-        # A third of the time of `bernoulli_`, which F.dropout uses; masks are the same at any precision.
-        kept = torch.rand(x.shape, generator=random, device=x.device).ge_(self.spec.dropout)
-        return x * kept.div_(1 - self.spec.dropout).to(x.dtype)
+        return dropped(x, self.spec.dropout, random)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         """On the model's device; shares memory where it can. PyTorch takes no read-only arrays, such as memory maps."""

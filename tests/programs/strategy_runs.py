@@ -1,11 +1,11 @@
 """Several trainings one after the other in the same ranks, which takes seconds to start only once.
 
-    strategy_runs.py torch|tensorflow RANKS_PER_HOST RUNS [resnet|captioning]
+    strategy_runs.py torch|tensorflow RANKS_PER_HOST RUNS [WORKLOAD]
 
 RUNS is a JSON list of objects: `flags`; `stop_before` (optional): the step before which the last rank is sent SIGUSR1;
 `from_step` and `folder` (optional): the run in --run-dir is first made from that in `folder` as if it had been killed
-after its checkpoint of this step. Rank 0 prints their exit codes as JSON. Used by test_strategies.py and
-test_captioning.py.
+after its checkpoint of this step. Rank 0 prints their exit codes as JSON. Used by test_strategies.py,
+test_captioning.py and test_solar.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 from strategy_hosts import joined, prepared_once
 
-from hvdtrain import captioning, resnet, world
+from hvdtrain import workloads, world
 from hvdtrain.collectives import Meeting
 
 sys.path.append(str(Path(__file__).parent.parent))
@@ -65,7 +65,7 @@ def main(stop: world.StopSignal) -> int:
         from hvdtrain.frameworks.pytorch import TorchReplica as Replica
     else:
         from hvdtrain.frameworks.tensorflow import TensorFlowReplica as Replica
-    workload = captioning if sys.argv[4:] == ["captioning"] else resnet
+    workload = workloads.module(*sys.argv[4:] or ["resnet"])
     codes = [trained(workload, about, meeting, Replica) for about in runs]
     if meeting.rank == 0:
         sys.stdout.write(json.dumps({"codes": codes}) + "\n")

@@ -1,0 +1,322 @@
+"""Measured irradiance in W/m2, and the windows of it that a model learns to look ahead from.
+
+A **series** is what one or several stations measured, on a clock that ticks every `step_s` seconds. A reading that
+breaks one of the rules below is NaN from then on, is counted by the rule it breaks, and is never filled in:
+  * missing: no number was recorded;
+  * out of bounds: more or less than the sun and the instrument's offset at night allow;
+  * near one out of bounds: within `spoils_s` seconds of it, where an instrument that reports the impossible is trusted
+    no sooner.
+
+A **window** is what a model sees up to one reading; its target is the reading `ahead` ticks later. It is left out, and
+counted, if a reading in it, or its target, is bad; if the clock skips a tick between its first reading and its target;
+and if it is night, that is, neither its last reading nor its target reaches DARK_W_M2. Windows are views of the series,
+and a batch copies its own.
+
+**The cut** is by time: the first 70 % of the readings train, the next 15 % validate, the last 15 % test. A window that
+would reach over a cut is left out. Mean and deviation, with which inputs and targets are scaled, are those of the
+training part alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
+
+from hvdtrain import files
+from hvdtrain.arguments import near
+from hvdtrain.data import Batch, halves
+from hvdtrain.data.prepared import open_array, opening
+from hvdtrain.exits import BAD_CONFIG, BAD_DATA, Failure
+
+DARK_W_M2 = 5.0
+SHARES = (0.70, 0.15, 0.15)
+SIDE = 50
+"""Pixels of a map's side; readings of a window, and windows, of a stack"""
+SCHEMA = "hvdtrain.solar/1"
+COMMAND = "hvdtrain data solar"
+
+PACKAGED = "pvanalytics"
+PACKAGED_FILE = "data/system_15_poa_irradiance.parquet"
+PACKAGED_SHA256 = "92e6c30404ce64cf4aecf38adc1ab7b2ea81fc68bfc198c5b951f481eceec361"
+PACKAGED_BOUNDS = (-10.0, 1361.0)
+"""W/m2; in a mean of 15 minutes nothing exceeds the sun outside the atmosphere"""
+
+Look = Literal["window", "stack", "map"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """Readings of one or several stations at the same times."""
+
+    name: str
+    stations: tuple[str, ...]
+    places: tuple[tuple[float, float], ...]
+    """(latitude, longitude) of each station in degrees; () where a file does not tell"""
+    times: NDArray[np.int64]
+    """(T,) seconds since 1970, rising"""
+    readings: NDArray[np.float32]
+    """(T, stations) W/m2; NaN where a rule was broken. May be a memory map."""
+    step_s: int
+    """Seconds from one tick of the clock to the next"""
+    flagged: Mapping[str, int]
+    """Readings by the rule that they broke"""
+    fingerprint: str
+
+
+def flag(
+    readings: NDArray[np.float32], bounds: tuple[float, float], spoilt: int
+) -> tuple[NDArray[np.float32], dict[str, int]]:
+    """The readings (T, stations) with NaN for those that break a rule, and how many break which; `spoilt` is how many
+    readings before and after one out of bounds are bad, too."""
+    least, most = bounds
+    missing = ~np.isfinite(readings)
+    with np.errstate(invalid="ignore"):
+        beyond = ~missing & ((readings < least) | (readings > most))
+    close = np.zeros_like(beyond)
+    for column in range(readings.shape[1]):
+        for place in np.flatnonzero(beyond[:, column]):
+            close[max(0, place - spoilt) : place + spoilt + 1, column] = True
+    close &= ~(missing | beyond)
+    kept = np.where(missing | beyond | close, np.float32(np.nan), readings)
+    rules = {"missing": missing, "out of bounds": beyond, "near one out of bounds": close}
+    return kept, {rule: int(broken.sum()) for rule, broken in rules.items()}
+
+
+def load(name: str, *, verify: bool = False) -> Series:
+    """The series called `name`: 'pvanalytics', or a folder made by `hvdtrain data solar`. Raises Failure (65, 77)."""
+    if name == PACKAGED:
+        return packaged()
+    if not Path(name).is_dir():
+        raise Failure(f"no readings '{name}': name '{PACKAGED}' or a folder made by `{COMMAND}`", BAD_DATA)
+    return open_series(Path(name), verify=verify)
+
+
+def packaged() -> Series:
+    """Global irradiance in the plane of an array of NREL in Golden, Colorado: means of 15 minutes, from February 2019
+    to October 2023 (system 15 of PVDAQ, doi:10.25984/1846021), as pvanalytics (MIT) ships it.
+
+    Neither pvanalytics nor what it depends on is imported. In May to July 2023 the instrument reports up to 5,627 W/m2,
+    several times too much from morning to evening, so a reading out of bounds spoils a day on each side of it.
+    Raises Failure (65) if the file, or pyarrow, which reads it, is not there.
+    """
+    install = "pip install --no-deps -c tools/constraints.txt pvanalytics pyarrow"
+    package = importlib.util.find_spec(PACKAGED)
+    places = (package and package.submodule_search_locations) or []
+    path = next((path for place in places if (path := Path(place, PACKAGED_FILE)).is_file()), None)
+    if path is None or importlib.util.find_spec("pyarrow") is None:
+        raise Failure(f"the readings come with {PACKAGED}, which pyarrow reads: {install}", BAD_DATA)
+    data = files.read(path, 16 * files.MIB)
+    if hashlib.sha256(data).hexdigest() != PACKAGED_SHA256:
+        raise Failure(f"{path} is not the file we know: {install} --force-reinstall", BAD_DATA)
+    import pyarrow
+    from pyarrow import parquet
+
+    times, values = parquet.ParquetFile(pyarrow.BufferReader(data)).read().columns
+    numbers = values.combine_chunks().fill_null(pyarrow.scalar(np.nan, pyarrow.float32()))  # a float loads pandas
+    kept, flagged = flag(np.asarray(np.from_dlpack(numbers), np.float32)[:, np.newaxis], PACKAGED_BOUNDS, 24 * 4)
+    return Series(
+        name=PACKAGED,
+        stations=("poa",),
+        places=(),
+        times=np.asarray(np.from_dlpack(times.cast("int64").combine_chunks()), np.int64) // 1_000_000,
+        readings=kept,
+        step_s=900,
+        flagged=flagged,
+        fingerprint=PACKAGED_SHA256,
+    )
+
+
+def open_series(folder: Path, *, verify: bool = False) -> Series:
+    """The series in a folder made by `hvdtrain data solar`; readings stay a memory map. Raises Failure (65, 77)."""
+    with opening(folder, COMMAND, SCHEMA) as index:
+        stations, stated = tuple(map(str, index["stations"])), index["files"]
+        places = tuple((float(latitude), float(longitude)) for latitude, longitude in index["places"])
+        ticks, step_s = int(index["readings"]), int(index["step_s"])
+        times = open_array(folder / "times.npy", stated["times.npy"], (ticks,), "int64", verify=True)
+        shape = (ticks, len(stations))
+        readings = open_array(
+            folder / "readings.npy", stated["readings.npy"], shape, "float32", verify=verify, shares=False
+        )
+        flagged = {str(rule): int(count) for rule, count in index["flagged"].items()}
+        if len(places) not in (0, len(stations)) or step_s < 1:
+            raise ValueError("its stations are not those of its places, or its clock has no step")
+    if not (times[1:] > times[:-1]).all():
+        raise Failure(f"{folder / 'times.npy'}: its times do not rise: prepare it again", BAD_DATA)
+    return Series(
+        name=folder.name,
+        stations=stations,
+        places=places,
+        times=times,
+        readings=readings,
+        step_s=step_s,
+        flagged=flagged,
+        fingerprint=stated["readings.npy"]["sha256"],
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowSplit:
+    """One part of the windows; see `hvdtrain.data.Split`."""
+
+    views: NDArray[np.float32]
+    """(T - span + 1, ...) views: what a model sees from each reading on"""
+    truth: NDArray[np.float32]
+    """(T,) the station's readings"""
+    starts: NDArray[np.int64]
+    """(N,) the first reading of each window"""
+    span: int
+    """Readings from a window's first to its last"""
+    ahead: int
+    weights: NDArray[np.float32] | None
+    """(stations, SIDE * SIDE) that make a map of the stations' readings"""
+    mean: float
+    deviation: float
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def order(self, stream: np.random.Generator, borders: Sequence[int]) -> NDArray[np.int64]:
+        return stream.permutation(len(self))
+
+    def batch(self, mine: NDArray[np.int64], everyones: NDArray[np.int64], key: int | None) -> Batch:
+        """arrays: what is seen, float32 (n, window) or (n, SIDE, SIDE); targets float32 (n, 2), the reading that is to
+        be found and the last one seen; behind (n, SIDE, SIDE) the step's key, too (see `data.halves`). All scaled."""
+        first = self.starts[mine]
+        last = first + (self.span - 1)
+        seen = self.views[first]
+        if self.weights is not None:
+            seen = (seen @ self.weights).reshape(-1, SIDE, SIDE)
+        targets = np.stack([self.truth[last + self.ahead], self.truth[last]], axis=1)
+        for values in (seen, targets):
+            values -= np.float32(self.mean)
+            values /= np.float32(self.deviation)
+        arrays = (seen, targets) if seen.ndim == 2 else (seen, targets, halves(key))
+        return Batch(arrays=arrays, weight=len(mine), total_weight=len(everyones))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Windows:
+    """The windows of a series, cut by time."""
+
+    name: str
+    fingerprint: str
+    """SHA-256 that changes whenever a reading, a window or the cut does"""
+    train: WindowSplit
+    validation: WindowSplit
+    test: WindowSplit
+    shape: tuple[int, ...]
+    """Of what a model sees"""
+    about: Mapping[str, Any]
+    """For the manifest: station, unit, scale, and how many windows were left out for which reason"""
+
+
+def windows(series: Series, *, look: Look, window: int, ahead: int, station: str | None = None) -> Windows:
+    """All good windows of a station (default: the first), seen in one of three ways:
+
+    * window: its last `window` readings;
+    * stack: of its last 2 SIDE - 1 readings a matrix whose row i is the window of SIDE readings that ends i ticks
+      after the first one does;
+    * map: what all stations read at that moment, interpolated to SIDE x SIDE pixels (see `map_weights`).
+
+    Raises Failure: BAD_CONFIG for an unknown station, BAD_DATA if a part has no window.
+    """
+    if station is not None and station not in series.stations:
+        known = ", ".join(series.stations)
+        raise Failure(f"--station {station}: no such station{near(station, series.stations)}; {known}", BAD_CONFIG)
+    chosen = station or series.stations[0]
+    truth = series.readings[:, series.stations.index(chosen)]
+    span = {"window": window, "stack": 2 * SIDE - 1, "map": 1}[look]
+    if len(truth) < span + ahead:
+        raise Failure(f"{series.name}: {len(truth):,} readings, a window takes {span + ahead}: give more", BAD_DATA)
+    views, weights = truth, None
+    if look == "map":
+        views, weights = series.readings, map_weights(series.places)
+    else:
+        views = sliding_window_view(truth, window if look == "window" else SIDE)
+        views = sliding_window_view(views, SIDE, axis=0).swapaxes(1, 2) if look == "stack" else views
+    good = ~np.isnan(truth if look != "map" else series.readings.sum(axis=1))
+    starts, left_out = _starts(series, good, truth, span, ahead)
+    borders = [round(sum(SHARES[:part]) * len(truth)) for part in range(4)]
+    training = truth[: borders[1]].astype(np.float64)
+    mean, deviation = float(np.nanmean(training)), float(np.nanstd(training))
+    parts = []
+    for begin, end in itertools.pairwise(borders):
+        inside = starts[(starts >= begin) & (starts + (span - 1 + ahead) < end)]
+        if not len(inside):
+            told = ", ".join(f"{count:,} {reason}" for reason, count in left_out.items())
+            raise Failure(
+                f"{series.name}: no window is left in a part of its {len(truth):,} readings ({told})", BAD_DATA
+            )
+        parts.append(
+            WindowSplit(
+                views=views,
+                truth=truth,
+                starts=inside,
+                span=span,
+                ahead=ahead,
+                weights=weights,
+                mean=mean,
+                deviation=deviation or 1.0,
+            )
+        )
+    left_out["over a cut"] = len(starts) - sum(map(len, parts))
+    train, validation, test = parts
+    asked = [series.fingerprint, look, window, ahead, chosen, SHARES, DARK_W_M2, SIDE]
+    return Windows(
+        name=series.name,
+        fingerprint=hashlib.sha256(json.dumps(asked).encode()).hexdigest(),
+        train=train,
+        validation=validation,
+        test=test,
+        shape=views.shape[1:] if weights is None else (SIDE, SIDE),
+        about={
+            "station": chosen,
+            "unit": "W/m2",
+            "step_s": series.step_s,
+            "mean_w_m2": train.mean,
+            "deviation_w_m2": train.deviation,
+            "readings_flagged": dict(series.flagged),
+            "windows_left_out": left_out,
+        },
+    )
+
+
+def _starts(
+    series: Series, good: NDArray[np.bool_], truth: NDArray[np.float32], span: int, ahead: int
+) -> tuple[NDArray[np.int64], dict[str, int]]:
+    """First readings of the good windows, and how many others there are for which reason."""
+    count = len(truth) - (span - 1) - ahead
+    first = np.arange(count)
+    last, target = slice(span - 1, span - 1 + count), slice(span - 1 + ahead, None)
+    broken = np.concatenate([[0], np.cumsum(~good)])
+    bad = (broken[span : span + count] != broken[:count]) | ~good[target]
+    skips = ~bad & (series.times[target] - series.times[:count] != (span - 1 + ahead) * series.step_s)
+    night = ~(bad | skips) & (truth[last] < DARK_W_M2) & (truth[target] < DARK_W_M2)
+    reasons = {"with a bad reading": bad, "over a gap": skips, "at night": night}
+    return first[~(bad | skips | night)], {reason: int(found.sum()) for reason, found in reasons.items()}
+
+
+def map_weights(places: Sequence[tuple[float, float]]) -> NDArray[np.float32]:
+    """(stations, SIDE * SIDE): what each station counts for in each pixel, by inverse square distance (Shepard, "A
+    two-dimensional interpolation function for irregularly-spaced data", 1968). A pixel at a station is that station's.
+
+    Pixels go from north to south and from west to east over the box of the stations, whose degrees of longitude are
+    shortened by the cosine of its latitude.
+    """
+    latitudes, longitudes = np.array(places, np.float64).T
+    x, y = longitudes * np.cos(np.deg2rad(latitudes.mean())), latitudes
+    columns, rows = np.linspace(x.min(), x.max(), SIDE), np.linspace(y.max(), y.min(), SIDE)
+    squared = (columns[np.newaxis, :, np.newaxis] - x) ** 2 + (rows[:, np.newaxis, np.newaxis] - y) ** 2
+    least = 1e-12 * max(squared.max(), 1e-12)
+    weights = 1 / np.maximum(squared, least).reshape(SIDE * SIDE, -1)
+    return (weights / weights.sum(axis=1, keepdims=True)).T.astype(np.float32)

@@ -1,0 +1,333 @@
+"""Files of irradiance stations -> memory-mapped readings: `hvdtrain data solar SRC DST`.
+
+**In**: a file, or a folder whose files (names with a dot in front aside) are all of one kind, each perhaps gzipped:
+  * a day of NREL's Oahu Solar Measurement Grid: every second, no header, 23 columns: second, year, day of the year,
+    HHMM in Hawaii's time, and W/m2 of 17 horizontal instruments and 2 tilted ones, which are left out; -99999: missing;
+  * a raw export of NREL's Measurement and Instrumentation Data Center (MIDC): every minute, a header that names any
+    column, Year, DOY, the time zone (whose column holds HHMM) and quantities; -7999: missing;
+  * a month of a BSRN station ("station-to-archive"): every minute, global irradiance from the logical record 0100;
+    -999: missing.
+
+**Out**: DST with `times.npy` (T,) int64, seconds since 1970; `readings.npy` (T, stations) float32, W/m2, NaN where a
+reading broke one of the rules that hvdtrain.data.solar tells; and `index.json`, with how many broke which.
+
+Files are read in the order of their times. What is wrong with one is told by file and line. DST appears when it is
+whole; until then the work is in `.DST.unfinished`.
+"""
+
+from __future__ import annotations
+
+import calendar
+import gzip
+import itertools
+import re
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdtrain import __version__, files
+from hvdtrain.bounds import bounded, problem
+from hvdtrain.config import flag as as_flag
+from hvdtrain.data.images import alone, check_destination, explained, seal
+from hvdtrain.data.pixels import npy_header
+from hvdtrain.data.solar import SCHEMA, flag
+from hvdtrain.exits import BAD_CONFIG, BAD_DATA, Failure
+from hvdtrain.progress import Progress
+
+SUMMARY = "hvdtrain.data.solar/1"
+MOST_BYTES = 1024 * files.MIB
+"""Of a file, unpacked; a day of the Oahu grid has 8 MB"""
+ZONES = {"HST": -10, "PST": -8, "MST": -7, "CST": -6, "EST": -5, "AST": -4, "GMT": 0, "UTC": 0}
+"""Hours from UTC"""
+OAHU_COLUMNS = 23
+# Column -> station, latitude, longitude.
+OAHU: dict[int, tuple[str, float, float]] = {
+    4: ("DH3", 21.31236, -158.08463),
+    5: ("DH4", 21.31303, -158.08505),
+    6: ("DH5", 21.31357, -158.08424),
+    7: ("DH10", 21.31183, -158.08554),
+    8: ("DH11", 21.31042, -158.0853),
+    9: ("DH9", 21.31268, -158.08688),
+    10: ("DH2", 21.31451, -158.08534),
+    11: ("DH1", 21.31533, -158.087),
+    13: ("AP6", 21.30812, -158.07935),
+    15: ("AP1", 21.31276, -158.08389),
+    16: ("AP3", 21.31281, -158.08163),
+    17: ("AP5", 21.30983, -158.08249),
+    18: ("AP4", 21.31141, -158.07947),
+    19: ("AP7", 21.31478, -158.07785),
+    20: ("DH6", 21.31179, -158.08678),
+    21: ("DH7", 21.31418, -158.08685),
+    22: ("DH8", 21.31034, -158.08675),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SolarConfig:
+    """What `hvdtrain data solar` does."""
+
+    source: str
+    """A file, or a folder of files: days of the Oahu grid, raw exports of MIDC, or BSRN station-to-archive files."""
+    destination: str
+    """Folder to make; must not exist."""
+    columns: str | None = None
+    """Of a MIDC export: names of the columns to take, separated by ';' (default: all called Global in W/m^2)."""
+    least: float = -10.0
+    """W/m2; a reading below is bad. An instrument's offset at night is a few W/m2."""
+    most: float = 2000.0
+    """W/m2; a reading above is bad. Clouds that reflect the sun make up to 1,900 for seconds."""
+    spoils_s: int = bounded(0, least=0)
+    """Seconds before and after a reading out of these bounds, within its file, that are bad too."""
+    dry_run: bool = False
+    """Read everything and tell what would be made, and write nothing."""
+
+    def __post_init__(self) -> None:
+        if wrong := problem(self, as_flag):
+            raise Failure(wrong, BAD_CONFIG)
+        if not self.least < self.most:
+            raise Failure(f"--least {self.least:g} is not below --most {self.most:g}", BAD_CONFIG)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What one file holds."""
+
+    path: Path
+    kind: str
+    stations: tuple[str, ...]
+    times: NDArray[np.int64]
+    readings: NDArray[np.float32]
+
+
+def prepare(config: SolarConfig) -> dict[str, Any]:
+    """Prepares the data and returns a summary fit for JSON.
+
+    Raises Failure: BAD_DATA for a file that is unusable, NO_PERMISSION for one that cannot be read, CANNOT_WRITE if the
+    destination exists, IO_ERROR for a full disk.
+    """
+    check_destination(config.source, config.destination)
+    paths, destination = _listed(Path(config.source)), Path(config.destination).absolute()
+    if config.dry_run:
+        return {**_written(config, paths, None), "destination": str(destination), "dry_run": True, "schema": SUMMARY}
+    unfinished = destination.with_name(f".{destination.name}.unfinished")
+    with explained(destination), alone(unfinished):
+        result = unfinished / "result"
+        result.mkdir()
+        about = _written(config, paths, result)
+        index = seal(result, {"schema": SCHEMA, **about}, {name: name for name in ("times.npy", "readings.npy")})
+        result.rename(destination)
+        files.sync(destination.parent)
+    return {**index, "destination": str(destination), "schema": SUMMARY}
+
+
+def _listed(source: Path) -> list[Path]:
+    """The files, in the order of their names."""
+    try:
+        inside = sorted(source.iterdir()) if source.is_dir() else [source]
+    except OSError as error:
+        raise files.refused(source, error, BAD_DATA, "give a file, or a folder of files") from error
+    if found := [path for path in inside if path.is_file() and not path.name.startswith(".")]:
+        return found
+    raise Failure(f"{source}: no file is there; give a file, or a folder of files", BAD_DATA)
+
+
+def _written(config: SolarConfig, paths: Sequence[Path], result: Path | None) -> dict[str, Any]:
+    """What the index says, after all files were read and, with a folder, written."""
+    first = read(paths[0], config.columns)
+    steps, counts = np.unique(np.diff(first.times), return_counts=True)
+    step_s = int(steps[counts.argmax()]) if len(steps) else 1
+    flagged: dict[str, int] = {}
+    spans: list[tuple[int, int, Path]] = []
+    ticks = 0
+    with Progress("reading", len(paths), "files") as progress:
+        for path in paths:
+            part = first if path == first.path else read(path, config.columns)
+            if (part.kind, part.stations) != (first.kind, first.stations):
+                told = f"{part.kind} with {', '.join(part.stations)}, not {first.kind} with {', '.join(first.stations)}"
+                raise Failure(f"{path}: {told} as {first.path}: prepare them apart", BAD_DATA)
+            kept, broken = flag(part.readings, (config.least, config.most), config.spoils_s // step_s)
+            flagged = {rule: flagged.get(rule, 0) + count for rule, count in broken.items()}
+            spans.append((int(part.times[0]), int(part.times[-1]), path))
+            ticks += len(part.times)
+            if result is not None:
+                (result / f"{len(spans) - 1}.part").write_bytes(part.times.tobytes() + kept.tobytes())
+            progress.advance(1)
+    order = sorted(range(len(spans)), key=lambda number: spans[number][0])
+    for before, after in itertools.pairwise(order):
+        if spans[after][0] <= spans[before][1]:
+            raise Failure(f"{spans[after][2]} and {spans[before][2]} overlap in time: keep one of them", BAD_DATA)
+    if result is not None:
+        _joined(result, order, len(first.stations), ticks)
+    return {
+        "made_by": f"hvdtrain {__version__}",
+        "kind": first.kind,
+        "unit": "W/m2",
+        "stations": list(first.stations),
+        "places": [OAHU[column][1:] for column in OAHU] if first.kind == "oahu" else [],
+        "readings": ticks,
+        "step_s": step_s,
+        "bounds_w_m2": [config.least, config.most],
+        "spoils_s": config.spoils_s,
+        "flagged": flagged,
+        "source": {"path": config.source, "files": len(paths)},
+    }
+
+
+def _joined(result: Path, order: Sequence[int], stations: int, ticks: int) -> None:
+    """Makes the two arrays of the parts, which it removes."""
+    with (result / "times.npy").open("wb") as times, (result / "readings.npy").open("wb") as readings:
+        times.write(npy_header(ticks, (), "int64"))
+        readings.write(npy_header(ticks, (stations,), "float32"))
+        for number in order:
+            part = result / f"{number}.part"
+            data = part.read_bytes()
+            border = len(data) // (8 + 4 * stations) * 8
+            times.write(data[:border])
+            readings.write(data[border:])
+            part.unlink()
+
+
+# The three kinds of file.
+
+
+def read(path: Path, columns: str | None = None) -> Part:
+    """The readings of a file, whose kind its first line tells. Raises Failure (65, 77), which names file and line."""
+    try:
+        data = files.read(path, MOST_BYTES)
+        if data[:2] == b"\x1f\x8b":
+            with gzip.open(path) as packed:
+                data = packed.read(MOST_BYTES)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise Failure(f"{path}: a damaged gzip file ({error}): copy it again", BAD_DATA) from None
+    except OSError as error:
+        raise files.refused(path, error, BAD_DATA, "give files of a station") from error
+    lines = data.decode("utf-8-sig", errors="replace").splitlines()
+    head = lines[0].split(",") if lines else [""]
+    stations: tuple[str, ...]
+    if re.fullmatch(r"\*[UC]0001\s*", lines[0] if lines else ""):
+        kind, stations, (times, readings) = "bsrn", ("ghi",), _bsrn(path, lines)
+    elif len(head) > 4 and [word.strip() for word in head[1:3]] == ["Year", "DOY"]:
+        kind, (stations, times, readings) = "midc", _midc(path, lines, head, columns)
+    elif len(head) == OAHU_COLUMNS and head[0].strip().isdigit():
+        kind, stations = "oahu", tuple(name for name, *_ in OAHU.values())
+        numbers, values = _table(path, lines, 0, [0, 1, 2, 3, *OAHU])
+        times, readings = _clock(path, numbers, values, ZONES["HST"]), values[:, 4:]
+        readings[readings == -99999] = np.nan
+    else:
+        told = "a day of the Oahu grid (23 columns), a raw MIDC export (,Year,DOY,...) nor a BSRN file (*U0001)"
+        raise Failure(f"{path}:1: neither {told}", BAD_DATA)
+    return Part(path=path, kind=kind, stations=stations, times=times, readings=readings.astype(np.float32))
+
+
+def _midc(
+    path: Path, lines: Sequence[str], head: Sequence[str], asked: str | None
+) -> tuple[tuple[str, ...], NDArray[np.int64], NDArray[np.float64]]:
+    """A raw export: the names of its columns, times and readings."""
+    names = [word.strip() for word in head]
+    if names[3] not in ZONES:
+        raise Failure(f"{path}:1: time zone {names[3]!r}: known are {', '.join(ZONES)}", BAD_DATA)
+    chosen = (
+        [word.strip() for word in asked.split(";")]
+        if asked
+        else [name for name in names[4:] if re.fullmatch(r"Global(?!.*stdev).*\[W/m\^2\]", name)]
+    )
+    if lacking := [name for name in chosen if name not in names[4:]] or ([] if chosen else ["Global ... [W/m^2]"]):
+        raise Failure(f"{path}:1: no column {lacking[0]!r}; --columns takes {'; '.join(names[4:])}", BAD_DATA)
+    numbers, values = _table(path, lines, 1, [0, 1, 2, 3, *map(names.index, chosen)])
+    values[:, 0] = 0  # a number of the logger's, not seconds
+    readings = values[:, 4:]
+    readings[readings == -7999] = np.nan
+    return tuple(chosen), _clock(path, numbers, values, ZONES[names[3]]), readings
+
+
+def _table(
+    path: Path, lines: Sequence[str], skipped: int, columns: Sequence[int]
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Line numbers, and the numbers in some columns of the lines that are not empty."""
+    numbers = [number for number, line in enumerate(lines, start=1) if number > skipped and line.strip()]
+    rows = [lines[number - 1] for number in numbers]
+    if not rows:
+        raise Failure(f"{path}: holds no reading: remove it", BAD_DATA)
+    try:
+        values = np.loadtxt(rows, delimiter=",", usecols=columns, comments=None, ndmin=2)
+    except ValueError:
+        for number, row in zip(numbers, rows, strict=True):
+            words = row.split(",")
+            for column in columns:
+                word = words[column] if column < len(words) else None
+                if word is None:
+                    raise Failure(
+                        f"{path}:{number}: {len(words)} columns, {max(columns) + 1} belong", BAD_DATA
+                    ) from None
+                if not _is_number(word):
+                    raise Failure(
+                        f"{path}:{number}: column {column + 1}: {word!r:.40} is no number", BAD_DATA
+                    ) from None
+        raise
+    return np.array(numbers), values
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+def _clock(path: Path, lines: NDArray[np.int64], values: NDArray[np.float64], zone: int) -> NDArray[np.int64]:
+    """Seconds since 1970 of columns second, year, day of the year, HHMM. Raises Failure (65) for what is no time."""
+    second, year, day, clock = values[:, :4].T
+    hour, minute = np.divmod(clock, 100)
+    right = np.isin(year, range(1970, 2200)) & np.isin(day, range(1, 367)) & np.isin(hour, range(24))
+    right &= np.isin(minute, range(60)) & np.isin(second, range(60))
+    if not right.all():
+        first = int(np.flatnonzero(~right)[0])
+        raise Failure(f"{path}:{lines[first]}: no time: {', '.join(f'{v:g}' for v in values[first, :4])}", BAD_DATA)
+    since = (year.astype(np.int64) - 1970).astype("datetime64[Y]").astype("datetime64[s]").astype(np.int64)
+    times = since + ((day - 1) * 86400 + (hour - zone) * 3600 + minute * 60 + second).astype(np.int64)
+    return _rising(path, lines, times)
+
+
+def _rising(path: Path, lines: NDArray[np.int64], times: NDArray[np.int64]) -> NDArray[np.int64]:
+    if len(wrong := np.flatnonzero(np.diff(times) <= 0)):
+        raise Failure(f"{path}:{lines[wrong[0] + 1]}: not later than the line before", BAD_DATA)
+    return times
+
+
+def _bsrn(path: Path, lines: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Times and global irradiance (T, 1) of record 0100, which has two lines for each minute."""
+    begin = next((n for n, line in enumerate(lines) if re.match(r"\*[UC]0100", line)), None)
+    if begin is None:
+        raise Failure(f"{path}: no logical record 0100, which holds global irradiance", BAD_DATA)
+    month, year, days = _month(path, lines)
+    end = next((n for n in range(begin + 1, len(lines)) if lines[n].startswith("*")), len(lines))
+    if (end - begin - 1) % 2 or end == begin + 1:
+        raise Failure(f"{path}:{end}: record 0100 has {end - begin - 1} lines, two for each minute belong", BAD_DATA)
+    start = int(np.datetime64(f"{year:04d}-{month:02d}-01", "s").astype(np.int64))
+    numbers, times, readings = [], [], []
+    for number, line in zip(range(begin + 2, end + 1, 2), lines[begin + 1 : end : 2], strict=True):
+        try:
+            day, minute, value = int(line[0:3]), int(line[4:9]), float(line[10:16])
+        except ValueError:
+            raise Failure(f"{path}:{number}: no day, minute and global irradiance: {line[:16]!r}", BAD_DATA) from None
+        if not (1 <= day <= days and 0 <= minute < 1440):
+            raise Failure(f"{path}:{number}: no time of that month: day {day}, minute {minute}", BAD_DATA)
+        numbers.append(number)
+        times.append(start + (day - 1) * 86400 + minute * 60)
+        readings.append(np.nan if value == -999 else value)
+    return _rising(path, np.array(numbers), np.array(times)), np.array(readings)[:, np.newaxis]
+
+
+def _month(path: Path, lines: Sequence[str]) -> tuple[int, int, int]:
+    """Month, year, and days of it, from the second line: station, month, year, version."""
+    try:
+        _, month, year, *_ = map(int, lines[1].split())
+        return month, year, calendar.monthrange(year, month)[1]
+    except (ValueError, IndexError, calendar.IllegalMonthError):
+        raise Failure(f"{path}:2: no station, month and year", BAD_DATA) from None

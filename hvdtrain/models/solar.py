@@ -1,0 +1,112 @@
+"""The networks of Martin Lopez (2019) that look ahead in irradiance: 30 pyramids by name, and a CNN as data.
+
+A pyramid is `mlp.py`'s network with hidden layers n, n / 2 and n / 4, as many of them as its depth says, for n = 50 *
+2^k: `p2-k5` has 1600 and 800. The third layer is 13 * 2^k, since 50 / 4 was rounded up before it was doubled.
+
+    maps (N, 50, 50)
+      conv1      3x3 convolution without padding, ReLU -> 32 channels
+      conv2      the same                              -> 64 channels
+      pool       2x2 maximum; dropout 0.25; flattened in the order height, width, channel
+      dense1     linear, ReLU; dropout 0.5             -> 128
+      dense2     linear
+    outputs (N, 1)
+
+Names and shapes are PyTorch's: convolutions (out, in, height, width), linear (out, in).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdtrain.exits import BAD_CONFIG, Failure
+
+Shapes = dict[str, tuple[int, ...]]
+
+CHANNELS = (32, 64)
+KERNEL, POOL, DENSE = 3, 2, 128
+SMALLEST = 2 * (KERNEL - 1) + POOL
+
+
+def pyramid(name: str) -> tuple[int, ...]:
+    """Hidden layers of the pyramid of a name, p1-k0 to p3-k9. Raises Failure (BAD_CONFIG) for another name."""
+    found = re.fullmatch(r"p([1-3])-k(\d)", name)
+    if found is None:
+        told = "give p1, p2 or p3 (hidden layers) and -k0 to -k9 (the first has 50 x 2^k units), or cnn"
+        raise Failure(f"--net {name}: {told}", BAD_CONFIG)
+    depth, doubled = int(found[1]), 2 ** int(found[2])
+    return (50 * doubled, 25 * doubled, 13 * doubled)[:depth]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CNNSpec:
+    """The sizes of the CNN. Raises Failure (BAD_CONFIG) for a value that makes no network."""
+
+    side: int = 50
+    """Pixels of a map's side"""
+    dropout: tuple[float, float] = (0.25, 0.5)
+    """Share of values that each step leaves out before either dense layer"""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dropout", tuple(self.dropout))  # JSON brings a list
+        if self.side < SMALLEST:
+            raise Failure(f"model: maps of {self.side} pixels' side; give at least {SMALLEST}", BAD_CONFIG)
+        if len(self.dropout) != 2 or not all(0 <= share < 1 for share in self.dropout):
+            raise Failure(f"model: dropout is {self.dropout}; give two shares from 0 to below 1", BAD_CONFIG)
+
+
+def sides(spec: CNNSpec) -> tuple[int, int, int]:
+    """Pixels of a side behind conv1, conv2 and the pooling."""
+    first = spec.side - KERNEL + 1
+    second = first - KERNEL + 1
+    return first, second, second // POOL
+
+
+def parameters(spec: CNNSpec) -> Shapes:
+    """Name and shape of every trained array, in the order of the layers."""
+    first, second = CHANNELS
+    return {
+        "conv1.weight": (first, 1, KERNEL, KERNEL),
+        "conv1.bias": (first,),
+        "conv2.weight": (second, first, KERNEL, KERNEL),
+        "conv2.bias": (second,),
+        "dense1.weight": (DENSE, second * sides(spec)[2] ** 2),
+        "dense1.bias": (DENSE,),
+        "dense2.weight": (1, DENSE),
+        "dense2.bias": (1,),
+    }
+
+
+def parameter_count(spec: CNNSpec) -> int:
+    """Number of trained values: 4,352,641 for maps of 50 x 50, as published."""
+    return sum(math.prod(shape) for shape in parameters(spec).values())
+
+
+def multiply_adds(spec: CNNSpec) -> float:
+    """Multiply-adds of one layer for one map, forward, mean over the layers; threads are chosen by it."""
+    first, second, _ = sides(spec)
+    pixels = {"conv1.weight": first**2, "conv2.weight": second**2}
+    weights = {name: math.prod(shape) for name, shape in parameters(spec).items() if name.endswith("weight")}
+    return sum(count * pixels.get(name, 1) for name, count in weights.items()) / len(weights)
+
+
+def initial_state(spec: CNNSpec, seed: int) -> dict[str, NDArray[np.float32]]:
+    """Parameters before the first step, float32, a pure function of `spec` and `seed`: Keras' distributions, which the
+    study used, that is, biases 0 and Glorot's uniform within +-sqrt(6 / (fan_in + fan_out)). Each array has a random
+    stream of its own, keyed by its name. Raises Failure (BAD_CONFIG) for a negative seed.
+    """
+    if seed < 0:
+        raise Failure(f"model: seed is {seed}; give 0 or more", BAD_CONFIG)
+    state: dict[str, NDArray[np.float32]] = {}
+    for name, shape in parameters(spec).items():
+        if len(shape) == 1:
+            state[name] = np.zeros(shape, np.float32)
+            continue
+        bound = math.sqrt(6 / (math.prod(shape[2:]) * (shape[0] + shape[1])))
+        stream = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=tuple(name.encode())))
+        state[name] = (stream.random(shape, np.float32) * 2 - 1) * np.float32(bound)
+    return state

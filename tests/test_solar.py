@@ -1,0 +1,185 @@
+"""`python -m hvdtrain.solar`: the study's networks, and runs in both frameworks, on one process and on many ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import numpy as np
+import pytest
+from conftest import PROGRAMS, document, launch
+from runs import cut_off
+from sklearn import metrics
+from test_resnet_train import assert_same_arrays
+
+from hvdtrain import records, solar
+from hvdtrain.exits import BAD_CONFIG, Failure
+from hvdtrain.models import mlp
+from hvdtrain.models import solar as nets
+from hvdtrain.models.solar import CNNSpec
+
+torch = pytest.importorskip("torch")
+tf = pytest.importorskip("tensorflow")
+
+FRAMEWORKS = ("torch", "tensorflow")
+SMALL = CNNSpec(side=11)
+
+
+def test_the_study_s_networks_have_its_sizes() -> None:
+    """Thirty pyramids, whose third layers are 13, 26 ... 6656, and a CNN of 4,352,641 parameters."""
+    names = [f"p{depth}-k{k}" for depth in (1, 2, 3) for k in range(10)]
+    assert len({nets.pyramid(name) for name in names}) == 30
+    assert nets.pyramid("p1-k0") == (50,) and nets.pyramid("p2-k5") == (1600, 800)
+    assert [nets.pyramid(f"p3-k{k}")[2] for k in (0, 1, 2, 9)] == [13, 26, 52, 6656]
+    assert nets.pyramid("p3-k9") == (25600, 12800, 6656)
+    spec = mlp.MLPSpec(inputs=50, hidden=nets.pyramid("p2-k5"), outputs=1)
+    assert mlp.parameter_count(spec) == 51 * 1600 + 1601 * 800 + 801
+    assert nets.parameter_count(CNNSpec()) == 4_352_641
+    for name in ("p4-k0", "p1-k10", "cnn2", "p1"):
+        with pytest.raises(Failure, match=f"--net {name}: give p1, p2 or p3") as failure:
+            nets.pyramid(name)
+        assert failure.value.code == BAD_CONFIG
+
+
+def drawn(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    draw = np.random.default_rng(1)
+    maps = draw.normal(size=(count, SMALL.side, SMALL.side)).astype(np.float32)
+    return maps, draw.normal(size=(count, 2)).astype(np.float32), np.array([3, 2**31 + 5])
+
+
+def loss_and_gradients(
+    framework: str, arrays: tuple[np.ndarray, ...], *, training: bool
+) -> tuple[float, dict[str, float], dict[str, np.ndarray]]:
+    """Of the CNN with one set of initial values; gradients in the neutral layout."""
+    state = nets.initial_state(SMALL, 1)
+    state |= {name: array + np.float32(0.01) for name, array in state.items() if name.endswith("bias")}
+    model = solar.made(framework, SMALL)
+    if framework == "torch":
+        model.load_state_dict({name: torch.from_numpy(array) for name, array in state.items()})
+        assert {name: tuple(each.shape) for name, each in model.named_parameters()} == nets.parameters(SMALL)
+        model.train(training)
+        loss, sums = model.loss(*map(torch.from_numpy, arrays))
+        loss.backward()
+        found = {name: each.grad.numpy() for name, each in model.named_parameters()}
+        return loss.item(), {name: float(each) for name, each in sums.items()}, found
+    for name, variable in model.weights.items():
+        array = state[name]
+        variable.assign(array.transpose(2, 3, 1, 0) if array.ndim == 4 else array)
+    with tf.GradientTape() as tape:
+        loss, sums = model.loss(*map(tf.constant, arrays), training=training)
+    slopes = {name: each.numpy() for name, each in tape.gradient(loss, model.weights).items()}
+    found = {name: each.transpose(3, 2, 0, 1) if each.ndim == 4 else each for name, each in slopes.items()}
+    return float(loss), {name: float(each) for name, each in sums.items()}, found
+
+
+def test_the_twins_are_one_cnn() -> None:
+    one, other = (loss_and_gradients(framework, drawn(6), training=False) for framework in FRAMEWORKS)
+    assert one[0] == pytest.approx(other[0], rel=1e-5)
+    assert one[1] == pytest.approx(other[1], rel=1e-5)
+    assert one[2].keys() == other[2].keys() == nets.parameters(SMALL).keys()
+    for name, slope in one[2].items():
+        np.testing.assert_allclose(other[2][name], slope, rtol=1e-3, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_dropout_is_a_function_of_the_key_and_only_in_training(framework: str) -> None:
+    maps, targets, key = drawn(6)
+    losses = [
+        loss_and_gradients(framework, (maps, targets, key + more), training=training)[0]
+        for training, more in ((True, 0), (True, 0), (True, 1), (False, 0), (False, 1))
+    ]
+    assert losses[0] == losses[1] != losses[2] != losses[3] == losses[4] != losses[0]
+
+
+def test_scores_are_scikit_learns_in_the_unit_of_the_readings() -> None:
+    draw = np.random.default_rng(2)
+    truth, last, outputs = draw.normal(300, 100, (3, 500))
+    mean, deviation = 290.0, 80.0
+    scaled = [torch.from_numpy(((each - mean) / deviation).astype(np.float32)) for each in (outputs, truth, last)]
+    from hvdtrain.models.solar_torch import forecast_error
+
+    loss, sums = forecast_error(scaled[0][:, None], torch.stack(scaled[1:], 1))
+    totals = np.array([float(loss), *(float(sums[name]) for name in solar.Forecast.sums), len(truth)])
+    _, found = solar.Forecast(deviation).means(totals)
+    assert found["mae"] == pytest.approx(metrics.mean_absolute_error(truth, outputs), rel=1e-5)
+    assert found["rmse"] == pytest.approx(metrics.root_mean_squared_error(truth, outputs), rel=1e-5)
+    assert found["bias"] == pytest.approx((outputs - truth).mean(), rel=1e-4)
+    assert found["r2"] == pytest.approx(metrics.r2_score(truth, outputs), rel=1e-4)
+    persistence = metrics.root_mean_squared_error(truth, last)
+    assert found["skill"] == pytest.approx(1 - found["rmse"] / persistence, rel=1e-4)
+
+
+def steps(folder: Path, kind: str = "step") -> list[Any]:
+    return [each for each in records.read(folder / "metrics" / "rank0000.jsonl") if each.type == kind]
+
+
+FLAGS = ["-m", "hvdtrain.solar", "--hidden", "16,8", "--global-batch-size", "4000", "--epochs", "2", "--json"]
+FLAGS += ["--warmup-epochs", "0", "--lr", "0.01", "--checkpoint-steps", "9", "--keep-checkpoints", "9"]
+
+
+def test_processes_ranks_and_frameworks_learn_the_same_and_so_does_a_run_that_was_cut_off(tmp_path: Path) -> None:
+    """And persistence is beaten on readings that no training window has seen."""
+    losses = {}
+    for framework, launcher, ranks in (("torch", "", 0), ("torch", "horovodrun", 2), ("tensorflow", "mpirun", 2)):
+        folder = tmp_path / f"{framework}{ranks}"
+        summary = document(launch(ranks, [*FLAGS, "--framework", framework, "--run-dir", str(folder)], launcher))
+        assert set(summary["test_scores"]) == {"mae", "rmse", "bias", "r2", "skill"}
+        assert 0.1 < summary["test_scores"]["skill"] < 1
+        assert 50 < summary["test_scores"]["mae"] < summary["test_scores"]["rmse"] < 250, "W/m2"
+        losses[framework, ranks] = [step.loss for step in steps(folder)]
+    alone, cut = tmp_path / "torch0", tmp_path / "cut"
+    for others in (("torch", 2), ("tensorflow", 2)):
+        np.testing.assert_allclose(losses[others], losses["torch", 0], rtol=1e-3)
+    cut_off(alone, cut, 18)
+    document(launch(0, [*FLAGS, "--framework", "torch", "--run-dir", str(cut), "--resume"]))
+    assert [each.step for each in steps(cut, "resumed")] == [18]
+    assert_same_arrays(alone, cut)
+    some, found = np.arange(500), {}
+    for framework in FRAMEWORKS:
+        model, windows = solar.open_run(alone, framework)
+        seen, targets = windows.test.batch(some, some, None).arrays
+        with torch.no_grad():
+            found[framework] = np.asarray(model(torch.from_numpy(seen) if framework == "torch" else seen))[:, 0]
+    np.testing.assert_allclose(found["tensorflow"], found["torch"], atol=1e-4)
+    assert np.square(found["torch"] - targets[:, 0]).mean() < np.square(targets[:, 1] - targets[:, 0]).mean()
+
+
+STRATEGIES = ("local-sgd:every=4+powersgd", "native", "hybrid:shares=3:1")
+
+
+def test_strategies_train_it(tmp_path: Path) -> None:
+    flags = [*FLAGS[2:], "--framework", "torch", "--checkpoint-steps", "0", "--run-dir"]
+    todo = [{"flags": [*flags, str(tmp_path / str(n)), "--strategy", one]} for n, one in enumerate(STRATEGIES)]
+    told = document(launch(2, [str(PROGRAMS / "strategy_runs.py"), "torch", "1", json.dumps(todo), "solar"]))
+    assert set(told["codes"]) == {0}
+    for number, strategy in enumerate(STRATEGIES):
+        losses = [epoch.train_loss for epoch in steps(tmp_path / str(number), "epoch")]
+        assert losses[1] < losses[0], strategy
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--net", "p4-k1"], "--net p4-k1: give p1, p2 or p3"),
+        (["--net", "cnn", "--window", "20"], "--window 20: --net cnn sees maps"),
+        (["--net", "p1-k1", "--hidden", "5"], "--net and --hidden are both given"),
+        (["--hidden", "5,x"], "--hidden 5,x: give units per layer"),
+        (["--station", "AP1"], "--station AP1: no such station; poa"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_settings_are_one_clear_line(flags: list[str], said: str) -> None:
+    done = launch(0, ["-m", "hvdtrain.solar", "--dry-run", *flags])
+    assert done.returncode == BAD_CONFIG and said in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_a_dry_run_tells_what_was_left_out_and_why() -> None:
+    shown = document(launch(0, ["-m", "hvdtrain.solar", "--net", "cnn", "--dry-run", "--json"]))
+    assert shown["model"]["parameters"] == 4_352_641
+    assert shown["config"]["batch_size"] == 100
+    assert shown["data"]["unit"] == "W/m2" and shown["data"]["windows_left_out"]["with a bad reading"] > 0
+    assert "windows of 50x50" in shown["facts"]["data"] and "at night" in shown["facts"]["data"]

@@ -1,0 +1,277 @@
+"""Irradiance: the rules of a good reading, windows that are views and keep to their part, and the files of stations."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvdtrain import cli
+from hvdtrain.data import solar, solar_prepare
+from hvdtrain.exits import BAD_CONFIG, BAD_DATA, Failure
+
+STEP_S = 60
+NAN = np.float32(np.nan)
+
+
+def made(readings: np.ndarray, times: np.ndarray | None = None, places: int = 0) -> solar.Series:
+    return solar.Series(
+        name="made",
+        stations=tuple(f"s{column}" for column in range(readings.shape[1])),
+        places=tuple((0.1 * column, 0.01 * column**2) for column in range(places)),
+        times=np.arange(len(readings)) * STEP_S if times is None else times,
+        readings=readings.astype(np.float32),
+        step_s=STEP_S,
+        flagged={},
+        fingerprint="made",
+    )
+
+
+def test_the_packaged_readings_are_those_and_the_impossible_is_left_out() -> None:
+    assert importlib.util.find_spec("pvlib") is None, "nothing that pvanalytics depends on is needed"
+    series = solar.load("pvanalytics")
+    assert "pvanalytics" not in sys.modules
+    assert series.readings.shape == (165_588, 1)
+    assert set(np.diff(series.times)) == {900}
+    assert series.flagged == {"missing": 13_360, "out of bounds": 2_375, "near one out of bounds": 668}
+    assert np.isnan(series.readings).sum() == sum(series.flagged.values())
+    assert -10 <= np.nanmin(series.readings) < 1000 < np.nanmax(series.readings) <= 1361
+
+
+def test_what_is_not_there_tells_the_command_that_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Failure, match="'pvanalytics' or a folder made by `hvdtrain data solar`"):
+        solar.load("nowhere")
+    monkeypatch.setattr(solar, "PACKAGED_SHA256", "0" * 64)
+    with pytest.raises(
+        Failure, match=r"is not the file we know: pip install --no-deps -c tools/constraints\.txt pvanalytics"
+    ):
+        solar.load("pvanalytics")
+    monkeypatch.setattr(solar, "PACKAGED", "pvanalytics_that_is_absent")
+    with pytest.raises(Failure, match="pip install --no-deps") as failure:
+        solar.packaged()
+    assert failure.value.code == BAD_DATA
+
+
+def test_a_reading_that_breaks_a_rule_is_counted_once() -> None:
+    readings = np.array([[1, NAN, 3, 9999, 5, 6, -50, NAN, 9]], np.float32).T
+    kept, flagged = solar.flag(readings, (-10, 2000), 1)
+    assert flagged == {"missing": 2, "out of bounds": 2, "near one out of bounds": 3}
+    assert np.flatnonzero(~np.isnan(kept[:, 0])).tolist() == [0, 8]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 5), st.integers(1, 3), st.sampled_from(["window", "map"]))
+def test_windows_are_all_the_good_ones_of_each_part_and_no_others(
+    seed: int, window: int, ahead: int, look: solar.Look
+) -> None:
+    """Against a loop over all of them: nothing bad, no gap, no night, nothing that reaches over a cut."""
+    draw = np.random.default_rng(seed)
+    readings = draw.uniform(0, 30, (150, 3)).astype(np.float32)
+    readings[draw.random(readings.shape) < 0.02] = NAN
+    times = np.cumsum(draw.choice([STEP_S, 2 * STEP_S], 150, p=[0.97, 0.03]))
+    series = made(readings, times, places=3)
+    found = solar.windows(series, look=look, window=window, ahead=ahead, station="s1")
+    span, borders = (window if look == "window" else 1), [0, 105, 128, 150]
+    truth = readings[:, 1]
+    everyone = []
+    for part, begin, end in zip((found.train, found.validation, found.test), borders[:-1], borders[1:], strict=True):
+        expected = []
+        for start in range(begin, end - (span - 1) - ahead):
+            last, target = start + span - 1, start + span - 1 + ahead
+            seen = readings[start : last + 1] if look == "map" else truth[start : last + 1]
+            whole = (
+                not np.isnan(seen).any() and not np.isnan(readings[target] if look == "map" else truth[target]).any()
+            )
+            ticks = times[target] - times[start] == (target - start) * STEP_S
+            if whole and ticks and (truth[last] >= solar.DARK_W_M2 or truth[target] >= solar.DARK_W_M2):
+                expected.append(start)
+        assert part.starts.tolist() == expected
+        assert np.shares_memory(part.views, series.readings), "views, not copies"
+        rows = draw.permutation(len(part))[:7]
+        seen, targets = part.batch(rows, rows, None).arrays[:2]
+        mean, deviation = np.nanmean(truth[:105]), np.nanstd(truth[:105])
+        starts = part.starts[rows]
+        np.testing.assert_allclose(
+            targets[:, 0], (truth[starts + span - 1 + ahead] - mean) / deviation, rtol=1e-4, atol=1e-5
+        )
+        np.testing.assert_allclose(targets[:, 1], (truth[starts + span - 1] - mean) / deviation, rtol=1e-4, atol=1e-5)
+        if look == "window":
+            rest = np.stack([(truth[start : start + window] - mean) / deviation for start in starts])
+            np.testing.assert_allclose(seen, rest, rtol=1e-4, atol=1e-5)
+        everyone += expected
+    left_out = found.about["windows_left_out"]
+    assert len(everyone) + sum(left_out.values()) == 150 - (span - 1) - ahead
+
+
+def test_a_stack_is_fifty_windows_each_a_reading_later() -> None:
+    truth = np.arange(1000, dtype=np.float32)[:, np.newaxis] + 100
+    found = solar.windows(made(truth), look="stack", window=50, ahead=2)
+    assert found.shape == (50, 50)
+    first = np.zeros(1, np.int64)
+    seen, targets, _ = found.train.batch(first, first, None).arrays
+    readings = seen[0] * found.train.deviation + found.train.mean
+    np.testing.assert_allclose(readings, 100 + np.add.outer(np.arange(50), np.arange(50)), rtol=1e-4)
+    np.testing.assert_allclose(
+        targets[0] * found.train.deviation + found.train.mean, [100 + 98 + 2, 100 + 98], rtol=1e-4
+    )
+
+
+def test_a_map_is_each_station_at_its_place_and_between_them_never_beyond_them() -> None:
+    places = [(21.31, -158.08), (21.32, -158.08), (21.32, -158.07)]
+    weights = solar.map_weights(places)
+    drawn = np.array([100, 200, 700], np.float32) @ weights
+    picture = drawn.reshape(50, 50)
+    np.testing.assert_allclose(weights.sum(axis=0), 1, rtol=1e-5)
+    np.testing.assert_allclose([picture[-1, 0], picture[0, 0], picture[0, -1]], [100, 200, 700], rtol=1e-4)
+    assert drawn.min() >= 100 - 1e-3 and drawn.max() <= 700 + 1e-3
+
+
+def test_a_part_without_a_window_and_an_unknown_station_are_told() -> None:
+    with pytest.raises(Failure, match="--station s9: no such station") as failure:
+        solar.windows(made(np.ones((50, 2))), look="window", window=5, ahead=1, station="s9")
+    assert failure.value.code == BAD_CONFIG
+    with pytest.raises(Failure, match=r"no window is left in a part of its 50 readings .*45 at night"):
+        solar.windows(made(np.zeros((50, 1))), look="window", window=5, ahead=1)
+    with pytest.raises(Failure, match="4 readings, a window takes 6"):
+        solar.windows(made(np.ones((4, 1))), look="window", window=5, ahead=1)
+
+
+# --- the files of stations -------------------------------------------------------------------------------------------
+
+
+def oahu(day: int, seconds: int, value: float = 500.0) -> str:
+    """Some seconds of a day from 10:59:58 on; what an instrument reads tells its column and its second."""
+    lines = []
+    for second in range(seconds):
+        clock = 10 * 3600 + 59 * 60 + 58 + second
+        hhmm = clock // 3600 * 100 + clock // 60 % 60
+        values = ",".join(f"{value + column + second / 4}" for column in range(4, 23))
+        lines.append(f"{clock % 60},2010,{day},{hhmm},{values}")
+    return "\n".join(lines) + "\n"
+
+
+def bsrn(minutes: int) -> str:
+    head = "*U0001\n 21  6 2016  1\n         2\n*C0004\n -1 -1 -1\n*U0100\n"
+    lines = []
+    for minute in range(minutes):
+        value = -999 if minute == 3 else 100 + minute
+        lines.append(f"{2:3d} {minute:5d} {value:6d}   0.1    0    0      0   0.0    0    0")
+        lines.append("              0   0.2   -1    0    348   0.3  347  349      9.3 100.5  958")
+    return head + "\n".join(lines) + "\n*U0300\n  1    0\n"
+
+
+MIDC = """,Year,DOY,MST,Air Temperature [deg C],Global Horiz [W/m^2],Global (stdev) [W/m^2]
+0,2018,291,1159,20.1,700.5,0.1,33
+0,2018,291,1200,20.1,-7999,0.1,33
+0,2018,291,1201,20.1,702.5,0.1,33
+"""
+
+
+def prepared(source: Path, folder: Path, **more: object) -> solar.Series:
+    index = solar_prepare.prepare(
+        solar_prepare.SolarConfig(source=str(source), destination=str(folder), **more)  # type: ignore[arg-type]
+    )
+    assert sorted(path.name for path in folder.iterdir()) == ["index.json", "readings.npy", "times.npy"]
+    assert not list(folder.parent.glob(".*unfinished"))
+    series = solar.load(str(folder), verify=True)
+    assert dict(series.flagged) == index["flagged"]
+    return series
+
+
+def utc(text: str) -> int:
+    return int(np.datetime64(text, "s").astype(int))
+
+
+def test_days_of_the_oahu_grid_have_seventeen_stations_in_the_order_of_time(tmp_path: Path) -> None:
+    source = tmp_path / "201003"
+    source.mkdir()
+    (source / "a.txt").write_text(oahu(81, 300))
+    lines = oahu(80, 200).splitlines()
+    columns = lines[7].split(",")
+    columns[4], columns[5] = "-99999", "2500"
+    lines[7] = ",".join(columns)
+    (source / "b.txt").write_text("\n".join([*lines[:20], "", *lines[20:]]))
+    series = prepared(source, tmp_path / "oahu", spoils_s=2)
+    assert series.stations[:3] == ("DH3", "DH4", "DH5") and len(series.stations) == len(series.places) == 17
+    assert series.step_s == 1 and series.readings.shape == (500, 17)
+    assert (series.times[0], series.times[200]) == (utc("2010-03-21T20:59:58"), utc("2010-03-22T20:59:58"))
+    assert np.flatnonzero(np.isnan(series.readings[:, 0])).tolist() == [7]
+    assert np.flatnonzero(np.isnan(series.readings[:, 1])).tolist() == [5, 6, 7, 8, 9]
+    assert np.isnan(series.readings).sum() == 6 == sum(series.flagged.values())
+    assert series.readings[203, 16] == 500 + 22 + 3 / 4, "DH8 is the last column, behind the tilted ones"
+    windows = solar.windows(series, look="map", window=50, ahead=10, station="AP1")
+    assert windows.shape == (50, 50) and windows.about["windows_left_out"]["over a gap"] == 10
+    file = tmp_path / "oahu" / "readings.npy"
+    file.write_bytes(file.read_bytes()[:-8] + b"\0" * 8)
+    with pytest.raises(Failure, match="damaged"):
+        solar.load(str(tmp_path / "oahu"), verify=True)
+
+
+def test_a_bsrn_month_and_a_midc_export_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with gzip.open(tmp_path / "pay0616.dat.gz", "wt") as file:
+        file.write(bsrn(90))
+    series = prepared(tmp_path / "pay0616.dat.gz", tmp_path / "payerne")
+    assert series.stations == ("ghi",) and series.step_s == 60
+    assert series.times[0] == utc("2016-06-02T00:00:00")
+    assert series.readings[:5, 0].tolist()[:3] == [100, 101, 102] and np.isnan(series.readings[3, 0])
+    (tmp_path / "midc.txt").write_text(MIDC)
+    words = ["data", "solar", str(tmp_path / "midc.txt"), str(tmp_path / "midc")]
+    assert cli.command([*words, "--dry-run"]) == 0
+    assert json.loads(capsys.readouterr().out)["readings"] == 3 and not (tmp_path / "midc").exists()
+    series = prepared(tmp_path / "midc.txt", tmp_path / "midc")
+    assert series.stations == ("Global Horiz [W/m^2]",) and series.times[0] == utc("2018-10-18T18:59:00")
+    assert series.flagged == {"missing": 1, "out of bounds": 0, "near one out of bounds": 0}
+    with pytest.raises(Failure, match="midc exists"):
+        prepared(tmp_path / "midc.txt", tmp_path / "midc")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("", ":1: neither a day of the Oahu grid"),
+        ("a,b\n1,2\n", ":1: neither a day"),
+        (oahu(80, 3).replace("504.25", "x", 1), ":2: column 5: 'x' is no number"),
+        (oahu(80, 3) + "1,2010\n", ":4: 2 columns, 23 belong"),
+        (oahu(80, 3).replace("0,2010,80,1100", "0,2010,400,1100"), ":3: no time: 0, 2010, 400, 1100"),
+        (oahu(80, 3).replace("0,2010,80,1100", "57,2010,80,1059"), ":3: not later than the line before"),
+        (MIDC.replace("MST", "XYZ"), ":1: time zone 'XYZ'"),
+        (MIDC.replace("Global", "Diffuse"), ":1: no column 'Global ... [W/m^2]'; --columns takes Air"),
+        (MIDC.splitlines()[0], ": holds no reading"),
+        (bsrn(5).replace("   104", "   1x4"), ":15: no day, minute and global irradiance"),
+        (bsrn(5).replace("  2     4", " 31     4"), ":15: no time of that month: day 31"),
+        (bsrn(5).replace("*U0100", "*U0200"), ": no logical record 0100"),
+        (bsrn(5).replace(" 21  6 2016", " 21 13 2016"), ":2: no station, month and year"),
+        ("\x1f\x8b not gzip", ": a damaged gzip file"),
+    ],
+    ids=lambda value: value.strip()[:40] if value.startswith(":") else "",
+)
+def test_what_is_wrong_in_a_file_is_told_with_its_line(content: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "file.txt"
+    path.write_bytes(content.encode("latin-1"))
+    with pytest.raises(Failure) as failure:
+        prepared(path, tmp_path / "made")
+    assert f"{path}{said}" in str(failure.value) and failure.value.code == BAD_DATA
+    assert [each.name for each in tmp_path.iterdir()] == ["file.txt"], "nothing is left behind"
+
+
+def test_files_that_do_not_go_together_are_told(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    with pytest.raises(Failure, match="no file is there"):
+        prepared(source, tmp_path / "made")
+    (source / "1.txt").write_text(oahu(80, 5))
+    (source / "2.txt").write_text(oahu(80, 5))
+    with pytest.raises(Failure, match=r"2\.txt and .*1\.txt overlap in time"):
+        prepared(source, tmp_path / "made")
+    (source / "2.txt").write_text(MIDC)
+    with pytest.raises(Failure, match=r"2\.txt: midc with .* not oahu with"):
+        prepared(source, tmp_path / "made")
+    with pytest.raises(Failure, match="--least 5 is not below --most 5"):
+        solar_prepare.SolarConfig(source="a", destination="b", least=5, most=5)

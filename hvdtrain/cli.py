@@ -22,9 +22,10 @@ examples:
   horovodrun -np 4 -H a:2,b:2 hvdtrain train resnet
 """
 
-DATA = """Prepare what training reads: pictures, pictures with sentences, irradiance, or a frozen encoder's weights.
+DATA = """What training reads: a list of what there is, and the preparation of your own.
 
 examples:
+  hvdtrain data list
   hvdtrain data images photos prepared --size 224x224
   hvdtrain data captions Flickr8k prepared
   hvdtrain data solar 201003 oahu
@@ -150,6 +151,7 @@ class Preparation:
 
 # words -> (purpose, the command that takes the arguments after them)
 COMMANDS: dict[tuple[str, ...], tuple[str, Part | Preparation]] = {
+    ("data", "list"): ("what data there is: size, licence, source, how to get it", Part("data.listed")),
     ("data", "images"): (
         "prepare a folder of pictures for training",
         Preparation("images", "data.images", "ImagesConfig", "prepare", IMAGES),
@@ -167,6 +169,7 @@ COMMANDS: dict[tuple[str, ...], tuple[str, Part | Preparation]] = {
         Preparation("vgg16", "models.vgg16_weights", "Vgg16Config", "import_weights", VGG16),
     ),
     ("caption",): ("caption pictures with a trained model", Part("captions.command")),
+    ("tabular",): ("test a trained classifier on a CSV file, or write its answers: test, predict", Part("answers")),
     ("cluster",): ("virtual hosts on this machine: up, down, status, exec, shell, hostfile", Part("cluster.__main__")),
     ("throttle",): ("limit the bandwidth of links, show it, verify it, put it back", Part("cluster.throttle.__main__")),
     ("doctor",): ("find what would make a job hang or crawl, before it starts", Part("cluster.doctor.__main__")),

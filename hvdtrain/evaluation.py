@@ -20,8 +20,9 @@ def evaluate(
     batch_size: int,
     world: World,
     shares: Sequence[float] | None = None,
-) -> tuple[float | None, dict[str, float]]:
-    """Mean loss and scores over the whole split, the same on all ranks; None and {} for an empty split. Collective.
+) -> tuple[float | None, dict[str, float], dict[str, np.ndarray]]:
+    """Mean loss, scores and the measure's sums over the whole split, the same on all ranks; None, {} and {} for
+    an empty split. Collective.
 
     Each rank evaluates its own part of the split, even or by `shares`, in batches of `batch_size`. All use the
     mean over ranks of the running statistics, weighted by the shares that they trained on, so the result does not
@@ -32,7 +33,7 @@ def evaluate(
     for batch in shard(split, batch_size=batch_size, rank=world.rank, size=world.size, shares=shares):
         totals += (*replica.evaluate(batch), batch.weight)
     totals = world.sum(totals, "evaluate.totals")
-    return measure.means(totals) if totals[-1] else (None, {})
+    return (*measure.means(totals), measure.by_name(totals)) if totals[-1] else (None, {}, {})
 
 
 def renew_statistics(replica: Replica, batches: Iterable[Batch]) -> None:

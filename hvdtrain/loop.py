@@ -176,7 +176,7 @@ class Loop:
             if self._precise_bn:
                 first = [0, *self._loader.ends()][max(0, self._plan.steps_per_epoch - self._precise_bn)]
                 renew_statistics(self._replica, self._loader.epoch(epoch, start=first))
-            loss, scores = self._evaluate(getattr(self._dataset, self._config.evaluate_on))
+            loss, scores, _ = self._evaluate(getattr(self._dataset, self._config.evaluate_on))
         record, is_best = self._at.end_epoch(
             epoch,
             self._measure,
@@ -202,7 +202,7 @@ class Loop:
         world = self._world
         tested_step = self._take_best() if self._judge else self._at.step
         with self._clock.span("test"):
-            test_loss, test_scores = self._evaluate(self._dataset.test)
+            test_loss, test_scores, test_sums = self._evaluate(self._dataset.test)
         ended_unix_s = time.time()
         rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         facts = world.gather([world.host, rss, world.nic_bytes(self._nic_began), dataclasses.asdict(self._spent)])
@@ -218,6 +218,7 @@ class Loop:
             epochs=self._config.epochs,
             test_loss=test_loss,
             test_scores=test_scores,
+            test_sums={name: each.tolist() for name, each in test_sums.items()},
             tested_step=tested_step,
             test_s=self._clock.take("test"),
             first_step_s=self._first_step_s,
@@ -233,11 +234,11 @@ class Loop:
         self._writer.close()
         return summary
 
-    def _evaluate(self, split: Split) -> tuple[float | None, dict[str, float]]:
-        """Loss and scores; None and {} for an empty split."""
+    def _evaluate(self, split: Split) -> tuple[float | None, dict[str, float], dict[str, Any]]:
+        """What `evaluate` returns, with the judge's scores."""
         batch, shares = self._plan.rank_batch, self._plan.shares
-        loss, scores = evaluate(self._replica, self._measure, split, batch, self._world, shares)
-        return loss, scores | self._judge(split) if self._judge and len(split) else scores
+        loss, scores, sums = evaluate(self._replica, self._measure, split, batch, self._world, shares)
+        return loss, scores | self._judge(split) if self._judge and len(split) else scores, sums
 
     def _take_best(self) -> int:
         """Goes back to the best epoch's weights, if they were saved; after how many steps they were so."""

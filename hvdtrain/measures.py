@@ -7,8 +7,8 @@ A model's `loss` returns the sum of its losses over a batch, and the sums that i
 Sums add over batches and over ranks, so a score that is made of the sums of a whole split is exactly that of one
 process, however the split was cut. A mean of scores would not be: F1 of two halves is not F1 of the whole. A regression
 would name the sums of absolute and squared errors and make MAE and RMSE of them, a classifier with rare classes the
-confusion matrix, and F1. The headline score tells which epoch is best and stands in tables and figures; any score can
-be a run's `--target`.
+confusion matrix, and F1 (`Confusion`). The headline score tells which epoch is best and stands in tables and figures;
+any score can be a run's `--target`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import abc
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from hvdtrain import exits
 from hvdtrain.arguments import near
-from hvdtrain.exits import Failure
+from hvdtrain.exits import Failure, printable
 
 NAME = re.compile(r"(?!(loss|score)$)[a-z][a-z0-9_]+")
 """Of a score: it makes the name of a column, test_NAME"""
@@ -104,11 +104,19 @@ class Measure(abc.ABC):
     def means(self, totals: NDArray[np.float64]) -> tuple[float, dict[str, float]]:
         """Mean loss and scores of totals (size,) with at least one sample."""
         loss, *_, samples = totals.tolist()
+        found = self.score(self.by_name(totals), samples)
+        return loss / samples, {name: float(value) for name, value in found.items() if math.isfinite(value)}
+
+    def by_name(self, totals: NDArray[np.float64]) -> dict[str, NDArray[np.float64]]:
+        """The sums in totals (size,)."""
         cuts = np.cumsum([math.prod(shape) for shape in self.sums.values()])
         parts = np.split(totals[1:-1], cuts[:-1]) if self.sums else []
-        sums = {name: part.reshape(shape) for (name, shape), part in zip(self.sums.items(), parts, strict=True)}
-        found = self.score(sums, samples)
-        return loss / samples, {name: float(value) for name, value in found.items() if math.isfinite(value)}
+        return {name: part.reshape(shape) for (name, shape), part in zip(self.sums.items(), parts, strict=True)}
+
+    def report(self, sums: Mapping[str, Any]) -> list[tuple[str, list[list[str]]]]:
+        """Tables for people, each with its title, that tell more of a split than the scores that are not `shown`, and
+        stand for these at the end of a run; none: those scores are listed."""
+        return []
 
     def target(self, asked: str) -> tuple[str, float]:
         """The score and the value of `SCORE=VALUE`; raises Failure (78) if that is no score, or no value of it."""
@@ -172,6 +180,59 @@ class Accuracy(Measure):
 
     def score(self, sums: Sums, samples: float) -> dict[str, float]:
         return {"accuracy": float(sums["correct"]) / samples}
+
+
+class Confusion(Measure):
+    """Accuracy, and precision, recall and F1 of each class, as their plain mean over classes (macro) and weighted by
+    the classes' samples; 0 where a class was never the answer, as scikit-learn has it. One sum: how many samples of
+    class i were taken for class j, at [i, j]."""
+
+    headline = "accuracy"
+
+    def __init__(self, classes: Sequence[str]) -> None:
+        """`classes`: their names, for people."""
+        self._classes = [printable(name) for name in classes]
+        self.sums: Mapping[str, tuple[int, ...]] = {"confusion": (len(classes), len(classes))}
+        kinds = {"f1": "F1", "precision": "precision", "recall": "recall"}
+        labels = {"accuracy": "accuracy", **kinds}
+        labels |= {f"{kind}_weighted": f"weighted {label}" for kind, label in kinds.items()}
+        for number, name in enumerate(self._classes):
+            labels |= {f"{kind}_class{number}": f"{label} of {name}" for kind, label in kinds.items()}
+        self.scores: Mapping[str, Score] = {
+            name: Score(label=label, least=0, most=1, shown=name in ("accuracy", "f1"))
+            for name, label in labels.items()
+        }
+
+    @staticmethod
+    def _by_class(matrix: NDArray[np.float64]) -> dict[str, NDArray[np.float64]]:
+        right, truth, answers = np.diag(matrix), matrix.sum(axis=1), matrix.sum(axis=0)
+        return {
+            "precision": right / np.maximum(answers, 1),
+            "recall": right / np.maximum(truth, 1),
+            "f1": 2 * right / np.maximum(truth + answers, 1),
+        }
+
+    def score(self, sums: Sums, samples: float) -> dict[str, float]:
+        matrix = sums["confusion"]
+        found = {"accuracy": float(np.trace(matrix)) / samples}
+        for kind, values in self._by_class(matrix).items():
+            found |= {kind: float(values.mean()), f"{kind}_weighted": float(np.average(values, weights=matrix.sum(1)))}
+            found |= {f"{kind}_class{number}": value for number, value in enumerate(values.tolist())}
+        return found
+
+    def report(self, sums: Mapping[str, Any]) -> list[tuple[str, list[list[str]]]]:
+        matrix = np.array(sums["confusion"])
+        counts, by_class = matrix.sum(axis=1), self._by_class(matrix)
+        names = [name if len(name) <= 16 else f"{name[:14]}.." for name in self._classes]
+        scores = [["class", *by_class, "samples"]]
+        for number, name in enumerate(names):
+            scores.append([name, *(f"{each[number]:.4f}" for each in by_class.values()), f"{counts[number]:.0f}"])
+        for name, weights in (("mean (macro)", None), ("weighted", counts)):
+            means = [np.average(each, weights=weights) for each in by_class.values()]
+            scores.append([name, *(f"{mean:.4f}" for mean in means), f"{counts.sum():.0f}"])
+        answers = [["", *names]]
+        answers += [[name, *(f"{each:.0f}" for each in row)] for name, row in zip(names, matrix, strict=True)]
+        return [("Scores of each class", scores), ("Confusion matrix (rows: true class, columns: answer)", answers)]
 
 
 class Regression(Measure):

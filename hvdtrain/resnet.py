@@ -6,7 +6,8 @@ examples:
   mpirun -np 2 python -m hvdtrain.resnet --framework tensorflow --json
   python -m hvdtrain.resnet --config launch/presets/cruz2021_resnet34.toml --data PREPARED --dry-run
 
-Without --data it trains on scikit-learn's handwritten digits; `hvdtrain data images` prepares a folder of pictures.
+Without --data it trains on scikit-learn's handwritten digits; `hvdtrain data list` names what else there is, and
+`hvdtrain data images` prepares a folder of pictures.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ class ResNetData(configuration.Data):
     """Images, and their size."""
 
     data: str = "digits"
-    """'digits', or a folder made by `hvdtrain data images`"""
+    """'digits', 'fashion-mnist', 'idx:DIR' with files in MNIST's form, or a folder made by `hvdtrain data images`"""
     image_size: str | None = None
-    """N or WIDTHxHEIGHT that digits are resized to (default: 32); a prepared folder has its own"""
+    """N or WIDTHxHEIGHT that pictures are resized to (default: digits 32, others as they are); a prepared folder has
+    its own"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

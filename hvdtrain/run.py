@@ -331,7 +331,9 @@ def show_summary(summary: records.Summary, measure: Measure, *, as_json: bool) -
     if as_json:
         emit(json.dumps(records.as_json(summary) | records.by_score(summary)))
         return
-    names = list(summary.test_scores) or [measure.headline]
+    report = measure.report(summary.test_sums) if summary.test_sums else []
+    found = [name for name in summary.test_scores if measure.scores[name].shown or not report]
+    names = found or [measure.headline]
     rows = [["epoch", *(measure.scores[name].label for name in names)]]
     for epoch, scores in enumerate(summary.validation_scores, start=1):
         rows.append([str(epoch), *(f"{scores[name]:.4f}" if name in scores else "none" for name in names)])
@@ -342,6 +344,8 @@ def show_summary(summary: records.Summary, measure: Measure, *, as_json: bool) -
     emit(
         "\n".join(["Time by phase (loading and initialisation are outside)", *aligned([["phase", "seconds"], *phases])])
     )
+    for title, table in report:
+        emit("\n".join([f"{title}, test", *aligned(table)]))
     rate = "too few steps to tell"
     if summary.samples_per_s is not None and summary.samples_per_s_per_rank is not None:
         rate = f"{summary.samples_per_s:.1f} samples/s in all, {summary.samples_per_s_per_rank:.1f} per rank"

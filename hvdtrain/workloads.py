@@ -15,7 +15,7 @@ from typing import Any
 from hvdtrain import exits
 from hvdtrain.exits import Failure
 
-OURS = {name: f"hvdtrain.{name}" for name in ("resnet", "captioning", "solar")}
+OURS = {name: f"hvdtrain.{name}" for name in ("resnet", "captioning", "solar", "tabular")}
 DEFAULT = "resnet"
 """Of a sweep that names none"""
 GROUP = "hvdtrain.workloads"

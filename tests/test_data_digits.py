@@ -35,7 +35,7 @@ def test_digits_split_is_fixed_and_stratified() -> None:
 
 
 def test_unknown_names_tell_the_known_ones() -> None:
-    with pytest.raises(Failure, match="'digits' or a folder made by") as failure:
+    with pytest.raises(Failure, match="name 'digits', 'fashion-mnist', 'idx:DIR' or a folder made by") as failure:
         load("mnist", None)
     assert failure.value.code == BAD_DATA
 

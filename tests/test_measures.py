@@ -8,12 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import PROGRAMS, ROOT, document, launch
-from more_measures import Confusion
 from sklearn import metrics as known
 
 from hvdtrain import measures, records
 from hvdtrain.exits import Failure
-from hvdtrain.measures import Regression
+from hvdtrain.measures import Confusion, Regression
 from hvdtrain.results import accuracy, load, tables
 from hvdtrain.results.__main__ import main
 
@@ -46,20 +45,32 @@ def test_errors_of_a_regression_are_scikit_learns_however_it_is_cut() -> None:
     assert "r2" not in Regression().means(totals(Regression(), constant, 2))[1], "what is not defined is not there"
 
 
-def test_a_confusion_matrix_gives_scikit_learns_precision_recall_and_f1() -> None:
-    truth, found = DRAW.integers(0, 4, 150), DRAW.integers(0, 3, 150)  # class 3 is never found
-    measure = Confusion(4)
+@pytest.mark.parametrize("answers", [3, 4], ids=["a class is never the answer", "all are"])
+def test_a_confusion_matrix_gives_scikit_learns_precision_recall_and_f1(answers: int) -> None:
+    truth, found = DRAW.integers(0, 4, 150), DRAW.integers(0, answers, 150)
+    measure = Confusion(("a", "b", "c", "d with a name that is long"))
     cuts = zip(np.split(truth, [60]), np.split(found, [60]), strict=True)
     parts = [{"confusion": known.confusion_matrix(t, f, labels=range(4))} for t, f in cuts]
     _, scores = measure.means(totals(measure, parts, 150))
-    precision, recall, f1, _ = known.precision_recall_fscore_support(truth, found, average="macro", zero_division=0)
-    assert (scores["precision"], scores["recall"], scores["f1"]) == pytest.approx((precision, recall, f1))
-    per_class = known.f1_score(truth, found, average=None, zero_division=0)
-    assert [scores[f"f1_class{each}"] for each in range(4)] == pytest.approx(per_class)
+    expected = {"accuracy": known.accuracy_score(truth, found)}
+    for average, ending in (("macro", ""), ("weighted", "_weighted"), (None, "_class{}")):
+        values = known.precision_recall_fscore_support(truth, found, average=average, zero_division=0)
+        for kind, value in zip(("precision", "recall", "f1"), values[:3], strict=True):
+            expected |= {f"{kind}{ending.format(place)}": each for place, each in enumerate(np.atleast_1d(value))}
+    assert scores == pytest.approx(expected)
+    assert set(scores) == set(measure.scores)
+    of_classes, matrix = measure.report({"confusion": np.sum([part["confusion"] for part in parts], axis=0).tolist()})
+    assert of_classes[1][2] == [
+        "b",
+        *(f"{scores[f'{kind}_class1']:.4f}" for kind in ("precision", "recall", "f1")),
+        str((truth == 1).sum()),
+    ]
+    assert [row[1:] for row in matrix[1][1:]] == [list(map(str, row)) for row in sum(p["confusion"] for p in parts)]
+    assert {len(row) for row in matrix[1]} == {5}
 
 
 def test_what_a_measure_says_comes_back_and_nothing_else_is_taken() -> None:
-    for measure in (measures.Accuracy(), Regression(), Confusion(3)):
+    for measure in (measures.Accuracy(), Regression(), Confusion(("a", "b"))):
         value = json.loads(json.dumps(measure.as_json()))
         assert measures.read(value) == (measure.headline, dict(measure.scores))
     for wrong in ({}, {"headline": "x", "scores": {}}, {**value, "headline": "f2"}, {**value, "scores": {"f1": {}}}):

@@ -60,17 +60,28 @@ class ImageSplit:
     """(N, height, width, channels); uint8 in 0..255, or float16 or float32 in 0..1. May be a memory map."""
     labels: NDArray[np.int64]
     """(N,), the index of each sample's class."""
+    rows: NDArray[np.int64] | None = None
+    """Those of the samples that are in this part; None: all."""
+    size: tuple[int, int] | None = None
+    """(width, height) that gray uint8 samples are resized to when a batch is made; None: they are as they should be."""
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return len(self.labels if self.rows is None else self.rows)
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """(height, width, channels) of every image."""
+        _, height, width, channels = self.samples.shape
+        return (height, width, channels) if self.size is None else (*self.size[::-1], channels)
 
     def order(self, stream: np.random.Generator, borders: Sequence[int]) -> NDArray[np.int64]:
         return stream.permutation(len(self))
 
     def batch(self, mine: NDArray[np.int64], everyones: NDArray[np.int64], key: int | None) -> Batch:
-        images = np.empty((len(mine), *self.samples.shape[1:]), np.float32)
-        gather(self.samples, mine, images)
-        return Batch(arrays=(images, self.labels[mine]), weight=len(mine), total_weight=len(everyones))
+        images = np.empty((len(mine), *self.image_shape), np.float32)
+        rows = mine if self.rows is None else self.rows[mine]
+        (gather if self.size is None else _resize)(self.samples, rows, images)
+        return Batch(arrays=(images, self.labels[rows]), weight=len(mine), total_weight=len(everyones))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +100,7 @@ class Dataset:
     @property
     def image_shape(self) -> tuple[int, int, int]:
         """(height, width, channels) of every image."""
-        _, height, width, channels = self.train.samples.shape
-        return height, width, channels
+        return self.train.image_shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,9 +122,10 @@ def halves(key: int | None) -> NDArray[np.int64]:
 
 
 def load(name: str, image_size: tuple[int, int] | None = None, *, verify: bool = False) -> Dataset:
-    """The data set called `name`: 'digits', or the path of a folder made by `hvdtrain data images`.
+    """The data set called `name`: 'digits', 'fashion-mnist', 'idx:DIR' (see `idx`), or the path of a folder made by
+    `hvdtrain data images`.
 
-    `image_size` is (width, height) in pixels; None means 32x32 for digits and the prepared size for a folder.
+    `image_size` is (width, height) in pixels; None means 32x32 for digits and otherwise the size that pictures have.
     `verify` reads a folder's large array too, though this host has done so before, and compares its SHA-256.
     Raises Failure: BAD_DATA for a folder that is missing, foreign or damaged, BAD_CONFIG for a size it does not have.
     """
@@ -123,10 +134,16 @@ def load(name: str, image_size: tuple[int, int] | None = None, *, verify: bool =
 
         return digits.load(image_size or digits.DEFAULT_SIZE)
 
+    if name == "fashion-mnist" or name.startswith("idx:"):
+        from hvdtrain.data import idx
+
+        return idx.load(name, image_size)
+
     from hvdtrain.data.prepared import open_images
 
     if not Path(name).is_dir():
-        raise Failure(f"no data set '{name}': name 'digits' or a folder made by `hvdtrain data images`", BAD_DATA)
+        known = "'digits', 'fashion-mnist', 'idx:DIR' or a folder made by `hvdtrain data images`"
+        raise Failure(f"no data set '{name}': name {known}", BAD_DATA)
     dataset = open_images(name, verify=verify)
     height, width, _ = dataset.image_shape
     if image_size not in (None, (width, height)):
@@ -185,6 +202,15 @@ def cut(
     parts = (slice(None, first), slice(first, second), slice(second, None))
     train, validation, test = (ImageSplit(samples=samples[part], labels=labels[part]) for part in parts)
     return train, validation, test
+
+
+def _resize(samples: NDArray[np.uint8], indices: NDArray[np.int64], images: NDArray[np.float32]) -> None:
+    """As `gather`, by Pillow's bilinear filter."""
+    from PIL import Image
+
+    for image, index in zip(images[..., 0], indices, strict=True):
+        resized = Image.fromarray(samples[index, ..., 0]).resize(image.shape[::-1], Image.Resampling.BILINEAR)
+        np.multiply(np.asarray(resized), np.float32(1 / 255), out=image)
 
 
 def gather(samples: NDArray[Any], indices: NDArray[np.int64], images: NDArray[np.float32]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from hvdtrain.models.mlp import MLPSpec, parameters
@@ -57,6 +58,10 @@ class MLPTF(tf.Module):
         for number, (weight, bias) in enumerate(zip(arrays[::2], arrays[1::2], strict=True)):
             x = tf.matmul(x if number == 0 else tf.nn.relu(x), weight, transpose_b=True) + bias
         return tf.cast(x, tf.float32)
+
+    def outputs(self, x: np.ndarray) -> np.ndarray:
+        """(N, outputs) float32 of x (N, inputs) float32."""
+        return np.asarray(self(tf.constant(x)).numpy())
 
     def loss(self, x: tf.Tensor, targets: tf.Tensor, training: bool) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
         """The sum of losses, and the measure's sums."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -49,6 +51,11 @@ class MLPTorch(nn.Module):
             x = F.relu_(layer(x))
         outputs: Tensor = last(x)
         return outputs.float()
+
+    @torch.inference_mode()
+    def outputs(self, x: np.ndarray) -> np.ndarray:
+        """(N, outputs) float32 of x (N, inputs) float32; for a model on the CPU."""
+        return cast(np.ndarray, self(torch.from_numpy(x)).numpy())
 
     def loss(self, x: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The sum of losses, and the measure's sums."""

@@ -187,6 +187,8 @@ class Summary:
     began_unix_s: float | None = None
     """When the loop began in this process, and when the test evaluation was over, by rank 0's clock"""
     ended_unix_s: float | None = None
+    test_sums: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """What the test scores are made of, by name: a confusion matrix, say, as lists. Empty of a script"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

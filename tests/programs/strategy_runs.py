@@ -5,7 +5,7 @@
 RUNS is a JSON list of objects: `flags`; `stop_before` (optional): the step before which the last rank is sent SIGUSR1;
 `from_step` and `folder` (optional): the run in --run-dir is first made from that in `folder` as if it had been killed
 after its checkpoint of this step. Rank 0 prints their exit codes as JSON. Used by test_strategies.py,
-test_captioning.py and test_solar.py.
+test_captioning.py, test_solar.py and test_tabular.py.
 """
 
 from __future__ import annotations

@@ -1,0 +1,137 @@
+"""Pictures in IDX files: Fashion-MNIST where Debian's package is installed, and files that are wrong."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import json
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import document, launch
+from PIL import Image
+
+from hvdtrain import data
+from hvdtrain.data import idx, listed
+from hvdtrain.exits import BAD_DATA, Failure
+
+PACKAGED = pytest.mark.skipif(not idx.FASHION.is_dir(), reason=f"needs Debian's {listed.PACKAGE} (apt-get install)")
+
+
+def packed(array: np.ndarray) -> bytes:
+    return struct.pack(f">{1 + array.ndim}I", 0x800 + array.ndim, *array.shape) + array.tobytes()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """60 + 12 pictures, 6 wide and 4 high, of 3 classes; the test part is not packed."""
+    draw = np.random.default_rng(0)
+    for part, count in (("train", 60), ("t10k", 12)):
+        images = packed(draw.integers(0, 256, (count, 4, 6), np.uint8))
+        labels = packed((np.arange(count) % 3).astype(np.uint8))
+        for name, content in ((f"{part}-images-idx3-ubyte", images), (f"{part}-labels-idx1-ubyte", labels)):
+            if part == "train":
+                (tmp_path / f"{name}.gz").write_bytes(gzip.compress(content))
+            else:
+                (tmp_path / name).write_bytes(content)
+    return tmp_path
+
+
+def test_pictures_come_as_they_are_or_resized_and_validation_is_a_tenth_of_each_class(folder: Path) -> None:
+    dataset = data.load(f"idx:{folder}")
+    assert (dataset.image_shape, dataset.classes) == ((4, 6, 1), ("0", "1", "2"))
+    assert [len(dataset.train), len(dataset.validation), len(dataset.test)] == [54, 6, 12]
+    original = np.frombuffer(gzip.decompress((folder / "train-images-idx3-ubyte.gz").read_bytes())[16:], np.uint8)
+    original = original.reshape(60, 4, 6)
+    seen = []
+    for part in (dataset.train, dataset.validation):
+        rows = np.arange(len(part))
+        images, labels = part.batch(rows, rows, None).arrays
+        assert part.rows is not None
+        np.testing.assert_allclose(images[..., 0], original[part.rows] / 255, rtol=1e-6)
+        np.testing.assert_array_equal(labels, part.rows % 3)
+        assert np.bincount(labels).tolist() == [len(part) // 3] * 3
+        seen += part.rows.tolist()
+    assert sorted(seen) == list(range(60))
+    larger = data.load(f"idx:{folder}", (9, 8))
+    assert larger.image_shape == (8, 9, 1)
+    assert larger.train.samples.nbytes == 60 * 24, "resized when they are needed"
+    images = larger.train.batch(np.arange(3), np.arange(3), None).arrays[0]
+    assert larger.train.rows is not None
+    picture = Image.fromarray(original[larger.train.rows[2]]).resize((9, 8), Image.Resampling.BILINEAR)
+    np.testing.assert_allclose(images[2, ..., 0], np.asarray(picture) / 255, rtol=1e-6)
+    assert len({dataset.fingerprint, larger.fingerprint, data.load(f"idx:{folder}", (6, 4)).fingerprint}) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "told"),
+    [
+        ("train-images-idx3-ubyte.gz", lambda content: content[:200], "damaged or cut off"),
+        ("train-images-idx3-ubyte.gz", lambda content: b"no gzip", "damaged or cut off"),
+        ("t10k-images-idx3-ubyte", lambda content: content[:-1], "ends before the 288 bytes"),
+        ("t10k-images-idx3-ubyte", lambda content: content + b"x", "goes on after the 288 bytes"),
+        ("t10k-images-idx3-ubyte", lambda content: b"\0\0\x0d" + content[3:], "no IDX file of bytes with 3 axes"),
+        ("t10k-images-idx3-ubyte", lambda content: b"", "no IDX file of bytes with 3 axes"),
+        ("t10k-images-idx3-ubyte", lambda content: content[:4] + b"\xff" * 12, "more than 4 GiB"),
+        (
+            "t10k-labels-idx1-ubyte",
+            lambda content: packed(np.zeros(11, np.uint8)),
+            "12 pictures and 11 labels for t10k",
+        ),
+        ("t10k-images-idx3-ubyte", lambda content: packed(np.zeros((12, 6, 6), np.uint8)), "of 6x4 and 6x6"),
+        ("t10k-images-idx3-ubyte", None, "is missing, with .gz and without"),
+    ],
+)
+def test_a_file_that_is_not_as_it_should_be_is_named(folder: Path, name: str, change: object, told: str) -> None:
+    path = folder / name
+    if callable(change):
+        path.write_bytes(change(path.read_bytes()))
+    else:
+        path.unlink()
+    with pytest.raises(Failure, match=told) as error:
+        data.load(f"idx:{folder}")
+    assert error.value.code == BAD_DATA
+    assert str(folder) in str(error.value)
+
+
+def test_where_the_package_is_not_installed_it_is_told_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(idx, "FASHION", Path("/nowhere"))
+    with pytest.raises(Failure, match=r"with root, apt-get install dataset-fashion-mnist; without, .* dpkg-deb -x"):
+        data.load("fashion-mnist")
+
+
+@PACKAGED
+def test_fashion_mnist_is_whole_and_learnt_from(tmp_path: Path) -> None:
+    """All of it is loaded, and some of it, in files of the same form, trained on."""
+    dataset = data.load("fashion-mnist")
+    assert dataset.train.rows is not None
+    assert np.bincount(dataset.train.labels[dataset.train.rows]).tolist() == [5400] * 10
+    assert np.bincount(dataset.test.labels).tolist() == [1000] * 10
+    for part, split, count in (("train", dataset.train, 2000), ("t10k", dataset.test, 300)):
+        (tmp_path / f"{part}-images-idx3-ubyte").write_bytes(packed(split.samples[:count, ..., 0]))
+        (tmp_path / f"{part}-labels-idx1-ubyte").write_bytes(packed(split.labels[:count].astype(np.uint8)))
+    flags = ["--data", f"idx:{tmp_path}", "--width", "0.125", "--image-size", "16", "--epochs", "1", "--json"]
+    flags += ["--warmup-epochs", "0", "--framework", "torch", "--run-dir", str(tmp_path / "run")]
+    told = document(launch(0, ["-m", "hvdtrain.resnet", *flags]))
+    assert told["steps"] == 1800 // 32 + 1
+    assert told["test_accuracy"] > 0.35
+
+
+def test_the_list_names_every_default_and_what_is_lacking(capsys: pytest.CaptureFixture[str]) -> None:
+    from hvdtrain import captioning, resnet, solar, tabular
+
+    assert listed.main([]) == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 120
+    assert listed.main(["--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["data"]
+    for config in (resnet.ResNetData, captioning.CaptioningData, solar.SolarData, tabular.TabularData):
+        (default,) = [each for each in told if each["name"] == config().data]
+        assert default["here"] is (default["needs"] is None or importlib.util.find_spec(default["needs"]) is not None)
+    (fashion,) = [each for each in told if each["name"] == "fashion-mnist"]
+    assert fashion["here"] is idx.FASHION.is_dir()
+    assert ("fashion-mnist (not here)" in shown) is not fashion["here"]
+    for each in told:
+        assert each["licence"] and each["source"] and each["get"]

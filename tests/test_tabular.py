@@ -1,0 +1,218 @@
+"""`python -m hvdtrain.tabular` as users start it, and `test` and `predict` on files that a run has not seen."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import PROGRAMS, document, launch
+from sklearn import metrics as known
+from sklearn.datasets import load_wine
+from test_resnet_train import assert_same_arrays
+
+from hvdtrain import answers, cli, records
+from hvdtrain.exits import Failure
+from hvdtrain.measures import Confusion
+from hvdtrain.run import show_summary
+
+pytest.importorskip("torch")
+pytest.importorskip("tensorflow")
+
+FRAMEWORKS = ("torch", "tensorflow")
+FLAGS = ["--data", "wine", "--epochs", "4", "--global-batch-size", "16", "--json"]
+CUT = 21
+"""The step of the checkpoint from which runs go on, of 32 in four epochs"""
+STRATEGIES = {
+    "local-sgd": "local-sgd:every=3,staleness=1+powersgd:rank=2",
+    "topk": "topk",
+    "hybrid": "hybrid:shares=3:1",
+    "async-ps": "async-ps",
+    "native": "native",
+}
+ALONE = {("tensorflow", "native")}
+"""Wants processes of its own: test_native.py"""
+
+
+def tabular(ranks: int, *flags: str) -> subprocess.CompletedProcess[str]:
+    return launch(ranks, ["-m", "hvdtrain.tabular", *flags])
+
+
+def steps(folder: Path) -> list[float]:
+    return [each.loss for each in records.read(folder / "metrics" / "rank0000.jsonl") if each.type == "step"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """In each framework a run of two hosts by strategy, and one with allreduce that was cut off; all in one start."""
+    folder = tmp_path_factory.mktemp("runs")
+    for framework in FRAMEWORKS:
+        here = folder / framework
+        flags = [*FLAGS, "--framework", framework, "--checkpoint-steps", "7", "--keep-checkpoints", "9", "--run-dir"]
+        todo: list[dict[str, Any]] = [{"flags": [*flags, str(here / "allreduce")]}]
+        for name, strategy in STRATEGIES.items():
+            if (framework, name) in ALONE:
+                continue
+            sgd = ["--optimizer", "sgd", "--lr", "0.05"] if name == "async-ps" else []
+            todo.append({"flags": [*flags, str(here / name), "--strategy", strategy, *sgd]})
+        cut = {"folder": str(here / "allreduce"), "from_step": CUT}
+        todo.append({"flags": [*flags, str(here / "cut"), "--resume"], **cut})
+        arguments = [str(PROGRAMS / "strategy_runs.py"), framework, "1", json.dumps(todo), "tabular"]
+        assert set(document(launch(2, arguments))["codes"]) == {0}
+    return folder
+
+
+def summary(folder: Path) -> Any:
+    return list(records.read(folder / "metrics" / "rank0000.jsonl"))[-1]
+
+
+def test_one_process_two_ranks_and_both_frameworks_learn_the_same(runs: Path, tmp_path: Path) -> None:
+    alone = document(tabular(0, *FLAGS, "--framework", "torch", "--run-dir", str(tmp_path / "alone")))
+    losses = steps(tmp_path / "alone")
+    assert losses[-1] < 0.5 * losses[0]
+    np.testing.assert_allclose(steps(runs / "torch" / "allreduce"), losses, rtol=2e-4, atol=1e-5)
+    np.testing.assert_allclose(steps(runs / "tensorflow" / "allreduce"), losses, rtol=2e-3, atol=1e-4)
+    for framework in FRAMEWORKS:
+        assert summary(runs / framework / "allreduce").test_sums == alone["test_sums"]
+    confusion = np.array(alone["test_sums"]["confusion"])
+    assert confusion.sum(axis=1).tolist() == [9, 10, 8]
+    assert alone["test_accuracy"] == np.trace(confusion) / confusion.sum() > 0.8
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_run_that_was_cut_off_goes_on_as_if_it_never_was(framework: str, runs: Path) -> None:
+    whole, cut = runs / framework / "allreduce", runs / framework / "cut"
+    (again,) = [each for each in records.read(cut / "metrics" / "rank0000.jsonl") if each.type == "resumed"]
+    assert again.step == CUT < summary(whole).steps
+    assert any("adam_square" in name for name in assert_same_arrays(whole, cut))
+    assert summary(cut).test_sums == summary(whole).test_sums
+    assert (cut / "columns.json").read_bytes() == (whole / "columns.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("framework", "strategy"),
+    [(framework, name) for framework in FRAMEWORKS for name in STRATEGIES if (framework, name) not in ALONE],
+)
+def test_strategies_are_the_same_as_for_images(framework: str, strategy: str, runs: Path) -> None:
+    found = list(records.read(runs / framework / strategy / "metrics" / "rank0000.jsonl"))
+    epochs = [each for each in found if each.type == "epoch"]
+    assert epochs[-1].train_loss < epochs[0].train_loss
+    assert np.sum(found[-1].test_sums["confusion"]) == 27
+
+
+def test_the_documented_command_of_two_ranks_in_tensorflow(tmp_path: Path) -> None:
+    done = tabular(2, "--framework", "tensorflow", "--json", "--epochs", "1", "--run-dir", str(tmp_path / "two"))
+    told = document(done)
+    assert (told["ranks"], told["workload"]) == (2, "tabular")
+    assert "398 training, 86 validation, 85 test rows of 30 features, 2 classes (separated by commas" in done.stderr
+
+
+def test_the_end_of_a_run_shows_the_matrix_in_80_columns(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = summary(runs / "torch" / "allreduce")
+    show_summary(
+        dataclasses.replace(found, run_dir="run"), Confusion(("a", "b", "a class of a long name")), as_json=False
+    )
+    shown = capsys.readouterr().out
+    matrix = shown.partition("Confusion matrix (rows: true class, columns: answer), test\n")[2].splitlines()[1:4]
+    assert [[float(x) for x in row.split()[-3:]] for row in matrix] == found.test_sums["confusion"]
+    assert "f1_class" not in shown
+    assert "F1 of" not in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wine data written in another way, each fifth row twice, and a file without its classes."""
+    folder, data = tmp_path_factory.mktemp("other"), load_wine()
+    rows = [[*map(str, x), f"class_{y}"] for x, y in zip(data.data, data.target, strict=True)]
+    text = "\r\n".join(";".join(row).replace(".", ",") for row in rows[::5] + rows)
+    (folder / "other.csv").write_text(text)
+    (folder / "bare.csv").write_text("\n".join(",".join(row[:-1]) for row in rows))
+    (folder / "unseen.csv").write_text("\n".join(map(",".join, [rows[0], [*rows[1][:-1], "class_7"]])))
+    (folder / "narrow.csv").write_text("\n".join(",".join(row[2:]) for row in rows))
+    return folder
+
+
+def test_scores_of_another_file_are_scikit_learns_in_either_framework(
+    runs: Path, other: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = {}
+    for framework in FRAMEWORKS:
+        words = [
+            "--run",
+            str(runs / "torch" / "allreduce"),
+            "--framework",
+            framework,
+            "--data",
+            str(other / "other.csv"),
+        ]
+        assert cli.command(["tabular", "test", *words, "--json"]) == 0
+        printed = capsys.readouterr()
+        assert "separated by semicolons, decimal commas, no header" in printed.err
+        told[framework] = json.loads(printed.out)
+        assert answers.main(["predict", *words, "--out", str(tmp_path / f"{framework}.csv")]) == 0
+    text = (tmp_path / "torch.csv").read_text()
+    assert re.sub(r"\d\n", "", text) == re.sub(r"\d\n", "", (tmp_path / "tensorflow.csv").read_text()), (
+        "but for rounding"
+    )
+    assert told["torch"]["confusion"] == told["tensorflow"]["confusion"]
+    assert told["torch"]["loss"] == pytest.approx(told["tensorflow"]["loss"], rel=1e-5)
+    rows = list(csv.DictReader(text.splitlines()))
+    truth = [line.rpartition(";")[2] for line in (other / "other.csv").read_text().splitlines()]
+    found = [row["class"] for row in rows]
+    assert [int(row["line"]) for row in rows] == list(range(1, len(truth) + 1))
+    assert all(1 / 3 <= float(row["probability"]) <= 1 for row in rows)
+    scores, classes = told["torch"]["scores"], told["torch"]["classes"]
+    assert told["torch"]["confusion"] == known.confusion_matrix(truth, found, labels=classes).tolist()
+    assert scores["accuracy"] == known.accuracy_score(truth, found) > 0.8
+    for average, ending in (("macro", ""), ("weighted", "_weighted")):
+        expected = known.precision_recall_fscore_support(truth, found, average=average)[:3]
+        assert [scores[f"{kind}{ending}"] for kind in ("precision", "recall", "f1")] == pytest.approx(expected)
+
+
+def test_answers_need_no_classes_and_what_does_not_fit_is_told(runs: Path, other: Path, tmp_path: Path) -> None:
+    run, out = str(runs / "tensorflow" / "allreduce"), tmp_path / "out.csv"
+
+    def ask(command: str, name: str, *more: str) -> int:
+        return answers.main([command, "--run", run, "--framework", "torch", "--data", str(other / name), *more])
+
+    assert ask("predict", "bare.csv", "--out", str(out)) == 0
+    assert len(out.read_text().splitlines()) == 1 + 178
+    for words, code, told in [
+        (("test", "bare.csv"), 65, "bare.csv:1: 13 columns, and the run was trained on 13 features and their class"),
+        (("test", "unseen.csv"), 65, "unseen.csv:2:14: class 'class_7' was not in training, did you mean class_"),
+        (("predict", "narrow.csv", "--out", str(out)), 65, "12 columns, and the run was trained on 13 features"),
+        (("predict", "bare.csv", "--out", str(tmp_path / "no" / "out.csv")), 73, "give a folder that exists"),
+        (("predict", "nothing.csv", "--out", str(out)), 65, "No such file"),
+    ]:
+        with pytest.raises(Failure, match=told.replace("(", r"\(")) as error:
+            ask(*words)
+        assert error.value.code == code
+    (tmp_path / "run").mkdir()
+    for name in ("manifest.json", "columns.json", "checkpoints"):
+        (tmp_path / "run" / name).symlink_to(Path(run) / name)
+    (tmp_path / "run" / "columns.json").unlink()
+    (tmp_path / "run" / "columns.json").write_text('{"schema": "x"}')
+    with pytest.raises(Failure, match="not what a run keeps of its columns"):
+        answers.main(["test", "--run", str(tmp_path / "run"), "--data", str(other / "other.csv")])
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "told"),
+    [
+        (["--layers", "30,x"], 78, "--layers 30,x: give units of each hidden layer, e.g. 30,10"),
+        (["--data", "nothing.csv"], 65, "no data set 'nothing.csv': name breast-cancer, iris, wine, or a CSV file"),
+        (["--missing", "guess"], 2, "--missing"),
+    ],
+)
+def test_what_is_not_accepted_is_one_line(flags: list[str], code: int, told: str) -> None:
+    done = tabular(0, *flags)
+    assert done.returncode == code
+    assert told in done.stderr
+    assert len(done.stderr.splitlines()) == 1

@@ -1,0 +1,201 @@
+"""CSV files as people have them: how they are written is found out, and what is wrong is told by file, line, column."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import environment
+from sklearn.datasets import load_breast_cancer
+from sklearn.preprocessing import StandardScaler
+
+from hvdtrain.data import csv_rows, tabular
+from hvdtrain.exits import BAD_DATA, CANNOT_WRITE, Failure
+
+ROWS = "1.5,2,a\n2.5,3,b\n3.5,4,a\n"
+FORMS = {
+    "commas": (ROWS, ",", ".", None),
+    "header": ("x,y,class\n" + ROWS, ",", ".", ("x", "y", "class")),
+    "semicolons": (ROWS.replace(",", ";"), ";", ".", None),
+    "decimal commas": (ROWS.replace(",", ";").replace(".", ","), ";", ",", None),
+    "decimal commas and a header": (
+        ("x;y;class\n" + ROWS.replace(",", ";")).replace(".", ","),
+        ";",
+        ",",
+        ("x", "y", "class"),
+    ),
+    "tabs": (ROWS.replace(",", "\t"), "\t", ".", None),
+    "tabs, decimal commas": (ROWS.replace(",", "\t").replace(".", ","), "\t", ",", None),
+    "spaces": (ROWS.replace(",", "   "), " ", ".", None),
+    "spaces, decimal commas": (ROWS.replace(",", " ").replace(".", ","), " ", ",", None),
+    "commas and spaces": (ROWS.replace(",", ", "), ",", ".", None),
+    "byte order mark": ("\ufeff" + ROWS, ",", ".", None),
+    "CRLF, no end of the last line, empty lines": (ROWS.strip().replace("\n", "\r\n\r\n"), ",", ".", None),
+    "quotes": (
+        '"x 1",y,"the, class"\n' + ROWS.replace("a", '"a"').replace("2.5", '"2.5"'),
+        ",",
+        ".",
+        ("x 1", "y", "the, class"),
+    ),
+    "exponents and signs": ("+15e-1,2,a\n2.5E0,3.,b\n3.5,+4,a\n", ",", ".", None),
+    "scikit-learn's": ("3,2,a,b\n1.5,2,0\n2.5,3,1\n3.5,4,0\n", ",", ".", None),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_how_a_file_is_written_is_found_out(name: str, tmp_path: Path) -> None:
+    text, separator, decimal, names = FORMS[name]
+    path = tmp_path / "t.csv"
+    path.write_bytes(text.encode())
+    form = csv_rows.form(path)
+    assert (form.separator, form.decimal, form.columns, form.names) == (separator, decimal, 3, names)
+    (block,) = csv_rows.rows(path, form, "refuse")
+    assert block.features.tolist() == [[1.5, 2], [2.5, 3], [3.5, 4]]
+    assert block.classes == ["a", "b", "a"]
+    lines = text.lstrip("\ufeff").splitlines()
+    assert all(re.match(r'[+"]*[123]5?[.,]?5', lines[line - 1]) for line in block.lines)
+    assert ("comma" in str(form).partition(", ")[2]) == (decimal == ",")
+
+
+MANY = "1,2,a\n" * 400_000  # more than a block
+BAD = {
+    "ragged": ("1,2,a\n1,2,3,b\n", "2: 4 fields, and the first line has 3"),
+    "ragged, in a later block": (MANY + "1,b\n", "400001: 2 fields"),
+    "missing": ("1,2,a\n1,,b\n", "2:2: no value; give one, or leave it to --missing mean or drop"),
+    "a question mark": ("1,2,a\n?,2,b\n", "2:1: no value"),
+    "NaN": ("1,2,a\nnan,2,b\n", "2:1: no value"),
+    "no class": ("1,2,a\n1,2,\n", "2:3: no class"),
+    "text": ("1,2,a\n1,2,b\n1,high,b\n", "3:2: high is no number"),
+    "text in the first line": ("1,high,a\n1,2,b\n", "1:2: high is no number"),
+    "a decimal comma among points": ('1,2,a\n1,"2,5",b\n', "2:2: 2,5 is no number"),
+    "infinite": ("1,2,a\n1,-inf,b\n", "2:2: -inf is infinite"),
+    "beyond float64": ("1,2,a\n1,1e999,b\n", "2:2: 1e999 is beyond"),
+    "one class": ("1,2,a\n2,2,a\n", "has one class, 'a'"),
+    "too many classes": ("".join(f"1,{n}.5\n" for n in range(300)), "more than 256 classes"),
+    "a class too rare": ("1,a\n" * 20 + "".join(f"1,b{n}\n" for n in range(9)), "none fell to the training part"),
+    "one column": ("a\nb\n", "one column"),
+    "duplicate header": ("x,x,class\n1,2,a\n", "1:2: two columns are named 'x'"),
+    "header alone": ("x,y,class\n", "has no row"),
+    "empty": ("", "empty"),
+    "empty lines": ("\n\n \n", "empty"),
+    "binary": (b"PK\x03\x04\x00\x00", "a binary file"),
+    "UTF-16": ("1,2,a\n".encode("utf-16"), "a binary file"),
+    "Latin-1": ("1,2,a\n1,2,caf\u00e9\n".encode("latin-1"), "2: byte 0xe9 is not UTF-8"),
+    "quotes": ('1,2,a\n1,"2,b\n', "2: quotes that do not match"),
+    "a million columns": ("1," * 1_000_000 + "a\n", "1: 1,000,001 columns are more than the 100,000"),
+    "a line without an end": ("1" * (17 << 20), "1: a line of more than 16 MiB"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_wrong_is_one_line_with_its_place(name: str, tmp_path: Path) -> None:
+    text, told = BAD[name]
+    path = tmp_path / "t.csv"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(Failure) as error:
+        tabular.load(str(path))
+    assert error.value.code == BAD_DATA
+    assert str(error.value).startswith(f"{path}:")
+    assert told in str(error.value)
+    assert len(str(error.value)) < 400
+
+
+def test_missing_values_are_the_training_parts_mean_or_their_rows_are_left_out(tmp_path: Path) -> None:
+    draw = np.random.default_rng(1)
+    values = draw.normal(5, 2, (200, 3)).round(3)
+    path = tmp_path / "t.csv"
+    lines = [[*map(str, row), "ab"[int(row[0] > 5)]] for row in values]
+    for row in range(0, 200, 10):
+        lines[row][1] = ["", "NA", "?", "NaN"][row // 10 % 4]
+    path.write_text("\n".join(map(",".join, lines)))
+    table = tabular.load(str(path), "mean")
+    gone = np.isin(table.train.rows, np.arange(0, 200, 10))
+    (x, _) = table.train.batch(np.arange(len(table.train)), np.arange(len(table.train)), None).arrays
+    assert gone.any()
+    assert not x[gone, 1].any()
+    known = values[table.train.rows[~gone], 1]
+    assert table.columns.mean[1] == pytest.approx(known.mean())
+    assert table.columns.scale[1] == pytest.approx(known.std())
+    dropped = tabular.load(str(path), "drop")
+    assert len(table.train.features) == 200
+    assert len(dropped.train.features) == 180
+    assert len({table.fingerprint, dropped.fingerprint}) == 2
+
+
+def test_the_default_is_scikit_learns_and_standardised_by_its_training_part() -> None:
+    known, table = load_breast_cancer(), tabular.load("breast-cancer")
+    assert table.columns.classes == ("benign", "malignant")
+    np.testing.assert_array_equal(table.train.features, known.data)
+    np.testing.assert_array_equal(table.train.labels == 1, known.target_names[known.target] == "malignant")
+    parts = [table.train, table.validation, table.test]
+    assert sorted(np.concatenate([part.rows for part in parts])) == list(range(569))
+    assert all(abs(table.train.labels[part.rows].mean() - 212 / 569) < 0.01 for part in parts), "stratified"
+    scaler = StandardScaler().fit(known.data[table.train.rows])
+    for part in parts:
+        x, labels = part.batch(np.arange(len(part)), np.arange(len(part)), None).arrays
+        np.testing.assert_allclose(x, scaler.transform(known.data[part.rows]), rtol=1e-5, atol=1e-6)
+        assert (x.dtype, labels.dtype) == (np.float32, np.int64)
+
+
+def test_a_constant_column_stays_finite(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("".join(f"0.1,{n},{'ab'[n % 2]}\n" for n in range(3000)))
+    columns = tabular.load(str(path)).columns
+    assert columns.scale[0] == 1
+    assert tabular.Columns.from_json(columns.as_json()).as_json() == columns.as_json()
+    for wrong in ({}, [], columns.as_json() | {"scale": [0, 1]}, columns.as_json() | {"names": ["x"]}):
+        with pytest.raises(ValueError, match=r"no|schema|not"):
+            tabular.Columns.from_json(wrong)
+
+
+def test_a_file_larger_than_the_memory_allowed_is_streamed_once(tmp_path: Path) -> None:
+    """40 numbers of 200,000 rows are 64 MB as float64 and 16 MB of text; 32 MiB more than Python has are allowed."""
+    path, cache = tmp_path / "large.csv", {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    path.write_text("".join(f"{'1,' * 39}{n % 7},{'ab'[n % 7 > 3]}\n" for n in range(200_000)))
+    code = """
+import re, resource, sys
+import numpy as np
+from hvdtrain.data import tabular
+data_kb = int(re.search(r"VmData:\\s+(\\d+)", open("/proc/self/status").read())[1])
+resource.setrlimit(resource.RLIMIT_DATA, ((data_kb << 10) + (32 << 20),) * 2)
+try:
+    np.ones(64 << 17)
+    sys.exit("the limit does not limit")
+except MemoryError:
+    pass
+table = tabular.load(sys.argv[1])
+print(table.fingerprint, len(table.train), table.columns.mean[39], len(table.train.features))
+"""
+
+    def load() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", code, str(path)], env=environment(cache), capture_output=True, text=True
+        )
+
+    first, again = load(), load()
+    assert first.returncode == 0, first.stderr
+    assert "parsing it once" in first.stderr
+    assert again.stderr == ""
+    assert again.stdout == first.stdout
+    _, train, mean, rows = first.stdout.split()
+    assert (train, rows) == ("140000", "200000")
+    assert float(mean) == pytest.approx(3, abs=0.02)
+    path.write_text(path.read_text().replace("b", "c"))
+    changed = load()
+    assert "parsing it once" in changed.stderr
+    assert changed.stdout.split()[0] != first.stdout.split()[0]
+
+
+def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text(ROWS * 20)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(tabular, "IN_MEMORY_BYTES", 10)
+    with pytest.raises(Failure, match="set XDG_CACHE_HOME") as error:
+        tabular.load(str(path))
+    assert error.value.code == CANNOT_WRITE

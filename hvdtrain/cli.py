@@ -22,7 +22,7 @@ examples:
   horovodrun -np 4 -H a:2,b:2 hvdtrain train resnet
 """
 
-DATA = """What training reads: a list of what there is, and the preparation of your own.
+DATA = """Prepare what training reads, or list what there is.
 
 examples:
   hvdtrain data list

@@ -122,7 +122,7 @@ DATA = (
         holds="165,588 means of 15 minutes of irradiance in W/m2, 2019 to 2023, 2.5 MB",
         licence="MIT",
         source="system 15 of PVDAQ (doi:10.25984/1846021), as pvanalytics ships it",
-        get="pip install --no-deps pvanalytics, and pyarrow",
+        get="pip install --no-deps pvanalytics pyarrow",
         needs="pvanalytics",
     ),
     Known(

@@ -35,7 +35,7 @@ BLOCK_BYTES = 1 << 18  # small enough that a block's numbers stay in the process
 LINE_BYTES = 16 * files.MIB
 MOST_COLUMNS = 100_000
 LARGEST = 1e150  # whose square is finite
-HEAD_LINES = 50
+HEAD_BYTES = 1 << 14
 MISSING = {"", "?", "na", "n/a", "nan", "null", "none"}
 NO_CLASS = {"", "?"}
 SPACES = " "
@@ -78,7 +78,7 @@ class Block:
 
 def form(path: Path) -> Form:
     """Raises Failure (65, 77) for a file that is no such table."""
-    head = list(itertools.islice(_lines(path), HEAD_LINES))
+    head = list(_block(_lines(path), HEAD_BYTES, least=2))
     if not head:
         raise Failure(f"{path}: empty; give rows of features and their class", BAD_DATA)
     for number, text in head:
@@ -138,13 +138,13 @@ def _first(wrong: NDArray[np.bool_]) -> list[tuple[int, ...]]:
     return [tuple(map(int, np.argwhere(wrong)[0]))] if wrong.any() else []
 
 
-def _block(lines: Iterator[Line]) -> Iterator[Line]:
-    """The next lines, of BLOCK_BYTES or a little more in all."""
+def _block(lines: Iterator[Line], most_bytes: int = BLOCK_BYTES, least: int = 1) -> Iterator[Line]:
+    """The next lines, of so many bytes or a little more in all, and at least so many."""
     size = 0
-    for line in lines:
+    for count, line in enumerate(lines, start=1):
         yield line
         size += len(line[1])
-        if size > BLOCK_BYTES:
+        if size > most_bytes and count >= least:
             return
 
 

@@ -31,11 +31,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("two", 2, "allreduce", ["--api-token", "hunter2"]),
         ("quiet", 2, STREAMS, ["--quiet", "--seed", "3"]),
         ("failed", 1, "allreduce", ["--fail"]),
+        ("ended", 1, "hierarchical", ["--exit", "3"]),
     ):
         variables = {"HVDTRAIN_RUN_DIR": str(folder / name), "HVDTRAIN_STRATEGY": strategy}
         done = launch(ranks, [SCRIPT, *flags], extra=variables)
-        assert (done.returncode == 0) == (name != "failed"), done.stderr[-3000:]
-        assert (f"run folder {folder / name}: 16 steps" in done.stderr) == (name != "failed")
+        assert done.returncode == {"failed": 1, "ended": 3}.get(name, 0), done.stderr[-3000:]
+        assert (f"run folder {folder / name}: 16 steps" in done.stderr) == (done.returncode == 0)
     return folder
 
 
@@ -49,7 +50,8 @@ def test_the_folder_has_what_was_measured_and_told(made: Path) -> None:
         steps = [each for each in written if isinstance(each, records.Step)]
         assert [step.step for step in steps] == list(range(16))
         assert [step.epoch for step in steps] == [0] * 8 + [1] * 8
-        assert {(step.samples, step.data_s, step.bytes_sent) for step in steps} == {(32, None, 2600)}
+        assert {(step.samples, step.data_s) for step in steps} == {(32, None)}
+        assert {step.bytes_sent for step in steps} == {2600 + 24}  # of both optimizers
         assert all(later.loss < before.loss for before, later in itertools.pairwise(steps))
         assert all(step.communication_s is not None and step.compute_s > 0 for step in steps)
         assert [step.lr for step in steps] == [0.5] * 8 + [0.05] * 8
@@ -57,15 +59,17 @@ def test_the_folder_has_what_was_measured_and_told(made: Path) -> None:
     assert [epoch.epoch for epoch in epochs] == [0, 1]
     assert all(epoch.train_scores == epoch.validation_scores for epoch in epochs)
     *_, summary = records.read(made / "two" / "metrics" / "rank0000.jsonl")
-    assert (summary.steps, summary.global_batch, summary.ranks, summary.bytes_sent) == (16, 64, 2, 16 * 2600)
+    assert (summary.steps, summary.global_batch, summary.ranks, summary.bytes_sent) == (16, 64, 2, 16 * 2624)
     assert set(summary.step_shares) == {"compute", "exchange", "exchange_least"}
     assert not (made / "failed" / "COMPLETE").exists()
 
 
 def test_results_show_scripts_like_workloads(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = results.load([made]).runs.set_index("run")
-    assert dict(runs["state"]) == {name: "unfinished" if name == "failed" else "complete" for name in runs.index}
-    assert len(runs) == 4
+    assert dict(runs["state"]) == {
+        name: "unfinished" if name in ("failed", "ended") else "complete" for name in runs.index
+    }
+    assert len(runs) == 5
     assert runs.loc["two", "samples_per_s"] > 0
     assert (runs.loc["two", "rank_batch"], runs.loc["quiet", "seed"]) == (32, 3)
     assert runs.loc["two", "step_s"] == pytest.approx(runs.loc["two", "compute_s"] + runs.loc["two", "communication_s"])
@@ -109,10 +113,10 @@ def test_what_is_no_number_or_name_is_refused(told: dict[str, object], words: st
 
 
 def test_scores_declare_what_they_can_be() -> None:
-    assert record._score("accuracy", 0.5).share
-    assert not record._score("accuracy", 93.5).share
-    assert not record._score("rmse", 0.5).higher_is_better
-    assert record._finite(math.nan) is None
+    assert shown.score("accuracy", 0.5).share
+    assert not shown.score("accuracy", 93.5).share
+    assert not shown.score("rmse", 0.5).higher_is_better
+    assert shown.finite(math.nan) is None
     argv = ["a.py", "--token=x", "--password", "y", "--seed=4", "--lr", "1"]
     words, seed = shown.arguments(argv)
     assert (words, seed) == (["a.py", "--token=***", "--password", "***", "--seed=4", "--lr", "1"], 4)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import functools
 import re
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from conftest import PROGRAMS, ROOT, document, launch
+
+from hvdtrain import records
 
 CARRIERS = ["", "hierarchical"]
 
@@ -17,15 +20,17 @@ CARRIERS = ["", "hierarchical"]
 @functools.cache
 def script(strategy: str) -> Any:
     """What own_tensorflow.py reports."""
-    extra = {"HVDTRAIN_RECORD": "0"} | ({"HVDTRAIN_STRATEGY": strategy} if strategy else {})
     with tempfile.TemporaryDirectory() as folder:
+        extra = {"HVDTRAIN_RUN_DIR": f"{folder}/run"} | ({"HVDTRAIN_STRATEGY": strategy} if strategy else {})
         done = launch(
             2,
             [str(PROGRAMS / "own_tensorflow.py"), folder],
             extra={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"} | extra,
             limit_s=300,  # every call, a fit and all strategies in one start
         )
-    return document(done)
+        written = records.read(Path(folder, "run", "metrics", "rank0001.jsonl")) if not done.returncode else ()
+        steps = [each for each in written if isinstance(each, records.Step)]
+    return document(done) | {"steps": steps}
 
 
 def weights(fit: Any) -> np.ndarray:
@@ -61,6 +66,15 @@ def test_two_ranks_with_half_the_batch_each_fit_as_one_process_with_the_whole(ca
     alike(fits, {"fit": "alone", "two passes": "alone", "tape": "alone"})
     for metric in ("loss", "accuracy"):
         np.testing.assert_allclose(fits["fit"][metric], fits["alone"][metric], rtol=1e-4)
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_steps_of_fit_and_of_a_tape_in_a_graph_are_recorded(carrier: str) -> None:
+    """A tape does not see the learning rate. Its first step counts as one of another optimizer beside that of fit."""
+    steps = script(carrier)["steps"]
+    assert [step.step for step in steps] == list(range(len(steps)))
+    assert [step.lr is None for step in steps[:24]] == [False] * 12 + [True] * 11 + [False]
+    assert all(step.bytes_sent > 0 for step in steps)
 
 
 def test_what_else_a_keras_script_has() -> None:

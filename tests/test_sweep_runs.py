@@ -208,7 +208,7 @@ def test_energy_runs_have_sensors_on_and_what_is_lacking_is_told(sweep: Command)
         ("[[grid]]\nlr = -1.0\n", 78, "--lr is -1.0"),
         ("[[grid]]\nranks_per_host = 3\nglobal_batch_size = 2\n", 78, "too few for 3 ranks: use at most 2"),
         ("[[grid]]\ncolour = 1\n", 78, ":1: unknown key 'colour'"),
-        ("", 69, "No such file"),
+        ("", 2, "No such file"),
         ("[[grid]]\n", 73, "choose another --root"),
     ],
 )

@@ -12,6 +12,7 @@ can reach it, so there the secret is made of the user's key (`sealed`) and never
 from __future__ import annotations
 
 import abc
+import atexit
 import datetime
 import os
 import secrets
@@ -56,6 +57,9 @@ class MPIMeeting:
             raise Failure(
                 f"{error}; a native strategy under mpirun needs mpi4py: run `make setup`", exits.UNREACHABLE
             ) from error
+        if not MPI.Is_initialized():  # a script may have set mpi4py.rc.initialize = False, for Horovod to do it
+            MPI.Init()
+            atexit.register(self.leave)
         self._mpi: Any = MPI
         self.rank, self.size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
         self.local_rank, self.local_size = local_rank, local_size

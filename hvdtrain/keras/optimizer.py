@@ -21,6 +21,7 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 from hvdtrain.script import job
 from hvdtrain.strategies import Exchange
 from hvdtrain.strategies.table import DEFAULT_REDUCER
+from hvdtrain.tensorflow.recorded import Recorded
 from hvdtrain.tensorflow.step import Step, tensor
 
 
@@ -56,6 +57,7 @@ class State:
         self.sums: list[Any] = []
         """Of the gradients of the backward passes since the last exchange"""
         self.step = Step(settings.exchange, average=settings.op == horovod.Average) if settings.exchange else None
+        self.recorded: Recorded | None = None
 
 
 class Distributed:

@@ -68,7 +68,8 @@ class Step:
     null if a script did not tell"""
     samples: int | None
     """Samples of this rank: images, or words to be predicted (tokens); null if a script did not tell"""
-    lr: float
+    lr: float | None
+    """Null behind a tape of TensorFlow, which does not see it"""
     data_s: float | None
     """Waiting for the batch; null in a script: its compute_s has it"""
     compute_s: float

@@ -71,6 +71,9 @@ class Calls:
         self._handles = itertools.count()
         self._calls: dict[int, Call] = {}
         self._under_way: dict[str, Call] = {}
+        self._taken: dict[str, Call] = {}
+        """Calls by key until someone finishes them or finds them done: whether a name may be used again must not depend
+        on how quick the ranks are"""
         self._new: collections.deque[Call] = collections.deque()
         self._unnamed: collections.Counter[tuple[int, ...]] = collections.Counter()
         self._closing = False
@@ -133,20 +136,23 @@ class Calls:
                     self._unnamed[members] += 1
                 name = f"noname.{self._unnamed[members]}" if name is None else f"{prefix}.{name}"
                 call.asked = dataclasses.replace(asked, name=name)
-            if call.asked.key in self._under_way:
+            if call.asked.key in self._taken:
                 raise ValueError(
                     f"{said(call.asked)} is under way already: finish it before another of the same name is started, "
                     "or use another name"
                 )
             handle = next(self._handles)
-            self._calls[handle] = self._under_way[call.asked.key] = call
+            self._calls[handle] = self._under_way[call.asked.key] = self._taken[call.asked.key] = call
             self._new.append(call)
             os.eventfd_write(self._bell, 1)
         return handle
 
     def done(self, handle: int) -> bool:
         """Whether `finish` would return at once. Raises ValueError for an unknown handle."""
-        return self._known(handle).ended.is_set()
+        call = self._known(handle)
+        if done := call.ended.is_set():
+            self._free(call)
+        return done
 
     def finish(self, handle: int) -> Any:
         """Waits for a call's end. Returns new arrays, or `out`: one, or a list for a grouped call; of alltoall the
@@ -158,6 +164,7 @@ class Calls:
         call = self._known(handle)
         call.ended.wait()
         self._calls.pop(handle, None)
+        self._free(call)
         if call.error is not None:
             raise call.error
         return call.result
@@ -185,6 +192,12 @@ class Calls:
             if not self._over:
                 os.eventfd_write(self._bell, 1)
         self._thread.join(PATIENCE_S)
+
+    def _free(self, call: Call) -> None:
+        """Its name may be used again."""
+        with self._lock:
+            if self._taken.get(call.asked.key) is call:
+                del self._taken[call.asked.key]
 
     def _known(self, handle: int) -> Call:
         try:

@@ -208,19 +208,21 @@ def exchange(strategy: str | None = None) -> Exchange | None:
 
 def recorder(
     exchange: Exchange | None, world: World | None, *, parameters: int, device: str, threads: int
-) -> record.Recorder | None:
-    """Opens the script's run folder when its optimizer is made; None if it is not to be recorded. Collective.
+) -> record.Steps | None:
+    """What the steps of an optimizer are told to; None if the script is not to be recorded. The first one opens the run
+    folder. Collective.
 
-    `exchange` and `world`: of the strategy; None with Horovod's own exchange. The others: see `record.begin`.
+    `exchange` and `world`: of the strategy; None where Horovod's calls exchange. The others: see `record.begin`.
     """
-    if world is not None and exchange is not None:
-        engine = job().calls
-        return record.begin(
-            world, exchange, parameters=parameters, device=device, threads=threads, gather=engine.gather
-        )
-    ranks = World(next(iter(_fronts)), met=_met or Met.by(Alone()))
-    own = exchange or parse(TrainConfig.strategy)
-    return record.begin(ranks, own, parameters=parameters, device=device, threads=threads, gather=ranks.gather_bytes)
+    if record.begun:
+        return record.steps()
+    if _job is not None:
+        ranks, gather, own = world or _job.world(), _job.calls.gather, DEFAULT_REDUCER
+    else:
+        ranks = World(next(iter(_fronts)), met=_met or Met.by(Alone()))
+        gather, own = ranks.gather_bytes, TrainConfig.strategy
+    exchange = exchange or parse(own)
+    return record.begin(ranks, exchange, parameters=parameters, device=device, threads=threads, gather=gather)
 
 
 def job() -> Job:

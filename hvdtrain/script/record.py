@@ -1,6 +1,6 @@
 """The run folder of a user's own script: like a workload's, of what can be known of a script.
 
-`begin` when its optimizer is made, `Recorder.step` after each step, `log` for what the script tells, `finish` when it
+`begin` when its optimizer is made, `Steps.done` after each step, `log` for what the script tells, `finish` when it
 shuts down or ends. HVDTRAIN_RUN_DIR names the folder, HVDTRAIN_RECORD=0 leaves it out, HVDTRAIN_MONITOR,
 _MONITOR_MS and _MONITOR_IDLE_S are as for workloads. Rank 0's variables count. What a script does not tell is missing
 in the records: a step's samples, the wait for its batch (which is within compute_s), the batch arithmetic.
@@ -22,9 +22,9 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from hvdtrain import lock, measures, observe, records, run
+from hvdtrain import lock, observe, records, run
 from hvdtrain.config import TrainConfig
 from hvdtrain.exits import Failure
 from hvdtrain.measures import Score
@@ -36,17 +36,12 @@ from hvdtrain.world import World
 VARIABLES = ("RECORD", "RUN_DIR", "MONITOR", "MONITOR_MS", "MONITOR_IDLE_S")
 PATIENCE_S = 60.0
 """At the end, for the ranks that are not there yet"""
-SHARES = {"accuracy", "acc", "f1", "precision", "recall", "auc"}
-"""Scores that are shares of 1, if they are told so"""
-LOWER = re.compile(r"loss|err|mae|mse|mape|perplexity|wer|cer|fid")
-"""Names of scores that are better when lower"""
-
 Gather = Callable[[bytes], list[bytes]]
 
 
 def begin(
     world: World, exchange: Exchange, *, parameters: int, device: str, threads: int, gather: Gather
-) -> Recorder | None:
+) -> Steps | None:
     """Opens the run's folder, measures the links and writes the manifest, once in a process; None if the script is not
     to be recorded. Collective.
 
@@ -55,11 +50,11 @@ def begin(
 
     Raises Failure (73) if HVDTRAIN_RUN_DIR cannot be made or holds a run, (78) for monitors that there are not.
     """
-    global _begun, _recorder
+    global begun, _recorder
+    begun = True
     asked = world.gather({name: os.environ.get(f"HVDTRAIN_{name}") for name in VARIABLES})[0]
-    if _begun or asked["RECORD"] == "0":
+    if asked["RECORD"] == "0":
         return None
-    _begun = True
     config = TrainConfig(
         framework=world.framework,  # type: ignore[arg-type]
         strategy=str(exchange),
@@ -98,7 +93,13 @@ def begin(
     run.keep(manifest, folder, {}, world)
     _recorder = Recorder(world, config, manifest, folder, device, gather)
     atexit.register(finish)
-    return _recorder
+    sys.exit = _exit
+    return steps()
+
+
+def steps() -> Steps | None:
+    """Those of one more optimizer; None if nothing is recorded."""
+    return None if _recorder is None else Steps(_recorder)
 
 
 def log(**told: Any) -> None:
@@ -111,7 +112,7 @@ def log(**told: Any) -> None:
     Numbers by name. `loss` is the training's mean, `samples` this rank's. Other names are scores: of the validation, or
     as the prefix says, train_, val_, validation_ or test_. Raises ValueError for what is no number or no name.
     """
-    numbers = {name: _number(name, value) for name, value in told.items()}
+    numbers = {name: shown.number(name, value) for name, value in told.items()}
     if _recorder is not None:
         _recorder.log(numbers)
 
@@ -122,15 +123,35 @@ def finish() -> None:
     global _recorder
     recorder, _recorder = _recorder, None
     if recorder is not None:
-        failed = sys.exc_info()[0] is not None or getattr(sys, "last_value", None) is not None
+        failed = sys.exc_info()[0] is not None or getattr(sys, "last_value", None) is not None or bool(_status)
         try:
             recorder.end(failed=failed)
         except Exception as error:
             print(f"hvdtrain: the run's records end early: {error}", file=sys.stderr, flush=True)
 
 
+def _exit(status: Any = None) -> NoReturn:
+    """`sys.exit`, whose status nothing tells when the process ends."""
+    global _status
+    _status = status
+    raise SystemExit(status)
+
+
 _recorder: Recorder | None = None
-_begun = False
+begun = False
+"""Whether this process was to be recorded once"""
+_status: Any = None
+
+
+class Steps:
+    """Those of one optimizer, or one tape."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def done(self, *, lr: float | None, exchange_s: float | None, sent_bytes: int) -> None:
+        """A step is done, just now. `exchange_s`: waited for the exchange; None: cannot be told apart."""
+        self._recorder.step(self, lr, exchange_s, sent_bytes)
 
 
 class Recorder:
@@ -139,11 +160,12 @@ class Recorder:
     def __init__(
         self, world: World, config: TrainConfig, manifest: records.Manifest, folder: Path, device: str, gather: Gather
     ) -> None:
-        """Collective."""
         self._world, self._config, self._manifest, self._folder = world, config, manifest, folder
         self._gather = gather
         self._writer = records.Writer(folder / "metrics" / f"rank{world.rank:04d}.jsonl")
         self._spent, self._steps, self._sent_bytes = Spent(), 0, 0
+        self._first: Steps | None = None
+        self._latest: Steps | None = None
         self._waiting: records.Step | None = None
         """The last step, which the script may still tell of"""
         self._losses: list[float] = []
@@ -171,13 +193,26 @@ class Recorder:
         self._ender = threading.Thread(target=self._tell, daemon=True)  # Python 3.12 starts none while it ends
         self._ender.start()
 
-    def step(self, *, lr: float, exchange_s: float | None, sent_bytes: int) -> None:
-        """A step is done, just now. `exchange_s`: waited for the exchange; None: cannot be told apart."""
-        self._flush()
+    def step(self, of: Steps, lr: float | None, exchange_s: float | None, sent_bytes: int) -> None:
+        """See `Steps.done`. Where optimizers take turns, as in a GAN, the first one's steps count, and each holds what
+        the others do next; one that makes two steps on end is the first from there on."""
+        mine, self._latest = of in (self._first or of, self._latest), of
         now = time.perf_counter()
         whole_s = now - self._mark
         self._mark = self._stepped = now
         waited_s = min(exchange_s or 0.0, whole_s)
+        if not mine:
+            if (before := self._waiting) is not None:
+                so_far_s = before.communication_s
+                self._waiting = dataclasses.replace(
+                    before,
+                    compute_s=before.compute_s + whole_s - waited_s,
+                    communication_s=None if so_far_s is None or exchange_s is None else so_far_s + waited_s,
+                    bytes_sent=before.bytes_sent + sent_bytes,
+                )
+            return
+        self._first = of
+        self._flush()
         self._waiting = records.Step(
             step=self._steps,
             epoch=len(self._epochs),
@@ -201,7 +236,7 @@ class Recorder:
             before = self._waiting
             self._waiting = dataclasses.replace(
                 before,
-                loss=before.loss if loss is None else _finite(loss),
+                loss=before.loss if loss is None else shown.finite(loss),
                 samples=before.samples if samples is None else int(samples),
             )
         by_part: dict[str, dict[str, float]] = {"train": {}, "validation": {}, "test": {}}
@@ -210,7 +245,7 @@ class Recorder:
             part = {"val": "validation"}.get(part, part)
             in_part = part in by_part and rest
             by_part[part if in_part else "validation"][rest if in_part else name] = value
-        losses = {part: _finite(scores.pop("loss", None)) for part, scores in by_part.items()}
+        losses = {part: shown.finite(scores.pop("loss", None)) for part, scores in by_part.items()}
         found = {part: {name: v for name, v in each.items() if math.isfinite(v)} for part, each in by_part.items()}
         self._declare(found)
         self._test |= found["test"]
@@ -218,7 +253,7 @@ class Recorder:
         if epoch is None:
             self._last |= found["validation"]
         else:
-            self._end_epoch(int(epoch), _finite(loss), losses["validation"], found)
+            self._end_epoch(int(epoch), shown.finite(loss), losses["validation"], found)
 
     def _end_epoch(
         self, epoch: int, loss: float | None, validation_loss: float | None, scores: dict[str, dict[str, float]]
@@ -269,7 +304,9 @@ class Recorder:
         """The manifest names every score that was told; the first one is the headline."""
         told = [(name, value) for scores in found.values() for name, value in scores.items()]
         new = {
-            name: _score(name, v) for name, v in told if name not in self._scores or not self._scores[name].possible(v)
+            name: shown.score(name, v)
+            for name, v in told
+            if name not in self._scores or not self._scores[name].possible(v)
         }
         if not new:
             return
@@ -356,32 +393,6 @@ class Recorder:
         where = f"run folder {summary.run_dir}: {summary.steps} steps"
         exchange = summary.step_shares.get("exchange")
         return where if exchange is None else f"{where}, {exchange:.0%} of a step waiting for the exchange"
-
-
-# --- helpers ----------------------------------------------------------------------------------------------------------
-
-
-def _number(name: str, value: Any) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"log({name}=...) takes a number, not {value!r:.60}") from error
-    bare = re.sub("^(train|val|validation|test)_", "", name)
-    if bare not in ("loss", "epoch", "samples") and not measures.NAME.fullmatch(bare):
-        raise ValueError(f"log({name}=...): a score's name is of lower-case letters, digits and _, and not 'score'")
-    if name in ("epoch", "samples") and not (number >= 0 and number.is_integer()):
-        raise ValueError(f"log({name}={value!r:.60}) takes a whole number of 0 or more")
-    return number
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
-
-
-def _score(name: str, value: float) -> Score:
-    if name in SHARES and 0 <= value <= 1:
-        return Score(label=name, least=0.0, most=1.0)
-    return Score(label=name, higher_is_better=not LOWER.search(name))
 
 
 def _say(world: World, text: str) -> None:

@@ -1,13 +1,22 @@
-"""What a script's records show of its command line."""
+"""What a script's records show of its command line, and of the numbers that it tells."""
 
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Sequence
+from typing import Any
+
+from hvdtrain import measures
+from hvdtrain.measures import Score
 
 SECRET = re.compile(r"(?i)(token|secret|passw|credential|api[-_]?key)")
 HIDDEN = "***"
+SHARES = {"accuracy", "acc", "f1", "precision", "recall", "auc"}
+"""Scores that are shares of 1, if they are told so"""
+LOWER = re.compile(r"loss|err|mae|mse|mape|perplexity|wer|cer|fid")
+"""Names of scores that are better when lower"""
 
 
 def arguments(argv: Sequence[str]) -> tuple[list[str], int | None]:
@@ -32,3 +41,28 @@ def apart(argv: Sequence[str]) -> list[str]:
         if word != "--seed" and before != "--seed" and not word.startswith("--seed="):
             kept.append(word)
     return kept
+
+
+def number(name: str, value: Any) -> float:
+    """A told number. Raises ValueError for what is none, or has no name."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"log({name}=...) takes a number, not {value!r:.60}") from error
+    bare = re.sub("^(train|val|validation|test)_", "", name)
+    if bare not in ("loss", "epoch", "samples") and not measures.NAME.fullmatch(bare):
+        raise ValueError(f"log({name}=...): a score's name is of lower-case letters, digits and _, and not 'score'")
+    if name in ("epoch", "samples") and not (number >= 0 and number.is_integer()):
+        raise ValueError(f"log({name}={value!r:.60}) takes a whole number of 0 or more")
+    return number
+
+
+def finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def score(name: str, value: float) -> Score:
+    """What a score of this name is, as far as its name and first value show."""
+    if name in SHARES and 0 <= value <= 1:
+        return Score(label=name, least=0.0, most=1.0)
+    return Score(label=name, higher_is_better=not LOWER.search(name))

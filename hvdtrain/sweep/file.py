@@ -172,14 +172,14 @@ def _known(where: str, key: str, known: Mapping[str, Any], of: str) -> None:
 def read(path: Path, overrides: Sequence[str] = (), flags: Callable[[str], set[str]] | None = None) -> Sweep:
     """The sweep that a file asks for, with `--set KEY=VALUE` applied.
 
-    `flags` tells the flags of a workload (`preview.flags`). Raises Failure: 69 if the file cannot be read, 2 for
+    `flags` tells the flags of a workload (`preview.flags`). Raises Failure: 2 if there is no such file, and for
     a bad --set, 78 with file, line and key for everything that is refused in it.
     """
     try:
         raw = files.read(path, files.SETTINGS_BYTES)
         document = files.from_toml(raw)
     except OSError as error:
-        raise files.refused(path, error, exits.UNREACHABLE, "see launch/sweeps/ for examples") from error
+        raise files.refused(path, error, exits.USAGE, "see launch/sweeps/ for examples") from error
     except ValueError as error:
         raise _bad(str(path), f"not TOML: {error}") from error
     text = _Text(path, raw.decode("utf-8-sig"))

@@ -12,6 +12,7 @@ from typing import Any
 import horovod.tensorflow as _horovod
 import tensorflow as _tf
 from horovod.tensorflow import *  # noqa: F403
+from horovod.tensorflow import _executing_eagerly as _executing_eagerly
 from horovod.tensorflow import global_process_set, mpi_ops
 
 from hvdtrain.script import job

@@ -15,6 +15,7 @@ import tensorflow as tf
 from hvdtrain.script import job
 from hvdtrain.strategies import Exchange
 from hvdtrain.strategies.table import DEFAULT_REDUCER
+from hvdtrain.tensorflow import recorded
 from hvdtrain.tensorflow.step import Step, tensor
 
 _steps: dict[tuple[Any, ...], Step] = {}
@@ -68,6 +69,7 @@ class ExchangingTape(tf.GradientTape):
         _steps[key].in_graph([tf.convert_to_tensor(gradients[index]) for index in shared], used, found.extend)
         for index, summed in zip(shared, found, strict=True):
             gradients[index] = summed
+        recorded.tape(_steps[key], used, found)
         return list(gradients)
 
     def get_local_and_global_gradients(
@@ -131,8 +133,25 @@ def DistributedGradientTape(
         scale_local_gradients,
     )
     if exchange is None or why:  # the calls of Horovod's tape give what the default reducer would
-        return plain
+        return plain if process_set.process_set_id else _watched(plain)
     return ExchangingTape(gradtape, plain, exchange, op == horovod.Average, scale_local_gradients)
+
+
+def _watched(tape: Any) -> Any:
+    """Horovod's tape, whose steps are recorded."""
+    gradient = tape.gradient
+
+    @tf.autograph.experimental.do_not_convert
+    def watched(target: Any, sources: Any, *arguments: Any, **named: Any) -> Any:
+        gradients = gradient(target, sources, *arguments, **named)
+        flat = [getattr(each, "value", each) for each in tf.nest.flatten(sources)]
+        variables = [each for each in flat if isinstance(each, tf.Variable)]
+        if variables:
+            recorded.tape(None, variables, gradients)
+        return gradients
+
+    tape.gradient = watched
+    return tape
 
 
 def PartialDistributedGradientTape(gradtape: Any, *arguments: Any, local_layers: Any = None, **named: Any) -> Any:

@@ -23,9 +23,10 @@ from horovod.torch import Average, Compression, Sum, global_process_set
 
 from hvdtrain.script import job
 from hvdtrain.strategies import Exchange
+from hvdtrain.strategies.table import DEFAULT_REDUCER
 from hvdtrain.timing import Clock
 from hvdtrain.torch.recorded import watched
-from hvdtrain.torch.vectors import Parameters, strangers
+from hvdtrain.torch.vectors import Parameters, strangers, unscale
 
 STATE = "exchange"
 """The key of a state_dict that holds the strategy's"""
@@ -53,7 +54,25 @@ def DistributedOptimizer(
     it.
     """
     exchange = job.exchange(strategy)
-    if exchange is None:
+    wrong, exact = "", False
+    if exchange is not None:
+        doubles = any(each.dtype == torch.float64 for group in optimizer.param_groups for each in group["params"])
+        wrong = _unfit(exchange, compression, op, gradient_predivide_factor, process_set)
+        exact = str(exchange) == DEFAULT_REDUCER and bool(wrong or doubles)
+        if backward_passes_per_step <= 0:
+            wrong = "backward_passes_per_step must be > 0"
+        elif inspect.signature(optimizer.step).parameters["closure"].default is inspect.Parameter.empty:
+            name = type(optimizer).__name__
+            wrong = (
+                f"{name} evaluates its closure several times in a step, and each rank as often as it likes: take SGD"
+            )
+        elif exact:
+            wrong = ""
+        elif doubles:
+            warnings.warn(f"{exchange} exchanges float64 rounded to float32; {DEFAULT_REDUCER} does not", stacklevel=2)
+        if wrong:
+            raise ValueError(f"DistributedOptimizer, strategy {exchange}: {wrong}")
+    if exchange is None or exact:  # by Horovod's calls, whatever carries them
         own = horovod.DistributedOptimizer(
             optimizer,
             named_parameters=named_parameters,
@@ -67,31 +86,28 @@ def DistributedOptimizer(
             process_set=process_set,
         )
         type(own).synchronize_weights = lambda self: None
-        return watched(own)
-    wrong = ""
-    if compression is not Compression.none:
-        wrong = "compression= is part of the strategy: give strategy='fp16' (or bf16) and leave compression= out"
-    elif op not in (Average, Sum):
-        wrong = "gradients can be averaged (op=hvd.Average) or summed (op=hvd.Sum)"
-    elif op == Sum and exchange.strategy.local:
-        wrong = "it averages the ranks' weights, so op=hvd.Sum means nothing: leave it out"
-    elif gradient_predivide_factor != 1.0 and op != Average:
-        wrong = "gradient_predivide_factor goes with op=hvd.Average only"
-    elif process_set != global_process_set:
-        wrong = "it works on all ranks together, not on a process_set: leave that out"
-    elif backward_passes_per_step <= 0:
-        wrong = "backward_passes_per_step must be > 0"
-    elif inspect.signature(optimizer.step).parameters["closure"].default is inspect.Parameter.empty:
-        name = type(optimizer).__name__
-        wrong = f"{name} evaluates its closure several times in a step, and each rank as often as it likes: take SGD"
-    if wrong:
-        raise ValueError(f"DistributedOptimizer, strategy {exchange}: {wrong}")
+        return watched(own) if process_set == global_process_set else own
     cls: Any = type(type(optimizer).__name__, (Exchanging, type(optimizer)), {})
     made: Exchanging = cls.__new__(cls)
     made.__dict__.update(optimizer.__dict__)
     made.__dict__.pop("step", None)  # a scheduler's wrapper round the step of the optimizer that was
     made._connect(exchange, _named(optimizer, named_parameters), divided=op == Average, sparse_as_dense=sparse_as_dense)
     return made
+
+
+def _unfit(exchange: Exchange, compression: Any, op: int, predivide: float, process_set: Any) -> str:
+    """Why a strategy does not go with the arguments; empty if it does."""
+    if compression is not Compression.none:
+        return "compression= is part of the strategy: give strategy='fp16' (or bf16) and leave compression= out"
+    if op not in (Average, Sum):
+        return "gradients can be averaged (op=hvd.Average) or summed (op=hvd.Sum)"
+    if op == Sum and exchange.strategy.local:
+        return "it averages the ranks' weights, so op=hvd.Sum means nothing: leave it out"
+    if predivide != 1.0 and op != Average:
+        return "gradient_predivide_factor goes with op=hvd.Average only"
+    if process_set != global_process_set:
+        return "it works on all ranks together, not on a process_set: leave that out"
+    return ""
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None) -> None:
@@ -116,22 +132,15 @@ class Exchanging(torch.optim.Optimizer):
         shapes = {name: list(parameter.shape) for name, parameter in named.items()}
         self._named, self._spelling = named, str(exchange)
         self._parameter_names = {parameter: name for name, parameter in named.items()}  # as Horovod's has it
-        self._strategy, self._world = job.job().strategy(exchange, list(shapes.values()))
+        self._asked, self._local = exchange, exchange.strategy.local
+        self._divided, self._sparse_as_dense = divided and not self._local, sparse_as_dense
+        self._make(set())
         told = self._world.gather(hashlib.sha256(json.dumps(shapes).encode()).hexdigest())
         if len(set(told)) > 1:
             other = next(rank for rank, digest in enumerate(told) if digest != told[0])
             raise ValueError(f"rank {other} and rank 0 train parameters of other names or shapes: build the same model")
-        self._local = self._strategy.local
-        self._parameters = Parameters(
-            named,
-            self._own_step,
-            ranks=self._world.size,
-            divided=divided and not self._local,
-            careful=exchange.remembers,
-            sparse_as_dense=sparse_as_dense,
-        )
         self._clock = Clock()
-        self._recorder = job.recorder(
+        self._recorded = job.recorder(
             exchange,
             self._world,
             parameters=sum(parameter.numel() for parameter in named.values()),
@@ -144,6 +153,15 @@ class Exchanging(torch.optim.Optimizer):
         """While `synchronize` exchanges: whether an update is due; None: it is made at once"""
         self._scaler_found: bool | None = None
         """Whether GradScaler found that this rank's gradients are not finite; None: there is none"""
+
+    def _make(self, sparse: set[str]) -> None:
+        """The strategy, for all parameters but these, whose gradients travel as the rows that they have. Collective."""
+        dense = {name: parameter for name, parameter in self._named.items() if name not in sparse}
+        self._sparse = {name: parameter for name, parameter in self._named.items() if name in sparse}
+        shapes = [tuple(parameter.shape) for parameter in dense.values()]
+        self._strategy, self._world = job.job().strategy(self._asked, shapes)
+        size, careful = self._world.size, self._asked.remembers
+        self._parameters = Parameters(dense, self._own_step, ranks=size, divided=self._divided, careful=careful)
 
     # --- a step -------------------------------------------------------------------------------------------------
 
@@ -218,12 +236,13 @@ class Exchanging(torch.optim.Optimizer):
                 "a parameter has a gradient that was frozen when DistributedOptimizer was called: call it again, round "
                 "the optimizer of what is trained now"
             )
-        if self._local and not self._compared:
+        if not self._compared:
             self._compare()
+        self._exchange_rows()
         told = self._strategy.step(self._parameters, 0.0, self._clock)
-        if self._recorder is not None:
+        if self._recorded is not None:
             waited_s, lr = self._clock.take("communication"), float(self.param_groups[0]["lr"])
-            self._recorder.step(lr=lr, exchange_s=waited_s, sent_bytes=told.sent_bytes)
+            self._recorded.done(lr=lr, exchange_s=waited_s, sent_bytes=told.sent_bytes)
 
     def _own_step(self) -> None:
         """The wrapped optimizer's; later if `synchronize` asked for the exchange, never with infinite gradients if a
@@ -242,7 +261,7 @@ class Exchanging(torch.optim.Optimizer):
         self._scaler_found = bool(told["found_inf"]) if told else None
         self._parameters.not_finite = bool(self._scaler_found)
         if told.get("grad_scale") is not None:
-            self._parameters.unscale(told["grad_scale"])
+            unscale([each.grad for each in self._named.values() if each.grad is not None], told["grad_scale"])
         try:
             yield
         finally:
@@ -250,15 +269,33 @@ class Exchanging(torch.optim.Optimizer):
             self._scaler_found, self._parameters.not_finite = None, False
 
     def _compare(self) -> None:
-        """Ranks that train by themselves must begin alike."""
-        told = self._world.gather(zlib.crc32(self._parameters.weights()))
-        if len(set(told)) > 1:
-            other = next(rank for rank, found in enumerate(told) if found != told[0])
-            raise ValueError(
-                f"rank {other} and rank 0 begin with different weights: call "
-                "hvd.broadcast_parameters(model.state_dict(), root_rank=0) before the first step"
-            )
+        """Before the first exchange: ranks that train by themselves must begin alike, and those that exchange gradients
+        know from then on which of them are sparse."""
+        if self._local:
+            told = self._world.gather(zlib.crc32(self._parameters.weights()))
+            if len(set(told)) > 1:
+                other = next(rank for rank, found in enumerate(told) if found != told[0])
+                raise ValueError(
+                    f"rank {other} and rank 0 begin with different weights: call "
+                    "hvd.broadcast_parameters(model.state_dict(), root_rank=0) before the first step"
+                )
+        elif not self._sparse_as_dense:
+            mine = [name for name, each in self._named.items() if each.grad is not None and each.grad.is_sparse]
+            found = {name for names in self._world.gather(mine) for name in names}
+            if found != set(self._sparse):
+                self._make(found)
         self._compared = True
+
+    def _exchange_rows(self) -> None:
+        """Sparse gradients, as Horovod exchanges them: all ranks' rows, one behind the other."""
+        op, waiting = Average if self._divided else Sum, []
+        for name, parameter in self._sparse.items():
+            rows = parameter.grad
+            if rows is None or not rows.is_sparse:
+                rows = torch.zeros_like(parameter).to_sparse(1) if rows is None else rows.to_sparse(1)
+            waiting.append(horovod.sparse_allreduce_async(rows, name=f"rows.{name}", op=op))
+        for parameter, rows in zip(self._sparse.values(), waiting, strict=True):
+            parameter.grad = rows()
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 
@@ -266,6 +303,7 @@ class Exchanging(torch.optim.Optimizer):
         """The wrapped optimizer's, and under "exchange" this rank's of the strategy."""
         arrays = {name: torch.from_numpy(np.array(array)) for name, array in self._strategy.state().items()}
         told = {"strategy": self._spelling, "rank": self._world.rank, "size": self._world.size}
+        told["sparse"] = list(self._sparse)
         return super().state_dict() | {STATE: told | {"in_sync": self._strategy.in_sync, "arrays": arrays}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -290,8 +328,10 @@ class Exchanging(torch.optim.Optimizer):
             )
         if wrong:
             raise ValueError(f"this state_dict cannot be loaded: {wrong}")
+        if set(told["sparse"]) != set(self._sparse):
+            self._make(set(told["sparse"]))
         self._strategy.load(arrays if mine else self._strategy.handed_on([arrays]))
-        self._compared = not told["in_sync"]
+        self._compared = not self._local or not told["in_sync"]
 
 
 def _named(optimizer: torch.optim.Optimizer, given: Any) -> dict[str, torch.nn.Parameter]:

@@ -17,14 +17,14 @@ def watched(optimizer: Any) -> Any:
     """The same optimizer of Horovod's, each step of which is recorded from now on. Collective."""
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     devices = {str(weight.device) for weight in weights}
-    recorder = job.recorder(
+    steps = job.recorder(
         None,
         None,
         parameters=sum(weight.numel() for weight in weights),
         device=min(devices, default="cpu"),
         threads=torch.get_num_threads(),
     )
-    if recorder is None:
+    if steps is None:
         return optimizer
     payload_bytes = sum(weight.numel() * weight.element_size() for weight in weights if weight.requires_grad)
     sent_bytes = ring_bytes(payload_bytes, mpi_ops.size())
@@ -39,7 +39,7 @@ def watched(optimizer: Any) -> Any:
     def timed_step(self: Any, closure: Any = None) -> Any:
         nonlocal waited_s
         found = step(closure)
-        recorder.step(lr=self.param_groups[0]["lr"], exchange_s=waited_s, sent_bytes=sent_bytes)
+        steps.done(lr=self.param_groups[0]["lr"], exchange_s=waited_s, sent_bytes=sent_bytes)
         waited_s = 0.0
         return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,12 +28,11 @@ class Parameters:
         ranks: int,
         divided: bool,
         careful: bool,
-        sparse_as_dense: bool,
     ) -> None:
         """`named`: what is trained; `update`: the optimizer's own step. `divided`: gradients are divided by the number
         of ranks, so that their sum is the mean. `careful`: what is not finite must not reach the strategy."""
-        self._named, self._update = dict(named), update
-        self._ranks, self._divided, self._careful, self._sparse_as_dense = ranks, divided, careful, sparse_as_dense
+        self._update = update
+        self._ranks, self._divided, self._careful = ranks, divided, careful
         self._parameters = list(named.values())
         self._sizes = [parameter.numel() for parameter in self._parameters]
         self._size = sum(self._sizes)
@@ -44,7 +43,7 @@ class Parameters:
         self._host = self._whole if on_cpu else torch.zeros(self._size + TAIL, pin_memory=True)
         self._views = self._cut(self._whole)
         self._layouts: dict[int, int] = {}
-        """Of sparse gradients by parameter: the number of sparse dimensions"""
+        """Of gradients that are sparse, and travel dense: the number of sparse dimensions"""
         self._asked = self._came = False
         """Whether the gradients are in the vector; whether they came back from it"""
         self.not_finite = False
@@ -107,7 +106,7 @@ class Parameters:
             elif gradient.is_sparse:
                 self._layouts[index] = gradient.sparse_dim()
                 views.append(view)
-                gradients.append(self._dense(index, gradient))
+                gradients.append(gradient.to_dense())
             elif gradient.data_ptr() != view.data_ptr():
                 views.append(view)
                 gradients.append(gradient)
@@ -115,15 +114,6 @@ class Parameters:
             torch._foreach_zero_(missing)
         if views:
             torch._foreach_copy_(views, gradients)
-
-    def _dense(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
-        if not self._sparse_as_dense:
-            name = list(self._named)[index]
-            raise ValueError(
-                f"the gradient of {name} is sparse, which a strategy cannot exchange: give DistributedOptimizer "
-                "sparse_as_dense=True"
-            )
-        return gradient.to_dense()
 
     @torch.no_grad()
     def _hand_back(self) -> None:
@@ -141,21 +131,19 @@ class Parameters:
             elif parameter.grad is None or parameter.grad.data_ptr() != view.data_ptr():
                 parameter.grad = view.to(device=parameter.device, dtype=parameter.dtype)
 
-    def gradients(self) -> list[torch.Tensor]:
-        return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-
-    def unscale(self, scale: torch.Tensor) -> None:
-        """Divides the gradients by a loss scale."""
-        inverse = scale.double().reciprocal().float()
-        for gradient in self.gradients():
-            gradient.mul_(inverse.to(gradient.device))
-
     def lost(self) -> bool:
         """Whether the gradients are not finite: those that came from the exchange, or this rank's own."""
         return not self._finite() if self._came else self.not_finite
 
     def _finite(self) -> bool:
         return math.isfinite(float(torch.linalg.vector_norm(self._whole[: self._size], ord=torch.inf)))
+
+
+def unscale(gradients: Sequence[torch.Tensor], scale: torch.Tensor) -> None:
+    """Divides gradients by a loss scale."""
+    inverse = scale.double().reciprocal().float()
+    for gradient in gradients:
+        gradient.mul_(inverse.to(gradient.device))
 
 
 def strangers(groups: list[dict[str, Any]], known: Mapping[str, torch.nn.Parameter]) -> bool:

@@ -196,34 +196,61 @@ def odd_models() -> None:
         rest = [p for name, p in net.named_parameters() if not name.startswith("words")]
         return [{"params": [net.words.weight]}, {"params": rest, "lr": 0.05, "weight_decay": 0.1}]
 
-    net, one = Odd(), Odd()
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(groups(net), lr=LR), strategy="hierarchical", sparse_as_dense=True, backward_passes_per_step=2
-    )
-    alone = torch.optim.SGD(groups(one), lr=LR)
-    schedulers = [torch.optim.lr_scheduler.StepLR(each, 2) for each in (optimizer, alone)]
-    for _ in range(5):
-        optimizer.zero_grad()
-        for _ in range(2):
-            net(hvd.rank()).backward()
-        optimizer.step()
-        alone.zero_grad()
-        for rank in range(hvd.size()):
-            (2 * one(rank) / hvd.size()).backward()
-        for parameter in one.parameters():
-            if parameter.grad is None and parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter)  # Horovod's rule: so weight decay is the same
-        alone.step()
-        for scheduler in schedulers:
-            scheduler.step()
-    np.testing.assert_allclose(flat(net), flat(one), rtol=1e-5, atol=1e-6)
+    for as_dense in (True, False):
+        net, one = Odd(), Odd()
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(groups(net), lr=LR),
+            strategy="hierarchical",
+            sparse_as_dense=as_dense,
+            backward_passes_per_step=2,
+        )
+        alone = torch.optim.SGD(groups(one), lr=LR)
+        schedulers = [torch.optim.lr_scheduler.StepLR(each, 2) for each in (optimizer, alone)]
+        for _ in range(5):
+            optimizer.zero_grad()
+            for _ in range(2):
+                net(hvd.rank()).backward()
+            optimizer.step()
+            alone.zero_grad()
+            for rank in range(hvd.size()):
+                (2 * one(rank) / hvd.size()).backward()
+            for parameter in one.parameters():
+                if parameter.grad is None and parameter.requires_grad:
+                    parameter.grad = torch.zeros_like(parameter)  # Horovod's rule: so weight decay is the same
+            alone.step()
+            for scheduler in schedulers:
+                scheduler.step()
+        np.testing.assert_allclose(flat(net), flat(one), rtol=1e-5, atol=1e-6)
+        assert list(optimizer.state_dict()["exchange"]["sparse"]) == ([] if as_dense else ["allreduce.noname.0.0"])
     dense = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=LR), strategy="hierarchical")
-    net(hvd.rank()).backward()
-    refused(ValueError, "sparse_as_dense=True", dense.step)
     net.zero_grad()
     net.frozen.requires_grad_(True)
     net(hvd.rank()).backward()
     refused(ValueError, "was frozen", dense.step)
+
+
+def exact(ranks: hvd.ProcessSet) -> None:
+    """float64, and the ranks of a process set: as one process."""
+    if not ranks.included():
+        return
+    net, one = model().double(), model().double()
+    optimizer = wrapped(net, "hierarchical", process_set=ranks)
+    alone = torch.optim.SGD(one.parameters(), lr=LR, momentum=0.9)
+    for step in range(4):
+        for each, given, of in ((net, optimizer, [hvd.rank()]), (one, alone, ranks.ranks)):
+            given.zero_grad()
+            losses = [cross_entropy(each(x.double()), y) for x, y in (batch(step, rank) for rank in of)]
+            torch.stack(losses).mean().backward()
+            given.step()
+    np.testing.assert_allclose(flat(net), flat(one), rtol=1e-12)
+
+
+def twice() -> None:
+    """A name is taken until its call is finished, however quick the other ranks are."""
+    handle = hvd.allreduce_async(torch.zeros(2), name="twice")
+    refused(ValueError, "under way already", lambda: hvd.allreduce_async(torch.zeros(2), name="twice"))
+    hvd.synchronize(handle)
+    hvd.allreduce(torch.zeros(2), name="twice")
 
 
 def clipped(strategy: str) -> None:
@@ -328,7 +355,8 @@ def with_closure() -> None:
     np.testing.assert_allclose(flat(net), flat(one), rtol=2e-5, atol=2e-6)
 
 
-hvd.init()
+pair = hvd.ProcessSet([0, 1])
+hvd.init(process_sets=[pair])
 done = []
 for name in STRATEGIES:
     as_the_loop(name)
@@ -341,6 +369,9 @@ for name in ("hierarchical", "powersgd:rank=2", "delayed+powersgd", "local-sgd:e
 clipped("hierarchical")
 odd_models()
 with_closure()
+twice()
+exact(hvd.global_process_set)
+exact(pair)
 mistakes()
 if hvd.rank() == 0:
     print(json.dumps({"done": done}))

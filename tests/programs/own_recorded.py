@@ -1,22 +1,26 @@
 """A user's small training script, which tells what it can; used by test_own_record.py.
 
-own_recorded.py [--seed N] [--quiet] [--fail]
+own_recorded.py [--seed N] [--quiet] [--fail] [--exit N]
 """
 
 from __future__ import annotations
 
 import sys
 
+import mpi4py
 import torch
 
 import hvdtrain.torch as hvd
 
+mpi4py.rc.initialize = False  # as in scripts that use both, where Horovod initialises MPI
 torch.manual_seed(0)
 torch.set_num_threads(1)
 hvd.init()
 model = torch.nn.Linear(64, 10)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+other = torch.nn.Linear(2, 2)  # as a GAN has, with an optimizer of its own
+second = hvd.DistributedOptimizer(torch.optim.SGD(other.parameters(), lr=0.1), other.named_parameters())
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
 images, labels = torch.randn(32, 64), torch.randint(0, 10, (32,))
 for epoch in range(2):
@@ -25,6 +29,9 @@ for epoch in range(2):
         loss = torch.nn.functional.cross_entropy(model(images), labels)
         loss.backward()
         optimizer.step()
+        second.zero_grad()
+        other(torch.ones(2)).sum().backward()
+        second.step()
         if "--quiet" not in sys.argv:
             hvd.log(loss=loss.item(), samples=len(images))
     if "--quiet" not in sys.argv:
@@ -33,3 +40,5 @@ for epoch in range(2):
     scheduler.step()
 if "--fail" in sys.argv:
     raise ValueError("the script's own mistake")
+if "--exit" in sys.argv:
+    sys.exit(int(sys.argv[-1]))

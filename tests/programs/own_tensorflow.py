@@ -97,6 +97,8 @@ def calls() -> dict[str, Any]:
     found["sizes"] = [*tolist([hvd.size_op(), hvd.local_size_op()]), hvd.size(), hvd.local_size(), hvd.cross_size()]
     even = hvd.add_process_set([1])
     found["set"] = tolist(hvd.allreduce(matrix, process_set=even)) if rank else None
+    if rank == 0:
+        hvd.allreduce(tf.ones(1))  # when rank 1 has joined: so it is not the last
     found["joined"] = tolist(hvd.join())
     return found
 

@@ -1,0 +1,64 @@
+"""A script's run folder (see `hvdtrain.script.record`): the steps of a tape, and of Keras' optimizer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+from horovod.tensorflow import mpi_ops
+from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
+
+from hvdtrain.script import job
+from hvdtrain.strategies.payload import ring_bytes
+from hvdtrain.tensorflow.step import Step, tensor
+
+
+class Recorded:
+    """Records the steps of one optimizer, or of the tapes for the same variables."""
+
+    def __init__(self, exchange: Step | None, variables: Sequence[Any]) -> None:
+        """`exchange`: the strategy's; None where Horovod's calls exchange. Collective."""
+        self._exchange = exchange
+        plain = [tensor(variable) for variable in variables]
+        numbers = sum(int(variable.shape.num_elements()) for variable in plain)
+        self._ring_bytes = ring_bytes(4 * numbers, mpi_ops.size())
+        self._steps = job.recorder(
+            exchange.exchange if exchange else None,
+            exchange.world if exchange else None,
+            parameters=numbers,
+            device="gpu" if any("GPU" in variable.device for variable in plain) else "cpu",
+            threads=tf.config.threading.get_intra_op_parallelism_threads() or os.cpu_count() or 1,
+        )
+
+    def done(self, lr: float | None = None) -> None:
+        """A step is done, just now."""
+        if self._steps is not None:
+            waited_s, sent_bytes = self._exchange.spent() if self._exchange else (None, self._ring_bytes)
+            self._steps.done(lr=lr, exchange_s=waited_s, sent_bytes=sent_bytes)
+
+    def behind(self, gradients: Sequence[Any]) -> None:
+        """Of a tape: the step is done when it has these gradients."""
+        if tf.executing_eagerly():
+            self.done()
+        elif self._steps is not None:
+            with tf.control_dependencies([each for each in tf.nest.flatten(gradients) if each is not None]):
+                tf.numpy_function(self.done, [], [])
+
+
+_tapes: dict[tuple[int, ...], Recorded] = {}
+"""By the variables"""
+
+
+def tape(exchange: Step | None, variables: Sequence[Any], gradients: Any) -> None:
+    """Records a tape's step; not in a graph that Python cannot be called from. Collective the first time."""
+    if not tf.executing_eagerly():
+        graph = tf.compat.v1.get_default_graph()
+        if not graph.building_function or GraphOrParentsInXlaContext(graph):
+            return
+    key = tuple(map(id, variables))
+    if key not in _tapes:
+        with tf.init_scope():
+            _tapes[key] = Recorded(exchange, variables)
+    _tapes[key].behind(gradients)

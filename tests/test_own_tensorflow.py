@@ -74,7 +74,6 @@ def test_steps_of_fit_and_of_a_tape_in_a_graph_are_recorded(carrier: str) -> Non
     steps = script(carrier)["steps"]
     assert [step.step for step in steps] == list(range(len(steps)))
     assert [step.lr is None for step in steps[:24]] == [False] * 12 + [True] * 11 + [False]
-    assert all(step.bytes_sent > 0 for step in steps)
 
 
 def test_what_else_a_keras_script_has() -> None:

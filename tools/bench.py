@@ -6,8 +6,9 @@
 Two ranks on this machine train ResNet-34 on the digits, in turn by our entry point, by it with all monitors on, by it
 with --strategy native, and by tools/bare_loop.py, a hand-written Horovod loop of the same model; every other round
 backwards, so that drift favours none. `tools/bench_data.py` does the same for preprocessing, `bench_captioning.py` for
-the captioning model and `bench_threads.py` for threads. Figures are medians over rounds with the smallest and the
-largest in brackets; the first three steps of each run are left out of rates.
+the captioning model, `bench_threads.py` for threads and `bench_script.py` for the other import in a user's script.
+Figures are medians over rounds with the smallest and the largest in brackets; the first three steps of each run are
+left out of rates.
 """
 
 from __future__ import annotations
@@ -175,6 +176,7 @@ def main() -> None:
         loop = {name: measure_loop(name, rounds, Path(folder)) for name in options.frameworks.split(",")}
     others = {
         "threads": [sys.executable, "tools/bench_threads.py", "--rounds", str(rounds)],
+        "script": [sys.executable, "tools/bench_script.py", "--rounds", str(rounds)],
         "data": [sys.executable, "tools/bench_data.py", "--rounds", str(rounds)],
         "captioning": [sys.executable, "tools/bench_captioning.py", "--frameworks", options.frameworks]
         + (["--quick"] if options.quick else ["--rounds", str(rounds)]),

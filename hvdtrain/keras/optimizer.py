@@ -160,9 +160,13 @@ class Distributed:
 
     def _hvd_update(self, gradients: list[Any], variables: list[Any]) -> None:
         state, base = self._hvd_state, super().apply  # type: ignore[misc]
-        if state.step is None:
-            base(self._hvd_reduced(gradients, variables), variables)
+        doubles = any(tensor(variable).dtype == tf.float64 for variable in variables)
+        if state.step is None or (doubles and str(self._hvd_settings.exchange) == DEFAULT_REDUCER):
+            base(self._hvd_reduced(gradients, variables), variables)  # which keeps float64
             return
+        if doubles:
+            told = f"{self._hvd_settings.exchange} exchanges float64 rounded to float32; {DEFAULT_REDUCER} does not"
+            warnings.warn(told, stacklevel=2)
         used = [
             index
             for index, (gradient, variable) in enumerate(zip(gradients, variables, strict=True))

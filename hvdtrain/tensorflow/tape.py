@@ -144,7 +144,7 @@ def _watched(tape: Any) -> Any:
     @tf.autograph.experimental.do_not_convert
     def watched(target: Any, sources: Any, *arguments: Any, **named: Any) -> Any:
         gradients = gradient(target, sources, *arguments, **named)
-        flat = [getattr(each, "value", each) for each in tf.nest.flatten(sources)]
+        flat = [tensor(each) if hasattr(each, "value") else each for each in tf.nest.flatten(sources)]
         variables = [each for each in flat if isinstance(each, tf.Variable)]
         if variables:
             recorded.tape(None, variables, gradients)

@@ -15,6 +15,7 @@ from conftest import PROGRAMS, document, launch
 from runs import cut_off
 from sklearn import metrics
 from test_resnet_train import assert_same_arrays
+from test_solar_data import oahu
 
 from hvdtrain import records, solar
 from hvdtrain.exits import BAD_CONFIG, Failure
@@ -159,6 +160,33 @@ def test_strategies_train_it(tmp_path: Path) -> None:
     for number, strategy in enumerate(STRATEGIES):
         losses = [epoch.train_loss for epoch in steps(tmp_path / str(number), "epoch")]
         assert losses[1] < losses[0], strategy
+
+
+def test_the_study_s_sweeps_run_on_a_reduced_grid(tmp_path: Path) -> None:
+    """On ten minutes of the Oahu grid, as a user would: prepared, swept, and drawn."""
+    (tmp_path / "20100322.txt").write_text(oahu(81, 600))
+    data = tmp_path / "oahu"
+    hvdtrain(tmp_path, "data", "solar", str(tmp_path / "20100322.txt"), str(data))
+    for name, words in (("pyramids", ['net=["p1-k0","p3-k0"]', "batch_size=100"]), ("cnn", ["batch_size=200"])):
+        settings = [word for each in (*words, f"data={data}", "ahead=10") for word in ("--set", each)]
+        only = ["--root", str(tmp_path / "results"), "--only", "one-*"]
+        hvdtrain(tmp_path, "sweep", f"launch/sweeps/martin2019_{name}.toml", *settings, *only)
+    folders = sorted((tmp_path / "results").glob("*/*/COMPLETE"))
+    found = {json.loads((each.parent / "manifest.json").read_text())["model"]["name"]: each.parent for each in folders}
+    assert found.keys() == {"p1-k0", "p3-k0", "cnn"}
+    manifest = json.loads((found["cnn"] / "manifest.json").read_text())
+    assert manifest["data"]["station"] == "DH3" and manifest["model"]["parameters"] == 4_352_641
+    told = hvdtrain(tmp_path, "results", "table", str(tmp_path / "results"), "--group-by", "net", "--format", "csv")
+    assert all(name in told for name in found)
+    hvdtrain(tmp_path, "results", "plot", "layers", str(tmp_path / "results"), "-o", str(tmp_path / "layers.svg"))
+    assert (tmp_path / "layers.svg").stat().st_size > 0
+
+
+def hvdtrain(folder: Path, *words: str) -> str:
+    """With locks of its own, so that no other test's sweep is in the way."""
+    done = launch(0, ["-m", "hvdtrain.cli", *words], extra={"TMPDIR": str(folder)}, limit_s=300)
+    assert done.returncode == 0, done.stderr + done.stdout
+    return done.stdout
 
 
 @pytest.mark.parametrize(

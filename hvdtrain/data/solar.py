@@ -280,6 +280,7 @@ def windows(series: Series, *, look: Look, window: int, ahead: int, station: str
         test=test,
         shape=views.shape[1:] if weights is None else (SIDE, SIDE),
         about={
+            **({} if look == "window" else {"image_shape": (SIDE, SIDE, 1)}),
             "station": chosen,
             "unit": "W/m2",
             "step_s": series.step_s,

@@ -53,6 +53,7 @@ KINDS: dict[str, Kind] = {
     "speedup": Kind("speed-up over one host, with the ideal line", "scaling", "speedup"),
     "efficiency": Kind("efficiency as a map of hosts and rates", "scaling", "efficiency"),
     "phases": Kind("data, compute, exchange per step; train, validation, test, checkpoints per run", "work", "phases"),
+    "layers": Kind("time per step against parameters, a curve per number of layers", "sizes", "layers"),
     "wire": Kind("bytes on the wire against the least that an allreduce can send", "work", "wire"),
     "accuracy": Kind("validation accuracy against epochs", "training", "by_epoch"),
     "accuracy-time": Kind("validation accuracy against time", "training", "by_time"),

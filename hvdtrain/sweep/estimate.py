@@ -27,9 +27,13 @@ CLUSTER_S = 3.0
 SAMPLE_S, SAMPLE_PER_PARAMETER_S = 0.65e-3, 0.145e-9
 """Forward and backward pass of one sample of 1,024 pixels on one core: constant, and per parameter. Fitted to ResNet-34
 at widths 0.25 and 1 on a virtual machine with two cores"""
+STEP_S, STEP_PER_PARAMETER_S, DENSE_PER_PARAMETER_S = 2e-3, 3.5e-9, 0.2e-9
+"""A step's constant; what the optimizer does with each parameter; and, of data that are not images, whose samples meet
+each parameter once, forward and backward pass of a sample on one core"""
 FORMULA = (
     "a guess is start + steps x (compute + wire): 2 s + 2.5 s of a core to start (TensorFlow 4 + 7), 2 s for links;"
-    " 0.65 ms + 0.145 ms per million parameters and sample of 1,024 pixels, on one core;"
+    " 2 ms + 3.5 ms per million parameters and step, and 0.65 ms + 0.145 ms per million parameters and sample of 1,024"
+    " pixels, or 0.2 ms per million parameters and sample of other data, on one core;"
     " bytes that the strategy sends per host and step x 8 / (0.936 x rate)"
 )
 NEAR_MAY_DIFFER = ("seed", "rate", "hosts", "strategy", "label", "launcher", "cluster", "on")
@@ -115,12 +119,17 @@ class Estimator:
         return fixed_s + core_s / cores + (LINKS_S if point.hosts > 1 else 0.0)
 
     def _compute_s(self, point: Point, preview: Preview) -> float | None:
-        """Seconds of computation per step; None for a GPU and for data that are not images."""
-        if point.flags.get("device") == "gpu" or not preview.pixels:
+        """Seconds of computation per step; None for a GPU."""
+        if point.flags.get("device") == "gpu":
             return None
-        sample_s = (SAMPLE_S + SAMPLE_PER_PARAMETER_S * preview.parameters) * preview.pixels / 1024
-        samples = preview.plan["rank_batch"] * point.settings["ranks_per_host"]
-        return float(samples * sample_s / _cores(point.settings, self._cluster))
+        fixed_s, sample_s = (
+            STEP_S + STEP_PER_PARAMETER_S * preview.parameters,
+            DENSE_PER_PARAMETER_S * preview.parameters,
+        )
+        if preview.pixels:
+            fixed_s, sample_s = 0.0, (SAMPLE_S + SAMPLE_PER_PARAMETER_S * preview.parameters) * preview.pixels / 1024
+        ranks = point.settings["ranks_per_host"]
+        return float(ranks * (fixed_s + preview.plan["rank_batch"] * sample_s) / _cores(point.settings, self._cluster))
 
 
 def _wire_s(settings: dict[str, Any], sent_bytes: float) -> float:

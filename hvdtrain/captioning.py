@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import sys
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -145,6 +146,7 @@ def main(stop: world.StopSignal) -> int:
         shapes=captioner.parameters(spec),
         measure=Captions(),
         multiply_adds=captioner.multiply_adds(spec),
+        dense=captioner.dense(spec, math.ceil(dataset.train.lengths.mean())),
     ).connect()
     if job is None:
         return exits.OK

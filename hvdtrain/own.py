@@ -104,6 +104,7 @@ def _workload(
     probed: Sequence[np.ndarray],
 ) -> workload.Workload:
     """What the loop is told of the model and its data."""
+    multiply_adds = adapted.probe(probed)
     return workload.Workload(
         name=name,
         config=dataclasses.replace(config, threads=config.threads or adapted.threads),
@@ -116,7 +117,8 @@ def _workload(
         model_words=type(model).__name__,
         shapes=adapted.shapes,
         measure=judged,
-        multiply_adds=adapted.probe(probed),
+        multiply_adds=multiply_adds,
+        dense=adapted.dense,
     )
 
 

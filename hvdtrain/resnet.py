@@ -90,6 +90,7 @@ def main(stop: world.StopSignal) -> int:
         shapes=resnet.parameters(spec),
         measure=measures.Accuracy(),
         multiply_adds=resnet.multiply_adds(spec, height, width),
+        dense={"fc.weight": 1},
     ).connect()
     if job is None:
         return exits.OK

@@ -174,6 +174,7 @@ def main(stop: world.StopSignal) -> int:
         shapes=numbers.parameters(spec),
         measure=Forecast(about["deviation_w_m2"]),
         multiply_adds=numbers.multiply_adds(spec),
+        dense=numbers.dense(spec),
     ).connect()
     if job is None:
         return exits.OK

@@ -85,6 +85,7 @@ def main(stop: world.StopSignal) -> int:
         shapes=mlp.parameters(spec),
         measure=measures.Confusion(columns.classes),
         multiply_adds=mlp.multiply_adds(spec),
+        dense=mlp.dense(spec),
     ).connect()
     if job is None:
         return exits.OK

@@ -64,6 +64,9 @@ class Workload:
     """What is added up over samples, and the scores made of it"""
     multiply_adds: float
     """Of a layer of mean size for one sample, forward"""
+    dense: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Which of the arrays are weights of dense layers, used by one product with rows of inputs alone (`F.linear`,
+    `tf.matmul`): name -> rows per sample, on average"""
 
     def connect(self) -> Job | None:
         """Connects the ranks; None if the config asks for a dry run or the list of strategies, which are then shown.
@@ -72,12 +75,14 @@ class Workload:
         """
         config, place = self.config, self.place
         shapes = in_vector(config.framework, self.shapes.values())
-        layout = strategies.Layout(ranks=place.size, hosts=-(-place.size // place.local_size))
+        batch = resume.global_batch(config, place.size)
+        rows = [self.dense.get(name, 0) * -(-batch // place.size) for name in self.shapes]
+        layout = strategies.Layout(ranks=place.size, hosts=-(-place.size // place.local_size), rows=rows)
         if catalogue.asked(config.strategy):
             catalogue.show(config.strategy, shapes, layout)
             return None
         exchange = strategies.chosen(config)
-        batch, shares = resume.global_batch(config, place.size), exchange.shares(place.size)
+        shares = exchange.shares(place.size)
         train = self.dataset.train
         loader = Loader(train, global_batch=batch, rank=place.rank, size=place.size, seed=config.seed, shares=shares)
         plan = configuration.batch_plan(config, place.size, batch, loader.steps_per_epoch, shares)
@@ -92,6 +97,8 @@ class Workload:
             "ranks": f"{place.size} ({place.launcher}), {config.framework}, {used}",
             "exchange": exchange.fact(shapes, layout),
         }
+        if ways := exchange.cost(shapes, layout).ways:
+            facts["of which"] = "; ".join(ways)
         if exchange.strategy.divides:
             facts["shares"] = run.show_shares(plan.shares, loader.rank_samples)
         splits = {split: len(getattr(self.dataset, split)) for split in ("train", "validation", "test")}
@@ -108,6 +115,7 @@ class Workload:
             return None
         ranks, device = connected(config, place, used)
         strategy = strategies.make(config, ranks, shapes)
+        strategy.plan(layout)
         return Job(about, facts, self.dataset, loader, self.measure, ranks, strategy, device, used.count)
 
 

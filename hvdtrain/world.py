@@ -210,6 +210,10 @@ class World:
         """With streams: sums a 1-d vector over ranks, in place; see `collectives.Collectives.hosts`."""
         return self._ranks.hosts(vector)
 
+    def collect(self, mine: np.ndarray) -> list[np.ndarray]:
+        """With streams: the bytes of every rank's vector, in rank order, on all ranks."""
+        return self._ranks.collect(mine)
+
     @property
     def sent_bytes(self) -> int:
         """Payload that this rank gave to others for vectors so far."""

@@ -60,6 +60,7 @@ RESUMED: dict[str, tuple[str, int]] = {
     "local-sgd of topk": ("--strategy local-sgd:every=3+topk", 6),
     "delayed of onebit": ("--strategy delayed+onebit", 5),
     "int4": ("--strategy int4", 5),
+    "factors": ("--strategy factors", 5),
     BESIDE: ("--strategy local-sgd:every=3,staleness=1", 7),
     "local-sgd far beside": (
         "--strategy local-sgd:every=1,staleness=2,outer_momentum=0.6+powersgd --check-replicas 0",
@@ -291,6 +292,7 @@ LINEAR: dict[str, str] = {
     "delayed by 0": "delayed:staleness=0",
     "delayed by 1": "delayed",
     "delayed by 3": "delayed:staleness=3",
+    "factors": "factors",
 }
 
 
@@ -391,7 +393,7 @@ def test_training_is_what_a_simulation_says(linear: dict[str, Any], name: str) -
     if isinstance(settings, LocalSGD.Settings):
         weight, losses, total = simulated_local(problem, settings)
     else:
-        weight, losses, total = simulated_delayed(problem, late := settings.staleness if settings else 0)
+        weight, losses, total = simulated_delayed(problem, late := getattr(settings, "staleness", 0))
         if not late:  # then all know the mean over all ranks
             losses = [(problem.shares @ losses).tolist()] * len(losses)
     for other in got["weights"]:
@@ -407,6 +409,14 @@ def test_training_is_what_a_simulation_says(linear: dict[str, Any], name: str) -
 def test_plain_averaging_after_each_step_is_exact_with_momentum_too(linear: dict[str, Any]) -> None:
     """Shares are the same in each step here, so the mean of the ranks' momenta is the momentum of the mean."""
     np.testing.assert_allclose(linear["every step"]["weights"], linear["hierarchical"]["weights"], rtol=1e-5)
+
+
+def test_factors_cross_the_network_once_for_each_host(linear: dict[str, Any]) -> None:
+    """A sample's 6 inputs and 3 slopes in place of 18 weights; with them their number, and whose they are. The last
+    rank is alone on its host."""
+    samples = np.diff(Simulated(linear["ranks"]).borders)[-1]
+    per_step = 4 * samples * (6 + 3) + 8 + 16 + 4 * TAIL
+    assert linear["factors"]["sent_bytes"][-1] == LINEAR_STEPS * per_step
 
 
 def test_what_is_not_late_is_the_same_bits(linear: dict[str, Any]) -> None:

@@ -69,6 +69,11 @@ class Collectives(Meeting, Protocol):
         shares the outcome with the host's ranks. Raises NotImplementedError where ranks are joined in another way."""
         ...
 
+    def collect(self, mine: np.ndarray) -> list[np.ndarray]:
+        """What every rank gave (1-d, contiguous, any length), as bytes in rank order, on all ranks; each host's crosses
+        the network once for each other host. Raises NotImplementedError where `hosts` does."""
+        ...
+
     def wait(self) -> None:
         """Waits until the sums that backward started are done."""
 
@@ -211,6 +216,10 @@ class Alone:
     def hosts(self, vector: np.ndarray) -> Iterator[Hosts | None]:
         self._only("sum vectors by a reducer")
         yield OneHost()
+
+    def collect(self, mine: np.ndarray) -> list[np.ndarray]:
+        self._only("collect what each has")
+        return [mine.view(np.uint8)]
 
     def _only(self, what: str) -> None:
         """Several ranks must have a way of their own to do it."""

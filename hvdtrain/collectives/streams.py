@@ -42,6 +42,8 @@ NOTHING = np.empty(0, np.uint8)
 WAKE_BYTES = 64 * 1024
 """A receiver is woken for so much at once, and not for each packet"""
 LENGTH_BYTES = 8
+HEAD_BYTES = 16
+"""Before what a rank gives to all: its number and the length"""
 MOST_BYTES = 1 << 32
 """The longest message that is accepted when the receiver does not know its length. While vectors are summed, the limit
 is twice the vector."""
@@ -85,6 +87,14 @@ class StreamHosts:
 
     def gather(self, part: np.ndarray, *, even: bool = False) -> list[np.ndarray]:
         return self.exchange([part] * self.count, even=even)
+
+    def collected(self, part: np.ndarray) -> list[np.ndarray]:
+        after, before = (self.index + 1) % self.count, (self.index - 1) % self.count
+        found = [part] * self.count
+        for step in range(self.count - 1):  # each part goes round, one host further in every round
+            theirs = (before - step) % self.count
+            found[theirs] = self._swap(after, found[(self.index - step) % self.count], before)
+        return found
 
     def sum(self, values: np.ndarray) -> None:
         if self.count == 1:
@@ -159,21 +169,28 @@ class StreamRanks(Alone):
     # --- small host arrays --------------------------------------------------------------------------------------
 
     def gather(self, mine: bytes) -> list[bytes]:
-        own = np.frombuffer(self.rank.to_bytes(4, "little") + len(mine).to_bytes(8, "little") + mine, np.uint8)
+        return [each.tobytes() for each in self._everyones(np.frombuffer(mine, np.uint8), StreamHosts.gather)]
+
+    def _everyones(
+        self, mine: np.ndarray, between: Callable[[StreamHosts, np.ndarray], list[np.ndarray]]
+    ) -> list[np.ndarray]:
+        """Bytes of all ranks in rank order; `between` hosts they go in one piece for each."""
+        own = np.concatenate([np.array([self.rank, mine.size]).view(np.uint8), mine])
         if self._leader is not None:
             swap(self._leader, own, None)
-            whole = swap(None, None, self._leader)
+            blocks = [swap(None, None, self._leader) for _ in range(self.hosts_count)]
         else:
             assert self.network is not None
             self.network.most_bytes = MOST_BYTES
-            of_host = np.concatenate([own, *(swap(None, None, member) for member in self._members)])
-            whole = np.concatenate(self.network.gather(of_host))
-            for member in self._members:
-                swap(member, whole, None)
-        found, rest = {}, memoryview(whole.tobytes())
-        while rest:
-            rank, length = int.from_bytes(rest[:4], "little"), int.from_bytes(rest[4:12], "little")
-            found[rank], rest = bytes(rest[12 : 12 + length]), rest[12 + length :]
+            blocks = [own, *(swap(None, None, member) for member in self._members)]
+            blocks = between(self.network, np.concatenate(blocks) if self._members else own)
+            for member, block in itertools.product(self._members, blocks):
+                swap(member, block, None)
+        found = {}
+        for block in blocks:
+            while block.size:
+                rank, length = block[:HEAD_BYTES].view(np.int64).tolist()
+                found[rank], block = np.split(block[HEAD_BYTES:], [length])
         return [found[rank] for rank in range(self.size)]
 
     def sum(self, values: np.ndarray, name: str) -> np.ndarray:
@@ -188,6 +205,16 @@ class StreamRanks(Alone):
         return np.frombuffer(first, values.dtype).reshape(values.shape)
 
     # --- vectors ------------------------------------------------------------------------------------------------
+
+    def collect(self, mine: np.ndarray) -> list[np.ndarray]:
+        before = 0 if self.network is None else self.network.sent_bytes
+        found = self._everyones(mine.view(np.uint8), StreamHosts.collected)
+        if self.network is None:
+            self.sent_bytes += mine.nbytes
+        else:
+            whole = sum(each.nbytes for each in found)
+            self.sent_bytes += self.network.sent_bytes - before + whole * len(self._members)
+        return found
 
     @contextlib.contextmanager
     def hosts(self, vector: np.ndarray) -> Iterator[Hosts | None]:

@@ -13,10 +13,10 @@ import numpy as np
 from hvdtrain import exits
 from hvdtrain.data import Batch
 from hvdtrain.exits import Failure
-from hvdtrain.strategies import Vectors
+from hvdtrain.strategies import Factored
 
 
-class Replica(Vectors, Protocol):
+class Replica(Factored, Protocol):
     """A model, its optimizer and its device. State goes in and out as arrays in PyTorch's layout, named neutrally."""
 
     device: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from hvdtrain.data import Batch
 from hvdtrain.exits import Failure
 from hvdtrain.frameworks import Profiler, statistics_of
 from hvdtrain.measures import Measure
+from hvdtrain.models.dense_torch import Kept
 from hvdtrain.strategies import Strategy
 from hvdtrain.world import World
 
@@ -47,9 +48,9 @@ class Flat:
     are asked for.
     """
 
-    def __init__(self, parameters: list[torch.nn.Parameter], tail: int) -> None:
+    def __init__(self, parameters: list[torch.nn.Parameter], tail: int, device: torch.device) -> None:
         sizes = [parameter.numel() for parameter in parameters]
-        device, self._size = parameters[0].device, sum(sizes)
+        self._size = sum(sizes)
         self.weights = torch.empty(self._size, device=device)
         self._whole = torch.zeros(self._size + tail, device=device)
         self._host = self._whole if device.type == "cpu" else torch.zeros(self._size + tail, pin_memory=True)
@@ -101,10 +102,12 @@ class TorchReplica:
         optimizer = _optimizer(list(self._parameters.values()), config)
         self._step = TorchStep(self._model, optimizer)
         self._local, self._flat = strategy.local, None
+        parameters = dict(enumerate(self._parameters.values()))
+        self._kept = Kept({place: parameters.pop(place) for place in strategy.factored})
         if strategy.in_backward:
             self._step = world.torch.overlapped(self._model, optimizer, strategy.settings)
         else:
-            self._flat = Flat(list(self._parameters.values()), measure.size + 1)
+            self._flat = Flat(list(parameters.values()), measure.size + 1, self._device)
         self._optimizer: torch.optim.Optimizer = self._step.optimizer
         # PyTorch's first scale, so that what backward sees is the same whatever the exchange divides by.
         first_scale = 2.0**16 / self._step.loss_factor
@@ -119,7 +122,8 @@ class TorchReplica:
             self._optimizer.zero_grad()
         else:
             self._flat.gradients.zero_()
-        with self._autocast:
+        self._kept.clear()
+        with self._autocast, self._kept if self._kept.weights else contextlib.nullcontext():
             loss, sums = self._step.loss(*self._tensors(batch))
         tail = torch.cat([*self._numbers(loss, sums), torch.tensor([batch.weight, stop]).to(loss)])
         self._tail = self._world.torch.start_sum(tail, "step.totals")
@@ -130,6 +134,12 @@ class TorchReplica:
     def vector(self) -> np.ndarray:
         assert self._flat is not None
         return self._flat.vector(self._tail)
+
+    def factors(self) -> Mapping[int, tuple[np.ndarray, np.ndarray]]:
+        return self._kept.pairs()
+
+    def multiply(self, factors: Mapping[int, tuple[Sequence[np.ndarray], Sequence[np.ndarray]]]) -> None:
+        self._kept.multiply(factors)
 
     def tail(self) -> np.ndarray:
         return np.asarray(self._world.torch.finish_sum(self._tail).cpu().numpy(), dtype=np.float64)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -92,6 +92,18 @@ def _dense(gradients: list[Any], weights: list[tf.Variable]) -> list[tf.Tensor]:
     return [tf.zeros_like(weight) if each is None else tf.convert_to_tensor(each) for each, weight in pairs]
 
 
+def _pair(gradient: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor] | None:
+    """Two matrices (n, a) and (n, b) whose product `first.T @ second` the graph makes for this gradient (a, b); None if
+    it is made in another way, as that of a weight that is used twice is."""
+    made = gradient.op
+    while made.type in ("Cast", "Identity", "Reshape") and made.inputs[0].shape == gradient.shape:
+        made = made.inputs[0].op
+    if made.type != "MatMul" or not made.get_attr("transpose_a") or made.get_attr("transpose_b"):
+        return None
+    first, second = (tf.cast(each, tf.float32) for each in made.inputs)
+    return first, second
+
+
 class TensorFlowReplica:
     """See `frameworks.Replica`. `model.loss(*arrays, training=...)` returns the sum of losses and, by name, the
     measure's sums; `model.weights` are its trained variables by name. A model may have `buffers`, variables by name
@@ -114,7 +126,10 @@ class TensorFlowReplica:
         self._backward_graph: Any = None
         self._forward_graphs: dict[bool, Any] = {}
         self._apply_graph = tf.function(self._apply, autograph=False)
-        self._vector = np.empty(0 if self._in_backward else self._size() + measure.size + 1, np.float32)
+        self._vector = np.empty(0, np.float32)
+        self._factored = set(strategy.factored)
+        """Places of those weights whose gradients are products that need not be made; see `_backward`"""
+        self._products: dict[int, tf.Tensor] = {}
 
     def backward(self, batch: Batch, lr: float, stop: bool) -> None:
         arrays = [tf.constant(array) for array in batch.arrays]
@@ -126,7 +141,7 @@ class TensorFlowReplica:
             )
         mean_of = batch.weight if self._local else batch.total_weight
         numbers = tf.constant([mean_of, batch.weight, lr, stop], tf.float32)
-        self._gradients, self._tail = self._backward_graph(arrays, numbers)
+        self._gradients, self._pairs, self._tail = self._backward_graph(arrays, numbers)
         self._samples = batch.weight, batch.total_weight
         self._gathered = False
 
@@ -153,16 +168,31 @@ class TensorFlowReplica:
         tail = self._ranks.graph_sum(tail, "step.totals")
         weights = list(self._weights.values())
         if not self._in_backward:
-            return _dense(tape.gradient(mean, weights), weights), tail
+            gradients = _dense(tape.gradient(mean, weights), weights)
+            found = {place: _pair(gradients[place]) for place in sorted(self._factored)}
+            pairs = {place: pair for place, pair in found.items() if pair}
+            self._factored = set(pairs)  # while the graph is traced, which leaves out a product that nobody wants
+            return [each for place, each in enumerate(gradients) if place not in pairs], list(pairs.values()), tail
         self._apply(_dense(self._ranks.summed_gradients(tape, mean, weights), weights), lr)
-        return [], tail
+        return [], [], tail
 
     def vector(self) -> np.ndarray:
         if not self._gathered:
             self._gathered = True
             flat = [np.asarray(memoryview(gradient)).reshape(-1) for gradient in (*self._gradients, self._tail)]
+            size = sum(each.size for each in flat)
+            if self._vector.size != size:
+                self._vector = np.empty(size, np.float32)
             np.concatenate(flat, out=self._vector)
         return self._vector
+
+    def factors(self) -> Mapping[int, tuple[np.ndarray, np.ndarray]]:
+        pairs = zip(sorted(self._factored), self._pairs, strict=True)
+        return {place: (first.numpy(), second.numpy()) for place, (first, second) in pairs}
+
+    def multiply(self, factors: Mapping[int, tuple[Sequence[np.ndarray], Sequence[np.ndarray]]]) -> None:
+        whole = {place: [np.concatenate(each) for each in pair] for place, pair in factors.items()}
+        self._products = {place: tf.matmul(*pair, transpose_a=True) for place, pair in whole.items()}
 
     def tail(self) -> np.ndarray:
         return np.asarray(self._tail.numpy(), dtype=np.float64)
@@ -172,9 +202,11 @@ class TensorFlowReplica:
 
     def apply(self, lr: float) -> None:
         if not self._in_backward:
-            gradients = self._gradients
+            gradients = list(self._gradients)
             if self._gathered:
-                gradients = [tf.constant(gradient) for gradient in self._split(self._vector)]
+                gradients = [tf.constant(gradient) for gradient in self._split(self._vector, self._factored)]
+            for place, product in sorted(self._products.items()):
+                gradients.insert(place, product)
             self._apply_graph(gradients, tf.constant(lr, tf.float32))
 
     def weights(self) -> np.ndarray:
@@ -184,12 +216,9 @@ class TensorFlowReplica:
         for weight, part in zip(self._weights.values(), self._split(weights), strict=True):
             weight.assign(part)
 
-    def _size(self) -> int:
-        return sum(int(np.prod(weight.shape)) for weight in self._weights.values())
-
-    def _split(self, vector: np.ndarray) -> list[np.ndarray]:
-        """Its parts in the shapes of the weights."""
-        shapes = [tuple(weight.shape) for weight in self._weights.values()]
+    def _split(self, vector: np.ndarray, without: Collection[int] = ()) -> list[np.ndarray]:
+        """Its parts in the shapes of the weights, `without` those at some places."""
+        shapes = [tuple(each.shape) for place, each in enumerate(self._weights.values()) if place not in without]
         ends = np.cumsum([int(np.prod(shape)) for shape in shapes])
         return [part.reshape(shape) for part, shape in zip(np.split(vector, ends), shapes, strict=False)]
 

@@ -119,6 +119,12 @@ def parameter_count(spec: CaptionerSpec) -> int:
     return sum(math.prod(shape) for shape in parameters(spec).values())
 
 
+def dense(spec: CaptionerSpec, words: int) -> dict[str, int]:
+    """Weights of dense layers: name -> rows of inputs per caption of so many words."""
+    picture = {} if spec.encoder == "none" else {"image.weight": 1}
+    return picture | {"merge.weight": words, "words.weight": words}
+
+
 def multiply_adds(spec: CaptionerSpec) -> float:
     """Multiply-adds of one layer of the decoder for one word, forward, on average; threads are chosen by it."""
     matrices = [shape for name, shape in parameters(spec).items() if name.startswith(("lstm.w", "merge.w", "words.w"))]

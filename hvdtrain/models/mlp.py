@@ -58,6 +58,11 @@ def parameter_count(spec: MLPSpec) -> int:
     return sum(math.prod(shape) for shape in parameters(spec).values())
 
 
+def dense(spec: MLPSpec) -> dict[str, int]:
+    """Weights of dense layers: name -> rows of inputs per sample."""
+    return {name: 1 for name, shape in parameters(spec).items() if len(shape) > 1}
+
+
 def multiply_adds(spec: MLPSpec) -> float:
     """Multiply-adds of one layer for one sample, forward, mean over the layers; threads are chosen by it."""
     pairs = list(itertools.pairwise(spec.sizes))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,6 +24,7 @@ class Own:
     `loss` is what `compile` takes: a name, a function of (targets, outputs) or a keras.losses.Loss; the model's own
     losses (regularisers) are added. `sums(outputs, targets)` returns by name what each sample adds to the sums of
     `shapes` (n, *shape). `threads`: those that TensorFlow has begun with.
+    `dense`: see `workload.Workload.dense`; of layers in models whose layers are known beforehand.
     """
 
     def __init__(
@@ -54,7 +56,8 @@ class Own:
         self.model, self._sums, self._shapes = model, sums, shapes
         # Not by their paths: Keras counts the layers of all models that a process makes.
         self.weights = {f"{n}.{each.name}": each.value for n, each in enumerate(model.trainable_variables)}
-        norms = [each for each in model._flatten_layers() if isinstance(each, tf.keras.layers.BatchNormalization)]
+        layers = list(model._flatten_layers())
+        norms = [each for each in layers if isinstance(each, tf.keras.layers.BatchNormalization)]
         momentum = {
             id(each.value): 1 - layer.momentum
             for layer in norms
@@ -68,6 +71,9 @@ class Own:
         seeds = {name: each for name, each in others.items() if name.endswith(".seed_generator_state")}
         self._seeds = list(seeds.values())
         self._constants = {name: each for name, each in others.items() if name not in self._moving | seeds}
+        dense = {id(each.kernel.value): each for each in layers if type(each) is tf.keras.layers.Dense}
+        places = {name: getattr(dense.get(id(each)), "output", None) for name, each in self.weights.items()}
+        self.dense = {name: math.prod(each.shape[1:-1]) for name, each in places.items() if each is not None}
         self.shapes: Shapes = {name: each.shape for name, each in self.arrays().items() if name in self.weights}
         self._first: dict[str, np.ndarray] = {}
         self._has_trained = False

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.exits import BAD_CONFIG, Failure
+from hvdtrain.models.dense_torch import Seen
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -22,6 +23,7 @@ class Own(nn.Module):
 
     `loss(outputs, targets)` returns each sample's loss (n, ...) or their mean, `sums(outputs, targets)` by name what
     each sample adds to the sums of `shapes` (n, *shape). `threads`: those that PyTorch keeps; 0: it takes any number.
+    `dense`: see `workload.Workload.dense`, known once the model was `probe`d.
     """
 
     def __init__(
@@ -34,7 +36,7 @@ class Own(nn.Module):
     ) -> None:
         """Raises Failure (78) for parameters that are not float32, and for none."""
         super().__init__()
-        self.threads = 0
+        self.threads, self.dense = 0, dict[str, int]()
         self.model, self._loss, self._sums, self._shapes = model, loss, sums, shapes
         self._constants: dict[str, np.ndarray] = {}
         self._has_trained = False
@@ -126,7 +128,11 @@ class Own(nn.Module):
             for layer in self.model.modules()
             if isinstance(layer, nn.Linear | nn.modules.conv._ConvNd)
         ]
-        once = self._loss(self.model(*inputs), targets)
+        seen = Seen()
+        with seen:
+            once = self._loss(self.model(*inputs), targets)
+        rows = {name: -(-seen.rows(each) // len(targets)) for name, each in self.named_parameters()}
+        self.dense = {name: count for name, count in rows.items() if count}
         for hook in hooks:
             hook.remove()
         outputs = self.model(*(torch.cat([each, each]) for each in inputs))

@@ -86,6 +86,11 @@ def parameter_count(spec: CNNSpec) -> int:
     return sum(math.prod(shape) for shape in parameters(spec).values())
 
 
+def dense(spec: CNNSpec) -> dict[str, int]:
+    """Weights of dense layers: name -> rows of inputs per sample."""
+    return {"dense1.weight": 1, "dense2.weight": 1}
+
+
 def multiply_adds(spec: CNNSpec) -> float:
     """Multiply-adds of one layer for one map, forward, mean over the layers; threads are chosen by it."""
     first, second, _ = sides(spec)

@@ -13,13 +13,24 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.strategies.flat import FLAT, lasting, of_today, refuse, translated
 from hvdtrain.strategies.payload import Cost, Layout, Shape
 from hvdtrain.strategies.reducer import Reducer
-from hvdtrain.strategies.replicas import Exchanged, Vectors
+from hvdtrain.strategies.replicas import Exchanged, Factored, Vectors
 from hvdtrain.strategies.spec import Exchange, parse
 from hvdtrain.strategies.strategy import Strategy
 from hvdtrain.strategies.table import REDUCERS, SCHEDULES
 from hvdtrain.world import World
 
-__all__ = ["FLAT", "REDUCERS", "SCHEDULES", "Cost", "Exchange", "Exchanged", "Layout", "Reducer", "Strategy"]
+__all__ = [
+    "FLAT",
+    "REDUCERS",
+    "SCHEDULES",
+    "Cost",
+    "Exchange",
+    "Exchanged",
+    "Factored",
+    "Layout",
+    "Reducer",
+    "Strategy",
+]
 __all__ += ["Vectors", "chosen", "lasting", "make", "of_today", "parse", "refuse", "translated"]
 
 

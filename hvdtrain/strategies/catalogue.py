@@ -28,7 +28,7 @@ def asked(strategy: str) -> bool:
 def show(strategy: str, shapes: Sequence[Shape], layout: Layout) -> None:
     """Prints help for a model of these trainable arrays. Raises Failure (78) for help about a name nobody knows."""
     hosts = layout.hosts if layout.hosts > 1 else USUAL_HOSTS
-    layout = Layout(ranks=max(layout.ranks, hosts), hosts=hosts)
+    layout = dataclasses.replace(layout, ranks=max(layout.ranks, hosts), hosts=hosts)
     _, _, name = strategy.partition(":")
     print("\n".join(_one(name, shapes, layout) if name else _all(shapes, layout)))
 

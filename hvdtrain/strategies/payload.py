@@ -15,6 +15,9 @@ class Layout:
 
     ranks: int
     hosts: int
+    rows: Sequence[int] = ()
+    """Of each array: how many rows of inputs a rank multiplies it with in a step, on average; 0, or none told: it is
+    not the weight of a dense layer (see `workload.Workload.dense`)"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,6 +32,8 @@ class Cost:
     """Numbers that the first rank of a host rounds, selects or multiplies for the exchange"""
     behind: str = ""
     """What is computed while it is under way; empty: nothing, all wait for it"""
+    ways: tuple[str, ...] = ()
+    """How single arrays are sent, for people"""
     exact: bool = False
     """Whether whole gradients are sent, and summed in full precision"""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -57,3 +58,17 @@ class Vectors(Protocol):
         ...
 
     def set_weights(self, weights: np.ndarray) -> None: ...
+
+
+class Factored(Vectors, Protocol):
+    """A replica that can also leave gradients as the two matrices that they are the product of."""
+
+    def factors(self) -> Mapping[int, tuple[np.ndarray, np.ndarray]]:
+        """Of the last backward, by place among the arrays: (n, a) and (n, b), whose product `first.T @ second` is this
+        rank's gradient of an array (a, b). Of those that the strategy wants `factored`, and are; in the `vector` they
+        are left out. Equal on all ranks but for n."""
+        ...
+
+    def multiply(self, factors: Mapping[int, tuple[Sequence[np.ndarray], Sequence[np.ndarray]]]) -> None:
+        """The gradients of those arrays become these products, each factor given as parts one below the other."""
+        ...

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -47,6 +47,8 @@ class Strategy(abc.ABC):
         it holds, if it holds one."""
         self.settings = settings
         self._world, self._shapes, self._held = world, shapes, reducer
+        self.factored: Collection[int] = ()
+        """Which arrays' gradients the replica is to give as factors (see `replicas.Factored`): set by `plan`"""
         self._size = elements(shapes)  # of the gradients: a vector's tail lies behind them
 
     @property
@@ -80,6 +82,9 @@ class Strategy(abc.ABC):
     @abc.abstractmethod
     def cost(cls, shapes: Sequence[Shape], layout: Layout, settings: Any, round_: Cost | None) -> Cost:
         """What a step costs each host; `round_`: what a sum by the reducer that it holds costs."""
+
+    def plan(self, layout: Layout) -> None:  # noqa: B027 (most need not know)
+        """Before the replica is made: who takes part, and what of the arrays the workload tells. Collective."""
 
     @classmethod  # noqa: B027 (most go with all)
     def check(cls, settings: Any, config: TrainConfig) -> None:

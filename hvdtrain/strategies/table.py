@@ -15,6 +15,7 @@ from hvdtrain.exits import Failure
 from hvdtrain.strategies.allreduce import AllReduce
 from hvdtrain.strategies.async_ps import AsyncPS
 from hvdtrain.strategies.delayed import Delayed
+from hvdtrain.strategies.factors import Factors
 from hvdtrain.strategies.half import BF16, FP16
 from hvdtrain.strategies.hierarchical import Hierarchical
 from hvdtrain.strategies.hybrid import Hybrid
@@ -34,6 +35,7 @@ SCHEDULES: dict[str, type[Strategy]] = {
     "delayed": Delayed,
     "async-ps": AsyncPS,
     "hybrid": Hybrid,
+    "factors": Factors,
 }
 REDUCERS: dict[str, type[Reducer]] = {
     "hierarchical": Hierarchical,

@@ -45,7 +45,7 @@ def torch_model():
             self.weight = torch.nn.Parameter(torch.zeros(CLASSES, FEATURES))
 
         def loss(self, inputs, labels):
-            logits = inputs @ self.weight.T
+            logits = torch.nn.functional.linear(inputs, self.weight)
             losses = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
             return losses, {"correct": (logits.argmax(1) == labels).sum()}
 
@@ -82,6 +82,7 @@ def joined(config: TrainConfig) -> tuple[World, str]:
 def trainer(config: TrainConfig, ranks: World, device: str, weight: np.ndarray) -> tuple[Strategy, Replica]:
     """What trains the linear model from `weight`."""
     strategy = strategies.make(config, ranks, [weight.shape])
+    strategy.plan(strategies.Layout(ranks=ranks.size, hosts=ranks.size, rows=[1]))
     if config.framework == "torch":
         model = torch_model()
     else:

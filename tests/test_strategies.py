@@ -61,6 +61,7 @@ RESUMED: dict[str, tuple[str, int]] = {
     "delayed of onebit": ("--strategy delayed+onebit", 5),
     "int4": ("--strategy int4", 5),
     "factors": ("--strategy factors", 5),
+    "central": ("--strategy central", 5),
     BESIDE: ("--strategy local-sgd:every=3,staleness=1", 7),
     "local-sgd far beside": (
         "--strategy local-sgd:every=1,staleness=2,outer_momentum=0.6+powersgd --check-replicas 0",
@@ -293,6 +294,7 @@ LINEAR: dict[str, str] = {
     "delayed by 1": "delayed",
     "delayed by 3": "delayed:staleness=3",
     "factors": "factors",
+    "central": "central",
 }
 
 
@@ -417,6 +419,11 @@ def test_factors_cross_the_network_once_for_each_host(linear: dict[str, Any]) ->
     samples = np.diff(Simulated(linear["ranks"]).borders)[-1]
     per_step = 4 * samples * (6 + 3) + 8 + 16 + 4 * TAIL
     assert linear["factors"]["sent_bytes"][-1] == LINEAR_STEPS * per_step
+
+
+def test_the_centre_sends_the_weights_to_every_other_rank(linear: dict[str, Any]) -> None:
+    each = LINEAR_STEPS * 4 * (18 + TAIL)
+    assert linear["central"]["sent_bytes"] == [(linear["ranks"] - 1) * each, *[each] * (linear["ranks"] - 1)]
 
 
 def test_what_is_not_late_is_the_same_bits(linear: dict[str, Any]) -> None:

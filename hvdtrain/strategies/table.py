@@ -14,6 +14,7 @@ from hvdtrain import exits
 from hvdtrain.exits import Failure
 from hvdtrain.strategies.allreduce import AllReduce
 from hvdtrain.strategies.async_ps import AsyncPS
+from hvdtrain.strategies.central import Central
 from hvdtrain.strategies.delayed import Delayed
 from hvdtrain.strategies.factors import Factors
 from hvdtrain.strategies.half import BF16, FP16
@@ -36,6 +37,7 @@ SCHEDULES: dict[str, type[Strategy]] = {
     "async-ps": AsyncPS,
     "hybrid": Hybrid,
     "factors": Factors,
+    "central": Central,
 }
 REDUCERS: dict[str, type[Reducer]] = {
     "hierarchical": Hierarchical,

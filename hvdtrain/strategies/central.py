@@ -1,0 +1,121 @@
+"""A synchronous parameter server: rank 0 holds the weights, sums all gradients, updates, and hands weights back.
+
+In each step every rank sends its gradients to rank 0, which waits for all of them, adds them up in rank order, makes
+the one update with the run's optimizer, and answers each with the new weights. So training is that of `allreduce`, up
+to the order in which numbers are added, and only rank 0 has the optimizer's state. It loses by its link: of p ranks,
+p - 1 send 4 bytes per parameter to one host, which sends as many back, where in an allreduce no host sends more than
+twice the parameters, whatever p is. The ranks of a host do not add up first. martin2019 measured it as TensorFlow's
+central storage, where one device keeps the variables of several GPUs.
+
+Li et al., "Scaling distributed machine learning with the parameter server", 2014.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hvdtrain import exits
+from hvdtrain.collectives.servers import NUMBERS
+from hvdtrain.config import TrainConfig
+from hvdtrain.exits import Failure
+from hvdtrain.strategies.payload import Cost, Layout, Shape, elements
+from hvdtrain.strategies.reducer import Reducer
+from hvdtrain.strategies.replicas import Exchanged, Vectors
+from hvdtrain.strategies.strategy import Strategy
+from hvdtrain.timing import Clock
+from hvdtrain.world import World
+
+
+class Central(Strategy):
+    """Weights are the same on all ranks after each step. What it must keep is the state of the optimizer in rank 0's
+    replica, which the checkpoint has as that of all."""
+
+    carrier = "servers"
+    rung = -1
+
+    def __init__(
+        self, world: World, shapes: Sequence[Shape], config: TrainConfig, settings: Any, reducer: Reducer | None
+    ) -> None:
+        super().__init__(world, shapes, config, settings, reducer)
+        self._centre: Centre | None = None
+        self._answer = np.empty(0, np.float32)
+        self._sent = 0
+
+    @classmethod
+    def cost(cls, shapes: Sequence[Shape], layout: Layout, settings: Any, round_: Cost | None) -> Cost:
+        """Of rank 0's host, which sends most."""
+        elsewhere = layout.ranks - (layout.ranks / layout.hosts if layout.hosts > 1 else 1)
+        return Cost(sent_bytes=4 * elements(shapes) * elsewhere, rounds=2 * (layout.ranks > 1), exact=True)
+
+    @classmethod
+    def check(cls, settings: Any, config: TrainConfig) -> None:
+        if config.precision == "fp16":
+            told = "other ranks do not learn the loss scale of rank 0, which updates; take --precision bf16"
+            raise Failure(f"--precision fp16: {told}", exits.BAD_CONFIG)
+
+    def step(self, replica: Vectors, lr: float, clock: Clock) -> Exchanged:
+        vector = replica.vector()
+        if not self._answer.size:
+            self._begin(vector)
+        with clock.span("communication"):
+            if self._centre:
+                self._centre.sum(vector, self._world.size)
+            else:
+                self._world.servers.ask(np.zeros(NUMBERS), vector, self._answer)
+        with clock.span("compute"):
+            if self._centre:
+                replica.apply(lr)
+                self._answer[: self._size] = replica.weights()
+                self._answer[self._size :] = vector[self._size :]
+                self._centre.tell(self._answer)
+            else:
+                replica.set_weights(self._answer[: self._size])
+        before, self._sent = self._sent, self._world.servers.sent_bytes
+        return Exchanged.of(self._answer[self._size :], self._sent - before)
+
+    def _begin(self, vector: np.ndarray) -> None:
+        """Collective."""
+        self._answer = np.empty_like(vector)
+
+        def serve(part: slice) -> Centre:
+            self._centre = Centre()
+            return self._centre
+
+        self._world.servers.serve(1, vector.size, serve)
+
+
+class Centre:
+    """A `collectives.servers.Store`: other ranks' gradients wait in it for rank 0, and they for its weights."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._pushed: dict[int, np.ndarray] = {}
+        self._answer, self._steps = np.empty(0, np.float32), 0
+
+    def answer(self, rank: int, numbers: np.ndarray, gradients: np.ndarray | None, weights: np.ndarray) -> np.ndarray:
+        """In the thread of another rank."""
+        with self._changed:
+            before = self._steps
+            assert gradients is not None
+            self._pushed[rank] = gradients
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._steps > before)
+            np.copyto(weights, self._answer)
+            return numbers
+
+    def sum(self, vector: np.ndarray, ranks: int) -> None:
+        """In rank 0's own thread: adds what all others push to its vector, in rank order."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._pushed) == ranks - 1)
+            for _, gradients in sorted(self._pushed.items()):
+                vector += gradients
+            self._pushed.clear()
+
+    def tell(self, answer: np.ndarray) -> None:
+        with self._changed:
+            self._answer, self._steps = answer, self._steps + 1
+            self._changed.notify_all()

@@ -14,7 +14,7 @@ Arrays = dict[str, np.ndarray]
 
 def taken(replica: Replica, strategy: Strategy) -> tuple[Arrays, Arrays]:
     """What is equal on all ranks, and what is this rank's own: running statistics (`buffer.`), the strategy's state
-    (`strategy.`), and, where ranks drift apart, the optimizer's (`own.`) and, while they do, all weights (`drift.`)."""
+    (`strategy.`), the optimizer's (`own.`) where it differs, and, while ranks drift apart, all weights (`drift.`)."""
     drift = {}
     if strategy.shared_weights is None:
         shared = replica.state()
@@ -25,7 +25,7 @@ def taken(replica: Replica, strategy: Strategy) -> tuple[Arrays, Arrays]:
         replica.set_weights(drift["drift.weights"])
     local = {f"buffer.{name}": array for name, array in replica.local_state().items()}
     local |= {f"strategy.{name}": array for name, array in strategy.state().items()}
-    if strategy.local:
+    if strategy.local or strategy.own_optimizer:
         local |= {f"own.{name}": shared.pop(name) for name in list(shared) if not name.startswith("parameter.")}
     return shared, local | drift
 

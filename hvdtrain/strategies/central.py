@@ -31,10 +31,11 @@ from hvdtrain.world import World
 
 
 class Central(Strategy):
-    """Weights are the same on all ranks after each step. What it must keep is the state of the optimizer in rank 0's
-    replica, which the checkpoint has as that of all."""
+    """Weights are the same on all ranks after each step. It keeps no state beside rank 0's optimizer."""
 
     carrier = "servers"
+    own_optimizer = True
+    bound = "the optimizer's state is with rank 0"
     rung = -1
 
     def __init__(
@@ -43,7 +44,6 @@ class Central(Strategy):
         super().__init__(world, shapes, config, settings, reducer)
         self._centre: Centre | None = None
         self._answer = np.empty(0, np.float32)
-        self._sent = 0
 
     @classmethod
     def cost(cls, shapes: Sequence[Shape], layout: Layout, settings: Any, round_: Cost | None) -> Cost:
@@ -74,8 +74,8 @@ class Central(Strategy):
                 self._centre.tell(self._answer)
             else:
                 replica.set_weights(self._answer[: self._size])
-        before, self._sent = self._sent, self._world.servers.sent_bytes
-        return Exchanged.of(self._answer[self._size :], self._sent - before)
+        messages = self._world.size - 1 if self._centre else 1  # its threads may still be sending
+        return Exchanged.of(self._answer[self._size :], messages * vector.nbytes)
 
     def _begin(self, vector: np.ndarray) -> None:
         """Collective."""

@@ -32,6 +32,8 @@ class Strategy(abc.ABC):
     local: ClassVar[bool] = False
     """Whether each rank updates its weights by its own gradients for a while: its gradients are then divided by its own
     sample count, and its momentum is its own"""
+    own_optimizer: ClassVar[bool] = False
+    """Whether the optimizers' states differ between ranks though the weights do not"""
     remembers: ClassVar[bool] = False
     """Whether gradients of one step are used in a later one"""
     divides: ClassVar[bool] = False

@@ -107,6 +107,7 @@ def test_what_cannot_be_had_says_why_and_what_to_take(carrier: str) -> None:
         "elastic": "Save at the end of each epoch",
         "op": "Average or Sum",
         "xla": "jit_compile=False",
+        "half": "take mixed_bfloat16",
         "shapes": "FailedPreconditionError",
     }
     if carrier:

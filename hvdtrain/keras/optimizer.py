@@ -308,16 +308,16 @@ def DistributedOptimizer(
         groups = groups or num_groups
     if groups is not None and not (isinstance(groups, list) or groups > 0):
         raise ValueError("groups: a number above 0, or a list of lists of variables")
-    asked = job.wanted(strategy)
-    why = unfit(asked, optimizer, compression, op, process_set) if asked else ""
-    if why and str(asked) != DEFAULT_REDUCER:
-        raise ValueError(f"DistributedOptimizer, strategy {asked}: {why}")
-    exchange = job.exchange(strategy)
     if keras.config.dtype_policy().name == "mixed_float16" and not isinstance(
         optimizer, keras.optimizers.LossScaleOptimizer
     ):
         # As compile() would, but outside: the ranks have to agree on whether a gradient is infinite.
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+    asked = job.wanted(strategy)
+    why = unfit(asked, optimizer, compression, op, process_set) if asked else ""
+    if why and str(asked) != DEFAULT_REDUCER:
+        raise ValueError(f"DistributedOptimizer, strategy {asked}: {why}")
+    exchange = job.exchange(strategy)
     kind = type(optimizer)
     settings = Settings(
         name=name or f"Distributed{kind.__name__}",

@@ -287,6 +287,7 @@ def refusals() -> dict[str, str]:
         "session": _in_session,
         "op": lambda: distributed(sgd(), op=hvd.Max),
         "xla": lambda: _compiled(distributed(sgd())),
+        "half": _half,
         "shapes": lambda: hvd.allreduce(tf.zeros(2 + hvd.rank()), name="shapes"),
     }
     found = {}
@@ -303,6 +304,14 @@ def refusals() -> dict[str, str]:
 def _in_session() -> None:
     with tf.Graph().as_default():
         hvd.allreduce(tf.zeros(2))
+
+
+def _half() -> None:
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        hvdtrain.keras.DistributedOptimizer(sgd(), strategy="powersgd")
+    finally:
+        keras.config.set_dtype_policy("float32")
 
 
 def _compiled(optimizer: Any) -> None:

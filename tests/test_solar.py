@@ -149,7 +149,7 @@ def test_processes_ranks_and_frameworks_learn_the_same_and_so_does_a_run_that_wa
     assert np.square(found["torch"] - targets[:, 0]).mean() < np.square(targets[:, 1] - targets[:, 0]).mean()
 
 
-STRATEGIES = ("local-sgd:every=4+powersgd", "native", "hybrid:shares=3:1")
+STRATEGIES = ("local-sgd:every=4+powersgd", "native", "central")
 
 
 def test_strategies_train_it(tmp_path: Path) -> None:

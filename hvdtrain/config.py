@@ -124,6 +124,8 @@ class Measuring:
     """N:M traces steps N to M of rank 0 with the framework's profiler (Chrome and TensorBoard) into the run's folder"""
     horovod_timeline: bool = False
     """Record Horovod's timeline of every tensor into the run's folder (a Chrome trace)"""
+    inference: str | None = None
+    """SAMPLES,SAMPLES,...: at the end, time what the model takes on rank 0 for so many at once, e.g. 2,64,512,1024"""
     tensorboard: bool = False
     """Write loss, accuracy and times as TensorBoard scalars into the run's folder too"""
 
@@ -136,6 +138,15 @@ class TrainConfig(Data, Optimisation, Exchange, Run, Measuring):
     def goal(self) -> str | None:
         """--target, or what --target-accuracy says as one."""
         return self.target if self.target_accuracy is None else f"accuracy={self.target_accuracy}"
+
+    @property
+    def inference_sizes(self) -> list[int]:
+        """Those of --inference. Raises Failure (78)."""
+        words = [word.strip() for word in self.inference.split(",")] if self.inference else []
+        if not all(word.isdecimal() and int(word) for word in words):
+            told = f"--inference {self.inference}: give numbers of samples, e.g. 2,64,512,1024"
+            raise Failure(told, exits.BAD_CONFIG)
+        return [int(word) for word in words]
 
     def __post_init__(self) -> None:
         if isinstance(self.resume, str):
@@ -157,6 +168,7 @@ class TrainConfig(Data, Optimisation, Exchange, Run, Measuring):
             raise Failure(f"--monitor {self.monitor}: give power, resources, power,resources or none", exits.BAD_CONFIG)
         if self.monitor_idle_s and "power" not in self.monitor:
             raise Failure("--monitor-idle-s measures power: add --monitor power", exits.BAD_CONFIG)
+        _ = self.inference_sizes
         if self.resume and not self.run_dir:
             raise Failure("--resume needs the folder of the run to continue: --resume DIR", exits.BAD_CONFIG)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -11,6 +12,9 @@ from hvdtrain.data.loader import shard
 from hvdtrain.frameworks import Replica
 from hvdtrain.measures import Measure
 from hvdtrain.world import World
+
+WARM_PASSES, LEAST_PASSES, TIMED_S = 2, 5, 0.5
+"""Of inference: passes that do not count, those that count at least, and seconds that all take at least"""
 
 
 def evaluate(
@@ -34,6 +38,23 @@ def evaluate(
         totals += (*replica.evaluate(batch), batch.weight)
     totals = world.sum(totals, "evaluate.totals")
     return (*measure.means(totals), measure.by_name(totals)) if totals[-1] else (None, {}, {})
+
+
+def timed_inference(replica: Replica, split: Split, sizes: Sequence[int]) -> list[dict[str, float]]:
+    """What the replica takes for so many samples at once; see `records.Summary.inference`. They are the split's, from
+    the start again where it has fewer. Two passes warm up."""
+    found = []
+    for size in sizes:
+        mine = np.resize(np.arange(len(split)), size)
+        batch, spent_s = split.batch(mine, mine, None), list[float]()
+        while len(spent_s) < WARM_PASSES + LEAST_PASSES or sum(spent_s) < TIMED_S:
+            began = time.perf_counter()
+            replica.evaluate(batch)
+            spent_s.append(time.perf_counter() - began)
+        timed = spent_s[WARM_PASSES:]
+        about = {"median_s": float(np.median(timed)), "least_s": min(timed), "most_s": max(timed)}
+        found.append({"samples": size, "passes": len(timed), **about})
+    return found
 
 
 def renew_statistics(replica: Replica, batches: Iterable[Batch]) -> None:

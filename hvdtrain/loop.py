@@ -25,7 +25,7 @@ from hvdtrain import agreement, exits, observe, records, snapshot
 from hvdtrain.checkpoint import Checkpoints
 from hvdtrain.data import Parts, Split
 from hvdtrain.data.loader import Loader
-from hvdtrain.evaluation import evaluate, renew_statistics
+from hvdtrain.evaluation import evaluate, renew_statistics, timed_inference
 from hvdtrain.exits import Failure
 from hvdtrain.frameworks import Replica
 from hvdtrain.measures import Measure
@@ -204,6 +204,9 @@ class Loop:
         with self._clock.span("test"):
             test_loss, test_scores, test_sums = self._evaluate(self._dataset.test)
         ended_unix_s = time.time()
+        sizes = self._config.inference_sizes if world.rank == 0 else []
+        split = self._dataset.test if len(self._dataset.test) else self._dataset.validation
+        inference = timed_inference(self._replica, split, sizes if len(split) else [])
         rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         facts = world.gather([world.host, rss, world.nic_bytes(self._nic_began), dataclasses.asdict(self._spent)])
         summary = self._at.summary(
@@ -227,6 +230,7 @@ class Loop:
             step_shares=step_shares([Spent(**spent) for *_, spent in facts]),
             began_unix_s=self._began_unix_s,
             ended_unix_s=ended_unix_s,
+            inference=inference,
         )
         if world.rank == 0:
             self._writer.write(summary)

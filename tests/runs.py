@@ -73,6 +73,8 @@ class Made:
     used: Sequence[str] = ("cpu0", "gpu0")
     idle_w: dict[str, float] = dataclasses.field(default_factory=dict)
     interval_s: float = 0.5
+    inference: dict[int, float] = dataclasses.field(default_factory=dict)
+    """Samples at once -> seconds"""
     kind: str | None = None
     """Makes a point.json"""
     sweep: str = "made"
@@ -256,6 +258,7 @@ def summary(run: Made, folder: Path, ended_unix_s: float) -> records.Summary:
         strategy=run.strategy,
         ranks=run.ranks,
         hosts=run.hosts,
+        inference=[{"samples": samples, "median_s": median_s} for samples, median_s in run.inference.items()],
         parameters=run.parameters,
         global_batch=run.rank_batch * run.ranks,
         epochs=run.epochs,

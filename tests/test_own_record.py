@@ -79,7 +79,7 @@ def test_results_show_scripts_like_workloads(made: Path, capsys: pytest.CaptureF
     missing = ["data_s", "test_s", "checkpoint_s", "test_score", "train_samples"]
     assert runs[missing].isna().all(axis=None)
     assert runs.loc["quiet", ["samples_per_s", "global_batch", "epochs", "headline"]].isna().all()
-    for command in ("list", "table", "scaling", "phases", "strategies", "accuracy", "energy"):
+    for command in ("list", "table", "scaling", "phases", "strategies", "accuracy", "energy", "inference"):
         assert main([command, str(made)]) == 0
         assert "nan" not in capsys.readouterr().out, command
     assert main(["report", str(made), "-o", str(made / "report.html")]) == 0

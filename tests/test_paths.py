@@ -55,7 +55,10 @@ COMMANDS: dict[str, list[str]] = {
     "monitors": ["--seconds 0.01 --powercap @"],
     "sweep": ["@ --dry-run"],
     "results": [
-        *(f"{name} @" for name in ("list", "show", "table", "scaling", "energy", "accuracy", "strategies", "phases")),
+        *(
+            f"{name} @"
+            for name in ("list", "show", "table", "scaling", "energy", "accuracy", "strategies", "phases", "inference")
+        ),
         *("export @", "plot time @ -o new.svg", "report @ -o new.html", "show run @"),
         *("compare @ run", "compare run @", "energy run --reference @.json", "scaling run --reference @.json"),
         *("export run -o @", "plot time run -o @.svg", "report run -o @"),
@@ -66,7 +69,19 @@ COMMANDS: dict[str, list[str]] = {
 # These need a trained model, or are looked at when a run begins (test_caption.py, test_resnet_train.py, test_launch).
 ELSEWHERE = {("caption", "--weights"), ("resnet", "--run-dir"), ("captioning", "--run-dir"), ("doctor", "--run-dir")}
 ELSEWHERE |= {("sweep", "--root"), ("mpirun", "--logs"), ("horovodrun", "--logs")}
-ALIKE = ("table", "scaling", "energy", "accuracy", "strategies", "phases", "export", "plot", "report", "compare")
+ALIKE = (
+    "table",
+    "scaling",
+    "energy",
+    "accuracy",
+    "strategies",
+    "phases",
+    "inference",
+    "export",
+    "plot",
+    "report",
+    "compare",
+)
 """Commands of results that read their roots as `list` does: they meet the most telling things only"""
 TELLING = ("missing", "closed", "pipe", "zeros", "control characters")
 CASES = [(name, line) for name, lines in COMMANDS.items() for line in lines]

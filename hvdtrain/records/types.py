@@ -185,6 +185,9 @@ class Summary:
     """Where the time of a step went, as shares of 1, mean over ranks, of the steps in this process that are no warm-up:
     data (waiting for the batch), compute, exchange (waiting for it, and for slower ranks), and exchange_least (of the
     rank that waited least: what the network takes at most). Empty where the framework does not tell them apart"""
+    inference: list[dict[str, float]] = dataclasses.field(default_factory=list)
+    """Of the model on rank 0's device, for each number of samples at once that --inference asked for: samples, passes,
+    and of these median_s, least_s and most_s: from samples in host memory to their loss and scores there"""
     began_unix_s: float | None = None
     """When the loop began in this process, and when the test evaluation was over, by rank 0's clock"""
     ended_unix_s: float | None = None

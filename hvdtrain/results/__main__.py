@@ -93,6 +93,7 @@ def parser() -> Parser:
         default=(None, 0.95),
         help="score of an epoch: 0.95, 95%% (default) of the headline, or SCORE=VALUE",
     )
+    add("inference", "what a training step and inference take on each device, and from which size on which is faster")
     grouped(add("phases", "where the time goes"))
     compare = add("compare", "whether B is worse than A (then the exit code is 1)", roots=False)
     compare.add_argument("a", type=Path, metavar="A", help="a run's folder, or a folder of runs, or a run's name")
@@ -196,7 +197,7 @@ def columns(text: str | None, loaded: Loaded) -> list[str] | None:
 
 def tables(asked: argparse.Namespace, loaded: Loaded) -> list[Table]:
     """The tables of a command that makes tables of the roots' runs."""
-    from hvdtrain.results import accuracy, energy, reference, scaling_table, strategies
+    from hvdtrain.results import accuracy, devices, energy, reference, scaling_table, strategies
     from hvdtrain.results import tables as plain
 
     if asked.command == "list":
@@ -209,6 +210,8 @@ def tables(asked: argparse.Namespace, loaded: Loaded) -> list[Table]:
         return scaling_table.scaling(loaded, asked.count, base, study)
     if asked.command == "strategies":
         return [strategies.strategies(loaded, asked.target[1])]
+    if asked.command == "inference":
+        return [devices.inference(loaded)]
     by = columns(asked.group_by, loaded)
     if asked.command == "accuracy":
         return [accuracy.accuracy(loaded, asked.target[1], by)]

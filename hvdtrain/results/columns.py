@@ -91,6 +91,7 @@ RUNS: dict[str, Column] = {
     "energy_by_device": Column("object", "J", "host:device -> energy"),
     "idle_devices": _text("measured devices that no rank computes on, as host:device, separated by commas"),
     "energy_absent": _text("devices whose energy could not be measured, and why"),
+    "inference": Column("object", "s", "of inference, samples at once -> median time"),
     "peak_rss_bytes": _number("largest resident memory of a rank", "B"),
     "first_step_s": _number("start of the process to the end of its first step", "s"),
 }
@@ -117,7 +118,7 @@ NOT_SETTINGS = frozenset(
         *strategies.FLAT,
         *("run_dir", "resume", "json", "dry_run", "debug", "monitor", "monitor_ms", "monitor_idle_s"),
         *("profile", "horovod_timeline", "tensorboard", "checkpoint_epochs", "checkpoint_steps", "keep_checkpoints"),
-        *("check_replicas", "verify_data"),
+        *("check_replicas", "verify_data", "inference"),
     }
 )
 """Keys of a run's config that a column holds already, or that change neither times nor accuracy"""

@@ -41,7 +41,8 @@ def _csv(runs: pd.DataFrame) -> str:
 def _flat(runs: pd.DataFrame) -> pd.DataFrame:
     """The column of dictionaries as JSON text."""
     found = runs.copy()
-    found["energy_by_device"] = [json.dumps(value) if value else None for value in found["energy_by_device"]]
+    for name in ("energy_by_device", "inference"):
+        found[name] = [json.dumps(value) if value else None for value in found[name]]
     return found
 
 

@@ -57,6 +57,7 @@ KINDS: dict[str, Kind] = {
     "wire": Kind("bytes on the wire against the least that an allreduce can send", "work", "wire"),
     "accuracy": Kind("validation accuracy against epochs", "training", "by_epoch"),
     "accuracy-time": Kind("validation accuracy against time", "training", "by_time"),
+    "crossover": Kind("time of a training step and of inference against parameters, by device", "devices", "crossover"),
     "power": Kind("power of each device against time", "machines", "power"),
     "resources": Kind("CPU, RAM, GPU and network use of each host against time", "machines", "resources"),
 }

@@ -201,6 +201,7 @@ def _measured(
         **_scores(summary, manifest.measure.get("headline"), declared),
         "peak_rss_bytes": summary.peak_rss_bytes,
         "first_step_s": summary.first_step_s,
+        "inference": _inference(summary),
         "began_unix_s": summary.began_unix_s,
         "ended_unix_s": summary.ended_unix_s,
     }
@@ -245,6 +246,11 @@ def _scores(summary: records.Summary, headline: Any, declared: Mapping[str, Scor
     for name in declared:
         found |= {f"test_{name}": summary.test_scores.get(name), f"best_validation_{name}": best.get(name)}
     return found
+
+
+def _inference(summary: records.Summary) -> dict[int, float] | None:
+    told = [(number(each.get("samples")), number(each.get("median_s"))) for each in summary.inference]
+    return {int(samples): median_s for samples, median_s in told if samples and median_s} or None
 
 
 def _per_step(sums: metrics.Sums) -> dict[str, Any]:

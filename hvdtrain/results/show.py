@@ -18,7 +18,7 @@ def facts(loaded: Loaded) -> Table:
     known = scores.all_columns(loaded.runs)
     for name, column in known.items():
         value = run[name]
-        if groups.is_missing(value) or name in ("settings", "scores", "energy_by_device"):
+        if groups.is_missing(value) or name in ("settings", "scores", "energy_by_device", "inference"):
             continue
         rows.append({"what": name, "value": _text(value, column.unit), "meaning": column.meaning})
     rows += [

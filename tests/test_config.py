@@ -6,6 +6,7 @@ import dataclasses
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -42,8 +43,10 @@ def test_warmup_rises_evenly_to_the_full_rate_and_schedules_end_where_they_shoul
     assert [plans["step"].learning_rate(n) for n in (19, 20, 29, 30)] == pytest.approx([0.4, 0.04, 0.04, 0.004])
 
 
-@pytest.mark.parametrize("wrong", [{"lr": math.nan}, {"lr": 0.0}, {"momentum": 1.0}, {"epochs": 0}, {"seed": -1}])
-def test_values_out_of_range_are_refused(wrong: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    "wrong", [{"lr": math.nan}, {"lr": 0.0}, {"momentum": 1.0}, {"epochs": 0}, {"seed": -1}, {"inference": "2,0"}]
+)
+def test_values_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(Failure) as error:
         TrainConfig(**wrong)
     assert error.value.code == 78

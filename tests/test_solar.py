@@ -120,6 +120,7 @@ def steps(folder: Path, kind: str = "step") -> list[Any]:
 
 FLAGS = ["-m", "hvdtrain.solar", "--hidden", "16,8", "--global-batch-size", "4000", "--epochs", "2", "--json"]
 FLAGS += ["--warmup-epochs", "0", "--lr", "0.01", "--checkpoint-steps", "9", "--keep-checkpoints", "9"]
+FLAGS += ["--inference", "2,64"]
 
 
 def test_processes_ranks_and_frameworks_learn_the_same_and_so_does_a_run_that_was_cut_off(tmp_path: Path) -> None:
@@ -131,6 +132,9 @@ def test_processes_ranks_and_frameworks_learn_the_same_and_so_does_a_run_that_wa
         assert set(summary["test_scores"]) == {"mae", "rmse", "bias", "r2", "skill"}
         assert 0.1 < summary["test_scores"]["skill"] < 1
         assert 50 < summary["test_scores"]["mae"] < summary["test_scores"]["rmse"] < 250, "W/m2"
+        few, many = summary["inference"]
+        assert (few["samples"], many["samples"]) == (2, 64)
+        assert 0 < many["least_s"] <= many["median_s"] <= many["most_s"] and many["passes"] >= 5
         losses[framework, ranks] = [step.loss for step in steps(folder)]
     alone, cut = tmp_path / "torch0", tmp_path / "cut"
     for others in (("torch", 2), ("tensorflow", 2)):

@@ -63,7 +63,7 @@ def make(folder: Path, strategy: str = "allreduce", seeds: Sequence[int] = SEEDS
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     """Two strategies, three seeds, monitors: every figure has its data."""
     folder = tmp_path_factory.mktemp("runs")
-    make(folder, energy_w={"cpu0": 30.0, "dram0": 4.0}, interval_s=5.0)
+    make(folder, energy_w={"cpu0": 30.0, "dram0": 4.0}, interval_s=5.0, inference={2: 0.01, 64: 0.02})
     make(folder, "native")
     return load([folder])
 
@@ -126,7 +126,7 @@ def test_axes_have_labels_with_units_and_letters_are_legible(kind: str, loaded: 
             assert axis.get_subplotspec().is_last_row() <= bool(axis.get_xlabel())
         assert all(text.get_fontsize() >= 7 for text in axis.texts)
     labels = " ".join(axis.get_xlabel() + axis.get_ylabel() for axis in figure.axes)
-    assert re.search(r"hosts|epoch|\(s\)|MB|%|s per", labels)
+    assert re.search(r"hosts|epoch|\(m?s\)|MB|%|s per", labels)
 
 
 @pytest.mark.parametrize("kind", ["time", "speedup", "accuracy", "power", "resources"])
@@ -151,6 +151,7 @@ def test_one_run_is_drawn_or_the_failure_says_what_is_lacking(kind: str, one: Lo
         "efficiency": "one host and on more",
         "wire": "two or more hosts",
         "strategies": "no run reached 95 % validation accuracy; the best reached 90 %: try --target",
+        "crossover": "trained with --inference",
         "power": "--monitor power",
         "resources": "--monitor resources",
     }
@@ -299,6 +300,7 @@ def crowded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     folder = tmp_path_factory.mktemp("runs")
     config = {"every": 16, "outer_lr": 0.7, "outer_momentum": 0.9, "inner": "powersgd", "rank": 12, "bits": 4}
     more: dict[str, Any] = {"config": config, "test_accuracy": 0.96, "energy_w": {"cpu0": 9.0}, "interval_s": 20.0}
+    more["inference"] = {2: 0.01, 1024: 0.5}
     for strategy in ("local-sgd", "delayed"):
         for hosts, rate in ((1, None), *itertools.product((2, 3, 4), (10.0, 50.0, 100.0, 1000.0))):
             name = f"{strategy}-{hosts}-{rate}"

@@ -35,7 +35,7 @@ class Timed:
     @property
     def alike(self) -> tuple[Any, ...]:
         """What is the same for models and devices that are compared: all but they, and what follows from them."""
-        names = ("workload", "framework", "strategy", "precision", "hosts", "ranks_per_host", "rank_batch")
+        names = ("workload", "framework", "strategy", "precision", "hosts", "rate_mbit", "ranks_per_host", "rank_batch")
         return tuple(self.group.key[name] for name in names)
 
 

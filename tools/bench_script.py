@@ -4,7 +4,7 @@
 
 Horovod carries. A script of 24 small layers (48 tensors) runs on two ranks by either import in turn, every other round
 backwards. Told is the processor time of rank 0's main thread, in which all of ours runs: waiting and Horovod's own
-thread are not in it, so that a busy machine changes it little. A step's time by the clock has them.
+thread are not in it. That needs a quiet machine all the same. A step's time by the clock has all.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 from bench import RANKS, aligned, in_turn, launch, spread
 
-STEPS, WARMUP = 400, 50
+STEPS, WARMUP = 200, 20
 WAYS = {"horovod": ("horovod.torch", "0"), "ours": ("hvdtrain.torch", "0"), "recorded": ("hvdtrain.torch", "1")}
 """The module to import, and HVDTRAIN_RECORD"""
 

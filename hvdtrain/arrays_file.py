@@ -45,6 +45,12 @@ def write(path: Path, data: Iterable[memoryview]) -> dict[str, JSON]:
     return {"sha256": sha256.hexdigest(), "bytes": size}
 
 
+def stated(path: Path) -> dict[str, JSON]:
+    """SHA-256 and bytes of a file that another process has written."""
+    with path.open("rb") as file:
+        return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "bytes": os.fstat(file.fileno()).st_size}
+
+
 def pieces(arrays: Arrays) -> Iterator[memoryview]:
     """A safetensors file piece by piece, without copying (but for one array at a time that is not contiguous)."""
     header: dict[str, JSON] = dict.fromkeys(arrays)  # in the caller's order

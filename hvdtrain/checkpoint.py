@@ -4,9 +4,11 @@ On disk, on every file system that a rank of the job writes to:
 
     checkpoints/step-00000120/
         shared.safetensors      equal on all ranks (weights, optimizer state): written once per file system
+        stage0.safetensors ...  in its place, of a model cut into stages: equal on all ranks of that stage
         rank0000.safetensors    one per rank that uses this file system (BatchNorm statistics, strategy state)
         checkpoint.json         written last: schema, save (a random token), step, best, progress, ranks, layout,
-                                identity, files {name: {sha256, bytes}} of all ranks, digest (SHA-256 of the rest)
+                                stages, cut, identity, files {name: {sha256, bytes}} of all ranks, digest (SHA-256 of
+                                the rest)
     checkpoints/.saving-step-00000120-<token>/      a save on its way, renamed when it is whole
     checkpoints/.replaced-step-00000120-<token>/    the one before of the same step, valid until the new is on all hosts
     checkpoints/.removing-step-00000120-<token>/    an old one on its way out
@@ -42,8 +44,8 @@ from typing import Protocol
 import numpy as np
 
 from hvdtrain import files
-from hvdtrain.arrays_file import JSON, Arrays, pieces, read, write
-from hvdtrain.exits import BAD_CONFIG, BAD_DATA, CANNOT_WRITE, FAILED, IO_ERROR, NO_PERMISSION, Failure, printable
+from hvdtrain.arrays_file import JSON, Arrays, pieces, read, stated, write
+from hvdtrain.exits import BAD_CONFIG, CANNOT_WRITE, FAILED, IO_ERROR, NO_PERMISSION, Failure, printable
 from hvdtrain.identity import current, differing
 from hvdtrain.strategies import of_today
 
@@ -51,7 +53,8 @@ SCHEMA = "hvdtrain/checkpoint/1"
 _MANIFEST = "checkpoint.json"
 _SHARED = "shared.safetensors"
 _CHECKPOINT = re.compile(r"step-(\d{8}|[1-9]\d{8,})|\.replaced-step-(\d{8,})-[0-9a-f]{16}")
-_FILE = re.compile(r"shared\.safetensors|rank\d{4,9}\.safetensors")
+_COMMON = re.compile(r"(shared|stage\d{1,4})\.safetensors")
+_FILE = re.compile(rf"{_COMMON.pattern}|rank\d{{4,9}}\.safetensors")
 _MANIFEST_BYTES = 64 * files.MIB  # it holds progress and two entries per rank
 _LEFTOVER = re.compile(r"\.(saving|replaced|removing)-step-\d{8,}-[0-9a-f]{16}")
 _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
@@ -84,14 +87,18 @@ class Loaded:
     """This rank's; empty if another number of ranks saved it"""
     progress: dict[str, JSON]
     others: Sequence[Arrays] = ()
-    """If another number of ranks saved it, or as many in another layout: what each had as its own, in rank order"""
+    """If another number of ranks saved it, or as many in another layout: what each had as its own, in rank order, of
+    those of this one's stage, of all if `recut`"""
+    recut: bool = False
+    """Whether the model was cut into other stages; `shared` holds all of them then"""
 
 
 class Checkpoints:
     """The checkpoints of one run in `folder`: the same path on every host, on one file system or on several.
 
-    `identity` is what a checkpoint must fit (see `hvdtrain.identity`), `layout` the local rank of each rank, which may
-    be other than the layout that saved it; both are equal on all ranks. The last `keep` and the last one saved as best
+    `identity` is what a checkpoint must fit (see `hvdtrain.identity`), `layout` the local rank of each rank, `stages`
+    the stage of each and `cut` where they begin, which may be other than those that saved it; all are equal on all
+    ranks. The last `keep` and the last one saved as best
     stay. `report` gets one line for each checkpoint that newest() refuses; it is called on rank 0 only. One job at a
     time may use the folder (`lock`).
     """
@@ -104,6 +111,8 @@ class Checkpoints:
         keep: int,
         identity: dict[str, JSON],
         layout: Sequence[int] = (),
+        stages: Sequence[int] = (),
+        cut: Sequence[str] = (),
         report: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
     ) -> None:
         if keep < 1:
@@ -111,7 +120,9 @@ class Checkpoints:
         self._folder, self._group, self._keep = folder, group, keep
         self._report: Callable[[str], None] = lambda line: report(printable(line)) if group.rank == 0 else None
         self._own, self._ranks = f"rank{group.rank:04d}.safetensors", group.size  # a group may lose ranks later
-        self._layout = list(layout) or [0] * group.size
+        self._layout, self._cut = list(layout) or [0] * group.size, list(cut)
+        self._stages = list(stages) or [0] * group.size
+        self._shared = f"stage{self._stages[group.rank]}.safetensors" if cut else _SHARED
         self._identity: dict[str, JSON] = json.loads(json.dumps(identity))
         self._refused: set[int] = set()
 
@@ -137,8 +148,9 @@ class Checkpoints:
         head = heads[0] | {"progress": json.loads(heads[0]["progress"])}
         saving = _Saving(final, head["save"])
         try:
-            parts = self._agree(task, CANNOT_WRITE, lambda: saving.write(shared, self._own, local))
+            parts = self._agree(task, CANNOT_WRITE, lambda: saving.write(shared, self._shared, self._own, local))
             head |= {"schema": SCHEMA, "ranks": self._ranks, "layout": self._layout, "identity": self._identity}
+            head |= {"stages": self._stages, "cut": self._cut} if self._cut else {}
             head["files"] = {name: entry for part in parts for name, entry in part.items()}
             self._agree(task, CANNOT_WRITE, lambda: saving.publish(head))
         except Failure:
@@ -210,7 +222,7 @@ class Checkpoints:
                 if (manifest := self._manifest(name, step))["best"] or not best:
                     found.append([step, manifest["save"], None, name])
             except Exception as error:
-                found.append([step, None, _why(error), name])
+                found.append([step, None, why(error), name])
         return found
 
     def _names(self) -> list[tuple[str, int]]:
@@ -221,7 +233,7 @@ class Checkpoints:
 
     def _manifest(self, name: str, step: int) -> dict[str, JSON]:
         """The checkpoint.json of a checkpoint that fits this run; else raises ValueError or OSError."""
-        manifest = _manifest(self._folder / name)
+        manifest = read_manifest(self._folder / name)
         if manifest["step"] != step:
             raise ValueError(f"the folder's name disagrees with the step in its {_MANIFEST}, {manifest['step']}")
         new = self._identity
@@ -234,17 +246,23 @@ class Checkpoints:
         """This rank's part of a checkpoint, or why it is refused."""
         try:
             folder, manifest = self._folder / name, self._manifest(name, step)
-            stated, own = manifest["files"], self._own
+            known, own, one = manifest["files"], self._own, self._shared
+            saved = (manifest["ranks"], manifest.get("layout", self._layout), _stages(manifest))
+            recut, stage = manifest.get("cut", []) != self._cut, self._stages[self._group.rank]
+            names = sorted(file for file in known if not _COMMON.fullmatch(file))
             others: list[Arrays] = []
-            if (manifest["ranks"], manifest.get("layout", self._layout)) != (self._ranks, self._layout):
-                others = [read(folder / file, stated[file]) for file in sorted(set(stated) - {_SHARED})]
-            elif own not in stated:  # this rank had died, and the others went on: it starts as one of those
-                own = min((file for file in stated if file != _SHARED and (folder / file).exists()), default=own)
-            shared = read(folder / _SHARED, stated[_SHARED])
-            local = read(folder / own, stated[own]) if len(others) in (0, self._ranks) else {}
-            return Loaded(step=step, shared=shared, local=local, progress=manifest["progress"], others=others), None
+            if recut or saved != (self._ranks, self._layout, self._stages):
+                kept = zip(names, _stages(manifest), strict=True)
+                others = [read(folder / file, known[file]) for file, of in kept if recut or of == stage]
+            elif own not in known:  # this rank had died, and the others went on: it starts as one of those
+                own = min((file for file in names if (folder / file).exists()), default=own)
+            shared = common(folder, manifest) if recut else read(folder / one, known[one])
+            same = not others or (saved[0] == self._ranks and not self._cut and not recut)
+            local = read(folder / own, known[own]) if same else {}
+            progress = manifest["progress"]
+            return Loaded(step=step, shared=shared, local=local, progress=progress, others=others, recut=recut), None
         except Exception as error:  # whatever it is: the other ranks wait in the gather
-            return None, _why(error)
+            return None, why(error)
 
     def _prune(self, step: int) -> None:
         """Remove what `step` replaced, and of this run's checkpoints up to it all but the last `keep` and the best.
@@ -263,30 +281,21 @@ class Checkpoints:
             shutil.rmtree((self._folder / name).rename(hidden), ignore_errors=True)  # so nobody ever sees a half one
 
 
-def trained_parameters(folder: Path) -> Arrays:
-    """What a run has learnt: the parameters, by name, of the best of its `checkpoints` folder, or of the newest if
-    none was saved as best. Read by one process, whatever ranks saved them. Raises Failure (BAD_DATA): none is valid.
-    """
-    candidates: list[tuple[bool, Path, dict[str, JSON]]] = []
-    reasons = []
-    for path in sorted(folder.glob("step-*"), reverse=True):
-        try:
-            manifest = _manifest(path)
-            candidates.append((not manifest["best"], path, manifest))
-        except (ValueError, OSError) as error:
-            reasons.append(f"{path.name}: {_why(error)}")
-    for _, path, manifest in sorted(candidates, key=lambda candidate: candidate[0]):
-        try:
-            arrays = read(path / _SHARED, manifest["files"][_SHARED])
-            prefix = "parameter."
-            return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
-        except (ValueError, OSError, KeyError) as error:
-            reasons.append(f"{path.name}: {_why(error)}")
-    told = f": {'; '.join(reasons)}" if reasons else ", or the run saved none (--checkpoint-epochs 0)"
-    raise Failure(f"{folder}: no valid checkpoint there{told}", BAD_DATA)
+def _stages(manifest: dict[str, JSON]) -> list[int]:
+    """Of each rank that saved."""
+    return list(manifest.get("stages") or [0] * manifest["ranks"])
 
 
-def _manifest(path: Path) -> dict[str, JSON]:
+def common(folder: Path, manifest: dict[str, JSON]) -> Arrays:
+    """What was equal on all ranks, of all stages. Raises ValueError, OSError."""
+    names = [f"stage{stage}.safetensors" for stage in sorted(set(_stages(manifest)))]
+    names = names if manifest.get("cut") else [_SHARED]
+    if missing := [name for name in names if name not in manifest["files"]]:
+        raise ValueError(f"{missing[0]} is on another host: only a folder that all hosts share holds all stages")
+    return {name: array for file in names for name, array in read(folder / file, manifest["files"][file]).items()}
+
+
+def read_manifest(path: Path) -> dict[str, JSON]:
     """The checkpoint.json of any run's checkpoint; raises ValueError or OSError."""
     try:
         manifest = files.from_json(files.read(path / _MANIFEST, _MANIFEST_BYTES))
@@ -313,25 +322,32 @@ class _Saving:
 
     def __init__(self, final: Path, token: str) -> None:
         self.final, self.writer, self.published = final, False, False
+        self.shared: dict[str, JSON] = {}
         self.temp = final.with_name(f".saving-{final.name}-{token}")
         self.replaced = final.with_name(f".replaced-{final.name}-{token}")
 
-    def write(self, shared: Arrays, own: str, local: Arrays) -> dict[str, JSON]:
-        """Write this rank's files; {name: {sha256, bytes}}."""
+    def write(self, shared: Arrays, name: str, own: str, local: Arrays) -> dict[str, JSON]:
+        """Write this rank's files, the shared one under `name`; {name: {sha256, bytes}}."""
         if not self.final.parent.is_dir():
             self.final.parent.mkdir(parents=True, exist_ok=True)
             files.sync(self.final.parent.parent)
         with contextlib.suppress(FileExistsError):  # another rank of this file system was faster
             self.temp.mkdir()
             self.writer = True
-        self.shared = {_SHARED: write(self.temp / _SHARED, pieces(shared))} if self.writer else {}
+        if self.writer or name != _SHARED:
+            with contextlib.suppress(FileExistsError):  # another rank of this stage was faster
+                self.shared = {name: write(self.temp / name, pieces(shared))}
         return self.shared | {own: write(self.temp / own, pieces(local))}
 
     def publish(self, manifest: dict[str, JSON]) -> None:
         """Complete the temp folder and give it its name."""
         if not self.writer:
             return
-        manifest["files"] |= self.shared  # of this file system: other processors may differ in the last bit
+        # Of what is common those of this file system: other processors may differ in the last bit.
+        names = [path.name for path in self.temp.iterdir() if _COMMON.fullmatch(path.name)]
+        common = {name: self.shared.get(name) or stated(self.temp / name) for name in names}
+        own = {name: each for name, each in manifest["files"].items() if not _COMMON.fullmatch(name)}
+        manifest["files"] = common | own
         manifest["digest"] = _digest(manifest)
         write(self.temp / _MANIFEST, [memoryview(json.dumps(manifest, indent=1).encode())])
         files.sync(self.temp)
@@ -377,7 +393,8 @@ def _told(reasons: list[str | None]) -> str:
     return reason if len(set(reasons)) == 1 else f"{reason} (rank {rank})"
 
 
-def _why(error: Exception) -> str:
+def why(error: Exception) -> str:
+    """An error of reading a checkpoint, for people."""
     if isinstance(error, FileNotFoundError):
         return f"{Path(error.filename).name} is missing (the folder is not hvdtrain's, or it was saved on other hosts)"
     if isinstance(error, OSError) and error.filename:

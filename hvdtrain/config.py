@@ -75,6 +75,20 @@ class Exchange:
     strategy: str = "allreduce"
     """How ranks exchange what they learn: SCHEDULE[:KEY=VALUE,...][+REDUCER[:KEY=VALUE,...]], Horovod's own or one made
     for slow networks; 'help' lists them, 'help:NAME' tells all about one"""
+    stages: int = bounded(1, least=1)
+    """Parts that the model is cut into, each on ranks of its own (pipeline parallelism); the ranks of a part exchange
+    gradients by --strategy"""
+    micro_batches: int | None = bounded(None, least=1)
+    """Parts in which a rank's batch goes through the model; their gradients add up, and BatchNorm sees one at a time
+    (default: 1, with stages 4)"""
+    cut_at: str | None = None
+    """LAYER,... that begin the second stage and the others, as --dry-run names them (default: measured)"""
+    stage_across: Literal["hosts", "ranks"] = "hosts"
+    """Stages on different hosts, whose activations then cross the network, or on the ranks of each host"""
+    stage_order: Literal["1f1b", "gpipe"] = "1f1b"
+    """Order of a stage: one forward, one backward, or all forward first, which holds more activations"""
+    activations: Literal["fp32", "bf16"] = "fp32"
+    """Numbers between stages, their gradients too; bf16 halves the bytes and rounds to 8 bits"""
     check_replicas: int = bounded(100, least=0)
     """Steps between two comparisons of the weights' checksums over ranks; 0: never"""
 
@@ -193,6 +207,12 @@ class BatchPlan:
     schedule: str
     shares: tuple[float, ...] | None = None
     """Of each rank in a global batch, relative to each other; rank_batch is the mean then. None: all take the same"""
+    stages: int = 1
+    """Ranks that hold the model together; `ranks` counts replicas of it"""
+    micro_batches: int = 1
+    """Parts of a rank's batch"""
+    cut: tuple[str, ...] = ()
+    """The layers that begin the stages but the first"""
 
     def learning_rate(self, step: int) -> float:
         """Learning rate of step `step` (counted from 0 over the whole run)."""
@@ -228,7 +248,14 @@ def batch_plan(
         warmup_steps=round(config.warmup_epochs * steps_per_epoch),
         schedule=config.schedule,
         shares=shares,
+        stages=config.stages,
+        micro_batches=micro_batches(config),
     )
+
+
+def micro_batches(config: TrainConfig) -> int:
+    """Parts of a rank's batch."""
+    return config.micro_batches or (1 if config.stages == 1 else 4)
 
 
 def flag(name: str) -> str:

@@ -23,19 +23,20 @@ def evaluate(
     split: Split,
     batch_size: int,
     world: World,
+    data: World,
     shares: Sequence[float] | None = None,
 ) -> tuple[float | None, dict[str, float], dict[str, np.ndarray]]:
     """Mean loss, scores and the measure's sums over the whole split, the same on all ranks; None, {} and {} for
     an empty split. Collective.
 
-    Each rank evaluates its own part of the split, even or by `shares`, in batches of `batch_size`. All use the
-    mean over ranks of the running statistics, weighted by the shares that they trained on, so the result does not
-    depend on who evaluates what.
+    `data`: the ranks among which the split is shared out, all of `world` where each has the whole model. Each of them
+    evaluates its own part, even or by `shares`, in batches of `batch_size`. All use the mean over ranks of the running
+    statistics, weighted by the shares that they trained on, so the result does not depend on who evaluates what.
     """
-    average_statistics(replica, world, shares)
+    average_statistics(replica, data, shares)
     totals = np.zeros(measure.size)
-    for batch in shard(split, batch_size=batch_size, rank=world.rank, size=world.size, shares=shares):
-        totals += (*replica.evaluate(batch), batch.weight)
+    for batch in shard(split, batch_size=batch_size, rank=data.rank, size=data.size, shares=shares):
+        totals += replica.evaluate(batch)
     totals = world.sum(totals, "evaluate.totals")
     return (*measure.means(totals), measure.by_name(totals)) if totals[-1] else (None, {}, {})
 

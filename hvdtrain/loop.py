@@ -42,7 +42,11 @@ samples give. Collective; all ranks get the same"""
 
 
 class Loop:
-    """One rank's training run in `folder`, which exists. All ranks call the same methods in the same order."""
+    """One rank's training run in `folder`, which exists. All ranks call the same methods in the same order.
+
+    `data`: the ranks among which the data are shared out, all of `world` where each has the whole model; `stage`: which
+    part of it this one has.
+    """
 
     def __init__(
         self,
@@ -52,6 +56,8 @@ class Loop:
         dataset: Parts,
         loader: Loader,
         world: World,
+        data: World,
+        stage: int,
         replica: Replica,
         strategy: Strategy,
         stop: StopSignal,
@@ -62,7 +68,7 @@ class Loop:
         self._measure, self._judge, self._precise_bn = measure, judge, precise_bn
         self._target = measure.target(run.config.goal) if run.config.goal else None
         self._about, self._config, self._plan = run, run.config, run.plan
-        self._dataset, self._loader, self._world = dataset, loader, world
+        self._dataset, self._loader, self._world, self._data = dataset, loader, world, data
         self._replica, self._strategy = replica, strategy
         self._folder, self._stop = folder, stop
         self._checkpoints = Checkpoints(
@@ -71,6 +77,8 @@ class Loop:
             keep=run.config.keep_checkpoints,
             identity=run.identity(),
             layout=world.gather(world.local_rank),
+            cut=[*run.plan.cut],
+            stages=world.gather(stage),
             report=self._say,
         )
         self._writer = observe.writer(run.config, folder, world.rank)
@@ -155,7 +163,7 @@ class Loop:
             data_s=clock.take("data"),
             compute_s=compute_s - (waited_s or 0.0),
             communication_s=None if waited_s is None else exchange_s + waited_s,
-            bytes_sent=sum(each.sent_bytes for each in done),
+            bytes_sent=self._replica.sent_bytes() + sum(each.sent_bytes for each in done),
             **done[0].notes,
             warmup=self._steps_here < WARMUP_STEPS or self._observers.distort(at.step),
         )
@@ -163,7 +171,7 @@ class Loop:
         self._spent.add(record)
         at.add(record, seconds=time.perf_counter() - began, samples=batch.total_weight, consumed=end)
         if check:
-            agreement.check(self._replica.state(), self._world)
+            agreement.check(self._replica.state(), self._data)
             self._check_due = False
         if self._steps_here == 0:
             self._first_step_s = process_age_s()
@@ -241,7 +249,7 @@ class Loop:
     def _evaluate(self, split: Split) -> tuple[float | None, dict[str, float], dict[str, Any]]:
         """What `evaluate` returns, with the judge's scores."""
         batch, shares = self._plan.rank_batch, self._plan.shares
-        loss, scores, sums = evaluate(self._replica, self._measure, split, batch, self._world, shares)
+        loss, scores, sums = evaluate(self._replica, self._measure, split, batch, self._world, self._data, shares)
         return loss, scores | self._judge(split) if self._judge and len(split) else scores, sums
 
     def _take_best(self) -> int:

@@ -91,21 +91,27 @@ def main(stop: world.StopSignal) -> int:
         measure=measures.Accuracy(),
         multiply_adds=resnet.multiply_adds(spec, height, width),
         dense={"fc.weight": 1},
+        layers=resnet.layers(spec, height, width),
     ).connect()
     if job is None:
         return exits.OK
 
-    # 5. Replica: the same weights from the same seed on every rank.
-    model: Any
-    if config.framework == "torch":
-        from hvdtrain.models.resnet_torch import ResNetTorch
+    # 5. Replica: the same weights from the same seed on every rank, or those of its part of the layers.
+    scope = job.data.tensorflow.scope
 
-        model = ResNetTorch(spec)
-    else:
+    def model(part: range | None) -> Any:
+        if config.framework == "torch":
+            from hvdtrain.models.resnet_torch import ResNetTorch
+
+            return ResNetTorch(spec, part)
         from hvdtrain.models.resnet_tf import ResNetTF
 
-        model = ResNetTF(spec, workload.compute_dtype(config), job.ranks.tensorflow.scope())
-    replica = job.replica(model, resnet.initial_state(spec, config.seed))
+        return ResNetTF(spec, workload.compute_dtype(config), scope(), part)
+
+    job = job.staged(model)
+    if job.part and job.part.start:
+        job = job.over(dataset.labels_only())
+    replica = job.replica(model(job.part), resnet.initial_state(spec, config.seed, job.part))
 
     # 6. Train, evaluate, save: every record goes to the run's folder; then the results, on stdout, once.
     return job.train(replica, stop, precise_bn=config.precise_bn)

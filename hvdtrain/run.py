@@ -63,6 +63,7 @@ def _identity(
         "strategy": strategies.lasting(config),
         "global_batch": plan["global_batch"],
         "seed": config["seed"],
+        **({"micro_batches": parts} if (parts := plan.get("micro_batches", 1)) > 1 else {}),
     }
 
 
@@ -304,10 +305,11 @@ def git_commit() -> str | None:
 def arithmetic(config: TrainConfig, plan: BatchPlan, facts: Mapping[str, Any]) -> str:
     """What a person wants to check before step 0, as text."""
     warmup = f", warm-up over {plan.warmup_steps} steps" if plan.warmup_steps else ""
+    one = "rank" if plan.stages == 1 else "replica"
     each = f"{plan.rank_batch - 1} or {plan.rank_batch}" if plan.global_batch % plan.ranks else plan.rank_batch
     lines = {
         **facts,
-        "batch": f"{each} samples per rank{' on average' if plan.shares else ''} x {plan.ranks} ranks = "
+        "batch": f"{each} samples per {one}{' on average' if plan.shares else ''} x {plan.ranks} {one}s = "
         f"{plan.global_batch} per step",
         "steps": f"{plan.steps_per_epoch} per epoch x {config.epochs} epochs = {plan.steps}",
         "learning rate": f"{plan.base_lr:g} = {plan.scaling}; {plan.schedule}{warmup}",

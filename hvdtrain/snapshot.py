@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hvdtrain.checkpoint import Loaded
-from hvdtrain.exits import BAD_DATA, Failure
+from hvdtrain.exits import BAD_CONFIG, BAD_DATA, Failure
 from hvdtrain.frameworks import Replica
 from hvdtrain.strategies import Strategy
 
@@ -50,15 +50,22 @@ def restore(loaded: Loaded, replica: Replica, strategy: Strategy) -> None:
 
 def handed_on(loaded: Loaded, strategy: Strategy) -> Arrays:
     """This rank's own part of what another number of ranks saved, or as many on other hosts: running statistics are
-    the ranks' mean, which is what evaluation uses; what becomes of its state the strategy says."""
+    the ranks' mean, which is what evaluation uses; what becomes of its state the strategy says. Raises Failure (78) for
+    state that belongs to other stages."""
     states = [
         {name.removeprefix("strategy."): array for name, array in each.items() if name.startswith("strategy.")}
         for each in loaded.others
     ]
+    if loaded.recut and any(states):
+        raise Failure(
+            f"checkpoint of step {loaded.step}: the state of its exchange belongs to the stages that it was made with; "
+            "give the same --stages and --cut-at",
+            BAD_CONFIG,
+        )
+    buffers = {name: array for each in loaded.others for name, array in each.items() if name.startswith("buffer.")}
     own = {name: array for name, array in loaded.local.items() if not name.startswith("strategy.")} or {
-        name: np.mean([each[name] for each in loaded.others], axis=0, dtype=array.dtype)
-        for name, array in loaded.others[0].items()
-        if name.startswith("buffer.")
+        name: np.mean([each[name] for each in loaded.others if name in each], axis=0, dtype=array.dtype)
+        for name, array in buffers.items()
     }
     return own | {f"strategy.{name}": array for name, array in strategy.handed_on(states).items()}
 

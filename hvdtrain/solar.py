@@ -114,19 +114,19 @@ def opened(config: SolarConfig, *, verify: bool = False) -> data.Windows:
     return data.windows(series, look=look, window=config.window, ahead=config.ahead, station=config.station)
 
 
-def made(framework: str, spec: mlp.MLPSpec | nets.CNNSpec, **settings: Any) -> Any:
-    """The network of a spec, without its values; `settings` are TensorFlow's."""
+def made(framework: str, spec: mlp.MLPSpec | nets.CNNSpec, part: range | None = None, **settings: Any) -> Any:
+    """The network of a spec, without its values, or a `part` of its layers; `settings` are TensorFlow's."""
     if framework == "torch":
         from hvdtrain.models import mlp_torch, solar_torch
 
         if isinstance(spec, nets.CNNSpec):
             return solar_torch.CNNTorch(spec)
-        return mlp_torch.MLPTorch(spec, solar_torch.forecast_error)
+        return mlp_torch.MLPTorch(spec, solar_torch.forecast_error, part)
     from hvdtrain.models import mlp_tf, solar_tf
 
     if isinstance(spec, nets.CNNSpec):
         return solar_tf.CNNTF(spec, **settings)
-    return mlp_tf.MLPTF(spec, solar_tf.forecast_error, **settings)
+    return mlp_tf.MLPTF(spec, solar_tf.forecast_error, part=part, **settings)
 
 
 def open_run(folder: Path, framework: str) -> tuple[Any, data.Windows]:
@@ -175,16 +175,22 @@ def main(stop: world.StopSignal) -> int:
         measure=Forecast(about["deviation_w_m2"]),
         multiply_adds=numbers.multiply_adds(spec),
         dense=numbers.dense(spec),
+        layers=mlp.layers(spec) if isinstance(spec, mlp.MLPSpec) else (),
     ).connect()
     if job is None:
         return exits.OK
 
-    # 5. Replica: the same weights from the same seed on every rank.
-    settings: dict[str, Any] = {}
-    if config.framework == "tensorflow":
-        settings = {"compute_dtype": workload.compute_dtype(config), "scope": job.ranks.tensorflow.scope()}
-    model = made(config.framework, spec, **settings)
-    replica = job.replica(model, numbers.initial_state(spec, config.seed))
+    # 5. Replica: the same weights from the same seed on every rank, or those of its part of the layers.
+    scope = job.data.tensorflow.scope
+
+    def model(part: range | None) -> Any:
+        if config.framework == "torch":
+            return made("torch", spec, part)
+        return made("tensorflow", spec, part, compute_dtype=workload.compute_dtype(config), scope=scope())
+
+    job = job.staged(model)
+    state = numbers.initial_state(spec, config.seed, *([job.part] if job.part else ()))
+    replica = job.replica(model(job.part), state)
 
     # 6. Train, evaluate, save: every record goes to the run's folder; then the results, on stdout, once.
     return job.train(replica, stop)

@@ -20,7 +20,29 @@ def opened(folder: Path, workload: str) -> tuple[records.Manifest, Arrays]:
     manifest = records.read_document(path)
     if not isinstance(manifest, records.Manifest) or manifest.workload != workload:
         raise Failure(f"{path}: no manifest of a run of hvdtrain.{workload}", exits.BAD_DATA)
-    return manifest, checkpoint.trained_parameters(folder / "checkpoints")
+    return manifest, best_parameters(folder / "checkpoints")
+
+
+def best_parameters(folder: Path) -> Arrays:
+    """What a run has learnt: the parameters, by name, of the best of its `checkpoints` folder, or of the newest if
+    none was saved as best. Read by one process, whatever ranks saved them. Raises Failure (65): none is valid.
+    """
+    candidates: list[tuple[bool, Path, dict[str, Any]]] = []
+    reasons = []
+    for path in sorted(folder.glob("step-*"), reverse=True):
+        try:
+            manifest = checkpoint.read_manifest(path)
+            candidates.append((not manifest["best"], path, manifest))
+        except (ValueError, OSError) as error:
+            reasons.append(f"{path.name}: {checkpoint.why(error)}")
+    for _, path, manifest in sorted(candidates, key=lambda candidate: candidate[0]):
+        try:
+            arrays, prefix = checkpoint.common(path, manifest), "parameter."
+            return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+        except (ValueError, OSError, KeyError) as error:
+            reasons.append(f"{path.name}: {checkpoint.why(error)}")
+    told = f": {'; '.join(reasons)}" if reasons else ", or the run saved none (--checkpoint-epochs 0)"
+    raise Failure(f"{folder}: no valid checkpoint there{told}", exits.BAD_DATA)
 
 
 def spec(folder: Path, manifest: records.Manifest, cls: type) -> Any:

@@ -13,19 +13,25 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 from hvdtrain import config as configuration
 from hvdtrain import exits, lock, observe, records, resume, run, strategies, threads, world
 from hvdtrain.arrays_file import Arrays
+from hvdtrain.collectives import Alone
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.loader import Loader
 from hvdtrain.exits import Failure
 from hvdtrain.frameworks import Replica, in_vector, resolve
 from hvdtrain.loop import Judge, Loop
 from hvdtrain.measures import Measure
+from hvdtrain.models.layers import Layer
+from hvdtrain.stages.cut import Cut, timed
+from hvdtrain.stages.pipe import Part, Pipe
+from hvdtrain.stages.plan import Stages
 from hvdtrain.strategies import Reducer, Strategy, catalogue, table
+from hvdtrain.strategies.payload import elements
 from hvdtrain.threads import Threads
 
 C = TypeVar("C", bound=TrainConfig)
@@ -67,6 +73,8 @@ class Workload:
     dense: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Which of the arrays are weights of dense layers, used by one product with rows of inputs alone (`F.linear`,
     `tf.matmul`): name -> rows per sample, on average"""
+    layers: Sequence[Layer] = ()
+    """The model as a row of layers, if it can be cut into stages: see `Job.staged`"""
 
     def connect(self) -> Job | None:
         """Connects the ranks; None if the config asks for a dry run or the list of strategies, which are then shown.
@@ -74,18 +82,27 @@ class Workload:
         Collective. Raises Failure (78) if settings do not fit together, the data, the launcher or the other ranks.
         """
         config, place = self.config, self.place
-        shapes = in_vector(config.framework, self.shapes.values())
-        batch = resume.global_batch(config, place.size)
-        rows = [self.dense.get(name, 0) * -(-batch // place.size) for name in self.shapes]
-        layout = strategies.Layout(ranks=place.size, hosts=-(-place.size // place.local_size), rows=rows)
+        stages = Stages.of(config, place, self.layers, self.model_words)
+        shapes, replicas = in_vector(config.framework, self.shapes.values()), stages.grid.replicas
+        batch = resume.global_batch(config, replicas)
+        rows = [self.dense.get(name, 0) * -(-batch // replicas) for name in self.shapes]
+        layout = stages.layout(rows)
         if catalogue.asked(config.strategy):
             catalogue.show(config.strategy, shapes, layout)
             return None
         exchange = strategies.chosen(config)
-        shares = exchange.shares(place.size)
-        train = self.dataset.train
-        loader = Loader(train, global_batch=batch, rank=place.rank, size=place.size, seed=config.seed, shares=shares)
-        plan = configuration.batch_plan(config, place.size, batch, loader.steps_per_epoch, shares)
+        stages.check(exchange)
+        shares = exchange.shares(replicas)
+        loader = Loader(
+            self.dataset.train,
+            global_batch=batch,
+            rank=stages.data,
+            size=replicas,
+            seed=config.seed,
+            shares=shares,
+            micro_batches=configuration.micro_batches(config),
+        )
+        plan = configuration.batch_plan(config, replicas, batch, loader.steps_per_epoch, shares)
         observe.check(config, plan.steps, place)
         if config.goal:
             self.measure.target(config.goal)
@@ -99,6 +116,10 @@ class Workload:
         }
         if ways := exchange.cost(shapes, layout).ways:
             facts["of which"] = "; ".join(ways)
+        if config.stages > 1:
+            cut = stages.guessed()
+            shapes = max((self.of_stage(cut, stage) for stage in range(config.stages)), key=elements)
+            facts |= self.told(stages, cut, plan.rank_batch) | {"exchange": exchange.fact(shapes, layout)}
         if exchange.strategy.divides:
             facts["shares"] = run.show_shares(plan.shares, loader.rank_samples)
         splits = {split: len(getattr(self.dataset, split)) for split in ("train", "validation", "test")}
@@ -113,10 +134,40 @@ class Workload:
             if place.rank == 0:
                 run.show_dry_run(about, facts, exchange.cost(shapes, layout))
             return None
-        ranks, device = connected(config, place, used)
-        strategy = strategies.make(config, ranks, shapes)
+        ranks, device = connected(config, place, used, parted=stages.parted)
+        data = (
+            ranks.along(stages.grid.holders(stages.stage), "streams", device != "cpu") if config.stages > 1 else ranks
+        )
+        strategy = strategies.make(config, data, shapes)
         strategy.plan(layout)
-        return Job(about, facts, self.dataset, loader, self.measure, ranks, strategy, device, used.count)
+        return Job(
+            about,
+            facts,
+            self.dataset,
+            loader,
+            self.measure,
+            ranks,
+            strategy,
+            device,
+            used.count,
+            work=self,
+            data=data,
+            stages=stages,
+            pipe=Pipe() if stages.parted else None,
+        )
+
+    def of_stage(self, cut: Cut, stage: int) -> list[tuple[int, ...]]:
+        """Shapes of a stage's trained arrays, as they lie in its vector."""
+        return self.of_arrays(cut.arrays(stage))
+
+    def of_arrays(self, names: Iterable[str]) -> list[tuple[int, ...]]:
+        """Shapes of those that are trained among them, as they lie in a vector."""
+        return in_vector(self.config.framework, [self.shapes[name] for name in names if name in self.shapes])
+
+    def told(self, stages: Stages, cut: Cut, rank_batch: int) -> dict[str, str]:
+        """What there is to show of the stages."""
+        sizes = [elements(self.of_stage(cut, stage)) for stage in range(stages.grid.stages)]
+        return stages.facts(cut, sizes, rank_batch)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,16 +185,66 @@ class Job:
     device: str
     """This rank's"""
     threads: int
+    work: Workload
+    data: world.World
+    """The ranks with the same part of the model: all, if it is whole"""
+    stages: Stages
+    pipe: Pipe | None
+    """What a step goes through in parts, if it does"""
+    part: range | None = None
+    """The layers of this rank's stage; None: all"""
 
     def over(self, dataset: Any) -> Job:
         """The same with the same items seen in another way, as features, say."""
         return dataclasses.replace(self, dataset=dataset, loader=self.loader.over(dataset.train))
 
+    def staged(self, model: Callable[[range | None], Any]) -> Job:
+        """The same with this rank's `part` of the model; collective. `model` makes one of these layers, None: all.
+
+        Without --cut-at every rank times each layer, forward and backward. Raises Failure (69, 78).
+        """
+        config, grid, plan = self.about.config, self.stages.grid, self.about.plan
+        if config.stages == 1:
+            return self
+        kept = self.ranks.gather(resume.kept_cut(config))[0]
+        cut = self.stages.measured(self.ranks, kept, lambda: self._seconds(model))
+        stage, shapes = self.stages.stage, self.work.of_stage(cut, self.stages.stage)
+        facts = self.work.told(self.stages, cut, plan.rank_batch)
+        if grid.replicas > 1:
+            facts["exchange"] = strategies.chosen(config).fact(shapes, self.stages.layout())
+        else:
+            facts["exchange"] = "none: one replica of each stage"
+        strategy = strategies.make(config, self.data, shapes)
+        strategy.plan(self.stages.layout())
+        return dataclasses.replace(
+            self,
+            about=dataclasses.replace(self.about, plan=dataclasses.replace(plan, cut=cut.names)),
+            facts={**self.facts, **facts},
+            strategy=strategy,
+            pipe=self.stages.connected(self.ranks, cut),
+            part=cut.part(stage),
+        )
+
+    def _seconds(self, model: Callable[[range | None], Any]) -> list[float]:
+        """Of each layer by itself, forward and backward, for a sample of a micro-batch."""
+        config, layers = self.about.config, self.stages.layers
+        alone = world.World(config.framework, carrier="streams", met=world.Met.by(Alone()))
+
+        def part(number: int) -> Part:
+            shapes = self.work.of_arrays(layers[number].arrays)
+            strategy = strategies.parse(table.DEFAULT_REDUCER).make(config, alone, shapes)
+            pipe = Pipe(int(number == len(layers) - 1), 2)
+            made = model(range(number, number + 1))
+            return cast(Part, replica_of(made, config, alone, strategy, self.device, self.measure, pipe))
+
+        batch = self.loader.first_of(None)
+        return timed(part, layers, (batch.parts or (batch,))[0])
+
     def replica(self, model: Any, state: Arrays) -> Replica:
         """The model on its device with its optimizer, in the state that all ranks agree on: arrays by name, all
         parameters and perhaps some that are each rank's own. Collective. Raises Failure (78): see `statistics_of`."""
-        replica = replica_of(model, self.about.config, self.ranks, self.strategy, self.device, self.measure)
-        agreed = self.ranks.agreed(state)
+        replica = replica_of(model, self.about.config, self.data, self.strategy, self.device, self.measure, self.pipe)
+        agreed = self.data.agreed(state)
         own = agreed.keys() & replica.local_state().keys()
         replica.load({f"parameter.{name}": array for name, array in agreed.items() if name not in own})
         replica.load_local({name: agreed[name] for name in own})
@@ -200,6 +301,8 @@ class Job:
             dataset=self.dataset,
             loader=loader,
             world=ranks,
+            data=self.data,
+            stage=self.stages.stage,
             replica=replica,
             strategy=self.strategy,
             stop=stop,
@@ -217,16 +320,24 @@ class Job:
                     print(f"hvdtrain: {tip}", file=sys.stderr, flush=True)
         if summary is not None:
             summary = records.Summary(**ranks.gather(dataclasses.asdict(summary))[0])
+        if self.pipe is not None:
+            self.pipe.leave()
+        if self.data is not ranks:
+            self.data.leave()
         ranks.leave()
         lock.release()
         return summary
 
 
-def connected(config: TrainConfig, place: world.Place, used: Threads) -> tuple[world.World, str]:
-    """The ranks, and this one's device. Collective. Raises Failure (78) if the strategy does not go with the launcher,
-    or ranks have other settings than rank 0."""
+def connected(
+    config: TrainConfig, place: world.Place, used: Threads, *, parted: bool = False
+) -> tuple[world.World, str]:
+    """The ranks, and this one's device. Collective. `parted`: a step goes through the model in parts, which streams
+    carry. Raises Failure (78) if the strategy does not go with the launcher, or ranks have other settings than rank 0.
+    """
     strategy = strategies.chosen(config).strategy
-    if strategy.carrier == "horovod" and place.launcher == "torchrun":
+    carrier = "streams" if parted else strategy.carrier
+    if carrier == "horovod" and place.launcher == "torchrun":
         first, *others = [name for name in table.names(Strategy) if table.found(name).carrier != "horovod"]
         raise Failure(
             f"--strategy {config.strategy} is Horovod's, whose ranks torchrun cannot connect: give --strategy "
@@ -240,24 +351,41 @@ def connected(config: TrainConfig, place: world.Place, used: Threads) -> tuple[w
     else:
         from hvdtrain.frameworks.tensorflow import prepare
     device = prepare(config.device, place.local_rank, used.count, one_each=strategy.divides)
-    ranks = world.World(
-        config.framework, gpu=device != "cpu", carrier=strategy.carrier, timeline=config.horovod_timeline
-    )
+    ranks = world.World(config.framework, gpu=device != "cpu", carrier=carrier, timeline=config.horovod_timeline)
     run.check_alike(config, ranks)
     return ranks, device
 
 
 def replica_of(
-    model: Any, config: TrainConfig, ranks: world.World, strategy: Strategy, device: str, measure: Measure
-) -> Replica:
-    """The model on its device with its optimizer, as the framework of the config makes it."""
+    model: Any,
+    config: TrainConfig,
+    ranks: world.World,
+    strategy: Strategy,
+    device: str,
+    measure: Measure,
+    pipe: Pipe | None = None,
+) -> Any:
+    """The model on its device with its optimizer, as the framework of the config makes it: a `frameworks.Replica`, and
+    a `stages.pipe.Part` with a `pipe`."""
+    told: dict[str, Any] = {
+        "device": device,
+        "config": config,
+        "world": ranks,
+        "strategy": strategy,
+        "measure": measure,
+    }
+    made: Any
     if config.framework == "torch":
-        from hvdtrain.frameworks.pytorch import TorchReplica
+        from hvdtrain.frameworks.pytorch import TorchReplica as made
 
-        return TorchReplica(model, device=device, config=config, world=ranks, strategy=strategy, measure=measure)
-    from hvdtrain.frameworks.tensorflow import TensorFlowReplica
+        if pipe is not None:
+            from hvdtrain.frameworks.pipeline_torch import PipelineTorch as made
+    else:
+        from hvdtrain.frameworks.tensorflow import TensorFlowReplica as made
 
-    return TensorFlowReplica(model, device=device, config=config, world=ranks, strategy=strategy, measure=measure)
+        if pipe is not None:
+            from hvdtrain.frameworks.pipeline_tensorflow import PipelineTensorFlow as made
+    return made(model, **told) if pipe is None else made(model, **told, pipe=pipe)
 
 
 def compute_dtype(config: TrainConfig) -> Any:

@@ -19,7 +19,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, cast
@@ -38,8 +38,9 @@ from hvdtrain.collectives import (
     TorchCollectives,
     lost_peer,
 )
+from hvdtrain.collectives.channel import Channel, neighbours
 from hvdtrain.collectives.horovod_ranks import HorovodRanks
-from hvdtrain.collectives.meeting import meet
+from hvdtrain.collectives.meeting import Along, meet
 from hvdtrain.collectives.servers import ServerRanks
 from hvdtrain.collectives.streams import StreamRanks
 from hvdtrain.exits import Failure
@@ -154,6 +155,17 @@ class World:
         self._ranks.leave()
         if not self._met_before:
             self._met.meeting.leave()
+
+    # --- some of the ranks --------------------------------------------------------------------------------------
+
+    def along(self, ranks: Sequence[int], carrier: Carrier, gpu: bool) -> World:
+        """The ranks `ranks`, of which this is one, as a world of their own. Collective: each rank gives its own."""
+        group = Met(Along(self._met.meeting, ranks), self._met.sentinel, self._met.reach)
+        return World(self.framework, gpu, carrier=carrier, met=group)
+
+    def neighbours(self, before: int | None, after: int | None) -> list[Channel | None]:
+        """Connections to two other ranks of this world, None for none. Collective."""
+        return neighbours(self._met.meeting, self._met.reach, before, after)
 
     # --- collectives on small host arrays -----------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ import socket
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvdtrain import exits
@@ -224,6 +224,25 @@ class TorchrunMeeting(StoreMeeting):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"nothing from ranks {sorted(missing)} for {PATIENCE_S:g} s")
         return mine
+
+
+class Along:
+    """Some ranks of a meeting, in this order, as a meeting of their own. All ranks of the whole make one, each with
+    the ranks among which it is, and gather at the same times."""
+
+    def __init__(self, whole: Meeting, ranks: Sequence[int]) -> None:
+        self._whole, self._ranks = whole, ranks
+        self.rank, self.size, self.secret = ranks.index(whole.rank), len(ranks), whole.secret
+        names = self.gather(socket.gethostname().encode())
+        here = [rank for rank, name in enumerate(names) if name == names[self.rank]]
+        self.local_rank, self.local_size = here.index(self.rank), len(here)
+
+    def gather(self, mine: bytes) -> list[bytes]:
+        found = self._whole.gather(mine)
+        return [found[rank] for rank in self._ranks]
+
+    def leave(self) -> None:
+        """The whole is left by whoever made it."""
 
 
 def reserved_port(first: int) -> socket.socket:

@@ -11,6 +11,7 @@ of captions (hvdtrain.captions.dataset) holds what the model sees of their pictu
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -77,6 +78,10 @@ class ImageSplit:
     def order(self, stream: np.random.Generator, borders: Sequence[int]) -> NDArray[np.int64]:
         return stream.permutation(len(self))
 
+    def labels_only(self) -> ImageSplit:
+        """The same items without pixels, for a rank whose part of the model does not see them."""
+        return dataclasses.replace(self, samples=np.empty((len(self.labels), 0, 0, 0), np.float32), size=None)
+
     def batch(self, mine: NDArray[np.int64], everyones: NDArray[np.int64], key: int | None) -> Batch:
         images = np.empty((len(mine), *self.image_shape), np.float32)
         rows = mine if self.rows is None else self.rows[mine]
@@ -97,6 +102,11 @@ class Dataset:
     fingerprint: str
     """SHA-256 that changes whenever a sample, a label, a class name or the cut does."""
 
+    def labels_only(self) -> Dataset:
+        """See `ImageSplit.labels_only`."""
+        splits = {name: getattr(self, name).labels_only() for name in ("train", "validation", "test")}
+        return dataclasses.replace(self, **splits)
+
     @property
     def image_shape(self) -> tuple[int, int, int]:
         """(height, width, channels) of every image."""
@@ -114,6 +124,8 @@ class Batch:
     """Samples of this rank in this step: images (n), or tokens to be predicted."""
     total_weight: int
     """Samples of all ranks in this step: a sum of losses divided by it, summed over ranks, is the exact mean."""
+    parts: tuple[Batch, ...] = ()
+    """The micro-batches that this batch is cut into, which then hold its arrays; empty: it is whole."""
 
 
 def halves(key: int | None) -> NDArray[np.int64]:

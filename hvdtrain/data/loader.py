@@ -41,17 +41,27 @@ class Loader:
 
     `global_batch` is the number of samples in a step of all `size` ranks; where a short end was joined it is up to two
     per rank more. With `shares`, one positive number per rank, ranks get samples in the proportion of their shares.
+    Each batch comes in `micro_batches` parts, in fewer where they would have less than two samples (BatchNorm).
     Raises Failure (BAD_CONFIG) when a step, or the split, has too few samples for so many ranks.
     """
 
     def __init__(
-        self, split: Split, *, global_batch: int, rank: int, size: int, seed: int, shares: Sequence[float] | None = None
+        self,
+        split: Split,
+        *,
+        global_batch: int,
+        rank: int,
+        size: int,
+        seed: int,
+        shares: Sequence[float] | None = None,
+        micro_batches: int = 1,
     ) -> None:
         if global_batch < size:
             raise Failure(
                 f"a step of {global_batch} samples is too few for {size} ranks: use at most {global_batch}", BAD_CONFIG
             )
         self._split, self._rank, self._size, self._seed = split, rank, size, seed
+        self._micro_batches = micro_batches
         self._global_batch, self._least = global_batch, _least(global_batch, size)
         self._ends = self.ends()
         self._parts = _parts(size, shares)
@@ -106,8 +116,23 @@ class Loader:
         for step, (begin, end) in enumerate(itertools.pairwise([start, *self.ends(start)]), start=first):
             everyones = order[begin:end]
             cuts = _cuts(len(everyones), self._parts, self._least)
-            key = np.random.SeedSequence([self._seed, number, step, self._rank]).generate_state(1, np.uint64)[0]
-            yield self._split.batch(everyones[cuts[self._rank] : cuts[self._rank + 1]], everyones, int(key))
+            mine, name = everyones[cuts[self._rank] : cuts[self._rank + 1]], [self._seed, number, step, self._rank]
+            count = max(1, min(self._micro_batches, len(mine) // 2))
+            if count == 1:
+                yield self._split.batch(mine, everyones, _key(name))
+                continue
+            borders = [len(mine) * part // count for part in range(count + 1)]
+            parts = tuple(
+                self._split.batch(mine[begin:end], everyones, _key([*name, part]))
+                for part, (begin, end) in enumerate(itertools.pairwise(borders))
+            )
+            weight = sum(part.weight for part in parts)
+            yield Batch(arrays=(), weight=weight, total_weight=parts[0].total_weight, parts=parts)
+
+
+def _key(name: Sequence[int]) -> int:
+    """64 bits that depend on all these numbers."""
+    return int(np.random.SeedSequence(name).generate_state(1, np.uint64)[0])
 
 
 def shard(

@@ -39,12 +39,16 @@ class Replica(Factored, Protocol):
         """
         ...
 
+    def sent_bytes(self) -> int:
+        """Payload that the last `backward` sent to other stages of the model."""
+        ...
+
     def observe(self, batch: Batch) -> None:
         """Forward as in training: running statistics see the batch, and nothing else is learnt."""
 
     def evaluate(self, batch: Batch) -> np.ndarray:
-        """Of this rank's batch, (measure.size - 1,) float64: the sum of losses and the measure's sums. Nothing is
-        learnt from it."""
+        """Of this rank's batch, (measure.size,) float64: the sum of losses, the measure's sums, and samples. Nothing is
+        learnt from it. Zeros from a stage that is not the last."""
         ...
 
     def state(self) -> dict[str, np.ndarray]:

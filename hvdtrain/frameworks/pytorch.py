@@ -167,6 +167,9 @@ class TorchReplica:
     def waited_s(self) -> float | None:
         return self._step.waited_s()
 
+    def sent_bytes(self) -> int:
+        return 0
+
     @torch.no_grad()
     def observe(self, batch: Batch) -> None:
         self._model.train()
@@ -178,7 +181,7 @@ class TorchReplica:
         self._model.eval()
         with self._autocast:
             loss, sums = self._model.loss(*self._tensors(batch))
-        return np.asarray(torch.cat(self._numbers(loss.double(), sums)).cpu().numpy())
+        return np.append(torch.cat(self._numbers(loss.double(), sums)).cpu().numpy(), batch.weight)
 
     def state(self) -> dict[str, np.ndarray]:
         arrays = {f"parameter.{name}": p.detach().cpu().numpy() for name, p in self._parameters.items()}

@@ -237,11 +237,14 @@ class TensorFlowReplica:
     def waited_s(self) -> float | None:
         return None if self._in_backward else 0.0
 
+    def sent_bytes(self) -> int:
+        return 0
+
     def observe(self, batch: Batch) -> None:
         self._forward(batch, training=True)
 
     def evaluate(self, batch: Batch) -> np.ndarray:
-        return np.asarray(self._forward(batch, training=False).numpy())
+        return np.append(self._forward(batch, training=False).numpy(), batch.weight)
 
     def _forward(self, batch: Batch, training: bool) -> tf.Tensor:
         arrays = [tf.constant(array) for array in batch.arrays]

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.exits import BAD_CONFIG, Failure
+from hvdtrain.models.layers import Layer
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -44,13 +45,27 @@ class MLPSpec:
         return (self.inputs, *self.hidden, self.outputs)
 
 
-def parameters(spec: MLPSpec) -> Shapes:
-    """Name and shape of every trained array, in the order of the layers."""
+def parameters(spec: MLPSpec, part: range | None = None) -> Shapes:
+    """Name and shape of every trained array, in the order of the layers; `part`: of these `layers` only."""
     shapes: Shapes = {}
     for number, (inputs, outputs) in enumerate(itertools.pairwise(spec.sizes)):
-        shapes[f"layers.{number}.weight"] = (outputs, inputs)
-        shapes[f"layers.{number}.bias"] = (outputs,)
+        if part is None or number in part:
+            shapes[f"layers.{number}.weight"] = (outputs, inputs)
+            shapes[f"layers.{number}.bias"] = (outputs,)
     return shapes
+
+
+def layers(spec: MLPSpec) -> list[Layer]:
+    """The network as a row of layers; the ReLU behind one belongs to the next."""
+    return [
+        Layer(
+            name=f"layers.{number}",
+            arrays=(f"layers.{number}.weight", f"layers.{number}.bias"),
+            output=(outputs,),
+            multiply_adds=inputs * outputs,
+        )
+        for number, (inputs, outputs) in enumerate(itertools.pairwise(spec.sizes))
+    ]
 
 
 def parameter_count(spec: MLPSpec) -> int:
@@ -69,8 +84,8 @@ def multiply_adds(spec: MLPSpec) -> float:
     return sum(inputs * outputs for inputs, outputs in pairs) / len(pairs)
 
 
-def initial_state(spec: MLPSpec, seed: int) -> dict[str, NDArray[np.float32]]:
-    """Parameters before the first step, float32, a pure function of `spec` and `seed`.
+def initial_state(spec: MLPSpec, seed: int, part: range | None = None) -> dict[str, NDArray[np.float32]]:
+    """Parameters before the first step, float32, a pure function of `spec` and `seed`; `part`: of these layers.
 
     Keras' distributions, which Martin (2019) used: weights Glorot's uniform within +-sqrt(6 / (in + out)), biases 0.
     Each array has a random stream of its own, keyed by its name. Raises Failure (BAD_CONFIG) for a negative seed.
@@ -78,7 +93,7 @@ def initial_state(spec: MLPSpec, seed: int) -> dict[str, NDArray[np.float32]]:
     if seed < 0:
         raise Failure(f"model: seed is {seed}; give 0 or more", BAD_CONFIG)
     state: dict[str, NDArray[np.float32]] = {}
-    for name, shape in parameters(spec).items():
+    for name, shape in parameters(spec, part).items():
         if len(shape) == 1:
             state[name] = np.zeros(shape, np.float32)
             continue

@@ -44,18 +44,21 @@ class MLPTF(tf.Module):
         loss: Loss,
         compute_dtype: tf.DType = tf.float32,
         scope: AbstractContextManager[Any] | None = None,
+        part: range | None = None,
     ) -> None:
-        """`scope`: of a tf.distribute strategy that is to hold `weights`."""
+        """`scope`: of a tf.distribute strategy that is to hold `weights`; `part`: these layers (`mlp.layers`) alone."""
         super().__init__()
         self.compute_dtype, self._loss = compute_dtype, loss
+        self._first = part.start if part else 0
+        shapes = parameters(spec, part)
         with scope or contextlib.nullcontext():
-            self.weights = {name: tf.Variable(tf.zeros(shape), name=name) for name, shape in parameters(spec).items()}
+            self.weights = {name: tf.Variable(tf.zeros(shape), name=name) for name, shape in shapes.items()}
 
-    def __call__(self, x: tf.Tensor) -> tf.Tensor:
-        """(N, outputs) float32 of x (N, inputs)."""
+    def __call__(self, x: tf.Tensor, training: bool = False) -> tf.Tensor:
+        """(N, outputs) float32 of x (N, inputs); of a part, what its layers make of what those before made."""
         x = tf.cast(x, self.compute_dtype)
         arrays = [tf.cast(array, self.compute_dtype) for array in self.weights.values()]
-        for number, (weight, bias) in enumerate(zip(arrays[::2], arrays[1::2], strict=True)):
+        for number, (weight, bias) in enumerate(zip(arrays[::2], arrays[1::2], strict=True), start=self._first):
             x = tf.matmul(x if number == 0 else tf.nn.relu(x), weight, transpose_b=True) + bias
         return tf.cast(x, tf.float32)
 

@@ -37,20 +37,21 @@ class MLPTorch(nn.Module):
     `state_dict()` has exactly the names and shapes of `mlp.parameters`; its values are arbitrary until they are loaded.
     """
 
-    def __init__(self, spec: MLPSpec, loss: Loss) -> None:
+    def __init__(self, spec: MLPSpec, loss: Loss, part: range | None = None) -> None:
+        """`part`: these layers (`mlp.layers`) alone."""
         super().__init__()
-        self.layers = nn.ModuleList(
-            skip_init(nn.Linear, inputs, outputs) for inputs, outputs in itertools.pairwise(spec.sizes)
-        )
+        sizes = list(itertools.pairwise(spec.sizes))
+        numbers = part or range(len(sizes))
+        self.layers = nn.ModuleDict({str(number): skip_init(nn.Linear, *sizes[number]) for number in numbers})
         self._loss = loss
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, outputs) float32 of x (N, inputs)."""
-        *hidden, last = self.layers
-        for layer in hidden:
-            x = F.relu_(layer(x))
-        outputs: Tensor = last(x)
-        return outputs.float()
+        """(N, outputs) float32 of x (N, inputs); of a part, what its layers make of what those before made."""
+        for number, layer in self.layers.items():
+            if number != "0":
+                x = F.relu(x) if x.is_leaf else F.relu_(x)
+            x = layer(x)
+        return x.float()
 
     @torch.inference_mode()
     def outputs(self, x: np.ndarray) -> np.ndarray:

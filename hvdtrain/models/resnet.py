@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.exits import BAD_CONFIG, Failure
+from hvdtrain.models.layers import Layer
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -109,6 +110,7 @@ class ConvNorm:
 class Block:
     """relu(second(relu(first(x))) + shortcut(x)); a shortcut of None is the identity."""
 
+    name: str
     first: ConvNorm
     second: ConvNorm
     shortcut: ConvNorm | None
@@ -124,10 +126,15 @@ class Plan:
     classes: int
 
     @property
+    def rows(self) -> tuple[tuple[str, tuple[ConvNorm, ...]], ...]:
+        """What follows each other: the stem and each block, with its convolutions in torchvision's order."""
+        blocks = [(each.name, (each.first, each.second, each.shortcut)) for each in self.blocks]
+        return (("stem", (self.stem,)), *((name, tuple(filter(None, layers))) for name, layers in blocks))
+
+    @property
     def convolutions(self) -> tuple[ConvNorm, ...]:
         """Every convolution with its BatchNorm, in torchvision's order."""
-        in_blocks = chain.from_iterable((block.first, block.second, block.shortcut) for block in self.blocks)
-        return (self.stem, *(layer for layer in in_blocks if layer))
+        return tuple(chain.from_iterable(layers for _, layers in self.rows))
 
 
 def plan(spec: ResNetSpec) -> Plan:
@@ -147,6 +154,7 @@ def plan(spec: ResNetSpec) -> Plan:
 def _block(name: str, inputs: int, outputs: int, stride: int) -> Block:
     shortcut = ConvNorm(f"{name}.downsample.0", f"{name}.downsample.1", inputs, outputs, size=1, stride=stride)
     return Block(
+        name,
         first=ConvNorm(f"{name}.conv1", f"{name}.bn1", inputs, outputs, size=3, stride=stride),
         second=ConvNorm(f"{name}.conv2", f"{name}.bn2", outputs, outputs, size=3, stride=1),
         shortcut=None if (inputs, stride) == (outputs, 1) else shortcut,
@@ -157,25 +165,39 @@ def _block(name: str, inputs: int, outputs: int, stride: int) -> Block:
 # The arrays.
 
 
-def parameters(spec: ResNetSpec) -> Shapes:
-    """Name and shape of every trained array, in torchvision's order."""
-    network = plan(spec)
-    shapes: Shapes = {}
-    for layer in network.convolutions:
-        shapes[f"{layer.conv}.weight"] = (layer.outputs, layer.inputs, layer.size, layer.size)
-        shapes[f"{layer.norm}.weight"] = (layer.outputs,)
-        shapes[f"{layer.norm}.bias"] = (layer.outputs,)
-    shapes["fc.weight"] = (network.classes, network.features)
-    shapes["fc.bias"] = (network.classes,)
+def _trained(layer: ConvNorm) -> Shapes:
+    return {
+        f"{layer.conv}.weight": (layer.outputs, layer.inputs, layer.size, layer.size),
+        f"{layer.norm}.weight": (layer.outputs,),
+        f"{layer.norm}.bias": (layer.outputs,),
+    }
+
+
+def _running(layer: ConvNorm) -> Shapes:
+    return {f"{layer.norm}.running_mean": (layer.outputs,), f"{layer.norm}.running_var": (layer.outputs,)}
+
+
+def _convolutions(spec: ResNetSpec, part: range | None) -> list[ConvNorm]:
+    """Those of the layers numbered `part`, of all for None."""
+    rows = plan(spec).rows
+    return [layer for number, (_, found) in enumerate(rows) if part is None or number in part for layer in found]
+
+
+def parameters(spec: ResNetSpec, part: range | None = None) -> Shapes:
+    """Name and shape of every trained array, in torchvision's order; `part`: of these `layers` only."""
+    network, shapes = plan(spec), Shapes()
+    for layer in _convolutions(spec, part):
+        shapes |= _trained(layer)
+    if part is None or len(network.rows) in part:
+        shapes |= {"fc.weight": (network.classes, network.features), "fc.bias": (network.classes,)}
     return shapes
 
 
-def buffers(spec: ResNetSpec) -> Shapes:
-    """Name and shape of every BatchNorm running statistic, in torchvision's order."""
-    shapes: Shapes = {}
-    for layer in plan(spec).convolutions:
-        shapes[f"{layer.norm}.running_mean"] = (layer.outputs,)
-        shapes[f"{layer.norm}.running_var"] = (layer.outputs,)
+def buffers(spec: ResNetSpec, part: range | None = None) -> Shapes:
+    """Name and shape of every BatchNorm running statistic, in torchvision's order; `part`: of these `layers` only."""
+    shapes = Shapes()
+    for layer in _convolutions(spec, part):
+        shapes |= _running(layer)
     return shapes
 
 
@@ -184,21 +206,35 @@ def parameter_count(spec: ResNetSpec) -> int:
     return sum(math.prod(shape) for shape in parameters(spec).values())
 
 
+def layers(spec: ResNetSpec, height: int, width: int) -> list[Layer]:
+    """The network as a row of layers, for images of this size: the stem, each block, and `fc`."""
+    network, found = plan(spec), list[Layer]()
+    for name, convolutions in network.rows:
+        height, width = (-(-side // convolutions[0].stride) for side in (height, width))
+        work = sum(layer.multiply_adds(height, width) for layer in convolutions)
+        if name == "stem":
+            height, width = (-(-side // POOL_STRIDE) for side in (height, width))
+        arrays = [array for layer in convolutions for array in (*_trained(layer), *_running(layer))]
+        output = (height, width, convolutions[0].outputs)
+        found.append(Layer(name=name, arrays=tuple(arrays), output=output, multiply_adds=work))
+    last = Layer(
+        name="fc",
+        arrays=("fc.weight", "fc.bias"),
+        output=(network.classes,),
+        multiply_adds=network.features * network.classes,
+    )
+    return [*found, last]
+
+
 def multiply_adds(spec: ResNetSpec, height: int, width: int) -> float:
     """Multiply-adds of one convolution for one image, forward, mean over the network; threads are chosen by it."""
-    network, work = plan(spec), 0
-    height, width = (-(-side // STEM.stride) for side in (height, width))
-    work += network.stem.multiply_adds(height, width)
-    height, width = (-(-side // POOL_STRIDE) for side in (height, width))
-    for block in network.blocks:
-        height, width = (-(-side // block.first.stride) for side in (height, width))
-        layers = (block.first, block.second, block.shortcut)
-        work += sum(layer.multiply_adds(height, width) for layer in layers if layer)
-    return work / len(network.convolutions)
+    work = sum(layer.multiply_adds for layer in layers(spec, height, width)[:-1])
+    return work / len(plan(spec).convolutions)
 
 
-def initial_state(spec: ResNetSpec, seed: int) -> dict[str, NDArray[np.float32]]:
-    """Parameters and buffers before the first step, float32, a pure function of `spec` and `seed`.
+def initial_state(spec: ResNetSpec, seed: int, part: range | None = None) -> dict[str, NDArray[np.float32]]:
+    """Parameters and buffers before the first step, float32, a pure function of `spec` and `seed`; `part`: of these
+    layers.
 
     The distributions are torchvision's, so that published recipes carry over: convolutions from He's normal with
     variance 2 / fan_out (arXiv:1502.01852 shows that fan_in and fan_out serve alike), the linear layer uniform within
@@ -212,7 +248,7 @@ def initial_state(spec: ResNetSpec, seed: int) -> dict[str, NDArray[np.float32]]
     network = plan(spec)
     zeros = {f"{block.second.norm}.weight" for block in network.blocks if spec.zero_gamma}
     state: dict[str, NDArray[np.float32]] = {}
-    for name, shape in (parameters(spec) | buffers(spec)).items():
+    for name, shape in (parameters(spec, part) | buffers(spec, part)).items():
         stream = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=tuple(name.encode())))
         if len(shape) == 4:
             deviation = math.sqrt(2 / (shape[0] * shape[2] * shape[3]))

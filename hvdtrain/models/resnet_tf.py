@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,12 +15,15 @@ from hvdtrain.models.resnet import (
     NORM_MOMENTUM,
     POOL_SIZE,
     POOL_STRIDE,
+    Block,
     ConvNorm,
     ResNetSpec,
     buffers,
     parameters,
     plan,
 )
+
+Layer = Callable[[tf.Tensor, bool], tf.Tensor]
 
 
 class ResNetTF(tf.Module):
@@ -34,35 +39,50 @@ class ResNetTF(tf.Module):
         spec: ResNetSpec,
         compute_dtype: tf.DType = tf.float32,
         scope: AbstractContextManager[Any] | None = None,
+        part: range | None = None,
     ) -> None:
-        """`scope`: of a tf.distribute strategy that is to hold `weights`; `buffers` are each rank's own."""
+        """`scope`: of a tf.distribute strategy that is to hold `weights`; `buffers` are each rank's own. With `part` it
+        is those layers (`resnet.layers`) alone."""
         super().__init__()
-        self.plan = plan(spec)
+        network = plan(spec)
         self.compute_dtype = compute_dtype
         with scope or contextlib.nullcontext():
-            self.weights = {name: _variable(name, shape) for name, shape in parameters(spec).items()}
-        self.buffers = {name: _variable(name, shape, trainable=False) for name, shape in buffers(spec).items()}
+            self.weights = {name: _variable(name, shape) for name, shape in parameters(spec, part).items()}
+        shapes = buffers(spec, part)
+        self.buffers = {name: _variable(name, shape, trainable=False) for name, shape in shapes.items()}
         self.statistics = dict.fromkeys(self.buffers, NORM_MOMENTUM)
+        blocks = [functools.partial(self._block, block) for block in network.blocks]
+        layers: list[Layer] = [functools.partial(self._stem, network.stem), *blocks, self._head]
+        self._layers = [layers[number] for number in part or range(len(layers))]
 
     def __call__(self, images: tf.Tensor, training: bool) -> tf.Tensor:
-        """Logits (N, classes) float32 of images (N, H, W, channels). `training` updates the running statistics."""
+        """Logits (N, classes) float32 of images (N, H, W, channels); of a part, what its layers make of what those
+        before made. `training` updates the running statistics."""
         x = tf.cast(images, self.compute_dtype)
-        x = tf.nn.relu(self._conv_norm(self.plan.stem, x, training))
-        x = _pad(x, POOL_SIZE // 2)  # zeros never win over what a ReLU let through
-        x = tf.nn.max_pool2d(x, POOL_SIZE, POOL_STRIDE, "VALID")
-        for block in self.plan.blocks:
-            shortcut = self._conv_norm(block.shortcut, x, training) if block.shortcut else x
-            x = tf.nn.relu(self._conv_norm(block.first, x, training))
-            x = self._conv_norm(block.second, x, training)
-            x = tf.nn.relu(x + shortcut)
-        features = tf.reduce_mean(tf.cast(x, tf.float32), (1, 2))
-        return tf.matmul(features, self.weights["fc.weight"], transpose_b=True) + self.weights["fc.bias"]
+        for layer in self._layers:
+            x = layer(x, training)
+        return tf.cast(x, tf.float32)
 
     def loss(self, images: tf.Tensor, labels: tf.Tensor, training: bool) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
         """Sum of the cross-entropies, and how many images are classified correctly; labels (N,) int64."""
         logits = self(images, training)
         losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
         return tf.reduce_sum(losses), {"correct": tf.math.count_nonzero(tf.argmax(logits, 1) == labels)}
+
+    def _stem(self, layer: ConvNorm, x: tf.Tensor, training: bool) -> tf.Tensor:
+        x = tf.nn.relu(self._conv_norm(layer, x, training))
+        x = _pad(x, POOL_SIZE // 2)  # zeros never win over what a ReLU let through
+        return tf.nn.max_pool2d(x, POOL_SIZE, POOL_STRIDE, "VALID")
+
+    def _block(self, block: Block, x: tf.Tensor, training: bool) -> tf.Tensor:
+        shortcut = self._conv_norm(block.shortcut, x, training) if block.shortcut else x
+        x = tf.nn.relu(self._conv_norm(block.first, x, training))
+        x = self._conv_norm(block.second, x, training)
+        return tf.nn.relu(x + shortcut)
+
+    def _head(self, x: tf.Tensor, training: bool) -> tf.Tensor:
+        features = tf.reduce_mean(tf.cast(x, tf.float32), (1, 2))
+        return tf.matmul(features, self.weights["fc.weight"], transpose_b=True) + self.weights["fc.bias"]
 
     def _conv_norm(self, layer: ConvNorm, x: tf.Tensor, training: bool) -> tf.Tensor:
         kernel = tf.cast(self.weights[f"{layer.conv}.weight"], self.compute_dtype)

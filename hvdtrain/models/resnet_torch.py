@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -14,6 +16,7 @@ from hvdtrain.models.resnet import (
     NORM_MOMENTUM,
     POOL_SIZE,
     POOL_STRIDE,
+    Block,
     ConvNorm,
     ResNetSpec,
     buffers,
@@ -25,42 +28,59 @@ from hvdtrain.models.resnet import (
 class ResNetTorch(nn.Module):
     """The network of `spec`. Its arrays hold zeros until `load_state_dict` brings the neutral state.
 
-    `state_dict()` has exactly the names and shapes of `resnet.parameters` and `resnet.buffers`.
+    `state_dict()` has exactly the names and shapes of `resnet.parameters` and `resnet.buffers`. With `part` it is those
+    layers (`resnet.layers`) alone.
     """
 
-    def __init__(self, spec: ResNetSpec) -> None:
+    def __init__(self, spec: ResNetSpec, part: range | None = None) -> None:
         super().__init__()
-        self.plan = plan(spec)
-        for name, shape in parameters(spec).items():
+        network = plan(spec)
+        for name, shape in parameters(spec, part).items():
             owner, leaf = self._owner(name)
             owner.register_parameter(leaf, nn.Parameter(torch.zeros(shape)))
-        for name, shape in buffers(spec).items():
+        for name, shape in buffers(spec, part).items():
             owner, leaf = self._owner(name)
             owner.register_buffer(leaf, torch.zeros(shape))
-        self.statistics = dict.fromkeys(buffers(spec), NORM_MOMENTUM)
+        self.statistics = dict.fromkeys(buffers(spec, part), NORM_MOMENTUM)
         self._owners = dict(self.named_modules())
+        blocks = [functools.partial(self._block, block) for block in network.blocks]
+        layers: list[Callable[[Tensor], Tensor]] = [functools.partial(self._stem, network.stem), *blocks, self._head]
+        self._layers = [layers[number] for number in part or range(len(layers))]
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits (N, classes) float32 of images (N, H, W, channels)."""
+        """Logits (N, classes) float32 of images (N, H, W, channels); of a part, what its layers make of what those
+        before made, both laid out like images."""
         # A view, no copy: PyTorch's channels-last. Activations stay so; the weights stay contiguous, so that their
         # gradients lie in memory as strategies and checkpoints want them. On CPUs that is within 10 % of weights in
         # channels-last, slower or faster by image size; all in channels-first loses 20 % on larger images when narrow.
-        x = images.permute(0, 3, 1, 2)
-        x = F.relu_(self._conv_norm(self.plan.stem, x))
-        x = F.max_pool2d(x, POOL_SIZE, POOL_STRIDE, POOL_SIZE // 2)
-        for block in self.plan.blocks:
-            shortcut = self._conv_norm(block.shortcut, x) if block.shortcut else x
-            x = F.relu_(self._conv_norm(block.first, x))
-            x = self._conv_norm(block.second, x)
-            x = F.relu_(x.add_(shortcut))
-        with torch.autocast(x.device.type, enabled=False):
-            features = x.mean((2, 3), dtype=torch.float32)
-            return F.linear(features, self._array("fc.weight"), self._array("fc.bias"))
+        # Where a picture is one pixel, strides do not tell the two apart, but kernels choose by them: a part gives
+        # its layers those of the whole model, or sums would be rounded in another order.
+        pixel = images.shape[1:3] == (1, 1)
+        x = images.flatten(1)[:, :, None, None] if pixel else images.permute(0, 3, 1, 2)
+        for layer in self._layers:
+            x = layer(x)
+        if x.ndim == 2:
+            return x
+        return x.flatten(1)[:, None, None, :] if x.shape[2:] == (1, 1) else x.permute(0, 2, 3, 1)
 
     def loss(self, images: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Sum of the cross-entropies, and how many images are classified correctly; labels (N,) int64."""
         logits = self(images)
         return F.cross_entropy(logits, labels, reduction="sum"), {"correct": (logits.argmax(1) == labels).sum()}
+
+    def _stem(self, layer: ConvNorm, x: Tensor) -> Tensor:
+        return F.max_pool2d(F.relu_(self._conv_norm(layer, x)), POOL_SIZE, POOL_STRIDE, POOL_SIZE // 2)
+
+    def _block(self, block: Block, x: Tensor) -> Tensor:
+        shortcut = self._conv_norm(block.shortcut, x) if block.shortcut else x
+        x = F.relu_(self._conv_norm(block.first, x))
+        x = self._conv_norm(block.second, x)
+        return F.relu_(x.add_(shortcut))
+
+    def _head(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            features = x.mean((2, 3), dtype=torch.float32)
+            return F.linear(features, self._array("fc.weight"), self._array("fc.bias"))
 
     def _conv_norm(self, layer: ConvNorm, x: Tensor) -> Tensor:
         # In half precision on CPUs, PyTorch 2.13 leaves the gradients of a strided kernel's outer columns unset where

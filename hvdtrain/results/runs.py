@@ -207,7 +207,9 @@ def _measured(
     }
     found |= _moved(read.starts, manifest)
     since_start = summary.steps - read.last_start
-    found |= _wire(summary, since_start, len(manifest.hosts), number(manifest.model.get("parameters")))
+    whole = manifest.plan.get("stages", 1) == 1  # an allreduce is no limit for the activations between stages
+    parameters = number(manifest.model.get("parameters")) if whole else None
+    found |= _wire(summary, since_start, len(manifest.hosts), parameters)
     if read.sums.steps == summary.steps:
         return found | _per_step(read.sums)
     what = f"records of {read.sums.steps} of {summary.steps} steps: its times and bytes per step are left out"

@@ -1,0 +1,79 @@
+"""A connection between two ranks that sends and receives while both compute."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+
+import numpy as np
+
+from hvdtrain.collectives import Meeting, PeerLost, Reach
+from hvdtrain.collectives.streams import Stream, joined, swap
+from hvdtrain.sentinel import trust
+
+AHEAD = 2
+"""Messages that wait here at most: to be sent, and to be received. A rank that sends more waits"""
+
+
+class Channel:
+    """Messages to and from one other rank, in order. One thread sends, one receives ahead of what is asked for."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._out: queue.Queue[np.ndarray | None] = queue.Queue(AHEAD)
+        self._in: queue.Queue[np.ndarray | OSError] = queue.Queue(AHEAD)
+        self._lost: OSError | None = None
+        self.sent_bytes = 0
+        self._sender = threading.Thread(target=self._sending, name="hvdtrain-send", daemon=True)
+        self._sender.start()
+        threading.Thread(target=self._receiving, name="hvdtrain-receive", daemon=True).start()
+
+    def send(self, message: np.ndarray) -> None:
+        """Goes out as soon as those before have; it must not be changed any more. Raises PeerLost."""
+        if self._lost is not None:
+            raise self._lost
+        self.sent_bytes += message.nbytes
+        self._out.put(message)
+
+    def receive(self) -> np.ndarray:
+        """The next message, as uint8. Raises PeerLost."""
+        message = self._in.get()
+        if isinstance(message, OSError):
+            raise message
+        return message
+
+    def leave(self) -> None:
+        """Waits until all that was sent has gone out, and closes the connection."""
+        self._out.put(None)
+        self._sender.join()
+        self._stream.socket.shutdown(socket.SHUT_RDWR) if self._lost is None else None
+        self._stream.socket.close()
+
+    def _sending(self) -> None:
+        while (message := self._out.get()) is not None:
+            if self._lost is None:
+                try:
+                    swap(self._stream, np.ascontiguousarray(message), None)
+                except OSError as error:
+                    self._lost = error  # what follows is taken and dropped, so that nobody waits to give it
+
+    def _receiving(self) -> None:
+        while True:
+            try:
+                self._in.put(swap(None, None, self._stream))
+            except (OSError, ValueError) as error:  # ValueError: this rank has closed it
+                return self._in.put(error if isinstance(error, OSError) else PeerLost(str(error)))
+
+
+def neighbours(meeting: Meeting, reach: Reach, before: int | None, after: int | None) -> list[Channel | None]:
+    """Channels to two other ranks, None for none. All ranks of the meeting call it. Raises Failure (69)."""
+    with socket.create_server((reach.address, 0), backlog=socket.SOMAXCONN) as listener:
+        mine = f"{socket.gethostname()} {reach.address} {listener.getsockname()[1]}"
+        told = [each.decode().split() for each in meeting.gather(mine.encode())]
+        me = trust.Party(meeting.secret, b"channels", meeting.rank)
+        targets = [] if before is None else [before]
+        awaited = set[int]() if after is None else {after}
+        reached, arrived = joined(told, me, targets, listener, awaited)
+    found = reached | arrived
+    return [None if rank is None else Channel(found[rank]) for rank in (before, after)]

@@ -1,0 +1,104 @@
+"""A TensorFlow replica that goes through a batch in parts, and through the model with the ranks that hold other stages.
+
+Forward is a compiled graph; the tape round it makes the compiled graph of its gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.data import Batch
+from hvdtrain.frameworks.tensorflow import TensorFlowReplica, _dense
+from hvdtrain.stages.pipe import Pipe
+
+
+class PipelineTensorFlow(TensorFlowReplica):
+    """See `frameworks.Replica` and `stages.pipe.Part`. `model(x, training)` goes through the stage's layers, the last
+    one's `model.loss(x, *targets, training=...)` further to the sum of losses."""
+
+    def __init__(self, model: Any, *, pipe: Pipe, **told: Any) -> None:
+        super().__init__(model, **told)
+        self._pipe = pipe
+        self._under_way: dict[int, tuple[tf.Tensor, tf.Tensor, tf.GradientTape]] = {}
+        self._totals: list[tf.Tensor] = []
+        self._graphs: dict[bool, Any] = {}
+        self._mean_of = 1.0
+
+    def backward(self, batch: Batch, lr: float, stop: bool) -> None:
+        self._gradients: list[tf.Tensor] = []
+        self._samples = batch.weight, batch.total_weight
+        self._mean_of = float(batch.weight if self._local else batch.total_weight)
+        self._tail = tf.constant(self._pipe.train(self, batch, stop))
+        self._gathered = False
+        if self._in_backward:  # nothing is exchanged: this is the only replica
+            self._apply_graph(self._gradients, tf.constant(lr, tf.float32))
+
+    def forward(self, number: int, batch: Batch, inputs: np.ndarray | None) -> np.ndarray | None:
+        x, *targets = self._given(batch, inputs)
+        with tf.GradientTape() as tape:
+            if inputs is not None:
+                tape.watch(x)
+            output, found = self._run(x, targets, training=True)
+            if self._pipe.last:
+                output = output / self._mean_of * self._scale
+        self._under_way[number] = x, output, tape
+        if not self._pipe.last:
+            return np.asarray(output.numpy())
+        self._totals.append(found)
+        return None
+
+    def back(self, number: int, gradient: np.ndarray | None) -> np.ndarray | None:
+        (x, output, tape), weights = self._under_way.pop(number), list(self._weights.values())
+        given = None if gradient is None else tf.constant(gradient)
+        *gradients, of_inputs = tape.gradient(output, [*weights, x], output_gradients=given)
+        gradients = _dense(gradients, weights)
+        pairs = zip(self._gradients, gradients, strict=True) if self._gradients else ()
+        self._gradients = [each + more for each, more in pairs] or gradients
+        return None if of_inputs is None else np.asarray(of_inputs.numpy())
+
+    def totals(self) -> np.ndarray:
+        taken, self._totals = self._totals, []
+        return np.asarray(tf.add_n(taken).numpy())
+
+    def see(self, batch: Batch, inputs: np.ndarray | None, training: bool) -> np.ndarray:
+        x, *targets = self._given(batch, inputs)
+        output, found = self._run(x, targets, training)
+        return np.append(np.float64(found.numpy()), batch.weight) if self._pipe.last else np.asarray(output.numpy())
+
+    def observe(self, batch: Batch) -> None:
+        self._pipe.see(self, batch, training=True)
+
+    def evaluate(self, batch: Batch) -> np.ndarray:
+        found = self._pipe.see(self, batch, training=False)
+        return np.zeros(self._measure.size) if found is None else found
+
+    def waited_s(self) -> float | None:
+        return self._pipe.waited_s
+
+    def sent_bytes(self) -> int:
+        return self._pipe.take_sent_bytes()
+
+    def _run(self, x: tf.Tensor, targets: list[tf.Tensor], training: bool) -> tuple[tf.Tensor, tf.Tensor]:
+        """What the next stage gets, or the sum of losses; the totals of the last stage."""
+        if training not in self._graphs:
+            types = [tf.TensorSpec([None, *each.shape[1:]], each.dtype) for each in (x, *targets)]
+            self._graphs[training] = tf.function(
+                lambda x, *targets: self._layers(x, targets, training), input_signature=types, autograph=False
+            )
+        output, found = self._graphs[training](x, *targets)
+        return output, found
+
+    def _layers(self, x: tf.Tensor, targets: Any, training: bool) -> tuple[tf.Tensor, tf.Tensor]:
+        if not self._pipe.last:
+            output = self._model(x, training)
+            return output, tf.zeros(0)
+        loss, sums = self._model.loss(x, *targets, training=training)
+        return loss, self._numbers((loss, sums), tf.float32)
+
+    def _given(self, batch: Batch, inputs: np.ndarray | None) -> list[tf.Tensor]:
+        """The batch's tensors, the first of which is what the stage before made, if there is one."""
+        tensors = [tf.constant(array) for array in batch.arrays]
+        return tensors if inputs is None else [tf.constant(inputs), *tensors[1:]]

@@ -1,0 +1,85 @@
+"""A PyTorch replica that goes through a batch in parts, and through the model with the ranks that hold other stages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from hvdtrain.data import Batch
+from hvdtrain.frameworks.pytorch import TorchReplica
+from hvdtrain.stages.pipe import Pipe
+
+
+class PipelineTorch(TorchReplica):
+    """See `frameworks.Replica` and `stages.pipe.Part`. `model(x)` goes through the stage's layers, the last one's
+    `model.loss(x, *targets)` further to the sum of losses."""
+
+    def __init__(self, model: torch.nn.Module, *, pipe: Pipe, **told: Any) -> None:
+        super().__init__(model, **told)
+        self._pipe = pipe
+        self._under_way: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
+        self._totals: list[torch.Tensor] = []
+        self._mean_of = 1.0
+
+    def backward(self, batch: Batch, lr: float, stop: bool) -> None:
+        self._model.train()
+        if self._flat is None:
+            self._optimizer.zero_grad()
+        else:
+            self._flat.gradients.zero_()
+        self._samples = batch.weight, batch.total_weight
+        self._mean_of = (batch.weight if self._local else batch.total_weight) / self._step.loss_factor
+        tail = torch.from_numpy(self._pipe.train(self, batch, stop)).to(self._device)
+        self._tail = self._world.torch.start_sum(tail, "step.totals")
+
+    def forward(self, number: int, batch: Batch, inputs: np.ndarray | None) -> np.ndarray | None:
+        x, *targets = self._given(batch, inputs)
+        if inputs is not None:
+            x.requires_grad_()
+        with self._autocast:
+            if not self._pipe.last:
+                output = self._model(x)
+            else:
+                loss, sums = self._model.loss(x, *targets)
+                self._totals.append(torch.cat(self._numbers(loss, sums)))
+                output = self._scaler.scale(loss / self._mean_of)
+        self._under_way[number] = (None if inputs is None else x), output
+        return None if self._pipe.last else output.detach().float().cpu().numpy()
+
+    def back(self, number: int, gradient: np.ndarray | None) -> np.ndarray | None:
+        x, output = self._under_way.pop(number)
+        output.backward(None if gradient is None else torch.from_numpy(gradient).to(output))
+        return None if x is None or x.grad is None else x.grad.cpu().numpy()
+
+    def totals(self) -> np.ndarray:
+        taken, self._totals = self._totals, []
+        return np.asarray(torch.stack(taken).sum(0).cpu().numpy())
+
+    def see(self, batch: Batch, inputs: np.ndarray | None, training: bool) -> np.ndarray:
+        self._model.train(training)
+        x, *targets = self._given(batch, inputs)
+        with torch.no_grad(), self._autocast:
+            if not self._pipe.last:
+                return np.asarray(self._model(x).float().cpu().numpy())
+            loss, sums = self._model.loss(x, *targets)
+        return np.append(torch.cat(self._numbers(loss.double(), sums)).cpu().numpy(), batch.weight)
+
+    def observe(self, batch: Batch) -> None:
+        self._pipe.see(self, batch, training=True)
+
+    def evaluate(self, batch: Batch) -> np.ndarray:
+        found = self._pipe.see(self, batch, training=False)
+        return np.zeros(self._measure.size) if found is None else found
+
+    def waited_s(self) -> float | None:
+        return self._pipe.waited_s
+
+    def sent_bytes(self) -> int:
+        return self._pipe.take_sent_bytes()
+
+    def _given(self, batch: Batch, inputs: np.ndarray | None) -> list[torch.Tensor]:
+        """The batch's tensors, the first of which is what the stage before made, if there is one."""
+        tensors = self._tensors(batch)
+        return tensors if inputs is None else [torch.from_numpy(inputs).to(self._device), *tensors[1:]]

@@ -1,0 +1,18 @@
+"""A model as a row of layers, which stages may be cut from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """What goes into it came out of the layer before, and nothing else did."""
+
+    name: str
+    arrays: tuple[str, ...]
+    """Its parameters and running statistics, by name."""
+    output: tuple[int, ...]
+    """Shape of what comes out for one sample; images are (height, width, channels)."""
+    multiply_adds: float
+    """For one sample, forward."""

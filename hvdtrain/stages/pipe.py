@@ -1,0 +1,153 @@
+"""A stage's part of a step: in which order it goes forward and backward, and what it sends and receives meanwhile.
+
+Of K stages and M micro-batches, stage s of `1f1b` goes forward with K - 1 - s of them before its first backward, and
+then alternates: it holds the activations of at most K - s micro-batches. `gpipe` goes forward with all first and holds
+all M. Both go backward in the order of the micro-batches, so gradients are added up in that order and the weights are
+those of one process that goes through the same micro-batches, bit for bit where its arithmetic is the same.
+
+Behind the last activations of a step each stage sends on whether any rank before was asked to stop; behind the last
+gradients the last stage sends back the step's totals, which it alone knows. So all stages record the same and stop
+together, and nothing waits for that.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Literal, Protocol
+
+import numpy as np
+
+from hvdtrain.collectives.channel import Channel
+from hvdtrain.data import Batch
+from hvdtrain.strategies.half import from_bf16, to_bf16
+
+Order = Literal["1f1b", "gpipe"]
+Coding = Literal["fp32", "bf16"]
+
+
+class Part(Protocol):
+    """The layers of a stage, in a framework. Arrays are float32, images laid out (samples, height, width, channels)."""
+
+    def forward(self, number: int, batch: Batch, inputs: np.ndarray | None) -> np.ndarray | None:
+        """Micro-batch `number`, from the stage before (None: the batch's own inputs); what the next stage is to get.
+        The last stage keeps the loss and has None."""
+        ...
+
+    def back(self, number: int, gradient: np.ndarray | None) -> np.ndarray | None:
+        """From the gradient of what `forward` returned to that of its inputs; None at the ends."""
+        ...
+
+    def totals(self) -> np.ndarray:
+        """Of the last stage, since it was asked last: the sums of losses and the measure's sums."""
+        ...
+
+    def see(self, batch: Batch, inputs: np.ndarray | None, training: bool) -> np.ndarray:
+        """Forward alone. In `training` running statistics learn from it. The last stage's totals, else its outputs."""
+        ...
+
+
+class Pipe:
+    """One rank's place in its pipeline.
+
+    `before` and `after`: the neighbours, None at the ends; `inputs` and `outputs`: the shapes of what comes from the
+    one and goes to the other for a sample; `coding`: of activations and gradients on their way.
+    """
+
+    def __init__(
+        self,
+        stage: int = 0,
+        stages: int = 1,
+        *,
+        before: Channel | None = None,
+        after: Channel | None = None,
+        inputs: tuple[int, ...] = (),
+        outputs: tuple[int, ...] = (),
+        order: Order = "1f1b",
+        coding: Coding = "fp32",
+    ) -> None:
+        self._stage, self._stages, self._order, self._coding = stage, stages, order, coding
+        self._before, self._after, self._inputs, self._outputs = before, after, inputs, outputs
+        self.last = stage == stages - 1
+        self.waited_s = 0.0
+        """That this rank waited for its neighbours in the last step"""
+        self._sent_bytes = 0
+
+    def take_sent_bytes(self) -> int:
+        """Payload given to the neighbours since it was asked last, or a step began."""
+        before, self._sent_bytes = (
+            self._sent_bytes,
+            sum(each.sent_bytes for each in (self._before, self._after) if each),
+        )
+        return self._sent_bytes - before
+
+    def train(self, part: Part, batch: Batch, stop: bool) -> np.ndarray:
+        """Forward and backward of a step's micro-batches; its totals, float32 (measure.size + 1,): losses, the
+        measure's sums, samples, whether to stop. The gradients are the part's."""
+        self.waited_s = 0.0
+        self.take_sent_bytes()
+        micros = batch.parts or (batch,)
+        asked, tail = np.array([stop], np.float32), np.empty(0, np.float32)
+        for forward, number in order(self._order, self._stage, self._stages, len(micros)):
+            micro, is_last = micros[number], number == len(micros) - 1
+            if forward:
+                self._send(self._after, part.forward(number, micro, self._receive(self._before, micro, self._inputs)))
+                if is_last:
+                    asked = np.maximum(asked, self._told(self._before, asked))
+                    tail = self._passed(self._after, asked)
+                    if self.last:
+                        tail = np.concatenate([part.totals(), [batch.weight], asked], dtype=np.float32)
+            else:
+                self._send(self._before, part.back(number, self._receive(self._after, micro, self._outputs)))
+                if is_last:
+                    tail = self._passed(self._before, self._told(self._after, tail))
+        return tail
+
+    def see(self, part: Part, batch: Batch, *, training: bool) -> np.ndarray | None:
+        """Forward alone; the totals of the last stage, None of the others."""
+        totals: list[np.ndarray] = []
+        for micro in batch.parts or (batch,):
+            found = part.see(micro, self._receive(self._before, micro, self._inputs), training)
+            if self.last:
+                totals.append(found)
+            else:
+                self._send(self._after, found)
+        return np.sum(totals, axis=0) if self.last else None
+
+    def leave(self) -> None:
+        """Closes the connections, after what was sent has gone out."""
+        for each in (self._before, self._after):
+            if each is not None:
+                each.leave()
+
+    def _send(self, channel: Channel | None, array: np.ndarray | None) -> None:
+        if channel is not None and array is not None:
+            channel.send(to_bf16(np.ascontiguousarray(array)) if self._coding == "bf16" else array)
+
+    def _receive(self, channel: Channel | None, batch: Batch, shape: tuple[int, ...]) -> np.ndarray | None:
+        if channel is None:
+            return None
+        began = time.perf_counter()
+        message = channel.receive()
+        self.waited_s += time.perf_counter() - began
+        numbers = from_bf16(message.view(np.uint16)) if self._coding == "bf16" else message.view(np.float32)
+        return numbers.reshape(len(batch.arrays[0]), *shape)
+
+    def _told(self, channel: Channel | None, mine: np.ndarray) -> np.ndarray:
+        """What a neighbour says of the step, this rank's own word without one."""
+        return mine if channel is None else channel.receive().view(np.float32)
+
+    def _passed(self, channel: Channel | None, words: np.ndarray) -> np.ndarray:
+        if channel is not None:
+            channel.send(words)
+        return words
+
+
+def order(how: Order, stage: int, stages: int, count: int) -> Iterator[tuple[bool, int]]:
+    """(whether forward, micro-batch) of each act of a stage in a step of `count` micro-batches."""
+    ahead = count if how == "gpipe" else min(stages - 1 - stage, count)
+    yield from ((True, number) for number in range(ahead))
+    for number in range(count):
+        if ahead + number < count:
+            yield True, ahead + number
+        yield False, number

@@ -1,0 +1,133 @@
+"""What a run's settings mean for its stages: the grid of ranks, the cut, and what is told of them before step 0."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+
+from hvdtrain import config as configuration
+from hvdtrain import exits
+from hvdtrain.config import TrainConfig
+from hvdtrain.exits import Failure
+from hvdtrain.models.layers import Layer
+from hvdtrain.place import Place
+from hvdtrain.stages import cut as cuts
+from hvdtrain.stages.cut import Cut
+from hvdtrain.stages.grid import Grid
+from hvdtrain.stages.pipe import Pipe
+from hvdtrain.strategies import Exchange, Layout
+from hvdtrain.world import World
+
+
+@dataclasses.dataclass(frozen=True)
+class Stages:
+    """The stages of a run before they are connected."""
+
+    config: TrainConfig
+    place: Place
+    grid: Grid
+    layers: Sequence[Layer]
+    """Empty for a model that has no row of layers"""
+
+    @classmethod
+    def of(cls, config: TrainConfig, place: Place, layers: Sequence[Layer], model: str) -> Stages:
+        """Raises Failure (78) for settings that do not go together."""
+        grid = Grid(ranks=place.size, stages=config.stages, across=config.stage_across)
+        if config.stages > 1 and not layers:
+            raise Failure(f"--stages {config.stages}: {model} is no row of layers that could be cut", exits.BAD_CONFIG)
+        if config.stages > 1 and config.precision == "fp16":
+            told = "each stage would scale its loss by itself; take --precision bf16 or fp32"
+            raise Failure(f"--precision fp16 does not go with --stages: {told}", exits.BAD_CONFIG)
+        if config.stages == 1 and config.cut_at:
+            raise Failure("--cut-at cuts a model into stages: give --stages too", exits.BAD_CONFIG)
+        return cls(config, place, grid, layers)
+
+    @property
+    def data(self) -> int:
+        """This rank's place along the data."""
+        return self.grid.at(self.place.rank)[0]
+
+    @property
+    def stage(self) -> int:
+        """This rank's place along the model."""
+        return self.grid.at(self.place.rank)[1]
+
+    @property
+    def parted(self) -> bool:
+        """Whether a step goes through the model in parts."""
+        return self.grid.stages > 1 or configuration.micro_batches(self.config) > 1
+
+    def check(self, exchange: Exchange) -> None:
+        """Raises Failure (78) for a strategy that replicas of a stage cannot have."""
+        strategy, several = exchange.strategy, self.grid.replicas > 1
+        alone = strategy.divides or strategy.carrier == "servers"
+        if self.parted and (alone or (several and (strategy.in_backward or strategy.carrier != "streams"))):
+            stages, parts = self.grid.stages, configuration.micro_batches(self.config)
+            what = f"--stages {stages}" if stages > 1 else f"--micro-batches {parts}"
+            raise Failure(
+                f"--strategy {exchange} does not go with {what} on {self.grid.ranks} ranks: it needs a step's only "
+                "backward, or all ranks; take hierarchical (exact sums) or another reducer",
+                exits.BAD_CONFIG,
+            )
+
+    def layout(self, rows: Sequence[int] = ()) -> Layout:
+        """Who exchanges this stage's gradients; `rows` as there, where a step goes through the model at once."""
+        hosts = {rank // self.place.local_size for rank in self.grid.holders(self.stage)}
+        return Layout(ranks=self.grid.replicas, hosts=len(hosts), rows=() if self.parted else rows)
+
+    def guessed(self) -> Cut:
+        """The cut that --cut-at names, or one by multiply-adds alone."""
+        if self.config.cut_at:
+            return cuts.named(self.layers, self.grid.stages, self.config.cut_at.split(","))
+        return cuts.balanced(self.layers, self.grid.stages, [layer.multiply_adds for layer in self.layers], 0.0)
+
+    def measured(self, ranks: World, kept: Sequence[str], seconds: Callable[[], Sequence[float]]) -> Cut:
+        """The cut that --cut-at names, that an earlier start of the run `kept`, or by `seconds` of each layer and
+        sample and the slowest link. Collective."""
+        names = self.config.cut_at.split(",") if self.config.cut_at else kept
+        if names:
+            return cuts.named(self.layers, self.grid.stages, names)
+        every = ranks.gather(list(seconds()))
+        fastest = [min(times) for times in zip(*every, strict=True)]  # others may have used the processors meanwhile
+        rates = [link["goodput_mbit"] for link in ranks.measure_links() if link["goodput_mbit"]]
+        return cuts.balanced(self.layers, self.grid.stages, fastest, 8e-6 / min(rates) if rates else 0.0)
+
+    def connected(self, ranks: World, cut: Cut) -> Pipe:
+        """This rank's place in its pipeline. Collective."""
+        data, stage, last = self.data, self.stage, self.grid.stages - 1
+        before = self.grid.rank(data, stage - 1) if stage else None
+        after = self.grid.rank(data, stage + 1) if stage < last else None
+        left, right = ranks.neighbours(before, after)
+        return Pipe(
+            stage,
+            self.grid.stages,
+            before=left,
+            after=right,
+            inputs=cut.boundary(stage - 1) if stage else (),
+            outputs=cut.boundary(stage) if stage < last else (),
+            order=self.config.stage_order,
+            coding=self.config.activations,
+        )
+
+    def facts(self, cut: Cut, sizes: Sequence[int], rank_batch: int) -> dict[str, str]:
+        """What there is to show: a line for all, and one for each stage. `sizes`: parameters of each stage."""
+        parts, stages = configuration.micro_batches(self.config), self.grid.stages
+        samples = -(-rank_batch // parts)
+        half = 2 if self.config.activations == "bf16" else 1
+        told = {
+            "pipeline": f"{stages} stages x {self.grid.replicas} replicas, {parts} micro-batches of {samples} samples, "
+            f"{self.config.stage_order}: idle {cuts.bubble(stages, parts):.0%} of a step if all stages are equally fast"
+        }
+        work = sum(layer.multiply_adds for layer in self.layers)
+        for stage, (begin, end) in enumerate(itertools.pairwise(cut.borders)):
+            inside = self.layers[begin:end]
+            share = sum(layer.multiply_adds for layer in inside) / work
+            held = min(stages - stage, parts) if self.config.stage_order == "1f1b" else parts
+            words = f"{inside[0].name} to {inside[-1].name}" if len(inside) > 1 else inside[0].name
+            words += f": {sizes[stage]:,} parameters, {share:.0%} of the work, holds {held} of the micro-batches"
+            if stage < stages - 1:
+                sent = cut.boundary_bytes(stage) * samples / half
+                words += f", sends {sent / 1e6:.3f} MB per micro-batch, and receives as much"
+            told[f"stage {stage}"] = f"{words}; rank {', '.join(map(str, self.grid.holders(stage)))}"
+        return told

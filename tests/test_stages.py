@@ -1,0 +1,345 @@
+"""A model cut into stages: the same weights as one process that goes through the same micro-batches."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import SMALL, document, environment, resnet, until
+from conftest import command as started_by
+from safetensors.numpy import load_file
+from test_streams import at_once, meetings, reach
+
+from hvdtrain.collectives import PeerLost
+from hvdtrain.collectives.channel import AHEAD, Channel, neighbours
+from hvdtrain.data import Batch
+from hvdtrain.exits import Failure
+from hvdtrain.models.layers import Layer
+from hvdtrain.stages import cut as cuts
+from hvdtrain.stages.grid import Grid
+from hvdtrain.stages.pipe import Order, Pipe, order
+
+# --- who, what, when --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("across", ["hosts", "ranks"])
+def test_every_rank_has_its_own_place_in_the_grid(across: Any) -> None:
+    grid = Grid(ranks=12, stages=3, across=across)
+    places = [grid.at(rank) for rank in range(12)]
+    assert sorted(places) == list(itertools.product(range(4), range(3)))
+    assert [grid.rank(*place) for place in places] == list(range(12))
+    assert [grid.holders(stage) for stage in range(3)] == (
+        [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+        if across == "hosts"
+        else [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]
+    )
+    with pytest.raises(Failure, match="--stages 5 needs a number of ranks that it divides, and there are 12"):
+        Grid(ranks=12, stages=5)
+
+
+@pytest.mark.parametrize("how", ["1f1b", "gpipe"])
+@pytest.mark.parametrize(("stages", "count"), [(1, 1), (1, 4), (2, 1), (3, 2), (4, 9)])
+def test_each_micro_batch_goes_forward_once_and_then_back_in_order(how: Order, stages: int, count: int) -> None:
+    for stage in range(stages):
+        acts = list(order(how, stage, stages, count))
+        assert [number for forward, number in acts if forward] == list(range(count))
+        assert [number for forward, number in acts if not forward] == list(range(count))
+        held = list(itertools.accumulate(1 if forward else -1 for forward, _ in acts))
+        assert min(held) == 0 and max(held) == (count if how == "gpipe" else min(count, stages - stage))
+
+
+def layers(work: list[float], sent: list[int]) -> list[Layer]:
+    pairs = enumerate(zip(work, sent, strict=True))
+    return [Layer(name=f"l{n}", arrays=(), output=(size,), multiply_adds=each) for n, (each, size) in pairs]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_other_cut_is_faster(seed: int) -> None:
+    drawn = np.random.default_rng(seed)
+    count, stages = int(drawn.integers(2, 9)), int(drawn.integers(1, 5))
+    stages, work = min(stages, count), drawn.integers(1, 20, count).astype(float).tolist()
+    row, link = layers(work, drawn.integers(1, 20, count).tolist()), float(drawn.choice([0.0, 0.5]))
+
+    def slowest(borders: tuple[int, ...]) -> tuple[float, int]:
+        sent = [4 * math.prod(row[end - 1].output) for end in borders[1:-1]]
+        times = [sum(work[begin:end]) for begin, end in itertools.pairwise(borders)]
+        return max(*times, *(link * each for each in sent), 0.0), sum(sent)
+
+    every = [(0, *inner, count) for inner in itertools.combinations(range(1, count), stages - 1)]
+    assert slowest(cuts.balanced(row, stages, work, link).borders) == min(map(slowest, every))
+
+
+def test_a_cut_that_is_none_is_told() -> None:
+    row = layers([1.0] * 4, [1] * 4)
+    assert cuts.named(row, 3, ["l1", "l3"]).borders == (0, 1, 3, 4)
+    with pytest.raises(Failure, match=r"no layer 'l7' can begin a stage.*; these can: l1, l2, l3"):
+        cuts.named(row, 2, ["l7"])
+    for names in (["l1"], ["l3", "l1"], ["l0", "l1"]):
+        with pytest.raises(Failure, match="--cut-at"):
+            cuts.named(row, 3, names)
+    with pytest.raises(Failure, match="the model has 4 layers that can be cut apart; take fewer"):
+        cuts.balanced(row, 5, [1.0] * 4, 0.0)
+
+
+def test_the_parts_of_a_model_are_the_whole_bit_for_bit() -> None:
+    """At every cut, also where a picture is one pixel, whose strides say nothing: outputs, and gradients of weights."""
+    import torch
+
+    from hvdtrain.models import mlp, mlp_torch, resnet
+    from hvdtrain.models.resnet_torch import ResNetTorch
+
+    small = resnet.ResNetSpec(channels=1, classes=10, width=0.125)
+    net = mlp.MLPSpec(inputs=30, hidden=(20, 10, 5), outputs=1)
+    drawn = np.random.default_rng(1)
+    images, windows = drawn.random((9, 16, 16, 1), np.float32), drawn.random((9, 30), np.float32)
+
+    def resnet_of(part: range | None) -> Any:
+        return ResNetTorch(small, part)
+
+    def mlp_of(part: range | None) -> Any:
+        return mlp_torch.MLPTorch(net, mlp_torch.squared_error, part)
+
+    whole: list[tuple[Any, ...]] = [
+        (resnet, small, resnet_of, resnet.layers(small, 16, 16), images),
+        (mlp, net, mlp_of, mlp.layers(net), windows),
+    ]
+    for numbers, spec, make, row, values in whole:
+
+        def filled(part: range | None, numbers: Any = numbers, spec: Any = spec, make: Any = make) -> Any:
+            model, state = make(part), numbers.initial_state(spec, 1, part)
+            model.load_state_dict({name: torch.from_numpy(array) for name, array in state.items()})
+            return model
+
+        model = filled(None)
+        output = model(torch.from_numpy(values))
+        (output**2).sum().backward()
+        known = dict(model.named_parameters())
+        for border in range(1, len(row)):
+            first, second = filled(range(border)), filled(range(border, len(row)))
+            sent = first(torch.from_numpy(values))
+            assert tuple(sent.shape[1:]) == row[border - 1].output
+            got = torch.from_numpy(np.array(sent.detach().numpy(), order="C")).requires_grad_()
+            found = second(got)
+            assert torch.equal(found, output)
+            (found**2).sum().backward()
+            sent.backward(torch.from_numpy(np.array(got.grad.numpy(), order="C")))
+            parts = {**dict(first.named_parameters()), **dict(second.named_parameters())}
+            assert parts.keys() == known.keys() == {name for layer in row for name in layer.arrays} & known.keys()
+            assert not [name for name in known if not torch.equal(known[name].grad, parts[name].grad)], border
+
+
+# --- channels, and a pipeline of threads ------------------------------------------------------------------------------
+
+
+def channels(count: int) -> list[list[Channel | None]]:
+    """Of each rank in a row: to the one before, and to the one after."""
+    places = zip(meetings(count), [None, *range(count - 1)], [*range(1, count), None], strict=True)
+    found = at_once([functools.partial(neighbours, each, reach(each.rank), a, b) for each, a, b in places])
+    return [one for one in found if not isinstance(one, Exception)]
+
+
+class Linear:
+    """y = x W; the last stage's loss is half the squared distance to the labels. A `stages.pipe.Part` in NumPy."""
+
+    def __init__(self, weight: np.ndarray, last: bool) -> None:
+        self.weight, self.gradient, self._last = weight, np.zeros_like(weight), last
+        self._kept: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._loss = 0.0
+
+    def forward(self, number: int, batch: Batch, inputs: np.ndarray | None) -> np.ndarray | None:
+        x = batch.arrays[0] if inputs is None else inputs
+        y = x @ self.weight
+        self._kept[number] = x, y - batch.arrays[1] if self._last else y
+        self._loss += float((self._kept[number][1] ** 2).sum() / 2) if self._last else 0.0
+        return None if self._last else y
+
+    def back(self, number: int, gradient: np.ndarray | None) -> np.ndarray | None:
+        x, error = self._kept.pop(number)
+        error = error if gradient is None else gradient
+        self.gradient += x.T @ error
+        return error @ self.weight.T
+
+    def totals(self) -> np.ndarray:
+        loss, self._loss = self._loss, 0.0
+        return np.array([loss], np.float32)
+
+    def see(self, batch: Batch, inputs: np.ndarray | None, training: bool) -> np.ndarray:
+        y = (batch.arrays[0] if inputs is None else inputs) @ self.weight
+        return np.array([((y - batch.arrays[1]) ** 2).sum() / 2, batch.weight]) if self._last else np.asarray(y)
+
+
+@pytest.mark.parametrize("how", ["1f1b", "gpipe"])
+@pytest.mark.parametrize(("stages", "sizes"), [(1, [3]), (2, [4, 4, 1]), (3, [2] * 9), (4, [5, 3])])
+def test_a_pipeline_learns_what_one_process_learns(how: Order, stages: int, sizes: list[int]) -> None:
+    """Gradients and totals, for more and fewer micro-batches than stages, and a last one that is short."""
+    drawn = np.random.default_rng(stages)
+    widths = [6, *drawn.integers(2, 8, stages - 1).tolist(), 2]
+    weights = [drawn.standard_normal(shape, np.float32) for shape in itertools.pairwise(widths)]
+    x, y = drawn.standard_normal((sum(sizes), 6), np.float32), drawn.standard_normal((sum(sizes), 2), np.float32)
+    ends = [0, *itertools.accumulate(sizes)]
+    parts = tuple(
+        Batch(arrays=(x[a:b], y[a:b]), weight=b - a, total_weight=len(x)) for a, b in itertools.pairwise(ends)
+    )
+    batch = Batch(arrays=(), weight=len(x), total_weight=len(x), parts=parts)
+    ends_of = channels(stages) if stages > 1 else [[None, None]]
+    made = [Linear(weight.copy(), stage == stages - 1) for stage, weight in enumerate(weights)]
+    pipes = [
+        Pipe(
+            stage,
+            stages,
+            before=before,
+            after=after,
+            inputs=(widths[stage],),
+            outputs=(widths[stage + 1],),
+            order=how,
+        )
+        for stage, (before, after) in enumerate(ends_of)
+    ]
+
+    def run(stage: int) -> tuple[np.ndarray, np.ndarray | None]:
+        tail = pipes[stage].train(made[stage], batch, stop=stage == 1)
+        return tail, pipes[stage].see(made[stage], batch, training=False)
+
+    told = at_once([functools.partial(run, stage) for stage in range(stages)])
+    at_once([pipe.leave for pipe in pipes])
+
+    inputs, values = [], x.astype(float)
+    for weight in weights:
+        inputs.append(values)
+        values = values @ weight
+    error = values - y
+    loss = (error**2).sum() / 2
+    for stage in reversed(range(stages)):
+        np.testing.assert_allclose(made[stage].gradient, inputs[stage].T @ error, rtol=2e-4, atol=1e-4)
+        error = error @ weights[stage].T
+    for stage, (tail, seen) in enumerate(told):
+        np.testing.assert_allclose(tail, [loss, len(x), stages > 1], rtol=1e-5, err_msg="all stages know the totals")
+        assert (seen is None) == (stage < stages - 1)
+    np.testing.assert_allclose(told[-1][1], [loss, len(x)], rtol=1e-5)
+    sent = [(stage > 0) + (stage < stages - 1) for stage in range(stages)]
+    assert all(bool(pipe.take_sent_bytes()) == bool(neighbours_) for pipe, neighbours_ in zip(pipes, sent, strict=True))
+
+
+def test_a_sender_waits_for_a_slow_receiver_and_a_lost_one_is_told() -> None:
+    (_, one), (other, _) = channels(2)
+    assert one is not None and other is not None
+    sent = []
+
+    def send() -> None:
+        for number in range(20):
+            one.send(np.full(1 << 20, number, np.uint8))
+            sent.append(number)
+
+    sending = threading.Thread(target=send, daemon=True)
+    sending.start()
+    until(lambda: len(sent) >= AHEAD, 5)
+    assert len(sent) < 15, "what nobody takes stays with its maker"
+    assert [int(other.receive()[0]) for _ in range(20)] == list(range(20))
+    sending.join()
+    other.leave()
+    with pytest.raises(PeerLost):
+        one.receive()
+
+
+# --- real ranks -------------------------------------------------------------------------------------------------------
+
+FLAGS = [*SMALL[:4], "--epochs", "2", "--seed", "3", "--global-batch-size", "360", "--micro-batches", "3", "--json"]
+FLAGS += ["--framework", "torch"]
+
+
+def arrays(folder: Path) -> dict[str, np.ndarray]:
+    """All that the newest checkpoint holds of model and optimizer, whoever wrote it."""
+    newest = max((folder / "checkpoints").glob("step-*"))
+    found = {
+        f"{file.stem}/{name}": array for file in newest.glob("*.safetensors") for name, array in load_file(file).items()
+    }
+    return {name.partition("/")[2]: array for name, array in found.items()}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The folder of a run of so many ranks with these flags."""
+
+    @functools.cache
+    def train(ranks: int, *flags: str) -> Path:
+        folder = tmp_path_factory.mktemp("run")
+        told = document(resnet(ranks, *FLAGS, *flags, "--run-dir", str(folder)))
+        assert told["ranks"] == max(1, ranks)
+        return folder
+
+    return train
+
+
+def test_two_stages_learn_what_one_process_does_bit_for_bit(trained: Callable[..., Path]) -> None:
+    """With a short last batch, running statistics and momentum too."""
+    one, two = arrays(trained(0)), arrays(trained(2, "--stages", "2"))
+    assert one.keys() == two.keys()
+    assert not [name for name, array in one.items() if not np.array_equal(array, two[name])]
+
+
+@pytest.mark.parametrize("flags", [("--stage-across", "ranks"), ("--stage-order", "gpipe", "--activations", "bf16")])
+def test_stages_and_replicas_together_learn_nearly_that(trained: Callable[..., Path], flags: tuple[str, ...]) -> None:
+    """Replicas see other micro-batches in BatchNorm, so the weights are near, and equal among themselves."""
+    folder = trained(4, "--stages", "2", "--strategy", "hierarchical", "--check-replicas", "1", *flags)
+    one, four = arrays(trained(0)), arrays(folder)
+    shift = np.concatenate([(four[name] - one[name]).ravel() for name in one if name.startswith("parameter.")])
+    assert 0 < np.abs(shift).mean() < 2e-2
+
+
+def test_a_run_goes_on_with_other_stages_as_if_never_interrupted(trained: Callable[..., Path], tmp_path: Path) -> None:
+    """Stopped by a signal as three stages, then one process; equal to that process alone."""
+    words = started_by(3, ["-m", "hvdtrain.resnet", *FLAGS, "--stages", "3", "--run-dir", str(tmp_path / "run")])
+
+    with subprocess.Popen(words, env=environment(), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as job:
+        metrics = tmp_path / "run" / "metrics" / "rank0002.jsonl"
+        until(lambda: metrics.exists() and metrics.read_text().count('"step"') >= 2, 100)
+        job.send_signal(signal.SIGUSR1)
+        output = "".join(job.communicate(timeout=100))
+    assert job.returncode == 75, output
+    files = {file.name for file in max((tmp_path / "run" / "checkpoints").glob("step-*")).iterdir()}
+    assert {"stage0.safetensors", "stage1.safetensors", "stage2.safetensors"} <= files
+    document(resnet(0, "--resume", str(tmp_path / "run"), "--stages", "1", "--json"))
+    one, resumed = arrays(trained(0)), arrays(tmp_path / "run")
+    assert all(np.array_equal(array, resumed[name]) for name, array in one.items())
+
+
+def test_tensorflows_stages_learn_what_one_process_does(trained: Callable[..., Path]) -> None:
+    flags = ("--framework", "tensorflow", "--epochs", "1")
+    one, two = arrays(trained(0, *flags)), arrays(trained(2, *flags, "--stages", "2", "--cut-at", "layer2.1"))
+    assert one.keys() == two.keys()
+    for name, array in one.items():
+        np.testing.assert_allclose(two[name], array, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--stages", "2", "--strategy", "native"], "--strategy native does not go with --stages 2 on 4 ranks"),
+        (["--stages", "2", "--strategy", "async-ps"], "--strategy async-ps does not go with --stages 2"),
+        (["--micro-batches", "2"], "--strategy allreduce does not go with --micro-batches 2 on 4 ranks"),
+        (["--stages", "3"], "--stages 3 needs a number of ranks that it divides, and there are 4"),
+        (["--cut-at", "fc"], "--cut-at cuts a model into stages: give --stages too"),
+        (["--stages", "2", "--precision", "fp16"], "--precision fp16 does not go with --stages"),
+        (["--stages", "2", "--strategy", "int8", "--cut-at", "layer9"], "no layer 'layer9' can begin a stage"),
+    ],
+)
+def test_settings_that_do_not_go_together(flags: list[str], told: str) -> None:
+    four = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+    done = subprocess.run(
+        [sys.executable, "-m", "hvdtrain.resnet", "--framework", "torch", "--dry-run", *flags],
+        env={**os.environ, **four, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (78, "") and told in done.stderr and done.stderr.count("\n") == 1

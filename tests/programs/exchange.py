@@ -135,7 +135,7 @@ def evaluated(config: TrainConfig, ranks: World, device: str) -> dict[str, float
     # Offsets whose mean over ranks is 0: -1 and 1, -1, 0 and 1 for three, times a quarter.
     offset = 0.25 * (2 * ranks.rank / (ranks.size - 1) - 1) if ranks.size > 1 else 0.0
     replica.load_local({name: state[name] + offset * (state[name] != 0) for name in resnet.buffers(spec)})
-    loss, scores, _ = evaluate(replica, Accuracy(), data.load("digits", (16, 16)).test, 32, ranks)
+    loss, scores, _ = evaluate(replica, Accuracy(), data.load("digits", (16, 16)).test, 32, ranks, ranks)
     return {"loss": loss, **scores}
 
 

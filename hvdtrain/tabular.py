@@ -86,22 +86,25 @@ def main(stop: world.StopSignal) -> int:
         measure=measures.Confusion(columns.classes),
         multiply_adds=mlp.multiply_adds(spec),
         dense=mlp.dense(spec),
+        layers=mlp.layers(spec),
     ).connect()
     if job is None:
         return exits.OK
 
-    # 5. Replica: the same weights from the same seed on every rank.
-    model: Any
-    if config.framework == "torch":
-        from hvdtrain.models import mlp_torch
+    # 5. Replica: the same weights from the same seed on every rank, or those of its part of the layers.
+    scope = job.data.tensorflow.scope
 
-        model = mlp_torch.MLPTorch(spec, mlp_torch.cross_entropy)
-    else:
+    def model(part: range | None) -> Any:
+        if config.framework == "torch":
+            from hvdtrain.models import mlp_torch
+
+            return mlp_torch.MLPTorch(spec, mlp_torch.cross_entropy, part)
         from hvdtrain.models import mlp_tf
 
-        scope = job.ranks.tensorflow.scope()
-        model = mlp_tf.MLPTF(spec, mlp_tf.cross_entropy, workload.compute_dtype(config), scope)
-    replica = job.replica(model, mlp.initial_state(spec, config.seed))
+        return mlp_tf.MLPTF(spec, mlp_tf.cross_entropy, workload.compute_dtype(config), scope(), part)
+
+    job = job.staged(model)
+    replica = job.replica(model(job.part), mlp.initial_state(spec, config.seed, job.part))
 
     # 6. Train, evaluate, save: every record goes to the run's folder; then the results, on stdout, once.
     return job.train(replica, stop, documents={tabular.KEPT: columns.as_json()})

@@ -35,7 +35,9 @@ class Stages:
         """Raises Failure (78) for settings that do not go together."""
         grid = Grid(ranks=place.size, stages=config.stages, across=config.stage_across)
         if config.stages > 1 and not layers:
-            raise Failure(f"--stages {config.stages}: {model} is no row of layers that could be cut", exits.BAD_CONFIG)
+            raise Failure(
+                f"--stages {config.stages}: {model} cannot be cut (docs/STAGES.md says what can)", exits.BAD_CONFIG
+            )
         if config.stages > 1 and config.precision == "fp16":
             told = "each stage would scale its loss by itself; take --precision bf16 or fp32"
             raise Failure(f"--precision fp16 does not go with --stages: {told}", exits.BAD_CONFIG)

@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from conftest import ROOT, launch
 
@@ -29,6 +30,30 @@ def test_example(example: Path, tmp_path: Path) -> None:
     written = list(records.read(tmp_path / "run" / "metrics" / "rank0000.jsonl"))
     assert {"step", "summary"} <= {record.type for record in written}
     assert all(record.bytes_sent > 0 and record.compute_s > 0 for record in written if record.type == "step")
+
+
+@pytest.mark.parametrize(("ranks", "framework"), [(2, "torch"), (4, "torch"), (2, "tensorflow")])
+def test_a_benchmark_as_horovods_documentation_writes_it(ranks: int, framework: str, tmp_path: Path) -> None:
+    """With nothing changed but the import it ends with Horovod's weights, whoever carries and starts it."""
+    pytest.importorskip("keras" if framework == "tensorflow" else "torch")
+    script = str(ROOT / "tests" / "programs" / f"synthetic_{framework}.py")
+    streams = {"HVDTRAIN_STRATEGY": "hierarchical"}
+    started: list[tuple[str, str, dict[str, str]]] = [
+        ("horovod", "horovodrun", {}) if framework == "torch" else ("hvdtrain", "horovodrun", {}),
+        ("hvdtrain", "mpirun", streams),
+    ]
+    started += [("hvdtrain", "torchrun", {})] if (ranks, framework) == (2, "torch") else []
+    found = []
+    for package, launcher, extra in started:
+        norms = tmp_path / launcher
+        words = [script, f"{package}.{framework}", str(norms)]
+        done = launch(ranks, words, launcher, {"HVDTRAIN_RECORD": "0", **extra})
+        assert done.returncode == 0, done.stderr[-3000:]
+        found.append(json.loads(norms.read_text()))
+    for other in found[1:]:
+        assert other.keys() == found[0].keys()
+        for name, values in found[0].items():
+            np.testing.assert_allclose(other[name], values, rtol=1e-4, atol=1e-6, err_msg=name)
 
 
 def test_own_model_over_hosts_sends_less_with_powersgd(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 
 from hvdtrain.collectives.channel import Channel
 from hvdtrain.data import Batch
-from hvdtrain.strategies.half import from_bf16, to_bf16
+from hvdtrain.strategies.bfloat16 import from_bf16, to_bf16
 
 Order = Literal["1f1b", "gpipe"]
 Coding = Literal["fp32", "bf16"]

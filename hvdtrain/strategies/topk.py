@@ -32,7 +32,7 @@ import numpy as np
 
 from hvdtrain.bounds import Checked, bounded
 from hvdtrain.collectives import Hosts
-from hvdtrain.strategies.half import from_bf16, to_bf16
+from hvdtrain.strategies.bfloat16 import from_bf16, to_bf16
 from hvdtrain.strategies.payload import Cost, Shape, elements, two_phases
 from hvdtrain.strategies.reducer import Reducer
 

@@ -138,14 +138,14 @@ def DistributedGradientTape(
 
 
 def _watched(tape: Any) -> Any:
-    """Horovod's tape, whose steps are recorded."""
+    """Horovod's tape, which takes Keras 3's variables too, and whose steps are recorded."""
     gradient = tape.gradient
 
     @tf.autograph.experimental.do_not_convert
     def watched(target: Any, sources: Any, *arguments: Any, **named: Any) -> Any:
-        gradients = gradient(target, sources, *arguments, **named)
-        flat = [tensor(each) if hasattr(each, "value") else each for each in tf.nest.flatten(sources)]
-        variables = [each for each in flat if isinstance(each, tf.Variable)]
+        given = tf.nest.map_structure(lambda each: tensor(each) if hasattr(each, "value") else each, sources)
+        gradients = gradient(target, given, *arguments, **named)
+        variables = [each for each in tf.nest.flatten(given) if isinstance(each, tf.Variable)]
         if variables:
             recorded.tape(None, variables, gradients)
         return gradients

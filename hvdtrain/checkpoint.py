@@ -7,16 +7,13 @@ On disk, on every file system that a rank of the job writes to:
         stage0.safetensors ...  in its place, of a model cut into stages: equal on all ranks of that stage
         rank0000.safetensors    one per rank that uses this file system (BatchNorm statistics, strategy state)
         checkpoint.json         written last: schema, save (a random token), step, best, progress, ranks, layout,
-                                stages, cut, identity, files {name: {sha256, bytes}} of all ranks, digest (SHA-256 of
-                                the rest)
+                                stages and cut, identity, files {name: {sha256, bytes}}, digest (SHA-256 of the rest)
     checkpoints/.saving-step-00000120-<token>/      a save on its way, renamed when it is whole
     checkpoints/.replaced-step-00000120-<token>/    the one before of the same step, valid until the new is on all hosts
     checkpoints/.removing-step-00000120-<token>/    an old one on its way out
 
-The files are in the safetensors format, for any safetensors library to read. They are written and read by
-`hvdtrain.arrays_file` because one pass then does it all: arrays go from their own memory to
-file and hash, and a file into the hash and the one buffer that the loaded arrays are views of. The library wants
-contiguous arrays, holds two copies while it loads, and leaves the hash a second pass over the file both ways.
+The files are in the safetensors format, for any safetensors library to read. `hvdtrain.arrays_file` writes, reads and
+hashes them in one pass; the library wants contiguous arrays, holds two copies while it loads, and needs a second pass.
 
 A save is three small gathers. (1) All ranks learn rank 0's token, and each tries to make the temp folder of that name:
 one rank per file system succeeds and is its writer, whether all hosts share a disk, some or none. No state crosses the
@@ -30,6 +27,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -61,8 +59,6 @@ _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
 _ADVICE = dict.fromkeys(_DENIED, "; check the path and its permissions or choose another folder")
 _ADVICE |= dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "; free some room or choose another folder")
 _ADVICE[errno.EFBIG] = "; raise the limit of file sizes (ulimit -f)"
-
-
 _FIELDS = {"save": str, "step": int, "best": bool, "progress": dict, "ranks": int, "identity": dict, "files": dict}
 
 
@@ -98,9 +94,8 @@ class Checkpoints:
 
     `identity` is what a checkpoint must fit (see `hvdtrain.identity`), `layout` the local rank of each rank, `stages`
     the stage of each and `cut` where they begin, which may be other than those that saved it; all are equal on all
-    ranks. The last `keep` and the last one saved as best
-    stay. `report` gets one line for each checkpoint that newest() refuses; it is called on rank 0 only. One job at a
-    time may use the folder (`lock`).
+    ranks. The last `keep` and the last one saved as best stay. `report` gets one line for each checkpoint that newest()
+    refuses; it is called on rank 0 only. One job at a time may use the folder (`lock`).
     """
 
     def __init__(
@@ -119,9 +114,9 @@ class Checkpoints:
             raise Failure(f"{keep} checkpoints to keep: give 1 or more", BAD_CONFIG)
         self._folder, self._group, self._keep = folder, group, keep
         self._report: Callable[[str], None] = lambda line: report(printable(line)) if group.rank == 0 else None
-        self._own, self._ranks = f"rank{group.rank:04d}.safetensors", group.size  # a group may lose ranks later
+        self._own, self._ranks = _own(group.rank), group.size  # a group may lose ranks later
         self._layout, self._cut = list(layout) or [0] * group.size, list(cut)
-        self._stages = list(stages) or [0] * group.size
+        self._stages = list(stages) if cut else []
         self._shared = f"stage{self._stages[group.rank]}.safetensors" if cut else _SHARED
         self._identity: dict[str, JSON] = json.loads(json.dumps(identity))
         self._refused: set[int] = set()
@@ -246,18 +241,18 @@ class Checkpoints:
         """This rank's part of a checkpoint, or why it is refused."""
         try:
             folder, manifest = self._folder / name, self._manifest(name, step)
-            known, own, one = manifest["files"], self._own, self._shared
-            saved = (manifest["ranks"], manifest.get("layout", self._layout), _stages(manifest))
-            recut, stage = manifest.get("cut", []) != self._cut, self._stages[self._group.rank]
-            names = sorted(file for file in known if not _COMMON.fullmatch(file))
+            known, own = manifest["files"], self._own
+            saved = (manifest["ranks"], manifest.get("layout", self._layout), manifest.get("stages", []))
+            recut, stage = manifest.get("cut", []) != self._cut, self._stages[self._group.rank] if self._cut else 0
+            names = sorted(file for file in known if not _COMMON.fullmatch(file))  # some ranks may have died
             others: list[Arrays] = []
             if recut or saved != (self._ranks, self._layout, self._stages):
-                kept = zip(names, _stages(manifest), strict=True)
-                others = [read(folder / file, known[file]) for file, of in kept if recut or of == stage]
+                whole, of_rank = recut or not self._cut, dict(zip(map(_own, itertools.count()), saved[2], strict=False))
+                others = [read(folder / file, known[file]) for file in names if whole or of_rank[file] == stage]
             elif own not in known:  # this rank had died, and the others went on: it starts as one of those
                 own = min((file for file in names if (folder / file).exists()), default=own)
-            shared = common(folder, manifest) if recut else read(folder / one, known[one])
-            same = not others or (saved[0] == self._ranks and not self._cut and not recut)
+            shared = common(folder, manifest, None if recut else [self._shared])
+            same = not recut and len(others) in (0, self._ranks)
             local = read(folder / own, known[own]) if same else {}
             progress = manifest["progress"]
             return Loaded(step=step, shared=shared, local=local, progress=progress, others=others, recut=recut), None
@@ -281,16 +276,11 @@ class Checkpoints:
             shutil.rmtree((self._folder / name).rename(hidden), ignore_errors=True)  # so nobody ever sees a half one
 
 
-def _stages(manifest: dict[str, JSON]) -> list[int]:
-    """Of each rank that saved."""
-    return list(manifest.get("stages") or [0] * manifest["ranks"])
-
-
-def common(folder: Path, manifest: dict[str, JSON]) -> Arrays:
-    """What was equal on all ranks, of all stages. Raises ValueError, OSError."""
-    names = [f"stage{stage}.safetensors" for stage in sorted(set(_stages(manifest)))]
-    names = names if manifest.get("cut") else [_SHARED]
-    if missing := [name for name in names if name not in manifest["files"]]:
+def common(folder: Path, manifest: dict[str, JSON], names: Sequence[str] | None = None) -> Arrays:
+    """What was equal on all ranks, of the files `names`; None: of all stages. Raises ValueError, OSError."""
+    stages = sorted(set(manifest.get("stages", [])))
+    names = names or [f"stage{stage}.safetensors" for stage in stages] or [_SHARED]
+    if missing := [name for name in names if name not in manifest["files"] and name != _SHARED]:
         raise ValueError(f"{missing[0]} is on another host: only a folder that all hosts share holds all stages")
     return {name: array for file in names for name, array in read(folder / file, manifest["files"][file]).items()}
 
@@ -309,6 +299,8 @@ def read_manifest(path: Path) -> dict[str, JSON]:
     for field, kind in _FIELDS.items():
         if type(manifest.get(field)) is not kind:
             raise ValueError(f"its {_MANIFEST} has no {field}, or a wrong one")
+    if not all(type(stage) is int for stage in manifest.get("stages", [])):
+        raise ValueError(f"its {_MANIFEST} has wrong stages")
     for name, entry in manifest["files"].items():
         if not _FILE.fullmatch(name) or not isinstance(entry, dict):
             raise ValueError(f"its {_MANIFEST} names {name!r:.80}, which is no file of a checkpoint")
@@ -404,6 +396,10 @@ def why(error: Exception) -> str:
 
 def _digest(manifest: dict[str, JSON]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _own(rank: int) -> str:
+    return f"rank{rank:04d}.safetensors"
 
 
 def _name(step: int) -> str:

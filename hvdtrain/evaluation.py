@@ -62,7 +62,8 @@ def renew_statistics(replica: Replica, batches: Iterable[Batch]) -> None:
     """Takes the running statistics anew from these training batches alone (precise BN: Wu and Johnson, "Rethinking
     'Batch' in BatchNorm", 2021): those of the weights as they are, not of the weights' recent past.
 
-    From zeros, n batches leave a mean of their statistics with weights that sum to 1 - (1 - momentum)^n.
+    From zeros, n batches, or micro-batches, leave a mean of their statistics with weights that sum to
+    1 - (1 - momentum)^n.
     """
     if not replica.statistics:
         return
@@ -70,7 +71,7 @@ def renew_statistics(replica: Replica, batches: Iterable[Batch]) -> None:
     count = 0
     for batch in batches:
         replica.observe(batch)
-        count += 1
+        count += len(batch.parts) or 1
     whole = {name: np.float32(1 - (1 - momentum) ** count) for name, momentum in replica.statistics.items()}
     replica.load_local({name: array / whole[name] for name, array in _statistics(replica).items()})
 

@@ -130,7 +130,7 @@ def kept_cut(config: configuration.TrainConfig) -> tuple[str, ...]:
     """Where the run that goes on was cut into as many stages; empty if it was not. Raises Failure (65)."""
     manifest = _manifest(Path(config.run_dir)) if config.resume and config.run_dir else None
     same = manifest is not None and manifest.plan.get("stages", 1) == config.stages
-    return tuple(manifest.plan["cut"]) if manifest and same else ()
+    return tuple(manifest.plan.get("cut", ())) if manifest and same else ()
 
 
 def _manifest(folder: Path) -> records.Manifest | None:

@@ -339,7 +339,8 @@ def show_summary(summary: records.Summary, measure: Measure, *, as_json: bool) -
     rows = [["epoch", *(measure.scores[name].label for name in names)]]
     for epoch, scores in enumerate(summary.validation_scores, start=1):
         rows.append([str(epoch), *(f"{scores[name]:.4f}" if name in scores else "none" for name in names)])
-    emit("\n".join([f"Validation {measure.scores[names[0]].label} after each epoch", *aligned(rows)]))
+    what = measure.scores[names[0]].label if len(names) == 1 else "scores"
+    emit("\n".join([f"Validation {what} after each epoch", *aligned(rows)]))
     phases = [
         [phase, f"{getattr(summary, phase + '_s'):.2f}"] for phase in ("train", "validation", "test", "checkpoint")
     ]

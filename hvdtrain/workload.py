@@ -135,9 +135,10 @@ class Workload:
                 run.show_dry_run(about, facts, exchange.cost(shapes, layout))
             return None
         ranks, device = connected(config, place, used, parted=stages.parted)
-        data = (
-            ranks.along(stages.grid.holders(stages.stage), "streams", device != "cpu") if config.stages > 1 else ranks
-        )
+        data = ranks
+        if config.stages > 1:
+            group = ranks.met.along(stages.grid.holders(stages.stage))
+            data = world.World(config.framework, device != "cpu", carrier="streams", met=group)
         strategy = strategies.make(config, data, shapes)
         strategy.plan(layout)
         return Job(

@@ -38,7 +38,6 @@ from hvdtrain.collectives import (
     TorchCollectives,
     lost_peer,
 )
-from hvdtrain.collectives.channel import Channel, neighbours
 from hvdtrain.collectives.horovod_ranks import HorovodRanks
 from hvdtrain.collectives.meeting import Along, meet
 from hvdtrain.collectives.servers import ServerRanks
@@ -103,6 +102,10 @@ class Met:
         cannot find each other."""
         return cls.by(meet(where.launcher, where.rank, where.size, where.local_rank, where.local_size))
 
+    def along(self, ranks: Sequence[int]) -> Met:
+        """The ranks `ranks`, of which this is one. Collective: each rank of the whole gives those that it is among."""
+        return dataclasses.replace(self, meeting=Along(self.meeting, ranks))
+
 
 class World:
     """The ranks of this job. Every rank must call the collective methods, in the same order.
@@ -131,12 +134,12 @@ class World:
         self._met_before = met is not None
         if carrier == "horovod":
             alone = self.place.launcher == "alone"
-            self._met = met or Met.by(Alone() if alone else HorovodRanks(framework, gpu=gpu, timeline=timeline))
-            self._ranks = cast(Collectives, self._met.meeting)
+            self.met = met or Met.by(Alone() if alone else HorovodRanks(framework, gpu=gpu, timeline=timeline))
+            self._ranks = cast(Collectives, self.met.meeting)
         else:
-            self._met = met or Met.at(self.place)
-            self._ranks = CARRIERS[carrier](framework, self._met.meeting, self._met.reach, gpu)
-        self._sentinel = self._met.sentinel
+            self.met = met or Met.at(self.place)
+            self._ranks = CARRIERS[carrier](framework, self.met.meeting, self.met.reach, gpu)
+        self._sentinel = self.met.sentinel
         self.local_rank, self.local_size = self._ranks.local_rank, self._ranks.local_size
         self.collectives = self._ranks.carrier
 
@@ -154,18 +157,7 @@ class World:
             self._sentinel.left()
         self._ranks.leave()
         if not self._met_before:
-            self._met.meeting.leave()
-
-    # --- some of the ranks --------------------------------------------------------------------------------------
-
-    def along(self, ranks: Sequence[int], carrier: Carrier, gpu: bool) -> World:
-        """The ranks `ranks`, of which this is one, as a world of their own. Collective: each rank gives its own."""
-        group = Met(Along(self._met.meeting, ranks), self._met.sentinel, self._met.reach)
-        return World(self.framework, gpu, carrier=carrier, met=group)
-
-    def neighbours(self, before: int | None, after: int | None) -> list[Channel | None]:
-        """Connections to two other ranks of this world, None for none. Collective."""
-        return neighbours(self._met.meeting, self._met.reach, before, after)
+            self.met.meeting.leave()
 
     # --- collectives on small host arrays -----------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import threading
 
 import numpy as np
 
-from hvdtrain.collectives import Meeting, PeerLost, Reach
+from hvdtrain.collectives import Meeting, Reach
 from hvdtrain.collectives.streams import Stream, joined, swap
 from hvdtrain.sentinel import trust
 
@@ -22,7 +22,7 @@ class Channel:
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
         self._out: queue.Queue[np.ndarray | None] = queue.Queue(AHEAD)
-        self._in: queue.Queue[np.ndarray | OSError] = queue.Queue(AHEAD)
+        self._in: queue.Queue[np.ndarray | Exception] = queue.Queue(AHEAD)
         self._lost: OSError | None = None
         self.sent_bytes = 0
         self._sender = threading.Thread(target=self._sending, name="hvdtrain-send", daemon=True)
@@ -39,7 +39,7 @@ class Channel:
     def receive(self) -> np.ndarray:
         """The next message, as uint8. Raises PeerLost."""
         message = self._in.get()
-        if isinstance(message, OSError):
+        if isinstance(message, Exception):
             raise message
         return message
 
@@ -47,7 +47,8 @@ class Channel:
         """Waits until all that was sent has gone out, and closes the connection."""
         self._out.put(None)
         self._sender.join()
-        self._stream.socket.shutdown(socket.SHUT_RDWR) if self._lost is None else None
+        if self._lost is None:
+            self._stream.socket.shutdown(socket.SHUT_RDWR)
         self._stream.socket.close()
 
     def _sending(self) -> None:
@@ -62,8 +63,8 @@ class Channel:
         while True:
             try:
                 self._in.put(swap(None, None, self._stream))
-            except (OSError, ValueError) as error:  # ValueError: this rank has closed it
-                return self._in.put(error if isinstance(error, OSError) else PeerLost(str(error)))
+            except Exception as error:  # whatever it is: somebody waits for the message
+                return self._in.put(error)
 
 
 def neighbours(meeting: Meeting, reach: Reach, before: int | None, after: int | None) -> list[Channel | None]:

@@ -40,7 +40,8 @@ def load(name: str, image_size: tuple[int, int] | None = None) -> Dataset:
     fashion = name == "fashion-mnist"
     folder = FASHION if fashion else Path(name.removeprefix("idx:"))
     if not folder.is_dir():
-        raise Failure(f"{name}: no folder {folder}{f': {listed.GET_FASHION}' if fashion else ''}", BAD_DATA)
+        told = listed.GET_FASHION if fashion else "give one with the four files of MNIST's form"
+        raise Failure(f"{name}: no folder {folder}: {told}", BAD_DATA)
     (images, labels), (test_images, test_labels) = _part(folder, "train"), _part(folder, "t10k")
     if images.shape[1:] != test_images.shape[1:]:
         told = "training and test pictures of {}x{} and {}x{}".format(*images.shape[2:0:-1], *test_images.shape[2:0:-1])

@@ -12,10 +12,10 @@ import tensorflow as tf
 
 from hvdtrain.data import Batch
 from hvdtrain.frameworks.tensorflow import TensorFlowReplica, _dense
-from hvdtrain.stages.pipe import Pipe
+from hvdtrain.stages.pipe import Parted, Pipe
 
 
-class PipelineTensorFlow(TensorFlowReplica):
+class PipelineTensorFlow(Parted, TensorFlowReplica):
     """See `frameworks.Replica` and `stages.pipe.Part`. `model(x, training)` goes through the stage's layers, the last
     one's `model.loss(x, *targets, training=...)` further to the sum of losses."""
 
@@ -68,27 +68,15 @@ class PipelineTensorFlow(TensorFlowReplica):
         output, found = self._run(x, targets, training)
         return np.append(np.float64(found.numpy()), batch.weight) if self._pipe.last else np.asarray(output.numpy())
 
-    def observe(self, batch: Batch) -> None:
-        self._pipe.see(self, batch, training=True)
-
-    def evaluate(self, batch: Batch) -> np.ndarray:
-        found = self._pipe.see(self, batch, training=False)
-        return np.zeros(self._measure.size) if found is None else found
-
-    def waited_s(self) -> float | None:
-        return self._pipe.waited_s
-
-    def sent_bytes(self) -> int:
-        return self._pipe.take_sent_bytes()
-
     def _run(self, x: tf.Tensor, targets: list[tf.Tensor], training: bool) -> tuple[tf.Tensor, tf.Tensor]:
         """What the next stage gets, or the sum of losses; the totals of the last stage."""
         if training not in self._graphs:
-            types = [tf.TensorSpec([None, *each.shape[1:]], each.dtype) for each in (x, *targets)]
             self._graphs[training] = tf.function(
-                lambda x, *targets: self._layers(x, targets, training), input_signature=types, autograph=False
+                lambda arrays: self._layers(arrays[0], arrays[1:], training),
+                input_signature=[self._any_length([x, *targets])],
+                autograph=False,
             )
-        output, found = self._graphs[training](x, *targets)
+        output, found = self._graphs[training]([x, *targets])
         return output, found
 
     def _layers(self, x: tf.Tensor, targets: Any, training: bool) -> tuple[tf.Tensor, tf.Tensor]:

@@ -9,10 +9,10 @@ import torch
 
 from hvdtrain.data import Batch
 from hvdtrain.frameworks.pytorch import TorchReplica
-from hvdtrain.stages.pipe import Pipe
+from hvdtrain.stages.pipe import Parted, Pipe
 
 
-class PipelineTorch(TorchReplica):
+class PipelineTorch(Parted, TorchReplica):
     """See `frameworks.Replica` and `stages.pipe.Part`. `model(x)` goes through the stage's layers, the last one's
     `model.loss(x, *targets)` further to the sum of losses."""
 
@@ -24,7 +24,7 @@ class PipelineTorch(TorchReplica):
         self._mean_of = 1.0
 
     def backward(self, batch: Batch, lr: float, stop: bool) -> None:
-        self._model.train()
+        self._train(True)
         if self._flat is None:
             self._optimizer.zero_grad()
         else:
@@ -58,26 +58,13 @@ class PipelineTorch(TorchReplica):
         return np.asarray(torch.stack(taken).sum(0).cpu().numpy())
 
     def see(self, batch: Batch, inputs: np.ndarray | None, training: bool) -> np.ndarray:
-        self._model.train(training)
+        self._train(training)
         x, *targets = self._given(batch, inputs)
         with torch.no_grad(), self._autocast:
             if not self._pipe.last:
                 return np.asarray(self._model(x).float().cpu().numpy())
             loss, sums = self._model.loss(x, *targets)
         return np.append(torch.cat(self._numbers(loss.double(), sums)).cpu().numpy(), batch.weight)
-
-    def observe(self, batch: Batch) -> None:
-        self._pipe.see(self, batch, training=True)
-
-    def evaluate(self, batch: Batch) -> np.ndarray:
-        found = self._pipe.see(self, batch, training=False)
-        return np.zeros(self._measure.size) if found is None else found
-
-    def waited_s(self) -> float | None:
-        return self._pipe.waited_s
-
-    def sent_bytes(self) -> int:
-        return self._pipe.take_sent_bytes()
 
     def _given(self, batch: Batch, inputs: np.ndarray | None) -> list[torch.Tensor]:
         """The batch's tensors, the first of which is what the stage before made, if there is one."""

@@ -116,8 +116,7 @@ class TorchReplica:
         )
 
     def backward(self, batch: Batch, lr: float, stop: bool) -> None:
-        if not self._model.training:  # telling every module anew takes as long as a small layer
-            self._model.train()
+        self._train(True)
         if self._flat is None:
             self._optimizer.zero_grad()
         else:
@@ -130,6 +129,10 @@ class TorchReplica:
         self._samples = batch.weight, batch.total_weight
         mean_of = batch.weight if self._local else batch.total_weight
         self._step.backward(self._scaler.scale(loss / (mean_of / self._step.loss_factor)))
+
+    def _train(self, training: bool) -> None:
+        if self._model.training != training:  # telling every module anew takes as long as a small layer
+            self._model.train(training)
 
     def vector(self) -> np.ndarray:
         assert self._flat is not None

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from hvdtrain.collectives.channel import Channel
 from hvdtrain.data import Batch
+from hvdtrain.measures import Measure
 from hvdtrain.strategies.bfloat16 import from_bf16, to_bf16
 
 Order = Literal["1f1b", "gpipe"]
@@ -45,6 +46,26 @@ class Part(Protocol):
     def see(self, batch: Batch, inputs: np.ndarray | None, training: bool) -> np.ndarray:
         """Forward alone. In `training` running statistics learn from it. The last stage's totals, else its outputs."""
         ...
+
+
+class Parted:
+    """What replicas of both frameworks have in common that go through a batch in parts: see `frameworks.Replica`."""
+
+    _pipe: Pipe
+    _measure: Measure
+
+    def observe(self: Any, batch: Batch) -> None:
+        self._pipe.see(self, batch, training=True)
+
+    def evaluate(self: Any, batch: Batch) -> np.ndarray:
+        found = self._pipe.see(self, batch, training=False)
+        return np.zeros(self._measure.size) if found is None else found
+
+    def waited_s(self) -> float | None:
+        return self._pipe.waited_s
+
+    def sent_bytes(self) -> int:
+        return self._pipe.take_sent_bytes()
 
 
 class Pipe:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from hvdtrain import config as configuration
 from hvdtrain import exits
+from hvdtrain.collectives.channel import neighbours
 from hvdtrain.config import TrainConfig
 from hvdtrain.exits import Failure
 from hvdtrain.models.layers import Layer
@@ -32,8 +33,9 @@ class Stages:
 
     @classmethod
     def of(cls, config: TrainConfig, place: Place, layers: Sequence[Layer], model: str) -> Stages:
-        """Raises Failure (78) for settings that do not go together."""
-        grid = Grid(ranks=place.size, stages=config.stages, across=config.stage_across)
+        """Of a dry run by itself those of as many ranks. Raises Failure (78) for settings that do not go together."""
+        imagined = config.dry_run and place.launcher == "alone"
+        grid = Grid(ranks=config.stages if imagined else place.size, stages=config.stages, across=config.stage_across)
         if config.stages > 1 and not layers:
             raise Failure(
                 f"--stages {config.stages}: {model} cannot be cut (docs/STAGES.md says what can)", exits.BAD_CONFIG
@@ -41,6 +43,9 @@ class Stages:
         if config.stages > 1 and config.precision == "fp16":
             told = "each stage would scale its loss by itself; take --precision bf16 or fp32"
             raise Failure(f"--precision fp16 does not go with --stages: {told}", exits.BAD_CONFIG)
+        if config.stages > 1 and config.inference:
+            told = "rank 0, which times the model, has a part of it; resume the run with --stages 1 for that"
+            raise Failure(f"--inference does not go with --stages: {told}", exits.BAD_CONFIG)
         if config.stages == 1 and config.cut_at:
             raise Failure("--cut-at cuts a model into stages: give --stages too", exits.BAD_CONFIG)
         return cls(config, place, grid, layers)
@@ -100,7 +105,7 @@ class Stages:
         data, stage, last = self.data, self.stage, self.grid.stages - 1
         before = self.grid.rank(data, stage - 1) if stage else None
         after = self.grid.rank(data, stage + 1) if stage < last else None
-        left, right = ranks.neighbours(before, after)
+        left, right = neighbours(ranks.met.meeting, ranks.met.reach, before, after)
         return Pipe(
             stage,
             self.grid.stages,

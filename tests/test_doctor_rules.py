@@ -93,6 +93,31 @@ def test_what_is_said_of_a_link(there: Any, back: Any, delay_ms: float, status: 
     assert bool(check.fix) == (status != "ok")
 
 
+def test_a_pair_that_looks_slow_or_uneven_is_measured_once_more_and_the_best_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Scripted rates: one host was busy during the first try, the link between the others is slow indeed."""
+    rates: dict[tuple[str, str], list[float | str]] = {
+        ("a", "b"): [940.0],
+        ("b", "a"): [930.0],
+        ("a", "c"): [200.0, 950.0],
+        ("c", "a"): [910.0, 300.0],
+        ("b", "c"): [9.5, 9.4],
+        ("c", "b"): ["no answer in 30 s (measure_stream)", 9.6],
+    }
+    monkeypatch.setattr(link_checks, "measure", lambda one, other, address: rates[one, address].pop(0))
+    names = "abc"
+    tried = {(one, other): [{"result": "open", "round_trip_ms": 0.2}] for one in names for other in names}
+    found: list[checks.Check] = []
+    link_checks.speeds({name: name for name in names}, {name: name for name in names}, tried, str, found.append)
+    assert not any(rates.values())
+    assert {check.where: (check.status, check.facts["there_mbit"], check.facts["back_mbit"]) for check in found} == {
+        "a <-> b": ("ok", 940.0, 930.0),
+        "a <-> c": ("ok", 950.0, 910.0),
+        "b <-> c": ("warn", 9.5, 9.6),
+    }
+
+
 def test_the_clocks_offset_is_that_of_the_quickest_answer_and_its_error_half_the_way() -> None:
     samples = [(100.0, 105.9, 101.0), (200.0, 205.01, 200.02), (300.0, 305.3, 300.5)]
     offset_s, error_s = host_checks.clock_offset(samples)

@@ -20,7 +20,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hvdtrain import measures, strategies, workload
 from hvdtrain.captions import vocabulary as words_of_captions
+from hvdtrain.config import TrainConfig, parse
+from hvdtrain.data import Batch
 from hvdtrain.exits import BAD_CONFIG, Failure
 from hvdtrain.models.captioner import (
     PAD,
@@ -30,6 +33,8 @@ from hvdtrain.models.captioner import (
     parameters,
     picture_values,
 )
+from hvdtrain.stages.pipe import Pipe
+from hvdtrain.world import World
 
 torch = pytest.importorskip("torch")
 tf = pytest.importorskip("tensorflow")
@@ -393,6 +398,29 @@ def test_tensorflow_compiles_once_for_all_lengths_and_batches() -> None:
         model.step(encoded, np.ones(len(encoded), np.int64), encoded, encoded)
     graphs = (model.graphs[True], model.model._step_graph, model.model._encode_graph)
     assert [graph.experimental_get_tracing_count() for graph in graphs] == [1, 1, 1]
+
+
+@SPECS
+@pytest.mark.parametrize(("framework", "twin"), [("torch", Torch), ("tensorflow", TensorFlow)])
+def test_micro_batches_add_up_to_the_whole_batch(spec: CaptionerSpec, framework: str, twin: type[Twin]) -> None:
+    """Losses, hits and gradients, of captions of unequal length, in parts as wide as their longest."""
+    spec = replace(spec, dropout=0.0)
+    inputs, tokens, key = sample(spec)
+    config = parse(TrainConfig, ["--framework", framework, "--strategy", "hierarchical"], prog="", purpose="")
+    ranks = World(framework, carrier="streams")
+
+    def batch(first: int, last: int) -> Batch:
+        some, words = tokens[first:last], LENGTHS[first:last]
+        arrays = inputs[first:last], some[:, : max(words) + 2], key
+        return Batch(arrays=arrays, weight=sum(words) + len(words), total_weight=sum(LENGTHS) + len(LENGTHS))
+
+    found = []
+    for pipe, asked in ((None, batch(0, 5)), (Pipe(), replace(batch(0, 5), parts=(batch(0, 1), batch(1, 5))))):
+        model, strategy = twin(spec, worn(spec)).model, strategies.make(config, ranks, [*parameters(spec).values()])
+        replica = workload.replica_of(model, config, ranks, strategy, "cpu", measures.Accuracy(), pipe)
+        replica.backward(asked, 0.1, stop=False)
+        found.append(replica.vector().copy())
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-4, atol=1e-6)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

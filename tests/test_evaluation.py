@@ -15,18 +15,18 @@ from hvdtrain.evaluation import renew_statistics
 from hvdtrain.exits import Failure
 from hvdtrain.models import resnet
 from hvdtrain.resnet import ResNetConfig
+from hvdtrain.stages.pipe import Pipe
 from hvdtrain.world import World
 
 SPEC = resnet.ResNetSpec(channels=1, classes=10, width=0.125)
 
 
-@pytest.fixture(scope="module", params=["torch", "tensorflow"])
-def replica(request: pytest.FixtureRequest) -> Any:
-    config = parse(ResNetConfig, ["--framework", request.param], prog="", purpose="")
-    ranks = World(request.param, carrier="streams")
+def made(framework: str, pipe: Pipe | None = None) -> Any:
+    config = parse(ResNetConfig, ["--framework", framework], prog="", purpose="")
+    ranks = World(framework, carrier="streams")
     strategy = strategies.make(config, ranks, list(resnet.parameters(SPEC).values()))
     model: Any
-    if request.param == "torch":
+    if framework == "torch":
         from hvdtrain.models.resnet_torch import ResNetTorch
 
         model = ResNetTorch(SPEC)
@@ -34,10 +34,20 @@ def replica(request: pytest.FixtureRequest) -> Any:
         from hvdtrain.models.resnet_tf import ResNetTF
 
         model = ResNetTF(SPEC)
-    replica = workload.replica_of(model, config, ranks, strategy, "cpu", measures.Accuracy())
+    replica = workload.replica_of(model, config, ranks, strategy, "cpu", measures.Accuracy(), pipe)
     state = resnet.initial_state(SPEC, 1)
     replica.load({f"parameter.{name}": state[name] for name in resnet.parameters(SPEC)})
     return replica
+
+
+@pytest.fixture(scope="module", params=["torch", "tensorflow"])
+def framework(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def replica(framework: str) -> Any:
+    return made(framework)
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +73,14 @@ def test_they_are_the_mean_over_the_batches_and_nothing_else(replica: Any, batch
         np.testing.assert_array_equal(array, together[name], err_msg="what was there before does not matter")
     for name, array in replica.state().items():
         np.testing.assert_array_equal(array, weights[name], err_msg="nothing else is learnt")
+
+
+def test_micro_batches_count_as_batches(framework: str, replica: Any, batches: list[data.Batch]) -> None:
+    one, *others = batches
+    cut = data.Batch(arrays=(), weight=one.weight, total_weight=one.total_weight, parts=(one, *others[:1]))
+    parted = taken(made(framework, Pipe()), [cut, *others[1:]])
+    for name, array in taken(replica, batches).items():
+        np.testing.assert_allclose(parted[name], array, rtol=1e-6, err_msg=name)
 
 
 def test_one_batch_is_then_evaluated_as_it_is_trained_on(replica: Any, batches: list[data.Batch]) -> None:

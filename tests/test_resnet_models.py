@@ -134,7 +134,7 @@ class TensorFlow:
         return mean
 
     def logits(self, images: np.ndarray, training: bool = False) -> np.ndarray:
-        return np.asarray(self.model(images, training))
+        return np.asarray(self.model(images, training=training))
 
     def gradients(self, images: np.ndarray, labels: np.ndarray) -> tuple[float, int, Arrays]:
         loss, correct, gradients = self._gradients(images, labels)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -90,6 +91,10 @@ def test_a_cut_that_is_none_is_told() -> None:
             cuts.named(row, 3, names)
     with pytest.raises(Failure, match="the model has 4 layers that can be cut apart; take fewer"):
         cuts.balanced(row, 5, [1.0] * 4, 0.0)
+    tied = [dataclasses.replace(layer, arrays=(name,)) for layer, name in zip(row, "aabb", strict=True)]
+    assert cuts.named(tied, 2, ["l2"]).arrays(1) == ["b", "b"]
+    with pytest.raises(Failure, match="a is shared by the layers l0, l1, which a stage must have together"):
+        cuts.named(tied, 2, ["l1"])
 
 
 def test_the_parts_of_a_model_are_the_whole_bit_for_bit() -> None:
@@ -330,6 +335,7 @@ def test_tensorflows_stages_learn_what_one_process_does(trained: Callable[..., P
         (["--micro-batches", "2"], "--strategy allreduce does not go with --micro-batches 2 on 4 ranks"),
         (["--stages", "3"], "--stages 3 needs a number of ranks that it divides, and there are 4"),
         (["--cut-at", "fc"], "--cut-at cuts a model into stages: give --stages too"),
+        (["--stages", "2", "--inference", "1"], "--inference does not go with --stages: rank 0"),
         (["--stages", "2", "--precision", "fp16"], "--precision fp16 does not go with --stages"),
         (["--stages", "2", "--strategy", "int8", "--cut-at", "layer9"], "no layer 'layer9' can begin a stage"),
     ],
@@ -343,3 +349,10 @@ def test_settings_that_do_not_go_together(flags: list[str], told: str) -> None:
         text=True,
     )
     assert (done.returncode, done.stdout) == (78, "") and told in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_dry_run_by_itself_shows_the_plan_of_as_many_ranks() -> None:
+    facts = document(resnet(0, "--stages", "2", "--dry-run", "--json"))["facts"]
+    assert facts["pipeline"].startswith("2 stages x 1 replicas, 4 micro-batches")
+    assert facts["stage 0"].startswith("stem to ") and facts["stage 0"].endswith("; rank 0")
+    assert " to fc: " in facts["stage 1"] and facts["stage 1"].endswith("; rank 1")

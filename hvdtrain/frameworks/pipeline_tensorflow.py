@@ -16,8 +16,9 @@ from hvdtrain.stages.pipe import Parted, Pipe
 
 
 class PipelineTensorFlow(Parted, TensorFlowReplica):
-    """See `frameworks.Replica` and `stages.pipe.Part`. `model(x, training)` goes through the stage's layers, the last
-    one's `model.loss(x, *targets, training=...)` further to the sum of losses."""
+    """See `frameworks.Replica` and `stages.pipe.Part`. `model(*arrays, training=...)` goes through the stage's layers,
+    the last one's `model.loss(*arrays, training=...)` further to the sum of losses. The arrays are the batch's, but for
+    the first, which is what the stage before made, if there is one."""
 
     def __init__(self, model: Any, *, pipe: Pipe, **told: Any) -> None:
         super().__init__(model, **told)
@@ -37,14 +38,14 @@ class PipelineTensorFlow(Parted, TensorFlowReplica):
             self._apply_graph(self._gradients, tf.constant(lr, tf.float32))
 
     def forward(self, number: int, batch: Batch, inputs: np.ndarray | None) -> np.ndarray | None:
-        x, *targets = self._given(batch, inputs)
+        arrays = self._given(batch, inputs)
         with tf.GradientTape() as tape:
             if inputs is not None:
-                tape.watch(x)
-            output, found = self._run(x, targets, training=True)
+                tape.watch(arrays[0])
+            output, found = self._run(arrays, training=True)
             if self._pipe.last:
                 output = output / self._mean_of * self._scale
-        self._under_way[number] = x, output, tape
+        self._under_way[number] = arrays[0], output, tape
         if not self._pipe.last:
             return np.asarray(output.numpy())
         self._totals.append(found)
@@ -64,29 +65,26 @@ class PipelineTensorFlow(Parted, TensorFlowReplica):
         return np.asarray(tf.add_n(taken).numpy())
 
     def see(self, batch: Batch, inputs: np.ndarray | None, training: bool) -> np.ndarray:
-        x, *targets = self._given(batch, inputs)
-        output, found = self._run(x, targets, training)
+        output, found = self._run(self._given(batch, inputs), training)
         return np.append(np.float64(found.numpy()), batch.weight) if self._pipe.last else np.asarray(output.numpy())
 
-    def _run(self, x: tf.Tensor, targets: list[tf.Tensor], training: bool) -> tuple[tf.Tensor, tf.Tensor]:
+    def _run(self, arrays: list[tf.Tensor], training: bool) -> tuple[tf.Tensor, tf.Tensor]:
         """What the next stage gets, or the sum of losses; the totals of the last stage."""
         if training not in self._graphs:
             self._graphs[training] = tf.function(
-                lambda arrays: self._layers(arrays[0], arrays[1:], training),
-                input_signature=[self._any_length([x, *targets])],
+                lambda arrays: self._layers(arrays, training),
+                input_signature=[self._any_length(arrays)],
                 autograph=False,
             )
-        output, found = self._graphs[training]([x, *targets])
+        output, found = self._graphs[training](arrays)
         return output, found
 
-    def _layers(self, x: tf.Tensor, targets: Any, training: bool) -> tuple[tf.Tensor, tf.Tensor]:
+    def _layers(self, arrays: list[tf.Tensor], training: bool) -> tuple[tf.Tensor, tf.Tensor]:
         if not self._pipe.last:
-            output = self._model(x, training)
-            return output, tf.zeros(0)
-        loss, sums = self._model.loss(x, *targets, training=training)
+            return self._model(*arrays, training=training), tf.zeros(0)
+        loss, sums = self._model.loss(*arrays, training=training)
         return loss, self._numbers((loss, sums), tf.float32)
 
     def _given(self, batch: Batch, inputs: np.ndarray | None) -> list[tf.Tensor]:
-        """The batch's tensors, the first of which is what the stage before made, if there is one."""
-        tensors = [tf.constant(array) for array in batch.arrays]
-        return tensors if inputs is None else [tf.constant(inputs), *tensors[1:]]
+        arrays = batch.arrays if inputs is None else (inputs, *batch.arrays[1:])
+        return [tf.constant(array) for array in arrays]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,9 @@ from hvdtrain.stages.pipe import Parted, Pipe
 
 
 class PipelineTorch(Parted, TorchReplica):
-    """See `frameworks.Replica` and `stages.pipe.Part`. `model(x)` goes through the stage's layers, the last one's
-    `model.loss(x, *targets)` further to the sum of losses."""
+    """See `frameworks.Replica` and `stages.pipe.Part`. `model(*arrays)` goes through the stage's layers, the last one's
+    `model.loss(*arrays)` further to the sum of losses. The arrays are the batch's, but for the first, which is what the
+    stage before made, if there is one."""
 
     def __init__(self, model: torch.nn.Module, *, pipe: Pipe, **told: Any) -> None:
         super().__init__(model, **told)
@@ -35,17 +37,17 @@ class PipelineTorch(Parted, TorchReplica):
         self._tail = self._world.torch.start_sum(tail, "step.totals")
 
     def forward(self, number: int, batch: Batch, inputs: np.ndarray | None) -> np.ndarray | None:
-        x, *targets = self._given(batch, inputs)
+        arrays = self._given(batch, inputs)
         if inputs is not None:
-            x.requires_grad_()
+            arrays[0].requires_grad_()
         with self._autocast:
             if not self._pipe.last:
-                output = self._model(x)
+                output = self._model(*arrays)
             else:
-                loss, sums = self._model.loss(x, *targets)
+                loss, sums = self._model.loss(*arrays)
                 self._totals.append(torch.cat(self._numbers(loss, sums)))
                 output = self._scaler.scale(loss / self._mean_of)
-        self._under_way[number] = (None if inputs is None else x), output
+        self._under_way[number] = (None if inputs is None else arrays[0]), output
         return None if self._pipe.last else output.detach().float().cpu().numpy()
 
     def back(self, number: int, gradient: np.ndarray | None) -> np.ndarray | None:
@@ -59,14 +61,13 @@ class PipelineTorch(Parted, TorchReplica):
 
     def see(self, batch: Batch, inputs: np.ndarray | None, training: bool) -> np.ndarray:
         self._train(training)
-        x, *targets = self._given(batch, inputs)
+        arrays = self._given(batch, inputs)
         with torch.no_grad(), self._autocast:
             if not self._pipe.last:
-                return np.asarray(self._model(x).float().cpu().numpy())
-            loss, sums = self._model.loss(x, *targets)
+                return np.asarray(self._model(*arrays).float().cpu().numpy())
+            loss, sums = self._model.loss(*arrays)
         return np.append(torch.cat(self._numbers(loss.double(), sums)).cpu().numpy(), batch.weight)
 
     def _given(self, batch: Batch, inputs: np.ndarray | None) -> list[torch.Tensor]:
-        """The batch's tensors, the first of which is what the stage before made, if there is one."""
-        tensors = self._tensors(batch)
-        return tensors if inputs is None else [torch.from_numpy(inputs).to(self._device), *tensors[1:]]
+        arrays = batch.arrays if inputs is None else (inputs, *batch.arrays[1:])
+        return self._tensors(dataclasses.replace(batch, arrays=arrays))

@@ -13,6 +13,7 @@ class Layer:
     arrays: tuple[str, ...]
     """Its parameters and running statistics, by name."""
     output: tuple[int, ...]
-    """Shape of what comes out for one sample; images are (height, width, channels)."""
+    """Shape of what comes out for one sample: (height, width, channels) of an image, (words, values) of a sentence of
+    mean length. The first number may differ from batch to batch."""
     multiply_adds: float
     """For one sample, forward."""

@@ -54,7 +54,7 @@ class MLPTF(tf.Module):
         with scope or contextlib.nullcontext():
             self.weights = {name: tf.Variable(tf.zeros(shape), name=name) for name, shape in shapes.items()}
 
-    def __call__(self, x: tf.Tensor, training: bool = False) -> tf.Tensor:
+    def __call__(self, x: tf.Tensor, *_: tf.Tensor, training: bool = False) -> tf.Tensor:
         """(N, outputs) float32 of x (N, inputs); of a part, what its layers make of what those before made."""
         x = tf.cast(x, self.compute_dtype)
         arrays = [tf.cast(array, self.compute_dtype) for array in self.weights.values()]

@@ -45,7 +45,7 @@ class MLPTorch(nn.Module):
         self.layers = nn.ModuleDict({str(number): skip_init(nn.Linear, *sizes[number]) for number in numbers})
         self._loss = loss
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *_: Tensor) -> Tensor:
         """(N, outputs) float32 of x (N, inputs); of a part, what its layers make of what those before made."""
         for number, layer in self.layers.items():
             if number != "0":

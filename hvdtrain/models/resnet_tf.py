@@ -55,7 +55,7 @@ class ResNetTF(tf.Module):
         layers: list[Layer] = [functools.partial(self._stem, network.stem), *blocks, self._head]
         self._layers = [layers[number] for number in part or range(len(layers))]
 
-    def __call__(self, images: tf.Tensor, training: bool) -> tf.Tensor:
+    def __call__(self, images: tf.Tensor, *_: tf.Tensor, training: bool) -> tf.Tensor:
         """Logits (N, classes) float32 of images (N, H, W, channels); of a part, what its layers make of what those
         before made. `training` updates the running statistics."""
         x = tf.cast(images, self.compute_dtype)
@@ -65,7 +65,7 @@ class ResNetTF(tf.Module):
 
     def loss(self, images: tf.Tensor, labels: tf.Tensor, training: bool) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
         """Sum of the cross-entropies, and how many images are classified correctly; labels (N,) int64."""
-        logits = self(images, training)
+        logits = self(images, training=training)
         losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
         return tf.reduce_sum(losses), {"correct": tf.math.count_nonzero(tf.argmax(logits, 1) == labels)}
 

@@ -47,7 +47,7 @@ class ResNetTorch(nn.Module):
         layers: list[Callable[[Tensor], Tensor]] = [functools.partial(self._stem, network.stem), *blocks, self._head]
         self._layers = [layers[number] for number in part or range(len(layers))]
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images: Tensor, *_: Tensor) -> Tensor:
         """Logits (N, classes) float32 of images (N, H, W, channels); of a part, what its layers make of what those
         before made, both laid out like images."""
         # A view, no copy: PyTorch's channels-last. Activations stay so; the weights stay contiguous, so that their

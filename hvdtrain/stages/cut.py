@@ -32,11 +32,23 @@ Found = tuple[float, float, tuple[int, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """Layers, and which of them begin a stage."""
+    """Layers, and which of them begin a stage. Raises Failure (78) for an array that two stages would have."""
 
     layers: Sequence[Layer]
     borders: tuple[int, ...]
     """Stage s has layers borders[s] to borders[s + 1] - 1"""
+
+    def __post_init__(self) -> None:
+        known = dict[str, int]()
+        for stage in range(len(self.borders) - 1):
+            for name in self.arrays(stage):
+                if known.setdefault(name, stage) != stage:
+                    sharing = [layer.name for layer in self.layers if name in layer.arrays]
+                    raise Failure(
+                        f"{name} is shared by the layers {', '.join(sharing)}, which a stage must have together: let "
+                        "--cut-at name layers before or behind them",
+                        exits.BAD_CONFIG,
+                    )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -109,14 +121,15 @@ def balanced(layers: Sequence[Layer], stages: int, seconds: Sequence[float], sec
 def timed(part: Callable[[int], Part], layers: Sequence[Layer], batch: Batch) -> list[float]:
     """Seconds of each layer by itself, forward and backward, for a sample of the batch; `part` makes one."""
     rows, found = len(batch.arrays[0]), list[float]()
+    inputs: np.ndarray | None = None
     for number in range(len(layers)):
         layer, times = part(number), list[float]()
-        inputs = np.ones((rows, *layers[number - 1].output), np.float32) if number else None
         for _ in range(MEASURED):
             began = time.perf_counter()
             output = layer.forward(0, batch, inputs)
             layer.back(0, None if output is None else np.ones_like(output))
             times.append(time.perf_counter() - began)
+        inputs = None if output is None else np.ones_like(output)
         found.append(min(times) / rows)
     return found
 

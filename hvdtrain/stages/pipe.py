@@ -152,7 +152,7 @@ class Pipe:
         message = channel.receive()
         self.waited_s += time.perf_counter() - began
         numbers = from_bf16(message.view(np.uint16)) if self._coding == "bf16" else message.view(np.float32)
-        return numbers.reshape(len(batch.arrays[0]), *shape)
+        return numbers.reshape(len(batch.arrays[0]), -1, *shape[1:])  # the first axis may differ: words
 
     def _told(self, channel: Channel | None, mine: np.ndarray) -> np.ndarray:
         """What a neighbour says of the step, this rank's own word without one."""

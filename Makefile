@@ -3,7 +3,7 @@ FRAMEWORKS ?=
 SHELL := bash
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench bench-network bench-strategies gpu-check clean
+.PHONY: help setup demo test lint bench bench-network bench-strategies bench-stages gpu-check clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
@@ -33,6 +33,9 @@ bench-network: setup  ## allreduce over virtual hosts against the limit of the w
 bench-strategies: setup  ## every strategy to a test accuracy at 10, 100, 1000 Mbit/s (root): BENCH_ARGS='--set seed=1'
 	. .venv/bin/activate && hvdtrain sweep launch/sweeps/strategies.toml $(BENCH_ARGS)
 	. .venv/bin/activate && hvdtrain results strategies results/strategies
+
+bench-stages: setup  ## pipeline stages beside data parallelism and torch's pipelining (root): BENCH_ARGS='--rates 10mbit'
+	. .venv/bin/activate && python tools/bench_stages.py $(BENCH_ARGS)
 
 gpu-check:  ## try everything on this machine's GPU, no network needed: PYTHON=python3 WHEELS=dir GPU_ARGS=--dry-run
 	$(or $(PYTHON),python3) tools/gpu_check.py $(if $(WHEELS),--wheels $(WHEELS)) $(GPU_ARGS)

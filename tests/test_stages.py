@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import json
 import math
 import os
 import signal
@@ -17,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import SMALL, document, environment, resnet, until
+from conftest import ROOT, SMALL, document, environment, resnet, until
 from conftest import command as started_by
 from safetensors.numpy import load_file
 from test_streams import at_once, meetings, reach
@@ -325,6 +326,18 @@ def test_tensorflows_stages_learn_what_one_process_does(trained: Callable[..., P
     assert one.keys() == two.keys()
     for name, array in one.items():
         np.testing.assert_allclose(two[name], array, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.root
+def test_the_benchmark_finds_the_bytes_of_the_formula_on_the_wire(tmp_path: Path) -> None:
+    """Payload, and at most 8 % for headers and acknowledgements."""
+    flags = ["--rates", "100mbit", "--models", "small", "--rows", "stages2", "--rounds", "1", "--json"]
+    words = [sys.executable, "tools/bench_stages.py", *flags, "--name", f"t{os.getpid()}", "--out", str(tmp_path)]
+    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(done.stdout)["rows"]
+    assert row["formula_bytes"] == 4 * 2048 * (398 + 85 + 86) / 4, "4 steps: what was trained on, and evaluated"
+    assert 1 < row["over"] <= 1.08, row
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,353 @@
+#!/usr/bin/env python3
+"""What a step takes over slow links: data parallelism, pipeline stages, and torch.distributed.pipelining. Needs root.
+
+    sudo tools/bench_stages.py --rates 10mbit --models resnet32 --rows plain,powersgd:rank=4,stages2,torch2
+
+Makes virtual hosts of half a core, throttles them to each rate and runs the rows in turn, round after round, some steps
+each. A run whose wire alone would take longer than --most-s is not made. Runs lie under --out, and what is there is not
+run again: the same command goes on. `perceptron` has weights of half of --memory, which control groups give each host:
+with gradients and momentum it is 1.5 times what one host has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+
+from bench_network import cluster, throttle  # noqa: E402
+
+from hvdtrain import strategies  # noqa: E402
+from hvdtrain.cluster import nic  # noqa: E402
+from hvdtrain.cluster.commands import need_root  # noqa: E402
+from hvdtrain.cluster.rates import goodput_both_ways, parse_rate, show_rate  # noqa: E402
+from hvdtrain.exits import Failure  # noqa: E402
+from hvdtrain.models import mlp, resnet  # noqa: E402
+from hvdtrain.models.layers import Layer  # noqa: E402
+from hvdtrain.stages import cut as cuts  # noqa: E402
+from hvdtrain.stages.grid import Grid  # noqa: E402
+from hvdtrain.strategies.payload import Layout  # noqa: E402
+from hvdtrain.timing import WARMUP_STEPS  # noqa: E402
+
+NAMES, MICRO = "abcd", 4
+MOUNT = Path("/sys/fs/cgroup/memory")
+PLAIN = ["horovodrun", "--gloo", "--gloo-timeout-seconds", "1800"]
+ROWS: dict[str, tuple[int, list[str]]] = {
+    "plain": (2, []),
+    "hierarchical": (2, ["--strategy", "hierarchical"]),
+    "powersgd:rank=4": (2, ["--strategy", "powersgd:rank=4"]),
+    "stages2": (2, ["--stages", "2"]),
+    "torch2": (2, ["--stages", "2"]),
+    "powersgd:rank=4,hosts4": (4, ["--strategy", "powersgd:rank=4"]),
+    "stages4": (4, ["--stages", "4"]),
+    "torch4": (4, ["--stages", "4"]),
+    "stages2x2": (4, ["--stages", "2", "--strategy", "hierarchical"]),
+}
+"""Name -> hosts, flags"""
+MODELS = ("resnet32", "resnet128", "perceptron", "small")
+
+
+def workload(model: str, options: argparse.Namespace) -> list[str]:
+    """Module and flags. `small` is for tests."""
+    if model.startswith("resnet"):
+        flags = ["--data", f"idx:{options.out}/digits", "--image-size", model.removeprefix("resnet")]
+        return ["hvdtrain.resnet", *flags, "--global-batch-size", "64"]
+    width = 2048 if model == "small" else math.isqrt(options.memory_mb * 1_000_000 // 2 // 4 // 4)
+    return ["hvdtrain.tabular", "--layers", ",".join([str(width)] * 5), "--global-batch-size", "100"]
+
+
+def digits(folder: Path, samples: int) -> None:
+    """The first of scikit-learn's digits as IDX files, of which so many are for training, and as many as hosts can be
+    for the test."""
+    from sklearn.datasets import load_digits
+
+    found, folder = load_digits(), folder / "digits"
+    folder.mkdir(parents=True, exist_ok=True)
+    first = 0
+    for part, count in (("train", -(-samples * 10 // 9)), ("t10k", 16)):
+        for name, values in (("images-idx3", found.images * 15), ("labels-idx1", found.target)):
+            taken = values[first : first + count].astype("u1")
+            head = b"".join(number.to_bytes(4, "big") for number in (0x800 + taken.ndim, *taken.shape))
+            (folder / f"{part}-{name}-ubyte").write_bytes(head + taken.tobytes())
+        first += count
+
+
+# --- the formula ------------------------------------------------------------------------------------------------------
+
+
+def row_of(about: dict[str, Any]) -> tuple[list[Layer], dict[str, tuple[int, ...]]]:
+    """The layers, and shapes of what is trained, of a manifest or a dry run."""
+    if about["model"]["name"] == "mlp":
+        net = mlp.MLPSpec(**about["model"]["spec"])
+        return mlp.layers(net), mlp.parameters(net)
+    pictures = resnet.ResNetSpec(**about["model"]["spec"])
+    return resnet.layers(pictures, *about["data"]["image_shape"][:2]), resnet.parameters(pictures)
+
+
+def formula_bytes(about: dict[str, Any], hosts: int) -> float:
+    """Payload of a whole run over one link, one way, of the rank that sends or receives most: activations of training
+    and evaluation, gradients of activations, and of each step what a stage's replicas exchange."""
+    config, plan, data = about["config"], about["plan"], about["data"]
+    layers, shapes = row_of(about)
+    grid, exchange = Grid(ranks=hosts, stages=config["stages"]), strategies.parse(config["strategy"])
+    cut = cuts.balanced(layers, grid.stages, [layer.multiply_adds for layer in layers], 0.0)
+    if plan["cut"]:
+        cut = cuts.named(layers, grid.stages, plan["cut"])
+    trained, seen = data["train"] * config["epochs"], data["validation"] * config["epochs"] + data["test"]
+    crossing = [0.0, *(cut.boundary_bytes(edge) / grid.replicas for edge in range(grid.stages - 1)), 0.0]
+    most = 0.0
+    for stage, (before, after) in enumerate(itertools.pairwise(crossing)):
+        mine = [shapes[name] for name in cut.arrays(stage) if name in shapes]
+        cost = exchange.cost(mine, Layout(ranks=grid.replicas, hosts=grid.replicas)).sent_bytes
+        forward, back = trained + seen, trained
+        payload = max(after * forward + before * back, before * forward + after * back)
+        most = max(most, payload + (plan["steps"] * cost if grid.replicas > 1 else 0.0))
+    return most
+
+
+# --- one run ----------------------------------------------------------------------------------------------------------
+
+
+def run(words: list[str], options: argparse.Namespace, timeout_s: float) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PATH": f"{ROOT}/.venv/bin:{os.environ['PATH']}", "VIRTUAL_ENV": f"{ROOT}/.venv"}
+    inside = ["tools/cluster.sh", "exec", "--name", options.name, "a", "--", "timeout", "-k", "30", f"{timeout_s:g}"]
+    return subprocess.run([*inside, *words], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
+def measured(model: str, row: str, rate: int, turn: int, options: argparse.Namespace) -> dict[str, Any]:
+    """A run's figures, made or found; why there are none under `none`."""
+    hosts, flags = ROWS[row]
+    folder = options.out / f"{show_rate(rate)}-{model}-{row}-{turn}"
+    told, group = folder / "bench.json", ["--within", options.name] if model == "perceptron" else []
+    if told.exists():
+        return dict(json.loads(told.read_text()))
+    common = ["--framework", "torch", "--epochs", "1", "--checkpoint-epochs", "0", "--threads", "1"]
+    program = ["-m", *workload(model, options), *flags, *common, "--optimizer", "sgd"]
+    dry = run([sys.executable, *program, "--dry-run", "--json"], options, 120)
+    if dry.returncode:
+        raise Failure(f"{' '.join(program)}: {dry.stderr.strip()}", dry.returncode)
+    about = json.loads(dry.stdout)
+    found: dict[str, Any] = {"formula_bytes": formula_bytes(about, hosts) / about["plan"]["steps"]}
+    wire_s = found["formula_bytes"] * 8 / goodput_both_ways(rate)
+    if wire_s * about["plan"]["steps"] > options.most_s:
+        return found | {"none": "not run"}
+    starter = [*PLAIN, "-np", str(hosts)] if row == "plain" else ["launch/mpirun.sh", "--quiet"]
+    starter += ["-H", ",".join(f"{host}:1" for host in NAMES[:hosts]), sys.executable, "tools/bench_stages.py", *group]
+    theirs = row.startswith("torch")
+    what = ["--torch", json.dumps(about)] if theirs else ["--run", *program, "--run-dir", str(folder)]
+    done = run([*starter, *what], options, options.most_s + 120)
+    if done.returncode == 0:
+        found |= json.loads(done.stdout.splitlines()[-1]) if theirs else read(folder, hosts)
+    else:
+        lines = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
+        why = "hangs" if done.returncode in (124, 137) else next((x for x in lines if "Error: " in x), lines[-1])
+        found["none"] = f"failed: {why.strip()[:150]}"
+    folder.mkdir(parents=True, exist_ok=True)
+    told.write_text(json.dumps(found))
+    return found
+
+
+def read(folder: Path, hosts: int) -> dict[str, Any]:
+    """The figures of a run of ours, from its records."""
+    about = json.loads((folder / "manifest.json").read_text())
+    lines = [json.loads(line) for line in (folder / "metrics" / "rank0000.jsonl").read_text().splitlines()]
+    end = next(line for line in lines if line["type"] == "summary")
+    timed = [line for line in lines if line["type"] == "step" and not line["warmup"]]
+    steps = end["steps"]
+    return {
+        "steps_s": [line["data_s"] + line["compute_s"] + (line["communication_s"] or 0.0) for line in timed],
+        "formula_bytes": formula_bytes(about, hosts) / steps,
+        "bytes": max(nic[way] for nic in end["nic_bytes"] for way in ("sent_bytes", "received_bytes")) / steps,
+        "waiting": end["step_shares"].get("exchange"),
+        "rss_bytes": end["peak_rss_bytes"],
+        "cut": about["plan"]["cut"],
+    }
+
+
+# --- one rank ---------------------------------------------------------------------------------------------------------
+
+
+def torch_program(about: dict[str, Any]) -> None:
+    """The same model, cut by multiply-adds, in torch.distributed.pipelining on Gloo; the first rank prints its JSON."""
+    import resource
+
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    from hvdtrain.models.mlp_torch import MLPTorch, cross_entropy
+    from hvdtrain.models.resnet_torch import ResNetTorch
+
+    rank, size = (int(os.environ[f"OMPI_COMM_WORLD_{name}"]) for name in ("RANK", "SIZE"))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "eth0")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://{NAMES[0]}:29555", rank=rank, world_size=size)
+    layers, _ = row_of(about)
+    cut = cuts.balanced(layers, size, [layer.multiply_adds for layer in layers], 0.0)
+    spec, samples = about["model"]["spec"], about["plan"]["global_batch"] // MICRO
+
+    class Part(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part: Any
+            if about["model"]["name"] == "mlp":
+                self.part = MLPTorch(mlp.MLPSpec(**spec), cross_entropy, cut.part(rank))
+            else:
+                self.part = ResNetTorch(resnet.ResNetSpec(**spec), cut.part(rank))
+            for weight in self.parameters():
+                torch.nn.init.normal_(weight, std=0.01)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.Tensor(self.part(x)).contiguous()
+
+    first = tuple(about["data"]["image_shape"]) if "image_shape" in about["data"] else (spec["inputs"],)
+    arriving = torch.rand(samples, *cut.boundary(rank - 1)).requires_grad_() if rank else torch.rand(samples, *first)
+    leaving = torch.rand(samples, *cut.boundary(rank)).requires_grad_()  # gradients come for what needs them
+    part = Part()
+    stage = PipelineStage(part, rank, size, torch.device("cpu"), input_args=(arriving,), output_args=(leaving,))
+    schedule = Schedule1F1B(stage, MICRO, loss_fn=torch.nn.functional.cross_entropy)
+    optimizer = torch.optim.SGD(part.parameters(), 0.01, momentum=0.9)
+    inputs, targets = torch.rand(samples * MICRO, *first), torch.zeros(samples * MICRO, dtype=torch.int64)
+    seconds, moved = [], nic.counters("eth0")
+    for _ in range(about["plan"]["steps"]):
+        began = time.perf_counter()
+        optimizer.zero_grad()
+        schedule.step(*([inputs] if rank == 0 else []), target=targets if rank == size - 1 else None)
+        optimizer.step()
+        seconds.append(time.perf_counter() - began)
+    dist.barrier()
+    mine = [max(now - then for now, then in zip(nic.counters("eth0"), moved, strict=True)) / len(seconds)]
+    mine.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    everyones: list[Any] = [None] * size
+    dist.all_gather_object(everyones, mine)
+    if rank == 0:
+        sent, rss = (max(values) for values in zip(*everyones, strict=True))
+        print(json.dumps({"steps_s": seconds[WARMUP_STEPS:], "bytes": sent, "rss_bytes": rss}), flush=True)
+    dist.destroy_process_group()
+
+
+def group(name: str, host: str) -> Path:
+    """What limits the memory of a host."""
+    return MOUNT / f"hvdtrain-{name}-{host}"
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def together(model: str, row: str, rate: int, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A row of the table from all rounds."""
+    steps_s = [second for each in found for second in each.get("steps_s", ())]
+    stages = int(ROWS[row][1][1]) if "--stages" in ROWS[row][1] else 1
+    told: dict[str, Any] = {"rate_mbit": rate / 1e6, "model": model, "row": row, "hosts": ROWS[row][0]}
+    told |= {"formula_bytes": found[0]["formula_bytes"], "none": found[0].get("none")}
+    told["wire_s"] = told["formula_bytes"] * 8 / goodput_both_ways(rate)
+    if not steps_s:
+        return told
+    told |= {"median_s": statistics.median(steps_s), "least_s": min(steps_s), "most_s": max(steps_s)}
+    told["bubble"] = cuts.bubble(stages, MICRO) if stages > 1 else None
+    done = [each for each in found if "bytes" in each]
+    for name in ("bytes", "waiting", "rss_bytes"):
+        told[name] = max((each[name] for each in done if each.get(name) is not None), default=None)
+    told["over"] = max(each["bytes"] / each["formula_bytes"] for each in done)
+    return told
+
+
+def show(rows: Sequence[dict[str, Any]]) -> None:
+    print("| Mbit/s | model | row | s per step | wire, s | of it | MB | of formula | waiting | bubble | RSS, MB |")
+    print("|" + "---|" * 11)
+    for row in rows:
+        cells = [f"{row['rate_mbit']:g}", row["model"], row["row"]]
+        if "median_s" not in row:
+            cells += [row["none"], f"{row['wire_s']:.3g}", *["-"] * 6]
+        else:
+            waiting, bubble = ("-" if row[name] is None else f"{row[name]:.0%}" for name in ("waiting", "bubble"))
+            cells += [f"{row['median_s']:.2f} [{row['least_s']:.2f} .. {row['most_s']:.2f}]", f"{row['wire_s']:.3f}"]
+            cells += [f"{row['wire_s'] / row['median_s']:.0%}", f"{row['bytes'] / 1e6:.3f}", f"{row['over']:.3f}"]
+            cells += [waiting, bubble, f"{row['rss_bytes'] / 1e6:.0f}"]
+        print(f"| {' | '.join(cells)} |")
+
+
+def parsed() -> argparse.Namespace:
+    top = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+
+    def words(text: str) -> list[str]:
+        return text.split(",")
+
+    top.add_argument("--rates", type=words, default=["10mbit", "100mbit", "1000mbit"])
+    top.add_argument("--models", type=words, default=list(MODELS[:3]), help=f"of {', '.join(MODELS)}")
+    top.add_argument("--rows", type=words, default=list(ROWS), help=f"of {', '.join(ROWS)}")
+    top.add_argument("--rounds", type=int, default=2, help="turns of all rows (default: 2)")
+    top.add_argument("--steps", type=int, default=8, help="of a run of resnet (default: 8)")
+    top.add_argument("--memory-mb", type=int, default=2000, help="of a host, for perceptron (default: 2000)")
+    top.add_argument("--most-s", type=float, default=600, help="that the wire of a run may need (default: 600)")
+    top.add_argument("--name", default="sbench", help="of the cluster that is made (default: sbench)")
+    top.add_argument("--out", type=Path, default=ROOT / "results" / "stages", help="where runs lie")
+    top.add_argument("--json", action="store_true", help="one JSON document instead of the table")
+    top.add_argument("--within", help=argparse.SUPPRESS)
+    top.add_argument("--torch", help=argparse.SUPPRESS)
+    top.add_argument("--run", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    options = top.parse_args()
+    if unknown := {*options.models, *options.rows} - {*MODELS, *ROWS}:
+        top.error(f"unknown: {', '.join(sorted(unknown))}")
+    return options
+
+
+def bench(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """All rows. Raises Failure."""
+    found: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
+    digits(options.out, 64 * options.steps)
+    hosts = NAMES[: max(ROWS[row][0] for row in options.rows)]
+    cluster("up", "--name", options.name, "--hosts", ",".join(hosts), "--cpu-share", "0.5")
+    groups = [group(options.name, host) for host in hosts] if "perceptron" in options.models else []
+    try:
+        for each in groups:
+            each.mkdir()
+            (each / "memory.limit_in_bytes").write_text(str(options.memory_mb * 1_000_000))
+        for rate in map(parse_rate, options.rates):
+            throttle(options.name, rate)
+            for turn, model, row in itertools.product(range(options.rounds), options.models, options.rows):
+                one = measured(model, row, rate, turn, options)
+                found.setdefault((model, row, rate), []).append(one)
+                words = f"{statistics.median(one['steps_s']):.3f} s per step" if "steps_s" in one else one["none"]
+                print(f"{show_rate(rate)}, {model}, {row}, round {turn + 1}: {words}", file=sys.stderr, flush=True)
+    finally:
+        cluster("down", "--name", options.name)
+        for each in groups:
+            each.rmdir()
+    return [together(*key, each) for key, each in found.items()]
+
+
+def main() -> int:
+    options = parsed()
+    if options.within:
+        (group(options.within, socket.gethostname()) / "cgroup.procs").write_text("0")
+    if options.torch:
+        torch_program(json.loads(options.torch))
+        return 0
+    if options.run:
+        os.execv(sys.executable, [sys.executable, *options.run])
+    try:
+        need_root("the benchmark's virtual cluster")
+        rows = bench(options)
+    except Failure as failure:
+        print(f"hvdtrain: {failure}", file=sys.stderr)
+        return failure.code
+    print(json.dumps({"schema": "hvdtrain/bench-stages/1", "rows": rows})) if options.json else show(rows)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -87,8 +87,9 @@ class Exchange:
     """Stages on different hosts, whose activations then cross the network, or on the ranks of each host"""
     stage_order: Literal["1f1b", "gpipe"] = "1f1b"
     """Order of a stage: one forward, one backward, or all forward first, which holds more activations"""
-    activations: Literal["fp32", "bf16"] = "fp32"
-    """Numbers between stages, their gradients too; bf16 halves the bytes and rounds to 8 bits"""
+    activations: Literal["fp32", "bf16", "int8"] = "fp32"
+    """Numbers between stages, their gradients too; bf16 halves the bytes and rounds to 8 bits, int8 takes a quarter and
+    rounds to 1/127 of the largest of 64"""
     check_replicas: int = bounded(100, least=0)
     """Steps between two comparisons of the weights' checksums over ranks; 0: never"""
 

@@ -39,6 +39,7 @@ from hvdtrain.models import mlp, resnet  # noqa: E402
 from hvdtrain.models.layers import Layer  # noqa: E402
 from hvdtrain.stages import cut as cuts  # noqa: E402
 from hvdtrain.stages.grid import Grid  # noqa: E402
+from hvdtrain.stages.pipe import NUMBER_BYTES  # noqa: E402
 from hvdtrain.strategies.payload import Layout  # noqa: E402
 from hvdtrain.timing import WARMUP_STEPS  # noqa: E402
 
@@ -50,6 +51,7 @@ ROWS: dict[str, tuple[int, list[str]]] = {
     "hierarchical": (2, ["--strategy", "hierarchical"]),
     "powersgd:rank=4": (2, ["--strategy", "powersgd:rank=4"]),
     "stages2": (2, ["--stages", "2"]),
+    "stages2,int8": (2, ["--stages", "2", "--activations", "int8"]),
     "torch2": (2, ["--stages", "2"]),
     "powersgd:rank=4,hosts4": (4, ["--strategy", "powersgd:rank=4"]),
     "stages4": (4, ["--stages", "4"]),
@@ -107,7 +109,8 @@ def formula_bytes(about: dict[str, Any], hosts: int) -> float:
     if plan["cut"]:
         cut = cuts.named(layers, grid.stages, plan["cut"])
     trained, seen = data["train"] * config["epochs"], data["validation"] * config["epochs"] + data["test"]
-    crossing = [0.0, *(cut.boundary_bytes(edge) / grid.replicas for edge in range(grid.stages - 1)), 0.0]
+    number = NUMBER_BYTES[config["activations"]]
+    crossing = [0.0, *(cut.boundary_numbers(edge) * number / grid.replicas for edge in range(grid.stages - 1)), 0.0]
     most = 0.0
     for stage, (before, after) in enumerate(itertools.pairwise(crossing)):
         mine = [shapes[name] for name in cut.arrays(stage) if name in shapes]

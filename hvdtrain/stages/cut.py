@@ -23,11 +23,10 @@ from hvdtrain.exits import Failure
 from hvdtrain.models.layers import Layer
 from hvdtrain.stages.pipe import Part
 
-FLOAT_BYTES = 4
 MEASURED = 3
 """Times that a layer is tried; the fastest counts, since others may have used the processor meanwhile"""
 Found = tuple[float, float, tuple[int, ...]]
-"""Of a cut: the slowest part, the bytes sent, the borders"""
+"""Of a cut: the slowest part, the numbers sent, the borders"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,9 +66,9 @@ class Cut:
         """Shape of what a stage sends to the next for one sample."""
         return self.layers[self.borders[stage + 1] - 1].output
 
-    def boundary_bytes(self, stage: int) -> int:
-        """The same in float32."""
-        return FLOAT_BYTES * math.prod(self.boundary(stage))
+    def boundary_numbers(self, stage: int) -> int:
+        """How many those are."""
+        return math.prod(self.boundary(stage))
 
 
 def named(layers: Sequence[Layer], stages: int, names: Sequence[str]) -> Cut:
@@ -89,15 +88,15 @@ def named(layers: Sequence[Layer], stages: int, names: Sequence[str]) -> Cut:
     return Cut(layers, borders)
 
 
-def balanced(layers: Sequence[Layer], stages: int, seconds: Sequence[float], seconds_per_byte: float) -> Cut:
+def balanced(layers: Sequence[Layer], stages: int, seconds: Sequence[float], seconds_per_number: float) -> Cut:
     """The cut whose slowest part is the fastest: `seconds` of each layer and sample, forward and backward;
-    `seconds_per_byte` of a link. Raises Failure (78) for more stages than layers."""
+    `seconds_per_number` of a link. Raises Failure (78) for more stages than layers."""
     if stages > len(layers):
         raise Failure(
             f"--stages {stages}: the model has {len(layers)} layers that can be cut apart; take fewer", exits.BAD_CONFIG
         )
     until = [0.0, *itertools.accumulate(seconds)]
-    sent = [FLOAT_BYTES * math.prod(layer.output) for layer in layers]
+    sent = [math.prod(layer.output) for layer in layers]
 
     def best(limit: float, key: Callable[[Found], float]) -> Found:
         """The cut with the least `key` among those with no part above `limit`."""
@@ -107,7 +106,7 @@ def balanced(layers: Sequence[Layer], stages: int, seconds: Sequence[float], sec
             for begin, (slow, total, borders) in known.items():
                 for end in range(begin + 1, len(layers) - left + 1):
                     crossing = sent[end - 1] if left else 0
-                    slowest = max(slow, until[end] - until[begin], crossing * seconds_per_byte)
+                    slowest = max(slow, until[end] - until[begin], crossing * seconds_per_number)
                     made = (slowest, total + crossing, (*borders, end))
                     if slowest <= limit:
                         found[end] = min(found.get(end, made), made, key=key)

@@ -12,6 +12,7 @@ together, and nothing waits for that.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from typing import Any, Literal, Protocol
@@ -21,10 +22,13 @@ import numpy as np
 from hvdtrain.collectives.channel import Channel
 from hvdtrain.data import Batch
 from hvdtrain.measures import Measure
+from hvdtrain.strategies import rounded
 from hvdtrain.strategies.bfloat16 import from_bf16, to_bf16
 
 Order = Literal["1f1b", "gpipe"]
-Coding = Literal["fp32", "bf16"]
+Coding = Literal["fp32", "bf16", "int8"]
+NUMBER_BYTES: dict[Coding, float] = {"fp32": 4, "bf16": 2, "int8": 1 + 4 / rounded.LENGTH}
+"""Of a number on its way"""
 
 
 class Part(Protocol):
@@ -143,7 +147,7 @@ class Pipe:
 
     def _send(self, channel: Channel | None, array: np.ndarray | None) -> None:
         if channel is not None and array is not None:
-            channel.send(to_bf16(np.ascontiguousarray(array)) if self._coding == "bf16" else array)
+            channel.send(packed(array, self._coding))
 
     def _receive(self, channel: Channel | None, batch: Batch, shape: tuple[int, ...]) -> np.ndarray | None:
         if channel is None:
@@ -151,8 +155,7 @@ class Pipe:
         began = time.perf_counter()
         message = channel.receive()
         self.waited_s += time.perf_counter() - began
-        numbers = from_bf16(message.view(np.uint16)) if self._coding == "bf16" else message.view(np.float32)
-        return numbers.reshape(len(batch.arrays[0]), -1, *shape[1:])  # the first axis may differ: words
+        return unpacked(message, (len(batch.arrays[0]), *shape), self._coding)
 
     def _told(self, channel: Channel | None, mine: np.ndarray) -> np.ndarray:
         """What a neighbour says of the step, this rank's own word without one."""
@@ -162,6 +165,29 @@ class Pipe:
         if channel is not None:
             channel.send(words)
         return words
+
+
+def packed(array: np.ndarray, coding: Coding) -> np.ndarray:
+    """Float32 numbers as they are sent. int8: of each block of 64 in row, padded with 0, a float32 scale, 1/127 of the
+    largest magnitude, and the nearest multiple of it, so that a number is off by at most 1/254 of that magnitude."""
+    if coding == "fp32":
+        return array
+    flat = np.ascontiguousarray(array).reshape(-1)
+    if coding == "bf16":
+        return to_bf16(flat)
+    whole = np.pad(flat, (0, -flat.size % rounded.LENGTH)) if flat.size % rounded.LENGTH else flat
+    return rounded.encode(whole.reshape(-1, rounded.LENGTH), 8)
+
+
+def unpacked(message: np.ndarray, shape: tuple[int, ...], coding: Coding) -> np.ndarray:
+    """What a message of `packed` stands for."""
+    if coding == "fp32":
+        return message.view(np.float32).reshape(shape)
+    if coding == "bf16":
+        return from_bf16(message.view(np.uint16)).reshape(shape)
+    blocks = np.empty((-(-math.prod(shape) // rounded.LENGTH), rounded.LENGTH), np.float32)
+    rounded.decode(message, blocks, 8)
+    return blocks.reshape(-1)[: math.prod(shape)].reshape(shape)
 
 
 def order(how: Order, stage: int, stages: int, count: int) -> Iterator[tuple[bool, int]]:

@@ -16,7 +16,7 @@ from hvdtrain.place import Place
 from hvdtrain.stages import cut as cuts
 from hvdtrain.stages.cut import Cut
 from hvdtrain.stages.grid import Grid
-from hvdtrain.stages.pipe import Pipe
+from hvdtrain.stages.pipe import NUMBER_BYTES, Pipe
 from hvdtrain.strategies import Exchange, Layout
 from hvdtrain.world import World
 
@@ -98,7 +98,8 @@ class Stages:
         every = ranks.gather(list(seconds()))
         fastest = [min(times) for times in zip(*every, strict=True)]  # others may have used the processors meanwhile
         rates = [link["goodput_mbit"] for link in ranks.measure_links() if link["goodput_mbit"]]
-        return cuts.balanced(self.layers, self.grid.stages, fastest, 8e-6 / min(rates) if rates else 0.0)
+        per_number = NUMBER_BYTES[self.config.activations] * 8e-6 / min(rates) if rates else 0.0
+        return cuts.balanced(self.layers, self.grid.stages, fastest, per_number)
 
     def connected(self, ranks: World, cut: Cut) -> Pipe:
         """This rank's place in its pipeline. Collective."""
@@ -121,7 +122,6 @@ class Stages:
         """What there is to show: a line for all, and one for each stage. `sizes`: parameters of each stage."""
         parts, stages = configuration.micro_batches(self.config), self.grid.stages
         samples = -(-rank_batch // parts)
-        half = 2 if self.config.activations == "bf16" else 1
         told = {
             "pipeline": f"{stages} stages x {self.grid.replicas} replicas, {parts} micro-batches of {samples} samples, "
             f"{self.config.stage_order}: idle {cuts.bubble(stages, parts):.0%} of a step if all stages are equally fast"
@@ -134,7 +134,7 @@ class Stages:
             words = f"{inside[0].name} to {inside[-1].name}" if len(inside) > 1 else inside[0].name
             words += f": {sizes[stage]:,} parameters, {share:.0%} of the work, holds {held} of the micro-batches"
             if stage < stages - 1:
-                sent = cut.boundary_bytes(stage) * samples / half
+                sent = cut.boundary_numbers(stage) * samples * NUMBER_BYTES[self.config.activations]
                 words += f", sends {sent / 1e6:.3f} MB per micro-batch, and receives as much"
             told[f"stage {stage}"] = f"{words}; rank {', '.join(map(str, self.grid.holders(stage)))}"
         return told

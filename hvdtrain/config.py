@@ -39,7 +39,10 @@ class Optimisation:
     """How the model learns."""
 
     epochs: int = bounded(12, least=1)
-    """Passes over the training set"""
+    """Passes over the training set, or parts of a pass: see --epoch-samples"""
+    epoch_samples: int | None = bounded(None, least=1)
+    """Samples of an epoch, the next of which goes on where it ended, so that large sets are evaluated more often
+    (default: all of the training set)"""
     batch_size: int | None = bounded(None, least=1)
     """Samples per rank and step (default: 32); the global batch grows with the number of ranks"""
     global_batch_size: int | None = bounded(None, least=1)
@@ -129,6 +132,8 @@ class Measuring:
 
     evaluate_on: Literal["validation", "test"] = "validation"
     """Split that is evaluated after each epoch; test: only to measure the time to a test accuracy, as MLPerf does"""
+    evaluate_samples: int | None = bounded(None, least=1)
+    """Evaluate only the split's first so many samples after each epoch (default: all); captions are judged whole"""
     monitor: str = "none"
     """What one sampler process per host records meanwhile: power, resources, power,resources or none"""
     monitor_ms: int = bounded(500, least=50)

@@ -25,9 +25,10 @@ def evaluate(
     world: World,
     data: World,
     shares: Sequence[float] | None = None,
+    most: int | None = None,
 ) -> tuple[float | None, dict[str, float], dict[str, np.ndarray]]:
-    """Mean loss, scores and the measure's sums over the whole split, the same on all ranks; None, {} and {} for
-    an empty split. Collective.
+    """Mean loss, scores and the measure's sums over the whole split, or its first `most` samples, the same on all
+    ranks; None, {} and {} for an empty split. Collective.
 
     `data`: the ranks among which the split is shared out, all of `world` where each has the whole model. Each of them
     evaluates its own part, even or by `shares`, in batches of `batch_size`. All use the mean over ranks of the running
@@ -35,7 +36,7 @@ def evaluate(
     """
     average_statistics(replica, data, shares)
     totals = np.zeros(measure.size)
-    for batch in shard(split, batch_size=batch_size, rank=data.rank, size=data.size, shares=shares):
+    for batch in shard(split, batch_size=batch_size, rank=data.rank, size=data.size, shares=shares, most=most):
         totals += replica.evaluate(batch)
     totals = world.sum(totals, "evaluate.totals")
     return (*measure.means(totals), measure.by_name(totals)) if totals[-1] else (None, {}, {})

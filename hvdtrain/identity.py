@@ -1,6 +1,7 @@
 """What a run is: what must be equal for a checkpoint to continue it, and in what two descriptions of it differ.
 
-Must match: workload, model, data, optimizer, exchange, the size of the global batch, micro-batches, seed. May change:
+Must match: workload, model, data, optimizer, exchange, the size of the global batch, micro-batches, the samples
+of an epoch where they are told, seed. May change:
 everything else, such as the learning rate, the number of epochs, the framework; and who trains: the number of ranks,
 their hosts, their shares of a batch, the stages that the model is cut into, wherever the exchange can hand its state on
 (`strategies.Strategy.bound`).

@@ -184,7 +184,8 @@ class Loop:
             if self._precise_bn:
                 first = [0, *self._loader.ends()][max(0, self._plan.steps_per_epoch - self._precise_bn)]
                 renew_statistics(self._replica, self._loader.epoch(epoch, start=first))
-            loss, scores, _ = self._evaluate(getattr(self._dataset, self._config.evaluate_on))
+            split, most = getattr(self._dataset, self._config.evaluate_on), self._config.evaluate_samples
+            loss, scores, _ = self._evaluate(split, most)
         record, is_best = self._at.end_epoch(
             epoch,
             self._measure,
@@ -246,10 +247,11 @@ class Loop:
         self._writer.close()
         return summary
 
-    def _evaluate(self, split: Split) -> tuple[float | None, dict[str, float], dict[str, Any]]:
+    def _evaluate(self, split: Split, most: int | None = None) -> tuple[float | None, dict[str, float], dict[str, Any]]:
         """What `evaluate` returns, with the judge's scores."""
-        batch, shares = self._plan.rank_batch, self._plan.shares
-        loss, scores, sums = evaluate(self._replica, self._measure, split, batch, self._world, self._data, shares)
+        plan, measure = self._plan, self._measure
+        found = evaluate(self._replica, measure, split, plan.rank_batch, self._world, self._data, plan.shares, most)
+        loss, scores, sums = found
         return loss, scores | self._judge(split) if self._judge and len(split) else scores, sums
 
     def _take_best(self) -> int:

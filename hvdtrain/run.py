@@ -63,6 +63,7 @@ def _identity(
         "strategy": strategies.lasting(config),
         "global_batch": plan["global_batch"],
         "seed": config["seed"],
+        **({"epoch_samples": samples} if (samples := config.get("epoch_samples")) else {}),
         **({"micro_batches": parts} if (parts := plan.get("micro_batches", 1)) > 1 else {}),
     }
 

@@ -101,6 +101,7 @@ class Workload:
             seed=config.seed,
             shares=shares,
             micro_batches=configuration.micro_batches(config),
+            epoch_samples=config.epoch_samples,
         )
         plan = configuration.batch_plan(config, replicas, batch, loader.steps_per_epoch, shares)
         observe.check(config, plan.steps, place)

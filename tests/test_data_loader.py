@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 import tracemalloc
@@ -170,6 +171,31 @@ def test_others_go_on_where_some_stopped(before: int, now: int, batch: int, samp
     assert all(len(step) == batch for step in rest[:-2])
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 4), st.integers(2, 9), st.integers(2, 150), st.data())
+def test_short_epochs_are_a_pass_cut_into_pieces(size: int, batch: int, samples: int, data: st.DataObject) -> None:
+    """Without repeats, of equal numbers of steps, and what is left over is another part in the next pass."""
+    if samples < 2 * size:
+        return
+    epoch, split = data.draw(st.integers(2 * size, samples)), numbered(samples)
+    count, whole = samples // epoch, batch * size
+    ranks = [Loader(split, global_batch=whole, rank=r, size=size, seed=1, epoch_samples=epoch) for r in range(size)]
+
+    def drawn(loaders: list[Loader], number: int) -> list[int]:
+        """The labels of an epoch, in order, over all ranks."""
+        steps = zip(*(seen(loader.epoch(number)) for loader in loaders), strict=True)
+        return [label for step in steps for rank in step for label in rank]
+
+    pieces = [drawn(ranks, number) for number in range(2 * count)]
+    for through in range(2):
+        order = drawn(loaders(samples, batch, size, seed=1), through)
+        assert [*itertools.chain(*pieces[through * count :][:count])] == order[: count * epoch]
+    assert {len(piece) for piece in pieces} == {epoch}
+    ends = ranks[0].ends()
+    stop = data.draw(st.sampled_from([0, *ends[:-1]]))
+    assert seen(ranks[0].epoch(1, stop)) == seen(ranks[0].epoch(1))[ranks[0].step_at(stop) :]
+
+
 def test_epochs_seeds_and_steps_differ() -> None:
     first, other = loaders(64, 8, 1, seed=1)[0], loaders(64, 8, 1, seed=2)[0]
     assert seen(first.epoch(0)) != seen(first.epoch(1)) != seen(other.epoch(1))
@@ -194,6 +220,8 @@ def test_too_few_samples_is_a_failure() -> None:
     with pytest.raises(Failure, match="too few for 4 ranks") as failure:
         loaders(7, 8, 4)
     assert failure.value.code == BAD_CONFIG
+    with pytest.raises(Failure, match="an epoch of 8 samples is more than the 7 in the training set"):
+        Loader(numbered(7), global_batch=2, rank=0, size=1, seed=0, epoch_samples=8)
 
 
 @settings(max_examples=40, deadline=None)
@@ -203,6 +231,8 @@ def test_shards_cover_in_order(samples: int, batch_size: int, size: int) -> None
     runs = [list(shard(split, batch_size=batch_size, rank=rank, size=size)) for rank in range(size)]
     drawn = [label for run in runs for labels in seen(iter(run)) for label in labels]
     assert drawn == list(range(samples))
+    first = (shard(split, batch_size=batch_size, rank=rank, size=size, most=batch_size) for rank in range(size))
+    assert [label for run in first for labels in seen(run) for label in labels] == drawn[:batch_size]
     for step in range(max(map(len, runs))):
         here = [run[step] for run in runs if step < len(run)]
         assert {batch.total_weight for batch in here} == {sum(batch.weight for batch in here)}

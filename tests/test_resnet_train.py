@@ -182,7 +182,7 @@ def test_ranks_learn_the_digits_and_record_equal_losses_and_disjoint_samples(
 @pytest.mark.parametrize(
     ("ranks", "extra", "steps"),
     [
-        (2, ["--epochs", "3"], 17),
+        (2, ["--epochs", "5", "--epoch-samples", "500", "--evaluate-samples", "100"], 17),
         # One step is a whole epoch, so that the signal arrives in an epoch's last step.
         (0, ["--epochs", "8", "--batch-size", "1500", "--checkpoint-epochs", "8"], 2),
     ],

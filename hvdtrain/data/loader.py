@@ -6,6 +6,9 @@ within a sample, or its share, where ranks are of unequal speed. So ranks are di
 exactly once, and all make the same number of steps. Neither the number of ranks nor their shares change the order or
 the global batch: what is left of an epoch after its first n samples is the same for whoever goes on.
 
+**Short epochs**: with `epoch_samples` an epoch is that many samples of the permutation, and the next epoch takes the
+next ones. What is left of a pass at its end, fewer than an epoch, is not used; other samples are left in each pass.
+
 **The last global batch** is often short. It is kept and shared out too, and the weights of a batch make the mean over
 ranks exact. If it is so short that it has fewer than two samples for each rank (BatchNorm has no variance of one), it
 joins the batch before it, and the two are halved unless the halves were too short again. A rank whose share is less
@@ -40,9 +43,10 @@ class Loader:
     """Training batches of one rank.
 
     `global_batch` is the number of samples in a step of all `size` ranks; where a short end was joined it is up to two
-    per rank more. With `shares`, one positive number per rank, ranks get samples in the proportion of their shares.
-    Each batch comes in `micro_batches` parts, in fewer where they would have less than two samples (BatchNorm).
-    Raises Failure (BAD_CONFIG) when a step, or the split, has too few samples for so many ranks.
+    per rank more. An epoch is the whole split, or `epoch_samples`. With `shares`, one positive number per rank, ranks
+    get samples in the proportion of their shares. Each batch comes in `micro_batches` parts, in fewer where they would
+    have less than two samples (BatchNorm). Raises Failure (BAD_CONFIG) when a step, or the split, has too few samples
+    for so many ranks, or for an epoch.
     """
 
     def __init__(
@@ -55,12 +59,17 @@ class Loader:
         seed: int,
         shares: Sequence[float] | None = None,
         micro_batches: int = 1,
+        epoch_samples: int | None = None,
     ) -> None:
         if global_batch < size:
             raise Failure(
                 f"a step of {global_batch} samples is too few for {size} ranks: use at most {global_batch}", BAD_CONFIG
             )
+        if epoch_samples is not None and epoch_samples > len(split):
+            told = f"an epoch of {epoch_samples} samples is more than the {len(split)} in the training set"
+            raise Failure(f"{told}: use at most that", BAD_CONFIG)
         self._split, self._rank, self._size, self._seed = split, rank, size, seed
+        self._samples = epoch_samples or len(split)
         self._micro_batches = micro_batches
         self._global_batch, self._least = global_batch, _least(global_batch, size)
         self._ends = self.ends()
@@ -88,7 +97,7 @@ class Loader:
 
         Raises Failure (BAD_CONFIG) if too few are left for the ranks.
         """
-        return _ends(len(self._split), start, self._global_batch, self._size)
+        return _ends(self._samples, start, self._global_batch, self._size)
 
     def step_at(self, consumed: int) -> int:
         """Which step of an epoch comes after its first `consumed` samples."""
@@ -110,8 +119,12 @@ class Loader:
         return _prefetch(self._batches(number, start))
 
     def _batches(self, number: int, start: int) -> Iterator[Batch]:
-        stream = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self._seed, number])))
-        order = self._split.order(stream, [*range(0, len(self._split), self._global_batch), len(self._split)])
+        whole, samples = len(self._split), self._samples
+        through, part = divmod(number, whole // samples)
+        stream = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self._seed, through])))
+        steps = range(0, samples, self._global_batch)
+        borders = [begin + step for begin in range(0, whole - samples + 1, samples) for step in steps]
+        order = self._split.order(stream, [*borders, whole])[part * samples : (part + 1) * samples]
         first = self.step_at(start)
         for step, (begin, end) in enumerate(itertools.pairwise([start, *self.ends(start)]), start=first):
             everyones = order[begin:end]
@@ -136,18 +149,25 @@ def _key(name: Sequence[int]) -> int:
 
 
 def shard(
-    split: Split, *, batch_size: int, rank: int, size: int, shares: Sequence[float] | None = None
+    split: Split,
+    *,
+    batch_size: int,
+    rank: int,
+    size: int,
+    shares: Sequence[float] | None = None,
+    most: int | None = None,
 ) -> Iterator[Batch]:
-    """Evaluation: rank `rank`'s contiguous part of `split`, in order, in batches of at most `batch_size`.
+    """Evaluation: rank `rank`'s contiguous part of `split`, or of its first `most` samples, in order, in batches of at
+    most `batch_size`.
 
     Parts are disjoint, cover the split and differ by at most one sample, or are each rank's share, so a rank may have
     nothing (or fewer batches than another): sum counts over ranks at the end, not in each step.
     """
-    return _prefetch(_in_order(split, batch_size, rank, _parts(size, shares)))
+    samples = len(split) if most is None else min(most, len(split))
+    return _prefetch(_in_order(split, batch_size, rank, _cuts(samples, _parts(size, shares), 0)))
 
 
-def _in_order(split: Split, batch_size: int, rank: int, parts: Sequence[int]) -> Iterator[Batch]:
-    cuts = _cuts(len(split), parts, 0)
+def _in_order(split: Split, batch_size: int, rank: int, cuts: Sequence[int]) -> Iterator[Batch]:
     for done in range(0, cuts[rank + 1] - cuts[rank], batch_size):
         everyones = [np.arange(a + done, min(a + done + batch_size, b)) for a, b in itertools.pairwise(cuts)]
         yield split.batch(everyones[rank], np.concatenate(everyones), None)

@@ -93,6 +93,8 @@ def parser() -> Parser:
         default=(None, 0.95),
         help="score of an epoch: 0.95, 95%% (default) of the headline, or SCORE=VALUE",
     )
+    words = "each strategy, and one host, with the batch, rate of learning and epochs that got there soonest"
+    chosen.add_argument("--best", action="store_true", help=words)
     add("inference", "what a training step and inference take on each device, and from which size on which is faster")
     grouped(add("phases", "where the time goes"))
     compare = add("compare", "whether B is worse than A (then the exit code is 1)", roots=False)
@@ -209,7 +211,7 @@ def tables(asked: argparse.Namespace, loaded: Loaded) -> list[Table]:
             return energy.energy(loaded, base, study)
         return scaling_table.scaling(loaded, asked.count, base, study)
     if asked.command == "strategies":
-        return [strategies.strategies(loaded, asked.target[1])]
+        return [strategies.strategies(loaded, asked.target[1], asked.best)]
     if asked.command == "inference":
         return [devices.inference(loaded)]
     by = columns(asked.group_by, loaded)

@@ -56,7 +56,7 @@ RUNS: dict[str, Column] = {
     "epochs": _number("passes over the training set"),
     "steps": _number("steps of the run"),
     "seed": _number("seed of weights and order"),
-    "train_samples": _number("samples of the training set"),
+    "train_samples": _number("training samples of an epoch"),
     "data_fingerprint": _text("SHA-256 of the data set"),
     "settings": _text("all other settings that may change the result, as JSON"),
     "train_s": _number("training phase", "s"),

@@ -103,7 +103,7 @@ def _asked(manifest: records.Manifest) -> dict[str, Any]:
         "epochs": number(config.get("epochs")),
         "steps": number(plan.get("steps")),
         "seed": number(config.get("seed")),
-        "train_samples": number(manifest.data.get("train")),
+        "train_samples": number(manifest.config.get("epoch_samples") or manifest.data.get("train")),
         "data_fingerprint": _text(manifest.data.get("fingerprint")),
         "marked": _watched(config),
         "settings": json.dumps({key: config[key] for key in sorted(config) if key not in NOT_SETTINGS}),

@@ -22,6 +22,8 @@ from hvdtrain.results.tables import SPREAD_NOTE, apart, common, key_cells, key_c
 
 ALIKE = (*alike.PER_HOST, "global_batch")
 """What all groups of a section, and the one host that they are compared with, have in common"""
+TUNED = ("global_batch", "epochs")
+"""Of these, what may be chosen for each side by itself, as settings such as lr may, where the best are compared"""
 NOTES = (
     "to target: seconds of training (evaluation and checkpoints outside) until the end of the first epoch whose "
     "headline score (accuracy ...), on the split evaluated after each epoch, is as good as the target; between epochs: "
@@ -35,6 +37,13 @@ NOTES = (
     "payload, warm-up left out); wire: limit / time of the exchange, waiting for the slowest host included. An "
     "exchange that runs behind backward, later steps or other ranks' takes a step at most: there wire is a lower bound",
     "exposed: share of a step that rank 0 waits for the exchange; final: the test split's score at the end of the run",
+    "plain wire: how many times as long as a step's computation an allreduce in full precision would need the wire, at "
+    "0.936 of the rate: how hard this model, batch and rate are for any exchange",
+)
+BEST_NOTE = (
+    "each at its best: of the batches, learning rates and other settings that were run, each line has those that got "
+    "there soonest (between epochs; only where every seed did, if there is such a group), and so has the one host; "
+    "speed-up is of the times between epochs here"
 )
 FIGURE_COLUMNS = (
     Column("train_to_target_s", "to target", "s"),
@@ -45,33 +54,39 @@ FIGURE_COLUMNS = (
     Column("own_limit_s_per_step", "limit", "ms", 1e3, spread=False),
     Column("wire_efficiency", "wire", "%", 100, spread=False),
     Column("communication_share", "exposed", "%", 100, spread=False),
+    Column("plain_wire_ratio", "plain wire", "x", spread=False),
 )
 SPARE = (
-    *("own_limit_s_per_step", "wire_efficiency", "steps_to_target", "n", "communication_share", "bytes_to_target"),
-    "crossed_s",
+    *("plain_wire_ratio", "own_limit_s_per_step", "wire_efficiency", "steps_to_target", "n", "communication_share"),
+    *("bytes_to_target", "crossed_s"),
 )
 
 
-def strategies(loaded: Loaded, target: float = 0.95) -> Table:
+def strategies(loaded: Loaded, target: float = 0.95, best: bool = False) -> Table:
     """A section for each rate: one host first, then every strategy, the soonest at the target first.
 
     `target`: of the headline score, a fraction of 1 where that is a share. Runs of sweeps are told apart by their
-    launcher too, which is no part of a run's config.
+    launcher too, which is no part of a run's config. `best`: one line for each strategy, with the batch and the
+    settings of its own that got there soonest, against one host at its best.
     """
+    same = tuple(name for name in ALIKE if not best or name not in TUNED)
     final, percent = scores.figures(loaded.runs), scores.target(loaded.runs, target)
     found = groups.by(groups.usable(loaded.runs), (*GROUP, "launcher"))
     measured = {id(group): _measured(group, target, final, loaded.problems) for group in found}
+    shown = [name for name in apart(found) if name not in ("strategy", "rate_mbit", "launcher")]
+    found = _soonest(found, measured, same) if best else found
     alone = [group for group in found if group.key["hosts"] == 1]
     rates = sorted({group.key["rate_mbit"] for group in found if group not in alone}, key=lambda r: (r is None, r or 0))
-    shown = [name for name in apart(found) if name not in ("strategy", "rate_mbit", "launcher")]
     rows: list[dict[str, Any]] = []
     readings: dict[str, str] = {}
-    for title, members in _sections([group for group in found if group not in alone], rates):
-        bases = [group for group in alone if not members or any(_alike(group, member) for member in members)]
+    for title, members in _sections([group for group in found if group not in alone], rates, same):
+        bases = [
+            group for group in alone if not members or any(not alike.differing(group, each, same) for each in members)
+        ]
         names = _names([*bases, *members])
         cells = [
             key_cells(group, shown)
-            | {"rate": title, "strategy": names[id(group)], "speedup": _speedup(group, alone, measured)}
+            | {"rate": title, "strategy": names[id(group)], "speedup": _speedup(group, alone, measured, same, best)}
             | {name: group.key[name] for name in ("hosts", "rate_mbit")}
             | measured[id(group)]
             for group in [*bases, *members]
@@ -84,19 +99,37 @@ def strategies(loaded: Loaded, target: float = 0.95) -> Table:
     columns = [Column("strategy", "strategy"), *(key_column(name) for name in shown), Column("n", "n")]
     columns += [Column("reached", f"reached {percent}"), *FIGURE_COLUMNS]
     columns += [dataclasses.replace(one, label=one.label.replace("test", "final", 1)) for one in final]
-    notes = [SPREAD_NOTE, *NOTES, common(found, [*shown, "strategy", "rate_mbit", "launcher"]), *left_out(loaded.runs)]
-    notes = [note for note in notes if note]
+    told = common(found, [*shown, "strategy", "rate_mbit", "launcher"])
+    notes = [SPREAD_NOTE, *([BEST_NOTE] if best else []), *NOTES, *([told] if told else []), *left_out(loaded.runs)]
     spare = (*SPARE, *(one.key for one in final))
-    return Table("strategies", f"Strategies: to {percent}", columns, rows, notes, "rate", readings, spare)
+    title = f"Strategies: to {percent}{', each at its best' if best else ''}"
+    return Table("strategies", title, columns, rows, notes, "rate", readings, spare)
 
 
-def _sections(several: Sequence[Group], rates: Sequence[float | None]) -> list[tuple[str, list[Group]]]:
+def _soonest(found: Sequence[Group], measured: dict[int, dict[str, Any]], same: Sequence[str]) -> list[Group]:
+    """Of each strategy at each rate, among groups that are alike in `same`, the one that is soonest at the target."""
+
+    def lateness(group: Group) -> tuple[bool, float]:
+        time = measured[id(group)]["crossed_s"]
+        return (time is None or time.n < group.n, math.inf if time is None else time.mean)
+
+    rows: dict[Any, list[Group]] = {}
+    for group in found:
+        rows.setdefault(tuple(group.key[name] for name in ("hosts", "rate_mbit", "strategy", "launcher")), []).append(
+            group
+        )
+    return [min(members, key=lateness) for row in rows.values() for members in alike.classes(row, same)]
+
+
+def _sections(
+    several: Sequence[Group], rates: Sequence[float | None], same: Sequence[str]
+) -> list[tuple[str, list[Group]]]:
     """(title, groups on several hosts) by rate, and by whatever else makes them unlike; one without groups if none."""
     found = []
     for rate in rates or [None]:
-        sets = alike.classes([group for group in several if group.key["rate_mbit"] == rate], ALIKE)
+        sets = alike.classes([group for group in several if group.key["rate_mbit"] == rate], same)
         first = [members[0] for members in sets]
-        names = [name for name in ALIKE if any(alike.differing(first[0], other, (name,)) for other in first[1:])]
+        names = [name for name in same if any(alike.differing(first[0], other, (name,)) for other in first[1:])]
         for members in sets or [[]]:
             cells = key_cells(members[0], names) if members else {}
             told = [f"{key_column(name).label} {value}" for name, value in cells.items()]
@@ -138,19 +171,18 @@ def _plain(group: Group) -> tuple[Any, ...]:
     return tuple(group.key[name] for name in group.key if name not in ("launcher", "settings"))
 
 
-def _alike(base: Group, group: Group) -> bool:
-    return not alike.differing(base, group, ALIKE)
-
-
-def _speedup(group: Group, alone: Sequence[Group], measured: dict[int, dict[str, Any]]) -> Any:
+def _speedup(
+    group: Group, alone: Sequence[Group], measured: dict[int, dict[str, Any]], same: Sequence[str], best: bool
+) -> Any:
     """The speed-up over one host (of the same settings if there is such a run); None without a run on one host."""
     bases = sorted(
-        (base for base in alone if _alike(base, group)),
+        (base for base in alone if not alike.differing(base, group, same)),
         key=lambda base: tuple(base.key[name] != group.key[name] for name in ("settings", "strategy")),
     )
     if not bases:
         return None
-    return ratio(measured[id(bases[0])]["train_to_target_s"], measured[id(group)]["train_to_target_s"])
+    time = "crossed_s" if best else "train_to_target_s"
+    return ratio(measured[id(bases[0])][time], measured[id(group)][time])
 
 
 def _measured(group: Group, target: float, final: Sequence[Column], problems: list[Problem]) -> dict[str, Any]:
@@ -177,4 +209,8 @@ def _measured(group: Group, target: float, final: Sequence[Column], problems: li
     }
     own = ("own_limit_s_per_step", "wire_efficiency", "communication_share", *(one.key for one in final))
     figures |= {name: group.statistic(name) for name in own}
+    pairs = zip(*(group.column(name, timing=True) for name in ("limit_s_per_step", "compute_s")), strict=True)
+    figures["plain_wire_ratio"] = summary(
+        limit_s / compute_s for limit_s, compute_s in pairs if not groups.is_missing(limit_s) and compute_s
+    )
     return {"n": group.n, "reached": f"{count} of {group.n}", **figures}

@@ -93,6 +93,8 @@ class Exchange:
     activations: Literal["fp32", "bf16", "int8"] = "fp32"
     """Numbers between stages, their gradients too; bf16 halves the bytes and rounds to 8 bits, int8 takes a quarter and
     rounds to 1/127 of the largest of 64"""
+    recompute: bool = False
+    """A stage holds only the inputs of its micro-batches, and goes forward anew before it goes backward: less memory"""
     check_replicas: int = bounded(100, least=0)
     """Steps between two comparisons of the weights' checksums over ranks; 0: never"""
 

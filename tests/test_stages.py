@@ -301,9 +301,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return train
 
 
-def test_two_stages_learn_what_one_process_does_bit_for_bit(trained: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("flags", [(), ("--recompute", "--stage-order", "gpipe")])
+def test_two_stages_learn_what_one_process_does_bit_for_bit(
+    trained: Callable[..., Path], flags: tuple[str, ...]
+) -> None:
     """With a short last batch, running statistics and momentum too."""
-    one, two = arrays(trained(0)), arrays(trained(2, "--stages", "2"))
+    one, two = arrays(trained(0)), arrays(trained(2, "--stages", "2", *flags))
     assert one.keys() == two.keys()
     assert not [name for name, array in one.items() if not np.array_equal(array, two[name])]
 
@@ -336,7 +339,10 @@ def test_a_run_goes_on_with_other_stages_as_if_never_interrupted(trained: Callab
 
 def test_tensorflows_stages_learn_what_one_process_does(trained: Callable[..., Path]) -> None:
     flags = ("--framework", "tensorflow", "--epochs", "1")
-    one, two = arrays(trained(0, *flags)), arrays(trained(2, *flags, "--stages", "2", "--cut-at", "layer2.1"))
+    one, two = (
+        arrays(trained(0, *flags)),
+        arrays(trained(2, *flags, "--stages", "2", "--cut-at", "layer2.1", "--recompute")),
+    )
     assert one.keys() == two.keys()
     for name, array in one.items():
         np.testing.assert_allclose(two[name], array, rtol=1e-5, atol=1e-6, err_msg=name)

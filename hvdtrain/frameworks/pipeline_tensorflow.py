@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from hvdtrain.data import Batch
 from hvdtrain.frameworks.tensorflow import TensorFlowReplica, _dense
-from hvdtrain.stages.pipe import Parted, Pipe
+from hvdtrain.stages.pipe import Again, Parted, Pipe
 
 
 class PipelineTensorFlow(Parted, TensorFlowReplica):
@@ -24,7 +24,7 @@ class PipelineTensorFlow(Parted, TensorFlowReplica):
         super().__init__(model, **told)
         self._pipe = pipe
         self._under_way: dict[int, tuple[tf.Tensor, tf.Tensor, tf.GradientTape]] = {}
-        self._totals: list[tf.Tensor] = []
+        self._again, self._totals = dict[int, Again](), list[tf.Tensor]()
         self._graphs: dict[bool, Any] = {}
         self._mean_of = 1.0
 
@@ -37,7 +37,7 @@ class PipelineTensorFlow(Parted, TensorFlowReplica):
         if self._in_backward:  # nothing is exchanged: this is the only replica
             self._apply_graph(self._gradients, tf.constant(lr, tf.float32))
 
-    def forward(self, number: int, batch: Batch, inputs: np.ndarray | None) -> np.ndarray | None:
+    def through(self, number: int, batch: Batch, inputs: np.ndarray | None) -> tuple[np.ndarray | None, Any]:
         arrays = self._given(batch, inputs)
         with tf.GradientTape() as tape:
             if inputs is not None:
@@ -46,12 +46,9 @@ class PipelineTensorFlow(Parted, TensorFlowReplica):
             if self._pipe.last:
                 output = output / self._mean_of * self._scale
         self._under_way[number] = arrays[0], output, tape
-        if not self._pipe.last:
-            return np.asarray(output.numpy())
-        self._totals.append(found)
-        return None
+        return (None, found) if self._pipe.last else (np.asarray(output.numpy()), None)
 
-    def back(self, number: int, gradient: np.ndarray | None) -> np.ndarray | None:
+    def backward_of(self, number: int, gradient: np.ndarray | None) -> np.ndarray | None:
         (x, output, tape), weights = self._under_way.pop(number), list(self._weights.values())
         given = None if gradient is None else tf.constant(gradient)
         *gradients, of_inputs = tape.gradient(output, [*weights, x], output_gradients=given)

@@ -10,7 +10,7 @@ import torch
 
 from hvdtrain.data import Batch
 from hvdtrain.frameworks.pytorch import TorchReplica
-from hvdtrain.stages.pipe import Parted, Pipe
+from hvdtrain.stages.pipe import Again, Parted, Pipe
 
 
 class PipelineTorch(Parted, TorchReplica):
@@ -22,7 +22,7 @@ class PipelineTorch(Parted, TorchReplica):
         super().__init__(model, **told)
         self._pipe = pipe
         self._under_way: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
-        self._totals: list[torch.Tensor] = []
+        self._again, self._totals = dict[int, Again](), list[torch.Tensor]()
         self._mean_of = 1.0
 
     def backward(self, batch: Batch, lr: float, stop: bool) -> None:
@@ -36,24 +36,32 @@ class PipelineTorch(Parted, TorchReplica):
         tail = torch.from_numpy(self._pipe.train(self, batch, stop)).to(self._device)
         self._tail = self._world.torch.start_sum(tail, "step.totals")
 
-    def forward(self, number: int, batch: Batch, inputs: np.ndarray | None) -> np.ndarray | None:
+    def through(self, number: int, batch: Batch, inputs: np.ndarray | None) -> tuple[np.ndarray | None, Any]:
         arrays = self._given(batch, inputs)
         if inputs is not None:
             arrays[0].requires_grad_()
         with self._autocast:
-            if not self._pipe.last:
-                output = self._model(*arrays)
-            else:
+            if self._pipe.last:
                 loss, sums = self._model.loss(*arrays)
-                self._totals.append(torch.cat(self._numbers(loss, sums)))
                 output = self._scaler.scale(loss / self._mean_of)
+            else:
+                output = self._model(*arrays)
         self._under_way[number] = (None if inputs is None else arrays[0]), output
-        return None if self._pipe.last else output.detach().float().cpu().numpy()
+        if self._pipe.last:
+            return None, torch.cat(self._numbers(loss, sums))
+        return output.detach().float().cpu().numpy(), None
 
-    def back(self, number: int, gradient: np.ndarray | None) -> np.ndarray | None:
+    def backward_of(self, number: int, gradient: np.ndarray | None) -> np.ndarray | None:
         x, output = self._under_way.pop(number)
         output.backward(None if gradient is None else torch.from_numpy(gradient).to(output))
         return None if x is None or x.grad is None else x.grad.cpu().numpy()
+
+    def random_state(self, state: torch.Tensor | None = None) -> torch.Tensor:
+        generator: Any = torch.cuda if self._device.type == "cuda" else torch
+        before: torch.Tensor = generator.get_rng_state()
+        if state is not None:
+            generator.set_rng_state(state)
+        return before
 
     def totals(self) -> np.ndarray:
         taken, self._totals = self._totals, []

@@ -52,11 +52,48 @@ class Part(Protocol):
         ...
 
 
+Again = tuple[Batch, np.ndarray | None, Any]
+"""What it takes to go forward once more: batch, inputs, state of the random numbers"""
+
+
 class Parted:
-    """What replicas of both frameworks have in common that go through a batch in parts: see `frameworks.Replica`."""
+    """What replicas of both frameworks have in common that go through a batch in parts: see `frameworks.Replica` and
+    `Part`.
+
+    Theirs are `through`, forward, which leaves a micro-batch in `_under_way` and returns what the next stage gets and
+    the last stage's totals, and `backward_of`, which is `Part.back` of one that is under way.
+    """
 
     _pipe: Pipe
     _measure: Measure
+    _under_way: dict[int, Any]
+    _again: dict[int, Again]
+    """Micro-batches that are to go forward anew before they go backward"""
+    _totals: list[Any]
+
+    def forward(self: Any, number: int, batch: Batch, inputs: np.ndarray | None) -> np.ndarray | None:
+        random = self.random_state() if self._pipe.recomputes else None
+        output, totals = self.through(number, batch, inputs)
+        if totals is not None:
+            self._totals.append(totals)
+        if self._pipe.recomputes:
+            self._again[number] = batch, inputs, random
+            del self._under_way[number]
+        return output
+
+    def back(self: Any, number: int, gradient: np.ndarray | None) -> np.ndarray | None:
+        if number not in self._again:
+            return self.backward_of(number, gradient)
+        batch, inputs, random = self._again.pop(number)
+        seen, now = {name: array.copy() for name, array in self.local_state().items()}, self.random_state(random)
+        self.through(number, batch, inputs)
+        self.random_state(now)
+        found = self.backward_of(number, gradient)
+        self.load_local(seen)  # running statistics have learnt of the micro-batch before
+        return found
+
+    def random_state(self, state: Any = None) -> Any:
+        """That of the framework's own random numbers, which `state` replaces; None where a model takes none of them."""
 
     def observe(self: Any, batch: Batch) -> None:
         self._pipe.see(self, batch, training=True)
@@ -90,10 +127,13 @@ class Pipe:
         outputs: tuple[int, ...] = (),
         order: Order = "1f1b",
         coding: Coding = "fp32",
+        recompute: bool = False,
     ) -> None:
         self._stage, self._stages, self._order, self._coding = stage, stages, order, coding
         self._before, self._after, self._inputs, self._outputs = before, after, inputs, outputs
         self.last = stage == stages - 1
+        self.recomputes = recompute and not (self.last and order == "1f1b")
+        """Whether micro-batches go forward anew; not where only one is held, which would save nothing"""
         self.waited_s = 0.0
         """That this rank waited for its neighbours in the last step"""
         self._sent_bytes = 0

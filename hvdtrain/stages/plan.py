@@ -46,8 +46,9 @@ class Stages:
         if config.stages > 1 and config.inference:
             told = "rank 0, which times the model, has a part of it; resume the run with --stages 1 for that"
             raise Failure(f"--inference does not go with --stages: {told}", exits.BAD_CONFIG)
-        if config.stages == 1 and config.cut_at:
-            raise Failure("--cut-at cuts a model into stages: give --stages too", exits.BAD_CONFIG)
+        if config.stages == 1 and (config.cut_at or config.recompute):
+            told = "--cut-at cuts a model into stages" if config.cut_at else "--recompute saves memory of stages"
+            raise Failure(f"{told}: give --stages too", exits.BAD_CONFIG)
         return cls(config, place, grid, layers)
 
     @property
@@ -116,6 +117,7 @@ class Stages:
             outputs=cut.boundary(stage) if stage < last else (),
             order=self.config.stage_order,
             coding=self.config.activations,
+            recompute=self.config.recompute,
         )
 
     def facts(self, cut: Cut, sizes: Sequence[int], rank_batch: int) -> dict[str, str]:
@@ -126,13 +128,14 @@ class Stages:
             "pipeline": f"{stages} stages x {self.grid.replicas} replicas, {parts} micro-batches of {samples} samples, "
             f"{self.config.stage_order}: idle {cuts.bubble(stages, parts):.0%} of a step if all stages are equally fast"
         }
+        what = "the inputs of " if self.config.recompute else ""
         work = sum(layer.multiply_adds for layer in self.layers)
         for stage, (begin, end) in enumerate(itertools.pairwise(cut.borders)):
             inside = self.layers[begin:end]
             share = sum(layer.multiply_adds for layer in inside) / work
             held = min(stages - stage, parts) if self.config.stage_order == "1f1b" else parts
             words = f"{inside[0].name} to {inside[-1].name}" if len(inside) > 1 else inside[0].name
-            words += f": {sizes[stage]:,} parameters, {share:.0%} of the work, holds {held} of the micro-batches"
+            words += f": {sizes[stage]:,} parameters, {share:.0%} of the work, holds {what}{held} of the micro-batches"
             if stage < stages - 1:
                 sent = cut.boundary_numbers(stage) * samples * NUMBER_BYTES[self.config.activations]
                 words += f", sends {sent / 1e6:.3f} MB per micro-batch, and receives as much"

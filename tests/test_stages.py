@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import pytest
 from conftest import ROOT, SMALL, document, environment, resnet, until
 from conftest import command as started_by
 from safetensors.numpy import load_file
+from test_faults import is_rank
 from test_streams import at_once, meetings, reach
 
 from hvdtrain.collectives import PeerLost
@@ -335,6 +337,22 @@ def test_a_run_goes_on_with_other_stages_as_if_never_interrupted(trained: Callab
     document(resnet(0, "--resume", str(tmp_path / "run"), "--stages", "1", "--json"))
     one, resumed = arrays(trained(0)), arrays(tmp_path / "run")
     assert all(np.array_equal(array, resumed[name]) for name, array in one.items())
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])
+def test_a_killed_stage_ends_the_job_like_any_dead_rank(launcher: str, tmp_path: Path) -> None:
+    flags = [*SMALL[:4], "--epochs", "400", "--framework", "torch", "--stages", "3", "--run-dir", str(tmp_path / "run")]
+    words = started_by(3, ["-m", "hvdtrain.resnet", *flags], launcher)
+    with subprocess.Popen(words, env=environment(), stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True) as job:
+        metrics = tmp_path / "run" / "metrics" / "rank0002.jsonl"
+        until(lambda: (metrics.exists() and '"step"' in metrics.read_text()) or job.poll() is not None, 200)
+        ranks = [path for path in Path("/proc").glob("[0-9]*") if is_rank(path, tmp_path / "run")]
+        (middle,) = [path for path in ranks if re.search(rb"_RANK=1\0", (path / "environ").read_bytes())]
+        os.kill(int(middle.name), signal.SIGKILL)
+        output, _ = job.communicate(timeout=200)
+    assert job.returncode == (137 if launcher == "mpirun" else 1), output
+    assert re.search(r"hvdtrain: rank 1 on \S+ died without a word.*; ending the job", output), output
+    until(lambda: not any(is_rank(path, tmp_path / "run") for path in ranks), 100)
 
 
 def test_tensorflows_stages_learn_what_one_process_does(trained: Callable[..., Path]) -> None:

@@ -65,32 +65,16 @@ MODELS = ("resnet32", "resnet128", "perceptron", "small")
 def workload(model: str, options: argparse.Namespace) -> list[str]:
     """Module and flags. `small` is for tests."""
     if model.startswith("resnet"):
-        flags = ["--data", f"idx:{options.out}/digits", "--image-size", model.removeprefix("resnet")]
-        return ["hvdtrain.resnet", *flags, "--global-batch-size", "64"]
+        flags = ["--epoch-samples", str(64 * options.steps), "--evaluate-samples", "16", "--global-batch-size", "64"]
+        return ["hvdtrain.resnet", "--image-size", model.removeprefix("resnet"), *flags]
     width = 2048 if model == "small" else math.isqrt(options.memory_mb * 1_000_000 // 2 // 4 // 4)
     return ["hvdtrain.tabular", "--layers", ",".join([str(width)] * 5), "--global-batch-size", "100"]
-
-
-def digits(folder: Path, samples: int) -> None:
-    """The first of scikit-learn's digits as IDX files, of which so many are for training, and as many as hosts can be
-    for the test."""
-    from sklearn.datasets import load_digits
-
-    found, folder = load_digits(), folder / "digits"
-    folder.mkdir(parents=True, exist_ok=True)
-    first = 0
-    for part, count in (("train", -(-samples * 10 // 9)), ("t10k", 16)):
-        for name, values in (("images-idx3", found.images * 15), ("labels-idx1", found.target)):
-            taken = values[first : first + count].astype("u1")
-            head = b"".join(number.to_bytes(4, "big") for number in (0x800 + taken.ndim, *taken.shape))
-            (folder / f"{part}-{name}-ubyte").write_bytes(head + taken.tobytes())
-        first += count
 
 
 # --- the formula ------------------------------------------------------------------------------------------------------
 
 
-def row_of(about: dict[str, Any]) -> tuple[list[Layer], dict[str, tuple[int, ...]]]:
+def row_of(about: dict[str, Any]) -> tuple[Sequence[Layer], Any]:
     """The layers, and shapes of what is trained, of a manifest or a dry run."""
     if about["model"]["name"] == "mlp":
         net = mlp.MLPSpec(**about["model"]["spec"])
@@ -108,7 +92,8 @@ def formula_bytes(about: dict[str, Any], hosts: int) -> float:
     cut = cuts.balanced(layers, grid.stages, [layer.multiply_adds for layer in layers], 0.0)
     if plan["cut"]:
         cut = cuts.named(layers, grid.stages, plan["cut"])
-    trained, seen = data["train"] * config["epochs"], data["validation"] * config["epochs"] + data["test"]
+    trained = config["epoch_samples"] or data["train"]
+    seen = min(config["evaluate_samples"] or data["validation"], data["validation"]) + data["test"]
     number = NUMBER_BYTES[config["activations"]]
     crossing = [0.0, *(cut.boundary_numbers(edge) * number / grid.replicas for edge in range(grid.stages - 1)), 0.0]
     most = 0.0
@@ -311,7 +296,6 @@ def parsed() -> argparse.Namespace:
 def bench(options: argparse.Namespace) -> list[dict[str, Any]]:
     """All rows. Raises Failure."""
     found: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
-    digits(options.out, 64 * options.steps)
     hosts = NAMES[: max(ROWS[row][0] for row in options.rows)]
     cluster("up", "--name", options.name, "--hosts", ",".join(hosts), "--cpu-share", "0.5")
     groups = [group(options.name, host) for host in hosts] if "perceptron" in options.models else []

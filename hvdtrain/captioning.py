@@ -17,11 +17,11 @@ import dataclasses
 import functools
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from hvdtrain import config as configuration
-from hvdtrain import exits, measures, workload, world
+from hvdtrain import exits, measures, trained, workload, world
 from hvdtrain.captions import bleu, features, frozen, generation
 from hvdtrain.captions.dataset import CaptionDataset, CaptionSplit
 from hvdtrain.captions.load import load
@@ -98,12 +98,22 @@ class Captions(measures.Accuracy):
 
 
 class Judge:
-    """Corpus BLEU-1..4 of a split, of captions written greedily and by beam search."""
+    """Corpus BLEU-1..4 of a split, of captions written greedily and by beam search. `renew` gives the writer what was
+    learnt, if it is not what is trained. Collective."""
 
-    def __init__(self, writer: generation.Writer, dataset: CaptionDataset, ranks: world.World, beam: int):
-        self._writer, self._vocabulary, self._ranks, self._beam = writer, dataset.vocabulary, ranks, beam
+    def __init__(
+        self,
+        writer: generation.Writer,
+        renew: Callable[[], None],
+        dataset: CaptionDataset,
+        ranks: world.World,
+        beam: int,
+    ) -> None:
+        self._writer, self._renew, self._vocabulary = writer, renew, dataset.vocabulary
+        self._ranks, self._beam = ranks, beam
 
     def __call__(self, split: CaptionSplit) -> dict[str, float]:
+        self._renew()
         scores = generation.judge(self._writer, split, self._vocabulary, self._ranks, 1)
         if self._beam == 1:
             return scores
@@ -147,29 +157,41 @@ def main(stop: world.StopSignal) -> int:
         measure=Captions(),
         multiply_adds=captioner.multiply_adds(spec),
         dense=captioner.dense(spec, math.ceil(dataset.train.lengths.mean())),
+        layers=captioner.layers(spec, math.ceil(dataset.train.lengths.mean())),
     ).connect()
     if job is None:
         return exits.OK
 
-    # 5. Features of a frozen encoder, once; then the replica: the same weights from the same seed on every rank.
+    # 5. Features of a frozen encoder, once; then the replica: the same weights from the same seed on every rank, or
+    # those of its part of the layers.
     if config.weights:
         make = functools.partial(frozen.encoder, config.weights, config.framework, job.device)
         key = {"encoder": config.encoder, "weights": weights}
         dataset = dataset.with_inputs(features.extract(dataset.pictures, make, key=key, world=job.ranks))
         job = job.over(dataset)
-    model: Any
-    if config.framework == "torch":
-        from hvdtrain.models.captioner_torch import CaptionerTorch
+    scope = job.data.tensorflow.scope
 
-        model = CaptionerTorch(spec)
-    else:
+    def model(part: range | None) -> Any:
+        if config.framework == "torch":
+            from hvdtrain.models.captioner_torch import CaptionerTorch
+
+            return CaptionerTorch(spec, part)
         from hvdtrain.models.captioner_tf import CaptionerTF
 
-        model = CaptionerTF(spec, workload.compute_dtype(config), job.ranks.tensorflow.scope())
-    replica = job.replica(model, captioner.initial_state(spec, config.seed))
+        return CaptionerTF(spec, workload.compute_dtype(config), scope(), part)
+
+    job = job.staged(model)
+    mine = model(job.part)
+    replica = job.replica(mine, captioner.initial_state(spec, config.seed, job.part))
 
     # 6. Train, evaluate, save: every record goes to the run's folder; then the results, on stdout, once.
-    judge = Judge(model, dataset, job.ranks, config.beam)
+    writer = mine if job.part is None else model(None)
+
+    def renew() -> None:
+        if job.part is not None:
+            trained.fill(writer, job.whole(replica), config.framework)
+
+    judge = Judge(writer, renew, dataset, job.ranks, config.beam)
     words = {"vocabulary.json": dataset.vocabulary.as_json()}
     return job.train(replica, stop, judge=judge, documents=words)
 

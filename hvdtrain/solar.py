@@ -120,12 +120,12 @@ def made(framework: str, spec: mlp.MLPSpec | nets.CNNSpec, part: range | None = 
         from hvdtrain.models import mlp_torch, solar_torch
 
         if isinstance(spec, nets.CNNSpec):
-            return solar_torch.CNNTorch(spec)
+            return solar_torch.CNNTorch(spec, part)
         return mlp_torch.MLPTorch(spec, solar_torch.forecast_error, part)
     from hvdtrain.models import mlp_tf, solar_tf
 
     if isinstance(spec, nets.CNNSpec):
-        return solar_tf.CNNTF(spec, **settings)
+        return solar_tf.CNNTF(spec, part=part, **settings)
     return mlp_tf.MLPTF(spec, solar_tf.forecast_error, part=part, **settings)
 
 
@@ -175,7 +175,7 @@ def main(stop: world.StopSignal) -> int:
         measure=Forecast(about["deviation_w_m2"]),
         multiply_adds=numbers.multiply_adds(spec),
         dense=numbers.dense(spec),
-        layers=mlp.layers(spec) if isinstance(spec, mlp.MLPSpec) else (),
+        layers=numbers.layers(spec),
     ).connect()
     if job is None:
         return exits.OK
@@ -189,8 +189,7 @@ def main(stop: world.StopSignal) -> int:
         return made("tensorflow", spec, part, compute_dtype=workload.compute_dtype(config), scope=scope())
 
     job = job.staged(model)
-    state = numbers.initial_state(spec, config.seed, *([job.part] if job.part else ()))
-    replica = job.replica(model(job.part), state)
+    replica = job.replica(model(job.part), numbers.initial_state(spec, config.seed, job.part))
 
     # 6. Train, evaluate, save: every record goes to the run's folder; then the results, on stdout, once.
     return job.train(replica, stop)

@@ -16,9 +16,11 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
+import safetensors.numpy
+
 from hvdtrain import config as configuration
 from hvdtrain import exits, lock, observe, records, resume, run, strategies, threads, world
-from hvdtrain.arrays_file import Arrays
+from hvdtrain.arrays_file import Arrays, pieces
 from hvdtrain.collectives import Alone
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.loader import Loader
@@ -251,6 +253,15 @@ class Job:
         replica.load({f"parameter.{name}": array for name, array in agreed.items() if name not in own})
         replica.load_local({name: agreed[name] for name in own})
         return replica
+
+    def whole(self, replica: Replica) -> Arrays:
+        """Parameters and what else the model has, of all stages, by name. Collective."""
+        state, own = replica.state().items(), replica.local_state()
+        mine = {name.removeprefix("parameter."): array for name, array in state if name.startswith("parameter.")} | own
+        if self.part is None:
+            return mine
+        every = self.ranks.gather_bytes(b"" if self.stages.data else b"".join(pieces(mine)))
+        return {name: array for each in every if each for name, array in safetensors.numpy.load(each).items()}
 
     def train(self, replica: Replica, stop: world.StopSignal, **more: Any) -> int:
         """The exit code after `trained`."""

@@ -19,22 +19,21 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_stages import stepped
 
-from hvdtrain import measures, strategies, workload
+from hvdtrain import measures
 from hvdtrain.captions import vocabulary as words_of_captions
-from hvdtrain.config import TrainConfig, parse
 from hvdtrain.data import Batch
 from hvdtrain.exits import BAD_CONFIG, Failure
 from hvdtrain.models.captioner import (
     PAD,
     CaptionerSpec,
     initial_state,
+    layers,
     parameter_count,
     parameters,
     picture_values,
 )
-from hvdtrain.stages.pipe import Pipe
-from hvdtrain.world import World
 
 torch = pytest.importorskip("torch")
 tf = pytest.importorskip("tensorflow")
@@ -92,9 +91,9 @@ def worn(spec: CaptionerSpec) -> Arrays:
 class Torch:
     """The PyTorch twin, spoken to in NumPy arrays."""
 
-    def __init__(self, spec: CaptionerSpec, state: Arrays) -> None:
-        self.model = CaptionerTorch(spec)
-        self.model.load_state_dict({name: torch.from_numpy(array) for name, array in state.items()})
+    def __init__(self, spec: CaptionerSpec, state: Arrays, part: range | None = None) -> None:
+        self.model = CaptionerTorch(spec, part)
+        self.model.load_state_dict({name: torch.from_numpy(state[name]) for name in self.model.state_dict()})
         self.encode, self.step = self.model.encode, self.model.step
 
     def logits(self, drawn: Sample, training: bool = False) -> np.ndarray:
@@ -114,8 +113,8 @@ class Torch:
 class TensorFlow:
     """The TensorFlow twin, spoken to in NumPy arrays of the neutral layout."""
 
-    def __init__(self, spec: CaptionerSpec, state: Arrays, dtype: Any = tf.float32) -> None:
-        self.model = CaptionerTF(spec, dtype)
+    def __init__(self, spec: CaptionerSpec, state: Arrays, dtype: Any = tf.float32, part: range | None = None) -> None:
+        self.model = CaptionerTF(spec, dtype, part=part)
         for name, variable in self.model.weights.items():
             variable.assign(state[name].transpose(2, 3, 1, 0) if state[name].ndim == 4 else state[name])
         self.encode, self.step = self.model.encode, self.model.step
@@ -400,27 +399,43 @@ def test_tensorflow_compiles_once_for_all_lengths_and_batches() -> None:
     assert [graph.experimental_get_tracing_count() for graph in graphs] == [1, 1, 1]
 
 
+def caption_batch(drawn: Sample, first: int = 0, last: int = len(LENGTHS)) -> Batch:
+    """Some captions of a step, as wide as their longest."""
+    inputs, tokens, key = drawn
+    some, words = tokens[first:last], LENGTHS[first:last]
+    arrays = inputs[first:last], some[:, : max(words) + 2], key
+    return Batch(arrays=arrays, weight=sum(words) + len(words), total_weight=sum(LENGTHS) + len(LENGTHS))
+
+
+def parted(drawn: Sample) -> Batch:
+    """All of them in two micro-batches."""
+    return replace(caption_batch(drawn), arrays=(), parts=(caption_batch(drawn, 0, 1), caption_batch(drawn, 1)))
+
+
 @SPECS
-@pytest.mark.parametrize(("framework", "twin"), [("torch", Torch), ("tensorflow", TensorFlow)])
-def test_micro_batches_add_up_to_the_whole_batch(spec: CaptionerSpec, framework: str, twin: type[Twin]) -> None:
-    """Losses, hits and gradients, of captions of unequal length, in parts as wide as their longest."""
+@TWINS
+def test_micro_batches_add_up_to_the_whole_batch(spec: CaptionerSpec, twin: type[Twin]) -> None:
+    """Losses, hits and gradients, of captions of unequal length."""
     spec = replace(spec, dropout=0.0)
-    inputs, tokens, key = sample(spec)
-    config = parse(TrainConfig, ["--framework", framework, "--strategy", "hierarchical"], prog="", purpose="")
-    ranks = World(framework, carrier="streams")
+    drawn, row = sample(spec), layers(spec, 5)
+    known, found = [
+        stepped(twin.__name__.lower(), lambda _: twin(spec, worn(spec)).model, row, 0, batch, measures.Accuracy())
+        for batch in (caption_batch(drawn), parted(drawn))
+    ]
+    np.testing.assert_allclose(found, known, rtol=1e-4, atol=1e-6)
 
-    def batch(first: int, last: int) -> Batch:
-        some, words = tokens[first:last], LENGTHS[first:last]
-        arrays = inputs[first:last], some[:, : max(words) + 2], key
-        return Batch(arrays=arrays, weight=sum(words) + len(words), total_weight=sum(LENGTHS) + len(LENGTHS))
 
-    found = []
-    for pipe, asked in ((None, batch(0, 5)), (Pipe(), replace(batch(0, 5), parts=(batch(0, 1), batch(1, 5))))):
-        model, strategy = twin(spec, worn(spec)).model, strategies.make(config, ranks, [*parameters(spec).values()])
-        replica = workload.replica_of(model, config, ranks, strategy, "cpu", measures.Accuracy(), pipe)
-        replica.backward(asked, 0.1, stop=False)
-        found.append(replica.vector().copy())
-    np.testing.assert_allclose(found[1], found[0], rtol=1e-4, atol=1e-6)
+@SPECS
+def test_tensorflow_s_parts_are_the_whole(spec: CaptionerSpec) -> None:
+    """At every cut, with dropout. PyTorch's are in test_stages.py."""
+    row, batch = layers(spec, 5), parted(sample(spec))
+
+    def make(part: range | None) -> Any:
+        return TensorFlow(spec, worn(spec), part=part).model
+
+    known, *others = [stepped("tensorflow", make, row, at, batch, measures.Accuracy()) for at in range(len(row))]
+    for found in others:
+        np.testing.assert_allclose(found, known, rtol=1e-5, atol=1e-6)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

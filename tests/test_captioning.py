@@ -22,6 +22,7 @@ from test_resnet_train import assert_same_arrays, newest_arrays
 from hvdtrain import records
 from hvdtrain.captions import shapes
 from hvdtrain.captions.shapes import Group, Scene
+from hvdtrain.captions.trained import open_run
 from hvdtrain.models import vgg16
 
 FRAMEWORKS = ("torch", "tensorflow")
@@ -203,6 +204,19 @@ def test_captions_need_the_picture_and_the_best_epoch_is_tested(tmp_path: Path) 
         scores = [scores["bleu4"] for scores in summary["validation_scores"]]
         best = scores.index(max(scores))
         assert summary["tested_step"] == (best + 1) * summary["steps"] // 12
+
+
+def test_two_stages_learn_what_one_process_does_and_write_the_same(small: str, tmp_path: Path) -> None:
+    """Bit for bit, with dropout and captions of unequal length; and what they saved `caption` reads."""
+    flags = ["--data", small, *TINY, "--global-batch-size", "60", "--micro-batches", "3", "--epochs", "2", "--json"]
+    flags += ["--framework", "torch", "--run-dir"]
+    one = document(captioning(0, *flags, str(tmp_path / "one")))
+    two = document(captioning(2, *flags, str(tmp_path / "two"), "--stages", "2", "--cut-at", "words"))
+    assert [step.loss for step in steps(tmp_path / "one")] == [step.loss for step in steps(tmp_path / "two")]
+    for field in ("test_loss", "test_scores", "validation_scores"):
+        assert two[field] == one[field]
+    expected, found = (open_run(tmp_path / name).parameters for name in ("one", "two"))
+    assert all(np.array_equal(found[name], array) for name, array in expected.items())
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -16,8 +16,9 @@ from runs import cut_off
 from sklearn import metrics
 from test_resnet_train import assert_same_arrays
 from test_solar_data import oahu
+from test_stages import stepped
 
-from hvdtrain import records, solar
+from hvdtrain import data, records, solar
 from hvdtrain.exits import BAD_CONFIG, Failure
 from hvdtrain.models import mlp
 from hvdtrain.models import solar as nets
@@ -151,6 +152,22 @@ def test_processes_ranks_and_frameworks_learn_the_same_and_so_does_a_run_that_wa
             found[framework] = np.asarray(model(torch.from_numpy(seen) if framework == "torch" else seen))[:, 0]
     np.testing.assert_allclose(found["tensorflow"], found["torch"], atol=1e-4)
     assert np.square(found["torch"] - targets[:, 0]).mean() < np.square(targets[:, 1] - targets[:, 0]).mean()
+
+
+def test_tensorflow_s_parts_are_the_whole_cnn() -> None:
+    """PyTorch's are in test_stages.py."""
+    row, state, measure = nets.layers(SMALL), nets.initial_state(SMALL, 1), solar.Forecast(1.0)
+    batch = data.Batch(arrays=drawn(6), weight=6, total_weight=6)
+
+    def make(part: range | None) -> Any:
+        model = solar.made("tensorflow", SMALL, part)
+        for name, variable in model.weights.items():
+            variable.assign(state[name].transpose(2, 3, 1, 0) if state[name].ndim == 4 else state[name])
+        return model
+
+    known, *others = [stepped("tensorflow", make, row, border, batch, measure) for border in range(len(row))]
+    for found in others:
+        np.testing.assert_allclose(found, known, rtol=1e-5, atol=1e-6)
 
 
 STRATEGIES = ("local-sgd:every=4+powersgd", "native", "central")

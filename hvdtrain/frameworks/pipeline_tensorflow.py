@@ -14,6 +14,9 @@ from hvdtrain.data import Batch
 from hvdtrain.frameworks.tensorflow import TensorFlowReplica, _dense
 from hvdtrain.stages.pipe import Again, Parted, Pipe
 
+# Before step 0 each layer is timed, with a graph of its own, which TensorFlow takes for one graph that is made anew.
+tf.get_logger().addFilter(lambda record: "triggered tf.function retracing" not in record.getMessage())
+
 
 class PipelineTensorFlow(Parted, TensorFlowReplica):
     """See `frameworks.Replica` and `stages.pipe.Part`. `model(*arrays, training=...)` goes through the stage's layers,
@@ -26,10 +29,11 @@ class PipelineTensorFlow(Parted, TensorFlowReplica):
         self._under_way: dict[int, tuple[tf.Tensor, tf.Tensor, tf.GradientTape]] = {}
         self._again, self._totals = dict[int, Again](), list[tf.Tensor]()
         self._graphs: dict[bool, Any] = {}
+        self._gradients: list[tf.Tensor] = []
         self._mean_of = 1.0
 
     def backward(self, batch: Batch, lr: float, stop: bool) -> None:
-        self._gradients: list[tf.Tensor] = []
+        self._gradients = []
         self._samples = batch.weight, batch.total_weight
         self._mean_of = float(batch.weight if self._local else batch.total_weight)
         self._tail = tf.constant(self._pipe.train(self, batch, stop))

@@ -24,6 +24,7 @@ order input, forget, cell, output. The LSTM has one bias.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,6 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.exits import BAD_CONFIG, Failure
+from hvdtrain.models.layers import Layer
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -83,35 +85,66 @@ def picture_values(spec: CaptionerSpec) -> int:
     """Values per picture that reach the image layer: F above, 0 without a picture, 1024 for `small` at 64x64."""
     if spec.encoder == "none":
         return 0
-    if spec.encoder == "vgg16":
-        return spec.features
-    width, height = spec.image_size
-    for _ in CONVOLUTIONS:
-        width, height = -(-width // STRIDE), -(-height // STRIDE)
-    return width * height * CONVOLUTIONS[-1]
+    return spec.features if spec.encoder == "vgg16" else _pixels(spec, len(CONVOLUTIONS)) * CONVOLUTIONS[-1]
 
 
-def parameters(spec: CaptionerSpec) -> Shapes:
-    """Name and shape of every trained array, in the order of the layers."""
-    shapes: Shapes = {}
+def _pixels(spec: CaptionerSpec, convolutions: int) -> int:
+    """Of a map behind so many convolutions."""
+    return math.prod(-(-side // STRIDE**convolutions) for side in spec.image_size)
+
+
+def rows(spec: CaptionerSpec) -> dict[str, Shapes]:
+    """What follows each other, each with its trained arrays: encoder, image layer, all that reads words, the rest."""
+    found: dict[str, Shapes] = {}
     if spec.encoder == "small":
         channels = (COLOURS, *CONVOLUTIONS)
+        found["encoder"] = {}
         for number, outputs in enumerate(CONVOLUTIONS, start=1):
-            shapes[f"encoder.conv{number}.weight"] = (outputs, channels[number - 1], KERNEL, KERNEL)
-            shapes[f"encoder.conv{number}.bias"] = (outputs,)
+            found["encoder"][f"encoder.conv{number}.weight"] = (outputs, channels[number - 1], KERNEL, KERNEL)
+            found["encoder"][f"encoder.conv{number}.bias"] = (outputs,)
     if spec.encoder != "none":
-        shapes["image.weight"] = (spec.hidden, picture_values(spec))
-        shapes["image.bias"] = (spec.hidden,)
-    return shapes | {
+        found["image"] = {"image.weight": (spec.hidden, picture_values(spec)), "image.bias": (spec.hidden,)}
+    found["lstm"] = {
         "embedding.weight": (spec.vocabulary, spec.embedding),
         "lstm.weight_ih": (4 * spec.hidden, spec.embedding),
         "lstm.weight_hh": (4 * spec.hidden, spec.hidden),
         "lstm.bias": (4 * spec.hidden,),
+    }
+    found["words"] = {
         "merge.weight": (spec.hidden, spec.hidden),
         "merge.bias": (spec.hidden,),
         "words.weight": (spec.vocabulary, spec.hidden),
         "words.bias": (spec.vocabulary,),
     }
+    return found
+
+
+def parameters(spec: CaptionerSpec, part: range | None = None) -> Shapes:
+    """Name and shape of every trained array, in the order of the layers; `part`: of these `layers` only."""
+    every = list(rows(spec).values())
+    return {name: shape for number in part or range(len(every)) for name, shape in every[number].items()}
+
+
+def layers(spec: CaptionerSpec, words: int) -> list[Layer]:
+    """The model as a row of layers, for captions of so many words: pictures first, which the `lstm`'s words join."""
+    outputs = {"encoder": (picture_values(spec),), "image": (spec.hidden,), "lstm": (words, spec.hidden)}
+
+    def work(name: str, shape: tuple[int, ...]) -> int:
+        if len(shape) == 1 or name == "embedding.weight":  # rows of which are looked up
+            return 0
+        convolution = re.fullmatch(r"encoder\.conv(\d)\.weight", name)
+        times = _pixels(spec, int(convolution[1])) if convolution else 1 if name == "image.weight" else words
+        return math.prod(shape) * times
+
+    return [
+        Layer(
+            name=name,
+            arrays=tuple(shapes),
+            output=outputs.get(name, (words, spec.vocabulary)),
+            multiply_adds=sum(work(array, shape) for array, shape in shapes.items()),
+        )
+        for name, shapes in rows(spec).items()
+    ]
 
 
 def parameter_count(spec: CaptionerSpec) -> int:
@@ -131,8 +164,8 @@ def multiply_adds(spec: CaptionerSpec) -> float:
     return sum(math.prod(shape) for shape in matrices) / len(matrices)
 
 
-def initial_state(spec: CaptionerSpec, seed: int) -> dict[str, NDArray[np.float32]]:
-    """Parameters before the first step, float32, a pure function of `spec` and `seed`.
+def initial_state(spec: CaptionerSpec, seed: int, part: range | None = None) -> dict[str, NDArray[np.float32]]:
+    """Parameters before the first step, float32, a pure function of `spec` and `seed`; `part`: of these layers.
 
     Keras' distributions, which the study used: the embedding uniform within +-0.05, biases 0 but 1 for the forget gate
     (Jozefowicz, Zaremba, Sutskever: "An empirical exploration of recurrent network architectures", ICML 2015), all
@@ -145,7 +178,7 @@ def initial_state(spec: CaptionerSpec, seed: int) -> dict[str, NDArray[np.float3
     if seed < 0:
         raise Failure(f"model: seed is {seed}; give 0 or more", BAD_CONFIG)
     state: dict[str, NDArray[np.float32]] = {}
-    for name, shape in parameters(spec).items():
+    for name, shape in parameters(spec, part).items():
         if name == "lstm.bias":
             state[name] = np.zeros(shape, np.float32)
             state[name][spec.hidden : 2 * spec.hidden] = 1

@@ -10,8 +10,17 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.models.captioner import CONVOLUTIONS, PAD, PADDING, STRIDE, CaptionerSpec, parameters
-from hvdtrain.models.dropout_tf import dropped
+from hvdtrain.models.captioner import (
+    CONVOLUTIONS,
+    PAD,
+    PADDING,
+    STRIDE,
+    CaptionerSpec,
+    parameters,
+    picture_values,
+    rows,
+)
+from hvdtrain.models.layers_tf import dropped, variable
 
 
 class CaptionerTF(tf.Module):
@@ -22,45 +31,40 @@ class CaptionerTF(tf.Module):
     use. The LSTM's state, logits and loss are always float32.
     """
 
-    sequences = ("tokens",)
-
     def __init__(
         self,
         spec: CaptionerSpec,
         compute_dtype: tf.DType = tf.float32,
         scope: AbstractContextManager[Any] | None = None,
+        part: range | None = None,
     ) -> None:
-        """`scope`: of a tf.distribute strategy that is to hold `weights`."""
+        """`scope`: of a tf.distribute strategy that is to hold `weights`; `part`: these layers (`captioner.layers`)
+        alone."""
         super().__init__()
         self.spec = spec
         self.compute_dtype = compute_dtype
         with scope or contextlib.nullcontext():
-            self.weights = {name: _variable(name, shape) for name, shape in parameters(spec).items()}
+            self.weights = {name: variable(name, shape) for name, shape in parameters(spec, part).items()}
+        known = {"encoder": self._seen, "image": self._encoded, "lstm": self._merged, "words": self._said}
+        names = [list(rows(spec))[number] for number in part or range(len(rows(spec)))]
+        self._layers = [known[name] for name in names]
+        self.sequences = ("inputs", "tokens") if names[0] == "words" else ("tokens",)
         state = [tf.TensorSpec((None, spec.hidden))] * 2
         encoded_and_words = [tf.TensorSpec((None, spec.hidden)), tf.TensorSpec((None,), tf.int64)]
         self._step_graph = tf.function(self._one_step, input_signature=[*encoded_and_words, *state], autograph=False)
         self._encode_graph: Any = None
 
-    def __call__(
-        self, inputs: tf.Tensor, tokens: tf.Tensor, key: tf.Tensor, training: bool
-    ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Logits (words, vocabulary) float32 and targets (words,) of every word to be said, caption after caption.
+    def __call__(self, inputs: tf.Tensor, tokens: tf.Tensor, key: tf.Tensor, training: bool) -> Any:
+        """Logits (words, vocabulary) float32 and targets (words,) of every word to be said, caption after caption; of a
+        part without the last layer, what its layers make of what those before made, float32.
 
         inputs: (N, height, width, 3) uint8, or (N, features) float32; tokens (N, T + 1) int64: start, words, end,
         padding; key (2,) int64, from which dropout draws in `training`: equal keys, equal masks.
         """
-        keys = None
-        if training and self.spec.dropout:
-            key = tf.ensure_shape(key, (2,))
-            keys = key, key + 1
-        picture = self._encoded(inputs, keys and keys[0])
-        embedded = self._dropped(_looked_up(self._array("embedding.weight"), tokens[:, :-1]), keys and keys[1])
-        merged = self._read(embedded)
-        if picture is not None:
-            merged += tf.cast(picture, tf.float32)[:, tf.newaxis]
-        targets = tokens[:, 1:]
-        said = tf.where(targets != PAD)  # the widest layer is for these only
-        return self._logits(tf.gather_nd(merged, said)), tf.gather_nd(targets, said)
+        x, drawn = inputs, tf.ensure_shape(key, (2,)) if training and self.spec.dropout else None
+        for layer in self._layers:
+            x = layer(x, tokens, drawn)
+        return x if isinstance(x, tuple) else tf.cast(x, tf.float32)
 
     def loss(
         self, inputs: tf.Tensor, tokens: tf.Tensor, key: tf.Tensor, training: bool
@@ -76,11 +80,7 @@ class CaptionerTF(tf.Module):
             return np.zeros((len(inputs), self.spec.hidden), np.float32)
         if self._encode_graph is None:
             any_number = tf.TensorSpec((None, *inputs.shape[1:]), inputs.dtype)
-            self._encode_graph = tf.function(
-                lambda inputs: tf.cast(self._encoded(inputs, None), tf.float32),
-                input_signature=[any_number],
-                autograph=False,
-            )
+            self._encode_graph = tf.function(self._encoding, input_signature=[any_number], autograph=False)
         encoded: np.ndarray = self._encode_graph(tf.constant(inputs)).numpy()
         return encoded
 
@@ -95,6 +95,11 @@ class CaptionerTF(tf.Module):
         chances, h, c = self._step_graph(*(tf.constant(array) for array in (encoded, words, hidden, cell)))
         return chances.numpy(), h.numpy(), c.numpy()
 
+    def _encoding(self, x: tf.Tensor) -> tf.Tensor:
+        for layer in self._layers[:-2]:
+            x = layer(x, x, None)
+        return tf.cast(x, tf.float32)
+
     def _one_step(
         self, encoded: tf.Tensor, words: tf.Tensor, hidden: tf.Tensor, cell: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
@@ -102,20 +107,33 @@ class CaptionerTF(tf.Module):
         h, c, _ = _one_word(self._drives(embedded), hidden, cell, self._array("lstm.weight_hh"))
         return tf.nn.log_softmax(self._logits(h + encoded)), h, c
 
-    def _encoded(self, inputs: tf.Tensor, key: tf.Tensor | None) -> tf.Tensor | None:
-        """(N, hidden), or None without a picture."""
-        if self.spec.encoder == "none":
-            return None
-        x = tf.cast(inputs, self.compute_dtype)
-        if self.spec.encoder == "small":
-            x /= 255
-            for number in range(1, len(CONVOLUTIONS) + 1):
-                name = f"encoder.conv{number}"
-                x = tf.pad(x, [[0, 0], [PADDING, PADDING], [PADDING, PADDING], [0, 0]])
-                x = tf.nn.conv2d(x, self._array(f"{name}.weight"), STRIDE, "VALID")
-                x = tf.nn.relu(tf.nn.bias_add(x, self._array(f"{name}.bias")))
-            x = tf.reshape(x, (-1, self.weights["image.weight"].shape[1]))
-        return tf.nn.relu(self._linear("image", self._dropped(x, key)))
+    # The layers: each takes what the one before made, tokens, and the key if something is to be dropped.
+
+    def _seen(self, pictures: tf.Tensor, tokens: tf.Tensor, key: tf.Tensor | None) -> tf.Tensor:
+        """(N, values) of the small encoder."""
+        x = tf.cast(pictures, self.compute_dtype) / 255
+        for number in range(1, len(CONVOLUTIONS) + 1):
+            name = f"encoder.conv{number}"
+            x = tf.pad(x, [[0, 0], [PADDING, PADDING], [PADDING, PADDING], [0, 0]])
+            x = tf.nn.conv2d(x, self._array(f"{name}.weight"), STRIDE, "VALID")
+            x = tf.nn.relu(tf.nn.bias_add(x, self._array(f"{name}.bias")))
+        return tf.reshape(x, (-1, picture_values(self.spec)))
+
+    def _encoded(self, x: tf.Tensor, tokens: tf.Tensor, key: tf.Tensor | None) -> tf.Tensor:
+        """(N, hidden) of a picture's values."""
+        return tf.nn.relu(self._linear("image", self._dropped(tf.cast(x, self.compute_dtype), key)))
+
+    def _merged(self, picture: tf.Tensor, tokens: tf.Tensor, key: tf.Tensor | None) -> tf.Tensor:
+        """(N, T, hidden) float32: what was read up to each word, and the encoded picture if there is one."""
+        embedded = _looked_up(self._array("embedding.weight"), tokens[:, :-1])
+        read = self._read(self._dropped(embedded, None if key is None else key + 1))
+        return read if self.spec.encoder == "none" else read + tf.cast(picture, tf.float32)[:, tf.newaxis]
+
+    def _said(self, merged: tf.Tensor, tokens: tf.Tensor, key: tf.Tensor | None) -> tuple[tf.Tensor, tf.Tensor]:
+        """What `__call__` returns."""
+        targets = tokens[:, 1:]
+        said = tf.where(targets != PAD)  # the widest layer is for these only
+        return self._logits(tf.gather_nd(merged, said)), tf.gather_nd(targets, said)
 
     def _read(self, embedded: tf.Tensor) -> tf.Tensor:
         """What the LSTM makes of the words so far, (N, T, hidden), at each of their positions."""
@@ -139,13 +157,6 @@ class CaptionerTF(tf.Module):
 
     def _array(self, name: str) -> tf.Tensor:
         return tf.cast(self.weights[name], self.compute_dtype)
-
-
-def _variable(name: str, shape: tuple[int, ...]) -> tf.Variable:
-    if len(shape) == 4:
-        outputs, inputs, height, width = shape
-        shape = (height, width, inputs, outputs)
-    return tf.Variable(tf.zeros(shape), name=name)
 
 
 @tf.custom_gradient

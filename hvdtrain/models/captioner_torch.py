@@ -2,50 +2,51 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hvdtrain.models.captioner import CONVOLUTIONS, PAD, PADDING, STRIDE, CaptionerSpec, parameters
-from hvdtrain.models.dropout_torch import dropped, generator
+from hvdtrain.models.captioner import CONVOLUTIONS, PAD, PADDING, STRIDE, CaptionerSpec, parameters, rows
+from hvdtrain.models.dropout_torch import dropped
 
 
 class CaptionerTorch(nn.Module):
     """The model of `spec`. Its arrays hold zeros until `load_state_dict` brings the neutral state.
 
-    `state_dict()` has exactly the names and shapes of `captioner.parameters`.
+    `state_dict()` has exactly the names and shapes of `captioner.parameters`. With `part` it is those layers
+    (`captioner.layers`) alone.
     """
 
-    def __init__(self, spec: CaptionerSpec) -> None:
+    def __init__(self, spec: CaptionerSpec, part: range | None = None) -> None:
         super().__init__()
         self.spec = spec
-        for name, shape in parameters(spec).items():
+        for name, shape in parameters(spec, part).items():
             owner: nn.Module = self
             *path, leaf = name.split(".")
-            for part in path:
-                if not hasattr(owner, part):
-                    owner.add_module(part, nn.Module())
-                owner = cast(nn.Module, getattr(owner, part))
+            for step in path:
+                if not hasattr(owner, step):
+                    owner.add_module(step, nn.Module())
+                owner = cast(nn.Module, getattr(owner, step))
             owner.register_parameter(leaf, nn.Parameter(torch.zeros(shape)))
         self._owners = dict(self.named_modules())
+        known = {"encoder": self._seen, "image": self._encoded, "lstm": self._merged, "words": self._said}
+        layers = [known[name] for name in rows(spec)]
+        self._layers = [layers[number] for number in part or range(len(layers))]
 
-    def forward(self, inputs: Tensor, tokens: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits (words, vocabulary) float32 and targets (words,) of every word to be said, caption after caption.
+    def forward(self, inputs: Tensor, tokens: Tensor, key: Tensor) -> Any:
+        """Logits (words, vocabulary) float32 and targets (words,) of every word to be said, caption after caption; of a
+        part without the last layer, what its layers make of what those before made.
 
         inputs: (N, height, width, 3) uint8, or (N, features) float32; tokens (N, T + 1) int64: start, words, end,
         padding; key (2,) int64, from which dropout draws in training: equal keys, equal masks.
         """
-        random = generator(key) if self.training and self.spec.dropout else None
-        picture = self._encoded(inputs, random)
-        embedded = self._dropped(F.embedding(tokens[:, :-1], self._array("embedding.weight")), random)
-        read = self._read(embedded)
-        merged = read if picture is None else read + picture.unsqueeze(1)
-        targets = tokens[:, 1:]
-        said = targets != PAD  # the widest layer is for these only
-        return self._logits(merged[said]), targets[said]
+        x, drawn = inputs, key if self.training and self.spec.dropout else None
+        for layer in self._layers:
+            x = layer(x, tokens, drawn)
+        return x
 
     def loss(self, inputs: Tensor, tokens: Tensor, key: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Sum of the cross-entropies of all words to be said (padding aside), and how many were the likeliest one."""
@@ -55,10 +56,12 @@ class CaptionerTorch(nn.Module):
     @torch.inference_mode()
     def encode(self, inputs: np.ndarray) -> np.ndarray:
         """The encoded pictures (N, hidden) float32, without dropout; inputs as in `forward`."""
-        encoded = self._encoded(self._tensor(inputs), None)
-        if encoded is None:
+        if self.spec.encoder == "none":
             return np.zeros((len(inputs), self.spec.hidden), np.float32)
-        return cast(np.ndarray, encoded.float().cpu().numpy())
+        x = tokens = self._tensor(inputs)
+        for layer in self._layers[:-2]:
+            x = layer(x, tokens, None)
+        return cast(np.ndarray, x.float().cpu().numpy())
 
     @torch.inference_mode()
     def step(
@@ -75,19 +78,32 @@ class CaptionerTorch(nn.Module):
         chances = F.log_softmax(self._logits(h + picture), dim=1)
         return chances.cpu().numpy(), h.cpu().numpy(), c.cpu().numpy()
 
-    def _encoded(self, inputs: Tensor, random: torch.Generator | None) -> Tensor | None:
-        """(N, hidden), or None without a picture."""
-        if self.spec.encoder == "none":
-            return None
-        x = inputs
-        if self.spec.encoder == "small":
-            x = inputs.permute(0, 3, 1, 2).float().div_(255)  # a view first: channels-last in memory
-            for number in range(1, len(CONVOLUTIONS) + 1):
-                name = f"encoder.conv{number}"
-                x = F.conv2d(x, self._array(f"{name}.weight"), self._array(f"{name}.bias"), STRIDE, PADDING)
-                x = F.relu_(x)
-            x = x.permute(0, 2, 3, 1).flatten(1)
-        return F.relu_(F.linear(self._dropped(x, random), self._array("image.weight"), self._array("image.bias")))
+    # The layers: each takes what the one before made, tokens, and the key if something is to be dropped.
+
+    def _seen(self, pictures: Tensor, tokens: Tensor, key: Tensor | None) -> Tensor:
+        """(N, values) of the small encoder."""
+        x = pictures.permute(0, 3, 1, 2).float().div_(255)  # a view first: channels-last in memory
+        for number in range(1, len(CONVOLUTIONS) + 1):
+            name = f"encoder.conv{number}"
+            x = F.conv2d(x, self._array(f"{name}.weight"), self._array(f"{name}.bias"), STRIDE, PADDING)
+            x = F.relu_(x)
+        return x.permute(0, 2, 3, 1).flatten(1)
+
+    def _encoded(self, x: Tensor, tokens: Tensor, key: Tensor | None) -> Tensor:
+        """(N, hidden) of a picture's values."""
+        return F.relu_(F.linear(self._dropped(x, key), self._array("image.weight"), self._array("image.bias")))
+
+    def _merged(self, picture: Tensor, tokens: Tensor, key: Tensor | None) -> Tensor:
+        """(N, T, hidden): what was read up to each word, and the encoded picture if there is one."""
+        embedded = F.embedding(tokens[:, :-1], self._array("embedding.weight"))
+        read = self._read(self._dropped(embedded, None if key is None else key + 1))
+        return read if self.spec.encoder == "none" else read + picture.unsqueeze(1)
+
+    def _said(self, merged: Tensor, tokens: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What `forward` returns."""
+        targets = tokens[:, 1:]
+        said = targets != PAD  # the widest layer is for these only
+        return self._logits(merged[said]), targets[said]
 
     def _read(self, embedded: Tensor) -> Tensor:
         """What the LSTM makes of the words so far, (N, T, hidden), at each of their positions."""
@@ -119,8 +135,8 @@ class CaptionerTorch(nn.Module):
         x = F.relu_(F.linear(merged, self._array("merge.weight"), self._array("merge.bias")))
         return F.linear(x, self._array("words.weight"), self._array("words.bias")).float()
 
-    def _dropped(self, x: Tensor, random: torch.Generator | None) -> Tensor:
-        return dropped(x, self.spec.dropout, random)
+    def _dropped(self, x: Tensor, key: Tensor | None) -> Tensor:
+        return dropped(x, self.spec.dropout, key)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         """On the model's device; shares memory where it can. PyTorch takes no read-only arrays, such as memory maps."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdtrain.models.layers_tf import variable
 from hvdtrain.models.resnet import (
     NORM_EPSILON,
     NORM_MOMENTUM,
@@ -47,9 +48,9 @@ class ResNetTF(tf.Module):
         network = plan(spec)
         self.compute_dtype = compute_dtype
         with scope or contextlib.nullcontext():
-            self.weights = {name: _variable(name, shape) for name, shape in parameters(spec, part).items()}
+            self.weights = {name: variable(name, shape) for name, shape in parameters(spec, part).items()}
         shapes = buffers(spec, part)
-        self.buffers = {name: _variable(name, shape, trainable=False) for name, shape in shapes.items()}
+        self.buffers = {name: variable(name, shape, trainable=False) for name, shape in shapes.items()}
         self.statistics = dict.fromkeys(self.buffers, NORM_MOMENTUM)
         blocks = [functools.partial(self._block, block) for block in network.blocks]
         layers: list[Layer] = [functools.partial(self._stem, network.stem), *blocks, self._head]
@@ -106,13 +107,6 @@ class ResNetTF(tf.Module):
             mean.assign(result.batch_mean)
             variance.assign(result.batch_variance)
         return result.y
-
-
-def _variable(name: str, shape: tuple[int, ...], trainable: bool = True) -> tf.Variable:
-    if len(shape) == 4:
-        outputs, inputs, height, width = shape
-        shape = (height, width, inputs, outputs)
-    return tf.Variable(tf.zeros(shape), trainable=trainable, name=name)
 
 
 def _pad(x: tf.Tensor, count: int) -> tf.Tensor:

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.exits import BAD_CONFIG, Failure
+from hvdtrain.models.layers import Layer
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -66,19 +67,41 @@ def sides(spec: CNNSpec) -> tuple[int, int, int]:
     return first, second, second // POOL
 
 
-def parameters(spec: CNNSpec) -> Shapes:
-    """Name and shape of every trained array, in the order of the layers."""
+def rows(spec: CNNSpec) -> dict[str, Shapes]:
+    """What follows each other, each with its trained arrays: both convolutions, and the dense layers."""
     first, second = CHANNELS
     return {
-        "conv1.weight": (first, 1, KERNEL, KERNEL),
-        "conv1.bias": (first,),
-        "conv2.weight": (second, first, KERNEL, KERNEL),
-        "conv2.bias": (second,),
-        "dense1.weight": (DENSE, second * sides(spec)[2] ** 2),
-        "dense1.bias": (DENSE,),
-        "dense2.weight": (1, DENSE),
-        "dense2.bias": (1,),
+        "convolutions": {
+            "conv1.weight": (first, 1, KERNEL, KERNEL),
+            "conv1.bias": (first,),
+            "conv2.weight": (second, first, KERNEL, KERNEL),
+            "conv2.bias": (second,),
+        },
+        "dense1": {"dense1.weight": (DENSE, second * sides(spec)[2] ** 2), "dense1.bias": (DENSE,)},
+        "dense2": {"dense2.weight": (1, DENSE), "dense2.bias": (1,)},
     }
+
+
+def parameters(spec: CNNSpec, part: range | None = None) -> Shapes:
+    """Name and shape of every trained array, in the order of the layers; `part`: of these `layers` only."""
+    every = list(rows(spec).values())
+    return {name: shape for number in part or range(len(every)) for name, shape in every[number].items()}
+
+
+def layers(spec: CNNSpec) -> list[Layer]:
+    """The network as a row of layers; dropout belongs to the layer behind it."""
+    outputs = {"convolutions": CHANNELS[-1] * sides(spec)[2] ** 2, "dense1": DENSE, "dense2": 1}
+    return [
+        Layer(name=name, arrays=tuple(shapes), output=(outputs[name],), multiply_adds=sum(_work(spec, shapes).values()))
+        for name, shapes in rows(spec).items()
+    ]
+
+
+def _work(spec: CNNSpec, shapes: Shapes) -> dict[str, int]:
+    """Multiply-adds of each of these weights for one map, forward."""
+    first, second, _ = sides(spec)
+    pixels = {"conv1.weight": first**2, "conv2.weight": second**2}
+    return {name: math.prod(shape) * pixels.get(name, 1) for name, shape in shapes.items() if name.endswith("weight")}
 
 
 def parameter_count(spec: CNNSpec) -> int:
@@ -93,21 +116,19 @@ def dense(spec: CNNSpec) -> dict[str, int]:
 
 def multiply_adds(spec: CNNSpec) -> float:
     """Multiply-adds of one layer for one map, forward, mean over the layers; threads are chosen by it."""
-    first, second, _ = sides(spec)
-    pixels = {"conv1.weight": first**2, "conv2.weight": second**2}
-    weights = {name: math.prod(shape) for name, shape in parameters(spec).items() if name.endswith("weight")}
-    return sum(count * pixels.get(name, 1) for name, count in weights.items()) / len(weights)
+    work = _work(spec, parameters(spec)).values()
+    return sum(work) / len(work)
 
 
-def initial_state(spec: CNNSpec, seed: int) -> dict[str, NDArray[np.float32]]:
-    """Parameters before the first step, float32, a pure function of `spec` and `seed`: Keras' distributions, which the
-    study used, that is, biases 0 and Glorot's uniform within +-sqrt(6 / (fan_in + fan_out)). Each array has a random
-    stream of its own, keyed by its name. Raises Failure (BAD_CONFIG) for a negative seed.
+def initial_state(spec: CNNSpec, seed: int, part: range | None = None) -> dict[str, NDArray[np.float32]]:
+    """Parameters before the first step, float32, a pure function of `spec` and `seed`; `part`: of these layers. Keras'
+    distributions, which the study used, that is, biases 0 and Glorot's uniform within +-sqrt(6 / (fan_in + fan_out)).
+    Each array has a random stream of its own, keyed by its name. Raises Failure (BAD_CONFIG) for a negative seed.
     """
     if seed < 0:
         raise Failure(f"model: seed is {seed}; give 0 or more", BAD_CONFIG)
     state: dict[str, NDArray[np.float32]] = {}
-    for name, shape in parameters(spec).items():
+    for name, shape in parameters(spec, part).items():
         if len(shape) == 1:
             state[name] = np.zeros(shape, np.float32)
             continue

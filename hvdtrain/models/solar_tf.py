@@ -8,9 +8,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.models.dropout_tf import dropped
+from hvdtrain.models.layers_tf import dropped, variable
 from hvdtrain.models.mlp_tf import squared_error
-from hvdtrain.models.solar import POOL, CNNSpec, parameters
+from hvdtrain.models.solar import CHANNELS, POOL, CNNSpec, parameters, sides
 
 
 def forecast_error(outputs: tf.Tensor, targets: tf.Tensor) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
@@ -35,42 +35,47 @@ class CNNTF(tf.Module):
         spec: CNNSpec,
         compute_dtype: tf.DType = tf.float32,
         scope: AbstractContextManager[Any] | None = None,
+        part: range | None = None,
     ) -> None:
-        """`scope`: of a tf.distribute strategy that is to hold `weights`."""
+        """`scope`: of a tf.distribute strategy that is to hold `weights`; `part`: these `solar.layers` alone."""
         super().__init__()
         self.spec, self.compute_dtype = spec, compute_dtype
         with scope or contextlib.nullcontext():
-            self.weights = {name: _variable(name, shape) for name, shape in parameters(spec).items()}
+            self.weights = {name: variable(name, shape) for name, shape in parameters(spec, part).items()}
+        layers = [self._convolved, self._first, self._second]
+        self._layers = [layers[number] for number in part or range(len(layers))]
 
-    def __call__(self, maps: tf.Tensor, key: tf.Tensor | None = None) -> tf.Tensor:
-        """(N, 1) float32 of maps (N, side, side). With a key (2,) int64 dropout draws from it: equal keys, equal
-        masks; without one nothing is dropped."""
-        keys = (None, None) if key is None else (tf.ensure_shape(key, (2,)), key + 1)
-        before, behind = self.spec.dropout
-        x = tf.cast(maps[..., tf.newaxis], self.compute_dtype)
+    def __call__(
+        self, maps: tf.Tensor, targets: tf.Tensor = None, key: tf.Tensor = None, training: bool = False
+    ) -> tf.Tensor:
+        """(N, 1) float32 of maps (N, side, side); of a part, what its layers make of what those before made. With a key
+        (2,) int64 dropout draws from it in `training`: equal keys, equal masks."""
+        x, drawn = tf.cast(maps, self.compute_dtype), tf.ensure_shape(key, (2,)) if training else None
+        for layer in self._layers:
+            x = layer(x, drawn)
+        return tf.cast(x, tf.float32)
+
+    def _convolved(self, maps: tf.Tensor, key: tf.Tensor | None) -> tf.Tensor:
+        x = maps[..., tf.newaxis]
         for layer in ("conv1", "conv2"):
             x = tf.nn.conv2d(x, self._array(f"{layer}.weight"), 1, "VALID")
             x = tf.nn.relu(tf.nn.bias_add(x, self._array(f"{layer}.bias")))
-        x = tf.nn.max_pool2d(x, POOL, POOL, "VALID")
-        x = dropped(tf.reshape(x, (-1, self.weights["dense1.weight"].shape[1])), before, keys[0])
-        x = dropped(tf.nn.relu(self._linear("dense1", x)), behind, keys[1])
-        return tf.cast(self._linear("dense2", x), tf.float32)
+        return tf.reshape(tf.nn.max_pool2d(x, POOL, POOL, "VALID"), (-1, CHANNELS[-1] * sides(self.spec)[2] ** 2))
+
+    def _first(self, x: tf.Tensor, key: tf.Tensor | None) -> tf.Tensor:
+        return tf.nn.relu(self._linear("dense1", dropped(x, self.spec.dropout[0], key)))
+
+    def _second(self, x: tf.Tensor, key: tf.Tensor | None) -> tf.Tensor:
+        return self._linear("dense2", dropped(x, self.spec.dropout[1], None if key is None else key + 1))
 
     def loss(
         self, maps: tf.Tensor, targets: tf.Tensor, key: tf.Tensor, training: bool
     ) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
         """The sum of losses, and the measure's sums."""
-        return forecast_error(self(maps, key if training else None), targets)
+        return forecast_error(self(maps, targets, key, training), targets)
 
     def _linear(self, layer: str, x: tf.Tensor) -> tf.Tensor:
         return tf.matmul(x, self._array(f"{layer}.weight"), transpose_b=True) + self._array(f"{layer}.bias")
 
     def _array(self, name: str) -> tf.Tensor:
         return tf.cast(self.weights[name], self.compute_dtype)
-
-
-def _variable(name: str, shape: tuple[int, ...]) -> tf.Variable:
-    if len(shape) == 4:
-        outputs, inputs, height, width = shape
-        shape = (height, width, inputs, outputs)
-    return tf.Variable(tf.zeros(shape), name=name)

@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
-from hvdtrain.models.dropout_torch import dropped, generator
+from hvdtrain.models.dropout_torch import dropped
 from hvdtrain.models.mlp_torch import squared_error
-from hvdtrain.models.solar import CHANNELS, DENSE, KERNEL, POOL, CNNSpec, sides
+from hvdtrain.models.solar import POOL, CNNSpec, parameters
 
 
 def forecast_error(outputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -21,29 +21,39 @@ def forecast_error(outputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, 
 
 class CNNTorch(nn.Module):
     """The network of `spec`. Its values are arbitrary until they are loaded; `state_dict()` has exactly the names and
-    shapes of `solar.parameters`."""
+    shapes of `solar.parameters`. With `part` it is those layers (`solar.layers`) alone."""
 
-    def __init__(self, spec: CNNSpec) -> None:
+    def __init__(self, spec: CNNSpec, part: range | None = None) -> None:
         super().__init__()
         self.spec = spec
-        first, second = CHANNELS
-        self.conv1 = skip_init(nn.Conv2d, 1, first, KERNEL)
-        self.conv2 = skip_init(nn.Conv2d, first, second, KERNEL)
-        self.dense1 = skip_init(nn.Linear, second * sides(spec)[2] ** 2, DENSE)
-        self.dense2 = skip_init(nn.Linear, DENSE, 1)
+        for name, shape in parameters(spec, part).items():
+            layer, _, leaf = name.partition(".")
+            if leaf == "weight":
+                outputs, inputs, *kernel = shape
+                more = {"kernel_size": kernel[0]} if kernel else {}
+                self.add_module(layer, skip_init(nn.Conv2d if kernel else nn.Linear, inputs, outputs, **more))
+        layers = [self._convolved, self._first, self._second]
+        self._layers = [layers[number] for number in part or range(len(layers))]
 
-    def forward(self, maps: Tensor, key: Tensor | None = None) -> Tensor:
-        """(N, 1) float32 of maps (N, side, side). With a key (2,) int64 dropout draws from it: equal keys, equal
-        masks; without one nothing is dropped."""
-        random = None if key is None else generator(key)
-        before, behind = self.spec.dropout
+    def forward(self, maps: Tensor, targets: Tensor | None = None, key: Tensor | None = None) -> Tensor:
+        """(N, 1) float32 of maps (N, side, side); of a part, what its layers make of what those before made. With a key
+        (2,) int64 dropout draws from it in training: equal keys, equal masks."""
+        x = maps
+        for layer in self._layers:
+            x = layer(x, key if self.training else None)
+        return x.float()
+
+    def _convolved(self, maps: Tensor, key: Tensor | None) -> Tensor:
         x = F.relu_(self.conv1(maps.unsqueeze(1)))
-        x = F.max_pool2d(F.relu_(self.conv2(x)), POOL)
-        x = dropped(x.permute(0, 2, 3, 1).flatten(1), before, random)
-        x = dropped(F.relu_(self.dense1(x)), behind, random)
-        outputs: Tensor = self.dense2(x)
-        return outputs.float()
+        return F.max_pool2d(F.relu_(self.conv2(x)), POOL).permute(0, 2, 3, 1).flatten(1)
+
+    def _first(self, x: Tensor, key: Tensor | None) -> Tensor:
+        return F.relu_(self.dense1(dropped(x, self.spec.dropout[0], key)))
+
+    def _second(self, x: Tensor, key: Tensor | None) -> Tensor:
+        outputs: Tensor = self.dense2(dropped(x, self.spec.dropout[1], None if key is None else key + 1))
+        return outputs
 
     def loss(self, maps: Tensor, targets: Tensor, key: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The sum of losses, and the measure's sums."""
-        return forecast_error(self(maps, key if self.training else None), targets)
+        return forecast_error(self(maps, targets, key), targets)

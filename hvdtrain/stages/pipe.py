@@ -12,7 +12,6 @@ together, and nothing waits for that.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator
 from typing import Any, Literal, Protocol
@@ -195,7 +194,7 @@ class Pipe:
         began = time.perf_counter()
         message = channel.receive()
         self.waited_s += time.perf_counter() - began
-        return unpacked(message, (len(batch.arrays[0]), *shape), self._coding)
+        return unpacked(message, (len(batch.arrays[0]), -1, *shape[1:]), self._coding)
 
     def _told(self, channel: Channel | None, mine: np.ndarray) -> np.ndarray:
         """What a neighbour says of the step, this rank's own word without one."""
@@ -208,26 +207,28 @@ class Pipe:
 
 
 def packed(array: np.ndarray, coding: Coding) -> np.ndarray:
-    """Float32 numbers as they are sent. int8: of each block of 64 in row, padded with 0, a float32 scale, 1/127 of the
-    largest magnitude, and the nearest multiple of it, so that a number is off by at most 1/254 of that magnitude."""
+    """Float32 numbers as they are sent. int8: of each block of 64 in row, a float32 scale, 1/127 of the largest
+    magnitude, and the nearest multiple of it, so that a number is off by at most 1/254 of that magnitude."""
     if coding == "fp32":
         return array
     flat = np.ascontiguousarray(array).reshape(-1)
     if coding == "bf16":
         return to_bf16(flat)
     whole = np.pad(flat, (0, -flat.size % rounded.LENGTH)) if flat.size % rounded.LENGTH else flat
-    return rounded.encode(whole.reshape(-1, rounded.LENGTH), 8)
+    message = rounded.encode(whole.reshape(-1, rounded.LENGTH), 8)
+    return message[: message.size - (whole.size - flat.size)]
 
 
 def unpacked(message: np.ndarray, shape: tuple[int, ...], coding: Coding) -> np.ndarray:
-    """What a message of `packed` stands for."""
+    """What a message of `packed` stands for, in this shape, of which one side may be -1."""
     if coding == "fp32":
         return message.view(np.float32).reshape(shape)
     if coding == "bf16":
         return from_bf16(message.view(np.uint16)).reshape(shape)
-    blocks = np.empty((-(-math.prod(shape) // rounded.LENGTH), rounded.LENGTH), np.float32)
-    rounded.decode(message, blocks, 8)
-    return blocks.reshape(-1)[: math.prod(shape)].reshape(shape)
+    blocks = np.empty((-(-message.size // (4 + rounded.LENGTH)), rounded.LENGTH), np.float32)
+    numbers = message.size - 4 * len(blocks)
+    rounded.decode(np.pad(message, (0, blocks.size - numbers)) if blocks.size > numbers else message, blocks, 8)
+    return blocks.reshape(-1)[:numbers].reshape(shape)
 
 
 def order(how: Order, stage: int, stages: int, count: int) -> Iterator[tuple[bool, int]]:

@@ -16,6 +16,8 @@ demo:  ## train ResNet-34 on real handwritten digits with two Horovod ranks: DEM
 	. .venv/bin/activate && horovodrun -np 2 -H localhost:2 python -m hvdtrain.resnet --epochs 6 --seed 1 $(DEMO_ARGS)
 
 test: setup  ## run the tests: TEST_ARGS='tests/test_setup.py -k disk'
+	@# Containers set PYTHONDONTWRITEBYTECODE; then each of some thousand processes would compile the package anew.
+	.venv/bin/python -m compileall -q hvdtrain
 	. .venv/bin/activate && pytest -n 2 --dist loadfile --no-loadscope-reorder $(TEST_ARGS)
 
 lint: setup  ## ruff, mypy, and the syntax of the shell scripts

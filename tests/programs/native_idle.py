@@ -17,9 +17,9 @@ prepare("cpu", 0, 1)
 world = World(framework, carrier="native")
 world.gather("all are here")
 time.sleep(1)  # what was said has been acknowledged
-began, seconds = world.nic_counters(), 4.0
-time.sleep(seconds)
-ended = world.nic_counters()
+began, began_s = world.nic_counters(), time.monotonic()
+time.sleep(4)
+ended, seconds = world.nic_counters(), time.monotonic() - began_s
 world.gather("that was it")
 if world.rank == 0:
     assert began and ended

@@ -26,6 +26,9 @@ PROGRAMS = ROOT / "tests" / "programs"
 SMALL = ["--image-size", "16", "--width", "0.125", "--batch-size", "48"]
 
 
+LIMIT_S = 300
+"""What takes longer hangs: a busy machine may take ten times what an idle one does"""
+
 NETWORK_TOOLS = ("ip", "tc", "sshd")
 
 
@@ -85,7 +88,7 @@ class Cluster:
     def command(self, *words: str) -> list[str]:
         return [str(ROOT / "tools" / "cluster.sh"), words[0], "--name", self.name, *words[1:]]
 
-    def run(self, *words: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+    def run(self, *words: str, timeout_s: float = LIMIT_S) -> subprocess.CompletedProcess[str]:
         """`hvdtrain cluster WORDS` to its end; output as text."""
         return subprocess.run(
             self.command(*words),
@@ -97,7 +100,7 @@ class Cluster:
             stdin=subprocess.DEVNULL,
         )
 
-    def on(self, host: str, *words: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+    def on(self, host: str, *words: str, timeout_s: float = LIMIT_S) -> subprocess.CompletedProcess[str]:
         """A command on a host."""
         return self.run("exec", host, "--", *words, timeout_s=timeout_s)
 
@@ -144,7 +147,7 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     }
 
 
-def until(true: Callable[[], object], seconds: float = 20, what: Callable[[], str] = str) -> None:
+def until(true: Callable[[], object], seconds: float = LIMIT_S, what: Callable[[], str] = str) -> None:
     """Waits until it is true; fails after so long, telling `what` is the matter."""
     deadline = time.monotonic() + seconds
     while not true():
@@ -174,7 +177,7 @@ def launch(
     arguments: list[str],
     launcher: str = "mpirun",
     extra: Mapping[str, str] | None = None,
-    limit_s: float = 120,
+    limit_s: float = LIMIT_S,
 ) -> subprocess.CompletedProcess[str]:
     """Runs to the end (for `limit_s` at most); output as text."""
     return subprocess.run(

@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, Cluster, environment, until
+from conftest import LIMIT_S, ROOT, Cluster, environment, until
 
 from hvdtrain.cluster.doctor import checks, link_checks
 
-LIMIT_S = 300
 DOCTOR = ("-m", "hvdtrain.cluster.doctor", "--json")
 OPEN_MPI_5 = "mpirun (Open MPI) 5.0.5\n\nReport bugs to https://www.open-mpi.org/community/help/"
 
@@ -64,7 +63,7 @@ def between(cluster: Cluster, *flags: str) -> Findings:
     """The doctor on host a, for a and b unless told otherwise."""
     hosts = () if "-H" in flags else ("-H", "a:1,b:1")
     settings = [f"{name}={value}" for name, value in wheel().items()]
-    return Findings(cluster.on("a", "env", *settings, "python", *DOCTOR, *hosts, *flags, timeout_s=LIMIT_S))
+    return Findings(cluster.on("a", "env", *settings, "python", *DOCTOR, *hosts, *flags))
 
 
 def must(done: subprocess.CompletedProcess[str]) -> None:
@@ -123,12 +122,12 @@ def test_nothing_of_the_doctor_stays_on_the_hosts_even_if_it_is_killed(cluster: 
         return [host["processes"] for host in json.loads(listing.stdout)["hosts"]]
 
     between(cluster, "--quick")
-    until(lambda: processes() == [1, 1], 120)  # the hosts' own sshd; it takes a moment to see that its client has gone
+    until(lambda: processes() == [1, 1])  # the hosts' own sshd; it takes a moment to see that its client has gone
     words = cluster.command("exec", "a", "--", "python", "-m", "hvdtrain.cluster.doctor", "-H", "a:1,b:1", "--quick")
     with subprocess.Popen(words, env=environment(), cwd=ROOT, stdout=subprocess.PIPE, text=True) as killed:
         assert killed.stdout and killed.stdout.readline()  # it is connected by now
         killed.kill()
-    until(lambda: processes() == [1, 1], 120)
+    until(lambda: processes() == [1, 1])
 
 
 @pytest.mark.root

@@ -9,12 +9,11 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, SMALL, Cluster, environment, until
+from conftest import LIMIT_S, ROOT, SMALL, Cluster, environment, until
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -121,7 +120,7 @@ def dry(
         env=variables,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=LIMIT_S,
     )
 
 
@@ -155,16 +154,10 @@ def test_without_hosts_np_means_this_machine_and_quiet_says_nothing() -> None:
     assert done.returncode == 2 and "-np 0: give 1 or more" in done.stderr
 
 
-SPEAKS = """import json, os, pathlib, sys, time
+SPEAKS = """import json, os, sys
 rank = os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["HOROVOD_RANK"]
 print(f"out {rank}"); print(f"err {rank}", file=sys.stderr)
-print(json.loads(os.environ["HVDTRAIN_LAUNCHED_WITH"])["launcher"])
-if rank == "1":  # its end ends the others: it waits until all they say has been seen
-    logs = [pathlib.Path(sys.argv[1], f"rank000{other}", "stdout") for other in (0, 2)]
-    while not all(log.exists() and log.stat().st_size for log in logs):
-        time.sleep(0.1)
-    time.sleep(1)
-    sys.exit(3)"""
+print(json.loads(os.environ["HVDTRAIN_LAUNCHED_WITH"])["launcher"])"""
 
 
 @pytest.mark.parametrize("launcher", ["mpirun.sh", "horovodrun.sh", "horovodrun.sh --gloo"])
@@ -175,10 +168,9 @@ def test_each_ranks_output_is_in_its_files_and_of_those_to_show_on_the_terminal(
         sys.executable,
         "-c",
         SPEAKS,
-        str(tmp_path),
     ]
-    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60)
-    assert done.returncode != 0, "the second rank's"
+    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stderr
     for stream, seen in (("out", done.stdout), ("err", done.stderr)):
         assert f"{stream} 0" in seen and f"{stream} 2" in seen and f"{stream} 1" not in seen
     here = f"launch/{launcher} -H localhost:3 --logs {tmp_path} --set 'MINE=m n' -x MY_API_KEY -x THIS"
@@ -194,7 +186,7 @@ def test_a_log_that_is_no_plain_file_is_left_as_it_is(kind: str, tmp_path: Path)
     other.write_text("mine")
     {"link": lambda: log.symlink_to(other), "fifo": lambda: os.mkfifo(log), "folder": log.mkdir}[kind]()
     words = [sys.executable, "-m", "hvdtrain.cluster.output", "--logs", str(tmp_path), "echo", "x"]
-    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=30)
+    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 73 and len(done.stderr.splitlines()) == 1 and str(log) in done.stderr
     assert other.read_text() == "mine"
     done = subprocess.run(
@@ -202,6 +194,8 @@ def test_a_log_that_is_no_plain_file_is_left_as_it_is(kind: str, tmp_path: Path)
     )
     log = (tmp_path / "logs" / "rank0000" / "stderr").read_text()
     assert done.returncode == 2 and log == "hvdtrain: rank 0: no command no-such; check the spelling\n"
+    done = subprocess.run([*words[:4], str(tmp_path / "logs"), "sh", "-c", "exit 3"], cwd=ROOT, env=environment())
+    assert done.returncode == 3, "the command's own"
 
 
 def test_secrets_among_the_settings_are_not_for_the_manifest() -> None:
@@ -210,7 +204,7 @@ def test_secrets_among_the_settings_are_not_for_the_manifest() -> None:
     assert launched.heard({launched.VARIABLE: "[" * 100_000}) == launched.heard({launched.VARIABLE: "7"}) == {}
     show = f"{sys.executable} -c 'import os; print(os.environ[\"{launched.VARIABLE}\"])'"
     words = ["launch/mpirun.sh", "-np", "1", "--set", "MY_API_KEY=s3cret", "--set", "MINE=m", *shlex.split(show)]
-    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=30)
+    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=LIMIT_S)
     assert '"MINE"' in done.stdout and "s3cret" not in done.stdout, done.stderr
 
 
@@ -314,7 +308,7 @@ def test_a_bad_line_of_a_hostfile_is_named(tmp_path: Path) -> None:
 def test_without_mpirun_one_line_says_so() -> None:
     bare = environment({"PATH": "/usr/bin:/bin", "VIRTUAL_ENV": "/"})
     words = [sys.executable, "-m", "hvdtrain.cluster.launch", "mpirun", "-H", "localhost", "true"]
-    done = subprocess.run(words, cwd=ROOT, env=bare, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(words, cwd=ROOT, env=bare, capture_output=True, text=True, timeout=LIMIT_S)
     if Path("/usr/bin/mpirun").exists():
         assert done.returncode == 0
         return
@@ -333,35 +327,37 @@ echo "$rank" >{pid}
 {rest}
 """
 FOR_EVER = "mkfifo $0.fifo; exec 3<>$0.fifo; read line <&3"  # with no process below it
-FOR_8_S = FOR_EVER.replace("read", "read -t 8") + "; exit 3"
-RANK = "{python} -c 'import signal, sys, time; signal.signal(10, lambda *_: sys.exit(75)); time.sleep({seconds})'"
+FOR_6_S = FOR_EVER.replace("read", "read -t 6") + "; exit 3"
+RANK = (
+    "{python} -c 'import signal, sys, time; signal.signal(10, lambda *_: sys.exit(75));"
+    ' open("{pid}.ready", "x"); time.sleep(600)\''
+)
 
 
-def starts(tmp_path: Path, *, seconds: float, rest: str = "wait $rank") -> tuple[subprocess.Popen[bytes], Path]:
+def starts(tmp_path: Path, *, rest: str = "wait $rank") -> tuple[subprocess.Popen[bytes], Path]:
     """mpirun.sh round a stand-in for mpirun, once its rank runs."""
     fake, pid = tmp_path / "mpirun", tmp_path / "pid"
-    fake.write_text(MPIRUN.format(rank=RANK.format(python=sys.executable, seconds=seconds), pid=pid, rest=rest))
+    fake.write_text(MPIRUN.format(rank=RANK.format(python=sys.executable, pid=pid), pid=pid, rest=rest))
     fake.chmod(0o755)
     variables = environment()
     variables |= {"PATH": f"{tmp_path}{os.pathsep}{variables['PATH']}"}
     words = [sys.executable, "-m", "hvdtrain.cluster.launch", "mpirun", "-H", "localhost:1", "true"]
     with (tmp_path / "said").open("w") as said:
         job = subprocess.Popen(words, cwd=ROOT, env=variables, stderr=said)
-    until(pid.exists)
-    time.sleep(1)  # the rank sets its handler
+    until(lambda: Path(f"{pid}.ready").exists() and pid.exists() and pid.read_text().endswith("\n"))
     return job, pid
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_becomes_usr1_and_the_ranks_own_code(tmp_path: Path, number: signal.Signals) -> None:
-    job, pid = starts(tmp_path, seconds=60)
+    job, pid = starts(tmp_path)
     job.send_signal(number)
-    assert job.wait(timeout=15) == 75, (tmp_path / "said").read_text()
+    assert job.wait(timeout=LIMIT_S) == 75, (tmp_path / "said").read_text()
     assert processes.ended(int(pid.read_text()))
 
 
 def test_a_killed_launcher_leaves_no_job(tmp_path: Path) -> None:
-    job, pid = starts(tmp_path, seconds=60)
+    job, pid = starts(tmp_path)
     job.kill()
     job.wait()
     rank = int(pid.read_text())
@@ -369,19 +365,19 @@ def test_a_killed_launcher_leaves_no_job(tmp_path: Path) -> None:
 
 
 def test_a_second_signal_ends_a_job_that_does_not_listen(tmp_path: Path) -> None:
-    job, pid = starts(tmp_path, seconds=60, rest=f"trap '' TERM USR1; {FOR_EVER}")
+    job, pid = starts(tmp_path, rest=f"trap '' TERM USR1; {FOR_EVER}")
     # this stand-in is deaf: neither rank nor mpirun hears of it
     job.send_signal(signal.SIGTERM)
-    time.sleep(1)
+    until(lambda: "a second signal ends them now" in (tmp_path / "said").read_text())
     job.send_signal(signal.SIGINT)
-    assert job.wait(timeout=15) == 130
+    assert job.wait(timeout=LIMIT_S) == 130
     assert processes.ended(int(pid.read_text()))
 
 
 @pytest.mark.parametrize(("lost", "code"), [("'b'", 1), ("None", 3)])
 def test_an_mpirun_that_outlives_its_ranks_is_ended_if_a_host_is_lost(tmp_path: Path, lost: str, code: int) -> None:
     fake, pid = tmp_path / "mpirun", tmp_path / "pid"
-    late = f"wait $rank; {FOR_EVER if code == 1 else FOR_8_S}"
+    late = f"wait $rank; {FOR_EVER if code == 1 else FOR_6_S}"
     fake.write_text(MPIRUN.format(rank="sleep 1", pid=pid, rest=late))
     fake.chmod(0o755)
     program = (
@@ -389,7 +385,7 @@ def test_an_mpirun_that_outlives_its_ranks_is_ended_if_a_host_is_lost(tmp_path: 
         f"raise SystemExit(Job([sys.argv[1]], os.environ, 5, lost=lambda: {lost}).wait())"
     )
     words = [sys.executable, "-c", program, str(fake)]
-    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=30)
+    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == code, done.stderr
     assert ("host b does not answer" in done.stderr) == (code == 1)
 
@@ -456,9 +452,9 @@ def test_a_signal_over_two_hosts_is_a_checkpoint_and_75(
             cluster.command("exec", "a", "--", *words), cwd=ROOT, env=environment(), stdout=said, stderr=said
         )
         steps = folder / "metrics" / "rank0000.jsonl"
-        until(lambda: steps.exists() and '"step"' in steps.read_text(), 90)
+        until(lambda: steps.exists() and '"step"' in steps.read_text())
         job.send_signal(number)
-        code = job.wait(timeout=60)
+        code = job.wait(timeout=LIMIT_S)
         said.seek(0)
         assert code == 75, said.read()[-3000:]
     assert list((folder / "checkpoints").glob("step-*"))

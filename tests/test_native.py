@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PROGRAMS, ROOT, Cluster, document, environment, launch, resnet
+from conftest import LIMIT_S, PROGRAMS, ROOT, Cluster, document, environment, launch, resnet
 from runs import cut_off
 from test_resnet_train import assert_same_arrays, newest_arrays, read_run, started, wait_for_steps
 
@@ -94,7 +94,7 @@ def test_sigterm_still_makes_a_checkpoint_with_tensorflow(tmp_path: Path) -> Non
     with started(0, tmp_path, *CALM, "--strategy", "native", "--framework", "tensorflow", "--epochs", "50") as process:
         wait_for_steps(process, tmp_path, 3)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(300) == 75
+        assert process.wait(LIMIT_S) == 75
     assert newest_arrays(tmp_path)
 
 

@@ -26,7 +26,6 @@ def script(strategy: str) -> Any:
             2,
             [str(PROGRAMS / "own_tensorflow.py"), folder],
             extra={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"} | extra,
-            limit_s=300,  # every call, a fit and all strategies in one start
         )
         written = records.read(Path(folder, "run", "metrics", "rank0001.jsonl")) if not done.returncode else ()
         steps = [each for each in written if isinstance(each, records.Step)]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from conftest import until
 
 from hvdtrain.cluster import stream
 from hvdtrain.sentinel import goodput, interfaces, trust
@@ -57,16 +58,26 @@ class Sentinels:
 
     def turn(self, seconds: float, *, without: tuple[int, ...] = (), step_s: float = 1.0) -> None:
         """Lets time pass in steps; the sentinels `without` do not run."""
-        until = self.now + seconds
-        while self.now < until:
+        end = self.now + seconds
+        while self.now < end:
             self.now += step_s
             for i, watch in enumerate(self.watches):
                 if i not in without:
                     watch.round(self.now)
 
-    def alive(self) -> list[bool]:
-        time.sleep(0.05)
-        return [sleeper.poll() is None for sleeper in self.sleepers]
+    def stop(self, *which: int) -> None:
+        """Stops ranks, and waits until they are."""
+        for sleeper in (self.sleepers[i] for i in which):
+            os.kill(sleeper.pid, signal.SIGSTOP)
+            os.waitid(os.P_PID, sleeper.pid, os.WSTOPPED)
+
+    def left(self, *alive: bool) -> bool:
+        """Whether these ranks are left, once the others have ended."""
+        time.sleep(0.05)  # for one that was killed and should not be
+        until(
+            lambda: all(left or sleeper.poll() is not None for left, sleeper in zip(alive, self.sleepers, strict=True))
+        )
+        return [sleeper.poll() is None for sleeper in self.sleepers] == [*alive]
 
 
 def udp() -> socket.socket:
@@ -99,9 +110,9 @@ def test_a_silent_host_is_named_and_the_ranks_that_wait_for_it_are_ended(
     job.turn(5)
     job.turn(SILENCE_S - 3, without=(1,))
     job.turn(5)
-    assert job.alive() == [True] * 3, "a flap is no fault"
+    assert job.left(True, True, True), "a flap is no fault"
     job.turn(SILENCE_S + 8, without=(1,))
-    assert job.alive() == [False, True, False]
+    assert job.left(False, True, False)
     said = capfd.readouterr().err
     assert said.count("hvdtrain: ") == 1, "once, whoever saw it first"
     assert f"host host1 (rank 1): nothing heard for {SILENCE_S:g} s" in said
@@ -113,7 +124,7 @@ def test_a_host_that_was_never_heard_costs_a_warning_and_not_the_job(
 ) -> None:
     job = sentinels(2)
     job.turn(3 * SILENCE_S, without=(1,))
-    assert job.alive() == [True, True]
+    assert job.left(True, True)
     said = capfd.readouterr().err
     assert said.count("\n") == 1
     assert "if host1 or the link to it fails, this job will not notice" in said
@@ -126,7 +137,7 @@ def test_a_sentinel_that_is_gone_from_a_living_host_costs_a_warning_and_not_the_
     job.turn(3)
     job.doors[1].close()
     job.turn(SILENCE_S + REFUSED_S + 10, without=(1,))
-    assert job.alive() == [True, True]
+    assert job.left(True, True)
     assert "its sentinel is gone" in capfd.readouterr().err
 
 
@@ -135,25 +146,25 @@ def test_a_machine_that_slept_does_not_blame_the_others(sentinels: Callable[[int
     job.turn(3)
     job.turn(1, without=(1,), step_s=SILENCE_S + ASLEEP_S)
     job.turn(SILENCE_S - 2, without=(1,))
-    assert job.alive() == [True, True]
+    assert job.left(True, True)
 
 
 def test_a_stopped_rank_is_a_fault_unless_the_whole_job_is_stopped(
     sentinels: Callable[[int], Sentinels], capfd: pytest.CaptureFixture[str]
 ) -> None:
     job = sentinels(2)
-    for sleeper in job.sleepers:
-        os.kill(sleeper.pid, signal.SIGSTOP)
+    job.stop(0, 1)
     job.turn(2 * STOPPED_S)
-    assert job.alive() == [True, True], "somebody suspended the job"
+    assert job.left(True, True), "somebody suspended the job"
     for sleeper in job.sleepers:
         os.kill(sleeper.pid, signal.SIGCONT)
+        os.waitid(os.P_PID, sleeper.pid, os.WCONTINUED)
     job.turn(3)
-    os.kill(job.sleepers[1].pid, signal.SIGSTOP)
+    job.stop(1)
     job.turn(STOPPED_S - 2)
-    assert job.alive() == [True, True]
+    assert job.left(True, True)
     job.turn(8)
-    assert job.alive() == [False, False]
+    assert job.left(False, False)
     assert "hvdtrain: rank 1 on host1: stopped (SIGSTOP)" in capfd.readouterr().err
 
 
@@ -180,7 +191,7 @@ def test_the_end_of_a_rank_is_a_fault_unless_it_told_or_was_told(
     job.sleepers[1].kill()
     job.sleepers[1].wait()
     job.turn(6)
-    assert job.alive() == [not fault, False]
+    assert job.left(not fault, False)
     output = capfd.readouterr().err
     assert said in output
     assert output.count("hvdtrain: ") == bool(said)
@@ -199,7 +210,7 @@ def test_messages_of_strangers_are_nothing(sentinels: Callable[[int], Sentinels]
         stranger.sendto(text, job.words[0].getsockname())
     stranger.close()
     job.turn(8)
-    assert job.alive() == [True, True]
+    assert job.left(True, True)
 
 
 def test_a_heartbeat_that_is_sent_again_is_not_a_sign_of_life(sentinels: Callable[[int], Sentinels]) -> None:
@@ -225,7 +236,7 @@ def test_a_heartbeat_that_is_sent_again_is_not_a_sign_of_life(sentinels: Callabl
         again.sendto(heard[-1], real.getsockname())
         job.turn(1, without=(1,))
     again.close()
-    assert job.alive() == [False, True]
+    assert job.left(False, True)
 
 
 def test_a_launcher_is_what_starts_ranks_and_not_the_users_shell(tmp_path: Path) -> None:
@@ -247,10 +258,7 @@ def test_a_launcher_is_what_starts_ranks_and_not_the_users_shell(tmp_path: Path)
     finally:
         os.killpg(user.pid, signal.SIGKILL)
         user.wait()
-    until = time.monotonic() + 5
-    while not all(process.gone() for process in chain):
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    until(lambda: all(process.gone() for process in chain))
 
 
 def test_a_process_number_used_again_is_another_process() -> None:
@@ -298,7 +306,7 @@ def test_goodput_is_measured_by_the_receiver_and_strangers_are_not_served() -> N
     for secret, number, to in ((b"public", 0, 1), (SECRET, 2, 1), (SECRET, 0, 2)):
         with pytest.raises(OSError):
             goodput.measure("127.0.0.1", receiver.port, Party(secret, goodput.PURPOSE, number), to, "127.0.0.1")
-    assert goodput.measure("127.0.0.1", receiver.port, Party(SECRET, goodput.PURPOSE, 0), 1, "127.0.0.1") > 100
+    assert goodput.measure("127.0.0.1", receiver.port, Party(SECRET, goodput.PURPOSE, 0), 1, "127.0.0.1") > 0
     with pytest.raises(OSError):  # once
         socket.create_connection(("127.0.0.1", receiver.port))
     for stranger in silent:

@@ -1,9 +1,9 @@
 """Ranks that wait for each other again and again until something ends them, as told by test_faults.py.
 
-    waiting.py FOLDER [MEGABYTES]
+    waiting.py FOLDER MEGABYTES
 
-Each rank writes its process number to FOLDER/rank<number>. With MEGABYTES the ranks sum so much, once, and end; rank 0
-prints what the links were measured to carry and how long the sum took, as JSON.
+Each rank writes its process number to FOLDER/rank<number>. Unless MEGABYTES is 0 the ranks first sum so much, once;
+rank 0 writes to FOLDER/summed how long that took and whether it was right, as JSON.
 """
 
 from __future__ import annotations
@@ -19,22 +19,25 @@ import numpy as np
 from hvdtrain import world
 
 
+def write(path: Path, text: str) -> None:
+    """A file that is whole as soon as it is there."""
+    part = path.with_name(f".{path.name}")
+    part.write_text(text)
+    part.rename(path)
+
+
 def main(stop: world.StopSignal) -> int:
-    folder, megabytes = Path(sys.argv[1]), [float(text) for text in sys.argv[2:]]
+    folder, megabytes = Path(sys.argv[1]), int(sys.argv[2])
     ranks = world.World("torch")
     ranks.keeps(str(folder), f"waiting.py {folder}")
-    links = ranks.measure_links()
-    part = folder / f".rank{ranks.rank}"
-    part.write_text(str(os.getpid()))
-    part.rename(folder / f"rank{ranks.rank}")
+    ranks.measure_links()
+    write(folder / f"rank{ranks.rank}", str(os.getpid()))
     if megabytes:
         began = time.monotonic()
-        total = ranks.sum(np.ones(int(megabytes[0] * 250_000), np.float32), "all")
-        report = {"links": links, "seconds": time.monotonic() - began, "right": bool((total == ranks.size).all())}
+        total = ranks.sum(np.ones(megabytes * 250_000, np.float32), "all")
+        report = {"seconds": time.monotonic() - began, "right": bool((total == ranks.size).all())}
         if ranks.rank == 0:
-            sys.stdout.write(json.dumps(report) + "\n")
-        ranks.leave()
-        return 0
+            write(folder / "summed", json.dumps(report))
     while True:
         ranks.sum(np.ones(4), "waiting")
         time.sleep(0.02)

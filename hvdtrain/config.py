@@ -95,6 +95,8 @@ class Exchange:
     rounds to 1/127 of the largest of 64"""
     recompute: bool = False
     """A stage holds only the inputs of its micro-batches, and goes forward anew before it goes backward: less memory"""
+    stage_memory: str | None = None
+    """SIZE, e.g. 800MB or 1.5GB, that no stage may need for weights, gradients, optimizer and activations"""
     check_replicas: int = bounded(100, least=0)
     """Steps between two comparisons of the weights' checksums over ranks; 0: never"""
 

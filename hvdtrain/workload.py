@@ -84,7 +84,8 @@ class Workload:
         Collective. Raises Failure (78) if settings do not fit together, the data, the launcher or the other ranks.
         """
         config, place = self.config, self.place
-        stages = Stages.of(config, place, self.layers, self.model_words)
+        sizes = [elements(self.of_arrays(layer.arrays)) for layer in self.layers]
+        stages = Stages.of(config, place, self.layers, sizes, self.model_words)
         shapes, replicas = in_vector(config.framework, self.shapes.values()), stages.grid.replicas
         batch = resume.global_batch(config, replicas)
         rows = [self.dense.get(name, 0) * -(-batch // replicas) for name in self.shapes]
@@ -120,9 +121,9 @@ class Workload:
         if ways := exchange.cost(shapes, layout).ways:
             facts["of which"] = "; ".join(ways)
         if config.stages > 1:
-            cut = stages.guessed()
+            cut = stages.guessed(plan.rank_batch)
             shapes = max((self.of_stage(cut, stage) for stage in range(config.stages)), key=elements)
-            facts |= self.told(stages, cut, plan.rank_batch) | {"exchange": exchange.fact(shapes, layout)}
+            facts |= stages.facts(cut, plan.rank_batch) | {"exchange": exchange.fact(shapes, layout)}
         if exchange.strategy.divides:
             facts["shares"] = run.show_shares(plan.shares, loader.rank_samples)
         splits = {split: len(getattr(self.dataset, split)) for split in ("train", "validation", "test")}
@@ -168,11 +169,6 @@ class Workload:
         """Shapes of those that are trained among them, as they lie in a vector."""
         return in_vector(self.config.framework, [self.shapes[name] for name in names if name in self.shapes])
 
-    def told(self, stages: Stages, cut: Cut, rank_batch: int) -> dict[str, str]:
-        """What there is to show of the stages."""
-        sizes = [elements(self.of_stage(cut, stage)) for stage in range(stages.grid.stages)]
-        return stages.facts(cut, sizes, rank_batch)
-
 
 @dataclasses.dataclass(frozen=True)
 class Job:
@@ -211,9 +207,9 @@ class Job:
         if config.stages == 1:
             return self
         kept = self.ranks.gather(resume.kept_cut(config))[0]
-        cut = self.stages.measured(self.ranks, kept, lambda: self._seconds(model))
+        cut = self.stages.measured(self.ranks, kept, lambda: self._seconds(model), plan.rank_batch)
         stage, shapes = self.stages.stage, self.work.of_stage(cut, self.stages.stage)
-        facts = self.work.told(self.stages, cut, plan.rank_batch)
+        facts = self.stages.facts(cut, plan.rank_batch)
         if grid.replicas > 1:
             facts["exchange"] = strategies.chosen(config).fact(shapes, self.stages.layout())
         else:

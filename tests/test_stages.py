@@ -72,8 +72,9 @@ def layers(work: list[float], sent: list[int]) -> list[Layer]:
     return [Layer(name=f"l{n}", arrays=(), output=(size,), multiply_adds=each) for n, (each, size) in pairs]
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_no_other_cut_is_faster(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(40))
+def test_no_other_cut_that_fits_is_faster(seed: int) -> None:
+    """Every second time whatever a stage needs."""
     drawn = np.random.default_rng(seed)
     count, stages = int(drawn.integers(2, 9)), int(drawn.integers(1, 5))
     stages, work = min(stages, count), drawn.integers(1, 20, count).astype(float).tolist()
@@ -84,8 +85,21 @@ def test_no_other_cut_is_faster(seed: int) -> None:
         times = [sum(work[begin:end]) for begin, end in itertools.pairwise(borders)]
         return max(*times, *(link * each for each in sent), 0.0), sum(sent)
 
+    memory = drawn.integers(1, 20, (stages, count, count + 1))
+
+    def largest(borders: tuple[int, ...]) -> float:
+        return max(float(memory[stage, b, e]) for stage, (b, e) in enumerate(itertools.pairwise(borders)))
+
     every = [(0, *inner, count) for inner in itertools.combinations(range(1, count), stages - 1)]
-    assert slowest(cuts.balanced(row, stages, work, link).borders) == min(map(slowest, every))
+    limit = float(drawn.integers(8, 20)) if seed % 2 else math.inf
+    fitting = [borders for borders in every if largest(borders) <= limit]
+    needs = (lambda stage, begin, end: float(memory[stage, begin, end])), limit
+    if not fitting:
+        with pytest.raises(Failure, match=r"--stage-memory: stage \d \(l\d to l\d\) needs"):
+            cuts.balanced(row, stages, work, link, *needs)
+        return
+    found = cuts.balanced(row, stages, work, link, *needs).borders
+    assert found in fitting and slowest(found) == min(map(slowest, fitting))
 
 
 def test_a_cut_that_is_none_is_told() -> None:
@@ -424,6 +438,9 @@ def test_the_benchmark_finds_the_bytes_of_the_formula_on_the_wire(tmp_path: Path
         (["--stages", "3"], "--stages 3 needs a number of ranks that it divides, and there are 4"),
         (["--cut-at", "fc"], "--cut-at cuts a model into stages: give --stages too"),
         (["--stages", "2", "--inference", "1"], "--inference does not go with --stages: rank 0"),
+        (["--stage-memory", "1GB"], "--stage-memory 1GB: it is of stages, give --stages too"),
+        (["--stages", "2", "--strategy", "int8", "--stage-memory", "9kB"], "--stage-memory 9kB: give a size"),
+        (["--stages", "2", "--strategy", "int8", "--stage-memory", "100MB"], "needs 1"),
         (["--stages", "2", "--precision", "fp16"], "--precision fp16 does not go with --stages"),
         (["--stages", "2", "--strategy", "int8", "--cut-at", "layer9"], "no layer 'layer9' can begin a stage"),
     ],

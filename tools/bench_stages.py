@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What a step takes over slow links: data parallelism, pipeline stages, and torch.distributed.pipelining. Needs root.
 
-    sudo tools/bench_stages.py --rates 10mbit --models resnet32 --rows plain,powersgd:rank=4,stages2,torch2
+    sudo tools/bench_stages.py --rates 10mbit --models resnet32 --rows plain-2,powersgd-2,stages2,torch2
 
 Makes virtual hosts of half a core, throttles them to each rate and runs the rows in turn, round after round, some steps
 each. A run whose wire alone would take longer than --most-s is not made. Runs lie under --out, and what is there is not
@@ -47,13 +47,13 @@ NAMES, MICRO = "abcd", 4
 MOUNT = Path("/sys/fs/cgroup/memory")
 PLAIN = ["horovodrun", "--gloo", "--gloo-timeout-seconds", "1800"]
 ROWS: dict[str, tuple[int, list[str]]] = {
-    "plain": (2, []),
-    "hierarchical": (2, ["--strategy", "hierarchical"]),
-    "powersgd:rank=4": (2, ["--strategy", "powersgd:rank=4"]),
+    "plain-2": (2, []),
+    "hierarchical-2": (2, ["--strategy", "hierarchical"]),
+    "powersgd-2": (2, ["--strategy", "powersgd:rank=4"]),
     "stages2": (2, ["--stages", "2"]),
-    "stages2,int8": (2, ["--stages", "2", "--activations", "int8"]),
+    "stages2-int8": (2, ["--stages", "2", "--activations", "int8"]),
     "torch2": (2, ["--stages", "2"]),
-    "powersgd:rank=4,hosts4": (4, ["--strategy", "powersgd:rank=4"]),
+    "powersgd-4": (4, ["--strategy", "powersgd:rank=4"]),
     "stages4": (4, ["--stages", "4"]),
     "torch4": (4, ["--stages", "4"]),
     "stages2x2": (4, ["--stages", "2", "--strategy", "hierarchical"]),
@@ -132,7 +132,7 @@ def measured(model: str, row: str, rate: int, turn: int, options: argparse.Names
     wire_s = found["formula_bytes"] * 8 / goodput_both_ways(rate)
     if wire_s * about["plan"]["steps"] > options.most_s:
         return found | {"none": "not run"}
-    starter = [*PLAIN, "-np", str(hosts)] if row == "plain" else ["launch/mpirun.sh", "--quiet"]
+    starter = [*PLAIN, "-np", str(hosts)] if row == "plain-2" else ["launch/mpirun.sh", "--quiet"]
     starter += ["-H", ",".join(f"{host}:1" for host in NAMES[:hosts]), sys.executable, "tools/bench_stages.py", *group]
     theirs = row.startswith("torch")
     what = ["--torch", json.dumps(about)] if theirs else ["--run", *program, "--run-dir", str(folder)]

@@ -17,3 +17,5 @@ class Layer:
     mean length. The first number may differ from batch to batch."""
     multiply_adds: float
     """For one sample, forward."""
+    held: float | None = None
+    """Numbers that are kept of a sample for the backward, besides what came in; None: those of the output"""

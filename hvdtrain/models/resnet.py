@@ -212,11 +212,12 @@ def layers(spec: ResNetSpec, height: int, width: int) -> list[Layer]:
     for name, convolutions in network.rows:
         height, width = (-(-side // convolutions[0].stride) for side in (height, width))
         work = sum(layer.multiply_adds(height, width) for layer in convolutions)
+        held = sum(2 * layer.outputs for layer in convolutions) * height * width  # of each what comes out, and normed
         if name == "stem":
             height, width = (-(-side // POOL_STRIDE) for side in (height, width))
         arrays = [array for layer in convolutions for array in (*_trained(layer), *_running(layer))]
         output = (height, width, convolutions[0].outputs)
-        found.append(Layer(name=name, arrays=tuple(arrays), output=output, multiply_adds=work))
+        found.append(Layer(name=name, arrays=tuple(arrays), output=output, multiply_adds=work, held=held))
     last = Layer(
         name="fc",
         arrays=("fc.weight", "fc.bias"),

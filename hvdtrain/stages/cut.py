@@ -28,6 +28,9 @@ MEASURED = 3
 Found = tuple[float, float, tuple[int, ...]]
 """Of a cut: the slowest part, the numbers sent, the borders"""
 
+Needed = Callable[[int, int, int], float]
+"""Of a stage's number and the borders of its layers: what it takes"""
+
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
@@ -88,9 +91,30 @@ def named(layers: Sequence[Layer], stages: int, names: Sequence[str]) -> Cut:
     return Cut(layers, borders)
 
 
-def balanced(layers: Sequence[Layer], stages: int, seconds: Sequence[float], seconds_per_number: float) -> Cut:
-    """The cut whose slowest part is the fastest: `seconds` of each layer and sample, forward and backward;
-    `seconds_per_number` of a link. Raises Failure (78) for more stages than layers."""
+def within(cut: Cut, needed: Needed, most_bytes: float) -> Cut:
+    """The cut. Raises Failure (78) for the first stage that needs more."""
+    for stage, (begin, end) in enumerate(itertools.pairwise(cut.borders)):
+        if (bytes_ := needed(stage, begin, end)) > most_bytes:
+            first, last = cut.layers[begin].name, cut.layers[end - 1].name
+            raise Failure(
+                f"--stage-memory: stage {stage} ({first} to {last}) needs {bytes_ / 1e6:,.0f} MB, "
+                f"{most_bytes / 1e6:,.0f} are allowed: take more --stages, more --micro-batches or --recompute",
+                exits.BAD_CONFIG,
+            )
+    return cut
+
+
+def balanced(
+    layers: Sequence[Layer],
+    stages: int,
+    seconds: Sequence[float],
+    seconds_per_number: float,
+    needed: Needed = lambda stage, begin, end: 0.0,
+    most_bytes: float = math.inf,
+) -> Cut:
+    """The cut whose slowest part is the fastest, of those with no stage that needs more than `most_bytes`: `seconds` of
+    each layer and sample, forward and backward; `seconds_per_number` of a link. Raises Failure (78) for more stages
+    than layers, and where all cuts need more: for the one whose largest stage is the smallest."""
     if stages > len(layers):
         raise Failure(
             f"--stages {stages}: the model has {len(layers)} layers that can be cut apart; take fewer", exits.BAD_CONFIG
@@ -98,23 +122,31 @@ def balanced(layers: Sequence[Layer], stages: int, seconds: Sequence[float], sec
     until = [0.0, *itertools.accumulate(seconds)]
     sent = [math.prod(layer.output) for layer in layers]
 
-    def best(limit: float, key: Callable[[Found], float]) -> Found:
-        """The cut with the least `key` among those with no part above `limit`."""
+    def slow(stage: int, begin: int, end: int) -> float:
+        if needed(stage, begin, end) > most_bytes:
+            return math.inf
+        crossing = sent[end - 1] if stage < stages - 1 else 0
+        return max(until[end] - until[begin], crossing * seconds_per_number)
+
+    def best(part: Needed, limit: float, key: Callable[[Found], float]) -> Found:
+        """The cut with the least `key` among those with no `part` above `limit`."""
         known: dict[int, Found] = {0: (0.0, 0.0, (0,))}  # by the end of the last stage
-        for left in reversed(range(stages)):
+        for stage in range(stages):
             found: dict[int, Found] = {}
-            for begin, (slow, total, borders) in known.items():
-                for end in range(begin + 1, len(layers) - left + 1):
-                    crossing = sent[end - 1] if left else 0
-                    slowest = max(slow, until[end] - until[begin], crossing * seconds_per_number)
-                    made = (slowest, total + crossing, (*borders, end))
-                    if slowest <= limit:
+            last = stage == stages - 1
+            for begin, (worst, total, borders) in known.items():
+                for end in range(len(layers) if last else begin + 1, len(layers) - stages + stage + 2):
+                    crossing = 0 if last else sent[end - 1]
+                    made = (max(worst, part(stage, begin, end)), total + crossing, (*borders, end))
+                    if made[0] <= limit:
                         found[end] = min(found.get(end, made), made, key=key)
             known = found
         return known[len(layers)]
 
-    fastest, _, _ = best(math.inf, lambda made: made[0])
-    return Cut(layers, best(fastest, lambda made: made[1])[2])
+    if most_bytes < math.inf:
+        within(Cut(layers, best(needed, math.inf, lambda made: made[0])[2]), needed, most_bytes)
+    fastest, _, _ = best(slow, math.inf, lambda made: made[0])
+    return Cut(layers, best(slow, fastest, lambda made: made[1])[2])
 
 
 def timed(part: Callable[[int], Part], layers: Sequence[Layer], batch: Batch) -> list[float]:

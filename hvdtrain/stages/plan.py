@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
+import re
 from collections.abc import Callable, Sequence
 
 from hvdtrain import config as configuration
@@ -30,9 +32,13 @@ class Stages:
     grid: Grid
     layers: Sequence[Layer]
     """Empty for a model that has no row of layers"""
+    parameters: Sequence[int]
+    """Of each layer"""
 
     @classmethod
-    def of(cls, config: TrainConfig, place: Place, layers: Sequence[Layer], model: str) -> Stages:
+    def of(
+        cls, config: TrainConfig, place: Place, layers: Sequence[Layer], parameters: Sequence[int], model: str
+    ) -> Stages:
         """Of a dry run by itself those of as many ranks. Raises Failure (78) for settings that do not go together."""
         imagined = config.dry_run and place.launcher == "alone"
         grid = Grid(ranks=config.stages if imagined else place.size, stages=config.stages, across=config.stage_across)
@@ -49,7 +55,8 @@ class Stages:
         if config.stages == 1 and (config.cut_at or config.recompute):
             told = "--cut-at cuts a model into stages" if config.cut_at else "--recompute saves memory of stages"
             raise Failure(f"{told}: give --stages too", exits.BAD_CONFIG)
-        return cls(config, place, grid, layers)
+        _ = most_bytes(config)
+        return cls(config, place, grid, layers, parameters)
 
     @property
     def data(self) -> int:
@@ -84,23 +91,47 @@ class Stages:
         hosts = {rank // self.place.local_size for rank in self.grid.holders(self.stage)}
         return Layout(ranks=self.grid.replicas, hosts=len(hosts), rows=() if self.parted else rows)
 
-    def guessed(self) -> Cut:
-        """The cut that --cut-at names, or one by multiply-adds alone."""
-        if self.config.cut_at:
-            return cuts.named(self.layers, self.grid.stages, self.config.cut_at.split(","))
-        return cuts.balanced(self.layers, self.grid.stages, [layer.multiply_adds for layer in self.layers], 0.0)
+    def held(self, stage: int) -> int:
+        """Micro-batches that have gone forward through a stage and not yet backward, at most."""
+        parts = configuration.micro_batches(self.config)
+        return min(self.grid.stages - stage, parts) if self.config.stage_order == "1f1b" else parts
 
-    def measured(self, ranks: World, kept: Sequence[str], seconds: Callable[[], Sequence[float]]) -> Cut:
+    def needed_bytes(self, rank_batch: int) -> cuts.Needed:
+        """What a stage of these layers needs: weights, gradients and what the optimizer keeps, in fp32, and what is
+        held of its micro-batches. What the framework itself takes comes on top."""
+        samples = -(-rank_batch // configuration.micro_batches(self.config))
+        copies = 4 if self.config.optimizer == "adam" else 3
+
+        def needed(stage: int, begin: int, end: int) -> float:
+            held, came = self.held(stage), math.prod(self.layers[begin - 1].output) if begin else 0
+            kept = sum(math.prod(each.output) if each.held is None else each.held for each in self.layers[begin:end])
+            waiting = came * held + kept * (1 if self.config.recompute else held)
+            return NUMBER_BYTES["fp32"] * (copies * sum(self.parameters[begin:end]) + samples * waiting)
+
+        return needed
+
+    def guessed(self, rank_batch: int) -> Cut:
+        """The cut that --cut-at names, or one by multiply-adds alone. Raises Failure (78), and so `measured`."""
+        return self._cut(self.config.cut_at, [layer.multiply_adds for layer in self.layers], 0.0, rank_batch)
+
+    def measured(
+        self, ranks: World, kept: Sequence[str], seconds: Callable[[], Sequence[float]], rank_batch: int
+    ) -> Cut:
         """The cut that --cut-at names, that an earlier start of the run `kept`, or by `seconds` of each layer and
         sample and the slowest link. Collective."""
-        names = self.config.cut_at.split(",") if self.config.cut_at else kept
-        if names:
-            return cuts.named(self.layers, self.grid.stages, names)
+        if names := self.config.cut_at or ",".join(kept):
+            return self._cut(names, (), 0.0, rank_batch)
         every = ranks.gather(list(seconds()))
         fastest = [min(times) for times in zip(*every, strict=True)]  # others may have used the processors meanwhile
         rates = [link["goodput_mbit"] for link in ranks.measure_links() if link["goodput_mbit"]]
         per_number = NUMBER_BYTES[self.config.activations] * 8e-6 / min(rates) if rates else 0.0
-        return cuts.balanced(self.layers, self.grid.stages, fastest, per_number)
+        return self._cut(None, fastest, per_number, rank_batch)
+
+    def _cut(self, names: str | None, seconds: Sequence[float], per_number: float, rank_batch: int) -> Cut:
+        stages, memory = self.grid.stages, (self.needed_bytes(rank_batch), most_bytes(self.config))
+        if names:
+            return cuts.within(cuts.named(self.layers, stages, names.split(",")), *memory)
+        return cuts.balanced(self.layers, stages, seconds, per_number, *memory)
 
     def connected(self, ranks: World, cut: Cut) -> Pipe:
         """This rank's place in its pipeline. Collective."""
@@ -120,24 +151,36 @@ class Stages:
             recompute=self.config.recompute,
         )
 
-    def facts(self, cut: Cut, sizes: Sequence[int], rank_batch: int) -> dict[str, str]:
-        """What there is to show: a line for all, and one for each stage. `sizes`: parameters of each stage."""
+    def facts(self, cut: Cut, rank_batch: int) -> dict[str, str]:
+        """What there is to show: a line for all, and one for each stage."""
         parts, stages = configuration.micro_batches(self.config), self.grid.stages
         samples = -(-rank_batch // parts)
         told = {
             "pipeline": f"{stages} stages x {self.grid.replicas} replicas, {parts} micro-batches of {samples} samples, "
             f"{self.config.stage_order}: idle {cuts.bubble(stages, parts):.0%} of a step if all stages are equally fast"
         }
+        needed = self.needed_bytes(rank_batch)
         what = "the inputs of " if self.config.recompute else ""
         work = sum(layer.multiply_adds for layer in self.layers)
         for stage, (begin, end) in enumerate(itertools.pairwise(cut.borders)):
             inside = self.layers[begin:end]
             share = sum(layer.multiply_adds for layer in inside) / work
-            held = min(stages - stage, parts) if self.config.stage_order == "1f1b" else parts
             words = f"{inside[0].name} to {inside[-1].name}" if len(inside) > 1 else inside[0].name
-            words += f": {sizes[stage]:,} parameters, {share:.0%} of the work, holds {what}{held} of the micro-batches"
+            words += f": {sum(self.parameters[begin:end]):,} parameters, {share:.0%} of the work, "
+            words += f"{needed(stage, begin, end) / 1e6:,.0f} MB, holds {what}{self.held(stage)} of the micro-batches"
             if stage < stages - 1:
                 sent = cut.boundary_numbers(stage) * samples * NUMBER_BYTES[self.config.activations]
                 words += f", sends {sent / 1e6:.3f} MB per micro-batch, and receives as much"
             told[f"stage {stage}"] = f"{words}; rank {', '.join(map(str, self.grid.holders(stage)))}"
         return told
+
+
+def most_bytes(config: TrainConfig) -> float:
+    """--stage-memory, infinite without it. Raises Failure (78)."""
+    if config.stage_memory is None:
+        return math.inf
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([MG])B", config.stage_memory, re.ASCII)
+    if found is None or config.stages == 1:
+        told = "it is of stages, give --stages too" if found else "give a size, e.g. 800MB or 1.5GB"
+        raise Failure(f"--stage-memory {config.stage_memory}: {told}", exits.BAD_CONFIG)
+    return float(found[1]) * {"M": 1e6, "G": 1e9}[found[2]]

@@ -22,8 +22,8 @@ from hvdtrain.cluster import quota
 
 ROOT = Path(__file__).parent.parent
 PROGRAMS = ROOT / "tests" / "programs"
-# The smallest run that exercises everything: digits at 16x16, an eighth of ResNet-34's channels.
-SMALL = ["--image-size", "16", "--width", "0.125", "--batch-size", "48"]
+# The smallest run that exercises everything: digits as they are, 8x8, and an eighth of ResNet-34's channels.
+SMALL = ["--image-size", "8", "--width", "0.125", "--batch-size", "48"]
 
 
 LIMIT_S = 300
@@ -31,6 +31,9 @@ LIMIT_S = 300
 
 NETWORK_TOOLS = ("ip", "tc", "sshd")
 
+# The arrays of tests are small, and workers share the cores: several threads spin, waiting for one that has no core.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background command: so would be all that tests start
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -201,3 +204,12 @@ def document(done: subprocess.CompletedProcess[str]) -> Any:
 
 def resnet(ranks: int, *flags: str, launcher: str = "mpirun") -> subprocess.CompletedProcess[str]:
     return launch(ranks, ["-m", "hvdtrain.resnet", *flags], launcher)
+
+
+def trainings(
+    ranks: int, runs: list[dict[str, Any]], framework: str = "torch", workload: str = "resnet"
+) -> tuple[list[int], str]:
+    """Exit codes of several trainings in one start of ranks, each a host of its own, and what they said (see
+    programs/strategy_runs.py)."""
+    done = launch(ranks, [str(PROGRAMS / "strategy_runs.py"), framework, "1", json.dumps(runs), workload], limit_s=600)
+    return document(done)["codes"], done.stderr

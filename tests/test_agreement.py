@@ -16,7 +16,7 @@ from test_resnet_train import read_run
 from hvdtrain import agreement
 from hvdtrain.exits import Failure
 
-CALM = ["--image-size", "16", "--width", "0.125", "--global-batch-size", "192", "--lr", "0.005"]
+CALM = ["--image-size", "8", "--width", "0.125", "--global-batch-size", "192", "--lr", "0.005"]
 TENSOR, TENSORS = "layer2.0.conv1.weight", 110
 
 
@@ -33,9 +33,9 @@ class Rank:
         self.gathers += 1
         self.given_bytes += len(text)
         self._box[self.rank] = text
-        self._barrier.wait(10)
+        self._barrier.wait(60)
         found = [json.loads(each) for each in self._box]
-        self._barrier.wait(10)
+        self._barrier.wait(60)
         return found
 
 
@@ -141,7 +141,7 @@ def test_of_two_ranks_that_differ_the_second_is_named() -> None:
 def test_a_disturbed_rank_stops_the_run_and_is_named(
     framework: str, ranks: int, launcher: str, flags: str, disturbed_before: int, steps: int, tmp_path: Path
 ) -> None:
-    program = [str(PROGRAMS / "strategy_disturbed.py"), framework, "1", str(disturbed_before)]
+    program = [str(PROGRAMS / "strategy_disturbed.py"), framework, "changed", "1", str(disturbed_before)]
     done = launch(ranks, [*program, *CALM, *flags.split(), "--run-dir", str(tmp_path)], launcher)
     assert done.returncode == 1, done.stderr
     said = [line for line in done.stderr.splitlines() if "hvdtrain: " in line]

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import random
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -114,16 +112,15 @@ def test_one_worker_is_plain_sgd(framework: str) -> None:
     assert report["loaded"] == []
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize(
     ("framework", "ranks", "servers", "launcher"),
     [("torch", 4, 3, "mpirun"), ("torch", 2, 0, "horovodrun --gloo"), ("tensorflow", 3, 2, "mpirun")],
 )
 def test_the_weights_are_the_first_ones_less_all_that_was_pushed(
-    framework: str, ranks: int, servers: int, launcher: str
+    framework: str, ranks: int, servers: int, launcher: str, tmp_path: Path
 ) -> None:
     asked = json.dumps({"strategy": f"async-ps:servers={servers}"})
-    report = document(launch(ranks, [str(PROGRAMS / "async_ps.py"), framework, asked], launcher))
+    report = document(launch(ranks, [str(PROGRAMS / "async_ps.py"), framework, asked, str(tmp_path)], launcher))
     steps, parts, slow = 6, servers or 1, ranks - 1
     expected = np.array(report["before"]) - 0.1 * np.array(report["pushed"])
     np.testing.assert_allclose(report["weights"][0], expected, rtol=1e-5, atol=1e-6)
@@ -131,9 +128,7 @@ def test_the_weights_are_the_first_ones_less_all_that_was_pushed(
     notes = [[note["staleness"] for note in of_rank] for of_rank in report["notes"]]
     assert all(0 <= n["staleness"] <= n["staleness_max"] for of_rank in report["notes"] for n in of_rank)
     assert max(sum(of_rank) for of_rank in notes) <= (ranks - 1) * steps, "others' updates, each counted once"
-    assert sum(notes[slow]) > 0, "others did not wait"
-    assert report["seconds"][slow] >= (steps - 1) * 0.2
-    assert all(seconds < 0.5 * report["seconds"][slow] for seconds in report["seconds"][:slow])
+    assert sum(notes[slow]) == (ranks - 1) * steps, "others did not wait: the slow one hears of all they did"
     # Each rank pushes to the servers elsewhere and is answered by them, at each step and once to synchronise.
     whole = 18 * 4
     assert sum(report["sent_bytes"]) == (2 * steps + 1) * (ranks - 1) * whole
@@ -181,11 +176,11 @@ def joined(addresses: list[str], program: Callable[[ServerRanks], Any]) -> list[
 
         def gather(self, mine: bytes) -> list[bytes]:
             told[self.rank] = mine
-            barrier.wait(20)
+            barrier.wait(60)
             return list(told)
 
         def leave(self) -> None:
-            barrier.wait(20)
+            barrier.wait(60)
 
     def rank(number: int) -> None:
         results[number] = program(ServerRanks(Room(number), Reach(addresses[number], "lo", loopback=True)))
@@ -194,7 +189,7 @@ def joined(addresses: list[str], program: Callable[[ServerRanks], Any]) -> list[
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
         assert not thread.is_alive()
     return results
 
@@ -302,7 +297,7 @@ def test_ranks_stop_together_within_an_epoch_and_go_on(tmp_path: Path) -> None:
     with started(3, tmp_path, *flags, "--epochs", "40") as process:
         wait_for_steps(process, tmp_path, 20)
         process.send_signal(signal.SIGUSR1)
-        assert process.wait(60) == 75
+        assert process.wait(120) == 75
     steps = {len(read_run(tmp_path, rank)["step"]) for rank in range(3)}
     assert len(steps) == 1, "all stopped after the same step"
     assert [saved.step for saved in read_run(tmp_path)["saved"]][:2] == [9, 18]
@@ -317,73 +312,43 @@ def test_ranks_stop_together_within_an_epoch_and_go_on(tmp_path: Path) -> None:
     assert summary["ranks"] == 3
 
 
-def kill(rank: int, variable: str, folder: Path, steps: int) -> None:
-    """SIGKILL to a rank (not to what watches over it) once it has recorded so many steps."""
-    records = folder / "metrics" / f"rank{rank:04d}.jsonl"
-    until = time.monotonic() + 90
-    while not records.exists() or records.read_text().count('"type":"step"') < steps:
-        assert time.monotonic() < until, "no steps"
-        time.sleep(0.05)
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            words, variables = ((path / name).read_bytes().split(b"\0") for name in ("cmdline", "environ"))
-        except OSError:
-            continue
-        mine = words[1:3] == [b"-m", b"hvdtrain.resnet"] and str(folder).encode() in words
-        if mine and f"{variable}={rank}".encode() in variables:
-            found.append(int(path.name))
-    (process,) = found
-    os.kill(process, signal.SIGKILL)
+def dying(rank: int, step: int) -> list[str]:
+    """A rank's command line, but for flags; this one is killed just before this step."""
+    return [*SURVIVE, str(PROGRAMS / "strategy_disturbed.py"), "torch", "killed", str(rank), str(step)]
 
 
-@pytest.mark.parametrize(
-    ("launcher", "variable"), [("mpirun", "OMPI_COMM_WORLD_RANK"), ("horovodrun --gloo", "HOROVOD_RANK")]
-)
-def test_a_dead_worker_does_not_stop_the_rest(launcher: str, variable: str, tmp_path: Path) -> None:
-    flags = [
-        *ASYNC,
-        "--framework",
-        "torch",
-        "--batch-size",
-        "24",
-        "--epochs",
-        "4",
-        "--json",
-        "--run-dir",
-        str(tmp_path),
-    ]
-    words = command(4, [*SURVIVE, "-m", "hvdtrain.resnet", *flags], launcher)
-    with subprocess.Popen(
-        words, env=environment(), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=-1, stderr=-1, text=True
-    ) as run:
-        kill(2, variable, tmp_path, 20)
-        out, errors = run.communicate(timeout=90)
-    summary = document(subprocess.CompletedProcess(words, run.returncode, out, errors))
-    assert "rank 2 on " in errors
-    assert "is gone; 3 ranks go on" in errors
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])
+def test_a_dead_worker_does_not_stop_the_rest(launcher: str, tmp_path: Path) -> None:
+    flags = [*ASYNC, "--batch-size", "24", "--epochs", "3", "--json", "--run-dir", str(tmp_path)]
+    done = subprocess.run(
+        command(4, [*dying(2, 20), *flags], launcher),
+        env=environment(),
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    summary = document(done)
+    assert "rank 2 on " in done.stderr
+    assert "is gone; 3 ranks go on" in done.stderr
     assert (tmp_path / "COMPLETE").exists()
-    assert (summary["ranks"], summary["steps"]) == (3, 60)
+    assert (summary["ranks"], summary["steps"]) == (3, 45)
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     assert manifest["plan"]["ranks"] == 4
-    assert len(read_run(tmp_path, 2)["step"]) < 60
-    run_records = read_run(tmp_path)
-    assert run_records["epoch"][-1].samples < run_records["epoch"][0].samples, "its share is not learnt from"
+    assert len(read_run(tmp_path, 2)["step"]) == 20
+    epochs = read_run(tmp_path)["epoch"]
+    assert epochs[-1].samples < epochs[0].samples, "its share is not learnt from"
     right = [accuracy * VALIDATION for accuracy in summary["validation_accuracy"]]
     assert right == pytest.approx(np.round(right).tolist()), "the three evaluate the whole split"
-    assert summary["test_accuracy"] > 0.7
+    assert epochs[-1].train_loss < epochs[0].train_loss
 
 
 def test_the_death_of_a_server_ends_the_job(tmp_path: Path) -> None:
-    flags = [*SERVED, "--framework", "torch", "--epochs", "40", "--run-dir", str(tmp_path)]
-    words = command(3, [*SURVIVE, "-m", "hvdtrain.resnet", *flags])
-    with subprocess.Popen(
-        words, env=environment(), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=-1, stderr=-1, text=True
-    ) as run:
-        kill(1, "OMPI_COMM_WORLD_RANK", tmp_path, 3)
-        _, errors = run.communicate(timeout=30)
-    assert run.returncode == 137
-    assert "ranks go on" not in errors
+    flags = [*SERVED, "--epochs", "40", "--run-dir", str(tmp_path)]
+    done = launch(3, [*dying(1, 3), *flags])
+    assert done.returncode == 137
+    assert "ranks go on" not in done.stderr
     assert not (tmp_path / "COMPLETE").exists()
 
 
@@ -400,21 +365,11 @@ def test_two_hosts_send_what_the_formula_says(cluster: Cluster, tmp_path: Path) 
 
 @pytest.mark.root
 def test_a_host_whose_only_rank_dies_is_left_out(cluster: Cluster, tmp_path: Path) -> None:
-    words = ["launch/mpirun.sh", "--survive", "-H", "a:1,b:1", sys.executable, "-m", "hvdtrain.resnet", *SMALL]
-    words += ["--strategy", "async-ps:servers=1", "--epochs", "4", "--json", "--run-dir", str(tmp_path)]
-    with subprocess.Popen(
-        cluster.command("exec", "a", "--", *words),
-        env=environment(),
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        stdout=-1,
-        stderr=-1,
-        text=True,
-    ) as run:
-        kill(1, "OMPI_COMM_WORLD_RANK", tmp_path, 20)
-        out, errors = run.communicate(timeout=90)
-    summary = document(subprocess.CompletedProcess(words, run.returncode, out, errors))
-    assert "rank 1 on b is gone; 1 rank goes on" in errors
+    words = ["launch/mpirun.sh", "--survive", "-H", "a:1,b:1", sys.executable, *dying(1, 20)[len(SURVIVE) :], *SMALL]
+    words += ["--strategy", "async-ps:servers=1", "--epochs", "2", "--json", "--run-dir", str(tmp_path)]
+    done = cluster.on("a", *words, timeout_s=300)
+    summary = document(done)
+    assert "rank 1 on b is gone; 1 rank goes on" in done.stderr
     assert (summary["hosts"], summary["ranks"]) == (1, 1)
 
 
@@ -423,12 +378,13 @@ def test_a_host_whose_only_rank_dies_is_left_out(cluster: Cluster, tmp_path: Pat
 
 def survived(program: str) -> int:
     """How a rank that runs `program` ends for its launcher."""
-    return subprocess.run([sys.executable, *SURVIVE, "-c", program], cwd=ROOT, env=environment(), timeout=30).returncode
+    words = [sys.executable, *SURVIVE, "-c", program]
+    return subprocess.run(words, cwd=ROOT, env=environment(), timeout=120).returncode
 
 
 def test_only_a_rank_that_may_die_survives_a_signal() -> None:
     may_die = f"import os; os.write(int(os.environ['{survive.VARIABLE}']), b'!'); "
-    die = "import os; os.kill(os.getpid(), {}); import time; time.sleep(9)"
+    die = "import os; os.kill(os.getpid(), {}); import time; time.sleep(600)"
     assert survived(may_die + die.format(9)) == 0
     assert survived(may_die + die.format(11)) == 0
     assert survived(die.format(9)) == -9
@@ -447,4 +403,4 @@ def test_signals_to_the_process_reach_the_rank() -> None:
             assert process.stdout is not None
             process.stdout.readline()
             process.send_signal(number)
-            assert process.wait(20) == number
+            assert process.wait(120) == number

@@ -1,51 +1,51 @@
 """Workers and parameter servers for real, on exchange.py's model; rank 0 prints as JSON what went in and came out.
 
-    async_ps.py FRAMEWORK '{"strategy": "async-ps:servers=2"}'
+    async_ps.py FRAMEWORK '{"strategy": "async-ps:servers=2"}' FOLDER
 
-The last rank is slow: it sleeps in each step. Used by test_async_ps.py.
+The last rank is slow: it makes its second step when all others have made their last, as each of them says by a file in
+FOLDER. Did they wait for it, nobody would ever go on. Used by test_async_ps.py.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
 
 import exchange
 import numpy as np
 
 from hvdtrain.timing import Clock
 
-STEPS, LR, SLOW_S = 6, 0.1, 0.2
+STEPS, LR = 6, 0.1
 
 
 def main() -> None:
-    framework, settings = sys.argv[1:]
+    framework, settings, folder = sys.argv[1:]
     config = exchange.config_of(framework, settings, lr=LR, momentum=0.0, weight_decay=0.0, schedule="constant")
     ranks, device = exchange.joined(config)
     weight, batch = exchange.problem()[2], exchange.share(ranks)
     strategy, replica = exchange.trainer(config, ranks, device, weight)
     pushed, notes, sent_bytes, in_sync = np.zeros(weight.shape), [], 0, []
-    began = time.perf_counter()
+    others = [Path(folder, str(rank)) for rank in range(ranks.size - 1)]
     for step in range(STEPS):
         replica.backward(batch, LR, stop=False)
         gradient = replica.vector()[: weight.size].reshape(weight.shape)
         pushed += gradient * (batch.weight / batch.total_weight)
-        if ranks.rank == ranks.size - 1:
-            time.sleep(SLOW_S)
+        if step == 1 and ranks.rank == ranks.size - 1:  # servers begin with the first step of their own ranks
+            while not all(file.exists() for file in others):
+                time.sleep(0.01)
         done = strategy.step(replica, LR, Clock())
-        if step == 0:  # servers begin with the first step of their own ranks
-            began = time.perf_counter()
         in_sync.append(strategy.in_sync)
         notes.append(done.notes)
         sent_bytes += done.sent_bytes
-    seconds = time.perf_counter() - began
+    Path(folder, str(ranks.rank)).touch()
     last = strategy.synchronize(replica, Clock())
     report = {
         "before": weight.tolist(),
         "weights": ranks.gather(replica.state()["parameter.weight"].tolist()),
         "pushed": ranks.sum(pushed, "pushed").tolist(),
         "notes": ranks.gather(notes),
-        "seconds": ranks.gather(seconds),
         "sent_bytes": ranks.gather(sent_bytes + last.sent_bytes),
         "in_sync": ranks.gather(in_sync),
         "totals": None if last.totals is None else last.totals.tolist(),

@@ -1,12 +1,15 @@
 """Ranks with unequal shares of each batch train the model of exchange.py, for test_hybrid.py; rank 0 prints JSON.
 
-The settings are `TrainConfig`'s; without shares they are measured, and nothing may be left of that.
+    hybrid.py torch|tensorflow STRATEGY...
+
+One training by each strategy; without shares they are measured, and nothing may be left of that.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import sys
+from typing import Any
 
 import exchange
 import numpy as np
@@ -14,10 +17,12 @@ from exchange import FEATURES
 
 from hvdtrain import config as configuration
 from hvdtrain import strategies
+from hvdtrain.config import TrainConfig
 from hvdtrain.data import Batch, ImageSplit
 from hvdtrain.data.loader import Loader
 from hvdtrain.strategies import hybrid
 from hvdtrain.timing import Clock
+from hvdtrain.world import World
 
 SAMPLES, CLASSES, GLOBAL_BATCH, EPOCHS, LR, SEED = 54, 3, 12, 2, 0.1, 7
 
@@ -35,10 +40,7 @@ def flat(batch: Batch) -> Batch:
     return dataclasses.replace(batch, arrays=(inputs.reshape(-1, FEATURES), labels))
 
 
-def main() -> None:
-    framework, settings = sys.argv[1:]
-    config = exchange.config_of(framework, settings, global_batch_size=GLOBAL_BATCH, lr=LR)
-    ranks, device = exchange.joined(config)
+def trained(config: TrainConfig, ranks: World, device: str) -> dict[str, Any]:
     split, weight = problem()
     strategy, replica = exchange.trainer(config, ranks, device, weight)
     given = strategies.chosen(config).shares(ranks.size)
@@ -63,8 +65,8 @@ def main() -> None:
             replica.backward(flat(batch), LR, stop=False)
             losses.append(strategy.step(replica, LR, Clock()).loss)
             samples.append(batch.weight)
-    traces = 1 if framework == "torch" else replica._backward_graph.experimental_get_tracing_count()
-    report = {
+    traces = 1 if config.framework == "torch" else replica._backward_graph.experimental_get_tracing_count()
+    return {
         "untouched": unmeasured.keys() == state.keys()
         and all(np.array_equal(state[name], array) for name, array in unmeasured.items()),
         "weights": ranks.gather(replica.state()["parameter.weight"].tolist()),
@@ -72,7 +74,13 @@ def main() -> None:
         "samples": ranks.gather(samples),
         "traces": traces,
     }
-    exchange.told(ranks, report)
+
+
+def main() -> None:
+    framework, *asked = sys.argv[1:]
+    configs = [exchange.config_of(framework, "{}", strategy=each, global_batch_size=GLOBAL_BATCH) for each in asked]
+    ranks, device = exchange.joined(configs[0])
+    exchange.told(ranks, {"trained": [trained(config, ranks, device) for config in configs]})
 
 
 if __name__ == "__main__":

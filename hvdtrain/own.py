@@ -119,6 +119,7 @@ def _workload(
         measure=judged,
         multiply_adds=multiply_adds,
         dense=adapted.dense,
+        layers=adapted.layers,
     )
 
 
@@ -129,7 +130,18 @@ def _trained(job: workload.Job, adapted: Any, stop: world.StopSignal) -> records
     adapted.set_constants(constants)
     about = dataclasses.replace(job.about, model={**job.about.model, "constants": _digest(constants)})
     job = dataclasses.replace(job, about=about)
-    return job.trained(job.replica(adapted, adapted.arrays()), stop)
+    state, mine = adapted.arrays(), adapted
+    if job.about.config.stages > 1:
+        state = job.ranks.agreed({name: array.copy() for name, array in state.items()})
+        job = job.staged(adapted.part)  # which times its layers, and so changes statistics
+        adapted.release()
+        mine = adapted.part(job.part)
+    replica = job.replica(mine, {name: state[name] for name in mine.arrays()})
+    summary = job.trained(replica, stop)
+    if job.part and summary is not None:
+        adapted.take(job.whole(replica))
+    job.leave()
+    return summary
 
 
 def _twin(model: Any) -> tuple[str, Any]:

@@ -260,8 +260,19 @@ class Job:
         return {name: array for each in every if each for name, array in safetensors.numpy.load(each).items()}
 
     def train(self, replica: Replica, stop: world.StopSignal, **more: Any) -> int:
-        """The exit code after `trained`."""
-        return exits.RESUMABLE if self.trained(replica, stop, **more) is None else exits.OK
+        """The exit code after `trained`; the ranks part."""
+        summary = self.trained(replica, stop, **more)
+        self.leave()
+        return exits.RESUMABLE if summary is None else exits.OK
+
+    def leave(self) -> None:
+        """The ranks part. Collective."""
+        if self.pipe is not None:
+            self.pipe.leave()
+        if self.data is not self.ranks:
+            self.data.leave()
+        self.ranks.leave()
+        lock.release()
 
     def trained(
         self,
@@ -329,12 +340,6 @@ class Job:
                     print(f"hvdtrain: {tip}", file=sys.stderr, flush=True)
         if summary is not None:
             summary = records.Summary(**ranks.gather(dataclasses.asdict(summary))[0])
-        if self.pipe is not None:
-            self.pipe.leave()
-        if self.data is not ranks:
-            self.data.leave()
-        ranks.leave()
-        lock.release()
         return summary
 
 

@@ -14,12 +14,14 @@ import pytest
 from conftest import PROGRAMS, launch
 from programs import own_train
 from runs import cut_off
+from test_stages import stepped
 
 import hvdtrain
-from hvdtrain.data import own
+from hvdtrain.config import TrainConfig
+from hvdtrain.data import Batch, own
 from hvdtrain.data.loader import Loader
 from hvdtrain.exits import Failure
-from hvdtrain.measures import Measure, Score
+from hvdtrain.measures import Accuracy, Measure, Score
 
 torch = pytest.importorskip("torch")
 
@@ -82,6 +84,45 @@ def test_a_resumed_run_ends_as_the_uninterrupted_one(framework: str, tmp_path: P
         np.testing.assert_array_equal(mine, theirs)
     other, _ = own_train.trained(framework, 0, dropout=0.3, seed=1)
     assert any((a != b).any() for a, b in zip(own_train.weights(whole), own_train.weights(other), strict=True))
+
+
+def test_a_sequential_is_cut_into_stages(tmp_path: Path) -> None:
+    """Two ranks then hold, bit for bit, what one process learns that goes through the same micro-batches."""
+    told = {"dropout": 0.3, "micro_batches": 3, "seed": 1}
+    done = ranks("torch", tmp_path, "mpirun", stages=2, **told)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "stage 1 " in done.stderr
+    model, _ = own_train.trained("torch", 0, **told)
+    for rank in (0, 1):
+        held = [*np.load(tmp_path / f"rank{rank}.npz").values()]
+        assert all(map(np.array_equal, own_train.weights(model), held))
+
+
+def test_the_parts_of_a_keras_sequential_are_the_whole() -> None:
+    """With a convolution, moving statistics and dropout; a layer of ours is all that follows one with weights."""
+    keras = pytest.importorskip("keras")
+    from hvdtrain.models import own_tf
+
+    model = keras.Sequential([keras.Input((64,)), keras.layers.Reshape((8, 8, 1)), keras.layers.Conv2D(4, 3)])
+    for layer in (keras.layers.BatchNormalization(), keras.layers.Flatten(), keras.layers.Dropout(0.3)):
+        model.add(layer)
+    model.add(keras.layers.Dense(10))
+    x, y = (array[:32] for array in own_train.PARTS["train"])
+    batch = Batch(arrays=(x.astype(np.float32), y.astype(np.int64), np.array([3, 4])), weight=32, total_weight=32)
+    loss, measure = keras.losses.SparseCategoricalCrossentropy(from_logits=True), Accuracy()
+    config = TrainConfig(framework="tensorflow", stages=2)
+    whole = own_tf.Own(model, loss, own_tf.correct, measure.sums, config)
+    whole.probe(batch.arrays)
+    assert [layer.output for layer in whole.layers] == [(6, 6, 4), (144,), (10,)]
+    known, *others = [
+        stepped("tensorflow", lambda part: whole.part(part) if part else whole, whole.layers, at, batch, measure)
+        for at in range(3)
+    ]
+    for found in others:
+        np.testing.assert_allclose(found, known, rtol=1e-5, atol=1e-6)
+    arrays = {name: 2 * array for name, array in whole.arrays().items()}
+    whole.take(arrays)
+    assert all(np.array_equal(array, arrays[name]) for name, array in whole.arrays().items())
 
 
 class Pairs(torch.utils.data.Dataset):
@@ -180,6 +221,11 @@ def test_running_statistics_are_kept_and_other_buffers_may_not_change() -> None:
 X, Y = own_train.PARTS["train"]
 
 
+def tied() -> Any:
+    layer = torch.nn.Linear(64, 64)
+    return torch.nn.Sequential(layer, torch.nn.Linear(64, 64), layer, torch.nn.Linear(64, 10))
+
+
 class Endless(torch.utils.data.IterableDataset):
     def __iter__(self) -> Any:
         yield from zip(X, Y, strict=True)
@@ -203,6 +249,8 @@ class Endless(torch.utils.data.IterableDataset):
         ({"validation": (X[:, :32], Y)}, "validation= has samples of float32 32, int64 number", 65),
         ({"target": "accuracy=0.9", "validation": None}, "looked for in the validation data", 65),
         ({"loss": lambda outputs, targets: outputs.logsumexp(1).sum()}, "loss returns a sum over samples", 78),
+        ({"model": torch.nn.Linear(64, 10), "stages": 2, "dry_run": True}, "--stages 2: Linear cannot be cut", 78),
+        ({"model": tied(), "stages": 2, "dry_run": True}, "0.weight is shared by the layers 0, 2, which", 78),
         ({"measure": "acuracy"}, "did you mean accuracy", 78),
         ({"measure": Half()}, "Half needs sums=", 78),
     ],

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from hvdtrain.config import TrainConfig
 from hvdtrain.exits import BAD_CONFIG, Failure
 from hvdtrain.models.dense_torch import Seen
+from hvdtrain.models.layers import Layer, grouped
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -23,7 +25,8 @@ class Own(nn.Module):
 
     `loss(outputs, targets)` returns each sample's loss (n, ...) or their mean, `sums(outputs, targets)` by name what
     each sample adds to the sums of `shapes` (n, *shape). `threads`: those that PyTorch keeps; 0: it takes any number.
-    `dense`: see `workload.Workload.dense`, known once the model was `probe`d.
+    `dense`: see `workload.Workload.dense`, known once the model was `probe`d; so are the `layers` of an nn.Sequential
+    that is to be cut into stages. Each of its children draws from a seed of its own.
     """
 
     def __init__(
@@ -37,7 +40,15 @@ class Own(nn.Module):
         """Raises Failure (78) for parameters that are not float32, and for none."""
         super().__init__()
         self.threads, self.dense = 0, dict[str, int]()
-        self.model, self._loss, self._sums, self._shapes = model, loss, sums, shapes
+        self.layers: list[Layer] = []
+        self._begins: list[int] = []
+        """Which child each of the layers begins with"""
+        self._first = 0
+        hooked = any(
+            getattr(model, f"_{kind}_hooks") for kind in ("forward", "forward_pre", "backward", "backward_pre")
+        )
+        self._sequential = type(model) is nn.Sequential and not hooked
+        self.model, self._loss, self._sums, self._shapes, self._config = model, loss, sums, shapes, config
         self._constants: dict[str, np.ndarray] = {}
         self._has_trained = False
         trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
@@ -76,24 +87,47 @@ class Own(nn.Module):
         return {name: _array(each) for name, each in self.model.state_dict().items() if name not in known}
 
     @torch.no_grad()
-    def set_constants(self, arrays: Mapping[str, np.ndarray]) -> None:
+    def take(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Gives the module these values."""
         held = self.model.state_dict()
         for name, array in arrays.items():
-            held[name].copy_(torch.from_numpy(array))
+            held[name].copy_(torch.from_numpy(np.require(array, requirements="W")))
+
+    def set_constants(self, arrays: Mapping[str, np.ndarray]) -> None:
+        self.take(arrays)
         self._constants = {name: array.copy() for name, array in arrays.items()}
+
+    def part(self, part: range) -> Own:
+        """These `layers` alone, which share their values with this one."""
+        children = list(self.model._modules.items())
+        begins = [*self._begins, len(children)]
+        mine = nn.Sequential(OrderedDict(children[begins[part.start] : begins[part.stop]]))
+        made = Own(mine, self._loss, self._sums, self._shapes, self._config)
+        made.eval()  # the children may be in either state, and the loop tells all at once
+        made._first, held = begins[part.start], mine.state_dict()
+        made._constants = {name: array for name, array in self._constants.items() if name in held}
+        return made
+
+    def forward(self, *arrays: Tensor) -> Any:
+        """Outputs of inputs, targets and key as in `loss`; of a part, what it makes of what the one before made."""
+        *inputs, _, key = arrays
+        seed = _seed(key) if self.training else None
+        self._has_trained |= self.training
+        if not self.training and self._has_trained and self._constants:
+            self._check_constants()
+        if not self._sequential:
+            _draw_from(seed, key.device)
+            outputs = self.model(*inputs)
+        else:
+            (outputs,) = inputs
+            for number, child in enumerate(self.model._modules.values(), start=self._first):
+                _draw_from(seed and seed + number, key.device)
+                outputs = cast(nn.Module, child)(outputs)
+        return outputs.float() if isinstance(outputs, Tensor) and outputs.is_floating_point() else outputs
 
     def loss(self, *arrays: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Sum of the losses, and the measure's sums, of inputs, targets (n, ...) and key."""
-        *inputs, targets, key = arrays
-        if self.training:
-            high, low = (int(half) & 0xFFFFFFFF for half in key.tolist())
-            torch.manual_seed(high * 0x9E3779B1 + low)  # of a seed PyTorch's CPU generator sees the lower half only
-            self._has_trained = True
-        elif self._has_trained and self._constants:
-            self._check_constants()
-        outputs = self.model(*inputs)
-        if isinstance(outputs, Tensor) and outputs.is_floating_point():
-            outputs = outputs.float()
+        outputs, targets = self(*arrays), arrays[-2]
         losses, count = self._loss(outputs, targets), len(targets)
         total = losses * count if losses.ndim == 0 else losses.reshape(count, -1).mean(1).sum()
         with torch.no_grad():
@@ -122,30 +156,71 @@ class Own(nn.Module):
         self.eval()
         device = next(self.model.parameters()).device
         *inputs, targets, _ = [torch.from_numpy(array).to(device) for array in arrays]
-        work: list[float] = []
-        hooks = [
-            layer.register_forward_hook(lambda layer, _, out: work.append(out.numel() * layer.weight[0].numel()))
-            for layer in self.model.modules()
-            if isinstance(layer, nn.Linear | nn.modules.conv._ConvNd)
-        ]
         seen = Seen()
         with seen:
-            once = self._loss(self.model(*inputs), targets)
+            made, work = _worked(self.model, *inputs)
+            once = self._loss(made, targets)
         rows = {name: -(-seen.rows(each) // len(targets)) for name, each in self.named_parameters()}
         self.dense = {name: count for name, count in rows.items() if count}
-        for hook in hooks:
-            hook.remove()
         outputs = self.model(*(torch.cat([each, each]) for each in inputs))
         twice = self._loss(outputs, torch.cat([targets, targets]))
         if once.ndim == 0 and once and abs(float(twice / once) - 2) < 0.01:
             raise Failure("loss returns a sum over samples: let it return their mean, or each one's", BAD_CONFIG)
+        if self._config.stages > 1 and self._sequential:
+            self.layers, self._begins = grouped(self._children(inputs[0]))
         return sum(work) / max(1, len(work)) / len(targets)
+
+    def _children(self, x: Any) -> Iterator[tuple[Layer, bool, bool]]:
+        """Those of a Sequential, as `grouped` wants them; x: its inputs."""
+        names = {id(each): name for name, each in (*self.named_parameters(), *self.named_buffers())}
+        trained, count = {id(each) for _, each in self.named_parameters()}, len(x)
+        for name, child in cast(dict[str, nn.Module], self.model._modules).items():
+            held = [id(each) for each in (*child.parameters(), *child.buffers())]
+            fits = isinstance(x, Tensor) and x.is_floating_point() and x.ndim > 1 and len(x) == count
+            x, work = _worked(child, x)
+            layer = Layer(
+                name=name,
+                arrays=tuple(names[each] for each in held if each in names),
+                output=tuple(x.shape[1:]) if isinstance(x, Tensor) else (),
+                multiply_adds=sum(work) / count or float(sum(each.numel() for each in child.parameters())),
+            )
+            yield layer, not trained.isdisjoint(held), fits
 
     @torch.no_grad()
     def release(self) -> None:
-        """The script's module has its parameters to itself again, outside the vector that they were exchanged in."""
+        """The script's module has its parameters to itself again, outside the vector that they were exchanged in, and
+        all on the device where some are."""
+        if used := [each.device for each in self.parameters() if each.device.type != "cpu"]:
+            self.to(used[0])
         for parameter in self.parameters():
             parameter.data, parameter.grad = parameter.data.clone(), None
+
+
+def _worked(module: nn.Module, *inputs: Any) -> tuple[Any, list[float]]:
+    """What a module makes of its inputs, and the multiply-adds of its linear and convolutional layers."""
+    work: list[float] = []
+    hooks = [
+        layer.register_forward_hook(lambda layer, _, out: work.append(out.numel() * layer.weight[0].numel()))
+        for layer in module.modules()
+        if isinstance(layer, nn.Linear | nn.modules.conv._ConvNd)
+    ]
+    made = module(*inputs)
+    for hook in hooks:
+        hook.remove()
+    return made, work
+
+
+def _seed(key: Tensor) -> int:
+    high, low = (int(half) & 0xFFFFFFFF for half in key.tolist())
+    return high * 0x9E3779B1 + low  # of a seed PyTorch's CPU generator sees the lower half only
+
+
+def _draw_from(seed: int | None, device: torch.device) -> None:
+    """What is random from here on; unchanged without a seed."""
+    if seed is not None and device.type == "cpu":
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed, for all devices, takes 100 times as long
+    elif seed is not None:
+        torch.manual_seed(seed)
 
 
 def correct(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:

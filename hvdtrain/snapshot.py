@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+from safetensors.numpy import load
 
+from hvdtrain.arrays_file import pieces
 from hvdtrain.checkpoint import Loaded
 from hvdtrain.exits import BAD_CONFIG, BAD_DATA, Failure
 from hvdtrain.frameworks import Replica
 from hvdtrain.strategies import Strategy
+from hvdtrain.world import World
 
 Arrays = dict[str, np.ndarray]
 
@@ -28,6 +31,14 @@ def taken(replica: Replica, strategy: Strategy) -> tuple[Arrays, Arrays]:
     if strategy.local or strategy.own_optimizer:
         local |= {f"own.{name}": shared.pop(name) for name in list(shared) if not name.startswith("parameter.")}
     return shared, local | drift
+
+
+def whole(replica: Replica, world: World, *, gives: bool) -> Arrays:
+    """Parameters and what else the model has, by name, of the replicas on all ranks that give theirs. Collective."""
+    state, own = replica.state().items(), replica.local_state()
+    mine = {name.removeprefix("parameter."): array for name, array in state if name.startswith("parameter.")} | own
+    every = world.gather_bytes(b"".join(pieces(mine)) if gives else b"")
+    return {name: array for each in every if each for name, array in load(each).items()}
 
 
 def restore(loaded: Loaded, replica: Replica, strategy: Strategy) -> None:

@@ -16,11 +16,9 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
-import safetensors.numpy
-
 from hvdtrain import config as configuration
-from hvdtrain import exits, lock, observe, records, resume, run, strategies, threads, world
-from hvdtrain.arrays_file import Arrays, pieces
+from hvdtrain import exits, lock, observe, records, resume, run, snapshot, strategies, threads, world
+from hvdtrain.arrays_file import Arrays
 from hvdtrain.collectives import Alone
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.loader import Loader
@@ -252,12 +250,7 @@ class Job:
 
     def whole(self, replica: Replica) -> Arrays:
         """Parameters and what else the model has, of all stages, by name. Collective."""
-        state, own = replica.state().items(), replica.local_state()
-        mine = {name.removeprefix("parameter."): array for name, array in state if name.startswith("parameter.")} | own
-        if self.part is None:
-            return mine
-        every = self.ranks.gather_bytes(b"" if self.stages.data else b"".join(pieces(mine)))
-        return {name: array for each in every if each for name, array in safetensors.numpy.load(each).items()}
+        return snapshot.whole(replica, self.ranks, gives=self.stages.data == 0)
 
     def train(self, replica: Replica, stop: world.StopSignal, **more: Any) -> int:
         """The exit code after `trained`; the ranks part."""
@@ -338,9 +331,7 @@ class Job:
                 run.show_summary(summary, self.measure, as_json=config.json)
                 if tip := run.advised(config, summary, ranks.links):
                     print(f"hvdtrain: {tip}", file=sys.stderr, flush=True)
-        if summary is not None:
-            summary = records.Summary(**ranks.gather(dataclasses.asdict(summary))[0])
-        return summary
+        return None if summary is None else records.Summary(**ranks.gather(dataclasses.asdict(summary))[0])
 
 
 def connected(

@@ -128,6 +128,12 @@ def parameters(spec: CaptionerSpec, part: range | None = None) -> Shapes:
 def layers(spec: CaptionerSpec, words: int) -> list[Layer]:
     """The model as a row of layers, for captions of so many words: pictures first, which the `lstm`'s words join."""
     outputs = {"encoder": (picture_values(spec),), "image": (spec.hidden,), "lstm": (words, spec.hidden)}
+    held = {  # of each map what comes out of the ReLU; masks; an LSTM's gates and both its states; logits
+        "encoder": sum(_pixels(spec, number) * count for number, count in enumerate(CONVOLUTIONS, start=1)),
+        "image": picture_values(spec) + spec.hidden,
+        "lstm": words * (2 * spec.embedding + 7 * spec.hidden),
+        "words": words * (2 * spec.hidden + 2 * spec.vocabulary),
+    }
 
     def work(name: str, shape: tuple[int, ...]) -> int:
         if len(shape) == 1 or name == "embedding.weight":  # rows of which are looked up
@@ -142,6 +148,7 @@ def layers(spec: CaptionerSpec, words: int) -> list[Layer]:
             arrays=tuple(shapes),
             output=outputs.get(name, (words, spec.vocabulary)),
             multiply_adds=sum(work(array, shape) for array, shape in shapes.items()),
+            held=held[name],
         )
         for name, shapes in rows(spec).items()
     ]

@@ -8,13 +8,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import PROGRAMS, ROOT, SMALL, environment, resnet
+from conftest import PROGRAMS, ROOT, SMALL, environment, resnet, until
 
 from hvdtrain import monitors, records
 from hvdtrain.cluster import quota
@@ -44,7 +43,7 @@ def watched(
         env=settings(extra, **options),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout)
@@ -130,20 +129,17 @@ def test_the_sampler_ends_with_a_killed_rank(words: list[str], tmp_path: Path) -
         command(tmp_path, *words), env=settings(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as rank:
         assert rank.stdout
-        pids = [int(pid) for pid in json.loads(rank.stdout.readline())["children"]]
+        told = json.loads(rank.stdout.readline())
         assert rank.wait() == -signal.SIGKILL
-        ended = time.time()
-        sampler, *forked = pids
+        sampler, *forked = map(int, told["children"])
         try:
-            while _alive(sampler):
-                assert time.time() - ended < 5, "the sampler outlives its rank"
-                time.sleep(0.02)
+            until(lambda: not _alive(sampler), 60, lambda: "the sampler outlives its rank")
         finally:
             for pid in forked:
                 os.kill(pid, signal.SIGKILL)
     (path,) = tmp_path.glob("monitors/*.jsonl")
     assert path.read_bytes().endswith(b"\n")
-    assert samples(recorded(tmp_path))[-1].unix_s > ended - 0.3
+    assert samples(recorded(tmp_path))[-1].unix_s >= told["unix_s"]
 
 
 def _alive(pid: int) -> bool:
@@ -171,7 +167,7 @@ def test_a_folder_that_cannot_be_written_costs_the_samples_only(tmp_path: Path) 
 
 
 def test_a_killed_and_a_hanging_sampler_leave_the_run_alone(tmp_path: Path) -> None:
-    _, found, said = watched(tmp_path / "killed", "sleep=0.25", f"kill={signal.SIGKILL:d}", "sleep=0.1")
+    _, found, said = watched(tmp_path / "killed", "samples=2", f"kill={signal.SIGKILL:d}")
     assert samples(found)
     assert "ended early (-9); samples are missing" in said
     _, _, said = watched(tmp_path / "hangs", f"kill={signal.SIGSTOP:d}", "impatient=")
@@ -214,8 +210,8 @@ def hardware(tmp_path: Path) -> dict[str, str]:
 def test_energy_from_sensor_to_file_and_replayed(hardware: dict[str, str], tmp_path: Path) -> None:
     counter = f"{hardware['HVDTRAIN_POWERCAP']}/intel-rapl:0/energy_uj"
     lost = json.dumps({"gpus": [{"power_mw": "GpuIsLost", "name": "Tesla", "uuid": "GPU-1"}]})
-    words = [f"replace={counter} 1000000000", "sleep=0.13", f"replace={counter} 0", "sleep=0.13"]
-    words += [f"replace={hardware['FAKE_NVML']} {lost}", f"replace={counter} 123456", "sleep=0.25"]
+    words = [f"replace={counter} 1000000000", "samples=2", f"replace={counter} 0", "samples=2"]
+    words += [f"replace={hardware['FAKE_NVML']} {lost}", f"replace={counter} 123456", "samples=3"]
     ranks = [{"device": "cuda:0", "visible": None, "order": None}]
     facts, found, said = watched(tmp_path / "run", *words, extra=hardware, ranks=ranks, idle_s=0.25)
     sensors, rest = found[0], samples(found)
@@ -332,14 +328,15 @@ def test_cpu_percent_of_a_host_with_a_cpu_share(tmp_path: Path, half_core: tuple
     assert sensors.resources["cpu"] == str(group)
     used_s = sum((sample.cpu_percent or 0) * sample.seconds for sample in rest) / 100 * 0.5
     true_s = facts["ended"]["cpu_s"] - facts["began"]["cpu_s"]
-    assert true_s - 4 * TICK_S <= used_s <= true_s + 0.15  # the sampler's own time is the host's too
+    with_sampler_s = facts["after"]["cpu_s"] - facts["before"]["cpu_s"]  # its time is the host's too
+    assert true_s - 4 * TICK_S <= used_s <= with_sampler_s + 4 * TICK_S
 
 
 @pytest.mark.root
 def test_a_nic_that_disappears(tmp_path: Path) -> None:
     if shutil.which("unshare") is None:
         pytest.skip("no unshare on this machine (Debian: apt-get install util-linux)")
-    words = ["run=ip link add here type veth peer name there", "sleep=0.25", "run=ip link del here", "sleep=0.25"]
+    words = ["run=ip link add here type veth peer name there", "samples=2", "run=ip link del here", "samples=2"]
     _, (_, *rest), said = watched(tmp_path, *words, before=("unshare", "--net"), names="resources")
     figures = [[nic["sent_bytes"] for nic in sample.nics if nic["nic"] == "here"] for sample in rest]
     assert [0] in figures
@@ -367,7 +364,7 @@ def test_one_sampler_watches_all_ranks_of_a_host(tmp_path: Path) -> None:
     for rank in range(2):
         used_s = sum(sample.ranks[rank]["cpu_percent"] * sample.seconds for sample in rest[:-1]) / 100
         assert rest[0].ranks[rank]["rank"] == rank
-        assert used_s > 0.2
+        assert used_s > 0
         assert rest[0].ranks[rank]["rss_bytes"] > 50e6
     (summary,) = (r for r in records.read(folder / "metrics" / "rank0000.jsonl") if isinstance(r, records.Summary))
     if summary.began_unix_s is not None and summary.ended_unix_s is not None:

@@ -33,7 +33,7 @@ from runs import cut_off
 
 @contextlib.contextmanager
 def signalled(replica: Any, step: int | None) -> Iterator[None]:
-    """This process gets SIGUSR1 before its step of this number, counted from 0 within the process."""
+    """This process gets SIGUSR1 before its step of this number, counted from 0 within the training."""
     backward, numbers = replica.backward, itertools.count()
 
     def after_signal(self: Any, batch: Any, lr: float, stop: bool) -> None:
@@ -63,12 +63,15 @@ def main(stop: world.StopSignal) -> int:
     prepared_once(framework)
     meeting = joined(per_host)
     if framework == "torch":
+        from hvdtrain.frameworks.pipeline_torch import PipelineTorch as Pipeline
         from hvdtrain.frameworks.pytorch import TorchReplica as Replica
     else:
+        from hvdtrain.frameworks.pipeline_tensorflow import PipelineTensorFlow as Pipeline
         from hvdtrain.frameworks.tensorflow import TensorFlowReplica as Replica
     hybrid.TRY_S, hybrid.LONGEST_S = 0.05, 0.5  # that measured shares are exact is no matter here
     workload = workloads.module(*sys.argv[4:] or ["resnet"])
-    codes = [trained(workload, about, meeting, Replica) for about in runs]
+    kinds = [Pipeline if "--stages" in about["flags"] else Replica for about in runs]
+    codes = [trained(workload, about, meeting, kind) for about, kind in zip(runs, kinds, strict=True)]
     if meeting.rank == 0:
         sys.stdout.write(json.dumps({"codes": codes}) + "\n")
     meeting.leave()

@@ -21,6 +21,7 @@ import pytest
 from conftest import LIMIT_S, PROGRAMS, ROOT, SMALL, Cluster, command, document, environment, until
 
 from hvdtrain import records
+from hvdtrain.cluster.launch import SLEEPER
 from hvdtrain.sentinel.processes import Process, launchers
 from hvdtrain.sentinel.watch import SILENCE_S
 from hvdtrain.strategies.advice import WORTH
@@ -29,7 +30,7 @@ WAITING = str(PROGRAMS / "waiting.py")
 
 
 class Job:
-    """Ranks of waiting.py in the background, and what is left of them."""
+    """Ranks of waiting.py in the background, which sleep while they wait, and what is left of them."""
 
     def __init__(self, start: list[str], folder: Path) -> None:
         folder.mkdir()
@@ -38,7 +39,7 @@ class Job:
         self.process = subprocess.Popen(
             start,
             cwd=ROOT,
-            env=environment(),
+            env=environment({"OMPI_MCA_mpi_yield_when_idle": "1", "LD_PRELOAD": str(SLEEPER)}),
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=self._output,
@@ -94,8 +95,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
         else:
             where = [*(many or ("-np", "4", "-H", "a:2,b:2"))]
             if launcher == "mpirun":
-                where += ["-x", "PATH", "-x", "OPAL_PREFIX", "--bind-to", "none", "--mca", "btl_tcp_if_include", "eth0"]
-                where += ["--mca", "oob_tcp_if_include", "eth0"]
+                where += ["-x", "PATH", "-x", "OPAL_PREFIX", "-x", "LD_PRELOAD", "--bind-to", "none"]
+                where += ["--mca", "btl_tcp_if_include", "eth0", "--mca", "oob_tcp_if_include", "eth0"]
             words = on.command("exec", "a", "--", *launcher.split(), *where, sys.executable, WAITING)
         jobs.append(Job([*words, str(folder), str(megabytes)], folder))
         return jobs[-1]

@@ -40,7 +40,7 @@ def main(stop: world.StopSignal) -> int:
             write(folder / "summed", json.dumps(report))
     while True:
         ranks.sum(np.ones(4), "waiting")
-        time.sleep(0.02)
+        time.sleep(0.2)
 
 
 world.run(main, debug=False)

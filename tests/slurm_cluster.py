@@ -16,15 +16,15 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from conftest import until
+from conftest import LIMIT_S, until
 
 from hvdtrain.cluster import lifecycle, topology, virtual
 from hvdtrain.cluster.topology import Cluster
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-START_S = 20
 STOP_S = 15
+"""Before daemons are killed"""
 
 
 def missing() -> str | None:
@@ -103,12 +103,12 @@ SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0
         files = {"key-file": "munge.key", "socket": "munge.socket", "pid-file": "munged.pid", "seed-file": "munge.seed"}
         flags = [f"--{name}={self.folder / file}" for name, file in files.items()]
         self._daemon(first, ["munged", "--foreground", "--force", "--num-threads=1", *flags], "munged")
-        until((self.folder / "munge.socket").exists, START_S, lambda: f"munged's socket; {self.logs()}")
+        until((self.folder / "munge.socket").exists, what=lambda: f"munged's socket; {self.logs()}")
         self._daemon(first, ["slurmctld", "-D"], "slurmctld")
         for node in self.nodes:
             self._daemon(node, ["slurmd", "-D", "-N", node], f"slurmd-{node}")
         idle = ["sinfo", "--noheader", "--Node", "--states=idle", "--format=%N"]
-        until(lambda: self.run(idle).stdout.split() == self.nodes, START_S, lambda: f"idle nodes; {self.logs()}")
+        until(lambda: self.run(idle).stdout.split() == self.nodes, what=lambda: f"idle nodes; {self.logs()}")
 
     def _daemon(self, node: str, words: Sequence[str], name: str) -> None:
         with (self.folder / f"{name}.out").open("wb") as output:
@@ -129,8 +129,7 @@ SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0
         assert self.run(["scancel", "--quiet", "--user=root"]).returncode == 0, self.logs()
         until(
             lambda: not self.run(["squeue", "--noheader"]).stdout.strip(),
-            STOP_S,
-            lambda: f"an empty queue {self.logs()}",
+            what=lambda: f"an empty queue {self.logs()}",
         )
 
     def stop(self) -> None:
@@ -174,7 +173,7 @@ SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0
         *,
         cwd: Path | None = None,
         extra: Mapping[str, str] | None = None,
-        timeout: int = 60,
+        timeout: int = LIMIT_S,
     ) -> subprocess.CompletedProcess[str]:
         """On the first node; output as text. A command that takes longer is killed and fails the test."""
         return subprocess.run(
@@ -197,13 +196,12 @@ SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0
         text = self.run(["scontrol", "show", "job", str(number), "--oneliner"]).stdout
         return dict(re.findall(r"(\w[\w:/]*)=(\S*)", text))
 
-    def ended(self, number: int, seconds: float, output: Path) -> dict[str, str]:
+    def ended(self, number: int, output: Path) -> dict[str, str]:
         """Waits until the job has ended for good."""
         last = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
         until(
             lambda: self.job(number)["JobState"] in last,
-            seconds,
-            lambda: f"the end of job {number} ({self.job(number)['JobState']})\n{tail(output)}\n{self.logs()}",
+            what=lambda: f"the end of job {number} ({self.job(number)['JobState']})\n{tail(output)}\n{self.logs()}",
         )
         return self.job(number)
 

@@ -32,7 +32,7 @@ def test_example(example: Path, tmp_path: Path) -> None:
     assert all(record.bytes_sent > 0 and record.compute_s > 0 for record in written if record.type == "step")
 
 
-@pytest.mark.parametrize(("ranks", "framework"), [(2, "torch"), (4, "torch"), (2, "tensorflow")])
+@pytest.mark.parametrize(("ranks", "framework"), [(3, "torch"), (2, "tensorflow")])
 def test_a_benchmark_as_horovods_documentation_writes_it(ranks: int, framework: str, tmp_path: Path) -> None:
     """With nothing changed but the import it ends with Horovod's weights, whoever carries and starts it."""
     pytest.importorskip("keras" if framework == "tensorflow" else "torch")
@@ -42,7 +42,7 @@ def test_a_benchmark_as_horovods_documentation_writes_it(ranks: int, framework: 
         ("horovod", "horovodrun", {}) if framework == "torch" else ("hvdtrain", "horovodrun", {}),
         ("hvdtrain", "mpirun", streams),
     ]
-    started += [("hvdtrain", "torchrun", {})] if (ranks, framework) == (2, "torch") else []
+    started += [("hvdtrain", "torchrun", {})] if framework == "torch" else []
     found = []
     for package, launcher, extra in started:
         norms = tmp_path / launcher

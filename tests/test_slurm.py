@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import PROGRAMS, ROOT, SMALL, until
+from conftest import LIMIT_S, PROGRAMS, ROOT, SMALL, until
 from slurm_cluster import SYSTEM_PATH, SlurmCluster, missing, pmix_missing, slurm, tail
 
 SCRIPT = ROOT / "launch" / "slurm.sbatch"
@@ -63,9 +63,9 @@ def test_usr1_saves_a_checkpoint_and_the_requeued_job_resumes_with_its_four_rank
     run, output = tmp_path / "run", tmp_path / "out"
     flags = ["--epochs", "20", "--stages", "2", "--strategy", "hierarchical", "--run-dir", str(run)]
     job = nodes.submit(*TWO_BY_TWO, SCRIPT, *TRAIN, *flags, cwd=ROOT, output=output)
-    until(lambda: any(one["type"] == "step" for one in records(run)), 60, lambda: f"a first step\n{nodes.logs()}")
+    until(lambda: any(one["type"] == "step" for one in records(run)), what=lambda: f"a first step\n{nodes.logs()}")
     assert nodes.run(["scancel", "--signal=USR1", "--batch", str(job)]).returncode == 0
-    ended = nodes.ended(job, 100, output)
+    ended = nodes.ended(job, output)
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "1"), tail(output)
     found = records(run)
     resumed = [one["step"] for one in found if one["type"] == "resumed"]
@@ -84,8 +84,7 @@ def start(nodes: SlurmCluster, folder: Path, *options: str) -> int:
     job = nodes.submit(*TWO_BY_TWO, *options, SCRIPT, "python", program, folder, cwd=ROOT, output=output)
     until(
         lambda: seen(folder) and all(seen(folder).values()) and len(seen(folder)) == 4,
-        30,
-        lambda: f"4 ranks {tail(output)}",
+        what=lambda: f"4 ranks {tail(output)}",
     )
     return job
 
@@ -99,7 +98,7 @@ def test_usr1_to_the_steps_alone_requeues_too(nodes: SlurmCluster, tmp_path: Pat
     """Without --batch Slurm signals only what runs on the other node; its ranks' 75 is the job's."""
     job = start(nodes, tmp_path)
     assert nodes.run(["scancel", "--signal=USR1", str(job)]).returncode == 0
-    ended = nodes.ended(job, 60, tmp_path / "out")
+    ended = nodes.ended(job, tmp_path / "out")
     assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), tail(tmp_path / "out")
     begin = f"start results/slurm-{job} true"
     assert {rank: lines.count(begin) for rank, lines in seen(tmp_path).items()} == {f"rank{n}": 2 for n in range(4)}
@@ -110,7 +109,7 @@ def test_usr1_to_the_steps_alone_requeues_too(nodes: SlurmCluster, tmp_path: Pat
 def test_term_saves_a_checkpoint_and_ends_the_job(nodes: SlurmCluster, tmp_path: Path) -> None:
     job = start(nodes, tmp_path)
     assert nodes.run(["scancel", "--signal=TERM", "--batch", str(job)]).returncode == 0
-    ended = nodes.ended(job, 30, tmp_path / "out")
+    ended = nodes.ended(job, tmp_path / "out")
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "75:0", "0"), tail(tmp_path / "out")
     assert len(seen(tmp_path)) == 4 and all(len(lines) == 2 for lines in seen(tmp_path).values())
 
@@ -122,10 +121,10 @@ def test_a_cancelled_job_ends_and_leaves_no_process(nodes: SlurmCluster, tmp_pat
     its_own = nodes.processes() - before
     assert len(its_own) >= 4
     assert nodes.run(["scancel", str(job)]).returncode == 0
-    ended = nodes.ended(job, 30, tmp_path / "out")
+    ended = nodes.ended(job, tmp_path / "out")
     assert (ended["JobState"], ended["Restarts"]) == ("CANCELLED", "0")
     until(
-        lambda: not nodes.processes() & its_own, 20, lambda: f"no process of the job's: {nodes.processes() & its_own}"
+        lambda: not nodes.processes() & its_own, what=lambda: f"no process of the job's: {nodes.processes() & its_own}"
     )
 
 
@@ -133,7 +132,7 @@ def test_a_cancelled_job_ends_and_leaves_no_process(nodes: SlurmCluster, tmp_pat
 def test_a_job_that_may_not_be_requeued_keeps_its_75(nodes: SlurmCluster, tmp_path: Path) -> None:
     job = start(nodes, tmp_path, "--no-requeue")
     assert nodes.run(["scancel", "--signal=USR1", "--batch", str(job)]).returncode == 0
-    ended = nodes.ended(job, 30, tmp_path / "out")
+    ended = nodes.ended(job, tmp_path / "out")
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "75:0", "0"), tail(tmp_path / "out")
     assert "it cannot; to go on: sbatch [the same options] launch/slurm.sbatch" in (tmp_path / "out").read_text()
 
@@ -142,14 +141,14 @@ def test_a_job_that_may_not_be_requeued_keeps_its_75(nodes: SlurmCluster, tmp_pa
 def test_the_exit_code_of_the_command_is_the_jobs(nodes: SlurmCluster, tmp_path: Path) -> None:
     program = ["python", "-c", "raise SystemExit(65)"]
     job = nodes.submit(*TWO_BY_ONE, SCRIPT, *program, cwd=ROOT, output=tmp_path / "out")
-    ended = nodes.ended(job, 30, tmp_path / "out")
+    ended = nodes.ended(job, tmp_path / "out")
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "65:0", "0"), tail(tmp_path / "out")
 
 
 @pytest.mark.root
 def test_a_job_submitted_from_elsewhere_says_so(nodes: SlurmCluster, tmp_path: Path) -> None:
     job = nodes.submit("--nodes=1", SCRIPT, *TRAIN, cwd=tmp_path, output=tmp_path / "out")
-    assert nodes.ended(job, 30, tmp_path / "out")["ExitCode"] == "78:0"
+    assert nodes.ended(job, tmp_path / "out")["ExitCode"] == "78:0"
     (line,) = (tmp_path / "out").read_text().splitlines()
     assert line.startswith(f"slurm.sbatch: no launch/mpirun.sh in {tmp_path} on a; submit from the checkout")
 
@@ -163,7 +162,7 @@ def test_srun_with_pmix_trains(nodes: SlurmCluster, tmp_path: Path) -> None:
         pytest.skip(reason)
     run = tmp_path / "run"
     words = [PYTHON, *TRAIN[1:], "--epochs", "1", "--run-dir", str(run)]
-    done = nodes.run(["srun", "--nodes=2", "--ntasks=2", "--mpi=pmix", *words], cwd=ROOT, timeout=90)
+    done = nodes.run(["srun", "--nodes=2", "--ntasks=2", "--mpi=pmix", *words], cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert hosts(run) == ["a", "b"] and (run / "COMPLETE").exists()
     assert "2 (srun)" in done.stderr and records(run)[-1]["hosts"] == 2
@@ -185,7 +184,7 @@ def test_srun_tells_each_rank_its_place(nodes: SlurmCluster) -> None:
 def test_srun_without_pmix_is_refused(nodes: SlurmCluster, tmp_path: Path) -> None:
     """It would be two trainings side by side."""
     words = [PYTHON, *TRAIN[1:], "--epochs", "1", "--run-dir", str(tmp_path / "run")]
-    done = nodes.run(["srun", "--nodes=2", "--ntasks=2", "--mpi=none", *words], cwd=ROOT, timeout=90)
+    done = nodes.run(["srun", "--nodes=2", "--ntasks=2", "--mpi=none", *words], cwd=ROOT)
     assert done.returncode != 0
     assert done.stderr.count("hvdtrain:") == 1 and "--mpi=pmix" in done.stderr, done.stderr
     assert not (tmp_path / "run").exists()
@@ -222,10 +221,10 @@ def script(
         [str(SCRIPT), *words], env=environment, cwd=cwd, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     ) as running:
         if number is not None:
-            until((cwd / "started").exists, 10, lambda: "its launcher")
+            until((cwd / "started").exists, what=lambda: "its launcher")
             running.send_signal(number)
         try:
-            said = running.communicate(timeout=20)[1]
+            said = running.communicate(timeout=LIMIT_S)[1]
         finally:
             running.kill()  # a script that does not end must not keep the tests
     return running.returncode, said.splitlines()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, environment
+from conftest import LIMIT_S, ROOT, environment
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -305,7 +305,7 @@ def test_a_shipped_sweep_can_be_planned_here(path: Path, tmp_path: Path) -> None
     command = [sys.executable, "-m", "hvdtrain.sweep", str(path), "--root", str(tmp_path), "--dry-run", "--json"]
     command += ["--set", "net=p3-k9"] if path.stem == "martin2019_pyramids" else []  # of 30
     done = subprocess.run(
-        command, cwd=ROOT, env=environment({"HVDTRAIN_EPOCHS": "7"}), capture_output=True, text=True, timeout=120
+        command, cwd=ROOT, env=environment({"HVDTRAIN_EPOCHS": "7"}), capture_output=True, text=True, timeout=LIMIT_S
     )
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)

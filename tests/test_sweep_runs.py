@@ -10,14 +10,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, environment
+from conftest import LIMIT_S, ROOT, environment, until
 
 from hvdtrain.cluster import virtual
 from hvdtrain.sweep import file
@@ -64,7 +63,7 @@ class Command:
     def run(self, *flags: str) -> tuple[int, str, str]:
         """Exit code, standard output, standard error."""
         process = self.start(*flags)
-        out, err = process.communicate(timeout=200)
+        out, err = process.communicate(timeout=2 * LIMIT_S)
         assert "Traceback" not in err
         return process.returncode, out, err
 
@@ -101,11 +100,8 @@ def processes_on(folder: Path) -> list[int]:
 
 
 def await_file(pattern: str, root: Path, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 60
-    while not list(root.glob(pattern)):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, f"no {pattern}"
-        time.sleep(0.05)
+    until(lambda: list(root.glob(pattern)) or process.poll() is not None, what=lambda: f"no {pattern}")
+    assert process.poll() is None, process.communicate()
 
 
 def test_stopped_and_continued_each_point_is_run_once_and_a_failure_is_told(sweep: Command) -> None:
@@ -115,7 +111,7 @@ def test_stopped_and_continued_each_point_is_run_once_and_a_failure_is_told(swee
     assert code == 1
     assert f"process {process.pid}" in said, "two sweeps at once"
     process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 75
     assert "2 not run" in out
     assert processes_on(sweep.root) == []
@@ -283,7 +279,7 @@ def test_one_host_is_run_among_busy_ones_and_a_stopped_sweep_takes_all_down(swee
     assert [rank["host"] for rank in json.loads(beside.read_text())["ranks"]] == ["b"]
     assert sweep.has_hosts()
     os.kill(process.pid, signal.SIGTERM)
-    process.communicate(timeout=90)
+    process.communicate(timeout=LIMIT_S)
     assert process.returncode == 75
     assert not sweep.has_hosts()
     assert processes_on(sweep.root) == processes_on(Path(sweep.locks)) == []

@@ -74,7 +74,7 @@ def workload(model: str, options: argparse.Namespace) -> list[str]:
 # --- the formula ------------------------------------------------------------------------------------------------------
 
 
-def row_of(about: dict[str, Any]) -> tuple[Sequence[Layer], Any]:
+def row_of(about: dict[str, Any]) -> tuple[Sequence[Layer], mlp.Shapes]:
     """The layers, and shapes of what is trained, of a manifest or a dry run."""
     if about["model"]["name"] == "mlp":
         net = mlp.MLPSpec(**about["model"]["spec"])
@@ -84,8 +84,8 @@ def row_of(about: dict[str, Any]) -> tuple[Sequence[Layer], Any]:
 
 
 def formula_bytes(about: dict[str, Any], hosts: int) -> float:
-    """Payload of a whole run over one link, one way, of the rank that sends or receives most: activations of training
-    and evaluation, gradients of activations, and of each step what a stage's replicas exchange."""
+    """Payload of a whole run over one link, one way, of the rank that sends or receives most, for each of its steps:
+    activations of training and evaluation, their gradients, and what a stage's replicas exchange."""
     config, plan, data = about["config"], about["plan"], about["data"]
     layers, shapes = row_of(about)
     grid, exchange = Grid(ranks=hosts, stages=config["stages"]), strategies.parse(config["strategy"])
@@ -103,46 +103,43 @@ def formula_bytes(about: dict[str, Any], hosts: int) -> float:
         forward, back = trained + seen, trained
         payload = max(after * forward + before * back, before * forward + after * back)
         most = max(most, payload + (plan["steps"] * cost if grid.replicas > 1 else 0.0))
-    return most
+    return most / plan["steps"]
 
 
 # --- one run ----------------------------------------------------------------------------------------------------------
 
 
-def run(words: list[str], options: argparse.Namespace, timeout_s: float) -> subprocess.CompletedProcess[str]:
+def run(words: Sequence[object], options: argparse.Namespace, timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """A command on the first host."""
     environment = os.environ | {"PATH": f"{ROOT}/.venv/bin:{os.environ['PATH']}", "VIRTUAL_ENV": f"{ROOT}/.venv"}
-    inside = ["tools/cluster.sh", "exec", "--name", options.name, "a", "--", "timeout", "-k", "30", f"{timeout_s:g}"]
-    return subprocess.run([*inside, *words], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    inside = ["tools/cluster.sh", "exec", "--name", options.name, "a", "--", "timeout", "-k", "30", timeout_s, *words]
+    return subprocess.run([*map(str, inside)], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
 def measured(model: str, row: str, rate: int, turn: int, options: argparse.Namespace) -> dict[str, Any]:
     """A run's figures, made or found; why there are none under `none`."""
     hosts, flags = ROWS[row]
     folder = options.out / f"{show_rate(rate)}-{model}-{row}-{turn}"
-    told, group = folder / "bench.json", ["--within", options.name] if model == "perceptron" else []
-    if told.exists():
+    if (told := folder / "bench.json").exists():
         return dict(json.loads(told.read_text()))
     common = ["--framework", "torch", "--epochs", "1", "--checkpoint-epochs", "0", "--threads", "1"]
-    program = ["-m", *workload(model, options), *flags, *common, "--optimizer", "sgd"]
-    dry = run([sys.executable, *program, "--dry-run", "--json"], options, 120)
-    if dry.returncode:
-        raise Failure(f"{' '.join(program)}: {dry.stderr.strip()}", dry.returncode)
-    about = json.loads(dry.stdout)
-    found: dict[str, Any] = {"formula_bytes": formula_bytes(about, hosts) / about["plan"]["steps"]}
-    wire_s = found["formula_bytes"] * 8 / goodput_both_ways(rate)
-    if wire_s * about["plan"]["steps"] > options.most_s:
+    program = [sys.executable, "-m", *workload(model, options), *flags, *common, "--optimizer", "sgd"]
+    about = json.loads(run([*program, "--dry-run", "--json"], options, 120).stdout)
+    found: dict[str, Any] = {"formula_bytes": formula_bytes(about, hosts)}
+    if found["formula_bytes"] * about["plan"]["steps"] * 8 / goodput_both_ways(rate) > options.most_s:
         return found | {"none": "not run"}
-    starter = [*PLAIN, "-np", str(hosts)] if row == "plain-2" else ["launch/mpirun.sh", "--quiet"]
-    starter += ["-H", ",".join(f"{host}:1" for host in NAMES[:hosts]), sys.executable, "tools/bench_stages.py", *group]
+    listed = ",".join(f"{host}:1" for host in NAMES[:hosts])
+    starter = [*PLAIN, "-np", hosts] if row == "plain-2" else ["launch/mpirun.sh", "--quiet"]
+    starter += ["-H", listed, sys.executable, "tools/bench_stages.py"]
+    starter += ["--within", options.name] if model == "perceptron" else []
     theirs = row.startswith("torch")
-    what = ["--torch", json.dumps(about)] if theirs else ["--run", *program, "--run-dir", str(folder)]
+    what = ["--torch", json.dumps(about)] if theirs else ["--run", *program, "--run-dir", folder]
     done = run([*starter, *what], options, options.most_s + 120)
-    if done.returncode == 0:
-        found |= json.loads(done.stdout.splitlines()[-1]) if theirs else read(folder, hosts)
-    else:
+    if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
         why = "hangs" if done.returncode in (124, 137) else next((x for x in lines if "Error: " in x), lines[-1])
-        found["none"] = f"failed: {why.strip()[:150]}"
+        return found | {"none": f"failed: {why.strip()[:150]}"}
+    found |= json.loads(done.stdout.splitlines()[-1]) if theirs else read(folder, hosts)
     folder.mkdir(parents=True, exist_ok=True)
     told.write_text(json.dumps(found))
     return found
@@ -154,14 +151,13 @@ def read(folder: Path, hosts: int) -> dict[str, Any]:
     lines = [json.loads(line) for line in (folder / "metrics" / "rank0000.jsonl").read_text().splitlines()]
     end = next(line for line in lines if line["type"] == "summary")
     timed = [line for line in lines if line["type"] == "step" and not line["warmup"]]
-    steps = end["steps"]
+    busiest = max(nic[way] for nic in end["nic_bytes"] for way in ("sent_bytes", "received_bytes"))
     return {
         "steps_s": [line["data_s"] + line["compute_s"] + (line["communication_s"] or 0.0) for line in timed],
-        "formula_bytes": formula_bytes(about, hosts) / steps,
-        "bytes": max(nic[way] for nic in end["nic_bytes"] for way in ("sent_bytes", "received_bytes")) / steps,
+        "formula_bytes": formula_bytes(about, hosts),
+        "bytes": busiest / end["steps"],
         "waiting": end["step_shares"].get("exchange"),
         "rss_bytes": end["peak_rss_bytes"],
-        "cut": about["plan"]["cut"],
     }
 
 
@@ -188,23 +184,22 @@ def torch_program(about: dict[str, Any]) -> None:
     spec, samples = about["model"]["spec"], about["plan"]["global_batch"] // MICRO
 
     class Part(torch.nn.Module):
-        def __init__(self) -> None:
+        def __init__(self, part: Any) -> None:
             super().__init__()
-            self.part: Any
-            if about["model"]["name"] == "mlp":
-                self.part = MLPTorch(mlp.MLPSpec(**spec), cross_entropy, cut.part(rank))
-            else:
-                self.part = ResNetTorch(resnet.ResNetSpec(**spec), cut.part(rank))
+            self.part = part
             for weight in self.parameters():
                 torch.nn.init.normal_(weight, std=0.01)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.Tensor(self.part(x)).contiguous()
 
+    if about["model"]["name"] == "mlp":
+        part = Part(MLPTorch(mlp.MLPSpec(**spec), cross_entropy, cut.part(rank)))
+    else:
+        part = Part(ResNetTorch(resnet.ResNetSpec(**spec), cut.part(rank)))
     first = tuple(about["data"]["image_shape"]) if "image_shape" in about["data"] else (spec["inputs"],)
     arriving = torch.rand(samples, *cut.boundary(rank - 1)).requires_grad_() if rank else torch.rand(samples, *first)
     leaving = torch.rand(samples, *cut.boundary(rank)).requires_grad_()  # gradients come for what needs them
-    part = Part()
     stage = PipelineStage(part, rank, size, torch.device("cpu"), input_args=(arriving,), output_args=(leaving,))
     schedule = Schedule1F1B(stage, MICRO, loss_fn=torch.nn.functional.cross_entropy)
     optimizer = torch.optim.SGD(part.parameters(), 0.01, momentum=0.9)
@@ -237,19 +232,14 @@ def group(name: str, host: str) -> Path:
 
 def together(model: str, row: str, rate: int, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """A row of the table from all rounds."""
-    steps_s = [second for each in found for second in each.get("steps_s", ())]
-    stages = int(ROWS[row][1][1]) if "--stages" in ROWS[row][1] else 1
-    told: dict[str, Any] = {"rate_mbit": rate / 1e6, "model": model, "row": row, "hosts": ROWS[row][0]}
-    told |= {"formula_bytes": found[0]["formula_bytes"], "none": found[0].get("none")}
-    told["wire_s"] = told["formula_bytes"] * 8 / goodput_both_ways(rate)
-    if not steps_s:
-        return told
-    told |= {"median_s": statistics.median(steps_s), "least_s": min(steps_s), "most_s": max(steps_s)}
-    told["bubble"] = cuts.bubble(stages, MICRO) if stages > 1 else None
-    done = [each for each in found if "bytes" in each]
-    for name in ("bytes", "waiting", "rss_bytes"):
-        told[name] = max((each[name] for each in done if each.get(name) is not None), default=None)
-    told["over"] = max(each["bytes"] / each["formula_bytes"] for each in done)
+    flags, steps_s = ROWS[row][1], [second for each in found for second in each.get("steps_s", ())]
+    told: dict[str, Any] = {"rate_mbit": rate / 1e6, "model": model, "row": row, **found[-1]}
+    told |= {"wire_s": told["formula_bytes"] * 8 / goodput_both_ways(rate), "bubble": None}
+    if "--stages" in flags:
+        told["bubble"] = cuts.bubble(int(flags[flags.index("--stages") + 1]), MICRO)
+    if steps_s:
+        told |= {"median_s": statistics.median(steps_s), "least_s": min(steps_s), "most_s": max(steps_s)}
+        told["over"] = max(each["bytes"] / each["formula_bytes"] for each in found if "bytes" in each)
     return told
 
 
@@ -261,10 +251,10 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
         if "median_s" not in row:
             cells += [row["none"], f"{row['wire_s']:.3g}", *["-"] * 6]
         else:
-            waiting, bubble = ("-" if row[name] is None else f"{row[name]:.0%}" for name in ("waiting", "bubble"))
             cells += [f"{row['median_s']:.2f} [{row['least_s']:.2f} .. {row['most_s']:.2f}]", f"{row['wire_s']:.3f}"]
             cells += [f"{row['wire_s'] / row['median_s']:.0%}", f"{row['bytes'] / 1e6:.3f}", f"{row['over']:.3f}"]
-            cells += [waiting, bubble, f"{row['rss_bytes'] / 1e6:.0f}"]
+            cells += ["-" if row.get(name) is None else f"{row[name]:.0%}" for name in ("waiting", "bubble")]
+            cells += [f"{row['rss_bytes'] / 1e6:.0f}"]
         print(f"| {' | '.join(cells)} |")
 
 

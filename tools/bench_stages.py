@@ -124,7 +124,9 @@ def measured(model: str, row: str, rate: int, turn: int, options: argparse.Names
         return dict(json.loads(told.read_text()))
     common = ["--framework", "torch", "--epochs", "1", "--checkpoint-epochs", "0", "--threads", "1"]
     program = [sys.executable, "-m", *workload(model, options), *flags, *common, "--optimizer", "sgd"]
-    about = json.loads(run([*program, "--dry-run", "--json"], options, 120).stdout)
+    about, theirs = json.loads(run([*program, "--dry-run", "--json"], options, 120).stdout), row.startswith("torch")
+    if theirs:  # which trains alone
+        about["data"] |= {"validation": 0, "test": 0}
     found: dict[str, Any] = {"formula_bytes": formula_bytes(about, hosts)}
     if found["formula_bytes"] * about["plan"]["steps"] * 8 / goodput_both_ways(rate) > options.most_s:
         return found | {"none": "not run"}
@@ -132,12 +134,11 @@ def measured(model: str, row: str, rate: int, turn: int, options: argparse.Names
     starter = [*PLAIN, "-np", hosts] if row == "plain-2" else ["launch/mpirun.sh", "--quiet"]
     starter += ["-H", listed, sys.executable, "tools/bench_stages.py"]
     starter += ["--within", options.name] if model == "perceptron" else []
-    theirs = row.startswith("torch")
     what = ["--torch", json.dumps(about)] if theirs else ["--run", *program, "--run-dir", folder]
     done = run([*starter, *what], options, options.most_s + 120)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
-        why = "hangs" if done.returncode in (124, 137) else next((x for x in lines if "Error: " in x), lines[-1])
+        why = "hangs" if done.returncode in (124, 137) else next((x for x in lines if "Error: " in x or "hvdtrain: " in x), lines[-1])
         return found | {"none": f"failed: {why.strip()[:150]}"}
     found |= json.loads(done.stdout.splitlines()[-1]) if theirs else read(folder, hosts)
     folder.mkdir(parents=True, exist_ok=True)

@@ -25,7 +25,7 @@ from safetensors.numpy import load_file
 from test_faults import is_rank
 from test_streams import at_once, meetings, reach
 
-from hvdtrain import strategies, workload
+from hvdtrain import measures, strategies, workload
 from hvdtrain.collectives import PeerLost
 from hvdtrain.collectives.channel import AHEAD, Channel, neighbours
 from hvdtrain.config import TrainConfig, parse
@@ -323,6 +323,37 @@ def test_a_sender_waits_for_a_slow_receiver_and_a_lost_one_is_told() -> None:
     other.leave()
     with pytest.raises(PeerLost):
         one.receive()
+
+
+def test_going_forward_anew_draws_the_same_masks_and_counts_statistics_once() -> None:
+    """PyTorch's own dropout, of a state that every rank has: gradients, statistics, and what is drawn next."""
+    import torch
+
+    class Dropping(torch.nn.Module):
+        statistics = dict.fromkeys(("norm.running_mean", "norm.running_var"), 0.1)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.dense = torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3)
+
+        def loss(self, x: Any) -> Any:
+            found = torch.nn.functional.dropout(self.dense(self.norm(x)), 0.5)
+            return (found**2).sum(), {"correct": torch.zeros(())}
+
+    config, ranks = parse(TrainConfig, ["--framework", "torch"], prog="", purpose=""), World("torch", carrier="streams")
+    x = np.random.default_rng(1).standard_normal((12, 4), np.float32)
+    parts = tuple(Batch(arrays=(x[n : n + 4],), weight=4, total_weight=12) for n in (0, 4, 8))
+    found = []
+    for recompute in (False, True):
+        torch.manual_seed(1)
+        model: Any = Dropping()
+        strategy = strategies.make(config, ranks, [tuple(each.shape) for each in model.parameters()])
+        pipe = Pipe(order="gpipe", recompute=recompute)
+        replica = workload.replica_of(model, config, ranks, strategy, "cpu", measures.Accuracy(), pipe)
+        replica.backward(Batch(arrays=(), weight=12, total_weight=12, parts=parts), 0.1, stop=False)
+        gradients = [each.grad.clone() for each in model.parameters()]
+        found.append([*gradients, *model.buffers(), torch.rand(2), torch.from_numpy(replica.tail())])
+    assert all(itertools.starmap(torch.equal, zip(*found, strict=True)))
 
 
 # --- real ranks -------------------------------------------------------------------------------------------------------

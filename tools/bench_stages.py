@@ -67,8 +67,14 @@ def workload(model: str, options: argparse.Namespace) -> list[str]:
     if model.startswith("resnet"):
         flags = ["--epoch-samples", str(64 * options.steps), "--evaluate-samples", "16", "--global-batch-size", "64"]
         return ["hvdtrain.resnet", "--image-size", model.removeprefix("resnet"), *flags]
-    width = 2048 if model == "small" else math.isqrt(options.memory_mb * 1_000_000 // 2 // 4 // 4)
-    return ["hvdtrain.tabular", "--layers", ",".join([str(width)] * 5), "--global-batch-size", "100"]
+    width = 2048 if model == "small" else math.isqrt(options.memory_mb * 1_000_000 // 2 // 4 // 8)
+    return [
+        "hvdtrain.tabular",
+        "--layers",
+        ",".join([str(width)] * (2 if model == "small" else 9)),
+        "--global-batch-size",
+        "100",
+    ]
 
 
 # --- the formula ------------------------------------------------------------------------------------------------------
@@ -124,7 +130,10 @@ def measured(model: str, row: str, rate: int, turn: int, options: argparse.Names
         return dict(json.loads(told.read_text()))
     common = ["--framework", "torch", "--epochs", "1", "--checkpoint-epochs", "0", "--threads", "1"]
     program = [sys.executable, "-m", *workload(model, options), *flags, *common, "--optimizer", "sgd"]
-    about, theirs = json.loads(run([*program, "--dry-run", "--json"], options, 120).stdout), row.startswith("torch")
+    dry, theirs = run([*program, "--dry-run", "--json"], options, 120), row.startswith("torch")
+    if dry.returncode:
+        raise Failure(dry.stderr.strip(), dry.returncode)
+    about = json.loads(dry.stdout)
     if theirs:  # which trains alone
         about["data"] |= {"validation": 0, "test": 0}
     found: dict[str, Any] = {"formula_bytes": formula_bytes(about, hosts)}
@@ -138,8 +147,8 @@ def measured(model: str, row: str, rate: int, turn: int, options: argparse.Names
     done = run([*starter, *what], options, options.most_s + 120)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
-        why = "hangs" if done.returncode in (124, 137) else next((x for x in lines if "Error: " in x or "hvdtrain: " in x), lines[-1])
-        return found | {"none": f"failed: {why.strip()[:150]}"}
+        why = next((line for line in lines if "Error: " in line or "hvdtrain: " in line), lines[-1])
+        return found | {"none": "hangs" if done.returncode in (124, 137) else f"failed: {why.strip()[:150]}"}
     found |= json.loads(done.stdout.splitlines()[-1]) if theirs else read(folder, hosts)
     folder.mkdir(parents=True, exist_ok=True)
     told.write_text(json.dumps(found))
@@ -270,7 +279,7 @@ def parsed() -> argparse.Namespace:
     top.add_argument("--rows", type=words, default=list(ROWS), help=f"of {', '.join(ROWS)}")
     top.add_argument("--rounds", type=int, default=2, help="turns of all rows (default: 2)")
     top.add_argument("--steps", type=int, default=8, help="of a run of resnet (default: 8)")
-    top.add_argument("--memory-mb", type=int, default=2000, help="of a host, for perceptron (default: 2000)")
+    top.add_argument("--memory-mb", type=int, default=3000, help="of a host, for perceptron (default: 3000)")
     top.add_argument("--most-s", type=float, default=600, help="that the wire of a run may need (default: 600)")
     top.add_argument("--name", default="sbench", help="of the cluster that is made (default: sbench)")
     top.add_argument("--out", type=Path, default=ROOT / "results" / "stages", help="where runs lie")
@@ -316,7 +325,7 @@ def main() -> int:
         torch_program(json.loads(options.torch))
         return 0
     if options.run:
-        os.execv(sys.executable, [sys.executable, *options.run])
+        os.execvp(options.run[0], options.run)
     try:
         need_root("the benchmark's virtual cluster")
         rows = bench(options)

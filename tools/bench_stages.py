@@ -125,6 +125,8 @@ def run(words: Sequence[object], options: argparse.Namespace, timeout_s: float) 
 def measured(model: str, row: str, rate: int, turn: int, options: argparse.Namespace) -> dict[str, Any]:
     """A run's figures, made or found; why there are none under `none`."""
     hosts, flags = ROWS[row]
+    if model == "perceptron" and "--stages" in flags:
+        flags = [*flags, "--stage-memory", f"{options.memory_mb * 4 // 5}MB"]
     folder = options.out / f"{show_rate(rate)}-{model}-{row}-{turn}"
     if (told := folder / "bench.json").exists():
         return dict(json.loads(told.read_text()))

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import PROGRAMS, ROOT, document, environment, launch
+from conftest import ROOT, document, environment, launch, trainings
 from PIL import Image
 from runs import cut_off
 from sklearn.datasets import load_sample_image
@@ -88,33 +88,38 @@ def test_one_process_and_two_ranks_and_both_frameworks_learn_the_same(small: str
     A run that stopped in the midst of an epoch, and goes on with another number of ranks, learns that too; and
     rows that are sent in place of a layer's gradient give the same.
     """
-    losses = {}
-    for framework, ranks, batch in (("torch", 0, 16), ("torch", 2, 8), ("tensorflow", 2, 8)):
-        folder = tmp_path / f"{framework}{ranks}"
-        flags = ["--data", small, *TINY, "--dropout", "0", "--batch-size", str(batch), "--epochs", "2", "--lr", "0.01"]
-        flags += ["--framework", framework, "--checkpoint-epochs", "0", "--json", "--run-dir", str(folder)]
-        flags += ["--checkpoint-steps", "9", "--keep-checkpoints", "9", "--strategy", "factors"]
-        summary = document(captioning(ranks, *flags))
-        losses[framework, ranks] = [step.loss for step in steps(folder)]
-        assert summary["steps"] == len(losses[framework, ranks]) == 24
-        if ranks:
-            assert 0 < summary["bytes_sent"] / 24 < 4 * summary["parameters"], "whole gradients are more"
-            words = [[step.samples for step in steps(folder, rank)] for rank in range(2)]
-            assert any(mine != others for mine, others in zip(*words, strict=True)), "the ranks' weights differ"
-    alone = losses["torch", 0]
-    assert alone[-1] < 0.9 * alone[0]
-    np.testing.assert_allclose(losses["torch", 2], alone, rtol=2e-4)
-    np.testing.assert_allclose(losses["tensorflow", 2], alone, rtol=2e-3)
-    for before, now in ((2, 0), (0, 2)):
-        goes_on(tmp_path / f"torch{before}", tmp_path / f"{before} then {now}", now)
+    flags = ["--data", small, *TINY, "--dropout", "0", "--global-batch-size", "16", "--epochs", "2", "--lr", "0.01"]
+    flags += ["--checkpoint-epochs", "0", "--checkpoint-steps", "9", "--keep-checkpoints", "9", "--strategy", "factors"]
+    alone, two, tensorflow = (tmp_path / name for name in ("alone", "two", "tensorflow"))
+    then_two, then_alone = tmp_path / "alone then two", tmp_path / "two then alone"
+    document(captioning(0, *flags, "--framework", "torch", "--json", "--run-dir", str(alone)))
+    cut_off(alone, then_two, 18)
+    todo = [{"flags": [*flags, "--framework", "torch", "--run-dir", str(two)]}, {"flags": ["--resume", str(then_two)]}]
+    assert trainings(2, todo, workload="captioning")[0] == [0, 0]
+    cut_off(two, then_alone, 18)
+    document(captioning(0, "--resume", str(then_alone), "--json"))
+    document(captioning(2, *flags, "--framework", "tensorflow", "--json", "--run-dir", str(tensorflow)))
+    losses = [step.loss for step in steps(alone)]
+    assert losses[-1] < 0.9 * losses[0]
+    for folder, tolerance in ((two, 2e-4), (tensorflow, 2e-3)):
+        found = summary(folder)
+        np.testing.assert_allclose([step.loss for step in steps(folder)], losses, rtol=tolerance)
+        assert 0 < found.bytes_sent / 24 < 4 * found.parameters, "whole gradients are more"
+        words = [[step.samples for step in steps(folder, rank)] for rank in range(2)]
+        assert any(mine != others for mine, others in zip(*words, strict=True)), "the ranks' weights differ"
+    for folder, whole, ranks in ((then_two, alone, 2), (then_alone, two, 1)):
+        went_on(folder, whole, ranks)
 
 
-def goes_on(whole: Path, cut: Path, ranks: int) -> None:
+def summary(folder: Path) -> Any:
+    return list(records.read(folder / "metrics" / "rank0000.jsonl"))[-1]
+
+
+def went_on(cut: Path, whole: Path, ranks: int) -> None:
     """The run in `whole` as if it had ended after step 18, in the midst of its second epoch, and went on with other
     ranks: every caption is seen once, and the weights are the same up to the order of sums, within 1e-4."""
-    cut_off(whole, cut, 18)
-    summary = document(captioning(ranks, "--resume", str(cut), "--json"))
-    assert (summary["global_batch"], summary["steps"], summary["ranks"]) == (16, 24, max(1, ranks))
+    found = summary(cut)
+    assert (found.global_batch, found.steps, found.ranks) == (16, 24, ranks)
     epochs, expected = (
         {each.epoch: each for each in records.read(folder / "metrics" / "rank0000.jsonl") if each.type == "epoch"}
         for folder in (cut, whole)
@@ -147,8 +152,7 @@ def runs(small: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     todo = [{"flags": [*flags, str(folder / name), *more]} for name, more in STRATEGIES.items()]
     cut: dict[str, Any] = {"folder": str(folder / "allreduce"), "from_step": CUT}
     todo.append(cut | {"flags": [*flags, str(folder / "cut"), "--resume"]})
-    told = document(launch(2, [str(PROGRAMS / "strategy_runs.py"), "torch", "1", json.dumps(todo), "captioning"]))
-    assert set(told["codes"]) == {0}
+    assert set(trainings(2, todo, workload="captioning")[0]) == {0}
     return folder
 
 

@@ -16,6 +16,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 import socket
 import statistics
 import subprocess
@@ -146,6 +147,7 @@ def measured(model: str, row: str, rate: int, turn: int, options: argparse.Names
     starter += ["-H", listed, sys.executable, "tools/bench_stages.py"]
     starter += ["--within", options.name] if model == "perceptron" else []
     what = ["--torch", json.dumps(about)] if theirs else ["--run", *program, "--run-dir", folder]
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that did not end
     done = run([*starter, *what], options, options.most_s + 120)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 T = TypeVar("T")
-PATIENCE_S = 20.0
+PATIENCE_S = 120.0
 
 
 class FakeHosts:

@@ -16,7 +16,7 @@ from hvdtrain.exits import Failure
 
 
 def hvdtrain(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "hvdtrain.cli", *words], text=True, capture_output=True, timeout=60)
+    return subprocess.run([sys.executable, "-m", "hvdtrain.cli", *words], text=True, capture_output=True, timeout=120)
 
 
 @pytest.mark.parametrize("words", cli.COMMANDS)
@@ -110,7 +110,7 @@ def test_a_bad_workload_of_another_package_is_told_in_a_line(
     (about / "entry_points.txt").write_text(f"[hvdtrain.workloads]\n{entry}\n")
     name, variables = entry.partition(" ")[0], environment({"PYTHONPATH": str(tmp_path)})
     command = [sys.executable, "-m", "hvdtrain.cli", "train", name, "--dry-run"]
-    done = subprocess.run(command, env=variables, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=variables, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (done.returncode, told in done.stderr, done.stderr.count("\n")) == (exits.BAD_CONFIG, True, 1), done.stderr
     if name == "mine":  # which harms no other
         done = subprocess.run([*command[:-2], "resnet", "--dry-run"], env=variables, capture_output=True, text=True)

@@ -73,7 +73,6 @@ def test_samples_tile_the_time_and_agree_with_the_kernel(tmp_path: Path) -> None
     assert ended["s"] - began["s"] <= seconds <= after["s"] - ready["s"]
     assert ready["unix_s"] <= sensors.unix_s <= began["unix_s"]
     assert ended["unix_s"] <= rest[-1].unix_s <= after["unix_s"]
-    assert sensors.unix_s + seconds == pytest.approx(rest[-1].unix_s, abs=0.01)
     # absolute deadlines: however late one sample is, the next ones are where they would have been
     assert len(rest) <= seconds / 0.1 + 1
     assert all(sample.seconds > 0 for sample in rest)

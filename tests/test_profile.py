@@ -111,7 +111,6 @@ def test_samples_cover_the_loop_from_the_first_step_to_the_test_evaluation(obser
     epochs = [r.unix_s for r in records.read(run / "metrics" / "rank0000.jsonl") if isinstance(r, records.Epoch)]
     times = [sensors.unix_s, summary.began_unix_s, *epochs, summary.ended_unix_s, samples[-1].unix_s]
     assert times == sorted(times)
-    assert samples[0].unix_s - samples[0].seconds <= summary.began_unix_s + 0.01, "the first begins before the loop"
     assert {tuple(rank["rank"] for rank in sample.ranks) for sample in samples} == {(0, 1)}
 
 
@@ -161,7 +160,7 @@ def test_a_signal_amid_the_steps_leaves_a_trace_of_those_made(tmp_path: Path) ->
     with started(0, run, *flags) as process:
         wait_for_steps(process, run, 6)
         process.send_signal(signal.SIGUSR1)
-        stderr = process.communicate(timeout=60)[1]
+        stderr = process.communicate(timeout=120)[1]
     assert process.returncode == 75, stderr[-3000:]
     made = [step.step for step in steps_of(run, 0)]
     (trace,) = (run / "profile").glob("*.trace.json.gz")

@@ -397,7 +397,7 @@ def test_ranks_that_found_other_settings_are_told_which_before_they_train(tmp_pa
     first, second = (["-np", "1", "-wdir", str(tmp_path / place), *words] for place in ("here", "there"))
     done = subprocess.run(
         ["mpirun", *first, ":", *second],
-        env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL,
+        env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL,
     )  # fmt: skip
     assert done.returncode == 78 and done.stderr.count("hvdtrain: ") == 1, done.stderr
     assert "rank 1 on " in done.stderr and "epochs: 3 there, 12 here; " in done.stderr, done.stderr

@@ -33,11 +33,12 @@ from runs import cut_off
 
 @contextlib.contextmanager
 def signalled(replica: Any, step: int | None) -> Iterator[None]:
-    """This process gets SIGUSR1 before its step of this number, counted from 0 within the training."""
+    """This process gets SIGUSR1 before its step of this number, counted from 0 within the training. Passes that only
+    measure shares have a learning rate of 0."""
     backward, numbers = replica.backward, itertools.count()
 
     def after_signal(self: Any, batch: Any, lr: float, stop: bool) -> None:
-        if next(numbers) == step:
+        if lr and next(numbers) == step:
             os.kill(os.getpid(), signal.SIGUSR1)
             stop = True
         backward(self, batch, lr, stop)

@@ -59,6 +59,7 @@ _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
 _ADVICE = dict.fromkeys(_DENIED, "; check the path and its permissions or choose another folder")
 _ADVICE |= dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "; free some room or choose another folder")
 _ADVICE[errno.EFBIG] = "; raise the limit of file sizes (ulimit -f)"
+_own, _name = "rank{:04d}.safetensors".format, "step-{:08d}".format
 _FIELDS = {"save": str, "step": int, "best": bool, "progress": dict, "ranks": int, "identity": dict, "files": dict}
 
 
@@ -247,8 +248,9 @@ class Checkpoints:
             names = sorted(file for file in known if not _COMMON.fullmatch(file))  # some ranks may have died
             others: list[Arrays] = []
             if recut or saved != (self._ranks, self._layout, self._stages):
-                whole, of_rank = recut or not self._cut, dict(zip(map(_own, itertools.count()), saved[2], strict=False))
-                others = [read(folder / file, known[file]) for file in names if whole or of_rank[file] == stage]
+                whole = recut or not self._cut
+                stages = dict(zip(map(_own, itertools.count()), saved[2], strict=False))
+                others = [read(folder / file, known[file]) for file in names if whole or stages[file] == stage]
             elif own not in known:  # this rank had died, and the others went on: it starts as one of those
                 own = min((file for file in names if (folder / file).exists()), default=own)
             shared = common(folder, manifest, None if recut else [self._shared])
@@ -396,11 +398,3 @@ def why(error: Exception) -> str:
 
 def _digest(manifest: dict[str, JSON]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-def _own(rank: int) -> str:
-    return f"rank{rank:04d}.safetensors"
-
-
-def _name(step: int) -> str:
-    return f"step-{step:08d}"

@@ -95,6 +95,10 @@ def main(stop: world.StopSignal) -> int:
     ).connect()
     if job is None:
         return exits.OK
+    plan, (rows, columns, _) = job.about.plan, job.work.layers[-2].output
+    if plan.global_batch // plan.ranks * rows * columns == 1:
+        told = f"{plan.global_batch} samples per step leave a rank one, and the last maps have one pixel"
+        raise Failure(f"{told}: BatchNorm needs two values; give a larger batch or --image-size", exits.BAD_CONFIG)
 
     # 5. Replica: the same weights from the same seed on every rank, or those of its part of the layers.
     scope = job.data.tensorflow.scope

@@ -1,9 +1,8 @@
 """This process's rank, the collectives of all ranks, and how a rank stops.
 
-A program makes one `World`. The strategy's carrier connects the ranks that a launcher started: Horovod, the framework's
-own collectives (native), or TCP streams of our own; without a launcher there is one rank, and Horovod is not imported.
-torchrun's ranks cannot use Horovod. The collectives here are for small values (counts, checksums, messages). `torch`,
-`tensorflow` and `servers` are the interfaces that replicas and strategies use in a training step.
+The strategy's carrier connects the ranks that a launcher started: Horovod, the framework's own collectives (native), or
+TCP streams of our own; without a launcher there is one rank, and Horovod is not imported. The collectives here are for
+small values (counts, checksums, messages). `torch`, `tensorflow` and `servers` are what a training step uses.
 """
 
 from __future__ import annotations

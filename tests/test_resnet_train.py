@@ -349,6 +349,7 @@ BAD = [
     (["--framework", "mxnet"], 2, "one of ['torch', 'tensorflow', 'auto']"),
     (["--config", "nowhere.toml"], 2, "nowhere.toml: No such file"),
     (["--batch-size", "0"], 78, "--batch-size is 0"),
+    (["--batch-size", "1"], 78, "BatchNorm needs two values"),
     (["--batch-size", "8", "--global-batch-size", "8"], 78, "give one of them"),
     (["--strategy", "telepathy"], 78, "known: allreduce"),
     (["--image-size", "axb"], 78, "WIDTHxHEIGHT"),

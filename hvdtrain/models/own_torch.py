@@ -121,7 +121,7 @@ class Own(nn.Module):
         else:
             (outputs,) = inputs
             for number, child in enumerate(self.model._modules.values(), start=self._first):
-                _draw_from(seed and seed + number, key.device)
+                _draw_from(None if seed is None else seed + number, key.device)
                 outputs = cast(nn.Module, child)(outputs)
         return outputs.float() if isinstance(outputs, Tensor) and outputs.is_floating_point() else outputs
 
@@ -216,11 +216,13 @@ def _seed(key: Tensor) -> int:
 
 
 def _draw_from(seed: int | None, device: torch.device) -> None:
-    """What is random from here on; unchanged without a seed."""
-    if seed is not None and device.type == "cpu":
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed, for all devices, takes 100 times as long
-    elif seed is not None:
-        torch.manual_seed(seed)
+    """Seeds what a layer on this device may draw from, unless there is no seed. `torch.manual_seed`, which seeds all
+    kinds of devices, takes 100 times as long."""
+    if seed is None:
+        return
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
 
 
 def correct(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:

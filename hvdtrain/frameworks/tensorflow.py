@@ -86,6 +86,24 @@ def turned_back(array: np.ndarray) -> np.ndarray:
     return array.transpose(3, 2, 0, 1) if array.ndim == 4 else array
 
 
+ALIGNMENT = 64
+"""Bytes at whose multiples a tensor's memory must begin; TensorFlow ends the process over another's"""
+
+
+def _aligned(size: int) -> np.ndarray:
+    """Space for `size` float32 numbers that tensors can share."""
+    space = np.empty(4 * size + ALIGNMENT, np.uint8)
+    begin = -space.ctypes.data % ALIGNMENT
+    return space[begin : begin + 4 * size].view(np.float32)
+
+
+def _tensor(array: np.ndarray) -> tf.Tensor:
+    """Of the array's own memory if it is aligned, so that a step need not copy all gradients; else a copy."""
+    if array.size == 0 or array.ctypes.data % ALIGNMENT:
+        return tf.constant(array)
+    return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
+
+
 def _dense(gradients: list[Any], weights: list[tf.Variable]) -> list[tf.Tensor]:
     """Whole arrays: TensorFlow has None for a weight that the loss does not use, and slices for an embedding."""
     pairs = zip(gradients, weights, strict=True)
@@ -182,7 +200,7 @@ class TensorFlowReplica:
             flat = [np.asarray(memoryview(gradient)).reshape(-1) for gradient in (*self._gradients, self._tail)]
             size = sum(each.size for each in flat)
             if self._vector.size != size:
-                self._vector = np.empty(size, np.float32)
+                self._vector = _aligned(size)
             np.concatenate(flat, out=self._vector)
         return self._vector
 
@@ -204,7 +222,9 @@ class TensorFlowReplica:
         if not self._in_backward:
             gradients = list(self._gradients)
             if self._gathered:
-                gradients = [tf.constant(gradient) for gradient in self._split(self._vector, self._factored)]
+                # On a GPU the next step may fill the vector while this one is still being copied from it.
+                made = _tensor if self.device == "cpu" else tf.constant
+                gradients = [made(gradient) for gradient in self._split(self._vector, self._factored)]
             for place, product in sorted(self._products.items()):
                 gradients.insert(place, product)
             self._apply_graph(gradients, tf.constant(lr, tf.float32))

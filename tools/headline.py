@@ -16,7 +16,11 @@ from pathlib import Path
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 # heading -> (header of the table's column, rows: label, beginning of the table's row, kind of dot)
 GROUPS: dict[str, tuple[str, list[tuple[str, str, str]]]] = {
-    "10 Mbit/s": (
+    "10 Mbit/s, each side at its best: 0.87 on Fashion-MNIST": (
+        "s to 0.87",
+        [("one host", "one host", "one"), ("local-sgd+powersgd", "`local-sgd:every=4,stale", "ours")],
+    ),
+    "10 Mbit/s, same global batch: 0.95 on digits": (
         "s to target",
         [
             ("one host", "one host", "one"),
@@ -26,7 +30,7 @@ GROUPS: dict[str, tuple[str, list[tuple[str, str, str]]]] = {
             ("local-sgd+powersgd", "`local-sgd:every=6,stale", "ours"),
         ],
     ),
-    "100 Mbit/s": (
+    "100 Mbit/s, same batch": (
         "100 Mbit/s: s to target",
         [
             ("one host", "one host", "one"),
@@ -34,7 +38,7 @@ GROUPS: dict[str, tuple[str, list[tuple[str, str, str]]]] = {
             ("powersgd:rank=4", "`powersgd:rank=4`", "ours"),
         ],
     ),
-    "1 Gbit/s": (
+    "1 Gbit/s, same batch": (
         "1000 Mbit/s: s to target",
         [
             ("one host", "one host", "one"),
@@ -104,7 +108,7 @@ def svg(page: str) -> str:
         axis.append(f'<line class="g" x1="{x(tick):.1f}" x2="{x(tick):.1f}" y1="48" y2="{bottom}"/>')
         axis.append(f'<text class="s" x="{x(tick):.1f}" y="{bottom + 16}" text-anchor="middle">{tick}</text>')
     heads = [
-        '<text class="h" x="8" y="20">Seconds until ResNet-34 reaches 0.95 test accuracy</text>',
+        '<text class="h" x="8" y="20">Seconds until ResNet-34 reaches a test accuracy</text>',
         '<text class="s" x="8" y="38">four hosts against one; median, and range of seeds; logarithmic</text>',
     ]
     size = f'width="{WIDTH}" height="{bottom + 26}" viewBox="0 0 {WIDTH} {bottom + 26}"'

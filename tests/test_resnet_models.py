@@ -453,3 +453,15 @@ def test_the_loss_scale_doubles_after_2000_good_steps_and_halves_after_an_overfl
     before = weight_after(inputs)
     np.testing.assert_array_equal(weight_after(inputs * np.float32(1e38)), before)
     assert replica.state()["loss_scale"].tolist() == [2.0**16, 0]
+
+
+@pytest.mark.parametrize(("begin", "end", "shared"), [(0, 16, True), (16, 160, True), (33, 100, False), (5, 5, False)])
+def test_a_part_of_a_vector_becomes_a_tensor_wherever_it_begins(begin: int, end: int, shared: bool) -> None:
+    from hvdtrain.frameworks.tensorflow import _aligned, _tensor
+
+    vector = _aligned(160)
+    vector[:] = np.arange(160)
+    made = _tensor(vector[begin:end])
+    np.testing.assert_array_equal(made.numpy(), np.arange(begin, end, dtype=np.float32))
+    vector[:] = -1
+    assert (made.numpy() == -1).all() == (shared or begin == end)

@@ -87,7 +87,7 @@ def turned_back(array: np.ndarray) -> np.ndarray:
 
 
 ALIGNMENT = 64
-"""Bytes at whose multiples a tensor's memory must begin; TensorFlow ends the process over another's"""
+"""A tensor's memory must begin at a multiple of so many bytes; otherwise TensorFlow aborts the process"""
 
 
 def _aligned(size: int) -> np.ndarray:
@@ -98,7 +98,7 @@ def _aligned(size: int) -> np.ndarray:
 
 
 def _tensor(array: np.ndarray) -> tf.Tensor:
-    """Of the array's own memory if it is aligned, so that a step need not copy all gradients; else a copy."""
+    """A tensor that shares the array's memory if that is aligned, which saves copying all gradients; else a copy."""
     if array.size == 0 or array.ctypes.data % ALIGNMENT:
         return tf.constant(array)
     return tf.experimental.dlpack.from_dlpack(array.__dlpack__())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,8 @@ def test_the_study_s_networks_have_its_sizes() -> None:
     assert [nets.pyramid(f"p3-k{k}")[2] for k in (0, 1, 2, 9)] == [13, 26, 52, 6656]
     assert nets.pyramid("p3-k9") == (25600, 12800, 6656)
     spec = mlp.MLPSpec(inputs=50, hidden=nets.pyramid("p2-k5"), outputs=1)
-    assert mlp.parameter_count(spec) == 51 * 1600 + 1601 * 800 + 801
-    assert nets.parameter_count(CNNSpec()) == 4_352_641
+    assert sum(map(math.prod, mlp.parameters(spec).values())) == 51 * 1600 + 1601 * 800 + 801
+    assert sum(map(math.prod, nets.parameters(CNNSpec()).values())) == 4_352_641
     for name in ("p4-k0", "p1-k10", "cnn2", "p1"):
         with pytest.raises(Failure, match=f"--net {name}: give p1, p2 or p3") as failure:
             nets.pyramid(name)

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from hvdtrain.exits import BAD_CONFIG, Failure
-from hvdtrain.models.vgg16 import FEATURES, PREPROCESSING, STAGES, Arrays, parameters, random_weights
+from hvdtrain.models.layers import Arrays
+from hvdtrain.models.vgg16 import FEATURES, PREPROCESSING, STAGES, parameters, random_weights
 from hvdtrain.models.vgg16_tf import Vgg16TF
 from hvdtrain.models.vgg16_torch import Vgg16Torch
 

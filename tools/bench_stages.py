@@ -37,7 +37,7 @@ from hvdtrain.cluster.commands import need_root  # noqa: E402
 from hvdtrain.cluster.rates import goodput_both_ways, parse_rate, show_rate  # noqa: E402
 from hvdtrain.exits import Failure  # noqa: E402
 from hvdtrain.models import mlp, resnet  # noqa: E402
-from hvdtrain.models.layers import Layer  # noqa: E402
+from hvdtrain.models.layers import Layer, Shapes  # noqa: E402
 from hvdtrain.stages import cut as cuts  # noqa: E402
 from hvdtrain.stages.grid import Grid  # noqa: E402
 from hvdtrain.stages.pipe import NUMBER_BYTES  # noqa: E402
@@ -81,7 +81,7 @@ def workload(model: str, options: argparse.Namespace) -> list[str]:
 # --- the formula ------------------------------------------------------------------------------------------------------
 
 
-def row_of(about: dict[str, Any]) -> tuple[Sequence[Layer], mlp.Shapes]:
+def row_of(about: dict[str, Any]) -> tuple[Sequence[Layer], Shapes]:
     """The layers, and shapes of what is trained, of a manifest or a dry run."""
     if about["model"]["name"] == "mlp":
         net = mlp.MLPSpec(**about["model"]["spec"])

@@ -131,7 +131,7 @@ def main(stop: world.StopSignal) -> int:
         "bytes_sent_per_step": sent_bytes / config.steps,
         "bytes_per_step": exchange.cost(shapes, layout).sent_bytes,
         "nic_bytes": [each for each in ranks.gather(ranks.nic_bytes(before)) if each],
-        "parameters": resnet.parameter_count(spec),
+        "parameters": sum(map(math.prod, shapes)),
         "hosts": hosts,
         "ranks": ranks.size,
     }

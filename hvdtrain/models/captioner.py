@@ -28,13 +28,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
 from hvdtrain.exits import BAD_CONFIG, Failure
-from hvdtrain.models.layers import Layer
-
-Shapes = dict[str, tuple[int, ...]]
+from hvdtrain.models.layers import Arrays, Layer, Shapes, glorot, uniform
 
 PAD = 0
 """The word id that fills up short captions (`hvdtrain.captions.vocabulary`)."""
@@ -154,11 +149,6 @@ def layers(spec: CaptionerSpec, words: int) -> list[Layer]:
     ]
 
 
-def parameter_count(spec: CaptionerSpec) -> int:
-    """Number of trained values: 5,743,936 with vgg16 and 8,000 words."""
-    return sum(math.prod(shape) for shape in parameters(spec).values())
-
-
 def dense(spec: CaptionerSpec, words: int) -> dict[str, int]:
     """Weights of dense layers: name -> rows of inputs per caption of so many words."""
     picture = {} if spec.encoder == "none" else {"image.weight": 1}
@@ -171,29 +161,19 @@ def multiply_adds(spec: CaptionerSpec) -> float:
     return sum(math.prod(shape) for shape in matrices) / len(matrices)
 
 
-def initial_state(spec: CaptionerSpec, seed: int, part: range | None = None) -> dict[str, NDArray[np.float32]]:
+def initial_state(spec: CaptionerSpec, seed: int, part: range | None = None) -> Arrays:
     """Parameters before the first step, float32, a pure function of `spec` and `seed`; `part`: of these layers.
 
     Keras' distributions, which the study used: the embedding uniform within +-0.05, biases 0 but 1 for the forget gate
     (Jozefowicz, Zaremba, Sutskever: "An empirical exploration of recurrent network architectures", ICML 2015), all
-    else Glorot's uniform within +-sqrt(6 / (fan_in + fan_out)). One exception: `lstm.weight_hh` is Glorot's too and not
-    orthogonal, because a decomposition differs in its last digits between machines. Each array has a random stream of
-    its own, keyed by its name.
+    else Glorot's (see `layers.glorot`). One exception: `lstm.weight_hh` is Glorot's too and not orthogonal, because a
+    decomposition differs in its last digits between machines.
 
     Raises Failure (BAD_CONFIG) for a negative seed.
     """
-    if seed < 0:
-        raise Failure(f"model: seed is {seed}; give 0 or more", BAD_CONFIG)
-    state: dict[str, NDArray[np.float32]] = {}
-    for name, shape in parameters(spec, part).items():
-        if name == "lstm.bias":
-            state[name] = np.zeros(shape, np.float32)
-            state[name][spec.hidden : 2 * spec.hidden] = 1
-        elif len(shape) == 1:
-            state[name] = np.zeros(shape, np.float32)
-        else:
-            stream = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=tuple(name.encode())))
-            window = math.prod(shape[2:])
-            bound = 0.05 if name == "embedding.weight" else math.sqrt(6 / (window * (shape[0] + shape[1])))
-            state[name] = (stream.random(shape, np.float32) * 2 - 1) * np.float32(bound)
+    state = glorot(seed, parameters(spec, part))
+    if "lstm.bias" in state:
+        state["lstm.bias"][spec.hidden : 2 * spec.hidden] = 1
+        table = "embedding.weight"
+        state[table] = uniform(seed, table, state[table].shape, 0.05)
     return state

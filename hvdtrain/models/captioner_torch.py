@@ -7,13 +7,13 @@ from typing import Any, cast
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from hvdtrain.models.captioner import CONVOLUTIONS, PAD, PADDING, STRIDE, CaptionerSpec, parameters, rows
-from hvdtrain.models.dropout_torch import dropped
+from hvdtrain.models.layers_torch import Named, dropped
 
 
-class CaptionerTorch(nn.Module):
+class CaptionerTorch(Named):
     """The model of `spec`. Its arrays hold zeros until `load_state_dict` brings the neutral state.
 
     `state_dict()` has exactly the names and shapes of `captioner.parameters`. With `part` it is those layers
@@ -21,17 +21,8 @@ class CaptionerTorch(nn.Module):
     """
 
     def __init__(self, spec: CaptionerSpec, part: range | None = None) -> None:
-        super().__init__()
+        super().__init__(parameters(spec, part))
         self.spec = spec
-        for name, shape in parameters(spec, part).items():
-            owner: nn.Module = self
-            *path, leaf = name.split(".")
-            for step in path:
-                if not hasattr(owner, step):
-                    owner.add_module(step, nn.Module())
-                owner = cast(nn.Module, getattr(owner, step))
-            owner.register_parameter(leaf, nn.Parameter(torch.zeros(shape)))
-        self._owners = dict(self.named_modules())
         known = {"encoder": self._seen, "image": self._encoded, "lstm": self._merged, "words": self._said}
         layers = [known[name] for name in rows(spec)]
         self._layers = [layers[number] for number in part or range(len(layers))]
@@ -141,7 +132,3 @@ class CaptionerTorch(nn.Module):
     def _tensor(self, array: np.ndarray) -> Tensor:
         """On the model's device; shares memory where it can. PyTorch takes no read-only arrays, such as memory maps."""
         return torch.from_numpy(np.require(array, requirements=("C", "W"))).to(self._array("embedding.weight").device)
-
-    def _array(self, name: str) -> Tensor:
-        owner, _, leaf = name.rpartition(".")
-        return cast(Tensor, getattr(self._owners[owner], leaf))

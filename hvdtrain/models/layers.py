@@ -1,10 +1,18 @@
-"""A model as a row of layers, which stages may be cut from."""
+"""A model as a row of layers, which stages may be cut from, and the initial values of its arrays."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdtrain.exits import BAD_CONFIG, Failure
+
+Shapes = dict[str, tuple[int, ...]]
+Arrays = dict[str, NDArray[np.float32]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,3 +54,30 @@ def grouped(children: Iterable[tuple[Layer, bool, bool]]) -> tuple[list[Layer], 
         layers.append(child)
         learning |= learns
     return layers, begins
+
+
+def stream(seed: int, name: str) -> np.random.Generator:
+    """The random numbers of one array, keyed by its name, so that no array depends on the others. Raises Failure
+    (BAD_CONFIG) for a negative seed."""
+    if seed < 0:
+        raise Failure(f"model: seed is {seed}; give 0 or more", BAD_CONFIG)
+    return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=tuple(name.encode())))
+
+
+def uniform(seed: int, name: str, shape: tuple[int, ...], bound: float) -> NDArray[np.float32]:
+    """Random values within +-bound, a pure function of `seed` and the array's name."""
+    values = stream(seed, name).random(shape, np.float32)
+    values *= 2  # in place: a layer may have hundreds of millions of weights
+    values -= 1
+    values *= np.float32(bound)
+    return values
+
+
+def glorot(seed: int, shapes: Shapes) -> Arrays:
+    """Keras' initial values: biases 0, weights Glorot's uniform within +-sqrt(6 / (fan_in + fan_out))."""
+    return {
+        name: np.zeros(shape, np.float32)
+        if len(shape) == 1
+        else uniform(seed, name, shape, math.sqrt(6 / (math.prod(shape[2:]) * (shape[0] + shape[1]))))
+        for name, shape in shapes.items()
+    }

@@ -11,16 +11,10 @@ Names and shapes are PyTorch's: layers.0.weight (out, in), layers.0.bias (out,),
 from __future__ import annotations
 
 import itertools
-import math
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 from hvdtrain.exits import BAD_CONFIG, Failure
-from hvdtrain.models.layers import Layer
-
-Shapes = dict[str, tuple[int, ...]]
+from hvdtrain.models.layers import Arrays, Layer, Shapes, glorot
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,11 +62,6 @@ def layers(spec: MLPSpec) -> list[Layer]:
     ]
 
 
-def parameter_count(spec: MLPSpec) -> int:
-    """Number of trained values: the sum of (c_i + 1) c_{i+1} over layers."""
-    return sum(math.prod(shape) for shape in parameters(spec).values())
-
-
 def dense(spec: MLPSpec) -> dict[str, int]:
     """Weights of dense layers: name -> rows of inputs per sample."""
     return {name: 1 for name, shape in parameters(spec).items() if len(shape) > 1}
@@ -84,23 +73,10 @@ def multiply_adds(spec: MLPSpec) -> float:
     return sum(inputs * outputs for inputs, outputs in pairs) / len(pairs)
 
 
-def initial_state(spec: MLPSpec, seed: int, part: range | None = None) -> dict[str, NDArray[np.float32]]:
+def initial_state(spec: MLPSpec, seed: int, part: range | None = None) -> Arrays:
     """Parameters before the first step, float32, a pure function of `spec` and `seed`; `part`: of these layers.
 
-    Keras' distributions, which Martin (2019) used: weights Glorot's uniform within +-sqrt(6 / (in + out)), biases 0.
-    Each array has a random stream of its own, keyed by its name. Raises Failure (BAD_CONFIG) for a negative seed.
+    Keras' distributions, which Martin (2019) used (see `layers.glorot`). Raises Failure (BAD_CONFIG) for a negative
+    seed.
     """
-    if seed < 0:
-        raise Failure(f"model: seed is {seed}; give 0 or more", BAD_CONFIG)
-    state: dict[str, NDArray[np.float32]] = {}
-    for name, shape in parameters(spec, part).items():
-        if len(shape) == 1:
-            state[name] = np.zeros(shape, np.float32)
-            continue
-        bound = math.sqrt(6 / sum(shape))
-        stream = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=tuple(name.encode())))
-        values = stream.random(shape, np.float32)
-        values *= np.float32(2 * bound)  # in place: a layer may have hundreds of millions of weights
-        values -= np.float32(bound)
-        state[name] = values
-    return state
+    return glorot(seed, parameters(spec, part))

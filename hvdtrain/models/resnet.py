@@ -22,12 +22,9 @@ from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hvdtrain.exits import BAD_CONFIG, Failure
-from hvdtrain.models.layers import Layer
-
-Shapes = dict[str, tuple[int, ...]]
+from hvdtrain.models.layers import Arrays, Layer, Shapes, stream, uniform
 
 NORM_EPSILON = 1e-5
 """Added to the variance in every BatchNorm."""
@@ -201,11 +198,6 @@ def buffers(spec: ResNetSpec, part: range | None = None) -> Shapes:
     return shapes
 
 
-def parameter_count(spec: ResNetSpec) -> int:
-    """Number of trained values: 21,797,672 for ResNet-34 with 3 channels and 1000 classes."""
-    return sum(math.prod(shape) for shape in parameters(spec).values())
-
-
 def layers(spec: ResNetSpec, height: int, width: int) -> list[Layer]:
     """The network as a row of layers, for images of this size: the stem, each block, and `fc`."""
     network, found = plan(spec), list[Layer]()
@@ -233,30 +225,25 @@ def multiply_adds(spec: ResNetSpec, height: int, width: int) -> float:
     return work / len(plan(spec).convolutions)
 
 
-def initial_state(spec: ResNetSpec, seed: int, part: range | None = None) -> dict[str, NDArray[np.float32]]:
+def initial_state(spec: ResNetSpec, seed: int, part: range | None = None) -> Arrays:
     """Parameters and buffers before the first step, float32, a pure function of `spec` and `seed`; `part`: of these
     layers.
 
     The distributions are torchvision's, so that published recipes carry over: convolutions from He's normal with
     variance 2 / fan_out (arXiv:1502.01852 shows that fan_in and fan_out serve alike), the linear layer uniform within
-    +-1 / sqrt(inputs), BatchNorm scale 1 (or 0, see `zero_gamma`) and offset 0. Each array has a random stream of its
-    own, keyed by its name, so that no array depends on the others.
+    +-1 / sqrt(inputs), BatchNorm scale 1 (or 0, see `zero_gamma`) and offset 0.
 
     Raises Failure (BAD_CONFIG) for a negative seed.
     """
-    if seed < 0:
-        raise Failure(f"model: seed is {seed}; give 0 or more", BAD_CONFIG)
     network = plan(spec)
     zeros = {f"{block.second.norm}.weight" for block in network.blocks if spec.zero_gamma}
-    state: dict[str, NDArray[np.float32]] = {}
+    state: Arrays = {}
     for name, shape in (parameters(spec, part) | buffers(spec, part)).items():
-        stream = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=tuple(name.encode())))
         if len(shape) == 4:
             deviation = math.sqrt(2 / (shape[0] * shape[2] * shape[3]))
-            state[name] = stream.standard_normal(shape, np.float32) * np.float32(deviation)
+            state[name] = stream(seed, name).standard_normal(shape, np.float32) * np.float32(deviation)
         elif name.startswith("fc."):
-            bound = 1 / math.sqrt(network.features)
-            state[name] = (stream.random(shape, np.float32) * 2 - 1) * np.float32(bound)
+            state[name] = uniform(seed, name, shape, 1 / math.sqrt(network.features))
         elif name.endswith((".bias", ".running_mean")) or name in zeros:
             state[name] = np.zeros(shape, np.float32)
         else:

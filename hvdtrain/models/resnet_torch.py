@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from hvdtrain.models.layers_torch import Named
 from hvdtrain.models.resnet import (
     NORM_EPSILON,
     NORM_MOMENTUM,
@@ -25,7 +25,7 @@ from hvdtrain.models.resnet import (
 )
 
 
-class ResNetTorch(nn.Module):
+class ResNetTorch(Named):
     """The network of `spec`. Its arrays hold zeros until `load_state_dict` brings the neutral state.
 
     `state_dict()` has exactly the names and shapes of `resnet.parameters` and `resnet.buffers`. With `part` it is those
@@ -33,16 +33,9 @@ class ResNetTorch(nn.Module):
     """
 
     def __init__(self, spec: ResNetSpec, part: range | None = None) -> None:
-        super().__init__()
+        super().__init__(parameters(spec, part), buffers(spec, part))
         network = plan(spec)
-        for name, shape in parameters(spec, part).items():
-            owner, leaf = self._owner(name)
-            owner.register_parameter(leaf, nn.Parameter(torch.zeros(shape)))
-        for name, shape in buffers(spec, part).items():
-            owner, leaf = self._owner(name)
-            owner.register_buffer(leaf, torch.zeros(shape))
         self.statistics = dict.fromkeys(buffers(spec, part), NORM_MOMENTUM)
-        self._owners = dict(self.named_modules())
         blocks = [functools.partial(self._block, block) for block in network.blocks]
         layers: list[Callable[[Tensor], Tensor]] = [functools.partial(self._stem, network.stem), *blocks, self._head]
         self._layers = [layers[number] for number in part or range(len(layers))]
@@ -99,17 +92,3 @@ class ResNetTorch(nn.Module):
             NORM_MOMENTUM,
             NORM_EPSILON,
         )
-
-    def _array(self, name: str) -> Tensor:
-        owner, _, leaf = name.rpartition(".")
-        return cast(Tensor, getattr(self._owners[owner], leaf))
-
-    def _owner(self, name: str) -> tuple[nn.Module, str]:
-        """The (new, if need be) submodule that holds the array `name`, and the array's name in it."""
-        owner: nn.Module = self
-        *path, leaf = name.split(".")
-        for part in path:
-            if not hasattr(owner, part):
-                owner.add_module(part, nn.Module())
-            owner = cast(nn.Module, getattr(owner, part))
-        return owner, leaf

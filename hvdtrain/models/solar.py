@@ -20,13 +20,8 @@ import math
 import re
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 from hvdtrain.exits import BAD_CONFIG, Failure
-from hvdtrain.models.layers import Layer
-
-Shapes = dict[str, tuple[int, ...]]
+from hvdtrain.models.layers import Arrays, Layer, Shapes, glorot
 
 CHANNELS = (32, 64)
 KERNEL, POOL, DENSE = 3, 2, 128
@@ -111,11 +106,6 @@ def _work(spec: CNNSpec, shapes: Shapes) -> dict[str, int]:
     return {name: math.prod(shape) * pixels.get(name, 1) for name, shape in shapes.items() if name.endswith("weight")}
 
 
-def parameter_count(spec: CNNSpec) -> int:
-    """Number of trained values: 4,352,641 for maps of 50 x 50, as published."""
-    return sum(math.prod(shape) for shape in parameters(spec).values())
-
-
 def dense(spec: CNNSpec) -> dict[str, int]:
     """Weights of dense layers: name -> rows of inputs per sample."""
     return {"dense1.weight": 1, "dense2.weight": 1}
@@ -127,19 +117,9 @@ def multiply_adds(spec: CNNSpec) -> float:
     return sum(work) / len(work)
 
 
-def initial_state(spec: CNNSpec, seed: int, part: range | None = None) -> dict[str, NDArray[np.float32]]:
-    """Parameters before the first step, float32, a pure function of `spec` and `seed`; `part`: of these layers. Keras'
-    distributions, which the study used, that is, biases 0 and Glorot's uniform within +-sqrt(6 / (fan_in + fan_out)).
-    Each array has a random stream of its own, keyed by its name. Raises Failure (BAD_CONFIG) for a negative seed.
+def initial_state(spec: CNNSpec, seed: int, part: range | None = None) -> Arrays:
+    """Parameters before the first step, float32, a pure function of `spec` and `seed`; `part`: of these layers.
+
+    Keras' distributions, which the study used (see `layers.glorot`). Raises Failure (BAD_CONFIG) for a negative seed.
     """
-    if seed < 0:
-        raise Failure(f"model: seed is {seed}; give 0 or more", BAD_CONFIG)
-    state: dict[str, NDArray[np.float32]] = {}
-    for name, shape in parameters(spec, part).items():
-        if len(shape) == 1:
-            state[name] = np.zeros(shape, np.float32)
-            continue
-        bound = math.sqrt(6 / (math.prod(shape[2:]) * (shape[0] + shape[1])))
-        stream = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=tuple(name.encode())))
-        state[name] = (stream.random(shape, np.float32) * 2 - 1) * np.float32(bound)
-    return state
+    return glorot(seed, parameters(spec, part))

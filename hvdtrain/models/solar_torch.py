@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
-from hvdtrain.models.dropout_torch import dropped
+from hvdtrain.models.layers_torch import dropped
 from hvdtrain.models.mlp_torch import squared_error
 from hvdtrain.models.solar import POOL, CNNSpec, parameters
 

@@ -22,11 +22,8 @@ from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
-from numpy.typing import NDArray
 
-from hvdtrain.exits import BAD_CONFIG, Failure
-
-Arrays = dict[str, NDArray[np.float32]]
+from hvdtrain.models.layers import Arrays, Shapes, uniform
 
 IMAGE_SIZE = (224, 224)
 """(height, width) of the pictures; another size does not fit the first fully connected layer."""
@@ -83,9 +80,9 @@ PREPROCESSING = {
 """By name. Weights need the preprocessing that they were trained with."""
 
 
-def parameters() -> dict[str, tuple[int, ...]]:
+def parameters() -> Shapes:
     """Name and shape of every array, in torchvision's order."""
-    shapes: dict[str, tuple[int, ...]] = {}
+    shapes: Shapes = {}
     convolutions = (name for name in LAYERS if name != POOL)
     inputs = 3
     for name, outputs in zip(convolutions, chain.from_iterable([c] * n for c, n in STAGES), strict=True):
@@ -102,20 +99,11 @@ def random_weights(seed: int) -> Arrays:
     """Random weights, float32, a pure function of `seed`: to try everything without a download.
 
     Uniform with He's variance, 2 / inputs (arXiv:1502.01852), which keeps activations at one size through all ReLUs;
-    biases 0. Each array has a random stream of its own, keyed by its name. Raises Failure (BAD_CONFIG) for a negative
-    seed.
+    biases 0. Raises Failure (BAD_CONFIG) for a negative seed.
     """
-    if seed < 0:
-        raise Failure(f"vgg16: seed is {seed}; give 0 or more", BAD_CONFIG)
-    arrays: Arrays = {}
-    for name, shape in parameters().items():
-        if len(shape) == 1:
-            arrays[name] = np.zeros(shape, np.float32)
-            continue
-        stream = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=tuple(name.encode())))
-        bound = np.float32(math.sqrt(6 / math.prod(shape[1:])))
-        drawn = stream.random(shape, np.float32)  # in place from here on: half a gigabyte
-        drawn -= np.float32(0.5)
-        drawn *= 2 * bound
-        arrays[name] = drawn
-    return arrays
+    return {
+        name: np.zeros(shape, np.float32)
+        if len(shape) == 1
+        else uniform(seed, name, shape, math.sqrt(6 / math.prod(shape[1:])))
+        for name, shape in parameters().items()
+    }

@@ -36,7 +36,8 @@ from numpy.typing import NDArray
 
 from hvdtrain import arrays_file, files
 from hvdtrain.exits import BAD_DATA, CANNOT_WRITE, IO_ERROR, Failure
-from hvdtrain.models.vgg16 import LAYERS, LINEAR, POOL, PREPROCESSING, STAGES, Arrays, parameters
+from hvdtrain.models.layers import Arrays
+from hvdtrain.models.vgg16 import LAYERS, LINEAR, POOL, PREPROCESSING, STAGES, parameters
 
 SCHEMA = "hvdtrain.vgg16/1"
 SUMMARY = "hvdtrain.data.vgg16/1"

@@ -2,8 +2,8 @@
 
 **In** (told apart by content, not by name):
   torchvision   its state dict, a file of `torch.save`; or safetensors or npz with the same names
-  Keras         npz or safetensors with the arrays of `keras.applications.VGG16`, under any of the names that Keras has
-                given them: `block1_conv1/kernel:0`, `block1_conv1_W_1:0`, `conv2d/vars/0`, with anything before
+  Keras         npz or safetensors with the arrays of `keras.applications.VGG16` under their paths in the model,
+                `block1_conv1/kernel`; Keras 2 wrote `:0` behind
 
 **Out**: safetensors with torchvision's names and shapes, float32, without the last layer; its metadata tells the
 schema, the preprocessing that the weights were trained with, the source's name and SHA-256, and a digest of the
@@ -48,15 +48,10 @@ KERAS_LAYERS = {
     **dict(
         zip((f"block{i + 1}_conv{j + 1}" for i in range(5) for j in range(STAGES[i][1])), CONVOLUTIONS, strict=True)
     ),
-    **{f"conv2d_{n}" if n else "conv2d": name for n, name in enumerate(CONVOLUTIONS)},  # in Keras 3's .weights.h5
     **dict(zip(("fc1", "fc2"), LINEAR, strict=True)),
-    **dict(zip(("dense", "dense_1"), LINEAR, strict=True)),
 }
-KERAS_NAME = re.compile(
-    r"(block\d_conv\d|conv2d(?:_\d+)?|fc\d|dense(?:_\d)?|predictions)"
-    r"[/._](kernel|W|vars[/.]0|bias|b|vars[/.]1)(?:_\d+)?(?::0)?$"
-)
-IGNORED = ("classifier.6.", "predictions", "dense_2")  # the last layer
+KERAS_NAME = re.compile(r"(block\d_conv\d|fc\d|predictions)/(kernel|bias)(?::0)?$")
+IGNORED = ("classifier.6.", "predictions")  # the last layer
 FROM_KERAS = (
     "import keras, numpy; model = keras.applications.VGG16(weights={path!r});"
     " numpy.savez('vgg16.npz', **{{w.path: w.numpy() for w in model.weights}})"
@@ -207,7 +202,7 @@ def _from_keras(found: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
                 arrays[name] = array
             continue
         layer = KERAS_LAYERS[known[1]]
-        leaf = "bias" if known[2] in ("bias", "b", "vars/1", "vars.1") else "weight"
+        leaf = "bias" if known[2] == "bias" else "weight"
         if array.ndim == 4:
             array = array.transpose(3, 2, 0, 1)
         elif array.ndim == 2:

@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 from hvdtrain import config as configuration
 from hvdtrain import exits, measures, trained, workload, world
+from hvdtrain.bounds import bounded
 from hvdtrain.captions import bleu, features, frozen, generation
 from hvdtrain.captions.dataset import CaptionDataset, CaptionSplit
 from hvdtrain.captions.load import load
@@ -48,25 +49,20 @@ class CaptioningConfig(CaptioningData, configuration.TrainConfig):
     auto: vgg16 if --weights are given, else small"""
     weights: str | None = None
     """VGG16's, a file made by `hvdtrain data vgg16`; 'random' only to try the way"""
-    embedding: int = 256
+    embedding: int = bounded(256, least=1)
     """Values per word"""
-    hidden: int = 256
+    hidden: int = bounded(256, least=1)
     """Size of the LSTM and of the layers round it"""
-    dropout: float = 0.5
+    dropout: float = bounded(0.5, least=0, below=1)
     """Share of the picture's and the words' values that each step leaves out"""
-    beam: int = 3
+    beam: int = bounded(3, least=1)
     """Beginnings that beam search goes on with; captions are also written greedily"""
     optimizer: Literal["sgd", "adam"] = "adam"
     """SGD with --momentum, or Adam with its usual constants (0.9, 0.999, 1e-8)"""
-    lr: float = 2e-3
+    lr: float = bounded(2e-3, above=0)
     """Learning rate for a global batch of the size given (--batch-size or --global-batch-size)"""
-    epochs: int = 8
+    epochs: int = bounded(8, least=1)
     """Passes over the training captions"""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.beam < 1:
-            raise Failure(f"--beam is {self.beam}: it must be at least 1", exits.BAD_CONFIG)
 
     @property
     def sees(self) -> Literal["small", "vgg16", "none"]:

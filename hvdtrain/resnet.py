@@ -18,6 +18,7 @@ from typing import Any
 
 from hvdtrain import config as configuration
 from hvdtrain import data, exits, measures, workload, world
+from hvdtrain.bounds import bounded
 from hvdtrain.exits import Failure
 from hvdtrain.models import resnet
 
@@ -43,14 +44,9 @@ class ResNetConfig(ResNetData, configuration.TrainConfig):
     """Channels relative to ResNet-34"""
     zero_gamma: bool = True
     """Start the last BatchNorm's scale of each block at 0, so that blocks start as the identity (Goyal et al., 2017)"""
-    precise_bn: int = 0
+    precise_bn: int = bounded(0, least=0)
     """Evaluate with BatchNorm statistics that each rank takes anew from its last so many batches of the epoch (precise
     BN: Wu and Johnson, 2021); 0: with running ones, which lag behind weights that change fast"""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.precise_bn < 0:
-            raise Failure(f"--precise-bn is {self.precise_bn}: it must be at least 0", exits.BAD_CONFIG)
 
     def size(self) -> tuple[int, int] | None:
         """(width, height) as asked; raises Failure (78) if it is no size."""

@@ -55,7 +55,7 @@ def test_what_is_not_there_tells_the_command_that_gets_it(monkeypatch: pytest.Mo
         solar.load("pvanalytics")
     monkeypatch.setattr(solar, "PACKAGED", "pvanalytics_that_is_absent")
     with pytest.raises(Failure, match="pip install --no-deps") as failure:
-        solar.packaged()
+        solar.shipped()
     assert failure.value.code == BAD_DATA
 
 

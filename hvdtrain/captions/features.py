@@ -22,7 +22,6 @@ from __future__ import annotations
 import collections
 import errno
 import hashlib
-import io
 import json
 import os
 import secrets
@@ -37,6 +36,7 @@ from typing import Any, BinaryIO, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdtrain.data.pixels import npy_header
 from hvdtrain.data.prepared import cache_folder
 from hvdtrain.exits import BAD_DATA, CANNOT_WRITE, IO_ERROR, Failure
 from hvdtrain.files import open_plain
@@ -200,7 +200,7 @@ def _join(path: Path, count: int, has: bool, files: Sequence[Path], parts: Seque
         unfinished = path.with_name(f".{path.stem}.{secrets.token_hex(4)}.part")
         try:
             with unfinished.open("wb+") as out:
-                head = _head(count)
+                head = npy_header(count, (FEATURES,), "float32")
                 out.write(head)
                 os.posix_fallocate(out.fileno(), 0, len(head) + count * ROW_BYTES + SEAL_BYTES)
                 for rank in seen:
@@ -250,16 +250,9 @@ def _unpacked(packed: bytes, count: int) -> NDArray[np.float32]:
     return values
 
 
-def _head(count: int) -> bytes:
-    """The header of the .npy file."""
-    head = io.BytesIO()
-    np.lib.format.write_array_header_1_0(head, {"descr": "<f4", "fortran_order": False, "shape": (count, FEATURES)})
-    return head.getvalue()
-
-
 def _opened(path: Path, count: int) -> NDArray[np.float32] | None:
     """The features in the cache's file; None if there is no intact file."""
-    head = _head(count)
+    head = npy_header(count, (FEATURES,), "float32")
     size = len(head) + count * ROW_BYTES
     try:
         with open_plain(path) as file:

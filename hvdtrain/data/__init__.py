@@ -12,6 +12,7 @@ of captions (hvdtrain.captions.dataset) holds what the model sees of their pictu
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.exits import BAD_CONFIG, BAD_DATA, Failure
+
+SPLIT_SEED = 0
+"""Of how data sets without parts of their own are cut: no seed of a run changes it, so accuracies of runs compare"""
 
 
 class Split(Protocol):
@@ -167,6 +171,18 @@ def load(name: str, image_size: tuple[int, int] | None = None, *, verify: bool =
             BAD_CONFIG,
         )
     return dataset
+
+
+def packaged(package: str, file: str) -> Path | None:
+    """A file of an installed package, which is not imported; None if it is not there."""
+    spec = importlib.util.find_spec(package)
+    places = (spec and spec.submodule_search_locations) or []
+    return next((path for place in places if (path := Path(place, file)).is_file()), None)
+
+
+def drawn_lots(count: int) -> NDArray[np.uint64]:
+    """The lots of so many samples in `stratify`, by SPLIT_SEED."""
+    return np.random.Generator(np.random.PCG64(SPLIT_SEED)).integers(2**63, size=count, dtype=np.uint64)
 
 
 def apportion(counts: Sequence[int], shares: Sequence[Fraction]) -> NDArray[np.int64]:

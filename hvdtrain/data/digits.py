@@ -9,20 +9,17 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import importlib.util
 from fractions import Fraction
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from hvdtrain.data import Dataset, cut, stratify
+from hvdtrain.data import Dataset, cut, drawn_lots, packaged, stratify
 from hvdtrain.exits import BAD_DATA, Failure
 
 DEFAULT_SIZE = (32, 32)
 SHARES = (Fraction(80, 100), Fraction(7, 100), Fraction(13, 100))  # 2 % for validation would be 36 samples
-SPLIT_SEED = 0
 SHA256 = "09f66e6debdee2cd2b5ae59e0d6abbb73fc2b0e0185d2e1957e9ebb51e23aa22"
 
 
@@ -34,8 +31,7 @@ def load(image_size: tuple[int, int] = DEFAULT_SIZE) -> Dataset:
     """
     table = np.loadtxt(_read().splitlines(), delimiter=",", dtype=np.int64)
     labels, grids = table[:, -1], (table[:, :-1] / 16).astype(np.float32).reshape(-1, 8, 8)  # ink is 0..16
-    lots = np.random.Generator(np.random.PCG64(SPLIT_SEED)).integers(2**63, size=len(labels), dtype=np.uint64)
-    order, counts = stratify(labels, lots, 10, SHARES)
+    order, counts = stratify(labels, drawn_lots(len(labels)), 10, SHARES)
     labels, samples = labels[order], _resize(grids[order], image_size)
     train, validation, test = cut(samples, labels, counts)
     return Dataset(
@@ -49,15 +45,13 @@ def load(image_size: tuple[int, int] = DEFAULT_SIZE) -> Dataset:
 
 
 def _read() -> bytes:
-    package = importlib.util.find_spec("sklearn")
-    places = (package and package.submodule_search_locations) or []
-    for path in (Path(place, "datasets", "data", "digits.csv.gz") for place in places):
-        if path.is_file():
-            data = path.read_bytes()
-            if hashlib.sha256(data).hexdigest() != SHA256:
-                raise Failure(f"{path} is not the file we know: reinstall scikit-learn", BAD_DATA)
-            return gzip.decompress(data)
-    raise Failure("the digits come with scikit-learn, which is not installed: pip install scikit-learn", BAD_DATA)
+    path = packaged("sklearn", "datasets/data/digits.csv.gz")
+    if path is None:
+        raise Failure("the digits come with scikit-learn, which is not installed: pip install scikit-learn", BAD_DATA)
+    data = path.read_bytes()
+    if hashlib.sha256(data).hexdigest() != SHA256:
+        raise Failure(f"{path} is not the file we know: reinstall scikit-learn", BAD_DATA)
+    return gzip.decompress(data)
 
 
 def _resize(grids: NDArray[np.float32], image_size: tuple[int, int]) -> NDArray[np.float32]:

@@ -24,13 +24,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain import files
-from hvdtrain.data import Dataset, ImageSplit, listed, stratify
+from hvdtrain.data import SPLIT_SEED, Dataset, ImageSplit, drawn_lots, listed, stratify
 from hvdtrain.exits import BAD_DATA, Failure
 
 FASHION = Path(listed.FASHION)
 CLASSES = ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
 SHARES = (Fraction(90, 100), Fraction(10, 100))
-SPLIT_SEED = 0
 MOST_BYTES = 4 << 30
 
 
@@ -47,8 +46,7 @@ def load(name: str, image_size: tuple[int, int] | None = None) -> Dataset:
         told = "training and test pictures of {}x{} and {}x{}".format(*images.shape[2:0:-1], *test_images.shape[2:0:-1])
         raise Failure(f"{folder}: {told}; give both the same", BAD_DATA)
     count = int(max(labels.max(), test_labels.max())) + 1
-    lots = np.random.Generator(np.random.PCG64(SPLIT_SEED)).integers(2**63, size=len(labels), dtype=np.uint64)
-    order, table = stratify(labels, lots, count, SHARES)
+    order, table = stratify(labels, drawn_lots(len(labels)), count, SHARES)
     digest = hashlib.sha256(str((image_size, SHARES, SPLIT_SEED)).encode())
     for array in (images, labels, test_images, test_labels):
         digest.update(array.data)

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from hvdtrain import files
 from hvdtrain.arguments import near
-from hvdtrain.data import Batch, halves
+from hvdtrain.data import Batch, halves, packaged
 from hvdtrain.data.prepared import open_array, opening
 from hvdtrain.exits import BAD_CONFIG, BAD_DATA, Failure
 
@@ -95,13 +95,13 @@ def flag(
 def load(name: str, *, verify: bool = False) -> Series:
     """The series called `name`: 'pvanalytics', or a folder made by `hvdtrain data solar`. Raises Failure (65, 77)."""
     if name == PACKAGED:
-        return packaged()
+        return shipped()
     if not Path(name).is_dir():
         raise Failure(f"no readings '{name}': name '{PACKAGED}' or a folder made by `{COMMAND}`", BAD_DATA)
     return open_series(Path(name), verify=verify)
 
 
-def packaged() -> Series:
+def shipped() -> Series:
     """Global irradiance in the plane of an array of NREL in Golden, Colorado: means of 15 minutes, from February 2019
     to October 2023 (system 15 of PVDAQ, doi:10.25984/1846021), as pvanalytics (MIT) ships it.
 
@@ -110,9 +110,7 @@ def packaged() -> Series:
     Raises Failure (65) if the file, or pyarrow, which reads it, is not there.
     """
     install = "pip install --no-deps -c tools/constraints.txt pvanalytics pyarrow"
-    package = importlib.util.find_spec(PACKAGED)
-    places = (package and package.submodule_search_locations) or []
-    path = next((path for place in places if (path := Path(place, PACKAGED_FILE)).is_file()), None)
+    path = packaged(PACKAGED, PACKAGED_FILE)
     if path is None or importlib.util.find_spec("pyarrow") is None:
         raise Failure(f"the readings come with {PACKAGED}, which pyarrow reads: {install}", BAD_DATA)
     data = files.read(path, 16 * files.MIB)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
-import importlib.util
 import io
 import json
 import os
@@ -32,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain import files
-from hvdtrain.data import Batch, csv_rows, stratify
+from hvdtrain.data import Batch, csv_rows, drawn_lots, packaged, stratify
 from hvdtrain.data.csv_rows import Missing
 from hvdtrain.data.prepared import cache_folder
 from hvdtrain.exits import BAD_DATA, CANNOT_WRITE, IO_ERROR, Failure
@@ -40,7 +39,6 @@ from hvdtrain.exits import BAD_DATA, CANNOT_WRITE, IO_ERROR, Failure
 OURS = {"breast-cancer": "breast_cancer.csv", "iris": "iris.csv", "wine": "wine_data.csv"}
 """Data sets of the UCI Machine Learning Repository (CC BY 4.0) that scikit-learn brings: name -> file"""
 SHARES = (Fraction(70, 100), Fraction(15, 100), Fraction(15, 100))
-SPLIT_SEED = 0
 IN_MEMORY_BYTES = 4 * files.MIB
 MOST_CLASSES = 256
 """A confusion matrix of 256 KiB in every step's sums; more look like a number, which is no class"""
@@ -169,10 +167,8 @@ def load(name: str, missing: Missing = "refuse") -> Table:
 
 
 def _ours(name: str) -> Path:
-    package = importlib.util.find_spec("sklearn")
-    for place in (package and package.submodule_search_locations) or []:
-        if (path := Path(place, "datasets", "data", OURS[name])).is_file():
-            return path
+    if (path := packaged("sklearn", f"datasets/data/{OURS[name]}")) is not None:
+        return path
     raise Failure(f"{name} comes with scikit-learn, which is not installed: pip install scikit-learn", BAD_DATA)
 
 
@@ -214,8 +210,7 @@ def _by_number(name: str) -> tuple[float, str]:
 
 def _parts(path: Path, labels: NDArray[np.int64], classes: Sequence[str]) -> list[NDArray[np.int64]]:
     """The rows of the training, validation and test part. Raises Failure (65) for a class too rare to be learnt."""
-    lots = np.random.Generator(np.random.PCG64(SPLIT_SEED)).integers(2**63, size=len(labels), dtype=np.uint64)
-    order, table = stratify(labels, lots, len(classes), SHARES)
+    order, table = stratify(labels, drawn_lots(len(labels)), len(classes), SHARES)
     for label in np.flatnonzero(table[:, 0] == 0).tolist():
         told = f"{path}: class {classes[label]!r} has {table[label].sum()} rows, and none fell to the training part"
         raise Failure(f"{told}; give it more, or leave it out", BAD_DATA)

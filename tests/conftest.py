@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from hvdtrain.cluster import quota
 
@@ -28,6 +29,11 @@ SMALL = ["--image-size", "8", "--width", "0.125", "--batch-size", "48"]
 
 LIMIT_S = 300
 """What takes longer hangs: a busy machine may take ten times what an idle one does"""
+
+# A busy machine may stop a test for seconds between two examples.
+UNHURRIED = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+settings.register_profile("unhurried", deadline=None, suppress_health_check=UNHURRIED)
+settings.load_profile("unhurried")
 
 NETWORK_TOOLS = ("ip", "tc", "sshd")
 
@@ -138,11 +144,13 @@ def half_core() -> Iterator[tuple[Path, list[str]]]:
 
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The tests' environment without hvdtrain's own settings, one thread per rank, mpirun allowed for root."""
+    """The tests' environment without hvdtrain's own settings, one thread per rank, mpirun allowed for root,
+    ranks that wait give the core away."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("HVDTRAIN_", "OMPI_COMM"))}
     return inherited | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "OMP_NUM_THREADS": "1",
+        "OMPI_MCA_mpi_yield_when_idle": "1",  # a waiting rank polls: tests' ranks are more than the cores
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "HVDTRAIN_RECORD": "1" if "HVDTRAIN_RUN_DIR" in (extra or {}) else "0",  # scripts leave no folders here

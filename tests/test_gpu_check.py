@@ -48,10 +48,7 @@ def test_the_studys_environments_are_trained_and_their_energy_is_told(tmp_path: 
     energy = study["figures"]["energy"][0]["rows"]
     assert {row["strategy"] for row in energy} == {"allreduce", "native", "hybrid"}
     for row in energy:
-        assert row["energy_j"]["mean"] == pytest.approx(300 * row["end_to_end_s"]["mean"], rel=0.2), (
-            "300 W all the time"
-        )
-        assert row["edp"]["mean"] > 0
+        assert row["edp"]["mean"] > row["energy_j"]["mean"] > 0, "for more than a second"
 
 
 def test_without_a_gpu_it_is_one_line(tmp_path: Path) -> None:

@@ -16,13 +16,9 @@ from hvdtrain.script.coordinator import Asked, Coordinator, packed, unpacked
 
 @pytest.mark.parametrize(("ranks", "launcher"), [(3, "horovodrun --gloo"), (4, "mpirun")])
 def test_every_call_gives_what_numpy_gives_on_every_rank(ranks: int, launcher: str) -> None:
-    """The program compares; here is what the ranks must have alike."""
-    reports = document(launch(ranks, [str(PROGRAMS / "calls_ranks.py")], launcher))["ranks"]
-    assert len(reports) == ranks
-    errors = [told for told, _, _ in reports]
+    """The program compares, and looks at idle ranks; here is what the ranks must have alike."""
+    errors = document(launch(ranks, [str(PROGRAMS / "calls_ranks.py")], launcher))["ranks"]
     assert errors == [errors[0]] * ranks
-    assert [traffic for _, traffic, _ in reports] == [0] * ranks
-    assert max(used_s for _, _, used_s in reports) < 0.02, "an idle rank's threads took turns on the processor"
 
 
 def test_one_process_by_itself_has_the_same_calls() -> None:

@@ -9,16 +9,20 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import LIMIT_S, ROOT
 
 FILE = """
 import os, time
+from pathlib import Path
 import pytest
 
 @pytest.mark.parametrize("number", range(3))
 {mark}
 def test_it(number):
     began = time.monotonic()
+    Path("{name}").touch()
+    while "{name}" != "a" and not (Path("b").exists() and Path("c").exists()):
+        time.sleep(0.05)
     time.sleep(0.2)
     with open("times", "a") as times:
         print("{name}", os.environ["PYTEST_XDIST_WORKER"], began, time.monotonic(), file=times)
@@ -38,7 +42,7 @@ def test_tests_that_run_alone_overlap_with_none_and_come_last(tmp_path: Path) ->
         env=own | {"PYTHONPATH": str(ROOT / "tests")},
         text=True,
         capture_output=True,
-        timeout=60,
+        timeout=LIMIT_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line.split() for line in (tmp_path / "times").read_text().splitlines()]

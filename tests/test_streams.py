@@ -19,17 +19,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PROGRAMS, ROOT, document, environment, launch
+from conftest import PROGRAMS, ROOT, document, environment, launch, until
 from hypothesis import given, settings
 from hypothesis import strategies as some
+from programs.calls_ranks import turns
 
 from hvdtrain.collectives import PeerLost, Reach, lost_peer, streams
 from hvdtrain.collectives.streams import QUEUE_BYTES, SMALL_BYTES, Stream, StreamHosts, StreamRanks
 from hvdtrain.exits import Failure
 from hvdtrain.sentinel import trust
-
-WAIT_S = 2.0
-
 
 # --- real ranks -------------------------------------------------------------------------------------------------------
 
@@ -148,7 +146,7 @@ def at_once(programs: list[Callable[[], Any]]) -> list[Any]:
 dtypes = some.sampled_from(["float32", "float64", "int64", "uint8"])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(count=some.integers(2, 5), sizes=some.lists(some.integers(0, 3000), min_size=1, max_size=4), dtype=dtypes)
 def test_sums_of_any_size_one_after_the_other(count: int, sizes: list[int], dtype: str) -> None:
     draw = np.random.default_rng(count)
@@ -170,7 +168,7 @@ def test_sums_of_any_size_one_after_the_other(count: int, sizes: list[int], dtyp
             np.testing.assert_allclose(values, np.sum([each[index] for each in given_], axis=0, dtype=dtype), atol=1e-3)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=some.data(), count=some.integers(1, 5), dtype=dtypes)
 def test_exchange_brings_every_part_to_its_host(data: some.DataObject, count: int, dtype: str) -> None:
     lengths = [[data.draw(some.integers(0, 2000)) for _ in range(count)] for _ in range(count)]
@@ -244,29 +242,31 @@ def segments(stream: Stream | None) -> tuple[int, int]:
 
 @pytest.mark.parametrize("size", [4, 1_000_000], ids=["small", "large"])
 def test_a_rank_that_waits_neither_computes_nor_sends(size: int) -> None:
-    seen: list[tuple[float, tuple[int, int]]] = []
+    waits: list[int] = []
+
+    def asked() -> None:
+        waits.append(threading.get_native_id())
+        waiting.sum(np.ones(size))
+
+    def look() -> tuple[list[str], tuple[int, int]]:
+        return turns()[waits[0]], segments(waiting._streams[1])
+
+    def asleep() -> bool:
+        (began, before), _, (ended, after) = look(), time.sleep(1), look()
+        sent, received = (later - sooner for sooner, later in zip(before, after, strict=True))
+        if size == 4:
+            silent = (sent, received) == (0, 0)
+        else:  # the kernel asks a full receiver now and then whether it has room (RFC 9293, 3.8.6.1)
+            silent = max(sent, received) < 10
+        return began == ended and ended[0] == "S" and silent and after != connected_by
 
     def slow(hosts: StreamHosts) -> None:
-        before = connected_by
-        while before == connected_by or before != segments(waiting._streams[1]):  # until it has sent what it can
-            before = segments(waiting._streams[1])
-            time.sleep(1)
-        for wait_s in (0, WAIT_S):
-            time.sleep(wait_s)
-            seen.append((time.process_time(), segments(waiting._streams[1])))
+        until(lambda: waits and asleep(), what=lambda: str(look()))
         hosts.sum(np.ones(size))
 
     with connected(2) as (waiting, late):
         connected_by = segments(waiting._streams[1])
-        assert at_once([lambda: waiting.sum(np.ones(size)), lambda: slow(late)]) == [None, None]
-    (cpu_began, segments_began), (cpu_ended, segments_ended) = seen
-    assert cpu_ended - cpu_began < 0.1
-    sent, received = (after - before for after, before in zip(segments_ended, segments_began, strict=True))
-    if size == 4:
-        assert (sent, received) == (0, 0)
-    else:  # the kernel asks a full receiver now and then whether it has room (RFC 9293, 3.8.6.1)
-        assert sent < 10
-        assert received < 10
+        assert at_once([asked, lambda: slow(late)]) == [None, None]
 
 
 # --- finding each other -----------------------------------------------------------------------------------------------

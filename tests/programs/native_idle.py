@@ -17,11 +17,11 @@ prepare("cpu", 0, 1)
 world = World(framework, carrier="native")
 world.gather("all are here")
 time.sleep(1)  # what was said has been acknowledged
-began, began_s = world.nic_counters(), time.monotonic()
+began = world.nic_counters()
 time.sleep(4)
-ended, seconds = world.nic_counters(), time.monotonic() - began_s
+ended = world.nic_counters()
 world.gather("that was it")
 if world.rank == 0:
     assert began and ended
-    sys.stdout.write(json.dumps({"sent_bytes": ended[0] - began[0], "seconds": seconds}) + "\n")
+    sys.stdout.write(json.dumps({"sent_bytes": ended[0] - began[0]}) + "\n")
 world.leave()

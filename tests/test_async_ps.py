@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import PROGRAMS, ROOT, SMALL, Cluster, command, document, environment, launch, resnet
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as some
 from runs import cut_off
 from test_ranks import numpy_training
@@ -84,7 +84,6 @@ def test_nothing_that_threads_push_is_lost_and_staleness_counts_the_others() -> 
     assert sum(late[0]) + last == 700
 
 
-@settings(deadline=None)
 @given(some.integers(1, 6), some.integers(0, 2**32), some.integers(1, 9))
 def test_all_workers_hear_of_the_step_to_meet_after_before_they_pass_it(workers: int, seed: int, stop_at: int) -> None:
     asked, choose, answer = server(1), random.Random(seed), np.empty(1, np.float32)

@@ -320,7 +320,7 @@ def test_same_weights_same_loss_hits_and_gradients(spec: CaptionerSpec) -> None:
         np.testing.assert_allclose(other_gradients[name], gradient, atol=1e-4 * np.abs(gradient).max(), err_msg=name)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(
     lengths=st.lists(st.integers(1, 12), min_size=1, max_size=6).map(tuple),
     sizes=st.tuples(st.integers(5, 30), st.integers(1, 20), st.integers(1, 20), st.integers(1, 20)),

@@ -169,7 +169,7 @@ def arrays(draw: st.DrawFn) -> np.ndarray:
     return array
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     st.dictionaries(st.text(max_size=8), arrays(), max_size=5),
     st.dictionaries(st.text(max_size=8), arrays(), max_size=2),
@@ -225,7 +225,7 @@ def test_no_second_copy_in_memory(tmp_path: Path) -> None:
 # Which ones stay
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.lists(st.booleans(), min_size=1, max_size=8), st.integers(1, 3))
 def test_the_last_k_and_the_best_stay(bests: list[bool], keep: int) -> None:
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder:

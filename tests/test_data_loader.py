@@ -48,7 +48,7 @@ shapes = st.tuples(st.integers(1, 8), st.integers(1, 9)).flatmap(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(shapes, st.integers(0, 2**32), st.integers(0, 5))
 def test_epoch_laws(shape: tuple[int, int, int], seed: int, epoch: int) -> None:
     samples, batch_size, size = shape
@@ -72,7 +72,7 @@ uneven = shapes.flatmap(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(uneven, st.integers(0, 5))
 def test_epoch_laws_with_shares(shape: tuple[tuple[int, int, int], list[float]], epoch: int) -> None:
     (samples, batch_size, size), shares = shape
@@ -94,7 +94,7 @@ def test_epoch_laws_with_shares(shape: tuple[tuple[int, int, int], list[float]],
             assert max(abs(weight - part) for weight, part in zip(weights, fair, strict=True)) < 1 + 1e-9
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(shapes, st.floats(1e-3, 1e3))
 def test_equal_shares_cut_as_none_do(shape: tuple[int, int, int], share: float) -> None:
     size = shape[2]
@@ -127,7 +127,7 @@ def test_a_global_batch_is_cut_by_the_shares(shares: list[float], samples: list[
     assert even.rank_samples == [32] * size, "as it was"
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(shapes, st.integers(0, 2**32), st.data())
 def test_an_epoch_is_a_pure_function_and_start_is_its_tail(
     shape: tuple[int, int, int], seed: int, data: st.DataObject
@@ -140,7 +140,7 @@ def test_an_epoch_is_a_pure_function_and_start_is_its_tail(
     assert loader.ends(ends[step]) == ends[step + 1 :] and loader.step_at(ends[step]) == step
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 40), st.integers(1, 150), st.data())
 def test_others_go_on_where_some_stopped(before: int, now: int, batch: int, samples: int, data: st.DataObject) -> None:
     """Whatever both numbers of ranks and the global batch, which neither has to divide: an epoch has each sample once,
@@ -171,7 +171,7 @@ def test_others_go_on_where_some_stopped(before: int, now: int, batch: int, samp
     assert all(len(step) == batch for step in rest[:-2])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 4), st.integers(2, 9), st.integers(2, 150), st.data())
 def test_short_epochs_are_a_pass_cut_into_pieces(size: int, batch: int, samples: int, data: st.DataObject) -> None:
     """Without repeats, of equal numbers of steps, and what is left over is another part in the next pass."""
@@ -224,7 +224,7 @@ def test_too_few_samples_is_a_failure() -> None:
         Loader(numbered(7), global_batch=2, rank=0, size=1, seed=0, epoch_samples=8)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 60), st.integers(1, 9), st.integers(1, 8))
 def test_shards_cover_in_order(samples: int, batch_size: int, size: int) -> None:
     split = numbered(samples)
@@ -239,7 +239,7 @@ def test_shards_cover_in_order(samples: int, batch_size: int, size: int) -> None
         assert max(batch.weight for batch in here) <= batch_size
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 60), st.integers(1, 9), st.lists(st.floats(0.01, 100), min_size=1, max_size=6))
 def test_shards_by_shares_cover_in_order(samples: int, batch_size: int, shares: list[float]) -> None:
     split, size = numbered(samples), len(shares)

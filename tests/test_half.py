@@ -5,7 +5,7 @@ from __future__ import annotations
 import fake_hosts
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as some
 
 from hvdtrain.collectives import Hosts
@@ -47,7 +47,6 @@ def passed(kind: type[Half], values: np.ndarray) -> np.ndarray:
 
 
 @given(data=some.data(), hosts=some.integers(1, 5), size=some.integers(0, 23))
-@settings(deadline=None)
 @both
 def test_the_sum_is_off_by_two_roundings_at_most(
     kind: type[Half], data: some.DataObject, hosts: int, size: int
@@ -65,7 +64,6 @@ def test_the_sum_is_off_by_two_roundings_at_most(
 
 
 @given(data=some.data(), hosts=some.integers(2, 5), size=some.integers(1, 23), power=some.integers(-100, 100))
-@settings(deadline=None)
 @both
 def test_representable_sums_of_representable_numbers_are_exact(
     kind: type[Half], data: some.DataObject, hosts: int, size: int, power: int

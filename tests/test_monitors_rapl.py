@@ -163,7 +163,7 @@ def test_a_thousand_sequences_with_wraps_are_exact_to_the_microjoule(tmp_path: P
     assert wraps > 1000
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.integers(1, 2**63), st.data())
 def test_difference_is_the_way_round_the_counter(range_uj: int, data: st.DataObject) -> None:
     before = data.draw(st.integers(0, range_uj))

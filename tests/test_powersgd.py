@@ -74,7 +74,7 @@ shapes_of_arrays = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     shapes=shapes_of_arrays,
     hosts=st.integers(1, 4),

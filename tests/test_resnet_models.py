@@ -294,7 +294,7 @@ def test_same_weights_same_logits(size: tuple[int, int]) -> None:
     np.testing.assert_allclose(*training, atol=1e-4 if min(size) > 8 else 1e-3)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     size=st.tuples(st.integers(1, 70), st.integers(1, 70)),
     channels=st.integers(1, 4),

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import runs
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain import records
@@ -320,7 +320,7 @@ VALUES = st.recursive(
 FILES = [Path("manifest.json"), Path("point.json"), METRICS, Path("monitors/h0.jsonl")]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(data=st.data())
 def test_any_value_in_any_field_ends_in_a_table_or_a_word(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
@@ -348,7 +348,7 @@ def test_any_value_in_any_field_ends_in_a_table_or_a_word(
     json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(content=st.binary(max_size=200), cut=st.integers(0, 3000), name=st.sampled_from(FILES))
 def test_any_bytes_in_any_file_end_in_a_table_or_a_word(
     content: bytes, cut: int, name: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]

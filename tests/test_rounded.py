@@ -50,7 +50,7 @@ def left(reducers: Sequence[Int8]) -> np.ndarray:
     return np.sum([reducer.state()["error"].astype(np.float64) for reducer in reducers], axis=0)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     size=st.integers(0, 700),
     hosts=st.integers(1, 5),

@@ -66,7 +66,7 @@ def test_a_reading_that_breaks_a_rule_is_counted_once() -> None:
     assert np.flatnonzero(~np.isnan(kept[:, 0])).tolist() == [0, 8]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 5), st.integers(1, 3), st.sampled_from(["window", "map"]))
 def test_windows_are_all_the_good_ones_of_each_part_and_no_others(
     seed: int, window: int, ahead: int, look: solar.Look

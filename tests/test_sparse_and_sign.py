@@ -69,7 +69,7 @@ def gradients(seed: int, hosts: int, shapes: Sequence[Shape] = SHAPES) -> np.nda
 
 
 @given(seed=some.integers(0, 2**32), hosts=some.integers(2, 5), rounds=some.integers(1, 3), big=some.booleans())
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @every_kind
 def test_nothing_is_lost(kind: Kind, seed: int, hosts: int, rounds: int, big: bool) -> None:
     shapes = SHAPES if big else [(2,), (1, 1)]
@@ -219,7 +219,6 @@ def test_the_largest_of_many() -> None:
 
 
 @given(data=some.data(), size=some.integers(1, 1000) | some.sampled_from([255, 256, 65535, 65536, 140_000]))
-@settings(deadline=None)
 def test_messages_are_read_as_they_were_written(data: some.DataObject, size: int) -> None:
     code = Code(size, data.draw(some.integers(1, size)))
     rng = np.random.default_rng(data.draw(some.integers(0, 2**32)))

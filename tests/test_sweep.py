@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from conftest import LIMIT_S, ROOT, environment
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.exits import Failure
@@ -233,7 +233,7 @@ def test_what_is_set_on_the_command_line_wins(tmp_path: Path) -> None:
     assert all(one.kinds == ("timing", "timing") and one.flags["framework"] == "torch" for one in found)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200)
+@settings(max_examples=200)
 @given(st.text(alphabet="ab[]{}=\"\n,.#1 '\\\x00é", max_size=60))
 def test_no_text_at_all_is_met_with_a_traceback(tmp_path: Path, text: str) -> None:
     path = tmp_path / "any.toml"

@@ -287,8 +287,9 @@ def _grouped(cls: type) -> dict[str, list[dataclasses.Field[Any]]]:
     return {title: fields for title, fields in found.items() if fields}
 
 
-def parser_for(cls: type, *, prog: str, purpose: str, positionals: Sequence[str] = ()) -> Any:
-    """A jsonargparse parser with one flag per field of `cls`; `purpose` heads the help and shows examples."""
+def parser_for(cls: type, *, prog: str, purpose: str, positionals: Sequence[str] = (), helps: bool = True) -> Any:
+    """A jsonargparse parser with one flag per field of `cls`; `purpose` heads the help and shows examples. `helps`: its
+    help tells each flag's meaning, which takes a parse of the sources."""
     from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
     class Formatter(DefaultHelpFormatter):
@@ -309,15 +310,15 @@ def parser_for(cls: type, *, prog: str, purpose: str, positionals: Sequence[str]
         formatter_class=Formatter,
     )
     parser.add_argument("--config", action="config", help="TOML file with values for the flags below")
-    hints, docs = get_type_hints(cls), field_docs(cls)
+    hints, docs = get_type_hints(cls), field_docs(cls) if helps else {}
     for title, fields in _grouped(cls).items():
         group = parser.add_argument_group(title) if title else parser
         for field in fields:
-            kind: dict[str, Any] = {"type": hints[field.name], "help": docs[field.name]}
+            kind: dict[str, Any] = {"type": hints[field.name], "help": docs.get(field.name)}
             if field.name in positionals:
                 group.add_argument(field.name, **kind)
             elif field.default is False and hints[field.name] is bool:
-                group.add_argument(flag(field.name), action="store_true", help=docs[field.name])
+                group.add_argument(flag(field.name), action="store_true", help=kind["help"])
             elif field.default is dataclasses.MISSING:
                 group.add_argument(flag(field.name), required=True, **kind)
             else:
@@ -339,7 +340,8 @@ def parse(
     Raises Failure (2) for a flag, key or value that is not accepted, Failure (78) for values that do not fit together.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = parser_for(cls, prog=prog, purpose=purpose, positionals=positionals)
+    helps = any(word.startswith(("-h", "--h")) for word in arguments)
+    parser = parser_for(cls, prog=prog, purpose=purpose, positionals=positionals, helps=helps)
     for file in config_files(arguments):
         try:
             files.from_toml(files.read(file, files.SETTINGS_BYTES))

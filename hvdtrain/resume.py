@@ -103,7 +103,7 @@ def earlier(cls: type[C], workload: str, settings: Mapping[str, Any]) -> dict[st
     for given, counterpart in itertools.permutations(("batch_size", "global_batch_size")):
         if settings[given] is not None:
             kept.pop(counterpart, None)
-    parser = configuration.parser_for(cls, prog="", purpose="")
+    parser = configuration.parser_for(cls, prog="", purpose="", helps=False)
     try:
         parser.parse_object(kept, env=False, defaults=False)
     except argparse.ArgumentError as error:

@@ -129,7 +129,10 @@ def test_the_readme_is_short_and_ci_runs_its_commands() -> None:
 
 def test_the_headline_figure_is_that_of_the_table(tmp_path: Path) -> None:
     drawn = tmp_path / "headline.svg"
-    subprocess.run([sys.executable, ROOT / "tools" / "headline.py", drawn], check=True)
+    draw = [sys.executable, ROOT / "tools" / "headline.py"]
+    subprocess.run([*draw, drawn], check=True)
+    refused = subprocess.run([*draw, tmp_path / "no" / "x.svg"], stderr=subprocess.PIPE, text=True)
+    assert refused.returncode == 73 and refused.stderr.count("\n") == 1
     figure = ROOT / "docs" / "figures" / "time_to_accuracy.svg"
     assert drawn.read_text() == figure.read_text(), "the table has changed: run python tools/headline.py"
     assert figure.name in (ROOT / "README.md").read_text()

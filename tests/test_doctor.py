@@ -389,7 +389,7 @@ def test_lines_for_people() -> None:
         (["-H", "a:x"], 2, "not HOST or HOST:SLOTS"),
         (["-H", "-oProxyCommand=x"], 2, "expected one argument"),
         (["-H=-oProxyCommand=x"], 2, "no host name"),
-        (["--hostfile", "nowhere.txt"], 69, "nowhere.txt"),
+        (["--hostfile", "nowhere.txt"], 2, "nowhere.txt"),
         (["-H", "a", "--hostfile", "b"], 2, "not allowed with"),
     ],
 )

@@ -148,8 +148,11 @@ def test_measured_shares_let_all_ranks_end_at_the_same_time(speeds: list[tuple[f
 def test_other_work_on_a_host_makes_no_unequal_shares(
     tries: list[tuple[float, ...]], shares: tuple[float, ...]
 ) -> None:
-    assert shares_of(tries).shares == pytest.approx(shares, abs=0.003)
-    assert len(set(shares_of(tries).shares)) == len(set(shares))
+    found = shares_of(tries)
+    assert found.shares == pytest.approx(shares, abs=0.003)
+    assert len(set(found.shares)) == len(set(shares))
+    assert ("equal shares are taken" in str(found)) == (len(set(shares)) == 1)
+    assert ("off the other" in str(found)) != found.agreed
 
 
 @pytest.mark.parametrize("scatter", [0.02, 0.05, 0.2])

@@ -282,7 +282,7 @@ def test_an_unknown_interface_is_one_line_that_lists_the_known(iproute2: None) -
         (["-np", "3", "-H", "localhost:2", "python"], 2, "has 2 slots"),
         (["-np", "0", "-H", "localhost:2", "python"], 2, "give 1 or more"),
         (["-H", "no-such-host.invalid", "python"], 69, "no-such-host.invalid"),
-        (["--hostfile", "none.txt", "python"], 69, "none.txt"),
+        (["--hostfile", "none.txt", "python"], 2, "none.txt"),
         (["-H", "a", "--hostfile", "none.txt", "python"], 2, "both"),
         (["-H", "localhost", "--set", "X", "python"], 2, "NAME=VALUE"),
         (["--hots", "a", "python"], 2, "--hots"),

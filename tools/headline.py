@@ -13,6 +13,8 @@ import sys
 from html import escape
 from pathlib import Path
 
+from hvdtrain import exits, files
+
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 # heading -> (header of the table's column, rows: label, beginning of the table's row, kind of dot)
 GROUPS: dict[str, tuple[str, list[tuple[str, str, str]]]] = {
@@ -116,6 +118,15 @@ def svg(page: str) -> str:
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">\n' + "\n".join(lines) + "\n</svg>\n"
 
 
+def main(arguments: list[str]) -> int:
+    figure = Path(arguments[0]) if arguments else DOCS / "figures" / "time_to_accuracy.svg"
+    drawn = svg((DOCS / "STRATEGIES.md").read_text())
+    try:
+        figure.write_text(drawn)
+    except OSError as error:
+        raise files.refused(figure, error, exits.CANNOT_WRITE, "name another FILE.svg") from error
+    return exits.OK
+
+
 if __name__ == "__main__":
-    figure = Path(sys.argv[1]) if len(sys.argv) > 1 else DOCS / "figures" / "time_to_accuracy.svg"
-    figure.write_text(svg((DOCS / "STRATEGIES.md").read_text()))
+    exits.end(main, sys.argv[1:], "headline")

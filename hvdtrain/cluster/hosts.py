@@ -56,15 +56,15 @@ def parse_hosts(text: str) -> list[Slots]:
 def read_hostfile(path: Path) -> list[Slots]:
     """The hosts of a file: one per line as `a slots=2`, `a:2` or `a`; `#` starts a comment.
 
-    Raises Failure (69) if the file cannot be read and (65), naming file:line, for a line that is none of these.
+    Raises Failure (2) if the file cannot be read and (65), naming file:line, for a line that is none of these.
     """
     try:
         lines = files.read(path, files.SETTINGS_BYTES).decode("utf-8-sig").splitlines()
     except OSError as error:
-        raise files.refused(f"hostfile {path}", error, exits.UNREACHABLE, "name another with --hostfile") from error
+        raise files.refused(f"hostfile {path}", error, exits.USAGE, "name another with --hostfile") from error
     except UnicodeDecodeError as error:
         what = f"hostfile {path}: not a text file; name another with --hostfile"
-        raise Failure(what, exits.UNREACHABLE) from error
+        raise Failure(what, exits.BAD_DATA) from error
     found = []
     for number, line in enumerate(lines, start=1):
         text = line.partition("#")[0].strip()

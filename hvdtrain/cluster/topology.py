@@ -134,11 +134,11 @@ def from_names(
 
 
 def from_toml(path: Path, *, cluster: str | None, user: str) -> Cluster:
-    """The cluster a TOML file describes. Raises Failure (69, 78) that names the file and the key."""
+    """The cluster a TOML file describes. Raises Failure (2, 78) that names the file and the key."""
     try:
         document = files.from_toml(files.read(path, files.SETTINGS_BYTES))
     except OSError as error:
-        raise files.refused(path, error, exits.UNREACHABLE, "name another with --topology") from error
+        raise files.refused(path, error, exits.USAGE, "name another with --topology") from error
     except ValueError as error:
         raise Failure(f"{path}: {error}", exits.BAD_CONFIG) from error
     tables = document.pop("hosts", None)

@@ -86,8 +86,12 @@ class Found:
     tries: int
 
     def __str__(self) -> str:
-        doubt = "" if self.agreed else ", and they do not agree: is other work running here? Fix them by shares="
-        return f"measured in {self.tries} tries that scatter by {100 * self.noise:.0f} %{doubt}"
+        told = f"measured in {self.tries} tries that scatter by {100 * self.noise:.0f} %"
+        if len(set(self.shares)) == 1:
+            told += ", so that no rank is surely faster: equal shares are taken"
+        if not self.agreed:
+            told += f"; one half of them is over {100 * TOLERANCE:.0f} % off the other: give shares= if this is wrong"
+        return told
 
 
 def shares_of(tries: Sequence[Sequence[float]]) -> Found:

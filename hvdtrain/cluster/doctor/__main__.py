@@ -48,7 +48,7 @@ examples:
   hvdtrain doctor --hostfile hosts.txt --nic eth1 --json
   hvdtrain cluster exec a -- hvdtrain doctor -H a:2,b:2    # inside a virtual cluster
 
-Exit code: 0 no failure, 1 a failure, 2 usage, 65 or 69 a hostfile that cannot be read.
+Exit code: 0 no failure, 1 a failure, 2 usage, 65 a hostfile with a line that is none.
 """
 
 
@@ -365,7 +365,7 @@ def links(
 
 
 def main(arguments: list[str]) -> int:
-    """The command. Returns 0, or 1 after a failed check. Raises Failure (2, 65, 69) for hosts that cannot be read."""
+    """The command. Returns 0, or 1 after a failed check. Raises Failure (2, 65, 78) for hosts that cannot be read."""
     options = parser().parse_args(arguments)
     if options.hosts:
         listed = parse_hosts(options.hosts)

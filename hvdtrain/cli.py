@@ -113,8 +113,9 @@ class Training:
 
         module = workloads.module(self.name)
         own = (each for each in vars(module).values() if _is_config_of(each, module.__name__))
-        settings = {"prog": f"python -m {module.__name__}", "purpose": module.__doc__ or ""}
-        made: ArgumentParser = config.parser_for(next(own, config.TrainConfig), **settings)
+        made: ArgumentParser = config.parser_for(
+            next(own, config.TrainConfig), prog=f"python -m {module.__name__}", purpose=module.__doc__ or ""
+        )
         return made
 
 

@@ -361,6 +361,14 @@ def parse(
         reason = re.sub(r'Parser key "(\w+)":', lambda key: flag(key[1]) + ":", " ".join(str(error).split()))
         if unknown := re.search(r"[Uu]nrecognized arguments: (\S+)", reason):
             reason += near(unknown[1], map(flag, [*names, "config", "help"]))
+        places = [f"--config {file}" for file in config_files(arguments)]
+        if unknown := re.search(r"Option '(\w+)' is not accepted", reason):
+            reason = f"{' or '.join(places)}: {reason}{near(unknown[1], names)}"
+        wrong = re.match(r"--([\w-]+):", reason)
+        if wrong and f"--{wrong[1]}" not in [word.partition("=")[0] for word in arguments]:
+            variable = f"HVDTRAIN_{wrong[1].replace('-', '_').upper()}"
+            places += [variable] * (variable in os.environ)
+            reason = f"{' or '.join(places)}: {reason}" if places else reason
         told = {key: f"{flag(key)} ({doc})" for key, doc in field_docs(cls).items() if key not in positionals}
         reason = re.sub(r"(?<=required: ).+", lambda all: ", ".join(told.get(w, w) for w in all[0].split(", ")), reason)
         reason = re.sub(r"<class '(\w+)'>", r"\1", reason).replace("a typing.Literal", "one of ")

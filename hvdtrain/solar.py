@@ -51,7 +51,7 @@ class SolarConfig(SolarData, configuration.TrainConfig):
 
     net: str | None = None
     """A pyramid of the study, p1-k0 to p3-k9, or cnn, which sees maps of several stations, or 50 windows of one
-    (default: p3-k1, whose hidden layers are 100, 50 and 26)"""
+    (default: p3-k1, whose hidden layers are 100, 50 and 26); horovodrun takes --net for its own, so set HVDTRAIN_NET"""
     hidden: str | None = None
     """Hidden layers of a pyramid of your own in place of --net: 100,50,25"""
     optimizer: Literal["sgd", "adam"] = "adam"

@@ -52,6 +52,28 @@ def test_values_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
     assert error.value.code == 78
 
 
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("epoch = 3", "'epoch' is not accepted, did you mean epochs?"),
+        ('lr = "x"', "--lr: Expected a float"),
+        (None, ""),
+    ],
+)
+def test_a_value_that_is_not_accepted_is_told_with_its_place(
+    line: str | None, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, place = tmp_path / "c.toml", "HVDTRAIN_LR: --lr"
+    if line:
+        file.write_text(line)
+        place = f"--config {file}: "
+    else:
+        monkeypatch.setenv("HVDTRAIN_LR", "x")
+    with pytest.raises(Failure) as error:
+        resume.parse(ResNetConfig, "resnet", "", ["--config", str(file)] if line else [])
+    assert str(error.value).startswith(place) and told in str(error.value)
+
+
 def test_every_field_is_documented() -> None:
     docs = field_docs(ResNetConfig)
     assert all(docs.get(field.name) for field in dataclasses.fields(ResNetConfig))

@@ -32,7 +32,7 @@ def load(name: str, *, verify: bool = False) -> CaptionDataset:
     folder = Path(name.removeprefix(RAW))
     if not folder.is_dir():
         known = "'shapes', 'flickr8k:DIR' or a folder made by `hvdtrain data captions`"
-        raise Failure(f"no captions '{name}': name {known}", BAD_DATA)
+        raise Failure(f"no captions '{name}', {folder} is no folder: name {known}", BAD_DATA)
     if name.startswith(RAW) and not (folder / "index.json").exists():
         folder = cached(folder)
     return open_captions(folder, verify=verify)

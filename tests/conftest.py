@@ -6,15 +6,19 @@ import contextlib
 import fcntl
 import json
 import os
+import runpy
 import secrets
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+import traceback
+import warnings
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -99,15 +103,7 @@ class Cluster:
 
     def run(self, *words: str, timeout_s: float = LIMIT_S) -> subprocess.CompletedProcess[str]:
         """`hvdtrain cluster WORDS` to its end; output as text."""
-        return subprocess.run(
-            self.command(*words),
-            env=environment(),
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            stdin=subprocess.DEVNULL,
-        )
+        return finished(self.command(*words), limit_s=timeout_s)
 
     def on(self, host: str, *words: str, timeout_s: float = LIMIT_S) -> subprocess.CompletedProcess[str]:
         """A command on a host."""
@@ -183,6 +179,21 @@ def command(ranks: int, arguments: list[str], launcher: str = "mpirun") -> list[
     return [*start[launcher], *python]
 
 
+def finished(
+    words: Sequence[str | Path], *, extra: Mapping[str, str] | None = None, cwd: Path = ROOT, limit_s: float = LIMIT_S
+) -> subprocess.CompletedProcess[str]:
+    """Runs a command in the tests' environment to its end (for `limit_s` at most); output as text."""
+    return subprocess.run(
+        words,
+        env=environment(extra),
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=limit_s,
+        stdin=subprocess.DEVNULL,
+    )
+
+
 def launch(
     ranks: int,
     arguments: list[str],
@@ -190,16 +201,61 @@ def launch(
     extra: Mapping[str, str] | None = None,
     limit_s: float = LIMIT_S,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs to the end (for `limit_s` at most); output as text."""
-    return subprocess.run(
-        command(ranks, arguments, launcher),
-        env=environment(extra),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=limit_s,
-        stdin=subprocess.DEVNULL,
-    )
+    """`finished` with `arguments` to python on `ranks` ranks; without a launcher for ranks=0."""
+    return finished(command(ranks, arguments, launcher), extra=extra, limit_s=limit_s)
+
+
+def forked(program: Callable[[], object], folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """What a process does that runs `program`: a fork of this one, which has imported what takes seconds."""
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, Path(os.devnull).open() as null:
+        pid = os.fork()
+        if not pid:
+            _child(program, folder, [null.fileno(), out.fileno(), err.fileno()])
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        out.seek(0), err.seek(0)
+        texts = [stream.read().decode(errors="replace") for stream in (out, err)]
+    return subprocess.CompletedProcess([], code, *texts)
+
+
+def _child(program: Callable[[], object], folder: Path, streams: list[int]) -> NoReturn:
+    code: Any = 120
+    try:
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)
+        sys.stdin, sys.stdout, sys.stderr = (os.fdopen(n, mode) for n, mode in ((0, "r"), (1, "w"), (2, "w")))
+        os.chdir(folder)
+        try:
+            program()
+            code = 0
+        except SystemExit as end:
+            code = end.code or 0
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout and sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def alone(module: str, *words: str, extra: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """`python -m hvdtrain.MODULE WORDS` in a fork. Not for what imports TensorFlow or computes with PyTorch."""
+
+    def program() -> None:
+        variables = environment(extra)
+        os.environ.clear()
+        os.environ.update(variables)
+        sys.argv = [module, *words]
+        warnings.filterwarnings("ignore", "'hvdtrain.* found in sys.modules")
+        runpy.run_module(f"hvdtrain.{module}", run_name="__main__", alter_sys=True)
+
+    return forked(program)
+
+
+def refused(module: str, *words: str, code: int, said: str, extra: Mapping[str, str] | None = None) -> None:
+    """The command ends with this code and one line, which has these words."""
+    done = alone(module, *words, extra=extra)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (code, "", 1), done.stderr
+    assert said in done.stderr
 
 
 def document(done: subprocess.CompletedProcess[str]) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PROGRAMS, ROOT, SMALL, Cluster, command, document, environment, launch, resnet
+from conftest import PROGRAMS, ROOT, SMALL, Cluster, command, document, environment, finished, launch, resnet
 from hypothesis import given
 from hypothesis import strategies as some
 from runs import cut_off
@@ -319,15 +319,7 @@ def dying(rank: int, step: int) -> list[str]:
 @pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])
 def test_a_dead_worker_does_not_stop_the_rest(launcher: str, tmp_path: Path) -> None:
     flags = [*ASYNC, "--batch-size", "24", "--epochs", "3", "--json", "--run-dir", str(tmp_path)]
-    done = subprocess.run(
-        command(4, [*dying(2, 20), *flags], launcher),
-        env=environment(),
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = finished(command(4, [*dying(2, 20), *flags], launcher))
     summary = document(done)
     assert "rank 2 on " in done.stderr
     assert "is gone; 3 ranks go on" in done.stderr

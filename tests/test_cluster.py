@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import LIMIT_S, ROOT, SMALL, Cluster, document, environment, until
+from conftest import LIMIT_S, ROOT, SMALL, Cluster, document, environment, finished, until
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -164,13 +164,7 @@ def test_a_bad_topology_file_is_one_line_that_names_it(tmp_path: Path, text: str
     ],
 )
 def test_bad_requests_are_refused_before_anything_is_made(flags: list[str], reason: str) -> None:
-    done = subprocess.run(
-        [ROOT / "tools" / "cluster.sh", "up", "--dry-run", *flags],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-    )
+    done = finished([ROOT / "tools" / "cluster.sh", "up", "--dry-run", *flags])
     assert done.returncode == 2
     assert reason in done.stderr
     assert done.stderr.count("\n") == 1
@@ -189,10 +183,7 @@ def test_every_command_names_only_what_is_the_clusters() -> None:
 
 def test_up_without_root_changes_nothing_and_says_so() -> None:
     drop = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"] if os.geteuid() == 0 else []
-    done = subprocess.run(
-        [*drop, sys.executable, "-B", "-m", "hvdtrain.cluster", "up", "--name", "tnoroot", "--hosts", "a"],
-        cwd=ROOT, env=environment(), capture_output=True, text=True,
-    )  # fmt: skip
+    done = finished([*drop, sys.executable, "-B", "-m", "hvdtrain.cluster", "up", "--name", "tnoroot", "--hosts", "a"])
     assert done.returncode == 77
     assert done.stderr == "hvdtrain: making a virtual cluster needs root: run it with sudo\n"
     assert not virtual.folder("tnoroot").exists()
@@ -231,8 +222,12 @@ def test_hosts_have_names_addresses_and_ssh_without_a_prompt(cluster: Cluster) -
 def test_exec_gives_streams_exit_code_folder_and_signals(cluster: Cluster) -> None:
     echo = subprocess.run(
         cluster.command("exec", "b", "--", "sh", "-c", "cat; echo err >&2; pwd; exit 7"),
-        cwd=ROOT / "tests", env=environment(), input="typed\n", capture_output=True, text=True,
-    )  # fmt: skip
+        cwd=ROOT / "tests",
+        env=environment(),
+        input="typed\n",
+        capture_output=True,
+        text=True,
+    )
     assert (echo.returncode, echo.stdout, echo.stderr) == (7, f"typed\n{ROOT / 'tests'}\n", "err\n")
     sleeper = subprocess.Popen(cluster.command("exec", "b", "--", "sleep", "60"), env=environment())
     until(lambda: Path(f"/proc/{sleeper.pid}/comm").read_text() == "sleep\n")
@@ -333,7 +328,7 @@ def test_two_clusters_live_side_by_side_and_leave_nothing() -> None:
         for made in (first, second):
             assert made.run("up", "--hosts", "a,b").returncode == 0
         unnamed = [ROOT / "tools" / "cluster.sh", "exec", "a", "--", "true"]
-        refused = subprocess.run(unnamed, env=environment(), capture_output=True, text=True)
+        refused = finished(unnamed)
         assert (refused.returncode, "choose one with --name" in refused.stderr) == (2, True)
         assert first.run("down").returncode == 0
         assert second.on("a", "ssh", "b", "hostname").stdout == "b\n"

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, document, environment, launch
+from conftest import ROOT, document, environment, finished, launch
 
 from hvdtrain import cli, config, exits
 from hvdtrain.arguments import Parser
@@ -148,9 +148,7 @@ def test_bash_completes(typed: str, offered: str) -> None:
         "completer=$(complete -p hvdtrain); completer=${completer##*-F }\n"
         '${completer%% *} hvdtrain "${COMP_WORDS[COMP_CWORD]}" "${COMP_WORDS[COMP_CWORD-1]}"; echo "${COMPREPLY[@]}"\n'
     )
-    done = subprocess.run(
-        ["bash", "--norc", "-c", script.stdout + "\n" + ask], text=True, capture_output=True, env=environment()
-    )
+    done = finished(["bash", "--norc", "-c", script.stdout + "\n" + ask])
     assert offered in done.stdout.split(), done.stderr
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import PROGRAMS, ROOT, environment
+from conftest import PROGRAMS, ROOT, environment, finished
 from packaging.requirements import Requirement
 
 from hvdtrain import strategies
@@ -31,7 +31,7 @@ def check(folder: Path, **facts: Any) -> parts.Check:
 
 def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "tools" / "gpu_check.py"), *words]
-    return subprocess.run(command, env=environment(variables), text=True, capture_output=True, timeout=240)
+    return finished(command, extra=variables)
 
 
 def test_the_studys_environments_are_trained_and_their_energy_is_told(tmp_path: Path) -> None:

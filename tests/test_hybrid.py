@@ -12,7 +12,7 @@ from typing import Any
 import fake_hosts
 import numpy as np
 import pytest
-from conftest import PROGRAMS, SMALL, document, launch, resnet, trainings
+from conftest import PROGRAMS, SMALL, alone, document, launch, resnet, trainings
 from hypothesis import given
 from hypothesis import strategies as st
 from test_resnet_train import assert_same_arrays, read_run
@@ -245,7 +245,7 @@ def test_shares_are_one_for_each_rank() -> None:
 
 
 def test_a_dry_run_tells_the_shares_and_a_wrong_number_of_them_is_said_once() -> None:
-    shown = resnet(0, "--dry-run", "--strategy", "hybrid", *SMALL)
+    shown = alone("resnet", "--dry-run", "--strategy", "hybrid", *SMALL)
     assert "shares         measured before step 0" in shown.stdout
     shown = resnet(2, "--dry-run", "--strategy", "hybrid:shares=1:2", *SMALL)
     assert "shares         1:2: 32 + 64 samples of a step" in shown.stdout

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from conftest import LIMIT_S, ROOT, SMALL, Cluster, environment, until
+from conftest import LIMIT_S, ROOT, SMALL, Cluster, environment, finished, until
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -169,7 +169,7 @@ def test_each_ranks_output_is_in_its_files_and_of_those_to_show_on_the_terminal(
         "-c",
         SPEAKS,
     ]
-    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=LIMIT_S)
+    done = finished(words)
     assert done.returncode == 0, done.stderr
     for stream, seen in (("out", done.stdout), ("err", done.stderr)):
         assert f"{stream} 0" in seen and f"{stream} 2" in seen and f"{stream} 1" not in seen
@@ -186,12 +186,10 @@ def test_a_log_that_is_no_plain_file_is_left_as_it_is(kind: str, tmp_path: Path)
     other.write_text("mine")
     {"link": lambda: log.symlink_to(other), "fifo": lambda: os.mkfifo(log), "folder": log.mkdir}[kind]()
     words = [sys.executable, "-m", "hvdtrain.cluster.output", "--logs", str(tmp_path), "echo", "x"]
-    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=LIMIT_S)
+    done = finished(words)
     assert done.returncode == 73 and len(done.stderr.splitlines()) == 1 and str(log) in done.stderr
     assert other.read_text() == "mine"
-    done = subprocess.run(
-        [*words[:4], str(tmp_path / "logs"), "no-such"], cwd=ROOT, env=environment(), capture_output=True, text=True
-    )
+    done = finished([*words[:4], str(tmp_path / "logs"), "no-such"])
     log = (tmp_path / "logs" / "rank0000" / "stderr").read_text()
     assert done.returncode == 2 and log == "hvdtrain: rank 0: no command no-such; check the spelling\n"
     done = subprocess.run([*words[:4], str(tmp_path / "logs"), "sh", "-c", "exit 3"], cwd=ROOT, env=environment())
@@ -204,7 +202,7 @@ def test_secrets_among_the_settings_are_not_for_the_manifest() -> None:
     assert launched.heard({launched.VARIABLE: "[" * 100_000}) == launched.heard({launched.VARIABLE: "7"}) == {}
     show = f"{sys.executable} -c 'import os; print(os.environ[\"{launched.VARIABLE}\"])'"
     words = ["launch/mpirun.sh", "-np", "1", "--set", "MY_API_KEY=s3cret", "--set", "MINE=m", *shlex.split(show)]
-    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=LIMIT_S)
+    done = finished(words)
     assert '"MINE"' in done.stdout and "s3cret" not in done.stdout, done.stderr
 
 
@@ -385,7 +383,7 @@ def test_an_mpirun_that_outlives_its_ranks_is_ended_if_a_host_is_lost(tmp_path: 
         f"raise SystemExit(Job([sys.argv[1]], os.environ, 5, lost=lambda: {lost}).wait())"
     )
     words = [sys.executable, "-c", program, str(fake)]
-    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=LIMIT_S)
+    done = finished(words)
     assert done.returncode == code, done.stderr
     assert ("host b does not answer" in done.stderr) == (code == 1)
 

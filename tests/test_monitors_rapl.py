@@ -6,14 +6,13 @@ import json
 import os
 import random
 import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, environment
+from conftest import finished
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -224,7 +223,7 @@ def listed(root: Path, *flags: str, before: Sequence[str] = ()) -> str:
         str(root),
         *flags,
     ]
-    done = subprocess.run([*before, *command], env=environment(), cwd=ROOT, capture_output=True, text=True)
+    done = finished([*before, *command])
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import LIMIT_S, PROGRAMS, ROOT, Cluster, document, environment, launch, resnet
+from conftest import LIMIT_S, PROGRAMS, Cluster, document, finished, launch, resnet
 from runs import cut_off
 from test_resnet_train import assert_same_arrays, newest_arrays, read_run, started, wait_for_steps
 
@@ -110,9 +109,7 @@ def test_a_killed_rank_ends_the_job_and_is_named_once(framework: str, launcher: 
 
 def test_ranks_that_torchrun_starts_again_meet_beside_what_the_first_left_in_its_store() -> None:
     words = ["torchrun", "--nproc-per-node=2", "--max-restarts=1", f"--master-port={free_port()}"]
-    done = subprocess.run(
-        [*words, str(PROGRAMS / "torchrun_restarted.py")], env=environment(), cwd=ROOT, capture_output=True, text=True
-    )
+    done = finished([*words, str(PROGRAMS / "torchrun_restarted.py")])
     assert done.returncode == 0, done.stderr
     told = [json.loads(line)["told"] for line in done.stdout.splitlines()]
     assert told == [[[0, start], [1, start]] for start in ("0", "1")]

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 import pytest
+from conftest import forked
 from PIL import Image
 from runs import make
 
@@ -189,30 +190,6 @@ def give_up_capabilities() -> None:
         raise OSError(ctypes.get_errno(), "capset")
 
 
-def child(run: Callable[[list[str]], NoReturn], words: list[str], folder: Path, said: Path) -> NoReturn:
-    code = 120
-    try:
-        signal.alarm(PATIENCE_S)
-        out = os.open(said, os.O_WRONLY | os.O_CREAT)
-        null = os.open(os.devnull, os.O_RDWR)
-        for stream, target in ((0, null), (1, null), (2, out)):
-            os.dup2(target, stream)
-        sys.stdin, sys.stdout, sys.stderr = (os.fdopen(n, mode) for n, mode in ((0, "r"), (1, "w"), (2, "w")))
-        os.chdir(folder)
-        give_up_capabilities()
-        try:
-            run(words)
-        except SystemExit as end:
-            code = int(end.code or 0)
-        except BaseException:
-            import traceback
-
-            traceback.print_exc()
-        sys.stderr.flush()
-    finally:
-        os._exit(code)
-
-
 @pytest.fixture(scope="module", autouse=True)
 def imported() -> None:
     """Modules that commands import late: once here, and not in each child."""
@@ -245,14 +222,9 @@ def test_whatever_a_path_meets_is_told_in_one_line(tmp_path: Path, name: str, li
     if slow or (name == "results" and line.startswith(ALIKE) and "reference" not in line):
         meetings = {kind: meetings[kind] for kind in TELLING}
     for kind, path in meetings.items():
-        said = tmp_path / "said"
-        said.unlink(missing_ok=True)
         words = [word.replace(HERE, path) for word in line.split()]
-        pid = os.fork()
-        if pid == 0:
-            child(run, words, tmp_path, said)
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        text = said.read_text(errors="replace")
+        done = forked(lambda words=words: (signal.alarm(PATIENCE_S), give_up_capabilities(), run(words)), tmp_path)
+        code, text = done.returncode, done.stderr
         fine = code in CODES and "Traceback" not in text and "\x1b" not in text
         lines = [line for line in text.splitlines() if not line.endswith(": not read: Permission denied")]
         if not fine or (code and (len(lines) != 1 or not lines[0].strip())):

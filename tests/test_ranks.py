@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PROGRAMS, document, launch
+from conftest import PROGRAMS, document, launch, refused
 
 from hvdtrain import world
 
@@ -153,5 +153,4 @@ def test_programs_that_do_not_know_of_each_other_are_refused_by_the_first(
 
 
 def test_programs_started_by_pmi_end_with_a_usage_error() -> None:
-    done = launch(0, ["-m", "hvdtrain.resnet"], extra=PMI)
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    refused("resnet", code=2, said="by PMI", extra=PMI)

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import ROOT, SMALL, command, document, environment, launch, resnet, trainings
+from conftest import ROOT, SMALL, command, document, environment, finished, launch, refused, resnet, trainings
 from PIL import Image
 from runs import Made, cut_off
 from runs import manifest as made_manifest
@@ -365,11 +365,7 @@ BAD = [
 
 @pytest.mark.parametrize(("flags", "code", "text"), BAD, ids=lambda value: str(value)[:30])
 def test_bad_input_is_one_line_and_its_exit_code(flags: list[str], code: int, text: str) -> None:
-    done = resnet(0, *flags)
-    assert done.returncode == code, done.stderr
-    assert len(done.stderr.splitlines()) == 1, done.stderr
-    assert text in done.stderr
-    assert done.stdout == ""
+    refused("resnet", *flags, code=code, said=text)
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
@@ -396,10 +392,7 @@ def test_ranks_that_found_other_settings_are_told_which_before_they_train(tmp_pa
     (tmp_path / "there" / "run" / "manifest.json").write_text(json.dumps(manifest))
     words = [sys.executable, "-m", "hvdtrain.resnet", "--run-dir", "run", "--resume"]
     first, second = (["-np", "1", "-wdir", str(tmp_path / place), *words] for place in ("here", "there"))
-    done = subprocess.run(
-        ["mpirun", *first, ":", *second],
-        env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
+    done = finished(["mpirun", *first, ":", *second])  # fmt: skip
     assert done.returncode == 78 and done.stderr.count("hvdtrain: ") == 1, done.stderr
     assert "rank 1 on " in done.stderr and "epochs: 3 there, 12 here; " in done.stderr, done.stderr
     assert not (tmp_path / "here" / "run").exists()

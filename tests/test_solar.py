@@ -12,7 +12,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import numpy as np
 import pytest
-from conftest import PROGRAMS, document, launch
+from conftest import PROGRAMS, alone, document, launch, refused
 from runs import cut_off
 from sklearn import metrics
 from test_resnet_train import assert_same_arrays
@@ -225,12 +225,11 @@ def hvdtrain(folder: Path, *words: str) -> str:
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_bad_settings_are_one_clear_line(flags: list[str], said: str) -> None:
-    done = launch(0, ["-m", "hvdtrain.solar", "--dry-run", *flags])
-    assert done.returncode == BAD_CONFIG and said in done.stderr and len(done.stderr.splitlines()) == 1
+    refused("solar", "--dry-run", *flags, code=BAD_CONFIG, said=said)
 
 
 def test_a_dry_run_tells_what_was_left_out_and_why() -> None:
-    shown = document(launch(0, ["-m", "hvdtrain.solar", "--net", "cnn", "--dry-run", "--json"]))
+    shown = document(alone("solar", "--net", "cnn", "--dry-run", "--json"))
     assert shown["model"]["parameters"] == 4_352_641
     assert shown["config"]["batch_size"] == 100
     assert shown["data"]["unit"] == "W/m2" and shown["data"]["windows_left_out"]["with a bad reading"] > 0

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import ROOT, SMALL, document, environment, resnet, trainings, until
+from conftest import SMALL, alone, document, environment, finished, refused, resnet, trainings, until
 from conftest import command as started_by
 from safetensors.numpy import load_file
 from test_faults import is_rank
@@ -456,7 +456,7 @@ def test_the_benchmark_finds_the_bytes_of_the_formula_on_the_wire(tmp_path: Path
     """Payload, and at most 8 % for headers and acknowledgements."""
     flags = ["--rates", "100mbit", "--models", "small", "--rows", "stages2", "--rounds", "1", "--json"]
     words = [sys.executable, "tools/bench_stages.py", *flags, "--name", f"t{os.getpid()}", "--out", str(tmp_path)]
-    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    done = finished(words)
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(done.stdout)["rows"]
     assert row["formula_bytes"] == 4 * 2048 * (398 + 85 + 86) / 4, "4 steps: what was trained on, and evaluated"
@@ -481,17 +481,12 @@ def test_the_benchmark_finds_the_bytes_of_the_formula_on_the_wire(tmp_path: Path
 )
 def test_settings_that_do_not_go_together(flags: list[str], told: str) -> None:
     four = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
-    done = subprocess.run(
-        [sys.executable, "-m", "hvdtrain.resnet", "--framework", "torch", "--dry-run", *flags],
-        env={**os.environ, **four, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"},
-        capture_output=True,
-        text=True,
-    )
-    assert (done.returncode, done.stdout) == (78, "") and told in done.stderr and done.stderr.count("\n") == 1
+    four["OMPI_COMM_WORLD_LOCAL_SIZE"] = "4"
+    refused("resnet", "--framework", "torch", "--dry-run", *flags, code=78, said=told, extra=four)
 
 
 def test_a_dry_run_by_itself_shows_the_plan_of_as_many_ranks() -> None:
-    facts = document(resnet(0, "--stages", "2", "--dry-run", "--json"))["facts"]
+    facts = document(alone("resnet", "--stages", "2", "--dry-run", "--json"))["facts"]
     assert facts["pipeline"].startswith("2 stages x 1 replicas, 4 micro-batches")
     assert facts["stage 0"].startswith("stem to ") and facts["stage 0"].endswith("; rank 0")
     assert " to fc: " in facts["stage 1"] and facts["stage 1"].endswith("; rank 1")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
 import sys
 from collections import Counter, defaultdict
 from fractions import Fraction
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import LIMIT_S, ROOT, environment
+from conftest import ROOT, finished
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -305,9 +304,7 @@ def test_a_shipped_sweep_can_be_planned_here(path: Path, tmp_path: Path) -> None
     command = [sys.executable, "-m", "hvdtrain.sweep", str(path), "--root", str(tmp_path), "--dry-run", "--json"]
     fewer = {"martin2019_pyramids": ["net=p3-k9"], "fair": ["lr=0.2", "global_batch_size=128"]}  # of 30, of 15
     command += [word for given in fewer.get(path.stem, []) for word in ("--set", given)]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment({"HVDTRAIN_EPOCHS": "7"}), capture_output=True, text=True, timeout=LIMIT_S
-    )
+    done = finished(command, extra={"HVDTRAIN_EPOCHS": "7"})
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     assert document["sweep"] == path.stem

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PROGRAMS, document, launch
+from conftest import PROGRAMS, document, launch, refused
 from sklearn import metrics as known
 from sklearn.datasets import load_wine
 from test_resnet_train import assert_same_arrays
@@ -212,7 +212,4 @@ def test_answers_need_no_classes_and_what_does_not_fit_is_told(runs: Path, other
     ],
 )
 def test_what_is_not_accepted_is_one_line(flags: list[str], code: int, told: str) -> None:
-    done = tabular(0, *flags)
-    assert done.returncode == code
-    assert told in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    refused("tabular", *flags, code=code, said=told)

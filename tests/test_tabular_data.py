@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import environment
+from conftest import finished
 from sklearn.datasets import load_breast_cancer
 from sklearn.preprocessing import StandardScaler
 
@@ -172,9 +172,7 @@ print(table.fingerprint, len(table.train), table.columns.mean[39], len(table.tra
 """
 
     def load() -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-c", code, str(path)], env=environment(cache), capture_output=True, text=True
-        )
+        return finished([sys.executable, "-c", code, str(path)], extra=cache)
 
     first, again = load(), load()
     assert first.returncode == 0, first.stderr

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, environment
+from conftest import ROOT, finished
 
 from hvdtrain.cluster import commands, throttle
 from hvdtrain.cluster.throttle import __main__ as command_line
@@ -166,10 +166,7 @@ MISTAKES = [
 @pytest.mark.parametrize(("arguments", "code", "reason"), MISTAKES)
 def test_a_mistake_is_one_line_with_its_code(arguments: str, code: int, reason: str) -> None:
     """--dry-run keeps those that need root from being stopped for that first."""
-    done = subprocess.run(
-        [str(ROOT / "tools" / "throttle.sh"), *arguments.split(), "--dry-run"],
-        env=environment(), capture_output=True, text=True, cwd="/",
-    )  # fmt: skip
+    done = finished([str(ROOT / "tools" / "throttle.sh"), *arguments.split(), "--dry-run"], cwd="/")  # fmt: skip
     assert (done.returncode, done.stdout) == (code, ""), done.stderr
     assert reason in done.stderr and done.stderr.count("\n") == 1 and done.stderr.startswith("throttle: ")
 
@@ -179,7 +176,7 @@ def test_without_root_it_says_so_and_a_dry_run_still_shows_the_commands(iproute2
     module = [*drop, sys.executable, "-B", "-m", "hvdtrain.cluster.throttle"]
 
     def call(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([*module, *arguments], cwd=ROOT, env=environment(), capture_output=True, text=True)
+        return finished([*module, *arguments])
 
     done = call("10mbit", "--dev", "lo")
     assert (done.returncode, done.stdout) == (77, "")

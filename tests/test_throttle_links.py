@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import LIMIT_S, ROOT, Cluster, environment, until
+from conftest import ROOT, Cluster, environment, finished, until
 
 from hvdtrain.cluster import virtual
 from hvdtrain.cluster.throttle import qdisc
@@ -58,9 +58,7 @@ class Machine:
         return [*enter, *words]
 
     def throttle(self, *arguments: str, extra: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            self.command(THROTTLE, *arguments), env=environment(extra), capture_output=True, text=True, timeout=LIMIT_S
-        )
+        return finished(self.command(THROTTLE, *arguments), extra=extra)
 
     def tc(self, *words: str) -> str:
         return sh("tc", "-n", self.netns, *words)
@@ -177,7 +175,7 @@ def test_mistakes_change_nothing(machine: Machine) -> None:
         done = machine.throttle(*arguments)
         assert done.returncode == code and reason in done.stderr and done.stderr.count("\n") == 1, done.stderr
     weak = machine.command("setpriv", "--bounding-set=-net_admin", "--inh-caps=-net_admin", THROTTLE)
-    done = subprocess.run([*weak, "10mbit", "--dev", "v0"], env=environment(), capture_output=True, text=True)
+    done = finished([*weak, "10mbit", "--dev", "v0"])
     assert done.returncode == 77 and done.stderr.count("\n") == 1, done.stderr
     assert machine.queues() == found and not list(machine.state.glob("*"))
 
@@ -217,10 +215,7 @@ def test_the_interface_one_needs_is_refused_and_forced_only_for_a_time(machine: 
 def test_an_ssh_session_that_sudo_hides_is_found(machine: Machine) -> None:
     """sudo clears the variable for its child; the shell that called sudo still has it."""
     words = ["sh", "-c", 'env -u SSH_CONNECTION "$@"; exit $?', "sh", THROTTLE, "10mbit", "--dev", "v0"]
-    done = subprocess.run(
-        machine.command(*words),
-        env=environment({"SSH_CONNECTION": "10.78.0.2 50000 10.78.0.1 22"}), capture_output=True, text=True,
-    )  # fmt: skip
+    done = finished(machine.command(*words), extra={"SSH_CONNECTION": "10.78.0.2 50000 10.78.0.1 22"})
     assert done.returncode == 1 and "the ssh session" in done.stderr
 
 
@@ -256,9 +251,7 @@ def asked_of(cluster: Cluster) -> set[float | None]:
 
 
 def on_cluster(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [THROTTLE, *arguments, "--name", cluster.name], env=environment(), capture_output=True, text=True, cwd="/"
-    )
+    return finished([THROTTLE, *arguments, "--name", cluster.name], cwd="/")
 
 
 def test_kills_leave_no_link_half_way(cluster: Cluster) -> None:
@@ -362,10 +355,7 @@ def test_a_failure_in_the_middle_changes_nothing(cluster: Cluster, tmp_path: Pat
         f'#!/bin/sh\ncase "$*" in *replace*p2*10000000bit*) echo Boom >&2; exit 2;; esac\nexec {real} "$@"\n'
     )
     shim.chmod(0o755)
-    done = subprocess.run(
-        [THROTTLE, "10mbit", "--name", cluster.name],
-        env=environment({"PATH": f"{tmp_path}:{environment()['PATH']}"}), capture_output=True, text=True,
-    )  # fmt: skip
+    done = finished([THROTTLE, "10mbit", "--name", cluster.name], extra={"PATH": f"{tmp_path}:{environment()['PATH']}"})
     assert done.returncode == 1 and "Boom" in done.stderr and done.stderr.count("\n") == 1
     assert rates_of(cluster) == {30_000_000} and asked_of(cluster) == {30.0}
     assert on_cluster(cluster, "clear").returncode == 0

@@ -6,7 +6,7 @@ import json
 import subprocess
 
 import pytest
-from conftest import ROOT, Cluster, environment
+from conftest import ROOT, Cluster, finished
 
 from hvdtrain.cluster import virtual
 from hvdtrain.cluster.commands import run
@@ -17,9 +17,7 @@ THROTTLE = str(ROOT / "tools" / "throttle.sh")
 
 
 def on_cluster(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [THROTTLE, *arguments, "--name", cluster.name], env=environment(), capture_output=True, text=True, cwd="/"
-    )
+    return finished([THROTTLE, *arguments, "--name", cluster.name], cwd="/")
 
 
 def test_verify_measures_every_link_and_judges_by_its_tolerance(cluster: Cluster) -> None:

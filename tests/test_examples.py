@@ -32,8 +32,8 @@ def test_example(example: Path, tmp_path: Path) -> None:
     assert all(record.bytes_sent > 0 and record.compute_s > 0 for record in written if record.type == "step")
 
 
-@pytest.mark.parametrize(("ranks", "framework"), [(3, "torch"), (2, "tensorflow")])
-def test_a_benchmark_as_horovods_documentation_writes_it(ranks: int, framework: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+def test_a_benchmark_as_horovods_documentation_writes_it(framework: str, tmp_path: Path) -> None:
     """With nothing changed but the import it ends with Horovod's weights, whoever carries and starts it."""
     pytest.importorskip("keras" if framework == "tensorflow" else "torch")
     script = str(ROOT / "tests" / "programs" / f"synthetic_{framework}.py")
@@ -47,7 +47,7 @@ def test_a_benchmark_as_horovods_documentation_writes_it(ranks: int, framework: 
     for package, launcher, extra in started:
         norms = tmp_path / launcher
         words = [script, f"{package}.{framework}", str(norms)]
-        done = launch(ranks, words, launcher, {"HVDTRAIN_RECORD": "0", **extra})
+        done = launch(2, words, launcher, extra)
         assert done.returncode == 0, done.stderr[-3000:]
         found.append(json.loads(norms.read_text()))
     for other in found[1:]:

@@ -144,6 +144,7 @@ def test_both_frameworks_give_the_same_first_losses(tmp_path: Path) -> None:
     # Blocks that start as the identity, and a small rate: otherwise a relative change of 1e-7 in the weights of one
     # framework alone moves the loss by 0.1 within five steps, and no two programs could agree (docs/LOG.md).
     flags = ["--image-size", "48", "--width", "0.125", "--batch-size", "48", "--lr", "0.005"]
+    flags += ["--epoch-samples", "480", "--evaluate-samples", "48"]
     losses = []
     for framework in FRAMEWORKS:
         folder = tmp_path / framework

@@ -3,10 +3,11 @@
     python tools/bench.py                   # everything, about forty minutes on two cores
     python tools/bench.py --quick --json    # one round, one document
 
-Two ranks on this machine train ResNet-34 on the digits, in turn by our entry point, by it with all monitors on, by it
-with --strategy native, and by tools/bare_loop.py, a hand-written Horovod loop of the same model; every other round
-backwards, so that drift favours none. `tools/bench_data.py` does the same for preprocessing, `bench_captioning.py` for
-the captioning model, `bench_threads.py` for threads and `bench_script.py` for the other import in a user's script.
+Two ranks on this machine train ResNet-34 on the digits, in turn by tools/bare_loop.py, a hand-written Horovod loop of
+the same model, by our entry point, by it with all monitors on, and by it with --strategy native; every other round
+backwards, so that drift favours none; the pairs that are compared stand beside each other. `tools/bench_data.py` does
+the same for preprocessing, `bench_captioning.py` for the captioning model, `bench_threads.py` for threads and
+`bench_script.py` for the other import in a user's script.
 Figures are medians over rounds with the smallest and the largest in brackets; the first three steps of each run are
 left out of rates.
 """
@@ -108,9 +109,9 @@ def measure_loop(framework: str, rounds: int, folder: Path) -> dict[str, Any]:
         program = ["-m", "hvdtrain.resnet", *flags, *OURS[name], "--run-dir", str(run)]
         return launch(program, run / "metrics" / "rank0000.jsonl")
 
-    ways: dict[str, Callable[[int], dict[str, Any]]] = {name: partial(ours, name=name) for name in OURS}
-    ways["bare"] = lambda number: launch(["tools/bare_loop.py", framework, "--epochs", str(EPOCHS)])
-    return in_turn(ways, rounds, framework)
+    ways: dict[str, Callable[[int], dict[str, Any]]]
+    ways = {"bare": lambda number: launch(["tools/bare_loop.py", framework, "--epochs", str(EPOCHS)])}
+    return in_turn(ways | {name: partial(ours, name=name) for name in OURS}, rounds, framework)
 
 
 def ratios(found: dict[str, Any], one: str, other: str) -> list[float]:

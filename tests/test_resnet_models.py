@@ -28,12 +28,14 @@ from conftest import PROGRAMS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain import strategies
+from hvdtrain import strategies, workload
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import Batch
 from hvdtrain.exits import BAD_CONFIG, Failure
 from hvdtrain.measures import Accuracy
 from hvdtrain.models.resnet import NORM_MOMENTUM, ResNetSpec, buffers, initial_state, parameters, plan
+from hvdtrain.strategies.hierarchical import Hierarchical
+from hvdtrain.strategies.overlapped import PARTS, Overlapped, cut
 from hvdtrain.timing import Clock
 from hvdtrain.world import World
 
@@ -466,3 +468,72 @@ def test_a_part_of_a_vector_becomes_a_tensor_wherever_it_begins(begin: int, end:
     np.testing.assert_array_equal(made.numpy(), np.arange(begin, end, dtype=np.float32))
     vector[:] = -1
     assert (made.numpy() == -1).all() == (shared or begin == end)
+
+
+class Taking(Overlapped):
+    """Notes what a replica tells, in place of summing it."""
+
+    def parts(self) -> list[range]:
+        self.begins = [0, *np.cumsum([int(np.prod(shape)) for shape in self._shapes])]
+        self.cut = cut(self._shapes)
+        self.taken: list[tuple[int, np.ndarray, bool]] = []
+        self.backward_done = False
+        return self.cut
+
+    def take(self, part: int, vector: np.ndarray, ready: Any = None) -> None:
+        here = slice(self.begins[self.cut[part].start], self.begins[self.cut[part].stop] if part else None)
+        self.taken.append((part, vector[here].copy(), self.backward_done))
+
+
+@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+def test_gradients_are_told_part_by_part_during_backward_when_they_are_whole(framework: str) -> None:
+    spec = SMALL
+    images, labels = batch(spec, (8, 8))
+    config = TrainConfig(framework=framework, device="cpu")
+    world = World(framework, carrier="streams")
+    shapes = in_vector(framework, list(parameters(spec).values()))
+    strategy = Taking(world, shapes, config, None, Hierarchical(shapes))
+    model: Any = (ResNetTorch if framework == "torch" else ResNetTF)(spec)
+    replica = workload.replica_of(model, config, world, strategy, "cpu", Accuracy())
+    for _ in range(2):
+        strategy.taken.clear()
+        strategy.backward_done = False
+        replica.backward(Batch(arrays=(images, labels), weight=16, total_weight=16), 0.1, stop=False)
+        strategy.backward_done = True
+        assert [(part, late) for part, _, late in strategy.taken] == [(part, False) for part in range(PARTS)]
+        whole = np.concatenate([piece for _, piece, _ in reversed(strategy.taken)])
+        np.testing.assert_array_equal(whole, replica.vector())
+        assert whole[-2] == 16 and np.abs(whole[: strategy.begins[-1]]).sum() > 0
+
+
+def test_arrays_that_the_loss_does_not_use_are_told_with_the_others() -> None:
+    class Half(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = (torch.nn.Parameter(torch.ones(100, 100)) for _ in range(2))
+
+        def loss(self, inputs: Any, labels: Any) -> Any:
+            return (inputs @ self.used).sum(), {"correct": torch.zeros(())}
+
+    config = TrainConfig(framework="torch", device="cpu")
+    world = World("torch", carrier="streams")
+    strategy = Taking(world, [(100, 100)] * 2, config, None, Hierarchical([(100, 100)] * 2))
+    replica = workload.replica_of(Half(), config, world, strategy, "cpu", Accuracy())
+    ones = np.ones((1, 100), np.float32)
+    replica.backward(Batch(arrays=(ones, ones), weight=1, total_weight=1), 0.1, stop=False)
+    (first, unused, _), (second, used, _) = strategy.taken
+    assert (first, second, unused[: 100 * 100].any(), used.all()) == (0, 1, False, True)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "parts"),
+    [
+        ([(3, 3), (3,), (4, 3), (4,), (4,), (5, 4), (6, 5), (1 << 14, 6), (9,)], [(6, 9), (5, 6), (2, 5), (0, 2)]),
+        ([(4,), (1 << 15, 4)], [(0, 2)]),
+        ([(1 << 15,), (4,)], [(0, 2)]),
+        ([(2, 2)] * 40, [(0, 40)]),
+    ],
+    ids=["quarters", "one layer", "no layer", "so few numbers that more rounds cost more than they hide"],
+)
+def test_the_parts_are_quarters_of_the_layers_the_last_first(shapes: Any, parts: list[tuple[int, int]]) -> None:
+    assert cut(shapes) == [range(*part) for part in parts]

@@ -128,7 +128,7 @@ def test_help_about_one_tells_its_purpose_settings_and_an_example() -> None:
     done = resnet(0, "--strategy", "help:powersgd", *SMALL)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("powersgd: Low-rank gradients")
-    for said in ("rank=whole number >= 1, default 2", "bits=32, 8 or 4, default 8", "MB in 4 rounds"):
+    for said in ("rank=whole number >= 1, default 2", "bits=32, 8 or 4, default 8", "MB in 16 rounds, behind backward"):
         assert said in done.stdout
     parse(done.stdout.rpartition("example: --strategy ")[2].strip())
     assert resnet(0, "--strategy", "help:nonsense").returncode == 78

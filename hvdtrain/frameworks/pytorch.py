@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -55,6 +57,7 @@ class Flat:
         self._whole = torch.zeros(self._size + tail, device=device)
         self._host = self._whole if device.type == "cpu" else torch.zeros(self._size + tail, pin_memory=True)
         self._in_host = False
+        self.memory = self._host.numpy()
         self.gradients = self._whole[: self._size]
         pieces = zip(parameters, self.weights.split(sizes), self.gradients.split(sizes), strict=True)
         for parameter, weight, gradient in pieces:
@@ -62,11 +65,25 @@ class Flat:
             parameter.data, parameter.grad = weight.view(parameter.shape), gradient.view(parameter.shape)
 
     def vector(self, tail: torch.Tensor) -> np.ndarray:
-        self._whole[self._size :] = tail
+        self.set_tail(tail)
         if self._host is not self._whole:
             self._host.copy_(self._whole)
             self._in_host = True
-        return self._host.numpy()
+        return self.memory
+
+    def set_tail(self, tail: torch.Tensor) -> None:
+        self._whole[self._size :] = tail
+
+    def piece(self, begin: int, end: int | None) -> Callable[[], None] | None:
+        """Brings the vector's numbers from `begin` to `end` to host memory. They are there when what this returns has
+        returned; None: they are there."""
+        if self._host is self._whole:
+            return None
+        self._host[begin:end].copy_(self._whole[begin:end], non_blocking=True)
+        self._in_host = True
+        arrived = torch.cuda.Event()
+        arrived.record()
+        return arrived.synchronize
 
     def take_gradients(self) -> None:
         if self._in_host:
@@ -74,8 +91,49 @@ class Flat:
             self._in_host = False
 
 
+class Told:
+    """Tells a strategy during backward which of its `parts` has its gradients in the vector.
+
+    In their order: a part that is there early waits for those before it. Arrays that the loss does not use are never
+    announced by PyTorch, so `rest` tells what is left when backward is done.
+    """
+
+    def __init__(self, strategy: Strategy, parts: Sequence[range], flat: Flat, parameters: Sequence[Any]) -> None:
+        self._strategy, self._parts, self._flat = strategy, parts, flat
+        self._borders = [0, *itertools.accumulate(parameter.numel() for parameter in parameters)]
+        self._missing: list[int] = []
+        self._next = 0
+        for number, part in enumerate(parts):
+            for place in part:
+                parameters[place].register_post_accumulate_grad_hook(functools.partial(self._made, number))
+
+    def begin(self) -> None:
+        self._missing = [len(part) for part in self._parts]
+        self._next = 0
+
+    def _made(self, number: int, parameter: torch.nn.Parameter) -> None:
+        self._missing[number] -= 1
+        while self._next < len(self._parts) and self._missing[self._next] == 0:
+            self._tell()
+
+    def rest(self) -> None:
+        while self._next < len(self._parts):
+            self._tell()
+
+    def _tell(self) -> None:
+        part = self._parts[self._next]
+        begin, end = self._borders[part.start], None if self._next == 0 else self._borders[part.stop]
+        self._strategy.take(self._next, self._flat.memory, self._flat.piece(begin, end))
+        self._next += 1
+
+
 class TorchReplica:
     """See `frameworks.Replica`. `model.loss(*arrays)` returns the sum of losses and, by name, the measure's sums."""
+
+    _told: Told | None = None
+    """Where the strategy takes gradients during backward"""
+    one_backward = True
+    """Whether a step has one backward, so that a gradient is whole when it is there"""
 
     def __init__(
         self,
@@ -108,6 +166,8 @@ class TorchReplica:
             self._step = world.torch.overlapped(self._model, optimizer, strategy.settings)
         else:
             self._flat = Flat(list(parameters.values()), measure.size + 1, self._device)
+            if self.one_backward and (parts := strategy.parts()):
+                self._told = Told(strategy, parts, self._flat, list(parameters.values()))
         self._optimizer: torch.optim.Optimizer = self._step.optimizer
         # PyTorch's first scale, so that what backward sees is the same whatever the exchange divides by.
         first_scale = 2.0**16 / self._step.loss_factor
@@ -128,7 +188,12 @@ class TorchReplica:
         self._tail = self._world.torch.start_sum(tail, "step.totals")
         self._samples = batch.weight, batch.total_weight
         mean_of = batch.weight if self._local else batch.total_weight
+        if self._told and self._flat:
+            self._flat.set_tail(tail)
+            self._told.begin()
         self._step.backward(self._scaler.scale(loss / (mean_of / self._step.loss_factor)))
+        if self._told:
+            self._told.rest()
 
     def _train(self, training: bool) -> None:
         if self._model.training != training:  # telling every module anew takes as long as a small layer
@@ -136,7 +201,7 @@ class TorchReplica:
 
     def vector(self) -> np.ndarray:
         assert self._flat is not None
-        return self._flat.vector(self._tail)
+        return self._flat.memory if self._told else self._flat.vector(self._tail)
 
     def factors(self) -> Mapping[int, tuple[np.ndarray, np.ndarray]]:
         return self._kept.pairs()

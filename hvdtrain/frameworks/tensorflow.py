@@ -9,6 +9,8 @@ than TensorFlow on the graph: models and optimizers use TensorFlow's own control
 from __future__ import annotations
 
 import inspect
+import itertools
+import math
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -128,6 +130,9 @@ class TensorFlowReplica:
     that are not trained, and `sequences`, the arguments of `loss` whose second axis has another length from batch to
     batch."""
 
+    one_backward = True
+    """Whether a step has one backward, so that a gradient is whole when it is there"""
+
     def __init__(
         self, model: Any, *, device: str, config: TrainConfig, world: World, strategy: Strategy, measure: Measure
     ) -> None:
@@ -145,6 +150,8 @@ class TensorFlowReplica:
         self._forward_graphs: dict[bool, Any] = {}
         self._apply_graph = tf.function(self._apply, autograph=False)
         self._vector = np.empty(0, np.float32)
+        self._strategy = strategy
+        self._parts = strategy.parts() if self.one_backward else ()
         self._factored = set(strategy.factored)
         """Places of those weights whose gradients are products that need not be made; see `_backward`"""
         self._products: dict[int, tf.Tensor] = {}
@@ -161,7 +168,7 @@ class TensorFlowReplica:
         numbers = tf.constant([mean_of, batch.weight, lr, stop], tf.float32)
         self._gradients, self._pairs, self._tail = self._backward_graph(arrays, numbers)
         self._samples = batch.weight, batch.total_weight
-        self._gathered = False
+        self._gathered = bool(self._parts)
 
     def _any_length(self, arrays: list[tf.Tensor]) -> list[tf.TensorSpec]:
         """The arrays' types for any number of samples, and sequences of any length, so that no graph is compiled anew
@@ -190,9 +197,31 @@ class TensorFlowReplica:
             found = {place: _pair(gradients[place]) for place in sorted(self._factored)}
             pairs = {place: pair for place, pair in found.items() if pair}
             self._factored = set(pairs)  # while the graph is traced, which leaves out a product that nobody wants
+            if self._parts:
+                self._give(gradients, tail)
+                return [], [], tail
             return [each for place, each in enumerate(gradients) if place not in pairs], list(pairs.values()), tail
         self._apply(_dense(self._ranks.summed_gradients(tape, mean, weights), weights), lr)
         return [], [], tail
+
+    def _give(self, gradients: list[tf.Tensor], tail: tf.Tensor) -> None:
+        """Operations of the graph that bring each part's gradients into the vector and tell the strategy, in the order
+        of the parts; the tail goes with the first."""
+        sizes = [math.prod(weight.shape) for weight in self._weights.values()]
+        borders = [0, *itertools.accumulate(sizes)]
+        self._vector = _aligned(borders[-1] + self._measure.size + 1)
+        before: list[tf.Operation] = []
+        for number, part in enumerate(self._parts):
+            given = [gradients[place] for place in part] + ([tail] if number == 0 else [])
+            begin = borders[part.start]
+
+            def take(*arrays: np.ndarray, number: int = number, begin: int = begin) -> None:
+                size = sum(array.size for array in arrays)
+                np.concatenate([array.reshape(-1) for array in arrays], out=self._vector[begin : begin + size])
+                self._strategy.take(number, self._vector)
+
+            with tf.control_dependencies(before):
+                before = [tf.numpy_function(take, given, [])]
 
     def vector(self) -> np.ndarray:
         if not self._gathered:

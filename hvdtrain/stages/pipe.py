@@ -63,6 +63,7 @@ class Parted:
     the last stage's totals, and `backward_of`, which is `Part.back` of one that is under way.
     """
 
+    one_backward = False
     _pipe: Pipe
     _measure: Measure
     _under_way: dict[int, Any]

@@ -37,6 +37,7 @@ BLOCK = 1 << 15
 class Half(Reducer):
     """Rounds what it sends; how is said by the two classes below."""
 
+    divisible = True
     head = 0
     """Numbers of 16 bits in front of each message"""
 

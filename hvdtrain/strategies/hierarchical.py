@@ -22,6 +22,8 @@ from hvdtrain.strategies.reducer import Reducer
 class Hierarchical(Reducer):
     """The exact sum."""
 
+    divisible = True
+
     @classmethod
     def cost(cls, shapes: Sequence[Shape], hosts: int, settings: Any = None) -> Cost:
         return Cost(sent_bytes=ring_bytes(4 * elements(shapes), hosts), rounds=2 * (hosts > 1), exact=True)

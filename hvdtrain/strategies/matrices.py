@@ -32,11 +32,13 @@ class Cut(NamedTuple):
     rank: int
 
 
-def plan(shapes: Sequence[Shape], rank: int) -> tuple[list[Cut], list[slice]]:
-    """What is sent as factors and what whole, when a matrix of mean sides is sent at this rank."""
+def plan(shapes: Sequence[Shape], rank: int, among: Sequence[Shape] | None = None) -> tuple[list[Cut], list[slice]]:
+    """What is sent as factors and what whole, when a matrix of mean sides is sent at this rank. The mean is that of
+    the arrays `among` which these are, by default these."""
     sizes = [math.prod(shape) for shape in shapes]
     rows = [most_square(shape) for shape in shapes]
-    sides = [some + size // some for some, size in zip(rows, sizes, strict=True) if some > 1]
+    everyones = [(most_square(shape), math.prod(shape)) for shape in among or shapes]
+    sides = [some + size // some for some, size in everyones if some > 1]
     cuts: list[Cut] = []
     whole: list[slice] = []
     start = 0

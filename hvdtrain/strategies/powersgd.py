@@ -76,12 +76,14 @@ class PowerSGD(Reducer):
         """Of each number sent; 8 or 4: rounded, what is lost goes into the next round"""
 
     remembers = "error"
+    divisible = True
     rung = 1
 
-    def __init__(self, shapes: Sequence[Shape], settings: Any = None) -> None:
+    def __init__(self, shapes: Sequence[Shape], settings: Any = None, among: Sequence[Shape] | None = None) -> None:
+        """`among`: all arrays of the model, if these are a part of them, which share the numbers sent with all."""
         super().__init__(shapes, settings)
         self._bits = self.settings.bits
-        cuts, whole = plan(self.shapes, self.settings.rank)
+        cuts, whole = plan(self.shapes, self.settings.rank, among)
         first, second = payload(cuts, whole)
         self._first, self._second, self._mine = (np.zeros(n, np.float32) for n in (first, second, second))
         """All P and what is sent whole; all Q; this host's part of all Q"""
@@ -94,6 +96,9 @@ class PowerSGD(Reducer):
         """Length of each column of Q"""
         for matrix in self._matrices:
             matrix.q[:] = random_q(matrix)
+
+    def cut(self, parts: Sequence[range]) -> list[Reducer]:
+        return [PowerSGD([self.shapes[i] for i in part], self.settings, among=self.shapes) for part in parts]
 
     def _views(self, cuts: Sequence[Cut]) -> list[Matrix]:
         scratch = np.empty(max((cut.rows * cut.columns for cut in cuts), default=0), np.float32)

@@ -26,6 +26,9 @@ class Reducer(abc.ABC):
     remembers: ClassVar[str] = ""
     """What of its state a round leaves out and the next one adds (error feedback), by name; an infinite gradient would
     stay there for ever"""
+    divisible: ClassVar[bool] = False
+    """Whether parts of the vector may be summed one by one, each by a reducer of its own, because nothing is chosen
+    among all numbers. Its state is arrays of one dimension in the vector's order"""
     rung: ClassVar[int] = 0
     """See `strategy.Strategy.rung`"""
 
@@ -34,6 +37,10 @@ class Reducer(abc.ABC):
         self.shapes = [tuple(shape) for shape in shapes]
         self._owes = False
         self.settings = settings or self.Settings()
+
+    def cut(self, parts: Sequence[range]) -> list[Reducer]:
+        """One for each part of its arrays, without what it remembers, if it is `divisible`."""
+        return [type(self)([self.shapes[place] for place in part], self.settings) for part in parts]
 
     @classmethod
     @abc.abstractmethod

@@ -118,6 +118,7 @@ class Int8(Reducer):
     """All numbers in 8 bits, a quarter of the bytes; what is lost goes into the next round."""
 
     remembers = "error"
+    divisible = True
     bits = 8
 
     def __init__(self, shapes: Sequence[Shape], settings: Any = None) -> None:

@@ -18,6 +18,7 @@ from hvdtrain.arguments import near
 from hvdtrain.config import TrainConfig
 from hvdtrain.exits import Failure
 from hvdtrain.strategies import table
+from hvdtrain.strategies.overlapped import Overlapped
 from hvdtrain.strategies.payload import Cost, Layout, Shape
 from hvdtrain.strategies.reducer import Reducer
 from hvdtrain.strategies.strategy import Strategy
@@ -55,8 +56,10 @@ class Exchange:
 
     @property
     def strategy(self) -> type[Strategy]:
-        found: type[Strategy] = self.schedule.cls if self.schedule else Synchronous
-        return found
+        if self.schedule:
+            found: type[Strategy] = self.schedule.cls
+            return found
+        return Overlapped if self.reducer and self.reducer.cls.divisible else Synchronous
 
     @property
     def settings(self) -> Any:

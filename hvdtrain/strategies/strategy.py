@@ -107,6 +107,17 @@ class Strategy(abc.ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} does not divide a step into unequal shares")
 
+    def parts(self) -> Sequence[range]:
+        """Asked once by a replica that can tell during backward whose gradients are there: which arrays' it is to tell
+        together, in this order; none: only `step` wants them. Collective."""
+        return ()
+
+    def take(  # noqa: B027 (most have no parts)
+        self, part: int, vector: np.ndarray, ready: Callable[[], None] | None = None
+    ) -> None:
+        """During backward, for each of the `parts` in their order: its gradients lie in the vector, and the tail too,
+        when `ready` has returned. `step` follows."""
+
     @abc.abstractmethod
     def step(self, replica: Vectors, lr: float, clock: Clock) -> Exchanged:
         """After backward: exchanges, and updates the replica's weights. What it waits for the others is spent under

@@ -1,8 +1,9 @@
-"""Every step sums the gradients of all ranks by a reducer and then updates: what `--strategy REDUCER` means.
+"""Every step sums the gradients of all ranks by a reducer and then updates.
 
 The ranks of a host add their gradients up in its first rank; that one exchanges with the first ranks of the other
 hosts, as the reducer says; each then shares the sum with its host. The update is the same on all ranks, so the weights
-stay the same without ever being sent.
+stay the same without ever being sent. With a reducer that wants all gradients at once, such as topk, this is what
+`--strategy REDUCER` means; `overlapped` sums by the others.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ def reduce(world: World, reducer: Reducer, vector: np.ndarray, size: int) -> int
     before = world.sent_bytes
     with world.hosts(vector) as hosts:
         if hosts is not None:
-            hosts.sum(vector[size:])
+            if vector.size > size:
+                hosts.sum(vector[size:])
             reducer.sum(vector[:size], hosts)
     return world.sent_bytes - before

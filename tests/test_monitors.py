@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import PROGRAMS, ROOT, SMALL, environment, resnet, until
+from conftest import PROGRAMS, ROOT, environment, until
 
 from hvdtrain import monitors, records
 from hvdtrain.cluster import quota
@@ -347,25 +347,3 @@ def test_counters_that_start_again_are_missing() -> None:
     assert _difference((5, 5), (7, 5)) == (2, 0)
     assert _difference((5, 5), (7, 4)) == (None, None)
     assert _difference(None, (7, 4)) == (None, None)
-
-
-# --- real ranks ------------------------------------------------------------------------------------------------------
-
-
-def test_one_sampler_watches_all_ranks_of_a_host(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    flags = ["--epochs", "1", "--monitor", "power,resources", "--monitor-ms", "100", "--run-dir", str(folder)]
-    done = resnet(2, *SMALL, "--framework", "torch", *flags)
-    assert done.returncode == 0, done.stderr[-3000:]
-    sensors, *rest = recorded(folder)
-    assert isinstance(sensors, records.Sensors)
-    assert all(device["used"] is (device["device"][:3] != "gpu") for device in sensors.devices)
-    for rank in range(2):
-        used_s = sum(sample.ranks[rank]["cpu_percent"] * sample.seconds for sample in rest[:-1]) / 100
-        assert rest[0].ranks[rank]["rank"] == rank
-        assert used_s > 0
-        assert rest[0].ranks[rank]["rss_bytes"] > 50e6
-    (summary,) = (r for r in records.read(folder / "metrics" / "rank0000.jsonl") if isinstance(r, records.Summary))
-    if summary.began_unix_s is not None and summary.ended_unix_s is not None:
-        assert sensors.unix_s <= summary.began_unix_s + 0.1
-        assert rest[-1].unix_s >= summary.ended_unix_s

@@ -56,7 +56,7 @@ def observed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     pytest.importorskip(framework)
     run = tmp_path_factory.mktemp("runs") / framework
     flags = [*SMALL, "--framework", framework, "--epochs", "1", "--run-dir", str(run), "--json"]
-    flags += ["--monitor", "resources", "--monitor-ms", "100"]
+    flags += ["--monitor", "power,resources", "--monitor-ms", "100"]
     done = resnet(2, *flags, "--profile", "5:7", "--horovod-timeline", "--tensorboard", launcher=LAUNCHERS[framework])
     assert done.returncode == 0, done.stderr[-3000:]
     assert "profile of steps 5-7: " in done.stderr
@@ -112,6 +112,10 @@ def test_samples_cover_the_loop_from_the_first_step_to_the_test_evaluation(obser
     times = [sensors.unix_s, summary.began_unix_s, *epochs, summary.ended_unix_s, samples[-1].unix_s]
     assert times == sorted(times)
     assert {tuple(rank["rank"] for rank in sample.ranks) for sample in samples} == {(0, 1)}
+    assert all(device["used"] is (device["device"][:3] != "gpu") for device in sensors.devices)
+    for rank in range(2):
+        assert sum(sample.ranks[rank]["cpu_percent"] * sample.seconds for sample in samples[:-1]) > 0
+        assert samples[0].ranks[rank]["rss_bytes"] > 50e6
 
 
 @given(first=st.integers(0, 300), last=st.integers(0, 300), steps=st.integers(1, 300))

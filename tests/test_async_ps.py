@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PROGRAMS, ROOT, SMALL, Cluster, command, document, environment, finished, launch, resnet
+from conftest import LIMIT_S, PROGRAMS, ROOT, SMALL, Cluster, command, document, environment, finished, launch, resnet
 from hypothesis import given
 from hypothesis import strategies as some
 from runs import cut_off
@@ -296,7 +296,7 @@ def test_ranks_stop_together_within_an_epoch_and_go_on(tmp_path: Path) -> None:
     with started(3, tmp_path, *flags, "--epochs", "40") as process:
         wait_for_steps(process, tmp_path, 20)
         process.send_signal(signal.SIGUSR1)
-        assert process.wait(120) == 75
+        assert process.wait(LIMIT_S) == 75
     steps = {len(read_run(tmp_path, rank)["step"]) for rank in range(3)}
     assert len(steps) == 1, "all stopped after the same step"
     assert [saved.step for saved in read_run(tmp_path)["saved"]][:2] == [9, 18]
@@ -370,7 +370,7 @@ def test_a_host_whose_only_rank_dies_is_left_out(cluster: Cluster, tmp_path: Pat
 def survived(program: str) -> int:
     """How a rank that runs `program` ends for its launcher."""
     words = [sys.executable, *SURVIVE, "-c", program]
-    return subprocess.run(words, cwd=ROOT, env=environment(), timeout=120).returncode
+    return subprocess.run(words, cwd=ROOT, env=environment(), timeout=LIMIT_S).returncode
 
 
 def test_only_a_rank_that_may_die_survives_a_signal() -> None:
@@ -394,4 +394,4 @@ def test_signals_to_the_process_reach_the_rank() -> None:
             assert process.stdout is not None
             process.stdout.readline()
             process.send_signal(number)
-            assert process.wait(120) == number
+            assert process.wait(LIMIT_S) == number

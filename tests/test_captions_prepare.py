@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import ROOT, environment
+from conftest import LIMIT_S, ROOT, environment
 from PIL import Image
 from sklearn.datasets import load_sample_images
 
@@ -432,7 +432,7 @@ def test_ranks_that_start_together_prepare_once(tmp_path: Path) -> None:
         )
         for _ in range(3)
     ]
-    done = [process.communicate(timeout=120) for process in started]
+    done = [process.communicate(timeout=LIMIT_S) for process in started]
     assert [process.returncode for process in started] == [0, 0, 0], done
     assert len({out for out, _ in done}) == 1 and len(done[0][0]) == 65
     told_it = [err for _, err in done if err]

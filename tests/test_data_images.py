@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from conftest import until
+from conftest import LIMIT_S, until
 from PIL import Image
 
 from hvdtrain.data.images import ImagesConfig, prepare
@@ -331,7 +331,7 @@ except Failure as failure:
     print(failure)
     sys.exit(failure.code)
 """
-    done = subprocess.run([sys.executable, "-c", code, str(source)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code, str(source)], capture_output=True, text=True, timeout=LIMIT_S)
     (source / "class1").chmod(0o755)
     assert done.returncode == NO_PERMISSION and "class1: Permission denied" in done.stdout, done
 
@@ -344,7 +344,7 @@ def start(settings: ImagesConfig, hold_at: float = np.inf, **more: Any) -> subpr
     words = [sys.executable, "-c", RUN, json.dumps(vars(settings)), str(hold_at)]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more)
     if hold_at < np.inf:
-        until(lambda: rows_done(Path(settings.destination)) >= hold_at or process.poll() is not None, 120)
+        until(lambda: rows_done(Path(settings.destination)) >= hold_at or process.poll() is not None)
     return process
 
 
@@ -365,7 +365,7 @@ def test_killed_half_way_continues_with_the_same_bytes(tmp_path: Path, bad: int)
         process.kill()
         process.communicate()
         assert process.returncode == -signal.SIGKILL and not (tmp_path / "out").exists()
-        assert not psutil.wait_procs(workers, timeout=120)[1], "workers go with their parent"
+        assert not psutil.wait_procs(workers, timeout=LIMIT_S)[1], "workers go with their parent"
     summary = prepare(config(tmp_path, **changes))
     assert summary["resumed_rows"] >= 0.6 * 120
     prepare(config(tmp_path, **changes, destination=str(tmp_path / "whole")))
@@ -377,7 +377,7 @@ def test_interrupted_says_how_to_go_on(tmp_path: Path) -> None:
     tree(tmp_path / "in", each=20)
     process = start(config(tmp_path, size="64x64"), 1)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=120)
+    _, said = process.communicate(timeout=LIMIT_S)
     assert f"the same command continues {RESUMABLE}" in said
     assert prepare(config(tmp_path, size="64x64"))["resumed_rows"] > 0
 
@@ -387,7 +387,7 @@ def test_two_at_once_is_refused(tmp_path: Path) -> None:
     process = start(config(tmp_path, size="64x64"), 1)
     refused(lambda: prepare(config(tmp_path, size="64x64")), CANNOT_WRITE, "another process is at work")
     process.send_signal(signal.SIGUSR1)
-    out, _ = process.communicate(timeout=120)
+    out, _ = process.communicate(timeout=LIMIT_S)
     assert json.loads(out)["samples"] == 60
 
 
@@ -410,7 +410,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 
     process = start(config(tmp_path), preexec_fn=limit)
-    _, said = process.communicate(timeout=120)
+    _, said = process.communicate(timeout=LIMIT_S)
     assert said.splitlines()[-1].startswith("Failure: ") and "make room" in said.splitlines()[-1]
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
@@ -445,7 +445,7 @@ def test_memory_stays_flat(tmp_path: Path) -> None:
     for folder in (few, many):
         settings = config(folder, size="96x96", workers=2)
         words = [sys.executable, "-c", code, json.dumps(vars(settings))]
-        done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=120)
+        done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=LIMIT_S)
         peaks_kib.append(int(done.stdout))
     assert (many / "out" / "samples.npy").stat().st_size > 125 * 2**20
     assert peaks_kib[1] - peaks_kib[0] < 10 * 1024

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import PROGRAMS, ROOT, environment, until
+from conftest import LIMIT_S, PROGRAMS, ROOT, environment, until
 
 from hvdtrain import monitors, records
 from hvdtrain.cluster import quota
@@ -43,7 +43,7 @@ def watched(
         env=settings(extra, **options),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=LIMIT_S,
     )
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout)

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 import fake_hosts
 import numpy as np
 import pytest
-from conftest import environment
+from conftest import LIMIT_S, environment
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -367,7 +367,7 @@ def test_processors_of_other_kinds_get_the_same_bits() -> None:
             capture_output=True,
             text=True,
             check=True,
-            timeout=60,
+            timeout=LIMIT_S,
         ).stdout
         for kind in ("Haswell", "Nehalem")
     }

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import SMALL, refused, resnet
+from conftest import LIMIT_S, SMALL, refused, resnet
 from hypothesis import given
 from hypothesis import strategies as st
 from test_resnet_train import started, wait_for_steps
@@ -163,7 +163,7 @@ def test_a_signal_amid_the_steps_leaves_a_trace_of_those_made(tmp_path: Path) ->
     with started(0, run, *flags) as process:
         wait_for_steps(process, run, 6)
         process.send_signal(signal.SIGUSR1)
-        stderr = process.communicate(timeout=120)[1]
+        stderr = process.communicate(timeout=LIMIT_S)[1]
     assert process.returncode == 75, stderr[-3000:]
     made = [step.step for step in steps_of(run, 0)]
     (trace,) = (run / "profile").glob("*.trace.json.gz")

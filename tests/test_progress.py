@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from conftest import LIMIT_S
 
 from hvdtrain import progress
 from hvdtrain.progress import Progress
@@ -56,7 +57,7 @@ def on_terminal(**environment: str) -> str:
     )
     names = {"TERM": "xterm-256color", **environment}
     clean = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR", "CI")}
-    subprocess.run([sys.executable, "-c", code], stderr=slave, env={**clean, **names}, check=True, timeout=30)
+    subprocess.run([sys.executable, "-c", code], stderr=slave, env={**clean, **names}, check=True, timeout=LIMIT_S)
     os.close(slave)
     text = b""
     while True:

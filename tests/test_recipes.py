@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import runs
-from conftest import ROOT, command, document, environment
+from conftest import LIMIT_S, ROOT, command, document, environment
 
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
 ON_HOSTS = str(ROOT / "tests" / "programs" / "on_hosts.py")
@@ -55,7 +55,7 @@ def mine(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def run(words: list[str], folder: Path, variables: dict[str, str], *flags: str) -> Any:
     """Trains; the document that is printed."""
     told = [*words, "--json", "--seed", "1", "--run-dir", str(folder), *flags]
-    done = subprocess.run(told, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(told, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=LIMIT_S)
     return document(done)
 
 

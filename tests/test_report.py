@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import runs
+from conftest import LIMIT_S
 
 from hvdtrain import exits
 from hvdtrain.exits import Failure
@@ -309,7 +310,7 @@ def test_a_browser_shows_everything_beside_and_nothing_over_anything(
     flags += ["--disable-component-update", "--disable-sync", "--disable-quic", "--virtual-time-budget=20000"]
     flags += [f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1300,900", "--dump-dom"]
     page = f"file://{tmp_path / 'frames.html'}"
-    done = subprocess.run([chromium, *flags, page], timeout=120, check=True, capture_output=True, text=True)
+    done = subprocess.run([chromium, *flags, page], timeout=LIMIT_S, check=True, capture_output=True, text=True)
     measured = [json.loads(unescape(text)) for text in re.findall("<pre>(.*?)</pre>", done.stdout, re.DOTALL)]
     by_width = {one["width"]: one for one in measured}
     for width in (1280, 400):

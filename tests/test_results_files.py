@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import runs
+from conftest import LIMIT_S
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -219,7 +220,7 @@ def test_a_line_of_any_length_is_refused_with_little_memory(folder: Path) -> Non
         [sys.executable, "-m", "hvdtrain.results", "list", str(folder)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=LIMIT_S,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (1 << 29, 1 << 29)),
         env=os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
     )

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from conftest import LIMIT_S
 
 ROOT = Path(__file__).parent.parent
 SETUP_FILES = ["Makefile", "setup.cfg", "pyproject.toml", "LICENSE", "tools/setup.sh"]
@@ -59,7 +60,7 @@ def run(command: list[str | Path], cwd: Path, **variables: str) -> subprocess.Co
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS", "PIP_", "HVDTRAIN_"))}
     path = os.pathsep.join(p for p in os.environ["PATH"].split(os.pathsep) if not p.startswith(sys.prefix))
     environment = {**kept, "PATH": path, "PYTHON": str(BASE_PYTHON), **variables}
-    return subprocess.run(command, cwd=cwd, env=environment, text=True, capture_output=True, timeout=180)
+    return subprocess.run(command, cwd=cwd, env=environment, text=True, capture_output=True, timeout=LIMIT_S)
 
 
 def without(tmp_path: Path, *missing: str) -> str:

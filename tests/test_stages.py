@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import SMALL, alone, document, environment, finished, refused, resnet, trainings, until
+from conftest import LIMIT_S, SMALL, alone, document, environment, finished, refused, resnet, trainings, until
 from conftest import command as started_by
 from safetensors.numpy import load_file
 from test_faults import is_rank
@@ -316,7 +316,7 @@ def test_a_sender_waits_for_a_slow_receiver_and_a_lost_one_is_told() -> None:
 
     sending = threading.Thread(target=send, daemon=True)
     sending.start()
-    until(lambda: len(sent) >= AHEAD, 60)
+    until(lambda: len(sent) >= AHEAD)
     assert len(sent) < 70, "what nobody takes stays with its maker"
     assert [int(other.receive()[0]) for _ in range(80)] == list(range(80))
     sending.join()
@@ -434,7 +434,7 @@ def test_a_killed_stage_ends_the_job_like_any_dead_rank(launcher: str, tmp_path:
         ranks = [path for path in Path("/proc").glob("[0-9]*") if is_rank(path, tmp_path / "run")]
         (middle,) = [path for path in ranks if re.search(rb"_RANK=1\0", (path / "environ").read_bytes())]
         os.kill(int(middle.name), signal.SIGKILL)
-        output, _ = job.communicate(timeout=200)
+        output, _ = job.communicate(timeout=LIMIT_S)
     assert job.returncode == (137 if launcher == "mpirun" else 1), output
     assert re.search(r"hvdtrain: rank 1 on \S+ died without a word.*; ending the job", output), output
     until(lambda: not any(is_rank(path, tmp_path / "run") for path in ranks), 100)

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PROGRAMS, Cluster, command, document, environment, launch, resnet, until
+from conftest import LIMIT_S, PROGRAMS, Cluster, command, document, environment, launch, resnet, until
 from runs import cut_off
 from test_checkpoint import edit
 from test_faults import Job, is_rank
@@ -432,7 +432,7 @@ def test_a_signal_to_mpirun_stops_a_delayed_run_and_it_resumes(tmp_path: Path) -
     with started(2, tmp_path, *flags, "10000") as process:
         wait_for_steps(process, tmp_path, 3)
         process.send_signal(signal.SIGUSR1)
-        _, errors = process.communicate(timeout=120)
+        _, errors = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 75, errors
     assert f"stopped; continue with mpirun -np 2 python -m hvdtrain.resnet --resume {tmp_path}\n" in errors
     assert not (tmp_path / "COMPLETE").exists()
@@ -466,7 +466,7 @@ def test_a_killed_rank_ends_the_job(strategy: str, job: Callable[..., Job]) -> N
     """With `delayed` in the middle of an exchange: the rank is held first, so that the other waits for its part."""
     training = job("--strategy", strategy)
     records = training.folder / "metrics" / "rank0001.jsonl"
-    until(lambda: training.process.poll() is not None or (records.exists() and len(records.read_bytes())), 120)
+    until(lambda: training.process.poll() is not None or (records.exists() and len(records.read_bytes())))
     assert training.process.poll() is None, training.output()
     mine = [int(path.name) for path in Path("/proc").glob("[0-9]*") if is_rank(path, training.folder)]
     rank = {number(pid): pid for pid in mine}[1]
@@ -506,7 +506,7 @@ def test_a_reader_who_leaves_early_gets_no_traceback() -> None:
         env=environment(),
         stdout=writer,
         stderr=subprocess.PIPE,
-        timeout=120,
+        timeout=LIMIT_S,
     )
     os.close(writer)
     assert (done.returncode, done.stderr) == (1, b"")

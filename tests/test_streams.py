@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PROGRAMS, ROOT, document, environment, launch, until
+from conftest import LIMIT_S, PROGRAMS, ROOT, document, environment, launch, until
 from hypothesis import given, settings
 from hypothesis import strategies as some
 from programs.calls_ranks import turns
@@ -86,7 +86,7 @@ def test_all_know_that_a_rank_died(carrier: str, error: str, dying: int, tmp_pat
         for rank in range(4)
     ]
     try:
-        codes = [process.wait(120) for process in processes]
+        codes = [process.wait(LIMIT_S) for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, command, environment
+from conftest import LIMIT_S, ROOT, command, environment
 
 from hvdtrain import threads
 from hvdtrain.cluster import quota
@@ -66,7 +66,7 @@ def ranks_line(*before: str, ranks: int = 0) -> str:
     del variables["OMP_NUM_THREADS"]
     wide = ["-m", "hvdtrain.resnet", "--dry-run", "--framework", "torch", "--image-size", "128"]
     done = subprocess.run(
-        [*before, *command(ranks, wide)], cwd=ROOT, env=variables, capture_output=True, text=True, timeout=60
+        [*before, *command(ranks, wide)], cwd=ROOT, env=variables, capture_output=True, text=True, timeout=LIMIT_S
     )
     assert done.returncode == 0, done.stderr
     return next(line for line in done.stdout.splitlines() if line.startswith("ranks  "))

@@ -155,7 +155,7 @@ def test_both_frameworks_give_the_same_first_losses(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("framework", "launcher", "ranks", "epochs"),
-    [("torch", "horovodrun", 2, 5), ("tensorflow", "horovodrun --hostfile", 2, 5), ("torch", "mpirun", 3, 1)],
+    [("torch", "horovodrun", 2, 5), ("tensorflow", "horovodrun --hostfile", 2, 1), ("torch", "mpirun", 3, 1)],
 )
 def test_ranks_learn_the_digits_and_record_equal_losses_and_disjoint_samples(
     framework: str, launcher: str, ranks: int, epochs: int, tmp_path: Path

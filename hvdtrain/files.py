@@ -1,4 +1,4 @@
-"""Reads files that somebody else may have written: only plain files, only up to a limit.
+"""Reads files that somebody else may have written: only plain files, only up to a limit; and writes them.
 
 Every reader of a file that a user names, or that lies where others can write, opens it here. A pipe or a device is
 refused before it is opened, because reading it may never end; a file beyond the reader's limit is refused before it
@@ -7,6 +7,7 @@ fills the memory; a document nested so deeply that it would exhaust the stack is
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -17,7 +18,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.exits import NO_PERMISSION, Failure
+from hvdtrain.exits import CANNOT_WRITE, NO_PERMISSION, Failure
 
 MIB = 1 << 20
 SETTINGS_BYTES = MIB
@@ -70,6 +71,19 @@ def read(path: str | Path, most_bytes: int) -> bytes:
     if len(data) > most_bytes:
         raise OSError(errno.EFBIG, f"has more than {most_bytes / MIB:,.3g} MiB, the most that is read", str(path))
     return data
+
+
+def put(path: Path, content: bytes, hint: str) -> None:
+    """Writes a file whole or not at all, durably. Raises Failure (73), which ends in `hint`."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        part.write_bytes(content)
+        sync(part)
+        part.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise Failure(f"{path}: {error.strerror}; {hint}", CANNOT_WRITE) from error
 
 
 def sync(path: str | Path) -> None:

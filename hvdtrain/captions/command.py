@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import stat
 import sys
 import warnings
@@ -33,7 +32,8 @@ from hvdtrain.captions.load import load
 from hvdtrain.captions.trained import Encode, Pixels, model, open_run
 from hvdtrain.captions.vocabulary import Vocabulary
 from hvdtrain.data.pixels import pixels, reason
-from hvdtrain.exits import Failure, printable
+from hvdtrain.exits import printable
+from hvdtrain.files import put
 from hvdtrain.progress import Progress
 
 SCHEMA = "hvdtrain/captions/1"
@@ -77,7 +77,8 @@ def main(arguments: list[str]) -> int:
     sheet = asked.run / SHEET if asked.html and cards else None
     if sheet:
         about = f"by the model of {asked.run.resolve().name}, beam {asked.beam}; pictures: {len(cards)}"
-        put(sheet, contact_sheet.page("Captions", about, cards))
+        page = contact_sheet.page("Captions", about, cards).encode(errors="replace")
+        put(sheet, page, "the run's folder must be writable for --html")
         print(f"contact sheet: {sheet}", file=sys.stderr)
     if asked.json:
         told = [{"picture": card.name, "caption": card.caption, "references": list(card.references)} for card in cards]
@@ -190,15 +191,3 @@ def show(cards: Sequence[Card]) -> None:
     told = ["caption", *(card.caption or "(no words)" for card in cards)]
     width = max(map(len, names))
     print("\n".join(f"{name:<{width}}  {text}" for name, text in zip(names, told, strict=True)))
-
-
-def put(path: Path, text: str) -> None:
-    """Writes a file whole or not at all. Raises Failure (73)."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        part.write_bytes(text.encode(errors="replace"))
-        part.replace(path)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        hint = "the run's folder must be writable for --html"
-        raise Failure(f"{path}: {error.strerror}; {hint}", exits.CANNOT_WRITE) from None

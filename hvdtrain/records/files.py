@@ -116,13 +116,4 @@ def open_plain(path: Path) -> IO[bytes]:
 
 def write_document(path: Path, value: dict[str, Any]) -> None:
     """Writes a JSON file whole or not at all. Raises Failure (73)."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with part.open("w") as stream:
-            json.dump(value, stream, indent=2)
-            stream.write("\n")
-            stream.flush()
-            os.fsync(stream.fileno())
-        part.replace(path)
-    except OSError as error:
-        raise Failure(f"{path}: {error.strerror}; choose another --run-dir", exits.CANNOT_WRITE) from error
+    files.put(path, (json.dumps(value, indent=2) + "\n").encode(), "choose another --run-dir")

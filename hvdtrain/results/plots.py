@@ -6,14 +6,12 @@ matplotlib comes with the first figure drawn. Equal runs give equal files, to th
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from hvdtrain import exits
+from hvdtrain import exits, files
 from hvdtrain.exits import Failure
 
 if TYPE_CHECKING:
@@ -87,13 +85,4 @@ def save(figure: Figure, path: Path) -> None:
 
 def write(path: Path, content: bytes) -> None:
     """Writes a file whole or not at all. Raises Failure (73)."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        part.write_bytes(content)
-        part.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
-        raise Failure(
-            f"-o {path}: {error.strerror}; give a folder that exists and may be written", exits.CANNOT_WRITE
-        ) from error
+    files.put(path, content, "give a folder that exists and may be written")

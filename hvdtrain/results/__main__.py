@@ -63,6 +63,10 @@ def parser() -> Parser:
     def grouped(one: argparse.ArgumentParser) -> None:
         one.add_argument("--group-by", metavar="A,B,..", help="columns or settings that make a group (default: all)")
 
+    def raced(one: argparse.ArgumentParser, what: str) -> None:
+        words = f"{what}: 0.95, 95%% (default) of the headline, or SCORE=VALUE"
+        one.add_argument("--target", type=target, default=(None, 0.95), help=words)
+
     def based(one: argparse.ArgumentParser) -> None:
         one.add_argument("--baseline", metavar="TEST", help="what to compare with, e.g. 'hosts=1 and device=gpu'")
         one.add_argument("--reference", metavar="STUDY", help="print a published study's figures too, e.g. cruz2021")
@@ -79,20 +83,10 @@ def parser() -> Parser:
     scaling.add_argument("--count", choices=("hosts", "ranks"), help="what is added (default: whichever varies)")
     based(add("energy", "joules, energy-delay product, samples per joule"))
     accuracy = add("accuracy", "accuracies, and the time to reach one")
-    accuracy.add_argument(
-        "--target",
-        type=target,
-        default=(None, 0.95),
-        help="score of validation: 0.95, 95%% (default) of the headline, or SCORE=VALUE",
-    )
+    raced(accuracy, "score of validation")
     grouped(accuracy)
     chosen = add("strategies", "which strategy gets to an accuracy soonest, at each rate, and at what cost")
-    chosen.add_argument(
-        "--target",
-        type=target,
-        default=(None, 0.95),
-        help="score of an epoch: 0.95, 95%% (default) of the headline, or SCORE=VALUE",
-    )
+    raced(chosen, "score of an epoch")
     words = "each strategy, and one host, with the batch, rate of learning and epochs that got there soonest"
     chosen.add_argument("--best", action="store_true", help=words)
     add("inference", "what a training step and inference take on each device, and from which size on which is faster")
@@ -114,8 +108,7 @@ def parser() -> Parser:
     plot.add_argument("kind", choices=tuple(plots.KINDS), metavar="KIND")
     report = add("report", "one self-contained HTML page: summary, figures, tables, definitions", forms=False)
     for one in (plot, report):
-        words = "score that strategies race to: 0.95, 95%% (default) of the headline, or SCORE=VALUE"
-        one.add_argument("--target", type=target, default=(None, 0.95), help=words)
+        raced(one, "score that strategies race to")
         if one is plot:
             one.add_argument("roots", nargs="*", type=Path, default=[RESULTS], metavar="ROOT")
             one.add_argument("--where", metavar="TEST", help="only runs with, e.g., 'rate_mbit=10 and hosts>1'")

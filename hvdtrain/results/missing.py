@@ -17,7 +17,7 @@ from hvdtrain.results import alike, load
 from hvdtrain.results.alike import Chosen
 from hvdtrain.results.groups import Group
 from hvdtrain.results.runs import numbers
-from hvdtrain.results.scaling import MUST, Count, count_of, same_rate
+from hvdtrain.results.scaling import MUST, Count, count_of, many, same_rate
 from hvdtrain.results.tables import short
 
 OWN = ("--run-dir", "--threads")
@@ -50,11 +50,11 @@ def text(group: Group, found: Sequence[Group], count: Count = "hosts", chosen: C
     nearest = min(others, key=lambda one: _distance(group, one, count))
     names, size = _apart(group, nearest, count), int(count_of(nearest, count))
     if not names:
-        return f"{head}: {_many(size, count)} were timed with another strategy or setting only. " + _lacking(
+        return f"{head}: {many(size, count)} were timed with another strategy or setting only. " + _lacking(
             group, count, size
         )
     small, large = sorted((group, nearest), key=lambda one: count_of(one, count))
-    why = f"{_many(size, count)} ({_name(nearest)}) differ in {alike.words(nearest, group, names)}"
+    why = f"{many(size, count)} ({_name(nearest)}) differ in {alike.words(nearest, group, names)}"
     why = why if size > 1 else why.replace(" differ in ", " differs in ", 1)
     least = count_of(small, count)
     if any(count_of(one, count) == least and not _apart(one, large, count) for one in found):
@@ -81,16 +81,12 @@ def _distance(group: Group, other: Group, count: Count) -> tuple[Any, ...]:
     return len(_apart(group, other, count)), other.key["strategy"] != group.key["strategy"], size
 
 
-def _many(n: int, count: Count) -> str:
-    return f"{n} {count[:-1] if n == 1 else count}"
-
-
 def _name(group: Group) -> str:
     return str(group.column("run")[0])
 
 
 def _lacking(like: Group, count: Count, n: int) -> str:
-    what = f"Missing: {_many(n, count)} like {_name(like)}"
+    what = f"Missing: {many(n, count)} like {_name(like)}"
     try:
         return f"{what}:\n    {command(group_run(like), count, n)}"
     except Failure:  # its records have been moved or changed since they were read

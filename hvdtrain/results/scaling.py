@@ -150,6 +150,11 @@ def _best(group: Group, candidates: Sequence[Group], count: Count) -> Group:
     return min(found, key=lambda other: min(other.values("train_s"), default=math.inf))
 
 
+def many(n: float, count: Count) -> str:
+    """In words: 1 host, 2 hosts."""
+    return f"{n:g} {count[:-1] if n == 1 else count}"
+
+
 def _row(group: Group, baseline: Group, kind: Kind, count: Count) -> Row:
     n = count_of(group, count)
     if baseline is group:

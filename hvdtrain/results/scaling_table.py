@@ -11,7 +11,7 @@ from hvdtrain.results.columns import GROUP
 from hvdtrain.results.groups import Group
 from hvdtrain.results.load import Loaded
 from hvdtrain.results.reference import Reference
-from hvdtrain.results.scaling import MOST_EFFICIENCY, MUST, Count, Row, rows, what_varies
+from hvdtrain.results.scaling import MOST_EFFICIENCY, MUST, Count, Row, many, rows, what_varies
 from hvdtrain.results.statistics import ratio
 from hvdtrain.results.table import Column, Table, number
 from hvdtrain.results.tables import FIGURES, SPREAD_NOTE, apart, common, key_column, left_out, short
@@ -138,7 +138,7 @@ def _titles(curves: Sequence[Sequence[Row]], count: Count) -> list[str]:
         told = [name for name in varying if name != VARIES_INSIDE.get(curve[-1].kind)]
         words += [f"{key_column(name).label} {short(name, groups.value(group, name))}" for name in told]
         if len(curve) == 1:
-            title = f"{', '.join(words)}, {_many(curve[0].count, count)} alone"
+            title = f"{', '.join(words)}, {many(curve[0].count, count)} alone"
         else:
             words.insert(0, rate_words(group.key["rate_mbit"]))
             title = f"{', '.join(words)} ({BATCHES[curve[-1].kind]}; baseline {_named(base, curve, count)})"
@@ -180,13 +180,13 @@ def reading(curve: Sequence[Row], count: Count) -> str:
         said = f"Any number of {count} above {timed[0].count:g} makes training slower"
     else:
         best = min(timed, key=lambda row: row.group.statistic("train_s").mean)  # type: ignore[union-attr]
-        said = f"Training is fastest with {_many(best.count, count)}"
+        said = f"Training is fastest with {many(best.count, count)}"
         turn = next((row for row, step in zip(timed[1:], steps, strict=True) if step == "slower"), None)
         if turn and turn.count > best.count:
-            said += f"; from {_many(turn.count, count)} on an added {one} makes it slower"
+            said += f"; from {many(turn.count, count)} on an added {one} makes it slower"
     facts = [_times(row, timed[0], count) for row in grown]
     if (share := last.group.statistic("communication_share")) is not None:
-        facts.append(f"with {_many(last.count, count)} {100 * share.mean:.0f} % of a step is waiting for the network")
+        facts.append(f"with {many(last.count, count)} {100 * share.mean:.0f} % of a step is waiting for the network")
     single = any(len(row.group.values("train_s")) < 2 for row in timed)
     doubt = " Single runs: how far they spread is not known." if single else ""
     if doubted := [row for row in grown if row.suspect]:
@@ -212,14 +212,10 @@ def suspicion(doubted: Sequence[Row], count: Count) -> str:
     told += [cause for cause, seen in causes.items() if not seen]
     percent = 100 * worst.efficiency.mean  # type: ignore[union-attr]
     return (
-        f"Suspect: an efficiency of {percent:.0f} % with {_many(worst.count, count)} is more than sharing the work can "
+        f"Suspect: an efficiency of {percent:.0f} % with {many(worst.count, count)} is more than sharing the work can "
         f"give (above {100 * MOST_EFFICIENCY:.0f} % is marked). Likely causes: {'; '.join(told)}. Repeat the baseline "
         "on a quiet machine before believing it."
     )
-
-
-def _many(n: float, count: Count) -> str:
-    return f"{n:g} {count[:-1] if n == 1 else count}"
 
 
 def _change(before: Group, after: Group) -> str:
@@ -234,11 +230,11 @@ def _change(before: Group, after: Group) -> str:
 def _times(row: Row, base: Row, count: Count) -> str:
     here, there = row.group.statistic("train_s"), base.group.statistic("train_s")
     if row.speedup is None or here is None or there is None:
-        return f"{_many(row.count, count)}: not measured"
+        return f"{many(row.count, count)}: not measured"
     per_added = f"{(here.mean - there.mean) / (row.count - base.count):+.3g} s per added {count[:-1]}"
     factor = row.speedup.mean
     if _change(base.group, row.group) == "unclear":
-        return f"{_many(row.count, count)} take about as long ({per_added}, within the spread)"
+        return f"{many(row.count, count)} take about as long ({per_added}, within the spread)"
     if factor >= 1:
-        return f"{_many(row.count, count)} are {number(factor)} x as fast ({per_added})"
-    return f"{_many(row.count, count)} take {number(1 / factor)} x as long ({per_added})"
+        return f"{many(row.count, count)} are {number(factor)} x as fast ({per_added})"
+    return f"{many(row.count, count)} take {number(1 / factor)} x as long ({per_added})"

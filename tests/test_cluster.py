@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pwd
@@ -124,7 +125,7 @@ def test_a_topology_file_gives_each_host_its_own(tmp_path: Path) -> None:
         topology.Host(name="a", slots=1, up="100mbit", down="100mbit"),
         topology.Host(name="b", slots=3, up="5mbit", down="100mbit", cpu_share=1),
     )
-    assert topology.from_json(json.loads(json.dumps(topology.to_json(cluster)))) == cluster
+    assert topology.from_json(json.loads(json.dumps(dataclasses.asdict(cluster)))) == cluster
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import json
 import os
@@ -67,7 +68,7 @@ def up(cluster: Cluster, *, dry_run: bool = False) -> None:
             _await_sshd(cluster)
             # Last, and at once: a cluster that is listed is whole.
             part = folder(cluster.name) / "cluster.part"
-            part.write_text(json.dumps(topology.to_json(cluster), indent=2) + "\n")
+            part.write_text(json.dumps(dataclasses.asdict(cluster), indent=2) + "\n")
             part.rename(folder(cluster.name) / "cluster.json")
         except BaseException:
             with contextlib.suppress(Failure):  # what went wrong first is what the user should read

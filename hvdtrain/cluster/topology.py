@@ -174,10 +174,7 @@ def _rates(keys: dict[str, Any]) -> dict[str, Any]:
     return {"up": rate, "down": rate, **keys}
 
 
-def to_json(cluster: Cluster) -> dict[str, Any]:
-    return dataclasses.asdict(cluster)
-
-
 def from_json(document: Mapping[str, Any]) -> Cluster:
+    """The cluster of a document made by dataclasses.asdict."""
     hosts = tuple(Host(**host) for host in document["hosts"])
     return Cluster(name=document["name"], hosts=hosts, user=document["user"])

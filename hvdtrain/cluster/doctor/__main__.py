@@ -217,7 +217,6 @@ def ask_all(hosts: Hosts, python: str, needed: list[str], options: argparse.Name
             folder=str(Path.cwd()),
             run_folder=options.run_dir,
             needed=needed,
-            host=host,
         )
     for host, future in waiting.items():
         try:

@@ -107,9 +107,7 @@ def exists(program: str) -> bool:
     return pathlib.Path(program).exists() if os.sep in program else shutil.which(program) is not None
 
 
-def facts(
-    python: str, packages: list[str], folder: str, run_folder: str, needed: list[str], host: str
-) -> dict[str, typing.Any]:
+def facts(python: str, packages: list[str], folder: str, run_folder: str, needed: list[str]) -> dict[str, typing.Any]:
     """All that is judged about this host. `needed` are paths that must exist; `folder` is where the job starts."""
     here = folder if pathlib.Path(folder).is_dir() else None
     found = output([python, "-c", VERSIONS, *packages], cwd=here) if os.access(python, os.X_OK) else None
@@ -121,7 +119,6 @@ def facts(
     return {
         "host": socket.gethostname(),
         "resolves_to": resolve(socket.gethostname()),
-        "listed_name_resolves_to": resolve(host),
         "interfaces": interfaces(),
         "ssh_connection": os.environ.get("SSH_CONNECTION", "").split(),
         "cores": len(os.sched_getaffinity(0)),

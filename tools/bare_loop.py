@@ -1,8 +1,11 @@
-"""The yardstick of `make bench`: the same ResNet-34 in a hand-written Horovod loop, with nothing else round it.
+"""The yardstick of `make bench`: a model of ours in a hand-written Horovod loop, with nothing else round it.
 
-    mpirun -np 2 --bind-to none python tools/bare_loop.py torch --epochs 3
+    mpirun -np 2 --bind-to none python tools/bare_loop.py torch resnet --epochs 3
+    mpirun -np 2 --bind-to none python tools/bare_loop.py torch captioner
 
-Rank 0 prints one JSON line: images/s over all ranks without the first three steps, and peak RSS.
+The captioner trains on the same batches of drawn scenes as `python -m hvdtrain.captioning --epochs 1`, the same number
+of words in each. Rank 0 prints one JSON line: samples (images, or words predicted) per second over all ranks without
+the first three steps, how many, the last step's loss per sample, and peak RSS.
 """
 
 import argparse
@@ -16,88 +19,105 @@ import numpy as np
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("framework", choices=("torch", "tensorflow"))
-parser.add_argument("--epochs", type=int, default=3)
-parser.add_argument("--batch-size", type=int, default=32)
-parser.add_argument("--width", type=float, default=1.0)
+parser.add_argument("model", choices=("resnet", "captioner"))
+parser.add_argument("--epochs", type=int, default=1)
 args = parser.parse_args()
 
-from hvdtrain.data import load  # noqa: E402
-from hvdtrain.models.resnet import ResNetSpec, initial_state  # noqa: E402
+from hvdtrain import data  # noqa: E402
+from hvdtrain.captions.load import load  # noqa: E402
+from hvdtrain.models import captioner, resnet  # noqa: E402
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-split = load("digits", None).train
-images, labels = split.samples.astype(np.float32), split.labels
-if split.samples.dtype == np.uint8:
-    images /= 255
-spec = ResNetSpec(channels=1, classes=10, width=args.width)
-state = initial_state(spec, 0)
+BATCH_SIZE = 32
+LR = {"resnet": 0.05, "captioner": 2e-3}[args.model]
+split: Any
+spec: Any
 model: Any
+
+if args.model == "resnet":
+    split = data.load("digits").train
+    spec = resnet.ResNetSpec(channels=1, classes=10)
+    state = resnet.initial_state(spec, 0)
+else:
+    dataset = load("shapes")
+    split = dataset.train
+    spec = captioner.CaptionerSpec(vocabulary=len(dataset.vocabulary), encoder="small")
+    state = captioner.initial_state(spec, 0)
 
 if args.framework == "torch":
     import horovod.torch as hvd
     import torch
 
+    from hvdtrain.models.captioner_torch import CaptionerTorch
     from hvdtrain.models.resnet_torch import ResNetTorch
 
     hvd.init()
     torch.set_num_threads(1)
-    model = ResNetTorch(spec)
+    model = ResNetTorch(spec) if args.model == "resnet" else CaptionerTorch(spec)
     model.load_state_dict({name: torch.from_numpy(array) for name, array in state.items()})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    if args.model == "resnet":
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    else:
+        optimizer = torch.optim.Adam(model.parameters(), lr=LR, fused=True)  # the fastest that PyTorch has
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     model.train()
 
-    def step(x: np.ndarray, y: np.ndarray) -> None:
+    def step(arrays: tuple[np.ndarray, ...], samples: float) -> float:
         optimizer.zero_grad()
-        loss, _ = model.loss(torch.from_numpy(x), torch.from_numpy(y))
-        (loss / len(y)).backward()
+        loss, _ = model.loss(*map(torch.from_numpy, arrays))
+        (loss / samples).backward()
         optimizer.step()
-        loss.item()
+        return float(loss.item())
 else:
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
     import horovod.tensorflow as hvd
     import tensorflow as tf
 
+    from hvdtrain.config import TrainConfig
+    from hvdtrain.frameworks.optimizers_tensorflow import SGD, Adam
+    from hvdtrain.models.captioner_tf import CaptionerTF
     from hvdtrain.models.resnet_tf import ResNetTF
 
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(2)
     hvd.init()
-    model = ResNetTF(spec)
-    for name, variable in (model.weights | model.buffers).items():
+    model = ResNetTF(spec) if args.model == "resnet" else CaptionerTF(spec)
+    for name, variable in (model.weights | getattr(model, "buffers", {})).items():
         variable.assign(state[name].transpose(2, 3, 1, 0) if state[name].ndim == 4 else state[name])
-    weights = list(model.weights.values())
-    slots = [tf.Variable(tf.zeros_like(weight)) for weight in weights]
+    update = (SGD if args.model == "resnet" else Adam)(model.weights, TrainConfig(lr=LR)).update
 
-    @tf.function(
-        input_signature=[tf.TensorSpec([None, *images.shape[1:]], tf.float32), tf.TensorSpec([None], tf.int64)]
-    )
-    def graph(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+    @tf.function(reduce_retracing=True)
+    def graph(arrays: tuple[tf.Tensor, ...], samples: tf.Tensor) -> tf.Tensor:
         with tf.GradientTape() as tape:
-            loss, _ = model.loss(x, y, training=True)
-            loss /= tf.cast(tf.shape(y)[0], tf.float32)
-        gradients = hvd.DistributedGradientTape(tape).gradient(loss, weights)
-        for weight, slot, gradient in zip(weights, slots, gradients, strict=True):
-            tf.raw_ops.ResourceApplyMomentum(var=weight.handle, accum=slot.handle, lr=0.05, grad=gradient, momentum=0.9)
+            loss, _ = model.loss(*arrays, training=True)
+            mean = loss / samples
+        gradients = hvd.DistributedGradientTape(tape).gradient(mean, list(model.weights.values()))
+        update(model.weights, gradients, tf.constant(LR))
         return loss
 
-    def step(x: np.ndarray, y: np.ndarray) -> None:
-        graph(tf.constant(x), tf.constant(y)).numpy()
+    def step(arrays: tuple[np.ndarray, ...], samples: float) -> float:
+        return float(graph(tuple(map(tf.constant, arrays)), tf.constant(samples, tf.float32)).numpy())
 
 
-whole = args.batch_size * hvd.size()
-done, seconds = 0, 0.0
+whole = BATCH_SIZE * hvd.size()
+borders = [*range(0, len(split), whole), len(split)]
+done, seconds, total = 0, 0.0, 0
 for epoch in range(args.epochs):
-    order = np.random.default_rng(epoch).permutation(len(labels))
-    for number, first in enumerate(range(0, len(labels), whole)):
+    # The seed and the stream that hvdtrain.data.loader takes, so that batches are the same.
+    order = split.order(np.random.Generator(np.random.PCG64(np.random.SeedSequence([0, epoch]))), borders)
+    for number, first in enumerate(borders[:-1]):
         began = time.perf_counter()
         together = order[first : first + whole]  # the last one is short, as in every epoch of ours
         mine = np.array_split(together, hvd.size())[hvd.rank()]
-        step(images[mine], labels[mine])
+        key = (epoch * len(borders) + number) * 2**32 + hvd.rank()
+        batch = split.batch(mine, together, key)
+        loss = step(batch.arrays, batch.total_weight / hvd.size())  # Horovod averages
+        total += batch.total_weight
         if epoch or number >= 3:
-            done += len(together)
+            done += batch.total_weight
             seconds += time.perf_counter() - began
 if hvd.rank() == 0:
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(json.dumps({"samples_per_s": done / seconds, "peak_rss_bytes": rss}), flush=True)
+    figures = {"samples_per_s": done / seconds, "samples": total, "last_loss": loss / batch.weight}
+    print(json.dumps({**figures, "peak_rss_bytes": rss}), flush=True)
 hvd.shutdown()

@@ -110,7 +110,7 @@ def measure_loop(framework: str, rounds: int, folder: Path) -> dict[str, Any]:
         return launch(program, run / "metrics" / "rank0000.jsonl")
 
     ways: dict[str, Callable[[int], dict[str, Any]]]
-    ways = {"bare": lambda number: launch(["tools/bare_loop.py", framework, "--epochs", str(EPOCHS)])}
+    ways = {"bare": lambda number: launch(["tools/bare_loop.py", framework, "resnet", "--epochs", str(EPOCHS)])}
     return in_turn(ways | {name: partial(ours, name=name) for name in OURS}, rounds, framework)
 
 

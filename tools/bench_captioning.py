@@ -4,7 +4,7 @@
     python tools/bench_captioning.py                   # everything
     python tools/bench_captioning.py --quick --json    # one round, one document
 
-Two ranks on this machine train an epoch on the drawn scenes, in turn by our entry point and by tools/bare_captioner.py;
+Two ranks on this machine train an epoch on the drawn scenes, in turn by our entry point and by tools/bare_loop.py;
 every other round backwards. Samples are words that are predicted. Captions and features are then made by one process of
 one thread (tools/bench_captioning_parts.py). Figures are medians over rounds, the smallest and the largest in brackets.
 Several hosts: `hvdtrain sweep launch/sweeps/lucero2022_captioning.toml`.
@@ -35,7 +35,7 @@ def measure_loop(framework: str, rounds: int, folder: Path) -> dict[str, list[di
     def ours(number: int) -> dict[str, Any]:
         return launch(["-m", "hvdtrain.captioning", *flags, "--run-dir", str(loop_run(folder, framework, number))])
 
-    ways = {"ours": ours, "bare": lambda number: launch(["tools/bare_captioner.py", framework])}
+    ways = {"ours": ours, "bare": lambda number: launch(["tools/bare_loop.py", framework, "captioner"])}
     return in_turn(ways, rounds, f"captioning, {framework}")
 
 

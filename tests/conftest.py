@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import importlib
 import json
 import os
 import runpy
@@ -248,6 +249,8 @@ def alone(module: str, *words: str, extra: Mapping[str, str] | None = None) -> s
         warnings.filterwarnings("ignore", "'hvdtrain.* found in sys.modules")
         runpy.run_module(f"hvdtrain.{module}", run_name="__main__", alter_sys=True)
 
+    for late in (f"hvdtrain.{module}", "jsonargparse"):
+        importlib.import_module(late)
     return forked(program)
 
 

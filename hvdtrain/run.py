@@ -207,7 +207,7 @@ def write_manifest(
         workload=run.workload,
         argv=sys.argv,
         config=dataclasses.asdict(run.config),
-        exchange=strategies.chosen(run.config).facts(),
+        exchange=strategies.chosen(run.config).facts(in_parts=run.config.stages == 1),
         plan=dataclasses.asdict(run.plan),
         data=run.data,
         model=run.model,

@@ -121,7 +121,7 @@ class Workload:
         if config.stages > 1:
             cut = stages.guessed(plan.rank_batch)
             shapes = max((self.of_stage(cut, stage) for stage in range(config.stages)), key=elements)
-            facts |= stages.facts(cut, plan.rank_batch) | {"exchange": exchange.fact(shapes, layout)}
+            facts |= stages.facts(cut, plan.rank_batch) | {"exchange": exchange.fact(shapes, layout, in_parts=False)}
         if exchange.strategy.divides:
             facts["shares"] = run.show_shares(plan.shares, loader.rank_samples)
         splits = {split: len(getattr(self.dataset, split)) for split in ("train", "validation", "test")}
@@ -209,7 +209,7 @@ class Job:
         stage, shapes = self.stages.stage, self.work.of_stage(cut, self.stages.stage)
         facts = self.stages.facts(cut, plan.rank_batch)
         if grid.replicas > 1:
-            facts["exchange"] = strategies.chosen(config).fact(shapes, self.stages.layout())
+            facts["exchange"] = strategies.chosen(config).fact(shapes, self.stages.layout(), in_parts=False)
         else:
             facts["exchange"] = "none: one replica of each stage"
         strategy = strategies.make(config, self.data, shapes)

@@ -144,7 +144,7 @@ def test_every_strategy_tells_what_it_costs_and_every_setting_what_it_is() -> No
         alone = parse(name).cost(shapes, Layout(ranks=1, hosts=1))
         assert (alone.sent_bytes, alone.rounds, alone.work) == (0, 0, 0), name
     assert parse("local-sgd:every=4,staleness=2").cost(shapes, layout).behind == "the next 2 steps"
-    assert [name for name in KNOWN if parse(name).facts()["exact"]] == [
+    assert [name for name in KNOWN if parse(name).facts(in_parts=True)["exact"]] == [
         *("allreduce", "native", "delayed", "hybrid", "factors", "central", "hierarchical")
     ]
 

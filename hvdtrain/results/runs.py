@@ -124,7 +124,7 @@ def exchange(config: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, A
     name = strategies.translated(config)
     if not facts:
         with contextlib.suppress(Failure):
-            facts = strategies.parse(name).facts()
+            facts = strategies.parse(name).facts(in_parts=False)
     return {
         "strategy": printable(name),
         "beside": bool(facts["behind"]) if "behind" in facts else None,

@@ -83,7 +83,7 @@ def begin(
             "monitor": config.monitor,
             "arguments": shown.apart(argv),
         },
-        exchange=exchange.facts(),
+        exchange=exchange.facts(in_parts=False),
         plan={"ranks": world.size},
         data={},
         model={"parameters": parameters},

@@ -75,24 +75,27 @@ class Exchange:
         """Whether something of a step is kept for a later one, where infinite gradients would stay for ever."""
         return self.strategy.remembers or (self.reducer is not None and bool(self.reducer.cls.remembers))
 
-    def cost(self, shapes: Sequence[Shape], layout: Layout) -> Cost:
-        """Of a training step of a model of these trainable arrays, for each host."""
+    def cost(self, shapes: Sequence[Shape], layout: Layout, *, in_parts: bool = True) -> Cost:
+        """Of a training step of a model of these trainable arrays, for each host. `in_parts`: whether the replica tells
+        gradients during backward (see `Strategy.parts`), as those of whole models do."""
         held = self.reducer
         round_ = held.cls.cost(shapes, layout.hosts, held.settings) if held else None
+        if self.schedule is None and not in_parts:
+            return Synchronous.cost(shapes, layout, self.settings, round_)
         return self.strategy.cost(shapes, layout, self.settings, round_)
 
-    def fact(self, shapes: Sequence[Shape], layout: Layout) -> str:
+    def fact(self, shapes: Sequence[Shape], layout: Layout, *, in_parts: bool = True) -> str:
         """The strategy and what it costs, for people."""
         if layout.hosts == 1 and self.reducer:
             return f"{self}: all ranks are on one host, nothing is compressed"
-        cost = self.cost(shapes, layout)
+        cost = self.cost(shapes, layout, in_parts=in_parts)
         where = "per host and step" if layout.hosts > 1 else "per rank and step"
         behind = f", behind {cost.behind}" if cost.behind and layout.ranks > 1 else ""
         return f"{self}: {cost.sent_bytes / 1e6:.2f} MB sent {where} in {cost.rounds:g} rounds{behind}"
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self, *, in_parts: bool) -> dict[str, Any]:
         """What of the cost holds for every model and layout, for the records: behind and exact."""
-        cost = self.cost([(1,)], Layout(ranks=2, hosts=2))
+        cost = self.cost([(1,)], Layout(ranks=2, hosts=2), in_parts=in_parts)
         return {"behind": cost.behind, "exact": cost.exact}
 
     def shares(self, ranks: int) -> tuple[float, ...] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,14 +20,14 @@ class FakeHosts:
         self.sent_bytes = 0
         self._barrier, self._box = barrier, box
 
-    def exchange(self, parts: Sequence[np.ndarray], *, even: bool = False) -> list[np.ndarray]:
-        assert len(parts) == self.count
-        assert not even or len({part.size for host, part in enumerate(parts) if host != self.index}) <= 1
-        theirs = self._all(("exchange", [part.copy() for part in parts]))
-        self.sent_bytes += sum(part.nbytes for host, part in enumerate(parts) if host != self.index)
-        return [parts[self.index] if host == self.index else sent[self.index] for host, sent in enumerate(theirs)]
+    def pairwise(self, part: Callable[[int], np.ndarray], *, even: bool = False) -> Iterator[tuple[int, np.ndarray]]:
+        mine = {host: part(host).copy() for host in range(self.count) if host != self.index}
+        assert not even or len({each.size for each in mine.values()}) <= 1
+        self.sent_bytes += sum(each.nbytes for each in mine.values())
+        theirs = self._all(("pairwise", mine))
+        return ((host, sent[self.index].view(np.uint8)) for host, sent in enumerate(theirs) if host != self.index)
 
-    def gather(self, part: np.ndarray, *, even: bool = False) -> list[np.ndarray]:
+    def gather(self, part: np.ndarray) -> list[np.ndarray]:
         self.sent_bytes += part.nbytes * (self.count - 1)
         return self._all(("gather", part.copy()))
 

@@ -93,12 +93,18 @@ class Hosts(Protocol):
     sent_bytes: int
     """Payload bytes given to the network so far"""
 
-    def exchange(self, parts: Sequence[np.ndarray], *, even: bool = False) -> list[np.ndarray]:
-        """Sends parts[j] to host j; what each host sent here, in host order, its own part included. One dtype for all;
-        lengths may differ, unless all say that what they send to others is `even`, which keeps long parts apart."""
+    def pairwise(self, part: Callable[[int], np.ndarray], *, even: bool = False) -> Iterator[tuple[int, np.ndarray]]:
+        """Sends part(j) to every other host j; which host sent what here, as bytes, in an order that does not change.
+        Lengths may differ, unless all say that what they send is `even`: then a part is asked for when its turn comes,
+        while the one before is on its way, and long ones are kept apart."""
         ...
 
-    def gather(self, part: np.ndarray, *, even: bool = False) -> list[np.ndarray]:
+    def exchange(self, parts: Sequence[np.ndarray], *, even: bool = False) -> list[np.ndarray]:
+        """Sends parts[j] to host j; what each host sent here, in host order, its own part included. One dtype for all;
+        `even` as above."""
+        ...
+
+    def gather(self, part: np.ndarray) -> list[np.ndarray]:
         """Every host's part, in host order."""
         ...
 
@@ -172,10 +178,13 @@ class OneHost:
 
     count, index, sent_bytes = 1, 0, 0
 
+    def pairwise(self, part: Callable[[int], np.ndarray], *, even: bool = False) -> Iterator[tuple[int, np.ndarray]]:
+        return iter(())
+
     def exchange(self, parts: Sequence[np.ndarray], *, even: bool = False) -> list[np.ndarray]:
         return list(parts)
 
-    def gather(self, part: np.ndarray, *, even: bool = False) -> list[np.ndarray]:
+    def gather(self, part: np.ndarray) -> list[np.ndarray]:
         return [part]
 
     def sum(self, values: np.ndarray) -> None:

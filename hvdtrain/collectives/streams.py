@@ -71,22 +71,29 @@ class StreamHosts:
         self.most_bytes = MOST_BYTES
         """That another host may send at once"""
 
-    def exchange(self, parts: Sequence[np.ndarray], *, even: bool = False) -> list[np.ndarray]:
-        found, rounds = list(parts), self._rounds()
-        largest = max(part.nbytes for host, part in enumerate(parts) if host != self.index or self.count == 1)
-        small = largest <= SMALL_BYTES
-        if small:  # fits into any queue: all at once
-            for target, _ in rounds:
-                self._swap(target, parts[target], None)
+    def pairwise(self, part: Callable[[int], np.ndarray], *, even: bool = False) -> Iterator[tuple[int, np.ndarray]]:
+        rounds = self._rounds()
+        parts: Iterator[np.ndarray] = map(part, [target for target, _ in rounds])
+        first = list(itertools.islice(parts, 1 if even else None))
+        parts = itertools.chain(first, parts)
+        largest = max((each.nbytes for each in first), default=0)
+        if small := largest <= SMALL_BYTES:  # fits into any queue: all at once
+            for (target, _), each in zip(rounds, parts, strict=True):
+                self._swap(target, each, None)
         for target, source in rounds:
+            mine = None if small else next(parts)
             if even and largest > QUEUE_BYTES:  # the target says that it has received what another sent it
                 self._swap(source, NOTHING, target)
-            received = self._swap(None, None, source) if small else self._swap(target, parts[target], source)
-            found[source] = np.frombuffer(received, parts[0].dtype)
+            yield source, self._swap(target, mine, source)
+
+    def exchange(self, parts: Sequence[np.ndarray], *, even: bool = False) -> list[np.ndarray]:
+        found = list(parts)
+        for host, theirs in self.pairwise(parts.__getitem__, even=even):
+            found[host] = np.frombuffer(theirs, parts[0].dtype)
         return found
 
-    def gather(self, part: np.ndarray, *, even: bool = False) -> list[np.ndarray]:
-        return self.exchange([part] * self.count, even=even)
+    def gather(self, part: np.ndarray) -> list[np.ndarray]:
+        return self.exchange([part] * self.count)
 
     def collected(self, part: np.ndarray) -> list[np.ndarray]:
         after, before = (self.index + 1) % self.count, (self.index - 1) % self.count

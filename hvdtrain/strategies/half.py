@@ -1,8 +1,8 @@
 """Half the bytes: every number crosses the network in 16 bits, and is added up in 32.
 
 Each of h hosts owns 1/h of the vector, rounded up to m numbers. It receives the others' 16-bit versions of its part,
-adds them in float32, in host order, to its own numbers, which are never rounded, rounds the sum once, and sends that to
-all. Two phases; each host sends 2(h-1) messages of 2m bytes (fp16: 2m + 2).
+adds them in float32 to its own numbers, which are never rounded, rounds the sum once, and sends that to all. Two
+phases; each host sends 2(h-1) messages of 2m bytes (fp16: 2m + 2).
 
 fp16 (IEEE binary16): 11 significant bits, but nothing above 65504 and little below 6e-8, where gradients that were
 divided by the number of samples often are. So each message carries a power of two by which its largest number comes
@@ -66,16 +66,18 @@ class Half(Reducer):
         if self._messages.shape != (hosts.count, self.head + size):
             self._messages = np.zeros((hosts.count, self.head + size), np.uint16)  # the last parts may be shorter
         messages = self._messages
-        for host, part in enumerate(parts):
-            if host != hosts.index:
-                self.encode(part, messages[host, : self.head + part.size])
         mine, message = parts[hosts.index], messages[hosts.index]
-        for host, theirs in enumerate(hosts.exchange(list(messages), even=True)):
-            if host != hosts.index:
-                self.decode(theirs[: self.head + mine.size], mine, add=True)
-        self.encode(mine, message[: self.head + mine.size])
-        for part, whole in zip(parts, hosts.gather(message, even=True), strict=True):
-            self.decode(whole[: self.head + part.size], part)
+
+        def coded(host: int) -> np.ndarray:
+            self.encode(parts[host], messages[host, : self.head + parts[host].size])
+            return messages[host]
+
+        for _, theirs in hosts.pairwise(coded, even=True):
+            self.decode(theirs.view(np.uint16)[: self.head + mine.size], mine, add=True)
+        coded(hosts.index)
+        for host, theirs in hosts.pairwise(lambda _: message, even=True):
+            self.decode(theirs.view(np.uint16)[: self.head + parts[host].size], parts[host])
+        self.decode(message[: self.head + mine.size], mine)
 
 
 class BF16(Half):

@@ -139,13 +139,13 @@ class OneBit(Reducer):
         errors, sums, me = self._errors, self._sums, hosts.index
         for theirs, mine in errors.pieces(values):
             mine += theirs
-        messages = [np.empty(0, np.uint8) if host == me else self._take(host) for host in range(hosts.count)]
-        for host, message in enumerate(hosts.exchange(messages)):
-            if host != me:
-                self._give(message, errors, me, add=True)
+        for _, message in hosts.pairwise(self._take, even=True):
+            self._give(message, errors, me, add=True)
         errors.unpad()
-        for host, message in enumerate(hosts.gather(self._take(me))):
+        outcome = self._take(me)
+        for host, message in hosts.pairwise(lambda _: outcome, even=True):
             self._give(message, sums, host, add=False)
+        self._give(outcome, sums, me, add=False)
         errors.unpad()
         for theirs, mine in sums.pieces(values):
             theirs[:] = mine

@@ -50,15 +50,20 @@ def total(values: np.ndarray, hosts: Hosts, bits: int) -> np.ndarray:
     me, blocks = hosts.index, blocks_each(values.size, hosts.count)
     parts = np.zeros((hosts.count, blocks, LENGTH), np.float32)
     parts.reshape(-1)[: values.size] = values
-    messages = [np.empty(0, np.uint8) if host == me else encode(part, bits) for host, part in enumerate(parts)]
     included, theirs = np.empty_like(parts), np.zeros_like(parts[me])
-    for host, received in enumerate(hosts.exchange(messages, even=True)):
-        if host != me:
-            decode(messages[host], included[host], bits)
-            decode(received, theirs, bits, add=True)
+
+    def coded(host: int) -> np.ndarray:
+        message = encode(parts[host], bits)
+        decode(message, included[host], bits)
+        return message
+
+    for _, received in hosts.pairwise(coded, even=True):
+        decode(received, theirs, bits, add=True)
     parts[me] += theirs
-    for part, received in zip(parts, hosts.gather(encode(parts[me], bits), even=True), strict=True):
-        decode(received, part, bits)
+    outcome = encode(parts[me], bits)
+    for host, received in hosts.pairwise(lambda _: outcome, even=True):
+        decode(received, parts[host], bits)
+    decode(outcome, parts[me], bits)
     np.subtract(parts[me], theirs, out=included[me])
     values[:] = parts.reshape(-1)[: values.size]
     return included.reshape(-1)[: values.size]

@@ -24,6 +24,7 @@ compression", 2019 (both phases).
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -74,15 +75,13 @@ class TopK(Reducer):
             )
         self._errors[: self._size] += values
         parts = self._errors.reshape(hosts.count, code.size)
-        empty = np.empty(0, np.uint8)
-        sent = [empty if host == hosts.index else take(part, code) for host, part in enumerate(parts)]
         mine = parts[hosts.index]
-        for host, message in enumerate(hosts.exchange(sent)):
-            if host != hosts.index:
-                positions, numbers = code.decode(message)
-                mine[positions] += numbers
+        for _, message in hosts.pairwise(lambda host: take(parts[host], code), even=True):
+            positions, numbers = code.decode(message)
+            mine[positions] += numbers
         values[:] = 0
-        for host, message in enumerate(hosts.gather(take(mine, code))):
+        outcome = take(mine, code)
+        for host, message in itertools.chain(hosts.pairwise(lambda _: outcome, even=True), [(hosts.index, outcome)]):
             positions, numbers = code.decode(message)
             part = values[host * code.size : (host + 1) * code.size]
             inside = positions < part.size

@@ -86,7 +86,12 @@ else:
         variable.assign(state[name].transpose(2, 3, 1, 0) if state[name].ndim == 4 else state[name])
     update = (SGD if args.model == "resnet" else Adam)(model.weights, TrainConfig(lr=LR)).update
 
-    @tf.function(reduce_retracing=True)
+    # One graph for any number of samples, and words: a second one would be traced in the timed steps.
+    free = {"resnet": (1, 1), "captioner": (1, 2, 0)}[args.model]
+    given = zip(free, split.batch(np.arange(2), np.arange(2), 0).arrays, strict=True)
+    signature = tuple(tf.TensorSpec([None] * axes + list(array.shape[axes:]), array.dtype) for axes, array in given)
+
+    @tf.function(input_signature=[signature, tf.TensorSpec([], tf.float32)])
     def graph(arrays: tuple[tf.Tensor, ...], samples: tf.Tensor) -> tf.Tensor:
         with tf.GradientTape() as tape:
             loss, _ = model.loss(*arrays, training=True)

@@ -27,7 +27,7 @@ class FakeHosts:
         theirs = self._all(("pairwise", mine))
         return ((host, sent[self.index].view(np.uint8)) for host, sent in enumerate(theirs) if host != self.index)
 
-    def gather(self, part: np.ndarray) -> list[np.ndarray]:
+    def gather(self, part: np.ndarray, *, even: bool = False) -> list[np.ndarray]:
         self.sent_bytes += part.nbytes * (self.count - 1)
         return self._all(("gather", part.copy()))
 

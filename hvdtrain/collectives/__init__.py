@@ -104,8 +104,8 @@ class Hosts(Protocol):
         `even` as above."""
         ...
 
-    def gather(self, part: np.ndarray) -> list[np.ndarray]:
-        """Every host's part, in host order."""
+    def gather(self, part: np.ndarray, *, even: bool = False) -> list[np.ndarray]:
+        """Every host's part, in host order; `even` as above."""
         ...
 
     def sum(self, values: np.ndarray) -> None:
@@ -184,7 +184,7 @@ class OneHost:
     def exchange(self, parts: Sequence[np.ndarray], *, even: bool = False) -> list[np.ndarray]:
         return list(parts)
 
-    def gather(self, part: np.ndarray) -> list[np.ndarray]:
+    def gather(self, part: np.ndarray, *, even: bool = False) -> list[np.ndarray]:
         return [part]
 
     def sum(self, values: np.ndarray) -> None:

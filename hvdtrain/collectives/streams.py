@@ -92,8 +92,8 @@ class StreamHosts:
             found[host] = np.frombuffer(theirs, parts[0].dtype)
         return found
 
-    def gather(self, part: np.ndarray) -> list[np.ndarray]:
-        return self.exchange([part] * self.count)
+    def gather(self, part: np.ndarray, *, even: bool = False) -> list[np.ndarray]:
+        return self.exchange([part] * self.count, even=even)
 
     def collected(self, part: np.ndarray) -> list[np.ndarray]:
         after, before = (self.index + 1) % self.count, (self.index - 1) % self.count

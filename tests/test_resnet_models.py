@@ -471,7 +471,7 @@ def test_a_part_of_a_vector_becomes_a_tensor_wherever_it_begins(begin: int, end:
 
 
 class Taking(Overlapped):
-    """Notes what a replica tells, in place of summing it."""
+    """Keeps what a replica gives it, in place of summing that."""
 
     def parts(self) -> list[range]:
         self.begins = [0, *np.cumsum([int(np.prod(shape)) for shape in self._shapes])]
@@ -486,7 +486,7 @@ class Taking(Overlapped):
 
 
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])
-def test_gradients_are_told_part_by_part_during_backward_when_they_are_whole(framework: str) -> None:
+def test_each_part_is_given_during_backward_when_its_gradients_are_final(framework: str) -> None:
     spec = SMALL
     images, labels = batch(spec, (8, 8))
     config = TrainConfig(framework=framework, device="cpu")
@@ -506,7 +506,7 @@ def test_gradients_are_told_part_by_part_during_backward_when_they_are_whole(fra
         assert whole[-2] == 16 and np.abs(whole[: strategy.begins[-1]]).sum() > 0
 
 
-def test_arrays_that_the_loss_does_not_use_are_told_with_the_others() -> None:
+def test_arrays_that_the_loss_does_not_use_are_given_with_the_others() -> None:
     class Half(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -94,9 +94,9 @@ class Hosts(Protocol):
     """Payload bytes given to the network so far"""
 
     def pairwise(self, part: Callable[[int], np.ndarray], *, even: bool = False) -> Iterator[tuple[int, np.ndarray]]:
-        """Sends part(j) to every other host j; which host sent what here, as bytes, in an order that does not change.
-        Lengths may differ, unless all say that what they send is `even`: then a part is asked for when its turn comes,
-        while the one before is on its way, and long ones are kept apart."""
+        """Sends part(j) to each other host j, and yields (host, the bytes that it sent here), in an order that never
+        changes. `even`, which all hosts must say alike: all parts have one length; then part(j) is called only when its
+        turn comes, while the part before is in flight, and a long part waits until its receiver is ready."""
         ...
 
     def exchange(self, parts: Sequence[np.ndarray], *, even: bool = False) -> list[np.ndarray]:

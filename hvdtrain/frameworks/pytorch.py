@@ -75,8 +75,8 @@ class Flat:
         self._whole[self._size :] = tail
 
     def piece(self, begin: int, end: int | None) -> Callable[[], None] | None:
-        """Brings the vector's numbers from `begin` to `end` to host memory. They are there when what this returns has
-        returned; None: they are there."""
+        """Starts to copy the vector's numbers from `begin` to `end` to host memory. Returns what waits for the end of
+        the copy, or None if they are in host memory already."""
         if self._host is self._whole:
             return None
         self._host[begin:end].copy_(self._whole[begin:end], non_blocking=True)
@@ -91,11 +91,11 @@ class Flat:
             self._in_host = False
 
 
-class Told:
-    """Tells a strategy during backward which of its `parts` has its gradients in the vector.
+class Announcer:
+    """Gives the strategy each of its `parts` during backward, as soon as all gradients of that part are computed.
 
-    In their order: a part that is there early waits for those before it. Arrays that the loss does not use are never
-    announced by PyTorch, so `rest` tells what is left when backward is done.
+    Parts go in their order: one that is ready early waits for those before it. PyTorch does not call the hooks of
+    arrays that the loss does not use, so `finish` gives what is left when backward is done.
     """
 
     def __init__(self, strategy: Strategy, parts: Sequence[range], flat: Flat, parameters: Sequence[Any]) -> None:
@@ -105,22 +105,22 @@ class Told:
         self._next = 0
         for number, part in enumerate(parts):
             for place in part:
-                parameters[place].register_post_accumulate_grad_hook(functools.partial(self._made, number))
+                parameters[place].register_post_accumulate_grad_hook(functools.partial(self._computed, number))
 
     def begin(self) -> None:
         self._missing = [len(part) for part in self._parts]
         self._next = 0
 
-    def _made(self, number: int, parameter: torch.nn.Parameter) -> None:
+    def _computed(self, number: int, parameter: torch.nn.Parameter) -> None:
         self._missing[number] -= 1
         while self._next < len(self._parts) and self._missing[self._next] == 0:
-            self._tell()
+            self._announce()
 
-    def rest(self) -> None:
+    def finish(self) -> None:
         while self._next < len(self._parts):
-            self._tell()
+            self._announce()
 
-    def _tell(self) -> None:
+    def _announce(self) -> None:
         part = self._parts[self._next]
         begin, end = self._borders[part.start], None if self._next == 0 else self._borders[part.stop]
         self._strategy.take(self._next, self._flat.memory, self._flat.piece(begin, end))
@@ -130,10 +130,10 @@ class Told:
 class TorchReplica:
     """See `frameworks.Replica`. `model.loss(*arrays)` returns the sum of losses and, by name, the measure's sums."""
 
-    _told: Told | None = None
-    """Where the strategy takes gradients during backward"""
+    _announcer: Announcer | None = None
+    """None where the strategy reads the gradients after backward"""
     one_backward = True
-    """Whether a step has one backward, so that a gradient is whole when it is there"""
+    """Whether a step has one backward, so that a gradient that appears is final"""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class TorchReplica:
         else:
             self._flat = Flat(list(parameters.values()), measure.size + 1, self._device)
             if self.one_backward and (parts := strategy.parts()):
-                self._told = Told(strategy, parts, self._flat, list(parameters.values()))
+                self._announcer = Announcer(strategy, parts, self._flat, list(parameters.values()))
         self._optimizer: torch.optim.Optimizer = self._step.optimizer
         # PyTorch's first scale, so that what backward sees is the same whatever the exchange divides by.
         first_scale = 2.0**16 / self._step.loss_factor
@@ -188,12 +188,12 @@ class TorchReplica:
         self._tail = self._world.torch.start_sum(tail, "step.totals")
         self._samples = batch.weight, batch.total_weight
         mean_of = batch.weight if self._local else batch.total_weight
-        if self._told and self._flat:
+        if self._announcer and self._flat:
             self._flat.set_tail(tail)
-            self._told.begin()
+            self._announcer.begin()
         self._step.backward(self._scaler.scale(loss / (mean_of / self._step.loss_factor)))
-        if self._told:
-            self._told.rest()
+        if self._announcer:
+            self._announcer.finish()
 
     def _train(self, training: bool) -> None:
         if self._model.training != training:  # telling every module anew takes as long as a small layer
@@ -201,7 +201,7 @@ class TorchReplica:
 
     def vector(self) -> np.ndarray:
         assert self._flat is not None
-        return self._flat.memory if self._told else self._flat.vector(self._tail)
+        return self._flat.memory if self._announcer else self._flat.vector(self._tail)
 
     def factors(self) -> Mapping[int, tuple[np.ndarray, np.ndarray]]:
         return self._kept.pairs()

@@ -131,7 +131,7 @@ class TensorFlowReplica:
     batch."""
 
     one_backward = True
-    """Whether a step has one backward, so that a gradient is whole when it is there"""
+    """Whether a step has one backward, so that a gradient that appears is final"""
 
     def __init__(
         self, model: Any, *, device: str, config: TrainConfig, world: World, strategy: Strategy, measure: Measure
@@ -198,15 +198,15 @@ class TensorFlowReplica:
             pairs = {place: pair for place, pair in found.items() if pair}
             self._factored = set(pairs)  # while the graph is traced, which leaves out a product that nobody wants
             if self._parts:
-                self._give(gradients, tail)
+                self._announce(gradients, tail)
                 return [], [], tail
             return [each for place, each in enumerate(gradients) if place not in pairs], list(pairs.values()), tail
         self._apply(_dense(self._ranks.summed_gradients(tape, mean, weights), weights), lr)
         return [], [], tail
 
-    def _give(self, gradients: list[tf.Tensor], tail: tf.Tensor) -> None:
-        """Operations of the graph that bring each part's gradients into the vector and tell the strategy, in the order
-        of the parts; the tail goes with the first."""
+    def _announce(self, gradients: list[tf.Tensor], tail: tf.Tensor) -> None:
+        """Adds operations to the graph that copy each part's gradients into the vector and give the strategy that part.
+        They run in the order of the parts; the first copies the tail too."""
         sizes = [math.prod(weight.shape) for weight in self._weights.values()]
         borders = [0, *itertools.accumulate(sizes)]
         self._vector = _aligned(borders[-1] + self._measure.size + 1)

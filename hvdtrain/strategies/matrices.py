@@ -33,12 +33,12 @@ class Cut(NamedTuple):
 
 
 def plan(shapes: Sequence[Shape], rank: int, among: Sequence[Shape] | None = None) -> tuple[list[Cut], list[slice]]:
-    """What is sent as factors and what whole, when a matrix of mean sides is sent at this rank. The mean is that of
-    the arrays `among` which these are, by default these."""
+    """What is sent as factors and what whole, when a matrix of mean sides is sent at this rank. The mean is over the
+    arrays `among`, by default over `shapes`."""
     sizes = [math.prod(shape) for shape in shapes]
     rows = [most_square(shape) for shape in shapes]
-    everyones = [(most_square(shape), math.prod(shape)) for shape in among or shapes]
-    sides = [some + size // some for some, size in everyones if some > 1]
+    whole_model = [(most_square(shape), math.prod(shape)) for shape in among or shapes]
+    sides = [some + size // some for some, size in whole_model if some > 1]
     cuts: list[Cut] = []
     whole: list[slice] = []
     start = 0

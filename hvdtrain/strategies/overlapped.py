@@ -38,11 +38,12 @@ LEAST = 1 << 14
 
 
 class Overlapped(Synchronous):
-    """Its state is the reducers', joined, so that it is the same however the arrays are cut."""
+    """Its state is the parts' states, concatenated: the same arrays however many parts there are."""
 
     _flights: tuple[tuple[slice, Reducer], ...] = ()
-    """Each part's place in the vector and its reducer, if the vector is cut"""
+    """Each part's place in the vector and its reducer; empty where the vector is summed whole, after backward"""
     _flying: Sequence[Future[int]] = ()
+    """Of this step: the payload bytes of each part's sum, once it is done"""
 
     @classmethod
     def cost(cls, shapes: Sequence[Shape], layout: Layout, settings: Any, round_: Cost | None) -> Cost:
@@ -97,9 +98,9 @@ class Overlapped(Synchronous):
             super().load(state)
             return
         reducers = [reducer for _, reducer in reversed(self._flights)]
-        states: list[dict[str, np.ndarray]] = [{} for _ in reducers]
+        states = [reducer.state() for reducer in reducers]
         for name, array in state.items():
-            ends = np.cumsum([reducer.state()[name].size for reducer in reducers])
+            ends = np.cumsum([mine[name].size for mine in states])
             if ends[-1] != array.size:
                 raise Failure(
                     f"checkpoint: the strategy's {name} has {array.size} numbers, this run's {ends[-1]}: resume with "

@@ -80,7 +80,8 @@ class PowerSGD(Reducer):
     rung = 1
 
     def __init__(self, shapes: Sequence[Shape], settings: Any = None, among: Sequence[Shape] | None = None) -> None:
-        """`among`: all arrays of the model, if these are a part of them, which share the numbers sent with all."""
+        """`among`: all arrays of the model, if `shapes` are a part of them; the ranks are those that the whole would
+        get (see `matrices`)."""
         super().__init__(shapes, settings)
         self._bits = self.settings.bits
         cuts, whole = plan(self.shapes, self.settings.rank, among)

@@ -27,8 +27,8 @@ class Reducer(abc.ABC):
     """What of its state a round leaves out and the next one adds (error feedback), by name; an infinite gradient would
     stay there for ever"""
     divisible: ClassVar[bool] = False
-    """Whether parts of the vector may be summed one by one, each by a reducer of its own, because nothing is chosen
-    among all numbers. Its state is arrays of one dimension in the vector's order"""
+    """Whether a vector may be cut into parts that reducers of their own sum one after the other; not if it chooses what
+    to send among all numbers. The arrays of its `state` must then have one dimension and the vector's order"""
     rung: ClassVar[int] = 0
     """See `strategy.Strategy.rung`"""
 
@@ -39,7 +39,7 @@ class Reducer(abc.ABC):
         self.settings = settings or self.Settings()
 
     def cut(self, parts: Sequence[range]) -> list[Reducer]:
-        """One for each part of its arrays, without what it remembers, if it is `divisible`."""
+        """A new reducer for each part of the arrays. Of a `divisible` one only."""
         return [type(self)([self.shapes[place] for place in part], self.settings) for part in parts]
 
     @classmethod

@@ -108,15 +108,16 @@ class Strategy(abc.ABC):
         raise NotImplementedError(f"{type(self).__name__} does not divide a step into unequal shares")
 
     def parts(self) -> Sequence[range]:
-        """Asked once by a replica that can tell during backward whose gradients are there: which arrays' it is to tell
-        together, in this order; none: only `step` wants them. Collective."""
+        """The arrays, by place, whose gradients the strategy takes during backward: a range for each `take`, in the
+        order of the calls. Empty: it reads the vector in `step` only. A replica calls this once, when it is made.
+        Collective."""
         return ()
 
     def take(  # noqa: B027 (most have no parts)
         self, part: int, vector: np.ndarray, ready: Callable[[], None] | None = None
     ) -> None:
-        """During backward, for each of the `parts` in their order: its gradients lie in the vector, and the tail too,
-        when `ready` has returned. `step` follows."""
+        """Starts the exchange of one of the `parts`, whose gradients backward has written into the vector, before the
+        first part's also the tail. If `ready` is given, they are complete once it has returned. `step` follows."""
 
     @abc.abstractmethod
     def step(self, replica: Vectors, lr: float, clock: Clock) -> Exchanged:

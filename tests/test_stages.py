@@ -56,7 +56,7 @@ def test_every_rank_has_its_own_place_in_the_grid(across: Any) -> None:
         Grid(ranks=12, stages=5)
 
 
-@pytest.mark.parametrize("how", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("how", ["1f1b", "eager", "gpipe"])
 @pytest.mark.parametrize(("stages", "count"), [(1, 1), (1, 4), (2, 1), (3, 2), (4, 9)])
 def test_each_micro_batch_goes_forward_once_and_then_back_in_order(how: Order, stages: int, count: int) -> None:
     for stage in range(stages):
@@ -64,7 +64,9 @@ def test_each_micro_batch_goes_forward_once_and_then_back_in_order(how: Order, s
         assert [number for forward, number in acts if forward] == list(range(count))
         assert [number for forward, number in acts if not forward] == list(range(count))
         held = list(itertools.accumulate(1 if forward else -1 for forward, _ in acts))
-        assert min(held) == 0 and max(held) == (count if how == "gpipe" else min(count, stages - stage))
+        assert min(held) == 0 and max(held) == min(
+            count, {"1f1b": stages - stage, "eager": 2 * (stages - stage) - 1, "gpipe": count}[how]
+        )
 
 
 def layers(work: list[float], sent: list[int]) -> list[Layer]:
@@ -239,7 +241,7 @@ class Linear:
         return np.array([((y - batch.arrays[1]) ** 2).sum() / 2, batch.weight]) if self._last else np.asarray(y)
 
 
-@pytest.mark.parametrize("how", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("how", ["1f1b", "eager", "gpipe"])
 @pytest.mark.parametrize(("stages", "sizes"), [(1, [3]), (2, [4, 4, 1]), (3, [2] * 9), (4, [5, 3])])
 def test_a_pipeline_learns_what_one_process_learns(how: Order, stages: int, sizes: list[int]) -> None:
     """Gradients and totals, for more and fewer micro-batches than stages, and a last one that is short."""

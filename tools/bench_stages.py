@@ -52,12 +52,15 @@ ROWS: dict[str, tuple[int, list[str]]] = {
     "hierarchical-2": (2, ["--strategy", "hierarchical"]),
     "powersgd-2": (2, ["--strategy", "powersgd:rank=4"]),
     "stages2": (2, ["--stages", "2"]),
+    "stages2-eager": (2, ["--stages", "2", "--stage-order", "eager"]),
     "stages2-int8": (2, ["--stages", "2", "--activations", "int8"]),
+    "stages2-eager-int8": (2, ["--stages", "2", "--stage-order", "eager", "--activations", "int8"]),
     "torch2": (2, ["--stages", "2"]),
     "powersgd-4": (4, ["--strategy", "powersgd:rank=4"]),
     "stages4": (4, ["--stages", "4"]),
     "torch4": (4, ["--stages", "4"]),
     "stages2x2": (4, ["--stages", "2", "--strategy", "hierarchical"]),
+    "stages2x2-powersgd": (4, ["--stages", "2", "--strategy", "powersgd:rank=4"]),
 }
 """Name -> hosts, flags"""
 MODELS = ("resnet32", "resnet128", "perceptron", "small")

@@ -171,9 +171,9 @@ def initial_state(spec: CaptionerSpec, seed: int, part: range | None = None) -> 
 
     Raises Failure (BAD_CONFIG) for a negative seed.
     """
-    state = glorot(seed, parameters(spec, part))
+    shapes, table = parameters(spec, part), "embedding.weight"
+    state = glorot(seed, {name: shape for name, shape in shapes.items() if name != table})
     if "lstm.bias" in state:
         state["lstm.bias"][spec.hidden : 2 * spec.hidden] = 1
-        table = "embedding.weight"
-        state[table] = uniform(seed, table, state[table].shape, 0.05)
+        state[table] = uniform(seed, table, shapes[table], 0.05)
     return state

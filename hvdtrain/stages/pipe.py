@@ -1,9 +1,11 @@
 """A stage's part of a step: in which order it goes forward and backward, and what it sends and receives meanwhile.
 
 Of K stages and M micro-batches, stage s of `1f1b` goes forward with K - 1 - s of them before its first backward, and
-then alternates: it holds the activations of at most K - s micro-batches. `gpipe` goes forward with all first and holds
-all M. Both go backward in the order of the micro-batches, so gradients are added up in that order and the weights are
-those of one process that goes through the same micro-batches, bit for bit where its arithmetic is the same.
+then alternates: it holds the activations of at most K - s micro-batches. `eager` goes forward with twice as many first,
+so that there is something to compute while activations and gradients are on a slow link (Zhuang et al., "On optimizing
+the communication of model parallelism", MLSys 2023). `gpipe` goes forward with all first and holds all M. All go
+backward in the order of the micro-batches, so gradients are added up in that order and the weights are those of one
+process that goes through the same micro-batches, bit for bit where its arithmetic is the same.
 
 Behind the last activations of a step each stage sends on whether any rank before was asked to stop; behind the last
 gradients the last stage sends back the step's totals, which it alone knows. So all stages record the same and stop
@@ -24,7 +26,7 @@ from hvdtrain.measures import Measure
 from hvdtrain.strategies import rounded
 from hvdtrain.strategies.bfloat16 import from_bf16, to_bf16
 
-Order = Literal["1f1b", "gpipe"]
+Order = Literal["1f1b", "eager", "gpipe"]
 Coding = Literal["fp32", "bf16", "int8"]
 NUMBER_BYTES: dict[Coding, float] = {"fp32": 4, "bf16": 2, "int8": 1 + 4 / rounded.LENGTH}
 """Of a number on its way"""
@@ -132,7 +134,7 @@ class Pipe:
         self._stage, self._stages, self._order, self._coding = stage, stages, order, coding
         self._before, self._after, self._inputs, self._outputs = before, after, inputs, outputs
         self.last = stage == stages - 1
-        self.recomputes = recompute and not (self.last and order == "1f1b")
+        self.recomputes = recompute and not (self.last and order != "gpipe")
         """Whether micro-batches go forward anew; not where only one is held, which would save nothing"""
         self.waited_s = 0.0
         """That this rank waited for its neighbours in the last step"""
@@ -232,11 +234,17 @@ def unpacked(message: np.ndarray, shape: tuple[int, ...], coding: Coding) -> np.
     return blocks.reshape(-1)[:numbers].reshape(shape)
 
 
+def ahead(how: Order, stage: int, stages: int, count: int) -> int:
+    """Of `count` micro-batches those that go forward through a stage before its first backward, but one."""
+    behind = stages - 1 - stage
+    return min({"1f1b": behind, "eager": 2 * behind, "gpipe": count - 1}[how], count - 1)
+
+
 def order(how: Order, stage: int, stages: int, count: int) -> Iterator[tuple[bool, int]]:
     """(whether forward, micro-batch) of each act of a stage in a step of `count` micro-batches."""
-    ahead = count if how == "gpipe" else min(stages - 1 - stage, count)
-    yield from ((True, number) for number in range(ahead))
+    first = ahead(how, stage, stages, count)
+    yield from ((True, number) for number in range(first))
     for number in range(count):
-        if ahead + number < count:
-            yield True, ahead + number
+        if first + number < count:
+            yield True, first + number
         yield False, number

@@ -18,7 +18,7 @@ from hvdtrain.place import Place
 from hvdtrain.stages import cut as cuts
 from hvdtrain.stages.cut import Cut
 from hvdtrain.stages.grid import Grid
-from hvdtrain.stages.pipe import NUMBER_BYTES, Pipe
+from hvdtrain.stages.pipe import NUMBER_BYTES, Pipe, ahead
 from hvdtrain.strategies import Exchange, Layout
 from hvdtrain.world import World
 
@@ -93,8 +93,7 @@ class Stages:
 
     def held(self, stage: int) -> int:
         """Micro-batches that have gone forward through a stage and not yet backward, at most."""
-        parts = configuration.micro_batches(self.config)
-        return min(self.grid.stages - stage, parts) if self.config.stage_order == "1f1b" else parts
+        return 1 + ahead(self.config.stage_order, stage, self.grid.stages, configuration.micro_batches(self.config))
 
     def needed_bytes(self, rank_batch: int) -> cuts.Needed:
         """What a stage of these layers needs: weights, gradients and what the optimizer keeps, in fp32, and what is

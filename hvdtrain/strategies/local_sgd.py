@@ -131,7 +131,9 @@ class LocalSGD(Synchronous):
         with clock.span("compute"):
             weights = replica.weights().copy()
             own, self._began = weights - self._began, weights
-            change = np.concatenate([own * np.float32(self._samples / self._all_samples), self._tail], dtype=np.float32)
+            change = np.empty(self._size + self._tail.size, np.float32)
+            np.multiply(own, np.float32(self._samples / self._all_samples), out=change[: self._size])
+            change[self._size :] = self._tail
         sent = self._thread.submit(reduce, self._world, self._reducer, change, self._size)
         self._flying.append(Flight(self._steps + self._staleness, own, change, sent))
         self._drifted = self._samples = self._all_samples = 0

@@ -24,6 +24,10 @@ from hvdtrain.models.resnet import (
     plan,
 )
 
+FEW = 16
+"""Channels. With fewer, and pictures laid out channels-last, oneDNN writes past its memory in the backward of a strided
+convolution of one pixel: wrong gradients or a crash (oneDNN's issue 6035; seen with PyTorch 2.13 on AVX2)"""
+
 
 class ResNetTorch(Named):
     """The network of `spec`. Its arrays hold zeros until `load_state_dict` brings the neutral state.
@@ -78,10 +82,12 @@ class ResNetTorch(Named):
     def _conv_norm(self, layer: ConvNorm, x: Tensor) -> Tensor:
         # In half precision on CPUs, PyTorch 2.13 leaves the gradients of a strided kernel's outer columns unset where
         # the picture is one pixel wide (docs/LOG.md).
-        whole = x.device.type == "cpu" and x.shape[3] == 1 and layer.stride > 1
+        weight, stride = self._array(f"{layer.conv}.weight"), layer.stride
+        whole = x.device.type == "cpu" and x.shape[3] == 1 and stride > 1
+        if weight.shape[2] == 1 and weight.shape[1] < FEW:
+            x, stride = x[:, :, ::stride, ::stride], 1
         with torch.autocast(x.device.type, enabled=False) if whole else contextlib.nullcontext():
-            x = x.float() if whole else x
-            x = F.conv2d(x, self._array(f"{layer.conv}.weight"), stride=layer.stride, padding=layer.padding)
+            x = F.conv2d(x.float() if whole else x, weight, stride=stride, padding=layer.padding)
         return F.batch_norm(
             x,
             self._array(f"{layer.norm}.running_mean"),

@@ -385,6 +385,30 @@ def test_same_first_ten_losses() -> None:
     assert losses[8] < losses[0] - 0.02, "the weights must move for the comparison to mean something"
 
 
+def test_few_channels_get_right_gradients_on_processors_with_avx2() -> None:
+    """Of all shortcuts, beside PyTorch's own kernels, without oneDNN."""
+    program = """
+import torch
+from hvdtrain.models.resnet import ResNetSpec, initial_state
+from hvdtrain.models.resnet_torch import ResNetTorch
+
+torch.set_num_threads(1)
+spec, images = ResNetSpec(channels=1, classes=10, width=1 / 16), torch.rand(16, 64, 64, 1)
+found = []
+for enabled in (False, True):
+    model = ResNetTorch(spec)
+    model.load_state_dict({name: torch.from_numpy(array) for name, array in initial_state(spec, 0).items()})
+    with torch.backends.mkldnn.flags(enabled=enabled):
+        model.train().loss(images, torch.arange(16) % 10)[0].backward()
+    found.append({name: p.grad for name, p in model.named_parameters() if "downsample.0" in name})
+assert len(found[0]) == 3
+for name, right in found[0].items():
+    assert (found[1][name] - right).norm() < 1e-2 * right.norm(), name
+"""
+    checked = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2", "MALLOC_CHECK_": "3"}
+    subprocess.run([sys.executable, "-c", program], env=checked, check=True)
+
+
 def test_zero_gamma_starts_every_block_as_its_shortcut() -> None:
     spec = ResNetSpec(channels=1, classes=10, width=0.25, zero_gamma=True)
     images, _ = batch(spec, (32, 32))

@@ -30,12 +30,10 @@ class PipelineTorch(Parted, TorchReplica):
         if self._flat is None:
             self._optimizer.zero_grad()
         else:
-            self._flat.begin()
+            self._flat.gradients.zero_()
         self._samples = batch.weight, batch.total_weight
         self._mean_of = (batch.weight if self._local else batch.total_weight) / self._step.loss_factor
         tail = torch.from_numpy(self._pipe.train(self, batch, stop)).to(self._device)
-        if self._flat:
-            self._flat.end()
         self._tail = self._world.torch.start_sum(tail, "step.totals")
 
     def through(self, number: int, batch: Batch, inputs: np.ndarray | None) -> tuple[np.ndarray | None, Any]:

@@ -45,12 +45,9 @@ def prepare(asked: str, local_rank: int, threads: int, *, one_each: bool = False
 
 
 class Flat:
-    """Weights and gradients of a model as two vectors, of which its parameters become views: nothing is gathered to
+    """Weights and gradients of a model as two vectors, of which its parameters become views: nothing is copied to
     exchange them; behind the gradients is room for a tail. On a GPU they are copied to host memory and back, if they
     are asked for.
-
-    PyTorch makes each gradient in memory of its own. The first of a step is copied to its view, which takes half as
-    long as to add it to a view of zeros; those of later micro-batches are added there.
     """
 
     def __init__(self, parameters: list[torch.nn.Parameter], tail: int, device: torch.device) -> None:
@@ -61,30 +58,11 @@ class Flat:
         self._host = self._whole if device.type == "cpu" else torch.zeros(self._size + tail, pin_memory=True)
         self._in_host = False
         self.memory = self._host.numpy()
-        self._views = dict[torch.nn.Parameter, torch.Tensor]()
-        pieces = zip(parameters, self.weights.split(sizes), self._whole[: self._size].split(sizes), strict=True)
+        self.gradients = self._whole[: self._size]
+        pieces = zip(parameters, self.weights.split(sizes), self.gradients.split(sizes), strict=True)
         for parameter, weight, gradient in pieces:
             weight.copy_(parameter.detach().reshape(-1))
-            parameter.data = weight.view(parameter.shape)
-            self._views[parameter] = gradient.view(parameter.shape)
-            parameter.register_post_accumulate_grad_hook(self._computed)
-
-    def begin(self) -> None:
-        """Before a step's first backward."""
-        for parameter in self._views:
-            parameter.grad = None
-
-    def _computed(self, parameter: torch.nn.Parameter) -> None:
-        view = self._views[parameter]
-        if parameter.grad is not view:
-            assert parameter.grad is not None
-            parameter.grad = view.copy_(parameter.grad)
-
-    def end(self) -> None:
-        """After a step's last backward. Gradients of what the loss did not use are zeros."""
-        for parameter, view in self._views.items():
-            if parameter.grad is None:
-                parameter.grad = view.zero_()
+            parameter.data, parameter.grad = weight.view(parameter.shape), gradient.view(parameter.shape)
 
     def vector(self, tail: torch.Tensor) -> np.ndarray:
         self.set_tail(tail)
@@ -202,7 +180,7 @@ class TorchReplica:
         if self._flat is None:
             self._optimizer.zero_grad()
         else:
-            self._flat.begin()
+            self._flat.gradients.zero_()
         self._kept.clear()
         with self._autocast, self._kept if self._kept.weights else contextlib.nullcontext():
             loss, sums = self._step.loss(*self._tensors(batch))
@@ -214,8 +192,6 @@ class TorchReplica:
             self._flat.set_tail(tail)
             self._announcer.begin()
         self._step.backward(self._scaler.scale(loss / (mean_of / self._step.loss_factor)))
-        if self._flat:
-            self._flat.end()
         if self._announcer:
             self._announcer.finish()
 

@@ -89,8 +89,8 @@ class Exchange:
     stage_across: Literal["hosts", "ranks"] = "hosts"
     """Stages on different hosts, whose activations then cross the network, or on the ranks of each host"""
     stage_order: Literal["1f1b", "eager", "gpipe"] = "1f1b"
-    """Order of a stage: one forward, one backward; eager: some forward first, to compute while activations are on a
-    slow link; gpipe: all forward first. Each holds more activations than the one before"""
+    """Order of a stage: one forward, one backward in turn; eager: more forward first, so that it computes while
+    activations are on a slow link; gpipe: all forward first. Each holds more activations than the one before"""
     activations: Literal["fp32", "bf16", "int8"] = "fp32"
     """Numbers between stages, their gradients too; bf16 halves the bytes and rounds to 8 bits, int8 takes a quarter and
     rounds to 1/127 of the largest of 64"""

@@ -2,7 +2,7 @@
 
     python tools/bench.py                   # everything, about forty minutes on two cores
     python tools/bench.py --quick --json    # one round, one document
-    python tools/bench.py --only ours       # our entry point and the bare loop alone: a quarter of an hour
+    python tools/bench.py --only ours       # our entry point and the bare loop alone, without the others
 
 Two ranks on this machine train ResNet-34 on the digits, in turn by tools/bare_loop.py, a hand-written Horovod loop of
 the same model, by our entry point, by it with all monitors on, and by it with --strategy native; every other round

@@ -24,9 +24,9 @@ from hvdtrain.models.resnet import (
     plan,
 )
 
-FEW = 16
-"""Channels. With fewer, and pictures laid out channels-last, oneDNN writes past its memory in the backward of a strided
-convolution of one pixel: wrong gradients or a crash (oneDNN's issue 6035; seen with PyTorch 2.13 on AVX2)"""
+SAFE_CHANNELS = 16
+"""Inputs that a strided 1x1 convolution must have. With fewer, in channels-last layout, its backward in oneDNN writes
+outside its memory: wrong gradients or a crash (oneDNN's issue 6035; seen with PyTorch 2.13 on AVX2, see docs/LOG.md)"""
 
 
 class ResNetTorch(Named):
@@ -80,11 +80,11 @@ class ResNetTorch(Named):
             return F.linear(features, self._array("fc.weight"), self._array("fc.bias"))
 
     def _conv_norm(self, layer: ConvNorm, x: Tensor) -> Tensor:
+        weight, stride = self._array(f"{layer.conv}.weight"), layer.stride
         # In half precision on CPUs, PyTorch 2.13 leaves the gradients of a strided kernel's outer columns unset where
         # the picture is one pixel wide (docs/LOG.md).
-        weight, stride = self._array(f"{layer.conv}.weight"), layer.stride
         whole = x.device.type == "cpu" and x.shape[3] == 1 and stride > 1
-        if weight.shape[2] == 1 and weight.shape[1] < FEW:
+        if weight.shape[2] == 1 and weight.shape[1] < SAFE_CHANNELS:
             x, stride = x[:, :, ::stride, ::stride], 1
         with torch.autocast(x.device.type, enabled=False) if whole else contextlib.nullcontext():
             x = F.conv2d(x.float() if whole else x, weight, stride=stride, padding=layer.padding)

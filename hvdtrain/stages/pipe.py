@@ -235,7 +235,7 @@ def unpacked(message: np.ndarray, shape: tuple[int, ...], coding: Coding) -> np.
 
 
 def ahead(how: Order, stage: int, stages: int, count: int) -> int:
-    """Of `count` micro-batches those that go forward through a stage before its first backward, but one."""
+    """How many of `count` micro-batches a stage goes forward with before it alternates: forward, backward, forward."""
     behind = stages - 1 - stage
     return min({"1f1b": behind, "eager": 2 * behind, "gpipe": count - 1}[how], count - 1)
 

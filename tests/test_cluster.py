@@ -220,6 +220,15 @@ def test_hosts_have_names_addresses_and_ssh_without_a_prompt(cluster: Cluster) -
 
 
 @pytest.mark.root
+def test_connections_between_hosts_are_controlled_as_linux_comes(cluster: Cluster) -> None:
+    """Whatever this machine is set to, connections within it included."""
+    if "cubic" not in virtual.CONGESTION.read_text().split():
+        pytest.skip("this kernel has no CUBIC (modprobe tcp_cubic)")
+    asked = "import socket; s = socket.create_connection(('b', 22)); print(s.getsockopt(6, socket.TCP_CONGESTION, 16))"
+    assert "b'cubic" in cluster.on("a", sys.executable, "-c", asked).stdout
+
+
+@pytest.mark.root
 def test_exec_gives_streams_exit_code_folder_and_signals(cluster: Cluster) -> None:
     echo = subprocess.run(
         cluster.command("exec", "b", "--", "sh", "-c", "cat; echo err >&2; pwd; exit 7"),

@@ -28,6 +28,7 @@ from hvdtrain.cluster.rates import parse_rate
 from hvdtrain.exits import Failure
 
 MAX_HOSTS = 64
+NETWORK = "10.77.0.0/24"
 LEAST_SHARE = 0.05
 """Of a core: the kernel gives no less than 1 ms in a period of 20 ms"""
 HOST_KEYS = ("slots", "cpu_share", "cpus", "rate", "up", "down")
@@ -75,7 +76,7 @@ def check_cluster_name(name: str) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """A virtual cluster: one switch, one network 10.77.0.0/24 of its own, and hosts on it."""
+    """A virtual cluster: one switch, one network of its own, and hosts on it."""
 
     name: str = "lab"
     hosts: tuple[Host, ...]

@@ -26,13 +26,14 @@ from pathlib import Path
 from hvdtrain import exits
 from hvdtrain.cluster import topology
 from hvdtrain.cluster.commands import Command, caller
-from hvdtrain.cluster.topology import Cluster
+from hvdtrain.cluster.topology import NETWORK, Cluster
 from hvdtrain.exits import Failure
 
 STATE = Path("/run/hvdtrain")
 PINS = STATE / "pins"
 SELF = STATE / "self"
 CGROUPS = Path("/sys/fs/cgroup")
+CONGESTION = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 PERIOD_US = 20_000
 """Of the CPU share: short, so that half a core is not 50 ms of work and then 50 ms of silence"""
 
@@ -175,6 +176,9 @@ def host_commands(cluster: Cluster, host: str) -> list[Command]:
     cable = ["ip", "-n", switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", netns]
     enter = inside(cluster, host, share=False)
     spare = here / "hosts" / host / "cgroup"
+    # Linux's own default, also where this machine's administrator chose another: ip-route(8)
+    route = f"ip -n {netns} route change {NETWORK} dev eth0 proto kernel scope link src {cluster.address(host)}"
+    cubic = [[*route.split(), "congctl", "cubic"]] if "cubic" in CONGESTION.read_text().split() else []
     return [
         ["ip", "netns", "add", netns],
         cable,
@@ -182,6 +186,7 @@ def host_commands(cluster: Cluster, host: str) -> list[Command]:
         ["ip", "-n", netns, "link", "set", "lo", "up"],
         ["ip", "-n", netns, "link", "set", "eth0", "addrgenmode", "none", "up"],
         ["ip", "-n", netns, "address", "add", f"{cluster.address(host)}/24", "dev", "eth0"],
+        *cubic,
         ["touch", str(uts), str(mnt)],
         ["unshare", f"--uts={uts}", f"--mount={mnt}", "--propagation", "slave", "true"],
         [*enter, "hostname", host],

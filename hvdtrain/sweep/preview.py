@@ -1,28 +1,29 @@
 """Asks a workload for the dry run of a run, with the variables that the launcher will set.
 
-A dry run loads no framework and takes a third of a second. The run's manifest must agree with it afterwards.
+A dry run loads no framework. The run's manifest must agree with it afterwards.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
+import contextlib
 import dataclasses
 import functools
+import io
 import json
+import multiprocessing
 import os
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-from hvdtrain import exits
+from hvdtrain import exits, workloads
 from hvdtrain.cluster.commands import Command
 from hvdtrain.config import flag
 from hvdtrain.exits import Failure
 from hvdtrain.sweep.plan import Point, Run
+from hvdtrain.world import StopSignal
 
-PATIENCE_S = 120.0
 MONITORS = {"timing": "none", "energy": "power,resources"}
 """Kind of run -> its --monitor"""
 
@@ -55,25 +56,41 @@ def words(flags: Mapping[str, Any], defaults: Mapping[str, Any]) -> Command:
     return typed
 
 
-def ask(workload: str, typed: Sequence[str], ranks: int = 1, local: int = 1) -> dict[str, Any]:
-    """The dry run's JSON document, for rank 0 of `ranks`, `local` per host. Raises the workload's own Failure."""
-    command = [sys.executable, "-m", "hvdtrain.cli", "train", workload, "--dry-run", "--json", *typed]
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HVDTRAIN_", "OMPI_COMM_"))}
-    package = str(Path(__file__).resolve().parents[2])
-    kept["PYTHONPATH"] = os.pathsep.join([package, *filter(None, [kept.get("PYTHONPATH")])])
-    place = {"RANK": 0, "SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_SIZE": local}
-    kept |= {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in place.items()} if ranks > 1 else {}
+def _answer(workload: str, typed: Sequence[str], variables: Mapping[str, str]) -> dict[str, Any] | tuple[str, int]:
+    """In a process of its own: the dry run's JSON document, or message and code of the Failure that it ends with."""
+    os.environ.clear()
+    os.environ.update(variables)
+    told = io.StringIO()
     try:
-        done = subprocess.run(
-            command, env=kept, capture_output=True, text=True, timeout=PATIENCE_S, stdin=subprocess.DEVNULL, check=False
-        )
-        document: dict[str, Any] = json.loads(done.stdout)
-    except subprocess.TimeoutExpired as error:
-        raise Failure(f"a dry run of {workload} gave no answer in {PATIENCE_S:g} s", exits.FAILED) from error
-    except ValueError as error:
-        said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise Failure(said.removeprefix("hvdtrain: "), done.returncode or exits.FAILED) from error
+        module = workloads.module(workload)
+        sys.argv = [module.__file__, "--dry-run", "--json", *typed]
+        with contextlib.redirect_stdout(told), contextlib.redirect_stderr(io.StringIO()):
+            module.main(StopSignal())
+        document: dict[str, Any] = json.loads(told.getvalue())
+    except Failure as failure:
+        return str(failure), failure.code
+    except OSError as error:
+        failure = exits.of_system(error) or Failure(str(error))
+        return str(failure), failure.code
     return document
+
+
+def ask(questions: Sequence[tuple[str, Sequence[str], int, int]]) -> list[dict[str, Any] | Failure]:
+    """Of each (workload, its flags, ranks, ranks per host): the JSON document of the dry run of rank 0, or the Failure
+    that it ends with. Each has a process of its own, forked from one that has imported what workloads need."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HVDTRAIN_", "OMPI_COMM_"))}
+    asked = []
+    for workload, typed, ranks, local in questions:
+        place = {"RANK": 0, "SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_SIZE": local} if ranks > 1 else {}
+        variables = {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in place.items()}
+        asked.append((workload, typed, kept | variables))
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        [path for name, path in workloads.OURS.items() if name in {each[0] for each in questions}]
+    )
+    with ProcessPoolExecutor(mp_context=context, max_tasks_per_child=1) as pool:
+        found = list(pool.map(_answer, *zip(*asked, strict=True)))
+    return [Failure(*answer) if isinstance(answer, tuple) else answer for answer in found]
 
 
 def flags(workload: str) -> set[str]:
@@ -83,7 +100,10 @@ def flags(workload: str) -> set[str]:
 
 @functools.cache
 def _defaults(workload: str) -> dict[str, Any]:
-    found: dict[str, Any] = ask(workload, [])["config"]
+    (answer,) = ask([(workload, (), 1, 1)])
+    if isinstance(answer, Failure):
+        raise answer
+    found: dict[str, Any] = answer["config"]
     return found
 
 
@@ -101,11 +121,7 @@ def typed_flags(run: Run) -> Command:
     return words(run.flags, _defaults(run.point.settings["workload"]))
 
 
-def preview(point: Point) -> Preview:
-    """The dry run of a point. Raises the Failure with which the workload refuses its settings."""
-    kind = "energy" if "energy" in point.kinds else "timing"
-    typed = typed_flags(Run(point=point, kind=kind, repeat=1)) + monitors(kind)
-    document = ask(point.settings["workload"], typed, point.ranks, int(point.settings["ranks_per_host"]))
+def _preview(document: dict[str, Any]) -> Preview:
     height, width, *_ = document["data"].get("image_shape") or (None, None)
     return Preview(
         config=document["config"],
@@ -125,18 +141,17 @@ def _question(point: Point) -> str:
 
 def previews(points: Sequence[Point]) -> dict[str, Preview | Failure]:
     """Name of the point -> its preview. Points whose workload is told the same, but for the seed, share one dry run."""
-    cells: dict[str, Point] = {}
-    for point in points:
-        cells.setdefault(_question(point), point)
-
-    def one(point: Point) -> Preview | Failure:
-        try:
-            return preview(point)
-        except Failure as failure:
-            return failure
-
-    with concurrent.futures.ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        found = dict(zip(cells, pool.map(one, cells.values()), strict=True))
+    cells = {_question(point): point for point in reversed(points)}
+    questions = []
+    for point in cells.values():
+        kind = "energy" if "energy" in point.kinds else "timing"
+        typed = typed_flags(Run(point=point, kind=kind, repeat=1)) + monitors(kind)
+        questions.append((point.settings["workload"], typed, point.ranks, int(point.settings["ranks_per_host"])))
+    answers = ask(questions) if questions else []
+    found = {
+        question: answer if isinstance(answer, Failure) else _preview(answer)
+        for question, answer in zip(cells, answers, strict=True)
+    }
     result: dict[str, Preview | Failure] = {}
     for point in points:
         known = found[_question(point)]

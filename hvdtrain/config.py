@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import inspect
 import itertools
 import math
@@ -375,6 +376,17 @@ def parse(
         reason = re.sub(r"<class '(\w+)'>", r"\1", reason).replace("a typing.Literal", "one of ")
         raise Failure(f"{reason} (see `{prog} --help`)", exits.USAGE) from error
     return cls(**{name: getattr(space, name) for name in names})
+
+
+def misspelt(cls: type) -> list[str]:
+    """`HVDTRAIN_EPOCH, did you mean HVDTRAIN_EPOCHS?` of each variable that is no setting of `cls` and looks like one.
+
+    Others may be another workload's.
+    """
+    names = {f"HVDTRAIN_{field.name.upper()}" for field in dataclasses.fields(cls)}
+    asked = sorted(name for name in os.environ if name.startswith("HVDTRAIN_") and name not in names)
+    alike = [(name, difflib.get_close_matches(name, names, 1, 0.87)) for name in asked]
+    return [f"{name}, did you mean {found[0]}?" for name, found in alike if found]
 
 
 def config_files(arguments: Sequence[str]) -> list[str]:

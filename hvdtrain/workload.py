@@ -43,8 +43,10 @@ def begin(cls: type[C], name: str, purpose: str, argv: Sequence[str] | None = No
     `purpose` heads the help; `argv`: its flags, else those of this process. Raises Failure (2, 65, 78) for settings
     that are not accepted.
     """
-    config = resume.parse(cls, name, purpose, argv)
-    return dataclasses.replace(config, framework=resolve(config.framework)), world.place()
+    config, place = resume.parse(cls, name, purpose, argv), world.place()
+    for told in configuration.misspelt(cls) if place.rank == 0 else ():
+        print(f"hvdtrain: nothing reads {told}", file=sys.stderr)
+    return dataclasses.replace(config, framework=resolve(config.framework)), place
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

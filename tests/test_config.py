@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain import resume
-from hvdtrain.config import TrainConfig, batch_plan, field_docs, global_batch
+from hvdtrain.config import TrainConfig, batch_plan, field_docs, global_batch, misspelt
 from hvdtrain.exits import Failure
 from hvdtrain.resnet import ResNetConfig
 from hvdtrain.world import Place, place
@@ -72,6 +72,14 @@ def test_a_value_that_is_not_accepted_is_told_with_its_place(
     with pytest.raises(Failure) as error:
         resume.parse(ResNetConfig, "resnet", "", ["--config", str(file)] if line else [])
     assert str(error.value).startswith(place) and told in str(error.value)
+
+
+def test_a_misspelt_variable_is_told_and_one_that_something_else_reads_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = ("RECORD", "MPI", "LAUNCHED_WITH", "SURVIVE_FD", "THREADS_BY_LAUNCHER", "POWERCAP", "LAYERS", "EPOCHS")
+    for name in ("EPOCH", "BATCHSIZE", *others):
+        monkeypatch.setenv(f"HVDTRAIN_{name}", "3")
+    told = ["HVDTRAIN_BATCHSIZE, did you mean HVDTRAIN_BATCH_SIZE?", "HVDTRAIN_EPOCH, did you mean HVDTRAIN_EPOCHS?"]
+    assert misspelt(ResNetConfig) == told
 
 
 def test_every_field_is_documented() -> None:

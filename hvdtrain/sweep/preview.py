@@ -60,18 +60,18 @@ def _answer(workload: str, typed: Sequence[str], variables: Mapping[str, str]) -
     """In a process of its own: the dry run's JSON document, or message and code of the Failure that it ends with."""
     os.environ.clear()
     os.environ.update(variables)
-    told = io.StringIO()
+    written = io.StringIO()
     try:
         module = workloads.module(workload)
         sys.argv = [module.__file__, "--dry-run", "--json", *typed]
-        with contextlib.redirect_stdout(told), contextlib.redirect_stderr(io.StringIO()):
+        with contextlib.redirect_stdout(written), contextlib.redirect_stderr(io.StringIO()):
             module.main(StopSignal())
-        document: dict[str, Any] = json.loads(told.getvalue())
+        document: dict[str, Any] = json.loads(written.getvalue())
     except Failure as failure:
         return str(failure), failure.code
-    except OSError as error:
-        failure = exits.of_system(error) or Failure(str(error))
-        return str(failure), failure.code
+    except Exception as error:
+        told = exits.of_system(error) if isinstance(error, OSError) else None
+        return str(told or f"{workload}: {type(error).__name__}: {error}"), told.code if told else exits.FAILED
     return document
 
 

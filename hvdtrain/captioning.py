@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from hvdtrain import config as configuration
@@ -93,28 +93,15 @@ class Captions(measures.Accuracy):
     headline = "bleu4"
 
 
-class Judge:
-    """Corpus BLEU-1..4 of a split, of captions written greedily and by beam search. `renew` gives the writer what was
-    learnt, if it is not what is trained. Collective."""
-
-    def __init__(
-        self,
-        writer: generation.Writer,
-        renew: Callable[[], None],
-        dataset: CaptionDataset,
-        ranks: world.World,
-        beam: int,
-    ) -> None:
-        self._writer, self._renew, self._vocabulary = writer, renew, dataset.vocabulary
-        self._ranks, self._beam = ranks, beam
-
-    def __call__(self, split: CaptionSplit) -> dict[str, float]:
-        self._renew()
-        scores = generation.judge(self._writer, split, self._vocabulary, self._ranks, 1)
-        if self._beam == 1:
-            return scores
-        searched = generation.judge(self._writer, split, self._vocabulary, self._ranks, self._beam)
-        return scores | {f"beam_{name}": value for name, value in searched.items()}
+def judged(
+    writer: generation.Writer, split: CaptionSplit, dataset: CaptionDataset, ranks: world.World, beam: int
+) -> dict[str, float]:
+    """Corpus BLEU-1..4 of a split, of captions written greedily and by beam search. Collective."""
+    scores = generation.judge(writer, split, dataset.vocabulary, ranks, 1)
+    if beam == 1:
+        return scores
+    searched = generation.judge(writer, split, dataset.vocabulary, ranks, beam)
+    return scores | {f"beam_{name}": value for name, value in searched.items()}
 
 
 def main(stop: world.StopSignal) -> int:
@@ -183,11 +170,11 @@ def main(stop: world.StopSignal) -> int:
     # 6. Train, evaluate, save: every record goes to the run's folder; then the results, on stdout, once.
     writer = mine if job.part is None else model(None)
 
-    def renew() -> None:
+    def judge(split: CaptionSplit) -> dict[str, float]:
         if job.part is not None:
             trained.fill(writer, job.whole(replica), config.framework)
+        return judged(writer, split, dataset, job.ranks, config.beam)
 
-    judge = Judge(writer, renew, dataset, job.ranks, config.beam)
     words = {"vocabulary.json": dataset.vocabulary.as_json()}
     return job.train(replica, stop, judge=judge, documents=words)
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import re
 import stat
 import tomllib
+from collections.abc import Iterator
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -151,3 +153,15 @@ def open_lock(path: str | Path) -> int:
         os.close(file)
         raise
     return file
+
+
+@contextlib.contextmanager
+def locked(path: str | Path, *, wait: bool = True) -> Iterator[int]:
+    """Holds flock(2) on the file that `open_lock` opens, and yields its descriptor. Raises OSError; BlockingIOError
+    where another holds it and this process does not `wait`."""
+    file = open_lock(path)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield file
+    finally:
+        os.close(file)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import os
 import re
 import sys
@@ -128,7 +127,8 @@ def _trained(job: workload.Job, adapted: Any, stop: world.StopSignal) -> records
     _check_alike(job, adapted)
     constants = job.ranks.agreed(adapted.constants())
     adapted.set_constants(constants)
-    about = dataclasses.replace(job.about, model={**job.about.model, "constants": _digest(constants)})
+    digest = world.digest(constants) if constants else None
+    about = dataclasses.replace(job.about, model={**job.about.model, "constants": digest})
     job = dataclasses.replace(job, about=about)
     state, mine = adapted.arrays(), adapted
     if job.about.config.stages > 1:
@@ -212,12 +212,3 @@ def _check_alike(job: workload.Job, adapted: Any) -> None:
         if resume != every[0][2]:
             told = "give all the same resume=, --resume or HVDTRAIN_RESUME (mpirun -x HVDTRAIN_RESUME)"
             raise Failure(f"rank {rank} is not told as rank 0 is whether to go on: {told}", exits.BAD_CONFIG)
-
-
-def _digest(arrays: Mapping[str, np.ndarray]) -> str | None:
-    """SHA-256 of names and values; None if there are none."""
-    digest = hashlib.sha256()
-    for name, array in arrays.items():
-        digest.update(name.encode())
-        digest.update(np.ascontiguousarray(array).tobytes())
-    return digest.hexdigest() if arrays else None

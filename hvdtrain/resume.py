@@ -141,7 +141,4 @@ def _manifest(folder: Path) -> records.Manifest | None:
             return None
     except OSError as error:
         raise files.refused(f"--resume {folder}", error, exits.BAD_DATA, "check the folder") from error
-    manifest = records.read_document(path)
-    if not isinstance(manifest, records.Manifest):
-        raise Failure(f"{path}: no manifest, but a record of type {manifest.type}", exits.BAD_DATA)
-    return manifest
+    return records.read_document(path, records.Manifest)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain import exits, identity, lock, records, strategies, workloads
-from hvdtrain.cluster import launched, quota
+from hvdtrain.cluster import launched, processes, quota
 from hvdtrain.config import BatchPlan, TrainConfig
 from hvdtrain.exits import Failure
 from hvdtrain.measures import Measure
@@ -145,7 +145,7 @@ def kept_shares(folder: Path, world: World) -> tuple[float, ...] | None:
     """The ranks' shares that an earlier start of this run settled on, as rank 0's manifest tells; collective."""
     path, kept = folder / "manifest.json", None
     if world.rank == 0 and path.exists():
-        kept = records.read_document(path).plan.get("shares")
+        kept = records.read_document(path, records.Manifest).plan.get("shares")
     kept = world.gather(kept)[0]
     return tuple(kept) if kept and len(kept) == world.size else None
 
@@ -156,7 +156,7 @@ def check_same(run: Run, bound: str | None, folder: Path, world: World) -> None:
     """
     path, told = folder / "manifest.json", None
     if world.rank == 0 and path.exists():
-        kept = records.read_document(path)
+        kept = records.read_document(path, records.Manifest)
         try:
             there = _identity(kept.workload, kept.model, kept.data, kept.config, kept.plan)
         except KeyError as error:
@@ -247,7 +247,7 @@ def _keep(manifest: records.Manifest, folder: Path, documents: Mapping[str, Any]
             records.write_document(folder / name, document)
         records.write_document(path, records.as_json(manifest))
         return
-    kept = records.read_document(path)
+    kept = records.read_document(path, records.Manifest)
     kept_config = {name: value for name, value in kept.config.items() if name not in strategies.FLAT}
     config = kept_config | {name: value for name, value in manifest.config.items() if name not in OF_A_START}
     argv, more = kept.argv, flags(manifest.argv)
@@ -286,11 +286,8 @@ def version(package: str) -> str | None:
 
 
 def cpu() -> str:
-    """This host's processor as /proc/cpuinfo names it, and the number of its cores."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    model = names[0] if names else platform.machine()
-    return f"{model}, {os.cpu_count()} cores"
+    """This host's processor, and the number of its cores."""
+    return f"{processes.processor() or platform.machine()}, {os.cpu_count()} cores"
 
 
 def git_commit() -> str | None:

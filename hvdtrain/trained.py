@@ -17,8 +17,8 @@ def opened(folder: Path, workload: str) -> tuple[records.Manifest, Arrays]:
     if not folder.is_dir():
         raise Failure(f"--run {folder}: no such folder; give one that hvdtrain.{workload} made", exits.BAD_DATA)
     path = folder / "manifest.json"
-    manifest = records.read_document(path)
-    if not isinstance(manifest, records.Manifest) or manifest.workload != workload:
+    manifest = records.read_document(path, records.Manifest)
+    if manifest.workload != workload:
         raise Failure(f"{path}: no manifest of a run of hvdtrain.{workload}", exits.BAD_DATA)
     return manifest, best_parameters(folder / "checkpoints")
 
@@ -71,7 +71,7 @@ def fill(model: Any, parameters: Arrays, framework: str) -> None:
         for name, array in parameters.items():
             model.get_parameter(name).detach().numpy()[...] = array  # the parameter's own memory
     else:
-        from hvdtrain.frameworks.tensorflow import turned
+        from hvdtrain.models.layers_tf import turned
 
         for name, array in parameters.items():
             model.weights[name].assign(turned(array))

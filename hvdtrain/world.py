@@ -85,9 +85,11 @@ class Met:
     @classmethod
     def by(cls, meeting: Meeting) -> Met:
         """Starts the sentinel. Collective."""
+        global _sentinel
         if meeting.size == 1:
             return cls(meeting, None, Reach("127.0.0.1", "lo", loopback=True))
-        sentinel = watched_by(Sentinel(meeting.rank, first=meeting.local_rank == 0, secret=meeting.secret))
+        sentinel = _sentinel = Sentinel(meeting.rank, first=meeting.local_rank == 0, secret=meeting.secret)
+        atexit.register(sentinel.left)
         sentinel.join(lambda mine: [json.loads(each) for each in meeting.gather(json.dumps(mine).encode())])
         if way := sentinel.way:
             return cls(meeting, sentinel, Reach(way.source, way.device))
@@ -99,11 +101,20 @@ class Met:
     def at(cls, where: Place) -> Met:
         """The ranks that the launcher started, found without Horovod. Collective. Raises Failure (69, 77) if they
         cannot find each other."""
-        return cls.by(meet(where.launcher, where.rank, where.size, where.local_rank, where.local_size))
+        return cls.by(meet(where))
 
     def along(self, ranks: Sequence[int]) -> Met:
         """The ranks `ranks`, of which this is one. Collective: each rank of the whole gives those that it is among."""
         return dataclasses.replace(self, meeting=Along(self.meeting, ranks))
+
+
+def digest(arrays: dict[str, np.ndarray]) -> str:
+    """SHA-256 of names and values."""
+    sha256 = hashlib.sha256()
+    for name, array in arrays.items():
+        sha256.update(name.encode())
+        sha256.update(np.ascontiguousarray(array).data)
+    return sha256.hexdigest()
 
 
 class World:
@@ -178,11 +189,7 @@ class World:
         Ranks that make their arrays from the same seed exchange 64 characters instead of the arrays, which take more
         than a minute for ResNet-34 at 10 Mbit/s.
         """
-        digest = hashlib.sha256()
-        for name, array in arrays.items():
-            digest.update(name.encode())
-            digest.update(np.ascontiguousarray(array).data)
-        if len(set(self.gather(digest.hexdigest()))) == 1:
+        if len(set(self.gather(digest(arrays)))) == 1:
             return arrays
         return {name: self._ranks.broadcast(array, name) for name, array in arrays.items()}
 
@@ -275,14 +282,7 @@ class World:
 # --- ending: the sentinel must tell an ordinary end from a fault ------------------------------------------------------
 
 _sentinel: Sentinel | None = None
-
-
-def watched_by(sentinel: Sentinel) -> Sentinel:
-    """Registers the sentinel, to which this process reports how it ends."""
-    global _sentinel
-    _sentinel = sentinel
-    atexit.register(sentinel.left)
-    return sentinel
+"""To which this process reports how it ends"""
 
 
 # --- stopping --------------------------------------------------------------------------------------------------------

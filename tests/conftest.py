@@ -25,6 +25,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from hvdtrain.cluster import quota
+from hvdtrain.exits import Failure
 
 ROOT = Path(__file__).parent.parent
 PROGRAMS = ROOT / "tests" / "programs"
@@ -259,6 +260,22 @@ def refused(module: str, *words: str, code: int, said: str, extra: Mapping[str, 
     done = alone(module, *words, extra=extra)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (code, "", 1), done.stderr
     assert said in done.stderr
+
+
+@contextlib.contextmanager
+def failing(code: int, words: str | None = None) -> Iterator[pytest.ExceptionInfo[Failure]]:
+    """The block ends with a Failure of this code, in which these words (a regular expression) are found."""
+    with pytest.raises(Failure, match=words) as failure:
+        yield failure
+    assert failure.value.code == code, failure.value
+
+
+def fails(action: Callable[[], object], code: int, *words: str) -> None:
+    """The action ends with a Failure of this code and one line, which has all these words."""
+    with failing(code) as failure:
+        action()
+    assert all(word in str(failure.value) for word in words), failure.value
+    assert "\n" not in str(failure.value)
 
 
 def document(done: subprocess.CompletedProcess[str]) -> Any:

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
+from thread_ranks import Room, at_once
+
+from hvdtrain.collectives import Hosts
+from hvdtrain.strategies.reducer import Reducer
 
 T = TypeVar("T")
-PATIENCE_S = 120.0
 
 
 class FakeHosts:
     """See `collectives.Hosts`."""
 
-    def __init__(self, index: int, count: int, barrier: threading.Barrier, box: list[Any]) -> None:
-        self.index, self.count = index, count
+    def __init__(self, index: int, room: Room) -> None:
+        self.index, self.count = index, room.size
         self.sent_bytes = 0
-        self._barrier, self._box = barrier, box
+        self._room = room
 
     def pairwise(self, part: Callable[[int], np.ndarray], *, even: bool = False) -> Iterator[tuple[int, np.ndarray]]:
         mine = {host: part(host).copy() for host in range(self.count) if host != self.index}
@@ -39,34 +42,26 @@ class FakeHosts:
             values += other
 
     def _all(self, mine: tuple[str, Any]) -> list[Any]:
-        self._box[self.index] = mine
-        self._barrier.wait(PATIENCE_S)
-        kinds = {kind for kind, _ in self._box}
-        found = [given for _, given in self._box]
-        self._barrier.wait(PATIENCE_S)
+        found = self._room.gather(self.index, mine)
+        kinds = {kind for kind, _ in found}
         assert len(kinds) == 1, f"hosts call in different order: {kinds}"
-        return found
+        return [given for _, given in found]
 
 
 def run(count: int, program: Callable[[Any], T]) -> list[T]:
     """Calls `program(hosts)` on `count` hosts at once; what each returned, in host order."""
-    barrier, box = threading.Barrier(count), [None] * count
-    results: list[Any] = [None] * count
-    errors: list[BaseException] = []
+    room = Room(count)
+    return at_once([functools.partial(program, FakeHosts(index, room)) for index in range(count)], room=room)
 
-    def host(index: int) -> None:
-        try:
-            results[index] = program(FakeHosts(index, count, barrier, box))
-        except BaseException as error:
-            errors.append(error)
-            barrier.abort()
 
-    threads = [threading.Thread(target=host, args=(index,)) for index in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    broken = [error for error in errors if not isinstance(error, threading.BrokenBarrierError)]
-    if errors:
-        raise (broken or errors)[0]
-    return results
+def rounds(reducers: Sequence[Reducer], inputs: Sequence[np.ndarray] | np.ndarray) -> tuple[np.ndarray, int]:
+    """One round of the reducers, a host for each: what all hosts get, the same bits, and the bytes that each sends."""
+
+    def host(hosts: Hosts) -> tuple[np.ndarray, int]:
+        values = inputs[hosts.index].copy()
+        reducers[hosts.index].sum(values, hosts)
+        return values, hosts.sent_bytes
+
+    results = run(len(reducers), host)
+    assert len({(values.tobytes(), sent) for values, sent in results}) == 1
+    return results[0]

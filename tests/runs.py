@@ -1,4 +1,5 @@
-"""Makes run folders as the loop, the monitors and a sweep would leave them, through the same writer of records."""
+"""Makes run folders as the loop, the monitors and a sweep would leave them, through the same writer of records, and
+reads the records of real ones."""
 
 from __future__ import annotations
 
@@ -127,6 +128,14 @@ def make(folder: Path, run: Made | None = None, **changes: Any) -> Path:
     if run.complete:
         records.write_document(folder / "COMPLETE", {"schema": records.SCHEMA, "utc": run.started_utc})
     return folder
+
+
+def read_run(folder: Path, rank: int = 0) -> dict[str, list[Any]]:
+    """The records of one rank by type."""
+    found: dict[str, list[Any]] = {name: [] for name in records.RECORDS}
+    for record in records.read(folder / "metrics" / f"rank{rank:04d}.jsonl"):
+        found[record.type].append(record)
+    return found
 
 
 def cut_off(folder: Path, copy: Path, step: int) -> None:

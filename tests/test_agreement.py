@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import PROGRAMS, launch
-from test_resnet_train import read_run
+from runs import read_run
+from thread_ranks import Room, at_once
 
 from hvdtrain import agreement
 from hvdtrain.exits import Failure
@@ -23,41 +24,29 @@ TENSOR, TENSORS = "layer2.0.conv1.weight", 110
 class Rank:
     """A world of threads, as far as a check needs it; counts what goes round."""
 
-    def __init__(self, rank: int, size: int, box: list[Any], barrier: threading.Barrier) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, rank: int, room: Room) -> None:
+        self.rank, self.size = rank, room.size
         self.gathers = self.given_bytes = 0
-        self._box, self._barrier = box, barrier
+        self._room = room
 
     def gather(self, value: Any) -> list[Any]:
         text = json.dumps(value)
         self.gathers += 1
         self.given_bytes += len(text)
-        self._box[self.rank] = text
-        self._barrier.wait(60)
-        found = [json.loads(each) for each in self._box]
-        self._barrier.wait(60)
-        return found
+        return [json.loads(each) for each in self._room.gather(self.rank, text)]
 
 
 def checked(states: list[dict[str, np.ndarray]]) -> tuple[list[str | None], list[Rank]]:
     """What each rank's check said, None if nothing; and the ranks."""
-    barrier, box = threading.Barrier(len(states)), [None] * len(states)
-    ranks = [Rank(rank, len(states), box, barrier) for rank in range(len(states))]
-    said: list[str | None] = [None] * len(states)
+    room = Room(len(states))
+    ranks = [Rank(rank, room) for rank in range(len(states))]
 
-    def check(rank: int) -> None:
-        try:
-            agreement.check(states[rank], ranks[rank])  # type: ignore[arg-type]
-        except Failure as failure:
-            assert failure.code == 1
-            said[rank] = str(failure)
+    def check(rank: Rank) -> None:
+        agreement.check(states[rank.rank], rank)  # type: ignore[arg-type]
 
-    threads = [threading.Thread(target=check, args=(rank,)) for rank in range(len(states))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return said, ranks
+    found = at_once([functools.partial(check, rank) for rank in ranks], Failure, room=room)
+    assert all(failure is None or failure.code == 1 for failure in found)
+    return [None if failure is None else str(failure) for failure in found], ranks
 
 
 def state() -> dict[str, np.ndarray]:

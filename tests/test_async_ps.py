@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import random
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,10 @@ import pytest
 from conftest import LIMIT_S, PROGRAMS, ROOT, SMALL, Cluster, command, document, environment, finished, launch, resnet
 from hypothesis import given
 from hypothesis import strategies as some
-from runs import cut_off
-from test_ranks import numpy_training
-from test_resnet_train import assert_same_arrays, newest_arrays, read_run, started, wait_for_steps
+from runs import cut_off, read_run
+from test_resnet_train import assert_same_arrays, newest_arrays, started, wait_for_steps
+from test_strategies import Simulated, simulated_delayed
+from thread_ranks import ThreadMeeting, at_once, meetings
 
 from hvdtrain import strategies
 from hvdtrain.cluster import survive
@@ -72,11 +73,7 @@ def test_nothing_that_threads_push_is_lost_and_staleness_counts_the_others() -> 
             numbers = np.array([1, 0.5, step, 0])
             late[rank].append(asked.answer(rank, numbers, np.full(1000, 2.0 * rank, np.float32), answer)[0])
 
-    threads = [threading.Thread(target=worker, args=(rank,)) for rank in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once([functools.partial(worker, rank) for rank in range(8)])
     answer = np.empty(1000, np.float32)
     last = asked.answer(0, np.zeros(NUMBERS), None, answer)[0]
     assert (answer == -100 * sum(range(8))).all()
@@ -104,7 +101,7 @@ def test_all_workers_hear_of_the_step_to_meet_after_before_they_pass_it(workers:
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])
 def test_one_worker_is_plain_sgd(framework: str) -> None:
     report = document(launch(0, [str(PROGRAMS / "exchange.py"), framework, '{"strategy": "async-ps"}']))
-    weight, losses = numpy_training()
+    weight, (losses,), _ = simulated_delayed(problem := Simulated(1), 0, problem.steps)
     np.testing.assert_allclose(report["weight"], weight, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(report["losses"], losses, rtol=1e-6)
     assert (report["samples"], report["stopping"], report["bytes_sent"]) == (11, True, 0)
@@ -164,33 +161,12 @@ def test_what_does_not_go_together_is_refused() -> None:
 
 def joined(addresses: list[str], program: Callable[[ServerRanks], Any]) -> list[Any]:
     """What `program` returned on each rank; a rank for each address, hosts by address."""
-    size, results = len(addresses), [None] * len(addresses)
-    barrier, told = threading.Barrier(size), [b""] * size
 
-    class Room:
-        local_rank, local_size, secret = 0, 1, b"s" * 32
+    def rank(meeting: ThreadMeeting, address: str) -> Any:
+        return program(ServerRanks(meeting, Reach(address, "lo", loopback=True)))
 
-        def __init__(self, rank: int) -> None:
-            self.rank, self.size = rank, size
-
-        def gather(self, mine: bytes) -> list[bytes]:
-            told[self.rank] = mine
-            barrier.wait(60)
-            return list(told)
-
-        def leave(self) -> None:
-            barrier.wait(60)
-
-    def rank(number: int) -> None:
-        results[number] = program(ServerRanks(Room(number), Reach(addresses[number], "lo", loopback=True)))
-
-    threads = [threading.Thread(target=rank, args=(number,), daemon=True) for number in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-        assert not thread.is_alive()
-    return results
+    pairs = zip(meetings(len(addresses)), addresses, strict=True)
+    return at_once([functools.partial(rank, *pair) for pair in pairs])
 
 
 class Echo:

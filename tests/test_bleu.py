@@ -11,10 +11,11 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from conftest import failing
 from sacrebleu.metrics import BLEU
 
 from hvdtrain.captions import bleu
-from hvdtrain.exits import BAD_DATA, Failure
+from hvdtrain.exits import BAD_DATA
 
 WORDS = ["a", "an", "the", "red", "blue", "green", "circle", "square", "above", "below", "left", "two"]
 Corpus = tuple[list[str], list[list[str]]]
@@ -113,9 +114,8 @@ def test_perfect_captions_score_one_and_silence_scores_nothing() -> None:
 
 
 def test_a_picture_without_references_is_named() -> None:
-    with pytest.raises(Failure, match="number 2 of 2") as failure:
+    with failing(BAD_DATA, "number 2 of 2"):
         bleu.statistics(["a", "b"], [["a"], []])
-    assert failure.value.code == BAD_DATA
 
 
 def test_the_signature_says_what_was_measured() -> None:

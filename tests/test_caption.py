@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import launch
+from conftest import failing, launch
 from PIL import Image
 
-from hvdtrain import records
+from hvdtrain import records, trained
 from hvdtrain.arrays_file import Arrays
 from hvdtrain.captioning import Captions
 from hvdtrain.captions import command as captions
@@ -124,8 +124,7 @@ def expected(spec: CaptionerSpec, seen: np.ndarray, beam: int, seed: int = BEST)
     from hvdtrain.models.captioner_torch import CaptionerTorch
 
     model = CaptionerTorch(spec)
-    for name, array in weights(spec, seed).items():
-        model.get_parameter(name).detach().numpy()[...] = array
+    trained.fill(model, weights(spec, seed), "torch")
     vocabulary = shapes().vocabulary
     return [vocabulary.decode(ids) for ids in write(model, seen, beam=beam)]
 
@@ -289,9 +288,8 @@ def test_vgg16_needs_the_weights_that_it_was_trained_with(
     _, document, _ = told(*files, "--run", run)
     assert [each["caption"] for each in document["captions"]] == wanted
     (tmp_path / "vgg16.safetensors").rename(tmp_path / "moved.safetensors")
-    with pytest.raises(Failure, match=r"vgg16\.safetensors") as failure:
+    with failing(BAD_DATA, r"vgg16\.safetensors"):
         captions.main([str(files[0]), "--run", str(run)])
-    assert failure.value.code == BAD_DATA
     other = make_run(tmp_path / "other", spec, encoder=frozen.RANDOM, weights=frozen.RANDOM)
     assert [each["caption"] for each in told(*files, "--run", other)[1]["captions"]] == wanted
     with pytest.raises(Failure, match="not the weights"):
@@ -320,9 +318,8 @@ def test_without_an_encoder_all_pictures_have_one_caption(
     ],
 )
 def test_wrong_usage_is_refused(flags: list[str]) -> None:
-    with pytest.raises(Failure, match=r"\(see hvdtrain caption --help\)$") as failure:
+    with failing(USAGE, r"\(see hvdtrain caption --help\)$"):
         captions.main(flags)
-    assert failure.value.code == USAGE
 
 
 DAMAGE: dict[str, Callable[[Path], object]] = {
@@ -367,9 +364,8 @@ def test_a_damaged_best_checkpoint_is_not_used(run: Path, tmp_path: Path, spec: 
 def test_a_sheet_that_cannot_be_written_is_told(run: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(run, tmp_path / "copy", ignore=shutil.ignore_patterns("captions.html")))
     (copy / "captions.html").mkdir()
-    with pytest.raises(Failure, match=r"captions\.html") as failure:
+    with failing(CANNOT_WRITE, r"captions\.html"):
         captions.main(["--run", str(copy), "--split", "test", "--limit", "2", "--html"])
-    assert failure.value.code == CANNOT_WRITE
     assert sorted(path.name for path in copy.iterdir()) == [
         "captions.html",
         "checkpoints",

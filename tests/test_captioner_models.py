@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-
 import numpy as np
 import pytest
+from conftest import failing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_stages import stepped
+from twins import Arrays, Found, Model, tensorflow_gradients, tf, told, torch, torch_gradients
+from twins import one_thread as one_thread
 
 from hvdtrain import measures
 from hvdtrain.captions import vocabulary as words_of_captions
@@ -34,14 +33,9 @@ from hvdtrain.models.captioner import (
     parameters,
     picture_values,
 )
+from hvdtrain.models.captioner_tf import CaptionerTF
+from hvdtrain.models.captioner_torch import CaptionerTorch
 
-torch = pytest.importorskip("torch")
-tf = pytest.importorskip("tensorflow")
-
-from hvdtrain.models.captioner_tf import CaptionerTF  # noqa: E402
-from hvdtrain.models.captioner_torch import CaptionerTorch  # noqa: E402
-
-Arrays = dict[str, np.ndarray]
 Sample = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 LENGTHS = (3, 7, 1, 5, 7)  # of captions, in words
@@ -49,14 +43,6 @@ WORDLESS = CaptionerSpec(vocabulary=11, encoder="none", embedding=6, hidden=9)
 FEATURES = CaptionerSpec(vocabulary=11, encoder="vgg16", features=13, embedding=6, hidden=9)
 SMALL = CaptionerSpec(vocabulary=11, encoder="small", image_size=(40, 24), embedding=6, hidden=9)
 SPECS = pytest.mark.parametrize("spec", [WORDLESS, FEATURES, SMALL], ids=lambda spec: spec.encoder)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def input_shape(spec: CaptionerSpec) -> tuple[int, ...]:
@@ -88,35 +74,22 @@ def worn(spec: CaptionerSpec) -> Arrays:
     return state
 
 
-class Torch:
-    """The PyTorch twin, spoken to in NumPy arrays."""
-
+class Torch(Model):
     def __init__(self, spec: CaptionerSpec, state: Arrays, part: range | None = None) -> None:
-        self.model = CaptionerTorch(spec, part)
-        self.model.load_state_dict({name: torch.from_numpy(state[name]) for name in self.model.state_dict()})
+        super().__init__(CaptionerTorch(spec, part), state)
         self.encode, self.step = self.model.encode, self.model.step
 
     def logits(self, drawn: Sample, training: bool = False) -> np.ndarray:
         with torch.no_grad():
             return np.asarray(self.model.train(training)(*map(torch.from_numpy, drawn))[0])
 
-    def gradients(self, drawn: Sample, training: bool = True) -> tuple[float, int, Arrays]:
-        self.model.train(training).zero_grad()
-        loss, sums = self.model.loss(*map(torch.from_numpy, drawn))
-        loss.backward()
-        return loss.item(), sums["correct"].item(), {n: p.grad.numpy().copy() for n, p in self.model.named_parameters()}
-
-    def state(self) -> Arrays:
-        return {name: array.numpy() for name, array in self.model.state_dict().items()}
+    def gradients(self, drawn: Sample, training: bool = True) -> Found:
+        return torch_gradients(self.model, drawn, training)
 
 
-class TensorFlow:
-    """The TensorFlow twin, spoken to in NumPy arrays of the neutral layout."""
-
+class TensorFlow(Model):
     def __init__(self, spec: CaptionerSpec, state: Arrays, dtype: Any = tf.float32, part: range | None = None) -> None:
-        self.model = CaptionerTF(spec, dtype, part=part)
-        for name, variable in self.model.weights.items():
-            variable.assign(state[name].transpose(2, 3, 1, 0) if state[name].ndim == 4 else state[name])
+        super().__init__(CaptionerTF(spec, dtype, part=part), state)
         self.encode, self.step = self.model.encode, self.model.step
         shape = None if spec.encoder == "none" else (None, *input_shape(spec))
         inputs = tf.TensorSpec(shape, tf.uint8 if spec.encoder == "small" else tf.float32)
@@ -127,28 +100,17 @@ class TensorFlow:
         }
 
     def _gradients(self, arrays: Any, training: bool) -> Any:
-        with tf.GradientTape() as tape:
-            loss, sums = self.model.loss(*arrays, training=training)
-        return loss, sums["correct"], tape.gradient(loss, list(self.model.weights.values()))
+        return tensorflow_gradients(self.model, arrays, training)
 
     def logits(self, drawn: Sample, training: bool = False) -> np.ndarray:
         return np.asarray(self.model(*map(tf.constant, drawn), training)[0])
 
-    def gradients(self, drawn: Sample, training: bool = True) -> tuple[float, int, Arrays]:
-        loss, correct, gradients = self.graphs[training](*map(tf.constant, drawn))
-        return float(loss), int(correct), {n: neutral(g) for n, g in zip(self.model.weights, gradients, strict=True)}
-
-    def state(self) -> Arrays:
-        return {name: neutral(variable) for name, variable in self.model.weights.items()}
+    def gradients(self, drawn: Sample, training: bool = True) -> Found:
+        return told(self.graphs[training](*map(tf.constant, drawn)))
 
 
 Twin = Torch | TensorFlow
 TWINS = pytest.mark.parametrize("twin", [Torch, TensorFlow])
-
-
-def neutral(tensor: Any) -> np.ndarray:
-    array: np.ndarray = tensor.numpy()  # which sparse gradients do not have
-    return array.transpose(3, 2, 0, 1) if array.ndim == 4 else array
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -247,9 +209,8 @@ def test_four_convolutions_halve_the_picture_four_times(width: int, height: int)
     ],
 )
 def test_a_bad_spec_is_refused_by_name(field: str, value: Any) -> None:
-    with pytest.raises(Failure, match=field) as caught:
+    with failing(BAD_CONFIG, field):
         replace(SMALL, **{field: value})
-    assert caught.value.code == BAD_CONFIG
     with pytest.raises(Failure, match="seed is -1"):
         initial_state(SMALL, seed=-1)
 
@@ -303,17 +264,17 @@ def test_one_pass_is_a_row_for_each_word(spec: CaptionerSpec, twin: type[Twin]) 
     chances, said = reference(spec, state, drawn)
     model = twin(spec, state)
     np.testing.assert_allclose(softmax(model.logits(drawn)), chances, atol=1e-5)
-    loss, correct, _ = model.gradients(drawn, training=False)
+    loss, sums, _ = model.gradients(drawn, training=False)
     assert loss == pytest.approx(-np.log(chances[np.arange(len(said)), said]).sum(), rel=1e-5)
-    assert correct == (chances.argmax(1) == said).sum()
+    assert sums["correct"] == (chances.argmax(1) == said).sum()
 
 
 @SPECS
 def test_same_weights_same_loss_hits_and_gradients(spec: CaptionerSpec) -> None:
     drawn, state = sample(spec), worn(spec)
-    loss, correct, gradients = Torch(spec, state).gradients(drawn, training=False)
-    other_loss, other_correct, other_gradients = TensorFlow(spec, state).gradients(drawn, training=False)
-    assert (loss, correct) == (pytest.approx(other_loss, abs=1e-4), other_correct)
+    loss, sums, gradients = Torch(spec, state).gradients(drawn, training=False)
+    other_loss, other_sums, other_gradients = TensorFlow(spec, state).gradients(drawn, training=False)
+    assert (loss, sums) == (pytest.approx(other_loss, abs=1e-4), other_sums)
     assert other_gradients.keys() == gradients.keys() == state.keys()
     for name, gradient in gradients.items():
         assert np.linalg.norm(gradient) > 0, f"{name} learns nothing"
@@ -370,15 +331,15 @@ def test_pictures_are_encoded_without_dropout_whatever_the_mode(spec: CaptionerS
 @TWINS
 def test_padding_and_neighbours_change_nothing(twin: type[Twin]) -> None:
     model, (inputs, tokens, key) = twin(SMALL, worn(SMALL)), sample(SMALL)
-    loss, correct, gradients = model.gradients((inputs, tokens, key), training=False)
+    loss, sums, gradients = model.gradients((inputs, tokens, key), training=False)
     wider = np.pad(tokens, [(0, 0), (0, 4)])
-    padded_loss, padded_correct, padded = model.gradients((inputs, wider, key), training=False)
-    assert (padded_loss, padded_correct) == (pytest.approx(loss, rel=1e-5), correct)
+    padded_loss, padded_sums, padded = model.gradients((inputs, wider, key), training=False)
+    assert (padded_loss, padded_sums) == (pytest.approx(loss, rel=1e-5), sums)
     for name, gradient in gradients.items():
         np.testing.assert_allclose(padded[name], gradient, atol=1e-4)
     alone = [model.gradients((inputs[i : i + 1], tokens[i : i + 1], key), training=False) for i in range(len(tokens))]
     assert sum(each[0] for each in alone) == pytest.approx(loss, rel=1e-5)
-    assert sum(each[1] for each in alone) == correct
+    assert sum(each[1]["correct"] for each in alone) == sums["correct"]
 
 
 @TWINS
@@ -516,21 +477,13 @@ def test_it_learns_captions_that_only_the_picture_tells(twin: type[Twin]) -> Non
             for name, gradient in gradients.items():
                 velocity[name] = np.float32(0.9) * velocity[name] - np.float32(0.1 / 32) * gradient
                 state[name] = state[name] + velocity[name]
-            load(model, state)
+            model.load(state)
         final[encoder] = loss / 8
     assert final["none"] == pytest.approx(3 * np.log(2), abs=0.1)
     assert final["vgg16"] < 0.2
 
 
 EIGHT = list(itertools.product((0, 1), repeat=3))
-
-
-def load(model: Twin, state: Arrays) -> None:
-    if isinstance(model, Torch):
-        model.model.load_state_dict({name: torch.from_numpy(array) for name, array in state.items()})
-    else:
-        for name, variable in model.model.weights.items():
-            variable.assign(state[name])
 
 
 @pytest.mark.parametrize(("kind", "tolerance"), [("bfloat16", 0.03), ("float16", 0.005)])

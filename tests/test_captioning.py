@@ -13,11 +13,10 @@ import pytest
 import torch
 from conftest import alone, document, launch, refused, trainings
 from PIL import Image
-from runs import cut_off
+from runs import cut_off, read_run
 from sklearn.datasets import load_sample_image
 from test_resnet_train import assert_same_arrays, newest_arrays
 
-from hvdtrain import records
 from hvdtrain.captions import shapes
 from hvdtrain.captions.shapes import Group, Scene
 from hvdtrain.captions.trained import open_run
@@ -37,11 +36,6 @@ def captioning(ranks: int, *flags: str, launcher: str = "mpirun") -> subprocess.
 
 def hvdtrain(*words: str) -> subprocess.CompletedProcess[str]:
     return launch(0, ["-m", "hvdtrain.cli", *words])
-
-
-def steps(folder: Path, rank: int = 0) -> list[Any]:
-    found = records.read(folder / "metrics" / f"rank{rank:04d}.jsonl")
-    return [record for record in found if record.type == "step"]
 
 
 def lay_out(folder: Path, places: Sequence[str], sides: Sequence[str]) -> None:
@@ -97,31 +91,24 @@ def test_one_process_and_two_ranks_and_both_frameworks_learn_the_same(small: str
     cut_off(two, then_alone, 18)
     document(captioning(0, "--resume", str(then_alone), "--json"))
     document(captioning(2, *flags, "--framework", "tensorflow", "--json", "--run-dir", str(tensorflow)))
-    losses = [step.loss for step in steps(alone)]
+    losses = [step.loss for step in read_run(alone)["step"]]
     assert losses[-1] < 0.9 * losses[0]
     for folder, tolerance in ((two, 2e-4), (tensorflow, 2e-3)):
-        found = summary(folder)
-        np.testing.assert_allclose([step.loss for step in steps(folder)], losses, rtol=tolerance)
+        (found,) = read_run(folder)["summary"]
+        np.testing.assert_allclose([step.loss for step in read_run(folder)["step"]], losses, rtol=tolerance)
         assert 0 < found.bytes_sent / 24 < 4 * found.parameters, "whole gradients are more"
-        words = [[step.samples for step in steps(folder, rank)] for rank in range(2)]
+        words = [[step.samples for step in read_run(folder, rank)["step"]] for rank in range(2)]
         assert any(mine != others for mine, others in zip(*words, strict=True)), "the ranks' weights differ"
     for folder, whole, ranks in ((then_two, alone, 2), (then_alone, two, 1)):
         went_on(folder, whole, ranks)
 
 
-def summary(folder: Path) -> Any:
-    return list(records.read(folder / "metrics" / "rank0000.jsonl"))[-1]
-
-
 def went_on(cut: Path, whole: Path, ranks: int) -> None:
     """The run in `whole` as if it had ended after step 18, in the midst of its second epoch, and went on with other
     ranks: every caption is seen once, and the weights are the same up to the order of sums, within 1e-4."""
-    found = summary(cut)
+    found = read_run(cut)["summary"][-1]
     assert (found.global_batch, found.steps, found.ranks) == (16, 24, ranks)
-    epochs, expected = (
-        {each.epoch: each for each in records.read(folder / "metrics" / "rank0000.jsonl") if each.type == "epoch"}
-        for folder in (cut, whole)
-    )
+    epochs, expected = ({each.epoch: each for each in read_run(folder)["epoch"]} for folder in (cut, whole))
     for number, epoch in epochs.items():
         assert epoch.samples == expected[number].samples, "words of all captions, once"
         assert epoch.train_loss == pytest.approx(expected[number].train_loss, rel=1e-4)
@@ -166,8 +153,8 @@ def test_a_run_that_was_cut_off_goes_on_as_if_it_never_was(
         document(captioning(0, *flags, str(whole)))
         cut_off(whole, cut, CUT)
         document(captioning(0, *flags, str(cut), "--resume"))
-    expected, resumed = (list(records.read(folder / "metrics" / "rank0000.jsonl"))[-1] for folder in (whole, cut))
-    (again,) = [each for each in records.read(cut / "metrics" / "rank0000.jsonl") if each.type == "resumed"]
+    expected, resumed = (read_run(folder)["summary"][-1] for folder in (whole, cut))
+    (again,) = read_run(cut)["resumed"]
     assert expected.steps // 2 < again.step == CUT < expected.steps, "in the midst of the second epoch"
     assert any("adam_square" in name for name in assert_same_arrays(whole, cut))
     for field in ("test_scores", "tested_step", "test_loss"):
@@ -214,7 +201,8 @@ def test_two_stages_learn_what_one_process_does_and_write_the_same(small: str, t
     flags += ["--framework", "torch", "--run-dir"]
     one = document(captioning(0, *flags, str(tmp_path / "one")))
     two = document(captioning(2, *flags, str(tmp_path / "two"), "--stages", "2", "--cut-at", "words"))
-    assert [step.loss for step in steps(tmp_path / "one")] == [step.loss for step in steps(tmp_path / "two")]
+    losses = [[step.loss for step in read_run(tmp_path / name)["step"]] for name in ("one", "two")]
+    assert losses[0] == losses[1]
     for field in ("test_loss", "test_scores", "validation_scores"):
         assert two[field] == one[field]
     expected, found = (open_run(tmp_path / name).parameters for name in ("one", "two"))
@@ -223,11 +211,11 @@ def test_two_stages_learn_what_one_process_does_and_write_the_same(small: str, t
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_strategies_are_the_same_as_for_images(strategy: str, runs: Path) -> None:
-    found = list(records.read(runs / strategy / "metrics" / "rank0000.jsonl"))
-    epochs = [each for each in found if each.type == "epoch"]
+    found = read_run(runs / strategy)
+    epochs = found["epoch"]
     assert epochs[1].train_loss < epochs[0].train_loss
     names = {f"{beam}bleu{order}" for beam in ("", "beam_") for order in (1, 2, 3, 4)}
-    assert set(found[-1].test_scores) == {"accuracy", *names}
+    assert set(found["summary"][-1].test_scores) == {"accuracy", *names}
 
 
 def test_photographs_from_end_to_end_with_vgg16(tmp_path: Path) -> None:

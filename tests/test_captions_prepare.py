@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import LIMIT_S, ROOT, environment
+from conftest import LIMIT_S, ROOT, environment, fails
 from PIL import Image
 from sklearn.datasets import load_sample_images
 
@@ -95,14 +95,6 @@ def references(dataset: CaptionDataset) -> dict[str, tuple[str, ...]]:
     """By the picture's file name."""
     parts = (dataset.train, dataset.validation, dataset.test)
     return {Path(n).name: r for part in parts for n, r in zip(part.names, part.references, strict=True)}
-
-
-def fails(action: Callable[[], object], code: int, *words: str) -> None:
-    with pytest.raises(Failure) as failure:
-        action()
-    assert failure.value.code == code, failure.value
-    assert all(word in str(failure.value) for word in words), failure.value
-    assert "\n" not in str(failure.value)
 
 
 # Good inputs.

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import failing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -411,9 +412,8 @@ def test_nothing_valid_is_none_and_says_why(tmp_path: Path) -> None:
 
 
 def test_keep_must_be_positive(tmp_path: Path) -> None:
-    with pytest.raises(Failure) as failure:
+    with failing(BAD_CONFIG):
         make(tmp_path, keep=0)
-    assert failure.value.code == BAD_CONFIG
 
 
 # Several ranks, one disk or several
@@ -733,9 +733,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_is_an_io_error_and_the_one_before_stays(small_disk: Path) -> None:
     shared = {"big": np.zeros(1 << 19)}
     for _ in range(2):  # what the first try left would fill the disk for good
-        with pytest.raises(Failure, match=r"(No space left on device|File too large) on .*; ") as failure:
+        with failing(IO_ERROR, r"(No space left on device|File too large) on .*; "):
             make(small_disk).save(20, shared, {}, {})
-        assert failure.value.code == IO_ERROR
         assert present(small_disk) == names(10)
     assert shared["big"].sum() == 0
     assert whole(found(make(small_disk)))
@@ -754,9 +753,8 @@ def test_a_folder_that_cannot_be_written_says_so_and_can_still_be_read(tmp_path:
             subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
         else:
             folder.chmod(0o555)
-        with pytest.raises(Failure, match="check the path and its permissions") as failure:
+        with failing(CANNOT_WRITE, "check the path and its permissions"):
             save(folder, 20)
-        assert failure.value.code == CANNOT_WRITE
         assert whole(found(make(folder)))
         assert present(folder) == names(10)
     finally:
@@ -765,6 +763,5 @@ def test_a_folder_that_cannot_be_written_says_so_and_can_still_be_read(tmp_path:
 
 def test_a_folder_that_cannot_be_listed_is_a_failure_and_not_a_fresh_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(Failure, match="cannot list") as failure:
+    with failing(NO_PERMISSION, "cannot list"):
         found(make(tmp_path / "file"))
-    assert failure.value.code == NO_PERMISSION

@@ -18,14 +18,14 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from conftest import LIMIT_S, until
+from conftest import LIMIT_S, fails, until
 from PIL import Image
 
 from hvdtrain.data.images import ImagesConfig, prepare
 from hvdtrain.data.loader import Loader
 from hvdtrain.data.pixels import pixels
 from hvdtrain.data.prepared import open_images
-from hvdtrain.exits import BAD_CONFIG, BAD_DATA, CANNOT_WRITE, IO_ERROR, NO_PERMISSION, RESUMABLE, Failure
+from hvdtrain.exits import BAD_CONFIG, BAD_DATA, CANNOT_WRITE, IO_ERROR, NO_PERMISSION, RESUMABLE
 
 ROOT = os.geteuid() == 0
 RUN = """
@@ -74,14 +74,6 @@ def config(folder: Path, **changes: Any) -> ImagesConfig:
 
 def contents(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
-
-
-def refused(action: Callable[[], object], code: int, *words: str) -> None:
-    with pytest.raises(Failure) as failure:
-        action()
-    assert failure.value.code == code
-    assert all(word in str(failure.value) for word in words), failure.value
-    assert "\n" not in str(failure.value)
 
 
 # What a picture becomes.
@@ -207,7 +199,7 @@ def test_the_loader_reads_the_map(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_settings_name_the_flag(tmp_path: Path, wrong: dict[str, Any]) -> None:
-    refused(lambda: config(tmp_path, **wrong), BAD_CONFIG, f"--{next(iter(wrong)).replace('_', '-')} ")
+    fails(lambda: config(tmp_path, **wrong), BAD_CONFIG, f"--{next(iter(wrong)).replace('_', '-')} ")
 
 
 # Bad samples.
@@ -254,7 +246,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_a_bad_sample_is_named_or_skipped(tmp_path: Path, kind: str) -> None:
     make, reason = BAD[kind]
     make(tree(tmp_path / "in") / "class1" / "bad.img")
-    refused(lambda: prepare(config(tmp_path)), BAD_DATA, "class1/bad.img", reason, "--on-bad-sample skip")
+    fails(lambda: prepare(config(tmp_path)), BAD_DATA, "class1/bad.img", reason, "--on-bad-sample skip")
     assert not (tmp_path / "out").exists()
     summary = prepare(config(tmp_path, on_bad_sample="skip"))  # continues what the refusal left
     ((bad,),) = [summary["bad_samples"]]
@@ -271,21 +263,21 @@ def test_bad_samples_are_capped(tmp_path: Path) -> None:
     for number in range(4):
         (source / "class0" / f"bad{number}.png").touch()
     skip = {"on_bad_sample": "skip"}
-    refused(lambda: prepare(config(tmp_path, **skip, max_bad_samples=3)), BAD_DATA, "4 bad samples", "class0/bad")
+    fails(lambda: prepare(config(tmp_path, **skip, max_bad_samples=3)), BAD_DATA, "4 bad samples", "class0/bad")
     assert len(prepare(config(tmp_path, **skip, max_bad_samples=4))["bad_samples"]) == 4
 
 
 def test_a_mended_sample_starts_again(tmp_path: Path) -> None:
     bad = tree(tmp_path / "in") / "class1" / "bad.png"
     bad.touch()
-    refused(lambda: prepare(config(tmp_path)), BAD_DATA, "class1/bad.png")
+    fails(lambda: prepare(config(tmp_path)), BAD_DATA, "class1/bad.png")
     photo(7).save(bad)
     assert prepare(config(tmp_path))["samples"] == 16
 
 
 def test_a_state_without_its_array_is_worth_nothing(tmp_path: Path) -> None:
     (tree(tmp_path / "in") / "class1" / "bad.png").touch()
-    refused(lambda: prepare(config(tmp_path)), BAD_DATA, "bad.png")
+    fails(lambda: prepare(config(tmp_path)), BAD_DATA, "bad.png")
     shutil.rmtree(tmp_path / ".out.unfinished" / "result")
     summary = prepare(config(tmp_path, on_bad_sample="skip"))
     assert summary["resumed_rows"] == 0 and summary["samples"] == 15
@@ -293,20 +285,20 @@ def test_a_state_without_its_array_is_worth_nothing(tmp_path: Path) -> None:
 
 
 def test_trees_that_will_not_do(tmp_path: Path) -> None:
-    refused(lambda: prepare(config(tmp_path)), BAD_DATA, "is no folder")
+    fails(lambda: prepare(config(tmp_path)), BAD_DATA, "is no folder")
     source = tree(tmp_path / "in", classes=1)
-    refused(lambda: prepare(config(tmp_path)), BAD_DATA, "at least two")
+    fails(lambda: prepare(config(tmp_path)), BAD_DATA, "at least two")
     (source / "hollow").mkdir()
-    refused(lambda: prepare(config(tmp_path)), BAD_DATA, "hollow holds no pictures")
+    fails(lambda: prepare(config(tmp_path)), BAD_DATA, "hollow holds no pictures")
     (source / "hollow" / "bad.png").touch()
-    refused(lambda: prepare(config(tmp_path, on_bad_sample="skip")), BAD_DATA, "hollow holds no good picture")
+    fails(lambda: prepare(config(tmp_path, on_bad_sample="skip")), BAD_DATA, "hollow holds no good picture")
     (source / "hollow" / "bad.png").unlink()
     (source / "hollow").rmdir()
     (source / "linked").symlink_to("/usr")
     tree(tmp_path / "more", classes=1)
     (tmp_path / "more" / "class0").rename(source / "second")
-    refused(lambda: prepare(config(tmp_path)), BAD_DATA, "linked: a link to a folder")
-    refused(lambda: prepare(config(tmp_path, destination=str(source / "new"))), BAD_CONFIG, "lies in the source")
+    fails(lambda: prepare(config(tmp_path)), BAD_DATA, "linked: a link to a folder")
+    fails(lambda: prepare(config(tmp_path, destination=str(source / "new"))), BAD_CONFIG, "lies in the source")
 
 
 def test_an_unreadable_folder_is_named(tmp_path: Path) -> None:
@@ -385,7 +377,7 @@ def test_interrupted_says_how_to_go_on(tmp_path: Path) -> None:
 def test_two_at_once_is_refused(tmp_path: Path) -> None:
     tree(tmp_path / "in", each=20)
     process = start(config(tmp_path, size="64x64"), 1)
-    refused(lambda: prepare(config(tmp_path, size="64x64")), CANNOT_WRITE, "another process is at work")
+    fails(lambda: prepare(config(tmp_path, size="64x64")), CANNOT_WRITE, "another process is at work")
     process.send_signal(signal.SIGUSR1)
     out, _ = process.communicate(timeout=LIMIT_S)
     assert json.loads(out)["samples"] == 60
@@ -394,11 +386,11 @@ def test_two_at_once_is_refused(tmp_path: Path) -> None:
 def test_what_exists_is_never_overwritten(tmp_path: Path) -> None:
     bad = tree(tmp_path / "in") / "class1" / "bad.png"
     bad.touch()
-    refused(lambda: prepare(config(tmp_path)), BAD_DATA, "bad.png")
-    refused(lambda: prepare(config(tmp_path, seed=2)), CANNOT_WRITE, ".out.unfinished", "seed 0, not 2", "remove")
+    fails(lambda: prepare(config(tmp_path)), BAD_DATA, "bad.png")
+    fails(lambda: prepare(config(tmp_path, seed=2)), CANNOT_WRITE, ".out.unfinished", "seed 0, not 2", "remove")
     prepare(config(tmp_path, on_bad_sample="skip"))
     before = contents(tmp_path / "out")
-    refused(lambda: prepare(config(tmp_path)), CANNOT_WRITE, "out exists", "remove it")
+    fails(lambda: prepare(config(tmp_path)), CANNOT_WRITE, "out exists", "remove it")
     assert contents(tmp_path / "out") == before
 
 
@@ -424,7 +416,7 @@ def test_a_really_full_disk(tmp_path: Path) -> None:
         pytest.skip("no right to mount a tmpfs here")
     try:
         small = config(tmp_path, destination=str(tmp_path / "small" / "out"), size="64x64")
-        refused(lambda: prepare(small), IO_ERROR, "No space left on device", "make room")
+        fails(lambda: prepare(small), IO_ERROR, "No space left on device", "make room")
         assert not list((tmp_path / "small").iterdir())
     finally:
         subprocess.run(["umount", str(tmp_path / "small")], check=True)
@@ -519,7 +511,7 @@ def test_damaged_folders_are_refused_by_name(prepared: Path, tmp_path: Path, kin
         (tmp_path / path.name).write_bytes(path.read_bytes())
     damage, words = DAMAGE[kind]
     damage(tmp_path)
-    refused(lambda: open_images(tmp_path), BAD_DATA, str(tmp_path), words)
+    fails(lambda: open_images(tmp_path), BAD_DATA, str(tmp_path), words)
 
 
 def copied(prepared: Path, folder: Path) -> Path:
@@ -535,16 +527,16 @@ def test_a_host_verifies_once_and_again_when_the_file_changed_or_on_demand(
     samples = copied(prepared, tmp_path)
     flip(samples)
     for _ in range(2):  # what failed is not remembered as good
-        refused(lambda: open_images(tmp_path), BAD_DATA, "samples.npy is damaged")
+        fails(lambda: open_images(tmp_path), BAD_DATA, "samples.npy is damaged")
     flip(samples)
     open_images(tmp_path)
     about = samples.stat()
     flip(samples)
     os.utime(samples, ns=(about.st_atime_ns, about.st_mtime_ns))  # a disk's error changes no time
     open_images(tmp_path)
-    refused(lambda: open_images(tmp_path, verify=True), BAD_DATA, "samples.npy is damaged")
+    fails(lambda: open_images(tmp_path, verify=True), BAD_DATA, "samples.npy is damaged")
     os.utime(samples)
-    refused(lambda: open_images(tmp_path), BAD_DATA, "samples.npy is damaged")
+    fails(lambda: open_images(tmp_path), BAD_DATA, "samples.npy is damaged")
 
 
 def test_without_a_cache_that_can_be_written_it_is_verified_each_time(
@@ -554,7 +546,7 @@ def test_without_a_cache_that_can_be_written_it_is_verified_each_time(
     monkeypatch.setenv("XDG_CACHE_HOME", str(samples))
     open_images(tmp_path)
     flip(samples)
-    refused(lambda: open_images(tmp_path), BAD_DATA, "samples.npy is damaged")
+    fails(lambda: open_images(tmp_path), BAD_DATA, "samples.npy is damaged")
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
@@ -574,7 +566,7 @@ def test_values_outside_0_to_1_are_refused(
     np.save(samples, pictures)
     stated["sha256"] = hashlib.sha256(samples.read_bytes()).hexdigest()
     change_index(tmp_path, lambda index: index["files"].update({"samples.npy": stated}))
-    refused(lambda: open_images(tmp_path), BAD_DATA, "outside 0..1")
+    fails(lambda: open_images(tmp_path), BAD_DATA, "outside 0..1")
 
 
 def test_the_fingerprint_follows_the_content(prepared: Path, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from conftest import LIMIT_S, PROGRAMS, ROOT, SMALL, Cluster, command, document, environment, until
+from runs import read_run
 
 from hvdtrain import records
 from hvdtrain.cluster.launch import SLEEPER
@@ -250,7 +251,7 @@ def test_the_last_checkpoint_outlives_a_killed_rank_and_the_advice_names_it(clus
     short = [*flags, "--resume", "--json"]
     short[short.index("--epochs") + 1] = str(newest // 15 + 1)
     summary = document(cluster.on("a", *many, sys.executable, "-m", "hvdtrain.resnet", *short))
-    steps = [r.step for r in records.read(folder / "metrics" / "rank0000.jsonl") if r.type == "resumed"]
+    steps = [resumed.step for resumed in read_run(folder)["resumed"]]
     assert steps == [newest]
     assert summary["steps"] > newest
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import io
 import json
 import os
@@ -15,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import failing
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -74,7 +74,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "config": with_config,
     "images": images,
     "captions": captioned,
-    "record": records.read_document,
+    "record": lambda path: records.read_document(path, records.Manifest),
     "reference": lambda path: reference.load(str(path)),
     "weights": read_head,
     "published weights": lambda path: import_weights(Vgg16Config(source=str(path), destination=f"{path}.out")),
@@ -191,13 +191,10 @@ def test_a_throttle_that_is_none_is_none(tmp_path: Path) -> None:
 
 
 def test_a_lock_file_is_made_and_locks(tmp_path: Path) -> None:
-    first, second = files.open_lock(tmp_path / "lock"), files.open_lock(tmp_path / "lock")
-    fcntl.flock(first, fcntl.LOCK_EX)
-    with pytest.raises(BlockingIOError):
-        fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    os.close(first)
-    fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    os.close(second)
+    with files.locked(tmp_path / "lock"), pytest.raises(BlockingIOError), files.locked(tmp_path / "lock", wait=False):
+        raise AssertionError("two hold it")
+    with files.locked(tmp_path / "lock", wait=False):
+        pass
 
 
 def a_link(path: Path, treasure: Path) -> None:
@@ -272,6 +269,5 @@ def test_an_npz_that_claims_more_than_it_holds_is_refused_before_it_is_unpacked(
 ) -> None:
     with zipfile.ZipFile(tmp_path / "w.npz", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("a.npy", content)
-    with pytest.raises(Failure, match=words) as refused:
+    with failing(exits.BAD_DATA, words):
         import_weights(Vgg16Config(source=str(tmp_path / "w.npz"), destination=str(tmp_path / "out")))
-    assert refused.value.code == exits.BAD_DATA

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import document, launch
+from conftest import document, failing, launch
 
 from hvdtrain.captions import bleu
 from hvdtrain.captions.dataset import CaptionSplit
 from hvdtrain.captions.generation import Floats, judge, write
 from hvdtrain.captions.vocabulary import END, PAD, START, UNKNOWN, Vocabulary
-from hvdtrain.exits import BAD_CONFIG, Failure
+from hvdtrain.exits import BAD_CONFIG
 from hvdtrain.world import World
 
 LIMIT = 4
@@ -179,9 +179,8 @@ def test_no_pictures_no_captions() -> None:
 
 @pytest.mark.parametrize("wrong", ["beam", "words_limit", "batch_size"])
 def test_what_must_be_positive_is(wrong: str) -> None:
-    with pytest.raises(Failure, match=f"{wrong} is 0") as failure:
+    with failing(BAD_CONFIG, f"{wrong} is 0"):
         write(Tiny(0), pictures(1), **{wrong: 0})
-    assert failure.value.code == BAD_CONFIG
 
 
 # --- judging ----------------------------------------------------------------------------------------------------------
@@ -194,7 +193,7 @@ def problem(count: int) -> tuple[Tiny, CaptionSplit, Vocabulary]:
     writer, seen = Tiny(4, words=20), pictures(count)
     draw = np.random.default_rng(8)
     references = []
-    for number, written in enumerate(write(writer, seen, words_limit=12)):
+    for number, written in enumerate(write(writer, seen)):
         told = [" ".join(draw.choice(words, size=draw.integers(1, 9))) for _ in range(1 + number % 3)]
         references.append((*told, vocabulary.decode(written) + " w00") if number % 2 else tuple(told))
     nothing: Any = np.zeros(0, np.int64)
@@ -213,8 +212,8 @@ def test_judge_is_the_corpus_bleu_of_what_was_written() -> None:
     writer, split, vocabulary = problem(37)
     world = World("torch")
     for beam in (1, 3):
-        written = [vocabulary.decode(words) for words in write(writer, split.inputs, words_limit=12, beam=beam)]
-        found = judge(writer, split, vocabulary, world, beam, words_limit=12)
+        written = [vocabulary.decode(words) for words in write(writer, split.inputs, beam=beam)]
+        found = judge(writer, split, vocabulary, world, beam)
         assert found == bleu.scores(bleu.statistics(written, split.references))
         assert all(0 < value < 1 for value in found.values())
     _, nothing, _ = problem(0)
@@ -231,7 +230,7 @@ world = World("torch")
 found = []
 for count in (37, 1):
     writer, split, vocabulary = problem(count)
-    found += [judge(writer, split, vocabulary, world, beam, words_limit=12) for beam in (1, 3)]
+    found += [judge(writer, split, vocabulary, world, beam) for beam in (1, 3)]
 everyones = world.gather(found)
 assert all(each == found for each in everyones)
 if world.rank == 0:
@@ -245,6 +244,6 @@ def test_two_ranks_judge_as_one_does() -> None:
     alone = []
     for count in (37, 1):
         writer, split, vocabulary = problem(count)
-        alone += [judge(writer, split, vocabulary, world, beam, words_limit=12) for beam in (1, 3)]
+        alone += [judge(writer, split, vocabulary, world, beam) for beam in (1, 3)]
     done = launch(2, ["-c", RANKS.format(tests=str(Path(__file__).parent))])
     assert document(done) == {"ranks": 2, "found": json.loads(json.dumps(alone))}

@@ -12,15 +12,15 @@ from typing import Any
 import fake_hosts
 import numpy as np
 import pytest
-from conftest import PROGRAMS, SMALL, alone, document, launch, resnet, trainings
+from conftest import PROGRAMS, SMALL, alone, document, failing, launch, resnet, trainings
 from hypothesis import given
 from hypothesis import strategies as st
-from test_resnet_train import assert_same_arrays, read_run
+from runs import read_run
+from test_resnet_train import assert_same_arrays
 
 from hvdtrain import strategies
 from hvdtrain.data import ImageSplit
 from hvdtrain.data.loader import Loader
-from hvdtrain.exits import Failure
 from hvdtrain.strategies import hybrid
 from hvdtrain.strategies.hybrid import DIGITS, LEAST_TRIES, TOLERANCE, measured_shares, shares_of
 
@@ -230,17 +230,15 @@ def test_given_shares_are_those_of_every_step_and_a_run_goes_on_with_its_own_or_
 
 @pytest.mark.parametrize("shares", ["", "3:", "3:x", "3:0", "3:-1", "inf:1", "nan:1", "3;1"])
 def test_shares_that_are_no_positive_numbers_are_refused(shares: str) -> None:
-    with pytest.raises(Failure, match="give a number > 0 for each rank, as 3:1") as refused:
+    with failing(78, "give a number > 0 for each rank, as 3:1"):
         strategies.parse(f"hybrid:shares={shares}")
-    assert refused.value.code == 78
 
 
 def test_shares_are_one_for_each_rank() -> None:
     given = strategies.parse("hybrid:shares=3:1")
     assert given.shares(2) == (3.0, 1.0)
-    with pytest.raises(Failure, match="2 shares for 3 ranks; give one for each, in order of ranks") as refused:
+    with failing(78, "2 shares for 3 ranks; give one for each, in order of ranks"):
         given.shares(3)
-    assert refused.value.code == 78
     assert strategies.parse("hybrid").shares(3) is strategies.parse("allreduce").shares(3) is None
 
 

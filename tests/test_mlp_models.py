@@ -3,53 +3,37 @@
 from __future__ import annotations
 
 import math
-import os
 from typing import Any
-
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import numpy as np
 import pytest
+from conftest import failing
+from twins import Arrays, Found, load, tensorflow_gradients, tf, told, torch_gradients
 
-from hvdtrain.exits import BAD_CONFIG, Failure
+from hvdtrain.exits import BAD_CONFIG
 from hvdtrain.measures import Regression
+from hvdtrain.models import mlp_tf, mlp_torch
 from hvdtrain.models.mlp import MLPSpec, initial_state, multiply_adds, parameters
 
-torch = pytest.importorskip("torch")
-tf = pytest.importorskip("tensorflow")
-
-from hvdtrain.models import mlp_tf, mlp_torch  # noqa: E402
-
 SPEC = MLPSpec(inputs=7, hidden=(12, 5), outputs=4)
-Found = tuple[float, dict[str, np.ndarray], dict[str, np.ndarray]]
 
 
-def of_torch(spec: MLPSpec, loss: str, state: dict[str, np.ndarray], drawn: Any) -> Found:
+def of_torch(spec: MLPSpec, loss: str, state: Arrays, drawn: Any) -> Found:
     model = mlp_torch.MLPTorch(spec, getattr(mlp_torch, loss))
-    model.load_state_dict({name: torch.from_numpy(array) for name, array in state.items()})
-    total, sums = model.loss(*map(torch.from_numpy, drawn))
-    total.backward()
-    gradients = {name: each.grad.numpy() for name, each in model.named_parameters()}
-    return total.item(), {name: each.numpy() for name, each in sums.items()}, gradients
+    load(model, state)
+    return torch_gradients(model, drawn)
 
 
-def of_tensorflow(spec: MLPSpec, loss: str, state: dict[str, np.ndarray], drawn: Any) -> Found:
+def of_tensorflow(spec: MLPSpec, loss: str, state: Arrays, drawn: Any) -> Found:
     model = mlp_tf.MLPTF(spec, getattr(mlp_tf, loss))
     assert {name: tuple(each.shape) for name, each in model.weights.items()} == parameters(spec)
-    for name, variable in model.weights.items():
-        variable.assign(state[name])
-
-    @tf.function(input_signature=[tf.TensorSpec((None, *each.shape[1:]), each.dtype) for each in drawn])
-    def step(*arrays: Any) -> Any:
-        with tf.GradientTape() as tape:
-            total, sums = model.loss(*arrays, training=True)
-        return total, sums, tape.gradient(total, model.weights)
-
-    total, sums, gradients = step(*map(tf.constant, drawn))
-    return float(total), *({name: each.numpy() for name, each in found.items()} for found in (sums, gradients))
+    load(model, state)
+    signature = [tf.TensorSpec((None, *each.shape[1:]), each.dtype) for each in drawn]
+    graph = tf.function(lambda *arrays: tensorflow_gradients(model, arrays), input_signature=signature)
+    return told(graph(*map(tf.constant, drawn)))
 
 
-def reference(spec: MLPSpec, state: dict[str, np.ndarray], x: np.ndarray) -> np.ndarray:
+def reference(spec: MLPSpec, state: Arrays, x: np.ndarray) -> np.ndarray:
     for layer in range(len(spec.sizes) - 1):
         x = np.maximum(x, 0) if layer else x
         x = x @ state[f"layers.{layer}.weight"].T.astype(np.float64) + state[f"layers.{layer}.bias"]
@@ -91,9 +75,8 @@ def test_the_twins_are_one_network_with_one_loss(loss: str, hidden: tuple[int, .
 def test_numbers_of_a_spec() -> None:
     assert sum(map(math.prod, parameters(SPEC).values())) == 7 * 12 + 12 + 12 * 5 + 5 + 5 * 4 + 4
     assert multiply_adds(SPEC) == (7 * 12 + 12 * 5 + 5 * 4) / 3
-    with pytest.raises(Failure, match="layers of 7, 0, 4") as error:
+    with failing(BAD_CONFIG, "layers of 7, 0, 4"):
         MLPSpec(inputs=7, hidden=(0,), outputs=4)
-    assert error.value.code == BAD_CONFIG
 
 
 def test_initial_values_are_glorots_and_depend_on_seed_and_name_only() -> None:

@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 from conftest import LIMIT_S, PROGRAMS, ROOT, environment, until
 
-from hvdtrain import monitors, records
+from hvdtrain import records
 from hvdtrain.cluster import quota
-from hvdtrain.exits import Failure
 from hvdtrain.monitors import cgroup
 from hvdtrain.monitors.resources import _difference
 
@@ -109,13 +108,6 @@ def test_power_alone_and_resources_alone(tmp_path: Path) -> None:
     assert (sensors.monitors, sensors.devices, sample.energy_j) == (["resources"], [], {})
     assert sample.ranks[0]["rss_bytes"] > 0
     assert facts["nothing"] is None
-
-
-def test_unknown_monitors_are_named() -> None:
-    assert monitors.chosen("none") == []
-    assert monitors.chosen("resources,power") == ["power", "resources"]
-    with pytest.raises(Failure, match="no monitor 'powr'; known: power, resources"):
-        monitors.chosen("powr")
 
 
 # --- however it ends -------------------------------------------------------------------------------------------------

@@ -9,15 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import LIMIT_S, PROGRAMS, Cluster, document, finished, launch, resnet
-from runs import cut_off
-from test_resnet_train import assert_same_arrays, newest_arrays, read_run, started, wait_for_steps
+from conftest import LIMIT_S, PROGRAMS, Cluster, document, failing, finished, launch, resnet
+from runs import cut_off, read_run
+from test_resnet_train import assert_same_arrays, newest_arrays, started, wait_for_steps
 
 from hvdtrain import strategies
 from hvdtrain.collectives import powersgd
 from hvdtrain.collectives.meeting import reserved_port
 from hvdtrain.config import TrainConfig
-from hvdtrain.exits import Failure
 from hvdtrain.models.resnet import ResNetSpec, parameters
 from hvdtrain.strategies import Layout
 
@@ -128,9 +127,8 @@ def test_horovods_own_strategy_under_torchrun_says_what_to_take(tmp_path: Path) 
 
 
 def test_a_hook_without_pytorchs_ddp_is_refused() -> None:
-    with pytest.raises(Failure, match="hook=fp16: only PyTorch's") as refused:
+    with failing(78, "hook=fp16: only PyTorch's"):
         strategies.chosen(TrainConfig(strategy="native:hook=fp16", framework="tensorflow"))
-    assert refused.value.code == 78
 
 
 def test_each_hook_tells_its_bytes() -> None:
@@ -167,9 +165,8 @@ def test_a_taken_port_makes_way_to_the_next() -> None:
         taken = one.getsockname()[1]
         with reserved_port(taken) as other:
             assert other.getsockname()[1] > taken >= 23_000
-    with pytest.raises(Failure, match="no free TCP port") as refused:
+    with failing(69, "no free TCP port"):
         reserved_port(30_000)
-    assert refused.value.code == 69
 
 
 @pytest.mark.root

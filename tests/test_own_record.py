@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import PROGRAMS, launch
+from runs import read_run
 
 from hvdtrain import records
 from hvdtrain.exits import Failure
@@ -41,13 +42,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_folder_has_what_was_measured_and_told(made: Path) -> None:
-    manifest = records.read_document(made / "two" / "manifest.json")
+    manifest = records.read_document(made / "two" / "manifest.json", records.Manifest)
     assert (manifest.workload, manifest.config["strategy"]) == ("own_recorded", "allreduce")
     assert "hunter2" not in (made / "two" / "manifest.json").read_text()
     assert (len(manifest.ranks), manifest.model["parameters"], manifest.measure["headline"]) == (2, 650, "accuracy")
     for rank in range(2):
-        written = list(records.read(made / "two" / "metrics" / f"rank{rank:04d}.jsonl"))
-        steps = [each for each in written if isinstance(each, records.Step)]
+        steps = read_run(made / "two", rank)["step"]
         assert [step.step for step in steps] == list(range(16))
         assert [step.epoch for step in steps] == [0] * 8 + [1] * 8
         assert {(step.samples, step.data_s) for step in steps} == {(32, None)}
@@ -55,10 +55,10 @@ def test_the_folder_has_what_was_measured_and_told(made: Path) -> None:
         assert all(later.loss < before.loss for before, later in itertools.pairwise(steps))
         assert all(step.communication_s is not None and step.compute_s > 0 for step in steps)
         assert [step.lr for step in steps] == [0.5] * 8 + [0.05] * 8
-    epochs = [each for each in records.read(made / "two" / "metrics" / "rank0000.jsonl") if each.type == "epoch"]
+    epochs = read_run(made / "two")["epoch"]
     assert [epoch.epoch for epoch in epochs] == [0, 1]
     assert all(epoch.train_scores == epoch.validation_scores for epoch in epochs)
-    *_, summary = records.read(made / "two" / "metrics" / "rank0000.jsonl")
+    (summary,) = read_run(made / "two")["summary"]
     assert (summary.steps, summary.global_batch, summary.ranks, summary.bytes_sent) == (16, 64, 2, 16 * 2624)
     assert set(summary.step_shares) == {"compute", "exchange", "exchange_least"}
     assert not (made / "failed" / "COMPLETE").exists()

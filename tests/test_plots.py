@@ -17,6 +17,7 @@ import matplotlib
 import pandas as pd
 import pytest
 import runs
+from conftest import failing
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -158,17 +159,15 @@ def test_one_run_is_drawn_or_the_failure_says_what_is_lacking(kind: str, one: Lo
     if kind not in lacking:
         assert style.encode(plots.draw(kind, one), "svg")
         return
-    with pytest.raises(Failure, match=lacking[kind]) as raised:
+    with failing(exits.BAD_DATA, lacking[kind]):
         plots.draw(kind, one)
-    assert raised.value.code == exits.BAD_DATA
 
 
 @pytest.mark.parametrize("kind", plots.KINDS)
 def test_runs_that_did_not_finish_enter_no_figure(kind: str, tmp_path: Path) -> None:
     runs.make(tmp_path / "run", complete=False, hosts=2, rate_mbit=10.0, energy_w={"cpu0": 30.0})
-    with pytest.raises(Failure) as raised:
+    with failing(exits.BAD_DATA):
         plots.draw(kind, load([tmp_path]))
-    assert raised.value.code == exits.BAD_DATA
 
 
 @pytest.mark.parametrize("kind", plots.KINDS)
@@ -332,9 +331,8 @@ def test_power_is_energy_by_time_and_hosts_have_lines_of_their_own(loaded: Loade
     assert list(lines["h1: dram0"].get_ydata()) == pytest.approx([4.0] * len(lines["h1: dram0"].get_ydata()))
     chosen = plots.draw("power", loaded, plots.Options(runs=("allreduce-h2-1000.0-s1",)))
     assert [axis.get_title("left") for axis in chosen.axes] == ["torch allreduce\n2 hosts, 1000 Mbit/s"]
-    with pytest.raises(Failure, match="no such run") as raised:
+    with failing(exits.USAGE, "no such run"):
         plots.draw("power", loaded, plots.Options(runs=("nothing",)))
-    assert raised.value.code == exits.USAGE
 
 
 @given(
@@ -368,9 +366,8 @@ def test_names_are_drawn_as_they_are(tmp_path: Path) -> None:
 def test_files_that_cannot_be_written_are_one_line(loaded: Loaded, tmp_path: Path) -> None:
     figure = plots.draw("time", loaded)
     for name, code in (("x.jpg", exits.USAGE), ("x", exits.USAGE), ("missing/x.svg", exits.CANNOT_WRITE)):
-        with pytest.raises(Failure) as raised:
+        with failing(code):
             plots.save(figure, tmp_path / name)
-        assert raised.value.code == code
     with pytest.raises(Failure, match="no figure 'pie'"):
         plots.draw("pie", loaded)
 
@@ -392,6 +389,5 @@ def test_more_settings_than_a_figure_can_show_is_a_failure_that_says_what_to_do(
     for number in range(13):
         runs.make(tmp_path / str(number), hosts=2, rate_mbit=10.0, config={"lr": number / 10})
     for kind in ("time", "phases", "wire", "accuracy"):
-        with pytest.raises(Failure, match=r"13 settings are too many for one figure .* --where") as raised:
+        with failing(exits.USAGE, r"13 settings are too many for one figure .* --where"):
             plots.draw(kind, load([tmp_path]))
-        assert raised.value.code == exits.USAGE

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import LIMIT_S, SMALL, refused, resnet
+from conftest import LIMIT_S, SMALL, failing, refused, resnet
 from hypothesis import given
 from hypothesis import strategies as st
+from runs import read_run
 from test_resnet_train import started, wait_for_steps
 
 from hvdtrain import records
@@ -42,11 +43,6 @@ def spans(trace: Path) -> list[dict[str, Any]]:
 def steps_in(events: list[dict[str, Any]], framework: str) -> dict[int, dict[str, Any]]:
     named = {NAMES[framework][0].format(step): step for step in range(2000)}
     return {named[event["name"]]: event for event in events if event["name"] in named}
-
-
-def steps_of(run: Path, rank: int) -> list[records.Step]:
-    path = run / "metrics" / f"rank{rank:04d}.jsonl"
-    return [record for record in records.read(path) if isinstance(record, records.Step)]
 
 
 @pytest.fixture(scope="module", params=["torch", "tensorflow"])
@@ -88,7 +84,7 @@ def test_profiled_steps_stay_out_of_rates_on_every_rank(observed: tuple[str, Pat
     """With the step after them, in which the others wait for rank 0 to write the trace."""
     _, run = observed
     for rank in range(2):
-        left_out = [step.step for step in steps_of(run, rank) if step.warmup]
+        left_out = [step.step for step in read_run(run, rank)["step"] if step.warmup]
         assert left_out == [*range(WARMUP_STEPS), 5, 6, 7, 8]
 
 
@@ -107,8 +103,9 @@ def test_samples_cover_the_loop_from_the_first_step_to_the_test_evaluation(obser
     _, run = observed
     (file,) = (run / "monitors").iterdir()  # one sampler for both ranks
     sensors, *samples = records.read(file)
-    *_, summary = records.read(run / "metrics" / "rank0000.jsonl")
-    epochs = [r.unix_s for r in records.read(run / "metrics" / "rank0000.jsonl") if isinstance(r, records.Epoch)]
+    found = read_run(run)
+    (summary,) = found["summary"]
+    epochs = [epoch.unix_s for epoch in found["epoch"]]
     times = [sensors.unix_s, summary.began_unix_s, *epochs, summary.ended_unix_s, samples[-1].unix_s]
     assert times == sorted(times)
     assert {tuple(rank["rank"] for rank in sample.ranks) for sample in samples} == {(0, 1)}
@@ -123,9 +120,8 @@ def test_n_to_m_are_steps_of_the_run(first: int, last: int, steps: int) -> None:
     if first <= last < steps:
         assert list(profiled_steps(f"{first}:{last}", steps)) == [s for s in range(steps) if first <= s <= last]
         return
-    with pytest.raises(Failure, match=f"--profile {first}:{last}: ") as failure:
+    with failing(78, f"--profile {first}:{last}: "):
         profiled_steps(f"{first}:{last}", steps)
-    assert failure.value.code == 78
 
 
 @pytest.mark.parametrize("text", ["", "5", "5:", ":5", "a:b", "-1:3", "1:2:3", "1.5:2", "٣:٤", "5:6\n"])
@@ -165,7 +161,7 @@ def test_a_signal_amid_the_steps_leaves_a_trace_of_those_made(tmp_path: Path) ->
         process.send_signal(signal.SIGUSR1)
         stderr = process.communicate(timeout=LIMIT_S)[1]
     assert process.returncode == 75, stderr[-3000:]
-    made = [step.step for step in steps_of(run, 0)]
+    made = [step.step for step in read_run(run)["step"]]
     (trace,) = (run / "profile").glob("*.trace.json.gz")
     assert sorted(steps_in(spans(trace), "torch")) == made[4:]
     assert trace.name == f"steps-4-{made[-1]}.pt.trace.json.gz"

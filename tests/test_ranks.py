@@ -4,34 +4,17 @@ from __future__ import annotations
 
 import functools
 import json
-import runpy
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from conftest import PROGRAMS, document, launch, refused
+from test_strategies import Simulated, simulated_delayed
 
 from hvdtrain import world
 
 FRAMEWORKS = ("torch", "tensorflow")
-
-
-def numpy_training() -> tuple[np.ndarray, list[float]]:
-    """The weights and losses of exchange.py's problem, trained on the whole batch in float64."""
-    program = runpy.run_path(str(PROGRAMS / "exchange.py"), run_name="read")
-    inputs, labels, weight = (np.asarray(a, dtype=np.float64) for a in program["problem"]())
-    one_hot = np.eye(program["CLASSES"])[labels.astype(int)]
-    momentum, losses = np.zeros_like(weight), []
-    for _ in range(program["STEPS"]):
-        logits = inputs @ weight.T
-        p = np.exp(logits - logits.max(1, keepdims=True))
-        p /= p.sum(1, keepdims=True)
-        losses.append(float(-np.log((p * one_hot).sum(1)).mean()))
-        gradient = (p - one_hot).T @ inputs / len(inputs) + 0.01 * weight
-        momentum = 0.9 * momentum + gradient
-        weight = weight - program["LR"] * momentum
-    return weight, losses
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +43,7 @@ def test_uneven_ranks_train_as_one_process_on_all_samples(
 ) -> None:
     report = exchanged(framework, ranks, strategy, launcher)
     size = max(1, ranks)
-    weight, losses = numpy_training()
+    weight, (losses,), _ = simulated_delayed(problem := Simulated(1), 0, problem.steps)
     np.testing.assert_allclose(report["weight"], weight, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(report["losses"], losses, rtol=1e-5)
     assert report["size"] == size

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from conftest import failing
 
 from hvdtrain import records
-from hvdtrain.exits import Failure
 
 STEP = records.Step(
     step=1,
@@ -42,12 +42,10 @@ def test_records_come_back_equal_and_a_torn_line_costs_only_itself(tmp_path: Pat
 def test_a_whole_line_that_is_no_record_is_refused_with_file_and_line(line: str, tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text(f'{{"type":"resumed","step":1,"utc":"u","of":"the future"}}\n{line}\n')
-    with pytest.raises(Failure, match=r"x\.jsonl:2") as error:
+    with failing(65, r"x\.jsonl:2"):
         list(records.read(path))
-    assert error.value.code == 65
 
 
 def test_a_folder_that_cannot_be_written_is_a_failure(tmp_path: Path) -> None:
-    with pytest.raises(Failure) as error:
+    with failing(73):
         records.Writer(Path("/proc/nothing/rank0000.jsonl"))
-    assert error.value.code == 73

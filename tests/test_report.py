@@ -14,10 +14,9 @@ from pathlib import Path
 
 import pytest
 import runs
-from conftest import LIMIT_S
+from conftest import LIMIT_S, failing
 
 from hvdtrain import exits
-from hvdtrain.exits import Failure
 from hvdtrain.results import report, report_words
 from hvdtrain.results.load import load
 from hvdtrain.results.statistics import Interval
@@ -274,9 +273,8 @@ def test_without_a_complete_run_the_page_says_so(tmp_path: Path) -> None:
 
 def test_a_page_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     runs.make(tmp_path / "run")
-    with pytest.raises(Failure) as raised:
+    with failing(exits.CANNOT_WRITE):
         report.write(load([tmp_path]), tmp_path / "missing" / "report.html")
-    assert raised.value.code == exits.CANNOT_WRITE
 
 
 FRAMES = """<script>

@@ -17,53 +17,32 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
-
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import numpy as np
 import pytest
-from conftest import PROGRAMS
+from conftest import PROGRAMS, failing
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from twins import Arrays, Found, Model, tensorflow_gradients, tf, told, torch, torch_gradients
+from twins import one_thread as one_thread
 
 from hvdtrain import strategies, workload
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import Batch
 from hvdtrain.exits import BAD_CONFIG, Failure
+from hvdtrain.frameworks import in_vector
 from hvdtrain.measures import Accuracy
 from hvdtrain.models.resnet import NORM_MOMENTUM, ResNetSpec, buffers, initial_state, parameters, plan
+from hvdtrain.models.resnet_tf import ResNetTF
+from hvdtrain.models.resnet_torch import ResNetTorch
 from hvdtrain.strategies.hierarchical import Hierarchical
 from hvdtrain.strategies.overlapped import PARTS, Overlapped, cut
 from hvdtrain.timing import Clock
 from hvdtrain.world import World
 
-torch = pytest.importorskip("torch")
-tf = pytest.importorskip("tensorflow")
-
-from hvdtrain.frameworks import in_vector  # noqa: E402
-from hvdtrain.models.resnet_tf import ResNetTF  # noqa: E402
-from hvdtrain.models.resnet_torch import ResNetTorch  # noqa: E402
-
-Arrays = dict[str, np.ndarray]
-
 SMALL = ResNetSpec(channels=1, classes=10, width=0.25)
 ODD_SIZES = [(32, 32), (33, 31), (64, 48), (49, 37), (197, 148), (8, 8), (1, 1)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    if not tf.config.list_physical_devices("GPU"):
-        try:
-            tf.config.threading.set_intra_op_parallelism_threads(1)
-            tf.config.threading.set_inter_op_parallelism_threads(1)
-        except RuntimeError:  # another test file has started TensorFlow: only slower
-            pass
-    yield
-    torch.set_num_threads(before)
 
 
 def batch(spec: ResNetSpec, size: tuple[int, int], count: int = 16, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -72,27 +51,17 @@ def batch(spec: ResNetSpec, size: tuple[int, int], count: int = 16, seed: int = 
     return images, random.integers(0, spec.classes, count)
 
 
-class Torch:
-    """The PyTorch twin, spoken to in NumPy arrays."""
-
+class Torch(Model):
     def __init__(self, spec: ResNetSpec, state: Arrays) -> None:
-        self.model = ResNetTorch(spec)
-        self.model.load_state_dict({name: torch.from_numpy(array) for name, array in state.items()})
+        super().__init__(ResNetTorch(spec), state)
         self.momentum = {name: torch.zeros_like(p) for name, p in self.model.named_parameters()}
 
     def logits(self, images: np.ndarray, training: bool = False) -> np.ndarray:
         with torch.no_grad():
             return np.asarray(self.model.train(training)(torch.from_numpy(images)))
 
-    def gradients(self, images: np.ndarray, labels: np.ndarray) -> tuple[float, int, Arrays]:
-        self.model.train().zero_grad()
-        loss, sums = self.model.loss(torch.from_numpy(images), torch.from_numpy(labels))
-        (loss / len(labels)).backward()
-        return (
-            loss.item() / len(labels),
-            sums["correct"].item(),
-            {n: p.grad.numpy() for n, p in self.model.named_parameters()},
-        )
+    def gradients(self, images: np.ndarray, labels: np.ndarray) -> Found:
+        return torch_gradients(self.model, (images, labels), mean_of=len(labels))
 
     def step(self, images: np.ndarray, labels: np.ndarray, rate: float) -> float:
         loss, _, _ = self.gradients(images, labels)
@@ -102,57 +71,33 @@ class Torch:
                 p.sub_(rate * self.momentum[name])
         return loss
 
-    def state(self) -> Arrays:
-        return {name: array.numpy().copy() for name, array in self.model.state_dict().items()}
 
-
-class TensorFlow:
-    """The TensorFlow twin, spoken to in NumPy arrays of the neutral layout."""
-
+class TensorFlow(Model):
     def __init__(self, spec: ResNetSpec, state: Arrays, dtype: Any = tf.float32) -> None:
-        self.model = ResNetTF(spec, dtype)
-        self.load(state)
-        self.names = list(self.model.weights)
-        self.variables = list(self.model.weights.values())
-        self.momentum = [tf.Variable(tf.zeros_like(v)) for v in self.variables]
+        super().__init__(ResNetTF(spec, dtype), state)
+        self.momentum = {name: tf.Variable(tf.zeros_like(v)) for name, v in self.model.weights.items()}
         images = tf.TensorSpec((None, None, None, spec.channels))
         labels = tf.TensorSpec((None,), tf.int64)
         self._gradients = tf.function(self._gradients_eager, input_signature=[images, labels])
         self._step = tf.function(self._step_eager, input_signature=[images, labels, tf.TensorSpec(())])
 
-    def load(self, state: Arrays) -> None:
-        for name, variable in (dict(self.model.weights) | dict(self.model.buffers)).items():
-            variable.assign(state[name].transpose(2, 3, 1, 0) if state[name].ndim == 4 else state[name])
-
     def _gradients_eager(self, images: Any, labels: Any) -> Any:
-        with tf.GradientTape() as tape:
-            loss, sums = self.model.loss(images, labels, training=True)
-            mean = loss / tf.cast(tf.shape(labels)[0], tf.float32)
-        return mean, sums["correct"], tape.gradient(mean, self.variables)
+        return tensorflow_gradients(self.model, (images, labels), mean_of=tf.cast(tf.shape(labels)[0], tf.float32))
 
     def _step_eager(self, images: Any, labels: Any, rate: Any) -> Any:
         mean, _, gradients = self._gradients_eager(images, labels)
-        for variable, velocity, gradient in zip(self.variables, self.momentum, gradients, strict=True):
-            variable.assign_sub(rate * velocity.assign(0.9 * velocity + gradient))
+        for name, variable in self.model.weights.items():
+            variable.assign_sub(rate * self.momentum[name].assign(0.9 * self.momentum[name] + gradients[name]))
         return mean
 
     def logits(self, images: np.ndarray, training: bool = False) -> np.ndarray:
         return np.asarray(self.model(images, training=training))
 
-    def gradients(self, images: np.ndarray, labels: np.ndarray) -> tuple[float, int, Arrays]:
-        loss, correct, gradients = self._gradients(images, labels)
-        return float(loss), int(correct), {n: neutral(g) for n, g in zip(self.names, gradients, strict=True)}
+    def gradients(self, images: np.ndarray, labels: np.ndarray) -> Found:
+        return told(self._gradients(images, labels))
 
     def step(self, images: np.ndarray, labels: np.ndarray, rate: float) -> float:
         return float(self._step(images, labels, rate))
-
-    def state(self) -> Arrays:
-        return {n: neutral(v) for n, v in (dict(self.model.weights) | dict(self.model.buffers)).items()}
-
-
-def neutral(tensor: Any) -> np.ndarray:
-    array: np.ndarray = tensor.numpy()
-    return array.transpose(3, 2, 0, 1) if array.ndim == 4 else array
 
 
 def twins(spec: ResNetSpec = SMALL, seed: int = 0) -> tuple[Torch, TensorFlow]:
@@ -223,9 +168,8 @@ def test_width_scales_every_layer() -> None:
     ("field", "value"), [("channels", 0), ("classes", 0), ("width", 0.001), ("width", float("nan"))]
 )
 def test_a_bad_spec_or_seed_is_refused_by_name(field: str, value: float) -> None:
-    with pytest.raises(Failure, match=f"{field} is {value}; give at least") as caught:
+    with failing(BAD_CONFIG, f"{field} is {value}; give at least"):
         ResNetSpec(**{field: value})  # type: ignore[arg-type]
-    assert caught.value.code == BAD_CONFIG
     with pytest.raises(Failure, match="seed is -1"):
         initial_state(SMALL, seed=-1)
 
@@ -342,10 +286,10 @@ def test_same_loss_hits_gradients_and_running_statistics(size: tuple[int, int]) 
     one, other = twins()
     for seed in range(3):
         images, labels = batch(SMALL, size, seed=seed)
-        loss, correct, gradients = one.gradients(images, labels)
-        other_loss, other_correct, other_gradients = other.gradients(images, labels)
+        loss, sums, gradients = one.gradients(images, labels)
+        other_loss, other_sums, other_gradients = other.gradients(images, labels)
         assert loss == pytest.approx(other_loss, abs=1e-4)
-        assert correct == other_correct
+        assert sums == other_sums
         ours, theirs = one.state(), other.state()
         for name in buffers(SMALL):
             np.testing.assert_allclose(ours[name], theirs[name], atol=1e-4, err_msg=name)
@@ -360,9 +304,9 @@ def test_loss_is_the_sum_over_the_batch_and_hits_are_counted() -> None:
     for twin in twins():
         logits = twin.logits(images, training=True)
         exact = np.log(np.exp(logits).sum(1)) - logits[np.arange(len(labels)), labels]
-        loss, correct, _ = twin.gradients(images, labels)
+        loss, sums, _ = twin.gradients(images, labels)
         assert loss == pytest.approx(exact.mean(), abs=1e-5)
-        assert correct == (logits.argmax(1) == labels).sum()
+        assert sums["correct"] == (logits.argmax(1) == labels).sum()
 
 
 @pytest.mark.parametrize("zero_gamma", [False, True])

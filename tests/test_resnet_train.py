@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, SMALL, command, document, environment, finished, launch, refused, resnet, trainings
 from PIL import Image
-from runs import Made, cut_off
+from runs import Made, cut_off, read_run
 from runs import manifest as made_manifest
 from safetensors.numpy import load_file
 from sklearn.datasets import load_sample_image
@@ -40,14 +40,6 @@ SUMMARY_KEYS = {
     "epochs",
     "test_accuracy",
 } | {"test_loss", "train_s", "validation_s", "test_s", "samples_per_s"}
-
-
-def read_run(folder: Path, rank: int = 0) -> dict[str, list[Any]]:
-    """The records of one rank by type."""
-    found: dict[str, list[Any]] = {name: [] for name in records.RECORDS}
-    for record in records.read(folder / "metrics" / f"rank{rank:04d}.jsonl"):
-        found[record.type].append(record)
-    return found
 
 
 def newest_arrays(folder: Path) -> dict[str, np.ndarray]:
@@ -317,6 +309,12 @@ def test_low_precision_starts_close_to_fp32(framework: str, whole: Whole, tmp_pa
     for precision in ("bf16", "fp16"):
         folder = tmp_path / precision
         flags = ["--framework", framework, "--precision", precision, "--epochs", "1", "--json"]
+        flags += [
+            "--epoch-samples",
+            "240",
+            "--warmup-epochs",
+            "6",
+        ]  # five steps, with the rates of the whole run's first
         document(resnet(0, *flags, "--run-dir", str(folder), *SMALL))
         losses[precision] = [step.loss for step in read_run(folder)["step"][:4]]
     np.testing.assert_allclose(losses["bf16"], losses["fp32"], rtol=0.05)

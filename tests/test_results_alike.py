@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import runs
+from test_results import json_of
 
 from hvdtrain.exits import Failure
 from hvdtrain.results import alike, groups, plots, report_words
@@ -43,11 +44,6 @@ def pair(folder: Path, **one: Any) -> Path:
                 **changes,
             )
     return folder
-
-
-def json_of(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
-    assert main([*words, "--format", "json"]) == 0
-    return json.loads(capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("name", UNLIKE)

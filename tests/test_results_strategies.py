@@ -9,17 +9,13 @@ from typing import Any
 
 import pytest
 import runs
+from test_results import json_of
 
 from hvdtrain.results.__main__ import main
 from hvdtrain.results.runs import WIRE_SHARE, exchange
 from hvdtrain.results.statistics import ratio, summary
 
 STEPS, PARAMETERS, RATE = 5, 1000, 10.0
-
-
-def table(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
-    assert main(["strategies", *words, "--format", "json"]) == 0
-    return json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
 
 
 def by_strategy(found: Any) -> dict[str, Any]:
@@ -69,7 +65,7 @@ def test_each_figure_equals_an_independent_calculation(tmp_path: Path, capsys: p
             accuracies=(0.5, 0.9, 0.95 if seed < 2 else 0.949),
             **same,
         )
-    rows = by_strategy(table(capsys, str(tmp_path), "--target", "95%"))
+    rows = by_strategy(json_of(capsys, "strategies", str(tmp_path), "--target", "95%"))
     one, found = rows["allreduce"], rows["powersgd:rank=4"]
     times = [3 * STEPS * (0.01 + four[seed] + 0.02) for seed in (0, 1)]
     base = [2 * STEPS * (0.01 + alone[seed] + 0.2) for seed in range(3)]
@@ -121,7 +117,7 @@ def test_settings_of_a_strategy_are_never_averaged(tmp_path: Path, capsys: pytes
         for seed, config in enumerate(({}, then)):
             folder = tmp_path / f"{rank}-{seed}"
             runs.make(folder, hosts=2, rate_mbit=RATE, strategy=f"powersgd:rank={rank}", config=config, seed=seed)
-    rows = by_strategy(table(capsys, str(tmp_path)))
+    rows = by_strategy(json_of(capsys, "strategies", str(tmp_path)))
     assert {name: row["n"] for name, row in rows.items()} == {f"powersgd:rank={rank}": 2 for rank in (1, 3, 4)}
 
 
@@ -148,7 +144,7 @@ def test_each_at_its_best_may_have_another_batch_and_learning_rate(
             accuracies=(0.5, 0.94 if missed else 0.98),
         )
         times.setdefault((hosts, batch, lr), []).append(640 // batch * step_s * (1 + 0.45 / 0.48))
-    rows = by_strategy(table(capsys, str(tmp_path), "--best"))
+    rows = by_strategy(json_of(capsys, "strategies", str(tmp_path), "--best"))
     chosen = {row["hosts"]: (row["hosts"], row["global_batch"], row["lr"]) for row in rows.values()}
     fit = [each for each in times if each != (4, 32, 0.1)]
     assert chosen == {
@@ -177,7 +173,7 @@ def test_rates_are_sections_the_soonest_first_and_the_baseline_in_each(
                 communication_s=wait_s / rate,
                 accuracies=(0.5, last),
             )
-    found = table(capsys, str(tmp_path))
+    found = json_of(capsys, "strategies", str(tmp_path))
     order = [(row["rate"], row["hosts"], row["strategy"]) for row in found["rows"]]
     names = [(1, "allreduce"), (4, "hierarchical"), (4, "allreduce"), (4, "onebit")]
     assert order == [(rate, *name) for rate in ("10 Mbit/s", "100 Mbit/s") for name in names]
@@ -195,7 +191,7 @@ def test_two_launchers_of_one_config_are_told_apart(tmp_path: Path, capsys: pyte
             point = json.loads((folder / "point.json").read_text())
             (folder / "point.json").write_text(json.dumps(point | {"settings": {"launcher": f"by {launcher}"}}))
     runs.make(tmp_path / "tuned", hosts=4, rate_mbit=RATE, kind="timing")
-    rows = table(capsys, str(tmp_path))["rows"]
+    rows = json_of(capsys, "strategies", str(tmp_path))["rows"]
     named = sorted((row["hosts"], row["strategy"]) for row in rows)
     twice = [(hosts, f"allreduce (by {launcher})") for hosts in (2, 3) for launcher in "ab"]
     assert named == [*twice, (4, "allreduce")]

@@ -35,17 +35,6 @@ def totals(inputs: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray, int]:
     return results[0][0], np.stack([mine for _, mine, _ in results]), results[0][2]
 
 
-def sums(reducers: Sequence[Int8], inputs: np.ndarray) -> tuple[np.ndarray, int]:
-    def host(hosts: Any) -> tuple[np.ndarray, int]:
-        values = inputs[hosts.index].copy()
-        reducers[hosts.index].sum(values, hosts)
-        return values, hosts.sent_bytes
-
-    results = fake_hosts.run(len(reducers), host)
-    assert len({(values.tobytes(), sent) for values, sent in results}) == 1
-    return results[0]
-
-
 def left(reducers: Sequence[Int8]) -> np.ndarray:
     return np.sum([reducer.state()["error"].astype(np.float64) for reducer in reducers], axis=0)
 
@@ -121,21 +110,9 @@ def test_reducers_lose_nothing_and_arrive_with_time(kind: type[Int8], hosts: int
     whole, received = inputs.sum(axis=0, dtype=np.float64), np.zeros(SIZE)
     for turn in range(1, 51):
         given_in = whole + left(reducers)
-        out, sent = sums(reducers, inputs)
+        out, sent = fake_hosts.rounds(reducers, inputs)
         np.testing.assert_allclose(out + left(reducers), given_in, atol=1e-5)
         assert sent == kind.cost(SHAPES, hosts).sent_bytes
         received += out
         step = (hosts + 1) * float(np.abs(given_in).max()) / (2 ** (kind.bits - 1) - 1)
         assert np.abs(received / turn - whole).max() < (step + 1e-6) / turn
-
-
-def test_resumed_is_as_if_never_interrupted() -> None:
-    through, second = ([Int8(SHAPES) for _ in range(3)] for _ in range(2))
-    inputs = normal(0, 4, 3, SIZE)
-    for turn in range(2):
-        sums(through, inputs[turn])
-    for new, old in zip(second, through, strict=True):
-        new.load(old.state())
-    for turn in range(2, 4):
-        assert np.array_equal(sums(through, inputs[turn])[0], sums(second, inputs[turn])[0])
-    assert np.array_equal(left(through), left(second))

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, SMALL, resnet
+from conftest import ROOT, SMALL, failing, resnet
 
 from hvdtrain import records, scalars
-from hvdtrain.exits import Failure
 
 
 @pytest.fixture(autouse=True)
@@ -117,6 +116,5 @@ def test_it_loads_no_framework(tmp_path: Path) -> None:
 
 def test_a_missing_package_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    with pytest.raises(Failure, match=r"--tensorboard: .*pip install tensorboard") as failure:
+    with failing(78, r"--tensorboard: .*pip install tensorboard"):
         scalars.check()
-    assert failure.value.code == 78

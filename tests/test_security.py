@@ -6,6 +6,7 @@ docs/LOG.md counts them.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import resource
@@ -20,12 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import LIMIT_S, PROGRAMS, ROOT, command, document, environment, launch, until
+from conftest import LIMIT_S, PROGRAMS, ROOT, command, document, environment, failing, launch, until
+from thread_ranks import at_once
 
 from hvdtrain.cluster import admission, stream
 from hvdtrain.cluster.doctor.agent import Agent
 from hvdtrain.collectives import meeting, sealed
 from hvdtrain.exits import Failure
+from hvdtrain.place import Place
 from hvdtrain.sentinel import trust
 from hvdtrain.sentinel.watch import PURPOSE, RankWords
 
@@ -301,21 +304,13 @@ class OpenStore:
 
     def ranks(self, program: Any) -> list[Any]:
         """What `program` returned or raised for each of two ranks."""
-        results: list[Any] = [None, None]
         where = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": str(self.port)}
 
-        def rank(number: int) -> None:
-            try:
-                results[number] = program(sealed.Sealed(meeting.HorovodrunMeeting(number, 2, number, 2, where)))
-            except Failure as failure:
-                results[number] = failure
+        def rank(number: int) -> Any:
+            place = Place(launcher="horovodrun", rank=number, size=2, local_rank=number, local_size=2)
+            return program(sealed.Sealed(meeting.HorovodrunMeeting(place, where)))
 
-        threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
-        return results
+        return at_once([functools.partial(rank, number) for number in range(2)], Failure)
 
 
 @pytest.fixture
@@ -377,9 +372,8 @@ def test_a_key_that_others_could_know_is_refused(kind: str, tmp_path: Path) -> N
     else:
         path.write_bytes(b"k" * (trust.SECRET_BYTES - (kind == "short")))
         path.chmod(0o644 if kind == "open" else 0o600)
-    with pytest.raises(Failure, match="key") as raised:
+    with failing(77, "key"):
         sealed.user_key(tmp_path)
-    assert raised.value.code == 77
 
 
 # --- doctor and throttle --------------------------------------------------------------------------------------------

@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-
 import numpy as np
 import pytest
-from conftest import PROGRAMS, alone, document, launch, refused
-from runs import cut_off
+from conftest import PROGRAMS, alone, document, failing, launch, refused
+from runs import cut_off, read_run
 from sklearn import metrics
 from test_resnet_train import assert_same_arrays
 from test_solar_data import oahu
 from test_stages import stepped
+from twins import Found, load, tensorflow_gradients, tf, told, torch, torch_gradients
 
-from hvdtrain import data, records, solar
-from hvdtrain.exits import BAD_CONFIG, Failure
+from hvdtrain import data, solar
+from hvdtrain.exits import BAD_CONFIG
 from hvdtrain.models import mlp
 from hvdtrain.models import solar as nets
 from hvdtrain.models.solar import CNNSpec
-
-torch = pytest.importorskip("torch")
-tf = pytest.importorskip("tensorflow")
 
 FRAMEWORKS = ("torch", "tensorflow")
 SMALL = CNNSpec(side=11)
@@ -43,9 +38,8 @@ def test_the_study_s_networks_have_its_sizes() -> None:
     assert sum(map(math.prod, mlp.parameters(spec).values())) == 51 * 1600 + 1601 * 800 + 801
     assert sum(map(math.prod, nets.parameters(CNNSpec()).values())) == 4_352_641
     for name in ("p4-k0", "p1-k10", "cnn2", "p1"):
-        with pytest.raises(Failure, match=f"--net {name}: give p1, p2 or p3") as failure:
+        with failing(BAD_CONFIG, f"--net {name}: give p1, p2 or p3"):
             nets.pyramid(name)
-        assert failure.value.code == BAD_CONFIG
 
 
 def drawn(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -54,29 +48,16 @@ def drawn(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return maps, draw.normal(size=(count, 2)).astype(np.float32), np.array([3, 2**31 + 5])
 
 
-def loss_and_gradients(
-    framework: str, arrays: tuple[np.ndarray, ...], *, training: bool
-) -> tuple[float, dict[str, float], dict[str, np.ndarray]]:
+def loss_and_gradients(framework: str, arrays: tuple[np.ndarray, ...], *, training: bool) -> Found:
     """Of the CNN with one set of initial values; gradients in the neutral layout."""
     state = nets.initial_state(SMALL, 1)
     state |= {name: array + np.float32(0.01) for name, array in state.items() if name.endswith("bias")}
     model = solar.made(framework, SMALL)
+    load(model, state)
     if framework == "torch":
-        model.load_state_dict({name: torch.from_numpy(array) for name, array in state.items()})
         assert {name: tuple(each.shape) for name, each in model.named_parameters()} == nets.parameters(SMALL)
-        model.train(training)
-        loss, sums = model.loss(*map(torch.from_numpy, arrays))
-        loss.backward()
-        found = {name: each.grad.numpy() for name, each in model.named_parameters()}
-        return loss.item(), {name: float(each) for name, each in sums.items()}, found
-    for name, variable in model.weights.items():
-        array = state[name]
-        variable.assign(array.transpose(2, 3, 1, 0) if array.ndim == 4 else array)
-    with tf.GradientTape() as tape:
-        loss, sums = model.loss(*map(tf.constant, arrays), training=training)
-    slopes = {name: each.numpy() for name, each in tape.gradient(loss, model.weights).items()}
-    found = {name: each.transpose(3, 2, 0, 1) if each.ndim == 4 else each for name, each in slopes.items()}
-    return float(loss), {name: float(each) for name, each in sums.items()}, found
+        return torch_gradients(model, arrays, training)
+    return told(tensorflow_gradients(model, list(map(tf.constant, arrays)), training))
 
 
 def test_the_twins_are_one_cnn() -> None:
@@ -116,10 +97,6 @@ def test_scores_are_scikit_learns_in_the_unit_of_the_readings() -> None:
     assert found["skill"] == pytest.approx(1 - found["rmse"] / persistence, rel=1e-4)
 
 
-def steps(folder: Path, kind: str = "step") -> list[Any]:
-    return [each for each in records.read(folder / "metrics" / "rank0000.jsonl") if each.type == kind]
-
-
 FLAGS = ["-m", "hvdtrain.solar", "--hidden", "16,8", "--global-batch-size", "4000", "--epochs", "2", "--json"]
 FLAGS += ["--warmup-epochs", "0", "--lr", "0.01", "--checkpoint-steps", "9", "--keep-checkpoints", "9"]
 FLAGS += ["--inference", "2,64"]
@@ -137,13 +114,13 @@ def test_processes_ranks_and_frameworks_learn_the_same_and_so_does_a_run_that_wa
         few, many = summary["inference"]
         assert (few["samples"], many["samples"]) == (2, 64)
         assert 0 < many["least_s"] <= many["median_s"] <= many["most_s"] and many["passes"] >= 5
-        losses[framework, ranks] = [step.loss for step in steps(folder)]
+        losses[framework, ranks] = [step.loss for step in read_run(folder)["step"]]
     alone, cut = tmp_path / "torch0", tmp_path / "cut"
     for others in (("torch", 2), ("tensorflow", 2)):
         np.testing.assert_allclose(losses[others], losses["torch", 0], rtol=1e-3)
     cut_off(alone, cut, 18)
     document(launch(0, [*FLAGS, "--framework", "torch", "--run-dir", str(cut), "--resume"]))
-    assert [each.step for each in steps(cut, "resumed")] == [18]
+    assert [each.step for each in read_run(cut)["resumed"]] == [18]
     assert_same_arrays(alone, cut)
     some, found = np.arange(500), {}
     for framework in FRAMEWORKS:
@@ -162,8 +139,7 @@ def test_tensorflow_s_parts_are_the_whole_cnn() -> None:
 
     def make(part: range | None) -> Any:
         model = solar.made("tensorflow", SMALL, part)
-        for name, variable in model.weights.items():
-            variable.assign(state[name].transpose(2, 3, 1, 0) if state[name].ndim == 4 else state[name])
+        load(model, state)
         return model
 
     known, *others = [stepped("tensorflow", make, row, border, batch, measure) for border in range(len(row))]
@@ -180,7 +156,7 @@ def test_strategies_train_it(tmp_path: Path) -> None:
     told = document(launch(2, [str(PROGRAMS / "strategy_runs.py"), "torch", "1", json.dumps(todo), "solar"]))
     assert set(told["codes"]) == {0}
     for number, strategy in enumerate(STRATEGIES):
-        losses = [epoch.train_loss for epoch in steps(tmp_path / str(number), "epoch")]
+        losses = [epoch.train_loss for epoch in read_run(tmp_path / str(number))["epoch"]]
         assert losses[1] < losses[0], strategy
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import failing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -54,9 +55,8 @@ def test_what_is_not_there_tells_the_command_that_gets_it(monkeypatch: pytest.Mo
     ):
         solar.load("pvanalytics")
     monkeypatch.setattr(solar, "PACKAGED", "pvanalytics_that_is_absent")
-    with pytest.raises(Failure, match="pip install --no-deps") as failure:
+    with failing(BAD_DATA, "pip install --no-deps"):
         solar.shipped()
-    assert failure.value.code == BAD_DATA
 
 
 def test_a_reading_that_breaks_a_rule_is_counted_once() -> None:
@@ -134,9 +134,8 @@ def test_a_map_is_each_station_at_its_place_and_between_them_never_beyond_them()
 
 
 def test_a_part_without_a_window_and_an_unknown_station_are_told() -> None:
-    with pytest.raises(Failure, match="--station s9: no such station") as failure:
+    with failing(BAD_CONFIG, "--station s9: no such station"):
         solar.windows(made(np.ones((50, 2))), look="window", window=5, ahead=1, station="s9")
-    assert failure.value.code == BAD_CONFIG
     with pytest.raises(Failure, match=r"no window is left in a part of its 50 readings .*45 at night"):
         solar.windows(made(np.zeros((50, 1))), look="window", window=5, ahead=1)
     with pytest.raises(Failure, match="4 readings, a window takes 6"):

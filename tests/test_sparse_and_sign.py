@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from hvdtrain.collectives import Hosts
 from hvdtrain.models.resnet import ResNetSpec, parameters
 from hvdtrain.strategies import REDUCERS, onebit, topk
 from hvdtrain.strategies.onebit import LENGTH, OneBit
@@ -41,17 +40,9 @@ class Job:
 
     def round(self, vectors: np.ndarray) -> np.ndarray:
         """The outcome for `vectors` (hosts, numbers): the same bits on all hosts, for the bytes foretold."""
-
-        def program(host: Hosts) -> tuple[np.ndarray, int]:
-            values = vectors[host.index].copy()
-            self.reducers[host.index].sum(values, host)
-            return values, host.sent_bytes
-
-        results = fake_hosts.run(self.hosts, program)
-        for values, sent_bytes in results:
-            assert values.tobytes() == results[0][0].tobytes()
-            assert sent_bytes == self.reducers[0].cost(self.shapes, self.hosts, self.settings).sent_bytes
-        return results[0][0]
+        out, sent = fake_hosts.rounds(self.reducers, vectors)
+        assert sent == self.reducers[0].cost(self.shapes, self.hosts, self.settings).sent_bytes
+        return out
 
     def kept(self) -> np.ndarray:
         """The errors of all hosts, added up in the vector's order."""
@@ -140,13 +131,8 @@ def test_what_was_left_out_is_handed_on_to_any_number_of_hosts(name: str, now: i
         given_in, came_out = np.zeros(elements(SHAPES)), np.zeros(elements(SHAPES))
         for number in (seed, seed + 1):
             vectors = gradients(number, len(reducers))
-
-            def program(host: Hosts, vectors: np.ndarray = vectors) -> np.ndarray:
-                reducers[host.index].sum(vectors[host.index], host)
-                return vectors[host.index]
-
             given_in += vectors.sum(axis=0, dtype=np.float64)
-            came_out += fake_hosts.run(len(reducers), program)[0]
+            came_out += fake_hosts.rounds(reducers, vectors)[0]
         return given_in, came_out
 
     before, after = ([REDUCERS[name](SHAPES) for _ in range(hosts)] for hosts in (3, now))

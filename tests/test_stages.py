@@ -21,9 +21,9 @@ import numpy as np
 import pytest
 from conftest import LIMIT_S, SMALL, alone, document, environment, finished, refused, resnet, trainings, until
 from conftest import command as started_by
-from safetensors.numpy import load_file
 from test_faults import is_rank
-from test_streams import at_once, meetings, reach
+from test_resnet_train import newest_arrays
+from thread_ranks import at_once, meetings, reach
 
 from hvdtrain import measures, strategies, workload
 from hvdtrain.collectives import PeerLost
@@ -185,8 +185,7 @@ def test_the_parts_of_a_model_are_the_whole_bit_for_bit() -> None:
 def channels(count: int) -> list[list[Channel | None]]:
     """Of each rank in a row: to the one before, and to the one after."""
     places = zip(meetings(count), [None, *range(count - 1)], [*range(1, count), None], strict=True)
-    found = at_once([functools.partial(neighbours, each, reach(each.rank), a, b) for each, a, b in places])
-    return [one for one in found if not isinstance(one, Exception)]
+    return at_once([functools.partial(neighbours, each, reach(each.rank), a, b) for each, a, b in places])
 
 
 def stepped(
@@ -366,11 +365,7 @@ FLAGS += ["--framework", "torch"]
 
 def arrays(folder: Path) -> dict[str, np.ndarray]:
     """All that the newest checkpoint holds of model and optimizer, whoever wrote it."""
-    newest = max((folder / "checkpoints").glob("step-*"))
-    found = {
-        f"{file.stem}/{name}": array for file in newest.glob("*.safetensors") for name, array in load_file(file).items()
-    }
-    return {name.partition("/")[2]: array for name, array in found.items()}
+    return {name.partition("/")[2]: array for name, array in newest_arrays(folder).items()}
 
 
 @pytest.fixture(scope="module")

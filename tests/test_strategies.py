@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import LIMIT_S, PROGRAMS, Cluster, command, document, environment, launch, resnet, until
-from runs import cut_off
+from runs import cut_off, read_run
 from test_checkpoint import edit
 from test_faults import Job, is_rank
-from test_resnet_train import assert_same_arrays, newest_arrays, read_run, started, wait_for_steps
+from test_resnet_train import assert_same_arrays, newest_arrays, started, wait_for_steps
 
 from hvdtrain import strategies
 from hvdtrain.measures import Accuracy
@@ -306,7 +306,7 @@ class Simulated:
         about = runpy.run_path(str(PROGRAMS / "exchange.py"), run_name="read")
         self._inputs, labels, self.weight = (np.asarray(array, np.float64) for array in about["problem"]())
         self._one_hot = np.eye(len(self.weight))[labels.astype(int)]
-        self.borders, self.lr = about["borders"](ranks), about["LR"]
+        self.borders, self.lr, self.steps = about["borders"](ranks), about["LR"], about["STEPS"]
         self.shares = np.diff(self.borders) / self.borders[-1]
 
     def losses_and_gradient(self, weight: np.ndarray, rank: int | None = None) -> tuple[np.ndarray, np.ndarray]:
@@ -326,12 +326,14 @@ class Simulated:
         return [float(part.mean()) for part in np.split(losses, self.borders[1:-1])]
 
 
-def simulated_delayed(problem: Simulated, staleness: int) -> tuple[np.ndarray, list[list[float]], float]:
+def simulated_delayed(
+    problem: Simulated, staleness: int, steps: int = LINEAR_STEPS
+) -> tuple[np.ndarray, list[list[float]], float]:
     """Weights, each rank's losses by step, and their sum over steps and samples."""
     weight, momentum = problem.weight, np.zeros_like(problem.weight)
     on_their_way: list[np.ndarray] = []
     losses, total = [], 0.0
-    for _ in range(LINEAR_STEPS):
+    for _ in range(steps):
         each, gradient = problem.losses_and_gradient(weight)
         on_their_way.append(gradient)
         losses.append(problem.rank_means(each))

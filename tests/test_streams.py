@@ -13,9 +13,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,8 +22,9 @@ from conftest import LIMIT_S, PROGRAMS, ROOT, document, environment, launch, unt
 from hypothesis import given, settings
 from hypothesis import strategies as some
 from programs.calls_ranks import turns
+from thread_ranks import ThreadMeeting, at_once, meetings, reach
 
-from hvdtrain.collectives import PeerLost, Reach, lost_peer, streams
+from hvdtrain.collectives import PeerLost, lost_peer, streams
 from hvdtrain.collectives.streams import QUEUE_BYTES, SMALL_BYTES, Stream, StreamHosts, StreamRanks
 from hvdtrain.exits import Failure
 from hvdtrain.sentinel import trust
@@ -124,25 +124,6 @@ def connected(count: int) -> Iterator[list[StreamHosts]]:
             stream.socket.close()
 
 
-def at_once(programs: list[Callable[[], Any]]) -> list[Any]:
-    """Calls each on a thread of its own; what they returned or raised."""
-    results: list[Any] = [None] * len(programs)
-
-    def call(index: int) -> None:
-        try:
-            results[index] = programs[index]()
-        except Exception as error:
-            results[index] = error
-
-    threads = [threading.Thread(target=call, args=(index,), daemon=True) for index in range(len(programs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-        assert not thread.is_alive(), "waits for ever"
-    return results
-
-
 dtypes = some.sampled_from(["float32", "float64", "int64", "uint8"])
 
 
@@ -215,7 +196,7 @@ def test_what_came_can_be_changed_and_what_was_given_stays() -> None:
 
 def test_hosts_that_disagree_on_a_length_are_told() -> None:
     with connected(2) as (one, other):
-        results = at_once([lambda: one.sum(np.ones(1000)), lambda: other.sum(np.ones(1002))])
+        results = at_once([lambda: one.sum(np.ones(1000)), lambda: other.sum(np.ones(1002))], RuntimeError)
     assert all(isinstance(error, RuntimeError) for error in results)
     assert str(results[0]) == "rank 1 sent 4008 bytes where 4000 were expected"
     assert not any(lost_peer(error) for error in results)
@@ -228,7 +209,7 @@ def test_a_closed_stream_is_a_lost_peer(size: int) -> None:
         assert stream is not None
         closing = threading.Timer(0.2, stream.socket.close)
         closing.start()
-        (error,) = at_once([lambda: one.sum(np.ones(size))])
+        (error,) = at_once([lambda: one.sum(np.ones(size))], PeerLost)
         closing.join()
     assert isinstance(error, PeerLost)
     assert str(error).startswith("rank 1")
@@ -274,42 +255,6 @@ def test_a_rank_that_waits_neither_computes_nor_sends(size: int) -> None:
 # --- finding each other -----------------------------------------------------------------------------------------------
 
 
-class ThreadMeeting:
-    """Ranks that are threads; `listening` is called once with what they told each other first."""
-
-    def __init__(self, rank: int, size: int, room: dict[str, Any]) -> None:
-        self.rank = self.local_rank = rank
-        self.size = self.local_size = size
-        self.secret = b"s" * 32
-        self._room = room
-
-    def gather(self, mine: bytes) -> list[bytes]:
-        self._room["box"][self.rank] = mine
-        self._room["barrier"].wait(60)
-        found = list(self._room["box"])
-        self._room["barrier"].wait(60)
-        return found
-
-    def leave(self) -> None:
-        pass
-
-
-def meetings(size: int, listening: Callable[[list[bytes]], None] = lambda told: None) -> list[ThreadMeeting]:
-    room: dict[str, Any] = {"box": [b""] * size}
-    first = [listening]
-
-    def all_are_here() -> None:
-        if first:
-            first.pop()(list(room["box"]))
-
-    room["barrier"] = threading.Barrier(size, all_are_here)
-    return [ThreadMeeting(rank, size, room) for rank in range(size)]
-
-
-def reach(rank: int) -> Reach:
-    return Reach(f"127.0.0.{1 + rank}", "lo", loopback=True)
-
-
 def test_strangers_at_the_door_do_not_disturb(monkeypatch: pytest.MonkeyPatch) -> None:
     """Port scanners and other jobs, who are there before the ranks: loud, short, silent, gone and reset. Who waited for
     them would wait for an hour."""
@@ -345,7 +290,7 @@ def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         meeting.gather(f"{socket.gethostname()} 127.0.0.9 1".encode())
 
     present, other = meetings(2)
-    failure, nothing = at_once([lambda: StreamRanks(present, reach(0)), lambda: absent(other)])
+    failure, nothing = at_once([lambda: StreamRanks(present, reach(0)), lambda: absent(other)], Failure)
     assert nothing is None
     assert isinstance(failure, Failure)
     assert failure.code == 69
@@ -359,7 +304,7 @@ def test_a_host_that_cannot_be_reached_is_named() -> None:
         meeting.gather(f"{socket.gethostname()} 127.0.0.9 {port}".encode())
 
     other, present = meetings(2)
-    nothing, failure = at_once([lambda: unreachable(other), lambda: StreamRanks(present, reach(1))])
+    nothing, failure = at_once([lambda: unreachable(other), lambda: StreamRanks(present, reach(1))], Failure)
     assert nothing is None
     assert isinstance(failure, Failure)
     assert failure.code == 69

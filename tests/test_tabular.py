@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PROGRAMS, document, launch, refused
+from conftest import PROGRAMS, document, failing, launch, refused
+from runs import read_run
 from sklearn import metrics as known
 from sklearn.datasets import load_wine
 from test_resnet_train import assert_same_arrays
 
-from hvdtrain import answers, cli, records
+from hvdtrain import answers, cli
 from hvdtrain.exits import Failure
 from hvdtrain.measures import Confusion
 from hvdtrain.run import show_summary
@@ -45,7 +46,7 @@ def tabular(ranks: int, *flags: str) -> subprocess.CompletedProcess[str]:
 
 
 def steps(folder: Path) -> list[float]:
-    return [each.loss for each in records.read(folder / "metrics" / "rank0000.jsonl") if each.type == "step"]
+    return [each.loss for each in read_run(folder)["step"]]
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +70,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def summary(folder: Path) -> Any:
-    return list(records.read(folder / "metrics" / "rank0000.jsonl"))[-1]
+    return read_run(folder)["summary"][-1]
 
 
 def test_one_process_two_ranks_and_both_frameworks_learn_the_same(runs: Path, tmp_path: Path) -> None:
@@ -88,7 +89,7 @@ def test_one_process_two_ranks_and_both_frameworks_learn_the_same(runs: Path, tm
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_run_that_was_cut_off_goes_on_as_if_it_never_was(framework: str, runs: Path) -> None:
     whole, cut = runs / framework / "allreduce", runs / framework / "cut"
-    (again,) = [each for each in records.read(cut / "metrics" / "rank0000.jsonl") if each.type == "resumed"]
+    (again,) = read_run(cut)["resumed"]
     assert again.step == CUT < summary(whole).steps
     assert any("adam_square" in name for name in assert_same_arrays(whole, cut))
     assert summary(cut).test_sums == summary(whole).test_sums
@@ -100,10 +101,10 @@ def test_a_run_that_was_cut_off_goes_on_as_if_it_never_was(framework: str, runs:
     [(framework, name) for framework in FRAMEWORKS for name in STRATEGIES if (framework, name) not in ALONE],
 )
 def test_strategies_are_the_same_as_for_images(framework: str, strategy: str, runs: Path) -> None:
-    found = list(records.read(runs / framework / strategy / "metrics" / "rank0000.jsonl"))
-    epochs = [each for each in found if each.type == "epoch"]
+    found = read_run(runs / framework / strategy)
+    epochs = found["epoch"]
     assert epochs[-1].train_loss < epochs[0].train_loss
-    assert np.sum(found[-1].test_sums["confusion"]) == 27
+    assert np.sum(found["summary"][-1].test_sums["confusion"]) == 27
 
 
 def test_the_documented_command_of_two_ranks_in_tensorflow(tmp_path: Path) -> None:
@@ -191,9 +192,8 @@ def test_answers_need_no_classes_and_what_does_not_fit_is_told(runs: Path, other
         (("predict", "bare.csv", "--out", str(tmp_path / "no" / "out.csv")), 73, "give a folder that exists"),
         (("predict", "nothing.csv", "--out", str(out)), 65, "No such file"),
     ]:
-        with pytest.raises(Failure, match=told.replace("(", r"\(")) as error:
+        with failing(code, told.replace("(", r"\(")):
             ask(*words)
-        assert error.value.code == code
     (tmp_path / "run").mkdir()
     for name in ("manifest.json", "columns.json", "checkpoints"):
         (tmp_path / "run" / name).symlink_to(Path(run) / name)

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import finished
+from conftest import failing, finished
 from sklearn.datasets import load_breast_cancer
 from sklearn.preprocessing import StandardScaler
 
 from hvdtrain.data import csv_rows, tabular
-from hvdtrain.exits import BAD_DATA, CANNOT_WRITE, Failure
+from hvdtrain.exits import BAD_DATA, CANNOT_WRITE
 
 ROWS = "1.5,2,a\n2.5,3,b\n3.5,4,a\n"
 FORMS = {
@@ -96,9 +96,8 @@ def test_what_is_wrong_is_one_line_with_its_place(name: str, tmp_path: Path) -> 
     text, told = BAD[name]
     path = tmp_path / "t.csv"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(Failure) as error:
+    with failing(BAD_DATA) as error:
         tabular.load(str(path))
-    assert error.value.code == BAD_DATA
     assert str(error.value).startswith(f"{path}:")
     assert told in str(error.value)
     assert len(str(error.value)) < 400
@@ -194,6 +193,5 @@ def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     monkeypatch.setattr(tabular, "IN_MEMORY_BYTES", 10)
-    with pytest.raises(Failure, match="set XDG_CACHE_HOME") as error:
+    with failing(CANNOT_WRITE, "set XDG_CACHE_HOME"):
         tabular.load(str(path))
-    assert error.value.code == CANNOT_WRITE

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, finished
+from conftest import ROOT, failing, finished
 
 from hvdtrain.cluster import commands, throttle
 from hvdtrain.cluster.throttle import __main__ as command_line
 from hvdtrain.cluster.throttle import goodput, qdisc, remote
 from hvdtrain.cluster.throttle.qdisc import Shape
 from hvdtrain.cluster.throttle.request import parser, seconds, shapes
-from hvdtrain.exits import Failure
 
 TEN = Shape(rate_bit_s=10_000_000)
 
@@ -188,9 +187,8 @@ def test_without_root_it_says_so_and_a_dry_run_still_shows_the_commands(iproute2
 
 def test_without_tc_it_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commands.shutil, "which", lambda *_, **__: None)
-    with pytest.raises(Failure, match="iproute2") as failure:
+    with failing(69, "iproute2"):
         command_line.main(["10mbit", "--dev", "lo", "--dry-run", "--force"])
-    assert failure.value.code == 69
 
 
 def test_what_was_asked_is_read_by_anybody_and_is_none_without_a_throttle(tmp_path: Path) -> None:

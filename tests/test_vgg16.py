@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from conftest import failing
 
-from hvdtrain.exits import BAD_CONFIG, Failure
+from hvdtrain.exits import BAD_CONFIG
 from hvdtrain.models.layers import Arrays
 from hvdtrain.models.vgg16 import FEATURES, PREPROCESSING, STAGES, parameters, random_weights
 from hvdtrain.models.vgg16_tf import Vgg16TF
@@ -103,9 +104,8 @@ def test_random_weights_are_a_pure_function_of_the_seed(drawn: Arrays) -> None:
     for name, array in drawn.items():
         assert np.array_equal(array, same[name])
         assert name.endswith("bias") or not np.array_equal(array, other[name])
-    with pytest.raises(Failure, match="give 0 or more") as failed:
+    with failing(BAD_CONFIG, "give 0 or more"):
         random_weights(-1)
-    assert failed.value.code == BAD_CONFIG
 
 
 @pytest.mark.parametrize("preprocessing", PREPROCESSING)

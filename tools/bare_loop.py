@@ -76,6 +76,7 @@ else:
     from hvdtrain.config import TrainConfig
     from hvdtrain.frameworks.optimizers_tensorflow import SGD, Adam
     from hvdtrain.models.captioner_tf import CaptionerTF
+    from hvdtrain.models.layers_tf import turned
     from hvdtrain.models.resnet_tf import ResNetTF
 
     tf.config.threading.set_intra_op_parallelism_threads(1)
@@ -83,7 +84,7 @@ else:
     hvd.init()
     model = ResNetTF(spec) if args.model == "resnet" else CaptionerTF(spec)
     for name, variable in (model.weights | getattr(model, "buffers", {})).items():
-        variable.assign(state[name].transpose(2, 3, 1, 0) if state[name].ndim == 4 else state[name])
+        variable.assign(turned(state[name]))
     update = (SGD if args.model == "resnet" else Adam)(model.weights, TrainConfig(lr=LR)).update
 
     # One graph for any number of samples, and words: a second one would be traced in the timed steps.

@@ -13,12 +13,12 @@ exit code is then 65.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import stat
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +29,7 @@ from hvdtrain.captions import contact_sheet, generation
 from hvdtrain.captions.contact_sheet import Card
 from hvdtrain.captions.dataset import CaptionSplit
 from hvdtrain.captions.load import load
+from hvdtrain.captions.sources import PICTURES
 from hvdtrain.captions.trained import Encode, Pixels, model, open_run
 from hvdtrain.captions.vocabulary import Vocabulary
 from hvdtrain.data.pixels import pixels, reason
@@ -38,21 +39,6 @@ from hvdtrain.progress import Progress
 
 SCHEMA = "hvdtrain/captions/1"
 SHEET = "captions.html"
-ENDINGS = (".jpg", ".jpeg", ".png", ".gif", ".bmp", ".tif", ".tiff", ".webp")
-"""Files of a folder that are pictures"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Picture:
-    """One picture that is to be captioned."""
-
-    name: str
-    pixels: Pixels
-    """(height, width, 3), as the model wants it"""
-    references: tuple[str, ...]
-    """What people said of it; empty if unknown"""
-    jpeg: bytes
-    """For the contact sheet; empty without one"""
 
 
 def main(arguments: list[str]) -> int:
@@ -116,12 +102,12 @@ def at_least_one(text: str) -> int:
 # --- the pictures -----------------------------------------------------------------------------------------------------
 
 
-def of_split(split: CaptionSplit, count: int, *, sheet: bool) -> Iterator[Picture]:
-    """The first `count` pictures of a split."""
+def of_split(split: CaptionSplit, count: int, *, sheet: bool) -> Iterator[tuple[Pixels, Card]]:
+    """The first `count` pictures of a split, as the model wants them, and what is shown of each but its caption."""
     for number in range(count):
         seen = split.inputs[number]
         jpeg = contact_sheet.jpeg(seen) if sheet else b""
-        yield Picture(name=split.names[number], pixels=seen, references=split.references[number], jpeg=jpeg)
+        yield seen, Card(name=split.names[number], caption="", references=split.references[number], jpeg=jpeg)
 
 
 def listed(paths: Sequence[Path], problems: list[dict[str, str]]) -> list[Path]:
@@ -132,20 +118,20 @@ def listed(paths: Sequence[Path], problems: list[dict[str, str]]) -> list[Path]:
             files.append(path)
             continue
         try:
-            inside = sorted(each for each in path.iterdir() if each.suffix.lower() in ENDINGS and each.is_file())
+            inside = sorted(each for each in path.iterdir() if each.suffix.lower() in PICTURES and each.is_file())
         except OSError as error:
             problems.append({"picture": str(path), "problem": error.strerror or str(error)})
             continue
         if not inside:
-            problems.append({"picture": str(path), "problem": f"no pictures in this folder ({', '.join(ENDINGS)})"})
+            problems.append({"picture": str(path), "problem": f"no pictures in this folder ({', '.join(PICTURES)})"})
         files += inside
     return files
 
 
 def opened(
     files: Sequence[Path], shape: tuple[int, int, int], problems: list[dict[str, str]], *, sheet: bool
-) -> Iterator[Picture]:
-    """Yields the pictures that can be read; the others are added to `problems`."""
+) -> Iterator[tuple[Pixels, Card]]:
+    """Yields the pictures that can be read, as `of_split` does; the others are added to `problems`."""
     for path in files:
         try:
             if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe may never end
@@ -159,11 +145,11 @@ def opened(
         except Exception as error:  # a damaged file makes Pillow raise nearly anything
             problems.append({"picture": str(path), "problem": reason(error, str(path))})
             continue
-        yield Picture(name=str(path), pixels=seen, references=(), jpeg=jpeg)
+        yield seen, Card(name=str(path), caption="", references=(), jpeg=jpeg)
 
 
 def captioned(
-    pictures: Iterator[Picture],
+    pictures: Iterator[tuple[Pixels, Card]],
     count: int,
     writer: generation.Writer,
     encode: Encode,
@@ -174,10 +160,9 @@ def captioned(
     cards: list[Card] = []
     with Progress("captioning", count, "pictures") as progress:
         while some := [picture for _, picture in zip(range(generation.BATCH_SIZE), pictures, strict=False)]:
-            inputs = encode(np.stack([picture.pixels for picture in some]))
-            for picture, words in zip(some, generation.write(writer, inputs, beam=beam), strict=True):
-                caption = vocabulary.decode(words)
-                cards.append(Card(name=picture.name, caption=caption, references=picture.references, jpeg=picture.jpeg))
+            inputs = encode(np.stack([seen for seen, _ in some]))
+            for (_, card), words in zip(some, generation.write(writer, inputs, beam=beam), strict=True):
+                cards.append(dataclasses.replace(card, caption=vocabulary.decode(words)))
             progress.advance(len(some))
     return cards
 

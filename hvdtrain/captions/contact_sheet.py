@@ -15,16 +15,12 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import ExifTags, Image
 
 from hvdtrain.data.pixels import FORMATS, pixels
 
 SIDE = 320
 """The longer side of a picture in the page, in pixels, at most"""
-TURNED = (5, 6, 7, 8)
-"""EXIF orientations in which width and height change places"""
-ORIENTATION = 0x0112
-"""EXIF's number for it"""
 STYLE = """
 :root { --ink: #1b1f24; --soft: #5c6670; --line: #d8dce1; --paper: #ffffff; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e4e7ea; --soft: #9aa4ae; --line: #3a424b; --paper: #15191e; } }
@@ -61,7 +57,7 @@ def thumbnail(path: Path) -> bytes:
     """A picture file as a small JPEG of the same proportions. Raises any exception if it is no good one."""
     with Image.open(path, formats=FORMATS) as image:
         width, height = image.size
-        if image.getexif().get(ORIENTATION) in TURNED:
+        if image.getexif().get(ExifTags.Base.Orientation) in (5, 6, 7, 8):  # turned on its side
             width, height = height, width
     shrink = min(1.0, SIDE / max(width, height))
     shape = (max(1, round(height * shrink)), max(1, round(width * shrink)), 3)

@@ -13,6 +13,7 @@ shuffled again, so that no rank gets always the shorter ones.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 
 from hvdtrain.captions.vocabulary import PAD, Vocabulary
 from hvdtrain.data import Batch, halves
+from hvdtrain.data.prepared import PARTS
 
 WINDOW = 64  # batches that are sorted by length together
 
@@ -100,7 +102,7 @@ class CaptionDataset:
         if len(features) != len(self.pictures):
             raise ValueError(f"{len(features)} rows of features for {len(self.pictures)} pictures")
         begin, parts = 0, {}
-        for name in ("train", "validation", "test"):
+        for name in PARTS:
             split = getattr(self, name)
             end = begin + len(split.names)
             parts[name] = dataclasses.replace(split, inputs=features[begin:end])
@@ -124,30 +126,24 @@ def assemble(
     """
     encoded = [[vocabulary.encode(sentence) for sentence in told] for told in references]
     longest = max((len(ids) for told in encoded for ids in told), default=2)
-    splits = []
-    ends = np.cumsum(counts).tolist()
-    for begin, end in zip([0, *ends], ends, strict=False):
+    parts = {}
+    for part, (begin, end) in zip(PARTS, itertools.pairwise([0, *np.cumsum(counts).tolist()]), strict=True):
         ids = [caption for told in encoded[begin:end] for caption in told]
         tokens = np.full((len(ids), longest), PAD, np.int32)
         for row, caption in zip(tokens, ids, strict=True):
             row[: len(caption)] = caption
-        splits.append(
-            CaptionSplit(
-                inputs=pictures[begin:end],
-                names=tuple(names[begin:end]),
-                references=tuple(map(tuple, references[begin:end])),
-                picture=np.repeat(np.arange(end - begin), [len(told) for told in encoded[begin:end]]),
-                tokens=tokens,
-                lengths=np.array([len(caption) - 1 for caption in ids], np.int64),
-            )
+        parts[part] = CaptionSplit(
+            inputs=pictures[begin:end],
+            names=tuple(names[begin:end]),
+            references=tuple(map(tuple, references[begin:end])),
+            picture=np.repeat(np.arange(end - begin), [len(told) for told in encoded[begin:end]]),
+            tokens=tokens,
+            lengths=np.array([len(caption) - 1 for caption in ids], np.int64),
         )
-    train, validation, test = splits
     return CaptionDataset(
         name=name,
         vocabulary=vocabulary,
         pictures=pictures,
-        train=train,
-        validation=validation,
-        test=test,
         fingerprint=fingerprint,
+        **parts,
     )

@@ -31,7 +31,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +42,7 @@ from hvdtrain.exits import BAD_DATA, CANNOT_WRITE, IO_ERROR, Failure
 from hvdtrain.files import open_plain
 from hvdtrain.models.vgg16 import FEATURES
 from hvdtrain.progress import Progress
+from hvdtrain.world import World
 
 SCHEMA = "hvdtrain.features/1"
 CHUNK_BYTES = 4 * 2**20  # of features that a rank sends, and of anything that is hashed, at a time
@@ -52,23 +53,6 @@ ABANDONED_S = 86400.0  # a part that nobody has written to for so long was left 
 Encoder = Callable[[NDArray[np.uint8]], NDArray[np.float32]]  # pictures (n, height, width, 3) -> features (n, 4096)
 
 
-class Ranks(Protocol):
-    """What is needed of `world.World`."""
-
-    host: str
-    local_rank: int
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    def gather(self, value: Any) -> list[Any]:
-        """The JSON-able value of every rank, in rank order, on all ranks. Collective, as is the next."""
-
-    def gather_bytes(self, mine: bytes) -> list[bytes]:
-        """What every rank gave, in rank order, on all ranks."""
-
-
 # 1. The whole way.
 
 
@@ -77,7 +61,7 @@ def extract(
     encoder: Callable[[], Encoder],
     *,
     key: dict[str, Any],
-    world: Ranks,
+    world: World,
     batch_size: int = 16,
 ) -> NDArray[np.float32]:
     """Features (N, 4096) of pictures (N, height, width, 3), a read-only map of the cache's file. Collective.
@@ -119,7 +103,7 @@ def _parts(count: int, workers: Sequence[int], size: int) -> list[slice]:
     return parts
 
 
-def _name(pictures: NDArray[np.uint8], key: dict[str, Any], world: Ranks) -> str:
+def _name(pictures: NDArray[np.uint8], key: dict[str, Any], world: World) -> str:
     """The file's name, the same on all ranks. The first rank of each host hashes all pictures: 1 s for each 1.5 GB."""
     mine = _fingerprint(pictures) if world.local_rank == 0 else None
     prints = {found: host for host, found in world.gather([world.host, mine]) if found}
@@ -138,7 +122,7 @@ def _fingerprint(pictures: NDArray[np.uint8]) -> str:
     return sha256.hexdigest()
 
 
-def _tell(world: Ranks, line: str) -> None:
+def _tell(world: World, line: str) -> None:
     if world.rank == 0:
         print(line, file=sys.stderr, flush=True)
 
@@ -147,7 +131,7 @@ def _tell(world: Ranks, line: str) -> None:
 
 
 def _computed(
-    pictures: NDArray[np.uint8], mine: slice, encode: Encoder, batch_size: int, world: Ranks
+    pictures: NDArray[np.uint8], mine: slice, encode: Encoder, batch_size: int, world: World
 ) -> Iterator[NDArray[np.float32]]:
     """Features of this rank's pictures, batch by batch. Rank 0 shows progress, taking the others to be as fast."""
     own = mine.stop - mine.start
@@ -160,7 +144,7 @@ def _computed(
 
 
 @contextmanager
-def _own_part(path: Path, token: str, world: Ranks) -> Iterator[list[Path]]:
+def _own_part(path: Path, token: str, world: World) -> Iterator[list[Path]]:
     """The paths of all ranks' parts on this disk. Each rank creates its own file, so a rank sees the files of the ranks
     that share its disk. Each rank removes its own file at the end."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -189,7 +173,7 @@ def _write_part(file: Path, batches: Iterator[NDArray[np.float32]]) -> None:
 # 3. Each disk's whole.
 
 
-def _join(path: Path, count: int, has: bool, files: Sequence[Path], parts: Sequence[slice], world: Ranks) -> None:
+def _join(path: Path, count: int, has: bool, files: Sequence[Path], parts: Sequence[slice], world: World) -> None:
     """One rank of each disk that lacks the file makes it. Collective; all parts are written."""
     seen = [rank for rank, file in enumerate(files) if file.exists()]
     joins = not has and seen[0] == world.rank
@@ -223,7 +207,7 @@ def _join(path: Path, count: int, has: bool, files: Sequence[Path], parts: Seque
 
 
 def _sent(
-    wanted: Sequence[int], files: Sequence[Path], parts: Sequence[slice], world: Ranks
+    wanted: Sequence[int], files: Sequence[Path], parts: Sequence[slice], world: World
 ) -> Iterator[tuple[int, int, NDArray[np.float32]]]:
     """Sends the parts of the ranks `wanted` to all: (rank, index of the first row, rows). Collective."""
     step = CHUNK_BYTES // ROW_BYTES

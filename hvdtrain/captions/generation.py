@@ -81,16 +81,7 @@ def write(
     return captions
 
 
-def judge(
-    writer: Writer,
-    split: CaptionSplit,
-    vocabulary: Vocabulary,
-    world: World,
-    beam: int,
-    *,
-    words_limit: int = WORDS_LIMIT,
-    batch_size: int = BATCH_SIZE,
-) -> dict[str, float]:
+def judge(writer: Writer, split: CaptionSplit, vocabulary: Vocabulary, world: World, beam: int) -> dict[str, float]:
     """Corpus BLEU-1..4 of the captions of a split's pictures, {"bleu1": 0..1, ...}; empty for an empty split.
 
     Each rank captions its own contiguous part of the pictures, and the counts are summed, so the result is that of one
@@ -101,14 +92,7 @@ def judge(
         return {}
     start, end = (pictures * part // world.size for part in (world.rank, world.rank + 1))
     with Progress(f"captioning, beam {beam}", end - start, "pictures", enabled=world.rank == 0) as progress:
-        written = write(
-            writer,
-            split.inputs[start:end],
-            words_limit=words_limit,
-            beam=beam,
-            batch_size=batch_size,
-            done=progress.advance,
-        )
+        written = write(writer, split.inputs[start:end], beam=beam, done=progress.advance)
     counts = bleu.statistics([vocabulary.decode(words) for words in written], split.references[start:end])
     return bleu.scores(world.sum(counts, f"judge.{beam}"))
 

@@ -18,11 +18,9 @@ picture that cannot be decoded takes its captions along.
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import hashlib
 import json
-import os
 import sys
 from collections import Counter
 from dataclasses import dataclass
@@ -112,22 +110,9 @@ class CaptionsConfig:
         names = ("source", "destination", "size", "seed", "on_bad_sample", "max_bad_samples", "workers", "dry_run")
         return ImagesConfig(dtype="uint8", **{name: getattr(self, name) for name in names})
 
-    @property
-    def content(self) -> list[object]:
-        """Everything except the source that the result depends on."""
-        return [SCHEMA, PIL.__version__, self.size, self.min_count, self.max_words, self.split, self.seed]
 
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What will be made."""
-
-    source: Source
-    tree: Tree
-    """The pictures in the order of rows, labelled by part; the unusable captions are its bad samples."""
-
-
-def _plan(config: CaptionsConfig) -> Plan:
+def _plan(config: CaptionsConfig) -> tuple[Source, Tree]:
+    """The captions; and the pictures in the order of rows, labelled by part, with unusable captions as bad samples."""
     source = sources.find(Path(config.source), config.max_words)
     files = sorted(source.captions)
     lots = np.array([draw_lot(config.seed, file) for file in files], np.uint64)
@@ -138,7 +123,9 @@ def _plan(config: CaptionsConfig) -> Plan:
         parts = np.array([source.parts[file] for file in files], np.int64)
         order = np.lexsort((lots, parts))
         parts = parts[order]
-    digest = hashlib.sha256(json.dumps([source.digest, config.content]).encode()).hexdigest()
+    # All that the result depends on besides the source.
+    settings = [SCHEMA, PIL.__version__, config.size, config.min_count, config.max_words, config.split, config.seed]
+    digest = hashlib.sha256(json.dumps([source.digest, settings]).encode()).hexdigest()
     tree = Tree(
         root=source.root,
         classes=list(PARTS),
@@ -148,7 +135,7 @@ def _plan(config: CaptionsConfig) -> Plan:
         bad=source.problems,
         digest=digest,
     )
-    return Plan(source=source, tree=tree)
+    return source, tree
 
 
 def prepare(config: CaptionsConfig) -> dict[str, Any]:
@@ -158,22 +145,21 @@ def prepare(config: CaptionsConfig) -> dict[str, Any]:
     cannot be read, CANNOT_WRITE if the destination exists, IO_ERROR for a full disk, RESUMABLE when interrupted.
     """
     check_destination(config.source, config.destination)
-    plan = _plan(config)
-    everything = np.arange(len(plan.tree.files))
-    describe = functools.partial(_describe, config, plan, everything, {})
-    made = make(config.images, plan.tree, describe, functools.partial(_finish, config, plan))
+    source, tree = _plan(config)
+    everything = np.arange(len(tree.files))
+    describe = functools.partial(_describe, config, source, tree, everything, {})
+    made = make(config.images, tree, describe, functools.partial(_finish, config, source, tree))
     return {**made, "schema": SUMMARY}
 
 
-def _finish(config: CaptionsConfig, plan: Plan, result: Path, bad: Bad) -> dict[str, Any]:
+def _finish(config: CaptionsConfig, source: Source, tree: Tree, result: Path, bad: Bad) -> dict[str, Any]:
     """Drops the bad rows, writes the words and the index."""
-    tree = plan.tree
     good = np.setdiff1d(np.arange(len(tree.files)), list(bad))
     drop_bad_rows(result / "samples.npy", config.images, good)
-    described = _describe(config, plan, good, bad)  # raises if a part is empty
-    pictures = [{"name": tree.files[row], "captions": plan.source.captions[tree.files[row]]} for row in good]
+    described = _describe(config, source, tree, good, bad)  # raises if a part is empty
+    pictures = [{"name": tree.files[row], "captions": source.captions[tree.files[row]]} for row in good]
     write_json(result / "captions.json", {"schema": SCHEMA, "pictures": pictures})
-    write_json(result / "vocabulary.json", _vocabulary(config, plan, good).as_json())
+    write_json(result / "vocabulary.json", _vocabulary(config, source, tree, good).as_json())
     names = {name: "samples.npy" if name == "pictures.npy" else name for name in FILES}
     index = seal(result, {"schema": SCHEMA, **described}, names)
     (result / "samples.npy").rename(result / "pictures.npy")  # last: a restart looks for the old name
@@ -181,16 +167,15 @@ def _finish(config: CaptionsConfig, plan: Plan, result: Path, bad: Bad) -> dict[
     return index
 
 
-def _vocabulary(config: CaptionsConfig, plan: Plan, rows: NDArray[np.int64]) -> Vocabulary:
+def _vocabulary(config: CaptionsConfig, source: Source, tree: Tree, rows: NDArray[np.int64]) -> Vocabulary:
     """The vocabulary of the training captions among `rows`."""
-    told = (plan.source.captions[plan.tree.files[row]] for row in rows if plan.tree.labels[row] == 0)
+    told = (source.captions[tree.files[row]] for row in rows if tree.labels[row] == 0)
     return Vocabulary.build((sentence for sentences in told for sentence in sentences), config.min_count)
 
 
-def _describe(config: CaptionsConfig, plan: Plan, rows: NDArray[np.int64], bad: Bad) -> dict[str, Any]:
+def _describe(config: CaptionsConfig, source: Source, tree: Tree, rows: NDArray[np.int64], bad: Bad) -> dict[str, Any]:
     """What the index says of the data. Raises Failure (BAD_DATA) if a part has no picture."""
-    tree, source = plan.tree, plan.source
-    vocabulary = _vocabulary(config, plan, rows)
+    vocabulary = _vocabulary(config, source, tree, rows)
     parts: dict[str, dict[str, Any]] = {}
     for number, part in enumerate(PARTS):
         told = [source.captions[tree.files[row]] for row in rows if tree.labels[row] == number]
@@ -242,21 +227,17 @@ def cached(source: Path) -> Path:
     home = cache_folder("captions")
     asked: dict[str, Any] = {"source": str(source.resolve()), "on_bad_sample": "skip"}
     asked["max_bad_samples"] = AUTOMATIC_MAX_BAD
-    key = _plan(CaptionsConfig(destination=str(home), **asked)).tree.digest[:32]
+    key = _plan(CaptionsConfig(destination=str(home), **asked))[1].digest[:32]
     destination = home / key
     if destination.exists():  # it is renamed into place, so it is whole
         return destination
     with explained(home):
         home.mkdir(parents=True, exist_ok=True)
-        lock = files.open_lock(home / f"{key}.lock")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with files.locked(home / f"{key}.lock"):
             if not destination.exists():
                 print(f"{source}: preparing it once, into {destination}", file=sys.stderr, flush=True)
                 made = prepare(CaptionsConfig(destination=str(destination), **asked))
                 _tell(source, made)
-        finally:
-            os.close(lock)
     return destination
 
 

@@ -66,12 +66,6 @@ class Vocabulary:
     def __len__(self) -> int:
         return len(self.words)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Vocabulary) and self.words == other.words
-
-    def __hash__(self) -> int:
-        return hash(self.words)
-
     def encode(self, sentence: str) -> list[int]:
         """START, the numbers of a cleaned sentence's words, END."""
         return [START, *(self._numbers.get(word, UNKNOWN) for word in sentence.split()), END]

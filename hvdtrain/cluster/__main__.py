@@ -12,9 +12,10 @@ from typing import Any
 
 from hvdtrain import exits
 from hvdtrain.arguments import Parser
-from hvdtrain.cluster import enter, lifecycle, topology, virtual
+from hvdtrain.cluster import enter, lifecycle, throttle, topology, virtual
 from hvdtrain.cluster.commands import caller, run, succeeds
-from hvdtrain.cluster.throttle.__main__ import main as throttle
+from hvdtrain.cluster.throttle import qdisc
+from hvdtrain.cluster.throttle.__main__ import main as limit
 from hvdtrain.exits import Failure
 
 PURPOSE = """Virtual hosts on this machine, joined by a network of their own, to try what a real cluster would do.
@@ -97,7 +98,7 @@ def make(asked: argparse.Namespace) -> int:
     else:
         try:
             for words in limits(cluster):
-                throttle(words)
+                limit(words)
         except BaseException:
             lifecycle.down(cluster.name)
             raise
@@ -121,6 +122,7 @@ def status(cluster: topology.Cluster) -> dict[str, Any]:
     for host in cluster.hosts:
         here = virtual.folder(cluster.name) / "hosts" / host.name
         pid = (here / "sshd.pid").read_text().strip() if (here / "sshd.pid").exists() else ""
+        asked = throttle.asked(here / "throttle.json")
         hosts.append(
             {
                 "host": host.name,
@@ -130,7 +132,7 @@ def status(cluster: topology.Cluster) -> dict[str, Any]:
                 "cpus": host.cpus,
                 "sshd": bool(pid) and Path(f"/proc/{pid}").exists(),
                 "link_up": _link_up(cluster, host.name) if root else None,
-                "rates_asked": _asked(here / "throttle.json"),
+                "rates_asked": None if asked is None else {way: asked.get(way) for way in ("up_mbit", "down_mbit")},
                 "rates_set": _rates_set(cluster, host.name) if root else None,
                 "processes": len(lifecycle.processes(cluster.netns(host.name))) if root else None,
             }
@@ -142,19 +144,11 @@ def _link_up(cluster: topology.Cluster, host: str) -> bool:
     return succeeds(["ip", "-n", cluster.netns(host), "route", "get", "10.77.0.254"])
 
 
-def _asked(path: Path) -> dict[str, Any] | None:
-    try:
-        document: dict[str, Any] = json.loads(path.read_text())
-    except FileNotFoundError:
-        return None
-    return {"up_mbit": document.get("up_mbit"), "down_mbit": document.get("down_mbit")}
-
-
 def _rates_set(cluster: topology.Cluster, host: str) -> dict[str, float | None]:
     """The rate to which the kernel's queues limit the host's link, in Mbit/s."""
     found: dict[str, float | None] = {}
     for link in (link for link in virtual.links(cluster) if link.host == host):
-        queues = json.loads(run(["tc", "-json", "-n", link.netns, "qdisc", "show", "dev", link.dev]))
+        queues = json.loads(run(qdisc.tc(link.netns, "-json", "qdisc", "show", "dev", link.dev)))
         rates = [queue["options"]["rate"] for queue in queues if "rate" in queue.get("options", {})]
         found[f"{link.direction}_mbit"] = rates[0] * 8 / 1e6 if rates else None  # tc reports bytes per second
     return found

@@ -7,9 +7,10 @@ import pwd
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import NoReturn
 
 from hvdtrain import exits
 from hvdtrain.exits import Failure
@@ -37,6 +38,7 @@ SEARCHED = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 SECRETS = ("*SECRET*", "*TOKEN*", "*PASS*", "*PRIVATE*", "*CREDENTIAL*", "*API_KEY*", "*ACCESS_KEY*", "*_JWT")
 """Variables whose values are nobody else's to read, in small letters or large"""
 
+PATIENCE_S = 60
 _DENIED = ("operation not permitted", "permission denied")
 
 
@@ -57,28 +59,16 @@ def find(program: str) -> str:
     return found
 
 
-def run(
-    command: Command,
-    *,
-    stdin: str | None = None,
-    timeout_s: float | None = 60,
-    environment: Mapping[str, str] | None = None,
-) -> str:
+def run(command: Command, *, stdin: str | None = None, pass_fds: Sequence[int] = ()) -> str:
     """Its standard output. Raises Failure with the command and its own message: 77 if not permitted, 69 if missing."""
     words = [find(command[0]), *command[1:]]
+    source = subprocess.DEVNULL if stdin is None else None
     try:
         done = subprocess.run(
-            words,
-            input=stdin,
-            stdin=None if stdin is not None else subprocess.DEVNULL,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
+            words, input=stdin, stdin=source, pass_fds=pass_fds, capture_output=True, text=True, timeout=PATIENCE_S
         )
     except subprocess.TimeoutExpired as error:
-        raise Failure(f"`{show(command)}` gave no answer in {timeout_s:g} s", exits.UNREACHABLE) from error
+        raise Failure(f"`{show(command)}` gave no answer in {PATIENCE_S} s", exits.UNREACHABLE) from error
     if done.returncode:
         said = " ".join((done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").split())
         denied = any(word in said.lower() for word in _DENIED)
@@ -120,3 +110,10 @@ def need_root(purpose: str) -> None:
     """Raises Failure (77) unless this process is root."""
     if os.geteuid():
         raise Failure(f"{purpose} needs root: run it with sudo", exits.NO_PERMISSION)
+
+
+def become_root(refusal: str, script: str, arguments: Sequence[str], *options: str) -> NoReturn:
+    """Turns this process into the checkout's script, through sudo. Raises Failure (77) if that asks for a password."""
+    if not succeeds(["sudo", "-n", "true"]):
+        raise Failure(refusal, exits.NO_PERMISSION)
+    os.execv(find("sudo"), ["sudo", "-n", *options, str(CHECKOUT / "tools" / script), *arguments])

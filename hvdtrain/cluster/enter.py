@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import pwd
 import shutil
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -18,7 +17,7 @@ from typing import NoReturn
 
 from hvdtrain import exits
 from hvdtrain.cluster import virtual
-from hvdtrain.cluster.commands import CHECKOUT, SEARCHED, Command, caller, find, show
+from hvdtrain.cluster.commands import CHECKOUT, SEARCHED, Command, become_root, caller, find, show
 from hvdtrain.cluster.topology import Cluster
 from hvdtrain.exits import Failure
 
@@ -76,13 +75,7 @@ def become(cluster: Cluster, host: str, words: Sequence[str], *, extra: Sequence
 
 def through_sudo(arguments: Sequence[str], extra: Sequence[str] = ()) -> NoReturn:
     """`tools/cluster.sh ARGUMENTS` as root, where sudo asks nothing. Raises Failure (77) elsewhere."""
-    sudo = shutil.which("sudo")
-    if sudo is None or subprocess.run([sudo, "-n", "true"], capture_output=True).returncode:
-        raise Failure(
-            "entering a virtual host needs root: run it with sudo (it changes back to you on the host)",
-            exits.NO_PERMISSION,
-        )
     patterns = (*KEPT, *extra)
     names = [name for name in os.environ if any(fnmatchcase(name, kept) for kept in patterns) and name != "PATH"]
-    words = ["sudo", "-n", f"--preserve-env={','.join(names)}", str(CHECKOUT / "tools" / "cluster.sh"), *arguments]
-    os.execv(sudo, words)
+    refusal = "entering a virtual host needs root: run it with sudo (it changes back to you on the host)"
+    become_root(refusal, "cluster.sh", arguments, f"--preserve-env={','.join(names)}")

@@ -195,11 +195,8 @@ def find_rate(asked: str | None, device: str) -> tuple[int | None, str]:
             rate = queue.get("options", {}).get("rate")
             if queue.get("kind") == "tbf" and isinstance(rate, int):
                 return rate * 8, f"tc on {device}"
-    speed = nic.speed_mbit(device)
-    # A veth says 10000 whatever it is.
-    if speed and not Path(f"/sys/class/net/{device}/device").exists():
-        speed = None
-    if speed:
+    # A veth, which is no device of the machine, says 10000 whatever it is.
+    if Path(f"/sys/class/net/{device}/device").exists() and (speed := nic.speed_mbit(device)):
         return speed * 1_000_000, f"{device}'s hardware"
     return None, f"nobody says; settings for {show_rate(tuning.ASSUMED_BIT_S)} (--rate tells it)"
 
@@ -249,11 +246,8 @@ def child_environment(plan: Plan, environment: Mapping[str, str]) -> dict[str, s
 
 
 def mca_words(plan: Plan, but: Sequence[str] = ()) -> Command:
-    words = []
-    for setting in plan.settings:
-        if setting.mca and setting.name not in but:
-            words += ["--mca", setting.name, setting.value]
-    return words
+    told = [setting for setting in plan.settings if setting.mca and setting.name not in but]
+    return [word for setting in told for word in ("--mca", setting.name, setting.value)]
 
 
 def mpirun_command(plan: Plan, variables: Sequence[str]) -> Command:

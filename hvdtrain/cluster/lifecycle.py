@@ -15,24 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hvdtrain import exits
-from hvdtrain.cluster import topology
+from hvdtrain.cluster import topology, virtual
 from hvdtrain.cluster.commands import find, need_root, run, run_all
 from hvdtrain.cluster.topology import Cluster, Host
-from hvdtrain.cluster.virtual import (
-    CGROUPS,
-    PINS,
-    SELF,
-    STATE,
-    cgroup,
-    cgroup_version,
-    files,
-    folder,
-    host_commands,
-    key_commands,
-    pin_commands,
-    share_commands,
-    switch_commands,
-)
+from hvdtrain.cluster.virtual import PINS, SELF, STATE
 from hvdtrain.exits import Failure
 
 PATIENCE_S = 3.0
@@ -43,13 +29,13 @@ def up(cluster: Cluster, *, dry_run: bool = False) -> None:
 
     What fails half-way is taken down again; what is killed half-way is `down`'s to clean.
     """
-    commands = [*key_commands(cluster), *share_commands(cluster), *switch_commands(cluster)]
+    commands = [*virtual.key_commands(cluster), *virtual.share_commands(cluster), *virtual.switch_commands(cluster)]
     for host in cluster.hosts:
-        commands += host_commands(cluster, host.name)
+        commands += virtual.host_commands(cluster, host.name)
     if dry_run:
-        for path in files(cluster):
+        for path in virtual.files(cluster):
             print(f"# writes {path}")
-        run_all([*pin_commands(), *commands], dry_run=True)
+        run_all([*virtual.pin_commands(), *commands], dry_run=True)
         return
     need_root("making a virtual cluster")
     for program in ("ip", "tc", "nsenter", "unshare", "ssh", "ssh-keygen", "sshd", "taskset"):
@@ -62,14 +48,14 @@ def up(cluster: Cluster, *, dry_run: bool = False) -> None:
                 f"take it down first (hvdtrain cluster down --name {cluster.name}), or choose another --name"
             )
         try:
-            folder(cluster.name).mkdir(mode=0o755)
+            virtual.folder(cluster.name).mkdir(mode=0o755)
             _prepare(cluster)
             run_all(commands)
             _await_sshd(cluster)
             # Last, and at once: a cluster that is listed is whole.
-            part = folder(cluster.name) / "cluster.part"
+            part = virtual.folder(cluster.name) / "cluster.part"
             part.write_text(json.dumps(dataclasses.asdict(cluster), indent=2) + "\n")
-            part.rename(folder(cluster.name) / "cluster.json")
+            part.rename(virtual.folder(cluster.name) / "cluster.json")
         except BaseException:
             with contextlib.suppress(Failure):  # what went wrong first is what the user should read
                 _remove(cluster.name)
@@ -87,7 +73,7 @@ def _check(cluster: Cluster) -> None:
         if max(wanted) >= cores:
             raise Failure(f"host {host.name}: cpus {host.cpus}, but this machine has 0 to {cores - 1}", exits.USAGE)
     if any(host.cpu_share is not None for host in cluster.hosts):
-        base = CGROUPS if cgroup_version() == 2 else CGROUPS / "cpu"
+        base = virtual.CGROUPS if virtual.cgroup_version() == 2 else virtual.CGROUPS / "cpu"
         if not os.access(base, os.W_OK):
             raise Failure(f"no writable CPU control group at {base}; leave --cpu-share out", exits.NO_PERMISSION)
     with contextlib.suppress(KeyError, PermissionError, ImportError):
@@ -98,15 +84,15 @@ def _check(cluster: Cluster) -> None:
 
 def _prepare(cluster: Cluster) -> None:
     """Folders and files, and the mount that pins live on."""
-    here = folder(cluster.name)
+    here = virtual.folder(cluster.name)
     Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # sshd's own demand; empty, shared with the system's sshd
     for path in (PINS, SELF, here / "etc", here / "ssh", *(here / "hosts" / host.name for host in cluster.hosts)):
         path.mkdir(mode=0o755, parents=True, exist_ok=True)
     for host in cluster.hosts:
         (here / "hosts" / host.name / "cgroup").mkdir()
     if not is_mount(PINS):
-        run_all(pin_commands())
-    for path, text in files(cluster).items():
+        run_all(virtual.pin_commands())
+    for path, text in virtual.files(cluster).items():
         path.write_text(text)
         path.chmod(0o644)
     key = here / "ssh" / "known_hosts"
@@ -115,13 +101,13 @@ def _prepare(cluster: Cluster) -> None:
 
 def _await_sshd(cluster: Cluster) -> None:
     """Trusts the cluster's own host key under its hosts' names, and waits until every sshd runs."""
-    ssh = folder(cluster.name) / "ssh"
+    ssh = virtual.folder(cluster.name) / "ssh"
     public = (ssh / "host_key.pub").read_text().strip()
     names = ",".join(name for host in cluster.hosts for name in (host.name, cluster.address(host.name)))
     (ssh / "known_hosts").write_text(f"{names} {public}\n")
     for host in cluster.hosts:
         deadline = time.monotonic() + PATIENCE_S
-        while not (folder(cluster.name) / "hosts" / host.name / "sshd.pid").exists():
+        while not (virtual.folder(cluster.name) / "hosts" / host.name / "sshd.pid").exists():
             if time.monotonic() > deadline:
                 raise Failure(f"sshd of host {host.name} did not start; try: sudo {find('sshd')} -t")
             time.sleep(0.01)
@@ -172,7 +158,7 @@ def namespaces(cluster: str) -> list[str]:
 
 def leftovers(cluster: str) -> list[str]:
     """Everything of the cluster that is there: namespaces, pins, control groups, files."""
-    paths = [*PINS.glob(f"{cluster}.*"), cgroup(cluster), folder(cluster)]
+    paths = [*PINS.glob(f"{cluster}.*"), virtual.cgroup(cluster), virtual.folder(cluster)]
     return namespaces(cluster) + [str(path) for path in paths if path.exists()]
 
 
@@ -203,7 +189,7 @@ def down(cluster: str, *, dry_run: bool = False) -> bool:
 
 
 def _remove(cluster: str) -> None:
-    here = folder(cluster)
+    here = virtual.folder(cluster)
     with contextlib.suppress(FileNotFoundError):
         (here / "cluster.json").unlink()  # first: from here on it is not up
     _end_processes(cluster)
@@ -213,7 +199,7 @@ def _remove(cluster: str) -> None:
         pin.unlink()
     for netns in namespaces(cluster):
         run(["ip", "netns", "delete", netns])
-    for group in (*sorted(cgroup(cluster).glob("*/")), cgroup(cluster), cgroup(cluster).parent):
+    for group in (*sorted(virtual.cgroup(cluster).glob("*/")), virtual.cgroup(cluster), virtual.cgroup(cluster).parent):
         _remove_group(group)
     shutil.rmtree(here, ignore_errors=True)
     if not any(path.is_dir() and path not in (PINS, SELF) for path in STATE.iterdir()):

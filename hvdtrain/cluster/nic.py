@@ -19,42 +19,17 @@ class Interface:
     address: str | None
     prefix: int | None
     """Length of the network part of the address, in bits"""
-    up: bool
-    """Administratively up and with a carrier"""
-    virtual: bool
-    """Loopback, bridge, tunnel, container end ...: seldom the one that leads to other machines"""
-
-
-VIRTUAL_KINDS = {"bridge", "dummy", "ifb", "tun", "vxlan", "wireguard", "ipip", "gre", "sit"}
 
 
 def interfaces() -> list[Interface]:
     """All interfaces, loopback included, in the kernel's order. Raises Failure (69) without iproute2."""
-    found: list[dict[str, Any]] = json.loads(run(["ip", "-json", "-details", "address", "show"]))
+    found: list[dict[str, Any]] = json.loads(run(["ip", "-json", "address", "show"]))
     result = []
     for entry in found:
-        if "ifname" not in entry:
-            continue
-        first: dict[str, Any] = next((a for a in entry.get("addr_info", []) if a.get("family") == "inet"), {})
-        kind = entry.get("linkinfo", {}).get("info_kind", "")
-        flags = entry.get("flags", [])
-        # docker0's neighbours: a veth whose other end is in a container carries no address here
-        virtual = "LOOPBACK" in flags or kind in VIRTUAL_KINDS or (kind == "veth" and not first)
-        result.append(
-            Interface(
-                name=entry["ifname"],
-                address=first.get("local"),
-                prefix=first.get("prefixlen"),
-                up="UP" in flags and "LOWER_UP" in flags,
-                virtual=virtual,
-            )
-        )
+        if "ifname" in entry:
+            first: dict[str, Any] = next((a for a in entry.get("addr_info", []) if a.get("family") == "inet"), {})
+            result.append(Interface(name=entry["ifname"], address=first.get("local"), prefix=first.get("prefixlen")))
     return result
-
-
-def candidates() -> list[Interface]:
-    """Those that could lead to other machines: up, with an IPv4 address, not virtual."""
-    return [i for i in interfaces() if i.up and i.address and not i.virtual]
 
 
 def route_device(address: str) -> str | None:

@@ -58,3 +58,11 @@ def children(pid: int) -> list[int]:
 def tree(pid: int) -> list[int]:
     """The process and all below it."""
     return [pid, *(below for child in children(pid) for below in tree(child))]
+
+
+def processor() -> str | None:
+    """This machine's processor, as the kernel names it; None if it does not."""
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
+    return None

@@ -89,13 +89,18 @@ def load(name: str | None = None) -> Cluster:
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """One direction of a host's cable, and the device whose queue everything in that direction leaves through."""
+    """One direction of a host's link, and the device whose queue limits it."""
 
     host: str
-    netns: str
+    netns: str | None
+    """None: this machine's own"""
     dev: str
     direction: str
     """up: what the host sends; down: what it receives"""
+
+    @property
+    def key(self) -> str:
+        return f"{self.netns or ''}/{self.dev}/{self.direction}"
 
 
 def links(cluster: Cluster) -> list[Link]:

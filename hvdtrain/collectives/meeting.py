@@ -27,6 +27,7 @@ from hvdtrain import exits
 from hvdtrain.collectives import Alone, Meeting
 from hvdtrain.collectives.sealed import Sealed
 from hvdtrain.exits import Failure
+from hvdtrain.place import Place
 from hvdtrain.sentinel.trust import SECRET_BYTES
 
 PATIENCE_S = 300.0
@@ -38,19 +39,19 @@ FIRST_PORT, PORTS = 20_000, 10_000
 """Below those that systems give to connections, so that none of these takes the port between its choice and its use"""
 
 
-def meet(launcher: str, rank: int, size: int, local_rank: int, local_size: int) -> Meeting:
-    """Joins the other ranks that `launcher` started. Raises Failure (69) if that is impossible."""
-    if launcher == "alone":
+def meet(where: Place) -> Meeting:
+    """Joins the other ranks that the launcher started. Raises Failure (69) if that is impossible."""
+    if where.launcher == "alone":
         return Alone()
-    if launcher == "horovodrun":
-        return Sealed(HorovodrunMeeting(rank, size, local_rank, local_size))
-    if launcher == "torchrun":
-        return Sealed(TorchrunMeeting(rank, size, local_rank, local_size))
-    return MPIMeeting(local_rank, local_size)
+    if where.launcher == "horovodrun":
+        return Sealed(HorovodrunMeeting(where))
+    if where.launcher == "torchrun":
+        return Sealed(TorchrunMeeting(where))
+    return MPIMeeting(where)
 
 
 class MPIMeeting:
-    def __init__(self, local_rank: int, local_size: int) -> None:
+    def __init__(self, where: Place) -> None:
         try:
             from mpi4py import MPI
         except (ImportError, RuntimeError) as error:  # RuntimeError: no MPI library found
@@ -62,7 +63,7 @@ class MPIMeeting:
             atexit.register(self.leave)
         self._mpi: Any = MPI
         self.rank, self.size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-        self.local_rank, self.local_size = local_rank, local_size
+        self.local_rank, self.local_size = where.local_rank, where.local_size
         drawn = bytearray(secrets.token_bytes(SECRET_BYTES))
         MPI.COMM_WORLD.Bcast(drawn, root=0)
         self.secret = bytes(drawn)
@@ -87,10 +88,10 @@ class StoreMeeting(abc.ABC):
     Rank 0 deletes all of it when all have read. Whoever can reach the store can read and change what is there.
     """
 
-    def __init__(self, rank: int, size: int, local_rank: int, local_size: int, store: str) -> None:
+    def __init__(self, where: Place, store: str) -> None:
         """`store`: whose it is and where, for people."""
-        self.rank, self.size = rank, size
-        self.local_rank, self.local_size = local_rank, local_size
+        self.rank, self.size = where.rank, where.size
+        self.local_rank, self.local_size = where.local_rank, where.local_size
         self._name, self._scope, self._meetings = store, "hvdtrain", 0
 
     @abc.abstractmethod
@@ -141,12 +142,10 @@ class StoreMeeting(abc.ABC):
 class HorovodrunMeeting(StoreMeeting):
     """horovodrun's store: PUT, GET and DELETE of /scope/key, 404 while there is no value."""
 
-    def __init__(
-        self, rank: int, size: int, local_rank: int, local_size: int, environment: Mapping[str, str] = os.environ
-    ) -> None:
+    def __init__(self, where: Place, environment: Mapping[str, str] = os.environ) -> None:
         host, port = (environment[f"HOROVOD_GLOO_RENDEZVOUS_{part}"] for part in ("ADDR", "PORT"))
         self._address = f"http://{host}:{port}"
-        super().__init__(rank, size, local_rank, local_size, f"horovodrun's store at {self._address}")
+        super().__init__(where, f"horovodrun's store at {self._address}")
         self._open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 
     def _put(self, key: str, value: bytes) -> None:
@@ -174,11 +173,9 @@ class TorchrunMeeting(StoreMeeting):
     """torchrun's store, PyTorch's TCPStore. It outlives a restart of the ranks (--max-restarts, or a host that joins),
     and then still holds what the ranks before have put there; so rank 0 gives each start a name of its own."""
 
-    def __init__(
-        self, rank: int, size: int, local_rank: int, local_size: int, environment: Mapping[str, str] = os.environ
-    ) -> None:
-        host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
-        super().__init__(rank, size, local_rank, local_size, f"torchrun's store at {host}:{port}")
+    def __init__(self, where: Place) -> None:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        super().__init__(where, f"torchrun's store at {host}:{port}")
         try:
             from torch.distributed import TCPStore
         except ImportError as error:
@@ -188,7 +185,7 @@ class TorchrunMeeting(StoreMeeting):
                 exits.UNREACHABLE,
             ) from error
         # TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 leaves it to rank 0.
-        serves = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        serves = where.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         patience = datetime.timedelta(seconds=PATIENCE_S)
         try:
             self._store: Any = TCPStore(host, port, is_master=serves, wait_for_workers=False, timeout=patience)

@@ -14,7 +14,7 @@ import secrets
 import socket
 import stat
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from hvdtrain import exits
 from hvdtrain.exits import Failure
@@ -24,23 +24,11 @@ from hvdtrain.sentinel.trust import NONCE_BYTES, SECRET_BYTES
 KEY = Path(".config", "hvdtrain", "key")
 
 
-class Store(Protocol):
-    """A meeting without a secret."""
-
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-
-    def gather(self, mine: bytes) -> list[bytes]: ...
-
-    def leave(self) -> None: ...
-
-
 class Sealed:
     """See `collectives.Meeting`. Raises Failure (77) if another user could read the key, or a message is not sealed."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Any) -> None:
+        """`store`: a meeting without a secret."""
         self.rank, self.size = store.rank, store.size
         self.local_rank, self.local_size = store.local_rank, store.local_size
         self._store, self._meetings = store, 0

@@ -39,7 +39,7 @@ class Split(Protocol):
     def order(self, stream: np.random.Generator, borders: Sequence[int]) -> NDArray[np.int64]:
         """A permutation of all items for one epoch, drawn from `stream` alone; order[borders[k] : borders[k + 1]] is
         the global batch of step k (the last of which a loader may cut in another way)."""
-        ...
+        return stream.permutation(len(self))
 
     def batch(self, mine: NDArray[np.int64], everyones: NDArray[np.int64], key: int | None) -> Batch:
         """The items `mine` of a step whose items on all ranks are `everyones`. From `key`, 64 bits, a model draws what
@@ -58,7 +58,7 @@ class Parts(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageSplit:
+class ImageSplit(Split):
     """Images and their classes; see `Split`."""
 
     samples: NDArray[Any]
@@ -78,9 +78,6 @@ class ImageSplit:
         """(height, width, channels) of every image."""
         _, height, width, channels = self.samples.shape
         return (height, width, channels) if self.size is None else (*self.size[::-1], channels)
-
-    def order(self, stream: np.random.Generator, borders: Sequence[int]) -> NDArray[np.int64]:
-        return stream.permutation(len(self))
 
     def labels_only(self) -> ImageSplit:
         """The same items without pixels, for a rank whose part of the model does not see them."""
@@ -222,14 +219,11 @@ def stratify(
     return by_class[np.lexsort((lots[by_class], part))], table
 
 
-def cut(
-    samples: NDArray[Any], labels: NDArray[np.int64], table: NDArray[np.int64]
-) -> tuple[ImageSplit, ImageSplit, ImageSplit]:
+def cut(samples: NDArray[Any], labels: NDArray[np.int64], table: NDArray[np.int64]) -> dict[str, ImageSplit]:
     """Train, validation and test as views of arrays that are already in `stratify`'s order."""
     first, second = table.sum(axis=0).cumsum()[:2]
-    parts = (slice(None, first), slice(first, second), slice(second, None))
-    train, validation, test = (ImageSplit(samples=samples[part], labels=labels[part]) for part in parts)
-    return train, validation, test
+    parts = {"train": slice(None, first), "validation": slice(first, second), "test": slice(second, None)}
+    return {name: ImageSplit(samples=samples[part], labels=labels[part]) for name, part in parts.items()}
 
 
 def _resize(samples: NDArray[np.uint8], indices: NDArray[np.int64], images: NDArray[np.float32]) -> None:

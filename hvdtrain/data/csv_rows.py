@@ -91,19 +91,16 @@ def form(path: Path) -> Form:
     if len(fields) < 2:
         raise Failure(f"{path}:{first}: one column; give features, and the class in the last one", BAD_DATA)
     texts = [not _is_number(each, decimal) for each in fields]
+    found = functools.partial(Form, separator=separator, decimal=decimal)
     if len(head) > 1 and fields[1].isdecimal() and any(texts[2:-1]):  # as scikit-learn's own files begin
         columns = int(fields[1]) + 1
         if len(_split(path, *head[1], separator)) == columns:
-            classes = tuple(fields[2:])
-            return Form(
-                separator=separator, decimal=decimal, columns=columns, names=None, first=first + 1, classes=classes
-            )
+            return found(columns=columns, names=None, first=first + 1, classes=tuple(fields[2:]))
     named = all(texts[:-1]) and not MISSING.issuperset(each.lower() for each in fields[:-1])
     for column, name in enumerate(fields, start=1):
         if named and name in fields[: column - 1]:
             raise Failure(f"{path}:{first}:{column}: two columns are named {name!r}; rename one", BAD_DATA)
-    names = tuple(fields) if named else None
-    return Form(separator=separator, decimal=decimal, columns=len(fields), names=names, first=first + named)
+    return found(columns=len(fields), names=tuple(fields) if named else None, first=first + named)
 
 
 def rows(path: Path, form: Form, missing: Missing, *, classes: bool = True) -> Iterator[Block]:

@@ -33,14 +33,11 @@ def load(image_size: tuple[int, int] = DEFAULT_SIZE) -> Dataset:
     labels, grids = table[:, -1], (table[:, :-1] / 16).astype(np.float32).reshape(-1, 8, 8)  # ink is 0..16
     order, counts = stratify(labels, drawn_lots(len(labels)), 10, SHARES)
     labels, samples = labels[order], _resize(grids[order], image_size)
-    train, validation, test = cut(samples, labels, counts)
     return Dataset(
         name="digits",
         classes=tuple("0123456789"),
-        train=train,
-        validation=validation,
-        test=test,
         fingerprint=hashlib.sha256(samples.tobytes() + labels.tobytes() + counts.tobytes()).hexdigest(),
+        **cut(samples, labels, counts),
     )
 
 

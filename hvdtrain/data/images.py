@@ -27,7 +27,6 @@ Workers write rows straight into the file, not into a memory map, where a full d
 from __future__ import annotations
 
 import errno
-import fcntl
 import functools
 import hashlib
 import json
@@ -37,7 +36,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -177,16 +176,12 @@ def make(
     judge(config, tree, {})
     if config.dry_run:
         return {**describe(), "destination": str(destination), "dry_run": True}
-    unfinished = destination.with_name(f".{destination.name}.unfinished")
-    with explained(destination), alone(unfinished):
+    with making(destination) as unfinished:
         result = unfinished / "result"
         state = resume(config, tree, unfinished)
         before = state.rows
         convert_all(config, tree, result / "samples.npy", state)
         index = finish(result, state.bad)
-        result.rename(destination)
-        files.sync(destination.parent)
-        (unfinished / "state.json").unlink()
     took_s = time.monotonic() - began_s
     speed = {"seconds": round(took_s, 3), "images_per_s": round((state.rows - before) / took_s, 1)}
     return {**index, "destination": str(destination), **speed, "resumed_rows": before}
@@ -230,24 +225,26 @@ def explained(destination: Path) -> Iterator[None]:
 
 
 @contextmanager
-def alone(unfinished: Path) -> Iterator[None]:
-    """Makes the working folder and locks it (the system drops the lock of the killed); leaves it if work is in it."""
-    unfinished.mkdir(parents=True, exist_ok=True)
-    if unfinished.is_symlink():
-        raise Failure(f"{unfinished} is a link: remove it, or choose another destination", CANNOT_WRITE)
-    lock = files.open_lock(unfinished / "lock")
-    try:
+def making(destination: Path) -> Iterator[Path]:
+    """The working folder, locked (the system drops the lock of the killed); its `result` becomes the destination at the
+    end of the block. An error leaves the folder if work is in it."""
+    unfinished = destination.with_name(f".{destination.name}.unfinished")
+    with explained(destination), ExitStack() as stack:
+        unfinished.mkdir(parents=True, exist_ok=True)
+        if unfinished.is_symlink():
+            raise Failure(f"{unfinished} is a link: remove it, or choose another destination", CANNOT_WRITE)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            stack.enter_context(files.locked(unfinished / "lock", wait=False))
         except BlockingIOError:
             raise Failure(f"{unfinished}: another process is at work there: wait for it", CANNOT_WRITE) from None
         try:
-            yield
+            yield unfinished
+            (unfinished / "result").rename(destination)
+            files.sync(destination.parent)
+            (unfinished / "state.json").unlink(missing_ok=True)
         finally:
             if not (unfinished / "state.json").exists():
                 shutil.rmtree(unfinished)
-    finally:
-        os.close(lock)
 
 
 def resume(config: ImagesConfig, tree: Tree, unfinished: Path) -> State:

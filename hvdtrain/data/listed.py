@@ -133,32 +133,21 @@ DATA = (
         source="NREL, BSRN",
         get="hvdtrain data solar SOURCE FOLDER",
     ),
-    Known(
-        name="breast-cancer",
-        workload="tabular",
-        holds="569 rows of 30 features in 2 classes",
-        licence="CC BY 4.0",
-        source=f"Wolberg, Mangasarian, Street 1995, {UCI}",
-        get=SKLEARN,
-        needs="sklearn",
-    ),
-    Known(
-        name="iris",
-        workload="tabular",
-        holds="150 rows of 4 features in 3 classes",
-        licence="CC BY 4.0",
-        source=f"Fisher 1936, {UCI}",
-        get=SKLEARN,
-        needs="sklearn",
-    ),
-    Known(
-        name="wine",
-        workload="tabular",
-        holds="178 rows of 13 features in 3 classes",
-        licence="CC BY 4.0",
-        source=f"Aeberhard and Forina 1991, {UCI}",
-        get=SKLEARN,
-        needs="sklearn",
+    *(
+        Known(
+            name=name,
+            workload="tabular",
+            holds=holds,
+            licence="CC BY 4.0",
+            source=f"{authors}, {UCI}",
+            get=SKLEARN,
+            needs="sklearn",
+        )
+        for name, holds, authors in (
+            ("breast-cancer", "569 rows of 30 features in 2 classes", "Wolberg, Mangasarian, Street 1995"),
+            ("iris", "150 rows of 4 features in 3 classes", "Fisher 1936"),
+            ("wine", "178 rows of 13 features in 3 classes", "Aeberhard and Forina 1991"),
+        )
     ),
     Known(
         name="FILE.csv",

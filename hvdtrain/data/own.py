@@ -25,12 +25,9 @@ HASHED_BYTES = 256 << 20
 KINDS = "arrays as (inputs, targets), a torch Dataset with len() and [], or a finite tf.data.Dataset"
 
 
-class OwnSplit(abc.ABC):
+class OwnSplit(Split):
     """See `Split`. A batch's arrays are the inputs, the targets and the step's key (see `data.halves`): float64 becomes
     float32, and whole numbers as targets become int64, which is what frameworks train on."""
-
-    @abc.abstractmethod
-    def __len__(self) -> int: ...
 
     @abc.abstractmethod
     def rows(self, mine: NDArray[np.int64]) -> list[NDArray[Any]]:
@@ -39,9 +36,6 @@ class OwnSplit(abc.ABC):
     @abc.abstractmethod
     def told(self) -> Iterator[bytes]:
         """What makes its fingerprint."""
-
-    def order(self, stream: np.random.Generator, borders: Sequence[int]) -> NDArray[np.int64]:
-        return stream.permutation(len(self))
 
     def batch(self, mine: NDArray[np.int64], everyones: NDArray[np.int64], key: int | None) -> Batch:
         *inputs, targets = [_float32(array) for array in self.rows(mine)]

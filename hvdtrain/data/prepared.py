@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import math
@@ -80,18 +79,15 @@ def open_images(folder: str | Path, *, verify: bool = False) -> Dataset:
     parts = cut(samples, labels, table)
     if any(
         not np.array_equal(np.bincount(part.labels, minlength=len(classes)), column)
-        for part, column in zip(parts, table.T, strict=True)
+        for part, column in zip(parts.values(), table.T, strict=True)
     ):
         raise Failure(f"{folder / 'index.json'}: its counts are not those of labels.npy: prepare it again", BAD_DATA)
     content = json.dumps([classes, table.tolist(), digests])
-    train, validation, test = parts
     return Dataset(
         name=folder.name,
         classes=classes,
-        train=train,
-        validation=validation,
-        test=test,
         fingerprint=hashlib.sha256(content.encode()).hexdigest(),
+        **parts,
     )
 
 
@@ -162,19 +158,16 @@ def _remembered(path: Path, file: BufferedReader, sha256: str) -> Iterator[bool]
     place = json.dumps([os.uname().nodename, os.path.realpath(path)])
     text = json.dumps([place, about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns, sha256]).encode()
     home = cache_folder("verified")
-    try:
-        home.mkdir(parents=True, exist_ok=True, mode=0o700)
-        note = files.open_lock(home / hashlib.sha256(place.encode()).hexdigest()[:32])
-    except OSError:
-        yield False
-        return
-    try:
-        fcntl.flock(note, fcntl.LOCK_EX)
+    with contextlib.ExitStack() as stack:
+        try:
+            home.mkdir(parents=True, exist_ok=True, mode=0o700)
+            note = stack.enter_context(files.locked(home / hashlib.sha256(place.encode()).hexdigest()[:32]))
+        except OSError:
+            yield False
+            return
         known = os.fstat(note).st_uid == os.geteuid() and os.pread(note, len(text) + 1, 0) == text
         yield known
         if not known:
             with contextlib.suppress(OSError):  # a full disk, or another user's
                 os.ftruncate(note, 0)
                 os.pwrite(note, text, 0)
-    finally:
-        os.close(note)

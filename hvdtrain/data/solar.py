@@ -34,8 +34,8 @@ from numpy.typing import NDArray
 
 from hvdtrain import files
 from hvdtrain.arguments import near
-from hvdtrain.data import Batch, halves, packaged
-from hvdtrain.data.prepared import open_array, opening
+from hvdtrain.data import Batch, Split, halves, packaged
+from hvdtrain.data.prepared import PARTS, open_array, opening
 from hvdtrain.exits import BAD_CONFIG, BAD_DATA, Failure
 
 DARK_W_M2 = 5.0
@@ -163,7 +163,7 @@ def open_series(folder: Path, *, verify: bool = False) -> Series:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WindowSplit:
+class WindowSplit(Split):
     """One part of the windows; see `hvdtrain.data.Split`."""
 
     views: NDArray[np.float32]
@@ -182,9 +182,6 @@ class WindowSplit:
 
     def __len__(self) -> int:
         return len(self.starts)
-
-    def order(self, stream: np.random.Generator, borders: Sequence[int]) -> NDArray[np.int64]:
-        return stream.permutation(len(self))
 
     def batch(self, mine: NDArray[np.int64], everyones: NDArray[np.int64], key: int | None) -> Batch:
         """arrays: what is seen, float32 (n, window) or (n, SIDE, SIDE); targets float32 (n, 2), the reading that is to
@@ -246,47 +243,42 @@ def windows(series: Series, *, look: Look, window: int, ahead: int, station: str
     starts, left_out = _starts(series, good, truth, span, ahead)
     borders = [round(sum(SHARES[:part]) * len(truth)) for part in range(4)]
     training = truth[: borders[1]].astype(np.float64)
-    mean, deviation = float(np.nanmean(training)), float(np.nanstd(training))
-    parts = []
-    for begin, end in itertools.pairwise(borders):
+    mean, deviation = float(np.nanmean(training)), float(np.nanstd(training)) or 1.0
+    parts = {}
+    for name, (begin, end) in zip(PARTS, itertools.pairwise(borders), strict=True):
         inside = starts[(starts >= begin) & (starts + (span - 1 + ahead) < end)]
         if not len(inside):
             told = ", ".join(f"{count:,} {reason}" for reason, count in left_out.items())
             raise Failure(
                 f"{series.name}: no window is left in a part of its {len(truth):,} readings ({told})", BAD_DATA
             )
-        parts.append(
-            WindowSplit(
-                views=views,
-                truth=truth,
-                starts=inside,
-                span=span,
-                ahead=ahead,
-                weights=weights,
-                mean=mean,
-                deviation=deviation or 1.0,
-            )
+        parts[name] = WindowSplit(
+            views=views,
+            truth=truth,
+            starts=inside,
+            span=span,
+            ahead=ahead,
+            weights=weights,
+            mean=mean,
+            deviation=deviation,
         )
-    left_out["over a cut"] = len(starts) - sum(map(len, parts))
-    train, validation, test = parts
+    left_out["over a cut"] = len(starts) - sum(map(len, parts.values()))
     asked = [series.fingerprint, look, window, ahead, chosen, SHARES, DARK_W_M2, SIDE]
     return Windows(
         name=series.name,
         fingerprint=hashlib.sha256(json.dumps(asked).encode()).hexdigest(),
-        train=train,
-        validation=validation,
-        test=test,
         shape=views.shape[1:] if weights is None else (SIDE, SIDE),
         about={
             **({} if look == "window" else {"image_shape": (SIDE, SIDE, 1)}),
             "station": chosen,
             "unit": "W/m2",
             "step_s": series.step_s,
-            "mean_w_m2": train.mean,
-            "deviation_w_m2": train.deviation,
+            "mean_w_m2": mean,
+            "deviation_w_m2": deviation,
             "readings_flagged": dict(series.flagged),
             "windows_left_out": left_out,
         },
+        **parts,
     )
 
 

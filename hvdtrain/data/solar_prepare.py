@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from hvdtrain import __version__, files
 from hvdtrain.bounds import bounded, problem
 from hvdtrain.config import flag as as_flag
-from hvdtrain.data.images import alone, check_destination, explained, seal
+from hvdtrain.data.images import check_destination, making, seal
 from hvdtrain.data.pixels import npy_header
 from hvdtrain.data.solar import SCHEMA, flag
 from hvdtrain.exits import BAD_CONFIG, BAD_DATA, Failure
@@ -114,14 +114,11 @@ def prepare(config: SolarConfig) -> dict[str, Any]:
     paths, destination = _listed(Path(config.source)), Path(config.destination).absolute()
     if config.dry_run:
         return {**_written(config, paths, None), "destination": str(destination), "dry_run": True, "schema": SUMMARY}
-    unfinished = destination.with_name(f".{destination.name}.unfinished")
-    with explained(destination), alone(unfinished):
+    with making(destination) as unfinished:
         result = unfinished / "result"
         result.mkdir()
         about = _written(config, paths, result)
         index = seal(result, {"schema": SCHEMA, **about}, {name: name for name in ("times.npy", "readings.npy")})
-        result.rename(destination)
-        files.sync(destination.parent)
     return {**index, "destination": str(destination), "schema": SUMMARY}
 
 
@@ -259,25 +256,16 @@ def _table(
         for number, row in zip(numbers, rows, strict=True):
             words = row.split(",")
             for column in columns:
-                word = words[column] if column < len(words) else None
-                if word is None:
-                    raise Failure(
-                        f"{path}:{number}: {len(words)} columns, {max(columns) + 1} belong", BAD_DATA
-                    ) from None
-                if not _is_number(word):
-                    raise Failure(
-                        f"{path}:{number}: column {column + 1}: {word!r:.40} is no number", BAD_DATA
-                    ) from None
+                if column >= len(words):
+                    told = f"{len(words)} columns, {max(columns) + 1} belong"
+                    raise Failure(f"{path}:{number}: {told}", BAD_DATA) from None
+                try:
+                    float(words[column])
+                except ValueError:
+                    told = f"column {column + 1}: {words[column]!r:.40} is no number"
+                    raise Failure(f"{path}:{number}: {told}", BAD_DATA) from None
         raise
     return np.array(numbers), values
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
 
 
 def _clock(path: Path, lines: NDArray[np.int64], values: NDArray[np.float64], zone: int) -> NDArray[np.int64]:

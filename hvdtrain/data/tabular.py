@@ -13,7 +13,6 @@ A file of more than 4 MiB is parsed once per host, into `hvdtrain/tables` of the
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import io
 import json
@@ -31,9 +30,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain import files
-from hvdtrain.data import Batch, csv_rows, drawn_lots, packaged, stratify
+from hvdtrain.data import Batch, Split, csv_rows, drawn_lots, packaged, stratify
 from hvdtrain.data.csv_rows import Missing
-from hvdtrain.data.prepared import cache_folder
+from hvdtrain.data.prepared import PARTS, cache_folder
 from hvdtrain.exits import BAD_DATA, CANNOT_WRITE, IO_ERROR, Failure
 
 OURS = {"breast-cancer": "breast_cancer.csv", "iris": "iris.csv", "wine": "wine_data.csv"}
@@ -91,7 +90,7 @@ class Columns:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TableSplit:
+class TableSplit(Split):
     """See `data.Split`. A batch is (n, features) float32 and (n,) int64."""
 
     features: NDArray[np.float64]
@@ -103,9 +102,6 @@ class TableSplit:
 
     def __len__(self) -> int:
         return len(self.rows)
-
-    def order(self, stream: np.random.Generator, borders: Sequence[int]) -> NDArray[np.int64]:
-        return stream.permutation(len(self))
 
     def batch(self, mine: NDArray[np.int64], everyones: NDArray[np.int64], key: int | None) -> Batch:
         rows = self.rows[mine]
@@ -151,18 +147,16 @@ def load(name: str, missing: Missing = "refuse") -> Table:
         features = np.frombuffer(target.getbuffer()).reshape(len(parsed.labels), -1)
     else:
         features, parsed = _cached(path, missing)
-    train, validation, test = (
-        TableSplit(features=features, labels=parsed.labels, rows=part, columns=parsed.columns)
-        for part in _parts(path, parsed.labels, parsed.columns.classes)
-    )
+    parts = {
+        part: TableSplit(features=features, labels=parsed.labels, rows=rows, columns=parsed.columns)
+        for part, rows in zip(PARTS, _parts(path, parsed.labels, parsed.columns.classes), strict=True)
+    }
     return Table(
         name=name if name in OURS else path.stem,
         columns=parsed.columns,
-        train=train,
-        validation=validation,
-        test=test,
         words=parsed.words,
         fingerprint=hashlib.sha256(f"{parsed.digest} {missing}".encode()).hexdigest(),
+        **parts,
     )
 
 
@@ -290,12 +284,8 @@ def _locked(home: Path, key: str) -> Iterator[None]:
     """Holds this host's lock of a cached file. Raises Failure (73, 74) for what goes wrong with the cache inside."""
     try:
         home.mkdir(parents=True, exist_ok=True)
-        lock = files.open_lock(home / f"{key}.lock")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with files.locked(home / f"{key}.lock"):
             yield
-        finally:
-            os.close(lock)
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         told = f"{error.filename or home}: {error.strerror}; {'make room' if full else 'set XDG_CACHE_HOME'}"

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from hvdtrain.data import Batch
 from hvdtrain.frameworks.tensorflow import TensorFlowReplica, _dense
-from hvdtrain.stages.pipe import Again, Parted, Pipe
+from hvdtrain.stages.pipe import Parted
 
 # Before step 0 each layer is timed, with a graph of its own, which TensorFlow takes for one graph that is made anew.
 tf.get_logger().addFilter(lambda record: "triggered tf.function retracing" not in record.getMessage())
@@ -23,14 +23,8 @@ class PipelineTensorFlow(Parted, TensorFlowReplica):
     the last one's `model.loss(*arrays, training=...)` further to the sum of losses. The arrays are the batch's, but for
     the first, which is what the stage before made, if there is one."""
 
-    def __init__(self, model: Any, *, pipe: Pipe, **told: Any) -> None:
-        super().__init__(model, **told)
-        self._pipe = pipe
-        self._under_way: dict[int, tuple[tf.Tensor, tf.Tensor, tf.GradientTape]] = {}
-        self._again, self._totals = dict[int, Again](), list[tf.Tensor]()
-        self._graphs: dict[bool, Any] = {}
-        self._gradients: list[tf.Tensor] = []
-        self._mean_of = 1.0
+    _gradients: Any = ()
+    """Of the micro-batches that went backward in this step, added up"""
 
     def backward(self, batch: Batch, lr: float, stop: bool) -> None:
         self._gradients = []
@@ -42,7 +36,7 @@ class PipelineTensorFlow(Parted, TensorFlowReplica):
             self._apply_graph(self._gradients, tf.constant(lr, tf.float32))
 
     def through(self, number: int, batch: Batch, inputs: np.ndarray | None) -> tuple[np.ndarray | None, Any]:
-        arrays = self._given(batch, inputs)
+        arrays = [tf.constant(array) for array in self._given(batch, inputs)]
         with tf.GradientTape() as tape:
             if inputs is not None:
                 tape.watch(arrays[0])
@@ -66,18 +60,18 @@ class PipelineTensorFlow(Parted, TensorFlowReplica):
         return np.asarray(tf.add_n(taken).numpy())
 
     def see(self, batch: Batch, inputs: np.ndarray | None, training: bool) -> np.ndarray:
-        output, found = self._run(self._given(batch, inputs), training)
+        output, found = self._run([tf.constant(array) for array in self._given(batch, inputs)], training)
         return np.append(np.float64(found.numpy()), batch.weight) if self._pipe.last else np.asarray(output.numpy())
 
     def _run(self, arrays: list[tf.Tensor], training: bool) -> tuple[tf.Tensor, tf.Tensor]:
         """What the next stage gets, or the sum of losses; the totals of the last stage."""
-        if training not in self._graphs:
-            self._graphs[training] = tf.function(
+        if training not in self._forward_graphs:
+            self._forward_graphs[training] = tf.function(
                 lambda arrays: self._layers(arrays, training),
                 input_signature=[self._any_length(arrays)],
                 autograph=False,
             )
-        output, found = self._graphs[training](arrays)
+        output, found = self._forward_graphs[training](arrays)
         return output, found
 
     def _layers(self, arrays: list[tf.Tensor], training: bool) -> tuple[tf.Tensor, tf.Tensor]:
@@ -85,7 +79,3 @@ class PipelineTensorFlow(Parted, TensorFlowReplica):
             return self._model(*arrays, training=training), tf.zeros(0)
         loss, sums = self._model.loss(*arrays, training=training)
         return loss, self._numbers((loss, sums), tf.float32)
-
-    def _given(self, batch: Batch, inputs: np.ndarray | None) -> list[tf.Tensor]:
-        arrays = batch.arrays if inputs is None else (inputs, *batch.arrays[1:])
-        return [tf.constant(array) for array in arrays]

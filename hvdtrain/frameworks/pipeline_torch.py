@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -10,20 +9,13 @@ import torch
 
 from hvdtrain.data import Batch
 from hvdtrain.frameworks.pytorch import TorchReplica
-from hvdtrain.stages.pipe import Again, Parted, Pipe
+from hvdtrain.stages.pipe import Parted
 
 
 class PipelineTorch(Parted, TorchReplica):
     """See `frameworks.Replica` and `stages.pipe.Part`. `model(*arrays)` goes through the stage's layers, the last one's
     `model.loss(*arrays)` further to the sum of losses. The arrays are the batch's, but for the first, which is what the
     stage before made, if there is one."""
-
-    def __init__(self, model: torch.nn.Module, *, pipe: Pipe, **told: Any) -> None:
-        super().__init__(model, **told)
-        self._pipe = pipe
-        self._under_way: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
-        self._again, self._totals = dict[int, Again](), list[torch.Tensor]()
-        self._mean_of = 1.0
 
     def backward(self, batch: Batch, lr: float, stop: bool) -> None:
         self._train(True)
@@ -37,7 +29,7 @@ class PipelineTorch(Parted, TorchReplica):
         self._tail = self._world.torch.start_sum(tail, "step.totals")
 
     def through(self, number: int, batch: Batch, inputs: np.ndarray | None) -> tuple[np.ndarray | None, Any]:
-        arrays = self._given(batch, inputs)
+        arrays = self._tensors(self._given(batch, inputs))
         if inputs is not None:
             arrays[0].requires_grad_()
         with self._autocast:
@@ -69,13 +61,9 @@ class PipelineTorch(Parted, TorchReplica):
 
     def see(self, batch: Batch, inputs: np.ndarray | None, training: bool) -> np.ndarray:
         self._train(training)
-        arrays = self._given(batch, inputs)
+        arrays = self._tensors(self._given(batch, inputs))
         with torch.no_grad(), self._autocast:
             if not self._pipe.last:
                 return np.asarray(self._model(*arrays).float().cpu().numpy())
             loss, sums = self._model.loss(*arrays)
         return np.append(torch.cat(self._numbers(loss.double(), sums)).cpu().numpy(), batch.weight)
-
-    def _given(self, batch: Batch, inputs: np.ndarray | None) -> list[torch.Tensor]:
-        arrays = batch.arrays if inputs is None else (inputs, *batch.arrays[1:])
-        return self._tensors(dataclasses.replace(batch, arrays=arrays))

@@ -17,12 +17,9 @@ NOTES = (b"USDT:", b"SyncActivityProfilerHandler")
 class TorchProfiler:
     """See `frameworks.Profiler`."""
 
-    def __init__(self) -> None:
-        self._profile: Any = None
-
     def start(self, folder: Path) -> None:
         self._folder = folder
-        self._profile = profile(activities=supported_activities())
+        self._profile: Any = profile(activities=supported_activities())
         with notes.without(NOTES):
             self._profile.start()
 

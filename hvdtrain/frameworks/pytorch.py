@@ -183,7 +183,7 @@ class TorchReplica:
             self._flat.gradients.zero_()
         self._kept.clear()
         with self._autocast, self._kept if self._kept.weights else contextlib.nullcontext():
-            loss, sums = self._step.loss(*self._tensors(batch))
+            loss, sums = self._step.loss(*self._tensors(batch.arrays))
         tail = torch.cat([*self._numbers(loss, sums), torch.tensor([batch.weight, stop]).to(loss)])
         self._tail = self._world.torch.start_sum(tail, "step.totals")
         self._samples = batch.weight, batch.total_weight
@@ -242,13 +242,13 @@ class TorchReplica:
     def observe(self, batch: Batch) -> None:
         self._model.train()
         with self._autocast:
-            self._model.loss(*self._tensors(batch))
+            self._model.loss(*self._tensors(batch.arrays))
 
     @torch.inference_mode()
     def evaluate(self, batch: Batch) -> np.ndarray:
         self._model.eval()
         with self._autocast:
-            loss, sums = self._model.loss(*self._tensors(batch))
+            loss, sums = self._model.loss(*self._tensors(batch.arrays))
         return np.append(torch.cat(self._numbers(loss.double(), sums)).cpu().numpy(), batch.weight)
 
     def state(self) -> dict[str, np.ndarray]:
@@ -296,8 +296,8 @@ class TorchReplica:
         """The loss and the measure's sums as vectors of the loss' type."""
         return [part.detach().to(loss).reshape(-1) for part in (loss, *self._measure.in_order(sums))]
 
-    def _tensors(self, batch: Batch) -> list[torch.Tensor]:
-        return [torch.from_numpy(array).to(self._device, non_blocking=True) for array in batch.arrays]
+    def _tensors(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
+        return [torch.from_numpy(array).to(self._device, non_blocking=True) for array in arrays]
 
 
 def _optimizer(parameters: list[torch.nn.Parameter], config: TrainConfig) -> torch.optim.Optimizer:

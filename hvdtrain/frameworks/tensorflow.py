@@ -50,6 +50,7 @@ with notes.without(BUILD_NOTES), without_modules(KERAS_EXTRAS):
     import tensorflow as tf
 
     from hvdtrain.frameworks.optimizers_tensorflow import OPTIMIZERS
+    from hvdtrain.models.layers_tf import turned, turned_back
 
 PRECISIONS = {"fp32": tf.float32, "bf16": tf.bfloat16, "fp16": tf.float16}
 # Dynamic loss scaling with the constants of torch.amp.GradScaler, so that both frameworks scale alike.
@@ -77,15 +78,6 @@ def prepare(asked: str, local_rank: int, threads: int, *, one_each: bool = False
     except RuntimeError:  # a script's model is made already, and TensorFlow has begun with what it found
         return "gpu:0" if tf.config.get_visible_devices("GPU") else "cpu"
     return f"gpu:{local_rank % len(gpus)}" if mine else "cpu"
-
-
-def turned(array: np.ndarray) -> np.ndarray:
-    """A convolution's kernel from PyTorch's (out, in, h, w) to TensorFlow's (h, w, in, out); others as they are."""
-    return array.transpose(2, 3, 1, 0) if array.ndim == 4 else array
-
-
-def turned_back(array: np.ndarray) -> np.ndarray:
-    return array.transpose(3, 2, 0, 1) if array.ndim == 4 else array
 
 
 ALIGNMENT = 64

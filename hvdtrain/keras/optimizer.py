@@ -22,7 +22,7 @@ from hvdtrain.script import job
 from hvdtrain.strategies import Exchange
 from hvdtrain.strategies.table import DEFAULT_REDUCER
 from hvdtrain.tensorflow.recorded import Recorded
-from hvdtrain.tensorflow.step import Step, tensor
+from hvdtrain.tensorflow.step import Step, apart, tensor
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -167,12 +167,7 @@ class Distributed:
         if doubles:
             told = f"{self._hvd_settings.exchange} exchanges float64 rounded to float32; {DEFAULT_REDUCER} does not"
             warnings.warn(told, stacklevel=2)
-        used = [
-            index
-            for index, (gradient, variable) in enumerate(zip(gradients, variables, strict=True))
-            if gradient is not None and id(tensor(variable)) not in state.local
-        ]
-        own = self._hvd_scaled(gradients, variables)
+        used, own = self._hvd_apart(gradients, variables)
 
         def update(summed: list[Any]) -> None:
             for index, gradient in zip(used, summed, strict=True):
@@ -182,23 +177,15 @@ class Distributed:
         dense = [tf.convert_to_tensor(gradients[index]) for index in used]
         state.step.in_graph(dense, [variables[index] for index in used], update)
 
-    def _hvd_scaled(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
-        """The gradients, those of this rank's own variables divided by the number of ranks (see Horovod's
-        `scale_local_gradients`)."""
+    def _hvd_apart(self, gradients: list[Any], variables: list[Any]) -> tuple[list[int], list[Any]]:
         settings = self._hvd_settings
-        if not settings.scale_local_gradients:
-            return list(gradients)
-        return [
-            gradient / tf.cast(settings.process_set.size(), gradient.dtype)
-            if gradient is not None and id(tensor(variable)) in self._hvd_state.local
-            else gradient
-            for gradient, variable in zip(gradients, variables, strict=True)
-        ]
+        ranks = settings.process_set.size() if settings.scale_local_gradients else None
+        return apart(gradients, variables, self._hvd_state.local, ranks)
 
     def _hvd_reduced(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
         """The gradients of all ranks by Horovod's own exchange, in the given order."""
         settings = self._hvd_settings
-        reduced = self._hvd_scaled(gradients, variables)
+        shared, reduced = self._hvd_apart(gradients, variables)
         if not settings.process_set.included() or settings.process_set.size() == 1:
             return reduced
         averaging = settings.op == horovod.Average
@@ -213,10 +200,9 @@ class Distributed:
             "ignore_name_scope": True,
         }
         exchanged = {}
-        for index, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
-            if gradient is not None and id(tensor(variable)) not in self._hvd_state.local:
-                sparse = isinstance(gradient, tf.IndexedSlices) and settings.sparse_as_dense
-                exchanged[index] = tf.convert_to_tensor(gradient) if sparse else gradient
+        for index in shared:
+            sparse = isinstance(gradients[index], tf.IndexedSlices) and settings.sparse_as_dense
+            exchanged[index] = tf.convert_to_tensor(gradients[index]) if sparse else gradients[index]
         name = f"{settings.name}_{self.name}"  # type: ignore[attr-defined]
         for members in grouped(list(exchanged), variables, settings.groups):
             first = f"{name}_{members[0]}"
@@ -351,13 +337,12 @@ def copied(kind: Callable[..., Any], optimizer: Any) -> Any:
 
 def unfit(exchange: Exchange, optimizer: Any, compression: Any, op: int, process_set: Any) -> str:
     """Why a strategy does not go with the arguments; empty if it does."""
-    remembers = exchange.strategy.remembers or (exchange.reducer is not None and exchange.reducer.cls.remembers)
     if compression is not horovod.Compression.none:
         return "compression= is part of the strategy: name a reducer of few bits (--strategy help), and leave it out"
     if op == horovod.Sum and exchange.strategy.local:
         return "it averages the ranks' weights, so op=hvd.Sum means nothing: leave it out"
     if process_set.process_set_id != 0:
         return "it works on all ranks together, not on a process_set: leave that out"
-    if remembers and isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+    if exchange.remembers and isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return "it keeps gradients from step to step, which loss scaling makes infinite: take mixed_bfloat16"
     return ""

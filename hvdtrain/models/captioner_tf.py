@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -20,31 +18,18 @@ from hvdtrain.models.captioner import (
     picture_values,
     rows,
 )
-from hvdtrain.models.layers_tf import dropped, variable
+from hvdtrain.models.layers_tf import Held, Scope, dropped
 
 
-class CaptionerTF(tf.Module):
-    """The model of `spec`. Its arrays hold zeros until they are assigned from the neutral state.
-
-    `weights` maps the neutral names to variables in the neutral shapes, but for convolutions, which TensorFlow keeps as
-    (height, width, in, out). Variables are float32; `compute_dtype` is the type of activations and of the weights at
-    use. The LSTM's state, logits and loss are always float32.
-    """
+class CaptionerTF(Held):
+    """The model of `spec`: see `layers_tf.Held`. The LSTM's state is always float32, too."""
 
     def __init__(
-        self,
-        spec: CaptionerSpec,
-        compute_dtype: tf.DType = tf.float32,
-        scope: AbstractContextManager[Any] | None = None,
-        part: range | None = None,
+        self, spec: CaptionerSpec, compute_dtype: tf.DType = tf.float32, scope: Scope = None, part: range | None = None
     ) -> None:
-        """`scope`: of a tf.distribute strategy that is to hold `weights`; `part`: these layers (`captioner.layers`)
-        alone."""
-        super().__init__()
+        """`part`: these layers (`captioner.layers`) alone."""
+        super().__init__(parameters(spec, part), compute_dtype, scope)
         self.spec = spec
-        self.compute_dtype = compute_dtype
-        with scope or contextlib.nullcontext():
-            self.weights = {name: variable(name, shape) for name, shape in parameters(spec, part).items()}
         known = {"encoder": self._seen, "image": self._encoded, "lstm": self._merged, "words": self._said}
         names = [list(rows(spec))[number] for number in part or range(len(rows(spec)))]
         self._layers = [known[name] for name in names]
@@ -149,14 +134,8 @@ class CaptionerTF(tf.Module):
         x = tf.nn.relu(self._linear("merge", tf.cast(merged, self.compute_dtype)))
         return tf.cast(self._linear("words", x), tf.float32)
 
-    def _linear(self, layer: str, x: tf.Tensor) -> tf.Tensor:
-        return tf.matmul(x, self._array(f"{layer}.weight"), transpose_b=True) + self._array(f"{layer}.bias")
-
     def _dropped(self, x: tf.Tensor, key: tf.Tensor | None) -> tf.Tensor:
         return dropped(x, self.spec.dropout, key)
-
-    def _array(self, name: str) -> tf.Tensor:
-        return tf.cast(self.weights[name], self.compute_dtype)
 
 
 @tf.custom_gradient

@@ -1,10 +1,11 @@
-"""A model as a row of layers, which stages may be cut from, and the initial values of its arrays."""
+"""A model as a row of layers, which stages may be cut from, its arrays' initial values, and the terms of its errors."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,3 +82,9 @@ def glorot(seed: int, shapes: Shapes) -> Arrays:
         else uniform(seed, name, shape, math.sqrt(6 / (math.prod(shape[2:]) * (shape[0] + shape[1]))))
         for name, shape in shapes.items()
     }
+
+
+def regression_terms(outputs: Any, targets: Any) -> dict[str, Any]:
+    """What each sample adds to the sums of `measures.Regression`, of numbers in equal shapes, in either framework."""
+    error = outputs - targets
+    return {"absolute": abs(error), "squared": error**2, "signed": error, "truth": targets, "truth_squared": targets**2}

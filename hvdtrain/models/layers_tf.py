@@ -2,7 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+from typing import Any
+
+import numpy as np
 import tensorflow as tf
+
+from hvdtrain.models.layers import Shapes
+
+Scope = contextlib.AbstractContextManager[Any] | None
+"""Of a tf.distribute strategy that is to hold a model's trained variables"""
+
+
+def turned(array: np.ndarray) -> np.ndarray:
+    """A convolution's kernel from PyTorch's (out, in, h, w) to TensorFlow's (h, w, in, out); others as they are."""
+    return array.transpose(2, 3, 1, 0) if array.ndim == 4 else array
+
+
+def turned_back(array: np.ndarray) -> np.ndarray:
+    return array.transpose(3, 2, 0, 1) if array.ndim == 4 else array
 
 
 def variable(name: str, shape: tuple[int, ...], *, trainable: bool = True) -> tf.Variable:
@@ -11,6 +29,24 @@ def variable(name: str, shape: tuple[int, ...], *, trainable: bool = True) -> tf
         outputs, inputs, height, width = shape
         shape = (height, width, inputs, outputs)
     return tf.Variable(tf.zeros(shape), trainable=trainable, name=name)
+
+
+class Held(tf.Module):
+    """A module that holds `weights`, variables of these neutral names and shapes (but see `variable`): zeros until they
+    are assigned. They are float32; `compute_dtype` is the type of activations and of the weights at use. What models
+    return, and their losses, are always float32."""
+
+    def __init__(self, parameters: Shapes, compute_dtype: tf.DType, scope: Scope) -> None:
+        super().__init__()
+        self.compute_dtype = compute_dtype
+        with scope or contextlib.nullcontext():
+            self.weights = {name: variable(name, shape) for name, shape in parameters.items()}
+
+    def _array(self, name: str) -> tf.Tensor:
+        return tf.cast(self.weights[name], self.compute_dtype)
+
+    def _linear(self, layer: str, x: tf.Tensor) -> tf.Tensor:
+        return tf.matmul(x, self._array(f"{layer}.weight"), transpose_b=True) + self._array(f"{layer}.bias")
 
 
 def dropped(x: tf.Tensor, share: float, key: tf.Tensor | None) -> tf.Tensor:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.models.layers_tf import Held, Scope
 from hvdtrain.models.mlp import MLPSpec, parameters
 from hvdtrain.models.own_tf import errors
 
@@ -31,35 +29,26 @@ def squared_error(outputs: tf.Tensor, targets: tf.Tensor) -> tuple[tf.Tensor, di
     return tf.reduce_sum((tf.reshape(outputs, tf.shape(targets)) - targets) ** 2), sums
 
 
-class MLPTF(tf.Module):
-    """The network of `spec`, trained by `loss`: `cross_entropy` or `squared_error`.
-
-    `weights` maps the neutral names to variables in the neutral shapes, zeros until they are assigned. Variables are
-    float32; `compute_dtype` is the type of activations and of the weights at use. Outputs and loss are float32.
-    """
+class MLPTF(Held):
+    """The network of `spec`, trained by `loss`: `cross_entropy` or `squared_error`. See `layers_tf.Held`."""
 
     def __init__(
         self,
         spec: MLPSpec,
         loss: Loss,
         compute_dtype: tf.DType = tf.float32,
-        scope: AbstractContextManager[Any] | None = None,
+        scope: Scope = None,
         part: range | None = None,
     ) -> None:
-        """`scope`: of a tf.distribute strategy that is to hold `weights`; `part`: these layers (`mlp.layers`) alone."""
-        super().__init__()
-        self.compute_dtype, self._loss = compute_dtype, loss
-        self._first = part.start if part else 0
-        shapes = parameters(spec, part)
-        with scope or contextlib.nullcontext():
-            self.weights = {name: tf.Variable(tf.zeros(shape), name=name) for name, shape in shapes.items()}
+        """`part`: these layers (`mlp.layers`) alone."""
+        super().__init__(parameters(spec, part), compute_dtype, scope)
+        self._loss, self._numbers = loss, list(part or range(len(spec.sizes) - 1))
 
     def __call__(self, x: tf.Tensor, *_: tf.Tensor, training: bool = False) -> tf.Tensor:
         """(N, outputs) float32 of x (N, inputs); of a part, what its layers make of what those before made."""
         x = tf.cast(x, self.compute_dtype)
-        arrays = [tf.cast(array, self.compute_dtype) for array in self.weights.values()]
-        for number, (weight, bias) in enumerate(zip(arrays[::2], arrays[1::2], strict=True), start=self._first):
-            x = tf.matmul(x if number == 0 else tf.nn.relu(x), weight, transpose_b=True) + bias
+        for number in self._numbers:
+            x = self._linear(f"layers.{number}", tf.nn.relu(x) if number else x)
         return tf.cast(x, tf.float32)
 
     def outputs(self, x: np.ndarray) -> np.ndarray:

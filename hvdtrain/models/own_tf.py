@@ -12,7 +12,8 @@ import tensorflow as tf
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.exits import BAD_CONFIG, Failure
-from hvdtrain.models.layers import Layer, grouped
+from hvdtrain.models.layers import Layer, grouped, regression_terms
+from hvdtrain.models.layers_tf import turned, turned_back
 
 PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 Shapes = Mapping[str, tuple[int, ...]]
@@ -106,9 +107,8 @@ class Own:
 
     def arrays(self) -> dict[str, np.ndarray]:
         """What is trained, in PyTorch's layout, and the moving statistics."""
-        trained = {name: each.numpy() for name, each in self.weights.items()}
-        turned = {name: each.transpose(3, 2, 0, 1) if each.ndim == 4 else each for name, each in trained.items()}
-        return turned | {name: each.numpy() for name, each in self._moving.items()}
+        trained = {name: turned_back(each.numpy()) for name, each in self.weights.items()}
+        return trained | {name: each.numpy() for name, each in self._moving.items()}
 
     def constants(self) -> dict[str, np.ndarray]:
         return {name: each.numpy() for name, each in self._constants.items()}
@@ -121,7 +121,7 @@ class Own:
     def take(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Gives the model these values, in PyTorch's layout."""
         for name, each in (self.weights | self._moving).items():
-            each.assign(arrays[name].transpose(2, 3, 1, 0) if arrays[name].ndim == 4 else arrays[name])
+            each.assign(turned(arrays[name]))
 
     def part(self, part: range) -> Own:
         """These `layers` alone, which share their values with this one."""
@@ -207,15 +207,8 @@ def correct(outputs: tf.Tensor, targets: tf.Tensor) -> dict[str, tf.Tensor]:
 
 def errors(outputs: tf.Tensor, targets: tf.Tensor) -> dict[str, tf.Tensor]:
     """What `measures.Regression` adds up, of numbers (n, ...)."""
-    truth = tf.cast(targets, tf.float64)
-    error = tf.cast(tf.reshape(outputs, tf.shape(targets)), tf.float64) - truth
-    return {
-        "absolute": tf.abs(error),
-        "squared": error**2,
-        "signed": error,
-        "truth": truth,
-        "truth_squared": truth**2,
-    }
+    outputs = tf.reshape(outputs, tf.shape(targets))
+    return regression_terms(tf.cast(outputs, tf.float64), tf.cast(targets, tf.float64))
 
 
 def _summed(values: tf.Tensor, shape: tuple[int, ...], count: tf.Tensor) -> tf.Tensor:

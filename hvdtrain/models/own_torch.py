@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hvdtrain.config import TrainConfig
 from hvdtrain.exits import BAD_CONFIG, Failure
 from hvdtrain.models.dense_torch import Seen
-from hvdtrain.models.layers import Layer, grouped
+from hvdtrain.models.layers import Layer, grouped, regression_terms
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -235,15 +235,7 @@ def correct(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
 
 def errors(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
     """What `measures.Regression` adds up, of numbers (n, ...)."""
-    truth = targets.double()
-    error = outputs.double().reshape(targets.shape) - truth
-    return {
-        "absolute": error.abs(),
-        "squared": error.square(),
-        "signed": error,
-        "truth": truth,
-        "truth_squared": truth.square(),
-    }
+    return regression_terms(outputs.double().reshape(targets.shape), targets.double())
 
 
 def _summed(values: Tensor, shape: tuple[int, ...], count: int) -> Tensor:

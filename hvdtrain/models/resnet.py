@@ -53,9 +53,9 @@ class ResNetSpec:
         for name in ("channels", "classes"):
             if (value := getattr(self, name)) < 1:
                 raise Failure(f"model: {name} is {value}; give at least 1", BAD_CONFIG)
-        if not 1 / STEM.channels <= self.width < math.inf:
+        if not 1 / STEM_CHANNELS <= self.width < math.inf:
             raise Failure(
-                f"model: width is {self.width}; give at least {1 / STEM.channels:g} (one channel), 1.0 for ResNet-34",
+                f"model: width is {self.width}; give at least {1 / STEM_CHANNELS:g} (one channel), 1.0 for ResNet-34",
                 BAD_CONFIG,
             )
 
@@ -64,22 +64,9 @@ class ResNetSpec:
 # The layer plan.
 
 
-@dataclass(frozen=True, kw_only=True)
-class Stage:
-    """A row of the paper's table: output channels at width 1, number of blocks, stride of the first one."""
-
-    channels: int
-    blocks: int = 1
-    stride: int
-
-
-STEM = Stage(channels=64, stride=2)
-STAGES = {
-    "layer1": Stage(channels=64, blocks=3, stride=1),
-    "layer2": Stage(channels=128, blocks=4, stride=2),
-    "layer3": Stage(channels=256, blocks=6, stride=2),
-    "layer4": Stage(channels=512, blocks=3, stride=2),
-}
+STEM_CHANNELS = 64
+STAGES = {"layer1": (64, 3, 1), "layer2": (128, 4, 2), "layer3": (256, 6, 2), "layer4": (512, 3, 2)}
+"""Rows of the paper's table: output channels at width 1, number of blocks, stride of the first one."""
 
 
 @dataclass(frozen=True)
@@ -115,12 +102,11 @@ class Block:
 
 @dataclass(frozen=True)
 class Plan:
-    """The whole network: stem, blocks in order, and the linear layer `fc` from `features` to `classes`."""
+    """The whole network: stem, blocks in order, and the linear layer `fc`, from `features` to the classes."""
 
     stem: ConvNorm
     blocks: tuple[Block, ...]
     features: int
-    classes: int
 
     @property
     def rows(self) -> tuple[tuple[str, tuple[ConvNorm, ...]], ...]:
@@ -136,16 +122,15 @@ class Plan:
 
 def plan(spec: ResNetSpec) -> Plan:
     """Lay out the network of `spec`."""
-    inputs = round(STEM.channels * spec.width)
-    stem = ConvNorm("conv1", "bn1", spec.channels, inputs, size=7, stride=STEM.stride)
+    inputs = round(STEM_CHANNELS * spec.width)
+    stem = ConvNorm("conv1", "bn1", spec.channels, inputs, size=7, stride=2)
     blocks = []
-    for name, stage in STAGES.items():
-        for number in range(stage.blocks):
-            outputs = round(stage.channels * spec.width)
-            stride = stage.stride if number == 0 else 1
-            blocks.append(_block(f"{name}.{number}", inputs, outputs, stride))
+    for name, (channels, count, stride) in STAGES.items():
+        outputs = round(channels * spec.width)
+        for number in range(count):
+            blocks.append(_block(f"{name}.{number}", inputs, outputs, stride if number == 0 else 1))
             inputs = outputs
-    return Plan(stem, tuple(blocks), features=inputs, classes=spec.classes)
+    return Plan(stem, tuple(blocks), features=inputs)
 
 
 def _block(name: str, inputs: int, outputs: int, stride: int) -> Block:
@@ -186,7 +171,7 @@ def parameters(spec: ResNetSpec, part: range | None = None) -> Shapes:
     for layer in _convolutions(spec, part):
         shapes |= _trained(layer)
     if part is None or len(network.rows) in part:
-        shapes |= {"fc.weight": (network.classes, network.features), "fc.bias": (network.classes,)}
+        shapes |= {"fc.weight": (spec.classes, network.features), "fc.bias": (spec.classes,)}
     return shapes
 
 
@@ -213,8 +198,8 @@ def layers(spec: ResNetSpec, height: int, width: int) -> list[Layer]:
     last = Layer(
         name="fc",
         arrays=("fc.weight", "fc.bias"),
-        output=(network.classes,),
-        multiply_adds=network.features * network.classes,
+        output=(spec.classes,),
+        multiply_adds=network.features * spec.classes,
     )
     return [*found, last]
 

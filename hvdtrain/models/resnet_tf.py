@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.models.layers_tf import variable
+from hvdtrain.models.layers_tf import Held, Scope, variable
 from hvdtrain.models.resnet import (
     NORM_EPSILON,
     NORM_MOMENTUM,
@@ -27,28 +24,16 @@ from hvdtrain.models.resnet import (
 Layer = Callable[[tf.Tensor, bool], tf.Tensor]
 
 
-class ResNetTF(tf.Module):
-    """The network of `spec`. Its arrays hold zeros until they are assigned from the neutral state.
-
-    `weights` (trained) and `buffers` (running statistics) map the neutral names to variables in the neutral shapes,
-    but for convolutions, which TensorFlow keeps as (height, width, in, out). Variables are float32; `compute_dtype` is
-    the type of activations and of the weights at use. Statistics, logits and loss are always float32.
-    """
+class ResNetTF(Held):
+    """The network of `spec`: see `layers_tf.Held`. `buffers` (running statistics, each rank's own) are variables like
+    `weights`, and always float32, too."""
 
     def __init__(
-        self,
-        spec: ResNetSpec,
-        compute_dtype: tf.DType = tf.float32,
-        scope: AbstractContextManager[Any] | None = None,
-        part: range | None = None,
+        self, spec: ResNetSpec, compute_dtype: tf.DType = tf.float32, scope: Scope = None, part: range | None = None
     ) -> None:
-        """`scope`: of a tf.distribute strategy that is to hold `weights`; `buffers` are each rank's own. With `part` it
-        is those layers (`resnet.layers`) alone."""
-        super().__init__()
+        """`part`: these layers (`resnet.layers`) alone."""
+        super().__init__(parameters(spec, part), compute_dtype, scope)
         network = plan(spec)
-        self.compute_dtype = compute_dtype
-        with scope or contextlib.nullcontext():
-            self.weights = {name: variable(name, shape) for name, shape in parameters(spec, part).items()}
         shapes = buffers(spec, part)
         self.buffers = {name: variable(name, shape, trainable=False) for name, shape in shapes.items()}
         self.statistics = dict.fromkeys(self.buffers, NORM_MOMENTUM)
@@ -86,7 +71,7 @@ class ResNetTF(tf.Module):
         return tf.matmul(features, self.weights["fc.weight"], transpose_b=True) + self.weights["fc.bias"]
 
     def _conv_norm(self, layer: ConvNorm, x: tf.Tensor, training: bool) -> tf.Tensor:
-        kernel = tf.cast(self.weights[f"{layer.conv}.weight"], self.compute_dtype)
+        kernel = self._array(f"{layer.conv}.weight")
         if layer.stride == 1:
             x = tf.nn.conv2d(x, kernel, 1, "SAME")
         else:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-from contextlib import AbstractContextManager
-from typing import Any
-
 import tensorflow as tf
 
-from hvdtrain.models.layers_tf import dropped, variable
+from hvdtrain.models.layers_tf import Held, Scope, dropped
 from hvdtrain.models.mlp_tf import squared_error
 from hvdtrain.models.solar import CHANNELS, POOL, CNNSpec, parameters, sides
 
@@ -22,26 +18,15 @@ def forecast_error(outputs: tf.Tensor, targets: tf.Tensor) -> tuple[tf.Tensor, d
     return loss, sums | {"persistence": persistence}
 
 
-class CNNTF(tf.Module):
-    """The network of `spec`, whose arrays hold zeros until they are assigned.
-
-    `weights` maps the neutral names to variables in the neutral shapes, but for convolutions, which TensorFlow keeps as
-    (height, width, in, out). Variables are float32; `compute_dtype` is the type of activations and of the weights at
-    use. Outputs and loss are float32.
-    """
+class CNNTF(Held):
+    """The network of `spec`: see `layers_tf.Held`."""
 
     def __init__(
-        self,
-        spec: CNNSpec,
-        compute_dtype: tf.DType = tf.float32,
-        scope: AbstractContextManager[Any] | None = None,
-        part: range | None = None,
+        self, spec: CNNSpec, compute_dtype: tf.DType = tf.float32, scope: Scope = None, part: range | None = None
     ) -> None:
-        """`scope`: of a tf.distribute strategy that is to hold `weights`; `part`: these `solar.layers` alone."""
-        super().__init__()
-        self.spec, self.compute_dtype = spec, compute_dtype
-        with scope or contextlib.nullcontext():
-            self.weights = {name: variable(name, shape) for name, shape in parameters(spec, part).items()}
+        """`part`: these `solar.layers` alone."""
+        super().__init__(parameters(spec, part), compute_dtype, scope)
+        self.spec = spec
         layers = [self._convolved, self._first, self._second]
         self._layers = [layers[number] for number in part or range(len(layers))]
 
@@ -73,9 +58,3 @@ class CNNTF(tf.Module):
     ) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
         """The sum of losses, and the measure's sums."""
         return forecast_error(self(maps, targets, key, training), targets)
-
-    def _linear(self, layer: str, x: tf.Tensor) -> tf.Tensor:
-        return tf.matmul(x, self._array(f"{layer}.weight"), transpose_b=True) + self._array(f"{layer}.bias")
-
-    def _array(self, name: str) -> tf.Tensor:
-        return tf.cast(self.weights[name], self.compute_dtype)

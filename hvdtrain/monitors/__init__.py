@@ -21,27 +21,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from hvdtrain import exits
-from hvdtrain.exits import Failure
-
-MONITORS = {"power": "energy of each CPU, its DRAM and each GPU", "resources": "CPU, RAM, GPU, network and disk"}
 POWERCAP = "/sys/class/powercap"
 START_S = 20.0
 """How long the sampler may take to find its sensors: without its persistence daemon an NVIDIA driver needs seconds"""
 END_S = 5.0
 ROOT = str(Path(__file__).resolve().parent.parent.parent)
-
-
-def chosen(names: str) -> list[str]:
-    """The monitors that `--monitor NAMES` means; raises Failure (78) for an unknown one."""
-    asked = [] if names == "none" else names.split(",")
-    for name in asked:
-        if name not in MONITORS:
-            raise Failure(
-                f"--monitor {names}: no monitor {name!r}; known: {', '.join(MONITORS)} (joined by a comma), none",
-                exits.BAD_CONFIG,
-            )
-    return [name for name in MONITORS if name in asked]
 
 
 def powercap_root() -> str:
@@ -97,8 +81,7 @@ class Monitor:
 
     Making it starts the sampler and, with `idle_s`, waits so many seconds while it measures the idle power: the ranks
     should do nothing then. The first reading is taken when the block is entered, the last one when it is left, so the
-    samples tile the block. `ranks`: the offers of all ranks of the job, in order. Raises Failure (78) for an unknown
-    name only.
+    samples tile the block. `ranks`: the offers of all ranks of the job, in order.
     """
 
     def __init__(
@@ -106,7 +89,7 @@ class Monitor:
     ) -> None:
         self._host = socket.gethostname()
         order = {
-            "monitors": chosen(names),
+            "monitors": [name for name in ("power", "resources") if name in names.split(",")],
             "path": str((folder / "monitors" / f"{self._host}.jsonl").absolute()),
             "host": self._host,
             "interval_s": interval_ms / 1000,
@@ -125,7 +108,7 @@ class Monitor:
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
             )
         except OSError as error:
-            self._say(f"cannot start: {error.strerror}")
+            say(self._host, f"cannot start: {error.strerror}")
             return
         self._tell(json.dumps(order))
         self.nothing = self._await("ready", START_S + idle_s) or None
@@ -146,12 +129,12 @@ class Monitor:
         try:
             process.wait(END_S)
         except subprocess.TimeoutExpired:
-            self._say(f"did not end within {END_S:g} s; its last samples are missing")
+            say(self._host, f"did not end within {END_S:g} s; its last samples are missing")
             process.kill()
             process.wait()
         else:
             if process.returncode:  # the kernel's out-of-memory killer, say
-                self._say(f"ended early ({process.returncode}); samples are missing from then on")
+                say(self._host, f"ended early ({process.returncode}); samples are missing from then on")
         for stream in (process.stdin, process.stdout):
             if stream is not None:
                 stream.close()
@@ -168,7 +151,8 @@ class Monitor:
         stream, deadline_s, heard = self._process.stdout, time.monotonic() + patience_s, b""
         while not heard.endswith(b"\n"):
             if not select.select([stream], [], [], max(0.0, deadline_s - time.monotonic()))[0]:
-                self._say(f"not {word} within {patience_s:g} s (a sensor's driver hangs?); the run goes on without it")
+                late = f"not {word} within {patience_s:g} s (a sensor's driver hangs?)"
+                say(self._host, f"{late}; the run goes on without it")
                 self._process.kill()
                 self._process.wait()
                 self._process = None
@@ -179,5 +163,7 @@ class Monitor:
             heard += part
         return heard.decode().removeprefix(word).strip()
 
-    def _say(self, message: str) -> None:
-        print(f"hvdtrain: monitor on {self._host}: {message}", file=sys.stderr, flush=True)
+
+def say(host: str, message: str) -> None:
+    with contextlib.suppress(OSError):  # stderr may have gone with the rank
+        print(f"hvdtrain: monitor on {host}: {message}", file=sys.stderr, flush=True)

@@ -13,7 +13,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hvdtrain.monitors.sensors import Absent, Sensor
+from hvdtrain.monitors.sensors import Sensor
 
 FIXES = {
     "LibraryNotFound": "install NVIDIA's driver, if this host has such a GPU",
@@ -37,38 +37,31 @@ class Gpu:
     """Why it cannot be opened"""
 
 
-class Counter:
+class Counter(Sensor):
     """The GPU's own energy counter. It never wraps (64 bits); a smaller reading means that it was reset."""
 
     source = "nvml-energy"
-    reason = None
 
-    def __init__(self, gpu: Gpu, read_mj: Callable[[], int | None]) -> None:
-        self.device, self.name = gpu.device, gpu.name
-        self._read_mj = read_mj
+    def __init__(self, gpu: Gpu, read: Callable[[], int | None]) -> None:
+        super().__init__(gpu.device, gpu.name)
+        self._read = read
         self._before: int | None = None
 
     def take(self, now_s: float) -> float | None:
-        before, self._before = self._before, self._read_mj()
+        before, self._before = self._before, self._read()
         if before is None or self._before is None or self._before < before:
             return None
         return (self._before - before) / 1000
 
 
-class Integral:
-    """The GPU's power, integrated over the samples."""
+class Integral(Counter):
+    """The GPU's power in milliwatts, which counts nothing: integrated over the samples."""
 
     source = "nvml-power"
-    reason = None
-
-    def __init__(self, gpu: Gpu, read_mw: Callable[[], int | None]) -> None:
-        self.device, self.name = gpu.device, gpu.name
-        self._read_mw = read_mw
-        self._before: int | None = None
-        self._before_s = 0.0
+    _before_s = 0.0
 
     def take(self, now_s: float) -> float | None:
-        before, self._before = self._before, self._read_mw()
+        before, self._before = self._before, self._read()
         seconds, self._before_s = now_s - self._before_s, now_s
         if before is None or self._before is None:
             return None
@@ -120,11 +113,11 @@ class Nvml:
     def sensors(self) -> list[Sensor]:
         """One for each GPU; without NVML a single absent one, whatever GPUs there may be."""
         if not self.gpus:
-            return [Absent(device="gpu", name=None, reason=self.reason or "")]
+            return [Sensor("gpu", None, self.reason)]
         return [self._sensor(gpu) for gpu in self.gpus]
 
     def _sensor(self, gpu: Gpu) -> Sensor:
-        reason = gpu.reason or ""
+        reason = gpu.reason
         if gpu.handle is not None:
             for function, kind in (
                 ("nvmlDeviceGetTotalEnergyConsumption", Counter),
@@ -136,7 +129,7 @@ class Nvml:
                     reason = f"{function[13:]}: {self._why(error)}"
                     continue
                 return kind(gpu, functools.partial(self._read, function, gpu.handle))
-        return Absent(device=gpu.device, name=gpu.name, reason=reason)
+        return Sensor(gpu.device, gpu.name, reason)
 
     # --- use ----------------------------------------------------------------------------------------------------
 

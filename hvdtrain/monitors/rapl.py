@@ -14,7 +14,8 @@ import dataclasses
 import re
 from pathlib import Path
 
-from hvdtrain.monitors.sensors import Absent, Sensor
+from hvdtrain.cluster import processes
+from hvdtrain.monitors.sensors import Sensor
 
 ZONE = re.compile(r"intel-rapl(-mmio)?(:\d+)+")
 PACKAGE = re.compile(r"package-(\d+)(-die-\d+)?")
@@ -42,14 +43,13 @@ def difference_uj(before: int, after: int, range_uj: int) -> int:
     return after - before if after >= before else after - before + range_uj + 1
 
 
-class Rapl:
+class Rapl(Sensor):
     """The sensor of one zone. Raises OSError or ValueError if the zone cannot be read."""
 
     source = "rapl"
-    reason = None
 
     def __init__(self, zone: Zone, device: str, name: str) -> None:
-        self.device, self.name = device, name
+        super().__init__(device, name)
         self._path = zone.path / "energy_uj"
         self.range_uj = int(_text(zone.path / "max_energy_range_uj"))
         if self.range_uj <= 0:
@@ -108,7 +108,7 @@ def zones(root: Path) -> list[Zone]:
 
 def sensors(root: Path, interval_s: float) -> list[Sensor]:
     """A sensor for each package and its DRAM, absent ones with the reason; read every `interval_s`."""
-    model = _model()
+    model = processes.processor() or "CPU"
     found: list[Sensor] = []
     counted = {zone.device: zone for zone in zones(root) if zone.device}
     for device, zone in counted.items():
@@ -118,13 +118,13 @@ def sensors(root: Path, interval_s: float) -> list[Sensor]:
             if memory in counted:
                 found.append(_sensor(counted[memory], memory, name, interval_s))
             else:
-                found.append(Absent(device=memory, name=name, reason="this CPU's RAPL has no dram zone"))
+                found.append(Sensor(memory, name, "this CPU's RAPL has no dram zone"))
     if found:
         return found
     reason = _why_no_zones(root)
     for number in _packages():
-        found.append(Absent(device=f"cpu{number}", name=model, reason=reason))
-        found.append(Absent(device=f"dram{number}", name=f"DRAM of package-{number}", reason=reason))
+        found.append(Sensor(f"cpu{number}", model, reason))
+        found.append(Sensor(f"dram{number}", f"DRAM of package-{number}", reason))
     return found
 
 
@@ -133,17 +133,17 @@ def _sensor(zone: Zone, device: str, name: str, interval_s: float) -> Sensor:
         sensor = Rapl(zone, device, name)
     except PermissionError as error:
         reason = f"{error.filename}: only root may read it; sudo chmod a+r {zone.path.parent}/*/energy_uj allows all"
-        return Absent(device=device, name=name, reason=reason)
+        return Sensor(device, name, reason)
     except OSError as error:
-        return Absent(device=device, name=name, reason=f"{error.filename}: {error.strerror}")
+        return Sensor(device, name, f"{error.filename}: {error.strerror}")
     except ValueError as error:
-        return Absent(device=device, name=name, reason=f"{zone.path}: {error}")
+        return Sensor(device, name, f"{zone.path}: {error}")
     if interval_s > sensor.safe_s:
         reason = (
             f"its counter starts again after {sensor.range_uj / 1e6:.0f} J, perhaps twice in {interval_s:g} s: "
             f"lower --monitor-ms to {sensor.safe_s * 1000:.0f}"
         )
-        return Absent(device=device, name=name, reason=reason)
+        return Sensor(device, name, reason)
     return sensor
 
 
@@ -156,13 +156,6 @@ def _why_no_zones(root: Path) -> str:
             "systempaths=unconfined)"
         )
     return f"no RAPL zone in {root}: sudo modprobe intel_rapl_msr, if the CPU is Intel's or AMD's and no virtual one"
-
-
-def _model() -> str:
-    for line in (_text_or_none(Path("/proc/cpuinfo")) or "").splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return "CPU"
 
 
 def _packages() -> list[int]:

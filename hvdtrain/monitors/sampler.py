@@ -13,7 +13,6 @@ import json
 import os
 import select
 import signal
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,9 +20,9 @@ from typing import Any
 
 from hvdtrain import records
 from hvdtrain.exits import Failure
-from hvdtrain.monitors import rapl
+from hvdtrain.monitors import rapl, say
 from hvdtrain.monitors.nvml import Nvml
-from hvdtrain.monitors.sensors import Absent, Sensor
+from hvdtrain.monitors.sensors import Sensor
 
 PARENT_CHECK_S = 1.0
 
@@ -83,11 +82,6 @@ class Host:
         return records.Sample(unix_s=unix_s, seconds=seconds, energy_j=energy_j, **counts)
 
 
-def say(host: str, message: str) -> None:
-    with contextlib.suppress(OSError):  # stderr may have gone with the rank
-        print(f"hvdtrain: monitor on {host}: {message}", file=sys.stderr, flush=True)
-
-
 def answer(word: str) -> None:
     with contextlib.suppress(OSError):
         os.write(1, word.encode() + b"\n")
@@ -106,7 +100,7 @@ def own(sensors: list[Sensor], recorder: str, host: str) -> list[Sensor]:
     if recorder == host:
         return sensors
     reason = f"recorded by host {recorder}, on the same machine"
-    return [Absent(device=sensor.device, name=sensor.name, reason=reason) for sensor in sensors]
+    return [Sensor(sensor.device, sensor.name, reason) for sensor in sensors]
 
 
 def idle_w(host: Host, idle_s: float, interval_s: float, line: Line) -> dict[str, float]:

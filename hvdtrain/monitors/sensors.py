@@ -2,38 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Protocol
 
+class Sensor:
+    """One device that takes energy: this one without a reading, `reason` says why. The four facts are those of
+    `records.Sensors.devices`. `take`: joules since the last call, at `now_s` of the monotonic clock; None at the first,
+    or where not measured."""
 
-class Sensor(Protocol):
-    """One device that takes energy. The four facts are those of `records.Sensors.devices`."""
+    source: str | None = None
 
-    @property
-    def device(self) -> str: ...
-
-    @property
-    def name(self) -> str | None: ...
-
-    @property
-    def source(self) -> str | None: ...
-
-    @property
-    def reason(self) -> str | None: ...
+    def __init__(self, device: str, name: str | None, reason: str | None = None) -> None:
+        self.device, self.name, self.reason = device, name, reason
 
     def take(self, now_s: float) -> float | None:
-        """Joules since the last call, at `now_s` of the monotonic clock; None at the first, or where not measured."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Absent:
-    """A device without a reading, and why."""
-
-    device: str
-    name: str | None
-    reason: str
-    source: None = None
-
-    def take(self, now_s: float) -> None:
         return None

@@ -7,61 +7,28 @@ is a key of RECORDS. Times are in seconds, sizes in bytes; `null` means not meas
 two records for the same step or epoch the later one counts.
 """
 
-from hvdtrain.records.checks import from_json, make
-from hvdtrain.records.files import (
-    LONGEST_DOCUMENT_BYTES,
-    LONGEST_LINE_BYTES,
-    Writer,
-    open_plain,
-    read,
-    read_document,
-    read_lines,
-    read_values,
-    write_document,
-)
-from hvdtrain.records.types import (
-    RECORDS,
-    SCHEMA,
-    Epoch,
-    Manifest,
-    Point,
-    Record,
-    Resumed,
-    Sample,
-    Saved,
-    Sensors,
-    Step,
-    Summary,
-    as_json,
-    by_score,
-    utc_now,
-)
-
-__all__ = [
-    "LONGEST_DOCUMENT_BYTES",
-    "LONGEST_LINE_BYTES",
-    "RECORDS",
-    "SCHEMA",
-    "Epoch",
-    "Manifest",
-    "Point",
-    "Record",
-    "Resumed",
-    "Sample",
-    "Saved",
-    "Sensors",
-    "Step",
-    "Summary",
-    "Writer",
-    "as_json",
-    "by_score",
-    "from_json",
-    "make",
-    "open_plain",
-    "read",
-    "read_document",
-    "read_lines",
-    "read_values",
-    "utc_now",
-    "write_document",
-]
+from hvdtrain.records.checks import from_json as from_json
+from hvdtrain.records.checks import make as make
+from hvdtrain.records.files import LONGEST_DOCUMENT_BYTES as LONGEST_DOCUMENT_BYTES
+from hvdtrain.records.files import Writer as Writer
+from hvdtrain.records.files import open_plain as open_plain
+from hvdtrain.records.files import read as read
+from hvdtrain.records.files import read_document as read_document
+from hvdtrain.records.files import read_lines as read_lines
+from hvdtrain.records.files import read_values as read_values
+from hvdtrain.records.files import write_document as write_document
+from hvdtrain.records.types import RECORDS as RECORDS
+from hvdtrain.records.types import SCHEMA as SCHEMA
+from hvdtrain.records.types import Epoch as Epoch
+from hvdtrain.records.types import Manifest as Manifest
+from hvdtrain.records.types import Point as Point
+from hvdtrain.records.types import Record as Record
+from hvdtrain.records.types import Resumed as Resumed
+from hvdtrain.records.types import Sample as Sample
+from hvdtrain.records.types import Saved as Saved
+from hvdtrain.records.types import Sensors as Sensors
+from hvdtrain.records.types import Step as Step
+from hvdtrain.records.types import Summary as Summary
+from hvdtrain.records.types import as_json as as_json
+from hvdtrain.records.types import by_score as by_score
+from hvdtrain.records.types import utc_now as utc_now

@@ -7,12 +7,14 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from hvdtrain import exits, files
 from hvdtrain.exits import Failure
 from hvdtrain.records.checks import checked, from_json, make
 from hvdtrain.records.types import Record, as_json
+
+R = TypeVar("R", bound=Record)
 
 _DECODER = json.JSONDecoder()
 LONGEST_LINE_BYTES = 1 << 20
@@ -90,8 +92,8 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
             yield number, line
 
 
-def read_document(path: Path) -> Any:
-    """The record that a JSON file such as manifest.json holds. Raises Failure (65, 74, 77)."""
+def read_document(path: Path, cls: type[R]) -> R:
+    """The record of type `cls` that a JSON file such as manifest.json holds. Raises Failure (65, 74, 77)."""
     with open_plain(path) as stream:
         text = stream.read(LONGEST_DOCUMENT_BYTES + 1)
     if len(text) > LONGEST_DOCUMENT_BYTES:
@@ -102,7 +104,10 @@ def read_document(path: Path) -> Any:
         raise Failure(f"{path}:{error.lineno}: no JSON ({error.msg})", exits.BAD_DATA) from error
     except ValueError as error:
         raise Failure(f"{path}:1: no JSON ({error})", exits.BAD_DATA) from error
-    return from_json(value, f"{path}:1")
+    found = from_json(value, f"{path}:1")
+    if not isinstance(found, cls):
+        raise Failure(f"{path}:1: a {found.type} record, not a {cls.type}", exits.BAD_DATA)
+    return found
 
 
 def open_plain(path: Path) -> IO[bytes]:

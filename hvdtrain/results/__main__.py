@@ -49,11 +49,14 @@ def parser() -> Parser:
     top = Parser(prog="hvdtrain results", description=PURPOSE)
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
+    def rooted(one: argparse.ArgumentParser) -> None:
+        one.add_argument("roots", nargs="*", type=Path, default=[RESULTS], metavar="ROOT")
+        one.add_argument("--where", metavar="TEST", help="only runs with, e.g., 'rate_mbit=10 and hosts>1'")
+
     def add(name: str, purpose: str, *, roots: bool = True, forms: bool = True) -> argparse.ArgumentParser:
         one = commands.add_parser(name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".")
         if roots:
-            one.add_argument("roots", nargs="*", type=Path, default=[RESULTS], metavar="ROOT")
-            one.add_argument("--where", metavar="TEST", help="only runs with, e.g., 'rate_mbit=10 and hosts>1'")
+            rooted(one)
         if forms:
             one.add_argument("--format", choices=FORMATS, default="table", help="how to print (default: table)")
             one.add_argument("--json", action="store_const", dest="format", const="json", help="same as --format json")
@@ -100,18 +103,14 @@ def parser() -> Parser:
     export.add_argument("--format", choices=("csv", "json", "parquet"), default="csv", help="default: csv")
     export.add_argument("--json", action="store_const", dest="format", const="json", help="same as --format json")
     export.add_argument("-o", "--output", type=Path, metavar="FILE", help="instead of standard output")
-    plot = commands.add_parser(
-        "plot",
-        help="a figure as SVG, PNG or PDF",
-        description="A figure:\n" + "\n".join(f"  {name:<14}{kind.purpose}" for name, kind in plots.KINDS.items()),
-    )
+    plot = add("plot", "a figure as SVG, PNG or PDF", roots=False, forms=False)
+    plot.description = "A figure:\n" + "\n".join(f"  {name:<14}{what}" for name, (what, *_) in plots.KINDS.items())
     plot.add_argument("kind", choices=tuple(plots.KINDS), metavar="KIND")
     report = add("report", "one self-contained HTML page: summary, figures, tables, definitions", forms=False)
     for one in (plot, report):
         raced(one, "score that strategies race to")
         if one is plot:
-            one.add_argument("roots", nargs="*", type=Path, default=[RESULTS], metavar="ROOT")
-            one.add_argument("--where", metavar="TEST", help="only runs with, e.g., 'rate_mbit=10 and hosts>1'")
+            rooted(one)
             one.add_argument("--count", choices=("hosts", "ranks"), default="hosts", help="default: hosts")
             one.add_argument("--runs", metavar="A,B,..", default="", help="names of runs (power, resources)")
         one.add_argument("-o", "--output", type=Path, required=True, metavar="FILE")
@@ -295,22 +294,18 @@ def compare(asked: argparse.Namespace) -> int:
     return exits.FAILED if worse else exits.OK
 
 
-def report(asked: argparse.Namespace, loaded: Loaded) -> int:
-    from hvdtrain.results import report as page
+def write(asked: argparse.Namespace, loaded: Loaded) -> None:
+    """Makes the file of `plot` or `report`."""
+    if asked.command == "plot":
+        names = tuple(name for name in asked.runs.split(",") if name)
+        options = plots.Options(count=asked.count, runs=names, target=asked.target[1])
+        plots.save(plots.draw(asked.kind, loaded, options), asked.output)
+    else:
+        from hvdtrain.results import report
 
-    page.write(loaded, asked.output, asked.target[1])
+        report.write(loaded, asked.output, asked.target[1])
     complain(loaded.problems)
     print(exits.printable(f"hvdtrain: wrote {asked.output}"), file=sys.stderr)
-    return exits.OK
-
-
-def draw(asked: argparse.Namespace, loaded: Loaded) -> int:
-    names = tuple(name for name in asked.runs.split(",") if name)
-    options = plots.Options(count=asked.count, runs=names, target=asked.target[1])
-    plots.save(plots.draw(asked.kind, loaded, options), asked.output)
-    complain(loaded.problems)
-    print(exits.printable(f"hvdtrain: wrote {asked.output}"), file=sys.stderr)
-    return exits.OK
 
 
 def main(arguments: list[str]) -> int:
@@ -330,17 +325,15 @@ def main(arguments: list[str]) -> int:
         from hvdtrain.results import scores
 
         loaded = dataclasses.replace(loaded, runs=scores.judged_by(loaded.runs, score))
-    if asked.command == "plot":
-        return draw(asked, loaded)
-    if asked.command == "report":
-        return report(asked, loaded)
-    if asked.command == "export":
+    if asked.command in ("plot", "report"):
+        write(asked, loaded)
+    elif asked.command == "export":
         from hvdtrain.results.export import export
 
         export(loaded.runs, asked.format, asked.output)
         complain(loaded.problems)
-        return exits.OK
-    say(tables(asked, loaded), asked, loaded.problems)
+    else:
+        say(tables(asked, loaded), asked, loaded.problems)
     return exits.OK
 
 

@@ -40,21 +40,15 @@ def reached(run_dir: str, score: str, target: float, problems: list[Problem]) ->
     """When the run's score reached the target; None if it never did, or the run cannot be read any more (why is then
     in `problems`)."""
     try:
-        return _reached(run_dir, score, target)
+        known = scores.row(load.manifest(run_dir).measure, run_dir)[1]
+        epochs = metrics.epochs(load.metrics_file(run_dir)) if score in known else []  # a script told none
     except Failure as failure:
         problems.append(Problem(run_dir, None, str(failure)))
         return None
-
-
-def _reached(run_dir: str, score: str, target: float) -> Reached | None:
-    known = scores.row(load.manifest(run_dir).measure, run_dir)[1]
-    if score not in known:  # a script told none
-        return None
-    better = known[score].better
     before: tuple[float, float] | None = None
-    for timed in metrics.epochs(load.metrics_file(run_dir)):
+    for timed in epochs:
         value, train_s = timed.epoch.validation_scores.get(score), timed.trained_s
-        if value is not None and not better(target, value):
+        if value is not None and not known[score].better(target, value):
             crossed_s = train_s
             if before is not None:
                 crossed_s = before[0] + (train_s - before[0]) * (target - before[1]) / (value - before[1])
@@ -100,11 +94,10 @@ def accuracy(loaded: Loaded, target: float = 0.95, group_by: Sequence[str] | Non
         f"reached {percent}: at the end of the first epoch whose validation is as good as that, nothing interpolated; "
         "training: seconds of training until then; end to end: with validation and checkpoints",
         "times and epochs are means over the runs that got there: where some did not, they flatter the group",
-        CAPTIONS_NOTE if "bleu4" in more else None,
-        common(found, shown),
+        *([CAPTIONS_NOTE] if "bleu4" in more else []),
+        *common(found, shown),
         *left_out(loaded.runs),
     ]
     spare = (*(one.key for one in others), *(one.key for one in scores.figures(loaded.runs, "best_validation")))
     spare += ("epochs_to_target", "n", "end_to_end_to_target_s")
-    title = "Accuracy and time to accuracy"
-    return Table("accuracy", title, columns, rows, [note for note in notes if note], spare=spare)
+    return Table("accuracy", "Accuracy and time to accuracy", columns, rows, notes, spare=spare)

@@ -9,7 +9,6 @@ repeats would tell. With a single run on a side there is no spread, and the thre
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import pandas as pd
@@ -17,7 +16,6 @@ import pandas as pd
 from hvdtrain import exits
 from hvdtrain.exits import Failure
 from hvdtrain.results import alike, groups, missing, scores
-from hvdtrain.results.columns import GROUP
 from hvdtrain.results.groups import Group
 from hvdtrain.results.load import Loaded
 from hvdtrain.results.statistics import Statistic, difference
@@ -35,34 +33,23 @@ LESS_IS_BETTER = {
 VERDICTS = ("worse", "unclear", "same", "better")
 
 
-@dataclasses.dataclass(frozen=True)
-class Compared:
-    before: Statistic
-    after: Statistic
-    change: float | None
-    """Relative to before, positive is more; None if before is 0"""
-    verdict: str
+def judge(before: Statistic, after: Statistic, threshold: float, *, less_is_better: bool) -> tuple[float | None, str]:
+    """The change, relative to before (None if before is 0), and the verdict of the rule at the head of this file.
 
-    @property
-    def single(self) -> bool:
-        return self.before.n < 2 or self.after.n < 2
-
-
-def judge(before: Statistic, after: Statistic, threshold: float, *, less_is_better: bool) -> Compared:
-    """Applies the rule at the head of this file; `threshold` is a fraction of 1."""
+    `threshold` is a fraction of 1, and a change above 0 is more.
+    """
     apart_ = difference(after, before)
     change = apart_.mean / abs(before.mean) if before.mean else None
     if apart_.mean == 0 or (change is not None and abs(change) <= threshold):
-        return Compared(before, after, change, "same")
-    known = apart_.low is not None and apart_.high is not None
-    if change is None or (known and apart_.low <= 0 <= apart_.high):  # type: ignore[operator]
-        return Compared(before, after, change, "unclear")
-    return Compared(before, after, change, "worse" if (apart_.mean > 0) == less_is_better else "better")
+        return change, "same"
+    if change is None or (apart_.span and apart_.span[0] <= 0 <= apart_.span[1]):
+        return change, "unclear"
+    return change, "worse" if (apart_.mean > 0) == less_is_better else "better"
 
 
 def pairs(before: Loaded, after: Loaded) -> list[tuple[Group, Group]]:
     """Groups of the same experiment; two single groups are a pair if they are alike. Raises Failure (65)."""
-    a, b = (groups.by(groups.usable(loaded.runs), GROUP) for loaded in (before, after))
+    a, b = (groups.by(groups.usable(loaded.runs)) for loaded in (before, after))
     roots = [_names(loaded) for loaded in (before, after)]
     if len(a) == len(b) == 1:
         if names := alike.apart(a[0], b[0], alike.CHOSEN):
@@ -87,12 +74,9 @@ def pairs(before: Loaded, after: Loaded) -> list[tuple[Group, Group]]:
 
 def _different(a: Group, b: Group) -> list[str]:
     """Columns and settings in which the groups differ; one that either has not recorded is none."""
+    names = [name for name in a.key if name not in ("settings", "rate_mbit")]
     inner = [name for name in a.settings if name in b.settings and a.settings[name] != b.settings[name]]
-    return (
-        alike.differing(a, b, [name for name in a.key if name not in ("settings", "rate_mbit")])
-        + inner
-        + ([] if a.key["rate_mbit"] == b.key["rate_mbit"] else ["rate_mbit"])
-    )
+    return alike.differing(a, b, names) + inner + ["rate_mbit"] * (a.key["rate_mbit"] != b.key["rate_mbit"])
 
 
 def compare(before: Loaded, after: Loaded, threshold: float) -> tuple[Table, bool]:
@@ -109,18 +93,16 @@ def compare(before: Loaded, after: Loaded, threshold: float) -> tuple[Table, boo
             old, new = a.statistic(column.key), b.statistic(column.key)
             if old is None or new is None:
                 continue
-            one = judge(old, new, threshold, less_is_better=less)
-            row = key_cells(a, shown) | {"figure": column.heading, "change": one.change}
-            row |= {"before": cell(old, column), "after": cell(new, column), "n": f"{old.n}, {new.n}"}
-            row |= {"before_mean": old.mean, "after_mean": new.mean, "verdict": one.verdict}
-            row["verdict"] += " (single run)" if one.single and one.verdict in ("worse", "better") else ""
-            rows.append(row)
+            change, verdict = judge(old, new, threshold, less_is_better=less)
+            verdict += " (single run)" if min(old.n, new.n) < 2 and verdict in ("worse", "better") else ""
+            row = key_cells(a, shown) | {"figure": column.heading, "change": change, "verdict": verdict}
+            rows.append(row | {"before": cell(old, column), "after": cell(new, column), "n": f"{old.n}, {new.n}"})
     if not rows:
         raise Failure("nothing to compare: no figure was measured on both sides", exits.BAD_DATA)
-    worse = any(str(row["verdict"]).startswith("worse") for row in rows)
+    worse = any(row["verdict"].startswith("worse") for row in rows)
     columns = [*map(key_column, shown), Column("figure", "figure"), Column("before", "A"), Column("after", "B")]
     columns += [Column("n", "n"), Column("change", "change", "%", 100), Column("verdict", "verdict")]
-    said = {verdict: sum(str(row["verdict"]).startswith(verdict) for row in rows) for verdict in VERDICTS}
+    said = {verdict: sum(row["verdict"].startswith(verdict) for row in rows) for verdict in VERDICTS}
     notes = [
         f"B against A: {', '.join(f'{count} {verdict}' for verdict, count in said.items() if count)}",
         f"worse: by more than {100 * threshold:g} %, and the 95 % interval of the difference of the means (Welch) does "
@@ -147,9 +129,6 @@ def _differences(found: Sequence[tuple[Group, Group]]) -> list[str]:
 
 
 def _unpaired(before: Loaded, after: Loaded, found: Sequence[tuple[Group, Group]]) -> list[str]:
-    notes = []
-    for side, loaded in (("A", before), ("B", after)):
-        more = len(groups.by(groups.usable(loaded.runs), GROUP)) - len(found)
-        if more:
-            notes.append(f"{more} groups are in {side} only")
-    return notes
+    sides = {"A": before, "B": after}
+    more = {side: len(groups.by(groups.usable(each.runs))) - len(found) for side, each in sides.items()}
+    return [f"{count} groups are in {side} only" for side, count in more.items() if count]

@@ -97,9 +97,6 @@ def inference(loaded: Loaded) -> Table:
         | {f"{name.replace(' ', '_')}_s": each.seconds.get(name) for name in names}
         for each in found
     ]
-    none = "no run timed inference: train with --inference 2,64,512,1024"
-    notes = [*(crossovers(found) if found else [none]), NOTE, SPREAD_NOTE, common(members, shown)]
-    title = "Training step and inference by device"
-    return Table(
-        "inference", title, columns, rows, [note for note in [*notes, *left_out(loaded.runs)] if note], spare=("n",)
-    )
+    notes = crossovers(found) if found else ["no run timed inference: train with --inference 2,64,512,1024"]
+    notes += [NOTE, SPREAD_NOTE, *common(members, shown), *left_out(loaded.runs)]
+    return Table("inference", "Training step and inference by device", columns, rows, notes, spare=("n",))

@@ -16,7 +16,6 @@ from hvdtrain import exits
 from hvdtrain.exits import Failure
 from hvdtrain.results import alike, groups
 from hvdtrain.results.alike import Chosen
-from hvdtrain.results.columns import GROUP
 from hvdtrain.results.groups import Group
 from hvdtrain.results.load import Loaded
 from hvdtrain.results.reference import Reference
@@ -27,15 +26,11 @@ from hvdtrain.results.tables import SPREAD_NOTE, apart, common, in_order, key_ce
 
 @dataclasses.dataclass(frozen=True)
 class Energy:
-    """What a group's runs took: energy of all measured devices, and of those that ranks compute on."""
+    """What a group's runs took."""
 
     group: Group
-    end_to_end_s: Statistic | None
-    energy_j: Statistic | None
-    energy_used_j: Statistic | None
-    edp_js: Statistic | Interval | None
-    edp_used_js: Statistic | Interval | None
-    samples_per_j: Statistic | None
+    figures: dict[str, Any]
+    """Cells of the table, and EDP: `edp_js` of all measured devices, `edp_used_js` of those that ranks compute on"""
 
 
 def of(group: Group) -> Energy:
@@ -51,15 +46,16 @@ def of(group: Group) -> Energy:
             return product(time_s, group.statistic(name))
         return summary(t * e for t, e in zip(group.column("end_to_end_s"), group.column(name), strict=True))
 
-    return Energy(
-        group,
-        time_s,
-        group.statistic("energy_j"),
-        group.statistic("energy_used_j"),
-        edp("energy_j"),
-        edp("energy_used_j"),
-        summary(epochs * samples / energy_j for epochs, samples, energy_j in trained if energy_j > 0),
-    )
+    figures = {
+        "n": len(group.values("energy_j")),
+        "end_to_end_s": time_s,
+        "energy_j": group.statistic("energy_j"),
+        "energy_used_j": group.statistic("energy_used_j"),
+        "edp_js": edp("energy_j"),
+        "edp_used_js": edp("energy_used_j"),
+        "samples_per_j": summary(epochs * samples / energy_j for epochs, samples, energy_j in trained if energy_j > 0),
+    }
+    return Energy(group, figures)
 
 
 def _where(group: Group, name: str, present: Sequence[float]) -> list[Any]:
@@ -69,8 +65,7 @@ def _where(group: Group, name: str, present: Sequence[float]) -> list[Any]:
 
 def energies(loaded: Loaded) -> list[Energy]:
     """The energies of the groups that have a run whose energy was measured."""
-    found = (of(group) for group in in_order(groups.by(groups.usable(loaded.runs), GROUP)))
-    return [energy for energy in found if energy.energy_j is not None]
+    return [of(group) for group in in_order(groups.by(groups.usable(loaded.runs))) if group.values("energy_j")]
 
 
 def choose_baseline(found: Sequence[Energy], chosen: Chosen | None) -> Energy:
@@ -102,7 +97,7 @@ def energy(loaded: Loaded, chosen: Chosen | None = None, reference: Reference | 
         return [nothing, reference.beside("energy", PUBLISHED, [])] if reference else [nothing]
     base = choose_baseline(found, chosen)
     shown = apart([each.group for each in found])
-    unit, scale = _unit([each.energy_j.mean for each in found if each.energy_j])
+    unit, scale = _unit([each.figures["energy_j"].mean for each in found])
     freed = chosen.names if chosen else frozenset()
     unlike = {
         id(each): [name for name in alike.apart(each.group, base.group, alike.DEVICES) if name not in freed]
@@ -133,15 +128,12 @@ def energy(loaded: Loaded, chosen: Chosen | None = None, reference: Reference | 
         "samples per joule of all measured devices",
         *_absent(loaded),
         *_resumed(found),
-        common([each.group for each in found], shown),
+        *common([each.group for each in found], shown),
         *left_out(loaded.runs, timing=False),
     ]
-    notes = [note for note in notes if note]
-    made = [Table("energy", "Energy and energy-delay product", columns, rows, notes, spare=SPARE)]
-    made.append(_by_device(found, shown))
-    if reference is not None:
-        made.append(_beside(found, base, rows, reference))
-    return made
+    table = Table("energy", "Energy and energy-delay product", columns, rows, notes, spare=SPARE)
+    beside = [_beside(found, base, rows, reference)] if reference else []
+    return [table, _by_device(found, shown), *beside]
 
 
 def _beside(found: Sequence[Energy], base: Energy, rows: Sequence[dict[str, Any]], reference: Reference) -> Table:
@@ -165,18 +157,11 @@ PUBLISHED = (
 
 def _cells(each: Energy, base: Energy, comparable: bool) -> dict[str, Any]:
     """The group's cells; EDP only if the group equals the baseline in all but what is compared."""
-    edp_used, edp = (base.edp_used_js, base.edp_js) if comparable else (None, None)
-    return {
-        "n": each.energy_j.n if each.energy_j else 0,
-        "end_to_end_s": each.end_to_end_s,
-        "energy_used_j": each.energy_used_j,
-        "energy_j": each.energy_j,
-        "edp_used": _relative(each.edp_used_js, edp_used, each is base),
-        "edp": _relative(each.edp_js, edp, each is base),
-        "edp_used_js": each.edp_used_js,
-        "edp_js": each.edp_js,
-        "samples_per_j": each.samples_per_j,
+    edp = {
+        name: _relative(each.figures[f"{name}_js"], base.figures[f"{name}_js"], each is base) if comparable else None
+        for name in ("edp_used", "edp")
     }
+    return each.figures | edp
 
 
 def _relative(value: Statistic | Interval | None, base: Statistic | Interval | None, same: bool) -> Any:
@@ -202,11 +187,9 @@ def _words(group: Group, shown: Sequence[str]) -> str:
 
 def _absent(loaded: Loaded) -> list[str]:
     """What could not be measured and why, each reason once."""
-    reasons = dict.fromkeys(loaded.complete["energy_absent"].dropna())
-    notes = [f"not measured: {reason}" for reason in reasons]
-    return (
-        notes if len(notes) <= 5 else [*notes[:5], f"and {len(notes) - 5} more such reasons: hvdtrain results show RUN"]
-    )
+    notes = [f"not measured: {reason}" for reason in dict.fromkeys(loaded.complete["energy_absent"].dropna())]
+    more = [f"and {len(notes) - 5} more such reasons: hvdtrain results show RUN"] if len(notes) > 5 else []
+    return notes[:5] + more
 
 
 def _resumed(found: Sequence[Energy]) -> list[str]:
@@ -222,9 +205,8 @@ def _by_device(found: Sequence[Energy], shown: Sequence[str]) -> Table:
         idle = {name for text in each.group.values("idle_devices") for name in text.split(",")}
         for device in dict.fromkeys(name for devices in measured for name in devices):
             joules = summary(devices[device] for devices in measured if device in devices)
-            use = "idle" if device in idle else "used"
-            rows.append(key_cells(each.group, shown) | {"host_device": device, "use": use, "energy_j": joules})
-            rows[-1]["n"] = joules.n if joules else 0
+            about = {"host_device": device, "use": "idle" if device in idle else "used", "energy_j": joules}
+            rows.append(key_cells(each.group, shown) | about | {"n": joules.n if joules else 0})
     unit, scale = _unit([row["energy_j"].mean for row in rows])
     columns = [*map(key_column, shown), Column("host_device", "host:device"), Column("use", "use"), Column("n", "n")]
     columns.append(Column("energy_j", "energy", unit, scale))

@@ -49,11 +49,8 @@ def load(roots: Sequence[Path]) -> Loaded:
 
 def frame(rows: Sequence[dict[str, object]]) -> pd.DataFrame:
     """The data frame of such rows, with all columns."""
-    columns = {}
-    for name in ("headline", "scores", *RUNS):
-        columns[name] = _series(rows, name, RUNS[name])
-    known = scores.all_columns(pd.DataFrame(columns))
-    return pd.DataFrame({name: _series(rows, name, column) for name, column in known.items()})
+    told = pd.DataFrame({"scores": _series(rows, "scores", RUNS["scores"])})
+    return pd.DataFrame({name: _series(rows, name, column) for name, column in scores.all_columns(told).items()})
 
 
 def _series(rows: Sequence[dict[str, object]], name: str, column: Column) -> pd.Series:
@@ -80,14 +77,13 @@ def _refuse_copies(rows: list[dict[str, object]], problems: list[Problem]) -> No
 
 
 def manifest(run_dir: Path | str) -> records.Manifest:
-    found: records.Manifest = runs.document(Path(run_dir) / "manifest.json", records.Manifest)
-    return found
+    return records.read_document(Path(run_dir) / "manifest.json", records.Manifest)
 
 
 def point(run_dir: Path | str) -> records.Point | None:
     """What a sweep asked of the run; None for a run that was started by hand."""
     path = Path(run_dir) / "point.json"
-    return runs.document(path, records.Point) if folders.there(path) else None
+    return records.read_document(path, records.Point) if folders.there(path) else None
 
 
 def metrics_file(run_dir: Path | str) -> Path:
@@ -96,28 +92,27 @@ def metrics_file(run_dir: Path | str) -> Path:
 
 
 def epochs(run_dir: Path | str) -> pd.DataFrame:
-    """The epochs that count: the fields of records.Epoch, each score as a column (`validation_accuracy`), and
-    `trained_s`, `elapsed_s` from the loop's start to the end of the epoch's validation: training alone, and with
-    validation and checkpoints."""
+    """The epochs that count: the fields of records.Epoch, each score as a column (`validation_accuracy`), and as
+    `elapsed_s` the seconds from the loop's start to the end of the epoch's validation, checkpoints before included."""
     rows: list[dict[str, Any]] = [
-        vars(timed.epoch) | records.by_score(timed.epoch) | {"trained_s": timed.trained_s, "elapsed_s": timed.elapsed_s}
+        vars(timed.epoch) | records.by_score(timed.epoch) | {"elapsed_s": timed.elapsed_s}
         for timed in metrics.epochs(metrics_file(run_dir))
     ]
-    names = [*(field.name for field in dataclasses.fields(records.Epoch)), "trained_s", "elapsed_s"]
+    names = [*(field.name for field in dataclasses.fields(records.Epoch)), "elapsed_s"]
     names += [name for row in rows for name in row]
     shown = [name for name in dict.fromkeys(names) if not name.endswith("_scores")]
     return pd.DataFrame(rows, columns=shown, dtype=float)
 
 
 def samples(run_dir: Path | str) -> pd.DataFrame:
-    """Energy by interval and device: host, unix_s, seconds, device, energy_j, used."""
+    """Energy by interval and device: host, unix_s, seconds, device, energy_j."""
     rows = [
-        (host, sample.unix_s, sample.seconds, device, energy_j, used.get(device, True))
+        (host, sample.unix_s, sample.seconds, device, energy_j)
         for path in sorted((Path(run_dir) / "monitors").glob("*.jsonl"))
-        for host, used, sample in power.samples(path)
+        for host, sample in power.samples(path)
         for device, energy_j in sample.energy_j.items()
     ]
-    return pd.DataFrame(rows, columns=["host", "unix_s", "seconds", "device", "energy_j", "used"])
+    return pd.DataFrame(rows, columns=["host", "unix_s", "seconds", "device", "energy_j"])
 
 
 def resources(run_dir: Path | str) -> pd.DataFrame:
@@ -125,7 +120,7 @@ def resources(run_dir: Path | str) -> pd.DataFrame:
     nic_sent_bytes and nic_received_bytes (over all NICs). What was not measured is NaN."""
     rows = []
     for path in sorted((Path(run_dir) / "monitors").glob("*.jsonl")):
-        for host, _, sample in power.samples(path):
+        for host, sample in power.samples(path):
             gpus = runs.numbers(gpu.get("utilisation_percent") for gpu in sample.gpus)
             nics = (runs.numbers(nic.get(key) for nic in sample.nics) for key in ("sent_bytes", "received_bytes"))
             figures = [sample.unix_s, sample.seconds, sample.cpu_percent, sample.ram_used_bytes]

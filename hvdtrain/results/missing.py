@@ -50,12 +50,10 @@ def text(group: Group, found: Sequence[Group], count: Count = "hosts", chosen: C
     nearest = min(others, key=lambda one: _distance(group, one, count))
     names, size = _apart(group, nearest, count), int(count_of(nearest, count))
     if not names:
-        return f"{head}: {many(size, count)} were timed with another strategy or setting only. " + _lacking(
-            group, count, size
-        )
+        why = f"{many(size, count)} were timed with another strategy or setting only"
+        return f"{head}: {why}. {_lacking(group, count, size)}"
     small, large = sorted((group, nearest), key=lambda one: count_of(one, count))
-    why = f"{many(size, count)} ({_name(nearest)}) differ in {alike.words(nearest, group, names)}"
-    why = why if size > 1 else why.replace(" differ in ", " differs in ", 1)
+    why = f"{many(size, count)} ({_name(nearest)}) differ{'s' * (size == 1)} in {alike.words(nearest, group, names)}"
     least = count_of(small, count)
     if any(count_of(one, count) == least and not _apart(one, large, count) for one in found):
         return f"{head}: {why}."

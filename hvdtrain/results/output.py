@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
-import json
 import os
 import re
 import shutil
@@ -168,7 +167,7 @@ def plain(value: Any) -> Any:
     return value
 
 
-def as_document(table: Table, problems: Sequence[Problem] = ()) -> dict[str, Any]:
+def as_document(table: Table, problems: Sequence[Problem]) -> dict[str, Any]:
     """One JSON document: figures in base units (s, B, J, fractions of 1)."""
     keys = ([table.section] if table.section else []) + [column.key for column in table.columns]
     return {
@@ -259,5 +258,4 @@ FORMATS: dict[str, Callable[[Table], str]] = {
     "csv": comma_separated,
     "markdown": markdown,
     "latex": latex,
-    "json": lambda table: json.dumps(as_document(table), indent=2) + "\n",
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from hvdtrain import exits, files
 from hvdtrain.exits import Failure
@@ -36,28 +36,20 @@ class Options:
     """Most panels beside each other; 1 on a phone"""
 
 
-@dataclasses.dataclass(frozen=True)
-class Kind:
-    """A figure: what it is for, and the function of hvdtrain.results.figures that draws it."""
-
-    purpose: str
-    module: str
-    function: str
-
-
-KINDS: dict[str, Kind] = {
-    "strategies": Kind("time to a validation accuracy, all strategies on one axis", "strategies", "to_target"),
-    "time": Kind("training time against hosts, one curve per rate (Lucero 2022's figure)", "scaling", "time"),
-    "speedup": Kind("speed-up over one host, with the ideal line", "scaling", "speedup"),
-    "efficiency": Kind("efficiency as a map of hosts and rates", "scaling", "efficiency"),
-    "phases": Kind("data, compute, exchange per step; train, validation, test, checkpoints per run", "work", "phases"),
-    "layers": Kind("time per step against parameters, a curve per number of layers", "sizes", "layers"),
-    "wire": Kind("bytes on the wire against the least that an allreduce can send", "work", "wire"),
-    "accuracy": Kind("validation accuracy against epochs", "training", "by_epoch"),
-    "accuracy-time": Kind("validation accuracy against time", "training", "by_time"),
-    "crossover": Kind("time of a training step and of inference against parameters, by device", "devices", "crossover"),
-    "power": Kind("power of each device against time", "machines", "power"),
-    "resources": Kind("CPU, RAM, GPU and network use of each host against time", "machines", "resources"),
+# Figure -> what it is for, and the module and the function of hvdtrain.results.figures that draw it.
+KINDS = {
+    "strategies": ("time to a validation accuracy, all strategies on one axis", "strategies", "to_target"),
+    "time": ("training time against hosts, one curve per rate (Lucero 2022's figure)", "scaling", "time"),
+    "speedup": ("speed-up over one host, with the ideal line", "scaling", "speedup"),
+    "efficiency": ("efficiency as a map of hosts and rates", "scaling", "efficiency"),
+    "phases": ("data, compute, exchange per step; train, validation, test, checkpoints per run", "work", "phases"),
+    "layers": ("time per step against parameters, a curve per number of layers", "sizes", "layers"),
+    "wire": ("bytes on the wire against the least that an allreduce can send", "work", "wire"),
+    "accuracy": ("validation accuracy against epochs", "training", "by_epoch"),
+    "accuracy-time": ("validation accuracy against time", "training", "by_time"),
+    "crossover": ("time of a training step and of inference against parameters, by device", "devices", "crossover"),
+    "power": ("power of each device against time", "machines", "power"),
+    "resources": ("CPU, RAM, GPU and network use of each host against time", "machines", "resources"),
 }
 
 
@@ -67,9 +59,10 @@ def draw(kind: str, loaded: Loaded, options: Options | None = None) -> Figure:
         raise Failure(f"no figure {kind!r}; there are {', '.join(KINDS)}", exits.USAGE)
     from hvdtrain.results.figures import style
 
-    module: Any = importlib.import_module(f"hvdtrain.results.figures.{KINDS[kind].module}")
+    _, name, function = KINDS[kind]
+    module = importlib.import_module(f"hvdtrain.results.figures.{name}")
     with style.settings():
-        figure: Figure = getattr(module, KINDS[kind].function)(loaded, options or Options())
+        figure: Figure = getattr(module, function)(loaded, options or Options())
     return figure
 
 

@@ -7,11 +7,12 @@ holes would look like saving. The same goes for a host whose samples cover less 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from hvdtrain import records
+from hvdtrain.results.folders import Problem
 
 COVERED = 0.95
 
@@ -31,12 +32,12 @@ class HostPower:
     power_asked: bool = False
 
 
-def read(path: Path, torn: Callable[[int], None]) -> HostPower:
-    """The sums of one file. Raises Failure (65, 74, 77) with file:line."""
+def read(path: Path, problems: list[Problem]) -> HostPower:
+    """The sums of one file, whose torn lines are `problems`. Raises Failure (65, 74, 77) with file:line."""
     found = HostPower(path.stem)
     samples: dict[str, int] = {}
     count = 0
-    for _, cls, value in records.read_values(path, torn):
+    for _, cls, value in records.read_values(path, lambda line: problems.append(Problem(str(path), line, "torn line"))):
         if cls is records.Sensors:
             found.host = value["host"]
             found.power_asked |= "power" in value["monitors"]
@@ -63,12 +64,11 @@ def devices(listed: Sequence[Any]) -> list[dict[str, Any]]:
     return [each for each in listed if isinstance(each, dict) and isinstance(each.get("device"), str)]
 
 
-def samples(path: Path) -> Iterator[tuple[str, dict[str, bool], records.Sample]]:
-    """Host, whether each device is used, and the sample, of each interval."""
-    host, used = path.stem, dict[str, bool]()
+def samples(path: Path) -> Iterator[tuple[str, records.Sample]]:
+    """The host and the sample of each interval."""
+    host = path.stem
     for _, cls, value in records.read_values(path):
         if cls is records.Sensors:
             host = value["host"]
-            used |= {each["device"]: each.get("used") is not False for each in devices(value["devices"])}
         elif cls is records.Sample:
-            yield host, used, records.make(cls, value)
+            yield host, records.make(cls, value)

@@ -152,7 +152,7 @@ def header(loaded: Loaded) -> str:
 def findings(loaded: Loaded) -> str:
     """Each question with its answers."""
     return "\n".join(
-        f"<h3>{text(question)}</h3>\n{report_page.bullets(((one.lead, one.text) for one in answers), 'findings')}"
+        f"<h3>{text(question)}</h3>\n{report_page.bullets(answers, 'findings')}"
         for question, answers in report_words.findings(loaded.runs)
     )
 

@@ -96,14 +96,7 @@ def power_sensors(loaded: Loaded) -> Table:
     """What measured power, and which devices went without and why."""
     counted = Counter(sensor for run_dir in loaded.complete["run_dir"] for sensor in set(sensors.of(run_dir)))
     rows = [
-        {
-            "host": sensor.host,
-            "device": sensor.device,
-            "name": sensor.name,
-            "source": sensor.source or f"none here: {sensor.reason}",
-            "used": sensor.used,
-            "runs": number,
-        }
+        vars(sensor) | {"source": sensor.source or f"none here: {sensor.reason}", "runs": number}
         for sensor, number in sorted(counted.items(), key=lambda item: (item[0].host, item[0].device, repr(item)))
     ]
     columns = [Column(key, key) for key in ("host", "device", "name")]
@@ -122,7 +115,7 @@ def commands(loaded: Loaded) -> Iterator[tuple[str, str]]:
     """Of the first run of each group of complete runs: as a comment, the hosts, ranks and throttle that it needs; and
     the command that a sweep launched, else what each rank ran."""
     for group in groups.by(loaded.complete):
-        run_dir = min(zip(group.values("started_utc"), group.values("run_dir"), strict=True))[1]
+        run_dir = missing.group_run(group)
         point = load.point(run_dir)
         hosts, per_host, rate = (group.key[name] for name in ("hosts", "ranks_per_host", "rate_mbit"))
         needs = "hosts not recorded" if hosts is None else f"hosts: {hosts:g}, ranks: {hosts * per_host:g}"

@@ -89,14 +89,8 @@ def table(shown: Table, number: int, said: Collection[str] = ()) -> str:
             lines.append(f"<tr>{''.join(cells)}</tr>")
         bodies.append("<tbody>\n" + "\n".join(lines) + "\n</tbody>")
     notes = [("", note) for note in shown.notes if note not in said]
-    drawn = "\n".join(
-        [
-            f"<table>\n<caption>Table {number}. {text(shown.title)}</caption>",
-            f"<thead><tr>{headings}</tr></thead>",
-            *bodies,
-            "</table>",
-        ]
-    )
+    head = f"<table>\n<caption>Table {number}. {text(shown.title)}</caption>\n<thead><tr>{headings}</tr></thead>"
+    drawn = "\n".join([head, *bodies, "</table>"])
     below = bullets(shown.readings.items(), "findings") if shown.readings else ""
     below += bullets(notes, "notes") if notes else ""
     return f'<div class="table">{scroll(f"Table {number}", drawn)}\n{below}</div>'

@@ -18,8 +18,7 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.results import alike, groups, scores
 from hvdtrain.results.figures import panels
 from hvdtrain.results.groups import Group
-from hvdtrain.results.scaling import MOST_EFFICIENCY
-from hvdtrain.results.scaling_table import rate_words
+from hvdtrain.results.scaling import MOST_EFFICIENCY, many, rate_words
 from hvdtrain.results.statistics import Interval
 from hvdtrain.results.strategies import soonness
 from hvdtrain.results.table import Table, cell, number
@@ -33,13 +32,8 @@ DIGEST = ("strategy", "framework", "hosts", "count", "reached", "train_to_target
 
 WIRE = ("limit_s_per_step", "step_s", "wire_bytes_per_step", "limit_bytes_per_step")
 
-
-@dataclasses.dataclass(frozen=True)
-class Finding:
-    """A finding in words; `lead` is printed bold, with a colon, before `text`."""
-
-    lead: str
-    text: str
+Finding = tuple[str, str]
+"""What is printed bold, with a colon, and the text after it"""
 
 
 # --- the first screen -------------------------------------------------------------------------------------------------
@@ -125,7 +119,7 @@ def findings(runs: pd.DataFrame) -> list[tuple[str, list[Finding]]]:
     """Question -> answers, for those questions that the runs can answer."""
     found = [group for group in groups.by(groups.usable(runs)) if group.key["hosts"]]
     if not any(group.values("train_s") for group in found):
-        return [("What can be said", [Finding("Nothing yet", "There is no complete timing run.")])]
+        return [("What can be said", [("Nothing yet", "There is no complete timing run.")])]
     names = dict(zip(map(id, found), group_names(found), strict=True))
     asked = {
         "How far is it from what the wire allows?": list(wire(found)),
@@ -142,8 +136,7 @@ def wire(found: Sequence[Group]) -> Iterator[Finding]:
     for group in sorted(several, key=lambda group: group.key["rate_mbit"] or math.inf):
         by_rate.setdefault(group.key["rate_mbit"], []).append(group)
     for rate, here in by_rate.items():
-        means = {name: [group.statistic(name) for group in here] for name in WIRE}
-        limit_s, step_s, bytes_, least = means.values()
+        limit_s, step_s, bytes_, least = ([group.statistic(name) for group in here] for name in WIRE)
         shares = [100 * a.mean / b.mean for a, b in zip(limit_s, step_s, strict=True) if a and b]
         ratios = [a.mean / b.mean for a, b in zip(bytes_, least, strict=True) if a and b]
         words = []
@@ -152,7 +145,7 @@ def wire(found: Sequence[Group]) -> Iterator[Finding]:
         if ratios:
             words.append(f"the busiest host sent or received {span(ratios)} times the bytes of that limit")
         if words:
-            yield Finding("Without a throttle" if rate is None else f"At {rate_words(rate)}", sentence(words))
+            yield ("Without a throttle" if rate is None else f"At {rate_words(rate)}"), sentence(words)
 
 
 def span(values: Sequence[float]) -> str:
@@ -179,7 +172,7 @@ def scores_and_energy(runs: pd.DataFrame, found: Sequence[Group], names: dict[in
             ranked = sorted(known, key=lambda each: each[0].mean)
             ends = [(least, *ranked[0]), (most, *ranked[-1])][: len(ranked)] if ranked else []
             if words := [f"{how} {who}: {cell(one, column)} {column.unit} (n = {one.n})" for how, one, who in ends]:
-                yield Finding(lead, sentence(words))
+                yield lead, sentence(words)
 
 
 def group_names(found: Sequence[Group]) -> list[str]:
@@ -187,7 +180,7 @@ def group_names(found: Sequence[Group]) -> list[str]:
     names = panels.titles([group.key | {"batch": panels.batch("strong", group.key["global_batch"])} for group in found])
     for index, group in enumerate(found):
         number_, mbit = group.key["hosts"], group.key["rate_mbit"]
-        names[index] += f" on {panels.hosts(number_)}" + (f" at {panels.rate(mbit)}" if number_ > 1 and mbit else "")
+        names[index] += f" on {many(number_, 'hosts')}" + (f" at {rate_words(mbit)}" if number_ > 1 and mbit else "")
     return names
 
 
@@ -197,12 +190,10 @@ def certainty(runs: pd.DataFrame, found: Sequence[Group], names: dict[int, str])
     counts = [one.n for one, _ in timed]
     spread = [((one.span[1] - one.span[0]) / 2 / one.mean, name) for one, name in timed if one.span and one.mean]
     total = f"{sum(counts)} timing runs of {len(counts)} settings, {span(counts)} of each"
-    said = [Finding("Repeats", f"{total}." if spread else f"{total}: how far they spread is not known.")]
+    said = [("Repeats", f"{total}." if spread else f"{total}: how far they spread is not known.")]
     if spread:
         half, name = max(spread)
-        said.append(
-            Finding("Spread", f"A mean training time has a spread of ± {number(100 * half)} % at most ({name}).")
-        )
+        said.append(("Spread", f"A mean training time has a spread of ± {number(100 * half)} % at most ({name})."))
         if single := counts.count(1):
-            said.append(Finding("Single runs", f"{single} settings were run once: their spread is not known."))
-    return said + [Finding("Not counted", f"{note.removeprefix('left out: ')}.") for note in left_out(runs)]
+            said.append(("Single runs", f"{single} settings were run once: their spread is not known."))
+    return said + [("Not counted", f"{note.removeprefix('left out: ')}.") for note in left_out(runs)]

@@ -26,12 +26,12 @@ def row(folder: Path, problems: list[Problem]) -> dict[str, Any]:
     found: dict[str, Any] = dict.fromkeys(RUNS)
     found |= {"run_dir": str(folder), "run": printable(folder.name), "kind": "timing", "state": "refused"}
     try:
-        manifest = document(folder / "manifest.json", records.Manifest)
+        manifest = records.read_document(folder / "manifest.json", records.Manifest)
         found |= _asked(manifest)
         about, declared = scores.row(manifest.measure, str(folder / "manifest.json"))
         found |= about
         if there(folder / "point.json"):
-            found |= _point(document(folder / "point.json", records.Point))
+            found |= _point(records.read_document(folder / "point.json", records.Point))
         if found["hosts"] == 1:
             found["rate_mbit"] = None  # no link is used, so this run is the baseline of every rate
         found |= _measured(folder, manifest, declared, problems)
@@ -40,14 +40,6 @@ def row(folder: Path, problems: list[Problem]) -> dict[str, Any]:
     except Failure as failure:
         problems.append(_problem(folder, failure))
         found["state"] = "refused"
-    return found
-
-
-def document(path: Path, cls: type) -> Any:
-    """The record in a JSON file. Raises Failure (65, 74, 77), also for a record of another type."""
-    found = records.read_document(path)
-    if not isinstance(found, cls):
-        raise Failure(f"{path}:1: a {found.type} record, not what belongs here")
     return found
 
 
@@ -178,12 +170,10 @@ def _measured(
 
     read = metrics.read(path, torn, declared)
     summary = read.summary
-    if summary is None:
-        if complete:
-            raise Failure(f"{path}: COMPLETE is there, but the summary that belongs at the end of this file is not")
-        return {"state": "unfinished", "resumed": read.resumed}
     if not complete:
         return {"state": "unfinished", "resumed": read.resumed}
+    if summary is None:
+        raise Failure(f"{path}: COMPLETE is there, but the summary that belongs at the end of this file is not")
     phases = (summary.train_s, summary.validation_s, summary.test_s, summary.checkpoint_s)
     found: dict[str, Any] = {
         "state": "complete",
@@ -311,10 +301,7 @@ def _energy(folder: Path, found: dict[str, Any], manifest: records.Manifest, pro
     files = sorted((folder / "monitors").glob("*.jsonl"))
     if found["state"] != "complete" or not files:
         return facts
-    measured = []
-    for path in files:
-        host = power.read(path, lambda line, path=path: problems.append(Problem(str(path), line, "torn line")))  # type: ignore[misc]
-        measured.append(host)
+    measured = [power.read(path, problems) for path in files]
     if not any(host.power_asked for host in measured):
         return facts
     expected_s = found["end_to_end_s"] if began is None or ended is None else ended - began

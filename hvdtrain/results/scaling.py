@@ -58,10 +58,7 @@ class Row:
 
 def count_of(group: Group, count: Count) -> float:
     """Hosts or ranks; 0 if not known."""
-    hosts, per_host = group.key["hosts"], group.key["ranks_per_host"]
-    if hosts is None or per_host is None:
-        return 0.0
-    return float(hosts) if count == "hosts" else round(hosts * per_host)
+    return float(group.facts[count] or 0)
 
 
 def what_varies(found: Sequence[Group]) -> Count:
@@ -153,6 +150,11 @@ def _best(group: Group, candidates: Sequence[Group], count: Count) -> Group:
 def many(n: float, count: Count) -> str:
     """In words: 1 host, 2 hosts."""
     return f"{n:g} {count[:-1] if n == 1 else count}"
+
+
+def rate_words(mbit: float | None) -> str:
+    """`10 Mbit/s`; without a limit, None or NaN, `no throttle`."""
+    return "no throttle" if mbit is None or math.isnan(mbit) else f"{mbit:g} Mbit/s"
 
 
 def _row(group: Group, baseline: Group, kind: Kind, count: Count) -> Row:

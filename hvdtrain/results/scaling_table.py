@@ -7,11 +7,10 @@ from collections.abc import Sequence
 
 from hvdtrain.results import alike, groups, missing
 from hvdtrain.results.alike import Chosen
-from hvdtrain.results.columns import GROUP
 from hvdtrain.results.groups import Group
 from hvdtrain.results.load import Loaded
 from hvdtrain.results.reference import Reference
-from hvdtrain.results.scaling import MOST_EFFICIENCY, MUST, Count, Row, many, rows, what_varies
+from hvdtrain.results.scaling import MOST_EFFICIENCY, MUST, Count, Row, many, rate_words, rows, what_varies
 from hvdtrain.results.statistics import ratio
 from hvdtrain.results.table import Column, Table, number
 from hvdtrain.results.tables import FIGURES, SPREAD_NOTE, apart, common, key_column, left_out, short
@@ -39,14 +38,11 @@ NOTES = (
 
 
 def scaling(
-    loaded: Loaded,
-    count: Count | None = None,
-    baseline: Chosen | None = None,
-    reference: Reference | None = None,
+    loaded: Loaded, count: Count | None = None, baseline: Chosen | None = None, reference: Reference | None = None
 ) -> list[Table]:
     """A section for each curve, from its baseline upwards, with its reading in words; a second table beside a study's
     figures if one is given. Raises Failure (2)."""
-    found = groups.by(groups.usable(loaded.runs), GROUP)
+    found = groups.by(groups.usable(loaded.runs))
     count = count or what_varies(found)
     made = rows(found, count, baseline)
     curves = [[row for row in made if row.curve == number] for number in sorted({row.curve for row in made})]
@@ -71,8 +67,7 @@ def scaling(
         table.readings[title] = lacking or reading(curve, count)
     kinds = {curve[-1].kind for curve in curves if len(curve) > 1}
     table.notes = [SPREAD_NOTE, *NOTES, *(said for kind, said in EFFICIENCY.items() if kind in kinds)]
-    table.notes += [*_unrecorded(made, count), common(found, ["hosts"]), *left_out(loaded.runs)]
-    table.notes = [note for note in table.notes if note]
+    table.notes += [*_unrecorded(made, count), *common(found, ["hosts"]), *left_out(loaded.runs)]
     lonely = count == "hosts" and any(len(curve) == 1 for curve in curves)
     if lonely and len({group.key["ranks_per_host"] for group in found}) > 1:
         table.notes.append("runs that differ in their ranks and not in their hosts are compared by --count ranks")
@@ -99,7 +94,6 @@ def _cells(row: Row, count: Count, title: str) -> dict[str, object]:
         "limit_bytes_per_step": next(iter(group.values("limit_bytes_per_step")), None),
         **{name: group.statistic(name) for name in ("train_s", "communication_share", "wire_bytes_per_step")},
         **{name: short(name, group.key[name]) for name in ("framework", "strategy", "rate_mbit")},
-        "kind": row.kind,
         "suspect": row.suspect,
     }
 
@@ -107,9 +101,8 @@ def _cells(row: Row, count: Count, title: str) -> dict[str, object]:
 def _unrecorded(made: Sequence[Row], count: Count) -> list[str]:
     names = sorted({name for row in made for name in alike.unrecorded(row.group, row.baseline, MUST[count])})
     told = ", ".join(key_column(name).label for name in names)
-    return (
-        [f"careful: {told} not recorded in some of these runs, and taken for equal to the baseline's"] if names else []
-    )
+    words = f"careful: {told} not recorded in some of these runs, and taken for equal to the baseline's"
+    return [words] if names else []
 
 
 PUBLISHED = (
@@ -120,10 +113,6 @@ PUBLISHED = (
 
 
 # --- in words ---------------------------------------------------------------------------------------------------------
-
-
-def rate_words(rate_mbit: float | None) -> str:
-    return "no throttle" if rate_mbit is None else f"{rate_mbit:g} Mbit/s"
 
 
 def _titles(curves: Sequence[Sequence[Row]], count: Count) -> list[str]:
@@ -148,10 +137,9 @@ def _titles(curves: Sequence[Sequence[Row]], count: Count) -> list[str]:
 
 def _named(base: Group, curve: Sequence[Row], count: Count) -> str:
     """The baseline, and in what besides its size it differs from the curve."""
-    n = int(curve[0].count)
-    words = [f"{n} {count[:-1] if n == 1 else count}"]
+    words = [many(curve[0].count, count)]
     for name in ("framework", "strategy", "device", "collectives"):
-        if base.key[name] != curve[-1].group.key[name] and (name != "collectives" or n > 1):
+        if base.key[name] != curve[-1].group.key[name] and (name != "collectives" or curve[0].count > 1):
             words.append(str(base.key[name]))
     names = [name for name in groups.varying([base, curve[-1].group]) if name in base.settings]
     words += [f"{name} {groups.value(base, name)}" for name in names]

@@ -11,7 +11,7 @@ from hvdtrain.exits import Failure
 from hvdtrain.results import power
 
 
-@dataclasses.dataclass(frozen=True, order=True)
+@dataclasses.dataclass(frozen=True)
 class Sensor:
     """One device that takes energy on one host."""
 

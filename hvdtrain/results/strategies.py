@@ -14,8 +14,7 @@ from hvdtrain.results.columns import GROUP
 from hvdtrain.results.folders import Problem
 from hvdtrain.results.groups import Group
 from hvdtrain.results.load import Loaded
-from hvdtrain.results.scaling import MOST_EFFICIENCY
-from hvdtrain.results.scaling_table import rate_words
+from hvdtrain.results.scaling import MOST_EFFICIENCY, rate_words
 from hvdtrain.results.statistics import Statistic, ratio, summary
 from hvdtrain.results.table import Column, Table, number
 from hvdtrain.results.tables import SPREAD_NOTE, apart, common, key_cells, key_column, left_out
@@ -99,8 +98,8 @@ def strategies(loaded: Loaded, target: float = 0.95, best: bool = False) -> Tabl
     columns = [Column("strategy", "strategy"), *(key_column(name) for name in shown), Column("n", "n")]
     columns += [Column("reached", f"reached {percent}"), *FIGURE_COLUMNS]
     columns += [dataclasses.replace(one, label=one.label.replace("test", "final", 1)) for one in final]
-    told = common(found, [*shown, "strategy", "rate_mbit", "launcher"])
-    notes = [SPREAD_NOTE, *([BEST_NOTE] if best else []), *NOTES, *([told] if told else []), *left_out(loaded.runs)]
+    notes = [SPREAD_NOTE, *([BEST_NOTE] if best else []), *NOTES]
+    notes += [*common(found, [*shown, "strategy", "rate_mbit", "launcher"]), *left_out(loaded.runs)]
     spare = (*SPARE, *(one.key for one in final))
     title = f"Strategies: to {percent}{', each at its best' if best else ''}"
     return Table("strategies", title, columns, rows, notes, "rate", readings, spare)
@@ -115,9 +114,8 @@ def _soonest(found: Sequence[Group], measured: dict[int, dict[str, Any]], same: 
 
     rows: dict[Any, list[Group]] = {}
     for group in found:
-        rows.setdefault(tuple(group.key[name] for name in ("hosts", "rate_mbit", "strategy", "launcher")), []).append(
-            group
-        )
+        key = tuple(group.key[name] for name in ("hosts", "rate_mbit", "strategy", "launcher"))
+        rows.setdefault(key, []).append(group)
     return [min(members, key=lateness) for row in rows.values() for members in alike.classes(row, same)]
 
 

@@ -146,16 +146,8 @@ def detail(table: Table) -> Table:
                 rows.append(about | {"figure": column.label, "unit": column.unit or "-"} | numbers)
     columns = [*plain, Column("figure", "figure"), Column("unit", "unit")]
     columns += [Column(name, label) for name, label in DETAIL.items()]
-    return Table(
-        table.name,
-        f"{table.title}: every figure",
-        columns,
-        rows,
-        table.notes,
-        table.section,
-        table.readings,
-        ("max", "min", "median"),
-    )
+    title = f"{table.title}: every figure"
+    return dataclasses.replace(table, title=title, columns=columns, rows=rows, spare=("max", "min", "median"))
 
 
 def _scaled(value: Any, name: str, column: Column) -> Any:

@@ -23,13 +23,10 @@ SPREAD_NOTE = (
 )
 
 KEYS: dict[str, Column] = {
-    "hosts": Column("hosts", "hosts"),
-    "ranks_per_host": Column("ranks_per_host", "ranks per host"),
     "cores": Column("cores", "cores per host"),
     "threads": Column("threads", "threads per rank"),
     "rate_mbit": Column("rate_mbit", "rate", "Mbit/s"),
     "rank_batch": Column("rank_batch", "batch per rank"),
-    "global_batch": Column("global_batch", "global batch"),
     "data_fingerprint": Column("data_fingerprint", "data set"),
     "train_samples": Column("train_samples", "training samples"),
 }
@@ -42,22 +39,15 @@ FIGURES: dict[str, Column] = {
     "checkpoint_s": Column("checkpoint_s", "checkpoint", "s", spread=False),
     "end_to_end_s": Column("end_to_end_s", "end to end", "s"),
     "samples_per_s": Column("samples_per_s", "samples", "1/s", spread=False),
-    "step_s": Column("step_s", "step", "ms", 1e3),
     "data_s": Column("data_s", "data", "ms", 1e3, spread=False),
     "compute_s": Column("compute_s", "compute", "ms", 1e3, spread=False),
     "communication_s": Column("communication_s", "network", "ms", 1e3),
     "communication_share": Column("communication_share", "network", "%", 100, spread=False),
-    "bytes_per_step": Column("bytes_per_step", "payload sent", "MB", 1e-6),
-    "wire_bytes_per_step": Column("wire_bytes_per_step", "wire", "MB", 1e-6),
     "limit_bytes_per_step": Column("limit_bytes_per_step", "limit", "MB", 1e-6),
     "energy_j": Column("energy_j", "energy", "J"),
     "peak_rss_bytes": Column("peak_rss_bytes", "memory per rank", "MB", 1e-6),
 }
 """How figures are printed"""
-
-
-SPREAD_SHOWN = ("train_s", "energy_j")
-"""In the overview, so that it fits a terminal; and that of scores"""
 
 
 def key_column(name: str) -> Column:
@@ -75,17 +65,17 @@ def short(name: str, value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def common(found: Sequence[Group], shown: Sequence[str]) -> str:
-    """What is the same in all groups, as a note."""
+def common(found: Sequence[Group], shown: Sequence[str]) -> list[str]:
+    """A note on what is the same in all groups, if anything is."""
     if not found:
-        return ""
+        return []
     skipped = {*shown, "settings", "data_fingerprint", "ranks_per_host" if "hosts" in shown else ""}
     facts = [
         f"{key_column(name).label} {short(name, value):{',' if name in ('parameters', 'train_samples') else ''}}"
         for name, value in found[0].key.items()
         if name not in skipped and value is not None and all(group.key[name] == value for group in found)
     ]
-    return f"the same in all: {', '.join(facts)}" if facts else ""
+    return [f"the same in all: {', '.join(facts)}"] if facts else []
 
 
 def left_out(runs: pd.DataFrame, *, timing: bool = True) -> list[str]:
@@ -128,8 +118,8 @@ def overview(loaded: Loaded, group_by: Sequence[str] | None = None) -> Table:
     runs = groups.usable(loaded.runs)
     found = in_order(groups.by(runs, group_by or GROUP))
     shown = list(group_by) if group_by else apart(found)
-    figures = [FIGURES[name] for name in ("train_s", "end_to_end_s", "samples_per_s", "communication_share")]
-    figures = [dataclasses.replace(each, spread=each.key in SPREAD_SHOWN) for each in figures]
+    end_to_end = dataclasses.replace(FIGURES["end_to_end_s"], spread=False)  # so that the table fits a terminal
+    figures = [FIGURES["train_s"], end_to_end, FIGURES["samples_per_s"], FIGURES["communication_share"]]
     figures += scores.figures(runs)
     if runs["energy_j"].notna().any():
         figures.append(FIGURES["energy_j"])
@@ -138,10 +128,10 @@ def overview(loaded: Loaded, group_by: Sequence[str] | None = None) -> Table:
         for group in found
     ]
     columns = [key_column(name) for name in shown] + [Column("n", "n")] + figures
-    notes = [SPREAD_NOTE, common(found, shown), *_mixed(runs, group_by), *left_out(loaded.runs)]
+    notes = [SPREAD_NOTE, *common(found, shown), *_mixed(found, group_by), *left_out(loaded.runs)]
     notes.append("train: training phase; end to end: with validation, test and checkpoints; network: share of a step")
     spare = ("end_to_end_s", "communication_share", "n", "samples_per_s")
-    return Table("table", f"{len(found)} groups of runs", columns, rows, [note for note in notes if note], spare=spare)
+    return Table("table", f"{len(found)} groups of runs", columns, rows, notes, spare=spare)
 
 
 def apart(found: Sequence[Group], first: Sequence[str] = ("strategy", "device", "hosts", "rate_mbit")) -> list[str]:
@@ -171,44 +161,34 @@ def in_order(found: Sequence[Group]) -> list[Group]:
     return sorted(found, key=place)
 
 
-def _mixed(runs: pd.DataFrame, group_by: Sequence[str] | None) -> list[str]:
+def _mixed(found: Sequence[Group], group_by: Sequence[str] | None) -> list[str]:
     """A warning if a chosen grouping averages over different experiments."""
-    if not group_by:
-        return []
     inside = {
         name
-        for group in groups.by(runs, group_by)
-        for name in GROUP
-        if name not in group_by and len({json_key(value) for value in group.column(name)}) > 1
+        for group in found
+        for name in set(GROUP) - set(group_by or GROUP)
+        if len({None if groups.is_missing(value) else value for value in group.column(name)}) > 1
     }
     return [f"careful: these groups average over different {', '.join(sorted(inside))}"] if inside else []
-
-
-def json_key(value: Any) -> Any:
-    """A value that can be told from others; all missing ones are the same."""
-    return None if groups.is_missing(value) else value
 
 
 def phases(loaded: Loaded, group_by: Sequence[str] | None = None) -> Table:
     """The table of phases of a run and of parts of a step."""
     found = in_order(groups.by(groups.usable(loaded.runs), group_by or GROUP))
     shown = list(group_by) if group_by else apart(found)
-    run = ["train_s", "validation_s", "test_s", "checkpoint_s"]
-    step = ["data_s", "compute_s", "communication_s"]
+    names = ["train_s", "validation_s", "test_s", "checkpoint_s", "data_s", "compute_s", "communication_s"]
     rows = [
-        key_cells(group, shown)
-        | {"n": len(group.values("train_s"))}
-        | {name: group.statistic(name) for name in run + step}
+        key_cells(group, shown) | {"n": len(group.values("train_s"))} | {name: group.statistic(name) for name in names}
         for group in found
     ]
-    columns = [key_column(name) for name in shown] + [Column("n", "n")] + [FIGURES[name] for name in run + step]
+    columns = [key_column(name) for name in shown] + [Column("n", "n")] + [FIGURES[name] for name in names]
     notes = [
         SPREAD_NOTE,
         "train, validation, test, checkpoint: seconds of a run; loading and initialisation are outside (MLPerf's rule)",
         "data, compute, network: milliseconds of a step of rank 0, warm-up left out. Network is the waiting after "
         "backward: what backward hides counts as compute; - where the framework cannot tell them apart",
-        common(found, shown),
+        *common(found, shown),
         *left_out(loaded.runs),
     ]
     spare = ("n", "checkpoint_s", "test_s", "validation_s", "data_s")
-    return Table("phases", "Where the time goes", columns, rows, [note for note in notes if note], spare=spare)
+    return Table("phases", "Where the time goes", columns, rows, notes, spare=spare)

@@ -79,10 +79,8 @@ class Where:
 
     def _joined(self, node: ast.expr, lead: int) -> Test:
         if isinstance(node, ast.BoolOp):
-            joined, tests = (
-                any if isinstance(node.op, ast.Or) else all,
-                [self._joined(one, lead) for one in node.values],
-            )
+            joined = any if isinstance(node.op, ast.Or) else all
+            tests = [self._joined(one, lead) for one in node.values]
             return lambda row: joined(test(row) for test in tests)
         if isinstance(node, ast.UnaryOp):
             inner = self._joined(node.operand, lead)

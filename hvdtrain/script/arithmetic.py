@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from hvdtrain.collectives.streams import NOTHING, StreamHosts
+from hvdtrain.strategies.bfloat16 import from_bf16, to_bf16
 
 BFLOAT16 = np.dtype([("bfloat16", "<u2")])
 """NumPy has no bfloat16: view its bits as this; arrays of ml_dtypes.bfloat16 are taken as they are"""
@@ -71,16 +72,13 @@ def rows(first: int, count: int) -> list[int]:
 def _widened(flat: np.ndarray) -> np.ndarray:
     """A copy to calculate with: bfloat16 as float32."""
     if flat.dtype == BFLOAT16:
-        return (flat.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        return from_bf16(flat.view(np.uint16))
     return flat.astype(np.float32) if flat.dtype.kind == "V" else flat.copy()
 
 
 def _narrowed(flat: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    if dtype == BFLOAT16:  # to the nearest, ties to even
-        bits = flat.view(np.uint32)
-        nearest = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-        nearest[np.isnan(flat)] = 0x7FC0
-        return nearest.view(BFLOAT16)
+    if dtype == BFLOAT16:
+        return to_bf16(flat).view(BFLOAT16)
     return flat.astype(dtype, copy=False)
 
 

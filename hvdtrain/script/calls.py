@@ -180,11 +180,6 @@ class Calls:
         ends = list(itertools.accumulate(int(length) for length in lengths))
         return [whole[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 
-    @property
-    def sent_bytes(self) -> int:
-        """Payload that this rank gave to others for long arrays so far."""
-        return sum(group.sent_bytes for group in list(self._groups.values()))
-
     def close(self) -> None:
         """Shuts this rank's part down: as with Horovod, no rank can make calls after that. Harmless twice."""
         with self._lock:

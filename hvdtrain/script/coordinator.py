@@ -50,8 +50,6 @@ class Answer:
     key: str = ""
     error: str = ""
     ended: str = ""
-    joined: list[int] = dataclasses.field(default_factory=list)
-    """Members that add nothing, as they have joined"""
     call: dict[str, Any] | None = None
     """What was asked for, for those who have joined"""
     sizes: list[Any] = dataclasses.field(default_factory=list)
@@ -122,7 +120,6 @@ class Coordinator:
         answer = Answer(
             key=key,
             error=error,
-            joined=absent,
             call={**vars(first), "short": False} if absent else None,
             sizes=[_sizes(asked) for asked in calls.values()] if first.kind in ("allgather", "alltoall") else [],
         )

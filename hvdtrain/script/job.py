@@ -94,7 +94,7 @@ class Job:
         alike = [hosts.index(host) for host, local_rank in told if int(local_rank) == self.local_rank]
         self.cross_rank, self.cross_size = alike.index(hosts.index(told[self.rank][0])), len(alike)
         counts = [sum(host == name for host, _ in told) for name in hosts]
-        self.homogeneous = len(set(counts)) == 1
+        self.is_homogeneous = len(set(counts)) == 1
         self.sets: dict[int, tuple[int, ...]] = {0: tuple(range(self.size))}
         """Process sets by their number"""
         self._worlds: list[World] = []

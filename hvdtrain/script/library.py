@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 NOT_DYNAMIC, UNKNOWN_SET, FOREIGN_SET, EXISTING_SET = -2, -3, -4, -6
 """Answers that are errors; their texts are Horovod's"""
+TOLD = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size", "is_homogeneous")
+"""What of a job they ask for"""
 
 
 class Library:
@@ -26,6 +28,8 @@ class Library:
         self._job, self._real, self._shutdown = job, real, shutdown
 
     def __getattr__(self, name: str) -> Any:
+        if (what := name.removeprefix("horovod_")) in TOLD:
+            return lambda: getattr(self._job, what)
         return getattr(self._real, name)
 
     def horovod_init(self, comm: Any, comm_size: Any, ranks: Any, sizes: Any, count: Any) -> bool:
@@ -52,27 +56,6 @@ class Library:
 
     def horovod_is_initialized(self) -> bool:
         return True
-
-    def horovod_rank(self) -> int:
-        return self._job.rank
-
-    def horovod_size(self) -> int:
-        return self._job.size
-
-    def horovod_local_rank(self) -> int:
-        return self._job.local_rank
-
-    def horovod_local_size(self) -> int:
-        return self._job.local_size
-
-    def horovod_cross_rank(self) -> int:
-        return self._job.cross_rank
-
-    def horovod_cross_size(self) -> int:
-        return self._job.cross_size
-
-    def horovod_is_homogeneous(self) -> bool:
-        return self._job.homogeneous
 
     def horovod_mpi_enabled(self) -> bool:
         return False

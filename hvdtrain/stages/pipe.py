@@ -22,7 +22,6 @@ import numpy as np
 
 from hvdtrain.collectives.channel import Channel
 from hvdtrain.data import Batch
-from hvdtrain.measures import Measure
 from hvdtrain.strategies import rounded
 from hvdtrain.strategies.bfloat16 import from_bf16, to_bf16
 
@@ -66,12 +65,15 @@ class Parted:
     """
 
     one_backward = False
-    _pipe: Pipe
-    _measure: Measure
-    _under_way: dict[int, Any]
-    _again: dict[int, Again]
-    """Micro-batches that are to go forward anew before they go backward"""
-    _totals: list[Any]
+
+    def __init__(self, model: Any, *, pipe: Pipe, **told: Any) -> None:
+        super().__init__(model, **told)  # type: ignore[call-arg]
+        self._pipe = pipe
+        self._under_way: dict[int, Any] = {}
+        self._again: dict[int, Again] = {}
+        """Micro-batches that are to go forward anew before they go backward"""
+        self._totals: list[Any] = []
+        self._mean_of = 1.0
 
     def forward(self: Any, number: int, batch: Batch, inputs: np.ndarray | None) -> np.ndarray | None:
         random = self.random_state() if self._pipe.recomputes else None
@@ -93,6 +95,10 @@ class Parted:
         found = self.backward_of(number, gradient)
         self.load_local(seen)  # running statistics have learnt of the micro-batch before
         return found
+
+    def _given(self, batch: Batch, inputs: np.ndarray | None) -> tuple[np.ndarray, ...]:
+        """The batch's arrays, the first of them from the stage before, if there is one."""
+        return batch.arrays if inputs is None else (inputs, *batch.arrays[1:])
 
     def random_state(self, state: Any = None) -> Any:
         """That of the framework's own random numbers, which `state` replaces; None where a model takes none of them."""

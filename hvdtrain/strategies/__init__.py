@@ -10,28 +10,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hvdtrain.config import TrainConfig
-from hvdtrain.strategies.flat import FLAT, lasting, of_today, refuse, translated
-from hvdtrain.strategies.payload import Cost, Layout, Shape
-from hvdtrain.strategies.reducer import Reducer
-from hvdtrain.strategies.replicas import Exchanged, Factored, Vectors
-from hvdtrain.strategies.spec import Exchange, parse
-from hvdtrain.strategies.strategy import Strategy
-from hvdtrain.strategies.table import REDUCERS, SCHEDULES
+from hvdtrain.strategies.flat import FLAT as FLAT
+from hvdtrain.strategies.flat import lasting as lasting
+from hvdtrain.strategies.flat import of_today as of_today
+from hvdtrain.strategies.flat import refuse as refuse
+from hvdtrain.strategies.flat import translated as translated
+from hvdtrain.strategies.payload import Cost as Cost
+from hvdtrain.strategies.payload import Layout as Layout
+from hvdtrain.strategies.payload import Shape
+from hvdtrain.strategies.reducer import Reducer as Reducer
+from hvdtrain.strategies.replicas import Exchanged as Exchanged
+from hvdtrain.strategies.replicas import Factored as Factored
+from hvdtrain.strategies.replicas import Vectors as Vectors
+from hvdtrain.strategies.spec import Exchange as Exchange
+from hvdtrain.strategies.spec import parse as parse
+from hvdtrain.strategies.strategy import Strategy as Strategy
+from hvdtrain.strategies.table import REDUCERS as REDUCERS
+from hvdtrain.strategies.table import SCHEDULES as SCHEDULES
 from hvdtrain.world import World
-
-__all__ = [
-    "FLAT",
-    "REDUCERS",
-    "SCHEDULES",
-    "Cost",
-    "Exchange",
-    "Exchanged",
-    "Factored",
-    "Layout",
-    "Reducer",
-    "Strategy",
-]
-__all__ += ["Vectors", "chosen", "lasting", "make", "of_today", "parse", "refuse", "translated"]
 
 
 def chosen(config: TrainConfig) -> Exchange:

@@ -71,7 +71,7 @@ class AsyncPS(Strategy):
         if not world.servers.serve(settings.servers, elements(shapes), serve):
             world.may_die()
         self._weights = np.empty(elements(shapes), np.float32)
-        self._begun, self._steps, self._drifted = False, 0, 0
+        self._steps, self._drifted = 0, 0
         self._tail, self._sent = np.zeros(1), 0
 
     @classmethod
@@ -94,10 +94,8 @@ class AsyncPS(Strategy):
         return self._drifted == 0
 
     def step(self, replica: Vectors, lr: float, clock: Clock) -> Exchanged:
-        if not self._begun:
-            self._begun = True
-            if self._server:
-                self._server.begin(replica.weights())
+        if self._server and not self._server.begun.is_set():
+            self._server.begin(replica.weights())
         vector, (samples, all_samples) = replica.vector(), replica.share()
         tail, self._steps, self._drifted = vector[self._size :], self._steps + 1, self._drifted + 1
         self._tail = self._tail + tail

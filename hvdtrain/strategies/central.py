@@ -12,22 +12,19 @@ Li et al., "Scaling distributed machine learning with the parameter server", 201
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from hvdtrain import exits
-from hvdtrain.collectives.servers import NUMBERS
+from hvdtrain.collectives.servers import NUMBERS, Star
 from hvdtrain.config import TrainConfig
 from hvdtrain.exits import Failure
 from hvdtrain.strategies.payload import Cost, Layout, Shape, elements
-from hvdtrain.strategies.reducer import Reducer
 from hvdtrain.strategies.replicas import Exchanged, Vectors
 from hvdtrain.strategies.strategy import Strategy
 from hvdtrain.timing import Clock
-from hvdtrain.world import World
 
 
 class Central(Strategy):
@@ -37,13 +34,8 @@ class Central(Strategy):
     own_optimizer = True
     bound = "the optimizer's state is with rank 0"
     rung = -1
-
-    def __init__(
-        self, world: World, shapes: Sequence[Shape], config: TrainConfig, settings: Any, reducer: Reducer | None
-    ) -> None:
-        super().__init__(world, shapes, config, settings, reducer)
-        self._centre: Centre | None = None
-        self._answer = np.empty(0, np.float32)
+    _centre: Centre | None = None
+    _answer = np.empty(0, np.float32)
 
     @classmethod
     def cost(cls, shapes: Sequence[Shape], layout: Layout, settings: Any, round_: Cost | None) -> Cost:
@@ -63,7 +55,8 @@ class Central(Strategy):
             self._begin(vector)
         with clock.span("communication"):
             if self._centre:
-                self._centre.sum(vector, self._world.size)
+                for gradients in list(self._centre.gathered(vector).values())[1:]:
+                    vector += gradients
             else:
                 self._world.servers.ask(np.zeros(NUMBERS), vector, self._answer)
         with clock.span("compute"):
@@ -82,40 +75,17 @@ class Central(Strategy):
         self._answer = np.empty_like(vector)
 
         def serve(part: slice) -> Centre:
-            self._centre = Centre()
+            self._centre = Centre(self._world.size)
             return self._centre
 
         self._world.servers.serve(1, vector.size, serve)
 
 
-class Centre:
+class Centre(Star):
     """A `collectives.servers.Store`: other ranks' gradients wait in it for rank 0, and they for its weights."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._pushed: dict[int, np.ndarray] = {}
-        self._answer, self._steps = np.empty(0, np.float32), 0
 
     def answer(self, rank: int, numbers: np.ndarray, gradients: np.ndarray | None, weights: np.ndarray) -> np.ndarray:
         """In the thread of another rank."""
-        with self._changed:
-            before = self._steps
-            assert gradients is not None
-            self._pushed[rank] = gradients
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._steps > before)
-            np.copyto(weights, self._answer)
-            return numbers
-
-    def sum(self, vector: np.ndarray, ranks: int) -> None:
-        """In rank 0's own thread: adds what all others push to its vector, in rank order."""
-        with self._changed:
-            self._changed.wait_for(lambda: len(self._pushed) == ranks - 1)
-            for _, gradients in sorted(self._pushed.items()):
-                vector += gradients
-            self._pushed.clear()
-
-    def tell(self, answer: np.ndarray) -> None:
-        with self._changed:
-            self._answer, self._steps = answer, self._steps + 1
-            self._changed.notify_all()
+        assert gradients is not None
+        np.copyto(weights, self.give(rank, gradients))
+        return numbers

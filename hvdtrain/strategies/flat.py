@@ -73,17 +73,14 @@ def refuse(given: Mapping[str, Any], asked: str, how: Mapping[str, str], code: i
     """Raises Failure if there are flat settings in `given`: names each as it was given (`how`) and what to give now in
     place of all. `asked`: the strategy they stand beside."""
     flat = {key: given[key] for key in FLAT if key in given}
-    if flat:
-        words = " ".join(how[key] for key in flat)
-        raise Failure(f"{words}: the strategy's settings stand in its name now; give {spelling(flat, asked)}", code)
-
-
-def spelling(flat: Mapping[str, Any], asked: str) -> str:
-    """What to give in place of flat settings that stood beside the strategy `asked`, for people."""
-    if (new := translated({"strategy": asked, **flat})) != asked:
-        return f"--strategy {new}"
+    if not flat:
+        return
     takers = [_with_settings(name, flat) for name in (*table.SCHEDULES, *table.REDUCERS)]
     takers = [each for each in takers if ":" in each]
     if flat.keys() == {"inner"}:
         takers = [f"{name}+{flat['inner']}" for name, cls in table.SCHEDULES.items() if cls.holds_reducer]
-    return " or ".join(f"--strategy {each}" for each in takers)
+    if (new := translated({"strategy": asked, **flat})) != asked:
+        takers = [new]
+    words = " ".join(how[key] for key in flat)
+    instead = " or ".join(f"--strategy {each}" for each in takers)
+    raise Failure(f"{words}: the strategy's settings stand in its name now; give {instead}", code)

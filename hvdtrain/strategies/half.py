@@ -40,10 +40,7 @@ class Half(Reducer):
     divisible = True
     head = 0
     """Numbers of 16 bits in front of each message"""
-
-    def __init__(self, shapes: Sequence[Shape], settings: Any = None) -> None:
-        super().__init__(shapes, settings)
-        self._messages = np.zeros((0, 0), np.uint16)
+    _messages = np.zeros((0, 0), np.uint16)
 
     @classmethod
     def cost(cls, shapes: Sequence[Shape], hosts: int, settings: Any = None) -> Cost:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -55,22 +55,10 @@ class Hybrid(Synchronous):
         return tuple(settings.shares)
 
     def measured_shares(
-        self, replica: Measurable, batch_of: Callable[[Sequence[float] | None], Any]
+        self, replica: Any, batch_of: Callable[[Sequence[float] | None], Any]
     ) -> tuple[tuple[float, ...], str]:
         found = measured_shares(self._world, replica, batch_of)
         return found.shares, str(found)
-
-
-class Measurable(Protocol):
-    """What is needed of a replica (see `frameworks.Replica`)."""
-
-    def backward(self, batch: Any, lr: float, stop: bool) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def local_state(self) -> dict[str, np.ndarray]: ...
-
-    def load_local(self, state: dict[str, np.ndarray]) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,11 +100,11 @@ def shares_of(tries: Sequence[Sequence[float]]) -> Found:
     return Found(shares=rounded, noise=noise, agreed=bool(apart.max() <= TOLERANCE), tries=len(tries))
 
 
-def measured_shares(world: World, replica: Measurable, batch_of: Callable[[Sequence[float] | None], Any]) -> Found:
+def measured_shares(world: World, replica: Any, batch_of: Callable[[Sequence[float] | None], Any]) -> Found:
     """The share of each rank, of which all ranks compute their parts in the same time. Collective.
 
-    `batch_of(shares)` is a training batch of this rank's share, of even shares for None. Backward passes are all that
-    is done, and only they depend on the batch; the replica is afterwards what it was before.
+    `replica`: a `frameworks.Replica`, afterwards what it was before: backward passes are all that is done, and only
+    they depend on the batch. `batch_of(shares)` is a training batch of this rank's share, of even shares for None.
     """
     if world.size == 1:
         return Found(shares=(1.0,), noise=0.0, agreed=True, tries=0)
@@ -131,7 +119,7 @@ def measured_shares(world: World, replica: Measurable, batch_of: Callable[[Seque
     return found
 
 
-def _round(world: World, replica: Measurable, batch: Any) -> Found:
+def _round(world: World, replica: Any, batch: Any) -> Found:
     """Tries until they agree or the time is up. What decides is gathered, so that all ranks decide alike."""
     length_s = max(TRY_S, *world.gather(_pass_s(replica, batch)))
     tries: list[list[float]] = []
@@ -143,7 +131,7 @@ def _round(world: World, replica: Measurable, batch: Any) -> Found:
                 return found
 
 
-def _speed(replica: Measurable, batch: Any, length_s: float) -> float:
+def _speed(replica: Any, batch: Any, length_s: float) -> float:
     """Samples per second of this rank over `length_s` while all others compute too."""
     began, passes, spent_s = time.perf_counter(), 0, 0.0
     while spent_s < length_s:
@@ -152,7 +140,7 @@ def _speed(replica: Measurable, batch: Any, length_s: float) -> float:
     return passes * batch.weight / spent_s
 
 
-def _pass_s(replica: Measurable, batch: Any) -> float:
+def _pass_s(replica: Any, batch: Any) -> float:
     """Seconds of one pass."""
     began = time.perf_counter()
     replica.backward(batch, 0.0, stop=False)

@@ -78,7 +78,6 @@ class LocalSGD(Synchronous):
         self, world: World, shapes: Sequence[Shape], config: TrainConfig, settings: Any, reducer: Reducer | None
     ) -> None:
         super().__init__(world, shapes, config, settings, reducer)
-        self._every, self._start, self._staleness = settings.every, settings.start, settings.staleness
         self._outer_lr, self._outer_momentum = np.float32(settings.outer_lr), np.float32(settings.outer_momentum)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hvdtrain-exchange")
         self._flying: collections.deque[Flight] = collections.deque()
@@ -101,12 +100,12 @@ class LocalSGD(Synchronous):
     @property
     def shared_weights(self) -> np.ndarray | None:
         """None without `staleness`: a checkpoint waits for the end of the round."""
-        return None if self.in_sync or not self._staleness else self._anchor
+        return None if self.in_sync or not self.settings.staleness else self._anchor
 
     def step(self, replica: Vectors, lr: float, clock: Clock) -> Exchanged:
         tail, (samples, all_samples) = replica.tail(), replica.share()
         loss, self._steps = float(tail[0] / samples), self._steps + 1
-        if self._steps <= self._start:
+        if self._steps <= self.settings.start:
             vector = replica.vector()
             vector[: self._size] *= np.float32(samples / all_samples)  # it was a mean over this rank's samples
             return self._summed(replica, vector, lr, clock)
@@ -117,14 +116,14 @@ class LocalSGD(Synchronous):
             replica.apply(lr)
         self._drifted, self._samples = self._drifted + 1, self._samples + samples
         self._all_samples += all_samples
-        if self._drifted == self._every:
+        if self._drifted == self.settings.every:
             self._send(replica, clock)
         return self._receive(replica, clock, self._steps, loss)
 
     def synchronize(self, replica: Vectors, clock: Clock) -> Exchanged:
         if self._drifted:
             self._send(replica, clock)
-        return self._receive(replica, clock, self._steps + self._staleness, 0.0)
+        return self._receive(replica, clock, self._steps + self.settings.staleness, 0.0)
 
     def _send(self, replica: Vectors, clock: Clock) -> None:
         """Ends the round: its change is on its way."""
@@ -135,7 +134,7 @@ class LocalSGD(Synchronous):
             np.multiply(own, np.float32(self._samples / self._all_samples), out=change[: self._size])
             change[self._size :] = self._tail
         sent = self._thread.submit(reduce, self._world, self._reducer, change, self._size)
-        self._flying.append(Flight(self._steps + self._staleness, own, change, sent))
+        self._flying.append(Flight(self._steps + self.settings.staleness, own, change, sent))
         self._drifted = self._samples = self._all_samples = 0
         self._tail = np.zeros(1)
 

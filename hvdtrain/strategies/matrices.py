@@ -35,20 +35,18 @@ class Cut(NamedTuple):
 def plan(shapes: Sequence[Shape], rank: int, among: Sequence[Shape] | None = None) -> tuple[list[Cut], list[slice]]:
     """What is sent as factors and what whole, when a matrix of mean sides is sent at this rank. The mean is over the
     arrays `among`, by default over `shapes`."""
-    sizes = [math.prod(shape) for shape in shapes]
-    rows = [most_square(shape) for shape in shapes]
-    whole_model = [(most_square(shape), math.prod(shape)) for shape in among or shapes]
-    sides = [some + size // some for some, size in whole_model if some > 1]
+    sides = [rows + math.prod(shape) // rows for shape in among or shapes if (rows := most_square(shape)) > 1]
     cuts: list[Cut] = []
     whole: list[slice] = []
     start = 0
-    for number, (some, size) in enumerate(zip(rows, sizes, strict=True)):
-        span, columns = slice(start, start + size), size // some
-        even = rank * sum(sides) // (len(sides) * (some + columns)) if some > 1 else 0
+    for number, shape in enumerate(shapes):
+        rows, size = most_square(shape), math.prod(shape)
+        span, columns = slice(start, start + size), size // rows
+        even = rank * sum(sides) // (len(sides) * (rows + columns)) if rows > 1 else 0
         mine = min(max(1, even), max(rank, HIGHEST))
         # The rank asked for is full where it is that of the short side, whatever the even share.
-        if rank < min(some, columns) and mine * (some + columns) < size:
-            cuts.append(Cut(number, span, some, columns, mine))
+        if rank < min(rows, columns) and mine * (rows + columns) < size:
+            cuts.append(Cut(number, span, rows, columns, mine))
         else:
             whole.append(span)
         start += size

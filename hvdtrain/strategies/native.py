@@ -25,11 +25,9 @@ from hvdtrain.collectives import powersgd
 from hvdtrain.config import TrainConfig
 from hvdtrain.exits import Failure
 from hvdtrain.strategies.payload import Cost, Layout, Shape, elements, ring, ring_bytes
-from hvdtrain.strategies.reducer import Reducer
 from hvdtrain.strategies.replicas import Exchanged, Vectors
 from hvdtrain.strategies.strategy import Strategy
 from hvdtrain.timing import Clock
-from hvdtrain.world import World
 
 HALF = 2
 """Bytes"""
@@ -47,12 +45,7 @@ class Native(Strategy):
 
     carrier = "native"
     in_backward = True
-
-    def __init__(
-        self, world: World, shapes: Sequence[Shape], config: TrainConfig, settings: Any, reducer: Reducer | None
-    ) -> None:
-        super().__init__(world, shapes, config, settings, reducer)
-        self._step = 0
+    _step = 0
 
     @property
     def bound(self) -> str | None:

@@ -18,7 +18,7 @@ class Server:
 
     def __init__(self, part: slice, config: TrainConfig) -> None:
         self.part, self._momentum, self._decay = part, config.momentum, config.weight_decay
-        self._lock, self._begun = threading.Lock(), threading.Event()
+        self._lock, self.begun = threading.Lock(), threading.Event()
         self.velocity, self._scratch = (np.zeros(part.stop - part.start, np.float32) for _ in range(2))
         self._weights = self._scratch
         self._updates = 0
@@ -28,13 +28,13 @@ class Server:
 
     def begin(self, weights: np.ndarray) -> None:
         self._weights = weights[self.part].copy()
-        self._begun.set()
+        self.begun.set()
 
     def met(self) -> None:
         self._meet_after = 0
 
     def answer(self, rank: int, numbers: np.ndarray, gradients: np.ndarray | None, weights: np.ndarray) -> np.ndarray:
-        self._begun.wait()
+        self.begun.wait()
         with self._lock:
             late = self._updates - self._known.get(rank, 0)
             if gradients is not None:

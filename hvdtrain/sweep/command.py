@@ -63,25 +63,17 @@ def launch(
         program = ["env", *_variables(run, folder), *file.program(asked["command"]), *flags]
     else:
         program = ["python", "-m", workloads.known()[asked["workload"]], *flags, "--run-dir", str(folder), "--json"]
-    ranks, per_host = run.point.ranks, int(asked["ranks_per_host"])
+    per_host = int(asked["ranks_per_host"])
     virtual = run.point.on_cluster and cluster is not None and not cluster.hostfile
     hosts = names(cluster, run.point.hosts, known) if run.point.on_cluster and cluster else ["localhost"]
     listed = ",".join(f"{host}:{per_host}" for host in hosts)
+    placed = ["-np", str(run.point.ranks), "-H", listed]
     start = {
         "launch/mpirun.sh": [*script("launch/mpirun.sh"), "-H", listed],
         "launch/horovodrun.sh": [*script("launch/horovodrun.sh"), "-H", listed],
-        "horovodrun": ["horovodrun", "-np", str(ranks), "-H", listed],
+        "horovodrun": ["horovodrun", *placed],
         # Gloo would give up a transfer after 30 s; the limit changes no speed.
-        "horovodrun --gloo": [
-            "horovodrun",
-            "--gloo",
-            "--gloo-timeout-seconds",
-            "1800",
-            "-np",
-            str(ranks),
-            "-H",
-            listed,
-        ],
+        "horovodrun --gloo": ["horovodrun", "--gloo", "--gloo-timeout-seconds", "1800", *placed],
         "none": [],
     }[asked["launcher"]]
     inside = [*script("tools/cluster.sh"), "exec", "--name", name, hosts[0], "--"] if virtual else []

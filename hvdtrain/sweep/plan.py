@@ -24,18 +24,7 @@ UNLIMITED = "unlimited"
 MOST_RUNS = 10_000
 """Per sweep; so many take weeks, and can still be planned at once"""
 KINDS = {"T": "timing", "E": "energy"}
-FIXED = (
-    "workload",
-    "command",
-    "hosts",
-    "ranks_per_host",
-    "rate",
-    "launcher",
-    "on",
-    "cluster",
-    "label",
-    "config_sha256",
-)
+FIXED = {*OWN, "cluster", "label", "config_sha256"}
 """Settings that are no flags of the workload or command"""
 SHORT = {"seed": "s", "batch_size": "b", "global_batch_size": "gb", "epochs": "e", "width": "w"}
 

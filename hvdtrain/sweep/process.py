@@ -142,13 +142,7 @@ def whole(command: Command, environment: Mapping[str, str]) -> None:
     """Runs a command that must not be interrupted (up, down, clear). Raises Failure with its message and exit code."""
     try:
         done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            env=environment,
-            process_group=0,
-            check=False,
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment, process_group=0
         )
     except OSError as error:
         raise Failure(f"{command[0]}: {error.strerror}", exits.UNREACHABLE) from error

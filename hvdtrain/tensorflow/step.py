@@ -184,6 +184,19 @@ class Step:
             self._strategy.load(state)
 
 
+def apart(gradients: list[Any], variables: list[Any], own: set[int], ranks: int | None) -> tuple[list[int], list[Any]]:
+    """Places of the gradients that are exchanged: those there are, but of a rank's `own` variables (their ids); and all
+    gradients, the own ones divided by `ranks` unless it is None (see Horovod's `scale_local_gradients`)."""
+    shared: list[int] = []
+    found = list(gradients)
+    for index, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
+        if gradient is not None and id(tensor(variable)) not in own:
+            shared.append(index)
+        elif gradient is not None and ranks:
+            found[index] = gradient / tf.cast(ranks, gradient.dtype)
+    return shared, found
+
+
 def tensor(variable: Any) -> Any:
     """TensorFlow's variable of a Keras one."""
     return variable if isinstance(variable, tf.Variable) else variable.value

@@ -16,7 +16,7 @@ from hvdtrain.script import job
 from hvdtrain.strategies import Exchange
 from hvdtrain.strategies.table import DEFAULT_REDUCER
 from hvdtrain.tensorflow import recorded
-from hvdtrain.tensorflow.step import Step, tensor
+from hvdtrain.tensorflow.step import Step, apart, tensor
 
 _steps: dict[tuple[Any, ...], Step] = {}
 """By strategy, averaging, and the variables"""
@@ -49,18 +49,8 @@ class ExchangingTape(tf.GradientTape):
                 raise ValueError(f"strategy {self._exchange}: {why}; give {DEFAULT_REDUCER}")
             return list(self._plain.gradient(target, variables, output_gradients, use_generic_names))
         gradients = super().gradient(target, variables, output_gradients)
-        shared = [
-            index
-            for index, (gradient, variable) in enumerate(zip(gradients, variables, strict=True))
-            if gradient is not None and id(variable) not in self._own
-        ]
-        if self._scale_local:
-            gradients = [
-                gradient / tf.cast(horovod.size(), gradient.dtype)
-                if gradient is not None and id(variable) in self._own
-                else gradient
-                for gradient, variable in zip(gradients, variables, strict=True)
-            ]
+        ranks = horovod.size() if self._scale_local else None
+        shared, gradients = apart(gradients, variables, self._own, ranks)
         used = [variables[index] for index in shared]
         key = (str(self._exchange), self._average, *map(id, used))
         if key not in _steps:

@@ -27,6 +27,6 @@ def ddp_hook(strategy: str) -> tuple[Any, Any]:
     For scripts on torch.distributed, under torchrun; `init` need not be called. Collective. Raises Failure for what is
     no reducer.
     """
-    from hvdtrain.torch import hook
+    from hvdtrain.torch.hook import Buckets
 
-    return hook.of(_FRONT, strategy)
+    return Buckets(_FRONT, strategy), lambda state, bucket: state.hook(bucket)

@@ -80,8 +80,3 @@ class Buckets:
                 reducer.sum(gradients, hosts)
         if vector[-1] > 0:
             gradients[:] = np.inf
-
-
-def of(front: job.Front, strategy: str) -> tuple[Buckets, Any]:
-    """See `hvdtrain.torch.ddp_hook`."""
-    return Buckets(front, strategy), lambda state, bucket: state.hook(bucket)

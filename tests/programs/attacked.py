@@ -23,8 +23,8 @@ from hvdtrain.world import place
 
 
 def main() -> None:
-    kind, folder, where = sys.argv[1], Path(sys.argv[2]), place()
-    meeting = meet(where.launcher, where.rank, where.size, where.local_rank, where.local_size)
+    kind, folder = sys.argv[1], Path(sys.argv[2])
+    meeting = meet(place())
     gather = meeting.gather
 
     def told(mine: bytes) -> list[bytes]:

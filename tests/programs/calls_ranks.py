@@ -337,8 +337,7 @@ def sent_bytes() -> int:
 
 
 def main() -> None:
-    where = place()
-    meeting = meet(where.launcher, where.rank, where.size, where.local_rank, where.local_size)
+    meeting = meet(place())
     calls = Calls(meeting, Reach("127.0.0.1", "lo", loopback=True))
     check_is_asynchronous(calls)
     check_reductions(calls)

@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain import exits, workload, world
+from hvdtrain import data, exits, workload, world
 from hvdtrain.config import TrainConfig
-from hvdtrain.data import Batch
 from hvdtrain.measures import Regression
+from hvdtrain.models.layers import regression_terms
 
 FEATURES = 3
 
 
-class Split:
+class Split(data.Split):
     """See `data.Split`."""
 
     def __init__(self, seed: int, samples: int) -> None:
@@ -28,12 +28,9 @@ class Split:
     def __len__(self) -> int:
         return len(self.targets)
 
-    def order(self, stream: np.random.Generator, borders: Any) -> np.ndarray:
-        return stream.permutation(len(self))
-
-    def batch(self, mine: np.ndarray, everyones: np.ndarray, key: int | None) -> Batch:
+    def batch(self, mine: np.ndarray, everyones: np.ndarray, key: int | None) -> data.Batch:
         arrays = self.inputs[mine], self.targets[mine]
-        return Batch(arrays=arrays, weight=len(mine), total_weight=len(everyones))
+        return data.Batch(arrays=arrays, weight=len(mine), total_weight=len(everyones))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,10 +65,8 @@ def main(stop: world.StopSignal) -> int:
             self.weight = torch.nn.Parameter(torch.zeros(FEATURES))
 
         def loss(self, inputs: Any, targets: Any) -> Any:
-            error = inputs @ self.weight - targets
-            sums = {"absolute": error.abs(), "squared": error**2, "signed": error, "truth": targets}
-            sums["truth_squared"] = targets**2
-            return (error**2).sum(), {name: each.detach().sum() for name, each in sums.items()}
+            terms = regression_terms(inputs @ self.weight, targets)
+            return terms["squared"].sum(), {name: each.detach().sum() for name, each in terms.items()}
 
     return job.train(job.replica(Model(), {"weight": np.zeros(FEATURES, np.float32)}), stop)
 

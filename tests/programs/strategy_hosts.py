@@ -33,8 +33,7 @@ def prepared_once(framework: str) -> None:
 
 def joined(per_host: int) -> Meeting:
     """The ranks, `per_host` of them on each host in every `World` that is made from now on."""
-    where = world.place()
-    meeting = meet(where.launcher, where.rank, where.size, where.local_rank, where.local_size)
+    meeting = meet(world.place())
     reach = Reach(f"127.0.0.{1 + meeting.rank // per_host}", "lo", loopback=True)
 
     def met(ranks: Meeting) -> world.Met:

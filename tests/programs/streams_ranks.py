@@ -76,7 +76,7 @@ def between_hosts(ranks: StreamRanks) -> bool:
 
 def main() -> None:
     per_host, where = int(sys.argv[1]), place()
-    meeting = meet(where.launcher, where.rank, where.size, where.local_rank, where.local_size)
+    meeting = meet(where)
     address = f"127.0.0.{1 + where.rank // per_host}"
     ranks = StreamRanks(meeting, Reach(address, "lo", loopback=True))
     sizes = (0, 1, 3, ranks.hosts_count - 1, 512, 513)

@@ -11,7 +11,7 @@ from hvdtrain.world import place
 
 where = place()
 start = os.environ["TORCHELASTIC_RESTART_COUNT"]
-meeting = meet(where.launcher, where.rank, where.size, where.local_rank, where.local_size)
+meeting = meet(where)
 told = [json.loads(each) for each in meeting.gather(json.dumps([where.rank, start]).encode())]
 if where.rank == 0:
     print(json.dumps({"told": told}), flush=True)

@@ -28,7 +28,7 @@ from hvdtrain import exits
 from hvdtrain.arguments import Parser
 from hvdtrain.cluster import nic
 from hvdtrain.cluster.doctor import checks, host_checks, link_checks
-from hvdtrain.cluster.doctor.agent import Agent, Unreachable
+from hvdtrain.cluster.doctor.agent import Agent, Unreachable, ssh_command
 from hvdtrain.cluster.doctor.checks import FAIL, OK, WARN, Check
 from hvdtrain.cluster.hosts import Slots, from_slurm, parse_hosts, read_hostfile
 from hvdtrain.exits import Failure
@@ -137,12 +137,7 @@ def own_names() -> set[str]:
 
 def is_here(host: str) -> bool:
     """Whether a listed host is this machine: by name, or because its address is one of ours (as horovodrun decides)."""
-    if host in own_names():
-        return True
-    try:
-        return nic.is_own(socket.gethostbyname(host))
-    except OSError:
-        return False
+    return host in own_names() or any(map(nic.is_own, _address(host)))
 
 
 @dataclasses.dataclass
@@ -154,9 +149,6 @@ class Hosts:
     facts: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     clocks: dict[str, list[tuple[float, float, float]]] = dataclasses.field(default_factory=dict)
     lost: dict[str, Check] = dataclasses.field(default_factory=dict)
-
-    def remote(self) -> list[str]:
-        return [host for host in self.agents if host != self.here]
 
 
 @contextlib.contextmanager
@@ -181,7 +173,7 @@ def connected(listed: Sequence[Slots], options: argparse.Namespace, python: str)
                 missing = Unreachable("no ssh program on this machine", "apt-get install openssh-client")
                 hosts.lost[slot.host] = unreachable(slot.host, missing)
             else:
-                started[slot.host] = stack.enter_context(Agent.on(slot.host, python, ssh))
+                started[slot.host] = stack.enter_context(Agent(slot.host, ssh_command(slot.host, python, ssh)))
         for host, agent in started.items():
             try:
                 agent.hello()
@@ -304,10 +296,9 @@ def nic_of(host: str, hosts: Hosts, asked: str | None) -> dict[str, Any] | None:
     """The interface a host's data takes. This machine's is the one the others see us come from."""
     facts, towards = hosts.facts[host], None
     if host == hosts.here:
-        seen = [
-            hosts.facts[other]["ssh_connection"][0] for other in hosts.remote() if hosts.facts[other]["ssh_connection"]
-        ]
-        towards = host_checks.most_common(seen)
+        connections = [hosts.facts[other]["ssh_connection"] for other in hosts.agents if other != hosts.here]
+        seen = [connection[0] for connection in connections if connection]
+        towards = max(seen, key=seen.count, default=None)  # what most hosts see
         if towards is None:
             default = nic.default_route_device()
             towards = next((entry["address"] for entry in facts["interfaces"] if entry["name"] == default), None)

@@ -99,7 +99,7 @@ def ssh_command(host: str, python: str, options: list[str]) -> list[str]:
 
 
 class Agent:
-    """A running probe. `ask` may be called from several threads; `close` (or leaving the `with`) ends the probe."""
+    """A running probe; `hello` waits for it. `ask` may be called from several threads; `close` (or `with`) ends it."""
 
     def __init__(self, host: str, command: list[str]) -> None:
         self.host = host
@@ -111,25 +111,15 @@ class Agent:
         self._waiting: dict[int, Future[Any]] = {0: Future()}
         self._lock = threading.Lock()
         self._started_s = time.monotonic()
+        pipe = subprocess.PIPE
         self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            bufsize=1,
+            command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, errors="replace", bufsize=1
         )
         self._threads = [threading.Thread(target=run, daemon=True) for run in (self._listen_to_errors, self._listen)]
         for thread in self._threads:  # in this order: the second waits for the end of the first
             thread.start()
         texts = [inspect.getsource(module) for module in (stream, probe)]
         self._send(json.dumps([*texts, "answer_questions()"]))
-
-    @classmethod
-    def on(cls, host: str, python: str, options: list[str]) -> Agent:
-        """Starts a probe over ssh; returns at once, `hello` waits for it."""
-        return cls(host, ssh_command(host, python, options))
 
     @classmethod
     def here(cls, host: str) -> Agent:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,11 +29,8 @@ def disk(where: str, facts: Facts) -> Check:
     what = f"{show_bytes(free)} free in {folder}"
     status, fix = OK, ""
     if not found["writable"]:
-        status, what, fix = (
-            FAIL,
-            f"{folder} cannot be written",
-            "name another place with --run-dir, or change its owner",
-        )
+        status, what = FAIL, f"{folder} cannot be written"
+        fix = "name another place with --run-dir, or change its owner"
     elif free < DISK_LEAST_BYTES:
         status, fix = FAIL, "free some space, or name another place with --run-dir: a run would end with the disk full"
     elif free < DISK_ENOUGH_BYTES:
@@ -87,24 +83,20 @@ def name_resolution(where: str, facts: Facts, used: Mapping[str, Any] | None, se
     name, addresses = facts["host"], facts["resolves_to"]
     data = {"name": name, "addresses": addresses}
     right = used["address"] if used else "ITS-ADDRESS"
-    bad = FAIL if several else OK
+    status, fix = OK, ""
+    what = f"its own name {name} resolves to {addresses[0] if addresses else 'nothing'}"
     if not addresses:
-        what = f"the host's own name {name} is not known to itself"
+        status, what = FAIL if several else WARN, f"the host's own name {name} is not known to itself"
         fix = f"add `{right} {name}` to its /etc/hosts"
-        return Check(name="own-name", status=FAIL if several else WARN, where=where, what=what, fix=fix, facts=data)
-    if is_loopback(addresses[0]):
-        what = f"its own name {name} resolves to {addresses[0]}"
-        if not several:
-            return Check(name="own-name", status=bad, where=where, what=what + ": fine on one host", facts=data)
-        what += ": Gloo would tell the other hosts to connect to themselves"
+    elif is_loopback(addresses[0]) and several:
+        status, what = FAIL, f"{what}: Gloo would tell the other hosts to connect to themselves"
         fix = f"in its /etc/hosts put `{right} {name}` in place of `{addresses[0]} {name}`"
-        return Check(name="own-name", status=FAIL, where=where, what=what, fix=fix, facts=data)
-    what = f"its own name {name} resolves to {addresses[0]}"
-    if used and used["address"] not in addresses:
-        what += f", while data is to go over {used['name']} ({used['address']})"
+    elif is_loopback(addresses[0]):
+        what += ": fine on one host"
+    elif used and used["address"] not in addresses:
+        status, what = WARN, f"{what}, while data is to go over {used['name']} ({used['address']})"
         fix = f"put `{right} {name}` into its /etc/hosts: Gloo's process sets follow the name, not HOROVOD_GLOO_IFACE"
-        return Check(name="own-name", status=WARN, where=where, what=what, fix=fix, facts=data)
-    return Check(name="own-name", status=OK, where=where, what=what, facts=data)
+    return Check(name="own-name", status=status, where=where, what=what, fix=fix, facts=data)
 
 
 def interfaces(where: str, facts: Facts, used: Mapping[str, Any] | None, nic: str | None, several: bool) -> Check:
@@ -117,10 +109,8 @@ def interfaces(where: str, facts: Facts, used: Mapping[str, Any] | None, nic: st
             what = f"no interface {nic} that is up with a link and an IPv4 address; here: {listed or 'none'}"
             fix = f"name one of these with --nic, or ip link set {nic} up"
         else:
-            what, fix = (
-                "no interface is up with an IPv4 address",
-                "bring one up: ip link set DEV up; ip address add ...",
-            )
+            what = "no interface is up with an IPv4 address"
+            fix = "bring one up: ip link set DEV up; ip address add ..."
         return Check(name="nic", status=FAIL if several or nic else OK, where=where, what=what, fix=fix, facts=data)
     what = f"data goes over {used['name']} ({used['address']})"
     if len(found) == 1 or nic or not several:
@@ -184,10 +174,8 @@ def same_environment(where: str, facts: Facts, here: Facts, python: str) -> Chec
 def same_code(where: str, facts: Facts, here: Facts, folder: str) -> Check:
     """The checkout: there, and of the same content. Compared by its files, so that it also holds without git."""
     if facts["folder"] is None:
-        what, fix = (
-            f"no folder {folder}",
-            "the job starts in the same folder everywhere: copy or mount the checkout there",
-        )
+        what = f"no folder {folder}"
+        fix = "the job starts in the same folder everywhere: copy or mount the checkout there"
         return Check(name="code", status=FAIL, where=where, what=what, fix=fix)
     theirs, ours = facts["code"], here["code"]
     if theirs is None:
@@ -259,12 +247,6 @@ def shell(where: str, noise: Sequence[str]) -> list[Check]:
     what = f"its login shell prints {len(lines)} line{'s' * (len(lines) != 1)} for commands too: {lines[0][:60]!r}"
     fix = "in its ~/.bashrc (or ~/.profile) print only if the shell is interactive: [[ $- == *i* ]] && ..."
     return [Check(name="shell", status=WARN, where=where, what=what, fix=fix, facts={"lines": lines[:5]})]
-
-
-def most_common(addresses: Sequence[str]) -> str | None:
-    """The address that most hosts see, None if there is none."""
-    counted = Counter(address for address in addresses if address)
-    return counted.most_common(1)[0][0] if counted else None
 
 
 def throttled(where: str, facts: Facts) -> list[Check]:

@@ -102,13 +102,8 @@ def disk(folder: pathlib.Path) -> dict[str, typing.Any]:
     return {"folder": str(place), "free_bytes": free, "writable": os.access(str(place), os.W_OK)}
 
 
-def exists(program: str) -> bool:
-    """Whether a path exists, or a name is found in PATH."""
-    return pathlib.Path(program).exists() if os.sep in program else shutil.which(program) is not None
-
-
 def facts(python: str, packages: list[str], folder: str, run_folder: str, needed: list[str]) -> dict[str, typing.Any]:
-    """All that is judged about this host. `needed` are paths that must exist; `folder` is where the job starts."""
+    """All that is judged about this host. `needed` are programs; `folder` is where the job starts."""
     here = folder if pathlib.Path(folder).is_dir() else None
     found = output([python, "-c", VERSIONS, *packages], cwd=here) if os.access(python, os.X_OK) else None
     environment = json.loads(found) if found else None
@@ -124,16 +119,11 @@ def facts(python: str, packages: list[str], folder: str, run_folder: str, needed
         "cores": len(os.sched_getaffinity(0)),
         "disk": disk(pathlib.Path(folder, run_folder)),
         "folder": here,
-        "missing": [program for program in needed if not exists(program)],
+        "missing": [program for program in needed if shutil.which(program) is None],
         "environment": environment,
         "code": code(environment["code"]) if environment and environment["code"] else None,
         "throttle": throttle,
     }
-
-
-def clock() -> float:
-    """This host's clock, seconds since 1970."""
-    return time.time()
 
 
 # --- links -----------------------------------------------------------------------------------------------------------
@@ -242,7 +232,7 @@ def measure_stream(address: str, port: int, settle_s: float, count_s: float) -> 
 
 QUESTIONS: dict[str, typing.Callable[..., typing.Any]] = {
     "facts": facts,
-    "clock": clock,
+    "clock": time.time,
     "listen": listen,
     "connect": connect,
     "serve_stream": serve_stream,

@@ -9,16 +9,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from hvdtrain import exits
 from hvdtrain.cluster import nic, processes, virtual
-from hvdtrain.cluster.commands import CHECKOUT, caller, find, run, show, succeeds
+from hvdtrain.cluster.commands import become_root, caller, find, run, show
 from hvdtrain.cluster.rates import show_rate
 from hvdtrain.cluster.throttle import links, qdisc, watchdog
 from hvdtrain.cluster.throttle.links import Link
@@ -249,20 +248,12 @@ def main(arguments: list[str]) -> int:
 
         return goodput.show_all(options)
     if os.geteuid() and not options.dry_run:
-        _through_sudo(arguments)
+        become_root("changing queues needs root: put sudo before it", "throttle.sh", arguments)
     if verb == "verify":
         from hvdtrain.cluster.throttle import goodput
 
         return goodput.verify(options)
     return {"throttle": throttle, "clear": clear, "keep": keep}[verb](options)
-
-
-def _through_sudo(arguments: list[str]) -> NoReturn:
-    """Runs the same command as root, if sudo asks for no password. Raises Failure (77) otherwise."""
-    sudo = shutil.which("sudo")
-    if sudo is None or not succeeds([sudo, "-n", "true"]):
-        raise Failure("changing queues needs root: put sudo before it", exits.NO_PERMISSION)
-    os.execv(sudo, [sudo, "-n", str(CHECKOUT / "tools" / "throttle.sh"), *arguments])
 
 
 if __name__ == "__main__":

@@ -279,7 +279,7 @@ def _row(store: Store, cluster: str | None, host: str, dev: str | None = None) -
         links = virtual.links(virtual.clusters()[cluster])
         queues = [(one.direction, one.netns, one.dev) for one in links if one.host == host]
     else:
-        queues = [(link.direction, link.netns, link.ifb or link.dev) for link in known]  # type: ignore[misc]
+        queues = [(link.direction, link.netns, link.ifb or link.dev) for link in known]
     set_now: dict[str, float | None] = {"up_mbit": None, "down_mbit": None}
     for direction, netns, device in queues if os.geteuid() == 0 else []:
         with contextlib.suppress(Failure):

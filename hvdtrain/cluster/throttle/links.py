@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.cluster import virtual
 from hvdtrain.cluster.commands import Command, run
 from hvdtrain.cluster.throttle import qdisc
 from hvdtrain.cluster.throttle.qdisc import Qdisc, Shape
@@ -15,14 +16,9 @@ from hvdtrain.exits import Failure
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Link:
+class Link(virtual.Link):
     """One direction of a device, with what was there before this tool touched it."""
 
-    host: str
-    netns: str | None
-    dev: str
-    direction: str
-    """up: what the host sends; down: what it receives"""
     ifb: str | None
     """The detour through which `dev` receives; None: the root queue of `dev` is shaped"""
     mtu: int
@@ -35,10 +31,6 @@ class Link:
     token: str = ""
     """Of the change that set the shape"""
     until_utc: str | None = None
-
-    @property
-    def key(self) -> str:
-        return f"{self.netns or ''}/{self.dev}/{self.direction}"
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Link:
@@ -73,8 +65,7 @@ def first_look(host: str, netns: str | None, dev: str, direction: str, *, detour
             "(--down none), or remove it first if it may go"
         )
     words = None if detour else qdisc.rebuild_words(netns, dev, found)
-    about = {"host": host, "netns": netns, "dev": dev, "direction": direction}
-    return Link(**about, ifb=ifb, mtu=mtu, identity=identity, found=found, words=words)  # type: ignore[arg-type]
+    return Link(host, netns, dev, direction, ifb=ifb, mtu=mtu, identity=identity, found=found, words=words)
 
 
 def _part(netns: str | None, dev: str, detour: bool) -> list[Qdisc]:

@@ -35,18 +35,10 @@ ACTIONS = ("show", "verify", "clear", "keep")
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class Place(virtual.Link):
     """One direction of one host's link, and the file that tells the host what was asked."""
 
-    host: str
-    netns: str | None
-    dev: str
-    direction: str
     file: Path
-
-    @property
-    def key(self) -> str:
-        return f"{self.netns or ''}/{self.dev}/{self.direction}"
 
     @property
     def detour(self) -> bool:

@@ -25,7 +25,6 @@ import json
 import os
 import secrets
 import signal
-import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime, timedelta
@@ -33,7 +32,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hvdtrain import exits, files
-from hvdtrain.cluster.commands import Command, find, run, show
+from hvdtrain.cluster.commands import Command, run
 from hvdtrain.cluster.throttle.links import Link, difference, plan
 from hvdtrain.cluster.throttle.qdisc import Shape
 from hvdtrain.exits import Failure
@@ -214,18 +213,6 @@ def undo(store: Store) -> bool:
     return True
 
 
-def _run_held(command: Command, held: int) -> None:
-    """Runs it with the pipe's end open, so that the watchdog waits for it even if this process is gone."""
-    words = [find(command[0]), *command[1:]]
-    done = subprocess.run(
-        words, stdin=subprocess.DEVNULL, capture_output=True, text=True, pass_fds=(held,), check=False
-    )
-    if done.returncode:
-        said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
-        denied = "not permitted" in said or "ermission denied" in said
-        raise Failure(_explain(command, said), exits.NO_PERMISSION if denied else exits.FAILED)
-
-
 MODULES = {
     "tbf": "sch_tbf",
     "netem": "sch_netem",
@@ -233,16 +220,19 @@ MODULES = {
     "u32": "cls_u32 and act_mirred",
     "ifb": "ifb",
 }
+UNKNOWN = ("kind is unknown", "TC classifier not found", "Unknown device type", "not supported")
 
 
-def _explain(command: Command, said: str) -> str:
-    if any(
-        word in said for word in ("kind is unknown", "TC classifier not found", "Unknown device type", "not supported")
-    ):
+def _run_held(command: Command, held: int) -> None:
+    """Runs it with the pipe's end open, so that the watchdog waits for it even if this process is gone."""
+    try:
+        run(command, pass_fds=(held,))
+    except Failure as failure:
+        if not any(words in str(failure) for words in UNKNOWN):
+            raise
         missing = next((MODULES[word] for word in reversed(command) if word in MODULES), "its module")
         load = f"sudo modprobe -a {missing.replace(' and', '')}"
-        return f"this kernel lacks {missing}; try: {load} (`{show(command)}`: {said})"
-    return f"`{show(command)}`: {said}"
+        raise Failure(f"this kernel lacks {missing}; try: {load} ({failure})", failure.code) from None
 
 
 # --- the watchdog ----------------------------------------------------------------------------------------------------

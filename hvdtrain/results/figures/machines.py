@@ -17,9 +17,10 @@ from hvdtrain import exits
 from hvdtrain.arguments import near
 from hvdtrain.exits import Failure, printable
 from hvdtrain.results import groups, load, sensors
-from hvdtrain.results.figures import panels, style
+from hvdtrain.results.figures import style
 from hvdtrain.results.load import Loaded
 from hvdtrain.results.plots import Options
+from hvdtrain.results.scaling import many, rate_words
 from hvdtrain.results.table import number
 
 COLUMNS = 3
@@ -133,9 +134,9 @@ def begun(name: str, runs: pd.DataFrame) -> str:
 
 
 def title(run: Any) -> str:
-    link = f", {panels.rate(run.rate_mbit)}" if run.hosts > 1 else ""
+    link = f", {rate_words(run.rate_mbit)}" if run.hosts > 1 else ""
     state = "" if run.state == "complete" else f", {run.state}"
-    return f"{run.framework} {run.strategy}\n{panels.hosts(run.hosts)}{link}{state}"
+    return f"{run.framework} {run.strategy}\n{many(run.hosts, 'hosts')}{link}{state}"
 
 
 def thinned(samples: pd.DataFrame) -> pd.DataFrame:
@@ -146,7 +147,7 @@ def thinned(samples: pd.DataFrame) -> pd.DataFrame:
         return samples
     bins = np.arange(len(samples)) // together
     found: dict[str, Any] = {"unix_s": samples["unix_s"].groupby(bins).last()}
-    for name in samples.columns.difference(["host", "device", "used", "unix_s"], sort=False):
+    for name in samples.columns.difference(["host", "device", "unix_s"], sort=False):
         weights = samples["seconds"].where(samples[name].notna())
         if name in ("seconds", "energy_j"):
             found[name] = samples[name].groupby(bins).sum()

@@ -20,7 +20,7 @@ from hvdtrain.exits import Failure
 from hvdtrain.results import groups, scaling
 from hvdtrain.results.figures import style
 from hvdtrain.results.load import Loaded
-from hvdtrain.results.scaling import Row
+from hvdtrain.results.scaling import Row, many
 
 # What tells one panel from another, and how its title says so. Hosts and rate are the axes inside a panel.
 TITLE = {
@@ -42,15 +42,6 @@ ALWAYS = ("framework", "strategy")
 
 MOST_PANELS = 12
 MOST_BARS = 60
-
-
-def rate(mbit: float) -> str:
-    """`10 Mbit/s`; NaN is `no throttle`."""
-    return "no throttle" if math.isnan(mbit) else f"{mbit:g} Mbit/s"
-
-
-def hosts(number: float) -> str:
-    return "1 host" if number == 1 else f"{number:g} hosts"
 
 
 def ordered(rates: Iterable[float]) -> list[float]:
@@ -87,7 +78,7 @@ class Looks:
     def legend(self, axis: Any, numbers: Iterable[float]) -> None:
         """Entries for the markers of these numbers of hosts."""
         for number in sorted(set(numbers)):
-            axis.plot([], [], color=style.SOFT, linestyle="none", **self.marker(number), label=hosts(number))
+            axis.plot([], [], color=style.SOFT, linestyle="none", **self.marker(number), label=many(number, "hosts"))
 
 
 def at_rate(runs: pd.DataFrame, mbit: float) -> pd.DataFrame:
@@ -163,8 +154,6 @@ class Panel:
     """The curves of one setting, which get axes of their own."""
 
     title: str
-    about: dict[str, Any]
-    """The setting: what TITLE and `groups.GROUP` name"""
     curves: list[tuple[float, list[Row]]]
     """Rate (NaN: unlimited, or one host only) and points of each curve, baseline first; slowest rate first"""
 
@@ -190,4 +179,4 @@ def compare(runs: pd.DataFrame, count: scaling.Count, column: str, lacking: str)
         raise Failure(lacking, exits.BAD_DATA)
     check(len(found), MOST_PANELS, "settings")
     names = titles([about for about, _ in found.values()])
-    return [Panel(name, *parts) for name, parts in zip(names, found.values(), strict=True)]
+    return [Panel(name, drawn) for name, (_, drawn) in zip(names, found.values(), strict=True)]

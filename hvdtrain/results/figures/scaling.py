@@ -16,7 +16,7 @@ from hvdtrain.results.figures import panels, style
 from hvdtrain.results.figures.panels import Looks, Panel, compare
 from hvdtrain.results.load import Loaded
 from hvdtrain.results.plots import Options
-from hvdtrain.results.scaling import Row
+from hvdtrain.results.scaling import Row, rate_words
 
 LACKING = (
     "needs complete timing runs on one host and on more that are alike; `hvdtrain results scaling` says in what these "
@@ -62,8 +62,7 @@ def speedup(loaded: Loaded, options: Options) -> Figure:
 def efficiency(loaded: Loaded, options: Options) -> Figure:
     """A cell per number of hosts and rate, with its 95 % interval: strong efficiency at an equal global batch, weak at
     an equal batch per rank. Raises Failure (65) without a baseline and a run on more hosts."""
-    lacking = f"no efficiency: {LACKING}"
-    drawn = compare(loaded.runs, options.count, "efficiency", lacking)
+    drawn = compare(loaded.runs, options.count, "efficiency", f"no efficiency: {LACKING}")
     values = {
         (index, mbit, int(row.count)): row
         for index, panel in enumerate(drawn)
@@ -76,7 +75,7 @@ def efficiency(loaded: Loaded, options: Options) -> Figure:
     figure, axes = style.grid(len(drawn), height_in=0.42 * len(rates) + 0.6, sharey=True)
     for axis, panel in zip(axes, drawn, strict=True):
         axis.set_xticks(np.arange(len(counts)) + 0.5, counts)
-        axis.set_yticks(np.arange(len(rates)) + 0.5, [panels.rate(mbit) for mbit in rates])
+        axis.set_yticks(np.arange(len(rates)) + 0.5, [rate_words(mbit) for mbit in rates])
         axis.set(xlabel=options.count, ylim=(len(rates), 0))
         style.title(axis, panel.title)
         axis.tick_params(length=0)
@@ -110,7 +109,7 @@ def draw(drawn: list[Panel], column: str, options: Options, looks: Looks) -> tup
         for mbit, rows in panel.curves:
             values = [getattr(row, column) for row in rows]
             most = max(row.group.key["hosts"] for row in rows)
-            label, look = "one host" if most == 1 else panels.rate(mbit), looks.line(mbit, most)
+            label, look = "one host" if most == 1 else rate_words(mbit), looks.line(mbit, most)
             means = [one.mean for one in values]
             axis.errorbar([row.count for row in rows], means, style.bars(values), label=label, **look)
             for row, mean in zip(rows, means, strict=True):

@@ -17,6 +17,7 @@ from hvdtrain.results.figures import panels, style
 from hvdtrain.results.figures.panels import Looks
 from hvdtrain.results.load import Loaded
 from hvdtrain.results.plots import Options
+from hvdtrain.results.scaling import many
 from hvdtrain.results.strategies import soonness, strategies
 from hvdtrain.results.table import Table, cell
 
@@ -65,7 +66,7 @@ def by_strategy(table: Table, rows: list[dict[str, Any]]) -> dict[str, list[dict
 def missed(rows: list[dict[str, Any]]) -> str:
     """` (2 of 3 reached it on 4 hosts)`, where not all runs got there."""
     some = [row for row in rows if row["reached"] != f"{row['n']} of {row['n']}"]
-    words = [f"{row['reached']} reached it on {panels.hosts(row['hosts'])}" for row in some]
+    words = [f"{row['reached']} reached it on {many(row['hosts'], 'hosts')}" for row in some]
     return f" ({', '.join(words)})" if words else ""
 
 

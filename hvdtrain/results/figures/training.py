@@ -16,6 +16,7 @@ from hvdtrain.results.figures import panels, style
 from hvdtrain.results.figures.panels import Looks
 from hvdtrain.results.load import Loaded
 from hvdtrain.results.plots import Options
+from hvdtrain.results.scaling import rate_words
 from hvdtrain.results.statistics import summary
 
 
@@ -63,7 +64,7 @@ def figure(loaded: Loaded, x: str, label: str) -> Figure:
     all_hosts = {number for _, found in drawn for number, _ in found}
     looks.legend(axes[0], all_hosts)
     for mbit in looks.rates if max(all_hosts) > 1 else ():
-        axes[0].plot([], [], **looks.line(mbit), label=panels.rate(mbit))
+        axes[0].plot([], [], **looks.line(mbit), label=rate_words(mbit))
     style.legend(made, axes, style.repeats(counts, "bands"))
     return made
 

@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from hvdtrain.results.figures import panels, style
 from hvdtrain.results.load import Loaded
 from hvdtrain.results.plots import Options
+from hvdtrain.results.scaling import many, rate_words
 from hvdtrain.results.statistics import summary
 from hvdtrain.results.table import number
 
@@ -42,11 +43,8 @@ def phases(loaded: Loaded, _: Options) -> Figure:
 
     Raises Failure (65) when no run has timed steps.
     """
-    runs = panels.usable(
-        loaded.runs,
-        needs="step_s",
-        lacking="no times per step: needs complete timing runs of more than the 3 warm-up steps",
-    )
+    lacking = "no times per step: needs complete timing runs of more than the 3 warm-up steps"
+    runs = panels.usable(loaded.runs, needs="step_s", lacking=lacking)
     rates = panels.rates(runs)
     across = -(-len(rates) // -(-len(rates) // COLUMNS))  # as many in each row of axes as can be
     blocks = [rates[start : start + across] for start in range(0, len(rates), across)]
@@ -64,7 +62,7 @@ def phases(loaded: Loaded, _: Options) -> Figure:
             here = [panels.at_rate(part, mbit) for part in groups]
             stack(above, [separable(part) for part in here], STEP)
             stack(below, here, RUN)
-            style.title(above, panels.rate(mbit) if runs["hosts"].max() > 1 else "")
+            style.title(above, rate_words(mbit) if runs["hosts"].max() > 1 else "")
             above.set_xlabel("s per step")
             below.set_xlabel("s per run")
     counts = [len(panels.at_rate(part, mbit)) for part in groups for mbit in rates]
@@ -77,7 +75,7 @@ def bars(runs: pd.DataFrame) -> tuple[list[str], list[pd.DataFrame]]:
     labels, groups = [], []
     for name, part in panels.split(runs):
         for hosts, same in part.groupby("hosts", sort=True):
-            labels.append(style.wrapped(f"{name}, {panels.hosts(hosts)}", LABEL))
+            labels.append(style.wrapped(f"{name}, {many(hosts, 'hosts')}", LABEL))
             groups.append(same)
     return labels, groups
 
@@ -123,7 +121,7 @@ def wire(loaded: Loaded, _: Options) -> Figure:
     for name, part in panels.split(runs):
         for (hosts, _), same in part.groupby(["hosts", part["rate_mbit"].fillna(math.inf)], sort=True):
             mbit = float(same["rate_mbit"].iloc[0])
-            labels.append(style.wrapped(f"{name}, {panels.hosts(hosts)}, {panels.rate(mbit)}", LABEL))
+            labels.append(style.wrapped(f"{name}, {many(hosts, 'hosts')}, {rate_words(mbit)}", LABEL))
             groups.append(same)
     panels.check(len(labels), panels.MOST_BARS, "bars")
     figure = Figure((style.WIDTH_IN, bar_in(labels) * len(labels) + 1.5), layout="constrained")

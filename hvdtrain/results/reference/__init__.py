@@ -58,7 +58,7 @@ class Reference:
             for mine, theirs, _ in figures:
                 row |= {mine: cells.get(mine), f"published_{theirs}": there.get(theirs)}
             rows.append(row)
-        notes = self.notes()
+        notes = [f"theirs: {self.source}; relative to {self.baseline}. Another machine and model: compare ratios"]
         if not rows:
             rows = [
                 {"environment": there["environment"]} | {f"published_{key}": there.get(key) for _, key, _ in figures}
@@ -74,9 +74,6 @@ class Reference:
             columns.append(dataclasses.replace(column, key=mine, label=f"{column.label}: ours"))
             columns.append(dataclasses.replace(column, key=f"published_{theirs}", label="theirs"))
         return Table(f"{name}_reference", f"Beside {self.name}", columns, rows, notes, spare=("strategy",))
-
-    def notes(self) -> list[str]:
-        return [f"theirs: {self.source}; relative to {self.baseline}. Another machine and model: compare ratios"]
 
 
 def known() -> list[str]:
@@ -99,14 +96,13 @@ def load(name: str) -> Reference:
         raise Failure(f"{path}:{getattr(error, 'lineno', 1)}: no JSON ({error})", exits.BAD_DATA) from error
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:
         raise Failure(f"{path}:1: not a {SCHEMA} document; see {FOLDER / 'cruz2021.json'}", exits.BAD_DATA)
-    texts = {key: document.get(key) for key in ("name", "source", "baseline")}
+    texts: dict[str, Any] = {key: document.get(key) for key in ("name", "source", "baseline")}
     rows = document.get("rows")
     if not all(isinstance(text, str) for text in texts.values()) or not isinstance(rows, list):
         raise Failure(f"{path}:1: name, source and baseline must be text, and rows a list", exits.BAD_DATA)
     made = [_row(path, number, row) for number, row in enumerate(rows, start=1)]
     sweep = document.get("sweep")
-    known_texts = {key: str(text) for key, text in texts.items()}
-    return Reference(**known_texts, sweep=sweep if isinstance(sweep, str) else None, rows=made)
+    return Reference(**texts, sweep=sweep if isinstance(sweep, str) else None, rows=made)
 
 
 def _row(path: Path, number: int, row: Any) -> tuple[Where, dict[str, Any]]:

@@ -127,15 +127,15 @@ def test_the_readme_is_short_and_ci_runs_its_commands() -> None:
     assert "\nstep make test\n" in (ROOT / ".ci" / "run").read_text()
 
 
-def test_the_headline_figure_is_that_of_the_table(tmp_path: Path) -> None:
-    drawn = tmp_path / "headline.svg"
+def test_the_figures_are_those_of_the_tables(tmp_path: Path) -> None:
     draw = [sys.executable, ROOT / "tools" / "headline.py"]
-    subprocess.run([*draw, drawn], check=True)
-    refused = subprocess.run([*draw, tmp_path / "no" / "x.svg"], stderr=subprocess.PIPE, text=True)
+    subprocess.run([*draw, tmp_path], check=True)
+    refused = subprocess.run([*draw, tmp_path / "no"], stderr=subprocess.PIPE, text=True)
     assert refused.returncode == 73 and refused.stderr.count("\n") == 1
-    figure = ROOT / "docs" / "figures" / "time_to_accuracy.svg"
-    assert drawn.read_text() == figure.read_text(), "the table has changed: run python tools/headline.py"
-    assert figure.name in (ROOT / "README.md").read_text()
+    for drawn, page in (("time_to_accuracy.svg", "README.md"), ("stages.svg", "docs/STAGES.md")):
+        figure = ROOT / "docs" / "figures" / drawn
+        assert (tmp_path / drawn).read_text() == figure.read_text(), "a table has changed: run python tools/headline.py"
+        assert drawn in (ROOT / page).read_text()
 
 
 def test_contributing_names_every_test() -> None:

@@ -48,6 +48,7 @@ NAMES, MICRO = "abcd", 4
 MOUNT = Path("/sys/fs/cgroup/memory")
 PLAIN = ["horovodrun", "--gloo", "--gloo-timeout-seconds", "1800"]
 ROWS: dict[str, tuple[int, list[str]]] = {
+    "alone": (1, []),
     "plain-2": (2, []),
     "hierarchical-2": (2, ["--strategy", "hierarchical"]),
     "powersgd-2": (2, ["--strategy", "powersgd:rank=4"]),
@@ -168,11 +169,11 @@ def read(folder: Path, hosts: int) -> dict[str, Any]:
     lines = [json.loads(line) for line in (folder / "metrics" / "rank0000.jsonl").read_text().splitlines()]
     end = next(line for line in lines if line["type"] == "summary")
     timed = [line for line in lines if line["type"] == "step" and not line["warmup"]]
-    busiest = max(nic[way] for nic in end["nic_bytes"] for way in ("sent_bytes", "received_bytes"))
+    ways = [nic[way] for nic in end["nic_bytes"] for way in ("sent_bytes", "received_bytes")]  # none on one host
     return {
         "steps_s": [line["data_s"] + line["compute_s"] + (line["communication_s"] or 0.0) for line in timed],
         "formula_bytes": formula_bytes(about, hosts),
-        "bytes": busiest / end["steps"],
+        "bytes": max(ways, default=0) / end["steps"],
         "waiting": end["step_shares"].get("exchange"),
         "rss_bytes": end["peak_rss_bytes"],
     }
@@ -256,7 +257,7 @@ def together(model: str, row: str, rate: int, found: Sequence[dict[str, Any]]) -
         told["bubble"] = cuts.bubble(int(flags[flags.index("--stages") + 1]), MICRO)
     if steps_s:
         told |= {"median_s": statistics.median(steps_s), "least_s": min(steps_s), "most_s": max(steps_s)}
-        told["over"] = max(each["bytes"] / each["formula_bytes"] for each in found if "bytes" in each)
+        told["over"] = max(each["bytes"] / (each["formula_bytes"] or math.inf) for each in found if "bytes" in each)
     return told
 
 

@@ -114,7 +114,8 @@ def load() -> CaptionDataset:
     scenes = [Scene.of(int(number)) for number in numbers]
     pictures = draw(scenes, stream)
     references = [scene.sentences for scene in scenes]
-    digest = hashlib.sha256(pictures.tobytes() + repr((COUNTS, references)).encode())
+    digest = hashlib.sha256(pictures.data)
+    digest.update(repr((COUNTS, references)).encode())
     return assemble(
         name="shapes",
         vocabulary=Vocabulary.build(sentence for told in references[: COUNTS[0]] for sentence in told),

@@ -57,7 +57,7 @@ def words(flags: Mapping[str, Any], defaults: Mapping[str, Any]) -> Command:
 
 
 def _answer(workload: str, typed: Sequence[str], variables: Mapping[str, str]) -> dict[str, Any] | tuple[str, int]:
-    """In a process of its own: the dry run's JSON document, or message and code of the Failure that it ends with."""
+    """In another process: the dry run's JSON document, or message and code of the Failure that it ends with."""
     os.environ.clear()
     os.environ.update(variables)
     written = io.StringIO()
@@ -77,18 +77,14 @@ def _answer(workload: str, typed: Sequence[str], variables: Mapping[str, str]) -
 
 def ask(questions: Sequence[tuple[str, Sequence[str], int, int]]) -> list[dict[str, Any] | Failure]:
     """Of each (workload, its flags, ranks, ranks per host): the JSON document of the dry run of rank 0, or the Failure
-    that it ends with. Each has a process of its own, forked from one that has imported what workloads need."""
+    that it ends with. A process for each core, which has imported what workloads need, answers one after the other."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("HVDTRAIN_", "OMPI_COMM_"))}
     asked = []
     for workload, typed, ranks, local in questions:
         place = {"RANK": 0, "SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_SIZE": local} if ranks > 1 else {}
         variables = {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in place.items()}
         asked.append((workload, typed, kept | variables))
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        [path for name, path in workloads.OURS.items() if name in {each[0] for each in questions}]
-    )
-    with ProcessPoolExecutor(mp_context=context, max_tasks_per_child=1) as pool:
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
         found = list(pool.map(_answer, *zip(*asked, strict=True)))
     return [Failure(*answer) if isinstance(answer, tuple) else answer for answer in found]
 

@@ -3,7 +3,6 @@ of the frameworks is missing."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -25,10 +24,6 @@ Found = tuple[float, dict[str, Any], Arrays]
 def one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    if not tf.config.list_physical_devices("GPU"):
-        with contextlib.suppress(RuntimeError):  # another test file has started TensorFlow: only slower
-            tf.config.threading.set_intra_op_parallelism_threads(1)
-            tf.config.threading.set_inter_op_parallelism_threads(1)
     yield
     torch.set_num_threads(before)
 

@@ -22,7 +22,6 @@ from hvdtrain.cluster.commands import Command
 from hvdtrain.config import flag
 from hvdtrain.exits import Failure
 from hvdtrain.sweep.plan import Point, Run
-from hvdtrain.world import StopSignal
 
 MONITORS = {"timing": "none", "energy": "power,resources"}
 """Kind of run -> its --monitor"""
@@ -58,6 +57,8 @@ def words(flags: Mapping[str, Any], defaults: Mapping[str, Any]) -> Command:
 
 def _answer(workload: str, typed: Sequence[str], variables: Mapping[str, str]) -> dict[str, Any] | tuple[str, int]:
     """In another process: the dry run's JSON document, or message and code of the Failure that it ends with."""
+    from hvdtrain.world import StopSignal  # and much else, which the sweep itself does not need
+
     os.environ.clear()
     os.environ.update(variables)
     written = io.StringIO()

@@ -309,12 +309,8 @@ def test_low_precision_starts_close_to_fp32(framework: str, whole: Whole, tmp_pa
     for precision in ("bf16", "fp16"):
         folder = tmp_path / precision
         flags = ["--framework", framework, "--precision", precision, "--epochs", "1", "--json"]
-        flags += [
-            "--epoch-samples",
-            "240",
-            "--warmup-epochs",
-            "6",
-        ]  # five steps, with the rates of the whole run's first
+        # Five steps, with the rates of the whole run's first.
+        flags += ["--epoch-samples", "240", "--lr", str(0.05 / 6)]
         document(resnet(0, *flags, "--run-dir", str(folder), *SMALL))
         losses[precision] = [step.loss for step in read_run(folder)["step"][:4]]
     np.testing.assert_allclose(losses["bf16"], losses["fp32"], rtol=0.05)

@@ -374,13 +374,7 @@ def replica_of(
 ) -> Any:
     """The model on its device with its optimizer, as the framework of the config makes it: a `frameworks.Replica`, and
     a `stages.pipe.Part` with a `pipe`."""
-    told: dict[str, Any] = {
-        "device": device,
-        "config": config,
-        "world": ranks,
-        "strategy": strategy,
-        "measure": measure,
-    }
+    told = {"device": device, "config": config, "world": ranks, "strategy": strategy, "measure": measure}
     made: Any
     if config.framework == "torch":
         from hvdtrain.frameworks.pytorch import TorchReplica as made

@@ -262,6 +262,15 @@ def refused(module: str, *words: str, code: int, said: str, extra: Mapping[str, 
     assert said in done.stderr
 
 
+def installed(folder: Path, entry: str) -> dict[str, str]:
+    """The variables with which Python finds a workload in the folder, `name = module`, as an installed package's."""
+    about = folder / "mine-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text(f"[hvdtrain.workloads]\n{entry}\n")
+    return {"PYTHONPATH": str(folder)}
+
+
 @contextlib.contextmanager
 def failing(code: int, words: str | None = None) -> Iterator[pytest.ExceptionInfo[Failure]]:
     """The block ends with a Failure of this code, in which these words (a regular expression) are found."""

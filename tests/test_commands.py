@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import alone, document, finished
+from conftest import alone, document, finished, installed
 
 from hvdtrain import cli, config, exits
 from hvdtrain.arguments import Parser
@@ -101,11 +101,7 @@ def test_a_bad_workload_of_another_package_is_told_in_a_line(
     tmp_path: Path, entry: str, source: str, told: str
 ) -> None:
     (tmp_path / "mine.py").write_text(source)
-    about = tmp_path / "mine-1.0.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
-    (about / "entry_points.txt").write_text(f"[hvdtrain.workloads]\n{entry}\n")
-    name, variables = entry.partition(" ")[0], {"PYTHONPATH": str(tmp_path)}
+    name, variables = entry.partition(" ")[0], installed(tmp_path, entry)
     command = [sys.executable, "-m", "hvdtrain.cli", "train", name, "--dry-run"]
     done = finished(command, extra=variables)
     assert (done.returncode, told in done.stderr, done.stderr.count("\n")) == (exits.BAD_CONFIG, True, 1), done.stderr

@@ -14,10 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain import resume
+from hvdtrain.captioning import CaptioningConfig
 from hvdtrain.config import TrainConfig, batch_plan, field_docs, global_batch, misspelt
 from hvdtrain.exits import Failure
 from hvdtrain.resnet import ResNetConfig
+from hvdtrain.solar import SolarConfig
+from hvdtrain.tabular import TabularConfig
 from hvdtrain.world import Place, place
+
+CONFIGS = (ResNetConfig, CaptioningConfig, SolarConfig, TabularConfig)
 
 
 @given(st.integers(1, 64), st.integers(1, 16), st.sampled_from(["none", "linear", "sqrt"]))
@@ -76,10 +81,11 @@ def test_a_value_that_is_not_accepted_is_told_with_its_place(
 
 def test_a_misspelt_variable_is_told_and_one_that_something_else_reads_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     others = ("RECORD", "MPI", "LAUNCHED_WITH", "SURVIVE_FD", "THREADS_BY_LAUNCHER", "POWERCAP", "LAYERS", "EPOCHS")
-    for name in ("EPOCH", "BATCHSIZE", *others):
+    theirs = [field.name.upper() for cls in CONFIGS for field in dataclasses.fields(cls)]
+    for name in ("EPOCH", "BATCHSIZE", *others, *theirs):
         monkeypatch.setenv(f"HVDTRAIN_{name}", "3")
     told = ["HVDTRAIN_BATCHSIZE, did you mean HVDTRAIN_BATCH_SIZE?", "HVDTRAIN_EPOCH, did you mean HVDTRAIN_EPOCHS?"]
-    assert misspelt(ResNetConfig) == told
+    assert [misspelt(cls) for cls in CONFIGS] == [told] * len(CONFIGS)
 
 
 def test_every_field_is_documented() -> None:

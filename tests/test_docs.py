@@ -128,13 +128,13 @@ def test_the_readme_is_short_and_ci_runs_its_commands() -> None:
 
 
 def test_the_figures_are_those_of_the_tables(tmp_path: Path) -> None:
-    draw = [sys.executable, ROOT / "tools" / "headline.py"]
+    draw = [sys.executable, ROOT / "tools" / "figures.py"]
     subprocess.run([*draw, tmp_path], check=True)
     refused = subprocess.run([*draw, tmp_path / "no"], stderr=subprocess.PIPE, text=True)
     assert refused.returncode == 73 and refused.stderr.count("\n") == 1
     for drawn, page in (("time_to_accuracy.svg", "README.md"), ("stages.svg", "docs/STAGES.md")):
         figure = ROOT / "docs" / "figures" / drawn
-        assert (tmp_path / drawn).read_text() == figure.read_text(), "a table has changed: run python tools/headline.py"
+        assert (tmp_path / drawn).read_text() == figure.read_text(), "a table has changed: run python tools/figures.py"
         assert drawn in (ROOT / page).read_text()
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, finished
+from conftest import ROOT, finished, installed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -314,3 +314,22 @@ def test_a_shipped_sweep_can_be_planned_here(path: Path, tmp_path: Path) -> None
             assert run["command"][-3] == "--run-dir"
             assert run["estimate_s"] or "gpu" in run["point"]
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("raise SystemExit('usage')", "broken: SystemExit: usage"),
+        ("raise KeyError('x')", "broken: KeyError: 'x'"),
+        ("print('no JSON')", "broken: JSONDecodeError"),
+        ("os._exit(3)", "a dry run of broken ended its process: exit code 3"),
+    ],
+)
+def test_a_workload_whose_dry_run_is_broken_is_told_in_a_line(body: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text(f"import os\n\n\ndef main(stop):\n    {body}\n")
+    file = tmp_path / "sweep.toml"
+    file.write_text('[[grid]]\nworkload = "broken"\nseed = [1, 2]\n')
+    command = [sys.executable, "-m", "hvdtrain.sweep", str(file), "--dry-run"]
+    done = finished(command, extra=installed(tmp_path, "broken = broken"))
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
+    assert done.stderr.startswith(f"sweep: {told}")

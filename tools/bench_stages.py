@@ -31,7 +31,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 from bench_network import cluster, throttle  # noqa: E402
 
-from hvdtrain import strategies  # noqa: E402
+from hvdtrain import exits, strategies  # noqa: E402
+from hvdtrain.arguments import Parser  # noqa: E402
 from hvdtrain.cluster import nic  # noqa: E402
 from hvdtrain.cluster.commands import need_root  # noqa: E402
 from hvdtrain.cluster.rates import goodput_both_ways, parse_rate, show_rate  # noqa: E402
@@ -276,8 +277,8 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
         print(f"| {' | '.join(cells)} |")
 
 
-def parsed() -> argparse.Namespace:
-    top = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+def parsed(arguments: list[str]) -> argparse.Namespace:
+    top = Parser(description=__doc__)
 
     def words(text: str) -> list[str]:
         return text.split(",")
@@ -295,9 +296,9 @@ def parsed() -> argparse.Namespace:
     top.add_argument("--within", help=argparse.SUPPRESS)
     top.add_argument("--torch", help=argparse.SUPPRESS)
     top.add_argument("--run", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    options = top.parse_args()
+    options = top.parse_args(arguments)
     if unknown := {*options.models, *options.rows} - {*MODELS, *ROWS}:
-        top.error(f"unknown: {', '.join(sorted(unknown))}")
+        top.error(f"no model or row {', '.join(sorted(unknown))}")
     return options
 
 
@@ -325,24 +326,20 @@ def bench(options: argparse.Namespace) -> list[dict[str, Any]]:
     return [together(*key, each) for key, each in found.items()]
 
 
-def main() -> int:
-    options = parsed()
+def main(arguments: list[str]) -> int:
+    options = parsed(arguments)
     if options.within:
         (group(options.within, socket.gethostname()) / "cgroup.procs").write_text("0")
     if options.torch:
         torch_program(json.loads(options.torch))
-        return 0
+        return exits.OK
     if options.run:
         os.execvp(options.run[0], options.run)
-    try:
-        need_root("the benchmark's virtual cluster")
-        rows = bench(options)
-    except Failure as failure:
-        print(f"hvdtrain: {failure}", file=sys.stderr)
-        return failure.code
+    need_root("the benchmark's virtual cluster")
+    rows = bench(options)
     print(json.dumps({"schema": "hvdtrain/bench-stages/1", "rows": rows})) if options.json else show(rows)
-    return 0
+    return exits.OK
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    exits.end(main, sys.argv[1:])

@@ -7,7 +7,6 @@ every rank more than a second at its start.
 
 from __future__ import annotations
 
-import functools
 import gzip
 import hashlib
 from fractions import Fraction
@@ -24,7 +23,6 @@ SHARES = (Fraction(80, 100), Fraction(7, 100), Fraction(13, 100))  # 2 % for val
 SHA256 = "09f66e6debdee2cd2b5ae59e0d6abbb73fc2b0e0185d2e1957e9ebb51e23aa22"
 
 
-@functools.lru_cache(1)  # a sweep's dry runs ask for the same again and again
 def load(image_size: tuple[int, int] = DEFAULT_SIZE) -> Dataset:
     """The digits as float32 in 0..1, resized to `image_size` (width, height) by Pillow's bilinear filter.
 

@@ -9,12 +9,14 @@ import contextlib
 import dataclasses
 import functools
 import io
+import itertools
 import json
-import multiprocessing
 import os
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from hvdtrain import exits, workloads
@@ -23,6 +25,8 @@ from hvdtrain.config import flag
 from hvdtrain.exits import Failure
 from hvdtrain.sweep.plan import Point, Run
 
+Question = tuple[str, Sequence[str], int, int]
+"""A workload, its flags, the ranks of the job, and of a host"""
 MONITORS = {"timing": "none", "energy": "power,resources"}
 """Kind of run -> its --monitor"""
 
@@ -55,12 +59,51 @@ def words(flags: Mapping[str, Any], defaults: Mapping[str, Any]) -> Command:
     return typed
 
 
-def _answer(workload: str, typed: Sequence[str], variables: Mapping[str, str]) -> dict[str, Any] | tuple[str, int]:
-    """In another process: the dry run's JSON document, or message and code of the Failure that it ends with."""
+def ask(questions: Sequence[Question]) -> list[dict[str, Any] | Failure]:
+    """Of each question the JSON document of the dry run of rank 0, or the Failure that it ends with.
+
+    One process per core answers its share of them, one after the other, so that it imports what workloads need once.
+    Raises Failure (1) if one of these processes dies.
+    """
+    cores = os.cpu_count() or 1
+    shares = [questions[core::cores] for core in range(min(cores, len(questions)))]
+    with ThreadPoolExecutor(len(shares)) as pool:
+        found = list(pool.map(_asked, shares))
+    turns = itertools.chain.from_iterable(itertools.zip_longest(*found))
+    return [Failure(*answer) if isinstance(answer, list) else answer for answer in turns if answer is not None]
+
+
+def _asked(share: Sequence[Question]) -> list[Any]:
+    """The answers, in order, of a process of its own."""
+    package = str(Path(__file__).resolve().parents[2])
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HVDTRAIN_", "OMPI_COMM_"))}
+    kept["PYTHONPATH"] = os.pathsep.join([package, *filter(None, [kept.get("PYTHONPATH")])])
+    command = [sys.executable, "-c", "from hvdtrain.sweep import preview; preview.serve()"]
+    done = subprocess.run(command, env=kept, input=json.dumps(share), capture_output=True, text=True)
+    try:
+        answers: list[Any] = json.loads(done.stdout)
+    except ValueError as error:
+        said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        names = ", ".join(sorted({workload for workload, *_ in share}))
+        raise Failure(f"a dry run of {names} ended its process: {said}", exits.FAILED) from error
+    return answers
+
+
+def serve() -> None:
+    """Prints the answers to the questions on stdin, both JSON."""
+    print(json.dumps([_answer(question) for question in json.load(sys.stdin)]))
+
+
+def _answer(question: Question) -> dict[str, Any] | tuple[str, int]:
+    """The dry run's JSON document, or the message and the exit code that it ends with."""
     from hvdtrain.world import StopSignal  # and much else, which the sweep itself does not need
 
-    os.environ.clear()
-    os.environ.update(variables)
+    workload, typed, ranks, local = question
+    place = {"RANK": 0, "SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_SIZE": local}
+    for name, value in place.items():
+        os.environ.pop(f"OMPI_COMM_WORLD_{name}", None)
+        if ranks > 1:
+            os.environ[f"OMPI_COMM_WORLD_{name}"] = str(value)
     written = io.StringIO()
     try:
         module = workloads.module(workload)
@@ -70,24 +113,10 @@ def _answer(workload: str, typed: Sequence[str], variables: Mapping[str, str]) -
         document: dict[str, Any] = json.loads(written.getvalue())
     except Failure as failure:
         return str(failure), failure.code
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         told = exits.of_system(error) if isinstance(error, OSError) else None
         return str(told or f"{workload}: {type(error).__name__}: {error}"), told.code if told else exits.FAILED
     return document
-
-
-def ask(questions: Sequence[tuple[str, Sequence[str], int, int]]) -> list[dict[str, Any] | Failure]:
-    """Of each (workload, its flags, ranks, ranks per host): the JSON document of the dry run of rank 0, or the Failure
-    that it ends with. A process for each core, which has imported what workloads need, answers one after the other."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HVDTRAIN_", "OMPI_COMM_"))}
-    asked = []
-    for workload, typed, ranks, local in questions:
-        place = {"RANK": 0, "SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_SIZE": local} if ranks > 1 else {}
-        variables = {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in place.items()}
-        asked.append((workload, typed, kept | variables))
-    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
-        found = list(pool.map(_answer, *zip(*asked, strict=True)))
-    return [Failure(*answer) if isinstance(answer, tuple) else answer for answer in found]
 
 
 def flags(workload: str) -> set[str]:
@@ -97,11 +126,11 @@ def flags(workload: str) -> set[str]:
 
 @functools.cache
 def _defaults(workload: str) -> dict[str, Any]:
-    (answer,) = ask([(workload, (), 1, 1)])
-    if isinstance(answer, Failure):
-        raise answer
-    found: dict[str, Any] = answer["config"]
-    return found
+    (found,) = ask([(workload, (), 1, 1)])
+    if isinstance(found, Failure):
+        raise found
+    config: dict[str, Any] = found["config"]
+    return config
 
 
 def monitors(kind: str) -> Command:

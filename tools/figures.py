@@ -1,6 +1,6 @@
 """Draws the figures of docs/figures/ that show a table of the docs: the README's, and that of docs/STAGES.md.
 
-    python tools/headline.py [FOLDER]
+    python tools/figures.py [FOLDER]
 
 Nothing but the tables' figures goes in. A hollow dot is projected from a timed epoch, or what the wire alone needs, as
 the table says.
@@ -173,4 +173,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    exits.end(main, sys.argv[1:], "headline")
+    exits.end(main, sys.argv[1:], "figures")

@@ -20,6 +20,7 @@ import pytest
 from conftest import LIMIT_S, ROOT, Cluster, environment, finished, refused, until
 
 from hvdtrain.cluster.doctor import checks, link_checks
+from hvdtrain.cluster.virtual import CONGESTION
 
 DOCTOR = ("-m", "hvdtrain.cluster.doctor", "--json")
 OPEN_MPI_5 = "mpirun (Open MPI) 5.0.5\n\nReport bugs to https://www.open-mpi.org/community/help/"
@@ -273,6 +274,19 @@ def test_a_firewall_between_the_hosts(cluster: Cluster) -> None:
     assert ("ports", "a -> b") in findings.all("fail")
     blocked = findings.one("ports", "a -> b")
     assert "no answer" in blocked["what"] and "1024-65535" in blocked["fix"]
+
+
+@pytest.mark.root
+@pytest.mark.skipif("bbr" not in CONGESTION.read_text().split(), reason="this kernel has no BBR")
+def test_a_host_that_controls_tcp_by_bbr(cluster: Cluster) -> None:
+    (route,) = (words for words in cluster.on("b", "ip", "route").stdout.splitlines() if " kernel " in words)
+    plain = route.partition(" congctl ")[0].split()
+    must(cluster.on("b", "ip", "route", "change", *plain, "congctl", "bbr"))
+    try:
+        findings = between(cluster, "--quick")
+    finally:
+        must(cluster.on("b", "ip", "route", "change", *route.split()))
+    assert (findings.all("warn"), findings.all("fail")) == ([("congestion", "b")], [])
 
 
 @pytest.mark.root

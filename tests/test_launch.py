@@ -286,6 +286,8 @@ def test_an_unknown_interface_is_one_line_that_lists_the_known(iproute2: None) -
         (["--hots", "a", "python"], 2, "--hots"),
         (["-np", "2", "--show-rank", "0,2", "python"], 2, "--show-rank 0,2: give ranks from 0 to 1"),
         (["-np", "0", "python"], 2, "-np 0"),
+        (["-np", "2", "-H", "", "python"], 2, "hosts ''"),
+        (["-H", "node1..lan:2", "python"], 2, "node1..lan"),
     ],
 )
 def test_mistakes_are_one_line_and_a_code(arguments: list[str], code: int, said: str) -> None:

@@ -48,6 +48,7 @@ class Machine:
         for number, netns in enumerate((self.netns, self.peer), 1):
             sh("ip", "-n", netns, "address", "add", f"10.78.0.{number}/24", "dev", "v0")
             sh("ip", "-n", netns, "link", "set", "v0", "up")
+        until(lambda: "NO-CARRIER" not in sh("ip", "-n", self.netns, "link", "show", "v0"))
 
     def remove(self) -> None:
         for netns in (self.netns, self.peer):

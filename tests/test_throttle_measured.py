@@ -40,6 +40,20 @@ def test_verify_measures_every_link_and_judges_by_its_tolerance(cluster: Cluster
     assert on_cluster(cluster, "clear").returncode == 0
 
 
+def test_a_virtual_host_can_neither_clear_nor_take_down_what_is_outside(cluster: Cluster) -> None:
+    """It sees the names of its cluster's namespaces, and nothing behind them."""
+    assert on_cluster(cluster, "10mbit").returncode == 0
+    inside = cluster.on("a", THROTTLE, "clear")
+    assert inside.returncode == 69 and "call this outside of it" in inside.stderr
+    seen = json.loads(cluster.on("a", THROTTLE, "show", "--json").stdout)["hosts"]
+    assert {(row["asked"]["up_mbit"], row["set"]) for row in seen if row["cluster"] == cluster.name} == {(10.0, None)}
+    gone = cluster.on("a", str(ROOT / "tools" / "cluster.sh"), "down", "--name", cluster.name)
+    assert gone.returncode == 69 and "this is a virtual host" in gone.stderr
+    shown = json.loads(on_cluster(cluster, "show", "--json").stdout)["hosts"]
+    assert [row["set"] for row in shown] == [{"up_mbit": 10.0, "down_mbit": 10.0}] * 2
+    assert on_cluster(cluster, "clear").returncode == 0
+
+
 def test_verify_tells_a_link_that_lets_short_messages_through(cluster: Cluster) -> None:
     """A bucket that holds a second: a long transfer may pass, 256 kB after a pause give it away."""
     assert on_cluster(cluster, "10mbit").returncode == 0

@@ -80,6 +80,9 @@ def limits(cluster: topology.Cluster) -> list[list[str]]:
 def make(asked: argparse.Namespace) -> int:
     user = caller()
     if asked.topology:
+        if (asked.slots, asked.cpu_share, asked.cpus, asked.rate) != (2, None, None, None):
+            what = "--slots, --cpu-share, --cpus and --rate go with --hosts; a topology has them in its file"
+            raise Failure(what, exits.USAGE)
         cluster = topology.from_toml(asked.topology, cluster=asked.name, user=user)
     else:
         cluster = topology.from_names(
@@ -197,7 +200,7 @@ def main(arguments: list[str]) -> int:
         return exits.OK
     cluster.host(asked.host)
     if asked.command == "shell":
-        words, kept = [pwd.getpwnam(caller()).pw_shell], []
+        words, kept = [pwd.getpwnam(caller()).pw_shell or "/bin/sh"], []
     else:
         words, kept = asked.words[1:] if asked.words[:1] == ["--"] else asked.words, asked.env
     if not words:

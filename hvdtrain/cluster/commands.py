@@ -7,6 +7,7 @@ import pwd
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -98,7 +99,10 @@ def caller() -> str:
     """The user who called: under sudo, whoever called sudo."""
     if os.geteuid() == 0 and os.environ.get("SUDO_USER"):
         return os.environ["SUDO_USER"]
-    return pwd.getpwuid(os.geteuid()).pw_name
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:  # as in a container that runs as any number
+        return str(os.geteuid())
 
 
 def is_secret(variable: str) -> bool:
@@ -116,4 +120,6 @@ def become_root(refusal: str, script: str, arguments: Sequence[str], *options: s
     """Turns this process into the checkout's script, through sudo. Raises Failure (77) if that asks for a password."""
     if not succeeds(["sudo", "-n", "true"]):
         raise Failure(refusal, exits.NO_PERMISSION)
-    os.execv(find("sudo"), ["sudo", "-n", *options, str(CHECKOUT / "tools" / script), *arguments])
+    tool, module = CHECKOUT / "tools" / script, {"cluster.sh": "cluster", "throttle.sh": "cluster.throttle"}[script]
+    words = [str(tool)] if tool.is_file() else [sys.executable, "-I", "-m", f"hvdtrain.{module}"]
+    os.execv(find("sudo"), ["sudo", "-n", *options, *words, *arguments])

@@ -13,7 +13,7 @@ from pathlib import Path
 from hvdtrain import exits, files
 from hvdtrain.exits import Failure
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}(\.[A-Za-z0-9_-]{1,63})*\.?")
 HOSTFILE_LINE = re.compile(
     r"(?P<host>[^\s:]+)(?::(?P<colon>\d{1,6})|\s+slots\s*=\s*(?P<slots>\d{1,6})(\s+max[_-]slots\s*=\s*\d+)?)?",
     re.ASCII,

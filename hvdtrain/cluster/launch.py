@@ -3,7 +3,8 @@
 Hosts come from -H, a hostfile or the Slurm allocation, the network interface from the routes to them, the link's rate
 from --rate, from the throttle, from tc or from the hardware. What follows from these (`tuning`) is printed, each value
 with its reason, kept in the run's manifest, and gives way to --set, --mca and variables that are set already. The
-environment of the ranks is an allow-list, and no value of it stands on a command line.
+environment of the ranks is an allow-list, and no value of it stands on a command line of ours (Horovod writes them on
+ssh's with --gloo).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from pathlib import Path
 from hvdtrain import exits
 from hvdtrain.arguments import Parser
 from hvdtrain.cluster import hosts, launched, nic, output, quota, throttle, tuning
-from hvdtrain.cluster.commands import Command, is_secret, run
+from hvdtrain.cluster.commands import Command, find, is_secret, run
 from hvdtrain.cluster.hosts import Slots
 from hvdtrain.cluster.rates import parse_rate, show_rate
 from hvdtrain.cluster.supervise import Job, lost_host
@@ -108,9 +109,9 @@ def find_hosts(options: argparse.Namespace, environment: Mapping[str, str]) -> t
     """The hosts and where they come from."""
     if options.np is not None and options.np < 1:
         raise Failure(f"-np {options.np}: give 1 or more", exits.USAGE)
-    if options.hosts and options.hostfile:
+    if options.hosts is not None and options.hostfile:
         raise Failure("-H and --hostfile both name hosts; give one of them", exits.USAGE)
-    if options.hosts:
+    if options.hosts is not None:
         return hosts.parse_hosts(options.hosts), "-H"
     if options.hostfile:
         return hosts.read_hostfile(options.hostfile), str(options.hostfile)
@@ -146,7 +147,7 @@ def address_of(host: str) -> str:
         ) from error
 
 
-def choose_interface(names: Sequence[str], asked: str | None) -> tuple[nic.Interface | None, str]:
+def choose_interface(names: Sequence[str], asked: str | None) -> tuple[str | None, str]:
     """The interface to the other hosts and why this one; None if all hosts are this one.
 
     Raises Failure: 69 for a host without address or route, 78 for an unknown interface.
@@ -154,31 +155,28 @@ def choose_interface(names: Sequence[str], asked: str | None) -> tuple[nic.Inter
     others = [name for name in names if not nic.is_own(address_of(name))]
     if not others and not asked:
         return None, "all ranks are on this host"
-    known = {one.name: one for one in nic.interfaces()}
+    find("ip")  # says what to install
     if asked:
+        known = [name for _, name in socket.if_nameindex()]
         if asked not in known:
             raise Failure(f"no network interface {asked} here; there are {', '.join(known)}", exits.BAD_CONFIG)
-        return known[asked], "--nic"
+        return asked, "--nic"
     ways: dict[str, str] = {}
     for name in others:
         device = nic.route_device(address_of(name))
         if device is None:
             raise Failure(f"host {name} ({address_of(name)}): no route to it from here", exits.UNREACHABLE)
-        if device in known:
-            ways.setdefault(device, name)
+        ways.setdefault(device, name)
     first, host = next(iter(ways.items()))
     more = [f"{device} to {name}" for device, name in ways.items() if device != first]
-    why = f"the route to {host}" + (f"; also {', '.join(more)}: choose with --nic" if more else "")
-    return known[first], why
+    return first, f"the route to {host}" + (f"; also {', '.join(more)}: choose with --nic" if more else "")
 
 
-def network_of(interface: nic.Interface, names: Sequence[str]) -> str:
+def network_of(device: str, names: Sequence[str]) -> str:
     """For Open MPI: the network, if all hosts are in it (interfaces may be named otherwise there), or the name."""
-    if not interface.address or not interface.prefix:
-        return interface.name
-    network = ipaddress.ip_network(f"{interface.address}/{interface.prefix}", strict=False)
-    inside = all(ipaddress.ip_address(address_of(name)) in network for name in names)
-    return str(network) if inside else interface.name
+    network = nic.network(device)
+    inside = network is not None and all(ipaddress.ip_address(address_of(name)) in network for name in names)
+    return str(network) if inside else device
 
 
 def find_rate(asked: str | None, device: str) -> tuple[int | None, str]:
@@ -284,7 +282,7 @@ def make_plan(launcher: str, options: argparse.Namespace, environment: Mapping[s
     used = placed(found, ranks)
     names = [slot.host for slot in used]
     interface, why = choose_interface(names, options.nic)
-    rate, said = find_rate(options.rate, interface.name) if interface else (None, "")
+    rate, said = find_rate(options.rate, interface) if interface else (None, "")
     link = tuning.Link(
         hosts=len(used),
         ranks=ranks,
@@ -308,7 +306,7 @@ def make_plan(launcher: str, options: argparse.Namespace, environment: Mapping[s
         backend=backend,
         ranks=ranks,
         hosts=used,
-        interface=interface.name if interface else None,
+        interface=interface,
         settings=settings,
         passed=passed,
         command=output.wrapped(

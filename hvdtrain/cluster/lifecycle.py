@@ -115,15 +115,19 @@ def _await_sshd(cluster: Cluster) -> None:
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """One `up` or `down` at a time; a killed one lets go."""
-    STATE.mkdir(mode=0o755, exist_ok=True)
-    handle = os.open(STATE, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        STATE.mkdir(mode=0o755, exist_ok=True)  # a `down` that we waited for may have removed it
-        yield
-    finally:
-        os.close(handle)
+    """One `up` or `down` at a time; a killed one lets go. Raises Failure (69) inside a virtual host."""
+    if is_mount(SELF):  # the host's own folder
+        raise Failure("this is a virtual host; make and take down clusters outside of it", exits.UNREACHABLE)
+    while True:
+        STATE.mkdir(mode=0o755, exist_ok=True)
+        handle = os.open(STATE, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            if os.fstat(handle).st_nlink:  # 0: a `down` that we waited for has removed it
+                yield
+                return
+        finally:
+            os.close(handle)
 
 
 def mounts() -> list[str]:

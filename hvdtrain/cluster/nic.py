@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
+import ipaddress
 import json
 import socket
 from pathlib import Path
-from typing import Any
 
 from hvdtrain.cluster.commands import run
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Interface:
-    """One network interface and its first IPv4 address."""
-
-    name: str
-    address: str | None
-    prefix: int | None
-    """Length of the network part of the address, in bits"""
-
-
-def interfaces() -> list[Interface]:
-    """All interfaces, loopback included, in the kernel's order. Raises Failure (69) without iproute2."""
-    found: list[dict[str, Any]] = json.loads(run(["ip", "-json", "address", "show"]))
-    result = []
-    for entry in found:
-        if "ifname" in entry:
-            first: dict[str, Any] = next((a for a in entry.get("addr_info", []) if a.get("family") == "inet"), {})
-            result.append(Interface(name=entry["ifname"], address=first.get("local"), prefix=first.get("prefixlen")))
-    return result
+def network(device: str) -> ipaddress.IPv4Network | None:
+    """The network of the interface's first IPv4 address; None without one. Raises Failure (69) without iproute2."""
+    found = json.loads(run(["ip", "-json", "-4", "address", "show", "dev", device]) or "[]")
+    first = next((address for entry in found for address in entry.get("addr_info", [])), None)
+    return first and ipaddress.IPv4Network(f"{first['local']}/{first['prefixlen']}", strict=False)
 
 
 def route_device(address: str) -> str | None:

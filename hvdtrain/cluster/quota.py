@@ -41,8 +41,8 @@ def limit(own: Path = Path("/proc/self/cgroup"), mount: Path = MOUNT) -> Limit |
 
 def host_cores() -> float:
     """Cores that this host may use: those of the machine, or fewer by a quota."""
-    found = limit()
-    return found.cores if found else float(os.cpu_count() or 1)
+    found, machine = limit(), float(os.cpu_count() or 1)
+    return min(found.cores, machine) if found else machine
 
 
 def process_cores() -> float:

@@ -10,10 +10,8 @@ large would pass that and still let short messages through unthrottled, so those
 from __future__ import annotations
 
 import contextlib
-import json
 import socket
 import struct
-import sys
 import threading
 import time
 import typing
@@ -154,18 +152,3 @@ def ask(
             with feeding(connection):
                 (rate,) = struct.unpack("!d", exactly(connection, 8))
     return {"bit_s": rate, "messages_s": times[1:]}
-
-
-def main(words: list[str]) -> None:
-    """`serve ADDRESS` prints its port; `ask ADDRESS PORT there|back SETTLE_S COUNT_S BYTES...` prints what it found."""
-    if words[0] == "serve":
-        with listening(words[1]) as door:
-            print(door.getsockname()[1], flush=True)
-            serve(door)
-        return
-    address, port, way, settle_s, count_s, *sizes = words[1:]
-    try:
-        found = ask(address, int(port), float(settle_s), float(count_s), back=way == "back", sizes=[*map(int, sizes)])
-    except OSError as error:
-        sys.exit(str(error.strerror or error))
-    print(json.dumps(found))

@@ -240,7 +240,7 @@ def files(cluster: Cluster) -> dict[Path, str]:
             f"AuthorizedKeysFile {here}/ssh/authorized_keys\nPidFile {here}/hosts/{name}/sshd.pid\n"
             "UsePAM yes\nStrictModes no\nPasswordAuthentication no\nKbdInteractiveAuthentication no\n"
             f"PermitRootLogin {'prohibit-password' if cluster.user == 'root' else 'no'}\n"
-            f"AllowUsers {cluster.user}\nUseDNS no\nMaxStartups 200\nX11Forwarding no\n"
+            f"AllowUsers {cluster.user}@*\nUseDNS no\nMaxStartups 200\nX11Forwarding no\n"
             "PrintMotd no\nPrintLastLog no\nLogLevel ERROR\n"
         )
     return written

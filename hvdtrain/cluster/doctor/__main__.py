@@ -278,13 +278,9 @@ def software(hosts: Hosts, python: str, several: bool, options: argparse.Namespa
     built = facts["environment"]["horovod_for"] if facts["environment"] else []
     report.add(*checks.environment(here, facts, python))
     nvml = checks.nvml(here)
-    loading = checks.Loading(python, [] if options.quick else built)
-    try:
-        if built and not options.quick:
-            report.tell(f"loading Horovod for {' and '.join(built)}")
-        loaded = loading.results()
-    finally:
-        loading.stop()
+    if built and not options.quick:
+        report.tell(f"loading Horovod for {' and '.join(built)}")
+    loaded = {} if options.quick else checks.load(python, built)
     if facts["environment"] and "horovod" in facts["environment"]["packages"]:
         report.add(*checks.horovod(here, built, loaded, nvml.facts["gpus"]))
     report.add(*checks.mpi(here, loaded), *checks.wheel_settings(here, facts, os.environ, several))
@@ -346,7 +342,7 @@ def links(
         what = f"ports could not be tried: {problem}"
         report.add(Check(name="ports", status=FAIL, where=", ".join(agents), what=what, fix=fix))
         return
-    report.add(*link_checks.judge_ports(found, addresses))
+    report.add(*link_checks.judge_ports(found, addresses), *link_checks.judge_congestion(found))
     if options.quick:
         return
     fit = {host: agents[host] for host in listed if host in agents}
@@ -357,7 +353,7 @@ def links(
 def main(arguments: list[str]) -> int:
     """The command. Returns 0, or 1 after a failed check. Raises Failure (2, 65, 78) for hosts that cannot be read."""
     options = parser().parse_args(arguments)
-    if options.hosts:
+    if options.hosts is not None:
         listed = parse_hosts(options.hosts)
     else:
         listed = read_hostfile(options.hostfile) if options.hostfile else from_slurm(os.environ) or []

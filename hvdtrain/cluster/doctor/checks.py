@@ -15,6 +15,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -78,44 +79,25 @@ print(json.dumps({"mpi": hvd.mpi_built(), "gloo": hvd.gloo_built(), "nccl": bool
 """
 
 
-class Loading:
-    """Loads Horovod in processes of their own, one per framework, while other checks run."""
+def load(python: str, frameworks: Sequence[str], timeout_s: float = 90) -> dict[str, dict[str, Any]]:
+    """Loads Horovod, a process for each framework: what is built in, or {"error": the last line of what went wrong}."""
+    quiet = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
 
-    def __init__(self, python: str, frameworks: Sequence[str]) -> None:
-        quiet = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
-        self._processes = {
-            name: subprocess.Popen(
-                [python, "-c", LOAD, name],
-                env=quiet,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                errors="replace",
+    def one(name: str) -> dict[str, Any]:
+        words, none = [python, "-c", LOAD, name], subprocess.DEVNULL
+        try:
+            done = subprocess.run(
+                words, env=quiet, stdin=none, capture_output=True, text=True, errors="replace", timeout=timeout_s
             )
-            for name in frameworks
-        }
+        except subprocess.TimeoutExpired:
+            return {"error": f"loading takes more than {timeout_s:g} s"}
+        if done.returncode == 0:
+            return json.loads(done.stdout.splitlines()[-1])
+        last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "no reason given")
+        return {"error": last.strip()}
 
-    def results(self, timeout_s: float = 90) -> dict[str, dict[str, Any]]:
-        """Framework -> what is built in, or {"error": the last line of what went wrong}."""
-        found: dict[str, dict[str, Any]] = {}
-        for name, process in self._processes.items():
-            try:
-                text, errors = process.communicate(timeout=timeout_s)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.communicate()
-                found[name] = {"error": f"loading takes more than {timeout_s:g} s"}
-                continue
-            last = next((line for line in reversed(errors.splitlines()) if line.strip()), "no reason given")
-            found[name] = json.loads(text.splitlines()[-1]) if process.returncode == 0 else {"error": last.strip()}
-        return found
-
-    def stop(self) -> None:
-        for process in self._processes.values():
-            if process.poll() is None:
-                process.kill()
-                process.communicate()
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(frameworks, pool.map(one, frameworks), strict=True))
 
 
 def environment(where: str, facts: Mapping[str, Any], python: str) -> list[Check]:
@@ -279,7 +261,7 @@ def exposed(where: str, variables: Iterable[str]) -> list[Check]:
 
 # --- traffic control -------------------------------------------------------------------------------------------------
 
-QDISCS = {"tbf": ["rate", "10mbit", "burst", "32kb", "latency", "50ms"], "htb": [], "netem": ["delay", "1ms"]}
+QDISCS = {"tbf": ["rate", "10mbit", "burst", "32kb", "latency", "50ms"], "netem": ["delay", "1ms"]}
 
 
 def kernel_config(text: str, qdisc: str) -> bool:
@@ -331,10 +313,8 @@ def traffic_control(where: str) -> list[Check]:
         what = f"traffic control: {', '.join([*known, unknown + ' unknown, needs root'])}"
         return [Check(name="tc", status=WARN, where=where, what=what, fix=fix, facts=found)]
     what = f"traffic control: {', '.join(known)}"
-    if not (found["tbf"] and found["htb"]):
-        fix = (
-            "tools/throttle.sh cannot work here: modprobe sch_tbf sch_htb, or a kernel with them (linux-modules-extra)"
-        )
+    if not found["tbf"]:
+        fix = "tools/throttle.sh cannot work here: modprobe sch_tbf, or a kernel with it (linux-modules-extra)"
         return [Check(name="tc", status=WARN, where=where, what=what, fix=fix, facts=found)]
     if not found["netem"]:
         what += " (the throttle's --delay and --loss are refused)"

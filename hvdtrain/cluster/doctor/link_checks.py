@@ -96,6 +96,18 @@ def judge_ports(found: Mapping[tuple[str, str], list[dict[str, Any]]], addresses
     return checks
 
 
+def judge_congestion(found: Mapping[tuple[str, str], list[dict[str, Any]]]) -> list[Check]:
+    """Warns of BBR: short exchanges give it no time to find the rate, and it sends many packets twice."""
+    senders = [
+        a for (a, _), results in found.items() if any("bbr" in result.get("congestion", "") for result in results)
+    ]
+    if not senders:
+        return []
+    what = "TCP is controlled by BBR: at 10 Mbit/s exact sums took 10 to 14 % longer than with CUBIC, bf16 32 to 43 %"
+    fix = "as root: sysctl -w net.ipv4.tcp_congestion_control=cubic"
+    return [Check(name="congestion", status=WARN, where=", ".join(dict.fromkeys(senders)), what=what, fix=fix)]
+
+
 def is_open(results: Sequence[Mapping[str, Any]]) -> bool:
     return all(result["result"] == "open" for result in results)
 
@@ -112,7 +124,8 @@ def measure(a: Agent, b: Agent, address: str) -> float | str:
     """Mbit/s of TCP data from a to b or why there is no figure."""
     try:
         port = b.ask("serve_stream", address=address)
-        return float(a.ask("measure_stream", address=address, port=port, settle_s=SETTLE_S, count_s=COUNT_S))
+        found = a.ask("measure_stream", address=address, port=port, settle_s=SETTLE_S, count_s=COUNT_S)
+        return float(found["bit_s"]) / 1e6
     except Unreachable as problem:
         return problem.reason
 

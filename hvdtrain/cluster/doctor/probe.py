@@ -97,7 +97,7 @@ def code(folder: str) -> dict[str, typing.Any]:
 
 def disk(folder: pathlib.Path) -> dict[str, typing.Any]:
     """Where a run folder would be made, and what is free there."""
-    place = next(path for path in (folder, *folder.parents) if path.is_dir())
+    place = next(path for path in (folder, *folder.parents) if os.path.isdir(str(path)))  # noqa: PTH112 (is_dir raises)
     free = shutil.disk_usage(str(place)).free
     return {"folder": str(place), "free_bytes": free, "writable": os.access(str(place), os.W_OK)}
 
@@ -183,7 +183,7 @@ def _echo(visitor: socket.socket) -> None:
 
 
 def connect(targets: list[list[typing.Any]], patience_s: float) -> list[dict[str, typing.Any]]:
-    """Tries each (address, port) at once: how it went, and the median of 9 round trips of a byte in ms."""
+    """Tries each (address, port) at once: how it went, the median of 9 round trips of a byte in ms, TCP's control."""
     results: list[dict[str, typing.Any]] = [{} for _ in targets]
     threads = [
         threading.Thread(target=_try, args=(address, port, patience_s, result))
@@ -208,7 +208,10 @@ def _try(address: str, port: int, patience_s: float, result: dict[str, typing.An
                 if not door.recv(1):
                     return
                 times.append(time.perf_counter() - start_s)
-            result.update(result="open", round_trip_ms=sorted(times)[4] * 1e3)
+            control = door.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)  # the route may say another
+            result.update(
+                result="open", round_trip_ms=sorted(times)[4] * 1e3, congestion=control.split(b"\0")[0].decode()
+            )
     except ConnectionRefusedError:
         result["result"] = "refused"
     except OSError as error:
@@ -223,9 +226,11 @@ def serve_stream(address: str) -> int:
     return int(door.getsockname()[1])
 
 
-def measure_stream(address: str, port: int, settle_s: float, count_s: float) -> float:
-    """The Mbit/s (10^6) of TCP data that arrive at that server."""
-    return float(ask(address, port, settle_s, count_s)["bit_s"]) / 1e6
+def measure_stream(
+    address: str, port: int, settle_s: float, count_s: float, **more: typing.Any
+) -> dict[str, typing.Any]:
+    """What `stream.ask` finds between here and that server."""
+    return ask(address, port, settle_s, count_s, **more)
 
 
 # --- questions and answers -------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from hvdtrain import exits
 from hvdtrain.cluster import nic, processes, virtual
 from hvdtrain.cluster.commands import become_root, caller, find, run, show
 from hvdtrain.cluster.rates import show_rate
-from hvdtrain.cluster.throttle import links, qdisc, watchdog
+from hvdtrain.cluster.throttle import goodput, links, qdisc, remote, watchdog
 from hvdtrain.cluster.throttle.links import Link
 from hvdtrain.cluster.throttle.qdisc import Shape, shape_commands
 from hvdtrain.cluster.throttle.request import ACTIONS, Place, check, parser, places, reachable, seconds, shapes
@@ -61,13 +61,13 @@ def session_address() -> str | None:
         if (pid := processes.stat(pid).parent) <= 1:
             return None
         variables = dict(item.split("=", 1) for item in processes.strings(pid, "environ") if "=" in item)
-    return connection[0].partition("%")[0]
+    return connection[0]
 
 
 def danger(dev: str) -> str | None:
     """Why an interface of this machine had better not be throttled; None if nothing speaks against it."""
-    address = session_address()
-    if address and nic.route_device(address) == dev:
+    address, _, zone = (session_address() or "").partition("%")
+    if address and dev == (zone or nic.route_device(address)):
         return "carries the ssh session you are in"
     for family in ("-4", "-6"):
         routes = json.loads(run(["ip", family, "-json", "route", "show", "default"]) or "[]")
@@ -224,7 +224,10 @@ def _stores(options: argparse.Namespace) -> list[tuple[Store, set[str] | None]]:
     if throttled and len(there) > 1:
         raise Failure(f"several clusters are up ({', '.join(there)}); choose one with --name", exits.USAGE)
     stores = [Store(virtual.SELF), *(Store(virtual.folder(name)) for name in throttled)]
-    return [(store, None) for store in stores if store.path.exists()]
+    stores = [store for store in stores if store.path.exists()]
+    if not stores and known and not reachable():
+        places(options)  # raises: a virtual host cannot reach its cluster's links
+    return [(store, None) for store in stores]
 
 
 # --- entry -----------------------------------------------------------------------------------------------------------
@@ -236,24 +239,16 @@ def main(arguments: list[str]) -> int:
     verb = options.what if options.what in ACTIONS else "throttle"
     check(options, verb)
     if options.hosts or options.hostfile:
-        from hvdtrain.cluster.throttle import remote
-
         return remote.main(options, arguments)
     if verb == "throttle":
         shapes(options)  # a bad rate is told before a missing permission
         if options.duration:
             seconds(options.duration)
     if verb == "show":
-        from hvdtrain.cluster.throttle import goodput
-
         return goodput.show_all(options)
     if os.geteuid() and not options.dry_run:
         become_root("changing queues needs root: put sudo before it", "throttle.sh", arguments)
-    if verb == "verify":
-        from hvdtrain.cluster.throttle import goodput
-
-        return goodput.verify(options)
-    return {"throttle": throttle, "clear": clear, "keep": keep}[verb](options)
+    return {"throttle": throttle, "verify": goodput.verify, "clear": clear, "keep": keep}[verb](options)
 
 
 if __name__ == "__main__":

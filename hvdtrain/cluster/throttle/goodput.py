@@ -8,18 +8,17 @@ import dataclasses
 import json
 import math
 import os
-import select
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 from hvdtrain import exits
-from hvdtrain.cluster import nic, stream, virtual
-from hvdtrain.cluster.commands import Command, show
+from hvdtrain.cluster import nic, virtual
+from hvdtrain.cluster.commands import Command
+from hvdtrain.cluster.doctor.agent import BOOT, Agent, Unreachable, ssh_command
+from hvdtrain.cluster.hosts import check_name
 from hvdtrain.cluster.rates import FRAME_BYTES, PAYLOAD_BYTES, goodput_one_way, show_rate
 from hvdtrain.cluster.throttle import qdisc, watchdog
 from hvdtrain.cluster.throttle.links import Link
@@ -29,9 +28,8 @@ from hvdtrain.cluster.topology import Cluster
 from hvdtrain.exits import Failure
 
 MESSAGES_BYTES = (64_000, 256_000)
-PROGRAM = ["-ISu", "-"]
-"""Of a Python: what it is given on standard input, isolated from its user's settings"""
-SOURCE = Path(stream.__file__).read_bytes() + b"\nmain(sys.argv[1:])\n"
+HERE = [sys.executable, "-ISuc", BOOT]
+"""Starts a probe of the doctor's on this machine"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,40 +65,16 @@ def measure(route: Route, seconds: float, sizes: Sequence[int]) -> dict[str, Any
     """What `stream.ask` finds along the route. Raises Failure (69) if its other end does not answer."""
     # Slow links: some hundred frames, and time for TCP to find their rate.
     settle_s, count_s = max(1, 2e6 / route.rate_bit_s), max(seconds, 4e6 / route.rate_bit_s)
-    way = "back" if route.backwards else "there"
-    pipe = subprocess.PIPE
-    words = [*route.receiver, *PROGRAM, "serve", route.address]
-    with subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT) as server:
+    patience_s = settle_s + count_s + 10 * sum(sizes) / route.rate_bit_s + 60
+    asked = {"address": route.address, "settle_s": settle_s, "count_s": count_s, "sizes": list(sizes)}
+    with Agent(route.name, route.receiver) as receiver, Agent(route.name, route.sender) as sender:
         try:
-            asked = [route.address, _port(server), way, *map(str, (settle_s, count_s, *sizes))]
-            words, patience_s = [*route.sender, *PROGRAM, "ask", *asked], settle_s + count_s + 60
-            done = subprocess.run(words, input=SOURCE, capture_output=True, timeout=patience_s, check=False)
-        except subprocess.TimeoutExpired as error:
-            raise Failure(f"{route.name}: no answer for {error.timeout:g} s; try again", exits.UNREACHABLE) from error
-        finally:
-            server.kill()
-    if done.returncode:
-        raise Failure(f"{route.name}: {_last(done.stderr)}", exits.UNREACHABLE)
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
-
-
-def _port(server: subprocess.Popen[bytes]) -> str:
-    """Gives the server its program; the port at which it listens."""
-    assert server.stdin and server.stdout
-    with contextlib.suppress(BrokenPipeError):
-        server.stdin.write(SOURCE)
-        server.stdin.close()
-    ready, _, _ = select.select([server.stdout], [], [], 10)
-    said = server.stdout.readline() if ready else b""
-    if not said.strip().isdigit():
-        rest = server.stdout.read() if said else b""
-        raise Failure(f"`{show(server.args)}` does not listen: {_last(said + rest)}", exits.UNREACHABLE)  # type: ignore[arg-type]
-    return said.decode().strip()
-
-
-def _last(said: bytes) -> str:
-    return (said.decode(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
+            receiver.hello()
+            sender.hello()
+            port = receiver.ask("serve_stream", address=route.address)
+            return sender.ask("measure_stream", within_s=patience_s, port=port, back=route.backwards, **asked)
+        except Unreachable as problem:
+            raise Failure(f"{route.name}: {problem.reason}", exits.UNREACHABLE) from None
 
 
 def least_s(size_bytes: int, rate_bit_s: int, burst_bytes: int) -> float:
@@ -153,6 +127,8 @@ def _before_others() -> Iterator[None]:
 
 def _in_a_ring(store: Store, cluster: Cluster, hosts: list[str] | None) -> list[Route]:
     """The routes from each host to the next, so that every host sends once and receives once."""
+    for name in hosts or []:
+        cluster.host(name)
     names = [host.name for host in cluster.hosts]
     if len(names) < 2:
         raise Failure("a cluster of one host has no link to measure between hosts", exits.USAGE)
@@ -163,7 +139,7 @@ def _in_a_ring(store: Store, cluster: Cluster, hosts: list[str] | None) -> list[
         passed = [link for link in known if (link.host, link.direction) in {(one, "up"), (other, "down")}]
         if passed and (hosts is None or one in hosts or other in hosts):
             # The link is measured, not the processor.
-            ends = [[*virtual.inside(cluster, host, share=False), sys.executable] for host in (one, other)]
+            ends = [[*virtual.inside(cluster, host, share=False), *HERE] for host in (one, other)]
             routes.append(Route(f"{one} -> {other}", ends[0], ends[1], cluster.address(other), passed))
     if not routes:
         raise Failure("nothing to verify: no link is throttled; e.g. tools/throttle.sh 10mbit", exits.USAGE)
@@ -180,17 +156,17 @@ def _to_peer(options: argparse.Namespace) -> tuple[list[Route], str]:
     if not known:
         raise Failure(f"{options.dev} is not throttled; e.g. throttle.sh 10mbit --dev {options.dev}", exits.USAGE)
     try:
-        address = str(socket.getaddrinfo(options.peer, None, socket.AF_INET)[0][4][0])
+        address = str(socket.getaddrinfo(check_name(options.peer, "--peer: "), None, socket.AF_INET)[0][4][0])
     except OSError as error:
         raise Failure(f"{options.peer}: its name is not known here ({error.strerror})", exits.UNREACHABLE) from error
     leaves = nic.route_device(address)
     if leaves != options.dev:
         raise Failure(f"{options.peer} is reached through {leaves}, not through {options.dev}; name one beyond it")
-    there = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5", "--", options.peer, "python3"]
+    there = ssh_command(options.peer, sys.executable, [])
     routes = []
     for link in known:
         arrow = f"here -> {options.peer}" if link.direction == "up" else f"{options.peer} -> here"
-        routes.append(Route(arrow, [sys.executable], there, address, [link], backwards=link.direction == "down"))
+        routes.append(Route(arrow, HERE, there, address, [link], backwards=link.direction == "down"))
     return routes, options.peer
 
 
@@ -250,15 +226,17 @@ def _record(store: Store, routes: list[Route], results: list[dict[str, Any]]) ->
 def show_all(options: argparse.Namespace) -> int:
     """Prints what is asked and, for root, what the kernel is set to."""
     rows = []
-    for cluster in reachable() if not options.dev else []:
+    for cluster in virtual.clusters() if not options.dev else []:
         if options.name in {None, cluster}:
             for host in virtual.clusters()[cluster].hosts:
                 if not options.host or host.name in options.host.split(","):
                     rows.append(_row(Store(virtual.folder(cluster)), cluster, host.name))
     if not options.name and not options.host and (options.dev or Store(virtual.SELF).path.exists()):
         rows.append(_row(Store(virtual.SELF), None, os.uname().nodename, options.dev))
-    if options.name and not rows:
-        virtual.load(options.name)  # says that it is not up
+    if not rows and (options.name or options.host):
+        there = virtual.load(options.name)  # says that it is not up
+        for name in options.host.split(",") if options.host else []:
+            there.host(name)  # says that it has none of that name
     if options.json:
         print(json.dumps({"schema": "hvdtrain/throttle-show/1", "hosts": rows}, indent=2))
         return exits.OK
@@ -281,7 +259,8 @@ def _row(store: Store, cluster: str | None, host: str, dev: str | None = None) -
     else:
         queues = [(link.direction, link.netns, link.ifb or link.dev) for link in known]
     set_now: dict[str, float | None] = {"up_mbit": None, "down_mbit": None}
-    for direction, netns, device in queues if os.geteuid() == 0 else []:
+    look = os.geteuid() == 0 and (cluster is None or cluster in reachable())
+    for direction, netns, device in queues if look else []:
         with contextlib.suppress(Failure):
             rate = qdisc.rate_of(qdisc.read(netns, device))
             set_now[f"{direction}_mbit"] = rate / 1e6 if rate else None
@@ -289,7 +268,7 @@ def _row(store: Store, cluster: str | None, host: str, dev: str | None = None) -
         "cluster": cluster,
         "host": host,
         "asked": about,
-        "set": set_now if os.geteuid() == 0 else None,
+        "set": set_now if look else None,
         "until_utc": next((link.until_utc for link in known if link.until_utc), None),
         "interrupted": store.load()["change"] is not None,
     }
@@ -308,7 +287,7 @@ def _line(row: dict[str, Any]) -> str:
         for name, unit in (("delay_ms", " ms delay"), ("loss_percent", " % loss")):
             text += f", {about[name]:g}{unit}" if about[name] else ""
     if row["set"] is None:
-        text += "; set: only root may look"
+        text += "; set: only root may look, from outside the hosts"
     elif about or any(row["set"].values()):
         text += f"; set up {rate(row['set']['up_mbit'])}, down {rate(row['set']['down_mbit'])}"
     if about and about["verified"]:

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hvdtrain import exits
-from hvdtrain.cluster.commands import Command, run
+from hvdtrain.cluster.commands import Command, find, run
 from hvdtrain.exits import Failure
 
 Qdisc = dict[str, Any]
@@ -172,7 +172,7 @@ def rate_of(qdiscs: list[Qdisc]) -> int | None:
 def has_netem() -> bool:
     """Tries it on the loopback device of a network namespace that ends with the command. Needs root."""
     try:
-        run(["unshare", "--net", *tc(None, "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms")])
+        run(["unshare", "--net", find("tc"), "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"])
     except Failure as failure:
         if failure.code == exits.NO_PERMISSION:
             raise
@@ -252,7 +252,7 @@ def rebuild_words(netns: str | None, dev: str, found: list[Qdisc]) -> list[str] 
 def _trial(words: list[str]) -> Qdisc:
     batch = f"qdisc add dev lo root {' '.join(words)}\nqdisc show dev lo\n"
     try:
-        said = run(["unshare", "--net", "tc", "-json", "-raw", "-batch", "-"], stdin=batch)
+        said = run(["unshare", "--net", find("tc"), "-json", "-raw", "-batch", "-"], stdin=batch)
     except Failure:
         return {}
     return root_of(_settings(said))

@@ -47,7 +47,7 @@ class Place(virtual.Link):
 
 
 def parser() -> Parser:
-    top = Parser(prog="tools/throttle.sh", description=PURPOSE)
+    top = Parser(prog="tools/throttle.sh", description=PURPOSE, allow_abbrev=False)
     top.add_argument("what", nargs="?", metavar="RATE|show|verify|clear|keep", help="a rate such as 10mbit, or a verb")
     top.add_argument("--up", metavar="RATE", help="what a host sends; `none`: unlimited")
     top.add_argument("--down", metavar="RATE", help="what a host receives; `none`: unlimited")
@@ -111,8 +111,9 @@ def shapes(options: argparse.Namespace) -> dict[str, Shape | None]:
 
 
 def reachable() -> list[str]:
-    """The virtual clusters that are up and whose links this process sees; none of them from inside a virtual host."""
-    return [name for name, one in virtual.clusters().items() if Path(f"/run/netns/{one.switch}").exists()]
+    """The virtual clusters that are up and whose links this process sees; none of them from inside a virtual host,
+    where /run/netns has their names, with nothing mounted on them."""
+    return [name for name, one in virtual.clusters().items() if os.path.ismount(f"/run/netns/{one.switch}")]
 
 
 def places(options: argparse.Namespace) -> tuple[Store, list[Place]]:
@@ -162,3 +163,5 @@ def check(options: argparse.Namespace, verb: str) -> None:
         raise Failure("--seconds must be 1 to 600, --tolerance more than 0 and at most 100 (percent)", exits.USAGE)
     if options.peer and (verb != "verify" or not options.dev):
         raise Failure("--peer goes with `verify --dev`", exits.USAGE)
+    if options.dry_run and verb in ("keep", "verify"):
+        raise Failure(f"--dry-run goes with a rate or with clear, not with {verb}", exits.USAGE)

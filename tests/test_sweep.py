@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import sys
@@ -16,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.exits import Failure
-from hvdtrain.sweep import estimate, file, plan
+from hvdtrain.sweep import estimate, file, folder, plan
 from hvdtrain.sweep.preview import Preview, previews, words
 
 FLAGS = {"resnet": {"seed", "lr", "batch_size", "global_batch_size", "framework", "strategy", "config", "device"}}
@@ -149,6 +150,27 @@ def test_the_protocol_of_the_study_is_kept_in_order_and_numbered(tmp_path: Path)
     assert [run.repeat for run in runs if run.kind == "energy"] == [1, 2, 3]
 
 
+def test_two_protocols_of_one_point_make_the_runs_of_both(tmp_path: Path) -> None:
+    text = '[[grid]]\nseed = 1\nprotocol = "3T"\n[[grid]]\nseed = 1\nprotocol = "E,2T"\n'
+    (found,), merged = plan.points(read(tmp_path, text))
+    assert (Counter(found.kinds), merged) == ({"timing": 3, "energy": 1}, 1)
+
+
+def test_what_is_measured_before_step_0_is_no_other_plan_than_was_asked_for(tmp_path: Path) -> None:
+    """Shares, and where a model is cut; but those that were asked for must be in the manifest."""
+    asked = foretold(30)
+    run = plan.Run(point=point(), kind="timing", repeat=1)
+    for name, found, default in (("cut", ["fc"], []), ("shares", [0.7, 0.3], None)):
+        for wanted, fits in ((default, True), (["layer3.0"], False)):
+            preview = dataclasses.replace(asked, plan={"steps": 30, name: wanted})
+            manifest = {"plan": {"steps": 30, name: found}, "config": {"framework": "torch"}, "ranks": [{"host": "a"}]}
+            (tmp_path / "metrics").mkdir(exist_ok=True)
+            (tmp_path / "manifest.json").write_text(json.dumps(manifest | {"data": {"fingerprint": "0123"}}))
+            (tmp_path / "metrics" / "rank0000.jsonl").write_text('{"type": "summary"}\n')
+            (tmp_path / "COMPLETE").touch()
+            assert (folder.unfit(tmp_path, run, preview) is None) == fits, name
+
+
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 
@@ -246,6 +268,8 @@ def test_flags_are_typed_as_the_workload_takes_them() -> None:
     typed = words({"timeline": True, "zero_gamma": False, "lr": 1e-3}, defaults)
     assert typed == ["--timeline", "--zero-gamma", "false", "--lr", "0.001"]
     assert words({"timeline": False}, defaults) == []
+    with pytest.raises(Failure, match="timeline = 'False': give true or false"):
+        words({"timeline": "False"}, defaults)
 
 
 # --- how long --------------------------------------------------------------------------------------------------------

@@ -28,10 +28,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from hvdtrain import exits  # noqa: E402
+from hvdtrain.arguments import Parser  # noqa: E402
 from hvdtrain.cluster import nic  # noqa: E402
 from hvdtrain.cluster.commands import need_root  # noqa: E402
 from hvdtrain.cluster.rates import goodput_both_ways, parse_rate, show_rate  # noqa: E402
 from hvdtrain.exits import Failure  # noqa: E402
+from hvdtrain.sweep.process import whole  # noqa: E402
 
 NAMES = "abcdefgh"
 STARTERS = ("gloo", "mpirun", "ours", "ours-horovodrun", "ours-gloo")
@@ -96,16 +99,11 @@ def rank_program(work: Sequence[tuple[int, int]], idle_s: float) -> None:
 
 
 def cluster(*arguments: str) -> None:
-    done = subprocess.run(["tools/cluster.sh", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise Failure(f"tools/cluster.sh {' '.join(arguments)}: {done.stderr.strip()}", done.returncode)
+    whole([f"{ROOT}/tools/cluster.sh", *arguments], os.environ)
 
 
 def throttle(name: str, rate_bit_s: int) -> None:
-    command = ["tools/throttle.sh", show_rate(rate_bit_s), "--name", name]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise Failure(f"{' '.join(command)}: {done.stderr.strip()}", done.returncode)
+    whole([f"{ROOT}/tools/throttle.sh", show_rate(rate_bit_s), "--name", name], os.environ)
 
 
 def starter(kind: str, hosts: str, ranks: int) -> list[str]:
@@ -211,8 +209,8 @@ def missed(rows: Sequence[dict[str, Any]]) -> list[str]:
     return problems
 
 
-def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+def parser() -> Parser:
+    top = Parser(description=__doc__)
 
     def numbers(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
@@ -241,8 +239,8 @@ def estimate_s(options: argparse.Namespace) -> float:
     return total
 
 
-def main() -> int:
-    options = parser().parse_args()
+def main(arguments: list[str]) -> int:
+    options = parser().parse_args(arguments)
     if options.rank:
         rank_program([(size, times) for size, times in json.loads(options.rank)], options.idle_s)
         return 0
@@ -252,20 +250,16 @@ def main() -> int:
         print(f"bench_network: starters are {', '.join(STARTERS)}; hosts 2 to {len(NAMES)}", file=sys.stderr)
         return 2
     rows: list[dict[str, Any]] = []
+    need_root("the benchmark's virtual cluster")
+    print(f"bench_network: about {estimate_s(options) / 60:.0f} minutes", file=sys.stderr, flush=True)
+    cluster("up", "--name", options.name, "--hosts", ",".join(NAMES[: max(options.hosts)]))
     try:
-        need_root("the benchmark's virtual cluster")
-        print(f"bench_network: about {estimate_s(options) / 60:.0f} minutes", file=sys.stderr, flush=True)
-        cluster("up", "--name", options.name, "--hosts", ",".join(NAMES[: max(options.hosts)]))
-        try:
-            for rate in options.rates:
-                throttle(options.name, rate)
-                for hosts in options.hosts:
-                    rows += case(options, rate, hosts)
-        finally:
-            cluster("down", "--name", options.name)
-    except Failure as failure:
-        print(f"hvdtrain: {failure}", file=sys.stderr)
-        return failure.code
+        for rate in options.rates:
+            throttle(options.name, rate)
+            for hosts in options.hosts:
+                rows += case(options, rate, hosts)
+    finally:
+        cluster("down", "--name", options.name)
     problems = missed(rows)
     if options.json:
         print(json.dumps({"schema": "hvdtrain/bench-network/1", "rows": rows, "missed": problems}))
@@ -276,4 +270,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    exits.end(main, sys.argv[1:])

@@ -70,7 +70,8 @@ def main() -> None:
                     flush=True,
                 )
     if options.json:
-        print(json.dumps({name: {copies: found[name, copies] for copies in (1, 2)} for name in VARIANTS}))
+        rates_of = {name: {copies: found[name, copies] for copies in (1, 2)} for name in VARIANTS}
+        print(json.dumps({"schema": "hvdtrain/bench-threads/1", "variants": rates_of}))
         return
     rows = [("images/s", "alone", "beside a copy")]
     print(aligned(rows + [(name, spread(found[name, 1], 0), spread(found[name, 2], 0)) for name in VARIANTS]))

@@ -251,6 +251,7 @@ def options() -> argparse.Namespace:
         parser.error(f"--parts: no {min(unknown)}; known: {', '.join(gpu_check_parts.names())}")
     if asked.wheels and not asked.wheels.is_dir():
         parser.error(f"--wheels {asked.wheels}: no such folder")
+    asked.out, asked.wheels = (path and path.resolve() for path in (asked.out, asked.wheels))  # commands run in ROOT
     return asked
 
 

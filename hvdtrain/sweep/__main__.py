@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import sys
@@ -15,7 +16,7 @@ from hvdtrain.arguments import Parser
 from hvdtrain.cluster.commands import show as typed
 from hvdtrain.exits import Failure
 from hvdtrain.progress import duration
-from hvdtrain.sweep import command, execute, file, lacking, plan, preview, show
+from hvdtrain.sweep import command, execute, file, lacking, network, plan, preview, show
 from hvdtrain.sweep.estimate import FORMULA, Estimator
 from hvdtrain.sweep.execute import Task
 from hvdtrain.sweep.network import cluster_name
@@ -97,7 +98,7 @@ def prepare(asked: argparse.Namespace) -> tuple[Task, int]:
         more = f" (and {len(bad) - 1} more points)" if len(bad) > 1 else ""
         raise Failure(f"{bad[0][0].where}: point {bad[0][0].name}: {bad[0][1]}{more}", exits.BAD_CONFIG)
     previews = {name: one for name, one in told.items() if isinstance(one, Preview)}
-    root = asked.root / sweep.name
+    root, names = asked.root / sweep.name, {point.name for point in known}
     estimator = Estimator(previews, sweep.cluster)
     estimator.read(asked.root)
     task = Task(
@@ -106,7 +107,7 @@ def prepare(asked: argparse.Namespace) -> tuple[Task, int]:
         outcomes=[Outcome(run=run, folder=root / run.name) for run in runs],
         previews=previews,
         estimator=estimator,
-        flags=execute.flags_of([point.name for point in known], runs),
+        flags={run.name: preview.typed_flags(run) for run in runs if run.point.name in names},
     )
     execute.classify(task, reasons)
     return task, merged
@@ -118,24 +119,25 @@ def _chosen(run: plan.Run, globs: list[str]) -> bool:
 
 def _can_be_asked(point: plan.Point) -> bool:
     """Whether its workload can make a dry run here: its framework is installed and the number of ranks is known."""
-    framework = point.flags.get("framework", "auto")
-    there = [lacking.installed(name) for name in lacking.COUNT if framework in (name, "auto")]
-    return isinstance(point.settings["ranks_per_host"], int) and any(there)
+    return isinstance(point.settings["ranks_per_host"], int) and lacking.framework(point) is None
 
 
 def dry_run(task: Task, merged: int, as_json: bool) -> int:
     """Prints the runs, their commands and durations; returns the exit code."""
-    name = cluster_name(task.sweep, task.root)
-    words = {o.run.name: execute.command_of(task, o, name) if o.run.name in task.flags else [] for o in task.outcomes}
+    name, spec = cluster_name(task.sweep, task.root), task.sweep.cluster
+    hosts = functools.partial(network.hosts, spec, name) if spec else None
+    words = {
+        o.run.name: execute.command_of(task, o, name, hosts) if o.run.name in task.flags else [] for o in task.outcomes
+    }
     waiting = task.waiting()
     left_s = task.left_s(waiting)
     if as_json:
         rows = [(o, words[o.run.name], task.estimator.of(o.run)) for o in task.outcomes]
-        print(json.dumps(show.plan_document(task.sweep.name, task.root, rows, left_s or 0.0), indent=2))
+        print(json.dumps(show.plan_document(task.sweep.name, task.root, rows, left_s), indent=2))
         return exits.OK
     rate, up, guessed = None, False, False
     for outcome in task.outcomes:
-        point, spec = outcome.run.point, task.sweep.cluster
+        point = outcome.run.point
         if outcome.state != "waiting":
             print(f"{outcome.run.order + 1:4d}  {outcome.run.name}: {show.STATES[outcome.state]}", end="")
             print(f": {outcome.reason}" if outcome.reason else "")
@@ -147,8 +149,8 @@ def dry_run(task: Task, merged: int, as_json: bool) -> int:
             if point.rate is not None and point.rate != rate:
                 rate = point.rate
                 print(f"      {typed(command.throttle(rate, spec, name))}")
-                hosts = command.names(spec, execute.most_hosts(waiting[waiting.index(outcome) :]))
-                for words_ in command.verify(hosts, spec, name, task.sweep.off_percent) if point.rate_bit_s else []:
+                most = network.hosts(spec, name, execute.most_hosts(waiting[waiting.index(outcome) :]))
+                for words_ in command.verify(most, spec, name, task.sweep.off_percent) if point.rate_bit_s else []:
                     print(f"      {typed(words_)}")
         estimate = task.estimator.of(outcome.run)
         guessed = guessed or estimate.basis == "guess"
@@ -157,7 +159,7 @@ def dry_run(task: Task, merged: int, as_json: bool) -> int:
             f"{outcome.run.order + 1:4d}  {outcome.run.name}: {takes}{f'; {outcome.reason}' if outcome.reason else ''}"
         )
         print(f"      {typed(words[outcome.run.name])}")
-    if up and task.sweep.cluster and task.sweep.cluster.virtual:
+    if up and spec and spec.virtual:
         print(f"      {typed(command.down(name))}")
     counts = f"{len(task.outcomes)} runs: {len(waiting)} to do"
     for state in ("kept", "lacking"):

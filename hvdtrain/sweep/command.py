@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hvdtrain import workloads
 from hvdtrain.cluster import enter
-from hvdtrain.cluster.commands import CHECKOUT, Command
+from hvdtrain.cluster.commands import CHECKOUT, Command, caller
 from hvdtrain.sweep import file
 from hvdtrain.sweep.file import ClusterSpec
 from hvdtrain.sweep.plan import UNLIMITED, Run
@@ -39,7 +39,11 @@ def as_root(command: Command) -> Command:
 
 def environment() -> dict[str, str]:
     """Environment of a run on this machine: as on a virtual host, without HVDTRAIN_*, which would override the file."""
-    user = pwd.getpwuid(os.geteuid())
+    try:
+        user = pwd.getpwuid(os.geteuid())
+    except KeyError:  # as in a container that runs as any number
+        about = (caller(), "x", os.geteuid(), os.getegid(), "", os.environ.get("HOME", "/"), "/bin/sh")
+        user = pwd.struct_passwd(about)
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("HVDTRAIN_")}
     kept = enter.environment(inherited, user, ("SSH_AUTH_SOCK", "NVIDIA_*", "XDG_CACHE_HOME", "SLURM_*", "HOSTNAME"))
     folder = str(Path(sys.executable).parent)

@@ -4,6 +4,7 @@ corrected, else from a rough model."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import statistics
@@ -55,6 +56,14 @@ class _Known:
     wire_s: float
     """Per step"""
 
+    @functools.cached_property
+    def cell(self) -> str:
+        return _without(self.settings, ("seed",))
+
+    @functools.cached_property
+    def kin(self) -> str:
+        return _without(self.settings, NEAR_MAY_DIFFER)
+
 
 class Estimator:
     """Predicts from the finished runs under a root and those that finish during the sweep."""
@@ -86,18 +95,15 @@ class Estimator:
         """Seconds from launch to end, without setting the throttle and without cool-down."""
         point = run.point
         preview = self._previews.get(point.name)
-        same = [
-            one.seconds
-            for one in self._known
-            if _without(one.settings, ("seed",)) == _without(point.settings, ("seed",))
-        ]
+        cell, kin = _without(point.settings, ("seed",)), _without(point.settings, NEAR_MAY_DIFFER)
+        same = [one.seconds for one in self._known if one.cell == cell]
         if same:
             return Estimate(statistics.median(same), "measured")
         if preview is None:
             return Estimate(None, "unknown")
         steps, wire_s = preview.plan["steps"], self.wire_s(point)
         start_s = self._start_s(point, preview)
-        near = [one for one in self._known if one.steps and _alike(one.settings, point.settings)]
+        near = [one for one in self._known if one.steps and one.kin == kin]
         if near:
             one = min(near, key=lambda other: _distance(other.settings, point.settings))
             compute_s = one.seconds - start_s - one.steps * one.wire_s
@@ -141,10 +147,6 @@ def _wire_s(settings: dict[str, Any], sent_bytes: float) -> float:
 
 def _without(settings: dict[str, Any], keys: tuple[str, ...]) -> str:
     return json.dumps({key: value for key, value in settings.items() if key not in keys}, sort_keys=True)
-
-
-def _alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return _without(one, NEAR_MAY_DIFFER) == _without(other, NEAR_MAY_DIFFER)
 
 
 def _distance(one: dict[str, Any], other: dict[str, Any]) -> tuple[int, int]:

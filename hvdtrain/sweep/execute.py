@@ -15,7 +15,7 @@ from hvdtrain import exits, files, records
 from hvdtrain.cluster.commands import Command
 from hvdtrain.exits import Failure
 from hvdtrain.progress import duration
-from hvdtrain.sweep import command, folder, preview
+from hvdtrain.sweep import command, folder
 from hvdtrain.sweep.estimate import CLUSTER_S, VERIFY_S, Estimator
 from hvdtrain.sweep.file import Sweep
 from hvdtrain.sweep.network import Network, Verified, cluster_name, lacks
@@ -86,8 +86,8 @@ def alone(root: Path) -> Iterator[tuple[int, ...]]:
     path = Path(tempfile.gettempdir()) / MACHINE_LOCK
     try:
         try:
-            root.mkdir(parents=True, exist_ok=True)
-            handles.append(os.open(root, os.O_RDONLY))
+            folder.make_owned(root)
+            handles.append(os.open(root, os.O_RDONLY | os.O_DIRECTORY))
         except OSError as error:
             raise folder.cannot_write(root, error) from error
         if not os.access(root, os.W_OK):
@@ -156,8 +156,9 @@ class Executor:
             stopped_by = failure
         finally:
             problems = self._network.close() if self._network else []
-        if problems and stopped_by is None:
-            stopped_by = Failure(f"the network could not be put back: {'; '.join(problems)}")
+        if problems:
+            told = f"the network could not be put back: {'; '.join(problems)}"
+            stopped_by = Failure(f"{stopped_by}; {told}", stopped_by.code) if stopped_by else Failure(told)
         return stopped_by
 
     def _told(self, outcome: Outcome) -> str:
@@ -238,7 +239,7 @@ class Executor:
         except OSError as error:
             raise folder.cannot_write(where, error) from error
         with log, tempfile.TemporaryDirectory(prefix="hvdtrain-sweep-") as scratch:
-            os.chown(scratch, where.stat().st_uid, where.stat().st_gid)  # the hosts run as that user
+            os.chown(scratch, where.stat().st_uid, -1)  # the hosts run as that user
             try:
                 timeout_s = self._task.sweep.timeout_s
                 with self._children.beside(self._others(run, Path(scratch)), self._environment):
@@ -268,13 +269,3 @@ def command_of(task: Task, outcome: Outcome, name: str, hosts: Callable[[int], l
     known = hosts(point.hosts) if hosts and point.on_cluster else ()
     flags = task.flags[outcome.run.name]
     return command.launch(outcome.run, flags, outcome.folder, cluster=task.sweep.cluster, name=name, known=known)
-
-
-def flags_of(points: list[str], runs: list[Run]) -> dict[str, Command]:
-    """Name of each run of these points -> flags of its workload."""
-    wanted = set(points)
-    chosen = [run for run in runs if run.point.name in wanted]
-    return {
-        run.name: preview.typed_flags(run) + ([] if "command" in run.point.settings else preview.monitors(run.kind))
-        for run in chosen
-    }

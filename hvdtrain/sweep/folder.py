@@ -52,7 +52,7 @@ def summary(folder: Path) -> dict[str, Any] | None:
     """The last summary in rank 0's records. Only the end of the file is read, whatever its size."""
     try:
         with files.open_plain(folder / "metrics" / "rank0000.jsonl") as lines:
-            lines.seek(max(0, os.fstat(lines.fileno()).st_size - 65536))
+            lines.seek(max(0, os.fstat(lines.fileno()).st_size - records.LONGEST_LINE_BYTES))
             tail = lines.read().splitlines()
     except OSError:
         return None
@@ -83,8 +83,11 @@ def unfit(folder: Path, run: Run, preview: Preview | None) -> str | None:
             return f"{key} is {config.get(key)!r} in its manifest, asked was {value!r}"
     if config.get("monitor", "none") != MONITORS[run.kind]:
         return f"monitor is {config.get('monitor')!r} in its manifest, asked was {MONITORS[run.kind]!r}"
-    if preview and manifest.get("plan") != preview.plan:
-        return "its batches and steps are not those that were asked for"
+    plan = manifest.get("plan", {})
+    for key, value in (preview.plan if preview else {}).items():
+        measured = key in ("shares", "cut") and not value  # before step 0, where the settings do not give them
+        if not measured and plan.get(key) != value:
+            return "its batches and steps are not those that were asked for"
     if preview and manifest.get("data", {}).get("fingerprint") != preview.fingerprint:
         return "its data are not those that are there now"
     hosts = {rank.get("host") for rank in ranks}
@@ -117,17 +120,26 @@ def aside(folder: Path, why: str) -> Path:
     return target
 
 
+def make_owned(folder: Path) -> None:
+    """Makes a folder and those above it, owned by the user who will run in it. Raises OSError."""
+    for path in (*reversed(folder.parents), folder):
+        if not path.exists():
+            path.mkdir(exist_ok=True)
+            _own(path)
+
+
+def _own(path: Path) -> None:
+    user = pwd.getpwnam(caller()) if os.geteuid() == 0 else None
+    if user and user.pw_uid:  # under sudo the hosts run as whoever called it
+        os.chown(path, user.pw_uid, user.pw_gid)
+
+
 def make(folder: Path, point: records.Point) -> None:
     """Makes the folder with point.json and logs/, owned by the user who will run in it. Raises Failure (73, 74)."""
-    made = [path for path in (*reversed(folder.parents), folder, folder / "logs") if not path.exists()]
     try:
-        for path in made:
-            path.mkdir(exist_ok=True)
+        make_owned(folder / "logs")
         records.write_document(folder / "point.json", records.as_json(point))
-        user = pwd.getpwnam(caller())
-        if user.pw_uid != os.geteuid():  # under sudo the hosts run as whoever called it
-            for path in (*made, folder / "point.json"):
-                os.chown(path, user.pw_uid, user.pw_gid)
+        _own(folder / "point.json")
     except OSError as error:
         raise cannot_write(folder, error) from error
     except Failure as failure:

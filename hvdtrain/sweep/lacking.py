@@ -32,9 +32,9 @@ def installed(framework: str) -> bool:
 def gpus(framework: str = "auto") -> int:
     """How many GPUs of this machine the framework can use; auto: as the workloads choose it."""
     chosen = framework if framework != "auto" else "torch" if installed("torch") else "tensorflow"
-    if not installed(chosen):
+    if chosen not in COUNT or not installed(chosen):
         return 0
-    done = subprocess.run([sys.executable, "-c", COUNT[chosen]], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-P", "-c", COUNT[chosen]], capture_output=True, text=True, check=False)
     last = (done.stdout.split() or [""])[-1]
     return int(last) if last.isdigit() else 0
 
@@ -46,10 +46,11 @@ def asks_for_gpus(sweep: Sweep) -> bool:
 
 def reason(point: Point, cluster: ClusterSpec | None) -> str | None:
     """Why the point cannot run on this machine, and the remedy; None if no obstacle is known."""
-    return _framework(point) or _gpu(point) or _launcher(point) or (_hosts(point, cluster) if cluster else None)
+    return framework(point) or _gpu(point) or _launcher(point) or (_hosts(point, cluster) if cluster else None)
 
 
-def _framework(point: Point) -> str | None:
+def framework(point: Point) -> str | None:
+    """Why the point's framework is not there, and the remedy; None if it is, or is none that we know."""
     asked = point.flags.get("framework", "auto")
     if asked in COUNT and not installed(asked):
         return f"{asked} is not installed: run `make setup FRAMEWORKS={asked}`"
@@ -62,12 +63,12 @@ def _gpu(point: Point) -> str | None:
     per_host = point.settings["ranks_per_host"]
     if per_host != ALL_GPUS and point.flags.get("device") != "gpu":
         return None
-    framework = point.flags.get("framework", "auto")
+    asked = point.flags.get("framework", "auto")
     if point.on_cluster and "hostfile" in point.settings["cluster"] and per_host != ALL_GPUS:
         return None  # the GPUs of other machines are found when the job starts there
-    there = gpus(framework)
+    there = gpus(asked)
     wanted = 2 if per_host == ALL_GPUS else per_host
-    who = "the framework" if framework == "auto" else framework
+    who = "the framework" if asked == "auto" else asked
     return None if there >= wanted else f"{who} sees {there} GPUs here, and this needs {wanted}"
 
 

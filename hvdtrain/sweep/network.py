@@ -14,7 +14,7 @@ from hvdtrain.cluster import virtual
 from hvdtrain.cluster.rates import show_rate
 from hvdtrain.exits import Failure
 from hvdtrain.sweep import command
-from hvdtrain.sweep.file import Sweep
+from hvdtrain.sweep.file import ClusterSpec, Sweep
 from hvdtrain.sweep.plan import UNLIMITED, Point
 from hvdtrain.sweep.process import Children, told, whole
 
@@ -32,6 +32,12 @@ def cluster_name(sweep: Sweep, root: Path) -> str:
     if sweep.cluster and sweep.cluster.existing:
         return sweep.cluster.existing
     return "s" + hashlib.sha256(f"{sweep.name}\0{root.resolve()}".encode()).hexdigest()[:7]
+
+
+def hosts(spec: ClusterSpec, name: str, count: int) -> list[str]:
+    """Names of the first `count` hosts; of an existing cluster that is not up those that it might have."""
+    up = spec.existing and name in virtual.clusters()
+    return command.names(spec, count, [host.name for host in virtual.load(name).hosts] if up else ())
 
 
 class Network:
@@ -53,8 +59,7 @@ class Network:
 
     def hosts(self, count: int) -> list[str]:
         """Names of the first `count` hosts."""
-        known = [host.name for host in virtual.load(self._name).hosts] if self._spec.existing else ()
-        return command.names(self._spec, count, known)
+        return hosts(self._spec, self._name, count)
 
     def ready(self, point: Point, most: int) -> Verified:
         """Brings the hosts up and sets the point's rate; measures the links of `most` hosts once for the next runs too.
@@ -122,12 +127,14 @@ class Network:
                 try:
                     document = json.loads(out)
                 except ValueError:
+                    document = {"links": []}
+                parts = document.get("hosts", [document])
+                found = [(part.get("host"), link) for part in parts for link in part["links"]]
+                if not found:
                     self._unmeasured = f"rate not verified: {told(err) or f'exit code {code}'}"
                     return
-                for part in document.get("hosts", [document]):
-                    host = part.get("host")
-                    for link in part["links"]:
-                        self._measured[link["link"].replace("here", host) if host else link["link"]] = link
+                for host, link in found:
+                    self._measured[link["link"].replace("here", host) if host else link["link"]] = link
             if all(link["ok"] for link in self._measured.values()):
                 return
 

@@ -10,6 +10,7 @@ import math
 import os
 import random
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -70,8 +71,7 @@ class Point:
     @property
     def rate(self) -> str | None:
         """10mbit, say, or unlimited; None: the sweep does not set it, or a single host has no link."""
-        rate: str | None = self.settings["rate"]
-        return rate
+        return self.settings["rate"]
 
     @property
     def rate_bit_s(self) -> int | None:
@@ -235,9 +235,12 @@ def points(sweep: Sweep, gpus: int | None = None) -> tuple[list[Point], int]:
             point = Point(settings=settled(sweep, grid, asked, gpus), kinds=kinds, where=grid.where)
             key = json.dumps(point.settings, sort_keys=True)
             merged += key in found
-            known = found.get(key)
-            if known is None or len(kinds) > len(known.kinds):
-                found[key] = point
+            known = found.setdefault(key, point)
+            longer, other = sorted((known.kinds, kinds), key=len, reverse=True)
+            lacking = Counter(other) - Counter(longer)
+            found[key] = dataclasses.replace(known, kinds=longer + tuple(lacking.elements()))
+    if len({point.name for point in found.values()}) < len(found):  # it ends in a checksum of 24 bits
+        raise Failure(f"{sweep.path}: two points have one name; give one of their grids a label", exits.BAD_CONFIG)
     return list(found.values()), merged
 
 

@@ -16,13 +16,14 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 from hvdtrain import exits, workloads
+from hvdtrain.cluster import quota
 from hvdtrain.cluster.commands import Command
 from hvdtrain.config import flag
 from hvdtrain.exits import Failure
+from hvdtrain.sweep import process
 from hvdtrain.sweep.plan import Point, Run
 
 Question = tuple[str, Sequence[str], int, int]
@@ -49,10 +50,13 @@ class Preview:
 
 
 def words(flags: Mapping[str, Any], defaults: Mapping[str, Any]) -> Command:
-    """Flags as words of a command line. A flag whose default is false is a switch; the others take a value."""
+    """Flags as words of a command line. A flag whose default is false is a switch; the others take a value.
+    Raises Failure (78)."""
     typed: Command = []
     for key, value in flags.items():
         if defaults.get(key) is False:
+            if not isinstance(value, bool):
+                raise Failure(f"{key} = {value!r}: give true or false", exits.BAD_CONFIG)
             typed += [flag(key)] if value else []
         else:
             typed += [flag(key), str(value).lower() if isinstance(value, bool) else str(value)]
@@ -65,7 +69,7 @@ def ask(questions: Sequence[Question]) -> list[dict[str, Any] | Failure]:
     One process per core answers its share of them, one after the other, so that it imports what workloads need once.
     Raises Failure (1) if one of these processes dies.
     """
-    cores = os.cpu_count() or 1
+    cores = max(1, int(quota.process_cores()))
     shares = [questions[core::cores] for core in range(min(cores, len(questions)))]
     with ThreadPoolExecutor(len(shares)) as pool:
         found = list(pool.map(_asked, shares))
@@ -75,10 +79,9 @@ def ask(questions: Sequence[Question]) -> list[dict[str, Any] | Failure]:
 
 def _asked(share: Sequence[Question]) -> list[Any]:
     """The answers, in order, of a process of its own."""
-    package = str(Path(__file__).resolve().parents[2])
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("HVDTRAIN_", "OMPI_COMM_"))}
-    kept["PYTHONPATH"] = os.pathsep.join([package, *filter(None, [kept.get("PYTHONPATH")])])
-    command = [sys.executable, "-c", "from hvdtrain.sweep import preview; preview.serve()"]
+    kept["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # what is imported here, and nothing else: -P
+    command = [sys.executable, "-P", "-c", "from hvdtrain.sweep import preview; preview.serve()"]
     done = subprocess.run(command, env=kept, input=json.dumps(share), capture_output=True, text=True)
     try:
         answers: list[Any] = json.loads(done.stdout)
@@ -90,8 +93,13 @@ def _asked(share: Sequence[Question]) -> list[Any]:
 
 
 def serve() -> None:
-    """Prints the answers to the questions on stdin, both JSON."""
-    print(json.dumps([_answer(question) for question in json.load(sys.stdin)]))
+    """Prints the answers to the questions on stdin, both JSON; what a workload prints besides goes to stderr."""
+    process.end_with_parent()
+    told = os.dup(1)
+    os.dup2(2, 1)
+    answers = [_answer(question) for question in json.load(sys.stdin)]
+    with os.fdopen(told, "w") as stream:
+        json.dump(answers, stream)
 
 
 def _answer(question: Question) -> dict[str, Any] | tuple[str, int]:
@@ -129,22 +137,18 @@ def _defaults(workload: str) -> dict[str, Any]:
     (found,) = ask([(workload, (), 1, 1)])
     if isinstance(found, Failure):
         raise found
-    config: dict[str, Any] = found["config"]
-    return config
-
-
-def monitors(kind: str) -> Command:
-    """Flags that switch on the monitors of this kind of run."""
-    return ["--monitor", MONITORS[kind]] if MONITORS[kind] != "none" else []
+    return found["config"]
 
 
 def typed_flags(run: Run) -> Command:
-    """Those of a command are as they are written, without a dry run; its variables are none."""
+    """With those that switch its monitors on. Those of a command are as they are written, without a dry run; its
+    variables are none."""
     if "command" in run.point.settings:
         own = {key: value for key, value in run.flags.items() if key != "strategy" and not key.isupper()}
         given = {key: value for key, value in own.items() if value is not False}
         return [word for key, value in given.items() for word in (f"--{key}", *([] if value is True else [str(value)]))]
-    return words(run.flags, _defaults(run.point.settings["workload"]))
+    monitors = {"monitor": MONITORS[run.kind]} if MONITORS[run.kind] != "none" else {}
+    return words({**run.flags, **monitors}, _defaults(run.point.settings["workload"]))
 
 
 def _preview(document: dict[str, Any]) -> Preview:
@@ -171,7 +175,7 @@ def previews(points: Sequence[Point]) -> dict[str, Preview | Failure]:
     questions = []
     for point in cells.values():
         kind = "energy" if "energy" in point.kinds else "timing"
-        typed = typed_flags(Run(point=point, kind=kind, repeat=1)) + monitors(kind)
+        typed = typed_flags(Run(point=point, kind=kind, repeat=1))
         questions.append((point.settings["workload"], typed, point.ranks, int(point.settings["ranks_per_host"])))
     answers = ask(questions) if questions else []
     found = {

@@ -1,7 +1,8 @@
 """Runs the child processes of a sweep, and ends them when the sweep is stopped.
 
 Each child has a process group of its own, so that Ctrl-C reaches the sweep alone, which then ends the job, clears the
-throttle and takes its cluster down. If the sweep itself is killed, the kernel sends the job SIGTERM.
+throttle and takes its cluster down. If the sweep itself is killed, the kernel sends the job SIGTERM; but not to one on
+virtual hosts that has changed its user (sudo, setpriv), which goes on until those hosts are taken down.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
-from typing import IO
+from typing import IO, Any
 
 from hvdtrain import exits
 from hvdtrain.cluster import supervise
@@ -104,30 +105,14 @@ class Children:
     def _started(
         self, command: Command, output: int | IO[bytes], environment: Mapping[str, str]
     ) -> subprocess.Popen[bytes]:
-        try:
-            return subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                process_group=0,
-                pass_fds=self.kept_open,
-                preexec_fn=_end_with_parent,
-            )
-        except OSError as error:
-            raise Failure(f"{command[0]}: {error.strerror}", exits.UNREACHABLE) from error
+        how = {"stdout": output, "stderr": subprocess.STDOUT, "pass_fds": self.kept_open}
+        return _start(command, environment, **how, preexec_fn=end_with_parent)
 
     def said(self, command: Command, environment: Mapping[str, str], tick: Callable[[], None]) -> tuple[int, str, str]:
         """Runs a short command: its exit code, standard output and standard error. Raises Stopped, Failure (69)."""
         self.check()
         pipe = subprocess.PIPE
-        try:
-            child = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, env=environment, text=True, process_group=0
-            )
-        except OSError as error:
-            raise Failure(f"{command[0]}: {error.strerror}", exits.UNREACHABLE) from error
+        child = _start(command, environment, stdout=pipe, stderr=pipe, text=True)
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 out, err = child.communicate(timeout=POLL_S)
@@ -140,14 +125,18 @@ class Children:
 
 def whole(command: Command, environment: Mapping[str, str]) -> None:
     """Runs a command that must not be interrupted (up, down, clear). Raises Failure with its message and exit code."""
+    child = _start(command, environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    _, err = child.communicate()
+    if child.returncode:
+        raise Failure(told(err) or f"`{show(command)}`: exit code {child.returncode}", child.returncode)
+
+
+def _start(command: Command, environment: Mapping[str, str], **how: Any) -> subprocess.Popen[Any]:
+    """Starts it without input, in a process group of its own. Raises Failure (69)."""
     try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment, process_group=0
-        )
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, process_group=0, **how)
     except OSError as error:
         raise Failure(f"{command[0]}: {error.strerror}", exits.UNREACHABLE) from error
-    if done.returncode:
-        raise Failure(told(done.stderr) or f"`{show(command)}`: exit code {done.returncode}", done.returncode)
 
 
 def told(stderr: str) -> str:
@@ -177,5 +166,6 @@ def _signal(pid: int, number: signal.Signals) -> None:
         subprocess.run(["sudo", "-n", "kill", f"-{number.value}", str(pid)], capture_output=True, check=False)
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
+    """From here on SIGTERM ends this process when its parent has ended."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -114,14 +114,15 @@ class Display:
 
 
 def plan_document(
-    name: str, root: Path, rows: Iterable[tuple[Outcome, Sequence[str], Estimate]], seconds: float
+    name: str, root: Path, rows: Iterable[tuple[Outcome, Sequence[str], Estimate]], seconds: float | None
 ) -> dict[str, Any]:
     """The dry run as one JSON document."""
     listed = []
     for outcome, words, estimate in rows:
         about = {"command": list(words), "estimate_s": estimate.seconds, "estimate_basis": estimate.basis}
         listed.append(_run_document(outcome) | about)
-    return {"schema": SCHEMA, "sweep": name, "root": str(root), "estimate_s": round(seconds, 1), "runs": listed}
+    estimate_s = None if seconds is None else round(seconds, 1)
+    return {"schema": SCHEMA, "sweep": name, "root": str(root), "estimate_s": estimate_s, "runs": listed}
 
 
 def end_document(name: str, root: Path, outcomes: Sequence[Outcome], seconds: float) -> dict[str, Any]:

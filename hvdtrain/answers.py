@@ -153,7 +153,7 @@ def test(asked: Any, columns: Columns, answers: Iterator[Answers]) -> int:
 
 def predict(asked: Any, columns: Columns, answers: Iterator[Answers]) -> int:
     """Writes the answers, whole or not at all. Raises Failure (73)."""
-    part = asked.out.with_name(f".{asked.out.name}.{os.getpid()}")
+    part = asked.out.parent / f".{asked.out.name}.{os.getpid()}"
     try:
         with part.open("x", newline="", encoding="utf-8") as file:
             table = csv.writer(file, lineterminator="\n")

@@ -77,8 +77,10 @@ def read(path: str | Path, most_bytes: int) -> bytes:
 
 def put(path: Path, content: bytes, hint: str) -> None:
     """Writes a file whole or not at all, durably. Raises Failure (73), which ends in `hint`."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part = path.parent / f".{path.name}.{os.getpid()}"
     try:
+        if path.exists():
+            _plain(path, path.stat())  # a rename would put a file in the place of a device
         part.write_bytes(content)
         sync(part)
         part.replace(path)

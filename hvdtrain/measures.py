@@ -27,7 +27,7 @@ from hvdtrain import exits
 from hvdtrain.arguments import near
 from hvdtrain.exits import Failure, printable
 
-NAME = re.compile(r"(?!(loss|score)$)[a-z][a-z0-9_]+")
+NAME = re.compile(r"(?!(loss|scores?|sums)$)[a-z][a-z0-9_]+")
 """Of a score: it makes the name of a column, test_NAME"""
 T = TypeVar("T")
 Sums = Mapping[str, NDArray[np.float64]]
@@ -255,5 +255,5 @@ class Regression(Measure):
             "mae": float(sums["absolute"]) / samples,
             "rmse": float(np.sqrt(sums["squared"] / samples)),
             "bias": float(sums["signed"]) / samples,
-            "r2": float(1 - sums["squared"] / spread) if spread else float("nan"),
+            "r2": float(1 - sums["squared"] / spread) if spread > 1e-12 * sums["truth_squared"] else float("nan"),
         }

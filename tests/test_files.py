@@ -23,7 +23,7 @@ from hvdtrain.captions.load import load
 from hvdtrain.cluster import hosts, throttle, topology
 from hvdtrain.cluster.throttle.watchdog import Store
 from hvdtrain.data.prepared import open_images
-from hvdtrain.exits import Failure
+from hvdtrain.exits import CANNOT_WRITE, Failure
 from hvdtrain.models.vgg16_weights import Vgg16Config, import_weights, read_head
 from hvdtrain.results import reference
 from hvdtrain.sweep import execute
@@ -188,6 +188,15 @@ def test_a_throttle_that_is_none_is_none(tmp_path: Path) -> None:
 
 
 # --- locks ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_no_plain_file_is_not_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path, Path()):
+        with pytest.raises(Failure) as failed:
+            files.put(path, b"x", "hint")
+        assert failed.value.code == CANNOT_WRITE
+    assert (tmp_path / "pipe").is_fifo() and [each.name for each in tmp_path.iterdir()] == ["pipe"]
 
 
 def test_a_lock_file_is_made_and_locks(tmp_path: Path) -> None:

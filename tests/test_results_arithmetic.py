@@ -62,6 +62,7 @@ def runs(rows: list[dict[str, Any]]) -> pd.DataFrame:
         "parameters": 1000,
         "train_samples": 6400,
         "epochs": 3,
+        "epochs_done": 2,  # --target ended the runs
         "settings": "{}",
     }
     return load.frame([base | row for row in rows])
@@ -160,7 +161,7 @@ def check_energy(table: dict[int, list[dict[str, Any]]]) -> None:
         sampled = [row for row in rows if row["energy_j"] is not None]
         check_summary(found["energy_j"], exact([row["energy_j"] for row in sampled]))
         check_summary(found["energy_used_j"], exact([row["energy_used_j"] for row in sampled]))
-        check_summary(found["samples_per_j"], [Fraction(3 * 6400) / Fraction(row["energy_j"]) for row in sampled])
+        check_summary(found["samples_per_j"], [Fraction(2 * 6400) / Fraction(row["energy_j"]) for row in sampled])
         own = [row for row in rows if row["kind"] == "timing"]
         apart = bool(own) and all(row["kind"] == "energy" for row in sampled)
         if apart:

@@ -224,7 +224,7 @@ def test_a_line_of_any_length_is_refused_with_little_memory(folder: Path) -> Non
         env=os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
     )
     assert "refused" in done.stdout, done.stderr
-    assert f"{METRICS}:16: a line of more than 1 MiB" in done.stderr
+    assert f"{METRICS}:16: a line of more than 16 MiB" in done.stderr
 
 
 def test_memory_does_not_grow_with_the_length_of_a_run(folder: Path) -> None:

@@ -10,11 +10,11 @@ two records for the same step or epoch the later one counts.
 from hvdtrain.records.checks import from_json as from_json
 from hvdtrain.records.checks import make as make
 from hvdtrain.records.files import LONGEST_DOCUMENT_BYTES as LONGEST_DOCUMENT_BYTES
+from hvdtrain.records.files import LONGEST_LINE_BYTES as LONGEST_LINE_BYTES
 from hvdtrain.records.files import Writer as Writer
 from hvdtrain.records.files import open_plain as open_plain
 from hvdtrain.records.files import read as read
 from hvdtrain.records.files import read_document as read_document
-from hvdtrain.records.files import read_lines as read_lines
 from hvdtrain.records.files import read_values as read_values
 from hvdtrain.records.files import write_document as write_document
 from hvdtrain.records.types import RECORDS as RECORDS

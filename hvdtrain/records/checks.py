@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import sys
 from typing import Any, get_args
 
 from hvdtrain import exits
@@ -43,12 +43,13 @@ def _check(field: dataclasses.Field[Any]) -> _Check:
         items = items.partition(", ")[2]
     outer = annotation.partition("[")[0] if items else annotation
     signed = "loss" in field.name or "scores" in field.name or field.name == "rate_off_percent"
+    most = sys.float_info.max if "loss" in field.name else _LARGEST
     return (
         field.name,
         field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING,
         _types(outer),
-        -_LARGEST if signed else 0.0,
-        _LARGEST,
+        -most if signed else 0.0,
+        most,
         frozenset() if items in ("", "Any") else _types(items),
     )
 
@@ -57,7 +58,6 @@ _CHECKS: dict[type, list[_Check]] = {
     cls: [_check(field) for field in dataclasses.fields(cls)] for cls in get_args(Record)
 }
 _NUMBERS = frozenset({int, float})
-_UNKNOWN = [("", 0.0, 0.0)]
 _SHAPES: dict[tuple[Any, ...], list[tuple[str, float, float]]] = {}
 """Keys and types of flat records that were right -> the bounds of their numbers: what is left to check of the next"""
 
@@ -78,10 +78,8 @@ def checked(value: Any) -> tuple[type[Record], dict[str, Any]]:
     if cls is None:
         raise ValueError(f"not a record of {SCHEMA}; known types: {', '.join(RECORDS)}")
     shape = (name, *value, *map(type, value.values()))
-    for field, least, most in _SHAPES.get(shape, _UNKNOWN):
-        if not least <= value.get(field, math.nan) <= most:
-            break
-    else:
+    known = _SHAPES.get(shape)
+    if known is not None and all(least <= value[field] <= most for field, least, most in known):
         return cls, value
     value = brought_up(value)
     for field, required, types, least, most, items in _CHECKS[cls]:

@@ -15,7 +15,8 @@ def brought_up(value: dict[str, Any]) -> dict[str, Any]:
         validation = _scores(value.get("validation_accuracy"), value.get("scores", {}))
         return value | {"train_scores": _scores(value["train_accuracy"], {}), "validation_scores": validation}
     if kind == "summary" and isinstance(known := value.get("validation_accuracy"), list):
-        more = value.get("validation_scores") or [{}] * len(known)
+        given = value.get("validation_scores")
+        more = given if given and isinstance(given, list) else [{}] * len(known)
         return value | {
             "test_scores": _scores(value.get("test_accuracy"), value.get("test_scores", {})),
             "validation_scores": [_scores(a, b) for a, b in zip(known, more, strict=False)],

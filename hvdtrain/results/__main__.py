@@ -324,7 +324,7 @@ def main(arguments: list[str]) -> int:
     if score := getattr(asked, "target", (None,))[0]:
         from hvdtrain.results import scores
 
-        loaded = dataclasses.replace(loaded, runs=scores.judged_by(loaded.runs, score))
+        loaded = dataclasses.replace(loaded, runs=scores.judged_by(loaded.runs, score), judged=score)
     if asked.command in ("plot", "report"):
         write(asked, loaded)
     elif asked.command == "export":

@@ -12,7 +12,7 @@ from hvdtrain.results.folders import Problem
 from hvdtrain.results.load import Loaded
 from hvdtrain.results.statistics import summary
 from hvdtrain.results.table import Column, Table
-from hvdtrain.results.tables import SPREAD_NOTE, apart, common, in_order, key_cells, key_column, left_out
+from hvdtrain.results.tables import SPREAD_NOTE, apart, common, in_order, key_cells, key_column, left_out, mixed
 
 CAPTIONS_NOTE = (
     "bleu: corpus BLEU of the test pictures' captions by the weights of the best epoch, written greedily, or by beam "
@@ -96,6 +96,7 @@ def accuracy(loaded: Loaded, target: float = 0.95, group_by: Sequence[str] | Non
         "times and epochs are means over the runs that got there: where some did not, they flatter the group",
         *([CAPTIONS_NOTE] if "bleu4" in more else []),
         *common(found, shown),
+        *mixed(found, group_by),
         *left_out(loaded.runs),
     ]
     spare = (*(one.key for one in others), *(one.key for one in scores.figures(loaded.runs, "best_validation")))

@@ -53,7 +53,8 @@ RUNS: dict[str, Column] = {
     "payload_bytes": _number("gradients of one step: 4 bytes per parameter", "B"),
     "rank_batch": _number("samples per rank and step"),
     "global_batch": _number("samples per step over all ranks"),
-    "epochs": _number("passes over the training set"),
+    "epochs": _number("passes over the training set that were asked for"),
+    "epochs_done": _number("those that were made: fewer where --target ended the run"),
     "steps": _number("steps of the run"),
     "seed": _number("seed of weights and order"),
     "train_samples": _number("training samples of an epoch"),
@@ -106,7 +107,7 @@ GROUP = (
 TIMING = frozenset(
     {
         *("train_s", "validation_s", "test_s", "checkpoint_s", "end_to_end_s", "samples_per_s", "first_step_s"),
-        *("step_s", "data_s", "compute_s", "communication_s", "communication_share"),
+        *("step_s", "data_s", "compute_s", "communication_s", "communication_share", "wire_efficiency", "inference"),
     }
 )
 """Figures that power sampling may disturb: runs of kind energy stay out of them"""

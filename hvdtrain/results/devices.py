@@ -67,18 +67,18 @@ def crossovers(found: Sequence[Timed]) -> list[str]:
         return [f"{told}, hvdtrain train {one['workload']} --device {missing[0]} --inference 2,64,512,1024 ..."]
     lines = []
     for name in measures(found):
-        pairs = {
-            cpu.group.key["parameters"]: gpu.seconds[name].mean < cpu.seconds[name].mean
+        pairs = [
+            (cpu.group.key["parameters"], gpu.seconds[name].mean < cpu.seconds[name].mean)
             for cpu in by_device["cpu"]
             for gpu in by_device["gpu"]
             if cpu.alike == gpu.alike and cpu.group.key["parameters"] == gpu.group.key["parameters"]
             if name in cpu.seconds and name in gpu.seconds
-        }
-        slower = [size for size, faster in pairs.items() if not faster]
-        beyond = [size for size in pairs if size > max(slower, default=0)]
+        ]
+        sizes, slower = {size for size, _ in pairs}, [size for size, faster in pairs if not faster]
+        beyond = [size for size in sizes if size > max(slower, default=0)]
         if pairs:
             what = f"from {min(beyond):,.0f} parameters on" if beyond else "of no model timed"
-            lines.append(f"{name}: the GPU is faster {what} ({len(pairs)} models timed on both)")
+            lines.append(f"{name}: the GPU is faster {what} ({len(sizes)} models timed on both)")
     return lines or ["no model was timed on both devices with the same settings"]
 
 

@@ -39,7 +39,7 @@ def of(group: Group) -> Energy:
     joules = group.column("energy_j")
     other_runs = bool(timed) and "timing" not in _where(group, "kind", joules)
     time_s = summary(timed if other_runs else _where(group, "end_to_end_s", joules))
-    trained = zip(group.column("epochs"), group.column("train_samples"), joules, strict=True)
+    trained = zip(group.column("epochs_done"), group.column("train_samples"), joules, strict=True)
 
     def edp(name: str) -> Statistic | Interval | None:
         if other_runs:
@@ -53,7 +53,7 @@ def of(group: Group) -> Energy:
         "energy_used_j": group.statistic("energy_used_j"),
         "edp_js": edp("energy_j"),
         "edp_used_js": edp("energy_used_j"),
-        "samples_per_j": summary(epochs * samples / energy_j for epochs, samples, energy_j in trained if energy_j > 0),
+        "samples_per_j": summary(done * samples / energy_j for done, samples, energy_j in trained if energy_j > 0),
     }
     return Energy(group, figures)
 

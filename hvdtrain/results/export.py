@@ -62,5 +62,4 @@ def _parquet(runs: pd.DataFrame) -> bytes:
             flat[name] = flat[name].astype("string")
         elif column.kind == "flag":
             flat[name] = flat[name].astype("boolean")
-    content: bytes = flat.to_parquet(index=False, engine="pyarrow")
-    return content
+    return flat.to_parquet(index=False, engine="pyarrow")

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from hvdtrain.exits import printable
 from hvdtrain.results.columns import GROUP, RUNS, TIMING
 from hvdtrain.results.scores import all_columns
 from hvdtrain.results.statistics import Statistic, summary
@@ -36,8 +37,7 @@ class Group:
 
     def column(self, name: str, *, timing: bool = False) -> list[Any]:
         """The column in the group's runs, or in those of kind timing; missing values as they are."""
-        found: list[Any] = self._columns[name][self._timing if timing else self._rows].tolist()
-        return found
+        return self._columns[name][self._timing if timing else self._rows].tolist()
 
     def statistic(self, column: str) -> Statistic | None:
         """None if no run of the group has the figure."""
@@ -59,7 +59,8 @@ class Group:
 @functools.lru_cache(maxsize=1024)
 def settings(text: str | None) -> dict[str, Any]:
     """The column `settings`, read."""
-    return dict(json.loads(text)) if text else {}
+    found = json.loads(text, parse_constant=str) if text else {}
+    return {printable(key): printable(each) if isinstance(each, str) else each for key, each in found.items()}
 
 
 def usable(frame: pd.DataFrame) -> pd.DataFrame:

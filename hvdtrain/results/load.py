@@ -32,6 +32,8 @@ class Loaded:
     problems: list[Problem]
     where: str | None = None
     """The expression that chose these runs of those below the roots"""
+    judged: str | None = None
+    """The score that --target names, by which all runs are judged"""
 
     @property
     def complete(self) -> pd.DataFrame:
@@ -100,7 +102,7 @@ def epochs(run_dir: Path | str) -> pd.DataFrame:
     ]
     names = [*(field.name for field in dataclasses.fields(records.Epoch)), "elapsed_s"]
     names += [name for row in rows for name in row]
-    shown = [name for name in dict.fromkeys(names) if not name.endswith("_scores")]
+    shown = [name for name in dict.fromkeys(names) if name not in ("train_scores", "validation_scores")]
     return pd.DataFrame(rows, columns=shown, dtype=float)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -115,17 +114,14 @@ def read(path: Path, torn: Callable[[int], None], declared: Mapping[str, Score])
             for each in (found.summary.test_scores, *found.summary.validation_scores):
                 scores.check(each, declared, f"{path}:{line}")
         elif cls is records.Epoch:
-            scores.check(value["train_scores"] | value["validation_scores"], declared, f"{path}:{line}")
+            for each in (value["train_scores"], value["validation_scores"]):
+                scores.check(each, declared, f"{path}:{line}")
     if found.restarts:
         found.sums = Sums()
         for line, cls, value in records.read_values(path):
             if cls is records.Step and not found.restarts.superseded(line, value["step"]):
                 found.sums.add(value)
     return found
-
-
-STEP = b'{"type":"step","step":'
-"""How the writer of records begins a step's line"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,30 +136,17 @@ class Timed:
 
 
 def epochs(path: Path) -> list[Timed]:
-    """The epochs that count, in order.
-
-    Steps are told by the beginning of their line and not parsed, since `read` has checked them. Raises Failure.
-    """
+    """The epochs that count, in order. Raises Failure."""
     restarts, expected = Restarts(), 0
     found: list[tuple[int, records.Epoch | records.Saved]] = []
-    for line, text in records.read_lines(path):
-        if text.startswith(STEP):
-            step = text[len(STEP) : text.find(b",", len(STEP))]
-            number = int(step) if step.isdigit() else expected
-            if number < expected:
-                restarts.add(line, number)
-            expected = number + 1
-            continue
-        try:
-            record = records.from_json(json.loads(text), f"{path}:{line}")
-        except (ValueError, RecursionError):  # a torn line
-            continue
-        if isinstance(record, records.Epoch | records.Saved):
-            found.append((line, record))
-        elif isinstance(record, records.Step | records.Resumed):
-            if record.step < expected:
-                restarts.add(line, record.step)
-            expected = record.step + isinstance(record, records.Step)
+    for line, cls, value in records.read_values(path):
+        if cls in (records.Epoch, records.Saved):
+            found.append((line, records.make(cls, value)))
+        elif cls in (records.Step, records.Resumed):
+            step = value["step"]
+            if step < expected:
+                restarts.add(line, step)
+            expected = step + (cls is records.Step)
     timed: list[Timed] = []
     trained_s = other_s = 0.0
     for line, each in found:

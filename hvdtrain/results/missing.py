@@ -63,7 +63,7 @@ def text(group: Group, found: Sequence[Group], count: Count = "hosts", chosen: C
 def again(group: Group, like: Group, names: Sequence[str]) -> str | None:
     """The command that repeats the group's first run with what `like` has in these columns; None if no flag does it."""
     columns = [name for name in names if name != "rank_batch"]  # it follows from the global one
-    if not set(columns) <= set(CHANGED):
+    if not set(columns) <= set(CHANGED) or "arguments" in group.settings:  # a script has none of our flags
         return None
     flags = {CHANGED[name]: str(short(name, like.key[name])) for name in columns}
     return command(group_run(group), "hosts", int(group.key["hosts"] or 1), flags)
@@ -118,7 +118,7 @@ def command(run_dir: str, count: Count, n: int, flags: dict[str, str] | None = N
         share = ["--cpu-share", f"{cores:g}"] if cores else []
         up = ["sudo", "tools/cluster.sh", "up", "--hosts", ",".join(hosts), *share]
         start = [*up, "&&", "tools/cluster.sh", "exec", hosts[0], "--", *start]
-    given = threads(manifest) | (flags or {})
+    given = (threads(manifest) if "epochs" in manifest.config else {}) | (flags or {})
     replaced = {*OWN, *given, *(("--batch-size",) if "--global-batch-size" in given else ())}
     words = [*start, *program(manifest, replaced), *(word for pair in given.items() for word in pair)]
     return printable(" ".join(word if word == "&&" else shlex.quote(word) for word in words))
@@ -126,7 +126,9 @@ def command(run_dir: str, count: Count, n: int, flags: dict[str, str] | None = N
 
 def program(manifest: records.Manifest, replaced: Collection[str] = ("--run-dir",)) -> list[str]:
     """What each rank ran, without the flags (with a value) that are `replaced`, and without those of one start."""
-    return ["python", *workloads.program(manifest.workload, manifest.argv), *_flags(manifest.argv[1:], replaced)]
+    argv = manifest.argv[1:]
+    own = argv if "epochs" not in manifest.config else _flags(argv, replaced)  # a script's flags are its own
+    return ["python", *workloads.program(manifest.workload, manifest.argv), *own]
 
 
 def _flags(argv: Sequence[str], left_out: Collection[str]) -> Iterator[str]:

@@ -230,7 +230,8 @@ def latex(table: Table) -> str:
             lines += [rf"\multicolumn{{{len(table.columns)}}}{{l}}{{{latex_text(name)}}} \\"]
         lines += [_latex_row(table.cells(row)) for row in rows]
     lines += [r"\hline", r"\end{tabular}"]
-    return "\n".join(lines + [f"% {note}" for note in (*table.readings.values(), *table.notes)]) + "\n"
+    notes = "\n".join((*table.readings.values(), *table.notes)).splitlines()
+    return "\n".join(lines + [f"% {note}" for note in notes]) + "\n"
 
 
 def _latex_row(cells: Sequence[str]) -> str:

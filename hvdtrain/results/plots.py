@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -78,4 +79,4 @@ def save(figure: Figure, path: Path) -> None:
 
 def write(path: Path, content: bytes) -> None:
     """Writes a file whole or not at all. Raises Failure (73)."""
-    files.put(path, content, "give a folder that exists and may be written")
+    files.put(Path(os.path.realpath(path)), content, "give a folder that exists and may be written")

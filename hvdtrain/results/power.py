@@ -46,6 +46,8 @@ def read(path: Path, problems: list[Problem]) -> HostPower:
                 found.used[about["device"]] = about.get("used") is not False  # null: not known to be idle
                 if about.get("source") is None:
                     found.absent[about["device"]] = str(about.get("reason"))
+                else:
+                    samples.setdefault(about["device"], 0)
         elif cls is records.Sample:
             count += 1
             found.seconds += value["seconds"]
@@ -54,7 +56,7 @@ def read(path: Path, problems: list[Problem]) -> HostPower:
                 samples[device] = samples.get(device, 0) + 1
     for device, number in samples.items():
         if number < count:
-            del found.energy_j[device]
+            found.energy_j.pop(device, None)
             found.absent[device] = f"has energy in {number} of {count} intervals"
     return found
 

@@ -123,7 +123,7 @@ def page(loaded: Loaded, target: float = 0.95) -> str:
     facts = [report_facts.environment(loaded), report_facts.links(loaded.runs), report_facts.power_sensors(loaded)]
     sections.append(("Environment", "\n".join(report_page.table(one, next(numbered)) for one in facts if one.rows)))
     sections.append(("Problems found", problems(loaded, numbered)))
-    sections.append(("How to repeat it", repeat(loaded)))
+    sections.append(("How to repeat it", repeat(loaded, target)))
     sections.append(("All runs", report_page.table(plain.listing(loaded), next(numbered))))
     return report_page.page(TITLE, header(loaded), first, sections)
 
@@ -203,9 +203,11 @@ def problems(loaded: Loaded, numbered: Iterator[int]) -> str:
     return listed + (report_page.table(found, next(numbered)) if found.rows else "")
 
 
-def repeat(loaded: Loaded) -> str:
+def repeat(loaded: Loaded, target: float) -> str:
     """The command that makes this page again, and those that made the runs."""
     roots = [str(root) for root in loaded.roots] + (["--where", loaded.where] if loaded.where else [])
+    goal = f"{loaded.judged}={target!r}" if loaded.judged else repr(target)
+    roots += [] if goal == "0.95" else ["--target", goal]
     page_again = shlex.join(["hvdtrain", "results", "report", *roots, "-o", "report.html"])
     each_figure = shlex.join(["hvdtrain", "results", "plot", "time", *roots, "-o", "time.svg"])
     made = list(report_facts.commands(loaded))

@@ -61,7 +61,7 @@ def answers(table: Table) -> list[str]:
     several = len({row["framework"] for row in table.rows}) > 1
     found: dict[str, list[dict[str, Any]]] = {}
     for _, (base, *rows) in table.sections():
-        for row in (row for row in rows if row["count"] != base["count"]):
+        for row in (row for row in rows if base["count"] == 1 and row["count"] != 1):
             at = rate_words(row["rate_mbit"]) + (f", {row['framework']}" if several else "")
             found.setdefault(at, []).append(row | {"hosts": row["count"], "train_to_target_s": row["train_s"]})
     alone = [f"{title}: {said}" for title, said in table.readings.items()]

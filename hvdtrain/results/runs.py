@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from hvdtrain.results.folders import Problem, there
 WIRE_SHARE = 0.936
 """What TCP payload gets of a link's rate with both directions busy: 1448 of 1514 bytes, less acknowledgements"""
 FP32_BYTES = 4
+SET_ASIDE = re.compile(r".*-r\d+-(failed|other|unfinished)\d+")
+"""How a sweep renames the folder of a run that it makes anew"""
 
 
 def row(folder: Path, problems: list[Problem]) -> dict[str, Any]:
@@ -32,6 +35,8 @@ def row(folder: Path, problems: list[Problem]) -> dict[str, Any]:
         found |= about
         if there(folder / "point.json"):
             found |= _point(records.read_document(folder / "point.json", records.Point))
+            if SET_ASIDE.fullmatch(folder.name):
+                found["marked"] = found["marked"] or "its sweep has set it aside"
         if found["hosts"] == 1:
             found["rate_mbit"] = None  # no link is used, so this run is the baseline of every rate
         found |= _measured(folder, manifest, declared, problems)
@@ -180,6 +185,7 @@ def _measured(
         "resumed": read.resumed,
         "ranks": summary.ranks,
         "epochs": summary.epochs or None,
+        "epochs_done": len(summary.validation_scores) or None,
         **_batch(summary, manifest),
         "steps": summary.steps,
         "train_s": summary.train_s,

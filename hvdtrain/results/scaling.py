@@ -162,8 +162,10 @@ def _row(group: Group, baseline: Group, kind: Kind, count: Count) -> Row:
     if baseline is group:
         one = Interval(1.0, None, None) if group.statistic("train_s") else None
         return Row(group, group, kind, n, one, one, one)
-    speedup = ratio(baseline.statistic("train_s"), group.statistic("train_s"))
-    end_to_end = ratio(baseline.statistic("end_to_end_s"), group.statistic("end_to_end_s"))
+    done = {*group.values("epochs_done"), *baseline.values("epochs_done")}
+    same = len(done) < 2  # --target may have ended some of the runs sooner
+    speedup = ratio(baseline.statistic("train_s"), group.statistic("train_s")) if same else None
+    end_to_end = ratio(baseline.statistic("end_to_end_s"), group.statistic("end_to_end_s")) if same else None
     throughput = ratio(group.statistic("samples_per_s"), baseline.statistic("samples_per_s"))
     relative = n / count_of(baseline, count) if count_of(baseline, count) else None
     gained = {"strong": speedup, "weak": throughput}.get(kind)

@@ -67,6 +67,8 @@ def scaling(
         table.readings[title] = lacking or reading(curve, count)
     kinds = {curve[-1].kind for curve in curves if len(curve) > 1}
     table.notes = [SPREAD_NOTE, *NOTES, *(said for kind, said in EFFICIENCY.items() if kind in kinds)]
+    if any(row.speedup is None and row.group.statistic("train_s") and row.group is not row.baseline for row in made):
+        table.notes.append("no speed-up of runs that --target ended after different numbers of epochs: see strategies")
     table.notes += [*_unrecorded(made, count), *common(found, ["hosts"]), *left_out(loaded.runs)]
     lonely = count == "hosts" and any(len(curve) == 1 for curve in curves)
     if lonely and len({group.key["ranks_per_host"] for group in found}) > 1:

@@ -48,7 +48,8 @@ def check(found: Mapping[str, float], scores: Mapping[str, Score], where: str) -
     """Raises Failure (65) for a score of a record that the manifest does not name, or that is out of its bounds."""
     for name, value in found.items():
         score = scores.get(name)
-        if score is None or not score.possible(value):
+        usable = type(value) in (int, float) and abs(value) <= 1e18
+        if score is None or not usable or not score.possible(value):
             what = f"not {score.bounds}" if score else "which the manifest does not name"
             raise Failure(f"{where}: score {printable(name)} is {value!r:.40}, {what}", BAD_DATA)
 

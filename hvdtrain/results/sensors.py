@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,25 +30,17 @@ class Sensor:
 def of(run_dir: str | Path) -> Iterator[Sensor]:
     """All devices that the run's samplers listed when they were asked for power; nothing for files that are refused."""
     for path in sorted((Path(run_dir) / "monitors").glob("*.jsonl")):
-        try:
-            yield from _of_host(path)
-        except Failure:
-            continue  # a problem of the run, listed as such
-
-
-def _of_host(path: Path) -> Iterator[Sensor]:
-    for _, cls, value in records.read_values(path):
-        if cls is not records.Sensors:
-            return
-        if "power" not in value["monitors"]:
-            continue
-        for each in power.devices(value["devices"]):
-            source = each.get("source")
-            yield Sensor(
-                host=str(value["host"]),
-                device=each["device"],
-                name=str(each.get("name") or "-"),
-                source=None if source is None else str(source),
-                reason=str(each.get("reason") or "reason not recorded"),
-                used=each.get("used") is not False,
-            )
+        with contextlib.suppress(Failure):  # a problem of the run, listed as such
+            for _, cls, value in records.read_values(path):
+                if cls is not records.Sensors:
+                    break
+                for each in power.devices(value["devices"]) if "power" in value["monitors"] else ():
+                    source = each.get("source")
+                    yield Sensor(
+                        host=str(value["host"]),
+                        device=each["device"],
+                        name=str(each.get("name") or "-"),
+                        source=None if source is None else str(source),
+                        reason=str(each.get("reason") or "reason not recorded"),
+                        used=each.get("used") is not False,
+                    )

@@ -70,7 +70,7 @@ def strategies(loaded: Loaded, target: float = 0.95, best: bool = False) -> Tabl
     """
     same = tuple(name for name in ALIKE if not best or name not in TUNED)
     final, percent = scores.figures(loaded.runs), scores.target(loaded.runs, target)
-    found = groups.by(groups.usable(loaded.runs), (*GROUP, "launcher"))
+    found = [group for group in groups.by(groups.usable(loaded.runs), (*GROUP, "launcher")) if group.key["hosts"]]
     measured = {id(group): _measured(group, target, final, loaded.problems) for group in found}
     shown = [name for name in apart(found) if name not in ("strategy", "rate_mbit", "launcher")]
     found = _soonest(found, measured, same) if best else found
@@ -109,8 +109,8 @@ def _soonest(found: Sequence[Group], measured: dict[int, dict[str, Any]], same: 
     """Of each strategy at each rate, among groups that are alike in `same`, the one that is soonest at the target."""
 
     def lateness(group: Group) -> tuple[bool, float]:
-        time = measured[id(group)]["crossed_s"]
-        return (time is None or time.n < group.n, math.inf if time is None else time.mean)
+        time, timed = measured[id(group)]["crossed_s"], len(group.values("train_s"))
+        return (time is None or time.n < timed, math.inf if time is None else time.mean)
 
     rows: dict[Any, list[Group]] = {}
     for group in found:

@@ -133,6 +133,8 @@ DETAIL = {"n": "n", "mean": "mean", "low": "95 % from", "high": "to", "median": 
 def detail(table: Table) -> Table:
     """The table turned: a row for each figure of each row, with everything known of its spread."""
     figures = {key for row in table.rows for key, value in row.items() if isinstance(value, Statistic | Interval)}
+    if not figures:
+        return table
     plain = [column for column in table.columns if column.key not in figures and column.key != "n"]
     rows = []
     for row in table.rows:
@@ -143,7 +145,7 @@ def detail(table: Table) -> Table:
             value = row.get(column.key)
             if isinstance(value, Statistic | Interval):
                 numbers = {name: _scaled(getattr(value, name, None), name, column) for name in DETAIL}
-                rows.append(about | {"figure": column.label, "unit": column.unit or "-"} | numbers)
+                rows.append(about | {"figure": column.label, "unit": column.unit or None} | numbers)
     columns = [*plain, Column("figure", "figure"), Column("unit", "unit")]
     columns += [Column(name, label) for name, label in DETAIL.items()]
     title = f"{table.title}: every figure"

@@ -128,7 +128,7 @@ def overview(loaded: Loaded, group_by: Sequence[str] | None = None) -> Table:
         for group in found
     ]
     columns = [key_column(name) for name in shown] + [Column("n", "n")] + figures
-    notes = [SPREAD_NOTE, *common(found, shown), *_mixed(found, group_by), *left_out(loaded.runs)]
+    notes = [SPREAD_NOTE, *common(found, shown), *mixed(found, group_by), *left_out(loaded.runs)]
     notes.append("train: training phase; end to end: with validation, test and checkpoints; network: share of a step")
     spare = ("end_to_end_s", "communication_share", "n", "samples_per_s")
     return Table("table", f"{len(found)} groups of runs", columns, rows, notes, spare=spare)
@@ -161,7 +161,7 @@ def in_order(found: Sequence[Group]) -> list[Group]:
     return sorted(found, key=place)
 
 
-def _mixed(found: Sequence[Group], group_by: Sequence[str] | None) -> list[str]:
+def mixed(found: Sequence[Group], group_by: Sequence[str] | None) -> list[str]:
     """A warning if a chosen grouping averages over different experiments."""
     inside = {
         name
@@ -188,6 +188,7 @@ def phases(loaded: Loaded, group_by: Sequence[str] | None = None) -> Table:
         "data, compute, network: milliseconds of a step of rank 0, warm-up left out. Network is the waiting after "
         "backward: what backward hides counts as compute; - where the framework cannot tell them apart",
         *common(found, shown),
+        *mixed(found, group_by),
         *left_out(loaded.runs),
     ]
     spare = ("n", "checkpoint_s", "test_s", "validation_s", "data_s")

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from hvdtrain import exits
 from hvdtrain.exits import Failure
 from hvdtrain.results import devices
-from hvdtrain.results.figures import style
+from hvdtrain.results.figures import panels, style
 from hvdtrain.results.load import Loaded
 from hvdtrain.results.plots import Options
 
@@ -21,8 +21,10 @@ def crossover(loaded: Loaded, options: Options) -> Figure:
         told = "no inference: needs complete runs of models of several sizes, trained with --inference 2,64,512,1024"
         raise Failure(told, exits.BAD_DATA)
     names = devices.measures(found)
+    several = len({each.alike for each in found}) > 1
     curves = {
         (*each.alike, each.group.key["device"]): f"{each.group.key['framework']} on {each.group.key['device']}"
+        + (f", {panels.batch('weak', each.group.key['rank_batch'])}" if several else "")
         for each in found
     }
     figure, axes = style.grid(len(names), columns=options.columns)

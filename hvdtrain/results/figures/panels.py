@@ -111,7 +111,7 @@ def batches(runs: pd.DataFrame) -> pd.Series[str]:
 def batch(kind: str, size: Any) -> str:
     """How a title says the batch that is equal in a strong or weak comparison."""
     words = "batch {:g} per rank" if kind == "weak" else "global batch {:g}"
-    return words.format(math.nan if size is None else size)
+    return "unknown batch" if groups.is_missing(size) else words.format(size)
 
 
 def check(number: int, most: int, what: str) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
+from hvdtrain import exits
+from hvdtrain.exits import Failure
 from hvdtrain.results import load, scores
 from hvdtrain.results.figures import panels, style
 from hvdtrain.results.figures.panels import Looks
@@ -35,6 +37,8 @@ def figure(loaded: Loaded, x: str, label: str) -> Figure:
     runs = panels.usable(loaded.runs, needs="best_validation_score", lacking=lacking)
     parts = list(panels.split(runs))
     drawn = [(name, curves(part)) for name, part in parts]
+    if not any(found for _, found in drawn):
+        raise Failure(lacking, exits.BAD_DATA)
     shown, looks = [scores.figures(part)[0] for _, part in parts], Looks(loaded)
     alike = len({column.key for column in shown}) == 1
     made, axes = style.grid(len(drawn), sharey=alike)
@@ -84,11 +88,11 @@ def curve(runs: pd.DataFrame) -> pd.DataFrame:
     frames = [frame for folder in runs["run_dir"] if name in (frame := load.epochs(folder))]
     frames = [frame for each in frames if len(frame := each.dropna(subset=[name]))]
     rows: list[dict[str, Any]] = []
-    for index in range(min(map(len, frames), default=0)):
-        score = summary(frame[name].iloc[index] for frame in frames)
-        seconds = summary(frame["elapsed_s"].iloc[index] for frame in frames)
-        assert score and seconds
-        about = {"epoch": frames[0]["epoch"].iloc[index] + 1, "time_s": seconds.mean}
+    for epoch, members in pd.concat(frames).groupby("epoch") if frames else ():
+        score, seconds = summary(members[name]), summary(members["elapsed_s"])
+        if len(members) < len(frames) or score is None or seconds is None:
+            continue
+        about = {"epoch": float(epoch) + 1, "time_s": seconds.mean}
         low, high = score.span or (None, None)
         rows.append({**about, "mean": score.mean, "low": low, "high": high, "n": score.n})
     return pd.DataFrame(rows, columns=["epoch", "time_s", "mean", "low", "high", "n"]).astype(float)

@@ -40,6 +40,7 @@ def scenes() -> CaptionDataset:
             "ein caf\u00e9 in k\u00f6ln 2 \u0441\u043e\u0431\u0430\u043a\u0438",
         ),
         ("snake_case & <start> 3.5", "snake case start 3 5"),
+        ("\u0915\u0941\u0924\u094d\u0924\u093e!", "\u0915\u0941\u0924\u094d\u0924\u093e"),
         ("... -- !?", ""),
     ],
 )

@@ -230,6 +230,8 @@ BAD: dict[str, tuple[Callable[[Path, Told], Path], Callable[[bytes], bytes], str
     "open quote": (table, swap(A_ROW, 'p03.jpg,"The temple'), "captions.txt:12", "quotes do not match"),
     "unknown id": (coco, swap('{"image_id": 103, "caption": "The', '{"image_id": 7, "caption": "The'),
                    "captions.json:annotations[10]", "no image has the id 7"),
+    "null": (coco, swap('"caption": "The \\"temple 3\\", seen from afar"', '"caption": null'),
+             "captions.json:annotations[10]", "without words"),
     "sentence": (karpathy, swap('The \\"temple 3\\", seen from afar', "-"),
                  "dataset_flickr8k.json:images[3].sentences[1]", "without words"),
 }  # fmt: skip
@@ -241,6 +243,14 @@ def spoil(source: Path, change: Callable[[bytes], bytes]) -> None:
     text = found[0].read_bytes()
     found[0].write_bytes(change(text))
     assert found[0].read_bytes() != text
+
+
+def test_two_pictures_of_one_id_have_no_captions(tmp_path: Path) -> None:
+    source = coco(tmp_path / "in", told())
+    spoil(source, swap('"id": 104', '"id": 103'))
+    made = prepare(config(tmp_path, on_bad_sample="skip"))
+    assert sum("2 images have the id 103" in bad["reason"] for bad in made["bad_samples"]) == 3
+    assert not {"p03.jpg", "p04.jpg"} & set(references(open_captions(tmp_path / "out")))
 
 
 @pytest.mark.parametrize("kind", BAD)
@@ -444,7 +454,7 @@ def test_a_changed_source_is_prepared_again_and_a_cache_that_cannot_be_is_told(
     assert load(f"flickr8k:{source}").fingerprint != first.fingerprint and capsys.readouterr().err
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(Failure, match="file"):
+    with pytest.raises(Failure, match="XDG_CACHE_HOME"):
         load(f"flickr8k:{source}")
 
 

@@ -146,6 +146,13 @@ def test_a_dataset_of_either_framework_gives_the_batches_of_its_arrays() -> None
     if tf := pytest.importorskip("tensorflow"):
         given["tf.data"] = tf.data.Dataset.from_tensor_slices((x, y))
         given["tf.data in batches"] = given["tf.data"].batch(40).prefetch(1)
+        from hvdtrain.models import own_tf
+
+        with pytest.raises(Failure, match="train= holds no sample"):
+            own.opened(given["tf.data"].take(0), None, None)
+        for targets in (tf.zeros(3), tf.zeros((3, 1))):
+            with pytest.raises(Failure, match="accuracy needs a score for each class"):
+                own_tf.correct(tf.zeros((3, 1)), targets)
     known = batches((x, y))
     assert [array.dtype.name for array in known[:3]] == ["float32", "int64", "int64"]
     for kind, train in given.items():
@@ -251,6 +258,7 @@ class Endless(torch.utils.data.IterableDataset):
         ({"loss": lambda outputs, targets: outputs.logsumexp(1).sum()}, "loss returns a sum over samples", 78),
         ({"model": torch.nn.Linear(64, 10), "stages": 2, "dry_run": True}, "--stages 2: Linear cannot be cut", 78),
         ({"model": tied(), "stages": 2, "dry_run": True}, "0.weight is shared by the layers 0, 2, which", 78),
+        ({"model": torch.nn.Linear(64, 1), "loss": lambda outputs, y: outputs[:, 0] - y}, "a score for each class", 78),
         ({"measure": "acuracy"}, "did you mean accuracy", 78),
         ({"measure": Half()}, "Half needs sums=", 78),
     ],

@@ -260,6 +260,17 @@ def test_what_is_wrong_in_a_file_is_told_with_its_line(content: str, said: str, 
     assert [each.name for each in tmp_path.iterdir()] == ["file.txt"], "nothing is left behind"
 
 
+def test_what_a_killed_process_left_is_no_obstacle_and_a_long_gzip_file_is_not_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "day.txt.gz").write_bytes(gzip.compress(oahu(80, 3).encode()))
+    (tmp_path / ".made.unfinished" / "result").mkdir(parents=True)
+    assert len(prepared(tmp_path / "day.txt.gz", tmp_path / "made").times) == 3
+    monkeypatch.setattr("hvdtrain.data.solar_prepare.MOST_BYTES", len(oahu(80, 3)) - 1)
+    with pytest.raises(Failure, match="unpacks to more than"):
+        prepared(tmp_path / "day.txt.gz", tmp_path / "again")
+
+
 def test_files_that_do_not_go_together_are_told(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()

@@ -35,6 +35,12 @@ FORMS = {
     "commas and spaces": (ROWS.replace(",", ", "), ",", ".", None),
     "byte order mark": ("\ufeff" + ROWS, ",", ".", None),
     "CRLF, no end of the last line, empty lines": (ROWS.strip().replace("\n", "\r\n\r\n"), ",", ".", None),
+    "spaces and quotes": (
+        '"x" "y 1" "class"\n' + ROWS.replace(",", " ").replace("a", '"a"'),
+        " ",
+        ".",
+        ("x", "y 1", "class"),
+    ),
     "quotes": (
         '"x 1",y,"the, class"\n' + ROWS.replace("a", '"a"').replace("2.5", '"2.5"'),
         ",",
@@ -71,6 +77,7 @@ BAD = {
     "no class": ("1,2,a\n1,2,\n", "2:3: no class"),
     "text": ("1,2,a\n1,2,b\n1,high,b\n", "3:2: high is no number"),
     "text in the first line": ("1,high,a\n1,2,b\n", "1:2: high is no number"),
+    "a thousands point": ("0,5;7,25;a\n" * 2 + "1.234;0,5;b\n", "3:1: 1.234 is no number"),
     "a decimal comma among points": ('1,2,a\n1,"2,5",b\n', "2:2: 2,5 is no number"),
     "infinite": ("1,2,a\n1,-inf,b\n", "2:2: -inf is infinite"),
     "beyond float64": ("1,2,a\n1,1e999,b\n", "2:2: 1e999 is beyond"),

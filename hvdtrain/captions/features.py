@@ -20,7 +20,6 @@ next one a day later, when no other run can be at work on it.
 from __future__ import annotations
 
 import collections
-import errno
 import hashlib
 import json
 import os
@@ -37,8 +36,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.data.pixels import npy_header
-from hvdtrain.data.prepared import cache_folder
-from hvdtrain.exits import BAD_DATA, CANNOT_WRITE, IO_ERROR, Failure
+from hvdtrain.data.prepared import cache_folder, caching
+from hvdtrain.exits import BAD_DATA, IO_ERROR, Failure
 from hvdtrain.files import open_plain
 from hvdtrain.models.vgg16 import FEATURES
 from hvdtrain.progress import Progress
@@ -78,7 +77,7 @@ def extract(
         return whole
     parts = _parts(len(pictures), having or list(range(world.size)), world.size)
     token = world.gather(secrets.token_hex(4))[0]
-    with _explained(path), _own_part(path, token, world) as files:
+    with caching(path.parent), _own_part(path, token, world) as files:
         mine = parts[world.rank]
         encode = encoder() if whole is None and mine.stop > mine.start else None
         started_s = time.monotonic()
@@ -147,7 +146,6 @@ def _computed(
 def _own_part(path: Path, token: str, world: World) -> Iterator[list[Path]]:
     """The paths of all ranks' parts on this disk. Each rank creates its own file, so a rank sees the files of the ranks
     that share its disk. Each rank removes its own file at the end."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     for left in path.parent.glob(f".{path.stem}.*.part"):
         with suppress(FileNotFoundError):  # another rank of this disk was faster
             if time.time() - left.stat().st_mtime > ABANDONED_S:
@@ -258,17 +256,3 @@ def _digest(file: BinaryIO, size: int) -> bytes:
         sha256.update(chunk)
         size -= len(chunk)
     return sha256.digest()
-
-
-@contextmanager
-def _explained(path: Path) -> Iterator[None]:
-    """Turns an error of the system into one line that says what to do."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno is None or isinstance(error, ConnectionError):
-            raise  # another rank is gone
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-        hint = f"{'make room, or ' if full else ''}let XDG_CACHE_HOME name another folder"
-        told = f"{error.filename or path.parent}: {error.strerror}: {hint}"
-        raise Failure(told, IO_ERROR if full else CANNOT_WRITE) from None

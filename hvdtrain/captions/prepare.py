@@ -40,18 +40,9 @@ from hvdtrain.captions.sources import Source
 from hvdtrain.captions.vocabulary import Vocabulary
 from hvdtrain.config import flag
 from hvdtrain.data import stratify
-from hvdtrain.data.images import (
-    ImagesConfig,
-    check_destination,
-    drop_bad_rows,
-    explained,
-    make,
-    named,
-    seal,
-    write_json,
-)
+from hvdtrain.data.images import ImagesConfig, check_destination, drop_bad_rows, make, named, seal, write_json
 from hvdtrain.data.pixels import Bad
-from hvdtrain.data.prepared import PARTS, cache_folder
+from hvdtrain.data.prepared import PARTS, cache_folder, caching
 from hvdtrain.data.tree import Tree, draw_lot
 from hvdtrain.exits import BAD_CONFIG, BAD_DATA, Failure
 
@@ -231,13 +222,10 @@ def cached(source: Path) -> Path:
     destination = home / key
     if destination.exists():  # it is renamed into place, so it is whole
         return destination
-    with explained(home):
-        home.mkdir(parents=True, exist_ok=True)
-        with files.locked(home / f"{key}.lock"):
-            if not destination.exists():
-                print(f"{source}: preparing it once, into {destination}", file=sys.stderr, flush=True)
-                made = prepare(CaptionsConfig(destination=str(destination), **asked))
-                _tell(source, made)
+    with caching(home), files.locked(home / f"{key}.lock"):
+        if not destination.exists():
+            print(f"{source}: preparing it once, into {destination}", file=sys.stderr, flush=True)
+            _tell(source, prepare(CaptionsConfig(destination=str(destination), **asked)))
     return destination
 
 

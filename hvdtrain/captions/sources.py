@@ -21,6 +21,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -243,20 +244,25 @@ class _Reader:
             raise Failure(f"{self.root / file} is no captions file ({what}): {hint}", BAD_DATA) from None
 
     def _annotations(self, images: list[dict[str, Any]], annotations: list[dict[str, Any]]) -> Iterator[Line]:
-        by_id = {image["id"]: image for image in images}
+        ids = Counter(number for number, _ in {(image["id"], image.get("file_name")) for image in images})
+        by_id = {image["id"]: image for image in images if ids[image["id"]] == 1}
         for number, annotation in enumerate(annotations):
             where = f"{self.source.file}:annotations[{number}]"
             image = by_id.get(annotation["image_id"])
             if image is None:
-                self.source.problems[where] = f"no image has the id {annotation['image_id']!r}"
+                many = ids[annotation["image_id"]]
+                told = f"{many} images have" if many else "no image has"
+                self.source.problems[where] = f"{told} the id {annotation['image_id']!r}"
                 continue
-            yield Line(where=where, picture=_name(image), text=str(annotation["caption"]), part=image.get("split"))
+            text = str(annotation["caption"] or "")
+            yield Line(where=where, picture=_name(image), text=text, part=image.get("split"))
 
     def _sentences(self, images: list[dict[str, Any]]) -> Iterator[Line]:
         for number, image in enumerate(images):
             for place, sentence in enumerate(image["sentences"]):
                 where = f"{self.source.file}:images[{number}].sentences[{place}]"
-                yield Line(where=where, picture=_name(image), text=str(sentence["raw"]), part=image.get("split"))
+                text = str(sentence["raw"] or "")
+                yield Line(where=where, picture=_name(image), text=text, part=image.get("split"))
 
     def _official(self) -> dict[str, int] | None:
         """The cut of the three lists."""

@@ -23,7 +23,9 @@ SCHEMA = "hvdtrain.vocabulary/1"
 PAD, START, END, UNKNOWN = 0, 1, 2, 3
 SPECIALS = ("<pad>", "<start>", "<end>", "<unknown>")  # no word looks like these: brackets are dropped
 
-WORD = re.compile(r"[^\W_]+(?:'[^\W_]+)*")
+MARKS = "".join(each for each in map(chr, range(0x300, 0xFE00)) if unicodedata.category(each) in ("Mn", "Mc"))
+LETTERS = rf"(?:[^\W_][{MARKS}]*)+"  # marks: vowels of Devanagari, say, which \w leaves out
+WORD = re.compile(rf"{LETTERS}(?:'{LETTERS})*")
 
 
 def clean(caption: str) -> str:

@@ -38,6 +38,7 @@ LARGEST = 1e150  # whose square is finite
 HEAD_BYTES = 1 << 14
 MISSING = {"", "?", "na", "n/a", "nan", "null", "none"}
 NO_CLASS = {"", "?"}
+SWAPPED = str.maketrans(",.", ".,")
 SPACES = " "
 KINDS = [(";", "."), (";", ","), ("\t", "."), ("\t", ","), (",", "."), (SPACES, "."), (SPACES, ",")]
 """Separators and decimal signs that go together; of two that fit equally well the first is taken"""
@@ -155,7 +156,7 @@ def _quick(lines: list[Line], form: Form, count: int) -> tuple[NDArray[np.float6
         return None
     names = [text.rpartition(form.separator)[2].strip() for text in texts]
     if form.decimal == ",":
-        texts = [text.replace(",", ".") for text in texts]
+        texts = [text.translate(SWAPPED) for text in texts]  # so that 1.234 is no number here either
     try:
         features = np.loadtxt(texts, delimiter=form.separator, comments=None, usecols=range(count), ndmin=2)
     except ValueError:
@@ -210,7 +211,7 @@ def _fit(head: list[str], kind: tuple[str, str]) -> tuple[float, bool, int]:
 def _fields(text: str, separator: str) -> list[str]:
     """Raises csv.Error for quotes that do not match."""
     if separator == SPACES:
-        return text.split()
+        text = " ".join(text.split())
     if '"' not in text:
         return text.split(separator)
     return next(csv.reader([text], delimiter=separator, skipinitialspace=True, strict=True))

@@ -50,7 +50,7 @@ class Arrays(OwnSplit):
         self._arrays = arrays
 
     def __len__(self) -> int:
-        return len(self._arrays[-1])
+        return len(self._arrays[-1]) if self._arrays else 0  # an empty tf.data.Dataset has no parts
 
     def rows(self, mine: NDArray[np.int64]) -> list[NDArray[Any]]:
         return [array[mine] for array in self._arrays]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import math
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 
 from hvdtrain import arrays_file, files
 from hvdtrain.data import Dataset, cut
-from hvdtrain.exits import BAD_DATA, NO_PERMISSION, Failure
+from hvdtrain.exits import BAD_DATA, CANNOT_WRITE, IO_ERROR, NO_PERMISSION, Failure
 
 SCHEMA = "hvdtrain.images/1"
 FILES = ("samples.npy", "labels.npy")
@@ -34,6 +35,21 @@ ONE = {"float16": (np.uint16, 0x3C00), "float32": (np.uint32, 0x3F800000)}
 def cache_folder(kind: str) -> Path:
     """This host's cache folder for data of one `kind`: below $XDG_CACHE_HOME or ~/.cache, free to be removed."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvdtrain" / kind
+
+
+@contextmanager
+def caching(folder: Path) -> Iterator[None]:
+    """Makes a folder of the cache. Raises Failure (73, 74), which says what to do, if the system refuses anything."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        if error.errno is None or isinstance(error, ConnectionError):
+            raise  # another rank is gone
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+        hint = f"{'make room, or ' if full else ''}set XDG_CACHE_HOME to another folder"
+        told = f"{error.filename or folder}: {error.strerror}: {hint}"
+        raise Failure(told, IO_ERROR if full else CANNOT_WRITE) from None
 
 
 @contextmanager

@@ -18,9 +18,11 @@ whole; until then the work is in `.DST.unfinished`.
 from __future__ import annotations
 
 import calendar
+import errno
 import gzip
 import itertools
 import re
+import shutil
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -116,6 +118,7 @@ def prepare(config: SolarConfig) -> dict[str, Any]:
         return {**_written(config, paths, None), "destination": str(destination), "dry_run": True, "schema": SUMMARY}
     with making(destination) as unfinished:
         result = unfinished / "result"
+        shutil.rmtree(result, ignore_errors=True)  # what a killed process left
         result.mkdir()
         about = _written(config, paths, result)
         index = seal(result, {"schema": SCHEMA, **about}, {name: name for name in ("times.npy", "readings.npy")})
@@ -198,7 +201,9 @@ def read(path: Path, columns: str | None = None) -> Part:
         data = files.read(path, MOST_BYTES)
         if data[:2] == b"\x1f\x8b":
             with gzip.open(path) as packed:
-                data = packed.read(MOST_BYTES)
+                data = packed.read(MOST_BYTES + 1)
+            if len(data) > MOST_BYTES:
+                raise OSError(errno.EFBIG, f"unpacks to more than {MOST_BYTES // files.MIB:,} MiB", str(path))
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise Failure(f"{path}: a damaged gzip file ({error}): copy it again", BAD_DATA) from None
     except OSError as error:

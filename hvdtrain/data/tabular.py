@@ -12,15 +12,13 @@ A file of more than 4 MiB is parsed once per host, into `hvdtrain/tables` of the
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import io
 import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -32,8 +30,8 @@ from numpy.typing import NDArray
 from hvdtrain import files
 from hvdtrain.data import Batch, Split, csv_rows, drawn_lots, packaged, stratify
 from hvdtrain.data.csv_rows import Missing
-from hvdtrain.data.prepared import PARTS, cache_folder
-from hvdtrain.exits import BAD_DATA, CANNOT_WRITE, IO_ERROR, Failure
+from hvdtrain.data.prepared import PARTS, cache_folder, caching
+from hvdtrain.exits import BAD_DATA, Failure
 
 OURS = {"breast-cancer": "breast_cancer.csv", "iris": "iris.csv", "wine": "wine_data.csv"}
 """Data sets of the UCI Machine Learning Repository (CC BY 4.0) that scikit-learn brings: name -> file"""
@@ -119,7 +117,7 @@ class Table:
     validation: TableSplit
     test: TableSplit
     words: str
-    """How the file is written and what was left out of it, for people"""
+    """How the file is written, for people"""
     fingerprint: str
     """SHA-256 of features, classes and what was made of missing values"""
 
@@ -236,8 +234,9 @@ def _cached(path: Path, missing: Missing) -> tuple[NDArray[np.float64], Parsed]:
     """Features as a memory map, and the rest: parsed by the first process of the host that asks, when it first asks or
     when the file has changed. The others wait for it."""
     home = cache_folder("tables")
-    key = hashlib.sha256(json.dumps([os.path.realpath(path), missing]).encode()).hexdigest()[:32]
-    with _locked(home, key):
+    place = [os.uname().nodename, os.path.realpath(path), missing]  # hosts may share the cache, and not the file
+    key = hashlib.sha256(json.dumps(place).encode()).hexdigest()[:32]
+    with caching(home), files.locked(home / f"{key}.lock"):
         about = path.stat()
         state = {"schema": SCHEMA, "source": str(path), "bytes": about.st_size, "mtime_ns": about.st_mtime_ns}
         if (found := _open(home / key, state)) is None:
@@ -277,16 +276,3 @@ def _open(folder: Path, state: dict[str, Any]) -> tuple[NDArray[np.float64], Par
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return features, Parsed(columns=columns, labels=labels, words=index["words"], digest=index["digest"])
-
-
-@contextmanager
-def _locked(home: Path, key: str) -> Iterator[None]:
-    """Holds this host's lock of a cached file. Raises Failure (73, 74) for what goes wrong with the cache inside."""
-    try:
-        home.mkdir(parents=True, exist_ok=True)
-        with files.locked(home / f"{key}.lock"):
-            yield
-    except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        told = f"{error.filename or home}: {error.strerror}; {'make room' if full else 'set XDG_CACHE_HOME'}"
-        raise Failure(f"{told}, for the parsed rows of large files", IO_ERROR if full else CANNOT_WRITE) from None

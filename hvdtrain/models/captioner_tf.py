@@ -66,8 +66,7 @@ class CaptionerTF(Held):
         if self._encode_graph is None:
             any_number = tf.TensorSpec((None, *inputs.shape[1:]), inputs.dtype)
             self._encode_graph = tf.function(self._encoding, input_signature=[any_number], autograph=False)
-        encoded: np.ndarray = self._encode_graph(tf.constant(inputs)).numpy()
-        return encoded
+        return self._encode_graph(tf.constant(inputs)).numpy()
 
     def step(
         self, encoded: np.ndarray, words: np.ndarray, hidden: np.ndarray, cell: np.ndarray

@@ -200,6 +200,9 @@ class Own:
 
 def correct(outputs: tf.Tensor, targets: tf.Tensor) -> dict[str, tf.Tensor]:
     """What `measures.Accuracy` adds up, of scores (n, ..., classes) and classes (n, ...), or (n, ..., 1)."""
+    if outputs.shape.rank < 2 or outputs.shape[-1] == 1:
+        told = f"outputs {outputs.shape}, targets {targets.shape}"
+        raise Failure(f"accuracy needs a score for each class: {told}; give measure= and sums=", BAD_CONFIG)
     if targets.shape.rank == outputs.shape.rank:
         targets = tf.squeeze(targets, -1)
     return {"correct": tf.argmax(outputs, -1) == targets}

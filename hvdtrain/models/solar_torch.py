@@ -51,8 +51,7 @@ class CNNTorch(nn.Module):
         return F.relu_(self.dense1(dropped(x, self.spec.dropout[0], key)))
 
     def _second(self, x: Tensor, key: Tensor | None) -> Tensor:
-        outputs: Tensor = self.dense2(dropped(x, self.spec.dropout[1], None if key is None else key + 1))
-        return outputs
+        return self.dense2(dropped(x, self.spec.dropout[1], None if key is None else key + 1))
 
     def loss(self, maps: Tensor, targets: Tensor, key: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The sum of losses, and the measure's sums."""

@@ -152,7 +152,7 @@ def main(stop: world.StopSignal) -> int:
         key = {"encoder": config.encoder, "weights": weights}
         dataset = dataset.with_inputs(features.extract(dataset.pictures, make, key=key, world=job.ranks))
         job = job.over(dataset)
-    scope = job.data.tensorflow.scope
+    scope = job.data.ranks.scope
 
     def model(part: range | None) -> Any:
         if config.framework == "torch":

@@ -97,7 +97,7 @@ def main(stop: world.StopSignal) -> int:
         raise Failure(f"{told}: BatchNorm needs two values; give a larger batch or --image-size", exits.BAD_CONFIG)
 
     # 5. Replica: the same weights from the same seed on every rank, or those of its part of the layers.
-    scope = job.data.tensorflow.scope
+    scope = job.data.ranks.scope
 
     def model(part: range | None) -> Any:
         if config.framework == "torch":

@@ -181,7 +181,7 @@ def main(stop: world.StopSignal) -> int:
         return exits.OK
 
     # 5. Replica: the same weights from the same seed on every rank, or those of its part of the layers.
-    scope = job.data.tensorflow.scope
+    scope = job.data.ranks.scope
 
     def model(part: range | None) -> Any:
         if config.framework == "torch":

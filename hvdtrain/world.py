@@ -2,7 +2,7 @@
 
 The strategy's carrier connects the ranks that a launcher started: Horovod, the framework's own collectives (native), or
 TCP streams of our own; without a launcher there is one rank, and Horovod is not imported. The collectives here are for
-small values (counts, checksums, messages). `torch`, `tensorflow` and `servers` are what a training step uses.
+small values (counts, checksums, messages). `ranks` is what a training step uses.
 """
 
 from __future__ import annotations
@@ -27,16 +27,7 @@ import numpy as np
 
 from hvdtrain import exits
 from hvdtrain.cluster import survive
-from hvdtrain.collectives import (
-    Alone,
-    Collectives,
-    Hosts,
-    Meeting,
-    Reach,
-    TensorFlowCollectives,
-    TorchCollectives,
-    lost_peer,
-)
+from hvdtrain.collectives import Alone, Hosts, Meeting, Reach, lost_peer
 from hvdtrain.collectives.horovod_ranks import HorovodRanks
 from hvdtrain.collectives.meeting import Along, meet
 from hvdtrain.collectives.servers import ServerRanks
@@ -54,7 +45,7 @@ PEER_PATIENCE_S = 2.0
 """A rank that lost a peer, or failed and is not rank 0, waits so long for the launcher to end it before it prints"""
 
 
-def _native(framework: str, meeting: Meeting, reach: Reach, gpu: bool) -> Collectives:
+def _native(framework: str, meeting: Meeting, reach: Reach, gpu: bool) -> Alone:
     """The framework's own collectives; the other framework is not imported."""
     if framework == "torch":
         from hvdtrain.collectives.ddp import DdpRanks
@@ -66,7 +57,7 @@ def _native(framework: str, meeting: Meeting, reach: Reach, gpu: bool) -> Collec
 
 
 # name -> what connects ranks that have met: (framework, meeting, reach, gpu)
-CARRIERS: dict[Carrier, Callable[[str, Meeting, Reach, bool], Collectives]] = {
+CARRIERS: dict[Carrier, Callable[[str, Meeting, Reach, bool], Alone]] = {
     "native": _native,
     "streams": lambda _, meeting, reach, gpu: StreamRanks(meeting, reach) if meeting.size > 1 else Alone(),
     "servers": lambda _, meeting, reach, gpu: ServerRanks(meeting, reach),
@@ -140,32 +131,32 @@ class World:
         self.host = socket.gethostname()
         self.framework = framework
         self.links: list[dict[str, Any]] = []
-        self._ranks: Collectives
+        self.ranks: Alone
         self._met_before = met is not None
         if carrier == "horovod":
             alone = self.place.launcher == "alone"
             self.met = met or Met.by(Alone() if alone else HorovodRanks(framework, gpu=gpu, timeline=timeline))
-            self._ranks = cast(Collectives, self.met.meeting)
+            self.ranks = cast(Alone, self.met.meeting)
         else:
             self.met = met or Met.at(self.place)
-            self._ranks = CARRIERS[carrier](framework, self.met.meeting, self.met.reach, gpu)
+            self.ranks = CARRIERS[carrier](framework, self.met.meeting, self.met.reach, gpu)
         self._sentinel = self.met.sentinel
-        self.local_rank, self.local_size = self._ranks.local_rank, self._ranks.local_size
-        self.collectives = self._ranks.carrier
+        self.local_rank, self.local_size = self.ranks.local_rank, self.ranks.local_size
+        self.collectives = self.ranks.carrier
 
     @property
     def rank(self) -> int:
-        return self._ranks.rank
+        return self.ranks.rank
 
     @property
     def size(self) -> int:
-        return self._ranks.size
+        return self.ranks.size
 
     def leave(self) -> None:
         """Disconnects from the other ranks; a rank may wait here for the slowest."""
         if self._sentinel is not None and not self._met_before:
             self._sentinel.left()
-        self._ranks.leave()
+        self.ranks.leave()
         if not self._met_before:
             self.met.meeting.leave()
 
@@ -173,7 +164,7 @@ class World:
 
     def sum(self, values: np.ndarray, name: str) -> np.ndarray:
         """Element-wise sum over ranks, same shape and type. `name` must be the same on all ranks."""
-        return self._ranks.sum(values, name)
+        return self.ranks.sum(values, name)
 
     def gather(self, value: Any) -> list[Any]:
         """The JSON-able value of every rank, in rank order, on all ranks."""
@@ -181,7 +172,7 @@ class World:
 
     def gather_bytes(self, mine: bytes) -> list[bytes]:
         """The bytes of every rank, in rank order, on all ranks."""
-        return self._ranks.gather(mine)
+        return self.ranks.gather(mine)
 
     def agreed(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """The same arrays on all ranks: this rank's own if all ranks' SHA-256 are equal, else rank 0's, broadcast.
@@ -191,24 +182,14 @@ class World:
         """
         if len(set(self.gather(digest(arrays)))) == 1:
             return arrays
-        return {name: self._ranks.broadcast(array, name) for name, array in arrays.items()}
+        return {name: self.ranks.broadcast(array, name) for name, array in arrays.items()}
 
     # --- the training step --------------------------------------------------------------------------------------
 
     @property
-    def torch(self) -> TorchCollectives:
-        """Collectives for a PyTorch replica."""
-        return cast(TorchCollectives, self._ranks)
-
-    @property
-    def tensorflow(self) -> TensorFlowCollectives:
-        """Collectives for a TensorFlow replica."""
-        return cast(TensorFlowCollectives, self._ranks)
-
-    @property
     def servers(self) -> ServerRanks:
         """Ranks for a strategy with parameter servers."""
-        return cast(ServerRanks, self._ranks)
+        return cast(ServerRanks, self.ranks)
 
     def may_die(self) -> None:
         """Declares that the job continues if this rank dies."""
@@ -217,37 +198,26 @@ class World:
             self._sentinel.may_die()
 
     def hosts(self, vector: np.ndarray) -> contextlib.AbstractContextManager[Hosts | None]:
-        """With streams: sums a 1-d vector over ranks, in place; see `collectives.Collectives.hosts`."""
-        return self._ranks.hosts(vector)
+        """With streams: sums a 1-d vector over ranks, in place; see `collectives.Alone.hosts`."""
+        return self.ranks.hosts(vector)
 
     def collect(self, mine: np.ndarray) -> list[np.ndarray]:
         """With streams: the bytes of every rank's vector, in rank order, on all ranks."""
-        return self._ranks.collect(mine)
+        return self.ranks.collect(mine)
 
     @property
     def sent_bytes(self) -> int:
         """Payload that this rank gave to others for vectors so far."""
-        return self._ranks.sent_bytes
-
-    def wait(self) -> None:
-        """Blocks until the sums that backward started are done."""
-        self._ranks.wait()
-
-    def exchange_state(self) -> dict[str, np.ndarray]:
-        """The exchange's own state, for a checkpoint."""
-        return self._ranks.state()
-
-    def load_exchange_state(self, state: dict[str, np.ndarray]) -> None:
-        self._ranks.load(state)
+        return self.ranks.sent_bytes
 
     def start_timeline(self, path: Path) -> None:
         """Starts Horovod's Chrome trace of every tensor. On rank 0 only, in a world made with `timeline`."""
-        assert isinstance(self._ranks, HorovodRanks)
-        self._ranks.start_timeline(path)
+        assert isinstance(self.ranks, HorovodRanks)
+        self.ranks.start_timeline(path)
 
     def stop_timeline(self) -> None:
-        assert isinstance(self._ranks, HorovodRanks)
-        self._ranks.stop_timeline()
+        assert isinstance(self.ranks, HorovodRanks)
+        self.ranks.stop_timeline()
 
     # --- hosts and the links between them -----------------------------------------------------------------------
 
@@ -328,7 +298,7 @@ def run(program: Callable[[StopSignal], int], *, debug: bool) -> None:
         sys.stdout.flush()
     except Exception as error:
         stop.peer_lost = True
-        code = _told(error, debug)
+        code = _told(error, debug or os.environ.get("HVDTRAIN_DEBUG") == "true")
     _end(code)
 
 

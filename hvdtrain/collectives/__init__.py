@@ -1,8 +1,8 @@
-"""What carries data between the ranks of a job: one protocol, and a file for each library that does it.
+"""What carries data between the ranks of a job: `Alone` says how, and each library has a file.
 
 `meeting` lets ranks find each other without any of them, `horovod_ranks` is Horovod for both frameworks, `ddp` is
 torch.distributed with DistributedDataParallel, `mwms` TensorFlow with MultiWorkerMirroredStrategy, `streams` our own
-TCP for the strategies made for slow networks, `servers` the same for parameter servers. Here is `Alone`, for a process
+TCP for the strategies made for slow networks, `servers` the same for parameter servers. `Alone` itself serves a process
 without a launcher. Only this room imports Horovod, mpi4py and torch.distributed. Each method is called by every rank,
 in the same order; `name` must be the same on all.
 """
@@ -44,44 +44,6 @@ class Meeting(Protocol):
 
     def leave(self) -> None:
         """Disconnects from the other ranks; a rank may wait here for the slowest. A second time does nothing."""
-
-
-class Collectives(Meeting, Protocol):
-    """What every training run needs, whatever its framework."""
-
-    carrier: str
-    """none, gloo, mpi, nccl, grpc, streams or servers"""
-
-    def sum(self, values: np.ndarray, name: str) -> np.ndarray:
-        """Element-wise sum over ranks, same shape and type."""
-        ...
-
-    def broadcast(self, values: np.ndarray, name: str) -> np.ndarray:
-        """Rank 0's values; those of the others have the same shape and type."""
-        ...
-
-    sent_bytes: int
-    """Payload that this rank gave to others for vectors so far"""
-
-    def hosts(self, vector: np.ndarray) -> contextlib.AbstractContextManager[Hosts | None]:
-        """Sums a 1-d vector over ranks, in place, in three acts: entering adds up the ranks of each host; then the
-        first rank of each adds up between the hosts, as they are given to it (None to the others, who wait); leaving
-        shares the outcome with the host's ranks. Raises NotImplementedError where ranks are joined in another way."""
-        ...
-
-    def collect(self, mine: np.ndarray) -> list[np.ndarray]:
-        """What every rank gave (1-d, contiguous, any length), as bytes in rank order, on all ranks; each host's crosses
-        the network once for each other host. Raises NotImplementedError where `hosts` does."""
-        ...
-
-    def wait(self) -> None:
-        """Waits until the sums that backward started are done."""
-
-    def state(self) -> dict[str, np.ndarray]:
-        """What the exchange itself must have to continue as if never interrupted."""
-        ...
-
-    def load(self, state: dict[str, np.ndarray]) -> None: ...
 
 
 class Hosts(Protocol):
@@ -139,48 +101,17 @@ class TorchStep:
         return contextlib.nullcontext()
 
 
-class TorchCollectives(Collectives, Protocol):
-    """What a PyTorch replica needs besides."""
-
-    def start_sum(self, tensor: Any, name: str) -> Any:
-        """Starts the sum of a tensor over ranks, in place; `finish_sum` waits for it."""
-        ...
-
-    def finish_sum(self, handle: Any) -> Any: ...
-
-    def overlapped(self, model: Any, optimizer: Any, settings: Any) -> TorchStep:
-        """A step whose backward starts each gradient's sum over ranks as it appears; `settings`: the strategy's."""
-        ...
-
-
-class TensorFlowCollectives(Collectives, Protocol):
-    """What a TensorFlow replica needs besides. All but `scope` are called while a graph is traced."""
-
-    def scope(self) -> contextlib.AbstractContextManager[Any]:
-        """Held while variables are made."""
-        ...
-
-    def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Calls `function` where its variables are to be read and updated."""
-        ...
-
-    def graph_sum(self, tensor: Any, name: str) -> Any:
-        """The sum of a tensor over ranks."""
-        ...
-
-    def summed_gradients(self, tape: Any, loss: Any, weights: list[Any]) -> list[Any]:
-        """Gradients of `loss`, summed over ranks."""
-        ...
-
-
 class Alone:
-    """A process by itself: rank 0 of 1, for which nothing needs to be sent."""
+    """A process by itself: rank 0 of 1, for which nothing needs to be sent. What carries data between several ranks
+    extends it; its methods say what that has to do."""
 
     rank = local_rank = 0
     size = local_size = 1
     secret = b""
     carrier = "none"
+    """none, gloo, mpi, nccl, grpc, streams or servers"""
     sent_bytes = 0
+    """Payload that this rank gave to others for vectors so far"""
 
     def gather(self, mine: bytes) -> list[bytes]:
         return [mine]
@@ -189,28 +120,37 @@ class Alone:
         pass
 
     def sum(self, values: np.ndarray, name: str) -> np.ndarray:
+        """Element-wise sum over ranks, same shape and type."""
         return values
 
     def broadcast(self, values: np.ndarray, name: str) -> np.ndarray:
-        return values
+        """Rank 0's values; those of the others have the same shape and type."""
+        first = self.gather(values.tobytes() if self.rank == 0 else b"")[0]
+        return np.frombuffer(bytearray(first), values.dtype).reshape(values.shape)
 
     def wait(self) -> None:
-        pass
+        """Waits until the sums that backward started are done."""
 
     def state(self) -> dict[str, np.ndarray]:
+        """What the exchange itself must have to continue as if never interrupted."""
         return {}
 
     def load(self, state: dict[str, np.ndarray]) -> None:
-        pass
+        """Takes what `state` gave."""
 
     @contextlib.contextmanager
     def hosts(self, vector: np.ndarray) -> Iterator[Hosts | None]:
+        """Sums a 1-d vector over ranks, in place, in three acts: entering adds up the ranks of each host; then the
+        first rank of each adds up between the hosts, as they are given to it (None to the others, who wait); leaving
+        shares the outcome with the host's ranks. Raises NotImplementedError where ranks are joined in another way."""
         from hvdtrain.collectives.streams import StreamHosts  # which imports this
 
         self._only("sum vectors by a reducer")
         yield StreamHosts([None])
 
     def collect(self, mine: np.ndarray) -> list[np.ndarray]:
+        """What every rank gave (1-d, contiguous, any length), as bytes in rank order, on all ranks; each host's crosses
+        the network once for each other host. Raises NotImplementedError where `hosts` does."""
         self._only("collect what each has")
         return [mine.view(np.uint8)]
 
@@ -222,27 +162,33 @@ class Alone:
     # --- PyTorch ------------------------------------------------------------------------------------------------
 
     def start_sum(self, tensor: Any, name: str) -> Any:
+        """Starts the sum of a tensor over ranks, in place; `finish_sum` waits for it."""
         return tensor
 
     def finish_sum(self, handle: Any) -> Any:
         return handle
 
     def overlapped(self, model: Any, optimizer: Any, settings: Any) -> TorchStep:
+        """A step whose backward starts each gradient's sum over ranks as it appears; `settings`: the strategy's."""
         self._only("exchange gradients during backward")
         return TorchStep(model, optimizer)
 
-    # --- TensorFlow ---------------------------------------------------------------------------------------------
+    # --- TensorFlow: all but `scope` are called while a graph is traced -------------------------------------------
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
+        """Held while variables are made."""
         return contextlib.nullcontext()
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Calls `function` where its variables are to be read and updated."""
         return function(*arguments)
 
     def graph_sum(self, tensor: Any, name: str) -> Any:
+        """The sum of a tensor over ranks."""
         return tensor
 
     def summed_gradients(self, tape: Any, loss: Any, weights: list[Any]) -> list[Any]:
+        """Gradients of `loss`, summed over ranks."""
         self._only("exchange gradients during backward")
         return list(tape.gradient(loss, weights))
 

@@ -9,8 +9,7 @@ import threading
 import numpy as np
 
 from hvdtrain.collectives import Meeting, Reach
-from hvdtrain.collectives.streams import Stream, joined, swap
-from hvdtrain.sentinel import trust
+from hvdtrain.collectives.streams import Stream, connect, swap
 
 AHEAD = 2
 """Messages that wait here at most: to be sent, and to be received. A rank that sends more waits"""
@@ -69,12 +68,6 @@ class Channel:
 
 def neighbours(meeting: Meeting, reach: Reach, before: int | None, after: int | None) -> list[Channel | None]:
     """Channels to two other ranks, None for none. All ranks of the meeting call it. Raises Failure (69)."""
-    with socket.create_server((reach.address, 0), backlog=socket.SOMAXCONN) as listener:
-        mine = f"{socket.gethostname()} {reach.address} {listener.getsockname()[1]}"
-        told = [each.decode().split() for each in meeting.gather(mine.encode())]
-        me = trust.Party(meeting.secret, b"channels", meeting.rank)
-        targets = [] if before is None else [before]
-        awaited = set[int]() if after is None else {after}
-        reached, arrived = joined(told, me, targets, listener, awaited)
-    found = reached | arrived
+    targets = [] if before is None else [before]
+    found = connect(meeting, reach, b"channels", targets, set() if after is None else {after})
     return [None if rank is None else Channel(found[rank]) for rank in (before, after)]

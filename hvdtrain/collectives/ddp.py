@@ -27,7 +27,7 @@ LONGEST_S = 30 * 60
 
 
 class DdpRanks(Alone):
-    """See `collectives.TorchCollectives`."""
+    """See `collectives.Alone`."""
 
     def __init__(self, meeting: Meeting, reach: Reach, *, gpu: bool) -> None:
         self.rank, self.size = meeting.rank, meeting.size

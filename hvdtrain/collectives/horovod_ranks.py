@@ -19,7 +19,7 @@ from hvdtrain.sentinel.trust import SECRET_BYTES
 
 
 class HorovodRanks(Alone):
-    """See `collectives.TorchCollectives` and `TensorFlowCollectives`; what it overrides is what Horovod does."""
+    """See `collectives.Alone`; what it overrides is what Horovod does."""
 
     def __init__(self, framework: str, *, gpu: bool, timeline: bool) -> None:
         """`framework`: torch or tensorflow; `timeline`: it may be started later.
@@ -117,8 +117,7 @@ class HorovodRanks(Alone):
 
 class HorovodStep(TorchStep):
     def updating(self) -> contextlib.AbstractContextManager[None]:
-        skipping: contextlib.AbstractContextManager[None] = self.optimizer.skip_synchronize()
-        return skipping
+        return self.optimizer.skip_synchronize()
 
 
 @functools.cache
@@ -132,5 +131,4 @@ def internal_error() -> type[RuntimeError]:
         class HorovodInternalError(RuntimeError):  # type: ignore[no-redef]
             """A collective call failed."""
 
-    found: type[RuntimeError] = HorovodInternalError
-    return found
+    return HorovodInternalError

@@ -56,7 +56,8 @@ class MPIMeeting:
             from mpi4py import MPI
         except (ImportError, RuntimeError) as error:  # RuntimeError: no MPI library found
             raise Failure(
-                f"{error}; a native strategy under mpirun needs mpi4py: run `make setup`", exits.UNREACHABLE
+                f"{error}; all strategies but Horovod's own need mpi4py under mpirun: run `make setup`",
+                exits.UNREACHABLE,
             ) from error
         if not MPI.Is_initialized():  # a script may have set mpi4py.rc.initialize = False, for Horovod to do it
             MPI.Init()
@@ -161,8 +162,7 @@ class HorovodrunMeeting(StoreMeeting):
     def _found(self, key: str) -> bytes | None:
         try:
             with self._open(f"{self._address}/{key}", timeout=PATIENCE_S) as answer:
-                value: bytes = answer.read(MOST_BYTES)
-                return value
+                return answer.read(MOST_BYTES)
         except urllib.error.HTTPError as error:
             if error.code != 404:
                 raise

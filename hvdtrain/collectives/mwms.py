@@ -37,7 +37,7 @@ START_NOTES = (
 
 
 class MwmsRanks(Alone):
-    """See `collectives.TensorFlowCollectives`."""
+    """See `collectives.Alone`."""
 
     def __init__(self, meeting: Meeting, reach: Reach, *, gpu: bool) -> None:
         """Raises Failure (69) if this rank cannot listen or reach the others."""
@@ -96,8 +96,7 @@ class MwmsRanks(Alone):
     # --- the training step --------------------------------------------------------------------------------------
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
-        scope: contextlib.AbstractContextManager[Any] = self._strategy.scope()
-        return scope
+        return self._strategy.scope()
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         return self._strategy.run(function, arguments)

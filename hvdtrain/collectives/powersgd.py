@@ -54,7 +54,9 @@ class PowerSGD:
 
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-        self._hook, self._rank = powerSGD_hook, rank
+        self._hook = powerSGD_hook
+        self._cuts = {name: cut for name, shape in self._shapes.items() if (cut := compressed(shape, rank))}
+        """Of each compressed parameter: rows, columns, rank"""
         self._torch_state = PowerSGDState(
             process_group=None,
             matrix_approximation_rank=rank,
@@ -74,28 +76,19 @@ class PowerSGD:
                 self._restore(arrays, bucket.buffer())
         return self._hook(self._torch_state, bucket)
 
-    def _compressed(self, name: str) -> tuple[int, int, int] | None:
-        return compressed(self._shapes[name], self._rank)
-
     def _matrices(self) -> list[str]:
         """The compressed parameters as torch's hook puts them in a row: by shape, in the order of first appearance."""
-        groups: dict[tuple[int, int], list[str]] = {}
-        for name in self._order:
-            if matrix := self._compressed(name):
-                groups.setdefault(matrix[:2], []).append(name)
-        return [name for group in groups.values() for name in group]
-
-    def _q_size(self, name: str) -> int:
-        matrix = self._compressed(name)
-        assert matrix
-        return matrix[1] * matrix[2]
+        names = [name for name in self._order if name in self._cuts]
+        shapes = [self._cuts[name][:2] for name in names]
+        return sorted(names, key=lambda name: shapes.index(self._cuts[name][:2]))
 
     def _arrays(self) -> dict[str, np.ndarray]:
         """Errors and Q by parameter; nothing while no step was compressed."""
         if 0 not in self._torch_state.error_dict:
             return {}
         errors = _cut(self._torch_state.error_dict[0], self._order, lambda name: math.prod(self._shapes[name]))
-        queues = _cut(self._torch_state.q_memory_dict[0], self._matrices(), self._q_size)
+        queue = self._torch_state.q_memory_dict[0]
+        queues = _cut(queue, self._matrices(), lambda name: math.prod(self._cuts[name][1:]))
         return {f"error.{name}": array for name, array in errors.items()} | {
             f"q.{name}": array for name, array in queues.items()
         }
@@ -104,15 +97,14 @@ class PowerSGD:
         import torch
 
         def joined(names: Iterable[str], kind: str) -> Any:
-            flat = np.concatenate([arrays[f"{kind}.{name}"].ravel() for name in names])
+            flat = np.concatenate([np.empty(0, np.float32), *(arrays[f"{kind}.{name}"].ravel() for name in names)])
             return torch.from_numpy(flat).to(device=like.device, dtype=like.dtype)
 
-        matrices = self._matrices()
-        sizes = [self._compressed(name) for name in matrices]
-        state = self._torch_state
+        matrices, state = self._matrices(), self._torch_state
         state.error_dict[0] = joined(self._order, "error")
         state.q_memory_dict[0] = joined(matrices, "q")
-        state.p_memory_dict[0] = torch.empty(sum(m[0] * m[2] for m in sizes if m), device=like.device, dtype=like.dtype)
+        size = sum(self._cuts[name][0] * self._cuts[name][2] for name in matrices)
+        state.p_memory_dict[0] = torch.empty(size, device=like.device, dtype=like.dtype)
 
     def state(self) -> dict[str, np.ndarray]:
         return {"powersgd.step": np.array(self._torch_state.iter), **(self._loaded or self._arrays())}

@@ -86,7 +86,7 @@ class Star:
 
 
 class ServerRanks(Alone):
-    """See `collectives.Collectives`; `serve` and `ask` are for the strategy."""
+    """See `collectives.Alone`; `serve` and `ask` are for the strategy."""
 
     carrier = "servers"
 
@@ -258,11 +258,6 @@ class ServerRanks(Alone):
 
         mine = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
         return np.frombuffer(self._meet(mine, summed).tobytes(), values.dtype).reshape(values.shape).copy()
-
-    def broadcast(self, values: np.ndarray, name: str) -> np.ndarray:
-        mine = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
-        first = self._meet(mine if self._star else mine[:0], lambda given: given[0])
-        return np.frombuffer(first.tobytes(), values.dtype).reshape(values.shape)
 
     def _meet(self, mine: np.ndarray, together: Callable[[list[np.ndarray]], np.ndarray]) -> np.ndarray:
         """What rank 0 makes of all that the living ranks gave (bytes), the same on all."""

@@ -137,7 +137,7 @@ class StreamHosts:
 
 
 class StreamRanks(Alone):
-    """See `collectives.Collectives`; what `Alone` does in a training step is right here too: nothing."""
+    """See `collectives.Alone`; what `Alone` does in a training step is right here too: nothing."""
 
     carrier = "streams"
 
@@ -207,10 +207,6 @@ class StreamRanks(Alone):
                 hosts.sum(flat)
         return flat.reshape(values.shape)
 
-    def broadcast(self, values: np.ndarray, name: str) -> np.ndarray:
-        first = self.gather(np.ascontiguousarray(values).tobytes() if self.rank == 0 else b"")[0]
-        return np.frombuffer(first, values.dtype).reshape(values.shape)
-
     # --- vectors ------------------------------------------------------------------------------------------------
 
     def collect(self, mine: np.ndarray) -> list[np.ndarray]:
@@ -225,7 +221,7 @@ class StreamRanks(Alone):
 
     @contextlib.contextmanager
     def hosts(self, vector: np.ndarray) -> Iterator[Hosts | None]:
-        """See `collectives.Collectives`. Raises PeerLost."""
+        """See `collectives.Alone`. Raises PeerLost."""
         if self._leader is not None:
             swap(self._leader, vector, None)
             yield None
@@ -243,6 +239,18 @@ class StreamRanks(Alone):
         for member in self._members:
             swap(member, vector, None)
         self.sent_bytes += self.network.sent_bytes - before + vector.nbytes * len(self._members)
+
+
+def connect(
+    meeting: Meeting, reach: Reach, purpose: bytes, targets: Iterable[int], awaited: set[int]
+) -> dict[int, Stream]:
+    """By rank: streams to the `targets`, and from the `awaited` ranks. All ranks of the meeting call it. Raises Failure
+    (69)."""
+    with socket.create_server((reach.address, 0), backlog=socket.SOMAXCONN) as listener:
+        mine = f"{socket.gethostname()} {reach.address} {listener.getsockname()[1]}"
+        told = [each.decode().split() for each in meeting.gather(mine.encode())]
+        reached, arrived = joined(told, trust.Party(meeting.secret, purpose, meeting.rank), targets, listener, awaited)
+    return reached | arrived
 
 
 def joined(

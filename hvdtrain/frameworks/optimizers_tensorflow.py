@@ -1,19 +1,11 @@
-"""The updates of torch.optim for TensorFlow variables: in any graph, and with the same results."""
+"""The updates of torch.optim for TensorFlow variables: in any graph, and with the same results. `slots` is what is kept
+for each parameter, as SLOT.PARAMETER."""
 
 from __future__ import annotations
-
-from typing import Protocol
 
 import tensorflow as tf
 
 from hvdtrain.config import TrainConfig
-
-
-class Optimizer(Protocol):
-    slots: dict[str, tf.Variable]
-    """What is kept for each parameter, as SLOT.PARAMETER"""
-
-    def update(self, weights: dict[str, tf.Variable], gradients: list[tf.Tensor], lr: tf.Tensor) -> None: ...
 
 
 class SGD:

@@ -163,7 +163,7 @@ class TorchReplica:
         parameters = dict(enumerate(self._parameters.values()))
         self._kept = Kept({place: parameters.pop(place) for place in strategy.factored})
         if strategy.in_backward:
-            self._step = world.torch.overlapped(self._model, optimizer, strategy.settings)
+            self._step = world.ranks.overlapped(self._model, optimizer, strategy.settings)
         else:
             self._flat = Flat(list(parameters.values()), measure.size + 1, self._device)
             if self.one_backward and (parts := strategy.parts()):
@@ -185,7 +185,7 @@ class TorchReplica:
         with self._autocast, self._kept if self._kept.weights else contextlib.nullcontext():
             loss, sums = self._step.loss(*self._tensors(batch.arrays))
         tail = torch.cat([*self._numbers(loss, sums), torch.tensor([batch.weight, stop]).to(loss)])
-        self._tail = self._world.torch.start_sum(tail, "step.totals")
+        self._tail = self._world.ranks.start_sum(tail, "step.totals")
         self._samples = batch.weight, batch.total_weight
         mean_of = batch.weight if self._local else batch.total_weight
         if self._announcer and self._flat:
@@ -210,7 +210,7 @@ class TorchReplica:
         self._kept.multiply(factors)
 
     def tail(self) -> np.ndarray:
-        return np.asarray(self._world.torch.finish_sum(self._tail).cpu().numpy(), dtype=np.float64)
+        return np.asarray(self._world.ranks.finish_sum(self._tail).cpu().numpy(), dtype=np.float64)
 
     def share(self) -> tuple[int, int]:
         return self._samples

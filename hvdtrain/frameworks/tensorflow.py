@@ -129,7 +129,7 @@ class TensorFlowReplica:
         self, model: Any, *, device: str, config: TrainConfig, world: World, strategy: Strategy, measure: Measure
     ) -> None:
         self.device, self._measure = device, measure
-        self._model, self._ranks = model, world.tensorflow
+        self._model, self._ranks = model, world.ranks
         self._in_backward, self._local = strategy.in_backward, strategy.local
         self._weights: dict[str, tf.Variable] = model.weights
         found = self._buffers() or {each.name: each for each in getattr(model, "non_trainable_variables", ())}
@@ -172,8 +172,7 @@ class TensorFlowReplica:
         return [tf.TensorSpec([None] * count + array.shape[count:], array.dtype) for array, count in each]
 
     def _buffers(self) -> Mapping[str, tf.Variable]:
-        found: Mapping[str, tf.Variable] = getattr(self._model, "buffers", {})
-        return found
+        return getattr(self._model, "buffers", {})
 
     def _backward(self, arrays: list[tf.Tensor], numbers: tf.Tensor) -> Any:
         mean_of, samples, lr, stop = tf.unstack(numbers)
@@ -317,7 +316,7 @@ class TensorFlowReplica:
         for name, slot in self._optimizer.slots.items():
             if name in state:
                 slot.assign(turned(state[name]))
-        if "loss_scale" in state:
+        if self._scaled and "loss_scale" in state:
             scale, steps = state["loss_scale"]
             self._scale.assign(scale)
             self._good_steps.assign(int(steps))

@@ -56,8 +56,10 @@ def _all(shapes: Sequence[Shape], layout: Layout) -> list[str]:
 
 def _one(name: str, shapes: Sequence[Shape], layout: Layout) -> list[str]:
     exchange = parse(name)
-    cls, cost = table.found(name), exchange.cost(shapes, layout)
-    lines = [f"{name}: {_purpose(cls)}", ""]
+    part = exchange.schedule or exchange.reducer
+    assert part is not None
+    cls, cost = part.cls, exchange.cost(shapes, layout)
+    lines = [f"{exchange}: {_purpose(cls)}", ""]
     hints, docs = bounds.hints(cls.Settings), bounds.field_docs(cls.Settings)
     for field in dataclasses.fields(cls.Settings):
         default = f"default {spelt(field.default)}" if spelt(field.default) else "optional"
@@ -73,7 +75,7 @@ def _one(name: str, shapes: Sequence[Shape], layout: Layout) -> list[str]:
         "",
         f"a step of this model, over {layout.hosts} hosts, costs each {cost.sent_bytes / 1e6:.3f} MB in "
         f"{cost.rounds:g} rounds{behind}{work}",
-        f"example: --strategy {name}{_example(cls)}{plus}",
+        f"example: --strategy {part.name}{_example(cls)}{plus}",
     ]
 
 

@@ -42,7 +42,7 @@ class Factors(Strategy):
         rest = [shape for index, shape in enumerate(shapes) if index not in ways]
         sent = sum(ways.values()) + ring_bytes(FLOAT_BYTES * elements(rest), parts)
         work = sum(layout.rows[index] * (layout.ranks - 1) * elements([shapes[index]]) for index in ways)
-        rounds = (2 + (parts - 1 if ways else 0)) * (parts > 1)
+        rounds = (3 if ways else 2) * (parts - 1)
         return Cost(sent_bytes=sent, rounds=rounds, work=work, exact=True, ways=told(shapes, layout))
 
     def plan(self, layout: Layout) -> None:

@@ -1,10 +1,10 @@
 """All gradients, exactly, over the network once per host and not once per rank.
 
-The ranks of a host add up their gradients in host memory. Then the first rank of each of h hosts sends every other host
-its part of that sum (1/h of the numbers), adds what it receives, and sends the finished part to all: two phases, in
-which each host sends 2(h-1)/h of the payload, the least that any allreduce can (Patarasuk and Yuan 2009, doi
-10.1016/j.jpdc.2008.09.002). A ring over ranks sends the same per rank where neighbours in the ring are on different
-hosts; with two ranks per host that is up to twice as much on each wire.
+The ranks of a host add up their gradients in host memory. Then the first ranks of the h hosts sum in a ring: in h-1
+rounds each part (1/h of the numbers) goes round and grows, in h-1 more the sums go round. So each host sends 2(h-1)/h
+of the payload, the least that any allreduce can (Patarasuk and Yuan 2009, doi 10.1016/j.jpdc.2008.09.002). A ring over
+ranks sends the same per rank where neighbours in the ring are on different hosts; with two ranks per host that is up to
+twice as much on each wire.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Hierarchical(Reducer):
 
     @classmethod
     def cost(cls, shapes: Sequence[Shape], hosts: int, settings: Any = None) -> Cost:
-        return Cost(sent_bytes=ring_bytes(4 * elements(shapes), hosts), rounds=2 * (hosts > 1), exact=True)
+        return Cost(sent_bytes=ring_bytes(4 * elements(shapes), hosts), rounds=2 * (hosts - 1), exact=True)
 
     def sum_between_hosts(self, values: np.ndarray, hosts: Hosts) -> None:
         hosts.sum(values)

@@ -54,7 +54,10 @@ class Native(Strategy):
 
     @classmethod
     def cost(cls, shapes: Sequence[Shape], layout: Layout, settings: Any, round_: Cost | None) -> Cost:
-        """With the hook powersgd of two sums that wait for all of backward (see `collectives.ddp`)."""
+        """With the hook powersgd two sums that wait for all of backward (`collectives.ddp`). Raises Failure (78)."""
+        if settings.hook == "powersgd" and not all(map(len, shapes)):
+            told = "PyTorch's hook takes no parameter without dimensions; give it the shape (1,), or take powersgd"
+            raise Failure(f"--strategy native:hook=powersgd: {told}", exits.BAD_CONFIG)
         payload = payload_bytes(shapes, settings, powersgd.START_STEP)
         cost = ring(payload, layout.ranks, exact=settings.hook == "none")
         return dataclasses.replace(cost, rounds=2 * cost.rounds, behind="") if settings.hook == "powersgd" else cost
@@ -67,6 +70,9 @@ class Native(Strategy):
                 "or leave it out",
                 exits.BAD_CONFIG,
             )
+        if settings.hook == "powersgd" and config.precision == "fp16":
+            told = "it would keep the infinite gradients that loss scaling makes; take --precision bf16"
+            raise Failure(f"hook=powersgd does not go with --precision fp16: {told}", exits.BAD_CONFIG)
 
     def step(self, replica: Vectors, lr: float, clock: Clock) -> Exchanged:
         with clock.span("compute"):
@@ -77,11 +83,11 @@ class Native(Strategy):
         return Exchanged.of(tail, sent)
 
     def state(self) -> dict[str, np.ndarray]:
-        return {"step": np.array(self._step), **self._world.exchange_state()}
+        return {"step": np.array(self._step), **self._world.ranks.state()}
 
     def load(self, state: dict[str, np.ndarray]) -> None:
         self._step = int(state["step"])
-        self._world.load_exchange_state({name: array for name, array in state.items() if name != "step"})
+        self._world.ranks.load({name: array for name, array in state.items() if name != "step"})
 
     def handed_on(self, states: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
         return states[self._world.rank if len(states) == self._world.size else 0]

@@ -92,6 +92,10 @@ class Overlapped(Synchronous):
         states = [reducer.state() for _, reducer in reversed(self._flights)]
         return {name: np.concatenate([state[name] for state in states]) for name in states[0]}
 
+    def handed_on(self, states: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+        reducer = self._flights[0][1] if self._flights else self._reducer
+        return reducer.handed_on(states, first=self._world.rank == 0)
+
     def load(self, state: dict[str, np.ndarray]) -> None:
         """Raises Failure (78) for the state of another model, or of other settings."""
         if not self._flights:

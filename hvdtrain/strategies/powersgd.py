@@ -128,7 +128,7 @@ class PowerSGD(Reducer):
         coded = 0 if asked.bits == 32 else sum(each.work for each in sums)
         return Cost(
             sent_bytes=sum(each.sent_bytes for each in sums),
-            rounds=sum(each.rounds for each in sums),
+            rounds=sum(each.rounds for each in sums) * (hosts - 1 if asked.bits == 32 else 1),
             work=products + coded,
         )
 

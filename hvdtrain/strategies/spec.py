@@ -57,8 +57,7 @@ class Exchange:
     @property
     def strategy(self) -> type[Strategy]:
         if self.schedule:
-            found: type[Strategy] = self.schedule.cls
-            return found
+            return self.schedule.cls
         return Overlapped if self.reducer and self.reducer.cls.divisible else Synchronous
 
     @property

@@ -68,6 +68,8 @@ class TopK(Reducer):
 
     @np.errstate(invalid="ignore")
     def sum_between_hosts(self, values: np.ndarray, hosts: Hosts) -> None:
+        if not values.size:
+            return
         code = Code.of(values.size, hosts.count, self.settings.density)
         if self._errors.size != code.size * hosts.count:
             self._errors = np.concatenate(

@@ -86,7 +86,7 @@ def trainer(config: TrainConfig, ranks: World, device: str, weight: np.ndarray) 
     if config.framework == "torch":
         model = torch_model()
     else:
-        with ranks.tensorflow.scope():
+        with ranks.ranks.scope():
             model = tensorflow_model()
     replica = workload.replica_of(model, config, ranks, strategy, device, Accuracy())
     replica.load({"parameter.weight": weight})

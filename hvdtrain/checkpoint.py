@@ -254,7 +254,7 @@ class Checkpoints:
             elif own not in known:  # this rank had died, and the others went on: it starts as one of those
                 own = min((file for file in names if (folder / file).exists()), default=own)
             shared = common(folder, manifest, None if recut else [self._shared])
-            same = not recut and len(others) in (0, self._ranks)
+            same = not recut and (not others or (own in known and saved[::2] == (self._ranks, self._stages)))
             local = read(folder / own, known[own]) if same else {}
             progress = manifest["progress"]
             return Loaded(step=step, shared=shared, local=local, progress=progress, others=others, recut=recut), None

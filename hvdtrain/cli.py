@@ -82,12 +82,10 @@ class Part:
     module: str
 
     def run(self, arguments: list[str]) -> int:
-        code: int = importlib.import_module(f"hvdtrain.{self.module}").main(arguments)
-        return code
+        return importlib.import_module(f"hvdtrain.{self.module}").main(arguments)
 
     def parser(self) -> ArgumentParser:
-        made: ArgumentParser = importlib.import_module(f"hvdtrain.{self.module}").parser()
-        return made
+        return importlib.import_module(f"hvdtrain.{self.module}").parser()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,8 +100,7 @@ class Training:
         def main(stop: world.StopSignal) -> int:
             module = workloads.module(self.name)
             sys.argv = [module.__file__, *arguments]
-            code: int = module.main(stop)
-            return code
+            return module.main(stop)
 
         world.run(main, debug="--debug" in arguments)  # ends the process
         return exits.OK
@@ -113,10 +110,8 @@ class Training:
 
         module = workloads.module(self.name)
         own = (each for each in vars(module).values() if _is_config_of(each, module.__name__))
-        made: ArgumentParser = config.parser_for(
-            next(own, config.TrainConfig), prog=f"python -m {module.__name__}", purpose=module.__doc__ or ""
-        )
-        return made
+        cls, prog = next(own, config.TrainConfig), f"python -m {module.__name__}"
+        return config.parser_for(cls, prog=prog, purpose=module.__doc__ or "")
 
 
 def _is_config_of(thing: Any, module: str) -> bool:
@@ -146,8 +141,7 @@ class Preparation:
 
     def parser(self) -> ArgumentParser:
         module, settings = self._about()
-        made: ArgumentParser = config.parser_for(getattr(module, self.config), **settings)
-        return made
+        return config.parser_for(getattr(module, self.config), **settings)
 
 
 # words -> (purpose, the command that takes the arguments after them)

@@ -1,8 +1,8 @@
 """What a run is told: frozen dataclasses whose fields become flags, variables and config-file keys.
 
 A field `batch_size` with a docstring under it is the flag `--batch-size`, the variable `HVDTRAIN_BATCH_SIZE` and the
-key `batch_size` of a `--config FILE.toml`; the flag wins over the file, the file over the variable, the variable over
-the default. Workloads extend `TrainConfig` in their own file.
+key `batch_size` of a `--config FILE.toml`; a flag behind it wins over the file, the file over flags before it and over
+the variable, the variable over the default. Workloads extend `TrainConfig` in their own file.
 """
 
 from __future__ import annotations
@@ -123,13 +123,13 @@ class Run:
     checkpoint_steps: int = bounded(0, least=0)
     """Save a checkpoint after every so many steps too; 0: not by steps"""
     keep_checkpoints: int = bounded(2, least=1)
-    """How many of the newest checkpoints stay; the best one (by validation accuracy) stays besides"""
+    """How many of the newest checkpoints stay; the best one (by the headline score) stays besides"""
     json: bool = False
     """Rank 0 prints one JSON document on stdout instead of tables"""
     dry_run: bool = False
     """Print the resolved config, the batch arithmetic, parameters and bytes per step, and exit"""
     debug: bool = False
-    """Show the traceback of errors that are otherwise one line"""
+    """Show the traceback of errors that are otherwise one line; no key of a file"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

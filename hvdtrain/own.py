@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +27,13 @@ PROBED = 2
 _parted = False
 """Whether several ranks have trained: those that MPI connects cannot meet again"""
 Sums = Callable[[Any, Any], Mapping[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OnTorchrun(TrainConfig):
+    """Of ranks that Horovod cannot connect."""
+
+    strategy: str = DEFAULT_REDUCER
 
 
 def train(
@@ -64,15 +70,14 @@ def train(
         raise Failure(f"{told}: train once in a start of several ranks", exits.BAD_CONFIG)
     framework, twin = _twin(model)
     purpose, name = sys.modules["__main__"].__doc__ or "", _name()
-    config, place = workload.begin(TrainConfig, name, purpose, [*_flags(settings, framework), *argv])
+    cls = OnTorchrun if world.place().launcher == "torchrun" else TrainConfig
+    config, place = workload.begin(cls, name, purpose, [*_flags(settings, framework), *argv])
     if config.framework != framework:
         raise Failure(f"--framework {config.framework}: the model is one of {framework}", exits.BAD_CONFIG)
     if framework == "tensorflow" and strategies.parse(config.strategy).strategy.carrier == "native":
         told = "TensorFlow's own must begin before a model is made"
         raise Failure(f"--strategy {config.strategy}: {told}; take {DEFAULT_REDUCER}", exits.BAD_CONFIG)
     dataset = own.opened(train, validation, test)
-    if config.goal and not len(getattr(dataset, config.evaluate_on)):
-        raise Failure(f"target={config.goal} is looked for in the {config.evaluate_on} data: give some", exits.BAD_DATA)
     first = np.arange(min(PROBED, len(dataset.train)))
     probed = dataset.train.batch(first, first, None).arrays
     judged, added = _measure(measure, sums, probed[-2], twin)
@@ -175,8 +180,6 @@ def _flags(settings: Mapping[str, Any], framework: str) -> list[str]:
             told = f"hvdtrain.train has no setting {name}{near(name, SETTINGS)}"
             raise Failure(f"{told}; it has {', '.join(SETTINGS)}", exits.USAGE)
     given = {name: value for name, value in settings.items() if value is not None and value is not False}
-    if world.place().launcher == "torchrun" and "HVDTRAIN_STRATEGY" not in os.environ:
-        given.setdefault("strategy", DEFAULT_REDUCER)  # Horovod cannot connect its ranks
     words = [flag(name) if value is True else f"{flag(name)}={value}" for name, value in given.items()]
     return [f"--framework={framework}", *words]
 
@@ -200,15 +203,12 @@ def _measure(measure: str | Measure | None, sums: Sums | None, targets: np.ndarr
 
 
 def _check_alike(job: workload.Job, adapted: Any) -> None:
-    """Raises Failure (65, 78) if a rank has other data, another model or another run to go on with than rank 0."""
-    config, shapes = job.about.config, {name: list(shape) for name, shape in adapted.shapes.items()}
-    every = job.ranks.gather([job.dataset.fingerprint, shapes, config.resume])
-    for rank, (data, model, resume) in enumerate(every):
+    """Raises Failure (65, 78) if a rank has other data or another model than rank 0."""
+    shapes = {name: list(shape) for name, shape in adapted.shapes.items()}
+    every = job.ranks.gather([job.dataset.fingerprint, shapes])
+    for rank, (data, model) in enumerate(every):
         if data != every[0][0]:
             told = f"rank {rank} has other data than rank 0: give every rank all of it, in the same order"
             raise Failure(f"{told}; hvdtrain.train shares it out", exits.BAD_DATA)
         if model != every[0][1]:
             raise Failure(f"rank {rank} has another model than rank 0: make the same on all", exits.BAD_CONFIG)
-        if resume != every[0][2]:
-            told = "give all the same resume=, --resume or HVDTRAIN_RESUME (mpirun -x HVDTRAIN_RESUME)"
-            raise Failure(f"rank {rank} is not told as rank 0 is whether to go on: {told}", exits.BAD_CONFIG)

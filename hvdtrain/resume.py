@@ -100,9 +100,12 @@ def earlier(cls: type[C], workload: str, settings: Mapping[str, Any]) -> dict[st
     kept = {name: value for name, value in manifest.config.items() if name in settings and name not in OF_A_START}
     if "strategy" in kept:
         kept["strategy"] = strategies.translated(manifest.config)
-    for given, counterpart in itertools.permutations(("batch_size", "global_batch_size")):
-        if settings[given] is not None:
-            kept.pop(counterpart, None)
+    if kept.get("micro_batches") is None:  # its default follows from the number of stages, which may change
+        kept["micro_batches"] = manifest.plan.get("micro_batches", 1)
+    for pair in (("batch_size", "global_batch_size"), ("target", "target_accuracy")):
+        for given, counterpart in itertools.permutations(pair):
+            if settings[given] is not None:
+                kept.pop(counterpart, None)
     parser = configuration.parser_for(cls, prog="", purpose="", helps=False)
     try:
         parser.parse_object(kept, env=False, defaults=False)

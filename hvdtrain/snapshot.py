@@ -50,9 +50,12 @@ def restore(loaded: Loaded, replica: Replica, strategy: Strategy) -> None:
         if prefix not in parts:
             raise Failure(f"checkpoint of step {loaded.step}: no rank has an array {name!r:.80}", BAD_DATA)
         parts[prefix][rest] = array
-    _fit(loaded.step, loaded.shared | parts["own"], replica.state())
+    state, found = replica.state(), loaded.shared | parts["own"]
+    # An optimizer's or loss scaling's may be lacking: PyTorch keeps nothing without momentum, say.
+    wanted = {name: array for name, array in state.items() if name in found or name.startswith("parameter.")}
+    _fit(loaded.step, found, wanted)
     _fit(loaded.step, parts["buffer"], replica.local_state())
-    replica.load(loaded.shared | parts["own"])
+    replica.load(found)
     replica.load_local(parts["buffer"])
     if parts["drift"]:
         replica.set_weights(parts["drift"]["weights"])

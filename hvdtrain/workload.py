@@ -91,7 +91,8 @@ class Workload:
         rows = [self.dense.get(name, 0) * -(-batch // replicas) for name in self.shapes]
         layout = stages.layout(rows)
         if catalogue.asked(config.strategy):
-            catalogue.show(config.strategy, shapes, layout)
+            if place.rank == 0:
+                catalogue.show(config.strategy, shapes, layout)
             return None
         exchange = strategies.chosen(config)
         stages.check(exchange)
@@ -110,6 +111,9 @@ class Workload:
         observe.check(config, plan.steps, place)
         if config.goal:
             self.measure.target(config.goal)
+            if not len(getattr(self.dataset, config.evaluate_on)):
+                told = f"--target {config.goal} is looked for in the {config.evaluate_on} data: give some"
+                raise Failure(told, exits.BAD_DATA)
         parameters = sum(math.prod(shape) for shape in shapes)
         used = threads.per_rank(config.threads, place, plan.rank_batch * self.multiply_adds)
         facts: dict[str, Any] = {

@@ -459,6 +459,17 @@ def test_other_ranks_load_what_each_of_the_old_ones_saved(tmp_path: Path, now: l
     assert not any(run(len(now), lambda group: make(tmp_path, group, layout=now).newest() is not None))
 
 
+def test_fewer_ranks_of_as_many_stages_load_what_those_of_their_stage_saved(tmp_path: Path) -> None:
+    run(4, lambda group: str(save(tmp_path, 10, group=group, stages=[0, 0, 1, 1], cut=["fc"])))
+
+    def load(group: Pipes) -> bool:
+        loaded = found(make(tmp_path, group, stages=[0, 1], cut=["fc"]))
+        theirs = [state(10, rank)[1] for rank in (2 * group.rank, 2 * group.rank + 1)]
+        return not loaded.local and all(map(same, loaded.others, theirs)) and len(loaded.others) == 2
+
+    assert all(run(2, load))
+
+
 def test_hosts_that_differ_in_the_last_bit_get_back_their_own(tmp_path: Path) -> None:
     def work(group: Pipes) -> float:
         run_ = make(tmp_path / str(group.rank), group)

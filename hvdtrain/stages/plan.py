@@ -52,7 +52,7 @@ class Stages:
         if config.stages > 1 and config.inference:
             told = "rank 0, which times the model, has a part of it; resume the run with --stages 1 for that"
             raise Failure(f"--inference does not go with --stages: {told}", exits.BAD_CONFIG)
-        if config.stages == 1 and (config.cut_at or config.recompute):
+        if config.stages == 1 and not config.resume and (config.cut_at or config.recompute):
             told = "--cut-at cuts a model into stages" if config.cut_at else "--recompute saves memory of stages"
             raise Failure(f"{told}: give --stages too", exits.BAD_CONFIG)
         _ = most_bytes(config)
@@ -74,7 +74,10 @@ class Stages:
         return self.grid.stages > 1 or configuration.micro_batches(self.config) > 1
 
     def check(self, exchange: Exchange) -> None:
-        """Raises Failure (78) for a strategy that replicas of a stage cannot have."""
+        """Raises Failure (78) for a strategy that replicas of a stage cannot have, and for what needs Horovod."""
+        if self.parted and self.config.horovod_timeline:
+            told = "Horovod does not run where a step goes through the model in parts; take --profile"
+            raise Failure(f"--horovod-timeline: {told}", exits.BAD_CONFIG)
         strategy, several = exchange.strategy, self.grid.replicas > 1
         alone = strategy.divides or strategy.carrier == "servers"
         if self.parted and (alone or (several and (strategy.in_backward or strategy.carrier != "streams"))):
@@ -179,7 +182,7 @@ def most_bytes(config: TrainConfig) -> float:
     if config.stage_memory is None:
         return math.inf
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([MG])B", config.stage_memory, re.ASCII)
-    if found is None or config.stages == 1:
+    if found is None or (config.stages == 1 and not config.resume):
         told = "it is of stages, give --stages too" if found else "give a size, e.g. 800MB or 1.5GB"
         raise Failure(f"--stage-memory {config.stage_memory}: {told}", exits.BAD_CONFIG)
     return float(found[1]) * {"M": 1e6, "G": 1e9}[found[2]]

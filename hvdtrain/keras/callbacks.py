@@ -157,7 +157,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             return
         optimizer.learning_rate = new
         inner = getattr(optimizer, "inner_optimizer", optimizer)  # of a LossScaleOptimizer
-        if self._momentum_correction and old and getattr(inner, "momentum", 0) and inner.built:
+        scalable = isinstance(inner, keras.optimizers.SGD | keras.optimizers.RMSprop)  # the rate is in their velocities
+        if self._momentum_correction and old and scalable and inner.momentum and inner.built:
             for velocity in getattr(inner, "momentums", None) or inner._momentums:  # SGD, RMSprop
                 velocity.assign(velocity * (new / old))
 

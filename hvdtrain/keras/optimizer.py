@@ -238,7 +238,8 @@ class Distributed:
         sums = {int(name.removeprefix("sum.")): array for name, array in arrays.items() if name.startswith("sum.")}
         if sums:
             state.sums = [
-                tf.Variable(sums[index], trainable=False) if index in sums else None for index in range(max(sums) + 1)
+                tf.Variable(sums[index], trainable=False) if index in sums else None
+                for index in range(max(max(sums) + 1, len(self._trainable_variables)))
             ]
         kept = {name.removeprefix("strategy."): array for name, array in arrays.items() if name.startswith("strategy.")}
         if kept and state.step is not None:

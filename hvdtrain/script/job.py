@@ -2,8 +2,9 @@
 
 Horovod's Python functions stay what they are. With Horovod's own exchange its library carries them, and nothing of ours
 is in their way. With a strategy on our streams no Horovod thread runs: under the same functions stand a `Library` that
-answers who is here, and the framework's operations, which the engine (`calls`) carries. The strategy and the calls have
-streams of their own, each connected at first use, so that an exchange in the background never meets a call.
+answers who is here, and the framework's operations, which the engine (`calls`) carries. The calls have
+streams of their own, connected by `init`, and a strategy others, connected at first use, so that an exchange in the
+background never meets a call.
 
 A script that first names its strategy when Horovod already carries calls changes over there: the ranks meet through
 Horovod once more, connect, and shut Horovod down.
@@ -12,7 +13,6 @@ Horovod once more, connect, and shut Horovod down.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 import socket
 import sys
@@ -98,12 +98,8 @@ class Job:
         self.sets: dict[int, tuple[int, ...]] = {0: tuple(range(self.size))}
         """Process sets by their number"""
         self._worlds: list[World] = []
-
-    @functools.cached_property
-    def calls(self) -> Calls:
-        """The engine of the script's calls. Collective the first time."""
-        with _connecting:
-            return Calls(self.met.meeting, self.met.reach)
+        self.calls = Calls(meeting, met.reach)
+        """The engine of the script's calls"""
 
     def strategy(self, exchange: Exchange, shapes: Sequence[Shape]) -> tuple[Strategy, World]:
         """A strategy for arrays of these shapes, on streams of its own. Collective."""
@@ -121,8 +117,7 @@ class Job:
         """Closes all streams. A rank that still waits for this one learns that it is gone."""
         for world in self._worlds:
             world.leave()
-        if "calls" in self.__dict__:
-            self.calls.close()
+        self.calls.close()
 
 
 _connecting = threading.Lock()
@@ -176,8 +171,8 @@ def init(front: Front, comm: Any = None, process_sets: Any = None, strategy: str
     exchange = wanted(strategy)
     if exchange is None and _job is None:
         front.module.init(comm, process_sets)
-        if front.module.size() > 1 and _met is None:
-            _met = Met.by(HorovodRanks(front.framework, gpu=False, timeline=False))
+        if front.framework == "torch":  # TensorFlow would compute, and then nobody may choose its GPUs and threads
+            _meet(front)
     else:
         if _met is None:
             _met = Met.at(place())
@@ -201,9 +196,18 @@ def exchange(strategy: str | None = None) -> Exchange | None:
     if found is None and _job is not None:
         why = f"Horovod does not run, since {VARIABLE} or an earlier optimizer asked for another strategy"
         raise Failure(f"strategy {strategy}: {why}; give {DEFAULT_REDUCER}", exits.BAD_CONFIG)
-    if found is not None and _job is None:
-        _change_over()
+    if _job is None:
+        _meet(next(iter(_fronts.values())))
+        if found is not None:
+            _change_over()
     return found
+
+
+def _meet(front: Front) -> None:
+    """The ranks that Horovod connects get to know each other, once. Collective."""
+    global _met
+    if _met is None and front.module.size() > 1:
+        _met = Met.by(HorovodRanks(front.framework, gpu=False, timeline=False))
 
 
 def recorder(

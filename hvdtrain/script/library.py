@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from hvdtrain.script.job import Job
@@ -18,6 +18,8 @@ NOT_DYNAMIC, UNKNOWN_SET, FOREIGN_SET, EXISTING_SET = -2, -3, -4, -6
 """Answers that are errors; their texts are Horovod's"""
 TOLD = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size", "is_homogeneous")
 """What of a job they ask for"""
+FIXED = {"is_initialized": True, "mpi_enabled": False, "gloo_enabled": False, "stop_timeline": 0}
+"""What every job answers"""
 
 
 class Library:
@@ -28,7 +30,10 @@ class Library:
         self._job, self._real, self._shutdown = job, real, shutdown
 
     def __getattr__(self, name: str) -> Any:
-        if (what := name.removeprefix("horovod_")) in TOLD:
+        what = name.removeprefix("horovod_")
+        if what in FIXED:
+            return lambda: FIXED[what]
+        if what in TOLD:
             return lambda: getattr(self._job, what)
         return getattr(self._real, name)
 
@@ -45,7 +50,9 @@ class Library:
             at += size
         return True
 
-    def horovod_init_multi_comm(self, *arguments: Any) -> bool:
+    @property
+    def horovod_init_multi_comm(self) -> NoReturn:
+        """Horovod sets the types of its arguments before it calls it."""
         raise NotImplementedError(
             "hvd.init(comm=<MPI communicator>): on streams there is none; call hvd.init() and give process_sets as "
             "lists of ranks"
@@ -54,20 +61,8 @@ class Library:
     def horovod_shutdown(self) -> None:
         self._shutdown()
 
-    def horovod_is_initialized(self) -> bool:
-        return True
-
-    def horovod_mpi_enabled(self) -> bool:
-        return False
-
-    def horovod_gloo_enabled(self) -> bool:
-        return False
-
     def horovod_start_timeline(self, *arguments: Any) -> int:
         raise NotImplementedError("hvd.start_timeline: no Horovod runs beside a strategy; use the framework's profiler")
-
-    def horovod_stop_timeline(self) -> int:
-        return 0
 
     # --- process sets -------------------------------------------------------------------------------------------
 

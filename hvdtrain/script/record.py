@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hvdtrain import lock, observe, records, run
+from hvdtrain import exits, lock, observe, records, run
 from hvdtrain.config import TrainConfig
 from hvdtrain.exits import Failure
 from hvdtrain.measures import Score
@@ -55,21 +55,25 @@ def begin(
     asked = world.gather({name: os.environ.get(f"HVDTRAIN_{name}") for name in VARIABLES})[0]
     if asked["RECORD"] == "0":
         return None
-    config = TrainConfig(
-        framework=world.framework,  # type: ignore[arg-type]
-        strategy=str(exchange),
-        run_dir=asked["RUN_DIR"] or None,
-        monitor=asked["MONITOR"] or "none",
-        monitor_ms=int(asked["MONITOR_MS"] or TrainConfig.monitor_ms),
-        monitor_idle_s=float(asked["MONITOR_IDLE_S"] or 0),
-    )
+    try:
+        config = TrainConfig(
+            framework=world.framework,  # type: ignore[arg-type]
+            strategy=str(exchange),
+            run_dir=asked["RUN_DIR"] or None,
+            monitor=asked["MONITOR"] or "none",
+            monitor_ms=int(asked["MONITOR_MS"] or TrainConfig.monitor_ms),
+            monitor_idle_s=float(asked["MONITOR_IDLE_S"] or 0),
+        )
+    except ValueError as error:
+        raise Failure(f"HVDTRAIN_MONITOR_MS and _MONITOR_IDLE_S take numbers: {error}", exits.BAD_CONFIG) from None
     name = re.sub(r"[^A-Za-z0-9._-]+", "_", Path(sys.argv[0]).stem) or "script"
     try:
         folder = run.open_folder(config, name, world)
     except Failure as failure:
+        told = str(failure).replace("add --resume to continue it, or ", "").replace("--run-dir", "HVDTRAIN_RUN_DIR")
         if asked["RUN_DIR"]:
-            raise
-        _say(world, f"the script goes on without a run folder: {failure}; HVDTRAIN_RUN_DIR names one")
+            raise Failure(told, failure.code) from None
+        _say(world, f"the script goes on without a run folder: {told}")
         return None
     world.keeps(str(folder), "")
     argv, seed = shown.arguments(sys.argv)
@@ -151,7 +155,8 @@ class Steps:
 
     def done(self, *, lr: float | None, exchange_s: float | None, sent_bytes: int) -> None:
         """A step is done, just now. `exchange_s`: waited for the exchange; None: cannot be told apart."""
-        self._recorder.step(self, lr, exchange_s, sent_bytes)
+        if self._recorder is _recorder:  # else its records have ended
+            self._recorder.step(self, lr, exchange_s, sent_bytes)
 
 
 class Recorder:
@@ -330,7 +335,7 @@ class Recorder:
             if self._world.rank == 0:
                 self._writer.write(summary)
                 records.write_document(self._folder / "COMPLETE", {"schema": records.SCHEMA, "utc": records.utc_now()})
-                _say(self._world, self._words(summary))
+                _say(self._world, shown.words(summary))
                 if tip := run.advised(self._config, summary, self._world.links):
                     _say(self._world, tip.replace("--strategy ", "HVDTRAIN_STRATEGY=", 1))
         self._writer.close()
@@ -388,11 +393,6 @@ class Recorder:
         self._ending.wait()
         with contextlib.suppress(Exception):  # a rank that is gone
             self._told = [json.loads(each) for each in self._gather(json.dumps(self._mine).encode())]
-
-    def _words(self, summary: records.Summary) -> str:
-        where = f"run folder {summary.run_dir}: {summary.steps} steps"
-        exchange = summary.step_shares.get("exchange")
-        return where if exchange is None else f"{where}, {exchange:.0%} of a step waiting for the exchange"
 
 
 def _say(world: World, text: str) -> None:

@@ -8,10 +8,10 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from hvdtrain import measures
+from hvdtrain import measures, records
 from hvdtrain.measures import Score
 
-SECRET = re.compile(r"(?i)(token|secret|passw|credential|api[-_]?key)")
+SECRET = re.compile(r"(?i)(token(?!s|i[sz])|secret|passw|credential|api[-_]?key)")  # not --max-tokens, --tokenizer
 HIDDEN = "***"
 SHARES = {"accuracy", "acc", "f1", "precision", "recall", "auc"}
 """Scores that are shares of 1, if they are told so"""
@@ -66,3 +66,10 @@ def score(name: str, value: float) -> Score:
     if name in SHARES and 0 <= value <= 1:
         return Score(label=name, least=0.0, most=1.0)
     return Score(label=name, higher_is_better=not LOWER.search(name))
+
+
+def words(summary: records.Summary) -> str:
+    """A run's end in a line."""
+    where = f"run folder {summary.run_dir}: {summary.steps} steps"
+    exchange = summary.step_shares.get("exchange")
+    return where if exchange is None else f"{where}, {exchange:.0%} of a step waiting for the exchange"

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import socket
-
 from hvdtrain.collectives import Meeting, Reach
-from hvdtrain.collectives.streams import Stream, joined
-from hvdtrain.sentinel import trust
+from hvdtrain.collectives.streams import Stream, connect
 
 CHUNK_BYTES = 1 << 16
 
@@ -73,22 +68,6 @@ def connected(meeting: Meeting, reach: Reach) -> tuple[dict[int, Stream], dict[i
     if size == 1:
         return {}, {}
     later = set(range(rank + 1, size))
-    # what for, to whom this rank connects, who connects to it
-    kinds = [
-        (b"calls", range(rank), later),
-        (b"calls' order", range(min(rank, 1)), later if rank == 0 else set[int]()),
-    ]
-    with contextlib.ExitStack() as stack:
-        listeners = [
-            stack.enter_context(socket.create_server((reach.address, 0), backlog=socket.SOMAXCONN)) for _ in kinds
-        ]
-        mine = [socket.gethostname(), reach.address, *(str(each.getsockname()[1]) for each in listeners)]
-        told = [json.loads(each) for each in meeting.gather(json.dumps(mine).encode())]
-        found = []
-        for number, (purpose, targets, awaited) in enumerate(kinds):
-            places = [(host, address, ports[number]) for host, address, *ports in told]
-            me = trust.Party(meeting.secret, purpose, rank)
-            reached, arrived = joined(places, me, targets, listeners[number], awaited)
-            found.append(reached | arrived)
-    streams, wires = found
+    streams = connect(meeting, reach, b"calls", range(rank), later)
+    wires = connect(meeting, reach, b"calls' order", range(min(rank, 1)), later if rank == 0 else set())
     return streams, {other: Wire(stream) for other, stream in wires.items()}

@@ -6,6 +6,7 @@ HVDTRAIN_STRATEGY, our streams (see `hvdtrain.script.job`). docs/OWN.md says wha
 
 from __future__ import annotations
 
+import inspect as _inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,13 +50,13 @@ def DistributedOptimizer(optimizer: Any, *arguments: Any, strategy: str | None =
     Raises ValueError for a strategy with the latter.
     """
     if isinstance(optimizer, _tf.compat.v1.train.Optimizer):
-        exchange = job.exchange(strategy)
+        exchange = job.wanted(strategy)
         if exchange is not None and str(exchange) != DEFAULT_REDUCER:
             why = f"an optimizer of tf.compat.v1 cannot have it: take one of Keras, or {DEFAULT_REDUCER}"
             raise ValueError(f"DistributedOptimizer, strategy {exchange}: {why}")
         return _horovod.DistributedOptimizer(optimizer, *arguments, **named)
     from hvdtrain.keras.optimizer import DistributedOptimizer as OfKeras
 
-    named = dict(zip(("name", "use_locking", "device_dense", "device_sparse"), arguments, strict=False)) | named
-    named.pop("use_locking", None)
-    return OfKeras(optimizer, strategy=strategy, **named)
+    given = _inspect.signature(_horovod.DistributedOptimizer).bind(optimizer, *arguments, **named).arguments
+    given.pop("use_locking", None)
+    return OfKeras(strategy=strategy, **given)

@@ -7,8 +7,8 @@ for each call, whose arguments are those of Horovod's C++. Eagerly an operation 
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,18 +19,6 @@ from horovod.tensorflow import mpi_ops
 from tensorflow.python.ops.resource_variable_ops import get_eager_safe_handle_data
 
 from hvdtrain.script.job import Job
-
-
-@dataclasses.dataclass
-class Made:
-    """An operation as Horovod's gradient functions look at it."""
-
-    inputs: Sequence[Any]
-    outputs: Sequence[Any]
-    attributes: dict[str, Any]
-
-    def get_attr(self, name: str) -> Any:
-        return self.attributes[name]
 
 
 class Operations:
@@ -197,7 +185,8 @@ def _with_gradient(
     @tf.custom_gradient
     def operation(*inputs: Any) -> Any:
         outputs = _run(carried, inputs, shapes(*inputs))
-        made = Made(inputs, outputs, attributes)
+        # the operation as Horovod's gradient functions look at it
+        made = types.SimpleNamespace(inputs=inputs, outputs=outputs, get_attr=attributes.__getitem__)
         return outputs, lambda *upstream: gradient(made, *upstream)
 
     return list(operation(*given))

@@ -52,7 +52,7 @@ class ExchangingTape(tf.GradientTape):
         ranks = horovod.size() if self._scale_local else None
         shared, gradients = apart(gradients, variables, self._own, ranks)
         used = [variables[index] for index in shared]
-        key = (str(self._exchange), self._average, *map(id, used))
+        key = (job.job(), str(self._exchange), self._average, *map(id, used))
         if key not in _steps:
             _steps[key] = Step(self._exchange, average=self._average)
         found: list[Any] = []
@@ -108,7 +108,8 @@ def DistributedGradientTape(
         why = "a strategy exchanges among all ranks: leave process_set out"
     if asked is not None and why and str(asked) != DEFAULT_REDUCER:
         raise ValueError(f"DistributedGradientTape, strategy {asked}: {why}")
-    exchange = job.exchange(strategy)
+    with tf.init_scope():  # that ranks meet, or change over, is no part of a graph
+        exchange = job.exchange(strategy)
     plain = horovod.DistributedGradientTape(
         gradtape,
         device_dense,

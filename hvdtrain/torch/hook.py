@@ -30,6 +30,7 @@ class Buckets:
             why = "a hook sums the gradients of a step, so it can be a reducer alone; see --strategy help"
             raise Failure(f"ddp_hook {strategy!r}: {why}", exits.BAD_CONFIG)
         job.init(front, strategy=strategy)
+        job.exchange(strategy)  # changes over where Horovod carries
         self._reducer, self._world = exchange.reducer, job.job().world()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hvdtrain-hook")
         self._held: dict[tuple[Any, ...], Reducer] = {}
@@ -43,7 +44,7 @@ class Buckets:
         self._steps += bucket.is_last()
         on_gpu = buffer.device.type != "cpu"
         done: Any = torch.futures.Future(devices=[buffer.device] if on_gpu else None)
-        gradients = torch.empty(buffer.numel() + 1)
+        gradients = torch.empty(buffer.numel() + 1, dtype=torch.float32, device="cpu")
         gradients[:-1] = buffer  # waits for the GPU
 
         def sum_() -> None:

@@ -65,7 +65,7 @@ class Operations:
             results = [_array(each) for each in outputs]
             what["out"] = results if isinstance(arrays, list) else results[0]
         named = name.decode() if isinstance(name, bytes) else name
-        if number:
+        if number != 0:  # None: a set that is not registered
             if (ranks := self._job.sets.get(number)) is None:
                 raise RuntimeError(f"process set {number} is not in use: give it to init or add_process_set first")
             what["ranks"] = ranks

@@ -25,7 +25,7 @@ from hvdtrain.script import job
 from hvdtrain.strategies import Exchange
 from hvdtrain.strategies.table import DEFAULT_REDUCER
 from hvdtrain.timing import Clock
-from hvdtrain.torch.recorded import watched
+from hvdtrain.torch.recorded import rate, watched
 from hvdtrain.torch.vectors import Parameters, strangers, unscale
 
 STATE = "exchange"
@@ -241,8 +241,8 @@ class Exchanging(torch.optim.Optimizer):
         self._exchange_rows()
         told = self._strategy.step(self._parameters, 0.0, self._clock)
         if self._recorded is not None:
-            waited_s, lr = self._clock.take("communication"), float(self.param_groups[0]["lr"])
-            self._recorded.done(lr=lr, exchange_s=waited_s, sent_bytes=told.sent_bytes)
+            waited_s = self._clock.take("communication")
+            self._recorded.done(lr=rate(self), exchange_s=waited_s, sent_bytes=told.sent_bytes)
 
     def _own_step(self) -> None:
         """The wrapped optimizer's; later if `synchronize` asked for the exchange, never with infinite gradients if a
@@ -316,7 +316,7 @@ class Exchanging(torch.optim.Optimizer):
         self._synchronized, self._deferred = False, None
         if (told := state_dict.get(STATE)) is None:
             return
-        arrays = {name: np.array(array) for name, array in told["arrays"].items()}
+        arrays = {name: np.array(array.cpu()) for name, array in told["arrays"].items()}
         mine = (told["rank"], told["size"]) == (self._world.rank, self._world.size)
         wrong = ""
         if told["strategy"] != self._spelling:

@@ -13,6 +13,12 @@ from hvdtrain.script import job
 from hvdtrain.strategies.payload import ring_bytes
 
 
+def rate(optimizer: Any) -> float | None:
+    """The learning rate of the first group; None where it has none."""
+    found = optimizer.param_groups[0].get("lr")
+    return None if found is None else float(found)
+
+
 def watched(optimizer: Any) -> Any:
     """The same optimizer of Horovod's, each step of which is recorded from now on. Collective."""
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
@@ -39,7 +45,7 @@ def watched(optimizer: Any) -> Any:
     def timed_step(self: Any, closure: Any = None) -> Any:
         nonlocal waited_s
         found = step(closure)
-        steps.done(lr=self.param_groups[0]["lr"], exchange_s=waited_s, sent_bytes=sent_bytes)
+        steps.done(lr=rate(self), exchange_s=waited_s, sent_bytes=sent_bytes)
         waited_s = 0.0
         return found
 

@@ -38,9 +38,9 @@ class Parameters:
         self._size = sum(self._sizes)
         devices = {parameter.device for parameter in self._parameters}
         device = devices.pop() if len(devices) == 1 else torch.device("cpu")
-        self._whole = torch.zeros(self._size + TAIL, device=device)
+        self._whole = torch.zeros(self._size + TAIL, dtype=torch.float32, device=device)
         on_cpu = device.type == "cpu"
-        self._host = self._whole if on_cpu else torch.zeros(self._size + TAIL, pin_memory=True)
+        self._host = self._whole if on_cpu else torch.zeros_like(self._whole, device="cpu", pin_memory=True)
         self._views = self._cut(self._whole)
         self._layouts: dict[int, int] = {}
         """Of gradients that are sparse, and travel dense: the number of sparse dimensions"""
@@ -86,7 +86,7 @@ class Parameters:
 
     @torch.no_grad()
     def weights(self) -> np.ndarray:
-        flat = torch.empty(self._size)
+        flat = torch.empty(self._size, dtype=torch.float32, device="cpu")
         torch._foreach_copy_(self._cut(flat), self._parameters)
         return np.asarray(flat.numpy())
 
@@ -136,7 +136,8 @@ class Parameters:
         return not self._finite() if self._came else self.not_finite
 
     def _finite(self) -> bool:
-        return math.isfinite(float(torch.linalg.vector_norm(self._whole[: self._size], ord=torch.inf)))
+        gradients = self._whole[: self._size]
+        return not self._size or math.isfinite(float(torch.linalg.vector_norm(gradients, ord=torch.inf)))
 
 
 def unscale(gradients: Sequence[torch.Tensor], scale: torch.Tensor) -> None:

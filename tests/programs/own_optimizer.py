@@ -21,6 +21,7 @@ from hvdtrain import world
 from hvdtrain.collectives import Reach
 from hvdtrain.script import job
 from hvdtrain.timing import Clock
+from hvdtrain.torch.vectors import Parameters
 
 met_at = world.Met.at
 world.Met.at = classmethod(
@@ -339,6 +340,18 @@ def mistakes() -> None:
     train(net, wrapped(net, "powersgd", op=hvd.Sum), range(1))
 
 
+def odd_settings() -> None:
+    """A learning rate may be a tensor, PyTorch's default another type."""
+    net = model()
+    optimizer = wrapped(net, "hierarchical")
+    optimizer.param_groups[0]["lr"] = torch.tensor(LR)
+    train(net, optimizer, range(1))
+    torch.set_default_dtype(torch.float64)
+    vectors = Parameters(dict(net.named_parameters()), lambda: None, ranks=2, divided=True, careful=False)
+    assert vectors.weights().dtype == vectors.vector().dtype == np.float32
+    torch.set_default_dtype(torch.float32)
+
+
 def with_closure() -> None:
     net, one = model(), model()
     optimizer, alone = wrapped(net, "hierarchical"), torch.optim.SGD(one.parameters(), lr=LR, momentum=0.9)
@@ -369,6 +382,7 @@ for name in ("hierarchical", "powersgd:rank=2", "delayed+powersgd", "local-sgd:e
 clipped("hierarchical")
 odd_models()
 with_closure()
+odd_settings()
 twice()
 exact(hvd.global_process_set)
 exact(pair)

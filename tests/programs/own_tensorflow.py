@@ -323,6 +323,7 @@ def _compiled(optimizer: Any) -> None:
 def main() -> None:
     hvd.init()
     hvd.init()
+    tf.config.threading.set_intra_op_parallelism_threads(1)  # TensorFlow has not begun yet
     folder = Path(sys.argv[1])
     report = {"names": names(), "calls": calls(), "refusals": refusals(), "fits": fits(folder)}
     every = hvd.allgather_object(report["calls"])

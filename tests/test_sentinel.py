@@ -156,10 +156,11 @@ def test_a_stopped_rank_is_a_fault_unless_the_whole_job_is_stopped(
     job.stop(0, 1)
     job.turn(2 * STOPPED_S)
     assert job.left(True, True), "somebody suspended the job"
-    for sleeper in job.sleepers:
+    for sleeper in job.sleepers:  # he goes from host to host
         os.kill(sleeper.pid, signal.SIGCONT)
         os.waitid(os.P_PID, sleeper.pid, os.WCONTINUED)
-    job.turn(3)
+        job.turn(3)
+    assert job.left(True, True)
     job.stop(1)
     job.turn(STOPPED_S - 2)
     assert job.left(True, True)
@@ -175,6 +176,7 @@ def test_a_stopped_rank_is_a_fault_unless_the_whole_job_is_stopped(
         (RankWords.FAILED, True, ""),
         (RankWords.LEFT, False, ""),
         (signal.SIGTERM, False, ""),
+        (signal.SIGCHLD, True, "rank 1 on host1 died without a word"),
     ],
 )
 def test_the_end_of_a_rank_is_a_fault_unless_it_told_or_was_told(

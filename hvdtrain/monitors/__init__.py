@@ -130,8 +130,7 @@ class Monitor:
             process.wait(END_S)
         except subprocess.TimeoutExpired:
             say(self._host, f"did not end within {END_S:g} s; its last samples are missing")
-            process.kill()
-            process.wait()
+            _kill(process)
         else:
             if process.returncode:  # the kernel's out-of-memory killer, say
                 say(self._host, f"ended early ({process.returncode}); samples are missing from then on")
@@ -153,8 +152,7 @@ class Monitor:
             if not select.select([stream], [], [], max(0.0, deadline_s - time.monotonic()))[0]:
                 late = f"not {word} within {patience_s:g} s (a sensor's driver hangs?)"
                 say(self._host, f"{late}; the run goes on without it")
-                self._process.kill()
-                self._process.wait()
+                _kill(self._process)
                 self._process = None
                 return ""
             part = stream.read(4096)
@@ -162,6 +160,12 @@ class Monitor:
                 return ""
             heard += part
         return heard.decode().removeprefix(word).strip()
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    with contextlib.suppress(subprocess.TimeoutExpired):  # a driver that hangs holds it even then
+        process.wait(1.0)
 
 
 def say(host: str, message: str) -> None:

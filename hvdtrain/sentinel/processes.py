@@ -13,6 +13,8 @@ DAEMONS = ("mpirun", "mpiexec", "orterun", "orted", "prterun", "prted", "horovod
 """Programs that start ranks and end with them. A name may go on: orterun_wrapper, sshd-session"""
 MPIRUN = ("mpirun", "mpiexec", "orterun", "prterun")
 SHELLS = ("sh", "bash", "dash")
+CHATTER = (signal.SIGCHLD, signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF, signal.SIGWINCH, signal.SIGCONT)
+"""Signals that ask nobody to end: a script may handle them, as PyTorch's DataLoader does SIGCHLD"""
 
 
 class Process:

@@ -107,7 +107,11 @@ class Sentinel:
             print(f"hvdtrain: no sentinel on {socket.gethostname()}: {error.strerror}", file=sys.stderr, flush=True)
             return None
         ports = self._answer(START_S)
-        return {"address": self.way.source if self.way else None, **ports} if ports else None
+        if not ports:
+            self._process.kill()
+            self._process = None
+            return None
+        return {"address": self.way.source if self.way else None, **ports}
 
     def _table(self, offers: list[dict[str, Any]], doors: list[dict[str, Any] | None]) -> dict[str, Any]:
         leaders = [rank for rank, door in enumerate(doors) if door and (door["address"] or rank == self._rank)]
@@ -198,8 +202,7 @@ class Sentinel:
         if stream is None or not poll.poll(1000 * patience_s):
             return None
         with contextlib.suppress(ValueError):
-            answer: dict[str, Any] = json.loads(stream.readline())
-            return answer
+            return json.loads(stream.readline())
         return None
 
 

@@ -144,6 +144,7 @@ class Visitor:
         expected = _proof(me, b"connecting", me.number, self.number, self._nonces)
         if self.number not in awaited or not hmac.compare_digest(data, expected):
             raise PermissionError("it does not know the secret")
+        self._await(1)  # whoever reads from now on is woken by any byte
         self.socket.send(WELCOME)
         return True
 

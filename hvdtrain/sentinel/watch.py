@@ -30,7 +30,7 @@ from typing import Any
 
 from hvdtrain.cluster import admission
 from hvdtrain.sentinel import ending, goodput, trust
-from hvdtrain.sentinel.processes import Process, launchers
+from hvdtrain.sentinel.processes import CHATTER, Process, launchers
 
 BEAT_S = 1.0
 SILENCE_S = 15.0
@@ -98,8 +98,7 @@ class Watch:
         self._launchers = list({p.pid: p for chain in chains for p in chain}.values())
         self.folder: str | None = None
         self.command: str | None = None
-        self._last_tick = now
-        self._next_beat = now
+        self._last_tick = self._next_beat = now
         self._fault: dict[str, Any] | None = None
         self._fault_at = 0.0
         self._said = False
@@ -165,12 +164,13 @@ class Watch:
     def _stopped(self, now: float) -> dict[str, Any] | None:
         here = [rank for rank in self._ranks.values() if not rank.process.gone()]
         for rank in here:
-            if rank.process.state() != "T":
-                rank.stopped_since = None
-            elif rank.stopped_since is None:
+            rank.stopped_since = (rank.stopped_since or now) if rank.process.state() == "T" else None
+        if self._idle() and all(peer.idle or peer.left for peer in self._peers):  # somebody suspended the job
+            for rank in here:
                 rank.stopped_since = now
+            return None
         still = [rank for rank in here if rank.stopped_since is not None and now - rank.stopped_since > STOPPED_S]
-        if not still or (self._idle() and all(peer.idle or peer.left for peer in self._peers)):
+        if not still:
             return None
         numbers = _numbers([rank.number for rank in still])
         text = f"{numbers} on {self._name}: stopped (SIGSTOP) for {STOPPED_S:g} s while others wait"
@@ -181,8 +181,7 @@ class Watch:
         return all(rank.stopped_since is not None for rank in self._ranks.values())
 
     def _silent(self, now: float) -> dict[str, Any] | None:
-        watched = [peer for peer in self._peers if peer.heard is not None and not peer.left]
-        lost = [peer for peer in watched if peer.heard is not None and now - peer.heard > SILENCE_S]
+        lost = [p for p in self._peers if p.heard is not None and not p.left and now - p.heard > SILENCE_S]
         for peer in self._peers:
             self._warn(peer, now)
         if not lost:
@@ -247,8 +246,9 @@ class Watch:
 
     def _hear(self, now: float) -> None:
         for data, sender in _arrived(self._words):
-            if data and sender in self._ranks and self._ranks[sender].last_word != RankWords.LEFT:
-                self._ranks[sender].last_word = data[-1]
+            rank = self._ranks.get(sender)
+            if rank and data and data[-1] not in CHATTER and rank.last_word != RankWords.LEFT:
+                rank.last_word = data[-1]
         if self._door is not None:
             self._refused(self._door, now)
             for data, _ in _arrived(self._door):
@@ -344,7 +344,7 @@ class Orders:
             if after == self._index:
                 raise OSError("no sentinel there")
             rate = goodput.measure(to["address"], to["tcp"], self._me, after, source)
-            answer: dict[str, Any] = {"goodput_mbit": round(rate, 3), "reason": None}
+            answer: dict[str, Any] = {"goodput_to": to["name"], "goodput_mbit": round(rate, 3), "reason": None}
         except OSError as error:
             reason = f"TCP to {to['name']} ({to['address']}:{to['tcp']}): {error.strerror or error}"
             answer = {"goodput_mbit": None, "reason": reason}

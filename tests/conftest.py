@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import importlib
+import io
 import json
 import os
 import runpy
@@ -24,6 +25,7 @@ from typing import Any, NoReturn
 import pytest
 from hypothesis import HealthCheck, settings
 
+from hvdtrain import lock
 from hvdtrain.cluster import quota
 from hvdtrain.exits import Failure
 
@@ -44,8 +46,8 @@ settings.load_profile("unhurried")
 NETWORK_TOOLS = ("ip", "tc", "sshd")
 
 # The arrays of tests are small, and workers share the cores: several threads spin, waiting for one that has no core.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# And a sum of one thread, in this process as in those it starts, has the same bits.
+os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TF_NUM_INTRAOP_THREADS"), "1")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background command: so would be all that tests start
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -147,7 +149,6 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("HVDTRAIN_", "OMPI_COMM"))}
     return inherited | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "OMP_NUM_THREADS": "1",
         "OMPI_MCA_mpi_yield_when_idle": "1",  # a waiting rank polls: tests' ranks are more than the cores
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -253,6 +254,29 @@ def alone(module: str, *words: str, extra: Mapping[str, str] | None = None) -> s
     for late in (f"hvdtrain.{module}", "jsonargparse"):
         importlib.import_module(late)
     return forked(program)
+
+
+def here(workload: str, *flags: str) -> Any:
+    """What `python -m hvdtrain.WORKLOAD --json FLAGS` prints. This process runs it, which has imported frameworks."""
+    from hvdtrain import world  # not above: it imports NumPy, which reads the variables there
+
+    shown, stop = io.StringIO(), world.StopSignal()
+    try:
+        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(shown):
+            for name in os.environ.keys() - environment().keys():
+                patch.delenv(name)
+            patch.setattr(sys, "argv", [workload, "--json", *flags])
+            assert importlib.import_module(f"hvdtrain.{workload}").main(stop) == 0
+    finally:
+        stop.restore()
+        lock.release()
+    return json.loads(shown.getvalue())
+
+
+def first_of(ranks: int) -> dict[str, str]:
+    """What mpirun tells the first of so many ranks on one host."""
+    told = {"RANK": 0, "LOCAL_RANK": 0, "SIZE": ranks, "LOCAL_SIZE": ranks}
+    return {f"OMPI_COMM_WORLD_{what}": str(number) for what, number in told.items()}
 
 
 def refused(module: str, *words: str, code: int, said: str, extra: Mapping[str, str] | None = None) -> None:

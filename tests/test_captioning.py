@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,13 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import alone, document, launch, refused, trainings
+from conftest import alone, document, here, launch, refused, trainings
 from PIL import Image
 from runs import cut_off, read_run
 from sklearn.datasets import load_sample_image
 from test_resnet_train import assert_same_arrays, newest_arrays
 
-from hvdtrain.captions import shapes
+from hvdtrain import cli
+from hvdtrain.captions import command, shapes
 from hvdtrain.captions.shapes import Group, Scene
 from hvdtrain.captions.trained import open_run
 from hvdtrain.models import vgg16
@@ -34,8 +36,8 @@ def captioning(ranks: int, *flags: str, launcher: str = "mpirun") -> subprocess.
     return launch(ranks, ["-m", "hvdtrain.captioning", *flags], launcher)
 
 
-def hvdtrain(*words: str) -> subprocess.CompletedProcess[str]:
-    return launch(0, ["-m", "hvdtrain.cli", *words])
+def hvdtrain(*words: str) -> None:
+    assert cli.command([*words]) == 0
 
 
 def lay_out(folder: Path, places: Sequence[str], sides: Sequence[str]) -> None:
@@ -69,8 +71,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("flickr")
     lay_out(folder / "source", PLACES, SIDES)
     made = str(folder / "small")
-    done = hvdtrain("data", "captions", str(folder / "source"), made, "--size", "32x32", "--min-count", "1")
-    assert done.returncode == 0, done.stderr
+    hvdtrain("data", "captions", str(folder / "source"), made, "--size", "32x32", "--min-count", "1")
     return made
 
 
@@ -84,12 +85,12 @@ def test_one_process_and_two_ranks_and_both_frameworks_learn_the_same(small: str
     flags += ["--checkpoint-epochs", "0", "--checkpoint-steps", "9", "--keep-checkpoints", "9", "--strategy", "factors"]
     alone, two, tensorflow = (tmp_path / name for name in ("alone", "two", "tensorflow"))
     then_two, then_alone = tmp_path / "alone then two", tmp_path / "two then alone"
-    document(captioning(0, *flags, "--framework", "torch", "--json", "--run-dir", str(alone)))
+    here("captioning", *flags, "--framework", "torch", "--run-dir", str(alone))
     cut_off(alone, then_two, 18)
     todo = [{"flags": [*flags, "--framework", "torch", "--run-dir", str(two)]}, {"flags": ["--resume", str(then_two)]}]
     assert trainings(2, todo, workload="captioning")[0] == [0, 0]
     cut_off(two, then_alone, 18)
-    document(captioning(0, "--resume", str(then_alone), "--json"))
+    here("captioning", "--resume", str(then_alone))
     document(captioning(2, *flags, "--framework", "tensorflow", "--json", "--run-dir", str(tensorflow)))
     losses = [step.loss for step in read_run(alone)["step"]]
     assert losses[-1] < 0.9 * losses[0]
@@ -149,10 +150,10 @@ def test_a_run_that_was_cut_off_goes_on_as_if_it_never_was(
     if framework == "tensorflow":
         whole, cut = tmp_path / "whole", tmp_path / "cut"
         flags = ["--data", small, *TINY, "--framework", framework, "--batch-size", "16", "--epochs", "2"]
-        flags += ["--checkpoint-steps", "5", "--keep-checkpoints", "9", "--json", "--run-dir"]
-        document(captioning(0, *flags, str(whole)))
+        flags += ["--checkpoint-steps", "5", "--keep-checkpoints", "9", "--run-dir"]
+        here("captioning", *flags, str(whole))
         cut_off(whole, cut, CUT)
-        document(captioning(0, *flags, str(cut), "--resume"))
+        here("captioning", *flags, str(cut), "--resume")
     expected, resumed = (read_run(folder)["summary"][-1] for folder in (whole, cut))
     (again,) = read_run(cut)["resumed"]
     assert expected.steps // 2 < again.step == CUT < expected.steps, "in the midst of the second epoch"
@@ -181,11 +182,11 @@ def test_captions_need_the_picture_and_the_best_epoch_is_tested(tmp_path: Path) 
             Image.fromarray(picture).save(source / f"{number}.png")
             table.writerow([f"{number}.png", f"{scene.first.colour} square beside {scene.second.colour} square"])
     size = ["--size", "32x32", "--split", "70/15/15", "--min-count", "1"]
-    assert hvdtrain("data", "captions", str(source), prepared, *size).returncode == 0
+    hvdtrain("data", "captions", str(source), prepared, *size)
     flags = ["--data", prepared, "--epochs", "12", "--hidden", "64", "--embedding", "32", "--dropout", "0.2"]
-    flags += ["--batch-size", "16", "--lr", "0.01", "--framework", "torch", "--beam", "1", "--seed", "1", "--json"]
-    seeing = document(captioning(0, *flags, "--run-dir", str(tmp_path / "seeing")))
-    blind = document(captioning(0, *flags, "--encoder", "none", "--run-dir", str(tmp_path / "blind")))
+    flags += ["--batch-size", "16", "--lr", "0.01", "--framework", "torch", "--beam", "1", "--seed", "1"]
+    seeing = here("captioning", *flags, "--run-dir", str(tmp_path / "seeing"))
+    blind = here("captioning", *flags, "--encoder", "none", "--run-dir", str(tmp_path / "blind"))
     assert set(seeing["test_scores"]) == {"accuracy", "bleu1", "bleu2", "bleu3", "bleu4"}
     assert seeing["test_scores"]["bleu4"] > 0.7
     assert blind["test_scores"]["bleu4"] < 0.4
@@ -197,10 +198,10 @@ def test_captions_need_the_picture_and_the_best_epoch_is_tested(tmp_path: Path) 
 
 def test_two_stages_learn_what_one_process_does_and_write_the_same(small: str, tmp_path: Path) -> None:
     """Bit for bit, with dropout and captions of unequal length; and what they saved `caption` reads."""
-    flags = ["--data", small, *TINY, "--global-batch-size", "60", "--micro-batches", "3", "--epochs", "2", "--json"]
+    flags = ["--data", small, *TINY, "--global-batch-size", "60", "--micro-batches", "3", "--epochs", "2"]
     flags += ["--framework", "torch", "--run-dir"]
-    one = document(captioning(0, *flags, str(tmp_path / "one")))
-    two = document(captioning(2, *flags, str(tmp_path / "two"), "--stages", "2", "--cut-at", "words"))
+    one = here("captioning", *flags, str(tmp_path / "one"))
+    two = document(captioning(2, *flags, str(tmp_path / "two"), "--json", "--stages", "2", "--cut-at", "words"))
     losses = [[step.loss for step in read_run(tmp_path / name)["step"]] for name in ("one", "two")]
     assert losses[0] == losses[1]
     for field in ("test_loss", "test_scores", "validation_scores"):
@@ -218,7 +219,9 @@ def test_strategies_are_the_same_as_for_images(strategy: str, runs: Path) -> Non
     assert set(found["summary"][-1].test_scores) == {"accuracy", *names}
 
 
-def test_photographs_from_end_to_end_with_vgg16(tmp_path: Path) -> None:
+def test_photographs_from_end_to_end_with_vgg16(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Every command a user of Flickr8k types, with weights that are random but pass for torchvision's."""
     photographs = tmp_path / "flickr"
     lay_out(photographs, PLACES[:2], SIDES[:3])
@@ -226,28 +229,29 @@ def test_photographs_from_end_to_end_with_vgg16(tmp_path: Path) -> None:
     arrays = vgg16.random_weights(0)
     torch.save({name: torch.from_numpy(array) for name, array in arrays.items()}, weights)
     imported = tmp_path / "vgg16.safetensors"
-    assert hvdtrain("data", "vgg16", str(weights), str(imported)).returncode == 0
+    hvdtrain("data", "vgg16", str(weights), str(imported))
     weights.unlink()  # half a gigabyte
     run = tmp_path / "run"
-    flags = ["-m", "hvdtrain.captioning", "--data", f"flickr8k:{photographs}", "--weights", str(imported)]
+    flags = ["--data", f"flickr8k:{photographs}", "--weights", str(imported)]
     flags += ["--hidden", "32", "--embedding", "32", "--epochs", "4", "--batch-size", "8", "--framework", "torch"]
-    first = launch(2, [*flags, "--json", "--run-dir", str(run)], extra=cache)
+    first = launch(2, ["-m", "hvdtrain.captioning", *flags, "--json", "--run-dir", str(run)], extra=cache)
     summary = document(first)
     assert "features of 12 images: made" in first.stderr
     assert summary["parameters"] < 300_000, "the encoder is not the model's to train"
     assert not any("encoder" in name or "features." in name for name in newest_arrays(run))
     sent = summary["bytes_sent"] / summary["steps"]
     assert sent < 4 * summary["parameters"] * 1.1 + 1000, "and is never sent"
-    again = launch(2, [*flags, "--json", "--run-dir", str(tmp_path / "again")], extra=cache)
-    assert document(again)["test_scores"] == summary["test_scores"]
-    assert "features of 12 images: read" in again.stderr
-    pictures = sorted(str(path) for path in (photographs / "Images").iterdir())[:3]
-    words = ["-m", "hvdtrain.captioning", "caption", *pictures, "--run", str(run), "--json"]
-    told = {framework: document(launch(0, [*words, "--framework", framework])) for framework in FRAMEWORKS}
+    monkeypatch.setenv("XDG_CACHE_HOME", cache["XDG_CACHE_HOME"])
+    here("captioning", *flags, "--epochs", "1", "--run-dir", str(tmp_path / "again"))
+    assert "features of 12 images: read" in capsys.readouterr().err
+    pictures, told = sorted(str(path) for path in (photographs / "Images").iterdir())[:3], {}
+    for framework in FRAMEWORKS:
+        assert command.main([*pictures, "--run", str(run), "--json", "--framework", framework]) == 0
+        told[framework] = json.loads(capsys.readouterr().out)
     sentences = [[each["caption"] for each in found["captions"]] for found in told.values()]
     assert len(sentences[0]) == 3
     assert sentences[0] == sentences[1], "either framework writes what the model has learnt"
-    assert hvdtrain("results", "accuracy", str(run)).returncode == 0
+    hvdtrain("results", "accuracy", str(run))
 
 
 @pytest.mark.parametrize(

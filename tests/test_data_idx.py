@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import document, failing, launch
+from conftest import failing, here
 from PIL import Image
 
 from hvdtrain import data
@@ -111,9 +111,9 @@ def test_fashion_mnist_is_whole_and_learnt_from(tmp_path: Path) -> None:
     for part, split, count in (("train", dataset.train, 2000), ("t10k", dataset.test, 300)):
         (tmp_path / f"{part}-images-idx3-ubyte").write_bytes(packed(split.samples[:count, ..., 0]))
         (tmp_path / f"{part}-labels-idx1-ubyte").write_bytes(packed(split.labels[:count].astype(np.uint8)))
-    flags = ["--data", f"idx:{tmp_path}", "--width", "0.125", "--image-size", "16", "--epochs", "1", "--json"]
+    flags = ["--data", f"idx:{tmp_path}", "--width", "0.125", "--image-size", "16", "--epochs", "1"]
     flags += ["--warmup-epochs", "0", "--framework", "torch", "--run-dir", str(tmp_path / "run")]
-    told = document(launch(0, ["-m", "hvdtrain.resnet", *flags]))
+    told = here("resnet", *flags)
     assert told["steps"] == 1800 // 32 + 1
     assert told["test_accuracy"] > 0.35
 

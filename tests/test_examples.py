@@ -37,12 +37,10 @@ def test_a_benchmark_as_horovods_documentation_writes_it(framework: str, tmp_pat
     """With nothing changed but the import it ends with Horovod's weights, whoever carries and starts it."""
     pytest.importorskip("keras" if framework == "tensorflow" else "torch")
     script = str(ROOT / "tests" / "programs" / f"synthetic_{framework}.py")
-    streams = {"HVDTRAIN_STRATEGY": "hierarchical"}
-    started: list[tuple[str, str, dict[str, str]]] = [
-        ("horovod", "horovodrun", {}) if framework == "torch" else ("hvdtrain", "horovodrun", {}),
-        ("hvdtrain", "mpirun", streams),
-    ]
-    started += [("hvdtrain", "torchrun", {})] if framework == "torch" else []
+    started: list[tuple[str, str, dict[str, str]]] = [("horovod", "horovodrun", {}), ("hvdtrain", "torchrun", {})]
+    if framework == "tensorflow":
+        streams = {"HVDTRAIN_STRATEGY": "hierarchical"}
+        started = [("hvdtrain", "horovodrun", {}), ("hvdtrain", "mpirun", streams)]
     found = []
     for package, launcher, extra in started:
         norms = tmp_path / launcher

@@ -12,7 +12,7 @@ from typing import Any
 import fake_hosts
 import numpy as np
 import pytest
-from conftest import PROGRAMS, SMALL, alone, document, failing, launch, resnet, trainings
+from conftest import PROGRAMS, SMALL, alone, document, failing, first_of, launch, refused, trainings
 from hypothesis import given
 from hypothesis import strategies as st
 from runs import read_run
@@ -190,21 +190,33 @@ def test_a_rank_that_computes_next_to_nothing_still_has_a_share(clock: Clock) ->
     assert all(share > 0 for share in fake_hosts.run(2, rank)[0])
 
 
-def test_measuring_leaves_no_trace_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
-    """A measured run, stopped and resumed, against a run of the shares that it printed."""
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Runs of two ranks in one start, and what they said: `cut` measured, was stopped and went on, and `given` changed
+    its shares after two epochs."""
+    folder = tmp_path_factory.mktemp("runs")
     flags = ["--framework", "torch", *SMALL, "--epochs", "2", "--run-dir"]
-    cut, whole = tmp_path / "cut", tmp_path / "whole"
-    measured = [*flags, str(cut), "--strategy", "hybrid"]
-    codes, errors = trainings(2, [{"flags": measured, "stop_before": 17}, {"flags": [*measured, "--resume"]}])
-    assert codes == [75, 0]
+    cut = [*flags, str(folder / "cut"), "--strategy", "hybrid"]
+    given = [*flags, str(folder / "given"), "--schedule", "constant"]
+    more = (["--epochs", "1", "--strategy", "hybrid:shares=3:1"], ["--resume"])
+    more += (["--epochs", "3", "--resume", "--strategy", "hybrid:shares=1:1"],)
+    todo = [{"flags": cut, "stop_before": 17}, {"flags": [*cut, "--resume"]}]
+    codes, said = trainings(2, [*todo, *({"flags": [*given, *each]} for each in more)])
+    assert codes == [75, 0, 0, 0, 0], said
+    return folder, said
+
+
+def test_measuring_leaves_no_trace_and_resumed_equals_uninterrupted(runs: tuple[Path, str], tmp_path: Path) -> None:
+    """A measured run, stopped and resumed, against a run of the shares that it printed."""
+    cut, whole = runs[0] / "cut", tmp_path / "whole"
     plan = json.loads((cut / "manifest.json").read_text())["plan"]
-    shown = [line.split(maxsplit=1)[1] for line in errors.splitlines() if line.startswith("shares ")]
+    shown = [line.split(maxsplit=1)[1] for line in runs[1].splitlines() if line.startswith("shares ")]
     printed = shown[0].partition(": ")[0]
     assert [float(share) for share in printed.split(":")] == plan["shares"], "those of the first run still"
     less, more = sorted(plan["shares"])
     assert less == more or less < (1 - TOLERANCE) * more, "equal within the noise is equal"
-    straight = [*flags, str(whole), "--strategy", f"hybrid:shares={printed}"]
-    assert trainings(2, [{"flags": straight}])[0] == [0]
+    straight = ["--framework", "torch", *SMALL, "--epochs", "2", "--strategy", f"hybrid:shares={printed}"]
+    assert trainings(2, [{"flags": [*straight, "--run-dir", str(whole)]}])[0] == [0]
     found = [[step.samples for step in read_run(folder, 1)["step"]] for folder in (cut, whole)]
     assert found[0] == found[1], "the same cuts"
     assert_same_arrays(whole, cut)
@@ -212,18 +224,15 @@ def test_measuring_leaves_no_trace_and_resumed_equals_uninterrupted(tmp_path: Pa
     assert ends[0].validation_scores == ends[1].validation_scores
 
 
-def test_given_shares_are_those_of_every_step_and_a_run_goes_on_with_its_own_or_others(tmp_path: Path) -> None:
-    flags = ["--framework", "torch", *SMALL, "--run-dir", str(tmp_path), "--schedule", "constant", "--epochs"]
-    more = (["1", "--strategy", "hybrid:shares=3:1"], ["2", "--resume"])
-    more += (["3", "--resume", "--strategy", "hybrid:shares=1:1"],)
-    assert trainings(2, [{"flags": [*flags, *each]} for each in more])[0] == [0, 0, 0]
-    found = [read_run(tmp_path, rank)["step"] for rank in range(2)]
+def test_given_shares_are_those_of_every_step_and_a_run_goes_on_with_its_own_or_others(runs: tuple[Path, str]) -> None:
+    folder = runs[0] / "given"
+    found = [read_run(folder, rank)["step"] for rank in range(2)]
+    manifest = json.loads((folder / "manifest.json").read_text())
     per_epoch = len(found[0]) // 3
     for epoch, pair in enumerate([(72, 24), (72, 24), (48, 48)]):
         steps = [each[epoch * per_epoch : (epoch + 1) * per_epoch] for each in found]
         assert {(a.samples, b.samples) for a, b in zip(*(each[:-1] for each in steps), strict=True)} == {pair}
         assert [a.loss for a in steps[0]] == [b.loss for b in steps[1]]
-        manifest = json.loads((tmp_path / "manifest.json").read_text())
         assert sum(step.samples for each in steps for step in each) == manifest["data"]["train"]
     assert manifest["plan"]["shares"] == [1, 1]
 
@@ -242,15 +251,12 @@ def test_shares_are_one_for_each_rank() -> None:
     assert strategies.parse("hybrid").shares(3) is strategies.parse("allreduce").shares(3) is None
 
 
-def test_a_dry_run_tells_the_shares_and_a_wrong_number_of_them_is_said_once() -> None:
+def test_a_dry_run_tells_the_shares_and_a_wrong_number_of_them_is_refused() -> None:
     shown = alone("resnet", "--dry-run", "--strategy", "hybrid", *SMALL)
     assert "shares         measured before step 0" in shown.stdout
-    shown = resnet(2, "--dry-run", "--strategy", "hybrid:shares=1:2", *SMALL)
+    shown = alone("resnet", "--dry-run", "--strategy", "hybrid:shares=1:2", *SMALL, extra=first_of(2))
     assert "shares         1:2: 32 + 64 samples of a step" in shown.stdout
-    done = resnet(2, "--strategy", "hybrid:shares=1:2:3")
-    assert done.returncode == 78
-    assert done.stderr.count("hvdtrain: ") == 1
-    assert "3 shares for 2 ranks" in done.stderr
+    refused("resnet", "--strategy", "hybrid:shares=1:2:3", code=78, said="3 shares for 2 ranks", extra=first_of(2))
 
 
 def test_the_first_ranks_of_a_host_take_its_gpus_and_the_others_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, SMALL, failing, resnet
+from conftest import ROOT, SMALL, failing, here
 
-from hvdtrain import records, scalars
+from hvdtrain import observe, records, scalars
+from hvdtrain.config import TrainConfig
 
 
 @pytest.fixture(autouse=True)
@@ -60,23 +61,27 @@ def recorded(path: Path) -> dict[str, dict[int, float]]:
     return points
 
 
-def test_tensorboard_shows_the_records_of_a_resumed_run_once(tmp_path: Path) -> None:
+def test_tensorboard_shows_the_records_of_a_resumed_run_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of rank 0."""
     pytest.importorskip("torch")
     run = tmp_path / "run"
     flags = [*SMALL, "--framework", "torch", "--run-dir", str(run), "--tensorboard"]
-    flags += ["--checkpoint-epochs", "0", "--checkpoint-steps", "10"]
-    first = resnet(2, *flags, "--epochs", "1")
-    assert first.returncode == 0, first.stderr[-3000:]
-    again = resnet(2, *flags, "--epochs", "2", "--resume")
-    assert again.returncode == 0, again.stderr[-3000:]
-    assert "resumed at step 10 of 30" in again.stderr  # so steps 10 to 14 were made twice
+    flags += ["--checkpoint-epochs", "0", "--checkpoint-steps", "20"]
+    here("resnet", *flags, "--epochs", "1")
+    here("resnet", *flags, "--epochs", "2", "--resume")
+    assert "resumed at step 20 of 60" in capsys.readouterr().err  # so steps 20 to 29 were made twice
     argv = json.loads((run / "manifest.json").read_text())["argv"]
     assert argv[-2:] == ["--epochs", "2"], "a command made of it repeats the run as it became"
     assert argv.count("--run-dir") == 1 and "--resume" not in argv
     expected, shown = recorded(run / "metrics" / "rank0000.jsonl"), drawn(run / "tensorboard")
-    assert sorted(expected["step/loss"]) == list(range(30))
+    assert sorted(expected["step/loss"]) == list(range(60))
     assert {tag: shown.get(tag) for tag in expected} == expected
     assert not {"step/step", "step/warmup", "epoch/unix_s"} & set(shown)
+    other = observe.writer(TrainConfig(tensorboard=True), run, rank=1)
+    other.close()
+    assert type(other) is records.Writer
 
 
 def test_what_was_not_measured_has_no_point(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
-from conftest import ROOT, SMALL, document, environment, failing, refused, resnet
+from conftest import ROOT, SMALL, alone, document, environment, failing, here, refused
 from hypothesis import given
 from hypothesis import strategies as some
 
@@ -123,13 +123,15 @@ def test_what_is_refused_says_what_there_is(text: str, told: str) -> None:
 
 
 def test_help_about_one_tells_its_purpose_settings_and_an_example() -> None:
-    done = resnet(0, "--strategy", "help:powersgd", *SMALL)
+    done = alone("resnet", "--strategy", "help:powersgd", *SMALL)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("powersgd: Low-rank gradients")
     for said in ("rank=whole number >= 1, default 2", "bits=32, 8 or 4, default 8", "MB in 16 rounds, behind backward"):
         assert said in done.stdout
     parse(done.stdout.rpartition("example: --strategy ")[2].strip())
-    assert resnet(0, "--strategy", "help:nonsense").returncode == 78
+    asked = alone("resnet", "--strategy", "help:powersgd:rank=4", *SMALL)
+    assert (asked.returncode, asked.stderr) == (0, "") and asked.stdout.startswith("powersgd:rank=4: Low-rank")
+    assert alone("resnet", "--strategy", "help:nonsense").returncode == 78
 
 
 def test_every_strategy_tells_what_it_costs_and_every_setting_what_it_is() -> None:
@@ -222,32 +224,28 @@ def test_a_flag_of_before_is_answered_with_the_string(flags: list[str], told: st
 def test_so_are_a_variable_and_a_key(tmp_path: Path) -> None:
     file = tmp_path / "c.toml"
     file.write_text('strategy = "native"\nddp_hook = "fp16"\n')
-    done = resnet(0, "--config", str(file))
+    done = alone("resnet", "--config", str(file))
     assert (done.returncode, f"{file}: ddp_hook = fp16: " in done.stderr) == (2, True), done.stderr
     assert "give --strategy native:hook=fp16" in done.stderr
-    command = [sys.executable, "-m", "hvdtrain.resnet", "--strategy", "delayed"]
-    done = subprocess.run(
-        command, env=environment() | {"HVDTRAIN_STALENESS": "2"}, cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = alone("resnet", "--strategy", "delayed", extra={"HVDTRAIN_STALENESS": "2"})
     assert done.returncode == 2
     assert "HVDTRAIN_STALENESS=2: " in done.stderr and "give --strategy delayed:staleness=2" in done.stderr
 
 
 def test_a_run_of_before_goes_on_and_another_momentum_of_rounds_is_refused(tmp_path: Path) -> None:
     """The manifest is rewritten as an earlier version wrote it."""
-    flags = [*SMALL, "--framework", "torch", "--run-dir", str(tmp_path), "--json"]
+    flags = [*SMALL, "--framework", "torch", "--run-dir", str(tmp_path)]
     asked = "local-sgd:every=3,outer_momentum=0.6"
-    document(resnet(0, *flags, "--epochs", "1", "--strategy", asked))
+    here("resnet", *flags, "--epochs", "1", "--strategy", asked)
     path = tmp_path / "manifest.json"
     manifest = json.loads(path.read_text())
     assert manifest["config"]["strategy"] == asked
     assert manifest["exchange"] == {"behind": "", "exact": False}
     manifest["config"] |= THEN | {"strategy": "local-sgd", "every": 3, "outer_momentum": 0.6}
     path.write_text(json.dumps({key: value for key, value in manifest.items() if key != "exchange"}))
-    other = resnet(0, *flags, "--epochs", "2", "--resume", "--strategy", "local-sgd:every=3")
-    assert other.returncode == 78
-    assert f"strategy: '{asked}' there, 'local-sgd:every=3' here" in other.stderr
-    again = document(resnet(0, *flags, "--epochs", "2", "--resume"))
+    with failing(78, f"strategy: '{asked}' there, 'local-sgd:every=3' here"):
+        here("resnet", *flags, "--epochs", "2", "--resume", "--strategy", "local-sgd:every=3")
+    again = here("resnet", *flags, "--epochs", "2", "--resume")
     assert (again["strategy"], again["epochs"]) == (asked, 2)
     assert not set(FLAT) & set(json.loads(path.read_text())["config"])
 

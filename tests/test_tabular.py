@@ -6,13 +6,12 @@ import csv
 import dataclasses
 import json
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PROGRAMS, document, failing, launch, refused
+from conftest import PROGRAMS, alone, document, failing, here, launch, refused
 from runs import read_run
 from sklearn import metrics as known
 from sklearn.datasets import load_wine
@@ -39,10 +38,6 @@ STRATEGIES = {
 }
 ALONE = {("tensorflow", "native")}
 """Wants processes of its own: test_native.py"""
-
-
-def tabular(ranks: int, *flags: str) -> subprocess.CompletedProcess[str]:
-    return launch(ranks, ["-m", "hvdtrain.tabular", *flags])
 
 
 def steps(folder: Path) -> list[float]:
@@ -74,7 +69,7 @@ def summary(folder: Path) -> Any:
 
 
 def test_one_process_two_ranks_and_both_frameworks_learn_the_same(runs: Path, tmp_path: Path) -> None:
-    alone = document(tabular(0, *FLAGS, "--framework", "torch", "--run-dir", str(tmp_path / "alone")))
+    alone = here("tabular", *FLAGS, "--framework", "torch", "--run-dir", str(tmp_path / "alone"))
     losses = steps(tmp_path / "alone")
     assert losses[-1] < 0.5 * losses[0]
     np.testing.assert_allclose(steps(runs / "torch" / "allreduce"), losses, rtol=2e-4, atol=1e-5)
@@ -107,11 +102,11 @@ def test_strategies_are_the_same_as_for_images(framework: str, strategy: str, ru
     assert np.sum(found["summary"][-1].test_sums["confusion"]) == 27
 
 
-def test_the_documented_command_of_two_ranks_in_tensorflow(tmp_path: Path) -> None:
-    done = tabular(2, "--framework", "tensorflow", "--json", "--epochs", "1", "--run-dir", str(tmp_path / "two"))
-    told = document(done)
-    assert (told["ranks"], told["workload"]) == (2, "tabular")
-    assert "398 training, 86 validation, 85 test rows of 30 features, 2 classes (separated by commas" in done.stderr
+def test_without_data_it_takes_those_of_breast_cancer() -> None:
+    told = document(alone("tabular", "--dry-run", "--json"))
+    assert told["workload"] == "tabular"
+    rows = "398 training, 86 validation, 85 test rows of 30 features, 2 classes (separated by commas"
+    assert rows in told["facts"]["data"]
 
 
 def test_the_end_of_a_run_shows_the_matrix_in_80_columns(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

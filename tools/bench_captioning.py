@@ -47,8 +47,7 @@ def measure_parts(framework: str, rounds: int, folder: Path) -> dict[str, Any]:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"bench: {' '.join(command)} failed:\n{done.stderr[-3000:]}")
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    return json.loads(done.stdout)
 
 
 def parts_rows(found: dict[str, Any]) -> list[tuple[str, str, str, str]]:

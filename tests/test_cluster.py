@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import LIMIT_S, ROOT, SMALL, Cluster, document, environment, failing, finished, until
+from conftest import LIMIT_S, ROOT, SMALL, Cluster, document, environment, failing, finished, refused, until
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -162,11 +162,7 @@ def test_a_bad_topology_file_is_one_line_that_names_it(tmp_path: Path, text: str
     ],
 )
 def test_bad_requests_are_refused_before_anything_is_made(flags: list[str], reason: str) -> None:
-    done = finished([ROOT / "tools" / "cluster.sh", "up", "--dry-run", *flags])
-    assert done.returncode == 2
-    assert reason in done.stderr
-    assert done.stderr.count("\n") == 1
-    assert done.stdout == ""
+    refused("cluster", "up", "--dry-run", *flags, code=2, said=reason)
 
 
 def test_every_command_names_only_what_is_the_clusters() -> None:
@@ -334,9 +330,8 @@ def test_two_clusters_live_side_by_side_and_leave_nothing() -> None:
     try:
         for made in (first, second):
             assert made.run("up", "--hosts", "a,b").returncode == 0
-        unnamed = [ROOT / "tools" / "cluster.sh", "exec", "a", "--", "true"]
-        refused = finished(unnamed)
-        assert (refused.returncode, "choose one with --name" in refused.stderr) == (2, True)
+        unnamed = finished([ROOT / "tools" / "cluster.sh", "exec", "a", "--", "true"])
+        assert (unnamed.returncode, "choose one with --name" in unnamed.stderr) == (2, True)
         assert first.run("down").returncode == 0
         assert second.on("a", "ssh", "b", "hostname").stdout == "b\n"
         assert footprint(first.name) == set()

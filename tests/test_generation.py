@@ -226,7 +226,7 @@ sys.path.insert(0, {tests!r})
 from test_generation import problem
 from hvdtrain.captions.generation import judge
 from hvdtrain.world import World
-world = World("torch")
+world = World("torch", carrier="streams")
 found = []
 for count in (37, 1):
     writer, split, vocabulary = problem(count)

@@ -212,17 +212,8 @@ def test_zones_that_make_no_sense_are_absent(energy: str, range_uj: int, reason:
 
 def listed(root: Path, *flags: str, before: Sequence[str] = ()) -> str:
     """What `--list` shows."""
-    command = [
-        sys.executable,
-        "-m",
-        "hvdtrain.monitors",
-        "--seconds",
-        "0.05",
-        "--powercap",
-        str(root),
-        *flags,
-    ]
-    done = finished([*before, *command])
+    command = [sys.executable, "-m", "hvdtrain.monitors", "--seconds", "0.05", "--powercap", str(root)]
+    done = finished([*before, *command, *flags])
     assert done.returncode == 0, done.stderr
     return done.stdout
 

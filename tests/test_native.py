@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import LIMIT_S, PROGRAMS, Cluster, document, failing, finished, launch, resnet
-from runs import cut_off, read_run
+from conftest import LIMIT_S, PROGRAMS, Cluster, alone, document, failing, finished, launch, resnet, trainings
+from runs import read_run
 from test_resnet_train import assert_same_arrays, newest_arrays, started, wait_for_steps
 
 from hvdtrain import strategies
@@ -24,10 +24,15 @@ from hvdtrain.strategies import Layout
 CALM = ["--image-size", "16", "--width", "0.125", "--batch-size", "96", "--lr", "0.005", "--epochs", "1", "--json"]
 
 
-def train(ranks: int, folder: Path, *flags: str, launcher: str = "mpirun") -> dict[str, Any]:
-    """A run's records by type, and its summary and manifest."""
-    summary = document(resnet(ranks, "--run-dir", str(folder), *CALM, *flags, launcher=launcher))
-    return {**read_run(folder), "summary": summary, "manifest": json.loads((folder / "manifest.json").read_text())}
+POWER = ["--strategy", "native:hook=powersgd", "--lr", "0.05", "--epochs", "5", "--checkpoint-steps", "15"]
+POWER += ["--keep-checkpoints", "9"]
+WAYS = {"horovod": [], "native": ["--strategy", "native"], "half": ["--strategy", "native:hook=fp16"], "whole": POWER}
+
+
+def told(folder: Path) -> dict[str, Any]:
+    """A run's records by type, its last summary and its manifest."""
+    found = read_run(folder)
+    return {**found, "summary": found["summary"][-1], "manifest": json.loads((folder / "manifest.json").read_text())}
 
 
 def losses(run: dict[str, Any]) -> list[float]:
@@ -35,55 +40,58 @@ def losses(run: dict[str, Any]) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def native(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """A run of each framework on two ranks, under both kinds of launcher."""
-    folder, flags = tmp_path_factory.mktemp("native"), ["--strategy", "native", "--framework"]
-    return {
-        "torch": train(2, folder / "torch", *flags, "torch"),
-        "tensorflow": train(2, folder / "tensorflow", *flags, "tensorflow", launcher="horovodrun --gloo"),
-    }
+def torch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of PyTorch on two ranks in one start, the last of them cut off."""
+    folder, flags = tmp_path_factory.mktemp("torch"), [*CALM, "--framework", "torch", "--run-dir"]
+    todo: list[dict[str, Any]] = [{"flags": [*flags, str(folder / name), *way]} for name, way in WAYS.items()]
+    cut = [*flags, str(folder / "cut"), *POWER, "--resume"]
+    codes, said = trainings(2, [*todo, {"flags": cut, "folder": str(folder / "whole"), "from_step": 20}])
+    assert codes == [0] * 5, said
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tensorflow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of TensorFlow under the other kind of launcher."""
+    folder = tmp_path_factory.mktemp("tensorflow")
+    for name in ("horovod", "native"):
+        flags = [*CALM, "--framework", "tensorflow", "--run-dir", str(folder / name), *WAYS[name]]
+        document(resnet(2, *flags, launcher="horovodrun --gloo"))
+    return folder
 
 
 @pytest.mark.parametrize(("framework", "carrier"), [("torch", "gloo"), ("tensorflow", "grpc")])
-def test_native_trains_as_allreduce_does(
-    framework: str, carrier: str, native: dict[str, dict[str, Any]], tmp_path: Path
-) -> None:
-    horovod = train(2, tmp_path / "horovod", "--framework", framework, launcher="horovodrun --gloo")
-    own = native[framework]
+def test_native_trains_as_allreduce_does(framework: str, carrier: str, request: pytest.FixtureRequest) -> None:
+    own, horovod = (told(request.getfixturevalue(framework) / name) for name in ("native", "horovod"))
     np.testing.assert_allclose(losses(own), losses(horovod), rtol=1e-6)
     assert own["manifest"]["collectives"] == carrier
-    assert own["summary"]["bytes_sent"] == horovod["summary"]["bytes_sent"] > 0
-    assert own["summary"]["validation_accuracy"] == horovod["summary"]["validation_accuracy"]
-    assert own["summary"]["test_loss"] == pytest.approx(horovod["summary"]["test_loss"], rel=1e-5)
-    told = [step.communication_s is not None for step in own["step"]]
-    assert all(told) if framework == "torch" else not any(told), "TensorFlow waits inside one graph"
+    assert own["summary"].bytes_sent == horovod["summary"].bytes_sent > 0
+    assert own["summary"].validation_scores == horovod["summary"].validation_scores
+    assert own["summary"].test_loss == pytest.approx(horovod["summary"].test_loss, rel=1e-5)
+    waited = [step.communication_s is not None for step in own["step"]]
+    assert all(waited) if framework == "torch" else not any(waited), "TensorFlow waits inside one graph"
 
 
-def test_the_fp16_hook_stays_close_and_sends_half(native: dict[str, dict[str, Any]], tmp_path: Path) -> None:
-    whole = native["torch"]
-    half = train(2, tmp_path / "half", "--strategy", "native:hook=fp16", "--framework", "torch")
+def test_the_fp16_hook_stays_close_and_sends_half(torch: Path) -> None:
+    whole, half = told(torch / "native"), told(torch / "half")
     np.testing.assert_allclose(losses(half), losses(whole), rtol=1e-3)
     assert losses(half) != losses(whole)
-    assert 2 * half["summary"]["bytes_sent"] == whole["summary"]["bytes_sent"]
+    assert 2 * half["summary"].bytes_sent == whole["summary"].bytes_sent
 
 
-def test_powersgd_learns_and_resumes_as_if_never_interrupted(tmp_path: Path) -> None:
-    flags = ["--strategy", "native:hook=powersgd", "--framework", "torch", "--lr", "0.05", "--epochs", "5"]
-    flags += ["--checkpoint-steps", "15", "--keep-checkpoints", "9"]
-    whole = train(2, tmp_path / "whole", *flags)
+def test_powersgd_learns_and_resumes_as_if_never_interrupted(torch: Path) -> None:
+    whole, resumed = told(torch / "whole"), told(torch / "cut")
     assert losses(whole)[-1] < 0.5 * losses(whole)[0]
     shapes = list(parameters(ResNetSpec(channels=1, classes=10, width=0.125)).values())
     before, after = (4 * powersgd.elements_sent(shapes, 2, step) for step in (0, powersgd.START_STEP))
     first, steps = powersgd.START_STEP, len(whole["step"])
     assert [step.bytes_sent for step in whole["step"]] == [before] * first + [after] * (steps - first)
     assert after < before / 10
-    cut_off(tmp_path / "whole", cut := tmp_path / "cut", 20)
-    resumed = train(2, cut, *flags, "--resume")
     assert powersgd.START_STEP < resumed["resumed"][0].step <= 20
     # Two ranks add in one order, whatever the bucket's; the errors that were kept are those of this very step.
     again = {step.step: step.loss for step in resumed["step"]}  # the last word of those that were made twice
     np.testing.assert_allclose(list(again.values()), losses(whole), rtol=1e-6)
-    expected = assert_same_arrays(tmp_path / "whole", cut, rtol=1e-5, atol=1e-6)
+    expected = assert_same_arrays(torch / "whole", torch / "cut", rtol=1e-5, atol=1e-6)
     assert any("strategy.error." in name for name in expected)
 
 
@@ -120,10 +128,12 @@ def free_port() -> int:
 
 
 def test_horovods_own_strategy_under_torchrun_says_what_to_take(tmp_path: Path) -> None:
-    done = resnet(2, "--run-dir", str(tmp_path / "run"), *CALM, launcher="torchrun")
-    (line,) = [line for line in done.stderr.splitlines() if "hvdtrain: " in line]
+    start = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a"}
+    start |= {"MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "none"}
+    done = alone("resnet", "--run-dir", str(tmp_path / "run"), *CALM, extra=start)
+    assert done.returncode == 78 and not (tmp_path / "run").exists()
+    (line,) = done.stderr.splitlines()
     assert "--strategy native (or hierarchical, " in line and "mpirun or horovodrun" in line
-    assert done.returncode != 0 and not (tmp_path / "run").exists()
 
 
 def test_a_hook_without_pytorchs_ddp_is_refused() -> None:
@@ -170,14 +180,16 @@ def test_a_taken_port_makes_way_to_the_next() -> None:
 
 
 @pytest.mark.root
-@pytest.mark.parametrize(("framework", "launcher"), [("torch", "mpirun.sh"), ("tensorflow", "horovodrun.sh --gloo")])
+@pytest.mark.parametrize(
+    ("framework", "launcher", "ranks"), [("torch", "mpirun.sh", 3), ("tensorflow", "horovodrun.sh --gloo", 2)]
+)
 def test_between_hosts_the_links_interface_carries_the_data(
-    framework: str, launcher: str, cluster: Cluster, tmp_path: Path
+    framework: str, launcher: str, ranks: int, cluster: Cluster, tmp_path: Path
 ) -> None:
-    words = [*f"launch/{launcher} -H a:1,b:2 python -m hvdtrain.resnet --strategy native".split(), *CALM]
+    words = [*f"launch/{launcher} -H a:1,b:{ranks - 1} python -m hvdtrain.resnet --strategy native".split(), *CALM]
     words += ["--framework", framework, "--run-dir", str(tmp_path / "run"), "--batch-size", "64"]
     summary = document(cluster.on("a", *words))
-    assert (summary["hosts"], summary["ranks"]) == (2, 3)
+    assert (summary["hosts"], summary["ranks"]) == (2, ranks)
     # A ring over three ranks crosses the link between two hosts once each way with 2(p-1)/p of the payload.
     for host in summary["nic_bytes"]:
         assert host["nic"] == "eth0"

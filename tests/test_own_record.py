@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import PROGRAMS, launch
@@ -27,17 +29,23 @@ SCRIPT = str(PROGRAMS / "own_recorded.py")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs of one script on one and on two ranks, one that tells nothing and one that fails."""
     folder = tmp_path_factory.mktemp("own")
-    for name, ranks, strategy, flags in (
+    jobs = [
         ("one", 1, "allreduce", ["--api-token", "hunter2"]),
         ("two", 2, "allreduce", ["--api-token", "hunter2"]),
         ("quiet", 2, STREAMS, ["--quiet", "--seed", "3"]),
         ("failed", 1, "allreduce", ["--fail"]),
         ("ended", 1, "hierarchical", ["--exit", "3"]),
-    ):
+    ]
+
+    def begun(job: tuple[str, int, str, list[str]]) -> Any:
+        name, ranks, strategy, flags = job
         variables = {"HVDTRAIN_RUN_DIR": str(folder / name), "HVDTRAIN_STRATEGY": strategy}
-        done = launch(ranks, [SCRIPT, *flags], extra=variables)
-        assert done.returncode == {"failed": 1, "ended": 3}.get(name, 0), done.stderr[-3000:]
-        assert (f"run folder {folder / name}: 16 steps" in done.stderr) == (done.returncode == 0)
+        return launch(ranks, [SCRIPT, *flags], extra=variables)
+
+    with ThreadPoolExecutor(3) as pool:
+        for (name, *_), done in zip(jobs, pool.map(begun, jobs), strict=True):
+            assert done.returncode == {"failed": 1, "ended": 3}.get(name, 0), done.stderr[-3000:]
+            assert (f"run folder {folder / name}: 16 steps" in done.stderr) == (done.returncode == 0)
     return folder
 
 

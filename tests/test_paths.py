@@ -70,19 +70,8 @@ COMMANDS: dict[str, list[str]] = {
 # These need a trained model, or are looked at when a run begins (test_caption.py, test_resnet_train.py, test_launch).
 ELSEWHERE = {("caption", "--weights"), ("resnet", "--run-dir"), ("captioning", "--run-dir"), ("doctor", "--run-dir")}
 ELSEWHERE |= {("sweep", "--root"), ("mpirun", "--logs"), ("horovodrun", "--logs")}
-ALIKE = (
-    "table",
-    "scaling",
-    "energy",
-    "accuracy",
-    "strategies",
-    "phases",
-    "inference",
-    "export",
-    "plot",
-    "report",
-    "compare",
-)
+ALIKE = ("table", "scaling", "energy", "accuracy", "strategies", "phases", "inference")
+ALIKE += ("export", "plot", "report", "compare")
 """Commands of results that read their roots as `list` does: they meet the most telling things only"""
 TELLING = ("missing", "closed", "pipe", "zeros", "control characters")
 CASES = [(name, line) for name, lines in COMMANDS.items() for line in lines]
@@ -193,19 +182,9 @@ def give_up_capabilities() -> None:
 @pytest.fixture(scope="module", autouse=True)
 def imported() -> None:
     """Modules that commands import late: once here, and not in each child."""
-    for name in (
-        "accuracy",
-        "energy",
-        "reference",
-        "scaling_table",
-        "strategies",
-        "tables",
-        "export",
-        "report",
-        "show",
-    ):
-        importlib.import_module(f"hvdtrain.results.{name}")
-    for name in ("data.images", "captions.prepare", "models.vgg16_weights", "sweep.__main__", "cluster.__main__"):
+    results = ("accuracy", "energy", "reference", "scaling_table", "strategies", "tables", "export", "report", "show")
+    others = ("data.images", "captions.prepare", "models.vgg16_weights", "sweep.__main__", "cluster.__main__")
+    for name in (*(f"results.{each}" for each in results), *others):
         importlib.import_module(f"hvdtrain.{name}")
     for name in COMMANDS:
         parser(name)

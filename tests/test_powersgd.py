@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-import subprocess
 import sys
 from collections.abc import Sequence
 from typing import Literal, get_args
 
 import numpy as np
 import pytest
-from conftest import LIMIT_S, environment
+from conftest import finished
 from fake_hosts import rounds
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -341,14 +340,7 @@ def test_processors_of_other_kinds_get_the_same_bits() -> None:
     """OpenBLAS rounds differently on processors with and without fused multiply-add; it can play an old one."""
     program = "import test_powersgd; print(test_powersgd.told_digest())"
     digests = {
-        subprocess.run(
-            [sys.executable, "-c", program],
-            env=environment({"OPENBLAS_CORETYPE": kind, "PYTHONPATH": "tests"}),
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=LIMIT_S,
-        ).stdout
+        finished([sys.executable, "-c", program], extra={"OPENBLAS_CORETYPE": kind, "PYTHONPATH": "tests"}).stdout
         for kind in ("Haswell", "Nehalem")
     }
-    assert len(digests) == 1
+    assert len(digests) == 1 and digests != {""}

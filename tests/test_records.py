@@ -6,21 +6,11 @@ from pathlib import Path
 
 import pytest
 from conftest import failing
+from runs import Made, step
 
 from hvdtrain import records
 
-STEP = records.Step(
-    step=1,
-    epoch=0,
-    loss=0.5,
-    samples=3,
-    lr=0.1,
-    data_s=0.0,
-    compute_s=1.0,
-    communication_s=None,
-    bytes_sent=7,
-    warmup=True,
-)
+STEP = step(Made(communication_s=None), 1, 0)
 
 
 def test_records_come_back_equal_and_a_torn_line_costs_only_itself(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import runs
-from conftest import LIMIT_S, failing
+from conftest import LIMIT_S, failing, finished
 
 from hvdtrain import exits
 from hvdtrain.results import report, report_words
@@ -122,24 +121,9 @@ def race(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_equal_runs_give_an_equal_page_whatever_the_hash_seed(folder: Path, tmp_path: Path) -> None:
     for number in (1, 2):
-        command = [
-            sys.executable,
-            "-m",
-            "hvdtrain.results",
-            "report",
-            str(folder),
-            "-o",
-            str(tmp_path / f"{number}.html"),
-        ]
-        done = subprocess.run(
-            command,
-            env=os.environ | {"PYTHONHASHSEED": str(number)},
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        assert done.stdout == ""
+        words = [sys.executable, "-m", "hvdtrain.results", "report", folder, "-o", tmp_path / f"{number}.html"]
+        done = finished(words, extra={"PYTHONHASHSEED": str(number)})
+        assert (done.returncode, done.stdout) == (0, ""), done.stderr
     first, second = ((tmp_path / f"{number}.html").read_bytes() for number in (1, 2))
     assert first == second
     assert len(first) < 2_000_000

@@ -61,7 +61,7 @@ def test_usr1_saves_a_checkpoint_and_the_requeued_job_resumes_with_its_four_rank
 ) -> None:
     """Two stages, on a host each, of two replicas."""
     run, output = tmp_path / "run", tmp_path / "out"
-    flags = ["--epochs", "8", "--stages", "2", "--strategy", "hierarchical", "--run-dir", str(run)]
+    flags = ["--epochs", "4", "--stages", "2", "--strategy", "hierarchical", "--run-dir", str(run)]
     job = nodes.submit(*TWO_BY_TWO, SCRIPT, *TRAIN, *flags, cwd=ROOT, output=output)
     until(lambda: any(one["type"] == "step" for one in records(run)), what=lambda: f"a first step\n{nodes.logs()}")
     assert nodes.run(["scancel", "--signal=USR1", "--batch", str(job)]).returncode == 0

@@ -6,6 +6,7 @@ One machine plays several hosts (programs/strategy_hosts.py); virtual hosts with
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -16,13 +17,27 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import LIMIT_S, PROGRAMS, Cluster, command, document, environment, launch, resnet, until
+from conftest import (
+    LIMIT_S,
+    PROGRAMS,
+    Cluster,
+    alone,
+    command,
+    document,
+    environment,
+    failing,
+    here,
+    launch,
+    resnet,
+    trainings,
+    until,
+)
 from runs import cut_off, read_run
 from test_checkpoint import edit
 from test_faults import Job, is_rank
@@ -85,11 +100,11 @@ EQUAL: dict[str, str] = {
 # --- one start, many trainings ----------------------------------------------------------------------------------------
 
 
-def report(framework: str, program: str, *words: str) -> Any:
-    """What rank 0 of a program on several hosts printed."""
+def report(framework: str, todo: list[dict[str, Any]]) -> list[Any]:
+    """What strategy_runs.py on several hosts told of each."""
     ranks, per_host, launcher = LAUNCHED[framework]
-    arguments = [str(PROGRAMS / program), framework, str(per_host), *words]
-    return document(launch(ranks, arguments, launcher, limit_s=600))
+    arguments = [str(PROGRAMS / "strategy_runs.py"), framework, str(per_host), json.dumps(todo)]
+    return document(launch(ranks, arguments, launcher, limit_s=600))["codes"]
 
 
 @dataclasses.dataclass
@@ -99,6 +114,8 @@ class Runs:
     framework: str
     folder: Path
     codes: dict[str, int]
+    linear: dict[str, Any]
+    """Reports of strategy_linear.py"""
 
     def read(self, name: str, kind: str) -> list[Any]:
         """Rank 0's records of one kind."""
@@ -147,8 +164,10 @@ def train(framework: str, folder: Path) -> Runs:
             add(f"{name}, resumed", f"{flags} --resume", where=f"{name}, stopped")
         elif (framework, name) in CUTS:
             add(f"{name}, killed", f"{flags} --resume", folder=str(folder / name), from_step=15)
-    codes = report(framework, "strategy_runs.py", json.dumps(list(todo.values())))["codes"]
-    return Runs(framework, folder, dict(zip(todo, codes, strict=True)))
+    small = [{"linear": {"strategy": each}, "steps": LINEAR_STEPS} for each in LINEAR.values()]
+    told = report(framework, [*small, *todo.values()])
+    codes, reports = dict(zip(todo, told[len(small) :], strict=True)), dict(zip(LINEAR, told, strict=False))
+    return Runs(framework, folder, codes, reports)
 
 
 def test_all_runs_end_and_stop_as_they_should(runs: Runs) -> None:
@@ -218,7 +237,7 @@ def test_one_rank_goes_on_with_what_three_on_two_hosts_did(runs: Runs, name: str
     before, folder = tmp_path / "before", tmp_path / "run"
     for copy in (before, folder):
         cut_off(runs.folder / name, copy, 12)
-    summary = document(resnet(0, "--resume", str(folder), "--json"))
+    summary = here("resnet", "--resume", str(folder))
     assert (summary["global_batch"], summary["ranks"], summary["steps"]) == (192, 1, 16)
     first, second = {each.epoch: each for each in read_run(folder)["epoch"]}.values()
     assert first.samples == second.samples == runs.read(name, "epoch")[1].samples
@@ -233,17 +252,30 @@ def test_one_rank_goes_on_with_what_three_on_two_hosts_did(runs: Runs, name: str
 
 
 @pytest.mark.parametrize("runs", ["torch"], indirect=True)
-def test_what_cannot_go_on_with_other_ranks_says_why(runs: Runs, tmp_path: Path) -> None:
-    local, older = tmp_path / "local-sgd", tmp_path / "hierarchical"
-    for each in (local, older):
+def test_two_hosts_go_on_with_what_three_ranks_did_or_say_why_they_cannot(runs: Runs, tmp_path: Path) -> None:
+    """Each quarter of the model's layers has a reducer of its own, which takes over its part of what was left out."""
+    whole, local = tmp_path / "powersgd", tmp_path / "local-sgd"
+    for each in (whole, local):
         cut_off(runs.folder / each.name, each, 12)
     manifest = (local / "manifest.json").read_bytes()
-    done = resnet(2, "--resume", str(local))
-    assert done.returncode == 78 and "Traceback" not in done.stderr, done.stderr
+    todo: list[dict[str, Any]] = [{"flags": ["--resume", str(each)]} for each in (whole, local)]
+    todo[-1] |= {"refused": 78}
+    codes, said = trainings(2, todo)
+    assert codes == [0, 78], said
     asked = RESUMED["local-sgd"][0]
-    assert f"made by 3 ranks, here are 2, and with {asked} each rank has weights and a" in done.stderr
-    assert "start with -np 3, or choose another --run-dir" in done.stderr
+    assert f"made by 3 ranks, here are 2, and with {asked} each rank has weights and a" in said
+    assert "start with -np 3, or choose another --run-dir" in said
     assert (local / "manifest.json").read_bytes() == manifest
+    summary = read_run(whole)["summary"][-1]
+    assert (summary.ranks, summary.hosts, summary.steps) == (2, 2, 16)
+    ours, before = (read_run(folder)["epoch"][-1] for folder in (whole, runs.folder / "powersgd"))
+    assert ours.samples == before.samples
+    assert ours.train_loss == pytest.approx(before.train_loss, rel=0.05), "other BatchNorm"
+
+
+@pytest.mark.parametrize("runs", ["torch"], indirect=True)
+def test_a_checkpoint_that_counts_steps_goes_on_with_as_many_ranks_only(runs: Runs, tmp_path: Path) -> None:
+    cut_off(runs.folder / "hierarchical", older := tmp_path / "run", 12)
     for path in older.glob("checkpoints/*/checkpoint.json"):  # as the version wrote it that counted steps
         about = json.loads(path.read_text())
         about["identity"] |= {"ranks": 3, "rank_batch": about["identity"].pop("global_batch") // 3, "shares": None}
@@ -252,10 +284,9 @@ def test_what_cannot_go_on_with_other_ranks_says_why(runs: Runs, tmp_path: Path)
         del about["layout"]
         path.write_text(json.dumps(about))
         edit(path)
-    done = resnet(0, "--resume", str(older))
-    assert done.returncode == 78 and "start with -np 3, whose next checkpoint any number" in done.stderr, done.stderr
-    code = report("torch", "strategy_runs.py", json.dumps([{"flags": ["--resume", str(older)]}]))["codes"]
-    assert code == [0], "with as many ranks it goes on"
+    with failing(78, "start with -np 3, whose next checkpoint any number"):
+        here("resnet", "--resume", str(older))
+    assert report("torch", [{"flags": ["--resume", str(older)]}]) == [0], "with as many ranks it goes on"
     ours, whole = (read_run(folder)["epoch"][-1] for folder in (older, runs.folder / "hierarchical"))
     assert (ours.step, ours.samples, ours.train_loss) == (whole.step, whole.samples, whole.train_loss)
 
@@ -292,11 +323,9 @@ LINEAR: dict[str, str] = {
 }
 
 
-@pytest.fixture(scope="module", params=FRAMEWORKS)
-def linear(request: pytest.FixtureRequest) -> dict[str, Any]:
-    words = [str(LINEAR_STEPS), json.dumps([{"strategy": each} for each in LINEAR.values()])]
-    reports = report(request.param, "strategy_linear.py", *words)["reports"]
-    return {"ranks": LAUNCHED[request.param][0], **dict(zip(LINEAR, reports, strict=True))}
+@pytest.fixture
+def linear(runs: Runs) -> dict[str, Any]:
+    return {"ranks": LAUNCHED[runs.framework][0], **runs.linear}
 
 
 class Simulated:
@@ -447,40 +476,22 @@ def test_a_signal_to_mpirun_stops_a_delayed_run_and_it_resumes(tmp_path: Path) -
     assert summary["steps"] == 8 * epochs
 
 
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
-    """Starts `hvdtrain.resnet` with flags and an endless run in the background."""
-    jobs: list[Job] = []
-
-    def begin(*flags: str) -> Job:
-        endless = ["--epochs", "10000", "--checkpoint-epochs", "0"]
-        words = ["-m", "hvdtrain.resnet", *CALM, *endless, *flags, "--run-dir", str(tmp_path / "job")]
-        jobs.append(Job(command(2, words), tmp_path / "job"))
-        return jobs[-1]
-
-    yield begin
-    for each in jobs:
-        each.close()
-
-
-@pytest.mark.parametrize("strategy", ["hierarchical", "delayed"])
-def test_a_killed_rank_ends_the_job(strategy: str, job: Callable[..., Job]) -> None:
-    """With `delayed` in the middle of an exchange: the rank is held first, so that the other waits for its part."""
-    training = job("--strategy", strategy)
-    records = training.folder / "metrics" / "rank0001.jsonl"
-    until(lambda: training.process.poll() is not None or (records.exists() and len(records.read_bytes())))
-    assert training.process.poll() is None, training.output()
-    mine = [int(path.name) for path in Path("/proc").glob("[0-9]*") if is_rank(path, training.folder)]
-    rank = {number(pid): pid for pid in mine}[1]
-    if strategy == "delayed":
+def test_a_killed_rank_ends_the_job(tmp_path: Path) -> None:
+    """In the middle of an exchange: the rank is held first, so that the other waits for its part."""
+    words = ["-m", "hvdtrain.resnet", *CALM, "--epochs", "10000", "--checkpoint-epochs", "0", "--strategy", "delayed"]
+    with contextlib.closing(Job(command(2, [*words, "--run-dir", str(tmp_path / "job")]), tmp_path / "job")) as job:
+        records = job.folder / "metrics" / "rank0001.jsonl"
+        until(lambda: job.process.poll() is not None or (records.exists() and len(records.read_bytes())))
+        assert job.process.poll() is None, job.output()
+        mine = [int(path.name) for path in Path("/proc").glob("[0-9]*") if is_rank(path, job.folder)]
+        rank = {number(pid): pid for pid in mine}[1]
         os.kill(rank, signal.SIGSTOP)
         time.sleep(0.5)
-    os.kill(rank, signal.SIGKILL)
-    assert training.end() == 137
-    said = [line for line in training.output().splitlines() if "hvdtrain: " in line]
-    assert len(said) == 1, said
-    assert "rank 1" in said[0]
-    assert "died without a word" in said[0]
+        os.kill(rank, signal.SIGKILL)
+        assert job.end() == 137
+        (said,) = (line for line in job.output().splitlines() if "hvdtrain: " in line)
+        assert "rank 1" in said
+        assert "died without a word" in said
 
 
 def number(pid: int) -> int:
@@ -490,7 +501,7 @@ def number(pid: int) -> int:
 
 
 def test_help_lists_every_strategy_with_what_it_sends() -> None:
-    done = resnet(0, "--strategy", "help", "--width", "0.125")
+    done = alone("resnet", "--strategy", "help", "--width", "0.125")
     assert (done.returncode, done.stderr) == (0, "")
     found = re.findall(r"^  (\S+) +(\d+\.\d+)  ", done.stdout, re.MULTILINE)
     said = {name: float(sent) for name, sent in found}
@@ -527,18 +538,8 @@ def test_the_wire_carries_each_hosts_data_once(cluster: Cluster, tmp_path: Path)
     """The ranks of a host are one: with two on each, a ring of ranks would send half as much again. That reducers send
     what `cost` says is shown where each is tested."""
     words = ["launch/mpirun.sh", "-H", "a:2,b:2", "python", "-m", "hvdtrain.resnet", *CALM]
-    words += [
-        "--strategy",
-        "hierarchical",
-        "--framework",
-        "torch",
-        "--run-dir",
-        str(tmp_path / "run"),
-        "--checkpoint-epochs",
-        "0",
-        "--json",
-    ]
-    summary = document(cluster.on("a", *words))
+    words += ["--strategy", "hierarchical", "--framework", "torch", "--checkpoint-epochs", "0", "--json", "--run-dir"]
+    summary = document(cluster.on("a", *words, str(tmp_path / "run")))
     assert (summary["hosts"], summary["ranks"], summary["steps"]) == (2, 4, 16)
     totals = 4 * TAIL
     payload = 16 * (REDUCERS["hierarchical"].cost(SHAPES, 2).sent_bytes + totals)

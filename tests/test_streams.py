@@ -43,14 +43,7 @@ def host_sends(hosts: int, size: int, item_bytes: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     ("ranks", "per_host", "launcher"),
-    [
-        (2, 1, "horovodrun --gloo"),
-        (2, 2, "mpirun"),
-        (3, 1, "mpirun"),
-        (3, 2, "mpirun"),
-        (4, 1, "mpirun"),
-        (4, 2, "horovodrun --gloo"),
-    ],
+    [(2, 2, "mpirun"), (3, 2, "mpirun"), (4, 1, "mpirun"), (4, 2, "horovodrun --gloo")],
 )
 def test_ranks_sum_as_numpy_does_and_send_what_the_formula_says(ranks: int, per_host: int, launcher: str) -> None:
     report = document(launch(ranks, [str(PROGRAMS / "streams_ranks.py"), str(per_host)], launcher))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, failing, finished
+from conftest import ROOT, failing, finished, refused
 
 from hvdtrain.cluster import commands, throttle
 from hvdtrain.cluster.throttle import __main__ as command_line
@@ -165,9 +165,7 @@ MISTAKES = [
 @pytest.mark.parametrize(("arguments", "code", "reason"), MISTAKES)
 def test_a_mistake_is_one_line_with_its_code(arguments: str, code: int, reason: str) -> None:
     """--dry-run keeps those that need root from being stopped for that first."""
-    done = finished([str(ROOT / "tools" / "throttle.sh"), *arguments.split(), "--dry-run"], cwd="/")  # fmt: skip
-    assert (done.returncode, done.stdout) == (code, ""), done.stderr
-    assert reason in done.stderr and done.stderr.count("\n") == 1 and done.stderr.startswith("throttle: ")
+    refused("cluster.throttle", *arguments.split(), "--dry-run", code=code, said=reason)
 
 
 def test_without_root_it_says_so_and_a_dry_run_still_shows_the_commands(iproute2: None) -> None:

@@ -68,7 +68,7 @@ def step(world: World, count: int, caches: list[str], cut: str = "", seeds: list
 
 def main() -> None:
     asked = json.loads(sys.argv[1])
-    world = World("torch")
+    world = World("torch", carrier="streams")
     steps = [each if isinstance(each, dict) else {"caches": each} for each in asked["steps"]]
     reports = [step(world, asked["images"], **each) for each in steps]
     if world.rank == 0:

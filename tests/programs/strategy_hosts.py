@@ -1,9 +1,12 @@
-"""One machine plays several hosts, for programs on real ranks: hosts differ by their address, 127.0.0.1, 127.0.0.2 ...
+"""One machine plays several hosts, for programs on real ranks: hosts differ by their address, 127.0.0.1, 127.0.0.2 ...,
+and their name, host0, host1 ...
 
 So the strategies' reducers work here without virtual hosts, for which one must be root. No sentinel watches.
 """
 
 from __future__ import annotations
+
+import socket
 
 from hvdtrain import world
 from hvdtrain.collectives import Meeting, Reach
@@ -34,7 +37,9 @@ def prepared_once(framework: str) -> None:
 def joined(per_host: int) -> Meeting:
     """The ranks, `per_host` of them on each host in every `World` that is made from now on."""
     meeting = meet(world.place())
-    reach = Reach(f"127.0.0.{1 + meeting.rank // per_host}", "lo", loopback=True)
+    host = meeting.rank // per_host
+    socket.gethostname = lambda: f"host{host}"
+    reach = Reach(f"127.0.0.{1 + host}", "lo", loopback=True)
 
     def met(ranks: Meeting) -> world.Met:
         return world.Met(ranks, None, reach)

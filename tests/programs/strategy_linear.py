@@ -1,27 +1,23 @@
-"""Strategies on the model of exchange.py, each from the same start; what became of it, printed by rank 0 as JSON.
+"""A strategy on the model of exchange.py, and what became of it. For strategy_runs.py.
 
-    strategy_linear.py torch|tensorflow RANKS_PER_HOST STEPS SETTINGS
-
-SETTINGS is a JSON list of objects with `TrainConfig`'s fields. Every rank has the same uneven share of one fixed batch
-in each step (see exchange.py's `borders`), and synchronises after the last one. Used by test_strategies.py.
+Every rank has the same uneven share of one fixed batch in each step (see exchange.py's `borders`), and synchronises
+after the last one.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from typing import Any
 
 import exchange
 import numpy as np
 from exchange import LR
-from strategy_hosts import joined, prepared_once
 
-from hvdtrain import world
 from hvdtrain.timing import Clock
 
 
 def trained(framework: str, settings: dict[str, Any], steps: int) -> dict[str, Any]:
+    """`settings`: fields of `TrainConfig`."""
     config = exchange.config_of(framework, json.dumps(settings))
     ranks, device = exchange.joined(config)
     strategy, replica = exchange.trainer(config, ranks, device, exchange.problem()[2])
@@ -42,18 +38,3 @@ def trained(framework: str, settings: dict[str, Any], steps: int) -> dict[str, A
     }
     ranks.leave()
     return report
-
-
-def main(stop: world.StopSignal) -> int:
-    framework, per_host, steps = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    prepared_once(framework)
-    meeting = joined(per_host)
-    reports = [trained(framework, settings, steps) for settings in json.loads(sys.argv[4])]
-    if meeting.rank == 0:
-        sys.stdout.write(json.dumps({"reports": reports}) + "\n")
-    meeting.leave()
-    return 0
-
-
-if __name__ == "__main__":
-    world.run(main, debug=True)

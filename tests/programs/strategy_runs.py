@@ -4,8 +4,9 @@
 
 RUNS is a JSON list of objects: `flags`; `stop_before` (optional): the step before which the last rank is sent SIGUSR1;
 `from_step` and `folder` (optional): the run in --run-dir is first made from that in `folder` as if it had been killed
-after its checkpoint of this step. Rank 0 prints their exit codes as JSON. Used by test_strategies.py, and by others
-through conftest.py.
+after its checkpoint of this step; `refused` (optional): the code with which all ranks refuse it, and tell why; or
+`linear` and `steps`: settings for strategy_linear.py, whose report stands in the code's place. Rank 0 prints their exit
+codes as JSON. Used by test_strategies.py, and by others through conftest.py.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from strategy_hosts import joined, prepared_once
+from strategy_linear import trained as linear
 
 from hvdtrain import workloads, world
 from hvdtrain.collectives import Meeting
+from hvdtrain.exits import Failure
 from hvdtrain.strategies import hybrid
 
 sys.path.append(str(Path(__file__).parent.parent))
@@ -56,7 +59,13 @@ def trained(workload: Any, about: dict[str, Any], meeting: Meeting, replica: Any
     sys.argv = [workload.__name__, *flags]
     step = about.get("stop_before") if meeting.rank == meeting.size - 1 else None
     with signalled(replica, step), contextlib.redirect_stdout(io.StringIO()):
-        return workload.main(world.StopSignal())
+        try:
+            return workload.main(world.StopSignal())
+        except Failure as failure:
+            if failure.code != about.get("refused"):
+                raise
+            sys.stderr.write(f"{failure}\n")
+            return failure.code
 
 
 def main(stop: world.StopSignal) -> int:
@@ -71,8 +80,13 @@ def main(stop: world.StopSignal) -> int:
         from hvdtrain.frameworks.tensorflow import TensorFlowReplica as Replica
     hybrid.TRY_S, hybrid.LONGEST_S = 0.05, 0.5  # that measured shares are exact is no matter here
     workload = workloads.module(*sys.argv[4:] or ["resnet"])
-    kinds = [Pipeline if "--stages" in about["flags"] else Replica for about in runs]
-    codes = [trained(workload, about, meeting, kind) for about, kind in zip(runs, kinds, strict=True)]
+
+    def run(about: dict[str, Any]) -> Any:
+        if "linear" in about:
+            return linear(framework, about["linear"], about["steps"])
+        return trained(workload, about, meeting, Pipeline if "--stages" in about["flags"] else Replica)
+
+    codes = [run(about) for about in runs]
     if meeting.rank == 0:
         sys.stdout.write(json.dumps({"codes": codes}) + "\n")
     meeting.leave()

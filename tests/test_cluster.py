@@ -159,6 +159,7 @@ def test_a_bad_topology_file_is_one_line_that_names_it(tmp_path: Path, text: str
         (["--hosts", "a", "--slots", "0"], "slots"),
         (["--hosts", "a", "--rate", "10mbps"], "bytes"),
         (["--topology", "missing.toml"], "missing.toml"),
+        (["--topology", "hostfiles/adsl.toml", "--rate", "10mbit"], "a topology has them in its file"),
     ],
 )
 def test_bad_requests_are_refused_before_anything_is_made(flags: list[str], reason: str) -> None:

@@ -144,6 +144,7 @@ MISTAKES = [
     ("10 --dev lo", 2, "has no unit"),
     ("show --up 5mbit", 2, "--up goes with a rate"),
     ("clear --for 5m", 2, "--for goes with a rate"),
+    ("keep", 2, "--dry-run goes with a rate or with clear"),
     ("10mbit --for 5", 2, "write for example 90s"),
     ("10mbit --for 0s", 2, "from 1s to a week"),
     ("10mbit --delay 5", 2, "--delay 5ms"),

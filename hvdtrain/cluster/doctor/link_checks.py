@@ -97,7 +97,7 @@ def judge_ports(found: Mapping[tuple[str, str], list[dict[str, Any]]], addresses
 
 
 def judge_congestion(found: Mapping[tuple[str, str], list[dict[str, Any]]]) -> list[Check]:
-    """Warns of BBR: short exchanges give it no time to find the rate, and it sends many packets twice."""
+    """Warns of BBR, which sent thousands of packets twice on slow links: see docs/LOG.md."""
     senders = [
         a for (a, _), results in found.items() if any("bbr" in result.get("congestion", "") for result in results)
     ]

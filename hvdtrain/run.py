@@ -362,9 +362,9 @@ def show_summary(summary: records.Summary, measure: Measure, *, as_json: bool) -
     }
     lines |= {"throughput": rate, "run folder": summary.run_dir}
     if summary.hosts > 1 and (shares := summary.step_shares):
-        lines["of a step"] = (
-            f"{shares['exchange']:.0%} waiting for the exchange, {shares['compute']:.0%} computing, "
-            f"{shares['data']:.0%} waiting for data (mean of {summary.ranks} ranks)"
+        lines["mean step"] = (
+            f"{shares['exchange']:.0%} waiting for the exchange, {shares['data']:.0%} for data, "
+            f"{shares['compute']:.0%} computing"
         )
     width = max(map(len, lines))
     emit("\n".join(f"{name:<{width}}  {text}" for name, text in lines.items()))

@@ -156,7 +156,7 @@ def check_same(run: Run, bound: str | None, folder: Path, world: World) -> None:
         except KeyError as error:
             raise Failure(f"{path}: its settings are damaged (no {error.args[0]})", exits.BAD_DATA) from error
         here = json.loads(json.dumps(run.identity()))
-        ranks = kept.plan.get("ranks")
+        ranks, last = kept.plan.get("ranks"), kept.config.get("framework", run.config.framework)
         if differences := identity.differing(there, here):
             told = f"{folder} was made with other settings: {'; '.join(differences)}. Give the same"
         elif bound and ranks != run.plan.ranks:
@@ -164,13 +164,10 @@ def check_same(run: Run, bound: str | None, folder: Path, world: World) -> None:
                 f"{folder} was made by {ranks} ranks, here are {run.plan.ranks}, and with --strategy "
                 f"{run.config.strategy} {bound}: start with -np {ranks}"
             )
-        elif strategies.chosen(run.config).remembers and kept.config.get("framework") not in (
-            run.config.framework,
-            None,
-        ):
+        elif last != run.config.framework and strategies.chosen(run.config).remembers:
             told = (
-                f"{folder} was last trained with {kept.config['framework']}, in whose order --strategy "
-                f"{run.config.strategy} keeps its numbers: give --framework {kept.config['framework']}"
+                f"{folder} was last trained with {last}, in whose order --strategy {run.config.strategy} keeps its "
+                f"numbers: give --framework {last}"
             )
     answers = world.gather([told, run.plan.global_batch])
     if told := answers[0][0]:

@@ -298,7 +298,7 @@ def run(program: Callable[[StopSignal], int], *, debug: bool) -> None:
         sys.stdout.flush()
     except Exception as error:
         stop.peer_lost = True
-        code = _told(error, debug or os.environ.get("HVDTRAIN_DEBUG") == "true")
+        code = _told(error, debug)
     _end(code)
 
 
@@ -333,7 +333,7 @@ def _line_of_script(trace: TracebackType | None) -> str:
 
 def _told(error: Exception, debug: bool, at: str = "") -> int:
     """Tells the user what ended this rank, and `at` which line of a script; the exit code."""
-    where = place()
+    where, debug = place(), debug or os.environ.get("HVDTRAIN_DEBUG") == "true"
     if isinstance(error, Failure):
         if debug:
             traceback.print_exception(error)

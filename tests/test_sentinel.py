@@ -9,6 +9,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -299,6 +300,17 @@ def test_the_way_to_another_host_is_over_a_common_network(
     ours: dict[str, str], theirs: dict[str, str], preferred: list[str], expected: tuple[str, str, str] | None
 ) -> None:
     assert interfaces.way(ours, theirs, "no-such-host.invalid", preferred) == expected
+
+
+def test_who_has_proved_itself_is_heard_whatever_it_says() -> None:
+    """While it proves itself its socket wakes nobody for less than the whole proof."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        one, other = Party(SECRET, b"test", 0), Party(SECRET, b"test", 1)
+        coming = pool.submit(trust.connected, "127.0.0.1", listener.getsockname()[1], other, 0, 10)
+        found = trust.accepted(listener, one, {1}, 10)
+        for end in (found[1], coming.result()):
+            assert end.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == 1
+            end.close()
 
 
 def test_goodput_is_measured_by_the_receiver_and_strangers_are_not_served() -> None:

@@ -109,6 +109,19 @@ def test_a_python_fits_if_the_frameworks_have_wheels_for_it(
         )
 
 
+def test_a_tool_of_roots_takes_a_newer_python_than_an_old_python3(tmp_path: Path) -> None:
+    (tmp_path / "python3.12").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "python3.12").chmod(0o755)
+    tool = str(ROOT / "tools" / "isolated.py")
+    old = "import runpy, sys; sys.version_info = (3, 10); sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0])"
+    words = [sys.executable, "-c", old, tool, "hvdtrain.cluster", "status"]
+    done = subprocess.run(words, env={"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.stdout == f"-I -B {tool} hvdtrain.cluster status\n", done.stderr
+    (tmp_path / "python3.12").unlink()
+    done = subprocess.run(words, env={"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=LIMIT_S)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1) and "install python3.11 or newer" in done.stderr
+
+
 def test_the_first_python_that_fits_is_taken(checkout: Path, tmp_path: Path) -> None:
     path = Path(without(tmp_path, "g++", "python3", *(f"python3.{minor}" for minor in range(11, 15))))
     (path / "python3").write_text("#!/bin/sh\necho 3.10\n")

@@ -245,6 +245,8 @@ def test_a_run_of_before_goes_on_and_another_momentum_of_rounds_is_refused(tmp_p
     path.write_text(json.dumps({key: value for key, value in manifest.items() if key != "exchange"}))
     with failing(78, f"strategy: '{asked}' there, 'local-sgd:every=3' here"):
         here("resnet", *flags, "--epochs", "2", "--resume", "--strategy", "local-sgd:every=3")
+    with failing(78, "was last trained with torch, in whose order"):
+        here("resnet", *flags, "--epochs", "2", "--resume", "--framework", "tensorflow")
     again = here("resnet", *flags, "--epochs", "2", "--resume")
     assert (again["strategy"], again["epochs"]) == (asked, 2)
     assert not set(FLAT) & set(json.loads(path.read_text())["config"])

@@ -244,6 +244,7 @@ class _Reader:
             raise Failure(f"{self.root / file} is no captions file ({what}): {hint}", BAD_DATA) from None
 
     def _annotations(self, images: list[dict[str, Any]], annotations: list[dict[str, Any]]) -> Iterator[Line]:
+        # how many pictures have each id; of two with one id nobody knows which a caption is about
         ids = Counter(number for number, _ in {(image["id"], image.get("file_name")) for image in images})
         by_id = {image["id"]: image for image in images if ids[image["id"]] == 1}
         for number, annotation in enumerate(annotations):

@@ -11,6 +11,7 @@ words by falling count, those of equal count by alphabet. So the same sentences 
 
 from __future__ import annotations
 
+import functools
 import re
 import unicodedata
 from collections import Counter
@@ -23,15 +24,20 @@ SCHEMA = "hvdtrain.vocabulary/1"
 PAD, START, END, UNKNOWN = 0, 1, 2, 3
 SPECIALS = ("<pad>", "<start>", "<end>", "<unknown>")  # no word looks like these: brackets are dropped
 
-MARKS = "".join(each for each in map(chr, range(0x300, 0xFE00)) if unicodedata.category(each) in ("Mn", "Mc"))
-LETTERS = rf"(?:[^\W_][{MARKS}]*)+"  # marks: vowels of Devanagari, say, which \w leaves out
-WORD = re.compile(rf"{LETTERS}(?:'{LETTERS})*")
+
+@functools.cache  # only who cleans captions needs it, and it takes 15 ms
+def _word() -> re.Pattern[str]:
+    """Letters and digits of any script, with their marks (vowels in Devanagari, say, which \\w leaves out), and
+    apostrophes between them."""
+    marks = "".join(each for each in map(chr, range(0x300, 0xFE00)) if unicodedata.category(each) in ("Mn", "Mc"))
+    letters = rf"(?:[^\W_][{marks}]*)+"
+    return re.compile(rf"{letters}(?:'{letters})*")
 
 
 def clean(caption: str) -> str:
     """The caption's words in lower case, joined by single spaces; '' if it has none. Cleaning twice changes nothing."""
     text = unicodedata.normalize("NFC", caption.lower()).replace("’", "'")
-    return " ".join(WORD.findall(text))
+    return " ".join(_word().findall(text))
 
 
 class Vocabulary:

@@ -49,9 +49,9 @@ def per_rank(asked: int, where: Place, work: float, environment: Mapping[str, st
     if given.isdigit() and quota.LAUNCHERS_OWN not in environment:
         return Threads(max(1, int(given)), "OMP_NUM_THREADS")
     cores, ranks = quota.process_cores(), where.local_size
-    if environment.get("OMPI_MCA_orte_bound_at_launch"):  # each rank is bound to cores, which ranks may share
+    if bound := _bound(environment, ranks):  # each rank to cores, which ranks may share
         count = min(quota.threads(cores, 1), quota.threads(quota.host_cores(), ranks))
-        why = f"Open MPI binds each rank to {cores:g} of the cores; mpirun --bind-to none frees them"
+        why = f"{bound[0]} binds each rank to {cores:g} of the cores; {bound[1]} frees them"
     else:
         count = quota.threads(cores, ranks)
         why = f"{cores:g} core{'' if cores == 1 else 's'} here" + (f" for {ranks} ranks" if ranks > 1 else "")
@@ -59,3 +59,13 @@ def per_rank(asked: int, where: Place, work: float, environment: Mapping[str, st
     if enough < count:
         return Threads(enough, f"small layers; --threads {count} may be faster where nothing else runs")
     return Threads(count, why)
+
+
+def _bound(environment: Mapping[str, str], ranks: int) -> tuple[str, str] | None:
+    """Who binds each rank to cores of its own, and what prevents it."""
+    if environment.get("OMPI_MCA_orte_bound_at_launch"):
+        return "Open MPI", "mpirun --bind-to none"
+    listed = environment.get("SLURM_CPU_BIND_LIST")  # cores for each rank; fewer entries: ranks share all of them
+    if listed and listed.count(",") + 1 >= ranks:
+        return "Slurm", "srun --cpu-bind=none"
+    return None

@@ -19,6 +19,7 @@ from pathlib import Path
 from conftest import LIMIT_S, until
 
 from hvdtrain.cluster import lifecycle, topology, virtual
+from hvdtrain.cluster.commands import caller
 from hvdtrain.cluster.topology import Cluster
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
@@ -222,7 +223,7 @@ def tail(path: Path) -> str:
 @contextlib.contextmanager
 def slurm(folder: Path, *, name: str, nodes: str = "a,b") -> Iterator[SlurmCluster]:
     """A virtual cluster with Slurm on it; afterwards nothing of either is left."""
-    cluster = topology.from_names(nodes, cluster=name, user="root", slots=2, cpu_share=None, cpus=None, rate=None)
+    cluster = topology.from_names(nodes, cluster=name, user=caller(), slots=2, cpu_share=None, cpus=None, rate=None)
     lifecycle.up(cluster)
     try:
         made = SlurmCluster(cluster, folder)

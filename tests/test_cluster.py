@@ -108,6 +108,8 @@ def test_hosts_of_a_slurm_allocation() -> None:
     assert hosts.from_slurm({}) is None
     with pytest.raises(Failure, match="3 hosts"):
         hosts.from_slurm({**allocation, "SLURM_TASKS_PER_NODE": "2"})
+    with failing(78, "SLURM_HET_SIZE='2'"):
+        hosts.from_slurm({**allocation, "SLURM_HET_SIZE": "2"})
 
 
 # --- topology and commands, without root -----------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from hvdtrain.cluster.doctor import __main__ as doctor
 from hvdtrain.cluster.doctor import agent, checks, host_checks, link_checks
 
 OPEN_MPI_5 = "mpirun (Open MPI) 5.0.5\n\nReport bugs to https://www.open-mpi.org/community/help/"
@@ -179,6 +180,17 @@ def test_the_interface_is_the_one_asked_for_else_the_one_ssh_came_in_by() -> Non
     assert pick(host, "docker0", None) is None  # no cable
     assert pick(facts(interfaces=NICS, ssh_connection=[]), None, "10.1.0.2") == NICS[2]
     assert pick(facts(interfaces=[]), None, None) is None
+
+
+def test_the_interface_where_ssh_came_by_no_address_that_is_listed(iproute2: None) -> None:
+    """By IPv6, say: here the one that leads to the others, there the one of the name that the host is listed by."""
+    lo = {"name": "lo", "address": "127.0.0.9", "up": True, "carrier": True}
+    strange = ["fe80::1", "40000", "fe80::2", "22"]
+    found = {"a": facts(interfaces=[*NICS, lo], ssh_connection=[])}
+    found |= {name: facts(interfaces=NICS, ssh_connection=strange) for name in ("127.0.0.1", "10.1.0.2")}
+    agents: dict[str, Any] = dict.fromkeys(found)
+    hosts = doctor.Hosts("a", agents, found)
+    assert [doctor.nic_of(name, hosts, None) for name in ("a", "10.1.0.2")] == [lo, NICS[2]]
 
 
 @pytest.mark.parametrize(

@@ -279,7 +279,7 @@ def test_an_unknown_interface_is_one_line_that_lists_the_known(iproute2: None) -
         (["-H", "localhost:2"], 2, "no command"),
         (["-np", "3", "-H", "localhost:2", "python"], 2, "has 2 slots"),
         (["-np", "0", "-H", "localhost:2", "python"], 2, "give 1 or more"),
-        (["-H", "no-such-host.invalid", "python"], 69, "no-such-host.invalid"),
+        (["-H", "no-such-host.invalid", "python"], 69, "no-such-host.invalid has no IPv4 address"),
         (["--hostfile", "none.txt", "python"], 2, "none.txt"),
         (["-H", "a", "--hostfile", "none.txt", "python"], 2, "both"),
         (["-H", "localhost", "--set", "X", "python"], 2, "NAME=VALUE"),
@@ -400,7 +400,9 @@ def test_a_host_that_is_cut_off_is_lost_and_one_that_refuses_is_not(cluster: Clu
         assert cluster.on("a", *ask).stdout.strip() == "b"
     finally:
         subprocess.run([*link, "up"], check=True)
-    refused = ["-c", "from hvdtrain.cluster import supervise as s; s.SSH_PORT = 9; print(s.lost_host(['b']))"]
+    settings = Path("/run/hvdtrain", cluster.name, "ssh", "ssh_config")
+    settings.write_text(f"{settings.read_text()}Host c\n  HostName b\n  Port 9\n")
+    refused = ["-c", "from hvdtrain.cluster.supervise import lost_host; print(lost_host(['c']))"]
     assert cluster.on("a", sys.executable, *refused).stdout.strip() == "None"
 
 

@@ -30,6 +30,9 @@ BOUND = {"OMPI_MCA_orte_bound_at_launch": "1"}
         (16, 8, 2, BOUND, 8),  # a socket for each
         (16, 8, 8, BOUND, 2),  # a socket for four
         (0.5, 0.5, 2, BOUND, 1),
+        (16, 4, 2, {"SLURM_CPU_BIND_LIST": "0xF,0xF0"}, 4),  # srun --cpus-per-task=4
+        (16, 4, 2, {"SLURM_CPU_BIND_LIST": "0xF"}, 2),  # srun that gives both what the job has here
+        (16, 4, 2, {"SLURM_CPU_BIND_LIST": ""}, 2),
         (2, 2, 1000, {}, 1),
         (16, 16, 4, {"OMP_NUM_THREADS": "5"}, 5),
         (0.5, 0.5, 1, {"OMP_NUM_THREADS": "2"}, 2),

@@ -210,3 +210,12 @@ def test_other_machines_are_told_the_same_without_the_hosts() -> None:
     command = remote.command("node-1", told)
     assert command[0] == "ssh" and "BatchMode=yes" in command and command[-2] == "node-1" and command[-3] == "--"
     assert str(ROOT / "tools" / "throttle.sh") in command[-1]
+
+
+def test_what_a_login_shell_says_stays_out_of_the_document(capsys: pytest.CaptureFixture[str]) -> None:
+    said = {"b": 'Welcome to b\n{\n  "ok": true\n}\n', "c": "Welcome to c\n"}
+    results = {host: subprocess.CompletedProcess([], 0, text, "") for host, text in said.items()}
+    assert remote._report(results, as_json=True) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["hosts"] == [{"host": "b", "ok": True}]
+    assert err == "b: Welcome to b\nc: Welcome to c\n"

@@ -197,11 +197,23 @@ def test_netem_is_tried_before_anything_is_touched(machine: Machine) -> None:
 # --- not locking oneself out -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("bridged", [False, True])
 @pytest.mark.parametrize("carries", ["the default route", "the ssh session"])
-def test_the_interface_one_needs_is_refused_and_forced_only_for_a_time(machine: Machine, carries: str) -> None:
+def test_the_interface_one_needs_is_refused_and_forced_only_for_a_time(
+    machine: Machine, carries: str, bridged: bool
+) -> None:
+    """Also if it is a port of the bridge that has the address, and the route has several ways."""
     extra = {"SSH_CONNECTION": "10.78.0.2 50000 10.78.0.1 22"} if "ssh" in carries else {}
+    ip, ways = ["ip", "-n", machine.netns], ["via", "10.78.0.2"]
+    if bridged:
+        sh(*ip, "link", "add", "br0", "type", "bridge")
+        sh(*ip, "link", "set", "v0", "master", "br0")
+        sh(*ip, "link", "set", "br0", "up")
+        sh(*ip, "address", "del", "10.78.0.1/24", "dev", "v0")
+        sh(*ip, "address", "add", "10.78.0.1/24", "dev", "br0")
+        ways = ["nexthop", *ways, "nexthop", "via", "10.78.0.3"]
     if not extra:
-        sh("ip", "-n", machine.netns, "route", "add", "default", "via", "10.78.0.2")
+        sh(*ip, "route", "add", "default", *ways)
     found = machine.queues()
     refused = machine.throttle("10mbit", "--dev", "v0", extra=extra)
     assert refused.returncode == 1 and carries in refused.stderr and "--force" in refused.stderr

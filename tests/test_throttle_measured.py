@@ -47,7 +47,10 @@ def test_a_virtual_host_can_neither_clear_nor_take_down_what_is_outside(cluster:
     assert inside.returncode == 69 and "call this outside of it" in inside.stderr
     seen = json.loads(cluster.on("a", THROTTLE, "show", "--json").stdout)["hosts"]
     assert {(row["asked"]["up_mbit"], row["set"]) for row in seen if row["cluster"] == cluster.name} == {(10.0, None)}
-    gone = cluster.on("a", str(ROOT / "tools" / "cluster.sh"), "down", "--name", cluster.name)
+    tool = str(ROOT / "tools" / "cluster.sh")
+    listed = json.loads(cluster.on("a", tool, "status", "--name", cluster.name, "--json").stdout)["hosts"]
+    assert [(host["rates_asked"]["up_mbit"], host["rates_set"]) for host in listed] == [(10.0, None)] * 2
+    gone = cluster.on("a", tool, "down", "--name", cluster.name)
     assert gone.returncode == 69 and "this is a virtual host" in gone.stderr
     shown = json.loads(on_cluster(cluster, "show", "--json").stdout)["hosts"]
     assert [row["set"] for row in shown] == [{"up_mbit": 10.0, "down_mbit": 10.0}] * 2

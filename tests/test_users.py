@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import shutil
 import subprocess
@@ -23,11 +24,11 @@ class User:
         self.name, self.home = name, home
 
     def run(self, *words: str, cwd: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
-        """A command as this user, from a login's environment and `variables`."""
+        """A command as this user, from a login's environment and `variables`; others may read nothing it makes."""
         plain = {"HOME": str(self.home), "PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", **variables}
         return subprocess.run(
             ["setpriv", f"--reuid={self.name}", f"--regid={self.name}", "--init-groups", "--", *words],
-            cwd=cwd or self.home / "hvdtrain", env=plain, capture_output=True, text=True, timeout=LIMIT_S,
+            cwd=cwd or self.home / "hvdtrain", env=plain, umask=0o077, capture_output=True, text=True, timeout=LIMIT_S,
         )  # fmt: skip
 
     def cluster(self, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -81,11 +82,12 @@ def lab(users: tuple[User, User]) -> Iterator[str]:
 def test_hvdtrain_cluster_exec_is_the_user_on_the_host(users: tuple[User, User], lab: str) -> None:
     """Through sudo and back, by the command that users type; what --env names comes along, other variables do not."""
     alice, _ = users
-    script = "hostname; id -un; id -G; pwd; echo $HOME $MINE $OTHER; ssh b id -un"
-    done = alice.cluster("exec", "--env", "MINE", "a", "--", "sh", "-c", script, MINE="1", OTHER="2")
+    script = "hostname; id -un; id -G; pwd; echo $HOME $MINE $OTHER $LD_LIBRARY_PATH $TMPDIR; ssh b id -un"
+    mine = {"MINE": "1", "OTHER": "2", "LD_LIBRARY_PATH": "/my/lib", "TMPDIR": "/my/tmp"}
+    done = alice.cluster("exec", "--env", "MINE", "a", "--", "sh", "-c", script, **mine)
     groups = alice.run("id", "-G").stdout.strip()
-    expected = ["a", alice.name, groups, str(alice.home / "hvdtrain"), f"{alice.home} 1", alice.name]
-    assert done.stdout.splitlines() == expected, done.stderr
+    kept = f"{alice.home} 1 /my/lib /my/tmp"
+    assert done.stdout.splitlines() == ["a", alice.name, groups, str(alice.home / "hvdtrain"), kept, alice.name], done
 
 
 @pytest.mark.parametrize("account", ["root", "bob"])
@@ -113,6 +115,31 @@ def test_another_users_cluster_is_not_taken(users: tuple[User, User], lab: str) 
     assert alice.run("tools/throttle.sh", "10mbit").returncode == 0  # by herself, through sudo
     assert "nothing was throttled" in bob.run("sudo", "-n", "tools/throttle.sh", "clear").stderr
     assert "put back" in alice.run("tools/throttle.sh", "clear").stderr
+
+
+def test_a_cluster_that_came_up_while_down_waited_is_not_taken(users: tuple[User, User], lab: str) -> None:
+    alice, bob = users
+    down = f"from hvdtrain.cluster import lifecycle; lifecycle.down({lab!r})"
+    done = bob.run("sudo", "-n", PYTHON, "-c", down)
+    assert f"cluster {lab} is {alice.name}'s" in done.stderr
+    assert alice.cluster("exec", "a", "--", "true").returncode == 0
+
+
+def test_root_reads_no_file_for_a_user_who_may_not(users: tuple[User, User]) -> None:
+    for words in (["throttle.sh", "clear", "--dev", "lo", "--hostfile"], ["cluster.sh", "up", "--topology"]):
+        done = users[0].run("sudo", "-n", f"tools/{words[0]}", *words[1:], "/etc/shadow")
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (77, "", 1), done.stderr
+        assert "Permission denied" in done.stderr
+
+
+def test_a_peer_is_measured_with_by_the_callers_ssh(users: tuple[User, User], lab: str) -> None:
+    """Which lets Alice in alone, while the throttle is root's."""
+    alice, _ = users
+    calls = ("100mbit --force", "verify --peer b --seconds 1 --tolerance 100 --json", "clear")
+    script = " && ".join(f"sudo -n tools/throttle.sh {call} --dev eth0" for call in calls)
+    done = alice.cluster("exec", "a", "--", "sh", "-c", script)
+    assert done.returncode == 0, done.stderr
+    assert [link["link"] for link in json.loads(done.stdout)["links"]] == ["here -> b", "b -> here"]
 
 
 def test_no_name_is_not_any_name(users: tuple[User, User], lab: str) -> None:

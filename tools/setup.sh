@@ -145,7 +145,7 @@ main() {
     if [[ "$now ${digest%% *}" == "$had_asked $had_mpi $had_extent $had_digest" ]]; then
         [[ -z ${PYTHON:-} || $(version "$PYTHON") == "$(version .venv/bin/python)" ]] && return
     fi
-    exec 9<tools/setup.sh
+    exec 9>>tools/setup.sh # for writing, though nothing is written: NFS locks no other
     flock 9 # a second set-up of this checkout waits for the first
     python=$(find_python "$frameworks")
     check_system "$python"

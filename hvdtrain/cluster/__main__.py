@@ -13,9 +13,10 @@ from typing import Any
 from hvdtrain import exits
 from hvdtrain.arguments import Parser
 from hvdtrain.cluster import enter, lifecycle, throttle, topology, virtual
-from hvdtrain.cluster.commands import caller, run, succeeds
+from hvdtrain.cluster.commands import caller, rights_of_caller, run, succeeds
 from hvdtrain.cluster.throttle import qdisc
 from hvdtrain.cluster.throttle.__main__ import main as limit
+from hvdtrain.cluster.throttle.request import reachable
 from hvdtrain.exits import Failure
 
 PURPOSE = """Virtual hosts on this machine, joined by a network of their own, to try what a real cluster would do.
@@ -83,7 +84,8 @@ def make(asked: argparse.Namespace) -> int:
         if (asked.slots, asked.cpu_share, asked.cpus, asked.rate) != (2, None, None, None):
             what = "--slots, --cpu-share, --cpus and --rate go with --hosts; a topology has them in its file"
             raise Failure(what, exits.USAGE)
-        cluster = topology.from_toml(asked.topology, cluster=asked.name, user=user)
+        with rights_of_caller():
+            cluster = topology.from_toml(asked.topology, cluster=asked.name, user=user)
     else:
         cluster = topology.from_names(
             asked.hosts,
@@ -119,8 +121,8 @@ def remove(asked: argparse.Namespace) -> int:
 
 
 def status(cluster: topology.Cluster) -> dict[str, Any]:
-    """The cluster's hosts, rates and processes. Rates and processes are null where only root may look."""
-    root = os.geteuid() == 0
+    """The cluster's hosts, rates and processes. Rates and processes are null but for root outside of the hosts."""
+    root = os.geteuid() == 0 and cluster.name in reachable()
     hosts = []
     for host in cluster.hosts:
         here = virtual.folder(cluster.name) / "hosts" / host.name
@@ -178,7 +180,7 @@ def show_status(document: dict[str, Any]) -> None:
             )
         )
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    print(f"cluster {document['name']} of {document['user']}; rates in Mbit/s, ?: needs root")
+    print(f"cluster {document['name']} of {document['user']}; rates in Mbit/s, ?: needs root, outside of the hosts")
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 

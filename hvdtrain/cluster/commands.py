@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pwd
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NoReturn
@@ -103,6 +104,31 @@ def caller() -> str:
         return pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:  # as in a container that runs as any number
         return str(os.geteuid())
+
+
+def as_user(user: pwd.struct_passwd) -> Command:
+    """The words with which root runs a command as that user; none for root."""
+    if user.pw_uid == 0:
+        return []
+    return ["setpriv", f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--init-groups", "--"]
+
+
+@contextlib.contextmanager
+def rights_of_caller() -> Iterator[None]:
+    """Within it root opens files as the caller would: an error may quote one that only root may read."""
+    if os.geteuid() or caller() == "root":
+        yield
+        return
+    user, groups, group = pwd.getpwnam(caller()), os.getgroups(), os.getegid()
+    try:
+        os.setgroups(os.getgrouplist(user.pw_name, user.pw_gid))
+        os.setegid(user.pw_gid)
+        os.seteuid(user.pw_uid)
+        yield
+    finally:
+        os.seteuid(0)
+        os.setegid(group)
+        os.setgroups(groups)
 
 
 def is_secret(variable: str) -> bool:

@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from hvdtrain import exits
 from hvdtrain.cluster import virtual
-from hvdtrain.cluster.commands import CHECKOUT, SEARCHED, Command, become_root, caller, find, show
+from hvdtrain.cluster.commands import CHECKOUT, SEARCHED, Command, as_user, become_root, caller, find, show
 from hvdtrain.cluster.topology import Cluster
 from hvdtrain.exits import Failure
 
@@ -28,11 +28,14 @@ KEPT = (
 )
 """Variables that a command on a host keeps; nothing else, so that no secret of the caller's shell gets there"""
 
+UNSAFE = {f"HVDTRAIN_KEPT_{name}": name for name in ("LD_LIBRARY_PATH", "TMPDIR")}
+"""Names under which variables get through sudo that glibc removes from programs such as sudo (ld.so(8))"""
+
 
 def environment(inherited: Mapping[str, str], user: pwd.struct_passwd, extra: Sequence[str] = ()) -> dict[str, str]:
     """What the command gets: the allow-list, `extra`, the user's own, and the checkout's .venv if there is one."""
     names = [name for name in inherited if any(fnmatchcase(name, kept) for kept in (*KEPT, *extra))]
-    kept = {name: inherited[name] for name in names if not name.startswith("OMPI_COMM_")}
+    kept = {UNSAFE.get(name, name): inherited[name] for name in names if not name.startswith("OMPI_COMM_")}
     kept |= {"HOME": user.pw_dir, "USER": user.pw_name, "LOGNAME": user.pw_name, "SHELL": user.pw_shell or "/bin/sh"}
     kept.setdefault("PATH", SEARCHED)
     venv = Path(kept.get("VIRTUAL_ENV", CHECKOUT / ".venv"))
@@ -51,10 +54,7 @@ def environment(inherited: Mapping[str, str], user: pwd.struct_passwd, extra: Se
 
 def command(cluster: Cluster, host: str, words: Sequence[str], user: pwd.struct_passwd, directory: Path) -> Command:
     """The whole command that runs `words` on the host as `user` in `directory`."""
-    drop = []
-    if user.pw_uid:
-        drop = ["setpriv", f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--init-groups", "--"]
-    return [*virtual.inside(cluster, host), *drop, "env", f"--chdir={directory}", "--", *words]
+    return [*virtual.inside(cluster, host), *as_user(user), "env", f"--chdir={directory}", "--", *words]
 
 
 def become(cluster: Cluster, host: str, words: Sequence[str], *, extra: Sequence[str] = (), dry_run: bool) -> None:
@@ -76,6 +76,7 @@ def become(cluster: Cluster, host: str, words: Sequence[str], *, extra: Sequence
 def through_sudo(arguments: Sequence[str], extra: Sequence[str] = ()) -> NoReturn:
     """`tools/cluster.sh ARGUMENTS` as root, where sudo asks nothing. Raises Failure (77) elsewhere."""
     patterns = (*KEPT, *extra)
+    os.environ.update({kept: os.environ[name] for kept, name in UNSAFE.items() if name in os.environ})
     names = [name for name in os.environ if any(fnmatchcase(name, kept) for kept in patterns) and name != "PATH"]
     refusal = "entering a virtual host needs root: run it with sudo (it changes back to you on the host)"
     become_root(refusal, "cluster.sh", arguments, f"--preserve-env={','.join(names)}")

@@ -126,11 +126,15 @@ def _ranges(inside: str, whole: str) -> list[tuple[range, int]]:
 def from_slurm(environment: Mapping[str, str]) -> list[Slots] | None:
     """The hosts of the Slurm allocation this process runs in, None outside one.
 
-    Reads SLURM_JOB_NODELIST and SLURM_TASKS_PER_NODE (`2(x3),1`, sbatch(1)). Raises Failure (78) if they do not fit.
+    Reads SLURM_JOB_NODELIST and SLURM_TASKS_PER_NODE (`2(x3),1`, sbatch(1)). Raises Failure (78) if they do not fit,
+    and for a heterogeneous job: they are those of its first component alone.
     """
     nodelist = environment.get("SLURM_JOB_NODELIST")
     if not nodelist:
         return None
+    if (parts := environment.get("SLURM_HET_SIZE", "1")) != "1":
+        what = f"a heterogeneous Slurm job (SLURM_HET_SIZE={parts[:100]!r}): only its first part would be used"
+        raise Failure(f"{what}; name all hosts with -H, or submit it as one part", exits.BAD_CONFIG)
     names = expand_nodelist(nodelist)
     tasks: list[int] = []
     counts = environment.get("SLURM_TASKS_PER_NODE") or "1" + f"(x{len(names)})"

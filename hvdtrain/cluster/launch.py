@@ -142,7 +142,7 @@ def address_of(host: str) -> str:
         return str(socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
         raise Failure(
-            f"host {host} has no address ({error.strerror or error}); check the spelling, or add it to /etc/hosts",
+            f"host {host} has no IPv4 address ({error.strerror or error}); check the spelling, or add it to /etc/hosts",
             exits.UNREACHABLE,
         ) from error
 

@@ -38,6 +38,7 @@ def up(cluster: Cluster, *, dry_run: bool = False) -> None:
         run_all([*virtual.pin_commands(), *commands], dry_run=True)
         return
     need_root("making a virtual cluster")
+    os.umask(0o022)  # the cluster's user reads what root writes; sudo adds the caller's own umask
     for program in ("ip", "tc", "nsenter", "unshare", "ssh", "ssh-keygen", "sshd", "taskset"):
         find(program)
     _check(cluster)
@@ -187,6 +188,7 @@ def down(cluster: str, *, dry_run: bool = False) -> bool:
     if not STATE.is_dir():
         return False
     with _alone():
+        virtual.choose(cluster)  # once more: another user's `up` may have ended meanwhile
         there = bool(leftovers(cluster))
         _remove(cluster)
     return there

@@ -36,15 +36,6 @@ def is_own(address: str) -> bool:
     return True
 
 
-def default_route_device() -> str | None:
-    """The interface of the default route, None without one."""
-    for line in Path("/proc/self/net/route").read_text().splitlines()[1:]:
-        name, destination, _gateway, flags, *_rest, mask = line.split()[:8]
-        if destination == "00000000" and mask == "00000000" and int(flags, 16) & 1:
-            return name
-    return None
-
-
 def counters(device: str) -> tuple[int, int]:
     """(bytes sent, bytes received) by the interface since it came up, all headers but Ethernet's preamble included.
 

@@ -24,15 +24,15 @@ from types import FrameType
 from typing import NoReturn
 
 from hvdtrain import exits
-from hvdtrain.cluster.commands import Command
+from hvdtrain.cluster.commands import Command, run
 from hvdtrain.cluster.processes import children, ended, stat, strings, tree
+from hvdtrain.exits import Failure
 
 STARTERS = ("mpirun", "orterun", "orterun_wrapper", "mpiexec")  # the wheel's mpirun is a wrapper
 REMOTE_SHELLS = ("ssh", "rsh", "srun", "orted")
 ORPHAN_S = 5.0
 """How long mpirun may go on after the last of its ranks here has ended, before its other hosts are asked for"""
 ANSWER_S = 3.0
-SSH_PORT = 22
 REPEAT_S = 5.0
 """Between two SIGUSR1: what arrives while ranks are being started is lost, and one more does no harm"""
 LOOK_S, LOOK_AT_FIRST_S, FIRST_S = 2.0, 0.5, 10.0
@@ -78,12 +78,20 @@ def lost_host(names: Sequence[str]) -> str | None:
     """The first host that does not even refuse a connection, None if all answer."""
     for name in names:
         try:
-            socket.create_connection((name, SSH_PORT), timeout=ANSWER_S).close()
+            socket.create_connection(_door(name), timeout=ANSWER_S).close()
         except ConnectionRefusedError:
             continue
         except OSError:
             return name
     return None
+
+
+def _door(name: str) -> tuple[str, int]:
+    """Where ssh would connect to."""
+    with contextlib.suppress(Failure):
+        settings = dict(line.partition(" ")[::2] for line in run(["ssh", "-G", name]).splitlines())
+        return settings["hostname"], int(settings["port"])
+    return name, 22
 
 
 class Job:

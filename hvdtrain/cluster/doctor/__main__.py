@@ -289,15 +289,22 @@ def software(hosts: Hosts, python: str, several: bool, options: argparse.Namespa
 
 
 def nic_of(host: str, hosts: Hosts, asked: str | None) -> dict[str, Any] | None:
-    """The interface a host's data takes. This machine's is the one the others see us come from."""
+    """The interface a host's data takes. This machine's is the one the others see us come from.
+
+    ssh may come by IPv6 or through another host; then this machine's is the one that leads to the others (or to
+    anywhere), and theirs the one of the address they are listed by.
+    """
     facts, towards = hosts.facts[host], None
+    own = {entry["address"]: entry["name"] for entry in facts["interfaces"]}
     if host == hosts.here:
-        connections = [hosts.facts[other]["ssh_connection"] for other in hosts.agents if other != hosts.here]
-        seen = [connection[0] for connection in connections if connection]
+        others = [other for other in hosts.agents if other != hosts.here]
+        seen = [by for other in others for by in hosts.facts[other]["ssh_connection"][:1] if by in own]
         towards = max(seen, key=seen.count, default=None)  # what most hosts see
         if towards is None:
-            default = nic.default_route_device()
-            towards = next((entry["address"] for entry in facts["interfaces"] if entry["name"] == default), None)
+            leaves = nic.route_device(next((to for other in others for to in _address(other)), "192.0.2.1"))
+            towards = next((address for address, name in own.items() if name == leaves), None)
+    elif not own.keys() & set(facts["ssh_connection"][2:3]):
+        towards = next(iter(_address(host)), None)
     return host_checks.data_nic(facts, asked, towards)
 
 

@@ -42,7 +42,7 @@ SSH_SAYS = [
     (
         "could not resolve hostname",
         "its name is not known here",
-        "check the spelling, or add it to /etc/hosts or ~/.ssh/config",
+        "check the spelling, or add it to /etc/hosts",
     ),
     (
         "remote host identification has changed",

@@ -67,13 +67,22 @@ def session_address() -> str | None:
 def danger(dev: str) -> str | None:
     """Why an interface of this machine had better not be throttled; None if nothing speaks against it."""
     address, _, zone = (session_address() or "").partition("%")
-    if address and dev == (zone or nic.route_device(address)):
+    if address and dev in _below(zone or nic.route_device(address)):
         return "carries the ssh session you are in"
     for family in ("-4", "-6"):
         routes = json.loads(run(["ip", family, "-json", "route", "show", "default"]) or "[]")
-        if any(route.get("dev") == dev for route in routes):
+        ways = [way for route in routes for way in (route, *route.get("nexthops", ()))]
+        if any(dev in _below(way.get("dev")) for way in ways):
             return "carries the default route"
     return None
+
+
+def _below(dev: str | None) -> set[str]:
+    """The interface and those that carry it: ports of a bridge or a bond, what a VLAN is on."""
+    if dev is None:
+        return set()
+    lower = Path("/sys/class/net", dev).glob("lower_*")
+    return {dev}.union(*(_below(link.name.removeprefix("lower_")) for link in lower))
 
 
 def _guard(options: argparse.Namespace) -> float | None:
@@ -131,6 +140,7 @@ def throttle(options: argparse.Namespace) -> int:
     if options.dry_run:
         changes = wishes(found, store.links(), wanted)
         return _show_commands(changes, list(files), for_s)
+    os.umask(0o022)  # anybody may read what is asked; sudo adds the caller's own umask
     store.folder.mkdir(mode=0o755, parents=True, exist_ok=True)
     with store.locked() as lock:
         watchdog.undo(store)

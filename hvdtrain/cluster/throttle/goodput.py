@@ -8,6 +8,7 @@ import dataclasses
 import json
 import math
 import os
+import pwd
 import socket
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,7 @@ from typing import Any
 
 from hvdtrain import exits
 from hvdtrain.cluster import nic, virtual
-from hvdtrain.cluster.commands import Command
+from hvdtrain.cluster.commands import Command, as_user, caller
 from hvdtrain.cluster.doctor.agent import BOOT, Agent, Unreachable, ssh_command
 from hvdtrain.cluster.hosts import check_name
 from hvdtrain.cluster.rates import FRAME_BYTES, PAYLOAD_BYTES, goodput_one_way, show_rate
@@ -162,7 +163,8 @@ def _to_peer(options: argparse.Namespace) -> tuple[list[Route], str]:
     leaves = nic.route_device(address)
     if leaves != options.dev:
         raise Failure(f"{options.peer} is reached through {leaves}, not through {options.dev}; name one beyond it")
-    there = ssh_command(options.peer, sys.executable, [])
+    # The caller's keys and known hosts, not root's.
+    there = [*as_user(pwd.getpwnam(caller())), *ssh_command(options.peer, sys.executable, [])]
     routes = []
     for link in known:
         arrow = f"here -> {options.peer}" if link.direction == "up" else f"{options.peer} -> here"

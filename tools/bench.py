@@ -179,6 +179,8 @@ def main() -> None:
     parser.add_argument("--only", choices=("ours",), help="our entry point beside the bare loop, and nothing else")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     options = parser.parse_args()
+    if unknown := set(options.frameworks.split(",")) - {"torch", "tensorflow"}:
+        parser.error(f"--frameworks: no {', '.join(sorted(unknown))}; there are torch and tensorflow")
     rounds = 1 if options.quick else options.rounds
     variants = [options.only] if options.only else list(OURS)
     with tempfile.TemporaryDirectory(prefix="hvdtrain-bench-") as folder:

@@ -162,6 +162,9 @@ def svg(figure: Figure, page: str) -> str:
 
 
 def main(arguments: list[str]) -> int:
+    if arguments in (["-h"], ["--help"]):
+        print(__doc__)
+        return exits.OK
     folder = Path(arguments[0]) if arguments else DOCS / "figures"
     for name, figure in FIGURES.items():
         drawn = svg(figure, (DOCS / figure.page).read_text())

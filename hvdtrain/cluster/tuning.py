@@ -212,7 +212,7 @@ def advice(link: Link, backend: str) -> str | None:
         why = POLLING_SLOWER
     else:
         return None
-    return f"advice=a --strategy without Horovod (see --strategy help)  # {why}"
+    return f"advice=--strategy native  # {why}"
 
 
 def algorithm(link: Link) -> Setting:

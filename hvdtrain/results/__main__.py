@@ -86,7 +86,7 @@ def parser() -> Parser:
     scaling.add_argument("--count", choices=("hosts", "ranks"), help="what is added (default: whichever varies)")
     based(add("energy", "joules, energy-delay product, samples per joule"))
     accuracy = add("accuracy", "accuracies, and the time to reach one")
-    raced(accuracy, "score of validation")
+    raced(accuracy, "score of an epoch")
     grouped(accuracy)
     chosen = add("strategies", "which strategy gets to an accuracy soonest, at each rate, and at what cost")
     raced(chosen, "score of an epoch")

@@ -32,22 +32,22 @@ class Options:
     runs: tuple[str, ...] = ()
     """Names of the runs that `power` and `resources` show; none: they choose"""
     target: float = 0.95
-    """Validation accuracy of `strategies`, a fraction of 1"""
+    """Accuracy of `strategies`, a fraction of 1"""
     columns: int = 2
     """Most panels beside each other; 1 on a phone"""
 
 
 # Figure -> what it is for, and the module and the function of hvdtrain.results.figures that draw it.
 KINDS = {
-    "strategies": ("time to a validation accuracy, all strategies on one axis", "strategies", "to_target"),
+    "strategies": ("time to an accuracy, all strategies on one axis", "strategies", "to_target"),
     "time": ("training time against hosts, one curve per rate (Lucero 2022's figure)", "scaling", "time"),
     "speedup": ("speed-up over one host, with the ideal line", "scaling", "speedup"),
     "efficiency": ("efficiency as a map of hosts and rates", "scaling", "efficiency"),
     "phases": ("data, compute, exchange per step; train, validation, test, checkpoints per run", "work", "phases"),
     "layers": ("time per step against parameters, a curve per number of layers", "sizes", "layers"),
     "wire": ("bytes on the wire against the least that an allreduce can send", "work", "wire"),
-    "accuracy": ("validation accuracy against epochs", "training", "by_epoch"),
-    "accuracy-time": ("validation accuracy against time", "training", "by_time"),
+    "accuracy": ("accuracy after each epoch against epochs", "training", "by_epoch"),
+    "accuracy-time": ("accuracy after each epoch against time", "training", "by_time"),
     "crossover": ("time of a training step and of inference against parameters, by device", "devices", "crossover"),
     "power": ("power of each device against time", "machines", "power"),
     "resources": ("CPU, RAM, GPU and network use of each host against time", "machines", "resources"),

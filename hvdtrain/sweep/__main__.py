@@ -165,13 +165,13 @@ def dry_run(task: Task, merged: int, as_json: bool) -> int:
     for state in ("kept", "lacking"):
         number = sum(outcome.state == state for outcome in task.outcomes)
         counts += f", {number} {show.STATES[state]}" if number else ""
-    print(counts + f"; {duration(left_s) if left_s is not None else 'unknown time'} to go, into {task.root}")
     if merged:
         print(
             f"{merged} combinations are the same run as another: one host has no link, so it is run once for all rates"
         )
     if guessed:
         print(FORMULA)
+    print(counts + f"; {duration(left_s) if left_s is not None else 'unknown time'} to go, into {task.root}")
     return exits.OK
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hvdtrain import exits
-from hvdtrain.arguments import Parser
+from hvdtrain.arguments import Parser, near
 from hvdtrain.cluster import virtual
 from hvdtrain.cluster.rates import parse_rate
 from hvdtrain.cluster.throttle.qdisc import Shape
@@ -89,6 +89,9 @@ def seconds(text: str) -> float:
 
 def shapes(options: argparse.Namespace) -> dict[str, Shape | None]:
     """The shape that each direction is to have. Raises Failure (2)."""
+    if options.what and options.what.isalpha() and options.what not in ACTIONS:
+        told = f"{options.what!r} is neither a rate, as 10mbit, nor one of {', '.join(ACTIONS)}"
+        raise Failure(told + near(options.what, ACTIONS), exits.USAGE)
     both = parse_rate(options.what) if options.what else None
     rates = {}
     for direction in ("up", "down"):

@@ -47,7 +47,7 @@ def parser() -> Parser:
     up = add("up", "make a cluster (root)")
     which = up.add_mutually_exclusive_group(required=True)
     which.add_argument("--hosts", metavar="A,B,..", help="names of the hosts")
-    which.add_argument("--topology", metavar="FILE.toml", type=Path, help="hosts that differ, as in hostfiles/adsl.toml")
+    which.add_argument("--topology", metavar="FILE.toml", type=Path, help="hosts that differ, as hostfiles/adsl.toml")
     up.add_argument("--slots", type=int, default=2, help="ranks per host in the hostfile (default: 2)")
     up.add_argument("--cpu-share", type=float, metavar="CORES", help="cores each host may use, e.g. 0.5 (default: all)")
     up.add_argument("--cpus", metavar="LIST", help="cores the hosts may run on, e.g. 0-1,3 (default: all)")

@@ -33,6 +33,7 @@ from hvdtrain.data import Batch
 from hvdtrain.exits import BAD_CONFIG, Failure
 from hvdtrain.frameworks import in_vector
 from hvdtrain.measures import Accuracy
+from hvdtrain.models import layers_tf, layers_torch
 from hvdtrain.models.resnet import NORM_MOMENTUM, ResNetSpec, buffers, initial_state, parameters, plan
 from hvdtrain.models.resnet_tf import ResNetTF
 from hvdtrain.models.resnet_torch import ResNetTorch
@@ -78,7 +79,7 @@ class TensorFlow(Model):
         self.momentum = {name: tf.Variable(tf.zeros_like(v)) for name, v in self.model.weights.items()}
         images = tf.TensorSpec((None, None, None, spec.channels))
         labels = tf.TensorSpec((None,), tf.int64)
-        self._gradients = tf.function(self._gradients_eager, input_signature=[images, labels])
+        self._gradients = tf.function(self._gradients_eager)  # for each shape one, as kernels are chosen by it
         self._step = tf.function(self._step_eager, input_signature=[images, labels, tf.TensorSpec(())])
 
     def _gradients_eager(self, images: Any, labels: Any) -> Any:
@@ -246,6 +247,54 @@ def test_same_logits_for_any_shape(size: tuple[int, int], channels: int, classes
     np.testing.assert_allclose(one.logits(images), other.logits(images), atol=1e-4)
 
 
+@settings(max_examples=60)
+@given(
+    size=st.tuples(st.integers(1, 5), st.integers(1, 5)),
+    side=st.sampled_from([1, 3, 7]),
+    stride=st.sampled_from([1, 2]),
+    channels=st.tuples(st.sampled_from([1, 5, 16]), st.integers(1, 5)),
+)
+def test_small_maps_are_convolved_like_any(
+    size: tuple[int, int], side: int, stride: int, channels: tuple[int, int]
+) -> None:
+    """Outputs and both gradients, in double precision, whatever they are computed by."""
+    random = np.random.default_rng(0)
+    images, kernel = (
+        random.normal(size=(3, *size, channels[0])),
+        random.normal(size=(channels[1], channels[0], side, side)),
+    )
+    found = []
+    for convolution in (torch.nn.functional.conv2d, lambda x, w, _, *how: layers_torch.convolved(x, w, *how)):
+        x, weight = (torch.from_numpy(array).requires_grad_() for array in (images, kernel))
+        y = convolution(x.permute(0, 3, 1, 2), weight, None, stride, side // 2)
+        (y**2).sum().backward()
+        found.append([y.permute(0, 2, 3, 1).detach().numpy(), x.grad.numpy(), weight.grad.numpy()])
+    x, weight = (tf.constant(array) for array in (images, layers_tf.turned(kernel)))
+    with tf.GradientTape() as tape:
+        tape.watch([x, weight])
+        y = layers_tf.convolved(x, weight, stride)
+        loss = tf.reduce_sum(y**2)
+    of_images, of_kernel = (tf.convert_to_tensor(gradient).numpy() for gradient in tape.gradient(loss, [x, weight]))
+    found.append([y.numpy(), of_images, layers_tf.turned_back(of_kernel)])
+    for other in found[1:]:
+        for one, another in zip(found[0], other, strict=True):
+            np.testing.assert_allclose(one, another, atol=1e-9)
+
+
+def test_many_weights_are_multiplied_like_few() -> None:
+    random = np.random.default_rng(0)
+    x, weight, given = (random.normal(size=shape) for shape in ((3, 1024), (1024, 1024), (3, 1024)))
+    operands = [tf.constant(x), tf.constant(weight)]
+    with tf.GradientTape() as tape:
+        tape.watch(operands)
+        y = layers_tf.multiplied(*operands)
+    assert weight.size >= layers_tf.MANY_WEIGHTS
+    for ours, exact in zip(
+        [y, *tape.gradient(y, operands, tf.constant(given))], [x @ weight.T, given @ weight, given.T @ x], strict=True
+    ):
+        np.testing.assert_allclose(ours, exact, atol=1e-9)
+
+
 @pytest.mark.parametrize("framework", [Torch, TensorFlow])
 def test_running_statistics_are_the_unbiased_ones_of_the_batch(framework: Any) -> None:
     """Images of one pixel meet the stem's kernel in its centre only, so that NumPy can say what BatchNorm must keep."""
@@ -309,15 +358,6 @@ def test_same_first_ten_losses_from_equal_weights(zero_gamma: bool) -> None:
         other.load(one.state())
         drawn = batch(spec, (32, 32), count=32, seed=seed)
         assert one.step(*drawn, rate=0.05) == pytest.approx(other.step(*drawn, rate=0.05), abs=1e-3)
-
-
-def test_same_first_ten_losses() -> None:
-    spec = ResNetSpec(channels=1, classes=10, width=1 / 16, zero_gamma=True)
-    one, other = twins(spec)
-    batches = [batch(spec, (64, 64), seed=step % 2) for step in range(10)]
-    losses = [one.step(*drawn, rate=0.002) for drawn in batches]
-    np.testing.assert_allclose(losses, [other.step(*drawn, rate=0.002) for drawn in batches], atol=1e-3)
-    assert losses[8] < losses[0] - 0.02, "the weights must move for the comparison to mean something"
 
 
 def test_few_channels_get_right_gradients_on_processors_with_avx2() -> None:
@@ -403,7 +443,7 @@ def test_the_loss_scale_doubles_after_2000_good_steps_and_halves_after_an_overfl
     kind = module.TorchReplica if framework == "torch" else module.TensorFlowReplica
     replica = kind(model, device="cpu", config=config, world=world, strategy=strategy, measure=Accuracy())
     inputs, labels, weight = exchange.problem()
-    replica.load({"parameter.weight": weight, "loss_scale": np.array([2.0**16, 1999.0])})
+    replica.load({**replica.state(), "parameter.weight": weight, "loss_scale": np.array([2.0**16, 1999.0])})
 
     def weight_after(inputs: np.ndarray) -> np.ndarray:
         replica.backward(Batch(arrays=(inputs, labels), weight=11, total_weight=11), 0.1, stop=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hvdtrain.models.layers import Shapes
@@ -31,6 +32,35 @@ class Named(nn.Module):
     def _array(self, name: str) -> Tensor:
         owner, _, leaf = name.rpartition(".")
         return cast(Tensor, getattr(self._owners[owner], leaf))
+
+
+SAFE_CHANNELS = 16
+"""Inputs that a strided 1x1 convolution must have. With fewer, in channels-last layout, its backward in oneDNN writes
+outside its memory: wrong gradients or a crash (oneDNN's issue 6035; seen with PyTorch 2.13 on AVX2, see docs/LOG.md)"""
+FEW_PIXELS = 4
+"""Of an output map that is computed as a product of matrices on CPUs"""
+
+
+def convolved(x: Tensor, weight: Tensor, stride: int, padding: int) -> Tensor:
+    """F.conv2d(x, weight, None, stride, padding), by what is fastest on a CPU for small maps, and right.
+
+    oneDNN's gradient of a 512x512x3x3 kernel on maps of one pixel takes 20 times as long as one by a product of
+    matrices (docs/LOG.md). And in half precision PyTorch 2.13 leaves gradients of a strided kernel's outer columns
+    unset where the picture is one pixel wide.
+    """
+    kernel = weight.shape[2]
+    if kernel == 1 and weight.shape[1] < SAFE_CHANNELS:
+        x, stride = x[:, :, ::stride, ::stride], 1
+    height, width = ((side + 2 * padding - kernel) // stride + 1 for side in x.shape[2:])
+    if x.device.type != "cpu" or (height * width > FEW_PIXELS and width > 1):
+        return F.conv2d(x, weight, None, stride, padding)
+    # Rows and columns of the kernel that meet nothing but padding are left out.
+    first = [max(0, padding - (count - 1) * stride) for count in (height, width)]
+    last = [min(kernel, side + padding) for side in x.shape[2:]]
+    met = weight[:, :, first[0] : last[0], first[1] : last[1]]
+    around = [padding - skipped for skipped in first]
+    windows = F.unfold(x, met.shape[2:], padding=around, stride=stride)
+    return F.linear(windows.transpose(1, 2), met.flatten(1)).transpose(1, 2).unflatten(2, (height, width))
 
 
 def dropped(x: Tensor, share: float, key: Tensor | None) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
 
@@ -10,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hvdtrain.models.layers_torch import Named
+from hvdtrain.models.layers_torch import Named, convolved
 from hvdtrain.models.resnet import (
     NORM_EPSILON,
     NORM_MOMENTUM,
@@ -23,10 +22,6 @@ from hvdtrain.models.resnet import (
     parameters,
     plan,
 )
-
-SAFE_CHANNELS = 16
-"""Inputs that a strided 1x1 convolution must have. With fewer, in channels-last layout, its backward in oneDNN writes
-outside its memory: wrong gradients or a crash (oneDNN's issue 6035; seen with PyTorch 2.13 on AVX2, see docs/LOG.md)"""
 
 
 class ResNetTorch(Named):
@@ -80,16 +75,8 @@ class ResNetTorch(Named):
             return F.linear(features, self._array("fc.weight"), self._array("fc.bias"))
 
     def _conv_norm(self, layer: ConvNorm, x: Tensor) -> Tensor:
-        weight, stride = self._array(f"{layer.conv}.weight"), layer.stride
-        # In half precision on CPUs, PyTorch 2.13 leaves the gradients of a strided kernel's outer columns unset where
-        # the picture is one pixel wide (docs/LOG.md).
-        whole = x.device.type == "cpu" and x.shape[3] == 1 and stride > 1
-        if weight.shape[2] == 1 and weight.shape[1] < SAFE_CHANNELS:
-            x, stride = x[:, :, ::stride, ::stride], 1
-        with torch.autocast(x.device.type, enabled=False) if whole else contextlib.nullcontext():
-            x = F.conv2d(x.float() if whole else x, weight, stride=stride, padding=layer.padding)
         return F.batch_norm(
-            x,
+            convolved(x, self._array(f"{layer.conv}.weight"), layer.stride, layer.padding),
             self._array(f"{layer.norm}.running_mean"),
             self._array(f"{layer.norm}.running_var"),
             self._array(f"{layer.norm}.weight"),

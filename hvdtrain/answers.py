@@ -7,13 +7,15 @@ examples:
 The run's best checkpoint is used, by either framework whichever of them trained it, and the columns as the run kept
 them: their standardisation, the classes' names, and what to do about missing values. The file is read in blocks, so it
 may be larger than memory. `test` scores the answers, as training does; `predict` writes a line for each row: its line
-in the file, the class, and its probability. For `predict` the file may have no class column.
+in the file, the class, and its probability. For `predict` the class column may be missing, or not filled in.
 """
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
+import errno
 import json
 import os
 import sys
@@ -47,7 +49,7 @@ class Answers:
     logs: NDArray[np.float64]
     """(n, classes), logarithms of their probabilities"""
     classes: list[str]
-    """As the file has them; n empty ones if it has none"""
+    """As the file has them; n empty ones if they do not matter"""
 
 
 def main(arguments: list[str]) -> int:
@@ -66,9 +68,11 @@ def main(arguments: list[str]) -> int:
     if found != mlp.parameters(spec) or (spec.inputs, spec.outputs) != (len(columns.mean), len(columns.classes)):
         told = f"manifest, {tabular.KEPT} and checkpoint are not of one model"
         raise Failure(f"{asked.run}: {told}", exits.BAD_DATA)
-    form = fitting(asked.data, columns, needs_classes=asked.command == "test")
-    answers = answered(asked.data, form, columns, network(frameworks.resolve(asked.framework), spec, parameters))
-    return predict(asked, columns, answers) if asked.command == "predict" else test(asked, columns, answers)
+    judged = asked.command == "test"
+    form = fitting(asked.data, columns, needs_classes=judged)
+    model = network(frameworks.resolve(asked.framework), spec, parameters)
+    answers = answered(asked.data, form, columns, model, judged=judged)
+    return test(asked, columns, answers) if judged else predict(asked, columns, answers)
 
 
 def parser() -> Parser:
@@ -116,9 +120,9 @@ def network(framework: str, spec: mlp.MLPSpec, parameters: Arrays) -> Any:
     return model
 
 
-def answered(path: Path, form: Form, columns: Columns, model: Any) -> Iterator[Answers]:
-    """The file's rows, block by block. Raises Failure (65, 77)."""
-    for block in csv_rows.rows(path, form, columns.missing, classes=form.columns > len(columns.mean)):
+def answered(path: Path, form: Form, columns: Columns, model: Any, *, judged: bool) -> Iterator[Answers]:
+    """The file's rows, block by block, with their classes if answers are `judged`. Raises Failure (65, 77)."""
+    for block in csv_rows.rows(path, form, columns.missing, features=None if judged else len(columns.mean)):
         logits = model.outputs(columns.standard(block.features)).astype(np.float64)
         highest = logits.max(axis=1, keepdims=True)
         logs = logits - highest - np.log(np.exp(logits - highest).sum(axis=1, keepdims=True))
@@ -152,9 +156,12 @@ def test(asked: Any, columns: Columns, answers: Iterator[Answers]) -> int:
 
 
 def predict(asked: Any, columns: Columns, answers: Iterator[Answers]) -> int:
-    """Writes the answers, whole or not at all. Raises Failure (73)."""
-    part = asked.out.parent / f".{asked.out.name}.{os.getpid()}"
+    """Writes the answers, whole or not at all. Raises Failure (73, 74)."""
+    out = Path(os.path.realpath(asked.out))
+    part = out.parent / f".{out.name}.{os.getpid()}"
     try:
+        if out.exists() and not out.is_file():  # a rename would put a file in the place of a device
+            raise OSError(errno.EINVAL, "not a plain file")
         with part.open("x", newline="", encoding="utf-8") as file:
             table = csv.writer(file, lineterminator="\n")
             table.writerow(["line", "class", "probability"])
@@ -163,10 +170,10 @@ def predict(asked: Any, columns: Columns, answers: Iterator[Answers]) -> int:
                 chances = np.exp(each.logs[np.arange(len(best)), best])
                 names = (columns.classes[place] for place in best.tolist())
                 table.writerows(zip(each.lines.tolist(), names, (f"{x:.6f}" for x in chances), strict=True))
-        part.replace(asked.out)
+        part.replace(out)
     except OSError as error:
-        told = f"--out {asked.out}: {error.strerror}; give a folder that exists and may be written"
-        raise Failure(told, exits.CANNOT_WRITE) from None
+        raise files.unwritable(f"--out {asked.out}", error, "give a file in a folder that may be written") from None
     finally:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            part.unlink()
     return exits.OK

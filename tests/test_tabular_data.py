@@ -71,11 +71,13 @@ MANY = "1,2,a\n" * 400_000  # more than a block
 BAD = {
     "ragged": ("1,2,a\n1,2,3,b\n", "2: 4 fields, and the first line has 3"),
     "ragged, in a later block": (MANY + "1,b\n", "400001: 2 fields"),
-    "missing": ("1,2,a\n1,,b\n", "2:2: no value; give one, or leave it to --missing mean or drop"),
+    "missing": ("1,2,a\n1,,b\n", "2:2: no value; give one, or train with --missing mean or drop"),
     "a question mark": ("1,2,a\n?,2,b\n", "2:1: no value"),
     "NaN": ("1,2,a\nnan,2,b\n", "2:1: no value"),
     "no class": ("1,2,a\n1,2,\n", "2:3: no class"),
     "text": ("1,2,a\n1,2,b\n1,high,b\n", "3:2: high is no number"),
+    "a first row like scikit-learn's head": ("5,3,NA,1\n1,2,3,0\n", "1:3: no value"),
+    "another": ("5,3,x,a\n1,2,3,b\n", "1:3: x is no number"),
     "text in the first line": ("1,high,a\n1,2,b\n", "1:2: high is no number"),
     "a thousands point": ("0,5;7,25;a\n" * 2 + "1.234;0,5;b\n", "3:1: 1.234 is no number"),
     "a decimal comma among points": ('1,2,a\n1,"2,5",b\n', "2:2: 2,5 is no number"),
@@ -108,6 +110,15 @@ def test_what_is_wrong_is_one_line_with_its_place(name: str, tmp_path: Path) -> 
     assert str(error.value).startswith(f"{path}:")
     assert told in str(error.value)
     assert len(str(error.value)) < 400
+
+
+@pytest.mark.parametrize("text", ["1.5\n2.5\n", "x\n1.5\n2.5\n", "1.5,?\n2.5,\n", "x,class\n1.5,\n2.5,a\n"])
+def test_features_alone_are_read_whatever_the_class(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text(text)
+    (block,) = csv_rows.rows(path, csv_rows.form(path), "drop", features=1)
+    assert block.features.tolist() == [[1.5], [2.5]]
+    assert block.classes == ["", ""]
 
 
 def test_missing_values_are_the_training_parts_mean_or_their_rows_are_left_out(tmp_path: Path) -> None:
@@ -192,6 +203,24 @@ print(table.fingerprint, len(table.train), table.columns.mean[39], len(table.tra
     changed = load()
     assert "parsing it once" in changed.stderr
     assert changed.stdout.split()[0] != first.stdout.split()[0]
+
+
+def test_the_cache_knows_a_file_by_any_path_and_keeps_nothing_of_a_bad_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, bad = tmp_path / "t.csv", tmp_path / "bad.csv"
+    path.write_text(ROWS * 20)
+    bad.write_text(ROWS * 20 + "1,b\n")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(tabular, "IN_MEMORY_BYTES", 10)
+    monkeypatch.chdir(tmp_path)
+    first = tabular.load(str(path)).fingerprint
+    with failing(BAD_DATA, "2 fields"):
+        tabular.load(str(bad))
+    assert capsys.readouterr().err.count("parsing it once") == 2
+    assert tabular.load("t.csv").fingerprint == first
+    assert capsys.readouterr().err == ""
+    assert len([each for each in (tmp_path / "cache").rglob("*") if each.name == "features"]) == 1
 
 
 def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,7 +74,7 @@ class Block:
     features: NDArray[np.float64]
     """(n, features); NaN where a value is missing"""
     classes: list[str]
-    """n names; empty ones if the file has no classes"""
+    """n names; empty ones if features alone are read"""
 
 
 def form(path: Path) -> Form:
@@ -89,46 +89,48 @@ def form(path: Path) -> Form:
     separator, decimal = max(KINDS, key=functools.partial(_fit, [text for _, text in head]))
     (first, text), *_ = head
     fields = _split(path, first, text, separator)
-    if len(fields) < 2:
-        raise Failure(f"{path}:{first}: one column; give features, and the class in the last one", BAD_DATA)
     texts = [not _is_number(each, decimal) for each in fields]
     found = functools.partial(Form, separator=separator, decimal=decimal)
-    if len(head) > 1 and fields[1].isdecimal() and any(texts[2:-1]):  # as scikit-learn's own files begin
-        columns = int(fields[1]) + 1
-        if len(_split(path, *head[1], separator)) == columns:
-            return found(columns=columns, names=None, first=first + 1, classes=tuple(fields[2:]))
-    named = all(texts[:-1]) and not MISSING.issuperset(each.lower() for each in fields[:-1])
-    for column, name in enumerate(fields, start=1):
-        if named and name in fields[: column - 1]:
-            raise Failure(f"{path}:{first}:{column}: two columns are named {name!r}; rename one", BAD_DATA)
+    classes = tuple(fields[2:])
+    if len(head) > 1 and len(classes) > 1 and fields[0].isdecimal() and all(texts[2:]):
+        row = _split(path, *head[1], separator)  # scikit-learn's own files begin so; their classes number the names
+        if fields[1] == str(len(row) - 1) and row[-1] in map(str, range(len(classes))):
+            return found(columns=len(row), names=None, first=first + 1, classes=classes)
+    features = max(1, len(fields) - 1)
+    named = all(texts[:features]) and not MISSING.issuperset(each.lower() for each in fields[:features])
+    if named and len(set(fields)) < len(fields):
+        column, name = next((n, name) for n, name in enumerate(fields) if name in fields[:n])
+        raise Failure(f"{path}:{first}:{column + 1}: two columns are named {name!r}; rename one", BAD_DATA)
     return found(columns=len(fields), names=tuple(fields) if named else None, first=first + named)
 
 
-def rows(path: Path, form: Form, missing: Missing, *, classes: bool = True) -> Iterator[Block]:
-    """The rows of a file of this form, whose last column is the class unless it has no `classes`. Those that lack a
-    value are kept with `mean` and left out with `drop`. Raises Failure (65, 77) for anything that is no such row."""
+def rows(path: Path, form: Form, missing: Missing, *, features: int | None = None) -> Iterator[Block]:
+    """The rows of a file of this form, whose last column is the class; or as many `features` of each alone, whatever
+    stands behind them. Those that lack a value are kept with `mean` and left out with `drop`. Raises Failure (65, 77)
+    for anything that is no such row."""
     lines = (line for line in _lines(path) if line[0] >= form.first)
-    count = form.columns - classes
+    count = features or form.columns - 1
     by_number = {str(number): name for number, name in enumerate(form.classes)}
     while some := list(_block(lines)):
         numbers = np.array([number for number, _ in some])
         found = _quick(some, form, count)
-        features, names = _careful(path, some, form, count) if found is None else found
-        if not classes:
+        values, names = _careful(path, some, form, count) if found is None else found
+        if features:
             names = [""] * len(names)
         names = [by_number.get(name, name) for name in names]
-        lacks = np.isnan(features)
+        lacks = np.isnan(values)
         for row, column in _first(lacks) if missing == "refuse" else ():
-            what = "no value; give one, or leave it to --missing mean or drop"
+            what = "no value; give one, or train with --missing mean or drop"
             raise Failure(f"{path}:{numbers[row]}:{column + 1}: {what}", BAD_DATA)
-        unknown = np.array([classes and name in NO_CLASS for name in names])
+        unknown = np.array([not features and name in NO_CLASS for name in names])
         for (row,) in _first(unknown) if missing != "drop" else ():
-            raise Failure(f"{path}:{numbers[row]}:{form.columns}: no class; give it one, or --missing drop", BAD_DATA)
+            what = "no class; give it one, or train with --missing drop"
+            raise Failure(f"{path}:{numbers[row]}:{form.columns}: {what}", BAD_DATA)
         if missing == "drop":
             whole = ~(lacks.any(axis=1) | unknown)
-            numbers, features = numbers[whole], features[whole]
+            numbers, values = numbers[whole], values[whole]
             names = list(itertools.compress(names, whole))
-        yield Block(numbers, features, names)
+        yield Block(numbers, values, names)
 
 
 def _first(wrong: NDArray[np.bool_]) -> list[tuple[int, ...]]:

@@ -117,6 +117,8 @@ def sample(split: Split, name: str) -> str:
     *arrays, _ = split.batch(first, first, None).arrays
     if len(arrays) < 2:
         raise Failure(f"a sample of {name}= has one part: give its inputs and its target, (x, y)", BAD_DATA)
+    if arrays[-1].dtype.kind not in "biuf":
+        raise Failure(f"{name}= has targets of {arrays[-1].dtype}: give numbers, classes from 0 on", BAD_DATA)
     return ", ".join(f"{array.dtype} {'x'.join(map(str, array.shape[1:])) or 'number'}" for array in arrays)
 
 
@@ -125,7 +127,7 @@ def parts(sample: Any) -> list[Any]:
     if isinstance(sample, dict):
         raise Failure(f"a sample has the parts {', '.join(map(str, sample))} by name: give them as a tuple", BAD_DATA)
     if isinstance(sample, tuple | list):
-        return [part for each in sample for part in (parts(each) if isinstance(each, tuple) else [each])]
+        return [part for each in sample for part in (parts(each) if isinstance(each, tuple | dict) else [each])]
     return [sample]
 
 
@@ -136,7 +138,7 @@ def _split(name: str, given: Any) -> OwnSplit:
     try:
         if hasattr(given, "element_spec"):
             return Arrays(_read(given))
-        if isinstance(given, tuple | list):
+        if isinstance(given, tuple | list | dict):
             arrays = [np.asarray(each) for each in parts(given)]
         elif "IterableDataset" in kinds or not (hasattr(given, "__getitem__") and hasattr(given, "__len__")):
             raise ValueError("which cannot be shared out between ranks")
@@ -148,7 +150,7 @@ def _split(name: str, given: Any) -> OwnSplit:
             lengths = ", ".join(str(len(array)) for array in arrays)
             raise Failure(f"{name}= holds arrays of {lengths} samples: give as many targets as inputs", BAD_DATA)
         if any(array.dtype == object for array in arrays):
-            raise ValueError("with rows of unequal shape")
+            raise ValueError("with rows of unequal shape, or other values than numbers")
     except (ValueError, TypeError) as error:
         hint = "its dataset=" if "DataLoader" in kinds else KINDS
         raise Failure(f"{name}= is a {kinds[0]} {error}: give {hint}", BAD_DATA) from error

@@ -169,6 +169,8 @@ def _parse(
 ) -> Parsed:
     """Gives all features, float64 row after row, to `write`; `written` are they all. Raises Failure (65, 77)."""
     form = csv_rows.form(path)
+    if form.columns < 2:
+        raise Failure(f"{path}:{form.first}: one column; give features, and the class in the last one", BAD_DATA)
     known: dict[str, int] = {}
     digest, labels, rows = hashlib.sha256(), [np.empty(0, np.int64)], 0
     for block in csv_rows.rows(path, form, missing):
@@ -238,24 +240,27 @@ def _cached(path: Path, missing: Missing) -> tuple[NDArray[np.float64], Parsed]:
     key = hashlib.sha256(json.dumps(place).encode()).hexdigest()[:32]
     with caching(home), files.locked(home / f"{key}.lock"):
         about = path.stat()
-        state = {"schema": SCHEMA, "source": str(path), "bytes": about.st_size, "mtime_ns": about.st_mtime_ns}
+        state = {"schema": SCHEMA, "bytes": about.st_size, "mtime_ns": about.st_mtime_ns}
         if (found := _open(home / key, state)) is None:
             print(f"{path}: parsing it once, into {home / key}", file=sys.stderr, flush=True)
             shutil.rmtree(home / key, ignore_errors=True)
             unfinished = home / f".{key}.unfinished"
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir()
-            with (unfinished / "features").open("wb") as file:
+            try:
+                with (unfinished / "features").open("wb") as file:
 
-                def written() -> NDArray[np.float64]:
-                    file.flush()
-                    return _mapped(unfinished)
+                    def written() -> NDArray[np.float64]:
+                        file.flush()
+                        return _mapped(unfinished)
 
-                parsed = _parse(path, missing, file.write, written)
-            np.save(unfinished / "labels.npy", parsed.labels)
-            rest = {"words": parsed.words, "digest": parsed.digest, "columns": parsed.columns.as_json()}
-            (unfinished / "index.json").write_text(json.dumps(state | rest))
-            unfinished.rename(home / key)
+                    parsed = _parse(path, missing, file.write, written)
+                np.save(unfinished / "labels.npy", parsed.labels)
+                rest = {"words": parsed.words, "digest": parsed.digest, "columns": parsed.columns.as_json()}
+                (unfinished / "index.json").write_text(json.dumps(state | rest))
+                unfinished.rename(home / key)
+            finally:
+                shutil.rmtree(unfinished, ignore_errors=True)
             found = _mapped(home / key).reshape(len(parsed.labels), -1), parsed
     return found
 

@@ -200,11 +200,11 @@ class Own:
 
 def correct(outputs: tf.Tensor, targets: tf.Tensor) -> dict[str, tf.Tensor]:
     """What `measures.Accuracy` adds up, of scores (n, ..., classes) and classes (n, ...), or (n, ..., 1)."""
-    if outputs.shape.rank < 2 or outputs.shape[-1] == 1:
-        told = f"outputs {outputs.shape}, targets {targets.shape}"
-        raise Failure(f"accuracy needs a score for each class: {told}; give measure= and sums=", BAD_CONFIG)
-    if targets.shape.rank == outputs.shape.rank:
+    if targets.shape.rank == outputs.shape.rank and targets.shape[-1] == 1:
         targets = tf.squeeze(targets, -1)
+    if targets.shape.rank != outputs.shape.rank - 1 or outputs.shape[-1] == 1:
+        told = f"outputs {outputs.shape}, targets {targets.shape}; give each class's number as target"
+        raise Failure(f"accuracy needs a score for each class: {told}, or measure= and sums=", BAD_CONFIG)
     return {"correct": tf.argmax(outputs, -1) == targets}
 
 

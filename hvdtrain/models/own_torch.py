@@ -228,8 +228,8 @@ def _draw_from(seed: int | None, device: torch.device) -> None:
 def correct(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
     """What `measures.Accuracy` adds up, of scores (n, classes, ...)."""
     if outputs.ndim != targets.ndim + 1 or outputs.shape[1] == 1:
-        told = f"outputs {tuple(outputs.shape)}, targets {tuple(targets.shape)}"
-        raise Failure(f"accuracy needs a score for each class: {told}; give measure= and sums=", BAD_CONFIG)
+        told = f"outputs {tuple(outputs.shape)}, targets {tuple(targets.shape)}; give each class's number as target"
+        raise Failure(f"accuracy needs a score for each class: {told}, or measure= and sums=", BAD_CONFIG)
     return {"correct": outputs.argmax(1) == targets}
 
 

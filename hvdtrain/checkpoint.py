@@ -44,8 +44,7 @@ import numpy as np
 from hvdtrain import files
 from hvdtrain.arrays_file import JSON, Arrays, pieces, read, stated, write
 from hvdtrain.exits import BAD_CONFIG, CANNOT_WRITE, FAILED, IO_ERROR, NO_PERMISSION, Failure, printable
-from hvdtrain.identity import current, differing
-from hvdtrain.strategies import of_today
+from hvdtrain.identity import differing
 
 SCHEMA = "hvdtrain/checkpoint/1"
 _MANIFEST = "checkpoint.json"
@@ -232,9 +231,7 @@ class Checkpoints:
         manifest = read_manifest(self._folder / name)
         if manifest["step"] != step:
             raise ValueError(f"the folder's name disagrees with the step in its {_MANIFEST}, {manifest['step']}")
-        new = self._identity
-        old = of_today(current(manifest["identity"]), new)
-        if old != new:
+        if (old := manifest["identity"]) != (new := self._identity):
             raise ValueError(f"it does not fit this run: {'; '.join(differing(old, new))}")
         return manifest
 

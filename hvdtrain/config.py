@@ -17,6 +17,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, TypeVar, get_type_hints
 
 from hvdtrain import bounds, exits, files
@@ -176,7 +177,7 @@ class TrainConfig(Data, Optimisation, Exchange, Run, Measuring):
 
     def __post_init__(self) -> None:
         if isinstance(self.resume, str):
-            if self.run_dir not in (None, self.resume):
+            if self.run_dir is not None and Path(self.run_dir) != Path(self.resume):
                 raise Failure(f"--resume {self.resume} and --run-dir {self.run_dir}: give one folder", exits.BAD_CONFIG)
             object.__setattr__(self, "run_dir", self.resume)
             object.__setattr__(self, "resume", True)

@@ -20,7 +20,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.exits import CANNOT_WRITE, NO_PERMISSION, Failure
+from hvdtrain.exits import CANNOT_WRITE, IO_ERROR, NO_PERMISSION, Failure
 
 MIB = 1 << 20
 SETTINGS_BYTES = MIB
@@ -76,7 +76,7 @@ def read(path: str | Path, most_bytes: int) -> bytes:
 
 
 def put(path: Path, content: bytes, hint: str) -> None:
-    """Writes a file whole or not at all, durably. Raises Failure (73), which ends in `hint`."""
+    """Writes a file whole or not at all, durably. Raises Failure as `unwritable` says."""
     part = path.parent / f".{path.name}.{os.getpid()}"
     try:
         if path.exists():
@@ -87,7 +87,7 @@ def put(path: Path, content: bytes, hint: str) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
-        raise Failure(f"{path}: {error.strerror}; {hint}", CANNOT_WRITE) from error
+        raise unwritable(path, error, hint) from error
 
 
 def sync(path: str | Path) -> None:
@@ -133,6 +133,13 @@ def refused(path: str | Path, error: OSError, code: int, hint: str) -> Failure:
     access."""
     denied = isinstance(error, PermissionError)
     return Failure(f"{path}: {error.strerror or error}; {hint}", NO_PERMISSION if denied else code)
+
+
+def unwritable(path: str | Path, error: OSError, hint: str) -> Failure:
+    """The Failure (73) for an OSError of writing, one line ending in `hint`; (74) for a full disk."""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    told = f"{path}: {error.strerror}; {'free some room' if full else hint}"
+    return Failure(told, IO_ERROR if full else CANNOT_WRITE)
 
 
 def open_lock(path: str | Path) -> int:

@@ -12,14 +12,6 @@ from __future__ import annotations
 from typing import Any
 
 
-def current(identity: dict[str, Any]) -> dict[str, Any]:
-    """An identity as this version has it: an older one named the ranks and each one's batch."""
-    if "rank_batch" not in identity:
-        return identity
-    kept = {name: value for name, value in identity.items() if name not in ("ranks", "rank_batch", "shares")}
-    return kept | {"global_batch": identity["ranks"] * identity["rank_batch"]}
-
-
 def differing(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
     """`width: 0.125 there, 1.0 here` for each setting in which two descriptions differ, nested ones included."""
     found = []

@@ -121,12 +121,12 @@ class Loop:
                 progress.advance(note=f"loss {loss:.4f}")
                 self._save_due |= bool(every and self._at.step % every == 0)
                 savable = self._strategy.in_sync or self._strategy.shared_weights is not None
-                if not last and savable and (self._stopping or self._save_due):
+                if savable and (self._stopping or (self._save_due and not last)):  # a stop waits for no evaluation
                     self._save()
                     if self._stopping:
                         return False
-        self._end_epoch(epoch, save=self._stopping)
-        return not self._stopping
+        self._end_epoch(epoch)
+        return True
 
     def _step(self, epoch: int, batches: Any, end: int, last: bool) -> float:
         """One step on all ranks up to sample `end` of its epoch, the `last` one or not; its mean loss."""
@@ -179,7 +179,7 @@ class Loop:
         self._steps_here += 1
         return loss
 
-    def _end_epoch(self, epoch: int, save: bool) -> None:
+    def _end_epoch(self, epoch: int) -> None:
         with self._clock.span("validation"):
             if self._precise_bn:
                 first = [0, *self._loader.ends()][max(0, self._plan.steps_per_epoch - self._precise_bn)]
@@ -203,7 +203,7 @@ class Loop:
                 f"{record.train_s:.1f} s{rate}"
             )
         every = self._config.checkpoint_epochs
-        if save or self._save_due or (every and ((epoch + 1) % every == 0 or (self._judge and is_best))):
+        if self._save_due or (every and ((epoch + 1) % every == 0 or (self._judge and is_best))):
             self._save(best=is_best)
 
     def _finish(self) -> records.Summary:
@@ -224,7 +224,7 @@ class Loop:
             framework=world.framework,
             strategy=self._config.strategy,
             ranks=world.size,
-            hosts=len({host for host, *_ in facts}),
+            hosts=max(world.ranks.hosts_count, len({host for host, *_ in facts})),
             parameters=self._about.model["parameters"],
             global_batch=self._plan.global_batch,
             epochs=self._config.epochs,
@@ -286,17 +286,13 @@ class Loop:
                 )
             self._say("starting at step 0")
             return
-        before = loaded.progress
-        if "consumed" not in before:  # a version that counted steps saved it
-            if loaded.others and len(loaded.others) != self._world.size:
-                raise Failure(
-                    f"{self._folder}: its checkpoint counts steps, as an older version did, so only as many ranks go "
-                    f"on with it: start with -np {len(loaded.others)}, whose next checkpoint any number can take",
-                    exits.BAD_CONFIG,
-                )
-            epoch, steps = divmod(loaded.step, self._plan.steps_per_epoch)
-            before |= {"epoch": epoch, "consumed": [0, *self._loader.ends()][steps]}
-        self._at = Position.of(before)
+        if loaded.progress.keys() != vars(self._at).keys():
+            raise Failure(
+                f"{self._folder}: its checkpoint of step {loaded.step} is of another version of hvdtrain, which kept "
+                "other sums: go on with that version, or choose another --run-dir",
+                exits.BAD_CONFIG,
+            )
+        self._at = Position(**loaded.progress)
         snapshot.restore(loaded, self._replica, self._strategy)
         hosts = len(set(self._world.gather(self._world.host)))
         self._writer.write(

@@ -17,6 +17,7 @@ from hvdtrain.config import TrainConfig, flag
 from hvdtrain.data import own
 from hvdtrain.exits import Failure
 from hvdtrain.measures import Accuracy, Measure, Regression
+from hvdtrain.strategies import catalogue
 from hvdtrain.strategies.table import DEFAULT_REDUCER
 
 MEASURES: dict[str, type[Measure]] = {"accuracy": Accuracy, "regression": Regression}
@@ -74,7 +75,8 @@ def train(
     config, place = workload.begin(cls, name, purpose, [*_flags(settings, framework), *argv])
     if config.framework != framework:
         raise Failure(f"--framework {config.framework}: the model is one of {framework}", exits.BAD_CONFIG)
-    if framework == "tensorflow" and strategies.parse(config.strategy).strategy.carrier == "native":
+    asked = None if catalogue.asked(config.strategy) else strategies.parse(config.strategy)
+    if asked and framework == "tensorflow" and asked.strategy.carrier == "native":
         told = "TensorFlow's own must begin before a model is made"
         raise Failure(f"--strategy {config.strategy}: {told}; take {DEFAULT_REDUCER}", exits.BAD_CONFIG)
     dataset = own.opened(train, validation, test)

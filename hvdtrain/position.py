@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -40,18 +39,6 @@ class Position:
     best_step: int = 0
     """Steps done at the end of the epoch with the best headline score"""
 
-    @classmethod
-    def of(cls, progress: Mapping[str, Any]) -> Position:
-        """What a checkpoint kept; raises TypeError for what no position has."""
-        kept = dict(progress)
-        if "correct" in kept:  # saved when accuracy was the only measure
-            kept["totals"] = [kept.pop(name) for name in ("loss", "correct", "samples")]
-            accuracy = [{} if each is None else {"accuracy": each} for each in kept.pop("validation_accuracy")]
-            more = kept["validation_scores"] or [{}] * len(accuracy)
-            kept["validation_scores"] = [a | b for a, b in zip(accuracy, more, strict=True)]
-            del kept["merits"]
-        return cls(**kept)
-
     def learn(self, totals: np.ndarray) -> None:
         """Adds totals of all ranks that have become known: of one step, or several."""
         self.totals = [a + b for a, b in zip(self.totals or [0.0] * len(totals), totals.tolist(), strict=True)]
@@ -82,7 +69,7 @@ class Position:
         self, epoch: int, measure: Measure, scores: dict[str, float], **measured: Any
     ) -> tuple[records.Epoch, bool]:
         """The epoch's record (`measured` are its fields that are not sums), and whether its headline score among
-        `scores`, of the evaluated split, is the best so far."""
+        `scores`, of the evaluated split, is the best so far: of equals, the longest trained is."""
         loss, train_scores = measure.means(np.array(self.totals))
         record = records.Epoch(
             epoch=epoch,
@@ -98,7 +85,7 @@ class Position:
         found = scores.get(measure.headline)
         before = [each[measure.headline] for each in self.validation_scores if measure.headline in each]
         better = measure.scores[measure.headline].better
-        is_best = found is not None and all(better(found, each) for each in before)
+        is_best = found is not None and not any(better(each, found) for each in before)
         if is_best:
             self.best_step = self.step
         self.train_s += record.train_s

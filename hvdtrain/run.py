@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from hvdtrain import exits, identity, lock, records, strategies, workloads
+from hvdtrain import arguments, exits, files, identity, lock, records, strategies, workloads
 from hvdtrain.cluster import launched, processes, quota
 from hvdtrain.config import BatchPlan, TrainConfig
 from hvdtrain.exits import Failure
@@ -84,7 +84,7 @@ def check_alike(config: TrainConfig, world: World) -> None:
 def open_folder(config: TrainConfig, workload: str, world: World) -> Path:
     """The run's folder, made and locked on every host; collective.
 
-    Raises Failure (73) if it cannot be made, holds a run, or another job has it.
+    Raises Failure (73) if it cannot be made, holds a run, or another job has it, (74) if the disk is full.
     """
     stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
     asked = config.run_dir or f"results/{stamp}-{workload}-{secrets.token_hex(3)}"
@@ -93,22 +93,24 @@ def open_folder(config: TrainConfig, workload: str, world: World) -> Path:
     # Rank 0 takes the lock first. Then the first rank of each other host takes it; hosts that share the folder find the
     # same job in it.
     for first in (True, False):
-        problem = None
+        problem: list[Any] | None = None
         try:
             if first:
                 folder.mkdir(parents=True, exist_ok=True)
             if world.local_rank == 0 and first == (world.rank == 0):
                 lock.take(folder, job, utc)
-            if world.rank == 0 and not config.resume and (folder / "manifest.json").exists():
-                problem = f"{folder} already holds a run: add --resume to continue it, or choose another --run-dir"
+            # Hosts that do not share the folder may each hold an earlier run there.
+            if world.local_rank == 0 and not config.resume and (folder / "manifest.json").exists():
+                told = f"{folder} on {world.host} already holds a run"
+                raise Failure(f"{told}: add --resume to continue it, or choose another --run-dir", exits.CANNOT_WRITE)
         except OSError as error:
-            where = f"{error.filename or folder}: {error.strerror} (rank {world.rank} on {world.host})"
-            problem = f"{where}; choose another --run-dir"
+            where = f"{error.filename or folder} (rank {world.rank} on {world.host})"
+            failure = files.unwritable(where, error, "choose another --run-dir")
+            problem = [str(failure), failure.code]
         except Failure as failure:
-            problem = str(failure)
-        problems = [text for text in world.gather(problem) if text]
-        if problems:
-            raise Failure(problems[0], exits.CANNOT_WRITE)
+            problem = [str(failure), failure.code]
+        if problems := [each for each in world.gather(problem) if each]:
+            raise Failure(*problems[0])
     world.keeps(str(folder), command(folder, workload, world))
     return folder
 
@@ -204,9 +206,9 @@ def write_manifest(
     """
     manifest = records.Manifest(
         workload=run.workload,
-        argv=sys.argv,
+        argv=arguments.without_secrets(sys.argv),
         config=dataclasses.asdict(run.config),
-        exchange=strategies.chosen(run.config).facts(in_parts=run.config.stages == 1),
+        exchange=strategies.chosen(run.config).facts(in_parts=run.plan.stages == run.plan.micro_batches == 1),
         plan=dataclasses.asdict(run.plan),
         data=run.data,
         model=run.model,

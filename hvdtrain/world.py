@@ -333,7 +333,7 @@ def _line_of_script(trace: TracebackType | None) -> str:
 
 def _told(error: Exception, debug: bool, at: str = "") -> int:
     """Tells the user what ended this rank, and `at` which line of a script; the exit code."""
-    where, debug = place(), debug or os.environ.get("HVDTRAIN_DEBUG") == "true"
+    where, debug = place(), debug or os.environ.get("HVDTRAIN_DEBUG", "").lower() == "true"
     if isinstance(error, Failure):
         if debug:
             traceback.print_exception(error)

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import failing
+from conftest import LIMIT_S, failing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -35,7 +35,6 @@ from hvdtrain.checkpoint import Checkpoints, Loaded
 from hvdtrain.exits import BAD_CONFIG, CANNOT_WRITE, FAILED, IO_ERROR, NO_PERMISSION, Failure
 
 IDENTITY = {"workload": "resnet", "framework": "torch", "parameters": "ab12", "width": 0.25}
-PATIENCE_S = 30  # a rank that waits longer is a test that hangs
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # for the laws with many examples and no need of a disk
 
 
@@ -50,11 +49,11 @@ class Pipes:
         if self.rank > 0:
             end = self._pipes[self.rank][1]
             end.send(text)
-            assert end.poll(PATIENCE_S)
+            assert end.poll(LIMIT_S)
             return json.loads(end.recv())
         texts = [text]
         for end, _ in self._pipes[1:]:
-            assert end.poll(PATIENCE_S)
+            assert end.poll(LIMIT_S)
             texts.append(end.recv())
         whole = f"[{','.join(texts)}]"
         for end, _ in self._pipes[1:]:
@@ -365,10 +364,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "new field": (
         lambda f: edit(f / "checkpoint.json", identity={"workload": "resnet"}),
         "framework: None there, 'torch' here",
-    ),
-    "older version": (
-        lambda f: edit(f / "checkpoint.json", identity={"ranks": 2, "rank_batch": 8}),
-        "workload: None there, 'resnet' here",
     ),
     "renamed": (lambda f: f.rename(f.with_name("step-00000077")), "disagrees with the step in its checkpoint.json, 20"),
     "a directory": (lambda f: into_a_folder(f / "shared.safetensors"), "a folder, not a plain file"),

@@ -33,6 +33,7 @@ def test_rate_follows_the_global_batch_and_not_how_it_is_given(batch: int, ranks
     assert per_rank.global_batch == total.global_batch == batch * ranks
     assert per_rank.base_lr == pytest.approx(0.1 * {"none": 1, "linear": ranks, "sqrt": math.sqrt(ranks)}[rule])
     assert total.base_lr == pytest.approx(0.1), "the rate is for the batch that was named"
+    assert batch_plan(TrainConfig(), 3, 16, 5).rank_batch == 6, "of the rank that has most"
 
 
 def test_warmup_rises_evenly_to_the_full_rate_and_schedules_end_where_they_should() -> None:
@@ -55,6 +56,12 @@ def test_warmup_rises_evenly_to_the_full_rate_and_schedules_end_where_they_shoul
 def test_values_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
     with failing(78):
         TrainConfig(**wrong)
+
+
+def test_run_dir_and_resume_name_one_folder() -> None:
+    assert TrainConfig(run_dir="./x", resume="x/").run_dir == "x/"
+    with failing(78, "give one folder"):
+        TrainConfig(run_dir="y", resume="x")
 
 
 @pytest.mark.parametrize(

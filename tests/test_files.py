@@ -199,6 +199,13 @@ def test_what_is_no_plain_file_is_not_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "pipe").is_fifo() and [each.name for each in tmp_path.iterdir()] == ["pipe"]
 
 
+def test_a_full_disk_is_told_as_such(tmp_path: Path) -> None:
+    (tmp_path / f".x.{os.getpid()}").symlink_to("/dev/full")  # the file that is written before it gets its name
+    with failing(exits.IO_ERROR, "x: No space left on device; free some room$"):
+        files.put(tmp_path / "x", b"x", "hint")
+    assert not any(tmp_path.iterdir())
+
+
 def test_a_lock_file_is_made_and_locks(tmp_path: Path) -> None:
     with files.locked(tmp_path / "lock"), pytest.raises(BlockingIOError), files.locked(tmp_path / "lock", wait=False):
         raise AssertionError("two hold it")

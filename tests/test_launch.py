@@ -210,6 +210,9 @@ def test_hosts_of_a_slurm_allocation() -> None:
     slurm = {"SLURM_JOB_NODELIST": "localhost", "SLURM_TASKS_PER_NODE": "2", "SLURM_JOB_ID": "7"}
     words = parts(dry("python", "x.py", extra=slurm))
     assert words[words.index("-H") + 1] == "localhost:2"
+    options = launch.parser("mpirun").parse_args(["-np", "1", "x"])
+    plan, _ = launch.make_plan("mpirun", options, slurm | {"SLURM_JOB_NODELIST": os.uname().nodename})
+    assert launch.typed(plan, options) == "launch/mpirun.sh -np 1"
 
 
 def test_a_hostfile_with_comments_becomes_a_list(tmp_path: Path) -> None:

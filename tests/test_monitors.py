@@ -18,9 +18,7 @@ from conftest import LIMIT_S, PROGRAMS, ROOT, environment, until
 from hvdtrain import records
 from hvdtrain.cluster import quota
 from hvdtrain.monitors import cgroup
-from hvdtrain.monitors.resources import _difference
-
-TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+from hvdtrain.monitors.resources import TICK_S, _difference, _growth
 
 
 def command(folder: Path, *words: str) -> list[str]:
@@ -63,7 +61,9 @@ def test_power_alone_and_resources_alone(tmp_path: Path) -> None:
     assert sensors.devices
     assert sample.cpu_percent is None
     assert sample.ranks == sample.nics == []
-    facts, (sensors, sample, *_), _ = watched(tmp_path / "r", "sleep=0.15", names="resources")
+    (tmp_path / "psutil.py").write_text("")  # the current folder's is not the one to import
+    there = ("env", "-C", str(tmp_path))
+    facts, (sensors, sample, *_), _ = watched(tmp_path / "r", "sleep=0.15", before=there, names="resources")
     assert (sensors.monitors, sensors.devices, sample.energy_j) == (["resources"], [], {})
     assert sample.ranks[0]["rss_bytes"] > 0
     assert facts["nothing"] is None
@@ -272,3 +272,4 @@ def test_counters_that_start_again_are_missing() -> None:
     assert _difference((5, 5), (7, 5)) == (2, 0)
     assert _difference((5, 5), (7, 4)) == (None, None)
     assert _difference(None, (7, 4)) == (None, None)
+    assert _growth(1.0, 0.5) is None and _growth(1.0, 1.0 - 4 * TICK_S) == 0, "rounding is no end of a process"

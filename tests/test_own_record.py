@@ -14,6 +14,7 @@ from conftest import PROGRAMS, launch
 from runs import read_run
 
 from hvdtrain import records
+from hvdtrain.arguments import without_secrets
 from hvdtrain.exits import Failure
 from hvdtrain.results import load as results
 from hvdtrain.results.__main__ import main
@@ -106,6 +107,20 @@ def test_nothing_is_recorded_where_nothing_is_asked_for(monkeypatch: pytest.Monk
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_script_that_starts_again_has_a_folder_beside_the_first(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    first = str(tmp_path / "run")
+    assert shown.free(None, again=True) is None
+    for name in ("run", "run-2", "run-3"):
+        assert shown.free(f"{first}/", again=True).rstrip("/") == str(tmp_path / name)
+        assert shown.free(first, again=False) == first, "which is refused if it holds a run"
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").touch()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert shown.free(first, again=False) == str(tmp_path / "run-4")
+
+
 @pytest.mark.parametrize(
     ("told", "words"),
     [
@@ -126,8 +141,9 @@ def test_scores_declare_what_they_can_be() -> None:
     assert not shown.score("rmse", 0.5).higher_is_better
     assert shown.finite(math.nan) is None
     argv = ["a.py", "--token=x", "--password", "y", "--seed=4", "--lr", "1"]
-    words, seed = shown.arguments(argv)
-    assert (words, seed) == (["a.py", "--token=***", "--password", "***", "--seed=4", "--lr", "1"], 4)
+    words = without_secrets(argv)
+    assert words == ["a.py", "--token=***", "--password", "***", "--seed=4", "--lr", "1"]
+    assert (shown.seed(words), shown.seed([*words, "--seed", "5"]), shown.seed(["a.py"])) == (4, 5, None)
     assert shown.apart(words) == ["--token=***", "--password", "***", "--lr", "1"]
     assert json.dumps(words)
     with pytest.raises(Failure):

@@ -66,8 +66,10 @@ def test_two_ranks_train_as_one_process_does(framework: str, launcher: str, tmp_
     sys.argv = ["own_train.py"]
     with pytest.raises(Failure, match="made with other settings: constants"):  # what it does not train is another
         own_train.trained(framework, 7, resume=str(tmp_path / "cut"))
+    sys.argv.append("--api-token=hunter2")
     model, again = own_train.trained(framework, 0, resume=str(tmp_path / "cut"))
     assert again.steps == summary.steps
+    assert json.loads((tmp_path / "cut" / "manifest.json").read_text())["argv"][-1] == "--api-token=***"
     for mine, theirs in zip(one, own_train.weights(model), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-3, atol=1e-5)
 
@@ -96,6 +98,13 @@ def test_a_sequential_is_cut_into_stages(tmp_path: Path) -> None:
     for rank in (0, 1):
         held = [*np.load(tmp_path / f"rank{rank}.npz").values()]
         assert all(map(np.array_equal, own_train.weights(model), held))
+
+
+def test_a_keras_script_shows_the_strategies() -> None:
+    pytest.importorskip("tensorflow")
+    with pytest.raises(SystemExit) as ended:
+        own_train.trained("tensorflow", 0, strategy="help")
+    assert ended.value.code == 0
 
 
 def test_the_parts_of_a_keras_sequential_are_the_whole() -> None:
@@ -150,9 +159,11 @@ def test_a_dataset_of_either_framework_gives_the_batches_of_its_arrays() -> None
 
         with pytest.raises(Failure, match="train= holds no sample"):
             own.opened(given["tf.data"].take(0), None, None)
-        for targets in (tf.zeros(3), tf.zeros((3, 1))):
+        with pytest.raises(Failure, match="has the parts a by name"):
+            own.opened(tf.data.Dataset.from_tensor_slices(({"a": x}, y)), None, None)
+        for outputs, targets in [((3, 1), (3,)), ((3, 1), (3, 1)), ((3, 2), (3, 2)), ((3,), (3,))]:
             with pytest.raises(Failure, match="accuracy needs a score for each class"):
-                own_tf.correct(tf.zeros((3, 1)), targets)
+                own_tf.correct(tf.zeros(outputs), tf.zeros(targets))
     known = batches((x, y))
     assert [array.dtype.name for array in known[:3]] == ["float32", "int64", "int64"]
     for kind, train in given.items():
@@ -253,6 +264,9 @@ class Endless(torch.utils.data.IterableDataset):
         ({"train": Endless()}, "train= is a Endless which cannot be shared out between ranks", 65),
         ({"train": torch.utils.data.DataLoader(Pairs())}, "give its dataset=", 65),
         ({"train": (X[:0], Y[:0])}, "train= holds no sample", 65),
+        ({"train": (X, Y.astype(str))}, "train= has targets of <U", 65),
+        ({"train": (X.astype(object), Y)}, "unequal shape, or other values than numbers", 65),
+        ({"train": {"x": X, "y": Y}}, "a sample has the parts x, y by name: give them as a tuple", 65),
         ({"validation": (X[:, :32], Y)}, "validation= has samples of float32 32, int64 number", 65),
         ({"target": "accuracy=0.9", "validation": None}, "looked for in the validation data", 65),
         ({"loss": lambda outputs, targets: outputs.logsumexp(1).sum()}, "loss returns a sum over samples", 78),

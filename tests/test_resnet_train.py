@@ -12,7 +12,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,14 +32,16 @@ from conftest import (
     refused,
     resnet,
     trainings,
+    until,
 )
 from PIL import Image
 from runs import Made, cut_off, read_run
 from runs import manifest as made_manifest
 from safetensors.numpy import load_file
 from sklearn.datasets import load_sample_image
+from test_checkpoint import edit
 
-from hvdtrain import records
+from hvdtrain import loop, records
 
 FRAMEWORKS = ("torch", "tensorflow")
 SUMMARY_KEYS = {
@@ -99,12 +100,12 @@ def started(ranks: int, folder: Path, *flags: str) -> Iterator[subprocess.Popen[
 def wait_for_steps(process: subprocess.Popen[str], folder: Path, steps: int) -> None:
     """Returns once rank 0 has recorded so many steps."""
     path = folder / "metrics" / "rank0000.jsonl"
-    deadline = time.monotonic() + 240
-    while time.monotonic() < deadline and process.poll() is None:
-        if path.exists() and path.read_bytes().count(b'"type":"step"') >= steps:
-            return
-        time.sleep(0.002)
-    raise AssertionError(f"no {steps} steps: exit code {process.poll()}")
+
+    def recorded() -> bool:
+        assert process.poll() is None, f"no {steps} steps: exit code {process.poll()}"
+        return path.exists() and path.read_bytes().count(b'"type":"step"') >= steps
+
+    until(recorded)
 
 
 WHOLE = [*SMALL, "--epochs", "3", "--checkpoint-steps", "10", "--keep-checkpoints", "9", "--json"]
@@ -157,6 +158,20 @@ def test_both_frameworks_give_the_same_first_losses(tmp_path: Path) -> None:
         here("resnet", "--framework", framework, "--epochs", "1", "--run-dir", str(folder), *flags)
         losses.append([step.loss for step in read_run(folder)["step"][:10]])
     np.testing.assert_allclose(losses[0], losses[1], atol=1e-3)
+    assert losses[0][9] < losses[0][0] - 0.02, "the weights must move for the comparison to mean something"
+
+
+def test_what_is_evaluated_after_an_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    renewed: list[int] = []
+    monkeypatch.setattr(loop, "renew_statistics", lambda _, batches: renewed.append(len(list(batches))))
+    flags = [*SMALL, "--framework", "torch", "--epochs", "9", "--epoch-samples", "240", "--evaluate-on", "test"]
+    flags += ["--target-accuracy", "0.01", "--run-dir"]
+    some = here("resnet", *flags, str(tmp_path / "some"), "--precise-bn", "2", "--evaluate-samples", "100")
+    (scores,) = some["validation_scores"]  # the target is reached at once
+    assert 100 * scores["accuracy"] == pytest.approx(round(100 * scores["accuracy"])), "of 100 samples"
+    all_ = here("resnet", *flags, str(tmp_path / "all"), "--precise-bn", "99")
+    assert all_["validation_scores"] == [all_["test_scores"]]
+    assert renewed == [2, 5], "batches of an epoch's five"
 
 
 @pytest.mark.parametrize(
@@ -203,6 +218,9 @@ def test_resumed_equals_uninterrupted(ranks: int, extra: list[str], before: int,
     assert f"python -m hvdtrain.resnet --resume {cut}\n" in errors
     (resumed,) = read_run(cut)["resumed"]
     assert resumed.step == before + 1
+    kinds = [json.loads(line)["type"] for line in (cut / "metrics" / "rank0000.jsonl").read_text().splitlines()]
+    at = kinds.index("resumed")
+    assert kinds[at - 2 : at] == ["step", "saved"], "a stop waits for no evaluation"
     assert_same_arrays(whole, cut)
     (one,), (other,) = (read_run(folder)["summary"] for folder in (whole, cut))
     assert other.test_loss == one.test_loss
@@ -272,6 +290,9 @@ def test_a_run_with_other_settings_does_not_resume_and_loses_nothing(whole: Whol
     with failing(78, "; width: 0.125 there, 0.25 here") as other:
         here("resnet", "--resume", str(tmp_path), "--width", "0.25")
     assert "optimizer" not in str(other.value)
+    for flag, value, told in (("--optimizer", "adam", "optimizer: 'sgd' there"), ("--image-size", "9", r"\bdata: '")):
+        with failing(78, told):
+            here("resnet", "--resume", str(tmp_path), flag, value)
     with failing(78, re.escape(f"python -m hvdtrain.resnet --resume {tmp_path}")):
         here("captioning", "--resume", str(tmp_path))
     batch = int(SMALL[SMALL.index("--batch-size") + 1])
@@ -290,6 +311,13 @@ def test_a_run_with_other_settings_does_not_resume_and_loses_nothing(whole: Whol
         assert what in str(told.value)
     after = newest_arrays(tmp_path)
     assert all(np.array_equal(array, after[name]) for name, array in before.items())
+    path.write_bytes(manifest)
+    for one in tmp_path.glob("checkpoints/*/checkpoint.json"):  # as versions wrote it that counted steps
+        progress = json.loads(one.read_text())["progress"]
+        del progress["consumed"]
+        edit(one, progress=progress)
+    with failing(78, "is of another version of hvdtrain"):
+        here("resnet", "--resume", str(tmp_path))
 
 
 def test_torch_checkpoint_continues_in_tensorflow(whole: Whole, tmp_path: Path) -> None:
@@ -396,18 +424,25 @@ def test_bad_input_under_a_launcher_is_said_once() -> None:
     assert "a step of 1 samples is too few for 2 ranks: use at most 1" in done.stderr
 
 
-def test_ranks_that_found_other_settings_are_told_which_before_they_train(tmp_path: Path) -> None:
-    """Hosts that share no file system, one of which has the run's manifest: so it has its settings."""
+@pytest.mark.parametrize(
+    ("flags", "code", "told"),
+    [(["--resume"], 78, "epochs: 3 there, 12 here; "), (["--epochs", "3"], 73, " already holds a run: ")],
+)
+def test_hosts_that_share_no_folder_one_of_which_has_a_run_there_do_not_begin(
+    flags: list[str], code: int, told: str, tmp_path: Path
+) -> None:
+    """With --resume they have other settings; without, old records would be among the new."""
     (tmp_path / "there" / "run").mkdir(parents=True)
     (tmp_path / "here").mkdir()
     manifest = records.as_json(made_manifest(Made(config={"width": 0.125, "epochs": 3})))
     (tmp_path / "there" / "run" / "manifest.json").write_text(json.dumps(manifest))
-    words = [sys.executable, "-m", "hvdtrain.resnet", "--run-dir", "run", "--resume"]
+    words = ["env", "OMPI_COMM_WORLD_LOCAL_RANK=0", "OMPI_COMM_WORLD_LOCAL_SIZE=1", sys.executable, "-m"]
+    words += ["hvdtrain.resnet", "--strategy", "hierarchical", "--run-dir", "run", *flags]
     first, second = (["-np", "1", "-wdir", str(tmp_path / place), *words] for place in ("here", "there"))
     done = finished(["mpirun", *first, ":", *second])  # fmt: skip
-    assert done.returncode == 78 and done.stderr.count("hvdtrain: ") == 1, done.stderr
-    assert "rank 1 on " in done.stderr and "epochs: 3 there, 12 here; " in done.stderr, done.stderr
-    assert not (tmp_path / "here" / "run").exists()
+    assert done.returncode == code and done.stderr.count("hvdtrain: ") == 1, done.stderr
+    assert ("rank 1 on " in done.stderr) == (code == 78) and told in done.stderr, done.stderr
+    assert not (tmp_path / "here" / "run" / "manifest.json").exists()
 
 
 def test_a_folder_with_a_run_or_that_cannot_be_made_is_refused(tmp_path: Path) -> None:

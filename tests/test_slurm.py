@@ -197,6 +197,7 @@ printf '%s\\n' "${HVDTRAIN_RUN_DIR:-theirs} ${HVDTRAIN_RESUME:-anew}" "$@" >star
 stop() { echo "$1" >signal; exit "$CODE"; }
 trap 'stop USR1' USR1
 trap 'stop TERM' TERM
+if [[ ${SAVES:-} ]]; then mkdir -p "$HVDTRAIN_RUN_DIR/checkpoints/step-00000020"; fi
 mv started.part started
 while [[ $WAIT ]]; do sleep 0.05; done
 exit "$CODE"
@@ -241,27 +242,34 @@ def checkout(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("code", "number", "restarts", "requeued"),
+    ("code", "number", "restarts", "checkpoints", "requeued"),
     [
-        (0, None, 0, False),
-        (1, None, 0, False),
-        (75, None, 0, True),  # a fault: the launcher's sentinel ended the job after its last checkpoint
-        (75, None, 5, False),  # the sixth time it is no accident
-        (75, signal.SIGUSR1, 9, True),  # the time limit, as often as it takes
-        (75, signal.SIGTERM, 0, False),
-        (75, signal.SIGINT, 0, False),
-        (138, signal.SIGUSR1, 0, False),  # before the first step: nothing to resume
+        (0, None, 0, "new", False),
+        (1, None, 0, "", False),
+        (1, None, 0, "new", True),  # a fault: the launcher's sentinel ended the job after its last checkpoint
+        (1, None, 1, "old", False),  # it fails where it failed before
+        (1, None, 5, "new", False),  # the sixth time it is no accident
+        (1, signal.SIGTERM, 0, "new", False),
+        (75, None, 0, "", True),  # only the ranks were signalled
+        (75, None, 5, "", False),
+        (75, signal.SIGUSR1, 9, "", True),  # the time limit, as often as it takes
+        (75, signal.SIGTERM, 0, "", False),
+        (75, signal.SIGINT, 0, "", False),
+        (138, signal.SIGUSR1, 0, "", False),  # before the first step: nothing to resume
+        (138, signal.SIGUSR1, 9, "old", True),
     ],
 )
 def test_what_goes_back_to_the_queue(
-    checkout: Path, code: int, number: signal.Signals | None, restarts: int, requeued: bool
+    checkout: Path, code: int, number: signal.Signals | None, restarts: int, checkpoints: str, requeued: bool
 ) -> None:
-    wait = "" if number is None else "yes"
-    ended, lines = script(
-        "train", cwd=checkout, number=number, CODE=str(code), WAIT=wait, SLURM_RESTART_COUNT=str(restarts)
-    )
+    """`checkpoints`: old, of an earlier start; new, of this one."""
+    if checkpoints == "old":
+        (checkout / "results" / "slurm-7" / "checkpoints" / "step-00000010").mkdir(parents=True)
+    about = {"CODE": str(code), "WAIT": "" if number is None else "yes", "SLURM_RESTART_COUNT": str(restarts)}
+    saves = "yes" if checkpoints == "new" else ""
+    ended, lines = script("train", cwd=checkout, number=number, SAVES=saves, **about)
     assert ended == code, lines
-    if number is signal.SIGTERM:
+    if (code, number) == (75, signal.SIGTERM):
         assert lines[-1].endswith("sbatch [the same options] launch/slurm.sbatch train --resume results/slurm-7")
     called = checkout / "scontrol.called"
     assert (called.read_text() if called.exists() else None) == ("requeue 7\n" if requeued else None), lines

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
-from conftest import ROOT, SMALL, alone, document, environment, failing, here, refused
+from conftest import ROOT, SMALL, alone, document, failing, finished, here, installed, refused
 from hypothesis import given
 from hypothesis import strategies as some
 
 from hvdtrain import bounds, workloads
 from hvdtrain.config import TrainConfig
-from hvdtrain.strategies import FLAT, REDUCERS, SCHEDULES, Layout, of_today, parse, translated
+from hvdtrain.strategies import FLAT, REDUCERS, SCHEDULES, Layout, parse, translated
 from hvdtrain.strategies.local_sgd import LocalSGD
 from hvdtrain.strategies.native import Native
 from hvdtrain.world import CARRIERS
@@ -149,6 +149,32 @@ def test_every_strategy_tells_what_it_costs_and_every_setting_what_it_is() -> No
     ]
 
 
+@pytest.mark.parametrize(
+    ("text", "ranks", "hosts", "sent", "rounds", "work"),
+    [
+        ("allreduce", 4, 4, 600, 6, 0),
+        ("hierarchical", 8, 4, 600, 6, 0),
+        ("central", 4, 4, 1200, 2, 0),
+        ("central", 4, 2, 800, 2, 0),
+        ("async-ps", 4, 2, 800, 2, 0),
+        ("bf16", 4, 4, 300, 2, 100 * 11 / 4),
+        ("local-sgd:every=4+bf16", 4, 4, 75, 0.5, 100 * 11 / 16),
+    ],
+)
+def test_what_an_exchange_of_a_hundred_numbers_costs(
+    text: str, ranks: int, hosts: int, sent: float, rounds: float, work: float
+) -> None:
+    cost = parse(text).cost([(10, 10)], Layout(ranks=ranks, hosts=hosts))
+    assert (cost.sent_bytes, cost.rounds, cost.work) == (sent, rounds, work)
+
+
+def test_factors_are_sent_where_they_are_smaller() -> None:
+    """Of a matrix of 100 x 50: a row and a column for each sample of a rank, of all ranks of a host."""
+    for rows, ranks, numbers in ((4, 2, 4 * 150), (4, 4, 8 * 150), (32, 4, 5000), (0, 4, 5000)):
+        cost = parse("factors").cost([(100, 50)], Layout(ranks=ranks, hosts=2, rows=[rows]))
+        assert cost.sent_bytes == 4 * numbers
+
+
 # --- the flags of before ----------------------------------------------------------------------------------------------
 
 THEN: dict[str, Any] = {
@@ -193,15 +219,6 @@ def test_a_flat_config_of_before_reads_as_a_string(flat: dict[str, Any], now: st
     assert translated(THEN | flat) == now
     assert translated(flat) == now, "what an older config lacks is its default"
     assert translated({"strategy": now}) == now
-
-
-def test_the_identity_of_an_older_checkpoint_fits_where_all_it_noted_is_equal() -> None:
-    noted = ("strategy", *(key for key in FLAT if key not in ("outer_lr", "outer_momentum", "shares")))
-    then = {key: (THEN | {"strategy": "local-sgd", "every": 3})[key] for key in noted} | {"seed": 1, "shares": None}
-    for text, fits in (("local-sgd:every=3,outer_momentum=0.6", True), ("local-sgd:every=4", False), ("int8", False)):
-        now = {"strategy": text, "seed": 1, "shares": None}
-        assert (of_today(then, now) == now) is fits
-        assert of_today(now, now) is now
 
 
 @pytest.mark.parametrize(
@@ -293,17 +310,12 @@ class Mine(Reducer):
 
 def test_a_strategy_made_outside_the_package_registers_itself(tmp_path: Path) -> None:
     """As an installed package does: a module, and metadata that name it."""
-    about = tmp_path / "mine-1.0.dist-info"
-    about.mkdir()
     (tmp_path / "mine_strategies.py").write_text(PLUGIN)
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
-    entry = about / "entry_points.txt"
-    entry.write_text("[hvdtrain.strategies]\nmine = mine_strategies:Mine\n")
+    extra = installed(tmp_path, "mine = mine_strategies:Mine", "hvdtrain.strategies")
 
     def trained(*words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "hvdtrain.resnet", "--framework", "torch", *SMALL, *words]
-        variables = environment() | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
-        return subprocess.run(command, env=variables, cwd=tmp_path, capture_output=True, text=True, check=False)
+        return finished([*command, "--run-dir", str(tmp_path / "run")], extra=extra)
 
     assert re.search(r"^  mine +\d", trained("--strategy", "help").stdout, re.MULTILINE)
     assert "times=whole number >= 1 and <= 9, default 1" in trained("--strategy", "help:mine").stdout
@@ -312,7 +324,7 @@ def test_a_strategy_made_outside_the_package_registers_itself(tmp_path: Path) ->
     summary = document(trained("--strategy", "local-sgd:every=3+mine:times=2", "--epochs", "1", "--json"))
     assert summary["strategy"] == "local-sgd:every=3+mine:times=2"
     for value, why in (("mine_strategies:Nothing", "cannot be loaded"), ("json:dumps", "neither a Strategy nor")):
-        entry.write_text(f"[hvdtrain.strategies]\nmine = {value}\n")
+        installed(tmp_path, f"mine = {value}", "hvdtrain.strategies")
         done = trained("--strategy", "mine")
         assert (done.returncode, why in done.stderr) == (78, True), done.stderr
 

@@ -345,6 +345,8 @@ def typed(plan: Plan, options: argparse.Namespace) -> str:
     words += ["--gloo"] if plan.launcher == "horovodrun" and plan.backend == GLOO else []
     if options.hosts or options.hostfile or plan.hosts[0].host == "localhost":
         words += ["-H", hosts.as_argument(plan.hosts)]
+    elif options.np:
+        words += ["-np", str(plan.ranks)]
     words += ["--survive"] if options.survive else []
     for name in ("nic", "rate", "logs"):
         if (value := getattr(options, name)) is not None:

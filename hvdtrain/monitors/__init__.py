@@ -98,7 +98,7 @@ class Monitor:
             **parts(self._host, ranks),
         }
         program = f"import sys; sys.path.append({ROOT!r}); from hvdtrain.monitors.sampler import main; main()"
-        command = [sys.executable, "-c", program, f"hvdtrain-monitor of process {os.getpid()}"]
+        command = [sys.executable, "-P", "-c", program, f"hvdtrain-monitor of process {os.getpid()}"]
         self.nothing: str | None = None
         """What was asked for and cannot be measured here at all, and why: a line for people"""
         self._process: subprocess.Popen[bytes] | None = None

@@ -35,7 +35,7 @@ class Writer:
             if size and os.pread(self._file, 1, size - 1) != b"\n":
                 os.write(self._file, b"\n")
         except OSError as error:
-            raise Failure(f"{path}: {error.strerror}; choose another --run-dir", exits.CANNOT_WRITE) from error
+            raise files.unwritable(path, error, "choose another --run-dir") from error
         self._path = path
 
     def write(self, record: Record) -> None:
@@ -115,5 +115,5 @@ def open_plain(path: Path) -> IO[bytes]:
 
 
 def write_document(path: Path, value: dict[str, Any]) -> None:
-    """Writes a JSON file whole or not at all. Raises Failure (73)."""
+    """Writes a JSON file whole or not at all. Raises Failure (73, 74)."""
     files.put(path, (json.dumps(value, indent=2) + "\n").encode(), "choose another --run-dir")

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hvdtrain import exits, lock, observe, records, run
+from hvdtrain import arguments, exits, lock, observe, records, run
 from hvdtrain.config import TrainConfig
 from hvdtrain.exits import Failure
 from hvdtrain.measures import Score
@@ -33,7 +33,7 @@ from hvdtrain.strategies import Exchange
 from hvdtrain.timing import WARMUP_STEPS, Spent, process_age_s, step_shares
 from hvdtrain.world import World
 
-VARIABLES = ("RECORD", "RUN_DIR", "MONITOR", "MONITOR_MS", "MONITOR_IDLE_S")
+VARIABLES = ("RECORD", "RUN_DIR", "RESUME", "MONITOR", "MONITOR_MS", "MONITOR_IDLE_S")
 PATIENCE_S = 60.0
 """At the end, for the ranks that are not there yet"""
 Gather = Callable[[bytes], list[bytes]]
@@ -59,7 +59,7 @@ def begin(
         config = TrainConfig(
             framework=world.framework,  # type: ignore[arg-type]
             strategy=str(exchange),
-            run_dir=asked["RUN_DIR"] or None,
+            run_dir=shown.free(asked["RUN_DIR"], again=asked["RESUME"] not in (None, "", "0", "false")),
             monitor=asked["MONITOR"] or "none",
             monitor_ms=int(asked["MONITOR_MS"] or TrainConfig.monitor_ms),
             monitor_idle_s=float(asked["MONITOR_IDLE_S"] or 0),
@@ -76,14 +76,14 @@ def begin(
         _say(world, f"the script goes on without a run folder: {told}")
         return None
     world.keeps(str(folder), "")
-    argv, seed = shown.arguments(sys.argv)
+    argv = arguments.without_secrets(sys.argv)
     manifest = records.Manifest(
         workload=name,
         argv=argv,
         config={
             "framework": world.framework,
             "strategy": str(exchange),
-            "seed": seed,
+            "seed": shown.seed(argv),
             "monitor": config.monitor,
             "arguments": shown.apart(argv),
         },

@@ -1,37 +1,42 @@
-"""What a script's records show of its command line, and of the numbers that it tells."""
+"""Where a script's records lie, and what they show of its command line and of the numbers that it tells."""
 
 from __future__ import annotations
 
 import itertools
 import math
+import os
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from hvdtrain import measures, records
 from hvdtrain.measures import Score
 
-SECRET = re.compile(r"(?i)(token(?!s|i[sz])|secret|passw|credential|api[-_]?key)")  # not --max-tokens, --tokenizer
-HIDDEN = "***"
 SHARES = {"accuracy", "acc", "f1", "precision", "recall", "auc"}
 """Scores that are shares of 1, if they are told so"""
 LOWER = re.compile(r"loss|err|mae|mse|mape|perplexity|wer|cer|fid")
 """Names of scores that are better when lower"""
 
 
-def arguments(argv: Sequence[str]) -> tuple[list[str], int | None]:
-    """The command line with `***` for what may be secret, and the seed that it gives."""
-    words, seed, hide = [], None, False
-    for before, word in zip(["", *argv], argv, strict=False):
-        name, equals, value = word.partition("=")
-        if hide or (equals and SECRET.search(name)):
-            words.append(f"{name}={HIDDEN}" if equals and not hide else HIDDEN)
-        else:
-            words.append(word)
-        hide = word.startswith("-") and not equals and bool(SECRET.search(word))
+def free(folder: str | None, *, again: bool) -> str | None:
+    """The run folder that is asked for. A script that starts `again`, or that torchrun starts again, is a run of its
+    own beside the earlier ones: in `folder`-2, -3, ..."""
+    again |= os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if not folder or not again:
+        return folder or None
+    names = itertools.chain([folder], (f"{folder.rstrip('/')}-{number}" for number in itertools.count(2)))
+    return next(name for name in names if not Path(name, "manifest.json").exists())
+
+
+def seed(argv: Sequence[str]) -> int | None:
+    """The seed that a command line gives."""
+    found = None
+    for before, word in itertools.pairwise(argv):
+        name, _, value = word.partition("=")
         given = value if name == "--seed" else word if before == "--seed" else ""
-        seed = int(given) if given.isdigit() else seed
-    return words, seed
+        found = int(given) if given.isdigit() else found
+    return found
 
 
 def apart(argv: Sequence[str]) -> list[str]:

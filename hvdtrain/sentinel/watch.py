@@ -151,7 +151,7 @@ class Watch:
             if rank.process.gone():
                 self._hear(now)  # its last word may have come since
                 if rank.last_word is None:
-                    what = "died without a word (kill -9, out of memory, or a crash: see dmesg there)"
+                    what = "died without a word (a signal, out of memory, or a crash: see dmesg there)"
                     return {"kind": "died", "text": f"rank {rank.number} on {self._name} {what}"}
                 if rank.last_word == RankWords.FAILED:
                     return {"kind": "failed", "text": ""}

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from hvdtrain.config import TrainConfig
 from hvdtrain.strategies.flat import FLAT as FLAT
 from hvdtrain.strategies.flat import lasting as lasting
-from hvdtrain.strategies.flat import of_today as of_today
 from hvdtrain.strategies.flat import refuse as refuse
 from hvdtrain.strategies.flat import translated as translated
 from hvdtrain.strategies.payload import Cost as Cost

@@ -56,19 +56,6 @@ def lasting(config: Mapping[str, Any]) -> str:
     return str(dataclasses.replace(exchange, schedule=schedule))
 
 
-def of_today(then: dict[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """The identity of a checkpoint as it reads today. An earlier version did not note every setting: what is not in
-    `then` is taken for equal to `now`, and the manifest tells whether it is."""
-    if "inner" not in then:
-        return then
-    schedule = parse(now["strategy"]).schedule
-    settings = dataclasses.asdict(schedule.settings) if schedule and schedule.name == then["strategy"] else {}
-    noted = {key: value for key, value in then.items() if key != "shares"}  # those are the plan's
-    unnoted = {key: settings[RENAMED.get(key, key)] for key in FLAT if RENAMED.get(key, key) in settings}
-    strategy = translated(unnoted | noted)
-    return {key: value for key, value in then.items() if key not in FLAT or key == "shares"} | {"strategy": strategy}
-
-
 def refuse(given: Mapping[str, Any], asked: str, how: Mapping[str, str], code: int) -> None:
     """Raises Failure if there are flat settings in `given`: names each as it was given (`how`) and what to give now in
     place of all. `asked`: the strategy they stand beside."""

@@ -65,15 +65,15 @@ def restore(loaded: Loaded, replica: Replica, strategy: Strategy) -> None:
 def handed_on(loaded: Loaded, strategy: Strategy) -> Arrays:
     """This rank's own part of what another number of ranks saved, or as many on other hosts: running statistics are
     the ranks' mean, which is what evaluation uses; what becomes of its state the strategy says. Raises Failure (78) for
-    state that belongs to other stages."""
+    state that belongs to other stages, or to ranks that had others."""
     states = [
         {name.removeprefix("strategy."): array for name, array in each.items() if name.startswith("strategy.")}
         for each in loaded.others
     ]
-    if loaded.recut and any(states):
+    if (loaded.recut and any(states)) or (strategy.local and not loaded.local):
         raise Failure(
-            f"checkpoint of step {loaded.step}: the state of its exchange belongs to the stages that it was made with; "
-            "give the same --stages and --cut-at",
+            f"checkpoint of step {loaded.step}: the state of its exchange belongs to the stages that its ranks had; "
+            "give the same --stages, --cut-at and --stage-across",
             BAD_CONFIG,
         )
     buffers = {name: array for each in loaded.others for name, array in each.items() if name.startswith("buffer.")}

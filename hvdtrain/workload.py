@@ -89,7 +89,7 @@ class Workload:
         shapes, replicas = in_vector(config.framework, self.shapes.values()), stages.grid.replicas
         batch = resume.global_batch(config, replicas)
         rows = [self.dense.get(name, 0) * -(-batch // replicas) for name in self.shapes]
-        layout = stages.layout(rows)
+        layout, in_parts = stages.layout(rows), not stages.parted
         if catalogue.asked(config.strategy):
             if place.rank == 0:
                 catalogue.show(config.strategy, shapes, layout)
@@ -120,7 +120,7 @@ class Workload:
             "model": f"{self.model_words}: {parameters:,} parameters, {4 * parameters / 1e6:.2f} MB",
             "data": f"{self.dataset.name}: {self.data_words}",
             "ranks": f"{place.size} ({place.launcher}), {config.framework}, {used}",
-            "exchange": exchange.fact(shapes, layout),
+            "exchange": exchange.fact(shapes, layout, in_parts=in_parts),
         }
         if ways := exchange.cost(shapes, layout).ways:
             facts["of which"] = "; ".join(ways)
@@ -140,7 +140,7 @@ class Workload:
         )
         if config.dry_run:
             if place.rank == 0:
-                run.show_dry_run(about, facts, exchange.cost(shapes, layout))
+                run.show_dry_run(about, facts, exchange.cost(shapes, layout, in_parts=in_parts))
             return None
         ranks, device = connected(config, place, used, parted=stages.parted)
         data = ranks
@@ -213,13 +213,12 @@ class Job:
         kept = self.ranks.gather(resume.kept_cut(config))[0]
         cut = self.stages.measured(self.ranks, kept, lambda: self._seconds(model), plan.rank_batch)
         stage, shapes = self.stages.stage, self.work.of_stage(cut, self.stages.stage)
+        layout = dataclasses.replace(self.stages.layout(), hosts=self.data.ranks.hosts_count)
         facts = self.stages.facts(cut, plan.rank_batch)
-        if grid.replicas > 1:
-            facts["exchange"] = strategies.chosen(config).fact(shapes, self.stages.layout(), in_parts=False)
-        else:
-            facts["exchange"] = "none: one replica of each stage"
+        told = strategies.chosen(config).fact(shapes, layout, in_parts=False)
+        facts["exchange"] = told if grid.replicas > 1 else "none: one replica of each stage"
         strategy = strategies.make(config, self.data, shapes)
-        strategy.plan(self.stages.layout())
+        strategy.plan(layout)
         return dataclasses.replace(
             self,
             about=dataclasses.replace(self.about, plan=dataclasses.replace(plan, cut=cut.names)),

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+import dataclasses
+from pathlib import Path
+from typing import Any
 
-from hvdtrain import records, strategies
+import pytest
+import runs
+
+from hvdtrain import records, run, strategies
 from hvdtrain.config import TrainConfig
 from hvdtrain.strategies.advice import advice, wire_s
 from hvdtrain.timing import Spent, step_shares
@@ -32,10 +37,12 @@ SLOW = {"exchange": 0.9, "exchange_least": 0.9, "compute": 0.1, "data": 0.0}
         ({"strategy": "hybrid"}, 40, None),
         ({"strategy": "local-sgd"}, 40, None),
         ({"precision": "fp16"}, 40, None),
+        ({"stages": 2, "strategy": "hierarchical"}, 40, None),
+        ({"micro_batches": 2, "strategy": "hierarchical"}, 5, POWERSGD),
     ],
 )
 def test_advice_is_the_rung_that_the_link_asks_for_and_the_next_at_least(
-    settings: dict[str, str], wire: float | None, flags: str | None
+    settings: dict[str, Any], wire: float | None, flags: str | None
 ) -> None:
     config = TrainConfig(**settings)
     told = advice(config, SLOW, wire)
@@ -55,12 +62,21 @@ def test_who_waits_little_or_for_slower_ranks_only_is_told_no_other_exchange() -
     inner = advice(TrainConfig(strategy="int8"), uneven, 0.5) or ""
     assert inner.startswith("try --strategy hybrid+int8 (")
     assert advice(TrainConfig(strategy="hybrid"), uneven, 0.5) is None
+    assert advice(TrainConfig(strategy="int8", micro_batches=2), uneven, 0.5) is None, "hybrid divides no parts"
 
 
 def test_the_wire_s_time_is_that_of_the_slowest_link() -> None:
     links = [{"goodput_mbit": rate} for rate in (9.36, 93.6, None)]
     assert wire_s(1_334_970, 2, links) == pytest.approx(4.564, rel=1e-3), "as in docs/RESULTS.md"
     assert wire_s(1_334_970, 2, [{"goodput_mbit": None}]) is None
+
+
+def test_the_wire_s_time_is_compared_with_the_computation_of_a_step() -> None:
+    made = runs.Made(hosts=2, parameters=1_000_000, train_s=100.0, steps_per_epoch=50)  # two epochs: 1 s per step
+    shares = {"data": 0.0, "compute": 0.5, "exchange": 0.5, "exchange_least": 0.5}
+    summary = dataclasses.replace(runs.summary(made, Path("run"), 0.0), step_shares=shares)
+    told = run.advised(TrainConfig(), summary, [{"goodput_mbit": 6.4}])
+    assert told and "need 10 times as long" in told, "5 s for 4 MB"
 
 
 def test_shares_are_means_over_ranks_without_warmup() -> None:

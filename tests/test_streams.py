@@ -6,6 +6,7 @@ Real ranks under both launchers, and threads of this process with real sockets.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import socket
 import struct
@@ -24,10 +25,13 @@ from hypothesis import strategies as some
 from programs.calls_ranks import turns
 from thread_ranks import ThreadMeeting, at_once, meetings, reach
 
+from hvdtrain import strategies
 from hvdtrain.collectives import PeerLost, lost_peer, streams
 from hvdtrain.collectives.streams import QUEUE_BYTES, SMALL_BYTES, Stream, StreamHosts, StreamRanks
+from hvdtrain.config import TrainConfig
 from hvdtrain.exits import Failure
 from hvdtrain.sentinel import trust
+from hvdtrain.world import Met, World
 
 # --- real ranks -------------------------------------------------------------------------------------------------------
 
@@ -288,6 +292,19 @@ def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     assert isinstance(failure, Failure)
     assert failure.code == 69
     assert "rank 1 did not connect within 0.5 s" in str(failure)
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_hosts_that_share_a_name_are_told_apart_by_their_addresses(hosts: int) -> None:
+    """So an exchange between them goes in parts, behind backward."""
+
+    def parts(meeting: ThreadMeeting) -> int:
+        world = World("torch", carrier="streams", met=Met(meeting, None, reach(meeting.rank % hosts)))
+        found = strategies.make(TrainConfig(strategy="powersgd"), world, [(256, 64)] * 4).parts()
+        world.leave()
+        return len(found)
+
+    assert at_once([functools.partial(parts, each) for each in meetings(2)]) == [4 * (hosts - 1)] * 2
 
 
 def test_a_host_that_cannot_be_reached_is_named() -> None:

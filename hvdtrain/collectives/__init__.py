@@ -107,6 +107,8 @@ class Alone:
 
     rank = local_rank = 0
     size = local_size = 1
+    hosts_count = 1
+    """Between which `hosts` sums; they may share a name"""
     secret = b""
     carrier = "none"
     """none, gloo, mpi, nccl, grpc, streams or servers"""

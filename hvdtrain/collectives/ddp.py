@@ -150,7 +150,8 @@ class DdpStep(TorchStep):
         self._last_gradient = self._waited_s = 0.0
         if not gpu:
             for parameter in model.parameters():
-                parameter.register_post_accumulate_grad_hook(self._note_gradient)
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(self._note_gradient)
 
     def release(self) -> None:
         """Lets go of the process group; no step can follow."""

@@ -30,15 +30,16 @@ class PipelineTorch(Parted, TorchReplica):
 
     def through(self, number: int, batch: Batch, inputs: np.ndarray | None) -> tuple[np.ndarray | None, Any]:
         arrays = self._tensors(self._given(batch, inputs))
-        if inputs is not None:
-            arrays[0].requires_grad_()
+        x = None if inputs is None else arrays[0].requires_grad_()
+        if x is not None:
+            arrays[0] = x.clone()  # which layers may change in place, as they may not what gradients are asked of
         with self._autocast:
             if self._pipe.last:
                 loss, sums = self._model.loss(*arrays)
                 output = self._scaler.scale(loss / self._mean_of)
             else:
                 output = self._model(*arrays)
-        self._under_way[number] = (None if inputs is None else arrays[0]), output
+        self._under_way[number] = x, output
         if self._pipe.last:
             return None, torch.cat(self._numbers(loss, sums))
         return output.detach().float().cpu().numpy(), None

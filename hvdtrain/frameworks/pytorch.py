@@ -157,10 +157,11 @@ class TorchReplica:
             if config.precision == "fp32"
             else torch.autocast(self._device.type, PRECISIONS[config.precision])
         )
-        optimizer = _optimizer(list(self._parameters.values()), config)
+        trained = [each for each in self._parameters.values() if each.requires_grad]
+        optimizer = _optimizer(trained, config)
         self._step = TorchStep(self._model, optimizer)
         self._local, self._flat = strategy.local, None
-        parameters = dict(enumerate(self._parameters.values()))
+        parameters = dict(enumerate(trained))
         self._kept = Kept({place: parameters.pop(place) for place in strategy.factored})
         if strategy.in_backward:
             self._step = world.ranks.overlapped(self._model, optimizer, strategy.settings)

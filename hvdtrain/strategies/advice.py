@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hvdtrain.config import TrainConfig
+from hvdtrain.config import TrainConfig, micro_batches
 from hvdtrain.exits import Failure
 from hvdtrain.strategies.spec import Exchange, parse
 from hvdtrain.strategies.table import RUNGS, UNEQUAL
@@ -28,11 +28,11 @@ def advice(config: TrainConfig, shares: Mapping[str, float], wire: float | None)
 
     `shares`: see `records.Summary.step_shares`; `wire`: `wire_s` over the seconds that a step computes, None: unknown.
     """
-    if shares.get("exchange", 0.0) <= WORTH:
+    if shares.get("exchange", 0.0) <= WORTH or config.stages > 1:  # stages wait for their neighbours too
         return None
     here = parse(config.strategy)
     if shares["exchange_least"] <= WORTH:  # the slowest rank waits for nobody: the network is fast enough
-        if here.strategy.divides or here.strategy.local:
+        if here.strategy.divides or here.strategy.local or micro_batches(config) > 1:
             return None
         name, seen = UNEQUAL
         other = Exchange(parse(name).schedule, here.reducer or parse(name).reducer)

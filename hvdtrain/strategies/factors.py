@@ -46,7 +46,7 @@ class Factors(Strategy):
         return Cost(sent_bytes=sent, rounds=rounds, work=work, exact=True, ways=told(shapes, layout))
 
     def plan(self, layout: Layout) -> None:
-        hosts = len(set(self._world.gather(self._world.host)))  # a rank's own layout is a guess if hosts are unequal
+        hosts = self._world.ranks.hosts_count  # a rank's own layout is a guess if hosts are unequal
         self.factored = list(chosen(self._shapes, dataclasses.replace(layout, hosts=hosts)))
 
     def step(self, replica: Vectors, lr: float, clock: Clock) -> Exchanged:

@@ -56,7 +56,8 @@ def plan(shapes: Sequence[Shape], rank: int, among: Sequence[Shape] | None = Non
 def most_square(shape: Shape) -> int:
     """Rows of the matrix with the shortest sides that an array of this shape can be cut into; 1 for a vector."""
     size = math.prod(shape)
-    return min((math.prod(shape[:at]) for at in range(len(shape))), key=lambda rows: rows + size // rows, default=1)
+    ways = (max(1, math.prod(shape[:at])) for at in range(len(shape)))
+    return min(ways, key=lambda rows: rows + size // rows, default=1)
 
 
 def payload(cuts: Sequence[Cut], whole: Sequence[slice]) -> tuple[int, int]:

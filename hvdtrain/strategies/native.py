@@ -83,10 +83,12 @@ class Native(Strategy):
         return Exchanged.of(tail, sent)
 
     def state(self) -> dict[str, np.ndarray]:
+        if self.settings.hook != "powersgd":
+            return {}
         return {"step": np.array(self._step), **self._world.ranks.state()}
 
     def load(self, state: dict[str, np.ndarray]) -> None:
-        self._step = int(state["step"])
+        self._step = int(state.get("step", 0))
         self._world.ranks.load({name: array for name, array in state.items() if name != "step"})
 
     def handed_on(self, states: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:

@@ -99,7 +99,7 @@ class PowerSGD(Reducer):
             matrix.q[:] = random_q(matrix)
 
     def cut(self, parts: Sequence[range]) -> list[Reducer]:
-        return [PowerSGD([self.shapes[i] for i in part], self.settings, among=self.shapes) for part in parts]
+        return [type(self)([self.shapes[i] for i in part], self.settings, among=self.shapes) for part in parts]
 
     def _views(self, cuts: Sequence[Cut]) -> list[Matrix]:
         scratch = np.empty(max((cut.rows * cut.columns for cut in cuts), default=0), np.float32)

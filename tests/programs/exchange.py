@@ -42,10 +42,11 @@ def torch_model():
     class Linear(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
+            self.frozen = torch.nn.Parameter(torch.ones(1), requires_grad=False)
             self.weight = torch.nn.Parameter(torch.zeros(CLASSES, FEATURES))
 
         def loss(self, inputs, labels):
-            logits = torch.nn.functional.linear(inputs, self.weight)
+            logits = self.frozen * torch.nn.functional.linear(inputs, self.weight)
             losses = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
             return losses, {"correct": (logits.argmax(1) == labels).sum()}
 
@@ -89,7 +90,7 @@ def trainer(config: TrainConfig, ranks: World, device: str, weight: np.ndarray) 
         with ranks.ranks.scope():
             model = tensorflow_model()
     replica = workload.replica_of(model, config, ranks, strategy, device, Accuracy())
-    replica.load({"parameter.weight": weight})
+    replica.load({**replica.state(), "parameter.weight": weight})
     return strategy, replica
 
 

@@ -44,6 +44,7 @@ class Made:
     device: str = "cpu"
     cores: float | None = 1.0
     threads: int | None = 1
+    cpu: str = "A processor, 4 cores"
     collectives: str | None = None
     parameters: int = 1000
     rank_batch: int = 32
@@ -78,6 +79,8 @@ class Made:
     """Samples at once -> seconds"""
     kind: str | None = None
     """Makes a point.json"""
+    asked: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Its settings beside hosts"""
     sweep: str = "made"
     repeat: int = 0
     marked: str | None = None
@@ -161,7 +164,8 @@ def manifest(run: Made) -> records.Manifest:
         for host in range(run.hosts)
     ]
     ranks = [
-        {"host": f"h{host}", "local_rank": local, "device": run.device} | {"threads": run.threads, "cores": run.cores}
+        {"host": f"h{host}", "local_rank": local, "device": run.device}
+        | {"threads": run.threads, "cores": run.cores, "cpu": run.cpu}
         for host in range(run.hosts)
         for local in range(run.ranks_per_host)
     ]
@@ -196,7 +200,7 @@ def point(run: Made) -> records.Point:
         kind=run.kind or "timing",
         attempt=1,
         order=0,
-        settings={"hosts": run.hosts},
+        settings={"hosts": run.hosts} | run.asked,
         command=["launch/mpirun.sh"],
         rate_mbit=run.rate_mbit,
         rate_off_percent=None if run.rate_mbit is None else 0.1,

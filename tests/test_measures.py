@@ -6,14 +6,17 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 from conftest import PROGRAMS, ROOT, document, failing, launch
 from sklearn import metrics as known
 
 from hvdtrain import measures, records
 from hvdtrain.exits import Failure
-from hvdtrain.measures import Confusion, Regression
+from hvdtrain.measures import Accuracy, Confusion, Regression
+from hvdtrain.position import Position
 from hvdtrain.results import accuracy, load, tables
+from hvdtrain.results import scores as named
 from hvdtrain.results.__main__ import main
 
 DRAW = np.random.default_rng(7)
@@ -65,6 +68,7 @@ def test_a_confusion_matrix_gives_scikit_learns_precision_recall_and_f1(answers:
         *(f"{scores[f'{kind}_class1']:.4f}" for kind in ("precision", "recall", "f1")),
         str((truth == 1).sum()),
     ]
+    assert [row[3] for row in of_classes[1][-2:]] == [f"{scores[name]:.4f}" for name in ("f1", "f1_weighted")]
     assert [row[1:] for row in matrix[1][1:]] == [list(map(str, row)) for row in sum(p["confusion"] for p in parts)]
     assert {len(row) for row in matrix[1]} == {5}
 
@@ -73,6 +77,8 @@ def test_what_a_measure_says_comes_back_and_nothing_else_is_taken() -> None:
     for measure in (measures.Accuracy(), Regression(), Confusion(("a", "b"))):
         value = json.loads(json.dumps(measure.as_json()))
         assert measures.read(value) == (measure.headline, dict(measure.scores))
+    runs = pd.DataFrame({"scores": [json.dumps(Regression("W/m2").as_json())] * 2, "headline": "mae"})
+    assert named.best(runs.assign(best_validation_mae=[0.5, 0.3])) == "MAE 0.3 W/m2"
     for wrong in ({}, {"headline": "x", "scores": {}}, {**value, "headline": "f2"}, {**value, "scores": {"f1": {}}}):
         with pytest.raises(ValueError, match="score"):
             measures.read(wrong)
@@ -116,8 +122,16 @@ def test_the_loop_goes_by_a_headline_that_is_better_when_lower(line: Path) -> No
     for epoch in epochs:
         assert set(epoch.train_scores) == set(epoch.validation_scores) == set(Regression().scores)
     best = [each.step for each in found if isinstance(each, records.Saved) and each.best]
-    lowest = [each.step for n, each in enumerate(epochs) if values[n] < min(values[:n], default=np.inf)]
+    lowest = [each.step for n, each in enumerate(epochs) if values[n] <= min(values[:n], default=np.inf)]
     assert best == lowest
+
+
+def test_of_equal_epochs_the_longest_trained_is_the_best() -> None:
+    at, found = Position(), []
+    for epoch, value in enumerate((0.0, 0.0, 0.5, 0.25, 0.5)):
+        at.learn(np.array([1.0, 1.0, 1.0]))
+        found.append(at.end_epoch(epoch, Accuracy(), {"accuracy": value}, validation_loss=None, validation_s=0.0)[1])
+    assert found == [True, True, True, False, True]
 
 
 def test_results_show_and_judge_it_so(line: Path, capsys: pytest.CaptureFixture[str]) -> None:

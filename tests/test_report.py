@@ -21,7 +21,6 @@ from hvdtrain.results.load import load
 from hvdtrain.results.statistics import Interval
 from hvdtrain.results.tables import listing
 
-ROOT = Path(__file__).parent.parent
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 HOSTILE = "<script>alert('1')</script>\"&{x}"
 
@@ -247,6 +246,7 @@ def test_one_run_makes_a_page_that_says_what_is_lacking(tmp_path: Path) -> None:
     assert "how far they spread is not known" in text
     assert "python -m hvdtrain.resnet --threads 2 --lr 1" in text
     assert "None: every run is complete" in text
+    assert "Missing: " in text and "\\n" not in text
 
 
 def test_without_a_complete_run_the_page_says_so(tmp_path: Path) -> None:

@@ -19,12 +19,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.exits import Failure
-from hvdtrain.results import reference
+from hvdtrain.measures import Regression
+from hvdtrain.results import reference, scores
 from hvdtrain.results.__main__ import main
 from hvdtrain.results.compare import judge
-from hvdtrain.results.output import latex_text
+from hvdtrain.results.load import load
+from hvdtrain.results.output import latex_text, terminal
 from hvdtrain.results.statistics import Interval, Statistic, summary
-from hvdtrain.results.table import Column, cell
+from hvdtrain.results.table import Column, Table, cell
 from hvdtrain.results.where import Where
 
 SEEDS = 3
@@ -130,8 +132,24 @@ def test_time_to_accuracy_is_the_end_of_the_first_epoch_there(root: Path, capsys
     assert seconds is not None
     assert rows[0]["train_to_target_s"]["mean"] == pytest.approx(seconds.mean)
     assert rows[0]["end_to_end_to_target_s"]["mean"] == pytest.approx(seconds.mean + 2 * 0.1 + 0.05)
+    assert rows[0]["epochs_to_target"]["mean"] == 2
     rows = json_of(capsys, "accuracy", str(root), "--where", "hosts=1", "--target", "0.957")["rows"]
     assert rows[0]["reached"] == "1 of 3"
+    for asked in ("95", "accuracy=95"):
+        with failing(2, "--target 95: give a value of accuracy from 0 to 1"):
+            main(["accuracy", str(root), "--target", asked])
+
+
+def test_a_target_of_several_headline_scores_names_none(root: Path) -> None:
+    frame = load([root]).runs
+    mae = Regression("W/m2").as_json()
+    other = frame.assign(headline="mae", scores=json.dumps(mae), best_validation_mae=60.0)
+    both = pd.concat([other, frame])
+    assert scores.goal(frame, 0.95) == "95 % validation accuracy"
+    assert scores.goal(other, 61.5) == "validation MAE 61.5 W/m2"
+    assert (scores.target(both, 0.95), scores.goal(both, 1)) == ("headline score 0.95", "validation headline score 1")
+    assert scores.best(both) == "MAE 60 W/m2 and 96 %"
+    scores.check_target(both, 61.5)
 
 
 def test_energy_counts_idle_devices_apart_and_names_the_baseline(
@@ -147,6 +165,19 @@ def test_energy_counts_idle_devices_apart_and_names_the_baseline(
     assert beside["rows"][0]["environment"] == "CPU"
     assert beside["rows"][0]["published_energy_j"] == 8.48e6
     assert beside["rows"][0]["edp"] is None  # ours is relative to something else
+
+
+def test_edp_is_relative_to_a_gpu_if_there_is_one_and_to_the_fewest_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    js = {}
+    for device, hosts, watts in (("cpu", 1, 10.0), ("cuda:0", 2, 30.0), ("cuda:0", 4, 20.0)):
+        made = runs.Made(device=device, hosts=hosts, rank_batch=64 // hosts, train_s=100.0 / hosts)
+        runs.make(tmp_path / str(hosts), made, energy_w={"cpu0": watts})
+        js[hosts] = hosts * watts * (100 / hosts + 0.5) ** 2
+    rows = json_of(capsys, "energy", str(tmp_path))["tables"][0]["rows"]
+    found = {row["hosts"]: row["edp"]["mean"] for row in rows}
+    assert found == pytest.approx({hosts: value / js[2] for hosts, value in js.items()})
 
 
 def test_energy_runs_and_marked_runs_stay_out_of_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -231,6 +262,12 @@ def test_every_form_of_every_table_has_the_same_figures(root: Path, capsys: pyte
     assert texts["table"] == texts["markdown"] == [text.replace(r"$\pm$", "±") for text in texts["latex"]] != []
     assert main(["table", str(root), "--detail"]) == 0
     assert "median" in capsys.readouterr().out
+
+
+def test_columns_are_as_wide_as_their_cells() -> None:
+    table = Table("t", "T", [Column("a", "a"), Column("b", "b")], [{"a": "走る", "b": "x"}, {"a": "abc", "b": "y"}])
+    wide, narrow = terminal(table).splitlines()[-2:]
+    assert (wide, narrow) == ("走る  x", "abc   y")
 
 
 def test_export_has_all_columns_in_every_form(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""No ratio of runs that are not alike, in any table, figure or sentence; and what is said in its place."""
+"""No ratio and no mean of runs that are not alike, in any table, figure or sentence; and what is said in its place."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from test_results import json_of
 from hvdtrain.exits import Failure
 from hvdtrain.results import alike, groups, plots, report_words
 from hvdtrain.results.__main__ import main
+from hvdtrain.results.figures import panels
 from hvdtrain.results.load import load
 from hvdtrain.results.scaling_table import scaling
 from hvdtrain.results.strategies import strategies
@@ -134,3 +135,74 @@ def test_hosts_that_are_not_equal_are_like_no_single_one(tmp_path: Path) -> None
     runs.make(tmp_path / "one", cores=0.5, rank_batch=64)
     one, two = groups.by(load([tmp_path]).runs)
     assert alike.differing(one, two, alike.SAME) == ["cores"]
+
+
+@pytest.fixture(scope="module")
+def otherwise(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One config, started by three launchers over two carriers, and on one host beside busy or idle ones."""
+    root = tmp_path_factory.mktemp("otherwise")
+    for hosts, launcher, carrier, fill, train_s in (
+        (1, "launch/mpirun.sh", "none", 3, 12.0),
+        (1, "launch/mpirun.sh", "none", None, 10.0),
+        (2, "launch/mpirun.sh", "mpi", None, 13.0),
+        (2, "horovodrun", "mpi", None, 17.0),
+        (2, "horovodrun --gloo", "gloo", None, 30.0),
+        (4, "horovodrun --gloo", "gloo", None, 31.0),
+    ):
+        for seed in range(2):
+            runs.make(
+                root / f"{train_s}-{seed}",
+                hosts=hosts,
+                rate_mbit=10.0 if hosts > 1 else None,
+                collectives=carrier,
+                rank_batch=128 // hosts,
+                train_s=train_s,
+                accuracies=(0.5, 0.96),
+                seed=seed,
+                kind="timing",
+                asked={"launcher": launcher, "cluster": {"fill": fill} if fill else {}},
+            )
+    return root
+
+
+def test_what_was_started_otherwise_is_never_averaged(otherwise: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In no table, no figure and no sentence; of two equal baselines it is the one beside busy hosts."""
+    found = json_of(capsys, "table", str(otherwise))["rows"]
+    assert sorted(row["train_s"]["mean"] for row in found) == [10, 12, 13, 17, 30, 31]
+    assert all(row["train_s"]["min"] == row["train_s"]["max"] and row["n"] == 2 for row in found)
+    assert len({(row["launcher"], row["fill"], row["hosts"]) for row in found}) == 6
+    curves: dict[str, list[float]] = {}
+    for row in json_of(capsys, "scaling", str(otherwise))["rows"]:
+        curves.setdefault(row["curve"], []).append(row["train_s"]["mean"])
+    assert sorted(curves.values()) == [[10], [12, 13], [12, 17], [12, 30, 31]]
+    assert sum("baseline 1 host beside 3 busy ones" in title for title in curves) == 3
+    loaded = load([otherwise])
+    drawn = [(one.title, mbit) for one in panels.compare(loaded.runs, "hosts", "speedup", "") for mbit, _ in one.curves]
+    assert len(drawn) == len(set(drawn)) == 3
+    parts = list(panels.split(groups.usable(loaded.runs)))
+    assert len({title for title, _ in parts}) == len(parts)
+    assert all(same["train_s"].nunique() == 1 for _, part in parts for _, same in part.groupby("hosts"))
+    for table in (scaling(loaded)[0], strategies(loaded)):
+        assert all(said.count("two hosts") < 2 for said in report_words.answers(table))
+
+
+def test_a_group_of_energy_runs_is_no_baseline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for hosts, kind in ((1, "energy"), (2, "timing"), (4, "timing")):
+        runs.make(tmp_path / str(hosts), hosts=hosts, rank_batch=32 // hosts, kind=kind, rate_mbit=10.0)
+    found = json_of(capsys, "scaling", str(tmp_path))["rows"]
+    assert [row["count"] for row in found if row["speedup"]] == [2, 4]
+
+
+def test_gpus_have_no_cores_and_unlike_processors_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for hosts, device, cpu in ((1, "cpu", "new"), (2, "cpu", "new"), (1, "cuda:0", "new"), (2, "cuda:0", "old")):
+        cores = 1.0 if device == "cpu" else None
+        made = runs.Made(hosts=hosts, device=device, cpu=cpu, cores=cores, rank_batch=32 // hosts)
+        runs.make(tmp_path / f"{hosts}{device}", made)
+    found = json_of(capsys, "scaling", str(tmp_path))
+    assert not any("None" in row["curve"] for row in found["rows"])
+    assert "careful: not all on one processor: new; old" in found["notes"]
+    same = json_of(capsys, "scaling", str(tmp_path), "--where", "device=cpu")
+    assert not any("careful" in note for note in same["notes"])
+    runs.make(tmp_path / "other", hosts=2, cpu="old", rank_batch=16)
+    assert main(["compare", str(tmp_path / "2cpu"), str(tmp_path / "other")]) == 0
+    assert "careful: not all on one processor: new; old" in capsys.readouterr().out

@@ -250,6 +250,9 @@ def test_of_a_resumed_run_the_later_record_counts(folder: Path) -> None:
     whole = lines(folder)
     again = [json.loads(line) for line in whole]
     steps = [record for record in again if record["type"] == "step"]
+    saved = records.Saved(step=4, checkpoint_s=3.0, best=False)  # the position in it does not know how long it took
+    whole.insert(again.index(steps[4]), json.dumps(records.as_json(saved)) + "\n")
+    put(folder, whole)
     for record in steps:
         record["compute_s"] /= 2
     resumed = records.as_json(records.Resumed(step=4, utc="2026-01-01T00:00:00Z"))
@@ -260,6 +263,7 @@ def test_of_a_resumed_run_the_later_record_counts(folder: Path) -> None:
     timed = [0.5 if step < 4 else 0.25 for step in range(2, 10)]  # the first two are warm-up
     assert row["compute_s"] == pytest.approx(sum(timed) / len(timed), rel=1e-12)
     assert row["resumed"] is True
+    assert row["checkpoint_s"] == pytest.approx(2 * GOOD.checkpoint_s + 3.0)
     assert row["wire_bytes_per_step"] == pytest.approx(1.05 * GOOD.limit_bytes * 10 / 6)  # NIC counters: 6 steps
     assert load.epochs(folder).equals(before)
     for ranks, hosts in ((2, 2), (1, 1), (2, 1)):
@@ -291,7 +295,15 @@ def test_energy_is_the_sum_of_the_samples_or_nothing(folder: Path) -> None:
     seconds = 2 * (5 * 0.71 + 0.1 + 0.05) + 0.2
     assert row["energy_j"] == pytest.approx(2 * 30 * seconds)
     samples = lines(folder, path)
-    for damaged in (samples[:5], [*samples[:3], samples[3].replace('"cpu0":', '"cpu1":'), *samples[4:]], None):
+    sensors = json.loads(samples[0])
+    sensors["devices"][0] |= {"source": None, "reason": "only root may read it"}
+    nothing = [json.dumps(json.loads(line) | {"energy_j": {}}) + "\n" for line in samples[1:]]
+    for damaged in (
+        samples[:5],
+        [*samples[:3], samples[3].replace('"cpu0":', '"cpu1":'), *samples[4:]],
+        [json.dumps(sensors) + "\n", *nothing],
+        None,
+    ):
         if damaged is None:
             (folder / path).unlink()
         else:
@@ -300,6 +312,17 @@ def test_energy_is_the_sum_of_the_samples_or_nothing(folder: Path) -> None:
         assert loaded.runs["energy_j"].isna().all()
         assert loaded.runs.iloc[0]["state"] == "complete"
         assert "energy is left out" in str(loaded.problems[-1])
+    put(folder, samples[:5], path)
+    change(folder, len(lines(folder)), began_unix_s=json.loads(lines(folder)[-1])["ended_unix_s"] - 1)
+    assert load.load([folder]).runs["energy_j"].isna().all(), "the clock is of the last start, the times are of all"
+
+
+@pytest.mark.parametrize(("kept", "told"), [(0.96, True), (0.94, False)])
+def test_a_twentieth_of_the_time_may_lack_its_samples(kept: float, told: bool, tmp_path: Path) -> None:
+    folder = runs.make(tmp_path / "r", energy_w={"cpu0": 30.0}, interval_s=0.05)
+    samples = lines(folder, path := Path("monitors") / "h0.jsonl")
+    put(folder, samples[: 1 + round(kept * (len(samples) - 1))], path)
+    assert load.load([folder]).runs["energy_j"].notna().all() == told
 
 
 def test_a_zero_baseline_divides_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -155,6 +155,7 @@ def test_each_at_its_best_may_have_another_batch_and_learning_rate(
     assert base and best and expected
     assert rows["powersgd"]["crossed_s"]["mean"] == pytest.approx(best.mean)
     assert rows["powersgd"]["speedup"]["mean"] == pytest.approx(expected.mean)
+    assert rows["allreduce"]["speedup"] == {"mean": 1, "low": None, "high": None}
 
 
 def test_rates_are_sections_the_soonest_first_and_the_baseline_in_each(
@@ -187,9 +188,8 @@ def test_rates_are_sections_the_soonest_first_and_the_baseline_in_each(
 def test_two_launchers_of_one_config_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for hosts in (2, 3):
         for launcher in ("a", "b"):
-            folder = runs.make(tmp_path / f"{hosts}{launcher}", hosts=hosts, rate_mbit=RATE, kind="timing")
-            point = json.loads((folder / "point.json").read_text())
-            (folder / "point.json").write_text(json.dumps(point | {"settings": {"launcher": f"by {launcher}"}}))
+            asked = {"launcher": f"by {launcher}"}
+            runs.make(tmp_path / f"{hosts}{launcher}", hosts=hosts, rate_mbit=RATE, kind="timing", asked=asked)
     runs.make(tmp_path / "tuned", hosts=4, rate_mbit=RATE, kind="timing")
     rows = json_of(capsys, "strategies", str(tmp_path))["rows"]
     named = sorted((row["hosts"], row["strategy"]) for row in rows)

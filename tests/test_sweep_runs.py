@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import shutil
@@ -16,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import LIMIT_S, ROOT, environment, until
+from conftest import LIMIT_S, ROOT, environment, failing, until
 
-from hvdtrain.cluster import virtual
+from hvdtrain.cluster import topology, virtual
+from hvdtrain.cluster.commands import caller
 from hvdtrain.sweep import file
 from hvdtrain.sweep.network import cluster_name
 
@@ -283,3 +285,16 @@ def test_one_host_is_run_among_busy_ones_and_a_stopped_sweep_takes_all_down(swee
     assert process.returncode == 75
     assert not sweep.has_hosts()
     assert processes_on(sweep.root) == processes_on(Path(sweep.locks)) == []
+
+
+def test_a_sweeps_own_cluster_is_taken_by_its_name_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(virtual, "STATE", tmp_path)
+    (tmp_path / "s.toml").write_text('[cluster]\nvirtual = ["a", "b"]\n[[grid]]\n')
+    own = cluster_name(file.read(tmp_path / "s.toml"), tmp_path)
+    for name, chosen in ((own, None), ("lab", "lab")):
+        made = topology.from_names("a,b", cluster=name, user=caller(), slots=1, cpu_share=None, cpus=None, rate=None)
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "cluster.json").write_text(json.dumps(dataclasses.asdict(made)))
+        with contextlib.nullcontext() if chosen else failing(2, rf"\({own} is a sweep's\); choose with --name"):
+            assert virtual.choose() == chosen
+        assert virtual.choose(own) == own

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -29,6 +30,8 @@ from hvdtrain.cluster.commands import Command, caller
 from hvdtrain.cluster.topology import NETWORK, Cluster
 from hvdtrain.exits import Failure
 
+OF_SWEEP = re.compile("s[0-9a-f]{7}")
+"""What a sweep calls the cluster that it makes for itself"""
 STATE = Path("/run/hvdtrain")
 PINS = STATE / "pins"
 SELF = STATE / "self"
@@ -56,18 +59,25 @@ def clusters() -> dict[str, Cluster]:
     return found
 
 
+def whose() -> dict[str, str]:
+    """The owner of each cluster that is up; one that a sweep has made for itself is that sweep's."""
+    return {name: "a sweep" if OF_SWEEP.fullmatch(name) else one.user for name, one in clusters().items()}
+
+
 def choose(name: str | None = None) -> str | None:
     """The given name, or that of the caller's only cluster; None if no cluster is up.
 
     Raises Failure: 2 if the caller has several, or none where others have some; 77 if the named one is another user's.
     Root may take any, by its name.
     """
-    user, owners = caller(), {known: cluster.user for known, cluster in clusters().items()}
+    user = caller()
     if name is not None:
         topology.check_cluster_name(name)
-        if user not in ("root", owners.get(name, user)):
-            raise Failure(f"cluster {name} is {owners[name]}'s; make your own with another --name", exits.NO_PERMISSION)
+        there = clusters().get(name)
+        if there and user not in ("root", there.user):
+            raise Failure(f"cluster {name} is {there.user}'s; make your own with another --name", exits.NO_PERMISSION)
         return name
+    owners = whose()
     mine = [known for known, owner in owners.items() if owner == user]
     if len(mine) > 1:
         raise Failure(f"several clusters are up ({', '.join(mine)}); choose one with --name", exits.USAGE)

@@ -43,6 +43,8 @@ their mean with its 95 % interval. What was found wrong with files goes to stand
 FORMATS = ("table", "csv", "json", "markdown", "latex")
 SHOWN_PROBLEMS = 10
 RESULTS = Path("results")
+TARGET = (None, 0.95)
+"""A score's name, None for the headline, and its value"""
 
 
 def parser() -> Parser:
@@ -68,7 +70,7 @@ def parser() -> Parser:
 
     def raced(one: argparse.ArgumentParser, what: str) -> None:
         words = f"{what}: 0.95, 95%% (default) of the headline, or SCORE=VALUE"
-        one.add_argument("--target", type=target, default=(None, 0.95), help=words)
+        one.add_argument("--target", type=target, default=TARGET, help=words)
 
     def based(one: argparse.ArgumentParser) -> None:
         one.add_argument("--baseline", metavar="TEST", help="what to compare with, e.g. 'hosts=1 and device=gpu'")
@@ -135,7 +137,7 @@ def amount(text: str) -> float:
 
 
 def target(text: str) -> tuple[str | None, float]:
-    """The score's name, None for the headline, and its value."""
+    """Reads what TARGET has."""
     name, _, value = text.rpartition("=")
     return name or None, amount(value)
 
@@ -321,10 +323,13 @@ def main(arguments: list[str]) -> int:
     if loaded.runs.empty and not getattr(asked, "reference", None):
         complain(loaded.problems)
         raise nothing(loaded, asked.where)
-    if score := getattr(asked, "target", (None,))[0]:
+    score, value = goal = getattr(asked, "target", TARGET)
+    if goal != TARGET:
         from hvdtrain.results import scores
 
-        loaded = dataclasses.replace(loaded, runs=scores.judged_by(loaded.runs, score), judged=score)
+        if score:
+            loaded = dataclasses.replace(loaded, runs=scores.judged_by(loaded.runs, score), judged=score)
+        scores.check_target(loaded.runs, value)
     if asked.command in ("plot", "report"):
         write(asked, loaded)
     elif asked.command == "export":

@@ -35,6 +35,7 @@ RUNS: dict[str, Column] = {
     "point": _text("name of the sweep's point; equal for repeats"),
     "repeat": _number("number of the repeat"),
     "launcher": _text("what a sweep started it with"),
+    "fill": _number("of one host of a sweep: how many others did the same meanwhile, each by itself"),
     "started_utc": _text("when the run began"),
     "workload": _text("what was trained"),
     "framework": _text("torch or tensorflow"),
@@ -46,6 +47,7 @@ RUNS: dict[str, Column] = {
     "device": _text("cpu, gpu, or mixed"),
     "cores": _number("cores that a host may use, where ranks compute on the CPU (the mean, where hosts differ)"),
     "threads": _number("CPU threads per rank, where ranks compute on the CPU (the mean, where ranks differ)"),
+    "processor": _text("the ranks' CPUs, and their cores"),
     "precision": _text("arithmetic of the forward and backward pass: fp32, bf16 or fp16"),
     "rate_mbit": _number("rate asked of the throttle; null: unlimited, or one host", "Mbit/s"),
     "goodput_mbit": _number("TCP payload of the slowest link, measured before step 0", "Mbit/s"),
@@ -99,7 +101,7 @@ RUNS: dict[str, Column] = {
 
 GROUP = (
     *("workload", "framework", "strategy", "collectives", "device", "cores", "threads", "precision"),
-    *("hosts", "ranks_per_host", "rate_mbit"),
+    *("hosts", "ranks_per_host", "rate_mbit", "launcher", "fill"),
     *("rank_batch", "global_batch", "parameters", "data_fingerprint", "train_samples", "epochs", "settings"),
 )
 """Runs that are equal in these are repeats of one experiment: what varies in a group is seed, repeat and luck"""

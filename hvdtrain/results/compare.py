@@ -20,7 +20,7 @@ from hvdtrain.results.groups import Group
 from hvdtrain.results.load import Loaded
 from hvdtrain.results.statistics import Statistic, difference
 from hvdtrain.results.table import Column, Table, cell
-from hvdtrain.results.tables import FIGURES, apart, key_cells, key_column, left_out
+from hvdtrain.results.tables import FIGURES, apart, key_cells, key_column, left_out, processors
 
 LESS_IS_BETTER = {
     "train_s": True,
@@ -108,6 +108,7 @@ def compare(before: Loaded, after: Loaded, threshold: float) -> tuple[Table, boo
         f"worse: by more than {100 * threshold:g} %, and the 95 % interval of the difference of the means (Welch) does "
         "not hold 0; unclear: by more, but the spread may explain it; single run: no spread, so the threshold decides",
         *_differences(found),
+        *processors([group for pair in found for group in pair]),
         *_unpaired(before, after, found),
         *left_out(before.runs),
         *left_out(after.runs),

@@ -79,6 +79,8 @@ class Metrics:
     last_start: int = 0
     """The step that the last process began with"""
     resumed: bool = False
+    checkpoint_s: float = 0.0
+    """Of every checkpoint that counts; the summary's sum lacks those that the run went on from"""
     starts: list[records.Resumed] = dataclasses.field(default_factory=list)
     """Every resume from a checkpoint"""
     summary: records.Summary | None = None
@@ -109,6 +111,8 @@ def read(path: Path, torn: Callable[[int], None], declared: Mapping[str, Score])
             if value["step"] < expected:
                 found.restarts.add(line, value["step"])
                 expected = value["step"]
+        elif cls is records.Saved:
+            found.checkpoint_s += value["checkpoint_s"]
         elif cls is records.Summary:
             found.summary = records.make(cls, value)
             for each in (found.summary.test_scores, *found.summary.validation_scores):
@@ -117,10 +121,12 @@ def read(path: Path, torn: Callable[[int], None], declared: Mapping[str, Score])
             for each in (value["train_scores"], value["validation_scores"]):
                 scores.check(each, declared, f"{path}:{line}")
     if found.restarts:
-        found.sums = Sums()
+        found.sums, found.checkpoint_s = Sums(), 0.0
         for line, cls, value in records.read_values(path):
             if cls is records.Step and not found.restarts.superseded(line, value["step"]):
                 found.sums.add(value)
+            elif cls is records.Saved and not found.restarts.superseded(line, value["step"] - 1):
+                found.checkpoint_s += value["checkpoint_s"]
     return found
 
 

@@ -43,7 +43,8 @@ def text(group: Group, found: Sequence[Group], count: Count = "hosts", chosen: C
         why = f"differs in {alike.words(nearest, group, names)}" if names else "stands alone"
         return f"{head}: the baseline ({_name(nearest)}) {why}."
     mine = int(count_of(group, count))
-    others = [one for one in found if one.values("train_s") and count_of(one, count) not in (0, mine)]
+    timed = [one for one in found if one.values("train_s")]
+    others = [one for one in timed if count_of(one, count) not in (0, mine)]
     if not others:
         n = 1 if mine > 1 else 2
         return f"{head}: only one number of {count} was timed. {_lacking(group, count, n)}"
@@ -55,7 +56,7 @@ def text(group: Group, found: Sequence[Group], count: Count = "hosts", chosen: C
     small, large = sorted((group, nearest), key=lambda one: count_of(one, count))
     why = f"{many(size, count)} ({_name(nearest)}) differ{'s' * (size == 1)} in {alike.words(nearest, group, names)}"
     least = count_of(small, count)
-    if any(count_of(one, count) == least and not _apart(one, large, count) for one in found):
+    if any(count_of(one, count) == least and not _apart(one, large, count) for one in timed):
         return f"{head}: {why}."
     return f"{head}: {why}. {_lacking(large, count, int(least))}"
 

@@ -104,6 +104,8 @@ def _widths(table: Table, width: int) -> list[int]:
 
 
 def _aligned(table: Table, rows: Sequence[dict[str, Any]], widths: Sequence[int]) -> list[str]:
+    from rich.cells import cell_len
+
     sides = [str.ljust if table.is_text(column) else str.rjust for column in table.columns]
 
     def lines(cells: Sequence[str], lifted: bool = False) -> list[str]:
@@ -116,7 +118,10 @@ def _aligned(table: Table, rows: Sequence[dict[str, Any]], widths: Sequence[int]
             [""] * (height - len(part)) + part if lifted else part + [""] * (height - len(part)) for part in split
         ]
         return [
-            GAP.join(side(cell, width) for side, cell, width in zip(sides, line, widths, strict=True)).rstrip()
+            GAP.join(
+                side(cell, width - cell_len(cell) + len(cell))
+                for side, cell, width in zip(sides, line, widths, strict=True)
+            ).rstrip()
             for line in zip(*filled, strict=True)
         ]
 

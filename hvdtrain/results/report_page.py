@@ -129,7 +129,8 @@ def inline_svg(drawn: Figure, kind: str, alt: str) -> str:
 
 def bullets(items: Iterable[tuple[str, str]], kind: str) -> str:
     """A list of class `kind`; each item's first part is bold, unless it is empty."""
-    parts = (f"<b>{text(lead)}:</b> {text(rest)}" if lead else text(rest) for lead, rest in items)
+    lines = ((lead, "<br>".join(map(text, rest.split("\n")))) for lead, rest in items)
+    parts = (f"<b>{text(lead)}:</b> {rest}" if lead else rest for lead, rest in lines)
     return f'<ul class="{kind}">\n' + "\n".join(f"<li>{part}</li>" for part in parts) + "\n</ul>"
 
 

@@ -65,6 +65,9 @@ def answers(table: Table) -> list[str]:
             at = rate_words(row["rate_mbit"]) + (f", {row['framework']}" if several else "")
             found.setdefault(at, []).append(row | {"hosts": row["count"], "train_to_target_s": row["train_s"]})
     alone = [f"{title}: {said}" for title, said in table.readings.items()]
+    told = [(at, row["strategy"], row["hosts"]) for at, rows in found.items() for row in rows]
+    if len(set(told)) < len(told):  # several settings of one name, which the sections' own words tell apart
+        return alone
     return [said for title, rows in found.items() if (said := answer(title, rows))] or alone
 
 
@@ -74,7 +77,8 @@ def answer(title: str, rows: Sequence[dict[str, Any]]) -> str:
     Empty where nothing is compared with one host.
     """
     several = sorted((row for row in rows if row["hosts"] and row["hosts"] > 1), key=lambda row: float(row["hosts"]))
-    plain = [row for row in several if plainly(row)]
+    soonest = {row["hosts"]: row for row in sorted(several, key=soonness, reverse=True) if plainly(row)}
+    plain = [row for row in several if soonest.get(row["hosts"]) is row]
     compared = [row for row in several if row["speedup"] is not None]
     clauses = [f"{hosts(row)} {verdict(row)}" for row in plain if row in compared]
     if clauses:
@@ -82,7 +86,7 @@ def answer(title: str, rows: Sequence[dict[str, Any]]) -> str:
         clauses = [", ".join(clauses)]
     if failed := [hosts(row) for row in plain if row["train_to_target_s"] is None]:
         clauses.append(f"with plain Horovod {' and '.join(failed)} do not get there")
-    if others := [row for row in compared if row not in plain]:
+    if others := [row for row in compared if not plainly(row)]:
         best = max(others, key=lambda row: float(row["speedup"].mean))
         clauses.append(f"with {best['strategy']} {hosts(best)} {verdict(best)}" + ("" if clauses else " as one"))
     at = title.capitalize() if title.startswith("no ") else f"At {title}"
@@ -177,7 +181,8 @@ def scores_and_energy(runs: pd.DataFrame, found: Sequence[Group], names: dict[in
 
 def group_names(found: Sequence[Group]) -> list[str]:
     """A name for each group, as in the figures, with hosts and rate."""
-    names = panels.titles([group.key | {"batch": panels.batch("strong", group.key["global_batch"])} for group in found])
+    keys = [group.key | {"batch": panels.batch("strong", group.key["global_batch"])} for group in found]
+    names = panels.titles(panels.told(pd.DataFrame(keys)).to_dict("records"))
     for index, group in enumerate(found):
         number_, mbit = group.key["hosts"], group.key["rate_mbit"]
         names[index] += f" on {many(number_, 'hosts')}" + (f" at {rate_words(mbit)}" if number_ > 1 and mbit else "")

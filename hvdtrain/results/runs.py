@@ -78,6 +78,7 @@ def _asked(manifest: records.Manifest) -> dict[str, Any]:
     parameters = number(manifest.model.get("parameters"))
     computing = [rank for rank in manifest.ranks if rank.get("device") == "cpu"]
     cores = {str(rank.get("host")): rank.get("cores") for rank in computing}
+    processors = sorted({str(rank["cpu"]) for rank in manifest.ranks if rank.get("cpu")})
     return {
         "started_utc": printable(manifest.started_utc),
         "workload": printable(manifest.workload),
@@ -90,6 +91,7 @@ def _asked(manifest: records.Manifest) -> dict[str, Any]:
         "device": None if not devices else devices.pop() if len(devices) == 1 else "mixed",
         "cores": _mean(cores.values()),
         "threads": _mean(rank.get("threads") for rank in computing),
+        "processor": printable(" and ".join(processors)) or None,
         "precision": _text(config.get("precision")),
         "rate_mbit": _rate_mbit(manifest.links),
         "goodput_mbit": min(numbers(link.get("goodput_mbit") for link in manifest.links), default=None),
@@ -147,7 +149,9 @@ def _rate_mbit(links: list[dict[str, Any]]) -> float | None:
 
 
 def _point(point: records.Point) -> dict[str, Any]:
+    cluster = point.settings.get("cluster")
     found: dict[str, Any] = {
+        "fill": number(cluster.get("fill")) if isinstance(cluster, dict) else None,
         "sweep": printable(point.sweep),
         "point": printable(point.point),
         "repeat": point.repeat,
@@ -179,7 +183,8 @@ def _measured(
         return {"state": "unfinished", "resumed": read.resumed}
     if summary is None:
         raise Failure(f"{path}: COMPLETE is there, but the summary that belongs at the end of this file is not")
-    phases = (summary.train_s, summary.validation_s, summary.test_s, summary.checkpoint_s)
+    checkpoint_s = None if summary.checkpoint_s is None else max(summary.checkpoint_s, read.checkpoint_s)
+    phases = (summary.train_s, summary.validation_s, summary.test_s, checkpoint_s)
     found: dict[str, Any] = {
         "state": "complete",
         "resumed": read.resumed,
@@ -191,7 +196,7 @@ def _measured(
         "train_s": summary.train_s,
         "validation_s": summary.validation_s,
         "test_s": summary.test_s,
-        "checkpoint_s": summary.checkpoint_s,
+        "checkpoint_s": checkpoint_s,
         "end_to_end_s": math.fsum(phase for phase in phases if phase is not None),
         "samples_per_s": summary.samples_per_s,
         **_scores(summary, manifest.measure.get("headline"), declared),
@@ -233,12 +238,12 @@ def _moved(starts: Sequence[records.Resumed], manifest: records.Manifest) -> dic
 
 
 def _scores(summary: records.Summary, headline: Any, declared: Mapping[str, Score]) -> dict[str, float | None]:
-    """The test's scores, and those of the epoch that was best by the headline (the first of equals)."""
+    """The test's scores, and those of the epoch that was best by the headline (the last of equals)."""
     if headline is None:  # a script told none
         return {}
     best: dict[str, float] = {}
     for epoch in summary.validation_scores:
-        if headline in epoch and (not best or declared[headline].better(epoch[headline], best[headline])):
+        if headline in epoch and (not best or not declared[headline].better(best[headline], epoch[headline])):
             best = epoch
     found = {"test_score": summary.test_scores.get(headline), "best_validation_score": best.get(headline)}
     for name in declared:
@@ -310,7 +315,8 @@ def _energy(folder: Path, found: dict[str, Any], manifest: records.Manifest, pro
     measured = [power.read(path, problems) for path in files]
     if not any(host.power_asked for host in measured):
         return facts
-    expected_s = found["end_to_end_s"] if began is None or ended is None else ended - began
+    # The clocks are of the last start, the sums and the samples of all.
+    expected_s = max(found["end_to_end_s"], 0.0 if began is None or ended is None else ended - began)
     if reason := _not_whole(measured, manifest, expected_s):
         problems.append(Problem(str(folder / "monitors"), None, f"{reason}: its energy is left out"))
         return facts
@@ -321,12 +327,18 @@ def _not_whole(measured: list[power.HostPower], manifest: records.Manifest, expe
     missing = set(manifest.hosts) - {host.host for host in measured}
     if missing:
         return f"no samples of host {printable(min(missing))}"
+    named = [(device, f"{host.host}:{device}") for host in measured for device in host.energy_j]
+    known = {device[:3]: name for device, name in named if not device.startswith("dram")}  # which few processors count
     for host in measured:
         if host.seconds < power.COVERED * expected_s:
             return f"samples of {printable(host.host)} cover {host.seconds:.1f} of {expected_s:.1f} s"
         partial = [device for device, why in host.absent.items() if why.startswith("has energy in")]
         if partial:
             return f"{printable(host.host)}: {printable(partial[0])} {host.absent[partial[0]]}"
+        for device, why in host.absent.items():
+            other = known.get(device[:3])
+            if other and host.used.get(device, True) and not why.startswith(ELSEWHERE):
+                return printable(f"no energy of {host.host}:{device}, unlike {other} ({why})")
     return None
 
 

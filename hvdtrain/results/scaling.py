@@ -7,7 +7,8 @@
 T is the training phase, or the end-to-end time, of the same epochs over the same training set. The baseline of a group
 is the group with the fewest hosts that is like it in all that `alike` asks for; it is a one-host group if there is one
 (a single host has no rate, so it is the baseline of every rate), else one of the same rate. Of several, one with the
-same strategy and settings is taken, and of those the one with the fastest run.
+same strategy, settings and launcher is taken, and of those one beside which the other hosts were busy too, and then the
+one with the fastest run.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from hvdtrain.results.statistics import Interval, Statistic, ratio
 Count = Literal["hosts", "ranks"]
 MUST: dict[Count, tuple[str, ...]] = {"hosts": alike.PER_HOST, "ranks": alike.SAME}
 """What a group and its baseline always have in common, by what is counted"""
-PREFERRED = ("strategy", "ranks_per_host", "settings", "collectives")
+PREFERRED = ("strategy", "ranks_per_host", "settings", "collectives", "launcher")
 """What they should have in common, most important first"""
 MOST_EFFICIENCY = 1.1
 """Above it something else than the added hosts has made the difference, or the baseline was held up"""
@@ -121,6 +122,7 @@ def _baselines(group: Group, pool: Sequence[Group], count: Count, chosen: Chosen
         if (chosen or count_of(other, count) < count_of(group, count))
         and ("rate_mbit" in freed or same_rate(group, other))
         and not alike.differing(group, other, names)
+        and other.values("train_s")  # not of energy runs alone
     ]
     found: dict[Kind, Group] = {}
     for kind in get_args(Kind):
@@ -140,7 +142,7 @@ def same_rate(group: Group, other: Group) -> bool:
 def _best(group: Group, candidates: Sequence[Group], count: Count) -> Group:
     def merit(other: Group) -> tuple[Any, ...]:
         equal = tuple(other.key[name] == group.key[name] for name in (*MUST[count], *PREFERRED))
-        return (-count_of(other, count), *equal, other is group)
+        return (-count_of(other, count), *equal, other.key["fill"] or 0, other is group)
 
     best = max(map(merit, candidates))
     found = [other for other in candidates if merit(other) == best]

@@ -127,7 +127,8 @@ def _titles(curves: Sequence[Sequence[Row]], count: Count) -> list[str]:
         group, base = curve[-1].group, curve[0].group
         words = [str(group.key["strategy"]), str(group.key["framework"])]
         told = [name for name in varying if name != VARIES_INSIDE.get(curve[-1].kind)]
-        words += [f"{key_column(name).label} {short(name, groups.value(group, name))}" for name in told]
+        values = [(key_column(name).label, short(name, groups.value(group, name))) for name in told]
+        words += [f"{label} {value}" for label, value in values if value is not None]
         if len(curve) == 1:
             title = f"{', '.join(words)}, {many(curve[0].count, count)} alone"
         else:
@@ -139,9 +140,10 @@ def _titles(curves: Sequence[Sequence[Row]], count: Count) -> list[str]:
 
 def _named(base: Group, curve: Sequence[Row], count: Count) -> str:
     """The baseline, and in what besides its size it differs from the curve."""
-    words = [many(curve[0].count, count)]
-    for name in ("framework", "strategy", "device", "collectives"):
-        if base.key[name] != curve[-1].group.key[name] and (name != "collectives" or curve[0].count > 1):
+    beside = f" beside {base.key['fill']:g} busy ones" if base.key["fill"] else ""
+    words = [many(curve[0].count, count) + beside]
+    for name in ("framework", "strategy", "device", "collectives", "launcher"):
+        if base.key[name] not in (None, curve[-1].group.key[name]) and (name != "collectives" or curve[0].count > 1):
             words.append(str(base.key[name]))
     names = [name for name in groups.varying([base, curve[-1].group]) if name in base.settings]
     words += [f"{name} {groups.value(base, name)}" for name in names]

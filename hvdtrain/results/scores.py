@@ -79,6 +79,14 @@ def judged_by(runs: pd.DataFrame, name: str) -> pd.DataFrame:
     return runs.assign(headline=name, **parts)[having].reset_index(drop=True)
 
 
+def check_target(runs: pd.DataFrame, value: float) -> None:
+    """Raises Failure (2) for a value that no headline score of the runs can have."""
+    known = [of(runs)[name] for name in headlines(runs)]
+    if not any(score.possible(value) for score in known):
+        able = " or ".join(f"{printable(score.label)} {printable(score.bounds)}" for score in known)
+        raise Failure(f"--target {value:g}: give a value of {able}", USAGE)
+
+
 def figures(runs: pd.DataFrame, part: str = "test", names: Sequence[str] = ()) -> list[Column]:
     """How the headline scores of the runs, or these, are printed: shares in percent."""
     known, chosen = of(runs), names or headlines(runs)
@@ -110,21 +118,26 @@ def all_columns(runs: pd.DataFrame) -> dict[str, columns.Column]:
 
 def goal(runs: pd.DataFrame, value: float) -> str:
     """The same with the score's name: 95 % validation accuracy."""
-    score = of(runs)[headlines(runs)[0]]
+    score, *others = (of(runs)[name] for name in headlines(runs))
     shown = target(runs, value)
-    return f"{shown} validation {printable(score.label)}" if score.share else f"validation {shown}"
+    return f"{shown} validation {printable(score.label)}" if score.share and not others else f"validation {shown}"
 
 
 def best(runs: pd.DataFrame) -> str | None:
-    """The best headline score of validation of any run, for people; None if there is none."""
-    name = headlines(runs)[0]
-    found = runs.get(f"best_validation_{name}", pd.Series(dtype=float)).dropna()
-    if found.empty:
-        return None
-    return target(runs, float(f"{found.max() if of(runs)[name].higher_is_better else found.min():.3g}"))
+    """The best headline score of validation of any run, for people, of each headline; None if there is none."""
+    known = of(runs)
+    found = {name: runs.get(f"best_validation_{name}", pd.Series(dtype=float)).dropna() for name in headlines(runs)}
+    best_ = {name: values.max() if known[name].higher_is_better else values.min() for name, values in found.items()}
+    told = [words(known[name], float(f"{value:.3g}")) for name, value in best_.items() if value == value]
+    return " and ".join(told) or None
 
 
 def target(runs: pd.DataFrame, value: float) -> str:
-    """A value of the runs' headline score for people: 95 %, MAE 61.5 W/m2."""
-    score = of(runs)[headlines(runs)[0]]
+    """A value of the runs' headline score for people: 95 %, MAE 61.5 W/m2; headline score 0.95, where it is another
+    from run to run."""
+    score, *others = (of(runs)[name] for name in headlines(runs))
+    return f"headline score {value:g}" if others else words(score, value)
+
+
+def words(score: Score, value: float) -> str:
     return f"{100 * value:g} %" if score.share else printable(f"{score.label} {value:g} {score.unit}").rstrip()

@@ -10,12 +10,11 @@ from typing import Any
 
 from hvdtrain.results import alike, groups, missing, scores
 from hvdtrain.results.accuracy import reached
-from hvdtrain.results.columns import GROUP
 from hvdtrain.results.folders import Problem
 from hvdtrain.results.groups import Group
 from hvdtrain.results.load import Loaded
 from hvdtrain.results.scaling import MOST_EFFICIENCY, rate_words
-from hvdtrain.results.statistics import Statistic, ratio, summary
+from hvdtrain.results.statistics import Interval, Statistic, ratio, summary
 from hvdtrain.results.table import Column, Table, number
 from hvdtrain.results.tables import SPREAD_NOTE, apart, common, key_cells, key_column, left_out
 
@@ -64,13 +63,12 @@ SPARE = (
 def strategies(loaded: Loaded, target: float = 0.95, best: bool = False) -> Table:
     """A section for each rate: one host first, then every strategy, the soonest at the target first.
 
-    `target`: of the headline score, a fraction of 1 where that is a share. Runs of sweeps are told apart by their
-    launcher too, which is no part of a run's config. `best`: one line for each strategy, with the batch and the
-    settings of its own that got there soonest, against one host at its best.
+    `target`: of the headline score, a fraction of 1 where that is a share. `best`: one line for each strategy, with the
+    batch and the settings of its own that got there soonest, against one host at its best.
     """
     same = tuple(name for name in ALIKE if not best or name not in TUNED)
     final, percent = scores.figures(loaded.runs), scores.target(loaded.runs, target)
-    found = [group for group in groups.by(groups.usable(loaded.runs), (*GROUP, "launcher")) if group.key["hosts"]]
+    found = [group for group in groups.by(groups.usable(loaded.runs)) if group.key["hosts"]]
     measured = {id(group): _measured(group, target, final, loaded.problems) for group in found}
     shown = [name for name in apart(found) if name not in ("strategy", "rate_mbit", "launcher")]
     found = _soonest(found, measured, same) if best else found
@@ -114,7 +112,7 @@ def _soonest(found: Sequence[Group], measured: dict[int, dict[str, Any]], same: 
 
     rows: dict[Any, list[Group]] = {}
     for group in found:
-        key = tuple(group.key[name] for name in ("hosts", "rate_mbit", "strategy", "launcher"))
+        key = tuple(group.key[name] for name in ("hosts", "rate_mbit", "strategy", "launcher", "fill"))
         rows.setdefault(key, []).append(group)
     return [min(members, key=lateness) for row in rows.values() for members in alike.classes(row, same)]
 
@@ -175,11 +173,13 @@ def _speedup(
     """The speed-up over one host (of the same settings if there is such a run); None without a run on one host."""
     bases = sorted(
         (base for base in alone if not alike.differing(base, group, same)),
-        key=lambda base: tuple(base.key[name] != group.key[name] for name in ("settings", "strategy")),
+        key=lambda base: tuple(base.key[name] != group.key[name] for name in ("settings", "strategy", "launcher")),
     )
     if not bases:
         return None
     time = "crossed_s" if best else "train_to_target_s"
+    if bases[0] is group:
+        return Interval(1.0, None, None) if measured[id(group)][time] else None
     return ratio(measured[id(bases[0])][time], measured[id(group)][time])
 
 

@@ -6,6 +6,7 @@ Those with an arithmetic of their own are in scaling_table.py, energy.py and acc
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -66,7 +67,7 @@ def short(name: str, value: Any) -> Any:
 
 
 def common(found: Sequence[Group], shown: Sequence[str]) -> list[str]:
-    """A note on what is the same in all groups, if anything is."""
+    """Notes on what is the same in all groups, if anything is, and on the processors, if these are not."""
     if not found:
         return []
     skipped = {*shown, "settings", "data_fingerprint", "ranks_per_host" if "hosts" in shown else ""}
@@ -75,7 +76,13 @@ def common(found: Sequence[Group], shown: Sequence[str]) -> list[str]:
         for name, value in found[0].key.items()
         if name not in skipped and value is not None and all(group.key[name] == value for group in found)
     ]
-    return [f"the same in all: {', '.join(facts)}"] if facts else []
+    return ([f"the same in all: {', '.join(facts)}"] if facts else []) + processors(found)
+
+
+def processors(found: Sequence[Group]) -> list[str]:
+    """A warning if the groups' runs were not all made on one processor."""
+    names = sorted({name for group in found for name in group.values("processor")})
+    return [f"careful: not all on one processor: {'; '.join(names)}"] if len(names) > 1 else []
 
 
 def left_out(runs: pd.DataFrame, *, timing: bool = True) -> list[str]:
@@ -147,6 +154,11 @@ def apart(found: Sequence[Group], first: Sequence[str] = ("strategy", "device", 
         pairs = {pair for pair in carried if pair[1] != "none"}
         if alone and len(pairs) == len({strategy for strategy, _ in pairs}):
             varying.remove("collectives")  # one process alone needs none, and each strategy has its own
+    for name in ("launcher", "fill"):  # told only where nothing else tells the groups apart
+        others = [other for other in (*always, *varying) if other != name]
+        rest = {json.dumps([groups.value(group, other) for other in others]) for group in found}
+        if name in varying and len(rest) == len(found):
+            varying.remove(name)
     return [*always, *varying]
 
 

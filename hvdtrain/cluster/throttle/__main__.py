@@ -228,8 +228,8 @@ def _stores(options: argparse.Namespace) -> list[tuple[Store, set[str] | None]]:
         store, found = places(options)
         keys = {place.key for place in found} if options.dev or options.host else None
         return [(store, keys)] if store.path.exists() else []
-    known, user = virtual.clusters(), caller()
-    there = [name for name in reachable() if known[name].user == user]  # another's are named, or left alone
+    known, user = virtual.whose(), caller()
+    there = [name for name in reachable() if known[name] == user]  # another's are named, or left alone
     throttled = [name for name in there if Store(virtual.folder(name)).path.exists()]
     if throttled and len(there) > 1:
         raise Failure(f"several clusters are up ({', '.join(there)}); choose one with --name", exits.USAGE)

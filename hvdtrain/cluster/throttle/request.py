@@ -56,7 +56,7 @@ def parser() -> Parser:
     )
     top.add_argument("--loss", metavar="PERCENT", help="of the packets a host sends, e.g. 0.1%% (needs netem)")
     top.add_argument("--for", dest="duration", metavar="TIME", help="put back what was there after e.g. 90s, 10m, 2h")
-    top.add_argument("--name", help="the virtual cluster (default: the only one that is up)")
+    top.add_argument("--name", help="the virtual cluster (default: your only one that is up, but a sweep's)")
     top.add_argument("--host", metavar="A,B", help="only these hosts of the virtual cluster")
     top.add_argument("--dev", metavar="ETH", help="an interface of this machine, or of each of --hosts")
     top.add_argument("--hosts", metavar="A,B", help="other machines, through ssh and sudo -n; needs --dev")

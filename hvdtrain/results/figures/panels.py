@@ -22,6 +22,9 @@ from hvdtrain.results.figures import style
 from hvdtrain.results.load import Loaded
 from hvdtrain.results.scaling import Row, many
 
+HOW = {"collectives": "over {}", "launcher": "by {}", "fill": "beside {:g} busy hosts"}
+"""Told only where nothing else tells runs apart: one process has no collectives, and each strategy has its own"""
+
 # What tells one panel from another, and how its title says so. Hosts and rate are the axes inside a panel.
 TITLE = {
     "framework": "{}",
@@ -37,6 +40,7 @@ TITLE = {
     "train_samples": "{:,.0f} samples",
     "epochs": "{:g} epochs",
     "batch": "{}",
+    **dict.fromkeys(HOW, "{}"),
 }
 ALWAYS = ("framework", "strategy")
 
@@ -122,10 +126,24 @@ def check(number: int, most: int, what: str) -> None:
 
 def split(runs: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
     """(title, runs) of each panel; titles name what differs between the panels. Raises Failure (2) for too many."""
-    keyed = runs.assign(batch=batches(runs))
+    keyed = told(runs.assign(batch=batches(runs)))
     parts = [part for _, part in keyed.groupby([*TITLE, "settings"], dropna=False, sort=True)]
     check(len(parts), MOST_PANELS, "settings")
     yield from zip(titles([part.iloc[0].to_dict() for part in parts]), parts, strict=True)
+
+
+def told(runs: pd.DataFrame, points: Sequence[str] = ("hosts", "rate_mbit")) -> pd.DataFrame:
+    """The runs, or groups or curves of them, with the words of HOW in its columns; nothing there where those that are
+    alike in all else, and in `points`, agree."""
+    same = runs.groupby([*(name for name in TITLE if name not in HOW), "settings", *points], dropna=False)
+    words = {}
+    for name, form in HOW.items():
+        several = same[name].transform("nunique", dropna=False) > 1
+        words[name] = [
+            "" if groups.is_missing(value) or not apart else form.format(value)
+            for value, apart in zip(runs[name], several, strict=True)
+        ]
+    return runs.assign(**words)
 
 
 def titles(settings: Sequence[dict[str, Any]]) -> list[str]:
@@ -137,7 +155,7 @@ def titles(settings: Sequence[dict[str, Any]]) -> list[str]:
     found = []
     for each, own in zip(settings, inner, strict=True):
         words = [words_of(name, each[name]) for name in columns] + [f"{name} {own.get(name)}" for name in names]
-        found.append(", ".join([" ".join(words[: len(ALWAYS)]), *words[len(ALWAYS) :]]))
+        found.append(", ".join([" ".join(words[: len(ALWAYS)]), *filter(None, words[len(ALWAYS) :])]))
     return found
 
 
@@ -165,18 +183,21 @@ def compare(runs: pd.DataFrame, count: scaling.Count, column: str, lacking: str)
     """
     made = scaling.rows(groups.by(groups.usable(runs)), count)
     known = [row for row in made if getattr(row, column) is not None and row.group.key["hosts"] is not None]
-    found: dict[tuple[str, ...], tuple[dict[str, Any], list[tuple[float, list[Row]]]]] = {}
+    curves, abouts = [], []
     for _, curve in itertools.groupby(known, key=lambda row: row.curve):
         points = list(curve)
         last, key = points[-1], points[-1].group.key
         if column != "train_s" and last.group is last.baseline:
             continue  # one group alone, with nothing to compare it to
-        about = key | {"batch": batch(last.kind, key["rank_batch" if last.kind == "weak" else "global_batch"])}
-        setting = tuple(str(about[name]) for name in (*TITLE, "settings"))
-        mbit = math.nan if key["rate_mbit"] is None else float(key["rate_mbit"])
-        found.setdefault(setting, (about, []))[1].append((mbit, points))
-    if not found:
+        curves.append(points)
+        abouts.append(key | {"batch": batch(last.kind, key["rank_batch" if last.kind == "weak" else "global_batch"])})
+    if not curves:
         raise Failure(lacking, exits.BAD_DATA)
+    found: dict[tuple[str, ...], tuple[dict[str, Any], list[tuple[float, list[Row]]]]] = {}
+    for points, about in zip(curves, told(pd.DataFrame(abouts), ["rate_mbit"]).to_dict("records"), strict=True):
+        setting = tuple(str(about[name]) for name in (*TITLE, "settings"))
+        mbit = points[-1].group.key["rate_mbit"]
+        found.setdefault(setting, (about, []))[1].append((math.nan if mbit is None else float(mbit), points))
     check(len(found), MOST_PANELS, "settings")
     names = titles([about for about, _ in found.values()])
     return [Panel(name, drawn) for name, (_, drawn) in zip(names, found.values(), strict=True)]

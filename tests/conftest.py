@@ -286,12 +286,13 @@ def refused(module: str, *words: str, code: int, said: str, extra: Mapping[str, 
     assert said in done.stderr
 
 
-def installed(folder: Path, entry: str) -> dict[str, str]:
-    """The variables with which Python finds a workload in the folder, `name = module`, as an installed package's."""
+def installed(folder: Path, entry: str, group: str = "hvdtrain.workloads") -> dict[str, str]:
+    """The variables with which Python finds a workload in the folder, `name = module`, as an installed package's; or
+    what another group of entry points names. Called again, it renames it."""
     about = folder / "mine-1.0.dist-info"
-    about.mkdir()
+    about.mkdir(exist_ok=True)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
-    (about / "entry_points.txt").write_text(f"[hvdtrain.workloads]\n{entry}\n")
+    (about / "entry_points.txt").write_text(f"[{group}]\n{entry}\n")
     return {"PYTHONPATH": str(folder)}
 
 

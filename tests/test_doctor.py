@@ -18,12 +18,12 @@ from typing import Any
 
 import pytest
 from conftest import LIMIT_S, ROOT, Cluster, environment, finished, refused, until
+from test_doctor_rules import OPEN_MPI_5
 
 from hvdtrain.cluster.doctor import checks, link_checks
 from hvdtrain.cluster.virtual import CONGESTION
 
 DOCTOR = ("-m", "hvdtrain.cluster.doctor", "--json")
-OPEN_MPI_5 = "mpirun (Open MPI) 5.0.5\n\nReport bugs to https://www.open-mpi.org/community/help/"
 
 
 def wheel() -> dict[str, str]:

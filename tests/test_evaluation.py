@@ -1,17 +1,20 @@
-"""Running statistics: which arrays are, and how they are taken anew for an evaluation (--precise-bn)."""
+"""Running statistics: which arrays are, and how they are taken anew for an evaluation (--precise-bn). Inference."""
 
 from __future__ import annotations
 
 import functools
+import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from hvdtrain import data, measures, strategies, workload
+from hvdtrain import data, evaluation, measures, snapshot, strategies, workload
+from hvdtrain.checkpoint import Loaded
 from hvdtrain.config import TrainConfig, parse
 from hvdtrain.data.loader import Loader
-from hvdtrain.evaluation import renew_statistics
+from hvdtrain.evaluation import average_statistics, renew_statistics
 from hvdtrain.exits import Failure
 from hvdtrain.models import resnet
 from hvdtrain.resnet import ResNetConfig
@@ -90,6 +93,31 @@ def test_one_batch_is_then_evaluated_as_it_is_trained_on(replica: Any, batches: 
     renew_statistics(replica, batches[:1])
     loss, *_ = replica.evaluate(batches[0])
     assert loss == pytest.approx(trained[0], rel=0.02)
+
+
+@pytest.mark.parametrize(("shares", "mean"), [(None, 3), ((3.0, 1.0), 2)])
+def test_ranks_get_their_mean_by_their_shares(shares: Any, mean: float, replica: Any) -> None:
+    """Of two, this one with 1 everywhere, the other with 5."""
+    replica.load_local({name: np.ones_like(array) for name, array in replica.local_state().items()})
+    theirs = np.float32(5 if shares is None else 5 / 4)
+    world: Any = SimpleNamespace(rank=0, size=2, sum=lambda values, _: values + theirs)
+    average_statistics(replica, world, shares)
+    assert all((replica.local_state()[name] == mean).all() for name in replica.statistics)
+
+
+def test_other_ranks_go_on_with_the_mean_of_those_that_were_saved() -> None:
+    others = [{"buffer.mean": np.full(2, value, np.float32)} for value in (1, 2, 6)]
+    loaded = Loaded(step=1, shared={}, local={}, progress={}, others=others, recut=False)
+    strategy: Any = SimpleNamespace(local=False, handed_on=lambda _: {})
+    assert snapshot.handed_on(loaded, strategy)["buffer.mean"].tolist() == [3, 3]
+
+
+def test_inference_is_timed_behind_its_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.accumulate(itertools.chain([0, 5, 0, 5], itertools.cycle([0, 0.2])))  # two slow passes
+    monkeypatch.setattr(evaluation, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    replica: Any = SimpleNamespace(evaluate=lambda _: None)
+    (found,) = evaluation.timed_inference(replica, data.load("digits", (8, 8)).test, [4])
+    assert (found["samples"], found["passes"], found["most_s"]) == (4, 5, pytest.approx(0.2))
 
 
 def test_a_model_says_which_of_its_arrays_are_statistics() -> None:

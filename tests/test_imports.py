@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
 
-ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "hvdtrain"
 # A twin imports its own framework: the ending of its file name -> the package.
 TWINS = {"torch": "torch", "tf": "tensorflow", "tensorflow": "tensorflow"}

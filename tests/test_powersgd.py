@@ -186,23 +186,6 @@ def test_not_a_number_is_not_hidden(bits: Bits, where: int) -> None:
     assert not np.isfinite(rounds(team(2, MIXED, 2, bits), inputs)[0][where])
 
 
-@pytest.mark.parametrize("bits", get_args(Bits))
-def test_resumed_is_as_if_never_interrupted(bits: Bits) -> None:
-    through, first = team(2, MIXED, 2, bits), team(2, MIXED, 2, bits)
-    inputs = normal(0, 6, 2, elements(MIXED))
-    for turn in range(3):
-        rounds(through, inputs[turn])
-        rounds(first, inputs[turn])
-    saved = [reducer.state() for reducer in first]
-    rounds(first, inputs[5])  # what was saved is not what goes on
-    second = team(2, MIXED, 2, bits)
-    for reducer, state in zip(second, saved, strict=True):
-        reducer.load(state)
-    for turn in range(3, 6):
-        assert np.array_equal(rounds(through, inputs[turn])[0], rounds(second, inputs[turn])[0])
-    assert np.array_equal(left(through), left(second))
-
-
 def test_the_state_of_another_rank_is_refused() -> None:
     with pytest.raises(Failure, match="with the rank"):
         team(1, MIXED, 1)[0].load(team(1, MIXED, 2)[0].state())
@@ -315,6 +298,17 @@ def test_equal_matrices_have_the_rank_asked_for() -> None:
 )
 def test_matrices_are_cut_where_they_are_most_square(shape: tuple[int, ...], rows: int) -> None:
     assert matrices.most_square(shape) == rows
+
+
+def test_an_empty_array_is_sent_whole() -> None:
+    assert matrices.plan([(0, 7), (7, 0), (7,)], 2) == ([], [slice(0, 0), slice(0, 0), slice(0, 7)])
+
+
+def test_the_parts_of_a_class_of_ones_own_are_of_that_class() -> None:
+    class Own(PowerSGD):
+        pass
+
+    assert [type(part) for part in Own(MIXED).cut([range(1), range(1, len(MIXED))])] == [Own, Own]
 
 
 class Told:

@@ -1,14 +1,18 @@
-"""What is written is what is read; torn lines are passed over, foreign ones refused by file and line."""
+"""What is written is what is read; torn lines are passed over, foreign ones refused by file and line. Their sums."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from conftest import failing
-from runs import Made, step
+from runs import Made, step, summary
 
 from hvdtrain import records
+from hvdtrain.measures import Accuracy, Measure, Regression
+from hvdtrain.position import Position
 
 STEP = step(Made(communication_s=None), 1, 0)
 
@@ -39,3 +43,28 @@ def test_a_whole_line_that_is_no_record_is_refused_with_file_and_line(line: str,
 def test_a_folder_that_cannot_be_written_is_a_failure(tmp_path: Path) -> None:
     with failing(73):
         records.Writer(Path("/proc/nothing/rank0000.jsonl"))
+
+
+def test_rates_leave_warm_up_out_and_times_do_not() -> None:
+    at, made = Position(), Made(data_s=0.5, hosts=2)
+    for number, (seconds, samples) in enumerate([(9.0, 10), (8.0, 10), (2.0, 10), (4.0, 20)]):  # two warm up
+        at.learn(np.array([1.0, samples / 2, samples]))
+        at.add(step(made, number, 0), seconds=seconds, samples=samples, consumed=0)
+    epoch, _ = at.end_epoch(0, Accuracy(), {"accuracy": 0.5}, validation_loss=1.0, validation_s=3.0, unix_s=0.0)
+    assert (epoch.samples, epoch.train_s, epoch.samples_per_s) == (50, 23, 30 / 6)
+    assert (epoch.train_loss, epoch.train_scores) == (4 / 50, {"accuracy": 0.5})
+    sums: dict[str, Any] = {"steps": 4, "train_s": 23, "validation_s": 3, "checkpoint_s": 0, "data_share": 1 / 6}
+    sums |= {"samples_per_s": 5, "samples_per_s_per_rank": 2.5, "bytes_sent": 4 * 4000}
+    sums |= {"validation_scores": [{"accuracy": 0.5}], "ranks": 2}
+    others = {name: value for name, value in vars(summary(made, Path("run"), 0.0)).items() if name not in sums}
+    found = vars(at.summary(ranks=2, **others))
+    assert {name: found[name] for name in sums} == sums
+
+
+@pytest.mark.parametrize(
+    ("measure", "target", "short"),
+    [(Accuracy(), ("accuracy", 1.0), 0.99), (Accuracy(), ("accuracy", 0.9), 0.89), (Regression(), ("mae", 0.4), 0.41)],
+)
+def test_a_score_as_good_as_the_target_is_there(measure: Measure, target: tuple[str, float], short: float) -> None:
+    for value, there in ((short, False), (target[1], True)):
+        assert Position(validation_scores=[{target[0]: value}]).reached(target, measure) is there

@@ -360,6 +360,19 @@ def test_same_first_ten_losses_from_equal_weights(zero_gamma: bool) -> None:
         assert one.step(*drawn, rate=0.05) == pytest.approx(other.step(*drawn, rate=0.05), abs=1e-3)
 
 
+def test_adamw_is_torch_s_in_tensorflow() -> None:
+    from hvdtrain.frameworks.optimizers_tensorflow import Adam
+
+    weight, theirs = tf.Variable([1.0, -2.0]), torch.nn.Parameter(torch.tensor([1.0, -2.0]))
+    ours = Adam({"weight": weight}, TrainConfig(optimizer="adam", weight_decay=0.5))
+    torchs = torch.optim.AdamW([theirs], 0.1, weight_decay=0.5)
+    for gradient in ([0.3, -1.0], [2.0, 0.1], [0.0, 1.0]):
+        ours.update({"weight": weight}, [tf.constant(gradient)], tf.constant(0.1))
+        theirs.grad = torch.tensor(gradient)
+        torchs.step()
+    np.testing.assert_allclose(weight.numpy(), theirs.detach().numpy(), rtol=1e-5)
+
+
 def test_few_channels_get_right_gradients_on_processors_with_avx2() -> None:
     """Of all shortcuts, beside PyTorch's own kernels, without oneDNN."""
     program = """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import fake_hosts
@@ -12,10 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.strategies import rounded
-from hvdtrain.strategies.rounded import Int4, Int8
-
-SHAPES = [(24, 8, 3, 3), (24,), (), (6, 5), (1, 40)]
-SIZE = 24 * 72 + 24 + 1 + 30 + 40
 
 
 def normal(seed: int, *shape: int) -> np.ndarray:
@@ -33,10 +28,6 @@ def totals(inputs: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray, int]:
     results = fake_hosts.run(len(inputs), host)
     assert len({(values.tobytes(), sent) for values, _, sent in results}) == 1
     return results[0][0], np.stack([mine for _, mine, _ in results]), results[0][2]
-
-
-def left(reducers: Sequence[Int8]) -> np.ndarray:
-    return np.sum([reducer.state()["error"].astype(np.float64) for reducer in reducers], axis=0)
 
 
 @settings(max_examples=80)
@@ -100,19 +91,3 @@ def test_a_quarter_and_an_eighth_of_the_bytes() -> None:
     assert rounded.total_bytes(10_000, 4, 32) == exact
     assert rounded.total_bytes(10_000, 4, 8) == 2 * 3 * 40 * 68 == pytest.approx(exact / 4, rel=0.1)
     assert rounded.total_bytes(10_000, 4, 4) == 2 * 3 * 40 * 36 == pytest.approx(exact / 8, rel=0.2)
-
-
-@pytest.mark.parametrize("kind", [Int8, Int4])
-@pytest.mark.parametrize("hosts", [1, 2, 4])
-def test_reducers_lose_nothing_and_arrive_with_time(kind: type[Int8], hosts: int) -> None:
-    reducers = [kind(SHAPES) for _ in range(hosts)]
-    inputs = normal(1, hosts, SIZE)
-    whole, received = inputs.sum(axis=0, dtype=np.float64), np.zeros(SIZE)
-    for turn in range(1, 51):
-        given_in = whole + left(reducers)
-        out, sent = fake_hosts.rounds(reducers, inputs)
-        np.testing.assert_allclose(out + left(reducers), given_in, atol=1e-5)
-        assert sent == kind.cost(SHAPES, hosts).sent_bytes
-        received += out
-        step = (hosts + 1) * float(np.abs(given_in).max()) / (2 ** (kind.bits - 1) - 1)
-        assert np.abs(received / turn - whole).max() < (step + 1e-6) / turn

@@ -19,9 +19,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from conftest import LIMIT_S
+from conftest import LIMIT_S, ROOT
 
-ROOT = Path(__file__).parent.parent
 SETUP_FILES = ["Makefile", "setup.cfg", "pyproject.toml", "LICENSE", "tools/setup.sh"]
 SETUP_FILES += ["tools/constraints.txt", "tools/build_horovod.py", "tools/sleep_when_idle.c"]
 FRAMEWORK = "torch" if importlib.util.find_spec("torch") else "tensorflow"

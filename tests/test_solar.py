@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PROGRAMS, alone, document, failing, here, launch, refused
+from conftest import alone, document, failing, here, launch, refused
 from runs import cut_off, read_run
 from sklearn import metrics
 from test_resnet_train import assert_same_arrays
@@ -146,19 +146,6 @@ def test_tensorflow_s_parts_are_the_whole_cnn() -> None:
     known, *others = [stepped("tensorflow", make, row, border, batch, measure) for border in range(len(row))]
     for found in others:
         np.testing.assert_allclose(found, known, rtol=1e-5, atol=1e-6)
-
-
-STRATEGIES = ("local-sgd:every=4+powersgd", "native", "central")
-
-
-def test_strategies_train_it(tmp_path: Path) -> None:
-    flags = [*FLAGS[2:], "--framework", "torch", "--checkpoint-steps", "0", "--run-dir"]
-    todo = [{"flags": [*flags, str(tmp_path / str(n)), "--strategy", one]} for n, one in enumerate(STRATEGIES)]
-    told = document(launch(2, [str(PROGRAMS / "strategy_runs.py"), "torch", "1", json.dumps(todo), "solar"]))
-    assert set(told["codes"]) == {0}
-    for number, strategy in enumerate(STRATEGIES):
-        losses = [epoch.train_loss for epoch in read_run(tmp_path / str(number))["epoch"]]
-        assert losses[1] < losses[0], strategy
 
 
 def test_the_study_s_sweeps_run_on_a_reduced_grid(tmp_path: Path) -> None:

@@ -49,7 +49,8 @@ from hvdtrain.models.layers import Layer
 from hvdtrain.stages import cut as cuts
 from hvdtrain.stages.grid import Grid
 from hvdtrain.stages.pipe import NUMBER_BYTES, Coding, Order, Pipe, order, packed, unpacked
-from hvdtrain.world import World
+from hvdtrain.stages.plan import Stages
+from hvdtrain.world import Place, World
 
 # --- who, what, when --------------------------------------------------------------------------------------------------
 
@@ -115,6 +116,26 @@ def test_no_other_cut_that_fits_is_faster(seed: int) -> None:
         return
     found = cuts.balanced(row, stages, work, link, *needs).borders
     assert found in fitting and slowest(found) == min(map(slowest, fitting))
+
+
+def test_what_a_stage_needs() -> None:
+    """Of weights of 10 and 20 numbers, of activations of 5 and 7 for each of the 3 samples of a micro-batch."""
+    row = [Layer(name=name, arrays=(), output=(size,), multiply_adds=1) for name, size in (("a", 5), ("b", 7))]
+
+    def made(size: int = 2, local_size: int = 1, **more: Any) -> Stages:
+        place = Place(launcher="mpirun", size=size, local_size=local_size)
+        return Stages.of(TrainConfig(stages=2, **more), place, row, [10, 20], "it")
+
+    def numbers(stage: int, **more: Any) -> float:
+        return made(**more).needed_bytes(12)(stage, stage, stage + 1) / 4
+
+    assert numbers(0) == 3 * 10 + 3 * 5 * 2
+    assert numbers(1) == 3 * 20 + 3 * (5 + 7)
+    assert numbers(0, optimizer="adam") == 4 * 10 + 3 * 5 * 2
+    assert numbers(0, stage_order="gpipe") == 3 * 10 + 3 * 5 * 4
+    assert numbers(1, stage_order="gpipe", recompute=True) == 3 * 20 + 3 * (5 * 4 + 7)
+    assert [made(4, 2, stage_across=across).layout().hosts for across in ("hosts", "ranks")] == [1, 2]
+    assert cuts.bubble(2, 4) == 1 / 5 and cuts.bubble(1, 4) == 0
 
 
 def test_a_cut_that_is_none_is_told() -> None:
@@ -370,6 +391,24 @@ def test_going_forward_anew_draws_the_same_masks_and_counts_statistics_once() ->
     assert all(itertools.starmap(torch.equal, zip(*found, strict=True)))
 
 
+def test_a_stage_may_begin_with_a_layer_that_works_in_place() -> None:
+    import torch
+
+    class Some(torch.nn.Sequential):
+        def loss(self, x: Any) -> Any:
+            return (self(x) ** 2).sum(), {"correct": torch.zeros(())}
+
+    def make(part: range | None) -> Any:
+        torch.manual_seed(1)
+        layers = [torch.nn.Linear(4, 5), torch.nn.Sequential(torch.nn.ReLU(inplace=True), torch.nn.Linear(5, 3))]
+        return Some(*(layers[number] for number in part or range(2)))
+
+    row = [Layer(name=f"l{width}", arrays=(), output=(width,), multiply_adds=1) for width in (5, 3)]
+    batch = Batch(arrays=(np.random.default_rng(1).standard_normal((8, 4), np.float32),), weight=8, total_weight=8)
+    whole, cut = [stepped("torch", make, row, border, batch, measures.Accuracy()) for border in (0, 1)]
+    assert np.array_equal(whole, cut)
+
+
 # --- real ranks -------------------------------------------------------------------------------------------------------
 
 USUAL = [*SMALL[:4], "--epochs", "2", "--seed", "3", "--global-batch-size", "360", "--json", "--framework", "torch"]
@@ -414,8 +453,11 @@ def test_stages_and_replicas_together_learn_nearly_that(trained: Callable[..., P
     flags = [*FLAGS, "--stages", "2", "--strategy", "hierarchical", "--check-replicas", "1"]
     ways = {"across": ["--stage-across", "ranks"], "int8": ["--stage-order", "gpipe", "--activations", "int8"]}
     todo = [{"flags": [*flags, *more, "--run-dir", str(tmp_path / way)]} for way, more in ways.items()]
-    codes, said = trainings(4, todo)
-    assert codes == [0, 0], said
+    drifting = [*FLAGS, "--stages", "2", "--strategy", "local-sgd:every=2", "--run-dir", str(tmp_path / "drifting")]
+    other = [*drifting, "--resume", "--stage-across", "ranks"]
+    codes, said = trainings(4, [*todo, {"flags": drifting, "stop_before": 1}, {"flags": other, "refused": 78}])
+    assert codes == [0, 0, 75, 78], said
+    assert "give the same --stages, --cut-at and --stage-across" in said, "each rank's momentum is its own"
     one = arrays(trained(0))
     for way in ways:
         four = arrays(tmp_path / way)
@@ -426,7 +468,7 @@ def test_stages_and_replicas_together_learn_nearly_that(trained: Callable[..., P
 def test_a_run_goes_on_with_other_stages_as_if_never_interrupted(trained: Callable[..., Path], tmp_path: Path) -> None:
     """Stopped by a signal as three stages, then one process; equal to that process alone, with as many micro-batches as
     stages have by default."""
-    flags = [*USUAL, "--stages", "3", "--recompute", "--run-dir", str(tmp_path / "run")]
+    flags = [*USUAL, "--stages", "3", "--recompute", "--strategy", "native", "--run-dir", str(tmp_path / "run")]
     codes, said = trainings(3, [{"flags": flags, "stop_before": 1}])
     assert codes == [75], said
     files = {file.name for file in max((tmp_path / "run" / "checkpoints").glob("step-*")).iterdir()}
@@ -499,3 +541,5 @@ def test_a_dry_run_by_itself_shows_the_plan_of_as_many_ranks() -> None:
     assert facts["pipeline"].startswith("2 stages x 1 replicas, 4 micro-batches")
     assert facts["stage 0"].startswith("stem to ") and facts["stage 0"].endswith("; rank 0")
     assert " to fc: " in facts["stage 1"] and facts["stage 1"].endswith("; rank 1")
+    parted = document(alone("resnet", "--micro-batches", "2", "--strategy", "powersgd", "--dry-run", "--json"))
+    assert parted["cost"]["behind"] == "", "gradients are whole after the last micro-batch alone"

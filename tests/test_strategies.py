@@ -31,7 +31,6 @@ from conftest import (
     command,
     document,
     environment,
-    failing,
     here,
     launch,
     resnet,
@@ -39,7 +38,6 @@ from conftest import (
     until,
 )
 from runs import cut_off, read_run
-from test_checkpoint import edit
 from test_faults import Job, is_rank
 from test_resnet_train import assert_same_arrays, newest_arrays, started, wait_for_steps
 
@@ -271,24 +269,6 @@ def test_two_hosts_go_on_with_what_three_ranks_did_or_say_why_they_cannot(runs: 
     ours, before = (read_run(folder)["epoch"][-1] for folder in (whole, runs.folder / "powersgd"))
     assert ours.samples == before.samples
     assert ours.train_loss == pytest.approx(before.train_loss, rel=0.05), "other BatchNorm"
-
-
-@pytest.mark.parametrize("runs", ["torch"], indirect=True)
-def test_a_checkpoint_that_counts_steps_goes_on_with_as_many_ranks_only(runs: Runs, tmp_path: Path) -> None:
-    cut_off(runs.folder / "hierarchical", older := tmp_path / "run", 12)
-    for path in older.glob("checkpoints/*/checkpoint.json"):  # as the version wrote it that counted steps
-        about = json.loads(path.read_text())
-        about["identity"] |= {"ranks": 3, "rank_batch": about["identity"].pop("global_batch") // 3, "shares": None}
-        for name in ("epoch", "consumed"):
-            del about["progress"][name]
-        del about["layout"]
-        path.write_text(json.dumps(about))
-        edit(path)
-    with failing(78, "start with -np 3, whose next checkpoint any number"):
-        here("resnet", "--resume", str(older))
-    assert report("torch", [{"flags": ["--resume", str(older)]}]) == [0], "with as many ranks it goes on"
-    ours, whole = (read_run(folder)["epoch"][-1] for folder in (older, runs.folder / "hierarchical"))
-    assert (ours.step, ours.samples, ours.train_loss) == (whole.step, whole.samples, whole.train_loss)
 
 
 @pytest.mark.parametrize("runs", ["torch"], indirect=True)

@@ -158,17 +158,47 @@ def test_two_protocols_of_one_point_make_the_runs_of_both(tmp_path: Path) -> Non
 
 def test_what_is_measured_before_step_0_is_no_other_plan_than_was_asked_for(tmp_path: Path) -> None:
     """Shares, and where a model is cut; but those that were asked for must be in the manifest."""
-    asked = foretold(30)
     run = plan.Run(point=point(), kind="timing", repeat=1)
     for name, found, default in (("cut", ["fc"], []), ("shares", [0.7, 0.3], None)):
         for wanted, fits in ((default, True), (["layer3.0"], False)):
-            preview = dataclasses.replace(asked, plan={"steps": 30, name: wanted})
-            manifest = {"plan": {"steps": 30, name: found}, "config": {"framework": "torch"}, "ranks": [{"host": "a"}]}
-            (tmp_path / "metrics").mkdir(exist_ok=True)
-            (tmp_path / "manifest.json").write_text(json.dumps(manifest | {"data": {"fingerprint": "0123"}}))
-            (tmp_path / "metrics" / "rank0000.jsonl").write_text('{"type": "summary"}\n')
-            (tmp_path / "COMPLETE").touch()
+            preview = dataclasses.replace(foretold(30), plan={"steps": 30, name: wanted})
+            run_of(tmp_path, plan={"steps": 30, name: found}, ranks=[{"host": "a"}])
             assert (folder.unfit(tmp_path, run, preview) is None) == fits, name
+
+
+def run_of(folder: Path, **manifest: Any) -> None:
+    """Makes a run of two hosts at 10 Mbit/s, but for what is given."""
+    hosts = {"ranks": [{"host": "a"}, {"host": "b"}], "links": [{"host": host, "throttle": TEN} for host in "ab"]}
+    usual = {"plan": {"steps": 30}, "config": {"framework": "torch"}, "data": {"fingerprint": "0123"}} | hosts
+    (folder / "metrics").mkdir(exist_ok=True)
+    (folder / "manifest.json").write_text(json.dumps(usual | manifest))
+    (folder / "metrics" / "rank0000.jsonl").write_text('{"type": "summary"}\n')
+    (folder / "COMPLETE").touch()
+
+
+TEN = {"up_mbit": 10.0, "down_mbit": 10.0}
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({}, None),
+        ({"data": {"fingerprint": "other"}}, "its data are not those"),
+        ({"ranks": [{"host": "a"}] * 2}, "it ran 2 ranks on 1 hosts, asked were 2 on 2"),
+        ({"ranks": [{"host": "a"}, {"host": "b"}, {"host": "b"}]}, "it ran 3 ranks on 2 hosts"),
+        ({"links": [{"host": "b", "throttle": None}]}, "host b was throttled to"),
+        ({"links": [{"host": "b", "throttle": TEN | {"down_mbit": 100.0}}]}, "host b was throttled to"),
+        ({"config": {"framework": "torch", "monitor": "power"}}, "monitor is 'power' in its manifest"),
+        ({"plan": {"steps": 31}}, "its batches and steps"),
+    ],
+)
+def test_a_run_is_kept_only_if_it_was_made_as_it_is_asked_for(
+    change: dict[str, Any], why: str | None, tmp_path: Path
+) -> None:
+    run_of(tmp_path, **change)
+    one = plan.Run(point=point(hosts=2, rate="10mbit", on="cluster"), kind="timing", repeat=1)
+    found = folder.unfit(tmp_path, one, dataclasses.replace(foretold(30), plan={"steps": 30}))
+    assert found == why or (why and why in (found or ""))
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
@@ -318,6 +348,15 @@ def test_an_estimate_says_what_it_rests_on() -> None:
     near = known.of(runs[fast.name])
     assert near.basis == "near"
     assert near.seconds == pytest.approx(150.0 - 20 * (known.wire_s(slow) - known.wire_s(fast)))
+
+
+def test_half_the_cores_are_taken_to_need_twice_as_long() -> None:
+    one, two = (point(hosts=hosts, on="cluster") for hosts in (1, 2))
+    virtual = file.ClusterSpec(virtual=("a", "b"))
+    known = estimate.Estimator({each.name: foretold(20) for each in (one, two)}, virtual)
+    known.learn(plan.Run(point=one, kind="timing", repeat=1), 1000.0)
+    near = known.of(plan.Run(point=two, kind="timing", repeat=1))
+    assert near.basis == "near" and near.seconds is not None and near.seconds > 1900
 
 
 # --- shipped files ---------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How long Horovod's allreduce takes over slow links: plain horovodrun on Gloo, plain mpirun, and ours. Needs root.
 
-    sudo tools/bench_network.py --rates 10mbit --hosts 2 --sizes-kb 1000,5000
+    sudo make bench-network BENCH_ARGS='--rates 10mbit --hosts 2 --sizes-kb 1000,5000'
 
 Makes a virtual cluster of its own, throttles it to each rate, and runs the starters in turn, round after round. Each
 run times float32 allreduces of all sizes, each after a pause of random length as training has one, and takes the
@@ -123,9 +123,7 @@ def measure(name: str, kind: str, hosts: str, ranks: int, work: Sequence[tuple[i
     """One run of one starter; what rank 0 printed."""
     words = ["tools/cluster.sh", "exec", "--name", name, "a", "--", *starter(kind, hosts, ranks)]
     words += [sys.executable, "tools/bench_network.py", "--rank", json.dumps(work), "--idle-s", str(idle_s)]
-    environment = os.environ | {"PATH": f"{ROOT}/.venv/bin:{os.environ['PATH']}", "VIRTUAL_ENV": f"{ROOT}/.venv"}
-    environment |= {"OPAL_PREFIX": f"{ROOT}/.venv", "OMPI_MCA_orte_launch_agent": f"{ROOT}/.venv/bin/orted"}
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     for line in done.stdout.splitlines():
         if "bench_network {" in line:
             return json.loads(line[line.index("{") :])

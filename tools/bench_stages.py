@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """What a step takes over slow links: data parallelism, pipeline stages, and torch.distributed.pipelining. Needs root.
 
-    sudo tools/bench_stages.py --rates 10mbit --models resnet32 --rows plain-2,powersgd-2,stages2,torch2
+    sudo make bench-stages BENCH_ARGS='--rates 10mbit --models resnet32 --rows plain-2,powersgd-2,stages2,torch2'
 
 Makes virtual hosts of half a core, throttles them to each rate and runs the rows in turn, round after round, some steps
 each. A run whose wire alone would take longer than --most-s is not made. Runs lie under --out, and what is there is not
-run again: the same command goes on. `perceptron` has weights of half of --memory, which control groups give each host:
-with gradients and momentum it is 1.5 times what one host has.
+run again: the same command goes on. `perceptron` has weights of half of --memory-mb, which control groups give each
+host: with gradients and momentum it is 1.5 times what one host has. It needs control groups v1.
 """
 
 from __future__ import annotations
@@ -123,9 +123,8 @@ def formula_bytes(about: dict[str, Any], hosts: int) -> float:
 
 def run(words: Sequence[object], options: argparse.Namespace, timeout_s: float) -> subprocess.CompletedProcess[str]:
     """A command on the first host."""
-    environment = os.environ | {"PATH": f"{ROOT}/.venv/bin:{os.environ['PATH']}", "VIRTUAL_ENV": f"{ROOT}/.venv"}
     inside = ["tools/cluster.sh", "exec", "--name", options.name, "a", "--", "timeout", "-k", "30", timeout_s, *words]
-    return subprocess.run([*map(str, inside)], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run([*map(str, inside)], cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 def measured(model: str, row: str, rate: int, turn: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -176,6 +175,7 @@ def read(folder: Path, hosts: int) -> dict[str, Any]:
         "formula_bytes": formula_bytes(about, hosts),
         "bytes": max(ways, default=0) / end["steps"],
         "waiting": end["step_shares"].get("exchange"),
+        "busiest": 1 - end["step_shares"].get("exchange_least", 0.0),
         "rss_bytes": end["peak_rss_bytes"],
     }
 
@@ -256,6 +256,8 @@ def together(model: str, row: str, rate: int, found: Sequence[dict[str, Any]]) -
     told |= {"wire_s": told["formula_bytes"] * 8 / goodput_both_ways(rate), "bubble": None}
     if "--stages" in flags:
         told["bubble"] = cuts.bubble(int(flags[flags.index("--stages") + 1]), MICRO)
+        if "busiest" in told:  # the slowest stage's computing, and the pipeline's idling: what a step must take
+            told["of_limit"] = (1 - told["bubble"]) / told["busiest"]
     if steps_s:
         told |= {"median_s": statistics.median(steps_s), "least_s": min(steps_s), "most_s": max(steps_s)}
         told["over"] = max(each["bytes"] / (each["formula_bytes"] or math.inf) for each in found if "bytes" in each)
@@ -263,16 +265,17 @@ def together(model: str, row: str, rate: int, found: Sequence[dict[str, Any]]) -
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
-    print("| Mbit/s | model | row | s per step | wire, s | of it | MB | of formula | waiting | bubble | RSS, MB |")
-    print("|" + "---|" * 11)
+    print("| Mbit/s | model | row | s per step | wire, s | of it | MB | of formula | waiting | bubble | of compute / (1 - bubble) | RSS, MB |")
+    print("|" + "---|" * 12)
     for row in rows:
         cells = [f"{row['rate_mbit']:g}", row["model"], row["row"]]
         if "median_s" not in row:
-            cells += [row["none"], f"{row['wire_s']:.3g}", *["-"] * 6]
+            cells += [row["none"], f"{row['wire_s']:.3g}", *["-"] * 7]
         else:
             cells += [f"{row['median_s']:.2f} [{row['least_s']:.2f} .. {row['most_s']:.2f}]", f"{row['wire_s']:.3f}"]
             cells += [f"{row['wire_s'] / row['median_s']:.0%}", f"{row['bytes'] / 1e6:.3f}", f"{row['over']:.3f}"]
             cells += ["-" if row.get(name) is None else f"{row[name]:.0%}" for name in ("waiting", "bubble")]
+            cells += [f"{row['of_limit']:.2f}" if "of_limit" in row else "-"]
             cells += [f"{row['rss_bytes'] / 1e6:.0f}"]
         print(f"| {' | '.join(cells)} |")
 
@@ -284,7 +287,8 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
         return text.split(",")
 
     top.add_argument("--rates", type=words, default=["10mbit", "100mbit", "1000mbit"])
-    top.add_argument("--models", type=words, default=list(MODELS[:3]), help=f"of {', '.join(MODELS)}")
+    limited = MOUNT.is_dir()
+    top.add_argument("--models", type=words, default=list(MODELS[: 2 + limited]), help=f"of {', '.join(MODELS)}")
     top.add_argument("--rows", type=words, default=list(ROWS), help=f"of {', '.join(ROWS)}")
     top.add_argument("--rounds", type=int, default=2, help="turns of all rows (default: 2)")
     top.add_argument("--steps", type=int, default=8, help="of a run of resnet (default: 8)")
@@ -299,6 +303,8 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     options = top.parse_args(arguments)
     if unknown := {*options.models, *options.rows} - {*MODELS, *ROWS}:
         top.error(f"no model or row {', '.join(sorted(unknown))}")
+    if "perceptron" in options.models and not limited:
+        top.error(f"--models perceptron limits memory in {MOUNT}, which is not here (control groups v2): leave it out")
     return options
 
 

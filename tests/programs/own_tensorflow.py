@@ -130,12 +130,24 @@ def shard(array: np.ndarray) -> np.ndarray:
     return parts.reshape(-1, *array.shape[1:])
 
 
+@keras.saving.register_keras_serializable()
+class Each(keras.metrics.Metric):
+    """A metric of several numbers, as F1Score is one."""
+
+    def update_state(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def result(self) -> Any:
+        return tf.constant([hvd.rank(), 1.0])
+
+
 def model(optimizer: Any, seed: int = 3, *between: Any) -> Any:
     keras.utils.set_random_seed(seed)
     dense = keras.layers.Dense
     built = keras.Sequential([keras.layers.Input((12,)), dense(8, activation="tanh"), *between, dense(4)])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    built.compile(optimizer, loss, metrics=["accuracy"])
+    top = keras.metrics.SparseTopKCategoricalAccuracy(2, name="Top-2")
+    built.compile(optimizer, loss, metrics=["accuracy", top, Each(name="each")])
     return built
 
 
@@ -150,7 +162,7 @@ def fitted(built: Any, epochs: int = 3, **named: Any) -> dict[str, Any]:
     callbacks = [hvdtrain.keras.callbacks.BroadcastGlobalVariablesCallback(0), *averaging]
     size = BATCH // hvd.size()
     history = built.fit(inputs, labels, size, epochs, 0, callbacks=callbacks, shuffle=False, **named)
-    return told(built) | history.history
+    return told(built) | {name: tolist(values) for name, values in history.history.items()}
 
 
 def told(built: Any) -> dict[str, Any]:
@@ -162,7 +174,7 @@ def alone(optimizer: Any, *between: Any, epochs: int = 3) -> dict[str, Any]:
     """One process with the whole batch."""
     built = model(optimizer, 3, *between)
     history = built.fit(*data(), BATCH, epochs, 0, shuffle=False)
-    return told(built) | history.history
+    return told(built) | {name: tolist(values) for name, values in history.history.items()}
 
 
 def fits(folder: Path) -> dict[str, Any]:
@@ -190,6 +202,9 @@ def fits(folder: Path) -> dict[str, Any]:
         made["alone, norm"] = lambda: alone(plain(), keras.layers.BatchNormalization())
         made["norm"] = lambda: fitted(model(distributed(plain()), 3, hvd.SyncBatchNormalization()))
         made["rates"] = rates
+        made["rank 0 resumed"] = lambda: fitted(
+            model(distributed(sgd()), seed=9) if hvd.rank() else hvdtrain.keras.load_model(folder / "0.keras"), epochs=2
+        )
         # from here on streams carry
         made["late change"] = lambda: fitted(model(distributed(sgd(), strategy="powersgd")))
     return {name: call() for name, call in made.items()}

@@ -5,8 +5,9 @@
 
 Makes virtual hosts of half a core, throttles them to each rate and runs the rows in turn, round after round, some steps
 each. A run whose wire alone would take longer than --most-s is not made. Runs lie under --out, and what is there is not
-run again: the same command goes on. `perceptron` has weights of half of --memory-mb, which control groups give each
-host: with gradients and momentum it is 1.5 times what one host has. It needs control groups v1.
+run again: the same command goes on. `over` is a step over what the slowest stage computes / (1 - bubble). `perceptron`
+has weights of half of --memory-mb, which control groups (v1) give each host: with gradients and momentum it is 1.5
+times what one host has.
 """
 
 from __future__ import annotations
@@ -265,7 +266,7 @@ def together(model: str, row: str, rate: int, found: Sequence[dict[str, Any]]) -
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
-    print("| Mbit/s | model | row | s per step | wire, s | of it | MB | of formula | waiting | bubble | of compute / (1 - bubble) | RSS, MB |")
+    print("| Mbit/s | model | row | s a step | wire, s | of it | MB | of formula | waiting | bubble | over | RSS, MB |")
     print("|" + "---|" * 12)
     for row in rows:
         cells = [f"{row['rate_mbit']:g}", row["model"], row["row"]]

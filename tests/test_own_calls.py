@@ -59,3 +59,10 @@ def test_a_call_that_some_ranks_have_not_made_is_told_once(monkeypatch: pytest.M
     assert "rank 0, 2:" in line
     assert ranks.stalled() == []
     assert ranks.due_s() is None
+    join = Asked(kind="join", name="join", ranks=[0, 1])
+    assert ranks.heard(0, join, b"") == []
+    now *= 2
+    [line] = ranks.stalled()
+    assert "rank 1: make as many steps" in line
+    assert [answer.last for _, answer, _ in ranks.heard(1, join, b"")] == [1]
+    assert ranks.stalled() == []

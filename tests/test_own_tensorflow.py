@@ -27,9 +27,11 @@ def script(strategy: str) -> Any:
             [str(PROGRAMS / "own_tensorflow.py"), folder],
             extra={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"} | extra,
         )
-        written = records.read(Path(folder, "run", "metrics", "rank0001.jsonl")) if not done.returncode else ()
-        steps = [each for each in written if isinstance(each, records.Step)]
-    return document(done) | {"steps": steps}
+        report = document(done)
+        for name, kind, rank in (("steps", records.Step, 1), ("epochs", records.Epoch, 0)):
+            written = records.read(Path(folder, "run", "metrics", f"rank000{rank}.jsonl"))
+            report[name] = [each for each in written if isinstance(each, kind)]
+    return report
 
 
 def weights(fit: Any) -> np.ndarray:
@@ -63,13 +65,16 @@ def alike(fits: Any, laws: dict[str, str]) -> None:
 def test_two_ranks_with_half_the_batch_each_fit_as_one_process_with_the_whole(carrier: str) -> None:
     fits = script(carrier)["fits"]
     alike(fits, {"fit": "alone", "two passes": "alone", "tape": "alone"})
-    for metric in ("loss", "accuracy"):
+    for metric in ("loss", "accuracy", "Top-2"):
         np.testing.assert_allclose(fits["fit"][metric], fits["alone"][metric], rtol=1e-4)
+    assert fits["fit"]["each"] == [[0.5, 1.0]] * 3
 
 
 @pytest.mark.parametrize("carrier", CARRIERS)
 def test_steps_of_fit_and_of_a_tape_in_a_graph_are_recorded(carrier: str) -> None:
-    """A tape does not see the learning rate. Its first step counts as one of another optimizer beside that of fit."""
+    """A tape does not see the learning rate. Its first step counts as one of another optimizer beside that of fit. Of
+    the metrics those are that can be scores."""
+    assert set(script(carrier)["epochs"][0].train_scores) == {"accuracy", "top_2"}
     steps = script(carrier)["steps"]
     assert [step.step for step in steps] == list(range(len(steps)))
     assert [step.lr is None for step in steps[:24]] == [False] * 12 + [True] * 11 + [False]
@@ -77,7 +82,8 @@ def test_steps_of_fit_and_of_a_tape_in_a_graph_are_recorded(carrier: str) -> Non
 
 def test_what_else_a_keras_script_has() -> None:
     fits = script("")["fits"]
-    alike(fits, {"resumed": "alone", "adam": "alone, adam", "norm": "alone, norm", "late change": "alone"})
+    alike(fits, dict.fromkeys(("resumed", "rank 0 resumed", "late change"), "alone"))
+    alike(fits, {"adam": "alone, adam", "norm": "alone, norm"})
     assert fits["resumed"]["kinds"] == [True, "SGD", "keras.src.optimizers.sgd"]  # without us an ordinary model
     rates = fits["rates"]
     warmup = [0.2 / 2 * ((step + 1) / 8 + 1) for step in range(8)]

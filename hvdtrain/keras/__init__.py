@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import horovod.tensorflow as _horovod
 import keras as _keras
-import tensorflow as _tf
 from horovod.keras import *  # noqa: F403
-from horovod.tensorflow import Average, Compression
+from horovod.tensorflow import Compression
 from horovod.tensorflow import broadcast_global_variables as broadcast_global_variables
+from horovod.tensorflow.keras import allgather as allgather
+from horovod.tensorflow.keras import allreduce as allreduce
+from horovod.tensorflow.keras import broadcast as broadcast
+from horovod.tensorflow.keras import reducescatter as reducescatter
 
 from hvdtrain.keras.optimizer import Distributed
 from hvdtrain.keras.optimizer import DistributedOptimizer as DistributedOptimizer
@@ -60,32 +62,3 @@ def load_model(
     if model.optimizer is not None and not isinstance(model.optimizer, Distributed):
         model.optimizer = DistributedOptimizer(model.optimizer, compression=compression, **named)
     return model
-
-
-def allreduce(
-    value: Any,
-    name: str | None = None,
-    average: bool | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    op: int | None = None,
-    compression: Any = Compression.none,
-) -> Any:
-    """The mean, or what `op` says, of a value of all ranks, as a tensor."""
-    scales = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
-    return _horovod.allreduce(_tf.constant(value, name=name), average, op=op, compression=compression, **scales)
-
-
-def allgather(value: Any, name: str | None = None) -> Any:
-    """The values of all ranks, one behind the other along their first axis."""
-    return _horovod.allgather(_tf.constant(value, name=name))
-
-
-def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
-    """The value of one rank."""
-    return _horovod.broadcast(_tf.constant(value, name=name), root_rank)
-
-
-def reducescatter(value: Any, name: str | None = None, op: int = Average) -> Any:
-    """This rank's part, along the first axis, of the mean or sum of a value of all ranks."""
-    return _horovod.reducescatter(_tf.constant(value, name=name), op=op)

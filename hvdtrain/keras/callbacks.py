@@ -85,10 +85,12 @@ class MetricAverageCallback(keras.callbacks.Callback):
         if not logs:
             return
         names = sorted(logs)
+        own = [np.asarray(logs[name], np.float64) for name in names]  # of F1Score an array
         with tf.device(self._device):
-            own = tf.constant([float(logs[name]) for name in names], tf.float64)
-            means = horovod.allreduce(own, op=horovod.Average, name=f"MetricAverageCallback.{','.join(names)}")
-        logs.update(zip(names, means.numpy().tolist(), strict=True))
+            flat = tf.constant(np.concatenate([each.ravel() for each in own]))
+            means = horovod.allreduce(flat, op=horovod.Average, name=f"MetricAverageCallback.{','.join(names)}")
+        parts = np.split(means.numpy(), np.cumsum([each.size for each in own])[:-1])
+        logs.update((name, part.reshape(each.shape)[()]) for name, part, each in zip(names, parts, own, strict=True))
         recorded.epoch(epoch, logs)
 
 

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,6 +24,9 @@ from hvdtrain.strategies import Exchange
 from hvdtrain.strategies.table import DEFAULT_REDUCER
 from hvdtrain.tensorflow.recorded import Recorded
 from hvdtrain.tensorflow.step import Step, apart, tensor
+
+_numbers = itertools.count()
+"""Of the optimizers: Keras' own names for them differ between a rank that loads a model and those that build it"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,8 +55,6 @@ class State:
     def __init__(self, settings: Settings) -> None:
         self.local: set[int] = set()
         """Ids of variables that are this rank's own"""
-        self.reduced: list[Any] = []
-        """Gradients that `compute_gradients` exchanged"""
         self.passes = tf.Variable(0, trainable=False)
         self.sums: list[Any] = []
         """Of the gradients of the backward passes since the last exchange"""
@@ -78,28 +80,6 @@ class Distributed:
         """Leaves a variable's gradients out of the exchange."""
         self._hvd_state.local.add(id(tensor(variable)))
 
-    def compute_gradients(self, loss: Any, var_list: Sequence[Any], tape: Any = None) -> list[tuple[Any, Any]]:
-        """Gradients of a loss (a tensor of `tape`, or a function without arguments) and their variables. Where the
-        exchange is exact they are exchanged already, and `apply_gradients` takes them as they are."""
-        if callable(loss):
-            with tf.GradientTape() as tape:
-                loss = loss()
-        gradients = self._hvd_early(tape.gradient(loss, [tensor(each) for each in var_list]), var_list)
-        return list(zip(gradients, var_list, strict=True))
-
-    _compute_gradients = compute_gradients  # as Horovod's optimizers for Keras 2 call it
-
-    def get_gradients(self, loss: Any, params: Sequence[Any]) -> list[Any]:
-        """What the wrapped class gives, exchanged as by `compute_gradients`."""
-        return self._hvd_early(super().get_gradients(loss, params), params)  # type: ignore[misc]
-
-    def _hvd_early(self, gradients: list[Any], variables: Sequence[Any]) -> list[Any]:
-        exchange = self._hvd_settings.exchange
-        exact = exchange is None or str(exchange) == DEFAULT_REDUCER
-        if exact and self._hvd_settings.backward_passes_per_step == 1:
-            gradients = self._hvd_state.reduced = self._hvd_reduced(gradients, list(variables))
-        return gradients
-
     @tf.autograph.experimental.do_not_convert
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Exchanges the gradients and updates the variables. Collective."""
@@ -116,12 +96,6 @@ class Distributed:
                 self.build(variables)  # type: ignore[attr-defined]
             self.built = True
         state, passes = self._hvd_state, self._hvd_settings.backward_passes_per_step
-        if state.reduced:
-            ready = len(state.reduced) == len(gradients) and all(map(lambda a, b: a is b, state.reduced, gradients))
-            state.reduced = []
-            if ready:
-                super().apply(gradients, variables)  # type: ignore[misc]
-                return
         if passes == 1:
             self._hvd_update(gradients, variables)
             return
@@ -203,9 +177,8 @@ class Distributed:
         for index in shared:
             sparse = isinstance(gradients[index], tf.IndexedSlices) and settings.sparse_as_dense
             exchanged[index] = tf.convert_to_tensor(gradients[index]) if sparse else gradients[index]
-        name = f"{settings.name}_{self.name}"  # type: ignore[attr-defined]
         for members in grouped(list(exchanged), variables, settings.groups):
-            first = f"{name}_{members[0]}"
+            first = f"{settings.name}_{members[0]}"
             if settings.groups:
                 group = [exchanged[index] for index in members]
                 summed = horovod.grouped_allreduce(group, name=first, **named)
@@ -307,7 +280,7 @@ def DistributedOptimizer(
     exchange = job.exchange(strategy)
     kind = type(optimizer)
     settings = Settings(
-        name=name or f"Distributed{kind.__name__}",
+        name=f"{name or f'Distributed{kind.__name__}'}_{next(_numbers)}",
         device_dense=device_dense,
         device_sparse=device_sparse,
         compression=compression,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import keras
+import numpy as np
 
+from hvdtrain import measures
 from hvdtrain.script import record
 from hvdtrain.tensorflow.recorded import Recorded
 
@@ -21,7 +24,13 @@ def step(optimizer: Any) -> None:
 
 
 def epoch(number: int, logs: dict[str, Any]) -> None:
-    """Records an epoch. Keras' names without val_ are those of the training."""
-    own = {name: value for name, value in logs.items() if name != "lr"}
-    told = {name if name == "loss" or name.startswith("val_") else f"train_{name}": own[name] for name in own}
+    """Records an epoch. Keras' names without val_ are those of the training; what cannot be a score is left out."""
+    told = {}
+    for key, value in logs.items():
+        part, name = ("val_", key[4:]) if key.startswith("val_") else ("train_", key)
+        score = re.sub("[^a-z0-9_]+", "_", name.lower())
+        if name == "loss":
+            told[key] = value
+        elif name != "lr" and np.ndim(value) == 0 and measures.NAME.fullmatch(score):
+            told[part + score] = value
     record.log(epoch=number, **told)

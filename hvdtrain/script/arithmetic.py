@@ -1,6 +1,6 @@
 """What a collective call does with the arrays of its ranks, once it is agreed: sums, averages, cuts and joins.
 
-`carry` is the only way in. The members of a call are the hosts of `streams.StreamHosts`, one rank each. Short inputs of
+The members of a call are the hosts of `streams.StreamHosts`, one rank each. Short inputs of
 all members come with the answer to the call (`inputs`), so that nothing more is sent; what is longer goes round a ring
 (sums) or from each to each (all else). Every rank folds in the same order, so all have the same bits.
 """

@@ -98,12 +98,13 @@ class Coordinator:
         joined = self._joined.setdefault(members, {})
         if asked.kind == "join":
             joined[rank] = asked
-            possible = [key for key, call in self._waiting.items() if call.asked and _members(call) == members]
+            possible = [key for key, call in self._waiting.items() if key != asked.key and _members(call) == members]
+            self._waiting.setdefault(asked.key, Waiting()).asked[rank] = asked, payload  # only to be told
             outcomes = [outcome for key in possible for outcome in self._answered(key, joined)]
             if set(joined) == set(members):
                 unnamed = max(each.unnamed for each in joined.values())
                 outcomes.append((asked.ranks, Answer(key=asked.key, last=rank, unnamed=unnamed), b""))
-                del self._joined[members]
+                del self._joined[members], self._waiting[asked.key]
             return outcomes
         self._waiting.setdefault(asked.key, Waiting()).asked[rank] = asked, payload
         return self._answered(asked.key, joined)
@@ -144,10 +145,10 @@ class Coordinator:
                 waiting.told = True
                 first = next(iter(waiting.asked.values()))[0]
                 absent = [rank for rank in first.ranks if rank not in waiting.asked]
-                lines.append(
-                    f"{said(first)} has waited {STALL_S:g} s for rank {', '.join(map(str, absent))}: every rank must "
-                    "make the same calls"
-                )
+                why = "every rank must make the same calls"
+                if first.kind == "join":
+                    why = "make as many steps on every rank: those of a strategy wait for ranks that have joined"
+                lines.append(f"{said(first)} has waited {STALL_S:g} s for rank {', '.join(map(str, absent))}: {why}")
         return lines
 
 

@@ -17,6 +17,7 @@ import os
 import socket
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -97,7 +98,8 @@ class Job:
         self.is_homogeneous = len(set(counts)) == 1
         self.sets: dict[int, tuple[int, ...]] = {0: tuple(range(self.size))}
         """Process sets by their number"""
-        self._worlds: list[World] = []
+        self._worlds = weakref.WeakSet[World]()
+        """Each lives as long as whoever exchanges in it"""
         self.calls = Calls(meeting, met.reach)
         """The engine of the script's calls"""
 
@@ -110,7 +112,7 @@ class Job:
         """The ranks, joined by streams that nobody else uses. Collective."""
         with _connecting:
             world = World(self._framework, carrier="streams", met=self.met)
-        self._worlds.append(world)
+        self._worlds.add(world)
         return world
 
     def close(self) -> None:

@@ -38,10 +38,19 @@ def broadcast_variables(
     from the same seed.
     """
     plain = [tensor(variable) for variable in variables]
-    carried = mpi_ops.MPI_LIB
-    if isinstance(carried, Operations) and _tf.executing_eagerly():
+    carried, eagerly = mpi_ops.MPI_LIB, _tf.executing_eagerly()
+    if isinstance(carried, Operations) and eagerly:
         return carried.broadcast_variables(plain, root_rank, process_set.process_set_id)
-    return _horovod.broadcast_variables(plain, root_rank, process_set, inplace)
+    if inplace or not eagerly:
+        return _horovod.broadcast_variables(plain, root_rank, process_set, inplace)
+
+    @_tf.function(autograph=False)
+    def broadcast() -> None:  # Horovod goes by names; in Keras 3 a loaded model's variables have other ones
+        for place, variable in enumerate(plain):
+            name = f"broadcast_variables.{place}"
+            variable.assign(_horovod.broadcast(variable, root_rank, name=name, process_set=process_set))
+
+    return broadcast()
 
 
 def DistributedOptimizer(optimizer: Any, *arguments: Any, strategy: str | None = None, **named: Any) -> Any:

@@ -111,10 +111,12 @@ def _unfit(exchange: Exchange, compression: Any, op: int, predivide: float, proc
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None) -> None:
-    """See `horovod.torch.broadcast_optimizer_state`. What the exchange itself keeps stays each rank's own."""
+    """See `horovod.torch.broadcast_optimizer_state`. What the exchange itself keeps stays each rank's own, but where
+    only some ranks loaded it."""
     if not isinstance(optimizer, Exchanging):
         horovod.broadcast_optimizer_state(optimizer, root_rank, model)
         return
+    optimizer.take_loaded()
     with optimizer.without_exchange():  # it makes a step on ranks whose optimizer has no state yet
         horovod.broadcast_optimizer_state(optimizer, root_rank, model)
 
@@ -149,6 +151,8 @@ class Exchanging(torch.optim.Optimizer):
         )
         self._exchanges = self._should_synchronize = True
         self._synchronized = self._compared = False
+        self._loaded: dict[str, Any] | None = None
+        """What `load_state_dict` was given of the exchange, until `take_loaded`"""
         self._deferred: bool | None = None
         """While `synchronize` exchanges: whether an update is due; None: it is made at once"""
         self._scaler_found: bool | None = None
@@ -213,6 +217,8 @@ class Exchanging(torch.optim.Optimizer):
     def synchronize_weights(self) -> None:
         """Makes the weights the same on all ranks, before an evaluation or a checkpoint; does nothing where they always
         are. Collective."""
+        if self._local and not self._compared:
+            self.take_loaded()
         self._strategy.synchronize(self._parameters, self._clock)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
@@ -236,6 +242,8 @@ class Exchanging(torch.optim.Optimizer):
                 "a parameter has a gradient that was frozen when DistributedOptimizer was called: call it again, round "
                 "the optimizer of what is trained now"
             )
+        if not self._compared:
+            self.take_loaded()
         if not self._compared:
             self._compare()
         self._exchange_rows()
@@ -299,8 +307,27 @@ class Exchanging(torch.optim.Optimizer):
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 
+    def take_loaded(self) -> None:
+        """Goes on from what `load_state_dict` was given; ranks that loaded nothing from what the first did that has: in
+        Horovod's examples rank 0 alone loads, and broadcasts. Collective, as `load_state_dict` cannot be."""
+        have = self._world.gather(self._loaded is not None)
+        if not any(have):
+            return
+        told, self._loaded = self._loaded, None
+        if not all(have):
+            first = horovod.broadcast_object(told, root_rank=have.index(True), name="exchange")
+            told = told or self._fitting(first)
+        assert told is not None
+        if set(told["sparse"]) != set(self._sparse):
+            self._make(set(told["sparse"]))
+        arrays = {name: np.array(array.cpu()) for name, array in told["arrays"].items()}
+        self._strategy.load(arrays if self._own(told) else self._strategy.handed_on([arrays]))
+        self._compared = not self._local or not told["in_sync"]
+
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's, and under "exchange" this rank's of the strategy."""
+        if self._loaded is not None:
+            return super().state_dict() | {STATE: self._loaded}
         arrays = {name: torch.from_numpy(np.array(array)) for name, array in self._strategy.state().items()}
         told = {"strategy": self._spelling, "rank": self._world.rank, "size": self._world.size}
         told["sparse"] = list(self._sparse)
@@ -314,24 +341,26 @@ class Exchanging(torch.optim.Optimizer):
         """
         super().load_state_dict(state_dict)
         self._synchronized, self._deferred = False, None
-        if (told := state_dict.get(STATE)) is None:
-            return
-        arrays = {name: np.array(array.cpu()) for name, array in told["arrays"].items()}
-        mine = (told["rank"], told["size"]) == (self._world.rank, self._world.size)
+        if STATE in state_dict:
+            self._loaded, self._compared = self._fitting(state_dict[STATE]), False
+
+    def _own(self, told: dict[str, Any]) -> bool:
+        """Whether an exchange's state is this very rank's."""
+        return (told["rank"], told["size"]) == (self._world.rank, self._world.size)
+
+    def _fitting(self, told: dict[str, Any]) -> dict[str, Any]:
+        """An exchange's state, if this rank can go on with it. Raises ValueError if not."""
         wrong = ""
         if told["strategy"] != self._spelling:
             wrong = f"it was made with strategy {told['strategy']}, this optimizer has {self._spelling}"
-        elif not mine and not told["in_sync"]:
+        elif not self._own(told) and not told["in_sync"]:
             wrong = (
                 f"it is rank {told['rank']}'s of {told['size']}, saved while the ranks' weights differed: save on each "
                 "rank, or after optimizer.synchronize_weights()"
             )
         if wrong:
             raise ValueError(f"this state_dict cannot be loaded: {wrong}")
-        if set(told["sparse"]) != set(self._sparse):
-            self._make(set(told["sparse"]))
-        self._strategy.load(arrays if mine else self._strategy.handed_on([arrays]))
-        self._compared = not self._local or not told["in_sync"]
+        return told
 
 
 def _named(optimizer: torch.optim.Optimizer, given: Any) -> dict[str, torch.nn.Parameter]:

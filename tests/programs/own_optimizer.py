@@ -5,6 +5,7 @@ Every check raises if it fails. One machine plays several hosts: each rank has a
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import io
 import json
@@ -145,22 +146,31 @@ def as_the_loop(strategy: str) -> None:
 
 
 def of_rank_0(strategy: str) -> None:
-    """One file for all: what rank 0 saved when the weights were the same goes on on every rank."""
+    """One file for all: what rank 0 saved when the weights were the same goes on on every rank, whether all load it or,
+    as in Horovod's examples, rank 0 alone."""
     net = model()
     optimizer = wrapped(net, strategy)
     train(net, optimizer, range(4))
     early = hvd.broadcast_object(optimizer.state_dict())
     optimizer.synchronize_weights()
     state = hvd.broadcast_object([net.state_dict(), optimizer.state_dict()])
-    again = model()
-    resumed = wrapped(again, strategy)
-    if not early["exchange"]["in_sync"] and hvd.rank():
-        refused(ValueError, "saved while the ranks' weights differed", lambda: resumed.load_state_dict(early))
-    again.load_state_dict(state[0])
-    resumed.load_state_dict(state[1])
-    train(again, resumed, range(4, STEPS))
-    resumed.synchronize_weights()
-    same_everywhere(flat(again))
+    ends = []
+    for loading in (range(hvd.size()), [0]):
+        again = model()
+        resumed = wrapped(again, strategy)
+        if not early["exchange"]["in_sync"] and hvd.rank():
+            refused(ValueError, "saved while the ranks' weights differed", lambda to=resumed: to.load_state_dict(early))
+        if hvd.rank() in loading:
+            again.load_state_dict(state[0])
+            resumed.load_state_dict(copy.deepcopy(state[1]))  # whose momentum the steps change in place
+        if len(loading) == 1:
+            hvd.broadcast_parameters(again.state_dict(), root_rank=0)
+            hvd.broadcast_optimizer_state(resumed, root_rank=0)
+        train(again, resumed, range(4, STEPS))
+        resumed.synchronize_weights()
+        ends.append(flat(again))
+        same_everywhere(ends[-1])
+    assert np.array_equal(*ends), "what rank 0 loads is not what all load"
 
 
 def refused(kind: type[Exception], words: str, mistake: Callable[[], Any]) -> None:

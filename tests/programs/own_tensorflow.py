@@ -89,7 +89,7 @@ def calls() -> dict[str, Any]:
         # Horovod names what it gathers by the graph before, which for a broadcast is not the same on all ranks
         found[f"gradient of {name} in a graph"] = tolist(tf.function(gradient, autograph=False)())
     weights.assign(matrix)
-    hvd.broadcast_variables([weights, keras.Variable(matrix)], root_rank=1)
+    hvd.broadcast_variables([weights, keras.Variable(matrix, name=f"of_{rank}")], root_rank=1)
     found["variables"] = tolist(weights)
     weights.assign(matrix)
     found["in place"] = tolist(hvd.broadcast_([weights], root_rank=1))

@@ -41,6 +41,7 @@ STAGES = [
     ("torch's pipelining", "torch's", "plain"),
     ("powersgd:rank=4", "`powersgd:rank=4`", "ours"),
     ("2 stages", "`--stages 2`, exact", "ours"),
+    ("2 stages, eager", "`--stages 2 --stage-order eager`", "ours"),
     ("2 stages, int8", "`--stages 2 --activations int8`", "ours"),
     ("4 hosts: 2 x 2, powersgd", "`--stages 2 --strategy powersgd:rank=4`", "ours"),
 ]

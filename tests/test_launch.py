@@ -96,7 +96,7 @@ def test_under_a_cpu_quota_waiting_ranks_sleep_or_the_launcher_says_what_is_fast
     assert bool(tuning.advice(quota, MPI)) == matters
     assert tuning.advice(whole, MPI) is tuning.advice(whole, GLOO) is None
     for line in (tuning.advice(quota, MPI), advised[GLOO]):
-        assert line is None or ("--strategy help" in line and "  # " in line)
+        assert line is None or ("--strategy native" in line and "  # " in line)
 
 
 def test_every_setting_has_a_reason() -> None:

@@ -69,7 +69,7 @@ def _one(name: str, shapes: Sequence[Shape], layout: Layout) -> list[str]:
         lines.append("  nothing to set")
     work = f", {cost.work / 1e6:.3g} million numbers rounded, selected or multiplied" if cost.work else ""
     behind = f", behind {cost.behind}" if cost.behind else ""
-    plus = "+powersgd:rank=4" if exchange.schedule and exchange.reducer else ""
+    plus = f"+{table.RUNGS[1][0]}" if exchange.schedule and exchange.reducer else ""
     return [
         *lines,
         "",

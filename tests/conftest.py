@@ -48,6 +48,7 @@ NETWORK_TOOLS = ("ip", "tc", "sshd")
 # The arrays of tests are small, and workers share the cores: several threads spin, waiting for one that has no core.
 # And a sum of one thread, in this process as in those it starts, has the same bits.
 os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TF_NUM_INTRAOP_THREADS"), "1")
+os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")  # as workloads set it
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background command: so would be all that tests start
     signal.signal(signal.SIGINT, signal.default_int_handler)

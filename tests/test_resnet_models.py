@@ -281,20 +281,6 @@ def test_small_maps_are_convolved_like_any(
             np.testing.assert_allclose(one, another, atol=1e-9)
 
 
-def test_many_weights_are_multiplied_like_few() -> None:
-    random = np.random.default_rng(0)
-    x, weight, given = (random.normal(size=shape) for shape in ((3, 1024), (1024, 1024), (3, 1024)))
-    operands = [tf.constant(x), tf.constant(weight)]
-    with tf.GradientTape() as tape:
-        tape.watch(operands)
-        y = layers_tf.multiplied(*operands)
-    assert weight.size >= layers_tf.MANY_WEIGHTS
-    for ours, exact in zip(
-        [y, *tape.gradient(y, operands, tf.constant(given))], [x @ weight.T, given @ weight, given.T @ x], strict=True
-    ):
-        np.testing.assert_allclose(ours, exact, atol=1e-9)
-
-
 @pytest.mark.parametrize("framework", [Torch, TensorFlow])
 def test_running_statistics_are_the_unbiased_ones_of_the_batch(framework: Any) -> None:
     """Images of one pixel meet the stem's kernel in its centre only, so that NumPy can say what BatchNorm must keep."""

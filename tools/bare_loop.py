@@ -70,6 +70,7 @@ if args.framework == "torch":
         return float(loss.item())
 else:
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
+    os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")  # as ours
     import horovod.tensorflow as hvd
     import tensorflow as tf
 

@@ -257,11 +257,13 @@ def together(model: str, row: str, rate: int, found: Sequence[dict[str, Any]]) -
     told |= {"wire_s": told["formula_bytes"] * 8 / goodput_both_ways(rate), "bubble": None}
     if "--stages" in flags:
         told["bubble"] = cuts.bubble(int(flags[flags.index("--stages") + 1]), MICRO)
-        if "busiest" in told:  # the slowest stage's computing, and the pipeline's idling: what a step must take
-            told["of_limit"] = (1 - told["bubble"]) / told["busiest"]
+        if "busiest" in told:
+            told["over"] = (1 - told["bubble"]) / told["busiest"]
     if steps_s:
         told |= {"median_s": statistics.median(steps_s), "least_s": min(steps_s), "most_s": max(steps_s)}
-        told["over"] = max(each["bytes"] / (each["formula_bytes"] or math.inf) for each in found if "bytes" in each)
+        told["of_formula"] = max(
+            each["bytes"] / (each["formula_bytes"] or math.inf) for each in found if "bytes" in each
+        )
     return told
 
 
@@ -274,9 +276,9 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
             cells += [row["none"], f"{row['wire_s']:.3g}", *["-"] * 7]
         else:
             cells += [f"{row['median_s']:.2f} [{row['least_s']:.2f} .. {row['most_s']:.2f}]", f"{row['wire_s']:.3f}"]
-            cells += [f"{row['wire_s'] / row['median_s']:.0%}", f"{row['bytes'] / 1e6:.3f}", f"{row['over']:.3f}"]
+            cells += [f"{row['wire_s'] / row['median_s']:.0%}", f"{row['bytes'] / 1e6:.3f}", f"{row['of_formula']:.3f}"]
             cells += ["-" if row.get(name) is None else f"{row[name]:.0%}" for name in ("waiting", "bubble")]
-            cells += [f"{row['of_limit']:.2f}" if "of_limit" in row else "-"]
+            cells += [f"{row['over']:.2f}" if "over" in row else "-"]
             cells += [f"{row['rss_bytes'] / 1e6:.0f}"]
         print(f"| {' | '.join(cells)} |")
 

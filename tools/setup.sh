@@ -145,7 +145,8 @@ main() {
     if [[ "$now ${digest%% *}" == "$had_asked $had_mpi $had_extent $had_digest" ]]; then
         [[ -z ${PYTHON:-} || $(version "$PYTHON") == "$(version .venv/bin/python)" ]] && return
     fi
-    exec 9>>tools/setup.sh # for writing, though nothing is written: NFS locks no other
+    # Opened for writing, though nothing is written: NFS gives no lock otherwise.
+    { exec 9>>tools/setup.sh; } 2>/dev/null || fail "$PWD cannot be written; copy or clone it to where it can" 73
     flock 9 # a second set-up of this checkout waits for the first
     python=$(find_python "$frameworks")
     check_system "$python"

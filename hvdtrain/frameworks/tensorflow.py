@@ -47,7 +47,7 @@ def without_modules(names: tuple[str, ...]) -> Iterator[None]:
             del sys.modules[name]
 
 
-# TensorFlow takes oneDNN by itself with AVX-512 alone; with AVX2 a step may take 1.8 times as long without (LOG.md).
+# TensorFlow takes oneDNN by itself with AVX-512 alone; with AVX2 small maps take many times as long without (LOG.md).
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
 with notes.without(BUILD_NOTES), without_modules(KERAS_EXTRAS):
     import tensorflow as tf

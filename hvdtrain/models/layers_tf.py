@@ -11,8 +11,6 @@ import tensorflow as tf
 
 from hvdtrain.models.layers import Shapes
 
-MANY_WEIGHTS = 1 << 20
-"""From which on TensorFlow multiplies by a transposed matrix two to three times as slowly as by the matrix on a CPU"""
 Scope = contextlib.AbstractContextManager[Any] | None
 """Of a tf.distribute strategy that is to hold a model's trained variables"""
 
@@ -49,26 +47,7 @@ class Held(tf.Module):
         return tf.cast(self.weights[name], self.compute_dtype)
 
     def _linear(self, layer: str, x: tf.Tensor) -> tf.Tensor:
-        return multiplied(x, self._array(f"{layer}.weight")) + self._array(f"{layer}.bias")
-
-
-def _on_cpu() -> bool:
-    return not tf.config.get_visible_devices("GPU")
-
-
-def multiplied(x: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
-    """x (.., in) times the transpose of weight (out, in)."""
-    if len(x.shape) == 2 and weight.shape.num_elements() >= MANY_WEIGHTS and _on_cpu():
-        return _multiplied(x, weight)
-    return tf.matmul(x, weight, transpose_b=True)
-
-
-@tf.custom_gradient
-def _multiplied(x: tf.Tensor, weight: tf.Tensor) -> tuple[tf.Tensor, Any]:
-    def gradients(given: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        return tf.matmul(given, weight), tf.matmul(given, x, transpose_a=True)
-
-    return tf.transpose(tf.matmul(weight, tf.transpose(x))), gradients
+        return tf.matmul(x, self._array(f"{layer}.weight"), transpose_b=True) + self._array(f"{layer}.bias")
 
 
 def padded(x: tf.Tensor, count: int) -> tf.Tensor:
@@ -83,33 +62,21 @@ def padded(x: tf.Tensor, count: int) -> tf.Tensor:
 def convolved(x: tf.Tensor, kernel: tf.Tensor, stride: int) -> tf.Tensor:
     """Images (N, H, W, in) through a square kernel (side, side, in, out) of odd side, with side // 2 zeros around.
 
-    On CPUs TensorFlow's gradient of the images takes up to 100 times as long as the convolution itself where maps are
-    small (docs/LOG.md). So with stride 1 it is computed as a convolution by the turned kernel, and where a single pixel
-    comes out everything is a product of matrices.
+    Where a single pixel comes out, it is a product of matrices: on a CPU the gradients of a convolution take ten times
+    as long there (docs/LOG.md).
     """
     (height, width), side, padding = x.shape[1:3], kernel.shape[0], kernel.shape[0] // 2
-    if _on_cpu() and height is not None and width is not None and max(height, width) <= stride:
+    single = height is not None and width is not None and max(height, width) <= stride
+    if single and not tf.config.get_visible_devices("GPU"):
         met = [min(side - padding, count) for count in (height, width)]  # what meets more than padding
         kernel = kernel[padding : padding + met[0], padding : padding + met[1]]
         pixels = tf.reshape(x[:, : met[0], : met[1]], (-1, math.prod(kernel.shape[:3])))
         return tf.matmul(pixels, tf.reshape(kernel, (-1, kernel.shape[3])))[:, None, None]
     if side == 1:  # a strided one writes outside its memory in oneDNN if it has few channels: see layers_torch
         x, stride = x[:, ::stride, ::stride], 1
-    if stride > 1:
-        return tf.nn.conv2d(padded(x, padding), kernel, stride, "VALID")
-    return _convolved(x, kernel) if _on_cpu() else tf.nn.conv2d(x, kernel, 1, "SAME")
-
-
-@tf.custom_gradient
-def _convolved(x: tf.Tensor, kernel: tf.Tensor) -> tuple[tf.Tensor, Any]:
-    def gradients(given: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        turned_kernel = tf.transpose(tf.reverse(kernel, [0, 1]), [0, 1, 3, 2])
-        of_kernel = tf.raw_ops.Conv2DBackpropFilter(
-            input=x, filter_sizes=kernel.shape, out_backprop=given, strides=[1, 1, 1, 1], padding="SAME"
-        )
-        return tf.nn.conv2d(given, turned_kernel, 1, "SAME"), of_kernel
-
-    return tf.nn.conv2d(x, kernel, 1, "SAME"), gradients
+    if stride == 1:
+        return tf.nn.conv2d(x, kernel, 1, "SAME")
+    return tf.nn.conv2d(padded(x, padding), kernel, stride, "VALID")
 
 
 def dropped(x: tf.Tensor, share: float, key: tf.Tensor | None) -> tf.Tensor:

@@ -127,8 +127,11 @@ def best(runs: pd.DataFrame) -> str | None:
     """The best headline score of validation of any run, for people, of each headline; None if there is none."""
     known = of(runs)
     found = {name: runs.get(f"best_validation_{name}", pd.Series(dtype=float)).dropna() for name in headlines(runs)}
-    best_ = {name: values.max() if known[name].higher_is_better else values.min() for name, values in found.items()}
-    told = [words(known[name], float(f"{value:.3g}")) for name, value in best_.items() if value == value]
+    told = []
+    for name, values in found.items():
+        if not values.empty:
+            value = values.max() if known[name].higher_is_better else values.min()
+            told.append(words(known[name], float(f"{value:.3g}")))
     return " and ".join(told) or None
 
 
@@ -140,4 +143,5 @@ def target(runs: pd.DataFrame, value: float) -> str:
 
 
 def words(score: Score, value: float) -> str:
+    """A value of a score for people."""
     return f"{100 * value:g} %" if score.share else printable(f"{score.label} {value:g} {score.unit}").rstrip()

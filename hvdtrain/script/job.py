@@ -1,7 +1,7 @@
 """The job that a script's process is a rank of: the strategy that it asks for, and what carries its calls.
 
 Horovod's Python functions stay what they are. With Horovod's own exchange its library carries them, and nothing of ours
-is in their way. With a strategy on our streams no Horovod thread runs: under the same functions stand a `Library` that
+is in their way. With a strategy on our streams no Horovod thread runs: under the same functions stand a `Basics`, which
 answers who is here, and the framework's operations, which the engine (`calls`) carries. The calls have
 streams of their own, connected by `init`, and a strategy others, connected at first use, so that an exchange in the
 background never meets a call.
@@ -30,8 +30,8 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.exits import Failure
 from hvdtrain.place import place
 from hvdtrain.script import record
+from hvdtrain.script.basics import Basics
 from hvdtrain.script.calls import Calls
-from hvdtrain.script.library import Library
 from hvdtrain.strategies import Exchange, Strategy, parse
 from hvdtrain.strategies.payload import Shape
 from hvdtrain.strategies.table import DEFAULT_REDUCER
@@ -50,8 +50,8 @@ class Front:
     """torch or tensorflow"""
     module: ModuleType
     """horovod.torch.mpi_ops or horovod.tensorflow.mpi_ops"""
-    library: str
-    """Its attribute that holds the framework's operations"""
+    holder: str
+    """That module's attribute that holds the operations of the framework"""
     operations: Callable[[Job, Any], Any]
     """Makes those that stand in for them: of the job, and Horovod's own"""
 
@@ -259,8 +259,8 @@ def _carry(front: Front, job: Job) -> None:
     """Puts the job under Horovod's functions."""
     module, basics = front.module, front.module._basics
     stand_ins = (
-        (basics, "MPI_LIB_CTYPES", Library(job, basics.MPI_LIB_CTYPES, shutdown)),
-        (module, front.library, front.operations(job, getattr(module, front.library))),
+        (basics, "MPI_LIB_CTYPES", Basics(job, basics.MPI_LIB_CTYPES, shutdown)),
+        (module, front.holder, front.operations(job, getattr(module, front.holder))),
     )
     for owner, name, ours in stand_ins:
         _beneath.append((owner, name, getattr(owner, name)))

@@ -166,8 +166,8 @@ def dry_run(task: Task, merged: int, as_json: bool) -> int:
         number = sum(outcome.state == state for outcome in task.outcomes)
         counts += f", {number} {show.STATES[state]}" if number else ""
     if merged:
-        once = "are the same run as another, and not made again (repeats = 2 would)"
-        print(f"{merged} combinations {once}; one host has no link, so it is the same at all rates")
+        why = "(one host has no link, so it is the same at all rates; repeats = 2 makes each run twice)"
+        print(f"{merged} combinations are the same run as another and are left out {why}")
     if guessed:
         print(FORMULA)
     print(counts + f"; {duration(left_s) if left_s is not None else 'unknown time'} to go, into {task.root}")

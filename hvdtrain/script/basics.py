@@ -22,7 +22,7 @@ FIXED = {"is_initialized": True, "mpi_enabled": False, "gloo_enabled": False, "s
 """What every job answers"""
 
 
-class Library:
+class Basics:
     """Each method is called by `horovod.common.basics.HorovodBasics`, which states what it means."""
 
     def __init__(self, job: Job, real: Any, shutdown: Callable[[], None]) -> None:

@@ -7,7 +7,7 @@ Makes virtual hosts of half a core, throttles them to each rate and runs the row
 each. A run whose wire alone would take longer than --most-s is not made. Runs lie under --out, and what is there is not
 run again: the same command goes on. `over` is a step over what the slowest stage computes / (1 - bubble). `perceptron`
 has weights of half of --memory-mb, which control groups (v1) give each host: with gradients and momentum it is 1.5
-times what one host has.
+times what one host has. `captioner` is cut between picture and words, over two hosts.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from hvdtrain.cluster import nic  # noqa: E402
 from hvdtrain.cluster.commands import need_root  # noqa: E402
 from hvdtrain.cluster.rates import goodput_both_ways, parse_rate, show_rate  # noqa: E402
 from hvdtrain.exits import Failure  # noqa: E402
-from hvdtrain.models import mlp, resnet  # noqa: E402
+from hvdtrain.models import captioner, mlp, resnet  # noqa: E402
 from hvdtrain.models.layers import Layer, Shapes  # noqa: E402
 from hvdtrain.stages import cut as cuts  # noqa: E402
 from hvdtrain.stages.grid import Grid  # noqa: E402
@@ -66,13 +66,15 @@ ROWS: dict[str, tuple[int, list[str]]] = {
     "stages2x2-powersgd": (4, ["--stages", "2", "--strategy", "powersgd:rank=4"]),
 }
 """Name -> hosts, flags"""
-MODELS = ("resnet32", "resnet128", "perceptron", "small")
+MODELS = ("resnet32", "resnet128", "captioner", "perceptron", "small")
 
 
 def workload(model: str, options: argparse.Namespace) -> list[str]:
     """Module and flags. `small` is for tests."""
+    flags = ["--epoch-samples", str(64 * options.steps), "--evaluate-samples", "16", "--global-batch-size", "64"]
+    if model == "captioner":
+        return ["hvdtrain.captioning", *flags]
     if model.startswith("resnet"):
-        flags = ["--epoch-samples", str(64 * options.steps), "--evaluate-samples", "16", "--global-batch-size", "64"]
         return ["hvdtrain.resnet", "--image-size", model.removeprefix("resnet"), *flags]
     width = 2048 if model == "small" else math.isqrt(options.memory_mb * 1_000_000 // 2 // 4 // 8)
     return [
@@ -92,13 +94,22 @@ def row_of(about: dict[str, Any]) -> tuple[Sequence[Layer], Shapes]:
     if about["model"]["name"] == "mlp":
         net = mlp.MLPSpec(**about["model"]["spec"])
         return mlp.layers(net), mlp.parameters(net)
+    if about["model"]["name"] == "captioner":
+        words = captioner.CaptionerSpec(**about["model"]["spec"])
+        return captioner.layers(words, 1), captioner.parameters(words)  # no word crosses its cut
     pictures = resnet.ResNetSpec(**about["model"]["spec"])
     return resnet.layers(pictures, *about["data"]["image_shape"][:2]), resnet.parameters(pictures)
 
 
-def formula_bytes(about: dict[str, Any], hosts: int) -> float:
-    """Payload of a whole run over one link, one way, of the rank that sends or receives most, for each of its steps:
-    activations of training and evaluation, their gradients, and what a stage's replicas exchange."""
+def formulas(about: dict[str, Any], hosts: int) -> dict[str, float]:
+    """Payload per step over one link, one way, of the rank that sends or receives most: `step_bytes` of training alone,
+    `formula_bytes` of the whole run."""
+    return {"step_bytes": payload(about, hosts, whole=False), "formula_bytes": payload(about, hosts, whole=True)}
+
+
+def payload(about: dict[str, Any], hosts: int, *, whole: bool) -> float:
+    """Activations, their gradients, and what a stage's replicas exchange; `whole`: also activations of evaluations, and
+    the weights that the other stage of a captioner gets twice, to write captions."""
     config, plan, data = about["config"], about["plan"], about["data"]
     layers, shapes = row_of(about)
     grid, exchange = Grid(ranks=hosts, stages=config["stages"]), strategies.parse(config["strategy"])
@@ -106,16 +117,20 @@ def formula_bytes(about: dict[str, Any], hosts: int) -> float:
     if plan["cut"]:
         cut = cuts.named(layers, grid.stages, plan["cut"])
     trained = config["epoch_samples"] or data["train"]
-    seen = min(config["evaluate_samples"] or data["validation"], data["validation"]) + data["test"]
+    seen = min(config["evaluate_samples"] or data["validation"], data["validation"]) + data["test"] if whole else 0
     number = NUMBER_BYTES[config["activations"]]
+    writes = whole and about["model"]["name"] == "captioner" and grid.stages > 1
+    written = 2 * NUMBER_BYTES["fp32"] if writes else 0
     crossing = [0.0, *(cut.boundary_numbers(edge) * number / grid.replicas for edge in range(grid.stages - 1)), 0.0]
     most = 0.0
     for stage, (before, after) in enumerate(itertools.pairwise(crossing)):
         mine = [shapes[name] for name in cut.arrays(stage) if name in shapes]
         cost = exchange.cost(mine, Layout(ranks=grid.replicas, hosts=grid.replicas)).sent_bytes
         forward, back = trained + seen, trained
-        payload = max(after * forward + before * back, before * forward + after * back)
-        most = max(most, payload + (plan["steps"] * cost if grid.replicas > 1 else 0.0))
+        weights = sum(map(math.prod, mine))
+        sent = after * forward + before * back + written * weights
+        got = before * forward + after * back + written * (about["model"]["parameters"] - weights)
+        most = max(most, max(sent, got) + (plan["steps"] * cost if grid.replicas > 1 else 0.0))
     return most / plan["steps"]
 
 
@@ -133,6 +148,8 @@ def measured(model: str, row: str, rate: int, turn: int, options: argparse.Names
     hosts, flags = ROWS[row]
     if model == "perceptron" and "--stages" in flags:
         flags = [*flags, "--stage-memory", f"{options.memory_mb * 4 // 5}MB"]
+    if model == "captioner" and "--stages" in flags:
+        flags = [*flags, "--cut-at", "lstm"]
     folder = options.out / f"{show_rate(rate)}-{model}-{row}-{turn}"
     if (told := folder / "bench.json").exists():
         return dict(json.loads(told.read_text()))
@@ -144,7 +161,7 @@ def measured(model: str, row: str, rate: int, turn: int, options: argparse.Names
     about = json.loads(dry.stdout)
     if theirs:  # which trains alone
         about["data"] |= {"validation": 0, "test": 0}
-    found: dict[str, Any] = {"formula_bytes": formula_bytes(about, hosts)}
+    found: dict[str, Any] = formulas(about, hosts)
     if found["formula_bytes"] * about["plan"]["steps"] * 8 / goodput_both_ways(rate) > options.most_s:
         return found | {"none": "not run"}
     listed = ",".join(f"{host}:1" for host in NAMES[:hosts])
@@ -173,7 +190,7 @@ def read(folder: Path, hosts: int) -> dict[str, Any]:
     ways = [nic[way] for nic in end["nic_bytes"] for way in ("sent_bytes", "received_bytes")]  # none on one host
     return {
         "steps_s": [line["data_s"] + line["compute_s"] + (line["communication_s"] or 0.0) for line in timed],
-        "formula_bytes": formula_bytes(about, hosts),
+        **formulas(about, hosts),
         "bytes": max(ways, default=0) / end["steps"],
         "waiting": end["step_shares"].get("exchange"),
         "busiest": 1 - end["step_shares"].get("exchange_least", 0.0),
@@ -254,7 +271,7 @@ def together(model: str, row: str, rate: int, found: Sequence[dict[str, Any]]) -
     """A row of the table from all rounds."""
     flags, steps_s = ROWS[row][1], [second for each in found for second in each.get("steps_s", ())]
     told: dict[str, Any] = {"rate_mbit": rate / 1e6, "model": model, "row": row, **found[-1]}
-    told |= {"wire_s": told["formula_bytes"] * 8 / goodput_both_ways(rate), "bubble": None}
+    told |= {"wire_s": told["step_bytes"] * 8 / goodput_both_ways(rate), "bubble": None}
     if "--stages" in flags:
         told["bubble"] = cuts.bubble(int(flags[flags.index("--stages") + 1]), MICRO)
         if "busiest" in told:
@@ -291,10 +308,10 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
 
     top.add_argument("--rates", type=words, default=["10mbit", "100mbit", "1000mbit"])
     limited = MOUNT.is_dir()
-    top.add_argument("--models", type=words, default=list(MODELS[: 2 + limited]), help=f"of {', '.join(MODELS)}")
+    top.add_argument("--models", type=words, default=list(MODELS[: 3 + limited]), help=f"of {', '.join(MODELS)}")
     top.add_argument("--rows", type=words, default=list(ROWS), help=f"of {', '.join(ROWS)}")
     top.add_argument("--rounds", type=int, default=2, help="turns of all rows (default: 2)")
-    top.add_argument("--steps", type=int, default=8, help="of a run of resnet (default: 8)")
+    top.add_argument("--steps", type=int, default=8, help="of a run, but of perceptron (default: 8)")
     top.add_argument("--memory-mb", type=int, default=3000, help="of a host, for perceptron (default: 3000)")
     top.add_argument("--most-s", type=float, default=600, help="that the wire of a run may need (default: 600)")
     top.add_argument("--name", default="sbench", help="of the cluster that is made (default: sbench)")
@@ -324,6 +341,8 @@ def bench(options: argparse.Namespace) -> list[dict[str, Any]]:
         for rate in map(parse_rate, options.rates):
             throttle(options.name, rate)
             for turn, model, row in itertools.product(range(options.rounds), options.models, options.rows):
+                if model == "captioner" and (ROWS[row][0] > 2 or row.startswith("torch")):
+                    continue
                 one = measured(model, row, rate, turn, options)
                 found.setdefault((model, row, rate), []).append(one)
                 words = f"{statistics.median(one['steps_s']):.3f} s per step" if "steps_s" in one else one["none"]

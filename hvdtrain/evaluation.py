@@ -28,7 +28,8 @@ def evaluate(
     most: int | None = None,
 ) -> tuple[float | None, dict[str, float], dict[str, np.ndarray]]:
     """Mean loss, scores and the measure's sums over the whole split, or its first `most` samples, the same on all
-    ranks; None, {} and {} for an empty split. Collective.
+    ranks; None, {} and {} for an empty split. What is not finite, as of weights that have just diverged, is left out.
+    Collective.
 
     `data`: the ranks among which the split is shared out, all of `world` where each has the whole model. Each of them
     evaluates its own part, even or by `shares`, in batches of `batch_size`. All use the mean over ranks of the running
@@ -39,7 +40,12 @@ def evaluate(
     for batch in shard(split, batch_size=batch_size, rank=data.rank, size=data.size, shares=shares, most=most):
         totals += replica.evaluate(batch)
     totals = world.sum(totals, "evaluate.totals")
-    return (*measure.means(totals), measure.by_name(totals)) if totals[-1] else (None, {}, {})
+    if not totals[-1]:
+        return None, {}, {}
+    loss, scores = measure.means(totals)
+    scores = {name: score for name, score in scores.items() if np.isfinite(score)}
+    sums = {name: sum_ for name, sum_ in measure.by_name(totals).items() if np.all(np.isfinite(sum_))}
+    return loss if np.isfinite(loss) else None, scores, sums
 
 
 def timed_inference(replica: Replica, split: Split, sizes: Sequence[int]) -> list[dict[str, float]]:

@@ -54,6 +54,8 @@ def of_system(error: OSError) -> Failure | None:
 
 def end(main: Callable[[list[str]], int], arguments: list[str], name: str = "hvdtrain") -> NoReturn:
     """Runs a command and ends the process with its exit code; a Failure is one line on stderr after `name`."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show ± is no reason to fail
     try:
         code = main(arguments)
     except Failure as failure:

@@ -98,12 +98,13 @@ class Loop:
             self._resume()
         self._stop.resumable = True
         (self._folder / "COMPLETE").unlink(missing_ok=True)
-        with self._observers.watching(self._at.step):
+        with contextlib.ExitStack() as watching:
+            watching.enter_context(self._observers.watching(self._at.step))
             self._began_unix_s, self._nic_began = time.time(), self._world.nic_counters()
             while self._at.epoch < self._config.epochs and not self._at.reached(self._target, self._measure):
                 if not self._epoch(self._at.epoch):
                     return None
-            return self._finish()
+            return self._finish(watching)
 
     def _epoch(self, epoch: int) -> bool:
         """Trains from where the epoch stands to its end, evaluates, records, saves; False if stopped by a signal."""
@@ -169,7 +170,7 @@ class Loop:
         )
         self._writer.write(record)
         self._spent.add(record)
-        at.add(record, seconds=time.perf_counter() - began, samples=batch.total_weight, consumed=end)
+        at.add(record, seconds=time.perf_counter() - began, consumed=end)
         if check:
             agreement.check(self._replica.state(), self._data)
             self._check_due = False
@@ -206,13 +207,14 @@ class Loop:
         if self._save_due or (every and ((epoch + 1) % every == 0 or (self._judge and is_best))):
             self._save(best=is_best)
 
-    def _finish(self) -> records.Summary:
-        """Evaluates on the test split, writes the summary and then COMPLETE."""
+    def _finish(self, watching: contextlib.ExitStack) -> records.Summary:
+        """Evaluates on the test split, ends `watching`, times inference, writes the summary and then COMPLETE."""
         world = self._world
         tested_step = self._take_best() if self._judge else self._at.step
         with self._clock.span("test"):
             test_loss, test_scores, test_sums = self._evaluate(self._dataset.test)
         ended_unix_s = time.time()
+        watching.close()
         sizes = self._config.inference_sizes if world.rank == 0 else []
         split = self._dataset.test if len(self._dataset.test) else self._dataset.validation
         inference = timed_inference(self._replica, split, sizes if len(split) else [])

@@ -205,12 +205,8 @@ def _measure(measure: str | Measure | None, sums: Sums | None, targets: np.ndarr
 
 
 def _check_alike(job: workload.Job, adapted: Any) -> None:
-    """Raises Failure (65, 78) if a rank has other data or another model than rank 0."""
-    shapes = {name: list(shape) for name, shape in adapted.shapes.items()}
-    every = job.ranks.gather([job.dataset.fingerprint, shapes])
-    for rank, (data, model) in enumerate(every):
-        if data != every[0][0]:
-            told = f"rank {rank} has other data than rank 0: give every rank all of it, in the same order"
-            raise Failure(f"{told}; hvdtrain.train shares it out", exits.BAD_DATA)
-        if model != every[0][1]:
+    """Raises Failure (78) if a rank has another model than rank 0."""
+    every = job.ranks.gather({name: list(shape) for name, shape in adapted.shapes.items()})
+    for rank, model in enumerate(every):
+        if model != every[0]:
             raise Failure(f"rank {rank} has another model than rank 0: make the same on all", exits.BAD_CONFIG)

@@ -43,11 +43,10 @@ class Position:
         """Adds totals of all ranks that have become known: of one step, or several."""
         self.totals = [a + b for a, b in zip(self.totals or [0.0] * len(totals), totals.tolist(), strict=True)]
 
-    def add(self, step: records.Step, *, seconds: float, samples: int, consumed: int) -> None:
-        """A step is done: how long it took in all, its samples on all ranks (captions: words), and how many samples of
-        the epoch are `consumed` by now."""
+    def add(self, step: records.Step, *, seconds: float, consumed: int) -> None:
+        """A step is done: how long it took in all, and how many samples of the epoch are `consumed` by now."""
         self.step += 1
-        self.consumed = consumed
+        samples, self.consumed = consumed - self.consumed, consumed
         self.epoch_s += seconds
         self.bytes_sent += step.bytes_sent
         if not step.warmup:

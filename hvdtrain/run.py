@@ -67,11 +67,12 @@ def _identity(
     }
 
 
-def check_alike(config: TrainConfig, world: World) -> None:
-    """Raises Failure (78) if a rank has other settings than rank 0, as from a file of its own host; collective."""
+def check_alike(config: TrainConfig, data: str, world: World) -> None:
+    """Raises Failure if a rank has other settings than rank 0 (78), as from a file of its own host, or data of another
+    fingerprint (65); collective."""
     settings = {name: value for name, value in dataclasses.asdict(config).items() if name not in EACH_RANKS}
-    (first, here), *others = world.gather([world.host, settings])
-    for rank, (host, there) in enumerate(others, start=1):
+    (first, here, ours), *others = world.gather([world.host, settings, data])
+    for rank, (host, there, theirs) in enumerate(others, start=1):
         if differences := identity.differing(there, here):
             raise Failure(
                 f"rank {rank} on {host} has other settings than rank 0 on {first} (here): {'; '.join(differences)}. "
@@ -79,6 +80,9 @@ def check_alike(config: TrainConfig, world: World) -> None:
                 "the same manifest.json on every host",
                 exits.BAD_CONFIG,
             )
+        if theirs != ours:
+            told = f"rank {rank} on {host} has other data than rank 0 on {first}"
+            raise Failure(f"{told}: give every rank all of it, the same and in the same order", exits.BAD_DATA)
 
 
 def open_folder(config: TrainConfig, workload: str, world: World) -> Path:
@@ -224,7 +228,7 @@ def surroundings(device: str, threads: int, world: World) -> dict[str, Any]:
     here = {"host": world.host, "local_rank": world.local_rank, "device": device, "threads": threads}
     return {
         "ranks": world.gather(here | {"cpu": cpu(), "cores": quota.host_cores()}),
-        "links": world.measure_links(),
+        "links": world.links or world.measure_links(),
         "started_utc": records.utc_now(),
         "collectives": world.collectives,
         "launch": launched.heard(),
@@ -264,8 +268,10 @@ def advised(config: TrainConfig, summary: records.Summary, links: Sequence[Mappi
     if summary.hosts == 1 or not (shares := summary.step_shares):
         return None
     wire_s = advice.wire_s(summary.parameters, summary.hosts, links)
-    compute_s = shares["compute"] * summary.train_s / summary.steps
-    tip = advice.advice(config, shares, wire_s / compute_s if wire_s else None)
+    step_s = summary.train_s / summary.steps
+    if summary.global_batch and summary.samples_per_s:  # which leave warm-up out, as the shares do
+        step_s = summary.global_batch / summary.samples_per_s
+    tip = advice.advice(config, shares, wire_s / (shares["compute"] * step_s) if wire_s else None)
     return f"{shares['exchange']:.0%} of a step was waiting for other hosts: {tip}" if tip else None
 
 

@@ -142,7 +142,7 @@ class Workload:
             if place.rank == 0:
                 run.show_dry_run(about, facts, exchange.cost(shapes, layout, in_parts=in_parts))
             return None
-        ranks, device = connected(config, place, used, parted=stages.parted)
+        ranks, device = connected(config, place, used, self.dataset.fingerprint, parted=stages.parted)
         data = ranks
         if config.stages > 1:
             group = ranks.met.along(stages.grid.holders(stages.stage))
@@ -340,10 +340,13 @@ class Job:
 
 
 def connected(
-    config: TrainConfig, place: world.Place, used: Threads, *, parted: bool = False
+    config: TrainConfig, place: world.Place, used: Threads, data: str = "", *, parted: bool = False
 ) -> tuple[world.World, str]:
-    """The ranks, and this one's device. Collective. `parted`: a step goes through the model in parts, which streams
-    carry. Raises Failure (78) if the strategy does not go with the launcher, or ranks have other settings than rank 0.
+    """The ranks, which agree on settings and on the fingerprint of their `data`, and this one's device. Collective.
+    `parted`: a step goes through the model in parts, which streams carry.
+
+    Raises Failure (78) if the strategy does not go with the launcher, (69) if not all ranks found each other, or if
+    they do not agree (`run.check_alike`).
     """
     strategy = strategies.chosen(config).strategy
     carrier = "streams" if parted else strategy.carrier
@@ -362,7 +365,10 @@ def connected(
         from hvdtrain.frameworks.tensorflow import prepare
     device = prepare(config.device, place.local_rank, used.count, one_each=strategy.divides)
     ranks = world.World(config.framework, gpu=device != "cpu", carrier=carrier, timeline=config.horovod_timeline)
-    run.check_alike(config, ranks)
+    if ranks.size != place.size:
+        told = f"{place.launcher} started {place.size} ranks, of which {ranks.size} found each other"
+        raise Failure(f"{told}: is it of another MPI than what is loaded here? See hvdtrain doctor", exits.UNREACHABLE)
+    run.check_alike(config, data, ranks)
     return ranks, device
 
 

@@ -94,6 +94,9 @@ def test_one_process_and_two_ranks_and_both_frameworks_learn_the_same(small: str
     document(captioning(2, *flags, "--framework", "tensorflow", "--json", "--run-dir", str(tensorflow)))
     losses = [step.loss for step in read_run(alone)["step"]]
     assert losses[-1] < 0.9 * losses[0]
+    timed = [step for step in read_run(alone)["step"] if not step.warmup]
+    spent_s = sum(step.data_s + step.compute_s for step in timed)
+    assert 0 < read_run(alone)["summary"][0].samples_per_s * spent_s <= 16 * len(timed), "captions, not words"
     for folder, tolerance in ((two, 2e-4), (tensorflow, 2e-3)):
         (found,) = read_run(folder)["summary"]
         np.testing.assert_allclose([step.loss for step in read_run(folder)["step"]], losses, rtol=tolerance)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 import itertools
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from conftest import here
+from runs import read_run
 
 from hvdtrain import data, evaluation, measures, snapshot, strategies, workload
 from hvdtrain.checkpoint import Loaded
@@ -110,6 +113,14 @@ def test_other_ranks_go_on_with_the_mean_of_those_that_were_saved() -> None:
     loaded = Loaded(step=1, shared={}, local={}, progress={}, others=others, recut=False)
     strategy: Any = SimpleNamespace(local=False, handed_on=lambda _: {})
     assert snapshot.handed_on(loaded, strategy)["buffer.mean"].tolist() == [3, 3]
+
+
+def test_a_diverged_run_has_no_loss_and_valid_records(tmp_path: Path) -> None:
+    flags = ["--epochs", "1", "--epoch-samples", "64", "--global-batch-size", "64", "--lr", "1e4"]
+    end = here("resnet", *flags, "--width", "0.0625", "--image-size", "16", "--run-dir", str(tmp_path / "run"))
+    assert end["test_loss"] is None
+    (epoch,) = read_run(tmp_path / "run")["epoch"]
+    assert epoch.validation_loss is None and epoch.train_loss is not None
 
 
 def test_inference_is_timed_behind_its_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -257,6 +257,19 @@ def test_cpu_time_of_a_group_is_the_kernels_sum_if_it_has_one(tmp_path: Path) ->
 
 
 @pytest.mark.root
+def test_what_passes_two_nics_counts_once(tmp_path: Path) -> None:
+    """A bridge over a NIC, and the detour of a throttle, have the NIC's bytes too."""
+    if shutil.which("unshare") is None:
+        pytest.skip("no unshare on this machine (Debian: apt-get install util-linux)")
+    links = ["link add here type veth peer name there", "link add over type bridge", "link set here master over"]
+    words = ["mount -t sysfs sysfs /sys", *(f"ip {link}" for link in (*links, "link add hvdifb0 type ifb"))]
+    asked = [*(f"run={word}" for word in words), "samples=2"]
+    _, (_, *rest), said = watched(tmp_path, *asked, before=("unshare", "--net", "--mount"), names="resources")
+    assert {nic["nic"] for nic in rest[-1].nics} >= {"here", "there"} and said == ""
+    assert not {nic["nic"] for nic in rest[-1].nics} & {"lo", "over", "hvdifb0"}
+
+
+@pytest.mark.root
 def test_a_nic_that_disappears(tmp_path: Path) -> None:
     if shutil.which("unshare") is None:
         pytest.skip("no unshare on this machine (Debian: apt-get install util-linux)")

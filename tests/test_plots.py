@@ -319,6 +319,15 @@ def test_titles_stay_above_their_own_panels_whatever_they_say(kind: str, crowded
         assert not any(box.overlaps(axis.bbox) for axis in figure.axes)
 
 
+def test_layers_gives_unlike_runs_curves_of_their_own(tmp_path: Path) -> None:
+    for strategy, seed in itertools.product(("allreduce", "central"), SEEDS):
+        step = {"compute_s": 0.1 if strategy == "central" else 0.9, "communication_s": 0.0, "data_s": 0.0}
+        runs.make(tmp_path / f"{strategy}{seed}", strategy=strategy, seed=seed, **step)
+    (axis,) = plots.draw("layers", load([tmp_path])).axes
+    found = {name: times[0] for name, (_, times, _) in curves(axis).items()}
+    assert found == {"resnet34, allreduce": pytest.approx(0.9), "resnet34, central": pytest.approx(0.1)}
+
+
 def test_power_is_energy_by_time_and_hosts_have_lines_of_their_own(loaded: Loaded) -> None:
     figure = plots.draw("power", loaded)
     assert [axis.get_title("left").splitlines()[1] for axis in figure.axes] == [

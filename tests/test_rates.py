@@ -72,4 +72,5 @@ def test_a_rate_is_shown_in_its_largest_unit() -> None:
 
 def test_what_is_left_for_data() -> None:
     assert goodput_one_way(10e6) == pytest.approx(9.564e6, rel=1e-4)
+    assert goodput_one_way(9015, 8949) == pytest.approx(8949), "a frame at MTU 9001"
     assert goodput_both_ways(10e6) == pytest.approx(9.36e6)

@@ -115,6 +115,11 @@ def check_summary(found: Statistic | None, values: list[Fraction]) -> None:
     close(found.high, mean(values) + half)
 
 
+def test_equal_values_have_no_spread() -> None:
+    found = summary([0.97] * 3)
+    assert found is not None and found.mean == found.low == found.high == 0.97
+
+
 def check_ratio(found: Interval | None, above: list[Fraction], below: list[Fraction], by: int = 1) -> None:
     """Mean over mean over `by`, with Welch's interval on the logarithm."""
     assert found is not None

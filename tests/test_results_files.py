@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from hvdtrain import records
 from hvdtrain.exits import Failure
-from hvdtrain.results import groups, load
+from hvdtrain.results import folders, groups, load
 from hvdtrain.results.__main__ import main
 
 METRICS = Path("metrics") / "rank0000.jsonl"
@@ -181,6 +181,9 @@ def test_folders_without_manifest_loops_and_roots_inside_roots(folder: Path) -> 
     (root / "loop").symlink_to(root)
     (root / "torn" / "metrics").mkdir(parents=True)
     (root / "also").symlink_to(folder)
+    (root / "best").mkdir()
+    (root / "best" / "one").symlink_to(folder)
+    assert list(folders.find([root], [])) == [folder], "by its own name"
     loaded = load.load([root, folder, root])
     assert len(loaded.runs) == 1
     assert [problem.path for problem in loaded.problems] == [str(root / "torn")]

@@ -99,7 +99,8 @@ def test_wire_is_a_bound_where_the_exchange_runs_beside(tmp_path: Path, capsys: 
     runs.make(tmp_path / "null", strategy="hierarchical", framework="tensorflow", **same | {"communication_s": None})
     two = {"collectives": "streams", "ranks_per_host": 2, **same}
     runs.make(tmp_path / "two", strategy="hierarchical", config={"check_replicas": 7}, **two)
-    runs.make(tmp_path / "unknown", strategy="onebit", **two)
+    for name in ("onebit", "central", "factors"):
+        runs.make(tmp_path / name, strategy=name, **two)
     assert main(["export", str(tmp_path), "--format", "json"]) == 0
     found = {row["run"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
     assert found["beside"]["wire_efficiency"] == pytest.approx(limit_s / 0.13)
@@ -107,7 +108,8 @@ def test_wire_is_a_bound_where_the_exchange_runs_beside(tmp_path: Path, capsys: 
         assert found[name]["wire_efficiency"] == pytest.approx(limit_s / 0.02), name
     assert found["null"]["wire_efficiency"] is None
     assert found["null"]["own_limit_s_per_step"] == pytest.approx(limit_s)
-    assert found["unknown"]["own_limit_s_per_step"] is None, "the leader's bytes are not those on the wire"
+    for name in ("onebit", "central", "factors"):
+        assert found[name]["own_limit_s_per_step"] is None, "rank 0's bytes are not its host's, nor an allreduce's"
 
 
 def test_settings_of_a_strategy_are_never_averaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

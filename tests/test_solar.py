@@ -162,8 +162,9 @@ def test_the_study_s_sweeps_run_on_a_reduced_grid(tmp_path: Path) -> None:
     assert found.keys() == {"p1-k0", "p3-k0", "cnn"}
     manifest = json.loads((found["cnn"] / "manifest.json").read_text())
     assert manifest["data"]["station"] == "DH3" and manifest["model"]["parameters"] == 4_352_641
-    told = hvdtrain(tmp_path, "results", "table", str(tmp_path / "results"), "--group-by", "net", "--format", "csv")
-    assert all(name in told for name in found)
+    shown = ["--where", 'launcher="none"', "--group-by", "device,net,rank_batch", "--format", "csv"]
+    told = hvdtrain(tmp_path, "results", "table", str(tmp_path / "results"), *shown)
+    assert all(f"{name},{batch}" in told for name, batch in (("p1-k0", 100), ("p3-k0", 100), ("cnn", 200)))
     told = hvdtrain(tmp_path, "results", "inference", str(tmp_path / "results"), "--format", "csv")
     assert "1024_samples_s" in told and "p3-k0" in told
     hvdtrain(tmp_path, "results", "plot", "layers", str(tmp_path / "results"), "-o", str(tmp_path / "layers.svg"))

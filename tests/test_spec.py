@@ -145,8 +145,8 @@ def test_every_strategy_tells_what_it_costs_and_every_setting_what_it_is() -> No
         assert (alone.sent_bytes, alone.rounds, alone.work) == (0, 0, 0), name
     assert parse("local-sgd:every=4,staleness=2").cost(shapes, layout).behind == "the next 2 steps"
     assert [name for name in KNOWN if parse(name).facts(in_parts=True)["exact"]] == [
-        *("allreduce", "native", "delayed", "hybrid", "factors", "central", "hierarchical")
-    ]
+        *("allreduce", "native", "delayed", "hybrid", "hierarchical")
+    ], "whose limit is that of an allreduce"
 
 
 @pytest.mark.parametrize(

@@ -134,6 +134,10 @@ def test_what_a_stage_needs() -> None:
     assert numbers(0, optimizer="adam") == 4 * 10 + 3 * 5 * 2
     assert numbers(0, stage_order="gpipe") == 3 * 10 + 3 * 5 * 4
     assert numbers(1, stage_order="gpipe", recompute=True) == 3 * 20 + 3 * (5 * 4 + 7)
+    few, cut = made(), cuts.named(row, 2, ["b"])
+    told = few.facts(cut, 4)["pipeline"]
+    assert "2 micro-batches of 2 samples" in told and "idle 33%" in told, "the loader makes none of one sample"
+    assert few.needed_bytes(4)(0, 0, 1) == 4 * (3 * 10 + 2 * 5 * 2)
     assert [made(4, 2, stage_across=across).layout().hosts for across in ("hosts", "ranks")] == [1, 2]
     assert cuts.bubble(2, 4) == 1 / 5 and cuts.bubble(1, 4) == 0
 

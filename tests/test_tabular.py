@@ -17,7 +17,7 @@ from sklearn import metrics as known
 from sklearn.datasets import load_wine
 from test_resnet_train import assert_same_arrays
 
-from hvdtrain import answers, cli
+from hvdtrain import answers, cli, loop
 from hvdtrain.exits import Failure
 from hvdtrain.measures import Confusion
 from hvdtrain.run import show_summary
@@ -69,8 +69,20 @@ def summary(folder: Path) -> Any:
     return read_run(folder)["summary"][-1]
 
 
-def test_one_process_two_ranks_and_both_frameworks_learn_the_same(runs: Path, tmp_path: Path) -> None:
-    alone = here("tabular", *FLAGS, "--framework", "torch", "--run-dir", str(tmp_path / "alone"))
+def test_one_process_two_ranks_and_both_frameworks_learn_the_same(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Monitors end before inference is timed, whose energy is not the run's."""
+    timed, sampled = loop.timed_inference, []
+
+    def samples(*arguments: Any) -> Any:
+        sampled.extend(file.read_bytes() for file in (tmp_path / "alone" / "monitors").iterdir())
+        return timed(*arguments)
+
+    monkeypatch.setattr(loop, "timed_inference", samples)
+    more = ["--framework", "torch", "--monitor", "resources", "--inference", "2"]
+    alone = here("tabular", *FLAGS, *more, "--run-dir", str(tmp_path / "alone"))
+    assert sampled == [file.read_bytes() for file in (tmp_path / "alone" / "monitors").iterdir()] != []
     losses = steps(tmp_path / "alone")
     assert losses[-1] < 0.5 * losses[0]
     np.testing.assert_allclose(steps(runs / "torch" / "allreduce"), losses, rtol=2e-4, atol=1e-5)

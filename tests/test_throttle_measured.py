@@ -70,7 +70,10 @@ def test_verify_tells_a_link_that_lets_short_messages_through(cluster: Cluster) 
 
 
 def test_other_machines_through_ssh(cluster: Cluster) -> None:
-    """Virtual hosts stand for machines: b is reached from a, its throttle.sh shapes both directions of its eth0."""
+    """Virtual hosts stand for machines: b is reached from a, its throttle.sh shapes both directions of its eth0. Jumbo
+    frames carry more than others."""
+    for link in virtual.links(virtual.load(cluster.name)):
+        run(["ip", "-n", link.netns, "link", "set", "dev", link.dev, "mtu", "9001"])
     peer = ["--hosts", "b", "--dev", "eth0"]
 
     def from_a(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -86,5 +89,6 @@ def test_other_machines_through_ssh(cluster: Cluster) -> None:
     assert shown["set"] == {"up_mbit": 10.0, "down_mbit": 10.0} and shown["until_utc"]
     done = cluster.on("b", THROTTLE, "verify", "--dev", "eth0", "--peer", "a", "--seconds", "1", "--json")
     assert [link["link"] for link in json.loads(done.stdout)["links"]] == ["here -> a", "a -> here"], done.stderr
+    assert {link["expected_mbit"] for link in json.loads(done.stdout)["links"]} == {goodput_one_way(10**7, 8949) / 1e6}
     assert from_a("clear", *peer).returncode == 0
     assert from_a("show", *peer).stdout == "b: b: not throttled\n"

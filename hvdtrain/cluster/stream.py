@@ -131,7 +131,8 @@ def serve(door: socket.socket) -> None:
 def ask(
     address: str, port: int, settle_s: float, count_s: float, *, back: bool = False, sizes: typing.Sequence[int] = ()
 ) -> dict[str, typing.Any]:
-    """`bit_s` from here to a `serve`, or from there to here, and before that `messages_s` for each size.
+    """`bit_s` from here to a `serve`, or from there to here, before that `messages_s` for each size; `payload_bytes` of
+    a full frame.
 
     A message's seconds are from its first byte to the answer, after a pause. Raises OSError.
     """
@@ -151,4 +152,5 @@ def ask(
         else:
             with feeding(connection):
                 (rate,) = struct.unpack("!d", exactly(connection, 8))
-    return {"bit_s": rate, "messages_s": times[1:]}
+        payload_bytes = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)
+    return {"bit_s": rate, "messages_s": times[1:], "payload_bytes": payload_bytes}

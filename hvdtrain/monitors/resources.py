@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,9 @@ class Resources:
     def _nic_bytes(self) -> list[dict[str, Any]]:
         now = psutil.net_io_counters(pernic=True, nowrap=False)
         found = []
-        for nic in sorted({*self._nics, *now} - {"lo"}):
+        for nic in sorted({*self._nics, *now}):
+            if _repeats(nic):
+                continue
             before, after = self._nics.get(nic), None
             if nic in now:
                 after = (now[nic].bytes_sent, now[nic].bytes_recv)
@@ -118,6 +121,13 @@ def _disks() -> dict[str, tuple[int, int]]:
 @functools.cache
 def _physical(disk: str) -> bool:
     return Path(f"/sys/block/{disk}/device").exists()
+
+
+@functools.cache
+def _repeats(nic: str) -> bool:
+    """Whether its bytes cross no link, or are those of another NIC: of a detour for a throttle, or of a bond, a VLAN or
+    a bridge over it."""
+    return bool(re.fullmatch(r"lo|(hvd)?ifb\d+", nic)) or any(Path("/sys/class/net", nic).glob("lower_*"))
 
 
 def _process(pid: int) -> psutil.Process | None:

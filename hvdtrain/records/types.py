@@ -24,7 +24,7 @@ class Manifest:
     """The whole config, defaults included"""
     exchange: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Facts of the strategy: behind (what is computed while an exchange is under way; empty: nothing) and exact
-    (whether whole gradients are sent). Earlier versions wrote none"""
+    (whether hosts send what an allreduce does). Earlier versions wrote none"""
     plan: dict[str, Any]
     """The batch arithmetic: ranks, rank_batch, global_batch, steps, base_lr ..."""
     data: dict[str, Any]
@@ -103,9 +103,9 @@ class Epoch:
     train_s: float
     validation_s: float
     samples: int | None
-    """Training samples over all ranks; null if a script did not tell"""
+    """Training samples over all ranks (of captions: words, as in a step); null if a script did not tell"""
     samples_per_s: float | None
-    """Over all ranks, warm-up steps left out; null if the epoch is warm-up only"""
+    """Images or captions over all ranks, warm-up steps left out; null if the epoch is warm-up only"""
     unix_s: float | None = None
     """When the epoch's validation was over, by rank 0's clock (seconds since 1970)"""
 

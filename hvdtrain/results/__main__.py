@@ -313,8 +313,6 @@ def write(asked: argparse.Namespace, loaded: Loaded) -> None:
 def main(arguments: list[str]) -> int:
     """Returns the exit code; raises Failure, whose message is for the user."""
     asked = parser().parse_args(arguments)
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show ± is no reason to fail
     if asked.command == "show":
         return show(asked)
     if asked.command == "compare":

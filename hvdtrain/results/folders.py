@@ -59,7 +59,9 @@ def _below(root: Path, seen: set[tuple[int, int]], problems: list[Problem]) -> I
             problems.append(Problem(str(folder), None, "no manifest.json: the run never began, or its folder is torn"))
             continue
         inner = (name for name, is_folder in names.items() if is_folder and not name.startswith("."))
-        waiting += [folder / name for name in sorted(inner, reverse=True)]
+        paths = [folder / name for name in sorted(inner, reverse=True)]
+        waiting[:0] = filter(Path.is_symlink, paths)  # last of all: a run goes by its own name and not by a link's
+        waiting += [path for path in paths if not path.is_symlink()]
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:

@@ -104,13 +104,13 @@ def hosts(row: dict[str, Any]) -> str:
 
 
 def verdict(row: dict[str, Any]) -> str:
-    """`need 43 times as long`, `are 1.7 times as fast`; about as long where the interval of the speed-up holds 1."""
+    """`need 43 times as long`, `are 1.7 times as fast`; about as long where the speed-up rounds to 1, or may be 1."""
     speedup: Interval = row["speedup"]
     low, high = speedup.span or (speedup.mean, speedup.mean)
-    if low <= 1 <= high:
-        return "take about as long"
     faster = speedup.mean > 1
     times = f"{float(f'{speedup.mean if faster else 1 / speedup.mean:.2g}'):g}"
+    if low <= 1 <= high or times == "1":
+        return "take about as long"
     doubt = " (suspect: more than they can share)" if speedup.mean > MOST_EFFICIENCY * row["hosts"] else ""
     doubt += "" if speedup.span else " (single runs)"
     return (f"are {times} times as fast" if faster else f"need {times} times as long") + doubt

@@ -116,8 +116,8 @@ def _watched(config: Mapping[str, Any]) -> str | None:
 
 
 def exchange(config: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The canonical --strategy of a run, and of its exchange whether it runs beside the computation and sends whole
-    gradients: as the manifest tells, or of an earlier version's as its strategy is today. None: nobody knows."""
+    """The canonical --strategy of a run, and of its exchange whether it runs beside the computation and sends what an
+    allreduce sends: as the manifest tells, or of an earlier version's as its strategy is today. None: nobody knows."""
     if _text(config.get("strategy")) is None:
         return dict.fromkeys(("strategy", "beside", "exact"))
     name = strategies.translated(config)
@@ -286,8 +286,8 @@ def _wire(summary: records.Summary, steps: int, hosts: int, parameters: float | 
 def _efficiency(found: dict[str, Any], sent_bytes: float | None) -> dict[str, Any]:
     """The strategy's own limit and how near its exchange comes; `sent_bytes`: by rank 0 per step, warm-up left out.
 
-    With several ranks on a host rank 0's bytes are not the host's: then only strategies that send whole gradients have
-    a limit.
+    With several ranks on a host rank 0's bytes are not the host's: then only strategies that send what an allreduce
+    sends have a limit.
     """
     rate_mbit, beside, exact = found["rate_mbit"], found.pop("beside"), found.pop("exact")
     if (found["ranks_per_host"] or 1) > 1:

@@ -59,7 +59,7 @@ def summary(values: Iterable[float | None]) -> Statistic | None:
     n = len(found)
     if not n:
         return None
-    mean = math.fsum(found) / n
+    mean = found[0] if found[0] == found[-1] else math.fsum(found) / n  # rounded, it would make a spread of equals
     median = (found[(n - 1) // 2] + found[n // 2]) / 2
     if n < 2:
         return Statistic(mean, median, found[0], found[-1], None, None, n, None)

@@ -94,18 +94,22 @@ class Stages:
         hosts = {rank // self.place.local_size for rank in self.grid.holders(self.stage)}
         return Layout(ranks=self.grid.replicas, hosts=len(hosts), rows=() if self.parted else rows)
 
-    def held(self, stage: int) -> int:
+    def parts(self, rank_batch: int) -> int:
+        """Micro-batches of a step: fewer than asked where they would have one sample, as the loader makes them."""
+        return max(1, min(configuration.micro_batches(self.config), rank_batch // 2))
+
+    def held(self, stage: int, rank_batch: int) -> int:
         """Micro-batches that have gone forward through a stage and not yet backward, at most."""
-        return 1 + ahead(self.config.stage_order, stage, self.grid.stages, configuration.micro_batches(self.config))
+        return 1 + ahead(self.config.stage_order, stage, self.grid.stages, self.parts(rank_batch))
 
     def needed_bytes(self, rank_batch: int) -> cuts.Needed:
         """What a stage of these layers needs: weights, gradients and what the optimizer keeps, in fp32, and what is
         held of its micro-batches. What the framework itself takes comes on top."""
-        samples = -(-rank_batch // configuration.micro_batches(self.config))
+        samples = -(-rank_batch // self.parts(rank_batch))
         copies = 4 if self.config.optimizer == "adam" else 3
 
         def needed(stage: int, begin: int, end: int) -> float:
-            held, came = self.held(stage), math.prod(self.layers[begin - 1].output) if begin else 0
+            held, came = self.held(stage, rank_batch), math.prod(self.layers[begin - 1].output) if begin else 0
             kept = sum(math.prod(each.output) if each.held is None else each.held for each in self.layers[begin:end])
             waiting = came * held + kept * (1 if self.config.recompute else held)
             return NUMBER_BYTES["fp32"] * (copies * sum(self.parameters[begin:end]) + samples * waiting)
@@ -155,7 +159,7 @@ class Stages:
 
     def facts(self, cut: Cut, rank_batch: int) -> dict[str, str]:
         """What there is to show: a line for all, and one for each stage."""
-        parts, stages = configuration.micro_batches(self.config), self.grid.stages
+        parts, stages = self.parts(rank_batch), self.grid.stages
         samples = -(-rank_batch // parts)
         told = {
             "pipeline": f"{stages} stages x {self.grid.replicas} replicas, {parts} micro-batches of {samples} samples, "
@@ -169,7 +173,8 @@ class Stages:
             share = sum(layer.multiply_adds for layer in inside) / work
             words = f"{inside[0].name} to {inside[-1].name}" if len(inside) > 1 else inside[0].name
             words += f": {sum(self.parameters[begin:end]):,} parameters, {share:.0%} of the work, "
-            words += f"{needed(stage, begin, end) / 1e6:,.0f} MB, holds {what}{self.held(stage)} of the micro-batches"
+            held = self.held(stage, rank_batch)
+            words += f"{needed(stage, begin, end) / 1e6:,.0f} MB, holds {what}{held} of the micro-batches"
             if stage < stages - 1:
                 sent = cut.boundary_numbers(stage) * samples * NUMBER_BYTES[self.config.activations]
                 words += f", sends {sent / 1e6:.3f} MB per micro-batch, and receives as much"

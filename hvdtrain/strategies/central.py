@@ -41,7 +41,7 @@ class Central(Strategy):
     def cost(cls, shapes: Sequence[Shape], layout: Layout, settings: Any, round_: Cost | None) -> Cost:
         """Of rank 0's host, which sends most."""
         elsewhere = layout.ranks - (layout.ranks / layout.hosts if layout.hosts > 1 else 1)
-        return Cost(sent_bytes=4 * elements(shapes) * elsewhere, rounds=2 * (layout.ranks > 1), exact=True)
+        return Cost(sent_bytes=4 * elements(shapes) * elsewhere, rounds=2 * (layout.ranks > 1))
 
     @classmethod
     def check(cls, settings: Any, config: TrainConfig) -> None:

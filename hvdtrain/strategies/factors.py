@@ -43,7 +43,7 @@ class Factors(Strategy):
         sent = sum(ways.values()) + ring_bytes(FLOAT_BYTES * elements(rest), parts)
         work = sum(layout.rows[index] * (layout.ranks - 1) * elements([shapes[index]]) for index in ways)
         rounds = (3 if ways else 2) * (parts - 1)
-        return Cost(sent_bytes=sent, rounds=rounds, work=work, exact=True, ways=told(shapes, layout))
+        return Cost(sent_bytes=sent, rounds=rounds, work=work, ways=told(shapes, layout))
 
     def plan(self, layout: Layout) -> None:
         hosts = self._world.ranks.hosts_count  # a rank's own layout is a guess if hosts are unequal
@@ -99,10 +99,11 @@ def chosen(shapes: Sequence[Shape], layout: Layout) -> dict[int, float]:
 
 def told(shapes: Sequence[Shape], layout: Layout) -> tuple[str, ...]:
     """Each dense layer's way and bytes as in `Cost.sent_bytes`; what they would be for a process that is alone."""
-    alone = layout.ranks == 1
-    if alone:
+    lines = []
+    if layout.ranks == 1:
         layout = dataclasses.replace(layout, ranks=USUAL_HOSTS, hosts=USUAL_HOSTS)
-    ways, lines = chosen(shapes, layout), [f"if there were {layout.hosts} hosts"] if alone else []
+        lines.append(f"if there were {USUAL_HOSTS} hosts with as many samples each")
+    ways = chosen(shapes, layout)
     for index, (shape, rows) in enumerate(zip(shapes, layout.rows, strict=False)):
         if rows:
             whole = ring_bytes(FLOAT_BYTES * elements([shape]), senders(layout))

@@ -35,7 +35,7 @@ class Cost:
     ways: tuple[str, ...] = ()
     """How single arrays are sent, for people"""
     exact: bool = False
-    """Whether whole gradients are sent, and summed in full precision"""
+    """Whether hosts sum whole gradients in full precision and send what an allreduce sends"""
 
 
 def next_steps(count: int) -> str:

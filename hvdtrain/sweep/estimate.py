@@ -55,6 +55,8 @@ class _Known:
     steps: int
     wire_s: float
     """Per step"""
+    rank_batch: float
+    """0: unknown"""
 
     @functools.cached_property
     def cell(self) -> str:
@@ -84,12 +86,15 @@ class Estimator:
             if isinstance(settings, dict) and all(isinstance(figure, int | float) for figure in figures):
                 steps = int(end.get("steps") or 0)
                 wire_s = _wire_s(settings, (end.get("bytes_sent") or 0) / max(1, steps))
-                self._known.append(_Known(settings, sum(figures) + 1.0, steps, wire_s))
+                planned = (document(path.parent / "manifest.json") or {}).get("plan") or {}
+                batch = planned.get("rank_batch") or 0
+                self._known.append(_Known(settings, sum(figures) + 1.0, steps, wire_s, batch))
 
     def learn(self, run: Run, seconds: float) -> None:
         preview = self._previews.get(run.point.name)
         steps = preview.plan["steps"] if preview else 0
-        self._known.append(_Known(run.point.settings, seconds, steps, self.wire_s(run.point)))
+        batch = preview.plan["rank_batch"] if preview else 0
+        self._known.append(_Known(run.point.settings, seconds, steps, self.wire_s(run.point), batch))
 
     def of(self, run: Run) -> Estimate:
         """Seconds from launch to end, without setting the throttle and without cool-down."""
@@ -108,6 +113,7 @@ class Estimator:
             one = min(near, key=lambda other: _distance(other.settings, point.settings))
             compute_s = one.seconds - start_s - one.steps * one.wire_s
             share = _cores(one.settings, self._cluster) / _cores(point.settings, self._cluster)
+            share *= preview.plan["rank_batch"] / one.rank_batch if one.rank_batch else 1
             return Estimate(start_s + max(0.0, compute_s) * steps / one.steps * share + steps * wire_s, "near")
         guessed_s = self._compute_s(point, preview)
         if guessed_s is None:

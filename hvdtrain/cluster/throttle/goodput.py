@@ -174,7 +174,8 @@ def _to_peer(options: argparse.Namespace) -> tuple[list[Route], str]:
 
 def _verify_route(route: Route, options: argparse.Namespace, *, short: bool) -> dict[str, Any]:
     sizes = MESSAGES_BYTES if short else ()
-    expected, found = goodput_one_way(route.rate_bit_s), measure(route, options.seconds, sizes)
+    found = measure(route, options.seconds, sizes)
+    expected = goodput_one_way(route.rate_bit_s, found["payload_bytes"])
     measured = found["bit_s"]
     off = (measured / expected - 1) * 100
     lossy = any(link.shape and link.shape.netem for link in route.links)

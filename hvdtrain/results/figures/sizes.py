@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -10,6 +12,9 @@ from hvdtrain.results.figures import panels, style
 from hvdtrain.results.load import Loaded, manifest
 from hvdtrain.results.plots import Options
 from hvdtrain.results.statistics import summary
+
+APART = ("framework", "strategy", "launcher", "precision")
+"""Runs that differ in these are no repeats of each other: each has a curve of its own"""
 
 
 def layers(loaded: Loaded, options: Options) -> Figure:
@@ -19,7 +24,8 @@ def layers(loaded: Loaded, options: Options) -> Figure:
     """
     lacking = "no times per step: needs complete timing runs, on one process, of more than the 3 warm-up steps"
     runs = panels.usable(loaded.runs[loaded.runs["ranks"] == 1], needs="step_s", lacking=lacking)
-    runs = runs.assign(network=[network(folder) for folder in runs["run_dir"]])
+    told = [name for name in APART if runs[name].nunique(dropna=False) > 1]
+    runs = runs.assign(network=[network(run, told) for run in runs.to_dict("records")])
     parts = list(runs.groupby(["device", "global_batch"], sort=True, dropna=False))
     panels.check(len(parts), panels.MOST_PANELS, "devices and batches")
     networks = sorted(set(runs["network"]))
@@ -43,10 +49,10 @@ def layers(loaded: Loaded, options: Options) -> Figure:
     return figure
 
 
-def network(run_dir: str) -> str:
-    """`3 hidden layers` of a perceptron, else the model's name."""
-    model = manifest(Path(run_dir)).model
-    hidden = model.get("spec", {}).get("hidden")
-    if not isinstance(hidden, list):
-        return str(model.get("name"))
-    return f"{len(hidden)} hidden layer{'s' if len(hidden) > 1 else ''}"
+def network(run: Mapping[Any, Any], told: Sequence[str]) -> str:
+    """`3 hidden layers` of a perceptron, else the model's name; behind it what the run has in the columns `told`."""
+    model = manifest(Path(run["run_dir"])).model
+    hidden, name = model.get("spec", {}).get("hidden"), str(model.get("name"))
+    if isinstance(hidden, list):
+        name = f"{len(hidden)} hidden layer{'s' if len(hidden) > 1 else ''}"
+    return ", ".join([name, *(panels.HOW.get(each, "{}").format(run[each]) for each in told if run[each])])

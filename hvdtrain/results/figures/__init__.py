@@ -1,0 +1,1 @@
+"""The figures of `hvdtrain results plot`, a file for each sort."""

@@ -171,8 +171,7 @@ class TrainConfig(Data, Optimisation, Exchange, Run, Measuring):
         """Those of --inference. Raises Failure (78)."""
         words = [word.strip() for word in self.inference.split(",")] if self.inference else []
         if not all(word.isdecimal() and int(word) for word in words):
-            told = f"--inference {self.inference}: give numbers of samples, e.g. 2,64,512,1024"
-            raise Failure(told, exits.BAD_CONFIG)
+            raise Failure(f"--inference {self.inference}: give numbers of samples, as 2,64,512,1024", exits.BAD_CONFIG)
         return [int(word) for word in words]
 
     def __post_init__(self) -> None:
@@ -304,6 +303,7 @@ def parser_for(cls: type, *, prog: str, purpose: str, positionals: Sequence[str]
     parser = ArgumentParser(
         prog=prog,
         usage=argparse.SUPPRESS,  # the help starts with the purpose
+        allow_abbrev=False,  # what looks for --run-dir or --resume in a command must find it
         print_config=None,
         description=purpose,
         env_prefix="HVDTRAIN",
@@ -347,7 +347,9 @@ def parse(
     parser = parser_for(cls, prog=prog, purpose=purpose, positionals=positionals, helps=helps)
     for file in config_files(arguments):
         try:
-            files.from_toml(files.read(file, files.SETTINGS_BYTES))
+            files.from_toml(text := files.read(file, files.SETTINGS_BYTES))
+            if text.startswith(b"\xef\xbb\xbf"):  # jsonargparse, which reads it again, refuses it
+                raise ValueError("it begins with a byte order mark: save it without one")
         except OSError as error:
             raise files.refused(f"--config {file}", error, exits.USAGE, "give a TOML file") from error
         except ValueError as error:
@@ -365,8 +367,8 @@ def parse(
         if unknown := re.search(r"[Uu]nrecognized arguments: (\S+)", reason):
             reason += near(unknown[1], map(flag, [*names, "config", "help"]))
         places = [f"--config {file}" for file in config_files(arguments)]
-        if unknown := re.search(r"Option '(\w+)' is not accepted", reason):
-            reason = f"{' or '.join(places)}: {reason}{near(unknown[1], names)}"
+        if unknown := re.search(r"Option '([\w.-]+)' is not accepted", reason):
+            reason = f"{' or '.join(places)}: {reason}{near(unknown[1].rpartition('.')[2], names)}"
         wrong = re.match(r"--([\w-]+):", reason)
         if wrong and f"--{wrong[1]}" not in [word.partition("=")[0] for word in arguments]:
             variable = f"HVDTRAIN_{wrong[1].replace('-', '_').upper()}"
@@ -374,6 +376,7 @@ def parse(
             reason = f"{' or '.join(places)}: {reason}" if places else reason
         told = {key: f"{flag(key)} ({doc})" for key, doc in field_docs(cls).items() if key not in positionals}
         reason = re.sub(r"(?<=required: ).+", lambda all: ", ".join(told.get(w, w) for w in all[0].split(", ")), reason)
+        reason = re.sub(r".* boolean value for environment variable (\w+): ?(.*)", r"\1=\2: give true or false", reason)
         reason = re.sub(r"<class '(\w+)'>", r"\1", reason).replace("a typing.Literal", "one of ")
         raise Failure(f"{reason} (see `{prog} --help`)", exits.USAGE) from error
     return cls(**{name: getattr(space, name) for name in names})

@@ -25,6 +25,8 @@ from hvdtrain.exits import CANNOT_WRITE, IO_ERROR, NO_PERMISSION, Failure
 MIB = 1 << 20
 SETTINGS_BYTES = MIB
 """Limit of a file that people write: TOML, host lists"""
+UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""Errors of locking on file systems without locks"""
 DEEPEST = 64
 """Most levels of a JSON or TOML document; ours have fewer than ten"""
 _NO_KEYS = re.compile(

@@ -7,7 +7,6 @@ NFS between clients (nfs(5), `local_lock=none`); with `nolock` or `local_lock=fl
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
@@ -18,15 +17,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hvdtrain import exits
+from hvdtrain import exits, files
 from hvdtrain.exits import Failure
 
 NAME = ".lock"
 LONGEST_BYTES = 512
 TOLD_S = 0.2
 """Wait before reading the holder's name, which it writes after it has locked the file"""
-UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""Errors of file systems without locks"""
 _held: list[int] = []
 """Descriptors that hold the locks, open until `release` or the end of this process"""
 
@@ -58,7 +55,7 @@ def take(folder: Path, job: str, since_utc: str) -> None:
                 exits.CANNOT_WRITE,
             ) from None
         except OSError as error:
-            if error.errno not in UNSUPPORTED:
+            if error.errno not in files.UNSUPPORTED:
                 raise
             print(f"hvdtrain: {path}: {error.strerror}: nothing keeps another job out of it", file=sys.stderr)
         words = json.dumps({"job": job, "pid": os.getpid(), "host": os.uname().nodename, "utc": since_utc})

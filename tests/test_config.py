@@ -68,6 +68,8 @@ def test_run_dir_and_resume_name_one_folder() -> None:
     ("line", "told"),
     [
         ("epoch = 3", "'epoch' is not accepted, did you mean epochs?"),
+        ("[optimisation]\nepochs = 3", "'optimisation.epochs' is not accepted, did you mean epochs?"),
+        ("\ufeffepochs = 3", "byte order mark: save it without one"),
         ('lr = "x"', "--lr: Expected a float"),
         (None, ""),
     ],
@@ -84,6 +86,16 @@ def test_a_value_that_is_not_accepted_is_told_with_its_place(
     with pytest.raises(Failure) as error:
         resume.parse(ResNetConfig, "resnet", "", ["--config", str(file)] if line else [])
     assert str(error.value).startswith(place) and told in str(error.value)
+
+
+def test_a_flag_is_written_out_and_a_switchs_variable_is_true_or_false(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What looks for --resume in a command, to have a job go on, must find it."""
+    for word, meant in (("--run-d", "--run-dir"), ("--res", "--resume")):
+        with failing(2, f"{word} x, did you mean {meant}?"):
+            resume.parse(ResNetConfig, "resnet", "", [word, "x"])
+    monkeypatch.setenv("HVDTRAIN_JSON", "1")
+    with failing(2, "HVDTRAIN_JSON=1: give true or false"):
+        resume.parse(ResNetConfig, "resnet", "", [])
 
 
 def test_a_misspelt_variable_is_told_and_one_that_something_else_reads_is_not(monkeypatch: pytest.MonkeyPatch) -> None:

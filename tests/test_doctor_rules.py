@@ -147,11 +147,6 @@ def test_ssh_says_why(said: str, reason: str) -> None:
     assert reason in problem.reason and problem.fix and "{" not in problem.fix
 
 
-def test_the_kernels_configuration() -> None:
-    text = "CONFIG_NET_SCH_HTB=y\nCONFIG_NET_SCH_TBF=m\n# CONFIG_NET_SCH_NETEM is not set\n"
-    assert [checks.kernel_config(text, name) for name in ("htb", "tbf", "netem")] == [True, True, False]
-
-
 def facts(**other: Any) -> dict[str, Any]:
     """A host without faults."""
     eth0 = {"name": "eth0", "address": "10.0.0.2", "up": True, "carrier": True}

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import secrets
 import shlex
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ from conftest import LIMIT_S, ROOT, SMALL, Cluster, environment, finished, until
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.cluster import launch, launched, processes, quota, tuning
+from hvdtrain.cluster import launch, launched, nic, processes, quota, tuning
 from hvdtrain.cluster.tuning import GLOO, MPI, Link
 
 SLOW = Link(hosts=2, ranks=4, most_ranks=2, cores=8, rate_bit_s=10_000_000, network="10.77.0.0/24")
@@ -144,8 +146,9 @@ def test_a_dry_run_prints_the_whole_command_and_each_value_with_its_reason() -> 
 
 
 def test_without_hosts_np_means_this_machine_and_quiet_says_nothing() -> None:
-    done = dry("-np", "3", "--quiet", "python", "x.py", extra={"SLURM_JOB_NODELIST": ""})
+    done = dry("-np", "3", "--quiet", "--show-rank", "0", "--", "python", "x.py", extra={"SLURM_JOB_NODELIST": ""})
     words = parts(done)
+    assert words[-2:] == ["python", "x.py"] and "--" not in words[-4:]
     assert words[words.index("-H") + 1] == "localhost:3" and done.stderr == ""
     slurm = {"SLURM_JOB_NODELIST": "localhost", "SLURM_TASKS_PER_NODE": "2"}
     done = dry("-np", "3", "python", "x.py", extra=slurm)
@@ -256,16 +259,28 @@ def test_the_users_mca_parameter_wins(by: str) -> None:
 def test_ranks_see_an_allow_list_and_no_value_stands_on_the_command_line() -> None:
     hidden = ("AWS_SECRET_ACCESS_KEY", "HVDTRAIN_TOKEN", "HOROVOD_DB_PASS", "TF_PRIVATE", "HVDTRAIN_credentials")
     secret = {**dict.fromkeys(hidden, "s3cret"), "HVDTRAIN_SEED": "42", "MINE": "m"}
+    known = {"PYTORCH_CUDA_ALLOC_CONF": "a:b", "KERAS_BACKEND": "torch", "OPENBLAS_NUM_THREADS": "1"}
+    secret |= known
     done = dry("-x", "MINE", "-H", "localhost:1", "python", "x.py", extra=secret)
     words = parts(done)
     passed = [words[i + 1] for i, word in enumerate(words) if word == "-x"]
-    assert {"PATH", "PYTHONPATH", "HVDTRAIN_SEED", "OMP_NUM_THREADS", "MINE"} <= set(passed)
+    assert {"PATH", "PYTHONPATH", "HVDTRAIN_SEED", "OMP_NUM_THREADS", "MINE", *known} <= set(passed)
     assert not set(hidden) & set(passed)
     assert not [name for name in passed if "=" in name]
     assert "s3cret" not in done.stdout + done.stderr
     options = launch.parser("mpirun").parse_args(["-H", "localhost", "x"])
     plan, _ = launch.make_plan("mpirun", options, secret)
     assert "s3cret" not in launch.child_environment(plan, secret).values()
+
+
+def test_open_mpi_is_told_the_network_whatever_this_hosts_own_name_leads_to(iproute2: None) -> None:
+    for _, device in socket.if_nameindex():
+        assert launch.network_of(device, ["localhost"]) == str(nic.network(device) or device)
+
+
+def test_what_horovodrun_sets_itself_is_not_taken() -> None:
+    done = dry("-np", "2", "--mca", "pml", "ucx", "python", launcher="horovodrun")
+    assert (done.returncode, done.stdout) == (2, "") and "--mca pml: horovodrun sets it itself" in done.stderr
 
 
 def test_an_unknown_interface_is_one_line_that_lists_the_known(iproute2: None) -> None:
@@ -365,6 +380,26 @@ def test_a_killed_launcher_leaves_no_job(tmp_path: Path) -> None:
     job.wait()
     rank = int(pid.read_text())
     until(lambda: processes.ended(rank))
+
+
+def test_a_killed_launcher_leaves_a_checkpoint(tmp_path: Path) -> None:
+    """As when a terminal is closed: the keeper asks the ranks for it, and nothing ends them before."""
+    folder = tmp_path / "run"
+    words = ["launch/mpirun.sh", "-np", "2", sys.executable, "-m", "hvdtrain.resnet", *SMALL, "--epochs", "500"]
+    with (tmp_path / "said").open("w") as said:
+        job = subprocess.Popen([*words, "--run-dir", folder], cwd=ROOT, env=environment(), stdout=said, stderr=said)
+        steps = folder / "metrics" / "rank0000.jsonl"
+        until(lambda: steps.exists() and '"step"' in steps.read_text())
+        job.kill()
+        job.wait()
+        until(lambda: list((folder / "checkpoints").glob("step-*")), what=(tmp_path / "said").read_text)
+    until(lambda: not any(str(folder).encode() in line for line in command_lines()))
+
+
+def command_lines() -> Iterator[bytes]:
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            yield path.read_bytes()
 
 
 def test_a_second_signal_ends_a_job_that_does_not_listen(tmp_path: Path) -> None:

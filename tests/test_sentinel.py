@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -262,6 +263,19 @@ def test_a_launcher_is_what_starts_ranks_and_not_the_users_shell(tmp_path: Path)
         os.killpg(user.pid, signal.SIGKILL)
         user.wait()
     until(lambda: all(process.gone() for process in chain))
+
+
+@pytest.mark.root
+def test_a_launcher_that_proc_hides_is_not_watched() -> None:
+    """hidepid: a rank's parent is root's slurmstepd, say."""
+    program = "import os; from hvdtrain.sentinel.processes import launchers; print(launchers(os.getpid()))"
+    as_nobody = "setpriv --reuid=65534 --regid=65534 --clear-groups"
+    script = f'mount -t proc -o hidepid=2 proc /proc && {as_nobody} "$0" -c "$1"; exit $?'  # the shell stays its parent
+    words = ["unshare", "-m", "sh", "-c", script, sys.executable, program]
+    done = subprocess.run(words, capture_output=True, text=True)
+    if "Permission denied" in done.stderr or "No module" in done.stderr:
+        pytest.skip("the checkout is not readable for everybody")
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
 def test_a_process_number_used_again_is_another_process() -> None:

@@ -20,6 +20,7 @@ from types import ModuleType
 
 import pytest
 from conftest import LIMIT_S, ROOT
+from setuptools import find_packages
 
 SETUP_FILES = ["Makefile", "setup.cfg", "pyproject.toml", "LICENSE", "tools/setup.sh"]
 SETUP_FILES += ["tools/constraints.txt", "tools/build_horovod.py", "tools/sleep_when_idle.c"]
@@ -148,6 +149,16 @@ def test_unknown_choice(checkout: Path, arguments: list[str], variables: dict[st
     done = run(["tools/setup.sh", *arguments], checkout, **variables)
     assert done.returncode == 2
     assert said in last_line(done)
+
+
+def test_a_folder_whose_name_has_a_space(checkout: Path) -> None:
+    done = run(["tools/setup.sh"], checkout.rename(checkout.with_name("my checkout")))
+    assert done.returncode == 2 and "my checkout has a space" in last_line(done)
+
+
+def test_every_folder_with_modules_is_installed() -> None:
+    with_modules = {".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "hvdtrain").rglob("*.py")}
+    assert with_modules == set(find_packages(str(ROOT), include=["hvdtrain*"]))
 
 
 def test_disk_full(checkout: Path, tmp_path: Path) -> None:

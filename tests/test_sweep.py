@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from hvdtrain.exits import Failure
 from hvdtrain.sweep import estimate, file, folder, plan
+from hvdtrain.sweep.__main__ import main
 from hvdtrain.sweep.preview import Preview, previews, words
 
 FLAGS = {"resnet": {"seed", "lr", "batch_size", "global_batch_size", "framework", "strategy", "config", "device"}}
@@ -94,6 +95,12 @@ def test_other_contents_of_a_config_file_are_another_point(tmp_path: Path) -> No
         preset.write_text(f"lr = {rate}\n")
         names |= {one.name for one in plan.points(read(tmp_path, f'[[grid]]\nconfig = "{preset}"\n'))[0]}
     assert len(names) == 2
+
+
+def test_the_sweeps_own_keys_win_over_a_config_file(tmp_path: Path) -> None:
+    (tmp_path / "preset.toml").write_text("lr = 0.1\n")
+    text = f"[defaults]\nlr = 0.3\n[[grid]]\nseed = 1\nconfig = '{tmp_path / 'preset.toml'}'\n"
+    assert list(plan.points(read(tmp_path, text))[0][0].flags) == ["config", "lr", "seed"], "flags behind it win"
 
 
 # --- order -----------------------------------------------------------------------------------------------------------
@@ -267,7 +274,7 @@ def test_what_is_wrong_in_a_file_is_told_with_its_place(tmp_path: Path, text: st
     assert expected in str(failure)
 
 
-@pytest.mark.parametrize("override", ["seed", "1=2", "label=x", "hosts=3", "colour=1"])
+@pytest.mark.parametrize("override", ["seed", "1=2", "label=/", "hosts=3", "colour=1"])
 def test_a_setting_that_cannot_be_put_in_place_is_refused(tmp_path: Path, override: str) -> None:
     text = CLUSTER + "[[grid]]\nhosts = [1, 2]\nglobal_batch_size = [8, 16]\nzip = [['hosts', 'global_batch_size']]\n"
     assert refusal(tmp_path, text, override).code in (2, 78)
@@ -282,6 +289,9 @@ def test_what_is_set_on_the_command_line_wins(tmp_path: Path) -> None:
         (lr, seed): 1 for lr in (0.1, 0.2, None) for seed in (7, 8)
     }
     assert all(one.kinds == ("timing", "timing") and one.flags["framework"] == "torch" for one in found)
+    text = "[cluster]\nvirtual = [1, 2]\n[[grid]]\nhosts = [1, 2]\nseed = [1, 2]\n"
+    found, _ = plan.points(read(tmp_path, text, "label=x", 'zip=[["hosts", "seed"]]'))
+    assert [(one.hosts, one.flags["seed"], one.settings["label"]) for one in found] == [(1, 1, "x"), (2, 2, "x")]
 
 
 @settings(max_examples=200)
@@ -359,6 +369,15 @@ def test_half_the_cores_are_taken_to_need_twice_as_long() -> None:
     assert near.basis == "near" and near.seconds is not None and near.seconds > 1900
 
 
+def test_a_rank_with_a_quarter_of_the_batch_is_taken_to_need_a_quarter_of_the_time() -> None:
+    one, four = (point(hosts=hosts, on="cluster", global_batch_size=32) for hosts in (1, 4))
+    told = {one.name: foretold(20), four.name: dataclasses.replace(foretold(20), plan={"steps": 20, "rank_batch": 8})}
+    known = estimate.Estimator(told, file.ClusterSpec(hostfile="lab"))
+    known.learn(plan.Run(point=one, kind="timing", repeat=1), 1000.0)
+    near = known.of(plan.Run(point=four, kind="timing", repeat=1))
+    assert near.basis == "near" and near.seconds is not None and 250 < near.seconds < 270
+
+
 # --- shipped files ---------------------------------------------------------------------------------------------------
 
 
@@ -377,6 +396,13 @@ def test_a_shipped_sweep_can_be_planned_here(path: Path, tmp_path: Path) -> None
             assert run["command"][-3] == "--run-dir"
             assert run["estimate_s"] or "gpu" in run["point"]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_command_whose_number_of_ranks_is_not_known_here_can_be_planned(tmp_path: Path) -> None:
+    """It is that of the GPUs, of which this machine may have none."""
+    file = tmp_path / "sweep.toml"
+    file.write_text('[[grid]]\ncommand = "true"\nranks_per_host = "gpus"\n')
+    assert main([str(file), "--root", str(tmp_path), "--dry-run"]) == 0
 
 
 @pytest.mark.parametrize(

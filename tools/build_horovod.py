@@ -20,6 +20,7 @@ Standard library only. Exit codes: 0 ok; 1 build failed; 2 usage; 69 no package 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import hashlib
 import importlib.metadata as metadata
@@ -221,10 +222,22 @@ def fetch(folder: Path) -> Path:
     return source
 
 
+def memory() -> int:
+    """Bytes that this process may use: the machine's, or fewer by a control group (container, Slurm, login node)."""
+    most, own = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), Path("/proc/self/cgroup")
+    names = {"": "memory.max", "memory": "memory.limit_in_bytes"}  # of versions 2 and 1
+    for line in own.read_text().splitlines() if own.exists() else []:
+        _, controllers, path = line.split(":", 2)
+        for group in (Path(path), *Path(path).parents) if controllers in names else ():
+            folder = Path("/sys/fs/cgroup", controllers, str(group).strip("/"))
+            with contextlib.suppress(OSError, ValueError):  # "max": no limit
+                most = min(most, int((folder / names[controllers]).read_text()))
+    return most
+
+
 def jobs() -> int:
     """Compilers at once: one per core and one more, but 1.5 GB of memory for each."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return max(1, min(len(os.sched_getaffinity(0)) + 1, memory // 1_500_000_000))
+    return max(1, min(len(os.sched_getaffinity(0)) + 1, memory() // 1_500_000_000))
 
 
 def environment(frameworks: list[str], mpi_bin: Path, nccl: dict[str, str], folder: Path) -> dict[str, str]:

@@ -145,6 +145,7 @@ main() {
     if [[ "$now ${digest%% *}" == "$had_asked $had_mpi $had_extent $had_digest" ]]; then
         [[ -z ${PYTHON:-} || $(version "$PYTHON") == "$(version .venv/bin/python)" ]] && return
     fi
+    [[ $PWD != *[[:space:]]* ]] || fail "$PWD has a space, at which CMake and Open MPI part paths; move the checkout" 2
     # Opened for writing, though nothing is written: NFS gives no lock otherwise.
     { exec 9>>tools/setup.sh; } 2>/dev/null || fail "$PWD cannot be written; copy or clone it to where it can" 73
     flock 9 # a second set-up of this checkout waits for the first

@@ -23,8 +23,8 @@ from hvdtrain.exits import Failure
 
 KEPT = (
     *("COLUMNS", "LANG", "LC_*", "LD_LIBRARY_PATH", "NO_COLOR", "PATH", "TERM", "TMPDIR", "TZ", "VIRTUAL_ENV"),
-    *("CUDA_*", "HOROVOD_*", "HVDTRAIN_*", "KMP_*", "MALLOC_*", "MKL_*", "NCCL_*", "OMP_*", "OMPI_*", "OPAL_*"),
-    *("PYTHON*", "SLURM_CONF", "TF_*", "TORCH_*"),
+    *("CUDA_*", "HOROVOD_*", "HVDTRAIN_*", "KERAS_*", "KMP_*", "MALLOC_*", "MKL_*", "NCCL_*", "OMP_*", "OMPI_*"),
+    *("OPAL_*", "OPENBLAS_NUM_THREADS", "PYTHON*", "PYTORCH_*", "SLURM_CONF", "TF_*", "TORCH_*"),
 )
 """Variables that a command on a host keeps; nothing else, so that no secret of the caller's shell gets there"""
 

@@ -19,7 +19,7 @@ import shlex
 import shutil
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -37,14 +37,15 @@ from hvdtrain.exits import Failure
 FOR_RANKS = (
     *("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "PYTHONHASHSEED"),
     *("VIRTUAL_ENV", "CONDA_PREFIX", "OPAL_PREFIX", "HOROVOD_*", "HVDTRAIN_*", "OMP_*", "MKL_*", "KMP_*", "MALLOC_*"),
-    *("GLOO_*", "NCCL_*", "CUDA_*", "NVIDIA_VISIBLE_DEVICES", "TF_*", "XLA_FLAGS", "TORCH_*", "TMPDIR"),
-    *("LANG", "LC_*", "TZ", "NO_COLOR", "XDG_CACHE_HOME"),
+    *("GLOO_*", "NCCL_*", "CUDA_*", "NVIDIA_VISIBLE_DEVICES", "TF_*", "XLA_FLAGS", "TORCH_*", "PYTORCH_*", "KERAS_*"),
+    *("OPENBLAS_NUM_THREADS", "TMPDIR", "LANG", "LC_*", "TZ", "NO_COLOR", "XDG_CACHE_HOME"),
 )
 # What mpirun, horovodrun and ssh need besides, on this host.
 FOR_LAUNCHERS = (
     *("HOME", "USER", "LOGNAME", "SHELL", "TERM", "HOSTNAME", "SSH_AUTH_SOCK", "KRB5CCNAME", "SSL_CERT_FILE"),
     *("OMPI_MCA_*", "OMPI_ALLOW_*", "SLURM_*"),
 )
+HOROVODRUNS = {"pml", "btl_tcp_if_include"}  # parameters of Open MPI that horovodrun itself gives
 SURVIVE = ("python3", "-P", "-m", "hvdtrain.cluster.survive")
 SLEEPER = Path(sys.prefix, "lib", "sleep_when_idle.so")
 EXAMPLES = """examples:
@@ -173,9 +174,11 @@ def choose_interface(names: Sequence[str], asked: str | None) -> tuple[str | Non
 
 
 def network_of(device: str, names: Sequence[str]) -> str:
-    """For Open MPI: the network, if all hosts are in it (interfaces may be named otherwise there), or the name."""
+    """For Open MPI: the network, if all others are in it (interfaces may be named otherwise there), or the name."""
     network = nic.network(device)
-    inside = network is not None and all(ipaddress.ip_address(address_of(name)) in network for name in names)
+    # This host's own name leads to 127.0.1.1 on Debian.
+    others = [address for address in map(address_of, names) if not nic.is_own(address)]
+    inside = network is not None and all(ipaddress.ip_address(address) in network for address in others)
     return str(network) if inside else device
 
 
@@ -243,7 +246,7 @@ def child_environment(plan: Plan, environment: Mapping[str, str]) -> dict[str, s
     return kept | {setting.name: setting.value for setting in plan.settings if not setting.mca}
 
 
-def mca_words(plan: Plan, but: Sequence[str] = ()) -> Command:
+def mca_words(plan: Plan, but: Collection[str] = ()) -> Command:
     told = [setting for setting in plan.settings if setting.mca and setting.name not in but]
     return [word for setting in told for word in ("--mca", setting.name, setting.value)]
 
@@ -265,8 +268,7 @@ def horovodrun_command(plan: Plan) -> Command:
     if plan.interface:
         words += ["--network-interfaces", plan.interface]
     if plan.backend == MPI:
-        # horovodrun itself gives these
-        words.append(f"--mpi-args={shlex.join(mca_words(plan, ('pml', 'btl_tcp_if_include')))}")
+        words.append(f"--mpi-args={shlex.join(mca_words(plan, HOROVODRUNS))}")
     return [*words, *plan.command]
 
 
@@ -274,6 +276,9 @@ def make_plan(launcher: str, options: argparse.Namespace, environment: Mapping[s
     """The plan, and what is to be said of it."""
     if not options.command:
         raise Failure(f"no command given; for example launch/{launcher}.sh -H a:2,b:2 python -m hvdtrain.resnet", 2)
+    if launcher == "horovodrun" and (own := HOROVODRUNS & dict(options.mca).keys()):
+        what = f"--mca {min(own)}: horovodrun sets it itself; give --nic for the interface, or use launch/mpirun.sh"
+        raise Failure(what, exits.USAGE)
     found, source = find_hosts(options, environment)
     slots = sum(slot.slots for slot in found)
     ranks = slots if options.np is None else options.np
@@ -362,6 +367,7 @@ def typed(plan: Plan, options: argparse.Namespace) -> str:
 
 def start(launcher: str, arguments: list[str], environment: Mapping[str, str]) -> int:
     options = parser(launcher).parse_args(arguments)
+    options.command = options.command[options.command[:1] == ["--"] :]
     plan, told = make_plan(launcher, options, environment)
     for line in told if not options.quiet else []:
         print(f"{launcher}.sh: {line}", file=sys.stderr)

@@ -67,7 +67,10 @@ def _check(cluster: Cluster) -> None:
     """What would otherwise fail half-way, or hang later."""
     for path in ("/etc/hosts", "/etc/resolv.conf", "/etc/ssh/ssh_config", "/etc/pam.d/sshd"):
         if not Path(path).exists():
-            raise Failure(f"{path} is missing, so the hosts cannot have their own; create an empty one", exits.FAILED)
+            below = path.removeprefix("/etc")  # where openSUSE has it; an empty file in /etc would hide that one
+            real = next((top + below for top in ("/usr/lib", "/usr/etc") if Path(top + below).exists()), None)
+            hint = f"sudo install -D {real} {path}" if real else "create an empty one"
+            raise Failure(f"{path} is missing, so the hosts cannot have their own; {hint}", exits.FAILED)
     cores = os.cpu_count() or 1
     for host in cluster.hosts:
         wanted = [int(n) for part in (host.cpus or "0").split(",") for n in part.split("-")]

@@ -33,6 +33,7 @@ import json
 import os
 import re
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures.process import BrokenProcessPool
@@ -237,6 +238,10 @@ def making(destination: Path) -> Iterator[Path]:
             stack.enter_context(files.locked(unfinished / "lock", wait=False))
         except BlockingIOError:
             raise Failure(f"{unfinished}: another process is at work there: wait for it", CANNOT_WRITE) from None
+        except OSError as error:
+            if error.errno not in files.UNSUPPORTED:
+                raise
+            print(f"hvdtrain: {unfinished}: {error.strerror}: nothing keeps another job out of it", file=sys.stderr)
         try:
             yield unfinished
             (unfinished / "result").rename(destination)

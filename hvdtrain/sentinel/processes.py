@@ -24,9 +24,9 @@ class Process:
         self.pid = pid
         self._started = processes.stat(pid).started
         self.name = _name(pid)
-        # Readable once the process has ended; kernels before 5.3 have none, then the ticks must do.
+        # Readable once the process has ended. Kernels before 5.3 and conda's Python have none: the ticks must do.
         self.ended: int | None = None
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, AttributeError):
             self.ended = os.pidfd_open(pid)
 
     def state(self) -> str:
@@ -52,14 +52,16 @@ def launchers(pid: int) -> list[Process]:
     """The processes that rank `pid` hangs on: from its parent up to the program that started the job here.
 
     Above the first that is known to start ranks only those count that merely wrap it (`sh -c mpirun ...`, which
-    horovodrun becomes, and our own launch scripts): a user's shell or ssh session may end while the job goes on.
-    Where none is known, the parent alone counts.
+    horovodrun becomes): a user's shell or ssh session may end while the job goes on, and so may our own launcher, whose
+    keeper asks the job for a checkpoint first. Where none is known, the parent alone counts.
     """
     chain: list[Process] = []
     found = False
     above = processes.stat(pid).parent
     while above > 1:
         process = Process(above)
+        if process.gone():  # another user's, which /proc may hide (hidepid): nobody can watch it
+            break
         if found and (process.name.startswith("sshd") or not _starts_ranks(process)):
             break
         chain.append(process)
@@ -79,8 +81,7 @@ def _starts_ranks(process: Process) -> bool:
     if len(words) > 2 and PurePath(words[0]).name in SHELLS and words[1] == "-c":
         command = words[2].split()
         return bool(command) and PurePath(command[0]).name in DAEMONS
-    ours = ("launch/mpirun.sh", "launch/horovodrun.sh", "launch/slurm.sbatch", "hvdtrain.cluster.launch")
-    return any(word.endswith(ours) for word in words[:6])
+    return False
 
 
 def _name(pid: int) -> str:

@@ -160,12 +160,15 @@ class Sentinel:
             return None
         from hvdtrain.cluster import throttle  # used once, and on several hosts only
 
+        asked = throttle.asked()
+        if asked and self.nic and asked.get("dev") not in (self.nic, None):
+            asked = None  # of another interface, which this run does not use
         found: dict[str, Any] = {
             "host": socket.gethostname(),
             "nic": self.nic,
             "address": self.way and self.way.source,
             "speed_mbit": self.way and nic.speed_mbit(self.way.device),
-            "throttle": throttle.asked(),
+            "throttle": asked,
             "goodput_to": self._next,
             "goodput_mbit": None,
             "reason": f"no common network with {self._next}",

@@ -151,8 +151,8 @@ class Watch:
             if rank.process.gone():
                 self._hear(now)  # its last word may have come since
                 if rank.last_word is None:
-                    what = "died without a word (a signal, out of memory, or a crash: see dmesg there)"
-                    return {"kind": "died", "text": f"rank {rank.number} on {self._name} {what}"}
+                    what = f"rank {rank.number} on {self._name} died without a word (stopped by its launcher, as after "
+                    return {"kind": "died", "text": what + "Ctrl-C; out of memory or a crash: see dmesg there)"}
                 if rank.last_word == RankWords.FAILED:
                     return {"kind": "failed", "text": ""}
             lost = next((p for p in rank.launchers if p.gone()), None)

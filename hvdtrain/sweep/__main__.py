@@ -91,7 +91,7 @@ def prepare(asked: argparse.Namespace) -> tuple[Task, int]:
         raise Failure(f"--only {' '.join(asked.only)}: no run of {asked.file} fits; --dry-run lists them", exits.USAGE)
     points = list({run.point.name: run.point for run in runs}.values())
     reasons = {point.name: why for point in points if (why := lacking.reason(point, sweep.cluster))}
-    known = [point for point in points if "command" in point.settings or _can_be_asked(point)]
+    known = [point for point in points if _is_known(point)]
     told = preview.previews([point for point in known if "command" not in point.settings])
     bad = [(point, told[point.name]) for point in points if isinstance(told.get(point.name), Failure)]
     if bad:
@@ -117,9 +117,10 @@ def _chosen(run: plan.Run, globs: list[str]) -> bool:
     return not globs or any(fnmatchcase(run.name, one) or fnmatchcase(run.point.name, one) for one in globs)
 
 
-def _can_be_asked(point: plan.Point) -> bool:
-    """Whether its workload can make a dry run here: its framework is installed and the number of ranks is known."""
-    return isinstance(point.settings["ranks_per_host"], int) and lacking.framework(point) is None
+def _is_known(point: plan.Point) -> bool:
+    """Whether its number of ranks is known, and its workload, which a command has none of, can make a dry run here."""
+    settings = point.settings
+    return isinstance(settings["ranks_per_host"], int) and ("command" in settings or lacking.framework(point) is None)
 
 
 def dry_run(task: Task, merged: int, as_json: bool) -> int:

@@ -239,7 +239,8 @@ class Executor:
         except OSError as error:
             raise folder.cannot_write(where, error) from error
         with log, tempfile.TemporaryDirectory(prefix="hvdtrain-sweep-") as scratch:
-            os.chown(scratch, where.stat().st_uid, -1)  # the hosts run as that user
+            if os.geteuid() == 0:
+                os.chown(scratch, where.stat().st_uid, -1)  # the hosts run as that user
             try:
                 timeout_s = self._task.sweep.timeout_s
                 with self._children.beside(self._others(run, Path(scratch)), self._environment):

@@ -203,7 +203,7 @@ def read(path: Path, overrides: Sequence[str] = (), flags: Callable[[str], set[s
         start = starts[number] if number < len(starts) else 0
         grids.append(_grid(text, start, table, defaults, forced, flags))
     for key in forced:
-        if key not in TOP and not any(key in grid.values or key in ("repeats", "protocol") for grid in grids):
+        if key not in TOP and not any(key in grid.values or key in (*GRID_ONLY, "repeats") for grid in grids):
             raise Failure(f"--set {key}: no grid takes it", exits.USAGE)
     made = {"name": path.stem, **top}
     if not NAME.fullmatch(made["name"]):
@@ -253,16 +253,16 @@ def _cluster(text: _Text, table: dict[str, Any]) -> ClusterSpec:
     for key, owner in (("cpu_share", "virtual"), ("cpus", "virtual"), ("fill", "virtual"), ("dev", "hostfile")):
         if key in table and owner not in table:
             raise _bad(text.at(key, start), f"{key} goes with {owner}, not with {kinds[0]}")
-    names = table.get("virtual", [])
+    names = tuple(map(str, table.get("virtual", [])))
     try:
         if "virtual" in table:
-            every = ",".join(hosts.check_name(str(name)) for name in names)
+            every = ",".join(map(hosts.check_name, names))
             share, cpus = table.get("cpu_share"), table.get("cpus")
             topology.from_names(every, cluster="sweep", user="", slots=1, cpu_share=share, cpus=cpus, rate=None)
         machines = hosts.read_hostfile(Path(table["hostfile"])) if "hostfile" in table else []
     except Failure as failure:
         raise _bad(text.at(kinds[0], start), str(failure)) from failure
-    return ClusterSpec(**{**table, "virtual": tuple(names), "machines": tuple(slot.host for slot in machines)})
+    return ClusterSpec(**{**table, "virtual": names, "machines": tuple(slot.host for slot in machines)})
 
 
 def _grid(

@@ -179,7 +179,8 @@ def settled(sweep: Sweep, grid: Grid, asked: dict[str, Any], gpus: int | None) -
         if about.fill and hosts == 1:
             facts["fill"] = len(about.virtual) - 1
         settings["cluster"] = facts
-    settings |= {key: value for key, value in asked.items() if key not in OWN}
+    named = sorted(asked, key=lambda key: key != "config")  # the keys behind a file win over it
+    settings |= {key: asked[key] for key in named if key not in OWN}
     if "config" in settings and "command" not in settings:
         settings["config"], settings["config_sha256"] = _preset(grid, str(settings["config"]))
     return settings

@@ -234,7 +234,7 @@ def slots(where: str, facts: Facts, wanted: int) -> Check:
     data = {"slots": wanted, "cores": cores}
     if wanted > cores:
         what = f"{wanted} slots on {cores} core{'s' * (cores != 1)}: ranks will wait for each other's turns"
-        fix = f"give it {cores} (-H {where}:{cores}); mpirun needs --oversubscribe for more"
+        fix = f"give it {cores} (-H {where}:{cores})"
         return Check(name="slots", status=WARN, where=where, what=what, fix=fix, facts=data)
     return Check(name="slots", status=OK, where=where, what=f"{wanted} slots on {cores} cores", facts=data)
 

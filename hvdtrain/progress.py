@@ -105,6 +105,7 @@ def started_bar(label: str, total: int, done: int = 0) -> tuple[Bar, TaskID]:
     columns = [TextColumn("{task.description}", markup=False)] if label else []
     bar = Bar(*columns, BarColumn(), text, console=Console(stderr=True), auto_refresh=False)
     bar.start()
+    bar.console.show_cursor(True)  # a process that ends at once could not bring it back
     return bar, bar.add_task(label, total=total, completed=done, text="")
 
 

@@ -310,6 +310,7 @@ def guard(*, debug: bool) -> None:
     def uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         ours = isinstance(error, Failure) or place().launcher != "alone"
         if ours and isinstance(error, Exception):
+            sys.stderr = sys.__stderr__  # torch.distributed's hook calls this one, and holds back what it writes
             _end(_told(error, debug, _line_of_script(trace)))
         sys.__excepthook__(kind, error, trace)
 
@@ -334,6 +335,8 @@ def _line_of_script(trace: TracebackType | None) -> str:
 def _told(error: Exception, debug: bool, at: str = "") -> int:
     """Tells the user what ended this rank, and `at` which line of a script; the exit code."""
     where, debug = place(), debug or os.environ.get("HVDTRAIN_DEBUG", "").lower() == "true"
+    if isinstance(error, OSError) and not debug:
+        error = exits.of_system(error) or error
     if isinstance(error, Failure):
         if debug:
             traceback.print_exception(error)
@@ -341,11 +344,8 @@ def _told(error: Exception, debug: bool, at: str = "") -> int:
             time.sleep(PEER_PATIENCE_S)
         print(f"hvdtrain: {_who(where)}{at}{error}", file=sys.stderr, flush=True)
         return error.code
-    told = exits.of_system(error) if isinstance(error, OSError) and not debug else None
     if isinstance(error, BrokenPipeError) and where.launcher == "alone":  # `--strategy help | head`
         sys.stdout = None
-    elif told:
-        print(f"hvdtrain: {_who(where)}{told}", file=sys.stderr, flush=True)
     elif lost_peer(error):
         time.sleep(PEER_PATIENCE_S)
         print(f"hvdtrain: {_who(where)}lost contact with another rank: {error}", file=sys.stderr, flush=True)
@@ -353,7 +353,7 @@ def _told(error: Exception, debug: bool, at: str = "") -> int:
         trace = "".join(traceback.format_exception(error))
         sys.stderr.write(f"hvdtrain: {_who(where)}failed:\n{trace}")
         sys.stderr.flush()
-    return told.code if told else exits.FAILED
+    return exits.FAILED
 
 
 def _end(code: int) -> NoReturn:

@@ -67,6 +67,9 @@ def test_the_folder_has_what_was_measured_and_told(made: Path) -> None:
     epochs = read_run(made / "two")["epoch"]
     assert [epoch.epoch for epoch in epochs] == [0, 1]
     assert all(epoch.train_scores == epoch.validation_scores for epoch in epochs)
+    for rank in range(2):
+        exchanged = [step.step for step in read_run(made / "quiet", rank)["step"] if step.bytes_sent]
+        assert exchanged == [2, 4, 6, 7, 10, 12, 14, 15], "synchronize_weights() belongs to the step before it"
     (summary,) = read_run(made / "two")["summary"]
     assert (summary.steps, summary.global_batch, summary.ranks, summary.bytes_sent) == (16, 64, 2, 16 * 2624)
     assert set(summary.step_shares) == {"compute", "exchange", "exchange_least"}

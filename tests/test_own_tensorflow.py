@@ -113,9 +113,10 @@ def test_what_cannot_be_had_says_why_and_what_to_take(carrier: str) -> None:
         "op": "Average or Sum",
         "xla": "jit_compile=False",
         "half": "take mixed_bfloat16",
+        "half tape": "take mixed_bfloat16",
         "shapes": "FailedPreconditionError",
     }
     if carrier:
-        words["session"] = "in a tf.function"
+        words |= {"session": "in a tf.function", "weights": "hvd.broadcast_variables"}
     for name, word in words.items():
         assert word in told[name], told[name]

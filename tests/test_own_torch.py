@@ -13,6 +13,7 @@ from conftest import PROGRAMS, ROOT, document, launch
 from torch import nn
 
 from hvdtrain.models.dense_torch import Kept, Seen
+from hvdtrain.torch.vectors import Parameters
 
 
 @functools.cache
@@ -47,6 +48,19 @@ def test_an_optimizer_on_a_strategy_does_what_the_loop_does_and_what_users_expec
     """The program compares and raises: see its checks."""
     done = launch(3, [str(PROGRAMS / "own_optimizer.py")], "torchrun")
     assert len(document(done)["done"]) == 17
+
+
+def test_gradients_come_back_in_the_order_of_the_parameters_memory() -> None:
+    """By which fused optimizers go: of channels_last kernels, say."""
+    kernel = nn.Parameter(torch.randn(4, 3, 2, 2).contiguous(memory_format=torch.channels_last))
+    optimizer = torch.optim.SGD([kernel], lr=0.5, fused=True)
+    vectors = Parameters({"kernel": kernel}, lambda: optimizer.step(), ranks=1, divided=True, careful=False)
+    for _ in range(2):
+        kernel.grad = torch.randn_like(kernel)
+        expected = kernel.detach() - 0.5 * kernel.grad
+        vectors.vector()
+        vectors.apply(0.5)
+        torch.testing.assert_close(kernel.detach(), expected)
 
 
 def test_a_hook_sums_the_buckets_of_distributeddataparallel() -> None:

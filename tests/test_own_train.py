@@ -129,6 +129,9 @@ def test_the_parts_of_a_keras_sequential_are_the_whole() -> None:
     ]
     for found in others:
         np.testing.assert_allclose(found, known, rtol=1e-5, atol=1e-6)
+    doubles = keras.Sequential([keras.Input((64,)), keras.layers.Dense(10, dtype="float64")])
+    with pytest.raises(Failure, match="is float64; float32 weights are trained"):
+        own_tf.Own(doubles, loss, own_tf.correct, measure.sums, config)
     arrays = {name: 2 * array for name, array in whole.arrays().items()}
     whole.take(arrays)
     assert all(np.array_equal(array, arrays[name]) for name, array in whole.arrays().items())
@@ -172,6 +175,23 @@ def test_a_dataset_of_either_framework_gives_the_batches_of_its_arrays() -> None
     twice = batches(((x, x), y))
     np.testing.assert_array_equal(twice[0], twice[1])
     assert own.opened((x, y), None, None).fingerprint != own.opened((x, y[::-1]), None, None).fingerprint
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "native"])
+def test_a_torch_module_may_have_sparse_gradients_and_parameters_it_does_not_use(strategy: str) -> None:
+    class Odd(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scores = torch.nn.EmbeddingBag(17, 10, sparse=True)
+            self.unused = torch.nn.Linear(2, 2)
+
+        def forward(self, x: Any) -> Any:
+            return self.scores((16 * x).long())
+
+    model, entropy = Odd(), torch.nn.functional.cross_entropy
+    start = model.scores.weight.detach().clone()
+    hvdtrain.train(model, loss=entropy, epochs=1, global_batch_size=100, strategy=strategy, **own_train.PARTS)
+    assert not torch.equal(model.scores.weight, start)
 
 
 class Half(Measure):
@@ -291,8 +311,9 @@ def test_what_cannot_be_trained_is_one_clear_line(changes: dict[str, Any], said:
     assert error.value.code == code
 
 
-def test_a_rank_with_other_data_ends_the_job_with_one_line(tmp_path: Path) -> None:
-    done = ranks("torch", tmp_path, "mpirun", cut=True, strategy="hierarchical")
+@pytest.mark.parametrize("strategy", ["hierarchical", "native"])
+def test_a_rank_with_other_data_ends_the_job_with_one_line(strategy: str, tmp_path: Path) -> None:
+    done = ranks("torch", tmp_path, "mpirun", cut=True, strategy=strategy)
     assert done.returncode == 65, done.stderr[-3000:]
-    assert re.search(r"own_train\.py:\d+: rank 1 has other data than rank 0: give every rank all of it", done.stderr)
+    assert re.search(r"own_train\.py:\d+: rank 1 on \S+ has other data than rank 0 on \S+: give every", done.stderr)
     assert "Traceback" not in done.stderr

@@ -202,6 +202,7 @@ class PeerLost(OSError):
 # What the libraries raise when another rank is gone: the exception's class, and words of its text.
 PEER_ERRORS = (
     ("PeerLost", ""),
+    ("", "PeerLost: "),  # as PyTorch and TensorFlow tell what a function of ours has raised
     ("HorovodInternalError", ""),
     ("", "Horovod"),
     ("DistBackendError", ""),

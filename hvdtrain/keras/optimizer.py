@@ -194,6 +194,8 @@ class Distributed:
         """Makes the weights the same on all ranks, where a strategy let them differ. Collective."""
         if self._hvd_state.step is not None:
             self._hvd_state.step.synchronize()
+            if self._hvd_state.recorded is not None:
+                self._hvd_state.recorded.exchanged()
 
     def exchange_state(self) -> dict[str, np.ndarray]:
         """What this rank's exchange needs to go on after the very step: each rank saves and loads its own."""
@@ -301,7 +303,10 @@ def DistributedOptimizer(
 
 def copied(kind: Callable[..., Any], optimizer: Any) -> Any:
     """An optimizer of another class with the same settings and, if it was built, the same state."""
-    new = kind.from_config(optimizer.get_config())  # type: ignore[attr-defined]
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    own = {each.__name__: each for each in (type(inner), type(inner._learning_rate))}  # a script's, unregistered
+    with keras.saving.custom_object_scope(own):
+        new = kind.from_config(optimizer.get_config())  # type: ignore[attr-defined]
     if optimizer.built:
         new.build(optimizer._trainable_variables)
         for mine, theirs in zip(new.variables, optimizer.variables, strict=True):

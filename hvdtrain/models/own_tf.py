@@ -47,13 +47,13 @@ class Own:
         if config.threads not in (0, self.threads):
             told = f"--threads {config.threads}: TensorFlow has begun with {self.threads}"
             raise Failure(f"{told}; start with TF_NUM_INTRAOP_THREADS={config.threads}", BAD_CONFIG)
-        if PRECISIONS[model.compute_dtype] != config.precision:
-            told = f"--precision {config.precision}: the model computes in {model.compute_dtype}; let both be the same"
-            raise Failure(f"{told}, with keras.config.set_dtype_policy('mixed_bfloat16'), say", BAD_CONFIG)
         if not model.built or not model.trainable_variables:
             raise Failure("model has no weights to train yet: give it a keras.Input, or call it once", BAD_CONFIG)
         if wrong := [each for each in model.trainable_variables if each.dtype != "float32"]:
             raise Failure(f"model: {wrong[0].path} is {wrong[0].dtype}; float32 weights are trained", BAD_CONFIG)
+        if PRECISIONS.get(model.compute_dtype) != config.precision:
+            told = f"--precision {config.precision}: the model computes in {model.compute_dtype}; let both be the same"
+            raise Failure(f"{told}, with keras.config.set_dtype_policy('mixed_bfloat16'), say", BAD_CONFIG)
         try:
             self._loss = tf.keras.losses.get(loss)
         except ValueError as error:

@@ -158,6 +158,11 @@ class Steps:
         if self._recorder is _recorder:  # else its records have ended
             self._recorder.step(self, lr, exchange_s, sent_bytes)
 
+    def exchanged(self, waited_s: float, sent_bytes: int) -> None:
+        """Ranks made their weights the same between two steps, just now: the first one has it, as in a workload."""
+        if self._recorder is _recorder:
+            self._recorder.step(None, None, waited_s, sent_bytes)
+
 
 class Recorder:
     """One rank's records."""
@@ -191,23 +196,25 @@ class Recorder:
             say = lambda text: _say(world, text)  # noqa: E731
             self._watching.enter_context(observe.monitoring(config, folder, world, device, say))
         self._began_unix_s, self._nic_began = time.time(), world.nic_counters()
-        self._mark = self._epoch_began = self._stepped = time.perf_counter()
+        self._epoch_began = self._stepped = time.perf_counter()
         self._mine: Any = None
         self._told: list[Any] = []
         self._ending = threading.Event()
         self._ender = threading.Thread(target=self._tell, daemon=True)  # Python 3.12 starts none while it ends
         self._ender.start()
 
-    def step(self, of: Steps, lr: float | None, exchange_s: float | None, sent_bytes: int) -> None:
-        """See `Steps.done`. Where optimizers take turns, as in a GAN, the first one's steps count, and each holds what
-        the others do next; one that makes two steps on end is the first from there on."""
-        mine, self._latest = of in (self._first or of, self._latest), of
-        now = time.perf_counter()
-        whole_s = now - self._mark
-        self._mark = self._stepped = now
+    def step(self, of: Steps | None, lr: float | None, exchange_s: float | None, sent_bytes: int) -> None:
+        """See `Steps`; `of` is None between two. Where optimizers take turns, as in a GAN, the first one's steps count,
+        and each holds what the others do next; one that makes two steps on end is the first from there on."""
+        mine = of is not None and of in (self._first or of, self._latest)
+        self._latest = of or self._latest
+        now = time.perf_counter() if of else self._stepped + (exchange_s or 0.0)
+        whole_s, self._stepped = now - self._stepped, now
         waited_s = min(exchange_s or 0.0, whole_s)
         if not mine:
-            if (before := self._waiting) is not None:
+            if (before := self._waiting) is None:  # it is written
+                self._sent_bytes += sent_bytes
+            else:
                 so_far_s = before.communication_s
                 self._waiting = dataclasses.replace(
                     before,
@@ -230,15 +237,13 @@ class Recorder:
             bytes_sent=sent_bytes,
             warmup=self._steps < WARMUP_STEPS,
         )
-        if self._first_step_s is None:
-            self._first_step_s = process_age_s()
+        self._first_step_s = self._first_step_s or process_age_s()
         self._steps += 1
 
     def log(self, told: dict[str, float]) -> None:
         loss, epoch = told.pop("loss", None), told.pop("epoch", None)
         samples = told.pop("samples", None)
-        if epoch is None and self._waiting is not None:
-            before = self._waiting
+        if epoch is None and (before := self._waiting) is not None:
             self._waiting = dataclasses.replace(
                 before,
                 loss=before.loss if loss is None else shown.finite(loss),
@@ -286,7 +291,7 @@ class Recorder:
         self._train_s += train_s
         self._validation_s += validation_s
         self._losses = []
-        self._mark = self._epoch_began = self._stepped = now
+        self._epoch_began = self._stepped = now
 
     def _flush(self) -> None:
         """Writes the last step."""
@@ -308,18 +313,13 @@ class Recorder:
     def _declare(self, found: dict[str, dict[str, float]]) -> None:
         """The manifest names every score that was told; the first one is the headline."""
         told = [(name, value) for scores in found.values() for name, value in scores.items()]
-        new = {
-            name: shown.score(name, v)
-            for name, v in told
-            if name not in self._scores or not self._scores[name].possible(v)
-        }
+        known = self._scores
+        new = {name: shown.score(name, v) for name, v in told if name not in known or not known[name].possible(v)}
         if not new:
             return
         self._scores |= new
-        measure = {
-            "headline": next(iter(self._scores)),
-            "scores": {name: dataclasses.asdict(score) for name, score in self._scores.items()},
-        }
+        scores = {name: dataclasses.asdict(score) for name, score in self._scores.items()}
+        measure = {"headline": next(iter(scores)), "scores": scores}
         self._manifest = dataclasses.replace(self._manifest, measure=measure)
         if self._world.rank == 0:
             records.write_document(self._folder / "manifest.json", records.as_json(self._manifest))

@@ -38,6 +38,11 @@ class Recorded:
             waited_s, sent_bytes = self._exchange.spent() if self._exchange else (None, self._ring_bytes)
             self._steps.done(lr=lr, exchange_s=waited_s, sent_bytes=sent_bytes)
 
+    def exchanged(self) -> None:
+        """The weights were made the same between two steps, just now."""
+        if self._steps is not None and self._exchange is not None:
+            self._steps.exchanged(*self._exchange.spent())
+
     def behind(self, gradients: Sequence[Any]) -> None:
         """Of a tape: the step is done when it has these gradients."""
         if tf.executing_eagerly():

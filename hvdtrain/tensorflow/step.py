@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -129,6 +130,14 @@ class Step:
             self._strategy, self.world = job.job().strategy(self.exchange, shapes)
             if self._loaded is not None:
                 self._strategy.load(self._loaded)
+            if self._strategy.local:
+                told = self.world.gather(0 if self._loaded is not None else zlib.crc32(self.weights().data))
+                if len(set(told)) > 1:
+                    other = next(rank for rank, found in enumerate(told) if found != told[0])
+                    raise ValueError(
+                        f"rank {other} and rank 0 begin with different weights: build the model, and call "
+                        "hvd.broadcast_variables(model.variables, root_rank=0) before the first step"
+                    )
         return self._strategy
 
     # --- strategies.Vectors -------------------------------------------------------------------------------------

@@ -106,6 +106,8 @@ def DistributedGradientTape(
         why = "compression= is part of the strategy: name a reducer of few bits (--strategy help), and leave it out"
     elif process_set.process_set_id != 0:
         why = "a strategy exchanges among all ranks: leave process_set out"
+    elif asked is not None and asked.remembers and tf.keras.config.dtype_policy().name == "mixed_float16":
+        why = "it keeps gradients from step to step, which loss scaling makes infinite: take mixed_bfloat16"
     if asked is not None and why and str(asked) != DEFAULT_REDUCER:
         raise ValueError(f"DistributedGradientTape, strategy {asked}: {why}")
     with tf.init_scope():  # that ranks meet, or change over, is no part of a graph

@@ -53,7 +53,7 @@ class Buckets:
                 buffer.copy_(gradients[:-1])
                 done.set_result(buffer)
             except Exception as error:
-                done.set_exception(error)
+                done.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))  # PyTorch tells its text alone
 
         self._thread.submit(sum_)
         return done

@@ -53,6 +53,8 @@ def DistributedOptimizer(
     called. Collective. Raises Failure for a strategy that a script cannot have, ValueError for what does not go with
     it.
     """
+    if isinstance(optimizer, Exchanging):
+        raise ValueError("DistributedOptimizer: this one is distributed already, give it a new one of torch.optim")
     exchange = job.exchange(strategy)
     wrong, exact = "", False
     if exchange is not None:
@@ -62,10 +64,7 @@ def DistributedOptimizer(
         if backward_passes_per_step <= 0:
             wrong = "backward_passes_per_step must be > 0"
         elif inspect.signature(optimizer.step).parameters["closure"].default is inspect.Parameter.empty:
-            name = type(optimizer).__name__
-            wrong = (
-                f"{name} evaluates its closure several times in a step, and each rank as often as it likes: take SGD"
-            )
+            wrong = f"{type(optimizer).__name__} evaluates its closure as often as each rank likes in a step: take SGD"
         elif exact:
             wrong = ""
         elif doubles:
@@ -117,8 +116,12 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
         horovod.broadcast_optimizer_state(optimizer, root_rank, model)
         return
     optimizer.take_loaded()
-    with optimizer.without_exchange():  # it makes a step on ranks whose optimizer has no state yet
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    before = [weight.detach().clone() for weight in weights]
+    with optimizer.without_exchange():  # it makes a step, and so decays weights, where the optimizer has no state yet
         horovod.broadcast_optimizer_state(optimizer, root_rank, model)
+    with torch.no_grad():
+        torch._foreach_copy_(weights, before)
 
 
 class Exchanging(torch.optim.Optimizer):
@@ -219,7 +222,9 @@ class Exchanging(torch.optim.Optimizer):
         are. Collective."""
         if self._local and not self._compared:
             self.take_loaded()
-        self._strategy.synchronize(self._parameters, self._clock)
+        told = self._strategy.synchronize(self._parameters, self._clock)
+        if self._recorded is not None:
+            self._recorded.exchanged(self._clock.take("communication"), told.sent_bytes)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Changes nothing: a step exchanges whatever has been accumulated."""
@@ -246,7 +251,8 @@ class Exchanging(torch.optim.Optimizer):
             self.take_loaded()
         if not self._compared:
             self._compare()
-        self._exchange_rows()
+        with self._clock.span("communication"):
+            self._exchange_rows()
         told = self._strategy.step(self._parameters, 0.0, self._clock)
         if self._recorded is not None:
             waited_s = self._clock.take("communication")

@@ -56,8 +56,8 @@ def flat(net: torch.nn.Module) -> np.ndarray:
     return torch.cat([p.detach().reshape(-1) for p in net.parameters()]).numpy().copy()
 
 
-def wrapped(net: torch.nn.Module, strategy: str, **settings: Any) -> Any:
-    inner = torch.optim.SGD(net.parameters(), lr=LR, momentum=0.9)
+def wrapped(net: torch.nn.Module, strategy: str, decay: float = 0.0, **settings: Any) -> Any:
+    inner = torch.optim.SGD(net.parameters(), lr=LR, momentum=0.9, weight_decay=decay)
     return hvd.DistributedOptimizer(inner, named_parameters=net.named_parameters(), strategy=strategy, **settings)
 
 
@@ -149,7 +149,7 @@ def of_rank_0(strategy: str) -> None:
     """One file for all: what rank 0 saved when the weights were the same goes on on every rank, whether all load it or,
     as in Horovod's examples, rank 0 alone."""
     net = model()
-    optimizer = wrapped(net, strategy)
+    optimizer = wrapped(net, strategy, decay=0.01)
     train(net, optimizer, range(4))
     early = hvd.broadcast_object(optimizer.state_dict())
     optimizer.synchronize_weights()
@@ -157,7 +157,7 @@ def of_rank_0(strategy: str) -> None:
     ends = []
     for loading in (range(hvd.size()), [0]):
         again = model()
-        resumed = wrapped(again, strategy)
+        resumed = wrapped(again, strategy, decay=0.01)
         if not early["exchange"]["in_sync"] and hvd.rank():
             refused(ValueError, "saved while the ranks' weights differed", lambda to=resumed: to.load_state_dict(early))
         if hvd.rank() in loading:
@@ -331,23 +331,22 @@ def mistakes() -> None:
     refused(ValueError, "op=hvd.Sum means nothing", lambda: wrapped(net, "local-sgd", op=hvd.Sum))
     lbfgs = torch.optim.LBFGS(net.parameters())
     refused(ValueError, "LBFGS", lambda: hvd.DistributedOptimizer(lbfgs, strategy="powersgd"))
-    for strategy in ("native", "hybrid", "async-ps"):
-        refused(Exception, "a script cannot have it", lambda name=strategy: wrapped(net, name))
-    refused(Exception, "Horovod", lambda: wrapped(net, "allreduce"))
-    refused(Exception, "did you mean powersgd", lambda: wrapped(net, "powersdg"))
-    other = torch.nn.Linear(2, 2 + hvd.rank())
-    refused(ValueError, "build the same model", lambda: wrapped(other, "hierarchical"))
+    absent = dict.fromkeys(("native", "hybrid", "async-ps"), "a script cannot have it")
+    for strategy, words in (absent | {"allreduce": "Horovod", "powersdg": "did you mean powersgd"}).items():
+        refused(Exception, words, lambda name=strategy: wrapped(net, name))
+    refused(ValueError, "same model", lambda: wrapped(torch.nn.Linear(2, 2 + hvd.rank()), "hierarchical"))
     refused(NotImplementedError, "state_dict()", lambda: hvd.elastic.run)
     net[0].weight.data += hvd.rank()
     local = wrapped(net, "local-sgd")
+    refused(ValueError, "distributed already", lambda: hvd.DistributedOptimizer(local, strategy="powersgd"))
     refused(ValueError, "broadcast_parameters", lambda: train(net, local, range(1)))
     hvd.broadcast_parameters(net.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(local, root_rank=0)
     train(net, local, range(1))
     refused(ValueError, "add groups before", lambda: local.add_param_group({"params": []}))
-    state = wrapped(net, "powersgd").state_dict()
-    refused(ValueError, "this optimizer has local-sgd", lambda: local.load_state_dict(state))
-    train(net, wrapped(net, "powersgd", op=hvd.Sum), range(1))
+    other = wrapped(net, "powersgd", op=hvd.Sum)
+    refused(ValueError, "this optimizer has local-sgd", lambda: local.load_state_dict(other.state_dict()))
+    train(net, other, range(1))
 
 
 def odd_settings() -> None:

@@ -34,6 +34,8 @@ for epoch in range(2):
         second.step()
         if "--quiet" not in sys.argv:
             hvd.log(loss=loss.item(), samples=len(images))
+    optimizer.synchronize_weights()
+    second.synchronize_weights()
     if "--quiet" not in sys.argv:
         right = (model(images).argmax(1) == labels).float().mean()
         hvd.log(epoch=epoch, accuracy=right, val_loss=loss.detach(), train_accuracy=right)

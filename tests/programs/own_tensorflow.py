@@ -141,6 +141,10 @@ class Each(keras.metrics.Metric):
         return tf.constant([hvd.rank(), 1.0])
 
 
+class Decay(keras.optimizers.schedules.ExponentialDecay):
+    """A schedule that Keras has not been told of."""
+
+
 def model(optimizer: Any, seed: int = 3, *between: Any) -> Any:
     keras.utils.set_random_seed(seed)
     dense = keras.layers.Dense
@@ -179,8 +183,7 @@ def alone(optimizer: Any, *between: Any, epochs: int = 3) -> dict[str, Any]:
 
 def fits(folder: Path) -> dict[str, Any]:
     distributed = hvdtrain.keras.DistributedOptimizer
-    schedule = keras.optimizers.schedules.ExponentialDecay(0.01, 4, 0.5)
-    adam = lambda: keras.optimizers.Adam(schedule)  # noqa: E731
+    adam = lambda: keras.optimizers.Adam(Decay(0.01, 4, 0.5))  # noqa: E731
     made = {
         "alone": lambda: alone(sgd()),
         "fit": lambda: fitted(model(distributed(sgd()), seed=3 + hvd.rank())),
@@ -302,9 +305,12 @@ def refusals() -> dict[str, str]:
         "session": _in_session,
         "op": lambda: distributed(sgd(), op=hvd.Max),
         "xla": lambda: _compiled(distributed(sgd())),
-        "half": _half,
+        "half": lambda: _half(lambda: distributed(sgd(), strategy="powersgd")),
+        "half tape": lambda: _half(lambda: hvd.DistributedGradientTape(tf.GradientTape(), strategy="powersgd")),
         "shapes": lambda: hvd.allreduce(tf.zeros(2 + hvd.rank()), name="shapes"),
     }
+    if STREAMS:
+        asked["weights"] = lambda: _apart(distributed(plain(), strategy="local-sgd"))
     found = {}
     for name, call in asked.items():
         try:
@@ -321,10 +327,15 @@ def _in_session() -> None:
         hvd.allreduce(tf.zeros(2))
 
 
-def _half() -> None:
+def _apart(optimizer: Any) -> None:
+    """Ranks begin with different weights, and broadcast nothing."""
+    model(optimizer, 3 + hvd.rank()).fit(*data(), BATCH, verbose=0)
+
+
+def _half(call: Any) -> None:
     keras.config.set_dtype_policy("mixed_float16")
     try:
-        hvdtrain.keras.DistributedOptimizer(sgd(), strategy="powersgd")
+        call()
     finally:
         keras.config.set_dtype_policy("float32")
 

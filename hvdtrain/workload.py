@@ -287,12 +287,8 @@ class Job:
         `documents` are kept in the folder, by file name.
         """
         about, config, ranks, loader, device = self.about, self.about.config, self.ranks, self.loader, self.device
-        unseen = device == "cpu" and config.device == "auto"
-        facts = {
-            **self.facts,
-            "collectives": ranks.collectives,
-            "device": f"{device} ({config.framework} sees no GPU)" if unseen else device,
-        }
+        told = f"{device} ({config.framework} sees no GPU)" if device == "cpu" and config.device == "auto" else device
+        facts = {**self.facts, "collectives": ranks.collectives, "device": told}
         folder = run.open_folder(config, about.workload, ranks)
         if self.strategy.divides and about.plan.shares is None:
             how, shares = "as this run began", run.kept_shares(folder, ranks)
@@ -343,11 +339,9 @@ def connected(
     config: TrainConfig, place: world.Place, used: Threads, data: str = "", *, parted: bool = False
 ) -> tuple[world.World, str]:
     """The ranks, which agree on settings and on the fingerprint of their `data`, and this one's device. Collective.
-    `parted`: a step goes through the model in parts, which streams carry.
 
-    Raises Failure (78) if the strategy does not go with the launcher, (69) if not all ranks found each other, or if
-    they do not agree (`run.check_alike`).
-    """
+    `parted`: a step goes through the model in parts, which streams carry. Raises Failure (78) if the strategy does not
+    go with the launcher, (69) if ranks did not find each other, (65, 78) if they do not agree."""
     strategy = strategies.chosen(config).strategy
     carrier = "streams" if parted else strategy.carrier
     if carrier == "horovod" and place.launcher == "torchrun":

@@ -49,7 +49,7 @@ def test_rates_leave_warm_up_out_and_times_do_not() -> None:
     at, made = Position(), Made(data_s=0.5, hosts=2)
     for number, (seconds, samples) in enumerate([(9.0, 10), (8.0, 10), (2.0, 10), (4.0, 20)]):  # two warm up
         at.learn(np.array([1.0, samples / 2, samples]))
-        at.add(step(made, number, 0), seconds=seconds, samples=samples, consumed=0)
+        at.add(step(made, number, 0), seconds=seconds, consumed=at.consumed + samples)
     epoch, _ = at.end_epoch(0, Accuracy(), {"accuracy": 0.5}, validation_loss=1.0, validation_s=3.0, unix_s=0.0)
     assert (epoch.samples, epoch.train_s, epoch.samples_per_s) == (50, 23, 30 / 6)
     assert (epoch.train_loss, epoch.train_scores) == (4 / 50, {"accuracy": 0.5})

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import dataclasses
 import errno
 import json
 import os
@@ -30,7 +29,7 @@ from hvdtrain import exits, files, frameworks, run, trained
 from hvdtrain.arguments import Parser, near
 from hvdtrain.arrays_file import Arrays
 from hvdtrain.data import csv_rows, tabular
-from hvdtrain.data.csv_rows import Form
+from hvdtrain.data.csv_rows import Block, Form
 from hvdtrain.data.tabular import Columns
 from hvdtrain.exits import Failure
 from hvdtrain.measures import Confusion
@@ -40,16 +39,8 @@ SCHEMA = "hvdtrain/classes/1"
 TRAINED_BY = "tabular"
 
 
-@dataclasses.dataclass(frozen=True)
-class Answers:
-    """What the model makes of some rows."""
-
-    lines: NDArray[np.int64]
-    """(n,), where each stands in the file"""
-    logs: NDArray[np.float64]
-    """(n, classes), logarithms of their probabilities"""
-    classes: list[str]
-    """As the file has them; n empty ones if they do not matter"""
+Answers = Iterator[tuple[Block, NDArray[np.float64]]]
+"""Some rows, and logarithms of their classes' probabilities, (n, classes)"""
 
 
 def main(arguments: list[str]) -> int:
@@ -120,28 +111,28 @@ def network(framework: str, spec: mlp.MLPSpec, parameters: Arrays) -> Any:
     return model
 
 
-def answered(path: Path, form: Form, columns: Columns, model: Any, *, judged: bool) -> Iterator[Answers]:
+def answered(path: Path, form: Form, columns: Columns, model: Any, *, judged: bool) -> Answers:
     """The file's rows, block by block, with their classes if answers are `judged`. Raises Failure (65, 77)."""
     for block in csv_rows.rows(path, form, columns.missing, features=None if judged else len(columns.mean)):
         logits = model.outputs(columns.standard(block.features)).astype(np.float64)
         highest = logits.max(axis=1, keepdims=True)
         logs = logits - highest - np.log(np.exp(logits - highest).sum(axis=1, keepdims=True))
-        yield Answers(block.lines, logs, block.classes)
+        yield block, logs
 
 
-def test(asked: Any, columns: Columns, answers: Iterator[Answers]) -> int:
+def test(asked: Any, columns: Columns, answers: Answers) -> int:
     """Prints loss, scores and confusion matrix. Raises Failure (65) for a class that the model does not know."""
     measure = Confusion(columns.classes)
     known = {name: number for number, name in enumerate(columns.classes)}
     confusion, loss = np.zeros(measure.sums["confusion"]), 0.0
-    for each in answers:
-        for line, name in zip(each.lines, each.classes, strict=True):
+    for block, logs in answers:
+        for line, name in zip(block.lines, block.classes, strict=True):
             if name not in known:
                 told = f"class {name!r} was not in training{near(name, known)}; it has {', '.join(known)}"
                 raise Failure(f"{asked.data}:{line}:{len(columns.mean) + 1}: {told}", exits.BAD_DATA)
-        truth = np.array([known[name] for name in each.classes], np.int64)
-        np.add.at(confusion, (truth, each.logs.argmax(axis=1)), 1)
-        loss -= float(each.logs[np.arange(len(truth)), truth].sum())
+        truth = np.array([known[name] for name in block.classes], np.int64)
+        np.add.at(confusion, (truth, logs.argmax(axis=1)), 1)
+        loss -= float(logs[np.arange(len(truth)), truth].sum())
     if not (samples := confusion.sum()):
         raise Failure(f"{asked.data}: has no row; give it some", exits.BAD_DATA)
     scores = measure.score({"confusion": confusion}, samples)
@@ -155,7 +146,7 @@ def test(asked: Any, columns: Columns, answers: Iterator[Answers]) -> int:
     return exits.OK
 
 
-def predict(asked: Any, columns: Columns, answers: Iterator[Answers]) -> int:
+def predict(asked: Any, columns: Columns, answers: Answers) -> int:
     """Writes the answers, whole or not at all. Raises Failure (73, 74)."""
     out = Path(os.path.realpath(asked.out))
     part = out.parent / f".{out.name}.{os.getpid()}"
@@ -165,11 +156,11 @@ def predict(asked: Any, columns: Columns, answers: Iterator[Answers]) -> int:
         with part.open("x", newline="", encoding="utf-8") as file:
             table = csv.writer(file, lineterminator="\n")
             table.writerow(["line", "class", "probability"])
-            for each in answers:
-                best = each.logs.argmax(axis=1)
-                chances = np.exp(each.logs[np.arange(len(best)), best])
+            for block, logs in answers:
+                best = logs.argmax(axis=1)
+                chances = np.exp(logs[np.arange(len(best)), best])
                 names = (columns.classes[place] for place in best.tolist())
-                table.writerows(zip(each.lines.tolist(), names, (f"{x:.6f}" for x in chances), strict=True))
+                table.writerows(zip(block.lines.tolist(), names, (f"{x:.6f}" for x in chances), strict=True))
         part.replace(out)
     except OSError as error:
         raise files.unwritable(f"--out {asked.out}", error, "give a file in a folder that may be written") from None

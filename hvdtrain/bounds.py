@@ -43,7 +43,7 @@ def problem(settings: Any, name: Any = str) -> str | None:
 
     `name` makes what the user types of a field's name. A field that is None, an optional one, is left out.
     """
-    types_ = hints(type(settings))
+    types_ = get_type_hints(type(settings))
     for field in dataclasses.fields(settings):
         bounds, value = field.metadata.get("bounds"), getattr(settings, field.name)
         if get_origin(types_[field.name]) is Literal and value not in get_args(types_[field.name]):
@@ -72,11 +72,6 @@ def kind(field: dataclasses.Field[Any], hint: Any) -> str:
     word = {int: "whole number", float: "number"}.get(choices[0] if origin is tuple else hint, "text")
     limits = [f"{SIGNS[key][0]} {limit:g}" for key, limit in field.metadata.get("bounds", {}).items()]
     return " ".join([word, " and ".join(limits)]).strip() + (" for each rank, as 3:1" if origin is tuple else "")
-
-
-def hints(cls: type[Any]) -> dict[str, Any]:
-    """The types of the fields."""
-    return get_type_hints(cls)
 
 
 def field_docs(cls: type) -> dict[str, str]:

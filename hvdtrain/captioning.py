@@ -56,7 +56,7 @@ class CaptioningConfig(CaptioningData, configuration.TrainConfig):
     dropout: float = bounded(0.5, least=0, below=1)
     """Share of the picture's and the words' values that each step leaves out"""
     beam: int = bounded(3, least=1)
-    """Beginnings that beam search goes on with; captions are also written greedily"""
+    """Width of the beam search; captions are also written greedily"""
     optimizer: Literal["sgd", "adam"] = "adam"
     """SGD with --momentum, or Adam with its usual constants (0.9, 0.999, 1e-8)"""
     lr: float = bounded(2e-3, above=0)

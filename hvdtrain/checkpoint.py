@@ -124,23 +124,24 @@ class Checkpoints:
     def save(self, step: int, shared: Arrays, local: Arrays, progress: dict[str, JSON], best: bool = False) -> Path:
         """Save this rank's part of step `step` (>= 0) and return the checkpoint's folder. Collective.
 
-        Arrays may have any layout and any dtype of safetensors' (bfloat16: hand over its uint16 view); `progress` and
-        `best` are rank 0's. A checkpoint of the same step is replaced. When one rank fails, all raise the same Failure,
-        older checkpoints are as they were and the temp folder is gone: CANNOT_WRITE (permission, read-only), IO_ERROR
-        (no room, broken disk), FAILED (ranks at different steps, a dtype or value that cannot be stored, weights
-        that are infinite or NaN).
+        Arrays may have any layout and any dtype of safetensors' (bfloat16: hand over its uint16 view); `best` is rank
+        0's, and so is `progress` but for its `validation_scores`, which are alike on all ranks. A checkpoint of the
+        same step is replaced. When one rank fails, all raise the same Failure, older checkpoints are as they were and
+        the temp folder is gone: CANNOT_WRITE (permission, read-only), IO_ERROR (no room, broken disk), FAILED (ranks
+        at different steps, a dtype or value that cannot be stored, weights that are infinite or NaN).
         """
         final = self._folder / _name(step)
         task, mine = f"save {final}", {"save": secrets.token_hex(8), "step": int(step), "best": bool(best)}
 
         def begin() -> JSON:
             _finite(shared | local)
-            return mine | {"progress": json.dumps(progress)}
+            told = {name: value for name, value in progress.items() if name != "validation_scores"}  # alike on all
+            return mine | {"progress": json.dumps(told)}
 
         heads = self._agree(task, CANNOT_WRITE, begin)
         if len(steps := {head["step"] for head in heads}) > 1:
             raise Failure(f"cannot {task}: the ranks are at different steps, {sorted(steps)}", FAILED)
-        head = heads[0] | {"progress": json.loads(heads[0]["progress"])}
+        head = heads[0] | {"progress": progress | json.loads(heads[0]["progress"])}
         saving = _Saving(final, head["save"])
         try:
             parts = self._agree(task, CANNOT_WRITE, lambda: saving.write(shared, self._shared, self._own, local))

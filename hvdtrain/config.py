@@ -120,7 +120,7 @@ class Run:
     """Continue the run in this folder from its newest valid checkpoint, with its settings. Without a folder:
     continue the run in --run-dir, or start it if there is none"""
     checkpoint_epochs: int = bounded(1, least=0)
-    """Save a checkpoint after every so many epochs; 0: only when stopped by a signal"""
+    """Save a checkpoint after every so many epochs (after the last only if they divide --epochs); 0: not by epochs"""
     checkpoint_steps: int = bounded(0, least=0)
     """Save a checkpoint after every so many steps too; 0: not by steps"""
     keep_checkpoints: int = bounded(2, least=1)

@@ -68,19 +68,22 @@ def timed_inference(replica: Replica, split: Split, sizes: Sequence[int]) -> lis
 def renew_statistics(replica: Replica, batches: Iterable[Batch]) -> None:
     """Takes the running statistics anew from these training batches alone (precise BN: Wu and Johnson, "Rethinking
     'Batch' in BatchNorm", 2021): those of the weights as they are, not of the weights' recent past.
+    Each batch counts alike.
 
-    From zeros, n batches, or micro-batches, leave a mean of their statistics with weights that sum to
+    From zeros, a batch of n micro-batches leaves a mean of their statistics with weights that sum to
     1 - (1 - momentum)^n.
     """
     if not replica.statistics:
         return
-    replica.load_local({name: np.zeros_like(array) for name, array in _statistics(replica).items()})
-    count = 0
+    zeros = {name: np.zeros_like(array) for name, array in _statistics(replica).items()}
+    sums, count = {name: array.copy() for name, array in zeros.items()}, 0
     for batch in batches:
+        replica.load_local(zeros)
         replica.observe(batch)
-        count += len(batch.parts) or 1
-    whole = {name: np.float32(1 - (1 - momentum) ** count) for name, momentum in replica.statistics.items()}
-    replica.load_local({name: array / whole[name] for name, array in _statistics(replica).items()})
+        count += 1
+        for name, array in _statistics(replica).items():
+            sums[name] += array / np.float32(1 - (1 - replica.statistics[name]) ** (len(batch.parts) or 1))
+    replica.load_local({name: array / np.float32(count) for name, array in sums.items()})
 
 
 def average_statistics(replica: Replica, world: World, shares: Sequence[float] | None = None) -> None:

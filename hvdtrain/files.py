@@ -83,7 +83,9 @@ def put(path: Path, content: bytes, hint: str) -> None:
     try:
         if path.exists():
             _plain(path, path.stat())  # a rename would put a file in the place of a device
-        part.write_bytes(content)
+        part.unlink(missing_ok=True)  # of a killed process of this number, or somebody's link
+        with part.open("xb") as file:
+            file.write(content)
         sync(part)
         part.replace(path)
     except OSError as error:

@@ -23,7 +23,7 @@ from typing import Any
 
 from hvdtrain import agreement, exits, observe, records, snapshot
 from hvdtrain.checkpoint import Checkpoints
-from hvdtrain.data import Parts, Split
+from hvdtrain.data import Split
 from hvdtrain.data.loader import Loader
 from hvdtrain.evaluation import evaluate, renew_statistics, timed_inference
 from hvdtrain.exits import Failure
@@ -44,8 +44,8 @@ samples give. Collective; all ranks get the same"""
 class Loop:
     """One rank's training run in `folder`, which exists. All ranks call the same methods in the same order.
 
-    `data`: the ranks among which the data are shared out, all of `world` where each has the whole model; `stage`: which
-    part of it this one has.
+    `dataset`: whose splits validation and test are evaluated; `data`: the ranks among which the data are shared out,
+    all of `world` where each has the whole model; `stage`: which part of it this one has.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Loop:
         run: Run,
         folder: Path,
         *,
-        dataset: Parts,
+        dataset: Any,
         loader: Loader,
         world: World,
         data: World,

@@ -44,7 +44,8 @@ class Score:
     least: float | None = None
     most: float | None = None
     """Bounds that no right value is beyond; None: there is none"""
-    higher_is_better: bool = True
+    higher_is_better: bool | None = True
+    """None: the nearer to 0, from either side"""
     shown: bool = True
     """Whether progress lines and tables name it; records hold it in any case"""
 
@@ -69,7 +70,13 @@ class Score:
         return math.isfinite(value) and least <= value <= most
 
     def better(self, value: float, than: float) -> bool:
-        return value > than if self.higher_is_better else value < than
+        return self.merit(value) > self.merit(than)
+
+    def merit(self, value: float) -> float:
+        """Grows as the value gets better."""
+        if self.higher_is_better is None:
+            return -abs(value)
+        return value if self.higher_is_better else -value
 
 
 class Measure(abc.ABC):
@@ -157,7 +164,8 @@ class Measure(abc.ABC):
 
 def read(value: Mapping[str, Any]) -> tuple[str, dict[str, Score]]:
     """The headline and the scores of what `Measure.as_json` made; raises ValueError if it is anything else."""
-    kinds: dict[str, tuple[type, ...]] = {"str": (str,), "bool": (bool,), "float | None": (int, float, type(None))}
+    kinds: dict[str, tuple[type, ...]] = {"str": (str,), "bool": (bool,)}
+    kinds |= {"bool | None": (bool, type(None)), "float | None": (int, float, type(None))}
     headline, given = value.get("headline"), value.get("scores")
     if not isinstance(given, dict) or not isinstance(headline, str) or headline not in given:
         raise ValueError("no scores, or none of them is the headline")
@@ -184,8 +192,8 @@ class Accuracy(Measure):
 
 class Confusion(Measure):
     """Accuracy, and precision, recall and F1 of each class, as their plain mean over classes (macro) and weighted by
-    the classes' samples; 0 where a class was never the answer, as scikit-learn has it. One sum: how many samples of
-    class i were taken for class j, at [i, j]."""
+    the classes' samples; 0 where a class was never the answer, as scikit-learn has it, which leaves out a class that no
+    sample has either. One sum: how many samples of class i were taken for class j, at [i, j]."""
 
     headline = "accuracy"
 
@@ -212,22 +220,33 @@ class Confusion(Measure):
             "f1": 2 * right / np.maximum(truth + answers, 1),
         }
 
+    @staticmethod
+    def _seen(matrix: NDArray[np.float64]) -> NDArray[np.bool_]:
+        """Which classes some sample has, or was taken for."""
+        return matrix.sum(axis=0) + matrix.sum(axis=1) > 0
+
+    def _means(self, matrix: NDArray[np.float64]) -> dict[str, tuple[str, NDArray[Any]]]:
+        """Ending of a score's name -> what people call it, the weights of classes in it."""
+        return {"": ("mean (macro)", self._seen(matrix)), "_weighted": ("weighted", matrix.sum(axis=1))}
+
     def score(self, sums: Sums, samples: float) -> dict[str, float]:
         matrix = sums["confusion"]
         found = {"accuracy": float(np.trace(matrix)) / samples}
         for kind, values in self._by_class(matrix).items():
-            found |= {kind: float(values.mean()), f"{kind}_weighted": float(np.average(values, weights=matrix.sum(1)))}
-            found |= {f"{kind}_class{number}": value for number, value in enumerate(values.tolist())}
+            for ending, (_, weights) in self._means(matrix).items():
+                found[f"{kind}{ending}"] = float(np.average(values, weights=weights))
+            found |= {f"{kind}_class{number}": float(values[number]) for number in np.flatnonzero(self._seen(matrix))}
         return found
 
     def report(self, sums: Mapping[str, Any]) -> list[tuple[str, list[list[str]]]]:
         matrix = np.array(sums["confusion"])
-        counts, by_class = matrix.sum(axis=1), self._by_class(matrix)
+        counts, by_class, seen = matrix.sum(axis=1), self._by_class(matrix), self._seen(matrix)
         names = [name if len(name) <= 16 else f"{name[:14]}.." for name in self._classes]
         scores = [["class", *by_class, "samples"]]
         for number, name in enumerate(names):
-            scores.append([name, *(f"{each[number]:.4f}" for each in by_class.values()), f"{counts[number]:.0f}"])
-        for name, weights in (("mean (macro)", None), ("weighted", counts)):
+            values = [f"{each[number]:.4f}" if seen[number] else "-" for each in by_class.values()]
+            scores.append([name, *values, f"{counts[number]:.0f}"])
+        for name, weights in self._means(matrix).values():
             means = [np.average(each, weights=weights) for each in by_class.values()]
             scores.append([name, *(f"{mean:.4f}" for mean in means), f"{counts.sum():.0f}"])
         answers = [["", *names]]
@@ -245,7 +264,7 @@ class Regression(Measure):
         self.scores: Mapping[str, Score] = {
             "mae": Score(label="MAE", unit=unit, least=0, higher_is_better=False),
             "rmse": Score(label="RMSE", unit=unit, least=0, higher_is_better=False),
-            "bias": Score(label="bias", unit=unit, higher_is_better=False, shown=False),
+            "bias": Score(label="bias", unit=unit, higher_is_better=None, shown=False),
             "r2": Score(label="R2", most=1),
         }
 

@@ -146,12 +146,12 @@ class Observers:
         """Rank 0 starts the timeline; the barrier after it keeps other ranks from offering a tensor before that."""
         if self._world.rank == 0:
             name = f"horovod_timeline{f'-from-{start}' if start else ''}.json"
-            self._world.start_timeline(self._outputs() / name)
+            self._world.timeline().start_timeline(self._outputs() / name)
         self._world.gather("timeline")
         self._say("note: Horovod writes its timeline with a thread that never rests: this run is slower than others")
         yield
         if self._world.rank == 0:
-            self._world.stop_timeline()
+            self._world.timeline().stop_timeline()
 
     def _outputs(self) -> Path:
         folder = self._folder / "profile"

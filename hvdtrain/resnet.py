@@ -45,7 +45,7 @@ class ResNetConfig(ResNetData, configuration.TrainConfig):
     zero_gamma: bool = True
     """Start the last BatchNorm's scale of each block at 0, so that blocks start as the identity (Goyal et al., 2017)"""
     precise_bn: int = bounded(0, least=0)
-    """Evaluate with BatchNorm statistics that each rank takes anew from its last so many batches of the epoch (precise
+    """Evaluate with BatchNorm statistics that each rank recomputes from its last N batches of the epoch (precise
     BN: Wu and Johnson, 2021); 0: with running ones, which lag behind weights that change fast"""
 
     def size(self) -> tuple[int, int] | None:

@@ -38,11 +38,11 @@ class SolarData(configuration.Data):
     data: str = data.PACKAGED
     """'pvanalytics', or a folder made by `hvdtrain data solar`"""
     station: str | None = None
-    """Whose readings are to be found, of a folder with several (default: the first)"""
+    """Station whose readings are predicted (default: the folder's first)"""
     window: int = bounded(50, least=1)
     """Readings that a pyramid sees"""
     ahead: int = bounded(4, least=1)
-    """How many readings after the last one seen the one is that is to be found"""
+    """How many readings after the last one seen is the one to predict"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

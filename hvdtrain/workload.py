@@ -147,7 +147,7 @@ class Workload:
         if config.stages > 1:
             group = ranks.met.along(stages.grid.holders(stages.stage))
             data = world.World(config.framework, device != "cpu", carrier="streams", met=group)
-        strategy = strategies.make(config, data, shapes)
+        strategy = exchange.make(config, data, shapes)
         strategy.plan(layout)
         return Job(
             about,
@@ -215,9 +215,10 @@ class Job:
         stage, shapes = self.stages.stage, self.work.of_stage(cut, self.stages.stage)
         layout = dataclasses.replace(self.stages.layout(), hosts=self.data.ranks.hosts_count)
         facts = self.stages.facts(cut, plan.rank_batch)
-        told = strategies.chosen(config).fact(shapes, layout, in_parts=False)
+        exchange = strategies.chosen(config)
+        told = exchange.fact(shapes, layout, in_parts=False)
         facts["exchange"] = told if grid.replicas > 1 else "none: one replica of each stage"
-        strategy = strategies.make(config, self.data, shapes)
+        strategy = exchange.make(config, self.data, shapes)
         strategy.plan(layout)
         return dataclasses.replace(
             self,
@@ -332,7 +333,9 @@ class Job:
                 run.show_summary(summary, self.measure, as_json=config.json)
                 if tip := run.advised(config, summary, ranks.links):
                     print(f"hvdtrain: {tip}", file=sys.stderr, flush=True)
-        return None if summary is None else records.Summary(**ranks.gather(dataclasses.asdict(summary))[0])
+        if summary is None:
+            return None
+        return records.Summary(**ranks.gather(dataclasses.asdict(summary) if ranks.rank == 0 else None)[0])
 
 
 def connected(

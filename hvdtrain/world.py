@@ -201,23 +201,10 @@ class World:
         """With streams: sums a 1-d vector over ranks, in place; see `collectives.Alone.hosts`."""
         return self.ranks.hosts(vector)
 
-    def collect(self, mine: np.ndarray) -> list[np.ndarray]:
-        """With streams: the bytes of every rank's vector, in rank order, on all ranks."""
-        return self.ranks.collect(mine)
-
-    @property
-    def sent_bytes(self) -> int:
-        """Payload that this rank gave to others for vectors so far."""
-        return self.ranks.sent_bytes
-
-    def start_timeline(self, path: Path) -> None:
-        """Starts Horovod's Chrome trace of every tensor. On rank 0 only, in a world made with `timeline`."""
+    def timeline(self) -> HorovodRanks:
+        """What starts and stops Horovod's Chrome trace of every tensor, in a world made with `timeline`."""
         assert isinstance(self.ranks, HorovodRanks)
-        self.ranks.start_timeline(path)
-
-    def stop_timeline(self) -> None:
-        assert isinstance(self.ranks, HorovodRanks)
-        self.ranks.stop_timeline()
+        return self.ranks
 
     # --- hosts and the links between them -----------------------------------------------------------------------
 

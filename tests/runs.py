@@ -50,6 +50,8 @@ class Made:
     rank_batch: int = 32
     epochs: int = 2
     steps_per_epoch: int = 5
+    fingerprint: str = "da4c"
+    """Of the data set"""
     seed: int = 0
     started_utc: str | None = None
     """None: a second after the run made before, since two runs that agree in everything are taken for copies"""
@@ -181,7 +183,7 @@ def manifest(run: Made) -> records.Manifest:
             "global_batch": run.rank_batch * run.ranks,
             "steps": run.steps,
         },
-        data={"name": "digits", "classes": 10, "fingerprint": "da4c", "train": run.samples_per_epoch},
+        data={"name": "digits", "classes": 10, "fingerprint": run.fingerprint, "train": run.samples_per_epoch},
         model={"name": "resnet34", "parameters": run.parameters},
         measure=Accuracy().as_json(),
         ranks=ranks,

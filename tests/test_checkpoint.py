@@ -257,6 +257,7 @@ def test_refused_ones_neither_count_nor_hide_what_is_saved_after_them(tmp_path: 
     assert present(tmp_path) == names(20, 25, 30)
     assert found(make(tmp_path)).step == 25
     run_.save(30, *state(30))
+    assert present(tmp_path) == names(20, 30), "it is none of those that were refused any more"
     assert found(make(tmp_path)).step == 30
 
 
@@ -404,6 +405,28 @@ def test_nothing_valid_is_none_and_says_why(tmp_path: Path) -> None:
     assert [names(2)[0] in lines[0], names(1)[0] in lines[1]] == [True, True]
     assert "framework: 'torch' there, 'tensorflow' here" in lines[0]
     assert lines[2] == f"no valid checkpoint in {tmp_path}"
+
+
+def test_the_best_is_found_behind_newer_ones(tmp_path: Path) -> None:
+    for step, best in ((1, True), (2, True), (3, False)):
+        make(tmp_path).save(step, *state(step), best=best)
+    loaded = make(tmp_path).newest(best=True)
+    assert loaded is not None and loaded.step == 2 and found(make(tmp_path)).step == 3
+
+
+@pytest.mark.parametrize("name", ["parameter.weight", "drift.weights"])
+def test_weights_that_are_no_numbers_are_not_saved(name: str, tmp_path: Path) -> None:
+    """Also those of a rank that trains by itself for a while; what an optimizer keeps may be anything."""
+    spoilt = np.array([1, np.inf], np.float32)
+    with failing(FAILED, f"{name} holds infinity or NaN"):
+        make(tmp_path).save(1, {}, {name: spoilt}, {})
+    make(tmp_path).save(2, {"momentum.weight": spoilt}, {}, {})
+
+
+def test_scores_that_all_ranks_know_are_saved_with_the_progress(tmp_path: Path) -> None:
+    progress = {"epoch": 3, "validation_scores": {"accuracy": [0.5, 0.75]}}
+    make(tmp_path).save(1, {}, {}, progress)
+    assert found(make(tmp_path)).progress == progress
 
 
 def test_keep_must_be_positive(tmp_path: Path) -> None:

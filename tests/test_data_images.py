@@ -383,6 +383,14 @@ def test_two_at_once_is_refused(tmp_path: Path) -> None:
     assert json.loads(out)["samples"] == 60
 
 
+@pytest.mark.root
+def test_another_users_unfinished_work_is_not_gone_on_with(tmp_path: Path) -> None:
+    tree(tmp_path / "in")
+    (tmp_path / ".out.unfinished" / "result").mkdir(parents=True)
+    os.chown(tmp_path / ".out.unfinished", 65534, 65534)
+    fails(lambda: prepare(config(tmp_path)), CANNOT_WRITE, "is another user's", "choose another destination")
+
+
 def test_what_exists_is_never_overwritten(tmp_path: Path) -> None:
     bad = tree(tmp_path / "in") / "class1" / "bad.png"
     bad.touch()

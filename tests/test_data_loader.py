@@ -327,3 +327,38 @@ def test_prefetch_hands_exceptions_over() -> None:
     with pytest.raises(OSError, match="disk gone"):
         next(batches)
     assert not prefetchers()
+
+
+class Keyed(ImageSplit):
+    """A split whose batches are their keys."""
+
+    def batch(self, mine: NDArray[np.int64], everyones: NDArray[np.int64], key: int | None) -> Batch:
+        return Batch(arrays=(np.array(key),), weight=len(mine), total_weight=len(everyones))
+
+
+def test_no_two_batches_of_a_run_draw_from_one_key_and_a_resumed_one_draws_from_the_same() -> None:
+    split = Keyed(samples=np.zeros((64, 1, 1, 1), np.float32), labels=np.zeros(64, np.int64))
+
+    def keys(seed: int, rank: int, epoch: int, start: int = 0) -> list[int]:
+        loader = Loader(split, global_batch=16, rank=rank, size=2, seed=seed, micro_batches=2)
+        return [int(part.arrays[0]) for batch in loader.epoch(epoch, start) for part in batch.parts]
+
+    every = [key for which in itertools.product(range(2), repeat=3) for key in keys(*which)]
+    assert len(set(every)) == len(every) == 8 * 4 * 2
+    assert keys(0, 1, 1, start=32) == keys(0, 1, 1)[4:]
+
+
+@pytest.mark.parametrize(("micro_batches", "parts"), [(1, []), (3, [2, 3, 3]), (5, [2, 2, 2, 2]), (100, [2, 2, 2, 2])])
+def test_micro_batches_are_their_batch_in_order_and_know_how_many_samples_the_step_has(
+    micro_batches: int, parts: list[int]
+) -> None:
+    """On all ranks: each part's loss is divided by that."""
+    whole, cut = (
+        Loader(numbered(48), global_batch=16, rank=1, size=2, seed=1, micro_batches=count)
+        for count in (1, micro_batches)
+    )
+    for batch, other in zip(whole.epoch(0), cut.epoch(0), strict=True):
+        assert [part.weight for part in other.parts] == parts
+        assert (other.weight, other.total_weight) == (batch.weight, batch.total_weight) == (8, 16)
+        assert {part.total_weight for part in (other, *other.parts)} == {16}
+        assert [label for rows in seen(iter(other.parts or [other])) for label in rows] == seen(iter([batch]))[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -184,8 +185,9 @@ def test_the_interface_where_ssh_came_by_no_address_that_is_listed(iproute2: Non
     found = {"a": facts(interfaces=[*NICS, lo], ssh_connection=[])}
     found |= {name: facts(interfaces=NICS, ssh_connection=strange) for name in ("127.0.0.1", "10.1.0.2")}
     agents: dict[str, Any] = dict.fromkeys(found)
-    hosts = doctor.Hosts("a", agents, found)
-    assert [doctor.nic_of(name, hosts, None) for name in ("a", "10.1.0.2")] == [lo, NICS[2]]
+    report = doctor.Report(as_json=True)
+    hosts = doctor.Hosts("a", True, "python", argparse.Namespace(nic=None), report, agents, found)
+    assert [doctor.nic_of(name, hosts) for name in ("a", "10.1.0.2")] == [lo, NICS[2]]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import resource
 import signal
 import socket
 import zipfile
@@ -200,9 +201,18 @@ def test_what_is_no_plain_file_is_not_replaced(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_told_as_such(tmp_path: Path) -> None:
-    (tmp_path / f".x.{os.getpid()}").symlink_to("/dev/full")  # the file that is written before it gets its name
-    with failing(exits.IO_ERROR, "x: No space left on device; free some room$"):
-        files.put(tmp_path / "x", b"x", "hint")
+    """A limit on file sizes is a full disk that needs no root."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        with failing(CANNOT_WRITE, "x: File too large; hint$"):
+            files.put(tmp_path / "x", b"x", "hint")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with Path("/dev/full").open("wb", buffering=0) as full, pytest.raises(OSError, match="No space") as failed:
+        full.write(b"x")
+    told = files.unwritable("x", failed.value, "hint")
+    assert (told.code, str(told)) == (exits.IO_ERROR, "x: No space left on device; free some room")
     assert not any(tmp_path.iterdir())
 
 

@@ -48,9 +48,13 @@ def test_errors_of_a_regression_are_scikit_learns_however_it_is_cut() -> None:
     assert "r2" not in Regression().means(totals(Regression(), constant, 2))[1], "what is not defined is not there"
 
 
-@pytest.mark.parametrize("answers", [3, 4], ids=["a class is never the answer", "all are"])
-def test_a_confusion_matrix_gives_scikit_learns_precision_recall_and_f1(answers: int) -> None:
-    truth, found = DRAW.integers(0, 4, 150), DRAW.integers(0, answers, 150)
+@pytest.mark.parametrize(
+    ("classes", "answers"),
+    [(4, 3), (4, 4), (3, 3)],
+    ids=["a class is never the answer", "all are", "a class is not there"],
+)
+def test_a_confusion_matrix_gives_scikit_learns_precision_recall_and_f1(classes: int, answers: int) -> None:
+    truth, found = DRAW.integers(0, classes, 150), DRAW.integers(0, answers, 150)
     measure = Confusion(("a", "b", "c", "d with a name that is long"))
     cuts = zip(np.split(truth, [60]), np.split(found, [60]), strict=True)
     parts = [{"confusion": known.confusion_matrix(t, f, labels=range(4))} for t, f in cuts]
@@ -61,7 +65,8 @@ def test_a_confusion_matrix_gives_scikit_learns_precision_recall_and_f1(answers:
         for kind, value in zip(("precision", "recall", "f1"), values[:3], strict=True):
             expected |= {f"{kind}{ending.format(place)}": each for place, each in enumerate(np.atleast_1d(value))}
     assert scores == pytest.approx(expected)
-    assert set(scores) == set(measure.scores)
+    absent = {f"{kind}_class{number}" for number in range(classes, 4) for kind in ("f1", "precision", "recall")}
+    assert set(scores) == set(measure.scores) - absent
     of_classes, matrix = measure.report({"confusion": np.sum([part["confusion"] for part in parts], axis=0).tolist()})
     assert of_classes[1][2] == [
         "b",
@@ -69,6 +74,7 @@ def test_a_confusion_matrix_gives_scikit_learns_precision_recall_and_f1(answers:
         str((truth == 1).sum()),
     ]
     assert [row[3] for row in of_classes[1][-2:]] == [f"{scores[name]:.4f}" for name in ("f1", "f1_weighted")]
+    assert [row[1] == "-" for row in of_classes[1][1:5]] == [number >= classes for number in range(4)]
     assert [row[1:] for row in matrix[1][1:]] == [list(map(str, row)) for row in sum(p["confusion"] for p in parts)]
     assert {len(row) for row in matrix[1]} == {5}
 
@@ -84,6 +90,11 @@ def test_what_a_measure_says_comes_back_and_nothing_else_is_taken() -> None:
             measures.read(wrong)
     with pytest.raises(Failure, match="gives the sums wrong, and its measure adds up correct"):
         measures.Accuracy().in_order({"wrong": 1})
+
+
+def test_a_bias_is_better_the_nearer_it_is_to_0() -> None:
+    bias = Regression("W/m2").scores["bias"]
+    assert bias.better(5, -80) and bias.better(-5, 80) and not bias.better(-5, 5)
 
 
 @pytest.mark.parametrize(

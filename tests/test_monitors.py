@@ -8,8 +8,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +19,10 @@ from conftest import LIMIT_S, PROGRAMS, ROOT, environment, until
 
 from hvdtrain import records
 from hvdtrain.cluster import quota
-from hvdtrain.monitors import cgroup
-from hvdtrain.monitors.resources import TICK_S, _difference, _growth
+from hvdtrain.monitors import cgroup, sampler
+from hvdtrain.monitors.nvml import Nvml
+from hvdtrain.monitors.resources import TICK_S, Resources, _difference, _growth
+from hvdtrain.monitors.sensors import Sensor
 
 
 def command(folder: Path, *words: str) -> list[str]:
@@ -48,7 +52,7 @@ def watched(
 
 def recorded(folder: Path) -> list[Any]:
     (path,) = folder.glob("monitors/*.jsonl")
-    return [] if path.is_symlink() else list(records.read(path))
+    return list(records.read(path))
 
 
 def samples(found: list[Any]) -> list[records.Sample]:
@@ -118,6 +122,14 @@ def test_a_killed_and_a_hanging_sampler_leave_the_run_alone(tmp_path: Path) -> N
     facts, found, said = watched(tmp_path / "signalled", *words, "sleep=0.1")
     assert said == ""
     assert samples(found)[-1].unix_s >= facts["ended"]["unix_s"]
+
+
+def test_samples_that_a_pause_left_out_are_not_made_up_for(tmp_path: Path) -> None:
+    """A second of ten samples is one sample: those behind it come when they would have come."""
+    words = ("samples=2", f"kill={signal.SIGSTOP:d}", "sleep=1", f"kill={signal.SIGCONT:d}", "samples=2")
+    _, (_, *rest), _ = watched(tmp_path, *words, names="power")
+    seconds = [sample.seconds for sample in rest]
+    assert max(seconds) >= 1 and len(rest) <= (sum(seconds) - max(seconds)) / 0.1 + 3
 
 
 def test_a_resumed_run_appends(tmp_path: Path) -> None:
@@ -197,8 +209,8 @@ def test_energy_of_a_machine_is_recorded_by_one_host(
     """Rank 0 is on the host `first`, rank 1 here."""
     here = {"rank": 1, "device": device, "visible": None, "order": None}
     ranks = [{"host": "first"} | first, here]
-    _, (sensors, *rest), said = watched(tmp_path / "run", "sleep=0.15", extra=hardware, ranks=ranks, names="power")
-    assert said == ""
+    facts, (sensors, *rest), said = watched(tmp_path / "run", "sleep=0.15", extra=hardware, ranks=ranks, names="power")
+    assert said == "" and facts["nothing"] is None, "the other host says whether there is something to measure"
     assert {name for sample in rest for name in sample.energy_j} == recorded_here
     about = {device["device"]: device for device in sensors.devices}
     assert {name: about[name]["used"] for name in used} == used
@@ -286,3 +298,34 @@ def test_counters_that_start_again_are_missing() -> None:
     assert _difference((5, 5), (7, 4)) == (None, None)
     assert _difference(None, (7, 4)) == (None, None)
     assert _growth(1.0, 0.5) is None and _growth(1.0, 1.0 - 4 * TICK_S) == 0, "rounding is no end of a process"
+
+
+def test_counters_of_the_machine_are_the_kernels() -> None:
+    """Sent is not received, and a processor that waits for a disk is idle."""
+
+    def kernels() -> tuple[float, dict[str, tuple[int, int]]]:
+        idle, waiting = Path("/proc/stat").read_text().split()[4:6]
+        lines = [line.replace(":", " ").split() for line in Path("/proc/net/dev").read_text().splitlines()[2:]]
+        return TICK_S * (int(idle) + int(waiting)), {line[0]: (int(line[9]), int(line[1])) for line in lines}
+
+    counts = Resources([], Nvml())
+    counts._limit = None
+    (idle_s, nics), _, (idle_after_s, nics_after) = kernels(), counts.take(0.0), kernels()
+    assert counts._machine and idle_s - TICK_S <= counts._machine[1] <= idle_after_s + TICK_S
+    for nic, found in counts._nics.items():
+        assert found and all(
+            low <= here <= high for low, here, high in zip(nics[nic], found, nics_after[nic], strict=True)
+        )
+
+
+def test_power_at_rest_is_of_what_gave_all_its_readings() -> None:
+    class Made(Sensor):
+        source = "made"
+
+        def take(self, now_s: float) -> float | None:
+            self.taken = getattr(self, "taken", 0) + 1
+            return None if self.device == "b" and self.taken == 3 else 0.02
+
+    line: Any = SimpleNamespace(word=lambda until_s: time.sleep(max(0.0, until_s - time.monotonic())))
+    found = sampler.idle_w(sampler.Host([Made(name, None) for name in "ab"], None, name="h"), 0.1, 0.02, line)
+    assert found.keys() == {"a"} and found["a"] > 0

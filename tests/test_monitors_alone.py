@@ -55,11 +55,10 @@ def test_samples_tile_the_time_and_agree_with_the_kernel(tmp_path: Path) -> None
 
 
 def test_a_full_disk_stops_the_samples_and_nothing_else(tmp_path: Path) -> None:
-    (tmp_path / "monitors").mkdir()
-    (tmp_path / "monitors" / f"{os.uname().nodename}.jsonl").symlink_to("/dev/full")
-    facts, _, said = watched(tmp_path, "busy=0.4")
+    """A limit on file sizes is a full disk that needs no root."""
+    facts, _, said = watched(tmp_path, "busy=0.4", before=("sh", "-c", 'ulimit -f 0; exec "$@"', "sh"))
     assert said.count("\n") == 1
-    assert "No space left on device; sampling stops, the run goes on" in said
+    assert "File too large; sampling stops, the run goes on" in said
     assert set(facts["children"].values()) == {"S"}, "a zombie beside the run"
 
 

@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from conftest import finished
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hvdtrain.monitors import __main__ as shown
 from hvdtrain.monitors import rapl
 
 RANGE_UJ = 262143328850  # what Intel's packages show
@@ -212,8 +214,8 @@ def test_zones_that_make_no_sense_are_absent(energy: str, range_uj: int, reason:
 
 def listed(root: Path, *flags: str, before: Sequence[str] = ()) -> str:
     """What `--list` shows."""
-    command = [sys.executable, "-m", "hvdtrain.monitors", "--seconds", "0.05", "--powercap", str(root)]
-    done = finished([*before, *command, *flags])
+    command = [sys.executable, "-m", "hvdtrain.monitors", "--seconds", "0.05"]
+    done = finished([*before, *command, *flags], extra={"HVDTRAIN_POWERCAP": str(root)})
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -227,6 +229,16 @@ def test_the_list_says_what_counts_and_what_does_not(tmp_path: Path) -> None:
     assert "  not counted: intel-rapl:1 (psys): contains the packages" in lines
     assert "  not counted: intel-rapl:0:0 (core): part of package-0" in lines
     assert "  not counted: intel-rapl-mmio:0 (package-0): the same energy as intel-rapl:0" in lines
+
+
+def test_the_power_shown_is_the_mean_over_the_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four joules in a quarter of a second, or in more where this process had to wait."""
+    tree = Tree(tmp_path)
+    tree.zone("intel-rapl:0", "package-0")
+    sleep, began_s = time.sleep, time.monotonic()
+    monkeypatch.setattr(time, "sleep", lambda seconds: (tree.set("intel-rapl:0", 4_000_000), sleep(seconds)))
+    power_w = shown.sensors(tree.root, 0.25)["devices"][0]["power_w"]
+    assert 4 / (time.monotonic() - began_s) <= power_w <= 4 / 0.25
 
 
 def test_counters_of_root_alone_are_absent_with_the_fix(tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 
 import numpy as np
 import pytest
-from conftest import PROGRAMS, document, launch
+from conftest import PROGRAMS, document, launch, until
+from thread_ranks import ThreadMeeting, at_once, meetings, reach
 
 from hvdtrain.collectives import Alone, Reach
 from hvdtrain.script import coordinator
@@ -66,3 +68,56 @@ def test_a_call_that_some_ranks_have_not_made_is_told_once(monkeypatch: pytest.M
     assert "rank 1: make as many steps" in line
     assert [answer.last for _, answer, _ in ranks.heard(1, join, b"")] == [1]
     assert ranks.stalled() == []
+
+
+def test_those_who_have_joined_are_missed_by_no_call_of_a_process_set_and_count_on_from_the_most() -> None:
+    """A join is of the calls of all ranks: zeros in place of a rank would make a sum of fewer ranks wrong."""
+    ranks = Coordinator()
+    some = Asked(kind="allreduce", name="allreduce.some", ranks=[0, 1], types=["float32"], shapes=[[1]])
+    joins = [Asked(kind="join", name="join", ranks=[0, 1, 2], unnamed=made) for made in (4, 7, 5)]
+    assert ranks.heard(0, some, b"") == []
+    assert ranks.heard(1, joins[1], b"") == []
+    [(members, answer, _)] = ranks.heard(1, some, b"")
+    assert (members, answer.error, answer.call) == ([0, 1], "", None)
+    assert ranks.heard(0, joins[0], b"") == []
+    [(members, answer, _)] = ranks.heard(2, joins[2], b"")
+    assert (members, answer.last, answer.unnamed) == ([0, 1, 2], 2, 7)
+
+
+def test_a_name_is_free_when_its_call_was_finished_or_found_done() -> None:
+    """And not as soon as the call is over, which one rank may see before another."""
+    calls = Calls(Alone(), Reach("127.0.0.1", "lo", loopback=True))
+    given = np.ones(3)
+    first = calls.start("allreduce", given, name="loss")
+    calls.call("barrier")  # behind it
+    with pytest.raises(ValueError, match=r"allreduce\.loss is under way"):
+        calls.start("allreduce", given, name="loss")
+    assert calls.done(first)
+    second = calls.start("allreduce", given, name="loss")
+    calls.finish(first)
+    with pytest.raises(ValueError, match=r"allreduce\.loss is under way"):
+        calls.start("allreduce", given, name="loss")
+    calls.finish(second)
+    calls.call("allreduce", given, name="loss")
+    calls.close()
+
+
+def test_calls_of_some_ranks_and_calls_of_all_do_not_get_mixed_up() -> None:
+    """However often some made unnamed ones by themselves, and in whatever order each rank names the members."""
+
+    def program(meeting: ThreadMeeting) -> list[object]:
+        calls = Calls(meeting, reach(meeting.rank))
+        mine = np.full(2, 1.0 + meeting.rank)
+        if meeting.rank == 0:
+            calls.call("allreduce", mine, ranks=[0])
+        handles = [calls.start("allreduce", mine, op=Op.SUM)]
+        handles += [calls.start("allreduce", mine, op=Op.SUM, ranks=[meeting.rank, 1 - meeting.rank], name="both")]
+        until(lambda: all(map(calls.done, handles)), 30)
+        found = [calls.finish(handle).tolist() for handle in handles]
+        told = calls.gather(b"long" * meeting.rank + b"!")
+        calls.call("barrier")
+        calls.close()
+        return [*found, told]
+
+    programs = [functools.partial(program, meeting) for meeting in meetings(2)]
+    assert at_once(programs) == [[[3, 3], [3, 3], [b"!", b"long!"]]] * 2

@@ -146,8 +146,9 @@ def test_scores_declare_what_they_can_be() -> None:
     argv = ["a.py", "--token=x", "--password", "y", "--seed=4", "--lr", "1"]
     words = without_secrets(argv)
     assert words == ["a.py", "--token=***", "--password", "***", "--seed=4", "--lr", "1"]
-    assert (shown.seed(words), shown.seed([*words, "--seed", "5"]), shown.seed(["a.py"])) == (4, 5, None)
-    assert shown.apart(words) == ["--token=***", "--password", "***", "--lr", "1"]
+    rest = ["--token=***", "--password", "***", "--lr", "1"]
+    assert (shown.seed_and_rest(words), shown.seed_and_rest([*words, "--seed", "5"])) == ((4, rest), (5, rest))
+    assert shown.seed_and_rest(["a.py", "--seed"]) == (None, [])
     assert json.dumps(words)
     with pytest.raises(Failure):
         record.TrainConfig(monitor="nothing")

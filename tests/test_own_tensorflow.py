@@ -71,6 +71,26 @@ def test_two_ranks_with_half_the_batch_each_fit_as_one_process_with_the_whole(ca
 
 
 @pytest.mark.parametrize("carrier", CARRIERS)
+def test_a_single_step_of_each_kind_is_its_sum(carrier: str) -> None:
+    extra = {"HVDTRAIN_STRATEGY": carrier} if carrier else {}
+    told = document(launch(2, [str(PROGRAMS / "own_keras_steps.py")], extra=extra))
+    validated, evaluated = told.pop("validated", (0, 0))
+    assert validated == pytest.approx(evaluated, rel=1e-5), "an epoch that ends between two exchanges"
+    assert told == {
+        "sum": [3, 1],
+        "predivided": [1.5, 1],
+        "two passes": [4.5, 2],
+        "two passes, resumed between": [4.5, 1],
+        "rolled back": [4.5, 4.5],
+        "in a group and in none": [1.5, 1.5],
+        "and then one is rank 0's own": [3, 2],
+        "on a tape": [[0.5], [1.5]],
+        "sum on a tape": [[0.5], [3]],
+        "velocity at a quarter of the rate, own, rank 1's": [0.5, 1, 2],
+    }
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
 def test_steps_of_fit_and_of_a_tape_in_a_graph_are_recorded(carrier: str) -> None:
     """A tape does not see the learning rate. Its first step counts as one of another optimizer beside that of fit. Of
     the metrics those are that can be scores."""
@@ -111,6 +131,7 @@ def test_what_cannot_be_had_says_why_and_what_to_take(carrier: str) -> None:
         "tape": "hvd.DistributedOptimizer",
         "elastic": "Save at the end of each epoch",
         "op": "Average or Sum",
+        "twice": "distributed already",
         "xla": "jit_compile=False",
         "half": "take mixed_bfloat16",
         "half tape": "take mixed_bfloat16",

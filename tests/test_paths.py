@@ -53,7 +53,6 @@ COMMANDS: dict[str, list[str]] = {
     "cluster": ["up --topology @ --dry-run"],
     "throttle": ["10mbit --dev lo --hostfile @ --dry-run"],
     "doctor": ["--quick --hostfile @"],
-    "monitors": ["--seconds 0.01 --powercap @"],
     "sweep": ["@ --dry-run"],
     "results": [
         *(

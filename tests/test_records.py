@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,17 @@ def test_a_whole_line_that_is_no_record_is_refused_with_file_and_line(line: str,
 def test_a_folder_that_cannot_be_written_is_a_failure(tmp_path: Path) -> None:
     with failing(73):
         records.Writer(Path("/proc/nothing/rank0000.jsonl"))
+
+
+def test_a_link_in_a_folder_from_elsewhere_is_not_written_through(tmp_path: Path) -> None:
+    mine, link = tmp_path / "mine", tmp_path / "rank0000.jsonl"
+    mine.write_text("dear\n")
+    link.symlink_to(mine)
+    with failing(73):
+        records.Writer(link)
+    (tmp_path / f".manifest.json.{os.getpid()}").symlink_to(mine)
+    records.write_document(tmp_path / "manifest.json", {})
+    assert mine.read_text() == "dear\n" and not (tmp_path / "manifest.json").is_symlink()
 
 
 def test_rates_leave_warm_up_out_and_times_do_not() -> None:

@@ -436,7 +436,7 @@ def test_the_loss_scale_doubles_after_2000_good_steps_and_halves_after_an_overfl
     exchange = importlib.import_module("exchange")
     config = TrainConfig(precision="fp16", strategy="hierarchical", framework=framework)
     world = World(framework, carrier="streams")
-    strategy = strategies.make(config, world, [exchange.problem()[2].shape])
+    strategy = strategies.chosen(config).make(config, world, [exchange.problem()[2].shape])
     module = importlib.import_module(f"hvdtrain.frameworks.{'pytorch' if framework == 'torch' else framework}")
     model = getattr(exchange, f"{framework}_model")()
     kind = module.TorchReplica if framework == "torch" else module.TensorFlowReplica

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from hvdtrain.exits import Failure
 from hvdtrain.measures import Regression
-from hvdtrain.results import reference, scores
+from hvdtrain.results import energy, reference, scores
 from hvdtrain.results.__main__ import main
 from hvdtrain.results.compare import judge
 from hvdtrain.results.load import load
@@ -192,6 +192,34 @@ def test_energy_runs_and_marked_runs_stay_out_of_times(tmp_path: Path, capsys: p
     assert edp["mean"] == 1
 
 
+def test_energy_runs_give_no_time_to_a_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They count among those that got there, in their epochs and steps, and in no seconds."""
+    runs.make(tmp_path / "a", kind="timing", train_s=10.0)
+    runs.make(tmp_path / "b", kind="energy", train_s=99.0, energy_w={"cpu0": 10.0})
+    for command in ("accuracy", "strategies"):
+        (row,) = json_of(capsys, command, str(tmp_path), "--target", "90%")["rows"]
+        assert row["reached"] == "2 of 2"
+        assert (row["train_to_target_s"]["n"], row["train_to_target_s"]["mean"]) == (1, 10.0)
+
+
+def test_a_reading_of_single_runs_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where only one of the points is a single run."""
+    for hosts, seed in ((1, 0), (1, 1), (2, 0)):
+        runs.make(tmp_path / f"{hosts}-{seed}", hosts=hosts, rank_batch=32 // hosts, seed=seed, compute_s=1 / hosts)
+    (reading,) = json_of(capsys, "scaling", str(tmp_path))["readings"].values()
+    assert reading.endswith("Single runs: how far they spread is not known.")
+
+
+@pytest.mark.parametrize(("watts", "said"), [(12.34, "1,234 (J)"), (234.0, "23.4 (kJ)"), (23_400.0, "2.34 (MJ)")])
+def test_joules_are_printed_in_a_unit_of_their_size(watts: float, said: str, tmp_path: Path) -> None:
+    """Each of the run's 100 s takes so many watts."""
+    runs.make(tmp_path / "r", train_s=99.5, energy_w={"cpu0": watts}, interval_s=5.0)
+    table, by_device = energy.energy(load([tmp_path]))
+    for each in (table, by_device):
+        (place,) = [n for n, column in enumerate(each.columns) if column.key == "energy_j"]
+        assert f"{each.text()[0][place]} ({each.columns[place].unit})" == said
+
+
 def test_different_settings_are_never_averaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs.make(tmp_path / "a", config={"lr": 0.05})
     runs.make(tmp_path / "b", config={"lr": 0.1})
@@ -228,6 +256,9 @@ def test_compare_is_worse_only_beyond_threshold_and_spread() -> None:
     assert verdict([10], [11]) == "worse"
     assert verdict([0], [1]) == "unclear"
     assert verdict([0], [0]) == "same"
+    below, above = summary([-10.0]), summary([-9.0])
+    assert below is not None and above is not None
+    assert judge(below, above, 0.05, less_is_better=True) == (pytest.approx(0.1), "worse"), "more, below 0 too"
 
 
 def test_compare_ends_with_1_when_worse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -243,6 +274,49 @@ def test_compare_ends_with_1_when_worse(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["compare", b, a]) == 0
     with failing(65, "nothing to compare"):
         main(["compare", a, c])
+
+
+def test_compare_knows_which_way_each_figure_is_better(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One run on each side: B takes more time and energy and learns less, and the exit code says so."""
+    runs.make(tmp_path / "a", compute_s=0.5, energy_w={"cpu0": 10.0}, test_accuracy=0.9)
+    runs.make(tmp_path / "b", compute_s=0.6, energy_w={"cpu0": 15.0}, test_accuracy=0.7)
+    figures = ("train (s)", "end to end (s)", "samples (1/s)", "energy (J)", "test accuracy (%)")
+    for order, verdict in (("ab", "worse"), ("ba", "better")):
+        code = main(["compare", *(str(tmp_path / side) for side in order), "--format", "json"])
+        rows = json.loads(capsys.readouterr().out)["rows"]
+        found = {row["figure"]: row["verdict"] for row in rows if row["figure"] in figures}
+        assert found == dict.fromkeys(figures, f"{verdict} (single run)")
+        assert code == (verdict == "worse")
+
+
+def test_a_score_of_either_sign_is_the_better_the_nearer_to_0(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also on the line to a target, which is reached from the side where the run was."""
+    for name, bias in (("near", 5.0), ("far", -80.0)):
+        runs.make(tmp_path / name, train_s=20.0, accuracies=(-80.0, bias), test_accuracy=bias)
+        path = tmp_path / name / "manifest.json"
+        told = json.loads(path.read_text())
+        told["measure"]["scores"]["accuracy"] |= {"least": None, "most": None, "higher_is_better": None}
+        path.write_text(json.dumps(told))
+    for order, verdict in ((("far", "near"), "better"), (("near", "far"), "worse")):
+        code = main(["compare", *(str(tmp_path / side) for side in order), "--format", "json"])
+        rows = json.loads(capsys.readouterr().out)["rows"]
+        (found,) = (row["verdict"] for row in rows if row["figure"].startswith("test accuracy"))
+        assert (found, code) == (f"{verdict} (single run)", verdict == "worse")
+    row = json_of(capsys, "strategies", str(tmp_path / "near"), "--target", "30")["rows"][0]
+    assert row["crossed_s"]["mean"] == pytest.approx(10 + 10 * (80 - 30) / (80 + 5))
+
+
+def test_compare_counts_the_groups_that_it_did_not_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two of A are compared with the only one of B, which has not recorded in what they differ."""
+    for number, precision in enumerate(("fp32", "bf16")):
+        runs.make(tmp_path / "a" / precision, config={"precision": precision}, seed=number)
+    for number, lr in enumerate((None, 0.5)):
+        config = {"precision": None} | ({"lr": lr} if lr else {})
+        runs.make(tmp_path / "b" / str(number), config=config, seed=number)
+    main(["compare", str(tmp_path / "a"), str(tmp_path / "b")])
+    assert "1 groups are in B only" in capsys.readouterr().out
 
 
 # --- forms ------------------------------------------------------------------------------------------------------------
@@ -301,7 +375,7 @@ def test_latex_text_has_no_command_but_ours(text: str) -> None:
         (0.123456, "0.123"),
         (12345.6, "12,346"),
         (Statistic(103.94, 104, 100, 107, 102.74, 105.14, 5, 1.0), "103.9 ± 1.2"),
-        (Statistic(59.432, 59, 38, 80, 38.4, 80.5, 2, 1.0), "38 to 80"),
+        (Statistic(59.432, 59, 38, 80, -207.4, 326.3, 2, 1.0), "38 to 80"),
         (Statistic(59.432, 59.432, 59.432, 59.432, None, None, 1, None), "59.4"),
         (Interval(0.2291, 0.2190, 0.2396), "0.229 (0.219-0.240)"),
     ],

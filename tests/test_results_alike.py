@@ -26,6 +26,10 @@ UNLIKE: dict[str, dict[str, Any]] = {
     "device": {"device": "cuda:0"},
     "precision": {"config": {"precision": "bf16"}},
     "batch": {"rank_batch": 128},
+    "parameters": {"parameters": 2000},
+    "data set": {"fingerprint": "0ff1"},
+    "training samples": {"steps_per_epoch": 6},
+    "epochs": {"epochs": 3},
 }
 ARGV = ("--width", "0.25", "--seed=1", "--run-dir", "results/mine", "--threads", "7", "--json")
 
@@ -58,7 +62,8 @@ def test_runs_that_are_not_alike_give_no_ratio_anywhere(
     assert all(text.startswith("Nothing to compare with: ") and label in text for text in found["readings"].values())
     ways = json_of(capsys, "strategies", str(root))
     assert {row["speedup"] for row in ways["rows"] if row["hosts"] == 2} == {None}
-    assert any(label in text for text in ways["readings"].values())
+    what = "batch" if name == "batch" else label  # the global one
+    assert any(what in text for text in ways["readings"].values())
     joules, _ = json_of(capsys, "energy", str(root))["tables"]
     ours = [row for row in joules["rows"] if row["edp"] is None]
     assert bool(ours) == (name != "device"), "energy compares devices"
@@ -109,6 +114,23 @@ def test_the_command_makes_the_run_that_is_missing(tmp_path: Path, capsys: pytes
         path.rename(tmp_path.parent / f"{tmp_path.name}-{path.name}")
     (text,) = json_of(capsys, "scaling", str(root))["readings"].values()
     assert "only one number of hosts was timed. Missing: 1 host like h2-s0" in text
+
+
+def test_the_command_of_a_larger_run_asks_for_another_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two hosts like one that ran, and the same batch on both sides of a comparison."""
+    one, other = (
+        runs.make(
+            tmp_path / f"{batch}", rank_batch=batch, argv=("--batch-size", f"{batch}"), steps_per_epoch=640 // batch
+        )
+        for batch in (32, 64)
+    )
+    (text,) = json_of(capsys, "scaling", str(one))["readings"].values()
+    command = "launch/mpirun.sh -H h0:1,SECOND_HOST:1 python -m hvdtrain.resnet --batch-size 32 --threads 1"
+    assert text.splitlines()[1].strip() == command
+    with pytest.raises(Failure) as failure:
+        main(["compare", str(one), str(other)])
+    like = "python -m hvdtrain.resnet --threads 1 --global-batch-size 32"
+    assert f"missing is B like A: `{like}`" in str(failure.value)
 
 
 def test_what_older_records_lack_makes_no_difference_but_is_told(
@@ -206,3 +228,14 @@ def test_gpus_have_no_cores_and_unlike_processors_are_told(tmp_path: Path, capsy
     runs.make(tmp_path / "other", hosts=2, cpu="old", rank_batch=16)
     assert main(["compare", str(tmp_path / "2cpu"), str(tmp_path / "other")]) == 0
     assert "careful: not all on one processor: new; old" in capsys.readouterr().out
+
+
+def test_a_resumed_run_is_put_with_its_repeats(tmp_path: Path) -> None:
+    """Its config names the micro-batches that the others' leave to the default."""
+    for seed, parts in enumerate((None, 1)):
+        path = runs.make(tmp_path / str(seed), seed=seed, config={"micro_batches": parts}) / "manifest.json"
+        manifest = json.loads(path.read_text())
+        manifest["plan"]["micro_batches"] = 1
+        path.write_text(json.dumps(manifest))
+    (group,) = groups.by(load([tmp_path]).runs)
+    assert group.n == 2

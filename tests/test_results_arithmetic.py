@@ -13,7 +13,7 @@ from scipy import stats
 
 from hvdtrain.results import energy, groups, load, scaling
 from hvdtrain.results.columns import RUNS
-from hvdtrain.results.statistics import Interval, Statistic, summary, t_quantile
+from hvdtrain.results.statistics import Interval, Statistic, difference, summary, t_quantile
 
 TABLES = 250
 
@@ -120,7 +120,7 @@ def test_equal_values_have_no_spread() -> None:
     assert found is not None and found.mean == found.low == found.high == 0.97
 
 
-def check_ratio(found: Interval | None, above: list[Fraction], below: list[Fraction], by: int = 1) -> None:
+def check_ratio(found: Interval | None, above: list[Fraction], below: list[Fraction], by: Fraction | int = 1) -> None:
     """Mean over mean over `by`, with Welch's interval on the logarithm."""
     assert found is not None
     center = mean(above) / mean(below) / by
@@ -151,12 +151,10 @@ def check_scaling(table: dict[int, list[dict[str, Any]]]) -> None:
         n = Fraction(int(row.count), base)
         check_ratio(row.speedup, timed(there, "train_s"), timed(here, "train_s"))
         check_ratio(row.speedup_end_to_end, timed(there, "end_to_end_s"), timed(here, "end_to_end_s"))
-        assert row.efficiency is not None
         if row.kind == "strong":
-            gain = mean(timed(there, "train_s")) / mean(timed(here, "train_s"))
+            check_ratio(row.efficiency, timed(there, "train_s"), timed(here, "train_s"), n)
         else:
-            gain = mean(timed(here, "samples_per_s")) / mean(timed(there, "samples_per_s"))
-        close(row.efficiency.mean, gain / n)
+            check_ratio(row.efficiency, timed(here, "samples_per_s"), timed(there, "samples_per_s"), n)
 
 
 def check_energy(table: dict[int, list[dict[str, Any]]]) -> None:
@@ -187,6 +185,27 @@ def test_figures_equal_exact_fractions_on_random_tables() -> None:
 @pytest.mark.parametrize("freedom", [1, 1.0001, 1.37, 2, 3, 4.5, 9, 30, 99.5, 1000])
 def test_the_t_quantile_is_students(freedom: float) -> None:
     assert math.isclose(t_quantile(freedom), stats.t.ppf(0.975, freedom), rel_tol=1e-10)
+
+
+def test_the_interval_of_a_difference_is_welchs() -> None:
+    """As scipy has it, for sides that differ in number and spread."""
+    a, b = [10.0, 10.5, 9.5], [11.5, 12.5, 11.0, 11.2, 14.0]
+    above, below = summary(b), summary(a)
+    assert above is not None and below is not None
+    expected = stats.ttest_ind(b, a, equal_var=False).confidence_interval(0.95)
+    assert difference(above, below).span == pytest.approx((expected.low, expected.high))
+
+
+@pytest.mark.parametrize(("done", "speedup"), [(3, 2.0), (2, None)])
+def test_runs_that_ended_after_different_epochs_give_no_speed_up(done: int, speedup: float | None) -> None:
+    """--target has ended the two hosts after 2 of 3 epochs: their shorter time is no sharing of the work."""
+    one = {"hosts": 1, "rank_batch": 2, "global_batch": 2, "samples_per_s": 5.0, "epochs_done": 3}
+    two = one | {"hosts": 2, "rank_batch": 1, "epochs_done": done, "train_s": 5.0, "end_to_end_s": 6.0}
+    frame = runs([one | {"train_s": 10.0, "end_to_end_s": 12.0}, two])
+    _, row = scaling.rows(groups.by(frame))
+    found = [row.speedup, row.speedup_end_to_end, row.efficiency]
+    expected = [None] * 3 if speedup is None else [speedup, speedup, speedup / 2]
+    assert [each and each.mean for each in found] == expected
 
 
 def test_nothing_and_zero_give_no_figure() -> None:

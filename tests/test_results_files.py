@@ -227,7 +227,7 @@ def test_a_line_of_any_length_is_refused_with_little_memory(folder: Path) -> Non
         env=os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
     )
     assert "refused" in done.stdout, done.stderr
-    assert f"{METRICS}:16: a line of more than 16 MiB" in done.stderr
+    assert f"{METRICS}:16: a line of more than 64 MiB" in done.stderr
 
 
 def test_memory_does_not_grow_with_the_length_of_a_run(folder: Path) -> None:
@@ -281,6 +281,114 @@ def test_of_a_resumed_run_the_later_record_counts(folder: Path) -> None:
         assert (row["state"], row["marked"]) == ("complete", said)
         assert row[["ranks", "hosts", "ranks_per_host"]].isna().all()
         assert groups.usable(loaded.runs).empty, "it enters no figure"
+
+
+def test_a_run_begun_again_in_its_folder_is_the_later_one(folder: Path) -> None:
+    """A script without checkpoints that was killed in its second epoch and started anew: no record says `resumed`."""
+    whole = lines(folder)
+    row, before = load.load([folder]).runs.iloc[0], load.epochs(folder)
+    first = [json.loads(line) for line in whole[:9]]
+    slower = [json.dumps(each | {"compute_s": 9.0} if each["type"] == "step" else each) + "\n" for each in first]
+    put(folder, slower + whole)
+    again = load.load([folder]).runs.iloc[0]
+    names = ["state", "steps", "compute_s", "step_s", "bytes_per_step", "checkpoint_s", "train_s"]
+    assert again[names].equals(row[names])
+    assert (again["resumed"], again["bytes_per_step"]) == (True, 4000)
+    assert load.epochs(folder).equals(before)
+
+
+def test_the_slowest_link_and_the_busiest_nic_are_told(folder: Path) -> None:
+    path = Path("manifest.json")
+    manifest = json.loads((folder / path).read_text())
+    manifest["links"][0] |= {"goodput_mbit": 9.1, "throttle": {"up_mbit": 10.0, "down_mbit": 8.0}}
+    put(folder, [json.dumps(manifest)], path)
+    nics = [{"nic": "eth0", "sent_bytes": 1000, "received_bytes": 7000}, {"nic": "eth1", "sent_bytes": 6000}]
+    change(folder, len(lines(folder)), nic_bytes=nics)
+    (folder / "point.json").unlink()
+    row = load.load([folder]).runs.iloc[0]
+    assert (row["goodput_mbit"], row["rate_mbit"]) == (9.1, 8.0)
+    assert row["wire_bytes_per_step"] == 7000 / row["steps"]
+
+
+def test_an_epoch_may_be_a_part_of_the_data_and_a_stage_has_no_limit_of_an_allreduce(folder: Path) -> None:
+    path = Path("manifest.json")
+    manifest = json.loads((folder / path).read_text())
+    assert load.load([folder]).runs.iloc[0]["limit_bytes_per_step"] == GOOD.limit_bytes
+    manifest["config"]["epoch_samples"] = 96
+    manifest["plan"]["stages"] = 2
+    put(folder, [json.dumps(manifest)], path)
+    found = load.load([folder]).runs
+    assert found.iloc[0]["train_samples"] == 96
+    assert found[["limit_bytes_per_step", "limit_s_per_step"]].isna().all(axis=None)
+
+
+def test_what_a_sweep_has_set_aside_enters_no_figure(tmp_path: Path) -> None:
+    for name in ("p-timing-r1", "p-timing-r1-failed1", "p-timing-r1-unfinished2"):
+        runs.make(tmp_path / name, kind="timing")
+    found = load.load([tmp_path]).runs
+    assert groups.usable(found)["run"].tolist() == ["p-timing-r1"]
+    assert set(found["marked"].dropna()) == {"its sweep has set it aside"}
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "best"), [((0.5, 0.9, 0.7), (0.9, 2)), ((0.5, 0.9, 0.9), (0.9, 3)), ((0.9, None, 0.7), (0.9, 1))]
+)
+def test_scores_are_of_the_best_epoch_and_of_the_last_of_equals(
+    accuracies: tuple[float | None, ...], best: tuple[float, int], tmp_path: Path
+) -> None:
+    """A second score counts the epochs."""
+    folder = runs.make(tmp_path / "r", epochs=3, accuracies=accuracies)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    scores = manifest["measure"]["scores"]
+    scores["epoch"] = scores["accuracy"] | {"label": "epoch", "most": None}
+    put(folder, [json.dumps(manifest)], Path("manifest.json"))
+    told = [{"epoch": n} | ({} if a is None else {"accuracy": a}) for n, a in enumerate(accuracies, start=1)]
+    change(folder, len(lines(folder)), validation_scores=told)
+    row = load.load([folder]).runs.iloc[0]
+    assert (row["best_validation_accuracy"], row["best_validation_epoch"]) == best
+
+
+def test_a_host_without_energy_of_its_own_does_not_hide_the_others(folder: Path) -> None:
+    """The first of two hosts on one machine records its counters, and a GPU that no rank uses may be without one."""
+    path = Path("monitors") / "h1.jsonl"
+    row = load.load([folder]).runs.iloc[0]
+    assert row["power_w"] == pytest.approx(60.0)
+    samples = lines(folder, path)
+    sensors = json.loads(samples[0])
+    nothing = [json.dumps(json.loads(line) | {"energy_j": {}}) + "\n" for line in samples[1:]]
+    unread = {"source": None, "name": "", "reason": "no counter", "used": False}
+    here = {"source": "nvml-energy", "name": "", "reason": None, "used": True}
+    elsewhere = sensors["devices"][0] | {"source": None, "reason": "recorded by host h0, on the same machine"}
+    put(folder, [json.dumps(sensors | {"devices": [elsewhere]}) + "\n", *nothing], path)
+    loaded = load.load([folder])
+    assert loaded.runs.iloc[0]["energy_j"] == pytest.approx(row["energy_j"] / 2)
+    assert loaded.runs["energy_absent"].isna().all(), "nothing is missing"
+    first = lines(folder, Path("monitors") / "h0.jsonl")
+    about = json.loads(first[0])
+    about["devices"] += [{"device": "gpu0"} | here, {"device": "dram0"} | here]
+    more = [json.dumps(json.loads(line) | {"energy_j": {"cpu0": 1.0, "gpu0": 2.0, "dram0": 3.0}}) for line in first[1:]]
+    put(folder, "\n".join([json.dumps(about), *more, ""]).encode(), Path("monitors") / "h0.jsonl")
+    idle = [elsewhere, {"device": "gpu0"} | unread, {"device": "dram0"} | unread]
+    put(folder, [json.dumps(sensors | {"devices": idle}) + "\n", *nothing], path)
+    row = load.load([folder]).runs.iloc[0]
+    assert row["energy_j"] == pytest.approx(6.0 * len(more))
+    assert row["energy_absent"] == "gpu0, dram0: no counter"
+    idle[1]["used"] = True
+    put(folder, [json.dumps(sensors | {"devices": idle}) + "\n", *nothing], path)
+    assert load.load([folder]).runs["energy_j"].isna().all(), "a GPU that a rank uses is missing"
+
+
+def test_a_device_is_idle_only_if_its_record_says_so(tmp_path: Path) -> None:
+    """Of a device with null nobody knows whether a rank computes on it: it counts as used."""
+    folder = runs.make(tmp_path / "r", energy_w={"cpu0": 30.0, "gpu0": 10.0, "dram0": 5.0}, used=("cpu0",))
+    samples = lines(folder, path := Path("monitors") / "h0.jsonl")
+    sensors = json.loads(samples[0])
+    sensors["devices"][2]["used"] = None
+    put(folder, [json.dumps(sensors) + "\n", *samples[1:]], path)
+    row = load.load([folder]).runs.iloc[0]
+    watts = row["energy_j"] / 45
+    found = [row[f"{name}energy_{ending}"] for name, ending in (("", "used_j"), ("idle_", "j"))]
+    assert (found, row["idle_devices"]) == (pytest.approx([35 * watts, 10 * watts]), "h0:gpu0")
 
 
 def test_a_host_that_is_no_name_is_still_a_host(folder: Path) -> None:

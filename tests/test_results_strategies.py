@@ -108,7 +108,9 @@ def test_wire_is_a_bound_where_the_exchange_runs_beside(tmp_path: Path, capsys: 
         assert found[name]["wire_efficiency"] == pytest.approx(limit_s / 0.02), name
     assert found["null"]["wire_efficiency"] is None
     assert found["null"]["own_limit_s_per_step"] == pytest.approx(limit_s)
+    ways = by_strategy(json_of(capsys, "strategies", str(tmp_path), "--where", "ranks_per_host=2"))
     for name in ("onebit", "central", "factors"):
+        assert ways[name]["plain_wire_ratio"]["mean"] == pytest.approx(limit_s / 0.1), "how hard it is for any exchange"
         assert found[name]["own_limit_s_per_step"] is None, "rank 0's bytes are not its host's, nor an allreduce's"
 
 
@@ -193,7 +195,25 @@ def test_two_launchers_of_one_config_are_told_apart(tmp_path: Path, capsys: pyte
             asked = {"launcher": f"by {launcher}"}
             runs.make(tmp_path / f"{hosts}{launcher}", hosts=hosts, rate_mbit=RATE, kind="timing", asked=asked)
     runs.make(tmp_path / "tuned", hosts=4, rate_mbit=RATE, kind="timing")
-    rows = json_of(capsys, "strategies", str(tmp_path))["rows"]
-    named = sorted((row["hosts"], row["strategy"]) for row in rows)
     twice = [(hosts, f"allreduce (by {launcher})") for hosts in (2, 3) for launcher in "ab"]
-    assert named == [*twice, (4, "allreduce")]
+    for more in ((), ("--best",)):
+        rows = json_of(capsys, "strategies", str(tmp_path), *more)["rows"]
+        assert sorted((row["hosts"], row["strategy"]) for row in rows) == [*twice, (4, "allreduce")]
+
+
+def test_each_rate_has_its_own_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rate, lr in ((10.0, 0.1), (100.0, 0.1), (10.0, 0.2), (100.0, 0.2)):
+        wait_s = 10 / rate * (1 if (rate == 10.0) == (lr == 0.1) else 3)
+        config = {"lr": lr}
+        runs.make(tmp_path / f"{rate}{lr}", hosts=2, rate_mbit=rate, communication_s=wait_s, config=config)
+    rows = json_of(capsys, "strategies", str(tmp_path), "--best", "--target", "0.9")["rows"]
+    assert [(row["rate"], row["lr"]) for row in rows] == [("10 Mbit/s", 0.1), ("100 Mbit/s", 0.2)]
+
+
+def test_an_epoch_that_was_not_evaluated_is_a_part_of_the_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Between epochs: from the last epoch that has a score, 0 among them, to the one that is good enough."""
+    runs.make(tmp_path / "r", epochs=4, train_s=40.0, accuracies=(0.0, 0.5, None, 1.0))
+    (row,) = json_of(capsys, "strategies", str(tmp_path), "--target", "0.75")["rows"]
+    assert (row["train_to_target_s"]["mean"], row["crossed_s"]["mean"]) == (40.0, pytest.approx(30.0))

@@ -25,7 +25,7 @@ from conftest import LIMIT_S, PROGRAMS, ROOT, command, document, environment, fa
 from thread_ranks import at_once
 
 from hvdtrain.cluster import admission, stream
-from hvdtrain.cluster.doctor.agent import Agent
+from hvdtrain.cluster.doctor.agent import HERE, Agent
 from hvdtrain.collectives import meeting, sealed
 from hvdtrain.exits import Failure
 from hvdtrain.place import Place
@@ -357,6 +357,20 @@ def test_what_others_write_into_the_open_store_is_refused(replayed: bool, store:
     assert "rank 1 does not have the key of" in str(failure)
 
 
+def test_nonces_of_an_earlier_job_said_again_make_no_secret(store: OpenStore) -> None:
+    def program(ranks: sealed.Sealed) -> bytes:
+        return ranks.secret
+
+    secret, _ = store.ranks(program)
+    http: Any = store.server._httpd
+    earlier, put = dict(store.seen), http.RequestHandlerClass._put_value
+    http.RequestHandlerClass._put_value = lambda self, scope, key, value: put(
+        self, scope, key, earlier.get(f"{scope}/{key}", value)
+    )
+    for failure in store.ranks(program):
+        assert isinstance(failure, Failure) and "someone else writes into" in str(failure), secret
+
+
 @pytest.mark.parametrize("kind", ["open", "link", "fifo", "short", "folder"])
 def test_a_key_that_others_could_know_is_refused(kind: str, tmp_path: Path) -> None:
     path = tmp_path / sealed.KEY
@@ -382,7 +396,7 @@ def test_a_key_that_others_could_know_is_refused(kind: str, tmp_path: Path) -> N
 
 def test_the_doctors_ports_cost_no_thread_for_each_stranger(descriptors: None) -> None:
     strangers: list[socket.socket] = []
-    with Agent.here("here") as agent:
+    with Agent("here", HERE) as agent:
         agent.hello()
         ports = agent.ask("listen", address="127.0.0.1")
         for _ in range(100):

@@ -21,6 +21,8 @@ from types import ModuleType
 import pytest
 from conftest import LIMIT_S, ROOT
 
+from hvdtrain.cluster import quota
+
 SETUP_FILES = ["Makefile", "setup.cfg", "pyproject.toml", "LICENSE", "tools/setup.sh"]
 SETUP_FILES += ["tools/constraints.txt", "tools/build_horovod.py", "tools/sleep_when_idle.c"]
 FRAMEWORK = "torch" if importlib.util.find_spec("torch") else "tensorflow"
@@ -159,6 +161,24 @@ def test_every_folder_with_modules_is_installed() -> None:
     with_modules = {".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "hvdtrain").rglob("*.py")}
     program = "from setuptools import find_packages; print(*find_packages(include=['hvdtrain*']))"
     assert with_modules == set(run([sys.executable, "-c", program], ROOT).stdout.split())
+
+
+@pytest.mark.root
+def test_compilers_are_counted_by_the_memory_that_a_control_group_leaves() -> None:
+    v2 = (quota.MOUNT / "cgroup.controllers").exists()
+    group = quota.MOUNT / ("" if v2 else "memory") / f"hvdtrain-test-{os.getpid()}"
+    group.mkdir()
+    try:
+        limit = group / ("memory.max" if v2 else "memory.limit_in_bytes")
+        if not limit.exists():
+            pytest.skip("no memory controller here")
+        limit.write_text(str(3 << 30))
+        enter = ["sh", "-c", 'echo 0 >"$0" && exec "$@"', str(group / "cgroup.procs")]
+        program = "import build_horovod as b; print(b.memory(), b.jobs())"
+        done = run([*enter, sys.executable, "-c", program], ROOT / "tools")
+    finally:
+        group.rmdir()
+    assert done.stdout.split() == [str(3 << 30), str(min(len(os.sched_getaffinity(0)) + 1, 2))], done.stderr
 
 
 def test_disk_full(checkout: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import fake_hosts
@@ -11,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
+from hvdtrain.config import TrainConfig
 from hvdtrain.models.resnet import ResNetSpec, parameters
-from hvdtrain.strategies import REDUCERS, onebit, topk
+from hvdtrain.strategies import REDUCERS, onebit, parse, topk
 from hvdtrain.strategies.onebit import LENGTH, OneBit
 from hvdtrain.strategies.payload import Shape, elements
 from hvdtrain.strategies.powersgd import PowerSGD
@@ -157,6 +159,26 @@ def test_what_was_left_out_is_handed_on_to_any_number_of_hosts(name: str, now: i
     then_in, then_out = rounds(after, 10)
     assert now > 1 or not left(after).any()
     np.testing.assert_allclose(first_out + then_out + left(after), first_in + then_in, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("text", ["int8", "topk", "delayed+int8", "local-sgd:every=3,staleness=1+int8"])
+@pytest.mark.parametrize("now", [1, 2, 3])
+def test_of_all_ranks_one_goes_on_with_what_was_left_out(text: str, now: int) -> None:
+    """Two ranks left something out. As many others each keep what was a rank's own."""
+    asked, drawn = parse(text), np.random.default_rng(now)
+
+    def ranks(size: int) -> list[Any]:
+        worlds: list[Any] = [SimpleNamespace(rank=rank, size=size) for rank in range(size)]
+        return [asked.make(TrainConfig(strategy=text), world, SHAPES) for world in worlds]
+
+    states = [each.state() | {"began": np.full(1, rank)} for rank, each in enumerate(ranks(2))]
+    (error,) = (name for name in states[0] if "error" in name)
+    for state in states:
+        state[error] = drawn.integers(-9, 9, state[error].shape).astype(np.float32)
+    after = [each.handed_on(states) for each in ranks(now)]
+    np.testing.assert_array_equal(sum(each[error] for each in after), states[0][error] + states[1][error])
+    if asked.strategy.local:
+        assert [each["began"] for each in after] == ([0, 1] if now == 2 else [0] * now)
 
 
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])

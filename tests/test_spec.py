@@ -49,7 +49,7 @@ def values(cls: Any) -> some.SearchStrategy[dict[str, Any]]:
     """Settings of a class within their bounds."""
     drawn: dict[str, some.SearchStrategy[Any]] = {}
     for field in dataclasses.fields(cls.Settings):
-        hint, limits = bounds.hints(cls.Settings)[field.name], field.metadata.get("bounds", {})
+        hint, limits = get_type_hints(cls.Settings)[field.name], field.metadata.get("bounds", {})
         lowest = limits.get("least", limits.get("above", 0) + 1e-3)
         numbers = some.floats(lowest, min(limits.get("most", 1e6), limits.get("below", 1e6) - 1e-3))
         if hint is int:
@@ -352,7 +352,7 @@ def test_only_its_own_file_and_the_table_know_a_strategys_name() -> None:
             continue
         excused = {*own, *ELSEWHERE}
         if path.name in ("ddp.py", "native.py"):  # a hook of PyTorch's has a reducer's name
-            excused |= set(get_args(bounds.hints(Native.Settings)["hook"]))
+            excused |= set(get_args(get_type_hints(Native.Settings)["hook"]))
         if path.parent.name in ("script", "torch", "tensorflow"):  # the call of Horovod's of that name
             excused.add("allreduce")
         if path.name == "config.py" or path.parent.name == "stages":  # so has a form of activations on their way

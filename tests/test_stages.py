@@ -13,8 +13,10 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -49,7 +51,7 @@ from hvdtrain.models.layers import Layer
 from hvdtrain.stages import cut as cuts
 from hvdtrain.stages.grid import Grid
 from hvdtrain.stages.pipe import NUMBER_BYTES, Coding, Order, Pipe, order, packed, unpacked
-from hvdtrain.stages.plan import Stages
+from hvdtrain.stages.plan import Stages, most_bytes
 from hvdtrain.world import Place, World
 
 # --- who, what, when --------------------------------------------------------------------------------------------------
@@ -138,6 +140,10 @@ def test_what_a_stage_needs() -> None:
     told = few.facts(cut, 4)["pipeline"]
     assert "2 micro-batches of 2 samples" in told and "idle 33%" in told, "the loader makes none of one sample"
     assert few.needed_bytes(4)(0, 0, 1) == 4 * (3 * 10 + 2 * 5 * 2)
+    wide = dataclasses.replace(few, layers=[dataclasses.replace(row[0], output=(10**6,)), row[1]])
+    told = wide.facts(dataclasses.replace(cut, layers=wide.layers), 12)["stage 0"]
+    assert "sends 12.000 MB per micro-batch" in told, "a million numbers of 3 samples"
+    assert [most_bytes(TrainConfig(stages=2, stage_memory=size)) for size in ("800MB", "1.5GB")] == [8e8, 1.5e9]
     assert [made(4, 2, stage_across=across).layout().hosts for across in ("hosts", "ranks")] == [1, 2]
     assert cuts.bubble(2, 4) == 1 / 5 and cuts.bubble(1, 4) == 0
 
@@ -239,7 +245,7 @@ def stepped(
         shapes = [cut.boundary(stage - 1) if stage else (), cut.boundary(stage)]
         pipe = Pipe(stage, count, before=before, after=after, inputs=shapes[0], outputs=shapes[1])
         model = make(cut.part(stage) if border else None)
-        strategy = strategies.make(config, ranks, [(1,)])
+        strategy = strategies.chosen(config).make(config, ranks, [(1,)])
         replicas.append(workload.replica_of(model, config, ranks, strategy, "cpu", measure, pipe))
     at_once([functools.partial(each.backward, batch, 0.1, False) for each in replicas])
     vectors = [each.vector() for each in replicas]
@@ -330,6 +336,42 @@ def test_a_pipeline_learns_what_one_process_learns(how: Order, stages: int, size
     assert all(bool(pipe.take_sent_bytes()) == bool(neighbours_) for pipe, neighbours_ in zip(pipes, sent, strict=True))
 
 
+def test_a_steps_bytes_and_waiting_are_its_own() -> None:
+    """Not the evaluation's that came before it, nor those of the step before, for which one stage came late."""
+    x, weight = np.ones((6, 4), np.float32), np.ones((4, 4), np.float32)
+    batch = Batch(arrays=(x, x), weight=6, total_weight=6)
+    pipes = [Pipe(n, 2, before=a, after=b, inputs=(4,), outputs=(4,)) for n, (a, b) in enumerate(channels(2))]
+
+    def run(stage: int) -> list[tuple[int, float]]:
+        part, pipe, told = Linear(weight.copy(), stage == 1), pipes[stage], []
+        for late_s in (0.5, 0.0):
+            time.sleep(late_s * (stage == 0))
+            pipe.train(part, batch, stop=False)
+            told.append((pipe.take_sent_bytes(), pipe.waited_s))
+            pipe.see(part, batch, training=False)
+        return told
+
+    told = at_once([functools.partial(run, stage) for stage in range(2)])
+    at_once([pipe.leave for pipe in pipes])
+    assert all(first == second > 0 for (first, _), (second, _) in told)
+    (_, late_s), (_, usual_s) = told[1]
+    assert usual_s < late_s
+
+
+def test_a_layers_time_is_that_of_a_sample() -> None:
+    class Slow:
+        def forward(self, number: int, batch: Batch, inputs: Any) -> np.ndarray:
+            time.sleep(0.002 * len(batch.arrays[0]))
+            return np.ones((len(batch.arrays[0]), 1), np.float32)
+
+        def back(self, number: int, gradient: Any) -> None:
+            time.sleep(0.001 * len(gradient))
+
+    made: Any = lambda number: Slow()  # noqa: E731
+    found = cuts.timed(made, layers([1.0] * 2, [1] * 2), Batch(arrays=(np.ones((20, 1)),), weight=20, total_weight=20))
+    assert len(found) == 2 and all(0.003 <= each < 0.02 for each in found)
+
+
 @pytest.mark.parametrize(("coding", "error"), [("fp32", 0), ("bf16", 2**-8), ("int8", 1 / 254)])
 @pytest.mark.parametrize("shape", [(3, 5), (2, 8, 8, 16)])
 def test_what_a_neighbour_gets_is_as_near_as_is_said(coding: Coding, error: float, shape: tuple[int, ...]) -> None:
@@ -386,7 +428,7 @@ def test_going_forward_anew_draws_the_same_masks_and_counts_statistics_once() ->
     for recompute in (False, True):
         torch.manual_seed(1)
         model: Any = Dropping()
-        strategy = strategies.make(config, ranks, [tuple(each.shape) for each in model.parameters()])
+        strategy = strategies.chosen(config).make(config, ranks, [tuple(each.shape) for each in model.parameters()])
         pipe = Pipe(order="gpipe", recompute=recompute)
         replica = workload.replica_of(model, config, ranks, strategy, "cpu", measures.Accuracy(), pipe)
         replica.backward(Batch(arrays=(), weight=12, total_weight=12, parts=parts), 0.1, stop=False)
@@ -547,3 +589,23 @@ def test_a_dry_run_by_itself_shows_the_plan_of_as_many_ranks() -> None:
     assert " to fc: " in facts["stage 1"] and facts["stage 1"].endswith("; rank 1")
     parted = document(alone("resnet", "--micro-batches", "2", "--strategy", "powersgd", "--dry-run", "--json"))
     assert parted["cost"]["behind"] == "", "gradients are whole after the last micro-batch alone"
+
+
+def test_a_measured_cut_is_for_the_slowest_link_and_what_is_fastest_of_a_layer() -> None:
+    sizes = zip("abc", (10**6, 1, 1), strict=True)
+    row = [Layer(name=name, arrays=(), output=(size,), multiply_adds=1) for name, size in sizes]
+    made = Stages.of(TrainConfig(stages=2), Place(launcher="mpirun", size=2, local_size=1), row, [1] * 3, "it")
+
+    def names(*rates: float | None) -> tuple[str, ...]:
+        ranks: Any = SimpleNamespace(
+            gather=lambda mine: [mine, [9.0, 0.1, 9.0]],
+            measure_links=lambda: [{"goodput_mbit": rate} for rate in rates],
+        )
+        return made.measured(ranks, (), lambda: [0.2, 9.0, 0.1], 4).names
+
+    assert names() == names(None, 1e4) == ("b",), "what is sent takes no time, or 3 ms"
+    assert names(1e4, 1.0) == ("c",), "32 s"
+    assert (names(110.0), names(100.0)) == (("b",), ("c",)), "0.29 s and 0.32 s, beside the 0.3 s of a and b"
+    assert made.measured(ranks := SimpleNamespace(), ("c",), list, 4).names == ("c",), "that of the run that goes on"
+    made = dataclasses.replace(made, config=dataclasses.replace(made.config, cut_at="b"))
+    assert made.measured(ranks, ("c",), list, 4).names == ("b",), "what is asked for comes first"

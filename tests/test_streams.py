@@ -300,7 +300,7 @@ def test_hosts_that_share_a_name_are_told_apart_by_their_addresses(hosts: int) -
 
     def parts(meeting: ThreadMeeting) -> int:
         world = World("torch", carrier="streams", met=Met(meeting, None, reach(meeting.rank % hosts)))
-        found = strategies.make(TrainConfig(strategy="powersgd"), world, [(256, 64)] * 4).parts()
+        found = strategies.parse("powersgd").make(TrainConfig(), world, [(256, 64)] * 4).parts()
         world.leave()
         return len(found)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import os
 import sys
 from collections import Counter, defaultdict
 from fractions import Fraction
@@ -17,9 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.exits import Failure
-from hvdtrain.sweep import estimate, file, folder, plan
+from hvdtrain.sweep import command, estimate, execute, file, folder, network, plan, preview, show
 from hvdtrain.sweep.__main__ import main
 from hvdtrain.sweep.preview import Preview, previews, words
+from hvdtrain.sweep.process import Children
 
 FLAGS = {"resnet": {"seed", "lr", "batch_size", "global_batch_size", "framework", "strategy", "config", "device"}}
 SHIPPED = sorted((ROOT / "launch" / "sweeps").glob("*.toml"))
@@ -376,6 +378,60 @@ def test_a_rank_with_a_quarter_of_the_batch_is_taken_to_need_a_quarter_of_the_ti
     known.learn(plan.Run(point=one, kind="timing", repeat=1), 1000.0)
     near = known.of(plan.Run(point=four, kind="timing", repeat=1))
     assert near.basis == "near" and near.seconds is not None and 250 < near.seconds < 270
+
+
+def test_what_is_left_takes_the_runs_the_rests_and_a_measurement_of_each_new_rate() -> None:
+    asked = [(1, None), (2, "10mbit"), (1, None), (3, "10mbit"), (4, "1gbit"), (2, "unlimited")]
+    runs = [
+        plan.Run(point=point(hosts=hosts, rate=rate, on="cluster"), kind="timing", repeat=1) for hosts, rate in asked
+    ]
+    known = estimate.Estimator({}, None)
+    for run in runs:
+        known.learn(run, 100.0)
+    about = file.Sweep(path=Path("s.toml"), name="s", cooldown_s=7.0, grids=[])
+    task = execute.Task(sweep=about, root=Path(), outcomes=[], previews={}, estimator=known, flags={})
+    left = [show.Outcome(run=run, folder=Path()) for run in runs]
+    slow_s, fast_s = estimate.VERIFY_S * (2 + 1), estimate.VERIFY_S * (4 + 1)
+    assert task.left_s(left) == pytest.approx(6 * 107 + estimate.CLUSTER_S + slow_s + fast_s)
+    assert task.left_s(left[3:], "10mbit") == pytest.approx(3 * 107 + fast_s), "what is set is not set again"
+    unknown = plan.Run(point=point(seed=1), kind="timing", repeat=1)
+    assert task.left_s([*left, show.Outcome(run=unknown, folder=Path())]) is None
+    assert execute.most_hosts(left[1:]) == 3, "whose links are measured at once: a run on one host needs none"
+
+
+# --- links -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_point_is_judged_by_the_links_of_its_own_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All are measured once for the runs of a rate, and once more if one is off; here it is that of c."""
+    off = {"a -> b": 1.0, "b -> c": -2.0, "c -> d": -25.0, "d -> a": -0.5}
+    links = [
+        {"link": name, "off_percent": each, "ok": each > -5, "goodput_mbit": 9 + each / 10, "expected_mbit": 9.36}
+        for name, each in off.items()
+    ]
+    (tmp_path / "measured").write_text(json.dumps({"links": links}))
+    (tmp_path / "asked").touch()
+    measure = ["sh", "-c", 'echo "$1" >>asked; cat measured', "sh"]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command, "verify", lambda hosts, *_: [[*measure, " ".join(hosts)]])
+    for name in ("up", "down", "throttle"):
+        monkeypatch.setattr(command, name, lambda *_: ["true"])
+    made = network.Network(read(tmp_path, CLUSTER + "[[grid]]\n"), "s", Children({"PATH": os.environ["PATH"]}))
+    two, four = (point(hosts=hosts, rate="10mbit", on="cluster") for hosts in (2, 4))
+    assert made.ready(two, most=4) == network.Verified(-2.0, None), "c sends to none of its hosts"
+    told = made.ready(four, most=4)
+    assert (told.off_percent, told.marked) == (-25.0, "c -> d at 10mbit: 6.5 Mbit/s instead of 9.36 (-25.0 %)")
+    assert (tmp_path / "asked").read_text() == "a b c d\n" * 2
+    assert made.ready(point(hosts=4, rate="unlimited", on="cluster"), most=4) == network.Verified()
+    made.ready(two, most=2)
+    assert (tmp_path / "asked").read_text().endswith("a b c d\na b\na b\n"), "another rate was set in between"
+    assert made.close() == []
+
+
+def test_answers_come_in_the_order_of_their_questions() -> None:
+    """Though several processes share the questions out."""
+    answers = preview.ask([(f"nowhere{number}", (), 1, 1) for number in range(5)])
+    assert [f"'nowhere{number}'" in str(answer) for number, answer in enumerate(answers)] == [True] * 5
 
 
 # --- shipped files ---------------------------------------------------------------------------------------------------

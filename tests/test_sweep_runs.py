@@ -106,6 +106,20 @@ def await_file(pattern: str, root: Path, process: subprocess.Popen[str]) -> None
     assert process.poll() is None, process.communicate()
 
 
+@pytest.mark.root
+def test_under_sudo_it_trains_as_its_caller_who_owns_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SUDO_USER", "nobody")
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # pytest's own is closed to others
+        Path(folder).chmod(0o755)
+        sweep = Command(Path(folder), '[[grid]]\nlabel = "who"\nlauncher = "none"\ncommand = "id -un"\n')
+        code, _, _ = sweep.run()
+        shutil.rmtree(sweep.locks)
+        assert code == 1, "it records nothing"
+        for log in sweep.root.glob("tried/who-*/logs/launch.log"):
+            assert log.read_text() == "nobody\n"
+        assert {path.owner() for path in (sweep.root, *sweep.root.rglob("*"))} == {"nobody"}
+
+
 def test_stopped_and_continued_each_point_is_run_once_and_a_failure_is_told(sweep: Command) -> None:
     process = sweep.start()
     await_file("tried/ranks-*/logs/launch.log", sweep.root, process)

@@ -4,8 +4,8 @@
     mpirun -np 2 --bind-to none python tools/bare_loop.py torch captioner
 
 The captioner trains on the same batches of drawn scenes as `python -m hvdtrain.captioning --epochs 1`, the same number
-of words in each. Rank 0 prints one JSON line: samples (images, or words predicted) per second over all ranks without
-the first three steps, how many, the last step's loss per sample, and peak RSS.
+of words in each. Rank 0 prints one JSON line: samples (images, or captions) per second over all ranks without
+the first three steps, how many (images, words), the last step's loss for each, and peak RSS.
 """
 
 import argparse
@@ -121,7 +121,7 @@ for epoch in range(args.epochs):
         loss = step(batch.arrays, batch.total_weight / hvd.size())  # Horovod averages
         total += batch.total_weight
         if epoch or number >= 3:
-            done += batch.total_weight
+            done += len(together)
             seconds += time.perf_counter() - began
 if hvd.rank() == 0:
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -185,17 +185,12 @@ def main() -> None:
     variants = [options.only] if options.only else list(OURS)
     with tempfile.TemporaryDirectory(prefix="hvdtrain-bench-") as folder:
         loop = {name: measure_loop(name, rounds, Path(folder), variants) for name in options.frameworks.split(",")}
-    others = (
-        {}
-        if options.only
-        else {
-            "threads": [sys.executable, "tools/bench_threads.py", "--rounds", str(rounds)],
-            "script": [sys.executable, "tools/bench_script.py", "--rounds", str(rounds)],
-            "data": [sys.executable, "tools/bench_data.py", "--rounds", str(rounds)],
-            "captioning": [sys.executable, "tools/bench_captioning.py", "--frameworks", options.frameworks]
-            + (["--quick"] if options.quick else ["--rounds", str(rounds)]),
-        }
-    )
+    flags = {"threads": [], "script": [], "data": [], "captioning": ["--frameworks", options.frameworks]}
+    others = {
+        name: [sys.executable, f"tools/bench_{name}.py", "--rounds", str(rounds), *more]
+        for name, more in flags.items()
+        if not options.only
+    }
     results: dict[str, Any] = {"schema": "hvdtrain/bench/2", "ranks": RANKS, "cores": os.cpu_count(), "loop": loop}
     if options.json:
         for name, command in others.items():

@@ -5,8 +5,10 @@
     python tools/bench_captioning.py --quick --json    # one round, one document
 
 Two ranks on this machine train an epoch on the drawn scenes, in turn by our entry point and by tools/bare_loop.py;
-every other round backwards. Samples are words that are predicted. Captions and features are then made by one process of
-one thread (tools/bench_captioning_parts.py). Figures are medians over rounds, the smallest and the largest in brackets.
+every other round backwards. Samples are captions. Captions and features are then made by one process of
+one thread: captions of 256 test pictures, greedily by the model of the first round, all together and one by one;
+features of random pictures through VGG16 with random weights by `features.extract`, and by the same network called with
+nothing round it. Figures are medians over rounds, the smallest and the largest in brackets.
 Several hosts: `hvdtrain sweep launch/sweeps/lucero2022_captioning.toml`.
 """
 
@@ -18,10 +20,17 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from bench import HEADS, RANKS, ROOT, aligned, in_turn, launch, loop_rows, spread
+
+PICTURES = 256
+FEATURE_BATCH = 16
 
 
 def loop_run(folder: Path, framework: str, number: int) -> Path:
@@ -41,13 +50,66 @@ def measure_loop(framework: str, rounds: int, folder: Path) -> dict[str, list[di
 
 def measure_parts(framework: str, rounds: int, folder: Path) -> dict[str, Any]:
     """Captions and features per second; captions by the model that the first round has trained."""
-    command = [sys.executable, "tools/bench_captioning_parts.py", framework, "--rounds", str(rounds)]
+    command = [sys.executable, __file__, "--frameworks", framework, "--rounds", str(rounds)]
     command += ["--run", str(loop_run(folder, framework, 0))]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"bench: {' '.join(command)} failed:\n{done.stderr[-3000:]}")
     return json.loads(done.stdout)
+
+
+def per_second(ways: Mapping[str, Callable[[], object]], count: int, rounds: int) -> dict[str, list[float]]:
+    """How much of `count` each way does per second, by round; the first call of each is not counted."""
+
+    def timed(number: int, way: Callable[[], object]) -> float:
+        began_s = time.perf_counter()
+        way()
+        return count / (time.perf_counter() - began_s)
+
+    found = in_turn({name: partial(timed, way=way) for name, way in ways.items()}, rounds + 1, "parts")
+    return {name: each[1:] for name, each in found.items()}
+
+
+def bench_captions(framework: str, run: Path, rounds: int) -> dict[str, Any]:
+    """Captions per second written together and one by one, and of how many pictures both say the same."""
+    from hvdtrain.captions import generation, trained
+    from hvdtrain.captions.load import load
+
+    writer, _ = trained.model(trained.open_run(run), framework, None)
+    inputs = np.array(load("shapes").test.inputs[:PICTURES])
+    said: dict[str, list[list[int]]] = {}
+    ways = {
+        "batched": lambda: said.update(batched=generation.write(writer, inputs)),
+        "one_by_one": lambda: said.update(one_by_one=[generation.write(writer, one[None])[0] for one in inputs]),
+    }
+    found: dict[str, Any] = {**per_second(ways, len(inputs), rounds)}
+    same = sum(together == alone for together, alone in zip(*said.values(), strict=True))
+    return found | {"pictures": len(inputs), "same": same}
+
+
+def bench_features(framework: str, rounds: int, count: int = 48) -> dict[str, Any]:
+    """Images per second of both, with their cache in a folder of their own that is removed."""
+    from hvdtrain import world
+    from hvdtrain.captions import features, frozen
+    from hvdtrain.models import vgg16
+
+    pictures = np.random.default_rng(0).integers(0, 256, (count, *vgg16.IMAGE_SIZE, 3), dtype=np.uint8)
+    encode, alone = frozen.encoder(frozen.RANDOM, framework), world.World(framework)
+    calls = iter(range(1000))
+
+    def bare() -> None:
+        for first in range(0, count, FEATURE_BATCH):
+            encode(pictures[first : first + FEATURE_BATCH])
+
+    def ours() -> None:  # never the same key, or the cache would answer
+        key = {"call": next(calls)}
+        features.extract(pictures, lambda: encode, key=key, world=alone, batch_size=FEATURE_BATCH)
+
+    with tempfile.TemporaryDirectory(prefix="hvdtrain-bench-") as cache:
+        os.environ["XDG_CACHE_HOME"] = cache
+        found = per_second({"ours": ours, "bare": bare}, count, rounds)
+    return {**found, "images": count}
 
 
 def parts_rows(found: dict[str, Any]) -> list[tuple[str, str, str, str]]:
@@ -69,8 +131,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="rounds of each pair (default: 5)")
     parser.add_argument("--frameworks", default="torch,tensorflow", help="which to measure")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    parser.add_argument("--run", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     rounds = 1 if asked.quick else asked.rounds
+    if asked.run:
+        parts = {"captions": bench_captions(asked.frameworks, asked.run, rounds)}
+        print(json.dumps(parts | {"features": bench_features(asked.frameworks, rounds)}))
+        return
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="hvdtrain-bench-") as name:
         folder = Path(name)
@@ -84,7 +151,7 @@ def main() -> None:
         return
     rows: list[tuple[str, ...]] = [HEADS]
     for framework, each in found.items():
-        of_it = [*loop_rows(each["loop"], "words"), *parts_rows(each["parts"])]
+        of_it = [*loop_rows(each["loop"], "captions"), *parts_rows(each["parts"])]
         rows += [(f"{framework}: {what}", *cells) for what, *cells in of_it]
     print(aligned(rows))
 

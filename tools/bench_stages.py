@@ -77,13 +77,8 @@ def workload(model: str, options: argparse.Namespace) -> list[str]:
     if model.startswith("resnet"):
         return ["hvdtrain.resnet", "--image-size", model.removeprefix("resnet"), *flags]
     width = 2048 if model == "small" else math.isqrt(options.memory_mb * 1_000_000 // 2 // 4 // 8)
-    return [
-        "hvdtrain.tabular",
-        "--layers",
-        ",".join([str(width)] * (2 if model == "small" else 9)),
-        "--global-batch-size",
-        "100",
-    ]
+    layers = ",".join([str(width)] * (2 if model == "small" else 9))
+    return ["hvdtrain.tabular", "--layers", layers, "--global-batch-size", "100"]
 
 
 # --- the formula ------------------------------------------------------------------------------------------------------

@@ -342,17 +342,12 @@ def wheel_for(frameworks: list[str], mpi: tuple[Path, str], nccl: dict[str, str]
 
 def install(wheel: Path, frameworks: list[str]) -> None:
     """Installs the wheel and proves that it loads with each framework."""
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--force-reinstall", str(wheel)]
-    done = subprocess.run(command, text=True, capture_output=True)
-    for framework in frameworks if done.returncode == 0 else []:
-        done = subprocess.run(
-            [sys.executable, "-c", f"import horovod.{framework}"], cwd="/", text=True, capture_output=True
-        )
+    pip = ["-m", "pip", "install", "--quiet", "--no-deps", "--force-reinstall", str(wheel.absolute())]
+    for words in (pip, *(["-c", f"import horovod.{framework}"] for framework in frameworks)):
+        done = subprocess.run([sys.executable, *words], cwd="/", text=True, capture_output=True)
         if done.returncode:
-            break
-    if done.returncode:
-        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        fail(f"{wheel.name} does not install or load: {reason}; remove {wheel.parent} and run it again")
+            reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+            fail(f"{wheel.name} does not install or load: {reason}; remove {wheel.parent} and run it again")
 
 
 def main() -> None:

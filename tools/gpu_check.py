@@ -235,17 +235,14 @@ def page(report: dict[str, Any]) -> str:
 
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--wheels", type=Path, metavar="DIR", help="wheels, and Horovod's source, that this Python lacks"
-    )
-    parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu", help="cpu: the same without a GPU")
-    parser.add_argument("--quick", action="store_true", help="small models and few steps")
-    parser.add_argument("--parts", metavar="A,B,..", help=f"only these of {', '.join(gpu_check_parts.names())}")
-    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help=f"for all parts (default: {LIMIT_S:g})")
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="folder of the report (default: results/gpu-check-<UTC>)"
-    )
-    parser.add_argument("--dry-run", action="store_true", help="print parts, commands and what is missing, and stop")
+    add = parser.add_argument
+    add("--wheels", type=Path, metavar="DIR", help="wheels, and Horovod's source, that this Python lacks")
+    add("--device", choices=("gpu", "cpu"), default="gpu", help="cpu: the same without a GPU")
+    add("--quick", action="store_true", help="small models and few steps")
+    add("--parts", metavar="A,B,..", help=f"only these of {', '.join(gpu_check_parts.names())}")
+    add("--limit-s", type=float, default=LIMIT_S, help=f"for all parts (default: {LIMIT_S:g})")
+    add("--out", type=Path, metavar="DIR", help="folder of the report (default: results/gpu-check-<UTC>)")
+    add("--dry-run", action="store_true", help="print parts, commands and what is missing, and stop")
     asked = parser.parse_args()
     if unknown := set((asked.parts or "").split(",")) - {"", *gpu_check_parts.names()}:
         parser.error(f"--parts: no {min(unknown)}; known: {', '.join(gpu_check_parts.names())}")

@@ -80,9 +80,7 @@ def parser() -> Parser:
     one = Parser(prog="hvdtrain caption", description=__doc__)
     one.add_argument("pictures", nargs="*", type=Path, metavar="PICTURE", help="a picture, or a folder of pictures")
     one.add_argument("--run", type=Path, required=True, metavar="RUN", help="the run's folder")
-    one.add_argument(
-        "--beam", type=at_least_one, default=3, metavar="N", help="beginnings kept; 1: greedy (default: 3)"
-    )
+    one.add_argument("--beam", type=at_least_one, default=3, metavar="N", help="beam width; 1: greedy (default: 3)")
     one.add_argument("--framework", choices=("auto", "torch", "tensorflow"), default="auto", help="default: auto")
     one.add_argument("--split", choices=("train", "validation", "test"), help="caption the run's own data instead")
     one.add_argument("--limit", type=at_least_one, default=24, metavar="N", help="pictures of --split (default: 24)")
@@ -173,6 +171,6 @@ def captioned(
 def show(cards: Sequence[Card]) -> None:
     """A line for each picture on stdout: its name, its caption."""
     names = ["picture", *(printable(card.name) for card in cards)]
-    told = ["caption", *(card.caption or "(no words)" for card in cards)]
+    told = ["caption", *(printable(card.caption) or "(no words)" for card in cards)]
     width = max(map(len, names))
     print("\n".join(f"{name:<{width}}  {text}" for name, text in zip(names, told, strict=True)))

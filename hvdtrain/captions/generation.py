@@ -46,14 +46,12 @@ class Writer(Protocol):
 
     def encode(self, inputs: NDArray[Any], /) -> Floats:
         """The encoded pictures, (N, H)."""
-        ...
 
     def step(
         self, encoded: Floats, words: NDArray[np.int64], hidden: Floats, cell: Floats, /
     ) -> tuple[Floats, Floats, Floats]:
         """One word on for each of n captions: log-probabilities (n, V) of the word behind `words` (n,), and the new
         hidden and cell state (n, H); both are zeros before START."""
-        ...
 
 
 def write(

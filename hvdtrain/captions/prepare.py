@@ -44,7 +44,7 @@ from hvdtrain.data.images import ImagesConfig, check_destination, drop_bad_rows,
 from hvdtrain.data.pixels import Bad
 from hvdtrain.data.prepared import PARTS, cache_folder, caching
 from hvdtrain.data.tree import Tree, draw_lot
-from hvdtrain.exits import BAD_CONFIG, BAD_DATA, Failure
+from hvdtrain.exits import BAD_CONFIG, BAD_DATA, Failure, printable
 
 SUMMARY = "hvdtrain.data.captions/1"
 AUTOMATIC_MAX_BAD = 400  # 1 % of Flickr8k's captions: with more than that, somebody should look
@@ -240,6 +240,6 @@ def _tell(source: Path, made: dict[str, Any]) -> None:
         worst = made["bad_samples"][0]
         print(
             f"{source}: bad samples, left out: {len(made['bad_samples'])}, listed in {made['destination']}/index.json;"
-            f" the first is {worst['file']}: {worst['reason']}",
+            f" the first is {printable(worst['file'])}: {printable(worst['reason'])}",
             file=sys.stderr,
         )

@@ -125,7 +125,7 @@ def status(cluster: topology.Cluster) -> dict[str, Any]:
     root = os.geteuid() == 0 and cluster.name in reachable()
     hosts = []
     for host in cluster.hosts:
-        here = virtual.folder(cluster.name) / "hosts" / host.name
+        here, netns = virtual.folder(cluster.name) / "hosts" / host.name, cluster.netns(host.name)
         pid = (here / "sshd.pid").read_text().strip() if (here / "sshd.pid").exists() else ""
         asked = throttle.asked(here / "throttle.json")
         hosts.append(
@@ -136,17 +136,13 @@ def status(cluster: topology.Cluster) -> dict[str, Any]:
                 "cpu_share": host.cpu_share,
                 "cpus": host.cpus,
                 "sshd": bool(pid) and Path(f"/proc/{pid}").exists(),
-                "link_up": _link_up(cluster, host.name) if root else None,
+                "link_up": succeeds(["ip", "-n", netns, "route", "get", "10.77.0.254"]) if root else None,
                 "rates_asked": None if asked is None else {way: asked.get(way) for way in ("up_mbit", "down_mbit")},
                 "rates_set": _rates_set(cluster, host.name) if root else None,
-                "processes": len(lifecycle.processes(cluster.netns(host.name))) if root else None,
+                "processes": len(lifecycle.processes(netns)) if root else None,
             }
         )
     return {"schema": "hvdtrain/cluster/1", "name": cluster.name, "user": cluster.user, "hosts": hosts}
-
-
-def _link_up(cluster: topology.Cluster, host: str) -> bool:
-    return succeeds(["ip", "-n", cluster.netns(host), "route", "get", "10.77.0.254"])
 
 
 def _rates_set(cluster: topology.Cluster, host: str) -> dict[str, float | None]:

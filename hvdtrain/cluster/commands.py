@@ -44,11 +44,6 @@ PATIENCE_S = 60
 _DENIED = ("operation not permitted", "permission denied")
 
 
-def show(command: Command) -> str:
-    """The command as a user would type it."""
-    return shlex.join(command)
-
-
 def find(program: str) -> str:
     """Its path; also looks in the sbin folders, which a user's PATH often leaves out. Raises Failure (69)."""
     path = os.environ.get("PATH", os.defpath) + ":/usr/local/sbin:/usr/sbin:/sbin"
@@ -70,11 +65,11 @@ def run(command: Command, *, stdin: str | None = None, pass_fds: Sequence[int] =
             words, input=stdin, stdin=source, pass_fds=pass_fds, capture_output=True, text=True, timeout=PATIENCE_S
         )
     except subprocess.TimeoutExpired as error:
-        raise Failure(f"`{show(command)}` gave no answer in {PATIENCE_S} s", exits.UNREACHABLE) from error
+        raise Failure(f"`{shlex.join(command)}` gave no answer in {PATIENCE_S} s", exits.UNREACHABLE) from error
     if done.returncode:
         said = " ".join((done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").split())
         denied = any(word in said.lower() for word in _DENIED)
-        raise Failure(f"`{show(command)}`: {said}", exits.NO_PERMISSION if denied else exits.FAILED)
+        raise Failure(f"`{shlex.join(command)}`: {said}", exits.NO_PERMISSION if denied else exits.FAILED)
     return done.stdout
 
 
@@ -91,7 +86,7 @@ def run_all(commands: Iterable[Command], *, dry_run: bool = False) -> None:
     """Runs the commands in order, or only prints them on stdout. Raises Failure at the first that fails."""
     for command in commands:
         if dry_run:
-            print(show(command))
+            print(shlex.join(command))
         else:
             run(command)
 

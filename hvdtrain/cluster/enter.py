@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pwd
+import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from typing import NoReturn
 
 from hvdtrain import exits
 from hvdtrain.cluster import virtual
-from hvdtrain.cluster.commands import CHECKOUT, SEARCHED, Command, as_user, become_root, caller, find, show
+from hvdtrain.cluster.commands import CHECKOUT, SEARCHED, Command, as_user, become_root, caller, find
 from hvdtrain.cluster.topology import Cluster
 from hvdtrain.exits import Failure
 
@@ -65,12 +66,12 @@ def become(cluster: Cluster, host: str, words: Sequence[str], *, extra: Sequence
     late = {name: kept.pop(name) for name in list(kept) if name == "PATH" or name.startswith("LD_")}
     full = command(cluster, host, [*(f"{name}={value}" for name, value in late.items()), *words], user, Path.cwd())
     if dry_run:
-        print(show(full))
+        print(shlex.join(full))
         return
     if shutil.which(words[0], path=late["PATH"]) is None:
         raise Failure(f"host {host}: no command {words[0]!r} in its PATH ({late['PATH']})", exits.USAGE)
     sys.stdout.flush()
-    os.execve(find(full[0]), full, {**kept, "PATH": SEARCHED})
+    os.execve(shutil.which(full[0], path=SEARCHED) or find(full[0]), full, {**kept, "PATH": SEARCHED})
 
 
 def through_sudo(arguments: Sequence[str], extra: Sequence[str] = ()) -> NoReturn:

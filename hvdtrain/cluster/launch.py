@@ -326,19 +326,14 @@ def make_plan(launcher: str, options: argparse.Namespace, environment: Mapping[s
     told.append(f"backend={backend}  # {tuning.BACKENDS[backend]}")
     if interface:
         told.append(f"rate={show_rate(rate) if rate else 'unknown'}  # {said}")
-    told += [str(setting) for setting in plan.settings]
+    told += [f"{one.name}=...  # {one.reason}" if _private(one, passed) else str(one) for one in plan.settings]
     slower = tuning.advice(link, backend)
     return plan, [*told, slower] if slower else told
 
 
-def dry_run(plan: Plan, environment: Mapping[str, str], command: Command) -> str:
-    """The command as one would type it, with the variables that are set for it."""
-    made = [
-        f"{name}={value}"
-        for name, value in sorted(child_environment(plan, environment).items())
-        if environment.get(name) != value
-    ]
-    return shlex.join(["env", *made, *command] if made else command)
+def _private(setting: Setting, passed: Collection[str]) -> bool:
+    """Whether the value is nobody's business: of a secret, or given by -x."""
+    return not setting.mca and (setting.name in passed or is_secret(setting.name))
 
 
 def typed(plan: Plan, options: argparse.Namespace) -> str:
@@ -373,10 +368,12 @@ def start(launcher: str, arguments: list[str], environment: Mapping[str, str]) -
         print(f"{launcher}.sh: {line}", file=sys.stderr)
     inner = child_environment(plan, environment)
     if not options.dry_run:  # of no interest to who reads the command
-        inner |= launched.told(typed(plan, options), [one for one in plan.settings if not is_secret(one.name)])
+        kept = [one for one in plan.settings if not _private(one, plan.passed)]
+        inner |= launched.told(typed(plan, options), kept)
     command = mpirun_command(plan, list(inner)) if launcher == "mpirun" else horovodrun_command(plan)
     if options.dry_run:
-        print(dry_run(plan, environment, command))
+        made = [f"{name}={value}" for name, value in sorted(inner.items()) if environment.get(name) != value]
+        print(shlex.join(["env", *made, *command] if made else command))
         return exits.OK
     for program in {command[0], "mpirun" if plan.backend == MPI else command[0]}:
         if shutil.which(program, path=inner.get("PATH", os.defpath)) is None:

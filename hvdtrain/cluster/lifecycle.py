@@ -49,7 +49,7 @@ def up(cluster: Cluster, *, dry_run: bool = False) -> None:
                 f"take it down first (hvdtrain cluster down --name {cluster.name}), or choose another --name"
             )
         try:
-            virtual.folder(cluster.name).mkdir(mode=0o755)
+            virtual.folder(cluster.name).mkdir(mode=0o711)  # who may list it could lock it
             _prepare(cluster)
             run_all(commands)
             _await_sshd(cluster)
@@ -91,7 +91,7 @@ def _prepare(cluster: Cluster) -> None:
     here = virtual.folder(cluster.name)
     Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # sshd's own demand; empty, shared with the system's sshd
     for path in (PINS, SELF, here / "etc", here / "ssh", *(here / "hosts" / host.name for host in cluster.hosts)):
-        path.mkdir(mode=0o755, parents=True, exist_ok=True)
+        path.mkdir(mode=0o711, parents=True, exist_ok=True)
     for host in cluster.hosts:
         (here / "hosts" / host.name / "cgroup").mkdir()
     if not is_mount(PINS):
@@ -99,8 +99,6 @@ def _prepare(cluster: Cluster) -> None:
     for path, text in virtual.files(cluster).items():
         path.write_text(text)
         path.chmod(0o644)
-    key = here / "ssh" / "known_hosts"
-    key.touch(mode=0o644)
 
 
 def _await_sshd(cluster: Cluster) -> None:
@@ -124,7 +122,7 @@ def _alone() -> Iterator[None]:
         raise Failure("this is a virtual host; make and take down clusters outside of it", exits.UNREACHABLE)
     while True:
         STATE.mkdir(mode=0o755, exist_ok=True)
-        handle = os.open(STATE, os.O_RDONLY)
+        handle = os.open(STATE / ".lock", os.O_RDWR | os.O_CREAT, 0o600)  # others could lock the folder
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)
             if os.fstat(handle).st_nlink:  # 0: a `down` that we waited for has removed it
@@ -214,6 +212,7 @@ def _remove(cluster: str) -> None:
     if not any(path.is_dir() and path not in (PINS, SELF) for path in STATE.iterdir()):
         if is_mount(PINS):
             run(["umount", "--lazy", str(PINS)])
+        (STATE / ".lock").unlink()
         for path in (PINS, SELF, STATE):
             with contextlib.suppress(OSError):  # a throttle of this machine may keep its file in self/
                 path.rmdir()
@@ -221,8 +220,8 @@ def _remove(cluster: str) -> None:
 
 def _end_processes(cluster: str) -> None:
     """TERM, and KILL for those that are still there after a while."""
-    for number, patience_s in ((signal.SIGTERM, PATIENCE_S), (signal.SIGKILL, PATIENCE_S)):
-        deadline = time.monotonic() + patience_s
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        deadline = time.monotonic() + PATIENCE_S
         pids = [pid for netns in namespaces(cluster) for pid in processes(netns)]
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):

@@ -135,7 +135,7 @@ class Job:
         if again:
             self.deadline = 0.0
         elif len(self.asked) == 1:
-            _say("stopping: the ranks are asked for a checkpoint (a second signal ends them now)")
+            _say("stopping: the ranks are asked for a checkpoint (a second SIGTERM or Ctrl-C ends them now)")
 
     def wait(self) -> int:
         """Until the job has ended; its exit code."""

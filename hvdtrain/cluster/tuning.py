@@ -112,7 +112,7 @@ def host_settings(link: Link) -> list[Setting]:
 def cycle_ms(link: Link, backend: str) -> int:
     """The shortest cycle whose control traffic stays under IDLE_SHARE of the link; 1 ms (Horovod's) to 200 ms."""
     rounds = math.ceil(math.log2(max(2, link.hosts)))
-    bits = 8 * CONTROL_BYTES[backend] * rounds
+    bits = 8 * CONTROL_BYTES[backend] * rounds * link.most_ranks
     return max(1, min(LONGEST_CYCLE_MS, math.ceil(1000 * bits / (IDLE_SHARE * (link.rate_bit_s or ASSUMED_BIT_S)))))
 
 
@@ -121,84 +121,58 @@ def horovod_settings(link: Link, backend: str) -> list[Setting]:
         return []
     rate = link.rate_bit_s or ASSUMED_BIT_S
     shown = show_rate(rate)
-    slowest_s = 2 * FUSION_BYTES * 8 / goodput_both_ways(rate)
+    cycle = cycle_ms(link, backend)
+    share = "under 1 %" if cycle < LONGEST_CYCLE_MS else "above 1 %"
+    idle = f"ms; idle control traffic {share} of {shown} over {link.hosts} hosts (longer: less; shorter: small"
+    flat = "bytes; what is ready goes in one piece, up to all gradients of ResNet-34 (85 MB): one flat buffer"
     chosen = [
-        Setting(
-            "HOROVOD_CYCLE_TIME",
-            str(cycle_ms(link, backend)),
-            f"ms; idle control traffic under 1 % of {shown} over {link.hosts} hosts (longer: less; shorter: small"
-            " allreduces answer sooner)",
-        ),
-        Setting(
-            "HOROVOD_FUSION_THRESHOLD",
-            str(FUSION_BYTES),
-            "bytes; what is ready goes in one piece, up to all gradients of ResNet-34 (85 MB): one flat buffer"
-            " reached 97 % of the wire, 110 tensors 88-92 %",
-        ),
+        Setting("HOROVOD_CYCLE_TIME", str(cycle), f"{idle} allreduces answer sooner)"),
+        Setting("HOROVOD_FUSION_THRESHOLD", str(FUSION_BYTES), f"{flat} reached 97 % of the wire, 110 tensors 88-92 %"),
     ]
     if backend == GLOO:
-        timeout_s = max(60, math.ceil(2 * slowest_s))
-        chosen.append(
-            Setting(
-                "HOROVOD_GLOO_TIMEOUT_SECONDS",
-                str(timeout_s),
-                f"twice what {FUSION_BYTES >> 20} MiB take at {shown}; at its default of 30 s slow transfers fail",
-            )
-        )
+        timeout_s = max(60, math.ceil(4 * FUSION_BYTES * 8 / goodput_both_ways(rate)))
+        reason = f"twice what {FUSION_BYTES >> 20} MiB take at {shown}; at its default of 30 s slow transfers fail"
+        chosen.append(Setting("HOROVOD_GLOO_TIMEOUT_SECONDS", str(timeout_s), reason))
     return chosen
 
 
 def openmpi_settings(link: Link) -> list[Setting]:
     """For Open MPI 4.1; the same parameters exist, unused, where ranks share one host."""
-    idle = Setting("mpi_yield_when_idle", "1", "a waiting rank polls; it lets threads that compute go first", mca=True)
-    if link.hosts < 2:
-        return [idle]
-    rate = link.rate_bit_s or ASSUMED_BIT_S
-    chosen = [
-        idle,
-        Setting("pml", "ob1", "plain TCP between hosts, so that the settings below count", mca=True),
-        Setting(
-            "btl_tcp_flags",
-            "send,inplace,need-ack,need-csum",
-            "no put: large messages in pieces, so that both directions run at once (+50 % on 5 MB and more)",
-            mca=True,
-        ),
-        *(
-            Setting(name, str(EAGER_BYTES), reason, mca=True)
-            for name, reason in (
-                ("btl_tcp_eager_limit", "bytes; smaller messages go at once, without a question and its answer first"),
-                ("btl_tcp_rndv_eager_limit", "bytes of larger ones that go with the question, so the wire never waits"),
-            )
-        ),
-        *(
-            [Setting("coll_tuned_use_dynamic_rules", "1", "makes the next line count", mca=True), algorithm(link)]
-            if link.ranks > 2
-            else []
-        ),
-    ]
-    if link.network:
-        reason = "the way to the other hosts, and no other"
-        chosen += [
-            Setting("btl_tcp_if_include", link.network, reason, mca=True),
-            Setting("oob_tcp_if_include", link.network, reason, mca=True),
+    told = [("mpi_yield_when_idle", "1", "a waiting rank polls; it lets threads that compute go first")]
+    if link.hosts > 1:
+        rate, eager = link.rate_bit_s or ASSUMED_BIT_S, str(EAGER_BYTES)
+        pieces = "no put: large messages in pieces, so that both directions run at once (+50 % on 5 MB and more)"
+        told += [
+            ("pml", "ob1", "plain TCP between hosts, so that the settings below count"),
+            ("btl_tcp_flags", "send,inplace,need-ack,need-csum", pieces),
+            (
+                "btl_tcp_eager_limit",
+                eager,
+                "bytes; smaller messages go at once, without a question and its answer first",
+            ),
+            (
+                "btl_tcp_rndv_eager_limit",
+                eager,
+                "bytes of larger ones that go with the question, so the wire never waits",
+            ),
         ]
-    if link.quota and link.sleeper:
+        if link.ranks > 2:
+            told += [("coll_tuned_use_dynamic_rules", "1", "makes the next line count"), algorithm(link)]
+        if link.network:
+            reason = "the way to the other hosts, and no other"
+            told += [(f"{layer}_tcp_if_include", link.network, reason) for layer in ("btl", "oob")]
+        if rate < 200_000_000:
+            size = max(65_536, 131_072 * rate // 100_000_000)
+            reason = f"bytes, {1000 * size * 8 / rate:.0f} ms of {show_rate(rate)}: what queues ahead of an answer"
+            told.append(("btl_tcp_sndbuf", str(size), reason))
+        # ssh, not Open MPI's keep-alive, which with a cut link makes mpirun crash (4.1.8): the sentinel sees to that.
+        reason = "ssh that would ask for a password fails, as nobody could answer"
+        told.append(("plm_rsh_args", "-o BatchMode=yes -o ConnectTimeout=10", reason))
+    chosen = [Setting(*one, mca=True) for one in told]
+    if link.hosts > 1 and link.quota and link.sleeper:
         reason = f"waiting ranks sleep instead of polling, which would take from the quota of {link.cores:g} cores"
         chosen.append(Setting("LD_PRELOAD", link.sleeper, reason))
-    if rate < 200_000_000:
-        size = max(65_536, 131_072 * rate // 100_000_000)
-        chosen.append(
-            Setting(
-                "btl_tcp_sndbuf",
-                str(size),
-                f"bytes, {1000 * size * 8 / rate:.0f} ms of {show_rate(rate)}: what queues ahead of an answer",
-                mca=True,
-            )
-        )
-    # ssh, not Open MPI's keep-alive, which with a cut link makes mpirun crash (4.1.8): the sentinel sees to that.
-    batch = "-o BatchMode=yes -o ConnectTimeout=10"
-    reason = "ssh that would ask for a password fails, as nobody could answer"
-    return [*chosen, Setting("plm_rsh_args", batch, reason, mca=True)]
+    return chosen
 
 
 def advice(link: Link, backend: str) -> str | None:
@@ -215,11 +189,10 @@ def advice(link: Link, backend: str) -> str | None:
     return f"advice=--strategy native  # {why}"
 
 
-def algorithm(link: Link) -> Setting:
+def algorithm(link: Link) -> tuple[str, str, str]:
     """Which allreduce sends least over the wire, ranks being placed host by host."""
+    number, reason = RING, "ring: every host sends and receives all the time"
     if link.ranks & (link.ranks - 1) == 0 and link.most_ranks > 1:
         number = RABENSEIFNER
         reason = "halving and doubling: neighbours are on one host, so the wire carries each byte once (a ring: 1.5x)"
-    else:
-        number, reason = RING, "ring: every host sends and receives all the time"
-    return Setting("coll_tuned_allreduce_algorithm", str(number), reason, mca=True)
+    return "coll_tuned_allreduce_algorithm", str(number), reason

@@ -191,6 +191,7 @@ def host_commands(cluster: Cluster, host: str) -> list[Command]:
     cable = ["ip", "-n", switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", netns]
     enter = inside(cluster, host, share=False)
     spare = here / "hosts" / host / "cgroup"
+    sshd = [shutil.which("sshd") or "/usr/sbin/sshd", "-f", str(here / "hosts" / host / "sshd_config")]
     # Linux's own default, also where this machine's administrator chose another: ip-route(8)
     route = f"ip -n {netns} route change {NETWORK} dev eth0 proto kernel scope link src {cluster.address(host)}"
     cubic = [[*route.split(), "congctl", "cubic"]] if "cubic" in CONGESTION.read_text().split() else []
@@ -217,12 +218,7 @@ def host_commands(cluster: Cluster, host: str) -> list[Command]:
         [*enter, "mount", "--bind", str(here / "ssh" / "ssh_config"), "/etc/ssh/ssh_config"],
         [*enter, "mount", "--bind", str(here / "etc" / "pam"), "/etc/pam.d/sshd"],
         [*enter, "mount", "--bind", str(here / "hosts" / host), str(SELF)],
-        [
-            *inside(cluster, host),
-            shutil.which("sshd") or "/usr/sbin/sshd",
-            "-f",
-            str(here / "hosts" / host / "sshd_config"),
-        ],
+        [*inside(cluster, host), *sshd],
     ]
 
 
@@ -259,12 +255,9 @@ def files(cluster: Cluster) -> dict[Path, str]:
 def key_commands(cluster: Cluster) -> list[Command]:
     """One key opens all hosts to the cluster's user, who alone may read it; all hosts show one host key."""
     ssh = folder(cluster.name) / "ssh"
-    made: list[Command] = [
-        ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", f"hvdtrain cluster {cluster.name}", "-f", str(ssh / name)]
-        for name in ("key", "host_key")
-    ]
+    make = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", f"hvdtrain cluster {cluster.name}", "-f"]
     return [
-        *made,
+        *([*make, str(ssh / name)] for name in ("key", "host_key")),
         ["cp", str(ssh / "key.pub"), str(ssh / "authorized_keys")],
         ["chown", cluster.user, str(ssh / "key")],
     ]

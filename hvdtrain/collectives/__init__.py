@@ -40,7 +40,6 @@ class Meeting(Protocol):
 
     def gather(self, mine: bytes) -> list[bytes]:
         """What every rank gave, in rank order, on all ranks."""
-        ...
 
     def leave(self) -> None:
         """Disconnects from the other ranks; a rank may wait here for the slowest. A second time does nothing."""
@@ -59,20 +58,16 @@ class Hosts(Protocol):
         """Sends part(j) to each other host j, and yields (host, the bytes that it sent here), in an order that never
         changes. `even`, which all hosts must say alike: all parts have one length; then part(j) is called only when its
         turn comes, while the part before is in flight, and a long part waits until its receiver is ready."""
-        ...
 
     def exchange(self, parts: Sequence[np.ndarray], *, even: bool = False) -> list[np.ndarray]:
         """Sends parts[j] to host j; what each host sent here, in host order, its own part included. One dtype for all;
         `even` as above."""
-        ...
 
     def gather(self, part: np.ndarray, *, even: bool = False) -> list[np.ndarray]:
         """Every host's part, in host order; `even` as above."""
-        ...
 
     def sum(self, values: np.ndarray) -> None:
         """Element-wise sum over hosts, in place and bit for bit the same on all: 2(h-1)/h of the bytes are sent."""
-        ...
 
 
 class TorchStep:

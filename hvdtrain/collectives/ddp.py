@@ -138,11 +138,7 @@ class DdpStep(TorchStep):
         # start further sums, in an order that differs between ranks). It then hides nothing behind backward.
         capacity = {"bucket_cap_mb": 1 << 20} if power_sgd else {}
         self._ddp = torch.nn.parallel.DistributedDataParallel(
-            Loss(model),
-            forward_sync_buffers=False,
-            init_sync=False,
-            find_unused_parameters=getattr(model, "leaves_out", False),
-            **capacity,
+            Loss(model), forward_sync_buffers=False, init_sync=False, **capacity
         )
         # Of a kernel of 1x1 the strides of two dimensions say nothing; DistributedDataParallel warns that they differ.
         warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")

@@ -14,6 +14,7 @@ from __future__ import annotations
 import abc
 import atexit
 import datetime
+import json
 import os
 import secrets
 import socket
@@ -33,7 +34,7 @@ from hvdtrain.sentinel.trust import SECRET_BYTES
 PATIENCE_S = 300.0
 """For the slowest rank to arrive"""
 POLL_S = 0.05
-MOST_BYTES = 1 << 20
+MOST_BYTES = 1 << 16
 """Of what a rank tells the others"""
 FIRST_PORT, PORTS = 20_000, 10_000
 """Below those that systems give to connections, so that none of these takes the port between its choice and its use"""
@@ -84,7 +85,7 @@ class MPIMeeting:
 
 
 class StoreMeeting(abc.ABC):
-    """Ranks that share a key-value store: each puts what it has there, and looks for the others' until it is there.
+    """Ranks that share a key-value store: each puts its part there, rank 0 reads them all and puts the whole there.
 
     Rank 0 deletes all of it when all have read. Whoever can reach the store can read and change what is there.
     """
@@ -110,15 +111,22 @@ class StoreMeeting(abc.ABC):
         self._meetings += 1
         try:
             self._put(f"{scope}/{self.rank}", mine)
-            found = [self._value(f"{scope}/{rank}", f"rank {rank}") for rank in range(self.size)]
+            if self.rank == 0:  # who alone asks for all, so that a meeting is not size x size questions to one store
+                found = [self._value(f"{scope}/{rank}", f"rank {rank}") for rank in range(self.size)]
+                self._put(f"{scope}/all", json.dumps([each.hex() for each in found]).encode())
+            else:
+                found = [bytes.fromhex(each) for each in json.loads(self._value(f"{scope}/all", "rank 0"))]
+            if len(found) != self.size:
+                raise RuntimeError("someone else writes into it")
             self._put(f"{scope}.read/{self.rank}", b"")
             if self.rank == 0:
                 for rank in range(self.size):
                     self._value(f"{scope}.read/{rank}", f"rank {rank}")
-                for key in [f"{part}/{rank}" for part in (scope, f"{scope}.read") for rank in range(self.size)]:
+                keys = [f"{part}/{rank}" for part in (scope, f"{scope}.read") for rank in range(self.size)]
+                for key in [f"{scope}/all", *keys]:
                     self._delete(key)
             return found
-        except (OSError, RuntimeError) as error:  # PyTorch's are RuntimeError
+        except (OSError, RuntimeError, ValueError) as error:  # PyTorch's are RuntimeError
             raise self._unreachable(error) from error
 
     def _value(self, key: str, whose: str) -> bytes:
@@ -126,7 +134,7 @@ class StoreMeeting(abc.ABC):
         while (value := self._found(key)) is None:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"nothing from {whose} for {PATIENCE_S:g} s")
-            time.sleep(POLL_S)
+            time.sleep(POLL_S * max(1, self.size // 16))  # all of them ask one store
         return value
 
     def _unreachable(self, error: Exception) -> Failure:
@@ -162,7 +170,7 @@ class HorovodrunMeeting(StoreMeeting):
     def _found(self, key: str) -> bytes | None:
         try:
             with self._open(f"{self._address}/{key}", timeout=PATIENCE_S) as answer:
-                return answer.read(MOST_BYTES)
+                return answer.read(2 * MOST_BYTES * self.size)
         except urllib.error.HTTPError as error:
             if error.code != 404:
                 raise

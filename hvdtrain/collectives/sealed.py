@@ -32,9 +32,12 @@ class Sealed:
         self.rank, self.size = store.rank, store.size
         self.local_rank, self.local_size = store.local_rank, store.local_size
         self._store, self._meetings = store, 0
-        nonces = store.gather(secrets.token_bytes(NONCE_BYTES))
+        mine = secrets.token_bytes(NONCE_BYTES)
+        nonces = store.gather(mine)
         if any(len(nonce) != NONCE_BYTES for nonce in nonces):
             raise self._foreign([len(nonce) == NONCE_BYTES for nonce in nonces].index(False))
+        if nonces[self.rank] != mine:  # those of an earlier job, said again, would make its secret
+            raise self._foreign(self.rank)
         self.secret = trust.code(user_key(), b"hvdtrain job", b"".join(nonces))
 
     def gather(self, mine: bytes) -> list[bytes]:

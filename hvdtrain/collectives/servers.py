@@ -45,7 +45,6 @@ class Store(Protocol):
         `gradients` (float32 of the part's length, the store's to change) and NUMBERS float64 came with the question;
         returned are NUMBERS float64 for the answer.
         """
-        ...
 
 
 class Star:

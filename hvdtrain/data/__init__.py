@@ -34,7 +34,6 @@ class Split(Protocol):
 
     def __len__(self) -> int:
         """Items that batches are made of: images, or captions."""
-        ...
 
     def order(self, stream: np.random.Generator, borders: Sequence[int]) -> NDArray[np.int64]:
         """A permutation of all items for one epoch, drawn from `stream` alone; order[borders[k] : borders[k + 1]] is
@@ -44,17 +43,6 @@ class Split(Protocol):
     def batch(self, mine: NDArray[np.int64], everyones: NDArray[np.int64], key: int | None) -> Batch:
         """The items `mine` of a step whose items on all ranks are `everyones`. From `key`, 64 bits, a model draws what
         is random in this rank's step; None in evaluation."""
-        ...
-
-
-class Parts(Protocol):
-    """What a data set is evaluated on."""
-
-    @property
-    def validation(self) -> Split: ...
-
-    @property
-    def test(self) -> Split: ...
 
 
 @dataclass(frozen=True, kw_only=True)

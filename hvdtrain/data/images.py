@@ -234,6 +234,8 @@ def making(destination: Path) -> Iterator[Path]:
         unfinished.mkdir(parents=True, exist_ok=True)
         if unfinished.is_symlink():
             raise Failure(f"{unfinished} is a link: remove it, or choose another destination", CANNOT_WRITE)
+        if unfinished.stat().st_uid != os.geteuid():  # who may have put links into it
+            raise Failure(f"{unfinished} is another user's: choose another destination", CANNOT_WRITE)
         try:
             stack.enter_context(files.locked(unfinished / "lock", wait=False))
         except BlockingIOError:

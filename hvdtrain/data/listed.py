@@ -4,7 +4,6 @@ examples:
   hvdtrain data list
   hvdtrain data list --json
 
-A data set of a new kind is one row of DATA.
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ class Known:
     workload: str
     holds: str
     """What there is, and how much"""
-    licence: str
-    source: str
-    get: str
+    licence: str = "yours"
+    source: str = "yours"
+    get: str = OWN
     """The command that brings it, or what to do"""
     needs: str | None = None
     """The package or the folder without which it is not here; None: nothing, or that is the user's to know"""
@@ -82,14 +81,11 @@ DATA = (
         holds="gray pictures in the four IDX files of MNIST's form",
         licence="theirs",
         source="MNIST and its successors, say",
-        get=OWN,
     ),
     Known(
         name="FOLDER",
         workload="resnet",
         holds="pictures of any size, one folder per class",
-        licence="yours",
-        source="yours",
         get="hvdtrain data images PICTURES FOLDER --size WIDTHxHEIGHT",
     ),
     Known(
@@ -106,14 +102,11 @@ DATA = (
         holds="8,091 photographs with five sentences each, 1.1 GB",
         licence="its authors' and photographers'; not redistributed here",
         source="Hodosh, Young, Hockenmaier 2013",
-        get=OWN,
     ),
     Known(
         name="FOLDER",
         workload="captioning",
         holds="pictures with sentences",
-        licence="yours",
-        source="yours",
         get="hvdtrain data captions SOURCE FOLDER",
     ),
     Known(
@@ -122,7 +115,7 @@ DATA = (
         holds="165,588 means of 15 minutes of irradiance in W/m2, 2019 to 2023, 2.5 MB",
         licence="MIT",
         source="system 15 of PVDAQ (doi:10.25984/1846021), as pvanalytics ships it",
-        get="pip install --no-deps pvanalytics pyarrow",
+        get="pip install --no-deps -c tools/constraints.txt pvanalytics pyarrow",
         needs="pvanalytics",
     ),
     Known(
@@ -149,14 +142,7 @@ DATA = (
             ("wine", "178 rows of 13 features in 3 classes", "Aeberhard and Forina 1991"),
         )
     ),
-    Known(
-        name="FILE.csv",
-        workload="tabular",
-        holds="rows of features, the class last",
-        licence="yours",
-        source="yours",
-        get=OWN,
-    ),
+    Known(name="FILE.csv", workload="tabular", holds="rows of features, the class last"),
 )
 
 

@@ -179,7 +179,10 @@ def _ends(samples: int, start: int, global_batch: int, size: int) -> list[int]:
     if left < least and (left or not start):
         enough = next((fewer for fewer in range(size, 1, -1) if _least(global_batch, fewer) * fewer <= left), 1)
         where = "left in the epoch" if start else "in the training set"
-        raise Failure(f"{left} samples {where} are too few for {size} ranks: use {enough} or fewer", BAD_CONFIG)
+        hint = f"for {size} ranks: use {enough} or fewer"
+        if left < min(2, global_batch):
+            hint = "for a step, which has two (BatchNorm): give more, or --batch-size 1"
+        raise Failure(f"{left} samples {where} are too few {hint}", BAD_CONFIG)
     ends = [*range(start + global_batch, samples, global_batch), *([samples] if left else [])]
     if len(ends) > 1 and samples - ends[-2] < least:
         begin = ends[-3] if len(ends) > 2 else start

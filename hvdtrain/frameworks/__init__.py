@@ -31,17 +31,14 @@ class Replica(Factored, Protocol):
         A framework whose graph holds an overlapped exchange updates each parameter in that graph, as soon as its
         gradient has arrived.
         """
-        ...
 
     def waited_s(self) -> float | None:
         """Seconds that the last `backward` waited for an exchange inside it, with nothing else left to do: 0.0 where
         the exchange is waited for outside, None where it cannot be told apart.
         """
-        ...
 
     def sent_bytes(self) -> int:
         """Payload that the last `backward` sent to other stages of the model."""
-        ...
 
     def observe(self, batch: Batch) -> None:
         """Forward as in training: running statistics see the batch, and nothing else is learnt."""
@@ -49,18 +46,15 @@ class Replica(Factored, Protocol):
     def evaluate(self, batch: Batch) -> np.ndarray:
         """Of this rank's batch, (measure.size,) float64: the sum of losses, the measure's sums, and samples. Nothing is
         learnt from it. Zeros from a stage that is not the last."""
-        ...
 
     def state(self) -> dict[str, np.ndarray]:
         """Parameters (`parameter.NAME`), equal on all ranks, and optimizer state (`momentum.NAME` ...), equal unless
         the strategy is `local`."""
-        ...
 
     def load(self, state: dict[str, np.ndarray]) -> None: ...
 
     def local_state(self) -> dict[str, np.ndarray]:
         """What the model has besides parameters, running statistics say: each rank has its own."""
-        ...
 
     def load_local(self, state: dict[str, np.ndarray]) -> None:
         """Takes all of what `local_state` gave, or some."""
@@ -70,7 +64,6 @@ class Replica(Factored, Protocol):
 
     def profiler(self) -> Profiler:
         """The framework's own profiler, not yet started."""
-        ...
 
 
 class Profiler(Protocol):
@@ -81,11 +74,9 @@ class Profiler(Protocol):
 
     def step(self, number: int) -> contextlib.AbstractContextManager[Any]:
         """Names what runs inside as step `number`."""
-        ...
 
     def stop(self, name: str) -> Path:
         """Ends, writes a Chrome trace called `name` and TensorBoard's files; the path of the trace. Raises OSError."""
-        ...
 
 
 def statistics_of(model: Any, untrained: Collection[str]) -> Mapping[str, float]:

@@ -262,7 +262,7 @@ class TensorFlowReplica:
     def _split(self, vector: np.ndarray, without: Collection[int] = ()) -> list[np.ndarray]:
         """Its parts in the shapes of the weights, `without` those at some places."""
         shapes = [tuple(each.shape) for place, each in enumerate(self._weights.values()) if place not in without]
-        ends = np.cumsum([int(np.prod(shape)) for shape in shapes])
+        ends = np.cumsum([math.prod(shape) for shape in shapes])
         return [part.reshape(shape) for part, shape in zip(np.split(vector, ends), shapes, strict=False)]
 
     def _apply(self, gradients: list[tf.Tensor], lr: tf.Tensor) -> None:

@@ -68,9 +68,10 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             broadcast_variables(list(unique.values()), root_rank=self._root_rank)
 
     def _synchronize(self) -> None:
-        optimizer = self.model.optimizer
-        if isinstance(optimizer, Distributed):
-            optimizer.synchronize_weights()
+        every = {id(each): each for each in (self.model.optimizer, *vars(self.model).values())}  # a GAN has two
+        for optimizer in every.values():
+            if isinstance(optimizer, Distributed):
+                optimizer.synchronize_weights()
 
 
 class MetricAverageCallback(keras.callbacks.Callback):

@@ -7,8 +7,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
+import types
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,30 +29,10 @@ _numbers = itertools.count()
 """Of the optimizers: Keras' own names for them differ between a rank that loads a model and those that build it"""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-    """The arguments of `DistributedOptimizer`."""
-
-    name: str
-    device_dense: str
-    device_sparse: str
-    compression: Any
-    sparse_as_dense: bool
-    gradient_predivide_factor: float
-    op: int
-    backward_passes_per_step: int
-    average_aggregated_gradients: bool
-    groups: Any
-    process_set: Any
-    scale_local_gradients: bool
-    exchange: Exchange | None
-    """None: by Horovod's calls, whatever carries them"""
-
-
 class State:
     """What an optimizer keeps of its exchange; no variable of Keras, so that a saved model is an ordinary one."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: types.SimpleNamespace) -> None:
         self.local: set[int] = set()
         """Ids of variables that are this rank's own"""
         self.passes = tf.Variable(0, trainable=False)
@@ -67,7 +47,9 @@ class Distributed:
 
     restored = False
     """Whether `load_exchange_state` was called"""
-    _hvd_settings: Settings
+    _hvd_settings: types.SimpleNamespace
+    """`name`, `exchange` (None: by Horovod's calls, whatever carries them), `carried`, which these calls are given, and
+    arguments of `DistributedOptimizer`"""
     _hvd_state: State
     _trainable_variables: list[Any]
     _iterations: Any
@@ -162,17 +144,6 @@ class Distributed:
         shared, reduced = self._hvd_apart(gradients, variables)
         if not settings.process_set.included() or settings.process_set.size() == 1:
             return reduced
-        averaging = settings.op == horovod.Average
-        named: dict[str, Any] = {
-            "op": settings.op,
-            "compression": settings.compression,
-            "device_dense": settings.device_dense,
-            "device_sparse": settings.device_sparse,
-            "prescale_factor": 1.0 / settings.gradient_predivide_factor if averaging else 1.0,
-            "postscale_factor": settings.gradient_predivide_factor if averaging else 1.0,
-            "process_set": settings.process_set,
-            "ignore_name_scope": True,
-        }
         exchanged = {}
         for index in shared:
             sparse = isinstance(gradients[index], tf.IndexedSlices) and settings.sparse_as_dense
@@ -181,9 +152,9 @@ class Distributed:
             first = f"{settings.name}_{members[0]}"
             if settings.groups:
                 group = [exchanged[index] for index in members]
-                summed = horovod.grouped_allreduce(group, name=first, **named)
+                summed = horovod.grouped_allreduce(group, name=first, **settings.carried)
             else:
-                summed = [horovod.allreduce(exchanged[members[0]], name=first, **named)]
+                summed = [horovod.allreduce(exchanged[members[0]], name=first, **settings.carried)]
             for index, gradient in zip(members, summed, strict=True):
                 reduced[index] = gradient
         return reduced
@@ -211,7 +182,11 @@ class Distributed:
         state, self.restored = self._hvd_state, True
         state.passes.assign(arrays["passes"])
         sums = {int(name.removeprefix("sum.")): array for name, array in arrays.items() if name.startswith("sum.")}
-        if sums:
+        if state.sums:  # which a compiled step holds
+            for index, total in enumerate(state.sums):
+                if total is not None:
+                    total.assign(sums.get(index, tf.zeros_like(total)))
+        elif sums:
             state.sums = [
                 tf.Variable(sums[index], trainable=False) if index in sums else None
                 for index in range(max(max(sums) + 1, len(self._trainable_variables)))
@@ -261,6 +236,8 @@ def DistributedOptimizer(
         raise ValueError(
             f"Keras runs on {keras.backend.backend()}: set KERAS_BACKEND=tensorflow, or use hvdtrain.torch"
         )
+    if isinstance(optimizer, Distributed):
+        raise ValueError("DistributedOptimizer: this one is distributed already, give it one of keras.optimizers")
     if op not in (horovod.Average, horovod.Sum):
         raise ValueError("op: an optimizer of Keras takes Average or Sum")
     if gradient_predivide_factor != 1.0 and op != horovod.Average:
@@ -281,20 +258,26 @@ def DistributedOptimizer(
         raise ValueError(f"DistributedOptimizer, strategy {asked}: {why}")
     exchange = job.exchange(strategy)
     kind = type(optimizer)
-    settings = Settings(
+    settings = types.SimpleNamespace(
         name=f"{name or f'Distributed{kind.__name__}'}_{next(_numbers)}",
-        device_dense=device_dense,
-        device_sparse=device_sparse,
-        compression=compression,
-        sparse_as_dense=sparse_as_dense,
-        gradient_predivide_factor=gradient_predivide_factor,
+        exchange=None if why else exchange,  # Horovod's calls give what the default reducer would
+        carried={
+            "op": op,
+            "compression": compression,
+            "device_dense": device_dense,
+            "device_sparse": device_sparse,
+            "prescale_factor": 1.0 / gradient_predivide_factor,
+            "postscale_factor": gradient_predivide_factor,
+            "process_set": process_set,
+            "ignore_name_scope": True,
+        },
         op=op,
+        sparse_as_dense=sparse_as_dense,
         backward_passes_per_step=backward_passes_per_step,
         average_aggregated_gradients=average_aggregated_gradients,
         groups=groups,
         process_set=process_set,
         scale_local_gradients=scale_local_gradients,
-        exchange=None if why else exchange,  # Horovod's calls give what the default reducer would
     )
     module = keras.optimizers.serialize(optimizer)["module"]  # so that it is saved as the given one would be
     made = type(kind.__name__, (Distributed, kind), {"_hvd_settings": settings, "__module__": module})

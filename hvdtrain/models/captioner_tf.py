@@ -105,12 +105,12 @@ class CaptionerTF(Held):
 
     def _encoded(self, x: tf.Tensor, tokens: tf.Tensor, key: tf.Tensor | None) -> tf.Tensor:
         """(N, hidden) of a picture's values."""
-        return tf.nn.relu(self._linear("image", self._dropped(tf.cast(x, self.compute_dtype), key)))
+        return tf.nn.relu(self._linear("image", dropped(tf.cast(x, self.compute_dtype), self.spec.dropout, key)))
 
     def _merged(self, picture: tf.Tensor, tokens: tf.Tensor, key: tf.Tensor | None) -> tf.Tensor:
         """(N, T, hidden) float32: what was read up to each word, and the encoded picture if there is one."""
         embedded = _looked_up(self._array("embedding.weight"), tokens[:, :-1])
-        read = self._read(self._dropped(embedded, None if key is None else key + 1))
+        read = self._read(dropped(embedded, self.spec.dropout, None if key is None else key + 1))
         return read if self.spec.encoder == "none" else read + tf.cast(picture, tf.float32)[:, tf.newaxis]
 
     def _said(self, merged: tf.Tensor, tokens: tf.Tensor, key: tf.Tensor | None) -> tuple[tf.Tensor, tf.Tensor]:
@@ -132,9 +132,6 @@ class CaptionerTF(Held):
     def _logits(self, merged: tf.Tensor) -> tf.Tensor:
         x = tf.nn.relu(self._linear("merge", tf.cast(merged, self.compute_dtype)))
         return tf.cast(self._linear("words", x), tf.float32)
-
-    def _dropped(self, x: tf.Tensor, key: tf.Tensor | None) -> tf.Tensor:
-        return dropped(x, self.spec.dropout, key)
 
 
 @tf.custom_gradient

@@ -14,11 +14,7 @@ from hvdtrain.models.layers_torch import Named, dropped
 
 
 class CaptionerTorch(Named):
-    """The model of `spec`. Its arrays hold zeros until `load_state_dict` brings the neutral state.
-
-    `state_dict()` has exactly the names and shapes of `captioner.parameters`. With `part` it is those layers
-    (`captioner.layers`) alone.
-    """
+    """The model of `spec`: see `layers_torch.Named`. With `part` it is those layers (`captioner.layers`) alone."""
 
     def __init__(self, spec: CaptionerSpec, part: range | None = None) -> None:
         super().__init__(parameters(spec, part))
@@ -75,19 +71,17 @@ class CaptionerTorch(Named):
         """(N, values) of the small encoder."""
         x = pictures.permute(0, 3, 1, 2).float().div_(255)  # a view first: channels-last in memory
         for number in range(1, len(CONVOLUTIONS) + 1):
-            name = f"encoder.conv{number}"
-            x = F.conv2d(x, self._array(f"{name}.weight"), self._array(f"{name}.bias"), STRIDE, PADDING)
-            x = F.relu_(x)
+            x = F.relu_(F.conv2d(x, *self._layer(f"encoder.conv{number}"), STRIDE, PADDING))
         return x.permute(0, 2, 3, 1).flatten(1)
 
     def _encoded(self, x: Tensor, tokens: Tensor, key: Tensor | None) -> Tensor:
         """(N, hidden) of a picture's values."""
-        return F.relu_(F.linear(self._dropped(x, key), self._array("image.weight"), self._array("image.bias")))
+        return F.relu_(F.linear(dropped(x, self.spec.dropout, key), *self._layer("image")))
 
     def _merged(self, picture: Tensor, tokens: Tensor, key: Tensor | None) -> Tensor:
         """(N, T, hidden): what was read up to each word, and the encoded picture if there is one."""
         embedded = F.embedding(tokens[:, :-1], self._array("embedding.weight"))
-        read = self._read(self._dropped(embedded, None if key is None else key + 1))
+        read = self._read(dropped(embedded, self.spec.dropout, None if key is None else key + 1))
         return read if self.spec.encoder == "none" else read + picture.unsqueeze(1)
 
     def _said(self, merged: Tensor, tokens: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -123,11 +117,8 @@ class CaptionerTorch(Named):
         return [self._array("lstm.weight_ih"), self._array("lstm.weight_hh"), bias, torch.zeros_like(bias)]
 
     def _logits(self, merged: Tensor) -> Tensor:
-        x = F.relu_(F.linear(merged, self._array("merge.weight"), self._array("merge.bias")))
-        return F.linear(x, self._array("words.weight"), self._array("words.bias")).float()
-
-    def _dropped(self, x: Tensor, key: Tensor | None) -> Tensor:
-        return dropped(x, self.spec.dropout, key)
+        x = F.relu_(F.linear(merged, *self._layer("merge")))
+        return F.linear(x, *self._layer("words")).float()
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         """On the model's device; shares memory where it can. PyTorch takes no read-only arrays, such as memory maps."""

@@ -33,6 +33,9 @@ class Named(nn.Module):
         owner, _, leaf = name.rpartition(".")
         return cast(Tensor, getattr(self._owners[owner], leaf))
 
+    def _layer(self, name: str) -> tuple[Tensor, Tensor]:
+        return self._array(f"{name}.weight"), self._array(f"{name}.bias")
+
 
 SAFE_CHANNELS = 16
 """Inputs that a strided 1x1 convolution must have. With fewer, in channels-last layout, its backward in oneDNN writes

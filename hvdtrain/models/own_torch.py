@@ -29,9 +29,6 @@ class Own(nn.Module):
     that is to be cut into stages. Each of its children draws from a seed of its own.
     """
 
-    leaves_out = False
-    """Whether a step uses some of the parameters only"""
-
     def __init__(
         self,
         model: nn.Module,
@@ -172,10 +169,6 @@ class Own(nn.Module):
         twice = self._loss(outputs, torch.cat([targets, targets]))
         if once.ndim == 0 and once and abs(float(twice / once) - 2) < 0.01:
             raise Failure("loss returns a sum over samples: let it return their mean, or each one's", BAD_CONFIG)
-        with torch.enable_grad():
-            again = self._loss(self.model(*inputs), targets).sum()
-            trained = [each for _, each in self.named_parameters()]
-            self.leaves_out = again.requires_grad and None in torch.autograd.grad(again, trained, allow_unused=True)
         if self._config.stages > 1 and self._sequential:
             self.layers, self._begins = grouped(self._children(inputs[0]))
         return sum(work) / max(1, len(work)) / len(targets)

@@ -7,19 +7,9 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
+from hvdtrain.models import resnet
 from hvdtrain.models.layers_tf import Held, Scope, convolved, padded, variable
-from hvdtrain.models.resnet import (
-    NORM_EPSILON,
-    NORM_MOMENTUM,
-    POOL_SIZE,
-    POOL_STRIDE,
-    Block,
-    ConvNorm,
-    ResNetSpec,
-    buffers,
-    parameters,
-    plan,
-)
+from hvdtrain.models.resnet import Block, ConvNorm, ResNetSpec
 
 Layer = Callable[[tf.Tensor, bool], tf.Tensor]
 
@@ -32,11 +22,11 @@ class ResNetTF(Held):
         self, spec: ResNetSpec, compute_dtype: tf.DType = tf.float32, scope: Scope = None, part: range | None = None
     ) -> None:
         """`part`: these layers (`resnet.layers`) alone."""
-        super().__init__(parameters(spec, part), compute_dtype, scope)
-        network = plan(spec)
-        shapes = buffers(spec, part)
+        super().__init__(resnet.parameters(spec, part), compute_dtype, scope)
+        network = resnet.plan(spec)
+        shapes = resnet.buffers(spec, part)
         self.buffers = {name: variable(name, shape, trainable=False) for name, shape in shapes.items()}
-        self.statistics = dict.fromkeys(self.buffers, NORM_MOMENTUM)
+        self.statistics = dict.fromkeys(self.buffers, resnet.NORM_MOMENTUM)
         blocks = [functools.partial(self._block, block) for block in network.blocks]
         layers: list[Layer] = [functools.partial(self._stem, network.stem), *blocks, self._head]
         self._layers = [layers[number] for number in part or range(len(layers))]
@@ -57,8 +47,8 @@ class ResNetTF(Held):
 
     def _stem(self, layer: ConvNorm, x: tf.Tensor, training: bool) -> tf.Tensor:
         x = tf.nn.relu(self._conv_norm(layer, x, training))
-        x = padded(x, POOL_SIZE // 2)  # zeros never win over what a ReLU let through
-        return tf.nn.max_pool2d(x, POOL_SIZE, POOL_STRIDE, "VALID")
+        x = padded(x, resnet.POOL_SIZE // 2)  # zeros never win over what a ReLU let through
+        return tf.nn.max_pool2d(x, resnet.POOL_SIZE, resnet.POOL_STRIDE, "VALID")
 
     def _block(self, block: Block, x: tf.Tensor, training: bool) -> tf.Tensor:
         shortcut = self._conv_norm(block.shortcut, x, training) if block.shortcut else x
@@ -79,8 +69,8 @@ class ResNetTF(Held):
             offset=self.weights[f"{layer.norm}.bias"],
             mean=mean,
             variance=variance,
-            epsilon=NORM_EPSILON,
-            exponential_avg_factor=NORM_MOMENTUM,
+            epsilon=resnet.NORM_EPSILON,
+            exponential_avg_factor=resnet.NORM_MOMENTUM,
             is_training=training,
         )
         if training:

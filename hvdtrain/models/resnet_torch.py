@@ -9,32 +9,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hvdtrain.models import resnet
 from hvdtrain.models.layers_torch import Named, convolved
-from hvdtrain.models.resnet import (
-    NORM_EPSILON,
-    NORM_MOMENTUM,
-    POOL_SIZE,
-    POOL_STRIDE,
-    Block,
-    ConvNorm,
-    ResNetSpec,
-    buffers,
-    parameters,
-    plan,
-)
+from hvdtrain.models.resnet import Block, ConvNorm, ResNetSpec
 
 
 class ResNetTorch(Named):
-    """The network of `spec`. Its arrays hold zeros until `load_state_dict` brings the neutral state.
-
-    `state_dict()` has exactly the names and shapes of `resnet.parameters` and `resnet.buffers`. With `part` it is those
-    layers (`resnet.layers`) alone.
-    """
+    """The network of `spec`: see `layers_torch.Named`. With `part` it is those layers (`resnet.layers`) alone."""
 
     def __init__(self, spec: ResNetSpec, part: range | None = None) -> None:
-        super().__init__(parameters(spec, part), buffers(spec, part))
-        network = plan(spec)
-        self.statistics = dict.fromkeys(buffers(spec, part), NORM_MOMENTUM)
+        super().__init__(resnet.parameters(spec, part), resnet.buffers(spec, part))
+        network = resnet.plan(spec)
+        self.statistics = dict.fromkeys(resnet.buffers(spec, part), resnet.NORM_MOMENTUM)
         blocks = [functools.partial(self._block, block) for block in network.blocks]
         layers: list[Callable[[Tensor], Tensor]] = [functools.partial(self._stem, network.stem), *blocks, self._head]
         self._layers = [layers[number] for number in part or range(len(layers))]
@@ -61,7 +47,9 @@ class ResNetTorch(Named):
         return F.cross_entropy(logits, labels, reduction="sum"), {"correct": (logits.argmax(1) == labels).sum()}
 
     def _stem(self, layer: ConvNorm, x: Tensor) -> Tensor:
-        return F.max_pool2d(F.relu_(self._conv_norm(layer, x)), POOL_SIZE, POOL_STRIDE, POOL_SIZE // 2)
+        return F.max_pool2d(
+            F.relu_(self._conv_norm(layer, x)), resnet.POOL_SIZE, resnet.POOL_STRIDE, resnet.POOL_SIZE // 2
+        )
 
     def _block(self, block: Block, x: Tensor) -> Tensor:
         shortcut = self._conv_norm(block.shortcut, x) if block.shortcut else x
@@ -72,7 +60,7 @@ class ResNetTorch(Named):
     def _head(self, x: Tensor) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
             features = x.mean((2, 3), dtype=torch.float32)
-            return F.linear(features, self._array("fc.weight"), self._array("fc.bias"))
+            return F.linear(features, *self._layer("fc"))
 
     def _conv_norm(self, layer: ConvNorm, x: Tensor) -> Tensor:
         return F.batch_norm(
@@ -82,6 +70,6 @@ class ResNetTorch(Named):
             self._array(f"{layer.norm}.weight"),
             self._array(f"{layer.norm}.bias"),
             self.training,
-            NORM_MOMENTUM,
-            NORM_EPSILON,
+            resnet.NORM_MOMENTUM,
+            resnet.NORM_EPSILON,
         )

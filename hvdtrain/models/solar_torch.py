@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.nn.utils import skip_init
+from torch import Tensor
 
-from hvdtrain.models.layers_torch import dropped
+from hvdtrain.models.layers_torch import Named, dropped
 from hvdtrain.models.mlp_torch import squared_error
 from hvdtrain.models.solar import POOL, CNNSpec, parameters
 
@@ -19,19 +18,12 @@ def forecast_error(outputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, 
     return loss, sums | {"persistence": (last.double() - truth.double()).square().sum()}
 
 
-class CNNTorch(nn.Module):
-    """The network of `spec`. Its values are arbitrary until they are loaded; `state_dict()` has exactly the names and
-    shapes of `solar.parameters`. With `part` it is those layers (`solar.layers`) alone."""
+class CNNTorch(Named):
+    """The network of `spec`: see `layers_torch.Named`. With `part` it is those layers (`solar.layers`) alone."""
 
     def __init__(self, spec: CNNSpec, part: range | None = None) -> None:
-        super().__init__()
+        super().__init__(parameters(spec, part))
         self.spec = spec
-        for name, shape in parameters(spec, part).items():
-            layer, _, leaf = name.partition(".")
-            if leaf == "weight":
-                outputs, inputs, *kernel = shape
-                more = {"kernel_size": kernel[0]} if kernel else {}
-                self.add_module(layer, skip_init(nn.Conv2d if kernel else nn.Linear, inputs, outputs, **more))
         layers = [self._convolved, self._first, self._second]
         self._layers = [layers[number] for number in part or range(len(layers))]
 
@@ -44,14 +36,16 @@ class CNNTorch(nn.Module):
         return x.float()
 
     def _convolved(self, maps: Tensor, key: Tensor | None) -> Tensor:
-        x = F.relu_(self.conv1(maps.unsqueeze(1)))
-        return F.max_pool2d(F.relu_(self.conv2(x)), POOL).permute(0, 2, 3, 1).flatten(1)
+        x = maps.unsqueeze(1)
+        for layer in ("conv1", "conv2"):
+            x = F.relu_(F.conv2d(x, *self._layer(layer)))
+        return F.max_pool2d(x, POOL).permute(0, 2, 3, 1).flatten(1)
 
     def _first(self, x: Tensor, key: Tensor | None) -> Tensor:
-        return F.relu_(self.dense1(dropped(x, self.spec.dropout[0], key)))
+        return F.relu_(F.linear(dropped(x, self.spec.dropout[0], key), *self._layer("dense1")))
 
     def _second(self, x: Tensor, key: Tensor | None) -> Tensor:
-        return self.dense2(dropped(x, self.spec.dropout[1], None if key is None else key + 1))
+        return F.linear(dropped(x, self.spec.dropout[1], None if key is None else key + 1), *self._layer("dense2"))
 
     def loss(self, maps: Tensor, targets: Tensor, key: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The sum of losses, and the measure's sums."""

@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 POWERCAP = "/sys/class/powercap"
@@ -118,9 +117,7 @@ class Monitor:
         self._await("began", END_S)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Takes the last reading and ends the sampler; waits 5 s at most."""
         self._tell("end")
         process, self._process = self._process, None

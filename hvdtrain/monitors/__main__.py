@@ -32,9 +32,6 @@ def parser() -> Parser:
     top = Parser(prog="hvdtrain monitors", description=PURPOSE)
     top.add_argument("--json", action="store_true", help="one JSON document")
     top.add_argument("--seconds", type=float, default=1.0, help="how long to measure the power shown (default: 1)")
-    top.add_argument(
-        "--powercap", metavar="DIR", type=Path, help=f"where power zones are (default: {monitors.POWERCAP})"
-    )
     return top
 
 
@@ -78,15 +75,8 @@ def sensors(root: Path, seconds: float) -> dict[str, Any]:
 def say(text: str, head: str) -> None:
     """A line that begins with `head`; on a narrow terminal several, whose words are whole."""
     width = shutil.get_terminal_size((sys.maxsize, 0)).columns
-    lines = textwrap.wrap(
-        text,
-        width,
-        initial_indent=head,
-        subsequent_indent=" " * len(head),
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    print("\n".join(lines) or head.rstrip())
+    wrapper = textwrap.TextWrapper(width, head, " " * len(head), break_long_words=False, break_on_hyphens=False)
+    print(wrapper.fill(text) or head.rstrip())
 
 
 def show(document: dict[str, Any]) -> None:
@@ -118,9 +108,7 @@ def main(arguments: list[str]) -> int:
     asked = parser().parse_args(arguments)
     if not 0 < asked.seconds <= 60:  # within that no counter starts again twice
         raise Failure(f"--seconds {asked.seconds:g}: give a number above 0, at most 60", exits.USAGE)
-    if asked.powercap and not asked.powercap.is_dir():
-        raise Failure(f"--powercap {asked.powercap}: no such folder", exits.USAGE)
-    document = sensors(asked.powercap or Path(monitors.powercap_root()), asked.seconds)
+    document = sensors(Path(monitors.powercap_root()), asked.seconds)
     print(json.dumps(document, indent=2)) if asked.json else show(document)
     return exits.OK
 

@@ -21,15 +21,17 @@ def used_s(group: Path) -> float | None:
     with contextlib.suppress(OSError, ValueError):
         return int((group / "cpuacct.usage").read_text()) / 1e9
     with contextlib.suppress(OSError, ValueError):
-        return cpu_s(int(pid) for path in group.rglob("cgroup.procs") for pid in path.read_text().split())
+        return of_processes(int(pid) for path in group.rglob("cgroup.procs") for pid in path.read_text().split())[0]
     return None
 
 
-def cpu_s(pids: Iterable[int]) -> float:
-    """CPU seconds of the processes so far, with those of their ended children; processes that are gone count 0."""
-    total = 0.0
+def of_processes(pids: Iterable[int]) -> tuple[float, int]:
+    """(CPU seconds so far, with those of their ended children; resident bytes) of processes; those gone count 0."""
+    cpu_s, rss_bytes = 0.0, 0
     for pid in pids:
         with contextlib.suppress(psutil.Error):
-            times = psutil.Process(pid).cpu_times()
-            total += times.user + times.system + times.children_user + times.children_system
-    return total
+            process = psutil.Process(pid)
+            times = process.cpu_times()
+            cpu_s += times.user + times.system + times.children_user + times.children_system
+            rss_bytes += process.memory_info().rss
+    return cpu_s, rss_bytes

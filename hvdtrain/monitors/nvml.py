@@ -105,7 +105,7 @@ class Nvml:
     def _read(self, function: str, handle: Any) -> Any:
         """What NVML says, None where it says nothing."""
         with contextlib.suppress(self._nvml.NVMLError):
-            return getattr(self._nvml, function)(handle)
+            return getattr(self._nvml, function)(handle) if handle is not None else None
         return None
 
     # --- energy -------------------------------------------------------------------------------------------------
@@ -119,10 +119,8 @@ class Nvml:
     def _sensor(self, gpu: Gpu) -> Sensor:
         reason = gpu.reason
         if gpu.handle is not None:
-            for function, kind in (
-                ("nvmlDeviceGetTotalEnergyConsumption", Counter),
-                ("nvmlDeviceGetPowerUsage", Integral),
-            ):
+            kinds = {"nvmlDeviceGetTotalEnergyConsumption": Counter, "nvmlDeviceGetPowerUsage": Integral}
+            for function, kind in kinds.items():
                 try:
                     getattr(self._nvml, function)(gpu.handle)
                 except self._nvml.NVMLError as error:
@@ -137,17 +135,10 @@ class Nvml:
         """For `records.Sample.gpus`. NVML's memory figure includes what the driver keeps for itself."""
         found = []
         for gpu in self.gpus:
-            rates = memory = None
-            if gpu.handle is not None:
-                rates = self._read("nvmlDeviceGetUtilizationRates", gpu.handle)
-                memory = self._read("nvmlDeviceGetMemoryInfo", gpu.handle)
-            found.append(
-                {
-                    "device": gpu.device,
-                    "utilisation_percent": rates and rates.gpu,
-                    "memory_used_bytes": memory and memory.used,
-                }
-            )
+            rates = self._read("nvmlDeviceGetUtilizationRates", gpu.handle)
+            memory = self._read("nvmlDeviceGetMemoryInfo", gpu.handle)
+            used = {"utilisation_percent": rates and rates.gpu, "memory_used_bytes": memory and memory.used}
+            found.append({"device": gpu.device, **used})
         return found
 
     def used(self, ranks: Sequence[Mapping[str, Any]]) -> dict[str, bool | None]:

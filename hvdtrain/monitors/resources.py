@@ -78,8 +78,7 @@ class Resources:
         """The process, its threads and its children but this sampler; memory that they share counts once for each."""
         now_s = rss = None
         if process is not None and process.is_running():
-            pids = [pid for pid in processes.tree(process.pid) if pid != os.getpid()]
-            now_s, rss = cgroup.cpu_s(pids), _rss_bytes(pids)
+            now_s, rss = cgroup.of_processes(pid for pid in processes.tree(process.pid) if pid != os.getpid())
         used_s = _growth(self._rank_s.get(rank), now_s)
         self._rank_s[rank] = now_s
         percent = None if used_s is None else _percent(used_s, seconds)
@@ -134,14 +133,6 @@ def _process(pid: int) -> psutil.Process | None:
     with contextlib.suppress(psutil.Error):
         return psutil.Process(pid)
     return None
-
-
-def _rss_bytes(pids: list[int]) -> int:
-    total = 0
-    for pid in pids:
-        with contextlib.suppress(psutil.Error):
-            total += psutil.Process(pid).memory_info().rss
-    return total
 
 
 def _growth(before_s: float | None, after_s: float | None) -> float | None:

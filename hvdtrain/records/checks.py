@@ -19,21 +19,13 @@ _Check = tuple[str, bool, frozenset[type], float, float, frozenset[type]]
 or dict"""
 
 
+_TYPES: dict[str, set[type]] = {kind.__name__: {kind} for kind in (int, str, bool, list, dict)}
+_TYPES |= {"float": {int, float}, "None": {type(None)}}
+
+
 def _types(annotation: str) -> frozenset[type]:
     """The Python types that JSON values of that annotation have; `bool` is no number."""
-    by_name: dict[str, set[type]] = {
-        "int": {int},
-        "float": {int, float},
-        "str": {str},
-        "bool": {bool},
-        "None": {type(None)},
-        "list": {list},
-        "dict": {dict},
-    }
-    found: set[type] = set()
-    for part in annotation.split(" | "):
-        found |= by_name[part.partition("[")[0]]
-    return frozenset(found)
+    return frozenset().union(*(_TYPES[part.partition("[")[0]] for part in annotation.split(" | ")))
 
 
 def _check(field: dataclasses.Field[Any]) -> _Check:

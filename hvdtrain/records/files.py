@@ -17,8 +17,8 @@ from hvdtrain.records.types import Record, as_json
 R = TypeVar("R", bound=Record)
 
 _DECODER = json.JSONDecoder()
-LONGEST_LINE_BYTES = 16 << 20
-"""A longer line is no record (a summary of 256 classes and 500 epochs is one); reading stops there, so memory stays
+LONGEST_LINE_BYTES = 64 << 20
+"""A longer line is no record (a summary of 256 classes and 2,000 epochs is one); reading stops there, so memory stays
 bounded"""
 LONGEST_DOCUMENT_BYTES = 4 << 20
 
@@ -30,7 +30,7 @@ class Writer:
         """Opens `path`, and ends a line that an earlier process left torn. Raises Failure (73, 74)."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+            self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644)
             size = os.fstat(self._file).st_size
             if size and os.pread(self._file, 1, size - 1) != b"\n":
                 os.write(self._file, b"\n")

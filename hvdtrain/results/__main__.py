@@ -92,7 +92,7 @@ def parser() -> Parser:
     grouped(accuracy)
     chosen = add("strategies", "which strategy gets to an accuracy soonest, at each rate, and at what cost")
     raced(chosen, "score of an epoch")
-    words = "each strategy, and one host, with the batch, rate of learning and epochs that got there soonest"
+    words = "each strategy, and one host, with the batch, learning rate and epochs that got there soonest"
     chosen.add_argument("--best", action="store_true", help=words)
     add("inference", "what a training step and inference take on each device, and from which size on which is faster")
     grouped(add("phases", "where the time goes"))

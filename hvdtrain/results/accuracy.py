@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 from hvdtrain.exits import Failure
@@ -51,7 +52,8 @@ def reached(run_dir: str, score: str, target: float, problems: list[Problem]) ->
         if value is not None and not known[score].better(target, value):
             crossed_s = train_s
             if before is not None:
-                crossed_s = before[0] + (train_s - before[0]) * (target - before[1]) / (value - before[1])
+                aim = math.copysign(target, before[1]) if known[score].higher_is_better is None else target
+                crossed_s = before[0] + (train_s - before[0]) * (aim - before[1]) / (value - before[1])
             return Reached(timed.epoch.epoch + 1, timed.epoch.step, train_s, crossed_s, timed.elapsed_s)
         before = before if value is None else (train_s, value)
     return None

@@ -18,7 +18,7 @@ from hvdtrain.exits import Failure
 from hvdtrain.results import alike, groups, missing, scores
 from hvdtrain.results.groups import Group
 from hvdtrain.results.load import Loaded
-from hvdtrain.results.statistics import Statistic, difference
+from hvdtrain.results.statistics import Statistic, difference, summary
 from hvdtrain.results.table import Column, Table, cell
 from hvdtrain.results.tables import FIGURES, apart, key_cells, key_column, left_out, processors
 
@@ -87,13 +87,18 @@ def compare(before: Loaded, after: Loaded, threshold: float) -> tuple[Table, boo
     known, figures = scores.of(both), [(FIGURES[name], less) for name, less in LESS_IS_BETTER.items()]
     for name, column in zip(scores.headlines(both), scores.figures(both), strict=True):
         figures.append((column, not known[name].higher_is_better))
+    signed = {f"test_{name}" for name in scores.headlines(both) if known[name].higher_is_better is None}
     rows = []
     for a, b in found:
         for column, less in figures:
             old, new = a.statistic(column.key), b.statistic(column.key)
             if old is None or new is None:
                 continue
-            change, verdict = judge(old, new, threshold, less_is_better=less)
+            before_, after_ = (
+                (summary(map(abs, side.values(column.key))) or told) if column.key in signed else told
+                for side, told in ((a, old), (b, new))
+            )
+            change, verdict = judge(before_, after_, threshold, less_is_better=less)
             verdict += " (single run)" if min(old.n, new.n) < 2 and verdict in ("worse", "better") else ""
             row = key_cells(a, shown) | {"figure": column.heading, "change": change, "verdict": verdict}
             rows.append(row | {"before": cell(old, column), "after": cell(new, column), "n": f"{old.n}, {new.n}"})
@@ -131,5 +136,6 @@ def _differences(found: Sequence[tuple[Group, Group]]) -> list[str]:
 
 def _unpaired(before: Loaded, after: Loaded, found: Sequence[tuple[Group, Group]]) -> list[str]:
     sides = {"A": before, "B": after}
-    more = {side: len(groups.by(groups.usable(each.runs))) - len(found) for side, each in sides.items()}
+    paired = {side: len({id(pair[place]) for pair in found}) for place, side in enumerate(sides)}
+    more = {side: len(groups.by(groups.usable(each.runs))) - paired[side] for side, each in sides.items()}
     return [f"{count} groups are in {side} only" for side, count in more.items() if count]

@@ -53,13 +53,18 @@ class Restarts:
     def __init__(self) -> None:
         self._lines: list[int] = []
         self._steps: list[int] = []
+        self._expected = 0  # the step after the last
 
-    def add(self, line: int, step: int) -> None:
-        while self._steps and self._steps[-1] >= step:
-            self._steps.pop()
-            self._lines.pop()
-        self._lines.append(line)
-        self._steps.append(step)
+    def see(self, line: int, cls: type[records.Record], step: int) -> bool:
+        """Takes a Step or Resumed record, in the file's order; whether the file goes back there."""
+        back, self._expected = step < self._expected, step + (cls is records.Step)
+        if back:
+            while self._steps and self._steps[-1] >= step:
+                self._steps.pop()
+                self._lines.pop()
+            self._lines.append(line)
+            self._steps.append(step)
+        return back
 
     def __bool__(self) -> bool:
         return bool(self._lines)
@@ -92,25 +97,15 @@ def read(path: Path, torn: Callable[[int], None], declared: Mapping[str, Score])
     Raises Failure (65, 74, 77) with file:line.
     """
     found = Metrics(Sums(), Restarts())
-    expected = 0  # the step after the last
     for line, cls, value in records.read_values(path, torn):
-        if cls is records.Step:
-            step = value["step"]
+        if cls in (records.Step, records.Resumed):
             found.summary = None
-            if step < expected:
-                found.restarts.add(line, step)
-                found.last_start = step
-                found.resumed = True
-            expected = step + 1
-            found.sums.add(value)
-        elif cls is records.Resumed:
-            found.resumed = True
-            found.starts.append(records.make(cls, value))
-            found.last_start = value["step"]
-            found.summary = None
-            if value["step"] < expected:
-                found.restarts.add(line, value["step"])
-                expected = value["step"]
+            if found.restarts.see(line, cls, value["step"]) or cls is records.Resumed:
+                found.last_start, found.resumed = value["step"], True
+            if cls is records.Step:
+                found.sums.add(value)
+            else:
+                found.starts.append(records.make(cls, value))
         elif cls is records.Saved:
             found.checkpoint_s += value["checkpoint_s"]
         elif cls is records.Summary:
@@ -143,16 +138,13 @@ class Timed:
 
 def epochs(path: Path) -> list[Timed]:
     """The epochs that count, in order. Raises Failure."""
-    restarts, expected = Restarts(), 0
+    restarts = Restarts()
     found: list[tuple[int, records.Epoch | records.Saved]] = []
     for line, cls, value in records.read_values(path):
         if cls in (records.Epoch, records.Saved):
             found.append((line, records.make(cls, value)))
         elif cls in (records.Step, records.Resumed):
-            step = value["step"]
-            if step < expected:
-                restarts.add(line, step)
-            expected = step + (cls is records.Step)
+            restarts.see(line, cls, value["step"])
     timed: list[Timed] = []
     trained_s = other_s = 0.0
     for line, each in found:

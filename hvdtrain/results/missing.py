@@ -22,43 +22,47 @@ from hvdtrain.results.tables import short
 
 OWN = ("--run-dir", "--threads")
 """Flags with a value that a run on other hosts does not take over; its threads are told anew"""
-CHANGED = {
-    "threads": "--threads",
-    "precision": "--precision",
-    "device": "--device",
-    "epochs": "--epochs",
-    "global_batch": "--global-batch-size",
-}
+CHANGED = {name: f"--{name}" for name in ("threads", "precision", "device", "epochs")}
+CHANGED |= {"global_batch": "--global-batch-size"}
 """Column -> the flag that makes one run like another in it"""
 SWITCHES = ("--resume", "--json")
 OTHER_HOST = "SECOND_HOST"
+HEAD = "Nothing to compare with"
 
 
 def text(group: Group, found: Sequence[Group], count: Count = "hosts", chosen: Chosen | None = None) -> str:
     """Why the group is compared with none of `found` (if chosen: of the baselines among them), and the run to make."""
-    head = "Nothing to compare with"
     if chosen:
         nearest = min((one for one in found if chosen.test(one)), key=lambda one: _distance(group, one, count))
         names = [name for name in _apart(group, nearest, count) if name not in chosen.names]
         why = f"differs in {alike.words(nearest, group, names)}" if names else "stands alone"
-        return f"{head}: the baseline ({_name(nearest)}) {why}."
+        return f"{HEAD}: the baseline ({_name(nearest)}) {why}."
     mine = int(count_of(group, count))
     timed = [one for one in found if one.values("train_s")]
     others = [one for one in timed if count_of(one, count) not in (0, mine)]
     if not others:
         n = 1 if mine > 1 else 2
-        return f"{head}: only one number of {count} was timed. {_lacking(group, count, n)}"
+        return f"{HEAD}: only one number of {count} was timed. {_lacking(group, count, n)}"
     nearest = min(others, key=lambda one: _distance(group, one, count))
     names, size = _apart(group, nearest, count), int(count_of(nearest, count))
     if not names:
         why = f"{many(size, count)} were timed with another strategy or setting only"
-        return f"{head}: {why}. {_lacking(group, count, size)}"
+        return f"{HEAD}: {why}. {_lacking(group, count, size)}"
     small, large = sorted((group, nearest), key=lambda one: count_of(one, count))
     why = f"{many(size, count)} ({_name(nearest)}) differ{'s' * (size == 1)} in {alike.words(nearest, group, names)}"
     least = count_of(small, count)
     if any(count_of(one, count) == least and not _apart(one, large, count) for one in timed):
-        return f"{head}: {why}."
-    return f"{head}: {why}. {_lacking(large, count, int(least))}"
+        return f"{HEAD}: {why}."
+    return f"{HEAD}: {why}. {_lacking(large, count, int(least))}"
+
+
+def alone(group: Group, found: Sequence[Group], same: Sequence[str]) -> str:
+    """Why the group is compared with none of `found`, one host each, which must be alike in the columns `same`, and
+    the run on one host to make."""
+    near = min(found, key=lambda one: len(alike.differing(one, group, same)))
+    why = f"one host ({_name(near)}) differs in {alike.words(near, group, alike.differing(near, group, same))}"
+    batch = short("global_batch", group.key["global_batch"]) if "arguments" not in group.settings else None
+    return f"{HEAD}: {why}. {_lacking(group, 'hosts', 1, {CHANGED['global_batch']: str(batch)} if batch else None)}"
 
 
 def again(group: Group, like: Group, names: Sequence[str]) -> str | None:
@@ -84,10 +88,10 @@ def _name(group: Group) -> str:
     return str(group.column("run")[0])
 
 
-def _lacking(like: Group, count: Count, n: int) -> str:
+def _lacking(like: Group, count: Count, n: int, flags: dict[str, str] | None = None) -> str:
     what = f"Missing: {many(n, count)} like {_name(like)}"
     try:
-        return f"{what}:\n    {command(group_run(like), count, n)}"
+        return f"{what}:\n    {command(group_run(like), count, n, flags)}"
     except Failure:  # its records have been moved or changed since they were read
         return f"{what}."
 

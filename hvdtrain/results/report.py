@@ -183,11 +183,8 @@ def main_tables(shown: list[Table], numbered: Iterator[int]) -> str:
 def definitions(shown: list[Table], known: Mapping[str, Column]) -> str:
     """The meaning of every column that a table shows, and its name and unit in CSV and JSON."""
     keys = {column.key: column.heading for one in shown for column in one.columns if column.key in known}
-    terms = []
-    for key, heading in keys.items():
-        unit = f", in {known[key].unit}" if known[key].unit else ""
-        terms.append((heading, f"{known[key].meaning} ({key}{unit})"))
-    return report_page.definitions(terms)
+    units = {key: f", in {known[key].unit}" if known[key].unit else "" for key in keys}
+    return report_page.definitions((keys[key], f"{known[key].meaning} ({key}{units[key]})") for key in keys)
 
 
 def problems(loaded: Loaded, numbered: Iterator[int]) -> str:

@@ -105,8 +105,16 @@ def _asked(manifest: records.Manifest) -> dict[str, Any]:
         "train_samples": number(manifest.config.get("epoch_samples") or manifest.data.get("train")),
         "data_fingerprint": _text(manifest.data.get("fingerprint")),
         "marked": _watched(config),
-        "settings": json.dumps({key: config[key] for key in sorted(config) if key not in NOT_SETTINGS}),
+        "settings": json.dumps(_settings(config, plan)),
     }
+
+
+def _settings(config: Mapping[str, Any], plan: Mapping[str, Any]) -> dict[str, Any]:
+    """What no column holds. A run that was resumed names the micro-batches that others leave to the default."""
+    found = {key: config[key] for key in sorted(config) if key not in NOT_SETTINGS}
+    if found.get("micro_batches", 1) is None:
+        found["micro_batches"] = plan.get("micro_batches")
+    return found
 
 
 def _watched(config: Mapping[str, Any]) -> str | None:

@@ -116,17 +116,19 @@ def _baselines(group: Group, pool: Sequence[Group], count: Count, chosen: Chosen
         return {}
     freed = chosen.names if chosen else frozenset()
     names = [name for name in MUST[count] if name not in freed]
+    mine = [group.key[name] for name in names]
     candidates = [
         other
         for other in pool
         if (chosen or count_of(other, count) < count_of(group, count))
         and ("rate_mbit" in freed or same_rate(group, other))
-        and not alike.differing(group, other, names)
+        and ([other.key[name] for name in names] == mine or not alike.differing(group, other, names))
         and other.values("train_s")  # not of energy runs alone
     ]
     found: dict[Kind, Group] = {}
+    allowed = [alike.batch_kinds(group, other) for other in candidates]
     for kind in get_args(Kind):
-        equal = [other for other in candidates if kind in alike.batch_kinds(group, other)]
+        equal = [other for other, kinds in zip(candidates, allowed, strict=True) if kind in kinds]
         if equal:
             found[kind] = _best(group, equal, count)
     if candidates and not found and freed & set(alike.BATCH.values()):
@@ -142,10 +144,12 @@ def same_rate(group: Group, other: Group) -> bool:
 def _best(group: Group, candidates: Sequence[Group], count: Count) -> Group:
     def merit(other: Group) -> tuple[Any, ...]:
         equal = tuple(other.key[name] == group.key[name] for name in (*MUST[count], *PREFERRED))
-        return (-count_of(other, count), *equal, other.key["fill"] or 0, other is group)
+        return (*equal, other.key["fill"] or 0, other is group)
 
-    best = max(map(merit, candidates))
-    found = [other for other in candidates if merit(other) == best]
+    least = min(count_of(other, count) for other in candidates)
+    merits = [(merit(other), other) for other in candidates if count_of(other, count) == least]
+    best = max(each for each, _ in merits)
+    found = [other for each, other in merits if each == best]
     return min(found, key=lambda other: min(other.values("train_s"), default=math.inf))
 
 

@@ -130,7 +130,7 @@ def best(runs: pd.DataFrame) -> str | None:
     told = []
     for name, values in found.items():
         if not values.empty:
-            value = values.max() if known[name].higher_is_better else values.min()
+            value = max(values, key=known[name].merit)
             told.append(words(known[name], float(f"{value:.3g}")))
     return " and ".join(told) or None
 

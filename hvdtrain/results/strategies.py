@@ -92,7 +92,7 @@ def strategies(loaded: Loaded, target: float = 0.95, best: bool = False) -> Tabl
         rows += [*cells[: len(bases)], *ordered]
         readings[title] = reading(ordered, percent)
         if members and alone and not bases:
-            readings[title] += f" {missing.text(members[0], alone)}"
+            readings[title] += f" {missing.alone(members[0], alone, same)}"
     columns = [Column("strategy", "strategy"), *(key_column(name) for name in shown), Column("n", "n")]
     columns += [Column("reached", f"reached {percent}"), *FIGURE_COLUMNS]
     columns += [dataclasses.replace(one, label=one.label.replace("test", "final", 1)) for one in final]

@@ -120,18 +120,9 @@ class Where:
 
 
 def _comparison(name: str, sign: str, value: Any) -> Test:
-    compare = OPERATORS[sign]
-    if value is None or sign in ("=", "==", "!="):
-
-        def equal(row: Mapping[str, Any]) -> bool:
-            found = row[name]
-            return compare(None if found != found else found, value)  # a NaN is a missing number
-
-        return equal
-
-    def ordered(row: Mapping[str, Any]) -> bool:
-        found = row[name]
+    def test(row: Mapping[str, Any]) -> bool:
+        found = None if row[name] != row[name] else row[name]  # a NaN is a missing number
         comparable = isinstance(found, str) if isinstance(value, str) else isinstance(found, int | float)
-        return comparable and compare(found, value)
+        return (comparable or sign in ("=", "==", "!=")) and OPERATORS[sign](found, value)
 
-    return ordered
+    return test

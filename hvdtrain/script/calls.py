@@ -249,9 +249,13 @@ class Calls:
         poll = select.poll()
         poll.register(self._bell, select.POLLIN)
         wires = {wire.socket.fileno(): wire for wire in self._wires.values()}
+        awaited = dict[int, int]()
         while True:
             for descriptor, wire in wires.items():
-                poll.register(descriptor, select.POLLIN | (select.POLLOUT if wire.unsent else 0))
+                events = select.POLLIN | (select.POLLOUT if wire.unsent else 0)
+                if awaited.get(descriptor) != events:
+                    awaited[descriptor] = events
+                    poll.register(descriptor, events)
             due_s = self._coordinator.due_s()
             for descriptor, _ in poll.poll(None if due_s is None else 1000 * due_s + 1):
                 if descriptor == self._bell:

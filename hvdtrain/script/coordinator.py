@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from hvdtrain.script.arithmetic import Op
@@ -40,7 +40,7 @@ class Asked:
 
     @property
     def key(self) -> str:
-        return f"{','.join(map(str, self.ranks))} {self.name}"
+        return f"{spelt(self.ranks)} {self.name}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,12 +67,24 @@ ASKED, ANSWER = Asked(kind="", name="", ranks=[]), Answer()
 def packed(message: Asked | Answer, payload: bytes = b"") -> bytes:
     usual = vars(ASKED if isinstance(message, Asked) else ANSWER)
     told = {key: value for key, value in vars(message).items() if value != usual[key]}
+    if "ranks" in told:
+        told["ranks"] = spelt(told["ranks"])
     return json.dumps(told, separators=(",", ":")).encode() + b"\0" + payload
 
 
 def unpacked(message: bytes) -> tuple[dict[str, Any], bytes]:
     said, _, payload = message.partition(b"\0")
-    return json.loads(said), payload
+    told = json.loads(said)
+    if "ranks" in told:
+        first, row, last = told["ranks"].partition("-")
+        told["ranks"] = [*range(int(first), int(last) + 1)] if row else [int(each) for each in first.split(",")]
+    return told, payload
+
+
+def spelt(ranks: Sequence[int]) -> str:
+    """`0-511` of ranks in a row, `0,2,5` of others."""
+    first, last = ranks[0], ranks[-1]
+    return f"{first}-{last}" if [*ranks] == [*range(first, last + 1)] else ",".join(map(str, ranks))
 
 
 Outcome = tuple[list[int], Answer, bytes]
@@ -109,9 +121,11 @@ class Coordinator:
         self._waiting.setdefault(asked.key, Waiting()).asked[rank] = asked, payload
         return self._answered(asked.key, joined)
 
-    def _answered(self, key: str, joined: Iterable[int]) -> list[Outcome]:
+    def _answered(self, key: str, joined: Collection[int]) -> list[Outcome]:
         waiting = self._waiting[key].asked
         first = next(iter(waiting.values()))[0]
+        if len(waiting) + len(joined) < len(first.ranks):
+            return []
         absent = [rank for rank in first.ranks if rank not in waiting]
         if not set(absent) <= set(joined):
             return []

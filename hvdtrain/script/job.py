@@ -81,6 +81,11 @@ class Elastic:
         )
 
 
+def fresh(exchange: Exchange, world: World, shapes: Sequence[Shape]) -> Strategy:
+    """A strategy for arrays of these shapes that has exchanged nothing yet."""
+    return exchange.make(TrainConfig(strategy=str(exchange)), world, shapes)
+
+
 class Job:
     """The ranks of this process's job while streams carry its calls."""
 
@@ -106,7 +111,7 @@ class Job:
     def strategy(self, exchange: Exchange, shapes: Sequence[Shape]) -> tuple[Strategy, World]:
         """A strategy for arrays of these shapes, on streams of its own. Collective."""
         world = self.world()
-        return exchange.make(TrainConfig(strategy=str(exchange)), world, shapes), world
+        return fresh(exchange, world, shapes), world
 
     def world(self) -> World:
         """The ranks, joined by streams that nobody else uses. Collective."""
@@ -236,6 +241,15 @@ def job() -> Job:
     if _job is None:
         raise ValueError(NOT_INITIALISED)
     return _job
+
+
+def check_beginning(world: World, weights: int, how: str) -> None:
+    """Raises ValueError, which says `how` to mend it, if ranks that are to train by themselves begin with different
+    weights, of which these are each rank's checksum. Collective."""
+    told = world.gather(weights)
+    if len(set(told)) > 1:
+        other = next(rank for rank, found in enumerate(told) if found != told[0])
+        raise ValueError(f"rank {other} and rank 0 begin with different weights: {how} before the first step")
 
 
 def _change_over() -> None:

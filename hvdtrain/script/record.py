@@ -77,15 +77,16 @@ def begin(
         return None
     world.keeps(str(folder), "")
     argv = arguments.without_secrets(sys.argv)
+    seed, rest = shown.seed_and_rest(argv)
     manifest = records.Manifest(
         workload=name,
         argv=argv,
         config={
             "framework": world.framework,
             "strategy": str(exchange),
-            "seed": shown.seed(argv),
+            "seed": seed,
             "monitor": config.monitor,
-            "arguments": shown.apart(argv),
+            "arguments": rest,
         },
         exchange=exchange.facts(in_parts=False),
         plan={"ranks": world.size},
@@ -178,8 +179,8 @@ class Recorder:
         self._latest: Steps | None = None
         self._waiting: records.Step | None = None
         """The last step, which the script may still tell of"""
-        self._losses: list[float] = []
-        """Of the steps of this epoch"""
+        self._losses, self._loss_sum = 0, 0.0
+        """Steps of this epoch that told a loss, and the sum"""
         self._batches = collections.Counter[int]()
         """How often a step had so many samples"""
         self._rated_samples, self._rated_s = 0, 0.0
@@ -271,7 +272,7 @@ class Recorder:
         self._flush()
         now = time.perf_counter()
         train_s, validation_s = self._stepped - self._epoch_began, now - self._stepped
-        mean = sum(self._losses) / len(self._losses) if self._losses else None
+        mean = self._loss_sum / self._losses if self._losses else None
         record = records.Epoch(
             epoch=epoch,
             step=self._steps,
@@ -290,7 +291,7 @@ class Recorder:
         self._epochs.append(scores["validation"])
         self._train_s += train_s
         self._validation_s += validation_s
-        self._losses = []
+        self._losses, self._loss_sum = 0, 0.0
         self._epoch_began = self._stepped = now
 
     def _flush(self) -> None:
@@ -302,7 +303,7 @@ class Recorder:
         self._spent.add(record)
         self._sent_bytes += record.bytes_sent
         if record.loss is not None:
-            self._losses.append(record.loss)
+            self._losses, self._loss_sum = self._losses + 1, self._loss_sum + record.loss
         if record.samples is None:
             return
         self._batches[record.samples] += 1

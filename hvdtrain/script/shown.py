@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import math
 import os
@@ -29,23 +30,13 @@ def free(folder: str | None, *, again: bool) -> str | None:
     return next(name for name in names if not Path(name, "manifest.json").exists())
 
 
-def seed(argv: Sequence[str]) -> int | None:
-    """The seed that a command line gives."""
-    found = None
-    for before, word in itertools.pairwise(argv):
-        name, _, value = word.partition("=")
-        given = value if name == "--seed" else word if before == "--seed" else ""
-        found = int(given) if given.isdigit() else found
-    return found
-
-
-def apart(argv: Sequence[str]) -> list[str]:
-    """The arguments that tell experiments apart: repeats differ in their seed."""
-    kept = []
-    for before, word in itertools.pairwise(argv):
-        if word != "--seed" and before != "--seed" and not word.startswith("--seed="):
-            kept.append(word)
-    return kept
+def seed_and_rest(argv: Sequence[str]) -> tuple[int | None, list[str]]:
+    """The seed that a command line gives, and its other arguments, which tell experiments apart: repeats differ in
+    their seed."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--seed", nargs="?")
+    given, rest = parser.parse_known_args(argv[1:])
+    return int(given.seed) if given.seed and given.seed.isdecimal() else None, rest
 
 
 def number(name: str, value: Any) -> float:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import resource
+
 from hvdtrain.collectives import Meeting, Reach
 from hvdtrain.collectives.streams import Stream, connect
 
 CHUNK_BYTES = 1 << 16
+OTHER_FILES = 512
+"""That a rank may have open beside these streams"""
 
 
 class Wire:
@@ -67,6 +71,9 @@ def connected(meeting: Meeting, reach: Reach) -> tuple[dict[int, Stream], dict[i
     rank, size = meeting.rank, meeting.size
     if size == 1:
         return {}, {}
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= soft < (wanted := 2 * size + OTHER_FILES):  # 1024 are usual
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard < 0 else min(wanted, hard), hard))
     later = set(range(rank + 1, size))
     streams = connect(meeting, reach, b"calls", range(rank), later)
     wires = connect(meeting, reach, b"calls' order", range(min(rank, 1)), later if rank == 0 else set())

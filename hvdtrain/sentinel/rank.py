@@ -59,7 +59,9 @@ class Sentinel:
             order = sorted(leaders.values())
             following = order[(order.index(mine) + 1) % len(order)]
             if following != mine:
-                self.way, self._next = _way(offers[mine], offers[following]), offers[following]["host"]
+                ours, theirs = offers[mine], offers[following]
+                self._next = theirs["host"]
+                self.way = interfaces.way(ours["addresses"], theirs["addresses"], self._next, interfaces.asked())
         doors = gather(self._start() if mine == self._rank else None)
         for leader in leaders.values() if self._rank == 0 and len(leaders) > 1 else ():
             if not doors[leader] or not doors[leader]["address"]:
@@ -207,11 +209,6 @@ class Sentinel:
         with contextlib.suppress(ValueError):
             return json.loads(stream.readline())
         return None
-
-
-def _way(ours: dict[str, Any], theirs: dict[str, Any]) -> interfaces.Way | None:
-    """From one host to another, by what a rank of each has offered."""
-    return interfaces.way(ours["addresses"], theirs["addresses"], theirs["host"], interfaces.asked())
 
 
 def _identity() -> str:

@@ -133,6 +133,11 @@ class Watch:
             self._next_beat = now + (BEAT_S if self._fault is None else BEAT_S / 5)
         return more
 
+    def only_heard(self, now: float) -> bool:
+        """Takes heartbeats; whether there is nothing else to do until the next beat of our own."""
+        self._hear(now)
+        return self._fault is None and now < self._next_beat
+
     def pause_s(self, now: float) -> float:
         return max(0.0, min(self._next_beat - now, BEAT_S))
 
@@ -386,6 +391,8 @@ def main() -> None:
         for descriptor in ends:
             poll.register(descriptor, select.POLLIN)
         events = dict(poll.poll(1000 * watch.pause_s(time.monotonic())))
+        while door and [*events] == [door.fileno()] and watch.only_heard(time.monotonic()):
+            events = dict(poll.poll(1000 * watch.pause_s(time.monotonic())))
         for descriptor in ends:
             poll.unregister(descriptor)
         if orders and 0 in events and not orders.read(watch):

@@ -37,19 +37,15 @@ class Part(Protocol):
     def forward(self, number: int, batch: Batch, inputs: np.ndarray | None) -> np.ndarray | None:
         """Micro-batch `number`, from the stage before (None: the batch's own inputs); what the next stage is to get.
         The last stage keeps the loss and has None."""
-        ...
 
     def back(self, number: int, gradient: np.ndarray | None) -> np.ndarray | None:
         """From the gradient of what `forward` returned to that of its inputs; None at the ends."""
-        ...
 
     def totals(self) -> np.ndarray:
         """Of the last stage, since it was asked last: the sums of losses and the measure's sums."""
-        ...
 
     def see(self, batch: Batch, inputs: np.ndarray | None, training: bool) -> np.ndarray:
         """Forward alone. In `training` running statistics learn from it. The last stage's totals, else its outputs."""
-        ...
 
 
 Again = tuple[Batch, np.ndarray | None, Any]

@@ -7,8 +7,6 @@ knows their names.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from hvdtrain.config import TrainConfig
 from hvdtrain.strategies.flat import FLAT as FLAT
 from hvdtrain.strategies.flat import lasting as lasting
@@ -16,7 +14,6 @@ from hvdtrain.strategies.flat import refuse as refuse
 from hvdtrain.strategies.flat import translated as translated
 from hvdtrain.strategies.payload import Cost as Cost
 from hvdtrain.strategies.payload import Layout as Layout
-from hvdtrain.strategies.payload import Shape
 from hvdtrain.strategies.reducer import Reducer as Reducer
 from hvdtrain.strategies.replicas import Exchanged as Exchanged
 from hvdtrain.strategies.replicas import Factored as Factored
@@ -26,7 +23,6 @@ from hvdtrain.strategies.spec import parse as parse
 from hvdtrain.strategies.strategy import Strategy as Strategy
 from hvdtrain.strategies.table import REDUCERS as REDUCERS
 from hvdtrain.strategies.table import SCHEDULES as SCHEDULES
-from hvdtrain.world import World
 
 
 def chosen(config: TrainConfig) -> Exchange:
@@ -34,8 +30,3 @@ def chosen(config: TrainConfig) -> Exchange:
     exchange = parse(config.strategy)
     exchange.check(config)
     return exchange
-
-
-def make(config: TrainConfig, world: World, shapes: Sequence[Shape]) -> Strategy:
-    """The strategy that the config asks for, in this world."""
-    return chosen(config).make(config, world, shapes)

@@ -6,7 +6,7 @@ import dataclasses
 import sys
 import textwrap
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_type_hints
 
 from hvdtrain import bounds
 from hvdtrain.strategies import table
@@ -60,7 +60,7 @@ def _one(name: str, shapes: Sequence[Shape], layout: Layout) -> list[str]:
     assert part is not None
     cls, cost = part.cls, exchange.cost(shapes, layout)
     lines = [f"{exchange}: {_purpose(cls)}", ""]
-    hints, docs = bounds.hints(cls.Settings), bounds.field_docs(cls.Settings)
+    hints, docs = get_type_hints(cls.Settings), bounds.field_docs(cls.Settings)
     for field in dataclasses.fields(cls.Settings):
         default = f"default {spelt(field.default)}" if spelt(field.default) else "optional"
         lines.append(f"  {field.name}={bounds.kind(field, hints[field.name])}, {default}")

@@ -52,18 +52,18 @@ class Factors(Strategy):
     def step(self, replica: Vectors, lr: float, clock: Clock) -> Exchanged:
         vector, holder = replica.vector(), cast(Factored, replica)
         factors = holder.factors() if self.factored else {}
-        sent_before = self._world.sent_bytes
+        ranks, sent_before = self._world.ranks, self._world.ranks.sent_bytes
         with clock.span("communication"):
             with self._world.hosts(vector) as hosts:
                 if hosts is not None:
                     hosts.sum(vector)
-            everyones = [self._read(each, factors) for each in self._world.collect(joined(factors))] if factors else []
+            everyones = [self._read(each, factors) for each in ranks.collect(joined(factors))] if factors else []
         with clock.span("compute"):
             if factors:
                 holder.multiply({i: tuple(zip(*(each[i] for each in everyones), strict=True)) for i in factors})
             replica.apply(lr)
         size = self._size - elements([self._shapes[index] for index in factors])
-        return Exchanged.of(vector[size:], self._world.sent_bytes - sent_before)
+        return Exchanged.of(vector[size:], ranks.sent_bytes - sent_before)
 
     def _read(self, message: np.ndarray, order: Mapping[int, Any]) -> dict[int, tuple[np.ndarray, np.ndarray]]:
         """What `joined` made of a rank's factors."""

@@ -50,10 +50,6 @@ class Hybrid(Synchronous):
 
     divides = True
 
-    @classmethod
-    def shares(cls, settings: Any) -> tuple[float, ...]:
-        return tuple(settings.shares)
-
     def measured_shares(
         self, replica: Any, batch_of: Callable[[Sequence[float] | None], Any]
     ) -> tuple[tuple[float, ...], str]:

@@ -67,7 +67,7 @@ class LocalSGD(Synchronous):
         outer_momentum: float = bounded(0.0, least=0, below=1)
         """Nesterov momentum of the mean changes; 0: none"""
         staleness: int = bounded(0, least=0, example=1)
-        """Steps that compute while an exchange is under way, and after which it is used"""
+        """Steps computed while an exchange is under way; it is used after them"""
 
     local = True
     remembers = True

@@ -146,7 +146,6 @@ class OneBit(Reducer):
         for host, message in hosts.pairwise(lambda _: outcome, even=True):
             self._give(message, sums, host, add=False)
         self._give(outcome, sums, me, add=False)
-        errors.unpad()
         for theirs, mine in sums.pieces(values):
             theirs[:] = mine
 

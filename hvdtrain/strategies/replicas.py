@@ -37,25 +37,20 @@ class Vectors(Protocol):
     def vector(self) -> np.ndarray:
         """The gradients of the last backward and behind them this rank's `tail`; to be changed in place. Where
         nothing is to be exchanged `tail` saves copying them."""
-        ...
 
     def tail(self) -> np.ndarray:
         """(measure.size + 1,) of the last backward: totals, and behind them whether to stop (0 or 1). Over all ranks if
         the world's own step exchanged them, else this rank's."""
-        ...
 
     def share(self) -> tuple[int, int]:
         """Samples of the last backward: this rank's, and those of all ranks."""
-        ...
 
     def apply(self, lr: float) -> None:
         """Updates the weights with the gradients, as they are now in the vector if it was asked for, unless backward
         did it."""
-        ...
 
     def weights(self) -> np.ndarray:
         """All trainable weights; may be the replica's own memory."""
-        ...
 
     def set_weights(self, weights: np.ndarray) -> None: ...
 
@@ -67,8 +62,6 @@ class Factored(Vectors, Protocol):
         """Of the last backward, by place among the arrays: (n, a) and (n, b), whose product `first.T @ second` is this
         rank's gradient of an array (a, b). Of those that the strategy wants `factored`, and are; in the `vector` they
         are left out. Equal on all ranks but for n."""
-        ...
 
     def multiply(self, factors: Mapping[int, tuple[Sequence[np.ndarray], Sequence[np.ndarray]]]) -> None:
         """The gradients of those arrays become these products, each factor given as parts one below the other."""
-        ...

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal, NoReturn, get_args, get_origin
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from hvdtrain import bounds, exits
 from hvdtrain.arguments import near
@@ -100,7 +100,7 @@ class Exchange:
     def shares(self, ranks: int) -> tuple[float, ...] | None:
         """Of each rank in a step; None: equal ones, or still to be measured. Raises Failure (78) if they are not one
         for each of so many ranks."""
-        given = self.strategy.shares(self.settings)
+        given: tuple[float, ...] = self.settings.shares if self.strategy.divides else ()
         if given and len(given) != ranks:
             raise refusal(self, f"{len(given)} shares for {ranks} ranks; give one for each, in order of ranks")
         return given or None
@@ -149,7 +149,7 @@ def part(name: str, given: str = "") -> Part:
     """A name of the table and the settings behind its colon. Raises Failure (78)."""
     cls = table.found(name)
     fields = {field.name: field for field in dataclasses.fields(cls.Settings)}
-    hints = bounds.hints(cls.Settings)
+    hints = get_type_hints(cls.Settings)
     values: dict[str, Any] = {}
     for word in given.split(",") if given else ():
         key, _, value = word.partition("=")
@@ -167,7 +167,7 @@ def part(name: str, given: str = "") -> Part:
 
 def described(cls: Any) -> list[str]:
     """The settings of a class: `rank (whole number >= 1, default 2)`."""
-    hints = bounds.hints(cls.Settings)
+    hints = get_type_hints(cls.Settings)
     return [
         f"{field.name} ({bounds.kind(field, hints[field.name])}, default {spelt(field.default) or 'none'})"
         for field in dataclasses.fields(cls.Settings)

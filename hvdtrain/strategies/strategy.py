@@ -37,7 +37,7 @@ class Strategy(abc.ABC):
     remembers: ClassVar[bool] = False
     """Whether gradients of one step are used in a later one"""
     divides: ClassVar[bool] = False
-    """Whether ranks take unequal shares of a step: see `shares` and `measured_shares`"""
+    """Whether ranks take unequal shares of a step, those of its settings (`shares`) or `measured_shares`"""
     rung: ClassVar[int] = 0
     """How little it sends of what `table.RUNGS` advises: the number of its rung, -1: below all. One that holds a
     reducer stands on the reducer's, if that is higher"""
@@ -91,11 +91,6 @@ class Strategy(abc.ABC):
     @classmethod  # noqa: B027 (most go with all)
     def check(cls, settings: Any, config: TrainConfig) -> None:
         """Raises Failure (78) for a config that it does not go with."""
-
-    @classmethod
-    def shares(cls, settings: Any) -> tuple[float, ...]:
-        """Of each rank in a step, as the settings say; empty: they do not."""
-        return ()
 
     def measured_shares(
         self, replica: Any, batch_of: Callable[[Sequence[float] | None], Any]

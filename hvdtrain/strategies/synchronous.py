@@ -59,10 +59,10 @@ def inner(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 def reduce(world: World, reducer: Reducer, vector: np.ndarray, size: int) -> int:
     """Sums a vector over all ranks in place: its first `size` numbers as the reducer does, the tail behind them
     exactly. Returns the payload bytes sent."""
-    before = world.sent_bytes
+    before = world.ranks.sent_bytes
     with world.hosts(vector) as hosts:
         if hosts is not None:
             if vector.size > size:
                 hosts.sum(vector[size:])
             reducer.sum(vector[:size], hosts)
-    return world.sent_bytes - before
+    return world.ranks.sent_bytes - before

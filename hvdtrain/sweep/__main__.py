@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
+import shlex
 import sys
 import time
 from fnmatch import fnmatchcase
@@ -13,7 +13,6 @@ from pathlib import Path
 
 from hvdtrain import exits
 from hvdtrain.arguments import Parser
-from hvdtrain.cluster.commands import show as typed
 from hvdtrain.exits import Failure
 from hvdtrain.progress import duration
 from hvdtrain.sweep import command, execute, file, lacking, network, plan, preview, show
@@ -35,45 +34,36 @@ examples:
 """
 
 
+SECTIONS = {
+    "at the top of the file": file.TOP,
+    "[cluster]: one of virtual, existing, hostfile; without it all runs on this machine": file.CLUSTER,
+    "[[grid]], any number of them; [defaults] for all of them: a value, or a list of values to go through": file.OWN,
+    "[[grid]] only": file.GRID_ONLY,
+}
+REST = """Every other key of a grid is a flag of the workload: batch_size = [16, 32] is --batch-size 16, then 32.
+Of a command: lr = 0.1 is --lr 0.1, OMP_NUM_THREADS = 1 a variable, strategy is HVDTRAIN_STRATEGY.
+
+Exit codes: 0 all runs that this machine can do are done; 1 a run failed (twice) or was refused; 2 usage;
+69 nothing could be run here; 73, 74 nothing can be written; 75 stopped, call it again; 78 bad file."""
+
+
 def keys() -> str:
     """The manual of the file, for --help."""
     lines = []
-    sections = [
-        ("at the top of the file", file.TOP),
-        ("[cluster]: one of virtual, existing, hostfile; without it all runs on this machine", file.CLUSTER),
-        (
-            "[[grid]], any number of them; [defaults] for all of them: a value, or a list of values to go through",
-            file.OWN,
-        ),
-        ("[[grid]] only", file.GRID_ONLY),
-    ]
-    for title, known in sections:
-        lines.append(f"{title}:")
-        lines += [f"  {key:<16}{about}" for key, (about, _) in known.items()]
-    lines.append(
-        "Every other key of a grid is a flag of the workload: batch_size = [16, 32] is --batch-size 16, then 32."
-    )
-    lines.append("Of a command: lr = 0.1 is --lr 0.1, OMP_NUM_THREADS = 1 a variable, strategy is HVDTRAIN_STRATEGY.")
-    lines.append("")
-    lines.append(
-        "Exit codes: 0 all runs that this machine can do are done; 1 a run failed (twice) or was refused; 2 usage;"
-    )
-    lines.append("69 nothing could be run here; 73, 74 nothing can be written; 75 stopped, call it again; 78 bad file.")
-    return "\n".join(lines)
+    for title, known in SECTIONS.items():
+        lines += [f"{title}:", *(f"  {key:<16}{about}" for key, (about, _) in known.items())]
+    return "\n".join([*lines, REST])
 
 
 def parser() -> Parser:
     top = Parser(prog="hvdtrain sweep", description=PURPOSE, epilog=keys())
-    top.add_argument("file", metavar="FILE.toml", type=Path, help="the sweep; launch/sweeps/ has some")
-    top.add_argument(
-        "--root", type=Path, default=Path("results"), metavar="DIR", help="where its folder goes (results)"
-    )
-    top.add_argument("--dry-run", action="store_true", help="list runs, commands and how long they take; run nothing")
-    top.add_argument(
-        "--only", action="append", default=[], metavar="GLOB", help="only runs whose name fits (repeatable)"
-    )
-    top.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="in place of the file's value(s)")
-    top.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    add = top.add_argument
+    add("file", metavar="FILE.toml", type=Path, help="the sweep; launch/sweeps/ has some")
+    add("--root", type=Path, default=Path("results"), metavar="DIR", help="where its folder goes (results)")
+    add("--dry-run", action="store_true", help="list runs, commands and how long they take; run nothing")
+    add("--only", action="append", default=[], metavar="GLOB", help="only runs whose name fits (repeatable)")
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help="in place of the file's value(s)")
+    add("--json", action="store_true", help="one JSON document on stdout")
     return top
 
 
@@ -126,10 +116,7 @@ def _is_known(point: plan.Point) -> bool:
 def dry_run(task: Task, merged: int, as_json: bool) -> int:
     """Prints the runs, their commands and durations; returns the exit code."""
     name, spec = cluster_name(task.sweep, task.root), task.sweep.cluster
-    hosts = functools.partial(network.hosts, spec, name) if spec else None
-    words = {
-        o.run.name: execute.command_of(task, o, name, hosts) if o.run.name in task.flags else [] for o in task.outcomes
-    }
+    words = {o.run.name: execute.command_of(task, o, name) if o.run.name in task.flags else [] for o in task.outcomes}
     waiting = task.waiting()
     left_s = task.left_s(waiting)
     if as_json:
@@ -145,23 +132,23 @@ def dry_run(task: Task, merged: int, as_json: bool) -> int:
             continue
         if point.on_cluster and spec:
             if spec.virtual and not up:
-                print(f"      {typed(command.up(spec, name))}")
+                print(f"      {shlex.join(command.up(spec, name))}")
             up = True
             if point.rate is not None and point.rate != rate:
                 rate = point.rate
-                print(f"      {typed(command.throttle(rate, spec, name))}")
+                print(f"      {shlex.join(command.throttle(rate, spec, name))}")
                 most = network.hosts(spec, name, execute.most_hosts(waiting[waiting.index(outcome) :]))
                 for words_ in command.verify(most, spec, name, task.sweep.off_percent) if point.rate_bit_s else []:
-                    print(f"      {typed(words_)}")
+                    print(f"      {shlex.join(words_)}")
         estimate = task.estimator.of(outcome.run)
         guessed = guessed or estimate.basis == "guess"
         takes = "duration unknown" if estimate.seconds is None else f"{duration(estimate.seconds)} ({estimate.basis})"
         print(
             f"{outcome.run.order + 1:4d}  {outcome.run.name}: {takes}{f'; {outcome.reason}' if outcome.reason else ''}"
         )
-        print(f"      {typed(words[outcome.run.name])}")
+        print(f"      {shlex.join(words[outcome.run.name])}")
     if up and spec and spec.virtual:
-        print(f"      {typed(command.down(name))}")
+        print(f"      {shlex.join(command.down(name))}")
     counts = f"{len(task.outcomes)} runs: {len(waiting)} to do"
     for state in ("kept", "lacking"):
         number = sum(outcome.state == state for outcome in task.outcomes)
@@ -181,11 +168,12 @@ def run(task: Task, as_json: bool) -> int:
     dropped = sorted(name for name in os.environ if name.startswith("HVDTRAIN_"))
     if dropped:
         show.say(f"{', '.join(dropped)}: not passed on; a sweep's settings are its file's, or --set")
-    children = Children()
+    children = Children(command.environment())
     with execute.alone(task.root) as handles, children.listening():
         children.kept_open = handles
         execute.classify(task, {o.run.point.name: o.reason or "" for o in task.outcomes if o.state == "lacking"})
         with show.Display(len(task.waiting())) as display:
+            children.tick = display.tick
             stopped = execute.Executor(task, children, display).run()
     seconds = time.monotonic() - began
     if as_json:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hvdtrain import workloads
 from hvdtrain.cluster import enter
-from hvdtrain.cluster.commands import CHECKOUT, Command, caller
+from hvdtrain.cluster.commands import CHECKOUT, Command, as_user, caller
 from hvdtrain.sweep import file
 from hvdtrain.sweep.file import ClusterSpec
 from hvdtrain.sweep.plan import UNLIMITED, Run
@@ -40,37 +40,27 @@ def as_root(command: Command) -> Command:
 def environment() -> dict[str, str]:
     """Environment of a run on this machine: as on a virtual host, without HVDTRAIN_*, which would override the file."""
     try:
-        user = pwd.getpwuid(os.geteuid())
+        user = pwd.getpwnam(caller())
     except KeyError:  # as in a container that runs as any number
         about = (caller(), "x", os.geteuid(), os.getegid(), "", os.environ.get("HOME", "/"), "/bin/sh")
         user = pwd.struct_passwd(about)
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("HVDTRAIN_")}
-    kept = enter.environment(inherited, user, ("SSH_AUTH_SOCK", "NVIDIA_*", "XDG_CACHE_HOME", "SLURM_*", "HOSTNAME"))
+    more = ("SUDO_*", "SSH_AUTH_SOCK", "NVIDIA_*", "XDG_CACHE_HOME", "SLURM_*", "HOSTNAME")
+    kept = enter.environment(inherited, user, more)  # SUDO_*: cluster.sh makes and enters the caller's cluster
     folder = str(Path(sys.executable).parent)
     if folder not in kept["PATH"].split(os.pathsep):
         kept["PATH"] = os.pathsep.join([folder, kept["PATH"]])
     return kept
 
 
-def names(cluster: ClusterSpec, count: int, known: Sequence[str] = ()) -> list[str]:
-    """Names of the first `count` hosts of the cluster. `known`: the hosts of an existing cluster."""
-    every = cluster.virtual or cluster.machines or known or [chr(ord("a") + number) for number in range(count)]
-    return list(every[:count])
-
-
-def launch(
-    run: Run, flags: Command, folder: Path, *, cluster: ClusterSpec | None, name: str, known: Sequence[str] = ()
-) -> Command:
-    """The whole command of a run; `name`: of the virtual cluster."""
+def launch(run: Run, flags: Command, folder: Path, *, hosts: Sequence[str], inside: str | None) -> Command:
+    """The whole command of a run on these hosts; `inside`: the virtual cluster that they are of."""
     asked = run.point.settings
     if "command" in asked:
         program = ["env", *_variables(run, folder), *file.program(asked["command"]), *flags]
     else:
         program = ["python", "-m", workloads.known()[asked["workload"]], *flags, "--run-dir", str(folder), "--json"]
-    per_host = int(asked["ranks_per_host"])
-    virtual = run.point.on_cluster and cluster is not None and not cluster.hostfile
-    hosts = names(cluster, run.point.hosts, known) if run.point.on_cluster and cluster else ["localhost"]
-    listed = ",".join(f"{host}:{per_host}" for host in hosts)
+    listed = ",".join(f"{host}:{int(asked['ranks_per_host'])}" for host in hosts)
     placed = ["-np", str(run.point.ranks), "-H", listed]
     start = {
         "launch/mpirun.sh": [*script("launch/mpirun.sh"), "-H", listed],
@@ -80,8 +70,13 @@ def launch(
         "horovodrun --gloo": ["horovodrun", "--gloo", "--gloo-timeout-seconds", "1800", *placed],
         "none": [],
     }[asked["launcher"]]
-    inside = [*script("tools/cluster.sh"), "exec", "--name", name, hosts[0], "--"] if virtual else []
-    return [*inside, *start, *program]
+    enter = [*script("tools/cluster.sh"), "exec", "--name", inside, hosts[0], "--"] if inside else _rights()
+    return [*enter, *start, *program]
+
+
+def _rights() -> Command:
+    """The words by which a sweep under sudo trains as its caller."""
+    return as_user(pwd.getpwnam(caller())) if os.geteuid() == 0 else []
 
 
 def _variables(run: Run, folder: Path) -> list[str]:

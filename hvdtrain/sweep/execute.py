@@ -8,7 +8,7 @@ import fcntl
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hvdtrain import exits, files, records
@@ -18,7 +18,7 @@ from hvdtrain.progress import duration
 from hvdtrain.sweep import command, folder
 from hvdtrain.sweep.estimate import CLUSTER_S, VERIFY_S, Estimator
 from hvdtrain.sweep.file import Sweep
-from hvdtrain.sweep.network import Network, Verified, cluster_name, lacks
+from hvdtrain.sweep.network import Network, Verified, cluster_name, hosts
 from hvdtrain.sweep.plan import Run
 from hvdtrain.sweep.preview import Preview
 from hvdtrain.sweep.process import Children, Stopped, Timeout
@@ -132,9 +132,8 @@ class Executor:
 
     def __init__(self, task: Task, children: Children, display: Display) -> None:
         self._task, self._children, self._display = task, children, display
-        self._environment = command.environment()
         self._name = cluster_name(task.sweep, task.root)
-        self._network = Network(task.sweep, self._name, children, display.tick) if task.sweep.cluster else None
+        self._network = Network(task.sweep, self._name, children) if task.sweep.cluster else None
         self._rate: str | None = None
         self._launched = False
 
@@ -178,11 +177,12 @@ class Executor:
         began = time.monotonic()
         for attempt in range(1, ATTEMPTS + 1):
             if self._launched and self._task.sweep.cooldown_s:
-                self._children.rest(self._task.sweep.cooldown_s, self._display.tick)
+                self._children.rest(self._task.sweep.cooldown_s)
             try:
-                verified = self._ready(outcome.run, left)
+                cluster = self._network if outcome.run.point.on_cluster else None
+                verified = cluster.ready(outcome.run.point, most_hosts(left)) if cluster else Verified()
             except Failure as failure:
-                outcome.state = "lacking" if lacks(failure) else "failed"
+                outcome.state = "lacking" if failure.code in (exits.UNREACHABLE, exits.NO_PERMISSION) else "failed"
                 outcome.reason = str(failure)
                 return
             outcome.marked, outcome.reason = verified.marked, None
@@ -206,16 +206,10 @@ class Executor:
                 self._display.end(f"{problem}: {outcome.run.name}, once more (log: {outcome.log})", 0)
         outcome.state, outcome.marked = "failed", None
 
-    def _ready(self, run: Run, left: list[Outcome]) -> Verified:
-        """Brings up the hosts and sets the links that the run needs."""
-        if not run.point.on_cluster or self._network is None:
-            return Verified()
-        return self._network.ready(run.point, most_hosts(left))
-
     def _launch(self, outcome: Outcome, verified: Verified, attempt: int) -> tuple[int, str | None]:
         """Launches the job; returns its exit code, and what is wrong with the run or None."""
         run, where = outcome.run, outcome.folder
-        words = command_of(self._task, outcome, self._name, self._network.hosts if self._network else None)
+        words = command_of(self._task, outcome, self._name)
         if where.exists():
             folder.aside(where, "unfinished" if not (where / "COMPLETE").exists() else "other")
         rate = run.point.rate_bit_s
@@ -236,6 +230,7 @@ class Executor:
         self._launched = True
         try:
             log = (where / folder.LOG).open("wb")
+            folder.own(where / folder.LOG)
         except OSError as error:
             raise folder.cannot_write(where, error) from error
         with log, tempfile.TemporaryDirectory(prefix="hvdtrain-sweep-") as scratch:
@@ -243,8 +238,8 @@ class Executor:
                 os.chown(scratch, where.stat().st_uid, -1)  # the hosts run as that user
             try:
                 timeout_s = self._task.sweep.timeout_s
-                with self._children.beside(self._others(run, Path(scratch)), self._environment):
-                    code = self._children.job(words, log, self._environment, self._display.tick, timeout_s)
+                with self._children.beside(self._others(run, Path(scratch))):
+                    code = self._children.job(words, log, timeout_s)
             except Timeout:
                 return exits.FAILED, f"it was ended after {self._task.sweep.timeout_s:g} s (timeout_s)"
             except Failure as failure:
@@ -259,14 +254,14 @@ class Executor:
         spec = self._task.sweep.cluster
         if spec is None or "fill" not in run.point.settings.get("cluster", {}):
             return []
-        alone = [(host, dataclasses.replace(spec, virtual=(host,))) for host in spec.virtual[1:]]
-        flags = self._task.flags[run.name]
-        return [command.launch(run, flags, scratch / host, cluster=on, name=self._name) for host, on in alone]
+        flags, name = self._task.flags[run.name], self._name
+        return [command.launch(run, flags, scratch / host, hosts=[host], inside=name) for host in spec.virtual[1:]]
 
 
-def command_of(task: Task, outcome: Outcome, name: str, hosts: Callable[[int], list[str]] | None = None) -> Command:
-    """The command line of a run; `hosts` returns the names of an existing cluster's first hosts."""
-    point = outcome.run.point
-    known = hosts(point.hosts) if hosts and point.on_cluster else ()
-    flags = task.flags[outcome.run.name]
-    return command.launch(outcome.run, flags, outcome.folder, cluster=task.sweep.cluster, name=name, known=known)
+def command_of(task: Task, outcome: Outcome, name: str) -> Command:
+    """The command line of a run; `name`: of the virtual cluster."""
+    run, spec = outcome.run, task.sweep.cluster
+    on = spec if run.point.on_cluster else None
+    names = hosts(on, name, run.point.hosts) if on else ["localhost"]
+    inside = name if on and not on.hostfile else None
+    return command.launch(run, task.flags[run.name], outcome.folder, hosts=names, inside=inside)

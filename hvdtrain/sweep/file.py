@@ -153,14 +153,14 @@ def _typed(where: str, key: str, value: Any, kinds: Any) -> None:
     accepted = kinds if isinstance(kinds, tuple) else (kinds,)
     wrong = not isinstance(value, kinds) or (isinstance(value, bool) and bool not in accepted)
     if wrong or (isinstance(value, float) and not math.isfinite(value)):
-        names = {
+        told = {
             int: "a whole number",
             float: "a number",
             str: "a text in quotes",
             list: "a list",
             bool: "true or false",
         }
-        wanted = "a number" if kinds == NUMBER else " or ".join(names[kind] for kind in accepted)
+        wanted = "a number" if kinds == NUMBER else " or ".join(told[kind] for kind in accepted)
         raise _bad(where, f"{key} = {value!r}: give {wanted}")
 
 

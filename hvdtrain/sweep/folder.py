@@ -125,10 +125,11 @@ def make_owned(folder: Path) -> None:
     for path in (*reversed(folder.parents), folder):
         if not path.exists():
             path.mkdir(exist_ok=True)
-            _own(path)
+            own(path)
 
 
-def _own(path: Path) -> None:
+def own(path: Path) -> None:
+    """Gives it to the user who will run in it. Raises OSError."""
     user = pwd.getpwnam(caller()) if os.geteuid() == 0 else None
     if user and user.pw_uid:  # under sudo the hosts run as whoever called it
         os.chown(path, user.pw_uid, user.pw_gid)
@@ -139,7 +140,7 @@ def make(folder: Path, point: records.Point) -> None:
     try:
         make_owned(folder / "logs")
         records.write_document(folder / "point.json", records.as_json(point))
-        _own(folder / "point.json")
+        own(folder / "point.json")
     except OSError as error:
         raise cannot_write(folder, error) from error
     except Failure as failure:

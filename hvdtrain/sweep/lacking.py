@@ -88,7 +88,7 @@ def _hosts(point: Point, cluster: ClusterSpec) -> str | None:
     if not point.on_cluster:
         return None
     if cluster.hostfile:
-        unreachable = [name for name in command.names(cluster, point.hosts)[1:] if not _lets_in(name)]
+        unreachable = [name for name in cluster.machines[1 : point.hosts] if not _lets_in(name)]
         return f"ssh does not let us in to {', '.join(unreachable)} without a prompt" if unreachable else None
     if not _root():
         return "virtual hosts need root: call it with sudo, or let sudo ask nothing (sudoers(5), NOPASSWD)"

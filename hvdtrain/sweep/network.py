@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hvdtrain import exits
 from hvdtrain.cluster import virtual
 from hvdtrain.cluster.rates import show_rate
 from hvdtrain.exits import Failure
@@ -36,18 +34,19 @@ def cluster_name(sweep: Sweep, root: Path) -> str:
 
 def hosts(spec: ClusterSpec, name: str, count: int) -> list[str]:
     """Names of the first `count` hosts; of an existing cluster that is not up those that it might have."""
-    up = spec.existing and name in virtual.clusters()
-    return command.names(spec, count, [host.name for host in virtual.load(name).hosts] if up else ())
+    known = spec.virtual or spec.machines or [chr(ord("a") + number) for number in range(count)]
+    if spec.existing and name in virtual.clusters():
+        known = [host.name for host in virtual.load(name).hosts]
+    return list(known[:count])
 
 
 class Network:
     """The hosts that are up and the current rate of their links."""
 
-    def __init__(self, sweep: Sweep, name: str, children: Children, tick: Callable[[], None]) -> None:
+    def __init__(self, sweep: Sweep, name: str, children: Children) -> None:
         assert sweep.cluster is not None
         self._sweep, self._spec, self._name = sweep, sweep.cluster, name
-        self._children, self._tick = children, tick
-        self._environment = command.environment()
+        self._children, self._environment = children, children.environment
         self._up = False
         self._broken: Failure | None = None
         self._changed = False
@@ -56,10 +55,6 @@ class Network:
         self._measured: dict[str, dict[str, Any]] = {}
         """Link `a -> b` -> its measurement at the current rate"""
         self._unmeasured: str | None = None
-
-    def hosts(self, count: int) -> list[str]:
-        """Names of the first `count` hosts."""
-        return hosts(self._spec, self._name, count)
 
     def ready(self, point: Point, most: int) -> Verified:
         """Brings the hosts up and sets the point's rate; measures the links of `most` hosts once for the next runs too.
@@ -74,9 +69,9 @@ class Network:
             self._set(wanted)
         if not point.rate_bit_s:
             return Verified()
-        names = self.hosts(point.hosts)
+        names = hosts(self._spec, self._name, point.hosts)
         if not self._unmeasured and not all(any(link.startswith(f"{n} -> ") for link in self._measured) for n in names):
-            self._measure(self.hosts(max(most, point.hosts)))
+            self._measure(hosts(self._spec, self._name, max(most, point.hosts)))
         return self._judge(names, point)
 
     def close(self) -> list[str]:
@@ -123,7 +118,7 @@ class Network:
         """Measures the links of these hosts; all once more if one is off its rate."""
         for _ in range(2):
             for words in command.verify(names, self._spec, self._name, self._sweep.off_percent):
-                code, out, err = self._children.said(words, self._environment, self._tick)
+                code, out, err = self._children.said(words)
                 try:
                     document = json.loads(out)
                 except ValueError:
@@ -155,8 +150,3 @@ class Network:
         if abs(link["off_percent"]) <= self._sweep.off_percent:
             figures = "lets short messages through faster than its rate"
         return Verified(off, f"{name} at {show_rate(point.rate_bit_s or 0)}: {figures}")
-
-
-def lacks(failure: Failure) -> bool:
-    """Whether a failure to get a point's hosts or rate means that the machine lacks something, and not an error."""
-    return failure.code in (exits.UNREACHABLE, exits.NO_PERMISSION)

@@ -251,36 +251,30 @@ def runs(found: Sequence[Point], order: str = "as-written", seed: int = 0) -> li
     as-written: point after point. interleaved: in each turn one run of every cell (a cell: points that differ in their
     seed only), grouped by rate; every other turn backwards, so that a steady drift affects all alike. random: shuffled.
     """
-    written: list[tuple[int, Run]] = []
-    turns: dict[str, int] = {}
-    longest = max((len(point.kinds) for point in found), default=0)
-    numbered: dict[tuple[str, str], int] = {}
+    numbered: Counter[tuple[str, str]] = Counter()
     every: dict[tuple[int, int], Run] = {}
     for index, point in enumerate(found):
         for place, kind in enumerate(point.kinds):
-            numbered[point.name, kind] = numbered.get((point.name, kind), 0) + 1
-            every[index, place] = Run(point=point, kind=kind, repeat=numbered[point.name, kind])
-    for place in range(longest):
-        for index, point in enumerate(found):
-            if place < len(point.kinds):
-                turn = turns.get(point.cell, 0)
-                turns[point.cell] = turn + 1
-                written.append((turn, every[index, place]))
-    if order == "as-written":
-        chosen = list(every.values())
-    elif order == "random":
-        chosen = list(every.values())
+            numbered[point.name, kind] += 1
+            every[place, index] = Run(point=point, kind=kind, repeat=numbered[point.name, kind])
+    chosen = list(every.values())
+    if order == "random":
         random.Random(seed).shuffle(chosen)
-    else:
-        chosen = _interleaved(written, found)
+    elif order == "interleaved":
+        chosen = _interleaved([every[key] for key in sorted(every)])
     return [dataclasses.replace(run, order=number) for number, run in enumerate(chosen)]
 
 
-def _interleaved(written: list[tuple[int, Run]], found: Sequence[Point]) -> list[Run]:
-    rates = {rate: number for number, rate in enumerate(dict.fromkeys(point.rate for point in found))}
+def _interleaved(runs: list[Run]) -> list[Run]:
+    """`runs`: the first of each point, then the second ones ..."""
+    rates = list(dict.fromkeys(run.point.rate for run in runs))
+    made: Counter[str] = Counter()
+    turns: dict[int, list[Run]] = {}
+    for run in runs:
+        turns.setdefault(made[run.point.cell], []).append(run)
+        made[run.point.cell] += 1
     chosen: list[Run] = []
-    for turn in sorted({turn for turn, _ in written}):
-        inside = [run for number, run in written if number == turn]
-        inside.sort(key=lambda run: rates[run.point.rate])  # stable: as written within a rate
+    for turn, inside in turns.items():
+        inside.sort(key=lambda run: rates.index(run.point.rate))  # stable: as written within a rate
         chosen += inside[::-1] if turn % 2 else inside
     return chosen

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import shlex
 import signal
 import subprocess
 import time
@@ -19,7 +20,7 @@ from typing import IO, Any
 
 from hvdtrain import exits
 from hvdtrain.cluster import supervise
-from hvdtrain.cluster.commands import Command, show
+from hvdtrain.cluster.commands import Command
 from hvdtrain.exits import Failure
 
 POLL_S = 0.1
@@ -39,9 +40,12 @@ class Timeout(Exception):
 
 
 class Children:
-    """Runs commands; a signal ends the current one."""
+    """Runs commands in one environment; a signal ends the current one."""
 
-    def __init__(self) -> None:
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self.environment = environment
+        self.tick: Callable[[], None] = lambda: None
+        """Called while something is waited for"""
         self.asked: signal.Signals | None = None
         self.kept_open: tuple[int, ...] = ()
         """File descriptors of locks; jobs inherit them, so that the locks hold until the last job has ended"""
@@ -60,12 +64,12 @@ class Children:
     def _arrived(self, number: int, frame: FrameType | None) -> None:
         self.asked = signal.Signals(number)
 
-    def rest(self, seconds: float, tick: Callable[[], None]) -> None:
-        """Sleeps, calling `tick` meanwhile. Raises Stopped."""
+    def rest(self, seconds: float) -> None:
+        """Sleeps. Raises Stopped."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             self.check()
-            tick()
+            self.tick()
             time.sleep(min(POLL_S, left))
 
     def check(self) -> None:
@@ -73,51 +77,42 @@ class Children:
         if self.asked is not None:
             raise Stopped
 
-    def job(
-        self,
-        command: Command,
-        log: IO[bytes],
-        environment: Mapping[str, str],
-        tick: Callable[[], None],
-        timeout_s: float | None,
-    ) -> int:
+    def job(self, command: Command, log: IO[bytes], timeout_s: float | None) -> int:
         """Runs a job to its end, output into `log`; returns its exit code. Raises Stopped, Timeout, Failure (69)."""
         self.check()
-        child = self._started(command, log, environment)
+        child = self._started(command, log)
         until = time.monotonic() + timeout_s if timeout_s is not None else None
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return child.wait(POLL_S)
-            tick()
+            self.tick()
             late = until is not None and time.monotonic() > until
             if self.asked is not None or late:
                 end(child)
                 raise Timeout if late else Stopped
 
     @contextlib.contextmanager
-    def beside(self, commands: Sequence[Command], environment: Mapping[str, str]) -> Iterator[None]:
+    def beside(self, commands: Sequence[Command]) -> Iterator[None]:
         """Within it, these commands run, their output thrown away; at its end they are ended. Raises Failure (69)."""
         with contextlib.ExitStack() as stack:
             for command in commands:
-                stack.callback(end, self._started(command, subprocess.DEVNULL, environment))
+                stack.callback(end, self._started(command, subprocess.DEVNULL))
             yield
 
-    def _started(
-        self, command: Command, output: int | IO[bytes], environment: Mapping[str, str]
-    ) -> subprocess.Popen[bytes]:
+    def _started(self, command: Command, output: int | IO[bytes]) -> subprocess.Popen[bytes]:
         how = {"stdout": output, "stderr": subprocess.STDOUT, "pass_fds": self.kept_open}
-        return _start(command, environment, **how, preexec_fn=end_with_parent)
+        return _start(command, self.environment, **how, preexec_fn=end_with_parent)
 
-    def said(self, command: Command, environment: Mapping[str, str], tick: Callable[[], None]) -> tuple[int, str, str]:
+    def said(self, command: Command) -> tuple[int, str, str]:
         """Runs a short command: its exit code, standard output and standard error. Raises Stopped, Failure (69)."""
         self.check()
         pipe = subprocess.PIPE
-        child = _start(command, environment, stdout=pipe, stderr=pipe, text=True)
+        child = _start(command, self.environment, stdout=pipe, stderr=pipe, text=True)
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 out, err = child.communicate(timeout=POLL_S)
                 return child.returncode, out, err
-            tick()
+            self.tick()
             if self.asked is not None:
                 end(child)
                 raise Stopped
@@ -128,7 +123,7 @@ def whole(command: Command, environment: Mapping[str, str]) -> None:
     child = _start(command, environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     _, err = child.communicate()
     if child.returncode:
-        raise Failure(told(err) or f"`{show(command)}`: exit code {child.returncode}", child.returncode)
+        raise Failure(told(err) or f"`{shlex.join(command)}`: exit code {child.returncode}", child.returncode)
 
 
 def _start(command: Command, environment: Mapping[str, str], **how: Any) -> subprocess.Popen[Any]:

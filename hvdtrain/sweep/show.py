@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from hvdtrain.progress import duration, on_terminal, started_bar, whole
@@ -67,9 +66,7 @@ class Display:
             self._bar, self._task = started_bar("", self._total)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -78,19 +75,13 @@ class Display:
         """Run `what` begins; `left_s`: expected seconds of all that are left."""
         self._now, self._since, self._left = what, time.monotonic(), left_s
         self._due = self._since + (DRAW_S if self._bar else PLAIN_S)
-        if self._bar is None:
-            say(self._numbers(0))
-        else:
-            self._draw()
+        self._draw(0)
 
     def tick(self) -> None:
         now = time.monotonic()
         if self._now and now >= self._due:
             self._due = now + (DRAW_S if self._bar else PLAIN_S)
-            if self._bar is None:
-                say(self._numbers(now - self._since))
-            else:
-                self._draw()
+            self._draw(now - self._since)
 
     def end(self, text: str, count: int = 1) -> None:
         """Prints the line `text` for good; `count` runs have ended."""
@@ -99,18 +90,18 @@ class Display:
             say(text)
         else:
             self._bar.console.print(f"sweep: {text}", markup=False, highlight=False, soft_wrap=True)
-            self._draw()
+            self._draw(time.monotonic() - self._since)
 
-    def _draw(self) -> None:
-        if self._bar is not None:
-            with contextlib.suppress(OSError):
-                text = whole(self._numbers(time.monotonic() - self._since), self._bar.console.width)
-                self._bar.update(self._task, completed=self._done, text=text, refresh=True)
-
-    def _numbers(self, running_s: float) -> str:
+    def _draw(self, running_s: float) -> None:
         took = f", {duration(running_s)}" if running_s else ""
         left = "" if self._left is None else f", ETA {duration(max(0.0, self._left - running_s))}"
-        return f"{min(self._done + 1, self._total)}/{self._total} {self._now}{took}{left}"
+        numbers = f"{min(self._done + 1, self._total)}/{self._total} {self._now}{took}{left}"
+        if self._bar is None:
+            say(numbers)
+            return
+        with contextlib.suppress(OSError):
+            text = whole(numbers, self._bar.console.width)
+            self._bar.update(self._task, completed=self._done, text=text, refresh=True)
 
 
 def plan_document(

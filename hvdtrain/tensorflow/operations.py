@@ -20,6 +20,35 @@ from tensorflow.python.ops.resource_variable_ops import get_eager_safe_handle_da
 
 from hvdtrain.script.job import Job
 
+SETTINGS = {"reduce_op": "op", "root_rank": "root", "prescale_factor": "prescale", "postscale_factor": "postscale"}
+"""Horovod's names of what a call is given, and those of `Calls.start`"""
+
+
+def _operation(name: str) -> Any:
+    """`Operations.horovod_NAME`, of a tensor or, if it is grouped, of several."""
+    kind, gradient = name.removeprefix("grouped_"), getattr(mpi_ops, f"_{name}_grad")
+    grouped, shapes = kind != name, _same if kind in ("allreduce", "broadcast") else _rows
+
+    def operation(self: Operations, given: Any, **attributes: Any) -> Any:
+        settings = {ours: attributes[theirs] for theirs, ours in SETTINGS.items() if theirs in attributes}
+        carried = self._carried(kind, attributes, grouped=grouped, **settings)
+        found = _with_gradient(carried, given if grouped else [given], shapes, attributes, gradient)
+        return found if grouped else found[0]
+
+    return operation
+
+
+def _same(*tensors: Any) -> list[Any]:
+    return [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
+
+
+def _rows(*tensors: Any) -> list[Any]:
+    """As many rows as there turn out to be."""
+    return [
+        tf.TensorSpec([None, *tensor.shape[1:]] if tensor.shape.rank else tensor.shape, tensor.dtype)
+        for tensor in tensors
+    ]
+
 
 class Operations:
     """`horovod_<operation>` for what Horovod's functions use. Errors between ranks are TensorFlow's
@@ -31,47 +60,22 @@ class Operations:
 
     # --- collectives --------------------------------------------------------------------------------------------
 
-    def horovod_allreduce(self, tensor: Any, *, name: Any, reduce_op: int, **attributes: Any) -> Any:
-        attributes["reduce_op"] = reduce_op
-        carried = self._carried("allreduce", name, attributes, op=reduce_op, **_scales(attributes))
-        return _with_gradient(carried, [tensor], _same, attributes, mpi_ops._allreduce_grad)[0]
+    horovod_allreduce = _operation("allreduce")
+    horovod_grouped_allreduce = _operation("grouped_allreduce")
+    horovod_allgather = _operation("allgather")
+    horovod_grouped_allgather = _operation("grouped_allgather")
+    horovod_broadcast = _operation("broadcast")
+    horovod_reducescatter = _operation("reducescatter")
+    horovod_grouped_reducescatter = _operation("grouped_reducescatter")
 
-    def horovod_grouped_allreduce(self, tensors: Any, *, name: Any, reduce_op: int, **attributes: Any) -> Any:
-        attributes["reduce_op"] = reduce_op
-        carried = self._carried("allreduce", name, attributes, grouped=True, op=reduce_op, **_scales(attributes))
-        return _with_gradient(carried, tensors, _same, attributes, mpi_ops._grouped_allreduce_grad)
-
-    def horovod_allgather(self, tensor: Any, *, name: Any, **attributes: Any) -> Any:
-        carried = self._carried("allgather", name, attributes)
-        return _with_gradient(carried, [tensor], _rows, attributes, mpi_ops._allgather_grad)[0]
-
-    def horovod_grouped_allgather(self, tensors: Any, *, name: Any, **attributes: Any) -> Any:
-        carried = self._carried("allgather", name, attributes, grouped=True)
-        return _with_gradient(carried, tensors, _rows, attributes, mpi_ops._grouped_allgather_grad)
-
-    def horovod_broadcast(self, tensor: Any, *, name: Any, root_rank: int, **attributes: Any) -> Any:
-        attributes["root_rank"] = root_rank
-        carried = self._carried("broadcast", name, attributes, root=root_rank)
-        return _with_gradient(carried, [tensor], _same, attributes, mpi_ops._broadcast_grad)[0]
-
-    def horovod_alltoall(self, tensor: Any, *, splits: Any, name: Any, **attributes: Any) -> Any:
+    def horovod_alltoall(self, tensor: Any, *, splits: Any, **attributes: Any) -> Any:
         def carried(array: np.ndarray, splits: np.ndarray) -> Sequence[np.ndarray]:
-            return self._carried("alltoall", name, attributes, splits=splits.tolist() or None)(array)[0]
+            return self._carried("alltoall", attributes, splits=splits.tolist() or None)(array)[0]
 
         def shapes(tensor: Any, _: Any) -> list[Any]:
             return [*_rows(tensor), tf.TensorSpec([None], tf.int32)]
 
         return _with_gradient(carried, [tensor, splits], shapes, attributes, mpi_ops._alltoall_grad)
-
-    def horovod_reducescatter(self, tensor: Any, *, name: Any, reduce_op: int, **attributes: Any) -> Any:
-        attributes["reduce_op"] = reduce_op
-        carried = self._carried("reducescatter", name, attributes, op=reduce_op, **_scales(attributes))
-        return _with_gradient(carried, [tensor], _rows, attributes, mpi_ops._reducescatter_grad)[0]
-
-    def horovod_grouped_reducescatter(self, tensors: Any, *, name: Any, reduce_op: int, **attributes: Any) -> Any:
-        attributes["reduce_op"] = reduce_op
-        carried = self._carried("reducescatter", name, attributes, grouped=True, op=reduce_op, **_scales(attributes))
-        return _with_gradient(carried, tensors, _rows, attributes, mpi_ops._grouped_reducescatter_grad)
 
     def horovod_join(self) -> Any:
         def carried() -> Sequence[Any]:
@@ -133,10 +137,10 @@ class Operations:
     # ------------------------------------------------------------------------------------------------------------
 
     def _carried(
-        self, kind: str, name: str | None, attributes: dict[str, Any], *, grouped: bool = False, **settings: Any
+        self, kind: str, attributes: dict[str, Any], *, grouped: bool = False, **settings: Any
     ) -> Callable[..., Sequence[Any]]:
         """The call as a function of arrays."""
-        number = attributes["process_set_id"]
+        name, number = attributes["name"], attributes["process_set_id"]
         ranks = self._job.sets.get(number)
         if ranks is None:
             raise tf.errors.InvalidArgumentError(None, None, f"there is no process set {number}")
@@ -154,22 +158,6 @@ class Operations:
 for _name, _function in [*vars(Operations).items()]:
     if _name.startswith("horovod_"):  # AutoGraph would take seconds to translate them
         setattr(Operations, _name, tf.autograph.experimental.do_not_convert(_function))
-
-
-def _scales(attributes: dict[str, Any]) -> dict[str, Any]:
-    return {"prescale": attributes["prescale_factor"], "postscale": attributes["postscale_factor"]}
-
-
-def _same(*tensors: Any) -> list[Any]:
-    return [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
-
-
-def _rows(*tensors: Any) -> list[Any]:
-    """As many rows as there turn out to be."""
-    return [
-        tf.TensorSpec([None, *tensor.shape[1:]] if tensor.shape.rank else tensor.shape, tensor.dtype)
-        for tensor in tensors
-    ]
 
 
 def _with_gradient(

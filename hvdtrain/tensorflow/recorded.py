@@ -26,7 +26,7 @@ class Recorded:
         self._ring_bytes = ring_bytes(4 * numbers, mpi_ops.size())
         self._steps = job.recorder(
             exchange.exchange if exchange else None,
-            exchange.world if exchange else None,
+            None,  # the strategy's streams may be carrying its first exchange
             parameters=numbers,
             device="gpu" if any("GPU" in variable.device for variable in plain) else "cpu",
             threads=tf.config.threading.get_intra_op_parallelism_threads() or os.cpu_count() or 1,

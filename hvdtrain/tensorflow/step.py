@@ -131,13 +131,9 @@ class Step:
             if self._loaded is not None:
                 self._strategy.load(self._loaded)
             if self._strategy.local:
-                told = self.world.gather(0 if self._loaded is not None else zlib.crc32(self.weights().data))
-                if len(set(told)) > 1:
-                    other = next(rank for rank, found in enumerate(told) if found != told[0])
-                    raise ValueError(
-                        f"rank {other} and rank 0 begin with different weights: build the model, and call "
-                        "hvd.broadcast_variables(model.variables, root_rank=0) before the first step"
-                    )
+                weights = 0 if self._loaded is not None else zlib.crc32(self.weights().data)
+                how = "build the model, and call hvd.broadcast_variables(model.variables, root_rank=0)"
+                job.check_beginning(self.world, weights, how)
         return self._strategy
 
     # --- strategies.Vectors -------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ import torch
 from horovod.torch import Average, Compression, Sum, global_process_set
 
 from hvdtrain.script import job
-from hvdtrain.strategies import Exchange
+from hvdtrain.strategies import Exchange, Strategy
 from hvdtrain.strategies.table import DEFAULT_REDUCER
 from hvdtrain.timing import Clock
 from hvdtrain.torch.recorded import rate, watched
@@ -61,9 +61,11 @@ def DistributedOptimizer(
         doubles = any(each.dtype == torch.float64 for group in optimizer.param_groups for each in group["params"])
         wrong = _unfit(exchange, compression, op, gradient_predivide_factor, process_set)
         exact = str(exchange) == DEFAULT_REDUCER and bool(wrong or doubles)
-        if backward_passes_per_step <= 0:
+        if any(each.is_complex() for group in optimizer.param_groups for each in group["params"]):
+            wrong = "it exchanges real numbers: train torch.view_as_real of complex parameters"
+        elif backward_passes_per_step <= 0:
             wrong = "backward_passes_per_step must be > 0"
-        elif inspect.signature(optimizer.step).parameters["closure"].default is inspect.Parameter.empty:
+        elif (asked := inspect.signature(optimizer.step).parameters.get("closure")) and asked.default is asked.empty:
             wrong = f"{type(optimizer).__name__} evaluates its closure as often as each rank likes in a step: take SGD"
         elif exact:
             wrong = ""
@@ -86,11 +88,16 @@ def DistributedOptimizer(
         )
         type(own).synchronize_weights = lambda self: None
         return watched(own) if process_set == global_process_set else own
+    named = _named(optimizer, named_parameters)
+    if not named:
+        raise ValueError(f"DistributedOptimizer, strategy {exchange}: no parameter requires a gradient")
     cls: Any = type(type(optimizer).__name__, (Exchanging, type(optimizer)), {})
     made: Exchanging = cls.__new__(cls)
     made.__dict__.update(optimizer.__dict__)
     made.__dict__.pop("step", None)  # a scheduler's wrapper round the step of the optimizer that was
-    made._connect(exchange, _named(optimizer, named_parameters), divided=op == Average, sparse_as_dense=sparse_as_dense)
+    if made.__dict__.pop("_made_by_broadcast", None) is made.state:  # a step without gradients is none of the training
+        made.state.clear()
+    made._connect(exchange, named, divided=op == Average, sparse_as_dense=sparse_as_dense)
     return made
 
 
@@ -113,7 +120,9 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
     """See `horovod.torch.broadcast_optimizer_state`. What the exchange itself keeps stays each rank's own, but where
     only some ranks loaded it."""
     if not isinstance(optimizer, Exchanging):
+        fresh = horovod.broadcast_object(not optimizer.state, root_rank, name="fresh")
         horovod.broadcast_optimizer_state(optimizer, root_rank, model)
+        optimizer.__dict__["_made_by_broadcast"] = optimizer.state if fresh else None
         return
     optimizer.take_loaded()
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
@@ -286,13 +295,8 @@ class Exchanging(torch.optim.Optimizer):
         """Before the first exchange: ranks that train by themselves must begin alike, and those that exchange gradients
         know from then on which of them are sparse."""
         if self._local:
-            told = self._world.gather(zlib.crc32(self._parameters.weights()))
-            if len(set(told)) > 1:
-                other = next(rank for rank, found in enumerate(told) if found != told[0])
-                raise ValueError(
-                    f"rank {other} and rank 0 begin with different weights: call "
-                    "hvd.broadcast_parameters(model.state_dict(), root_rank=0) before the first step"
-                )
+            how = "call hvd.broadcast_parameters(model.state_dict(), root_rank=0)"
+            job.check_beginning(self._world, zlib.crc32(self._parameters.weights()), how)
         elif not self._sparse_as_dense:
             mine = [name for name, each in self._named.items() if each.grad is not None and each.grad.is_sparse]
             found = {name for names in self._world.gather(mine) for name in names}
@@ -316,6 +320,7 @@ class Exchanging(torch.optim.Optimizer):
     def take_loaded(self) -> None:
         """Goes on from what `load_state_dict` was given; ranks that loaded nothing from what the first did that has: in
         Horovod's examples rank 0 alone loads, and broadcasts. Collective, as `load_state_dict` cannot be."""
+        self._strategy.state()  # waits for what is on its way on the same streams
         have = self._world.gather(self._loaded is not None)
         if not any(have):
             return
@@ -334,10 +339,18 @@ class Exchanging(torch.optim.Optimizer):
         """The wrapped optimizer's, and under "exchange" this rank's of the strategy."""
         if self._loaded is not None:
             return super().state_dict() | {STATE: self._loaded}
-        arrays = {name: torch.from_numpy(np.array(array)) for name, array in self._strategy.state().items()}
+        return super().state_dict() | {STATE: self._told(self._strategy)}
+
+    def _told(self, strategy: Strategy) -> dict[str, Any]:
+        """This rank's state of an exchange."""
+        arrays = {name: torch.from_numpy(np.array(array)) for name, array in strategy.state().items()}
         told = {"strategy": self._spelling, "rank": self._world.rank, "size": self._world.size}
-        told["sparse"] = list(self._sparse)
-        return super().state_dict() | {STATE: told | {"in_sync": self._strategy.in_sync, "arrays": arrays}}
+        return told | {"sparse": list(self._sparse), "in_sync": strategy.in_sync, "arrays": arrays}
+
+    def _fresh(self) -> Strategy:
+        """One that has exchanged nothing yet, on the same streams."""
+        shapes = [tuple(parameter.shape) for name, parameter in self._named.items() if name not in self._sparse]
+        return job.fresh(self._asked, self._world, shapes)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on bit for bit with what this rank saved. With what another rank saved, as with one file for all, the
@@ -347,8 +360,8 @@ class Exchanging(torch.optim.Optimizer):
         """
         super().load_state_dict(state_dict)
         self._synchronized, self._deferred = False, None
-        if STATE in state_dict:
-            self._loaded, self._compared = self._fitting(state_dict[STATE]), False
+        told = state_dict[STATE] if STATE in state_dict else self._told(self._fresh())
+        self._loaded, self._compared = self._fitting(told), False
 
     def _own(self, told: dict[str, Any]) -> bool:
         """Whether an exchange's state is this very rank's."""

@@ -129,7 +129,7 @@ class Parameters:
             if index in self._layouts:
                 parameter.grad = view.to(parameter.dtype).to_sparse(self._layouts[index])
             elif parameter.grad is None or parameter.grad.data_ptr() != view.data_ptr():
-                gradient = view.to(device=parameter.device, dtype=parameter.dtype)
+                gradient = view.detach().to(device=parameter.device, dtype=parameter.dtype)
                 if gradient.stride() != parameter.stride():  # fused optimizers go by memory: channels_last, say
                     gradient = torch.empty_like(parameter).copy_(gradient)
                 parameter.grad = gradient

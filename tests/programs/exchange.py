@@ -82,7 +82,7 @@ def joined(config: TrainConfig) -> tuple[World, str]:
 
 def trainer(config: TrainConfig, ranks: World, device: str, weight: np.ndarray) -> tuple[Strategy, Replica]:
     """What trains the linear model from `weight`."""
-    strategy = strategies.make(config, ranks, [weight.shape])
+    strategy = strategies.chosen(config).make(config, ranks, [weight.shape])
     strategy.plan(strategies.Layout(ranks=ranks.size, hosts=ranks.size, rows=[1]))
     if config.framework == "torch":
         model = torch_model()
@@ -129,7 +129,7 @@ def evaluated(config: TrainConfig, ranks: World, device: str) -> dict[str, float
         from hvdtrain.models.resnet_torch import ResNetTorch as Model
     else:
         from hvdtrain.models.resnet_tf import ResNetTF as Model
-    strategy = strategies.make(config, ranks, [(1,)])
+    strategy = strategies.chosen(config).make(config, ranks, [(1,)])
     replica = workload.replica_of(Model(spec), config, ranks, strategy, device, Accuracy())
     state = resnet.initial_state(spec, 3)
     replica.load({f"parameter.{name}": state[name] for name in resnet.parameters(spec)})

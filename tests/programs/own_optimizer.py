@@ -125,6 +125,14 @@ def as_the_loop(strategy: str) -> None:
     train(again, resumed, range(STEPS // 2, STEPS))
     assert np.array_equal(flat(again), last), "resumed is not as uninterrupted"
 
+    loss_of(net, STEPS, [hvd.rank()]).backward()
+    optimizer.synchronize()  # whose step does not come
+    weights, state = torch.load(io.BytesIO(kept.getvalue()), weights_only=True)
+    net.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    train(net, optimizer, range(STEPS // 2, STEPS))
+    assert np.array_equal(flat(net), last), "one that trained on does not go back"
+
     plain = model()
     exchange = job.wanted(strategy)
     assert exchange is not None
@@ -143,6 +151,63 @@ def as_the_loop(strategy: str) -> None:
             loss_of(one, step, range(hvd.size())).backward()
             alone.step()
         np.testing.assert_allclose(last, flat(one), rtol=2e-5, atol=2e-6)
+
+
+def summed() -> None:
+    """op=Sum at half the rate is the mean of two ranks, of sparse rows too."""
+    for as_dense in (True, False):
+        nets = [Odd(), Odd()]
+        for net, op, rate in zip(nets, (hvd.Sum, hvd.Average), (LR / hvd.size(), LR), strict=True):
+            inner = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=rate)
+            optimizer = hvd.DistributedOptimizer(inner, strategy="hierarchical", op=op, sparse_as_dense=as_dense)
+            net(hvd.rank()).backward()
+            optimizer.step()
+        np.testing.assert_allclose(*map(flat, nets), rtol=1e-5, atol=1e-6)
+        assert not np.array_equal(flat(nets[0]), flat(Odd()))
+
+
+def of_rank_1(strategy: str) -> None:
+    """What any one rank loads goes on on all, and is there to be saved again before the next step."""
+    net = model()
+    optimizer = wrapped(net, strategy)
+    train(net, optimizer, range(4))
+    state = hvd.broadcast_object(optimizer.state_dict())
+    ends = []
+    for loading in ([1], range(hvd.size())):
+        again = copy.deepcopy(net)
+        resumed = wrapped(again, strategy)
+        if hvd.rank() in loading:
+            resumed.load_state_dict(copy.deepcopy(state))
+            kept, given = (each["exchange"]["arrays"] for each in (resumed.state_dict(), state))
+            assert kept.keys() == given.keys() and all(torch.equal(kept[name], given[name]) for name in kept)
+        hvd.broadcast_optimizer_state(resumed, root_rank=1)
+        train(again, resumed, range(4, STEPS))
+        ends.append(flat(again))
+    assert np.array_equal(*ends), "what rank 1 loads is not what all load"
+
+
+def broadcast_before_it_is_wrapped() -> None:
+    """As in Horovod's examples; the step that a broadcast makes to have a state is none of Adam's."""
+    ends = []
+    for before in (False, True):
+        net = model()
+        inner = torch.optim.Adam(net.parameters(), lr=LR)
+        if before:
+            hvd.broadcast_optimizer_state(inner, root_rank=0)
+        train(net, hvd.DistributedOptimizer(inner, strategy="hierarchical"), range(4))
+        ends.append(flat(net))
+    assert np.array_equal(*ends)
+
+
+def nothing_it_can_train() -> None:
+    twofold = torch.nn.Linear(2, 2, dtype=torch.complex64)
+    for net, told in ((model().requires_grad_(False), "no parameter requires a gradient"), (twofold, "view_as_real")):
+        try:
+            wrapped(net, "hierarchical")
+        except ValueError as error:
+            assert told in str(error)
+        else:
+            raise AssertionError("nothing was raised")
 
 
 def of_rank_0(strategy: str) -> None:
@@ -273,6 +338,9 @@ def clipped(strategy: str) -> None:
         loss_of(net, step, [hvd.rank()]).backward()
         optimizer.synchronize()
         torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        for parameter in net.parameters():
+            assert parameter.grad is not None
+            parameter.grad.data = parameter.grad.data.clone()  # as net.double() and net.float() do
         with optimizer.skip_synchronize():
             optimizer.step()
         alone.zero_grad()
@@ -390,6 +458,11 @@ for name in ("hierarchical", "powersgd:rank=2", "delayed+powersgd", "local-sgd:e
     done.append(f"scaled {name}")
 clipped("hierarchical")
 odd_models()
+summed()
+of_rank_1("powersgd:rank=2")
+of_rank_1("delayed")
+broadcast_before_it_is_wrapped()
+nothing_it_can_train()
 with_closure()
 odd_settings()
 twice()

@@ -304,6 +304,7 @@ def refusals() -> dict[str, str]:
         "elastic": lambda: hvd.elastic.run,
         "session": _in_session,
         "op": lambda: distributed(sgd(), op=hvd.Max),
+        "twice": lambda: distributed(distributed(sgd())),
         "xla": lambda: _compiled(distributed(sgd())),
         "half": lambda: _half(lambda: distributed(sgd(), strategy="powersgd")),
         "half tape": lambda: _half(lambda: hvd.DistributedGradientTape(tf.GradientTape(), strategy="powersgd")),

@@ -28,7 +28,7 @@ from hvdtrain import exits
 from hvdtrain.arguments import Parser
 from hvdtrain.cluster import nic
 from hvdtrain.cluster.doctor import checks, host_checks, link_checks
-from hvdtrain.cluster.doctor.agent import Agent, Unreachable, ssh_command
+from hvdtrain.cluster.doctor.agent import HERE, Agent, Unreachable, ssh_command
 from hvdtrain.cluster.doctor.checks import FAIL, OK, WARN, Check
 from hvdtrain.cluster.hosts import Slots, from_slurm, parse_hosts, read_hostfile
 from hvdtrain.exits import Failure
@@ -75,10 +75,8 @@ class Report:
         self._colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         self._live = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
-    def add(self, *found: Check | None) -> None:
+    def add(self, *found: Check) -> None:
         for check in found:
-            if check is None:
-                continue
             self.checks.append(check)
             if not self._as_json:
                 self.tell("")
@@ -99,14 +97,11 @@ class Report:
             sys.stderr.write(f"\r\x1b[K{text}")
             sys.stderr.flush()
 
-    def counts(self) -> dict[str, int]:
-        counted = Counter(check.status for check in self.checks)
-        return {status: counted[status] for status in (OK, WARN, FAIL)}
-
     def end(self, hosts: Sequence[Slots]) -> int:
         """Prints the last line, or the JSON document; returns the exit code."""
         self.tell("")
-        counts = self.counts()
+        counted = Counter(check.status for check in self.checks)
+        counts = {status: counted[status] for status in (OK, WARN, FAIL)}
         if self._as_json:
             document = {
                 "schema": SCHEMA,
@@ -125,11 +120,6 @@ class Report:
 # --- who is asked ----------------------------------------------------------------------------------------------------
 
 
-def job_python() -> str:
-    """The Python that `python -m hvdtrain.resnet` starts."""
-    return shutil.which("python") or sys.executable
-
-
 def own_names() -> set[str]:
     name = socket.gethostname()
     return {"localhost", name, name.partition(".")[0], socket.getfqdn()}
@@ -142,27 +132,36 @@ def is_here(host: str) -> bool:
 
 @dataclasses.dataclass
 class Hosts:
-    """The hosts that answer, by the name they are listed under, and their facts."""
+    """The hosts that answer, by the name they are listed under, and their facts; how they are asked, who is told."""
 
     here: str
-    agents: dict[str, Agent]
+    several: bool
+    """Whether there are others than this machine"""
+    python: str
+    """The one that `python -m hvdtrain.resnet` starts"""
+    options: argparse.Namespace
+    report: Report
+    agents: dict[str, Agent] = dataclasses.field(default_factory=dict)
     facts: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     clocks: dict[str, list[tuple[float, float, float]]] = dataclasses.field(default_factory=dict)
     lost: dict[str, Check] = dataclasses.field(default_factory=dict)
 
 
 @contextlib.contextmanager
-def connected(listed: Sequence[Slots], options: argparse.Namespace, python: str) -> Iterator[Hosts]:
+def connected(listed: Sequence[Slots], options: argparse.Namespace, report: Report) -> Iterator[Hosts]:
     """An agent on each host and one here; hosts that do not answer are in `lost`. All are ended on the way out."""
     ssh = [*(["-p", str(options.ssh_port)] if options.ssh_port else [])]
     ssh += ["-i", options.ssh_identity_file] if options.ssh_identity_file else []
     local = [slot.host for slot in listed if is_here(slot.host)]
     own = own_names()
     here = next((host for host in local if host in own), None) or (local[0] if len(listed) == 1 and local else None)
-    here = here or next((host for host in local if not _loops(host)), socket.gethostname())
-    hosts = Hosts(here, {})
+    here = here or next(
+        (host for host in local if not any(map(host_checks.is_loopback, _address(host)))), socket.gethostname()
+    )
+    several = len(listed) > 1 or len(local) < len(listed)
+    hosts = Hosts(here, several, shutil.which("python") or sys.executable, options, report)
     with contextlib.ExitStack() as stack:
-        started = {here: stack.enter_context(Agent.here(here))}
+        started = {here: stack.enter_context(Agent(here, HERE))}
         for slot in listed:
             if slot.host == here:
                 continue
@@ -173,7 +172,7 @@ def connected(listed: Sequence[Slots], options: argparse.Namespace, python: str)
                 missing = Unreachable("no ssh program on this machine", "apt-get install openssh-client")
                 hosts.lost[slot.host] = unreachable(slot.host, missing)
             else:
-                started[slot.host] = stack.enter_context(Agent(slot.host, ssh_command(slot.host, python, ssh)))
+                started[slot.host] = stack.enter_context(Agent(slot.host, ssh_command(slot.host, hosts.python, ssh)))
         for host, agent in started.items():
             try:
                 agent.hello()
@@ -194,20 +193,16 @@ def _address(host: str) -> list[str]:
         return []
 
 
-def _loops(host: str) -> bool:
-    return any(host_checks.is_loopback(address) for address in _address(host))
-
-
-def ask_all(hosts: Hosts, python: str, needed: list[str], options: argparse.Namespace) -> None:
+def ask_all(hosts: Hosts, needed: list[str]) -> None:
     """Facts and clock samples of every host, at the same time; those that fail to answer become lost."""
     waiting: dict[str, Future[Any]] = {}
     for host, agent in hosts.agents.items():
         waiting[host] = agent.start(
             "facts",
-            python=python,
+            python=hosts.python,
             packages=list(checks.PACKAGES),
             folder=str(Path.cwd()),
-            run_folder=options.run_dir,
+            run_folder=hosts.options.run_dir,
             needed=needed,
         )
     for host, future in waiting.items():
@@ -240,25 +235,23 @@ def _clock_sample(agent: Agent) -> tuple[float, float, float]:
 
 def examine(listed: Sequence[Slots], options: argparse.Namespace, report: Report) -> None:
     """Makes all checks, in the order in which a user would repair what they find."""
-    python = job_python()
-    several = len(listed) > 1 or any(not is_here(slot.host) for slot in listed)
     report.tell("connecting to " + (", ".join(slot.host for slot in listed) or "this machine"))
-    with connected(listed, options, python) as hosts:
-        ask_all(hosts, python, launcher_programs(), options)
-        software(hosts, python, several, options, report)
+    with connected(listed, options, report) as hosts:
+        ask_all(hosts, launcher_programs())
+        software(hosts)
         report.add(*checks.traffic_control(hosts.here))
-        used = {host: nic_of(host, hosts, options.nic) for host in hosts.agents}
+        used = {host: nic_of(host, hosts) for host in hosts.agents}
         for slot in listed or [Slots(hosts.here, 0)]:
             if slot.host in hosts.lost:
                 report.add(hosts.lost[slot.host])
             else:
-                examine_host(slot, hosts, used[slot.host], several, python, options, report)
-        if several and hosts.here not in [slot.host for slot in listed]:
-            examine_host(Slots(hosts.here, 0), hosts, used[hosts.here], several, python, options, report)
+                examine_host(slot, hosts, used[slot.host])
+        if hosts.several and hosts.here not in [slot.host for slot in listed]:
+            examine_host(Slots(hosts.here, 0), hosts, used[hosts.here])
         report.add(*host_checks.same_addresses(hosts.facts, options.nic))
         reachable = {host: found["address"] for host, found in used.items() if found}
-        if several and len(reachable) > 1:
-            links(hosts, reachable, [slot.host for slot in listed], options, report)
+        if hosts.several and len(reachable) > 1:
+            links(hosts, reachable, [slot.host for slot in listed])
 
 
 def launcher_programs() -> list[str]:
@@ -272,23 +265,23 @@ def launcher_programs() -> list[str]:
     return words[:1]
 
 
-def software(hosts: Hosts, python: str, several: bool, options: argparse.Namespace, report: Report) -> None:
+def software(hosts: Hosts) -> None:
     """Python, Horovod, MPI, GPUs and energy counters of this machine."""
-    here, facts = hosts.here, hosts.facts[hosts.here]
+    here, facts, report, quick = hosts.here, hosts.facts[hosts.here], hosts.report, hosts.options.quick
     built = facts["environment"]["horovod_for"] if facts["environment"] else []
-    report.add(*checks.environment(here, facts, python))
+    report.add(*checks.environment(here, facts, hosts.python))
     nvml = checks.nvml(here)
-    if built and not options.quick:
+    if built and not quick:
         report.tell(f"loading Horovod for {' and '.join(built)}")
-    loaded = {} if options.quick else checks.load(python, built)
+    loaded = {} if quick else checks.load(hosts.python, built)
     if facts["environment"] and "horovod" in facts["environment"]["packages"]:
         report.add(*checks.horovod(here, built, loaded, nvml.facts["gpus"]))
-    report.add(*checks.mpi(here, loaded), *checks.wheel_settings(here, facts, os.environ, several))
+    report.add(*checks.mpi(here, loaded), *checks.wheel_settings(here, facts, os.environ, hosts.several))
     report.add(*checks.exposed(here, os.environ), *host_checks.tensorflow_server(here, facts))
     report.add(nvml, checks.rapl(here))
 
 
-def nic_of(host: str, hosts: Hosts, asked: str | None) -> dict[str, Any] | None:
+def nic_of(host: str, hosts: Hosts) -> dict[str, Any] | None:
     """The interface a host's data takes. This machine's is the one the others see us come from.
 
     ssh may come by IPv6 or through another host; then this machine's is the one that leads to the others (or to
@@ -305,41 +298,32 @@ def nic_of(host: str, hosts: Hosts, asked: str | None) -> dict[str, Any] | None:
             towards = next((address for address, name in own.items() if name == leaves), None)
     elif not own.keys() & set(facts["ssh_connection"][2:3]):
         towards = next(iter(_address(host)), None)
-    return host_checks.data_nic(facts, asked, towards)
+    return host_checks.data_nic(facts, hosts.options.nic, towards)
 
 
-def examine_host(
-    slot: Slots,
-    hosts: Hosts,
-    used: Mapping[str, Any] | None,
-    several: bool,
-    python: str,
-    options: argparse.Namespace,
-    report: Report,
-) -> None:
+def examine_host(slot: Slots, hosts: Hosts, used: Mapping[str, Any] | None) -> None:
     """Checks one host, which may be this machine."""
-    host, facts, here = slot.host, hosts.facts[slot.host], hosts.facts[hosts.here]
+    host, facts, here, report = slot.host, hosts.facts[slot.host], hosts.facts[hosts.here], hosts.report
     if host != hosts.here:
         login_s = hosts.agents[host].login_s
         what = f"ssh lets us in without a prompt, in {login_s:.2f} s"
         report.add(Check(name="ssh", status=OK, where=host, what=what, facts={"login_s": login_s}))
         report.add(*host_checks.shell(host, hosts.agents[host].noise))
-        report.add(host_checks.same_environment(host, facts, here, python))
+        report.add(host_checks.same_environment(host, facts, here, hosts.python))
         report.add(host_checks.same_code(host, facts, here, str(Path.cwd())))
         report.add(*host_checks.needed_programs(host, facts))
         report.add(host_checks.clock(host, hosts.clocks[host]))
-    report.add(host_checks.name_resolution(host, facts, used, several))
-    report.add(host_checks.interfaces(host, facts, used, options.nic, several))
+    report.add(host_checks.name_resolution(host, facts, used, hosts.several))
+    report.add(host_checks.interfaces(host, facts, used, hosts.options.nic, hosts.several))
     report.add(*host_checks.throttled(host, facts))
     report.add(host_checks.disk(host, facts))
     if slot.slots:
         report.add(host_checks.slots(host, facts, slot.slots))
 
 
-def links(
-    hosts: Hosts, addresses: dict[str, str], listed: list[str], options: argparse.Namespace, report: Report
-) -> None:
+def links(hosts: Hosts, addresses: dict[str, str], listed: list[str]) -> None:
     """Ports between all hosts, this machine included, and bandwidth between those that will compute."""
+    report = hosts.report
     report.tell("high ports between " + ", ".join(addresses))
     agents = {host: hosts.agents[host] for host in addresses}
     try:
@@ -350,10 +334,8 @@ def links(
         report.add(Check(name="ports", status=FAIL, where=", ".join(agents), what=what, fix=fix))
         return
     report.add(*link_checks.judge_ports(found, addresses), *link_checks.judge_congestion(found))
-    if options.quick:
-        return
     fit = {host: agents[host] for host in listed if host in agents}
-    if len(fit) > 1:
+    if len(fit) > 1 and not hosts.options.quick:
         link_checks.speeds(fit, addresses, found, report.tell, report.add)
 
 

@@ -26,6 +26,8 @@ SSH_PATIENCE_S = 5.0
 LOGIN_S = 20.0
 """And let us in within this one: a busy host, or one that looks up its users elsewhere, takes its time"""
 BOOT = "import sys, json; [exec(text, globals()) for text in json.loads(sys.stdin.readline())]"
+HERE = [sys.executable, "-ISuc", BOOT]
+"""Starts a probe on this machine"""
 ANSWER_S = 30.0
 
 
@@ -99,7 +101,7 @@ def ssh_command(host: str, python: str, options: list[str]) -> list[str]:
 
 
 class Agent:
-    """A running probe; `hello` waits for it. `ask` may be called from several threads; `close` (or `with`) ends it."""
+    """A running probe; `hello` waits for it. `ask` may be called from several threads; `with` ends it."""
 
     def __init__(self, host: str, command: list[str]) -> None:
         self.host = host
@@ -120,11 +122,6 @@ class Agent:
             thread.start()
         texts = [inspect.getsource(module) for module in (stream, probe)]
         self._send(json.dumps([*texts, "answer_questions()"]))
-
-    @classmethod
-    def here(cls, host: str) -> Agent:
-        """Starts a probe on this machine."""
-        return cls(host, [sys.executable, "-ISuc", BOOT])
 
     def hello(self) -> None:
         """Waits until the probe runs. Raises Unreachable, with the reason, if it does not within LOGIN_S."""
@@ -187,7 +184,7 @@ class Agent:
         for line in self._process.stderr or ():
             self._errors.append(line)
 
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """Ends the probe: its input ends, and it ends what it started."""
         with contextlib.suppress(OSError):
             assert self._process.stdin
@@ -205,6 +202,3 @@ class Agent:
 
     def __enter__(self) -> Agent:
         return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -45,7 +45,7 @@ class Check:
     """The figures behind it, for programs; units in the names"""
 
 
-def read_output(command: Sequence[str], timeout_s: float = 10) -> tuple[int, str]:
+def read_output(command: Sequence[str]) -> tuple[int, str]:
     """(exit code, everything it printed); 127 if it is missing, 124 if it took too long."""
     try:
         done = subprocess.run(
@@ -55,7 +55,7 @@ def read_output(command: Sequence[str], timeout_s: float = 10) -> tuple[int, str
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            timeout=timeout_s,
+            timeout=10,
             check=False,
         )
     except subprocess.TimeoutExpired:
@@ -83,7 +83,7 @@ def load(python: str, frameworks: Sequence[str], timeout_s: float = 90) -> dict[
     quiet = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
 
     def one(name: str) -> dict[str, Any]:
-        words, none = [python, "-c", LOAD, name], subprocess.DEVNULL
+        words, none = [python, "-P", "-c", LOAD, name], subprocess.DEVNULL
         try:
             done = subprocess.run(
                 words, env=quiet, stdin=none, capture_output=True, text=True, errors="replace", timeout=timeout_s
@@ -263,21 +263,15 @@ def exposed(where: str, variables: Iterable[str]) -> list[Check]:
 QDISCS = {"tbf": ["rate", "10mbit", "burst", "32kb", "latency", "50ms"], "netem": ["delay", "1ms"]}
 
 
-def tc_program() -> str | None:
-    """The path of tc, which may lie outside a user's PATH."""
-    return shutil.which("tc", path=os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin")
-
-
-def qdisc_in_kernel(qdisc: str) -> bool | None:
+def qdisc_in_kernel(tc: str, qdisc: str) -> bool | None:
     """Tried in a network namespace of its own, which ends with the command; else read; None if neither can tell."""
-    if tc := tc_program():
-        enter = ["unshare", "--net"] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user", "--net"]
-        words = [tc, "qdisc", "add", "dev", "lo", "root", "handle", "1:", qdisc, *QDISCS[qdisc]]
-        code, text = read_output([*enter, *words])
-        if code == 0:
-            return True
-        if "qdisc kind is unknown" in text:
-            return False
+    enter = ["unshare", "--net"] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user", "--net"]
+    words = [tc, "qdisc", "add", "dev", "lo", "root", "handle", "1:", qdisc, *QDISCS[qdisc]]
+    code, text = read_output([*enter, *words])
+    if code == 0:
+        return True
+    if "qdisc kind is unknown" in text:
+        return False
     if Path(f"/sys/module/sch_{qdisc}").exists():
         return True
     of_kernel = Path("/lib/modules", platform.release())
@@ -290,10 +284,11 @@ def qdisc_in_kernel(qdisc: str) -> bool | None:
 
 def traffic_control(where: str) -> list[Check]:
     """Checks what the throttle needs of this kernel. The machine's own interfaces are not touched."""
-    if tc_program() is None:
+    tc = shutil.which("tc", path=os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin")  # where users' PATHs lack it
+    if tc is None:
         fix = "only the throttle needs it: apt-get install iproute2"
         return [Check(name="tc", status=WARN, where=where, what="no tc program", fix=fix)]
-    found = {name: qdisc_in_kernel(name) for name in QDISCS}
+    found = {name: qdisc_in_kernel(tc, name) for name in QDISCS}
     known = [f"{name} {'yes' if has else 'no'}" for name, has in found.items() if has is not None]
     if None in found.values():
         unknown = " and ".join(name for name, has in found.items() if has is None)

@@ -18,15 +18,11 @@ DISK_ENOUGH_BYTES = 2e9
 SKEW_MOST_S = 1.0
 
 
-def show_bytes(count: float) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
-
-
 def disk(where: str, facts: Facts) -> Check:
     """Checks that there is room for a run folder."""
     found = facts["disk"]
     free, folder = found["free_bytes"], found["folder"]
-    what = f"{show_bytes(free)} free in {folder}"
+    what = f"{free / 1e9:.1f} GB free in {folder}" if free >= 1e9 else f"{free / 1e6:.0f} MB free in {folder}"
     status, fix = OK, ""
     if not found["writable"]:
         status, what = FAIL, f"{folder} cannot be written"

@@ -39,6 +39,7 @@ for name in sys.argv[1:]:
         found[name] = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         pass
+sys.path.insert(0, "")  # where `python -m` looks first; all imports are done
 def folder(name):
     spec = importlib.util.find_spec(name)
     return str(pathlib.Path(spec.origin).resolve().parent) if spec and spec.origin else None
@@ -105,7 +106,7 @@ def disk(folder: pathlib.Path) -> dict[str, typing.Any]:
 def facts(python: str, packages: list[str], folder: str, run_folder: str, needed: list[str]) -> dict[str, typing.Any]:
     """All that is judged about this host. `needed` are programs; `folder` is where the job starts."""
     here = folder if pathlib.Path(folder).is_dir() else None
-    found = output([python, "-c", VERSIONS, *packages], cwd=here) if os.access(python, os.X_OK) else None
+    found = output([python, "-P", "-c", VERSIONS, *packages], cwd=here) if os.access(python, os.X_OK) else None
     environment = json.loads(found) if found else None
     try:
         throttle = json.loads(pathlib.Path("/run/hvdtrain/self/throttle.json").read_text())
@@ -226,13 +227,6 @@ def serve_stream(address: str) -> int:
     return int(door.getsockname()[1])
 
 
-def measure_stream(
-    address: str, port: int, settle_s: float, count_s: float, **more: typing.Any
-) -> dict[str, typing.Any]:
-    """What `stream.ask` finds between here and that server."""
-    return ask(address, port, settle_s, count_s, **more)
-
-
 # --- questions and answers -------------------------------------------------------------------------------------------
 
 QUESTIONS: dict[str, typing.Callable[..., typing.Any]] = {
@@ -241,7 +235,7 @@ QUESTIONS: dict[str, typing.Callable[..., typing.Any]] = {
     "listen": listen,
     "connect": connect,
     "serve_stream": serve_stream,
-    "measure_stream": measure_stream,
+    "measure_stream": lambda **asked: ask(**asked),
 }
 
 

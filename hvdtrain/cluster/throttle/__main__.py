@@ -17,7 +17,7 @@ from typing import Any
 
 from hvdtrain import exits
 from hvdtrain.cluster import nic, processes, virtual
-from hvdtrain.cluster.commands import become_root, caller, find, run, show
+from hvdtrain.cluster.commands import become_root, caller, find, run, run_all
 from hvdtrain.cluster.rates import show_rate
 from hvdtrain.cluster.throttle import goodput, links, qdisc, remote, watchdog
 from hvdtrain.cluster.throttle.links import Link
@@ -141,7 +141,7 @@ def throttle(options: argparse.Namespace) -> int:
         changes = wishes(found, store.links(), wanted)
         return _show_commands(changes, list(files), for_s)
     os.umask(0o022)  # anybody may read what is asked; sudo adds the caller's own umask
-    store.folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+    store.folder.mkdir(mode=0o711, parents=True, exist_ok=True)  # who may list it could lock it
     with store.locked() as lock:
         watchdog.undo(store)
         known = store.links()
@@ -165,20 +165,17 @@ def _blind(found: list[Place], wanted: Mapping[str, Shape | None]) -> int:
     for place in found:
         shape = wanted[place.direction]
         if shape and place.detour:
-            for command in qdisc.ingress_commands(None, place.dev, "hvdifb0", shape, 1500, exists=False):
-                print(show(command))
+            run_all(qdisc.ingress_commands(None, place.dev, "hvdifb0", shape, 1500, exists=False), dry_run=True)
         elif shape:
             shaping = shape_commands(place.netns, place.dev, shape.rate_bit_s)
-            for command in shaping + qdisc.netem_commands(place.netns, place.dev, shape, 1500, []):
-                print(show(command))
+            run_all(shaping + qdisc.netem_commands(place.netns, place.dev, shape, 1500, []), dry_run=True)
     print("throttle: without root only the commands for untouched links are known", file=sys.stderr)
     return exits.OK
 
 
 def _show_commands(changes: list[Wish], files: list[Path], for_s: float | None) -> int:
     for wish in changes:
-        for command in links.plan(wish.link, wish.shape):
-            print(show(command))
+        run_all(links.plan(wish.link, wish.shape), dry_run=True)
     for path in files:
         print(f"# writes {path}")
     if for_s:

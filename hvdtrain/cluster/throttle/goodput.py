@@ -18,7 +18,7 @@ from typing import Any
 from hvdtrain import exits
 from hvdtrain.cluster import nic, virtual
 from hvdtrain.cluster.commands import Command, as_user, caller
-from hvdtrain.cluster.doctor.agent import BOOT, Agent, Unreachable, ssh_command
+from hvdtrain.cluster.doctor.agent import HERE, Agent, Unreachable, ssh_command
 from hvdtrain.cluster.hosts import check_name
 from hvdtrain.cluster.rates import FRAME_BYTES, PAYLOAD_BYTES, goodput_one_way, show_rate
 from hvdtrain.cluster.throttle import qdisc, watchdog
@@ -29,8 +29,6 @@ from hvdtrain.cluster.topology import Cluster
 from hvdtrain.exits import Failure
 
 MESSAGES_BYTES = (64_000, 256_000)
-HERE = [sys.executable, "-ISuc", BOOT]
-"""Starts a probe of the doctor's on this machine"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +162,8 @@ def _to_peer(options: argparse.Namespace) -> tuple[list[Route], str]:
     if leaves != options.dev:
         raise Failure(f"{options.peer} is reached through {leaves}, not through {options.dev}; name one beyond it")
     # The caller's keys and known hosts, not root's.
-    there = [*as_user(pwd.getpwnam(caller())), *ssh_command(options.peer, sys.executable, [])]
+    there = ["chrt", "--other", "0", *as_user(pwd.getpwnam(caller()))]  # `measure` calls it as a real-time process
+    there += ssh_command(options.peer, sys.executable, [])
     routes = []
     for link in known:
         arrow = f"here -> {options.peer}" if link.direction == "up" else f"{options.peer} -> here"

@@ -83,8 +83,9 @@ def plan(link: Link, shape: Shape | None) -> list[Command]:
         if shape:
             shaping = qdisc.shape_commands(netns, dev, shape.rate_bit_s, link.mtu)
             return shaping + qdisc.netem_commands(netns, dev, shape, link.mtu, current)
+        words = ["del", "dev", dev, "root"] if link.words is None else ["replace", "dev", dev, "root", *link.words]
         # What is not ours any more was put there by somebody else, and is left alone.
-        return qdisc.restore_root_commands(netns, dev, link.words) if qdisc.is_ours(current) else []
+        return [qdisc.tc(netns, "qdisc", *words)] if qdisc.is_ours(current) else []
     there = json.loads(run(qdisc.ip(netns, "-json", "link", "show")))
     detour = any(entry.get("ifname") == link.ifb for entry in there)
     ingress = any(map(qdisc.is_ingress, current))

@@ -208,13 +208,8 @@ def _words(qdisc: Qdisc) -> list[list[str]]:
     kind, options = qdisc["kind"], qdisc.get("options", {})
     if kind in {"pfifo", "bfifo"} and set(options) == {"limit"}:
         return [[kind, "limit", str(options["limit"])]]
-    if kind == "tbf" and {"rate", "burst_raw", "limit"} <= set(options) <= {
-        "rate",
-        "burst",
-        "burst_raw",
-        "lat",
-        "limit",
-    }:
+    needed = {"rate", "burst_raw", "limit"}
+    if kind == "tbf" and needed <= set(options) <= needed | {"burst", "lat"}:
         return list(_tbf_words(options))
     if kind == "fq_codel":
         return list(_fq_codel_words(options))
@@ -256,13 +251,6 @@ def _trial(words: list[str]) -> Qdisc:
     except Failure:
         return {}
     return root_of(_settings(said))
-
-
-def restore_root_commands(netns: str | None, dev: str, words: list[str] | None) -> list[Command]:
-    """Puts the root queue back in one step. `words` as rebuild_words gave them."""
-    if words is None:
-        return [tc(netns, "qdisc", "del", "dev", dev, "root")]
-    return [tc(netns, "qdisc", "replace", "dev", dev, "root", *words)]
 
 
 def remove_ingress_commands(netns: str | None, dev: str, ifb: str, *, ingress: bool, detour: bool) -> list[Command]:

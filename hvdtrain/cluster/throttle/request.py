@@ -48,27 +48,24 @@ class Place(virtual.Link):
 
 def parser() -> Parser:
     top = Parser(prog="tools/throttle.sh", description=PURPOSE, allow_abbrev=False)
-    top.add_argument("what", nargs="?", metavar="RATE|show|verify|clear|keep", help="a rate such as 10mbit, or a verb")
-    top.add_argument("--up", metavar="RATE", help="what a host sends; `none`: unlimited")
-    top.add_argument("--down", metavar="RATE", help="what a host receives; `none`: unlimited")
-    top.add_argument(
-        "--delay", metavar="TIME", help="of every packet a host sends, e.g. 5ms (needs the kernel's netem)"
-    )
-    top.add_argument("--loss", metavar="PERCENT", help="of the packets a host sends, e.g. 0.1%% (needs netem)")
-    top.add_argument("--for", dest="duration", metavar="TIME", help="put back what was there after e.g. 90s, 10m, 2h")
-    top.add_argument("--name", help="the virtual cluster (default: your only one that is up, but a sweep's)")
-    top.add_argument("--host", metavar="A,B", help="only these hosts of the virtual cluster")
-    top.add_argument("--dev", metavar="ETH", help="an interface of this machine, or of each of --hosts")
-    top.add_argument("--hosts", metavar="A,B", help="other machines, through ssh and sudo -n; needs --dev")
-    top.add_argument("--hostfile", metavar="FILE", type=Path, help="the same, from a file with a host per line")
-    top.add_argument(
-        "--force", action="store_true", help="even the interface that carries this session, for 10 minutes"
-    )
-    top.add_argument("--dry-run", action="store_true", help="print the exact commands and change nothing")
-    top.add_argument("--json", action="store_true", help="show, verify: one JSON document")
-    top.add_argument("--peer", metavar="HOST", help="verify --dev: another machine, beyond the link, to measure with")
-    top.add_argument("--tolerance", type=float, default=2.0, metavar="PERCENT", help="verify: default 2")
-    top.add_argument("--seconds", type=float, default=4.0, help="verify: of measuring, per direction (default 4)")
+    add = top.add_argument
+    add("what", nargs="?", metavar="RATE|show|verify|clear|keep", help="a rate such as 10mbit, or a verb")
+    add("--up", metavar="RATE", help="what a host sends; `none`: unlimited")
+    add("--down", metavar="RATE", help="what a host receives; `none`: unlimited")
+    add("--delay", metavar="TIME", help="of every packet a host sends, e.g. 5ms (needs the kernel's netem)")
+    add("--loss", metavar="PERCENT", help="of the packets a host sends, e.g. 0.1%% (needs netem)")
+    add("--for", dest="duration", metavar="TIME", help="put back what was there after e.g. 90s, 10m, 2h")
+    add("--name", help="the virtual cluster (default: your only one that is up, but a sweep's)")
+    add("--host", metavar="A,B", help="only these hosts of the virtual cluster")
+    add("--dev", metavar="ETH", help="an interface of this machine, or of each of --hosts")
+    add("--hosts", metavar="A,B", help="other machines, through ssh and sudo -n; needs --dev")
+    add("--hostfile", metavar="FILE", type=Path, help="the same, from a file with a host per line")
+    add("--force", action="store_true", help="even the interface that carries this session, for 10 minutes")
+    add("--dry-run", action="store_true", help="print the exact commands and change nothing")
+    add("--json", action="store_true", help="show, verify: one JSON document")
+    add("--peer", metavar="HOST", help="verify --dev: another machine, beyond the link, to measure with")
+    add("--tolerance", type=float, default=2.0, metavar="PERCENT", help="verify: default 2")
+    add("--seconds", type=float, default=4.0, help="verify: of measuring, per direction (default 4)")
     return top
 
 

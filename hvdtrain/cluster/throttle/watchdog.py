@@ -172,8 +172,9 @@ def change(store: Store, lock: int, wishes: list[Wish], files: Mapping[Path, str
         else:
             originals.setdefault(str(path), _text(path))
             texts[path] = text
+    now = {key: link["shape"] for key, link in state["links"].items()}
     journal = {
-        "links": [{**dataclasses.asdict(wish.link), "shape": _shape_now(state, wish.link)} for wish in wishes],
+        "links": [{**dataclasses.asdict(wish.link), "shape": now.get(wish.link.key)} for wish in wishes],
         "files": {str(path): _text(path) for path in texts},
     }
     held = _start_watchdog(store, lock, token, for_s)
@@ -190,11 +191,6 @@ def change(store: Store, lock: int, wishes: list[Wish], files: Mapping[Path, str
         raise
     finally:
         os.close(held)
-
-
-def _shape_now(state: State, link: Link) -> dict[str, Any] | None:
-    known = state["links"].get(link.key)
-    return dict(known["shape"]) if known else None
 
 
 def undo(store: Store) -> bool:

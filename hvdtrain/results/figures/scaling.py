@@ -103,7 +103,7 @@ def cell(value: Any) -> str:
 
 def draw(drawn: list[Panel], column: str, options: Options, looks: Looks) -> tuple[Figure, list[Any]]:
     """A panel per setting, in it a curve per rate with the spread of each point."""
-    counts = [int(row.count) for row in points(drawn)]
+    counts = sorted({int(row.count) for row in points(drawn)})
     figure, axes = style.grid(len(drawn), columns=options.columns, sharey=True)
     for axis, panel in zip(axes, drawn, strict=True):
         for mbit, rows in panel.curves:
@@ -114,7 +114,7 @@ def draw(drawn: list[Panel], column: str, options: Options, looks: Looks) -> tup
             axis.errorbar([row.count for row in rows], means, style.bars(values), label=label, **look)
             for row, mean in zip(rows, means, strict=True):
                 axis.plot(row.count, mean, color=look["color"], **looks.marker(row.group.key["hosts"]))
-        style.counts_axis(axis, counts, options.count)
+        axis.set(xlabel=options.count, xticks=counts, xlim=(counts[0] - 0.25, counts[-1] + 0.25))
         style.title(axis, panel.title)
     if options.count == "ranks":
         looks.legend(axes[0], (row.group.key["hosts"] for row in points(drawn)))

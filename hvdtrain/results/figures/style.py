@@ -15,7 +15,7 @@ from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator
 
 INK, SOFT, GRID, PAPER = "#1b1f24", "#5c6670", "#d8dce1", "#ffffff"
 LIGHT, DARK = "#fefefe", "#111111"
@@ -192,13 +192,6 @@ def legend(figure: Figure, axes: Sequence[Any], title: str) -> None:
     figure.legend(found.values(), found.keys(), loc="outside lower center", ncols=across, title=title)
 
 
-def counts_axis(axis: Any, counts: Sequence[int], label: str) -> None:
-    """Ticks at the numbers of hosts or ranks that were run, and at no fraction of one."""
-    axis.set_xlabel(label)
-    axis.set_xticks(sorted(set(counts)))
-    axis.set_xlim(min(counts) - 0.25, max(counts) + 0.25)
-
-
 def log_scale(axis: Any, which: str) -> None:
     """A logarithmic x or y axis with plain numbers, also between the powers of ten where there is room."""
     axis.set(**{f"{which}scale": "log"})
@@ -212,10 +205,6 @@ def log_scale(axis: Any, which: str) -> None:
     scale.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     scale.set_minor_formatter(FuncFormatter(between))
     axis.grid(which="minor", axis=which, linewidth=0.3)
-
-
-def whole_numbers(axis: Any) -> None:
-    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def count(counts: Sequence[int]) -> str:

@@ -5,11 +5,13 @@ A curve is the mean over the repeats of one group, its band their spread.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from hvdtrain import exits
 from hvdtrain.exits import Failure
@@ -22,17 +24,8 @@ from hvdtrain.results.scaling import rate_words
 from hvdtrain.results.statistics import summary
 
 
-def by_epoch(loaded: Loaded, _: Options) -> Figure:
-    """The headline score of validation against epochs. Raises Failure (65) when no run has validated."""
-    return figure(loaded, "epoch", "epoch")
-
-
-def by_time(loaded: Loaded, _: Options) -> Figure:
-    """The headline score of validation against seconds of training, validation and checkpoints. Raises Failure (65)."""
-    return figure(loaded, "time_s", "time since step 0 (s)")
-
-
-def figure(loaded: Loaded, x: str, label: str) -> Figure:
+def figure(loaded: Loaded, _: Options, *, x: str, label: str) -> Figure:
+    """The headline score of validation against x. Raises Failure (65) when no run has validated."""
     lacking = "no validation score: needs complete timing runs with a validation split"
     runs = panels.usable(loaded.runs, needs="best_validation_score", lacking=lacking)
     parts = list(panels.split(runs))
@@ -59,7 +52,7 @@ def figure(loaded: Loaded, x: str, label: str) -> Figure:
             axis.set_ylim(max(0, axis.get_ylim()[0]), 100)
     for axis in axes:
         if x == "epoch":
-            style.whole_numbers(axis)
+            axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         elif max(last) > style.WIDE * min(last):
             style.log_scale(axis, "x")
     for axis, column in zip(axes, shown, strict=True):
@@ -71,6 +64,10 @@ def figure(loaded: Loaded, x: str, label: str) -> Figure:
         axes[0].plot([], [], **looks.line(mbit), label=rate_words(mbit))
     style.legend(made, axes, style.repeats(counts, "bands"))
     return made
+
+
+by_epoch = functools.partial(figure, x="epoch", label="epoch")
+by_time = functools.partial(figure, x="time_s", label="time since step 0 (s)")
 
 
 def curves(runs: pd.DataFrame) -> dict[tuple[int, float], pd.DataFrame]:

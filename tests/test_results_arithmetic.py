@@ -208,6 +208,26 @@ def test_runs_that_ended_after_different_epochs_give_no_speed_up(done: int, spee
     assert [each and each.mean for each in found] == expected
 
 
+def test_of_several_baselines_the_one_most_alike_is_taken_and_then_the_fastest() -> None:
+    """Those less alike are faster here, and fewer of the better ones are there each time."""
+    mine = {"strategy": "hierarchical", "launcher": "launch/mpirun.sh", "hosts": 2, "train_s": 50.0}
+    best_first: list[dict[str, Any]] = [
+        {},
+        {"launcher": "horovodrun"},
+        {"collectives": "gloo"},
+        {"strategy": "allreduce"},
+        {"strategy": "allreduce", "launcher": "horovodrun"},
+    ]
+    alone = [mine | {"hosts": 1, "train_s": 100.0 - place} | each for place, each in enumerate(best_first)]
+    for place, each in enumerate(alone):
+        found = scaling.rows(groups.by(runs([mine, *reversed(alone[place:])])))
+        (row,) = [row for row in found if row.count == 2]
+        assert row.train_s and row.baseline.values("train_s") == [each["train_s"]], each
+    sooner, later = ({"hosts": 1, "train_s": train_s, "strategy": name} for train_s, name in ((80.0, "a"), (90.0, "b")))
+    found = scaling.rows(groups.by(runs([mine, later, sooner])))
+    assert [row.baseline.values("train_s") for row in found if row.count == 2] == [[80.0]]
+
+
 def test_nothing_and_zero_give_no_figure() -> None:
     assert summary([]) is None
     assert summary([None, math.nan]) is None

@@ -10,7 +10,7 @@ import sys
 from collections import Counter, defaultdict
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from conftest import ROOT, finished, installed
@@ -362,22 +362,61 @@ def test_an_estimate_says_what_it_rests_on() -> None:
     assert near.seconds == pytest.approx(150.0 - 20 * (known.wire_s(slow) - known.wire_s(fast)))
 
 
-def test_half_the_cores_are_taken_to_need_twice_as_long() -> None:
-    one, two = (point(hosts=hosts, on="cluster") for hosts in (1, 2))
-    virtual = file.ClusterSpec(virtual=("a", "b"))
-    known = estimate.Estimator({each.name: foretold(20) for each in (one, two)}, virtual)
-    known.learn(plan.Run(point=one, kind="timing", repeat=1), 1000.0)
-    near = known.of(plan.Run(point=two, kind="timing", repeat=1))
-    assert near.basis == "near" and near.seconds is not None and near.seconds > 1900
+class Model(NamedTuple):
+    """A run, and what the model is told of it."""
+
+    hosts: int
+    rate: str
+    steps: int
+    rank_batch: int
+    sent_bytes: float
 
 
-def test_a_rank_with_a_quarter_of_the_batch_is_taken_to_need_a_quarter_of_the_time() -> None:
-    one, four = (point(hosts=hosts, on="cluster", global_batch_size=32) for hosts in (1, 4))
-    told = {one.name: foretold(20), four.name: dataclasses.replace(foretold(20), plan={"steps": 20, "rank_batch": 8})}
-    known = estimate.Estimator(told, file.ClusterSpec(hostfile="lab"))
-    known.learn(plan.Run(point=one, kind="timing", repeat=1), 1000.0)
-    near = known.of(plan.Run(point=four, kind="timing", repeat=1))
-    assert near.basis == "near" and near.seconds is not None and 250 < near.seconds < 270
+MODELS = st.builds(
+    Model,
+    st.integers(1, 8),
+    st.sampled_from(["10mbit", "100mbit", "unlimited"]),
+    st.integers(1, 500),
+    st.integers(1, 256),
+    st.floats(1e5, 1e8),
+)
+
+
+@given(MODELS, MODELS, st.sampled_from(["torch", "tensorflow"]), st.integers(1, 2), st.sampled_from([0.0, 0.25, 0.5]))
+def test_a_similar_run_tells_what_the_model_does_where_the_model_holds(
+    one: Model, other: Model, framework: str, ranks: int, cpu_share: float
+) -> None:
+    virtual = file.ClusterSpec(virtual=tuple("abcdefgh"), cpu_share=cpu_share or None)
+    previews, runs = {}, []
+    for label, model in zip("ab", (one, other), strict=True):
+        about = {"hosts": model.hosts, "rate": model.rate, "ranks_per_host": ranks, "label": label}
+        runs.append(plan.Run(point=point(on="cluster", framework=framework, **about), kind="timing", repeat=1))
+        previews[runs[-1].point.name] = dataclasses.replace(
+            foretold(model.steps, pixels=4096),
+            config={"framework": framework},
+            plan={"steps": model.steps, "rank_batch": model.rank_batch},
+            sent_bytes=model.sent_bytes,
+        )
+    first, second = (estimate.Estimator(previews, virtual).of(run) for run in runs)
+    assert (first.basis, second.basis) == ("guess", "guess") and first.seconds
+    known = estimate.Estimator(previews, virtual)
+    known.learn(runs[0], first.seconds)
+    near = known.of(runs[1])
+    assert near.basis == "near" and near.seconds == pytest.approx(second.seconds)
+
+
+def test_the_model_adds_up() -> None:
+    """ResNet-34 at width 0.25 on two virtual hosts of half a core, one rank each, and a table of a perceptron."""
+    images, table = point(hosts=2, rate="10mbit", on="cluster"), point(hosts=1, seed=2)
+    told = {images.name: foretold(100), table.name: foretold(100, None)}
+    known = estimate.Estimator(told, file.ClusterSpec(virtual=("a", "b"), cpu_share=0.5))
+    start_s, sample_s, wire_s = 2 + 2.5 / 0.5 + 2, 0.65e-3 + 0.145e-9 * 1_334_970, 2e6 * 8 / 0.936e7
+    seconds = known.of(plan.Run(point=images, kind="timing", repeat=1)).seconds
+    assert seconds == pytest.approx(start_s + 100 * (32 * sample_s / 0.5 + wire_s))
+    cores = len(os.sched_getaffinity(0))
+    start_s, step_s = 2 + 2.5, (2e-3 + 3.5e-9 * 1_334_970 + 32 * 0.2e-9 * 1_334_970) / cores
+    seconds = known.of(plan.Run(point=table, kind="timing", repeat=1)).seconds
+    assert seconds == pytest.approx(start_s + 100 * step_s)
 
 
 def test_what_is_left_takes_the_runs_the_rests_and_a_measurement_of_each_new_rate() -> None:

@@ -107,11 +107,11 @@ class Estimator:
         if preview is None:
             return Estimate(None, "unknown")
         steps, wire_s = preview.plan["steps"], self.wire_s(point)
-        start_s = self._start_s(point, preview)
+        start_s = self._start_s(point.settings, preview)
         near = [one for one in self._known if one.steps and one.kin == kin]
         if near:
             one = min(near, key=lambda other: _distance(other.settings, point.settings))
-            compute_s = one.seconds - start_s - one.steps * one.wire_s
+            compute_s = one.seconds - self._start_s(one.settings, preview) - one.steps * one.wire_s
             share = _cores(one.settings, self._cluster) / _cores(point.settings, self._cluster)
             share *= preview.plan["rank_batch"] / one.rank_batch if one.rank_batch else 1
             return Estimate(start_s + max(0.0, compute_s) * steps / one.steps * share + steps * wire_s, "near")
@@ -125,10 +125,10 @@ class Estimator:
         preview = self._previews.get(point.name)
         return _wire_s(point.settings, preview.sent_bytes) if preview else 0.0
 
-    def _start_s(self, point: Point, preview: Preview) -> float:
+    def _start_s(self, settings: dict[str, Any], preview: Preview) -> float:
         fixed_s, core_s = START_S.get(str(preview.config.get("framework")), START_S["torch"])
-        cores = min(1.0, _cores(point.settings, self._cluster) / int(point.settings["ranks_per_host"]))
-        return fixed_s + core_s / cores + (LINKS_S if point.hosts > 1 else 0.0)
+        cores = min(1.0, _cores(settings, self._cluster) / int(settings["ranks_per_host"]))
+        return fixed_s + core_s / cores + (LINKS_S if settings["hosts"] > 1 else 0.0)
 
     def _compute_s(self, point: Point, preview: Preview) -> float | None:
         """Seconds of computation per step; None for a GPU."""

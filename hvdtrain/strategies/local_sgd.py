@@ -184,9 +184,10 @@ class LocalSGD(Synchronous):
         self._reducer.load(inner(state))
         self._flying.clear()
         self._drifted, self._samples, self._all_samples = (int(n) for n in state.get("round", (0, 0, 0)))
+        self._tail = state.get("totals", np.zeros(1)).copy()
+        self._tail[-1] = 0  # the request to stop that it carried has been obeyed
         if "began" in state:
-            self._began, self._anchor, self._tail = (state[name].copy() for name in ("began", "anchor", "totals"))
-            self._tail[-1] = 0  # the request to stop that it carried has been obeyed
+            self._began, self._anchor = state["began"].copy(), state["anchor"].copy()
         for age, (due, sent) in enumerate(state.get("flying", ())):
             landed: Future[int] = Future()
             landed.set_result(int(sent))

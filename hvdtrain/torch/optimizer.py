@@ -358,10 +358,10 @@ class Exchanging(torch.optim.Optimizer):
 
         Raises ValueError for the state of another strategy, or one that only its own rank can go on with.
         """
+        told = self._fitting(state_dict[STATE] if STATE in state_dict else self._told(self._fresh()))
         super().load_state_dict(state_dict)
         self._synchronized, self._deferred = False, None
-        told = state_dict[STATE] if STATE in state_dict else self._told(self._fresh())
-        self._loaded, self._compared = self._fitting(told), False
+        self._loaded, self._compared = told, False
 
     def _own(self, told: dict[str, Any]) -> bool:
         """Whether an exchange's state is this very rank's."""

@@ -413,7 +413,10 @@ def mistakes() -> None:
     train(net, local, range(1))
     refused(ValueError, "add groups before", lambda: local.add_param_group({"params": []}))
     other = wrapped(net, "powersgd", op=hvd.Sum)
-    refused(ValueError, "this optimizer has local-sgd", lambda: local.load_state_dict(other.state_dict()))
+    foreign = copy.deepcopy(other.state_dict())
+    foreign["param_groups"][0]["lr"] = 99.0
+    refused(ValueError, "this optimizer has local-sgd", lambda: local.load_state_dict(foreign))
+    assert local.param_groups[0]["lr"] != 99.0, "what is refused changes nothing"
     train(net, other, range(1))
 
 

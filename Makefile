@@ -20,10 +20,11 @@ test: setup  ## run the tests: TEST_ARGS='tests/test_setup.py -k disk'
 	.venv/bin/python -m compileall -q hvdtrain
 	. .venv/bin/activate && pytest -n 2 --dist loadfile --no-loadscope-reorder $(TEST_ARGS)
 
-lint: setup  ## ruff, mypy, and the syntax of the shell scripts
+lint: setup  ## ruff, mypy, import contracts, and the syntax of the shell scripts
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
+	.venv/bin/lint-imports
 	for script in $(wildcard tools/*.sh launch/*.sh launch/*.sbatch .ci/run); do bash -n $$script || exit; done
 
 bench: setup  ## measure the training loop against a bare Horovod loop: BENCH_ARGS=...

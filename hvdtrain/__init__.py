@@ -9,6 +9,6 @@ def __getattr__(name: str) -> Any:
     """`train`, which is imported when it is asked for: see `own.train`."""
     if name != "train":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from hvdtrain.own import train
+    from hvdtrain.training.own import train
 
     return train

@@ -20,14 +20,18 @@ import sys
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from hvdtrain import config as configuration
-from hvdtrain import exits, measures, trained, workload, world
-from hvdtrain.bounds import bounded
 from hvdtrain.captions import bleu, features, frozen, generation
 from hvdtrain.captions.dataset import CaptionDataset, CaptionSplit
 from hvdtrain.captions.load import load
-from hvdtrain.exits import Failure
+from hvdtrain.comm import world
+from hvdtrain.config import options as configuration
+from hvdtrain.config.constraints import bounded
 from hvdtrain.models import captioner
+from hvdtrain.records import metrics
+from hvdtrain.system import exits
+from hvdtrain.system.exits import Failure
+from hvdtrain.training import job as workload
+from hvdtrain.training import trained
 
 WORKLOAD = "captioning"
 
@@ -79,13 +83,13 @@ class CaptioningConfig(CaptioningData, configuration.TrainConfig):
         return chosen
 
 
-class Captions(measures.Accuracy):
+class Captions(metrics.Accuracy):
     """The share of words that are right when all words before are given, and corpus BLEU of what the model writes."""
 
-    scores: Mapping[str, measures.Score] = {
-        **measures.Accuracy.scores,
+    scores: Mapping[str, metrics.Score] = {
+        **metrics.Accuracy.scores,
         **{
-            f"{prefix}bleu{order}": measures.Score(label=f"{prefix}bleu{order}", least=0, most=1, shown=order == 4)
+            f"{prefix}bleu{order}": metrics.Score(label=f"{prefix}bleu{order}", least=0, most=1, shown=order == 4)
             for prefix in ("", "beam_")
             for order in range(1, 5)
         },

@@ -11,9 +11,11 @@ from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hvdtrain import __version__, config, exits
-from hvdtrain.arguments import Parser, near
-from hvdtrain.exits import Failure
+from hvdtrain import __version__
+from hvdtrain.config import options as config
+from hvdtrain.system import exits
+from hvdtrain.system.arguments import Parser, near
+from hvdtrain.system.exits import Failure
 
 TRAIN = """Train a model: `hvdtrain train resnet ...` is `python -m hvdtrain.resnet ...`, alone or behind a launcher.
 
@@ -95,7 +97,8 @@ class Training:
     name: str
 
     def run(self, arguments: list[str]) -> int:
-        from hvdtrain import workloads, world
+        from hvdtrain.comm import world
+        from hvdtrain.config import workloads
 
         def main(stop: world.StopSignal) -> int:
             module = workloads.module(self.name)
@@ -106,7 +109,7 @@ class Training:
         return exits.OK
 
     def parser(self) -> ArgumentParser:
-        from hvdtrain import workloads
+        from hvdtrain.config import workloads
 
         module = workloads.module(self.name)
         own = (each for each in vars(module).values() if _is_config_of(each, module.__name__))
@@ -182,7 +185,7 @@ def commands(group: str) -> dict[tuple[str, ...], tuple[str, Part | Preparation 
     """The commands of a group; without one all but the workloads."""
     if group != "train":
         return {words: command for words, command in COMMANDS.items() if group in ("", words[0])}
-    from hvdtrain import workloads
+    from hvdtrain.config import workloads
 
     return {("train", name): (_about(module), Training(name)) for name, module in sorted(workloads.known().items())}
 

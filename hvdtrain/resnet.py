@@ -16,11 +16,15 @@ import dataclasses
 import sys
 from typing import Any
 
-from hvdtrain import config as configuration
-from hvdtrain import data, exits, measures, workload, world
-from hvdtrain.bounds import bounded
-from hvdtrain.exits import Failure
+from hvdtrain import data
+from hvdtrain.comm import world
+from hvdtrain.config import options as configuration
+from hvdtrain.config.constraints import bounded
 from hvdtrain.models import resnet
+from hvdtrain.records import metrics
+from hvdtrain.system import exits
+from hvdtrain.system.exits import Failure
+from hvdtrain.training import job as workload
 
 WORKLOAD = "resnet"
 
@@ -84,7 +88,7 @@ def main(stop: world.StopSignal) -> int:
         model={"name": "resnet34", "spec": dataclasses.asdict(spec)},
         model_words=f"ResNet-34, width {config.width:g}",
         shapes=resnet.parameters(spec),
-        measure=measures.Accuracy(),
+        measure=metrics.Accuracy(),
         multiply_adds=resnet.multiply_adds(spec, height, width),
         dense={"fc.weight": 1},
         layers=resnet.layers(spec, height, width),

@@ -19,13 +19,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from hvdtrain import config as configuration
-from hvdtrain import exits, measures, trained, workload, world
-from hvdtrain.bounds import bounded
+from hvdtrain.comm import world
+from hvdtrain.config import options as configuration
+from hvdtrain.config.constraints import bounded
 from hvdtrain.data import solar as data
-from hvdtrain.exits import Failure
 from hvdtrain.models import mlp
 from hvdtrain.models import solar as nets
+from hvdtrain.records import metrics
+from hvdtrain.system import exits
+from hvdtrain.system.exits import Failure
+from hvdtrain.training import job as workload
+from hvdtrain.training import trained
 
 WORKLOAD = "solar"
 DEFAULT_NET, DEFAULT_BATCH = "p3-k1", 100
@@ -87,19 +91,19 @@ class SolarConfig(SolarData, configuration.TrainConfig):
         return tuple(map(int, parts))
 
 
-class Forecast(measures.Regression):
+class Forecast(metrics.Regression):
     """Errors in W/m2 of what a model finds in scaled readings, and its skill: by which share its RMSE is less than that
     of persistence, which says that nothing changes."""
 
-    sums: Mapping[str, tuple[int, ...]] = {**measures.Regression.sums, "persistence": ()}
+    sums: Mapping[str, tuple[int, ...]] = {**metrics.Regression.sums, "persistence": ()}
     headline = "rmse"
 
     def __init__(self, deviation: float) -> None:
         super().__init__("W/m2")
-        self.scores = {**self.scores, "skill": measures.Score(label="skill", most=1)}
+        self.scores = {**self.scores, "skill": metrics.Score(label="skill", most=1)}
         self._deviation = deviation
 
-    def score(self, sums: measures.Sums, samples: float) -> dict[str, float]:
+    def score(self, sums: metrics.Sums, samples: float) -> dict[str, float]:
         found = super().score(sums, samples)
         scaled = {name: found[name] * self._deviation for name in ("mae", "rmse", "bias")}
         skill = 1 - math.sqrt(sums["squared"] / sums["persistence"]) if sums["persistence"] else math.nan

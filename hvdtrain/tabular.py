@@ -18,13 +18,16 @@ import re
 import sys
 from typing import Any, Literal
 
-from hvdtrain import config as configuration
-from hvdtrain import exits, measures, workload, world
-from hvdtrain.bounds import bounded
+from hvdtrain.comm import world
+from hvdtrain.config import options as configuration
+from hvdtrain.config.constraints import bounded
 from hvdtrain.data import tabular
 from hvdtrain.data.csv_rows import Missing
-from hvdtrain.exits import Failure
 from hvdtrain.models import mlp
+from hvdtrain.records import metrics
+from hvdtrain.system import exits
+from hvdtrain.system.exits import Failure
+from hvdtrain.training import job as workload
 
 WORKLOAD = "tabular"
 
@@ -83,7 +86,7 @@ def main(stop: world.StopSignal) -> int:
         model={"name": "mlp", "spec": dataclasses.asdict(spec)},
         model_words=f"multilayer perceptron {'-'.join(map(str, spec.sizes))}",
         shapes=mlp.parameters(spec),
-        measure=measures.Confusion(columns.classes),
+        measure=metrics.Confusion(columns.classes),
         multiply_adds=mlp.multiply_adds(spec),
         dense=mlp.dense(spec),
         layers=mlp.layers(spec),
@@ -112,7 +115,7 @@ def main(stop: world.StopSignal) -> int:
 
 if __name__ == "__main__":
     if sys.argv[1:2] in (["test"], ["predict"]):
-        from hvdtrain import answers
+        from hvdtrain.training import predict
 
-        exits.end(answers.main, sys.argv[1:])
+        exits.end(predict.main, sys.argv[1:])
     world.run(main, debug="--debug" in sys.argv)

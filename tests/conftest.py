@@ -25,9 +25,9 @@ from typing import Any, NoReturn
 import pytest
 from hypothesis import HealthCheck, settings
 
-from hvdtrain import lock
-from hvdtrain.cluster import quota
-from hvdtrain.exits import Failure
+from hvdtrain.system import cgroup
+from hvdtrain.system import locks as lock
+from hvdtrain.system.exits import Failure
 
 ROOT = Path(__file__).parent.parent
 PROGRAMS = ROOT / "tests" / "programs"
@@ -130,8 +130,8 @@ def cluster() -> Iterator[Cluster]:
 @pytest.fixture
 def half_core() -> Iterator[tuple[Path, list[str]]]:
     """A control group with a quota of half a core, and what to put before a command to run it there. Needs root."""
-    v2 = (quota.MOUNT / "cgroup.controllers").exists()
-    group = quota.MOUNT / ("" if v2 else "cpu") / f"hvdtrain-test-{secrets.token_hex(3)}"
+    v2 = (cgroup.MOUNT / "cgroup.controllers").exists()
+    group = cgroup.MOUNT / ("" if v2 else "cpu") / f"hvdtrain-test-{secrets.token_hex(3)}"
     group.mkdir()
     try:
         if v2:
@@ -259,7 +259,7 @@ def alone(module: str, *words: str, extra: Mapping[str, str] | None = None) -> s
 
 def here(workload: str, *flags: str) -> Any:
     """What `python -m hvdtrain.WORKLOAD --json FLAGS` prints. This process runs it, which has imported frameworks."""
-    from hvdtrain import world  # not above: it imports NumPy, which reads the variables there
+    from hvdtrain.comm import world  # not above: it imports NumPy, which reads the variables there
 
     shown, stop = io.StringIO(), world.StopSignal()
     try:
@@ -287,7 +287,7 @@ def refused(module: str, *words: str, code: int, said: str, extra: Mapping[str, 
     assert said in done.stderr
 
 
-def installed(folder: Path, entry: str, group: str = "hvdtrain.workloads") -> dict[str, str]:
+def installed(folder: Path, entry: str, group: str = "hvdtrain.config.workloads") -> dict[str, str]:
     """The variables with which Python finds a workload in the folder, `name = module`, as an installed package's; or
     what another group of entry points names. Called again, it renames it."""
     about = folder / "mine-1.0.dist-info"

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import numpy as np
 from thread_ranks import Room, at_once
 
-from hvdtrain.collectives import Hosts
-from hvdtrain.strategies.reducer import Reducer
+from hvdtrain.comm.backends.base import Hosts
+from hvdtrain.strategies.reducers.base import Reducer
 
 T = TypeVar("T")
 

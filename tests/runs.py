@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain import records
-from hvdtrain.measures import Accuracy
+from hvdtrain.records.metrics import Accuracy
 
 BEGAN_UNIX_S = 1_790_000_000.0
 MADE = itertools.count()

@@ -18,9 +18,9 @@ from pathlib import Path
 
 from conftest import LIMIT_S, until
 
-from hvdtrain.cluster import lifecycle, topology, virtual
-from hvdtrain.cluster.commands import caller
-from hvdtrain.cluster.topology import Cluster
+from hvdtrain.lab import lifecycle, topology, virtual
+from hvdtrain.lab.topology import Cluster
+from hvdtrain.system.commands import caller
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import runs
 
-from hvdtrain import records, run, strategies
-from hvdtrain.config import TrainConfig
+from hvdtrain import records, strategies
+from hvdtrain.config.options import TrainConfig
+from hvdtrain.observe.timing import Spent, step_shares
 from hvdtrain.strategies.advice import advice, wire_s
-from hvdtrain.timing import Spent, step_shares
+from hvdtrain.training import run_folder
 
 HIERARCHICAL, POWERSGD = "--strategy hierarchical", "--strategy powersgd:rank=4"
 LOCAL = "--strategy local-sgd:every=4,staleness=2+powersgd:rank=12,bits=4"
@@ -76,7 +77,7 @@ def test_the_wire_s_time_is_compared_with_the_computation_of_a_step() -> None:
     shares = {"data": 0.0, "compute": 0.5, "exchange": 0.5, "exchange_least": 0.5}
     summary = dataclasses.replace(runs.summary(made, Path("run"), 0.0), step_shares=shares)
     for changes in ({"train_s": 300.0}, {"samples_per_s": None}):  # a long warm-up; a script that tells no samples
-        told = run.advised(TrainConfig(), dataclasses.replace(summary, **changes), [{"goodput_mbit": 6.4}])
+        told = run_folder.advised(TrainConfig(), dataclasses.replace(summary, **changes), [{"goodput_mbit": 6.4}])
         assert told and "need 10 times as long" in told, "5 s for 4 MB"
 
 

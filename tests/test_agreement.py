@@ -14,8 +14,8 @@ from conftest import PROGRAMS, launch
 from runs import read_run
 from thread_ranks import Room, at_once
 
-from hvdtrain import agreement
-from hvdtrain.exits import Failure
+from hvdtrain.system.exits import Failure
+from hvdtrain.training import consistency
 
 CALM = ["--image-size", "8", "--width", "0.125", "--global-batch-size", "192", "--lr", "0.005"]
 TENSOR, TENSORS = "layer2.0.conv1.weight", 110
@@ -42,7 +42,7 @@ def checked(states: list[dict[str, np.ndarray]]) -> tuple[list[str | None], list
     ranks = [Rank(rank, room) for rank in range(len(states))]
 
     def check(rank: Rank) -> None:
-        agreement.check(states[rank.rank], rank)  # type: ignore[arg-type]
+        consistency.check(states[rank.rank], rank)  # type: ignore[arg-type]
 
     found = at_once([functools.partial(check, rank) for rank in ranks], Failure, room=room)
     assert all(failure is None or failure.code == 1 for failure in found)

@@ -24,17 +24,17 @@ from test_strategies import Simulated, simulated_delayed
 from thread_ranks import ThreadMeeting, at_once, meetings
 
 from hvdtrain import strategies
-from hvdtrain.cluster import survive
-from hvdtrain.collectives import PeerLost, Reach
-from hvdtrain.collectives.servers import NUMBERS, ServerRanks
-from hvdtrain.config import TrainConfig
-from hvdtrain.exits import Failure
+from hvdtrain.comm.backends.base import PeerLost, Reach
+from hvdtrain.comm.backends.servers import NUMBERS, ServerRanks
+from hvdtrain.config.options import TrainConfig
 from hvdtrain.strategies import Layout
-from hvdtrain.strategies.async_ps import AsyncPS
-from hvdtrain.strategies.server import Server
+from hvdtrain.strategies.studies.async_ps import AsyncPS
+from hvdtrain.strategies.studies.server import Server
+from hvdtrain.system import survive
+from hvdtrain.system.exits import Failure
 
 DRAW = np.random.default_rng(3)
-SURVIVE = ["-m", "hvdtrain.cluster.survive", sys.executable]
+SURVIVE = ["-m", "hvdtrain.system.survive", sys.executable]
 ASYNC = ["--strategy", "async-ps", *SMALL]
 SERVED = ["--strategy", "async-ps:servers=2", *SMALL]
 VALIDATION = 126

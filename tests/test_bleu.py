@@ -15,7 +15,7 @@ from conftest import failing
 from sacrebleu.metrics import BLEU
 
 from hvdtrain.captions import bleu
-from hvdtrain.exits import BAD_DATA
+from hvdtrain.system.exits import BAD_DATA
 
 WORDS = ["a", "an", "the", "red", "blue", "green", "circle", "square", "above", "below", "left", "two"]
 Corpus = tuple[list[str], list[list[str]]]

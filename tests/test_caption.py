@@ -20,20 +20,21 @@ import pytest
 from conftest import alone, failing
 from PIL import Image
 
-from hvdtrain import records, trained
-from hvdtrain.arrays_file import Arrays
+from hvdtrain import records
 from hvdtrain.captioning import Captions
 from hvdtrain.captions import command as captions
 from hvdtrain.captions import frozen
 from hvdtrain.captions.dataset import CaptionDataset
 from hvdtrain.captions.generation import write
 from hvdtrain.captions.load import load
-from hvdtrain.checkpoint import Checkpoints
+from hvdtrain.comm.world import World
 from hvdtrain.data.pixels import pixels
-from hvdtrain.exits import BAD_DATA, CANNOT_WRITE, OK, USAGE, Failure
 from hvdtrain.models.captioner import CaptionerSpec, initial_state
 from hvdtrain.models.vgg16 import random_weights
-from hvdtrain.world import World
+from hvdtrain.records.arrays_file import Arrays
+from hvdtrain.system.exits import BAD_DATA, CANNOT_WRITE, OK, USAGE, Failure
+from hvdtrain.training import trained
+from hvdtrain.training.checkpoint import Checkpoints
 
 BEST, LAST = 1, 2  # seeds of the parameters in the two checkpoints
 

@@ -21,20 +21,13 @@ from test_stages import stepped
 from twins import Arrays, Found, Model, tensorflow_gradients, tf, told, torch, torch_gradients
 from twins import one_thread as one_thread
 
-from hvdtrain import measures
 from hvdtrain.captions import vocabulary as words_of_captions
 from hvdtrain.data import Batch
-from hvdtrain.exits import BAD_CONFIG, Failure
-from hvdtrain.models.captioner import (
-    PAD,
-    CaptionerSpec,
-    initial_state,
-    layers,
-    parameters,
-    picture_values,
-)
+from hvdtrain.models.captioner import PAD, CaptionerSpec, initial_state, layers, parameters, picture_values
 from hvdtrain.models.captioner_tf import CaptionerTF
 from hvdtrain.models.captioner_torch import CaptionerTorch
+from hvdtrain.records import metrics
+from hvdtrain.system.exits import BAD_CONFIG, Failure
 
 Sample = tuple[np.ndarray, np.ndarray, np.ndarray]
 
@@ -380,7 +373,7 @@ def test_micro_batches_add_up_to_the_whole_batch(spec: CaptionerSpec, twin: type
     spec = replace(spec, dropout=0.0)
     drawn, row = sample(spec), layers(spec, 5)
     known, found = [
-        stepped(twin.__name__.lower(), lambda _: twin(spec, worn(spec)).model, row, 0, batch, measures.Accuracy())
+        stepped(twin.__name__.lower(), lambda _: twin(spec, worn(spec)).model, row, 0, batch, metrics.Accuracy())
         for batch in (caption_batch(drawn), parted(drawn))
     ]
     np.testing.assert_allclose(found, known, rtol=1e-4, atol=1e-6)
@@ -394,7 +387,7 @@ def test_tensorflow_s_parts_are_the_whole(spec: CaptionerSpec) -> None:
     def make(part: range | None) -> Any:
         return TensorFlow(spec, worn(spec), part=part).model
 
-    known, *others = [stepped("tensorflow", make, row, at, batch, measures.Accuracy()) for at in range(len(row))]
+    known, *others = [stepped("tensorflow", make, row, at, batch, metrics.Accuracy()) for at in range(len(row))]
     for found in others:
         np.testing.assert_allclose(found, known, rtol=1e-5, atol=1e-6)
 

@@ -18,7 +18,7 @@ from hvdtrain.captions.dataset import CaptionDataset, CaptionSplit, assemble
 from hvdtrain.captions.load import load
 from hvdtrain.captions.vocabulary import END, PAD, SPECIALS, START, UNKNOWN, Vocabulary, clean
 from hvdtrain.data.loader import Loader, shard
-from hvdtrain.exits import BAD_DATA
+from hvdtrain.system.exits import BAD_DATA
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from hvdtrain.captions.dataset import CaptionDataset
 from hvdtrain.captions.load import load
 from hvdtrain.captions.prepare import CaptionsConfig, prepare
 from hvdtrain.captions.prepared import open_captions
-from hvdtrain.exits import BAD_CONFIG, BAD_DATA, CANNOT_WRITE, Failure
+from hvdtrain.system.exits import BAD_CONFIG, BAD_DATA, CANNOT_WRITE, Failure
 
 PHOTOS = load_sample_images().images
 LISTS = ("Flickr_8k.trainImages.txt", "Flickr_8k.devImages.txt", "Flickr_8k.testImages.txt")

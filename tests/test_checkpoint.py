@@ -30,9 +30,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from safetensors.numpy import load_file, save_file
 
-from hvdtrain import arrays_file, checkpoint
-from hvdtrain.checkpoint import Checkpoints, Loaded
-from hvdtrain.exits import BAD_CONFIG, CANNOT_WRITE, FAILED, IO_ERROR, NO_PERMISSION, Failure
+from hvdtrain.records import arrays_file
+from hvdtrain.system.exits import BAD_CONFIG, CANNOT_WRITE, FAILED, IO_ERROR, NO_PERMISSION, Failure
+from hvdtrain.training import checkpoint
+from hvdtrain.training.checkpoint import Checkpoints, Loaded
 
 IDENTITY = {"workload": "resnet", "framework": "torch", "parameters": "ab12", "width": 0.25}
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # for the laws with many examples and no need of a disk

@@ -23,9 +23,10 @@ from conftest import LIMIT_S, ROOT, SMALL, Cluster, document, environment, faili
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.cluster import enter, hosts, lifecycle, topology, virtual
-from hvdtrain.cluster.hosts import Slots
-from hvdtrain.exits import Failure
+from hvdtrain.lab import enter, lifecycle, topology, virtual
+from hvdtrain.system import hosts
+from hvdtrain.system.exits import Failure
+from hvdtrain.system.hosts import Slots
 
 # --- host lists ------------------------------------------------------------------------------------------------------
 
@@ -180,7 +181,7 @@ def test_every_command_names_only_what_is_the_clusters() -> None:
 
 def test_up_without_root_changes_nothing_and_says_so() -> None:
     drop = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"] if os.geteuid() == 0 else []
-    done = finished([*drop, sys.executable, "-B", "-m", "hvdtrain.cluster", "up", "--name", "tnoroot", "--hosts", "a"])
+    done = finished([*drop, sys.executable, "-B", "-m", "hvdtrain.lab", "up", "--name", "tnoroot", "--hosts", "a"])
     assert done.returncode == 77
     assert done.stderr == "hvdtrain: making a virtual cluster needs root: run it with sudo\n"
     assert not virtual.folder("tnoroot").exists()
@@ -300,7 +301,7 @@ def test_the_users_own_line_trains_on_two_hosts(
 def test_a_host_gets_its_share_and_its_cores() -> None:
     """As the kernel's groups say; who comes by ssh is held to them too."""
     made = Cluster(f"t{secrets.token_hex(3)}")
-    tell = "import os; from hvdtrain.cluster import quota; print(quota.limit().cores, *os.sched_getaffinity(0))"
+    tell = "import os; from hvdtrain.lab import quota; print(quota.limit().cores, *os.sched_getaffinity(0))"
     python = shlex.join([sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); {tell}"])
     try:
         done = made.run("up", "--hosts", "a", "--cpu-share", "0.25", "--cpus", "0")

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 from conftest import alone, document, finished, installed
 
-from hvdtrain import cli, config, exits
-from hvdtrain.arguments import Parser
-from hvdtrain.exits import Failure
+from hvdtrain import cli
+from hvdtrain.config import options
+from hvdtrain.system import exits
+from hvdtrain.system.arguments import Parser
+from hvdtrain.system.exits import Failure
 
 
 def hvdtrain(*words: str) -> subprocess.CompletedProcess[str]:
@@ -119,7 +121,7 @@ def test_training_s_help_groups_flags() -> None:
 
 def test_what_was_meant_by_a_flag_of_training() -> None:
     with pytest.raises(Failure, match=r"did you mean --batch-size\?"):
-        config.parse(config.TrainConfig, ["--batchsize", "3"], prog="x", purpose="")
+        options.parse(options.TrainConfig, ["--batchsize", "3"], prog="x", purpose="")
 
 
 @pytest.mark.parametrize(

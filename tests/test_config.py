@@ -13,14 +13,14 @@ from conftest import failing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain import resume
 from hvdtrain.captioning import CaptioningConfig
-from hvdtrain.config import TrainConfig, batch_plan, field_docs, global_batch, misspelt
-from hvdtrain.exits import Failure
+from hvdtrain.comm.world import Place, place
+from hvdtrain.config.options import TrainConfig, batch_plan, field_docs, global_batch, misspelt
 from hvdtrain.resnet import ResNetConfig
 from hvdtrain.solar import SolarConfig
+from hvdtrain.system.exits import Failure
 from hvdtrain.tabular import TabularConfig
-from hvdtrain.world import Place, place
+from hvdtrain.training import resume
 
 CONFIGS = (ResNetConfig, CaptioningConfig, SolarConfig, TabularConfig)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sklearn.datasets import load_digits
 
 from hvdtrain.data import apportion, digits, load, stratify
-from hvdtrain.exits import BAD_CONFIG, BAD_DATA, Failure
+from hvdtrain.system.exits import BAD_CONFIG, BAD_DATA, Failure
 
 
 def test_digits_are_scikit_learns() -> None:

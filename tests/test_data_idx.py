@@ -15,7 +15,7 @@ from PIL import Image
 
 from hvdtrain import data
 from hvdtrain.data import idx, listed
-from hvdtrain.exits import BAD_DATA, Failure
+from hvdtrain.system.exits import BAD_DATA, Failure
 
 PACKAGED = pytest.mark.skipif(not idx.FASHION.is_dir(), reason=f"needs Debian's {listed.PACKAGE} (apt-get install)")
 

@@ -25,7 +25,7 @@ from hvdtrain.data.images import ImagesConfig, prepare
 from hvdtrain.data.loader import Loader
 from hvdtrain.data.pixels import pixels
 from hvdtrain.data.prepared import open_images
-from hvdtrain.exits import BAD_CONFIG, BAD_DATA, CANNOT_WRITE, IO_ERROR, NO_PERMISSION, RESUMABLE
+from hvdtrain.system.exits import BAD_CONFIG, BAD_DATA, CANNOT_WRITE, IO_ERROR, NO_PERMISSION, RESUMABLE
 
 ROOT = os.geteuid() == 0
 RUN = """

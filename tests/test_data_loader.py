@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from hvdtrain.data import Batch, ImageSplit
 from hvdtrain.data.loader import Loader, _prefetch, shard
-from hvdtrain.exits import BAD_CONFIG, Failure
+from hvdtrain.system.exits import BAD_CONFIG, Failure
 
 
 def numbered(samples: int) -> ImageSplit:

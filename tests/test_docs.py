@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from conftest import ROOT
 
-from hvdtrain import cli, config, strategies
+from hvdtrain import cli, strategies
+from hvdtrain.config import options
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("*/README.md")])
 
@@ -98,7 +99,7 @@ def parse(words: list[str]) -> None:
         return
     module = importlib.import_module(program)
     made = next(value for name, value in vars(module).items() if name.endswith("Config") and name != "TrainConfig")
-    asked: Any = config.parse(made, arguments, prog=program, purpose="")
+    asked: Any = options.parse(made, arguments, prog=program, purpose="")
     if not asked.strategy.startswith("help"):
         strategies.chosen(asked)
 

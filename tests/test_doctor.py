@@ -20,10 +20,10 @@ import pytest
 from conftest import LIMIT_S, ROOT, Cluster, environment, finished, refused, until
 from test_doctor_rules import OPEN_MPI_5
 
-from hvdtrain.cluster.doctor import checks, link_checks
-from hvdtrain.cluster.virtual import CONGESTION
+from hvdtrain.doctor import checks, link_checks
+from hvdtrain.lab.virtual import CONGESTION
 
-DOCTOR = ("-m", "hvdtrain.cluster.doctor", "--json")
+DOCTOR = ("-m", "hvdtrain.doctor", "--json")
 
 
 def wheel() -> dict[str, str]:
@@ -123,7 +123,7 @@ def test_nothing_of_the_doctor_stays_on_the_hosts_even_if_it_is_killed(cluster: 
 
     between(cluster, "--quick")
     until(lambda: processes() == [1, 1])  # the hosts' own sshd; it takes a moment to see that its client has gone
-    words = cluster.command("exec", "a", "--", "python", "-m", "hvdtrain.cluster.doctor", "-H", "a:1,b:1", "--quick")
+    words = cluster.command("exec", "a", "--", "python", "-m", "hvdtrain.doctor", "-H", "a:1,b:1", "--quick")
     with subprocess.Popen(words, env=environment(), cwd=ROOT, stdout=subprocess.PIPE, text=True) as killed:
         assert killed.stdout and killed.stdout.readline()  # it is connected by now
         killed.kill()
@@ -381,7 +381,7 @@ def test_a_disk_that_is_nearly_full(tmp_path: Path, size: str, status: str) -> N
 
 
 def test_lines_for_people() -> None:
-    done = finished([sys.executable, "-m", "hvdtrain.cluster.doctor", "--quick"], extra=wheel())
+    done = finished([sys.executable, "-m", "hvdtrain.doctor", "--quick"], extra=wheel())
     *lines, last = done.stdout.splitlines()
     assert last.endswith(" ok") and lines
     for line in lines:

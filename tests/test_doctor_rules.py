@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.cluster.doctor import __main__ as doctor
-from hvdtrain.cluster.doctor import agent, checks, host_checks, link_checks
+from hvdtrain.doctor import __main__ as doctor
+from hvdtrain.doctor import agent, checks, host_checks, link_checks
 
 OPEN_MPI_5 = "mpirun (Open MPI) 5.0.5\n\nReport bugs to https://www.open-mpi.org/community/help/"
 MPICH = """HYDRA build details:

@@ -13,16 +13,18 @@ import pytest
 from conftest import here
 from runs import read_run
 
-from hvdtrain import data, evaluation, measures, snapshot, strategies, workload
-from hvdtrain.checkpoint import Loaded
-from hvdtrain.config import TrainConfig, parse
+from hvdtrain import data, strategies
+from hvdtrain.comm.world import World
+from hvdtrain.config.options import TrainConfig, parse
 from hvdtrain.data.loader import Loader
-from hvdtrain.evaluation import average_statistics, renew_statistics
-from hvdtrain.exits import Failure
 from hvdtrain.models import resnet
+from hvdtrain.pipeline.schedule import Pipe
+from hvdtrain.records import metrics
 from hvdtrain.resnet import ResNetConfig
-from hvdtrain.stages.pipe import Pipe
-from hvdtrain.world import World
+from hvdtrain.system.exits import Failure
+from hvdtrain.training import evaluation, job, snapshot
+from hvdtrain.training.checkpoint import Loaded
+from hvdtrain.training.evaluation import average_statistics, renew_statistics
 
 SPEC = resnet.ResNetSpec(channels=1, classes=10, width=0.125)
 
@@ -40,7 +42,7 @@ def made(framework: str, pipe: Pipe | None = None) -> Any:
         from hvdtrain.models.resnet_tf import ResNetTF
 
         model = ResNetTF(SPEC)
-    replica = workload.replica_of(model, config, ranks, strategy, "cpu", measures.Accuracy(), pipe)
+    replica = job.replica_of(model, config, ranks, strategy, "cpu", metrics.Accuracy(), pipe)
     state = resnet.initial_state(SPEC, 1)
     replica.load({f"parameter.{name}": state[name] for name in resnet.parameters(SPEC)})
     return replica
@@ -158,15 +160,15 @@ def test_a_model_says_which_of_its_arrays_are_statistics() -> None:
     ranks = World("torch", carrier="streams")
     model: Any = Normed()
     make = functools.partial(
-        workload.replica_of, model, config, ranks, strategies.chosen(config).make(config, ranks, [(2,)] * 4)
+        job.replica_of, model, config, ranks, strategies.chosen(config).make(config, ranks, [(2,)] * 4)
     )
     with pytest.raises(Failure, match=r"Normed has arrays .*quick.running_mean.* does not say .*`statistics`"):
-        make("cpu", measures.Accuracy())
+        make("cpu", metrics.Accuracy())
     model.statistics = {"quick.running_mean": 0.5, "quick.num_batches_tracked": 0.1}
     with pytest.raises(Failure, match=r"Normed.statistics names quick.num_batches_tracked: it has no such array"):
-        make("cpu", measures.Accuracy())
+        make("cpu", metrics.Accuracy())
     model.statistics = {"quick.running_mean": 0.5, "slow.running_mean": 0.1}
-    replica = make("cpu", measures.Accuracy())
+    replica = make("cpu", metrics.Accuracy())
     inputs = [np.full((4, 2), value, np.float32) for value in (1, 2)]
     renew_statistics(replica, [data.Batch(arrays=(x,), weight=4, total_weight=4) for x in inputs])
     found = replica.local_state()
@@ -188,6 +190,6 @@ def test_tensorflow_s_models_say_so_too() -> None:
     config = parse(TrainConfig, ["--framework", "tensorflow"], prog="", purpose="")
     ranks = World("tensorflow", carrier="streams")
     with pytest.raises(Failure, match=r"Shifted has arrays that are not trained \(mean:0\)"):
-        workload.replica_of(
-            Shifted(), config, ranks, strategies.chosen(config).make(config, ranks, [(1,)]), "cpu", measures.Accuracy()
+        job.replica_of(
+            Shifted(), config, ranks, strategies.chosen(config).make(config, ranks, [(1,)]), "cpu", metrics.Accuracy()
         )

@@ -21,7 +21,7 @@ from conftest import LIMIT_S, PROGRAMS, ROOT, SMALL, Cluster, command, document,
 from runs import read_run
 
 from hvdtrain import records
-from hvdtrain.cluster.launch import SLEEPER
+from hvdtrain.launch.__main__ import SLEEPER
 from hvdtrain.sentinel.processes import Process, launchers
 from hvdtrain.sentinel.watch import SILENCE_S
 from hvdtrain.strategies.advice import WORTH

@@ -16,10 +16,10 @@ import pytest
 from conftest import PROGRAMS, document, failing, launch
 
 from hvdtrain.captions.features import extract
+from hvdtrain.comm.world import World
 from hvdtrain.data.prepared import cache_folder
-from hvdtrain.exits import CANNOT_WRITE, IO_ERROR, Failure
 from hvdtrain.models.vgg16 import FEATURES
-from hvdtrain.world import World
+from hvdtrain.system.exits import CANNOT_WRITE, IO_ERROR, Failure
 
 PROGRAM = runpy.run_path(str(PROGRAMS / "features.py"), run_name="read")
 IMAGES = 40

@@ -19,16 +19,18 @@ from conftest import failing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain import config, exits, files, records
+from hvdtrain import records
 from hvdtrain.captions.load import load
-from hvdtrain.cluster import hosts, throttle, topology
-from hvdtrain.cluster.throttle.watchdog import Store
+from hvdtrain.config import options
 from hvdtrain.data.prepared import open_images
-from hvdtrain.exits import CANNOT_WRITE, Failure
+from hvdtrain.lab import throttle, topology
+from hvdtrain.lab.throttle.watchdog import Store
 from hvdtrain.models.vgg16_weights import Vgg16Config, import_weights, read_head
 from hvdtrain.results import reference
 from hvdtrain.sweep import execute
 from hvdtrain.sweep import file as sweep_file
+from hvdtrain.system import exits, files, hosts
+from hvdtrain.system.exits import CANNOT_WRITE, Failure
 
 
 class Hangs(BaseException):
@@ -60,7 +62,7 @@ def captioned(path: Path) -> Any:
 
 
 def with_config(path: Path) -> Any:
-    return config.parse(config.TrainConfig, ["--config", str(path)], prog="x", purpose="")
+    return options.parse(options.TrainConfig, ["--config", str(path)], prog="x", purpose="")
 
 
 def journal(path: Path) -> Any:

@@ -18,8 +18,8 @@ from hvdtrain.captions import bleu
 from hvdtrain.captions.dataset import CaptionSplit
 from hvdtrain.captions.generation import Floats, judge, write
 from hvdtrain.captions.vocabulary import END, PAD, START, UNKNOWN, Vocabulary
-from hvdtrain.exits import BAD_CONFIG
-from hvdtrain.world import World
+from hvdtrain.comm.world import World
+from hvdtrain.system.exits import BAD_CONFIG
 
 LIMIT = 4
 WORDS = 4  # beside the four specials

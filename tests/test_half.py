@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from hvdtrain.models.resnet import ResNetSpec, parameters
-from hvdtrain.strategies.bfloat16 import from_bf16, to_bf16
-from hvdtrain.strategies.half import BF16, BLOCK, FP16, Half, scale_exponent
+from hvdtrain.strategies.reducers.bfloat16 import from_bf16, to_bf16
+from hvdtrain.strategies.reducers.cast import BF16, BLOCK, FP16, Half, scale_exponent
 
 UNIT = {FP16: 2.0**-11, BF16: 2.0**-8}
 """Largest relative error of rounding once"""

@@ -21,8 +21,8 @@ from test_resnet_train import assert_same_arrays
 from hvdtrain import strategies
 from hvdtrain.data import ImageSplit
 from hvdtrain.data.loader import Loader
-from hvdtrain.strategies import hybrid
-from hvdtrain.strategies.hybrid import DIGITS, LEAST_TRIES, TOLERANCE, measured_shares, shares_of
+from hvdtrain.strategies.algorithms import hybrid
+from hvdtrain.strategies.algorithms.hybrid import DIGITS, LEAST_TRIES, TOLERANCE, measured_shares, shares_of
 
 FRAMEWORKS = ("torch", "tensorflow")
 

@@ -1,118 +1,14 @@
-"""docs/ARCHITECTURE.md says which room may import what: a test for each file. Nothing heavy loads before it is used."""
+"""Nothing heavy loads before it is used. Which package may import which is in setup.cfg ([importlinter])."""
 
 from __future__ import annotations
 
-import ast
-import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from conftest import ROOT
 
-PACKAGE = ROOT / "hvdtrain"
-# A twin imports its own framework: the ending of its file name -> the package.
-TWINS = {"torch": "torch", "tf": "tensorflow", "tensorflow": "tensorflow"}
-
-# Room -> what it may import, as docs/ARCHITECTURE.md tells; the last row is for every room that has no row.
-ROWS = re.findall(
-    r"^\| (?:`(\w+)`|a workload: .*?) \| .* \| (.*?) ?\|$", (ROOT / "docs" / "ARCHITECTURE.md").read_text(), re.M
-)
-ALLOWED = {room: allowed.split() for room, allowed in ROWS}
-FREE = {"__init__", "arguments", "bounds", "exits", "files"}  # import nothing of ours but each other
-LATE = {"cli"}  # imports rooms and packages inside functions only, so that each subcommand loads its own part
-# standard library at import time
-FRONT = {"hvdtrain", "hvdtrain.arguments", "hvdtrain.bounds", "hvdtrain.config", "hvdtrain.exits"}
-FILES = sorted(PACKAGE.rglob("*.py"))
-
-
-def room(path: Path) -> str:
-    return path.relative_to(PACKAGE).with_suffix("").parts[0]
-
-
-def exists(module: str) -> bool:
-    """Whether it is a module of this package."""
-    path = ROOT / module.replace(".", "/")
-    return path.with_suffix(".py").is_file() or path.is_dir()
-
-
-def imports(tree: ast.AST, path: Path) -> Iterator[tuple[int, str]]:
-    """(line, absolute module name) of each import; `from package import module` names the module."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            parts = [node.module] if node.module else []
-            if node.level:
-                parts = [*path.relative_to(ROOT).parts[: -node.level], *parts]
-            base = ".".join(parts)
-            for alias in node.names:
-                inner = f"{base}.{alias.name}"
-                is_module = exists(inner) if base != "hvdtrain" else not alias.name.startswith("__")
-                yield node.lineno, inner if is_module else base
-
-
-def may_import(path: Path, module: str) -> bool:
-    """Whether the table lets the file import the module."""
-    top, *inner = module.split(".")
-    own, allowed = room(path), ALLOWED.get(room(path), ALLOWED[""])
-    if top == "hvdtrain":
-        target = inner[0] if inner else "__init__"
-        front = f".{target}!" in allowed and len(inner) == 1
-        return target in {own, *FREE} or f".{target}" in allowed or front
-    if own in {"models", "frameworks"} and any(path.stem.endswith(end) and top == twin for end, twin in TWINS.items()):
-        return True
-    return top in sys.stdlib_module_names or top in allowed
-
-
-def violations(path: Path, source: str) -> list[str]:
-    tree = ast.parse(source)
-    found = [f"{path.name}:{line} imports {name}" for line, name in imports(tree, path) if not may_import(path, name)]
-    if room(path) in LATE:
-        top_level = ast.Module([n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)], [])
-        for line, name in imports(top_level, path):
-            if name.partition(".")[0] not in sys.stdlib_module_names and name not in FRONT:
-                found.append(f"{path.name}:{line} imports {name} before a subcommand asked for it")
-    return found
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_file_imports_only_what_the_table_allows(path: Path) -> None:
-    assert violations(path, path.read_text()) == []
-
-
-@pytest.mark.parametrize(
-    ("name", "source", "allowed"),
-    [
-        ("records/files.py", "import json, hvdtrain.exits", True),
-        ("records/files.py", "from hvdtrain.config import Config", False),
-        ("loop.py", "def f():\n    import torch", False),
-        ("loop.py", "from hvdtrain.strategies import Strategy", True),
-        ("loop.py", "from hvdtrain.strategies.allreduce import Allreduce", False),
-        ("models/resnet.py", "import torch", False),
-        ("models/resnet_torch.py", "import torch.nn.functional\nfrom hvdtrain.models import resnet", True),
-        ("models/resnet_torch.py", "import tensorflow", False),
-        ("models/resnet_tf.py", "from . import resnet\nfrom .. import exits", True),
-        ("data/loader.py", "from ..world import World", False),
-        ("strategies/powersgd.py", "import horovod.torch", False),
-        ("cluster/net.py", "import psutil", False),
-        ("resnet.py", "from hvdtrain import captioning", False),
-        ("cli.py", "from hvdtrain import world", False),
-        ("cli.py", "def f():\n    from hvdtrain import world", True),
-    ],
-)
-def test_the_table_tells_right_from_wrong(name: str, source: str, allowed: bool) -> None:
-    assert (violations(PACKAGE / name, source) == []) is allowed
-
-
-def test_the_table_is_that_of_the_rooms() -> None:
-    """No row of a room that is gone, none twice; a row for every folder."""
-    rooms = [room for room, _ in ROWS]
-    assert len(set(rooms)) == len(rooms)
-    assert set(rooms) - {""} <= {room(path) for path in FILES}
-    assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} <= set(rooms)
+FILES = sorted((ROOT / "hvdtrain").rglob("*.py"))
 
 
 def entry_points() -> list[str]:

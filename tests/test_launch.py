@@ -19,8 +19,11 @@ from conftest import LIMIT_S, ROOT, SMALL, Cluster, environment, finished, until
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.cluster import launch, launched, nic, processes, quota, tuning
-from hvdtrain.cluster.tuning import GLOO, MPI, Link
+from hvdtrain.launch import __main__ as launch
+from hvdtrain.launch import launched_by, tuning
+from hvdtrain.launch.tuning import GLOO, MPI, Link
+from hvdtrain.system import cgroup as quota
+from hvdtrain.system import net, proc
 
 SLOW = Link(hosts=2, ranks=4, most_ranks=2, cores=8, rate_bit_s=10_000_000, network="10.77.0.0/24")
 
@@ -190,7 +193,7 @@ def test_a_log_that_is_no_plain_file_is_left_as_it_is(kind: str, tmp_path: Path)
     log.parent.mkdir()
     other.write_text("mine")
     {"link": lambda: log.symlink_to(other), "fifo": lambda: os.mkfifo(log), "folder": log.mkdir}[kind]()
-    words = [sys.executable, "-m", "hvdtrain.cluster.output", "--logs", str(tmp_path), "echo", "x"]
+    words = [sys.executable, "-m", "hvdtrain.launch.output", "--logs", str(tmp_path), "echo", "x"]
     done = finished(words)
     assert done.returncode == 73 and len(done.stderr.splitlines()) == 1 and str(log) in done.stderr
     assert other.read_text() == "mine"
@@ -202,10 +205,12 @@ def test_a_log_that_is_no_plain_file_is_left_as_it_is(kind: str, tmp_path: Path)
 
 
 def test_secrets_among_the_settings_are_not_for_the_manifest() -> None:
-    about = launched.told("launch/mpirun.sh", [])
-    assert launched.heard(about) == {"launcher": "launch/mpirun.sh", "settings": []}
-    assert launched.heard({launched.VARIABLE: "[" * 100_000}) == launched.heard({launched.VARIABLE: "7"}) == {}
-    show = f"{sys.executable} -c 'import os; print(os.environ[\"{launched.VARIABLE}\"])'"
+    about = launched_by.told("launch/mpirun.sh", [])
+    assert launched_by.heard(about) == {"launcher": "launch/mpirun.sh", "settings": []}
+    assert (
+        launched_by.heard({launched_by.VARIABLE: "[" * 100_000}) == launched_by.heard({launched_by.VARIABLE: "7"}) == {}
+    )
+    show = f"{sys.executable} -c 'import os; print(os.environ[\"{launched_by.VARIABLE}\"])'"
     words = [
         "launch/mpirun.sh",
         "-np",
@@ -289,7 +294,7 @@ def test_ranks_see_an_allow_list_and_no_value_stands_on_the_command_line() -> No
 
 def test_open_mpi_is_told_the_network_whatever_this_hosts_own_name_leads_to(iproute2: None) -> None:
     for _, device in socket.if_nameindex():
-        assert launch.network_of(device, ["localhost"]) == str(nic.network(device) or device)
+        assert launch.network_of(device, ["localhost"]) == str(net.network(device) or device)
 
 
 def test_what_horovodrun_sets_itself_is_not_taken() -> None:
@@ -339,7 +344,7 @@ def test_a_bad_line_of_a_hostfile_is_named(tmp_path: Path) -> None:
 
 def test_without_mpirun_one_line_says_so() -> None:
     bare = environment({"PATH": "/usr/bin:/bin", "VIRTUAL_ENV": "/"})
-    words = [sys.executable, "-m", "hvdtrain.cluster.launch", "mpirun", "-H", "localhost", "true"]
+    words = [sys.executable, "-m", "hvdtrain.launch.__main__", "mpirun", "-H", "localhost", "true"]
     done = subprocess.run(words, cwd=ROOT, env=bare, capture_output=True, text=True, timeout=LIMIT_S)
     if Path("/usr/bin/mpirun").exists():
         assert done.returncode == 0
@@ -373,7 +378,7 @@ def starts(tmp_path: Path, *, rest: str = "wait $rank") -> tuple[subprocess.Pope
     fake.chmod(0o755)
     variables = environment()
     variables |= {"PATH": f"{tmp_path}{os.pathsep}{variables['PATH']}"}
-    words = [sys.executable, "-m", "hvdtrain.cluster.launch", "mpirun", "-H", "localhost:1", "true"]
+    words = [sys.executable, "-m", "hvdtrain.launch.__main__", "mpirun", "-H", "localhost:1", "true"]
     with (tmp_path / "said").open("w") as said:
         job = subprocess.Popen(words, cwd=ROOT, env=variables, stderr=said)
     until(lambda: Path(f"{pid}.ready").exists() and pid.exists() and pid.read_text().endswith("\n"))
@@ -385,7 +390,7 @@ def test_a_signal_becomes_usr1_and_the_ranks_own_code(tmp_path: Path, number: si
     job, pid = starts(tmp_path)
     job.send_signal(number)
     assert job.wait(timeout=LIMIT_S) == 75, (tmp_path / "said").read_text()
-    assert processes.ended(int(pid.read_text()))
+    assert proc.ended(int(pid.read_text()))
 
 
 def test_a_killed_launcher_leaves_no_job(tmp_path: Path) -> None:
@@ -393,7 +398,7 @@ def test_a_killed_launcher_leaves_no_job(tmp_path: Path) -> None:
     job.kill()
     job.wait()
     rank = int(pid.read_text())
-    until(lambda: processes.ended(rank))
+    until(lambda: proc.ended(rank))
 
 
 def test_a_killed_launcher_leaves_a_checkpoint(tmp_path: Path) -> None:
@@ -423,7 +428,7 @@ def test_a_second_signal_ends_a_job_that_does_not_listen(tmp_path: Path) -> None
     until(lambda: "a second SIGTERM or Ctrl-C ends them now" in (tmp_path / "said").read_text())
     job.send_signal(signal.SIGINT)
     assert job.wait(timeout=LIMIT_S) == 130
-    assert processes.ended(int(pid.read_text()))
+    assert proc.ended(int(pid.read_text()))
 
 
 @pytest.mark.parametrize(("lost", "code"), [("'b'", 1), ("None", 3)])
@@ -433,7 +438,7 @@ def test_an_mpirun_that_outlives_its_ranks_is_ended_if_a_host_is_lost(tmp_path: 
     fake.write_text(MPIRUN.format(rank="sleep 1", pid=pid, rest=late))
     fake.chmod(0o755)
     program = (
-        "import os, sys; from hvdtrain.cluster.supervise import Job;"
+        "import os, sys; from hvdtrain.launch.supervise import Job;"
         f"raise SystemExit(Job([sys.argv[1]], os.environ, 5, lost=lambda: {lost}).wait())"
     )
     words = [sys.executable, "-c", program, str(fake)]
@@ -444,7 +449,7 @@ def test_an_mpirun_that_outlives_its_ranks_is_ended_if_a_host_is_lost(tmp_path: 
 
 @pytest.mark.root
 def test_a_host_that_is_cut_off_is_lost_and_one_that_refuses_is_not(cluster: Cluster) -> None:
-    ask = [sys.executable, "-c", "from hvdtrain.cluster.supervise import lost_host; print(lost_host(['a', 'b']))"]
+    ask = [sys.executable, "-c", "from hvdtrain.launch.supervise import lost_host; print(lost_host(['a', 'b']))"]
     link = ["ip", "-n", f"hvd-{cluster.name}-b", "link", "set", "eth0"]
     assert cluster.on("a", *ask).stdout.strip() == "None"
     subprocess.run([*link, "down"], check=True)
@@ -454,7 +459,7 @@ def test_a_host_that_is_cut_off_is_lost_and_one_that_refuses_is_not(cluster: Clu
         subprocess.run([*link, "up"], check=True)
     settings = Path("/run/hvdtrain", cluster.name, "ssh", "ssh_config")
     settings.write_text(f"{settings.read_text()}Host c\n  HostName b\n  Port 9\n")
-    refused = ["-c", "from hvdtrain.cluster.supervise import lost_host; print(lost_host(['c']))"]
+    refused = ["-c", "from hvdtrain.launch.supervise import lost_host; print(lost_host(['c']))"]
     assert cluster.on("a", sys.executable, *refused).stdout.strip() == "None"
 
 

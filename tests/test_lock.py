@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from hvdtrain import lock
-from hvdtrain.exits import Failure
+from hvdtrain.system import locks
+from hvdtrain.system.exits import Failure
 
 HOLD = """import sys, pathlib
 from hvdtrain import lock
@@ -25,18 +25,18 @@ def test_another_job_is_told_who_holds_the_folder_until_that_is_killed(tmp_path:
     with subprocess.Popen(words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None and holder.stdout.readline() == b"\n"
         with pytest.raises(Failure) as refused:
-            lock.take(tmp_path, "another", "later")
+            locks.take(tmp_path, "another", "later")
         who = f"process {holder.pid} on {os.uname().nodename}, since now"
         assert refused.value.code == 73 and who in str(refused.value)
-        lock.take(tmp_path, "one", "now")  # the same job on a host that shares the folder
+        locks.take(tmp_path, "one", "now")  # the same job on a host that shares the folder
         holder.kill()
         holder.wait()
-        lock.take(tmp_path, "another", "later")
+        locks.take(tmp_path, "another", "later")
 
 
 @pytest.mark.parametrize("kind", ["link", "hard link", "dangling link", "fifo", "folder", "text", "json"])
 def test_what_is_no_lock_of_ours_is_refused_and_stays_as_it_is(kind: str, tmp_path: Path) -> None:
-    place, other = tmp_path / lock.NAME, tmp_path / "other"
+    place, other = tmp_path / locks.NAME, tmp_path / "other"
     text = '{"mine": 1}' if kind == "json" else "mine\n"
     if kind in ("text", "json"):
         place.write_text(text)
@@ -51,8 +51,8 @@ def test_what_is_no_lock_of_ours_is_refused_and_stays_as_it_is(kind: str, tmp_pa
         place.symlink_to(other)
         if kind == "link":
             other.write_text(text)
-    with pytest.raises((Failure, OSError), match=rf"{lock.NAME}"):
-        lock.take(tmp_path, "one", "now")
+    with pytest.raises((Failure, OSError), match=rf"{locks.NAME}"):
+        locks.take(tmp_path, "one", "now")
     if kind in ("link", "hard link", "text", "json"):
         assert place.read_text() == text
     assert other.exists() == (kind in ("link", "hard link"))

@@ -11,18 +11,19 @@ import pytest
 from conftest import PROGRAMS, ROOT, document, failing, launch
 from sklearn import metrics as known
 
-from hvdtrain import measures, records
-from hvdtrain.exits import Failure
-from hvdtrain.measures import Accuracy, Confusion, Regression
-from hvdtrain.position import Position
+from hvdtrain import records
+from hvdtrain.records import metrics
+from hvdtrain.records.metrics import Accuracy, Confusion, Regression
 from hvdtrain.results import accuracy, load, tables
 from hvdtrain.results import scores as named
 from hvdtrain.results.__main__ import main
+from hvdtrain.system.exits import Failure
+from hvdtrain.training.train_state import Position
 
 DRAW = np.random.default_rng(7)
 
 
-def totals(measure: measures.Measure, parts: list[dict[str, np.ndarray]], samples: int) -> np.ndarray:
+def totals(measure: metrics.Measure, parts: list[dict[str, np.ndarray]], samples: int) -> np.ndarray:
     """Of parts that ranks have summed by themselves."""
     sums = [np.sum([part[name] for part in parts], axis=0).ravel() for name in measure.sums]
     return np.concatenate([[3.0 * samples], *sums, [samples]])
@@ -80,16 +81,16 @@ def test_a_confusion_matrix_gives_scikit_learns_precision_recall_and_f1(classes:
 
 
 def test_what_a_measure_says_comes_back_and_nothing_else_is_taken() -> None:
-    for measure in (measures.Accuracy(), Regression(), Confusion(("a", "b"))):
+    for measure in (metrics.Accuracy(), Regression(), Confusion(("a", "b"))):
         value = json.loads(json.dumps(measure.as_json()))
-        assert measures.read(value) == (measure.headline, dict(measure.scores))
+        assert metrics.read(value) == (measure.headline, dict(measure.scores))
     runs = pd.DataFrame({"scores": [json.dumps(Regression("W/m2").as_json())] * 2, "headline": "mae"})
     assert named.best(runs.assign(best_validation_mae=[0.5, 0.3])) == "MAE 0.3 W/m2"
     for wrong in ({}, {"headline": "x", "scores": {}}, {**value, "headline": "f2"}, {**value, "scores": {"f1": {}}}):
         with pytest.raises(ValueError, match="score"):
-            measures.read(wrong)
+            metrics.read(wrong)
     with pytest.raises(Failure, match="gives the sums wrong, and its measure adds up correct"):
-        measures.Accuracy().in_order({"wrong": 1})
+        metrics.Accuracy().in_order({"wrong": 1})
 
 
 def test_a_bias_is_better_the_nearer_it_is_to_0() -> None:
@@ -108,7 +109,7 @@ def test_a_bias_is_better_the_nearer_it_is_to_0() -> None:
 )
 def test_a_target_that_cannot_be_reached_is_one_clear_line(asked: str, said: str) -> None:
     with failing(78, said):
-        measures.Accuracy().target(asked)
+        metrics.Accuracy().target(asked)
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,10 @@ import pytest
 from conftest import failing
 from twins import Arrays, Found, load, tensorflow_gradients, tf, told, torch_gradients
 
-from hvdtrain.exits import BAD_CONFIG
-from hvdtrain.measures import Regression
 from hvdtrain.models import mlp_tf, mlp_torch
 from hvdtrain.models.mlp import MLPSpec, initial_state, multiply_adds, parameters
+from hvdtrain.records.metrics import Regression
+from hvdtrain.system.exits import BAD_CONFIG
 
 SPEC = MLPSpec(inputs=7, hidden=(12, 5), outputs=4)
 

@@ -18,11 +18,11 @@ import pytest
 from conftest import LIMIT_S, PROGRAMS, ROOT, environment, until
 
 from hvdtrain import records
-from hvdtrain.cluster import quota
 from hvdtrain.monitors import cgroup, sampler
 from hvdtrain.monitors.nvml import Nvml
 from hvdtrain.monitors.resources import TICK_S, Resources, _difference, _growth
 from hvdtrain.monitors.sensors import Sensor
+from hvdtrain.system import cgroup as quota
 
 
 def command(folder: Path, *words: str) -> list[str]:

@@ -14,9 +14,9 @@ from runs import read_run
 from test_resnet_train import assert_same_arrays, newest_arrays, started, wait_for_steps
 
 from hvdtrain import strategies
-from hvdtrain.collectives import powersgd
-from hvdtrain.collectives.meeting import reserved_port
-from hvdtrain.config import TrainConfig
+from hvdtrain.comm.backends import ddp_powersgd
+from hvdtrain.comm.rendezvous import reserved_port
+from hvdtrain.config.options import TrainConfig
 from hvdtrain.models.resnet import ResNetSpec, parameters
 from hvdtrain.strategies import Layout
 
@@ -83,11 +83,11 @@ def test_powersgd_learns_and_resumes_as_if_never_interrupted(torch: Path) -> Non
     whole, resumed = told(torch / "whole"), told(torch / "cut")
     assert losses(whole)[-1] < 0.5 * losses(whole)[0]
     shapes = list(parameters(ResNetSpec(channels=1, classes=10, width=0.125)).values())
-    before, after = (4 * powersgd.elements_sent(shapes, 2, step) for step in (0, powersgd.START_STEP))
-    first, steps = powersgd.START_STEP, len(whole["step"])
+    before, after = (4 * ddp_powersgd.elements_sent(shapes, 2, step) for step in (0, ddp_powersgd.START_STEP))
+    first, steps = ddp_powersgd.START_STEP, len(whole["step"])
     assert [step.bytes_sent for step in whole["step"]] == [before] * first + [after] * (steps - first)
     assert after < before / 10
-    assert powersgd.START_STEP < resumed["resumed"][0].step <= 20
+    assert ddp_powersgd.START_STEP < resumed["resumed"][0].step <= 20
     # Two ranks add in one order, whatever the bucket's; the errors that were kept are those of this very step.
     again = {step.step: step.loss for step in resumed["step"]}  # the last word of those that were made twice
     np.testing.assert_allclose(list(again.values()), losses(whole), rtol=1e-6)
@@ -145,7 +145,7 @@ def test_each_hook_tells_its_bytes() -> None:
     shapes = list(parameters(ResNetSpec(channels=1, classes=10, width=0.125)).values())
     whole = 4 * sum(int(np.prod(shape)) for shape in shapes)
     expected = {("none", 2): whole, ("fp16", 2): whole // 2}
-    expected |= {("powersgd", n): 4 * powersgd.elements_sent(shapes, n, powersgd.START_STEP) for n in (1, 2, 4)}
+    expected |= {("powersgd", n): 4 * ddp_powersgd.elements_sent(shapes, n, ddp_powersgd.START_STEP) for n in (1, 2, 4)}
     for (hook, rank), payload in expected.items():
         exchange = strategies.parse(f"native:hook={hook},rank={rank}")
         assert exchange.cost(shapes, Layout(ranks=4, hosts=4)).sent_bytes == 2 * 3 * payload // 4

@@ -10,10 +10,10 @@ import pytest
 from conftest import PROGRAMS, document, launch, until
 from thread_ranks import ThreadMeeting, at_once, meetings, reach
 
-from hvdtrain.collectives import Alone, Reach
-from hvdtrain.script import coordinator
-from hvdtrain.script.calls import Calls, Op
-from hvdtrain.script.coordinator import Asked, Coordinator, packed, unpacked
+from hvdtrain.comm.backends.base import Alone, Reach
+from hvdtrain.horovod_api import coordinator
+from hvdtrain.horovod_api.calls import Calls, Op
+from hvdtrain.horovod_api.coordinator import Asked, Coordinator, packed, unpacked
 
 
 @pytest.mark.parametrize(("ranks", "launcher"), [(3, "horovodrun --gloo"), (4, "mpirun")])

@@ -14,13 +14,13 @@ from conftest import PROGRAMS, launch
 from runs import read_run
 
 from hvdtrain import records
-from hvdtrain.arguments import without_secrets
-from hvdtrain.exits import Failure
+from hvdtrain.comm.world import World
+from hvdtrain.horovod_api import record, shown
 from hvdtrain.results import load as results
 from hvdtrain.results.__main__ import main
-from hvdtrain.script import record, shown
 from hvdtrain.strategies import parse
-from hvdtrain.world import World
+from hvdtrain.system.arguments import without_secrets
+from hvdtrain.system.exits import Failure
 
 STREAMS = "local-sgd:every=2,staleness=1+powersgd:rank=1"
 SCRIPT = str(PROGRAMS / "own_recorded.py")

@@ -17,11 +17,11 @@ from runs import cut_off
 from test_stages import stepped
 
 import hvdtrain
-from hvdtrain.config import TrainConfig
+from hvdtrain.config.options import TrainConfig
 from hvdtrain.data import Batch, own
 from hvdtrain.data.loader import Loader
-from hvdtrain.exits import Failure
-from hvdtrain.measures import Accuracy, Measure, Score
+from hvdtrain.records.metrics import Accuracy, Measure, Score
+from hvdtrain.system.exits import Failure
 
 torch = pytest.importorskip("torch")
 

@@ -24,9 +24,12 @@ from conftest import forked
 from PIL import Image
 from runs import make
 
-from hvdtrain import captioning, cli, config, exits, resnet, world
-from hvdtrain.cluster import launch
-from hvdtrain.cluster.throttle import request
+from hvdtrain import captioning, cli, resnet
+from hvdtrain.comm import world
+from hvdtrain.config import options
+from hvdtrain.lab.throttle import request
+from hvdtrain.launch import __main__ as launch
+from hvdtrain.system import exits
 
 HERE = "@"
 """In a command line: where the path under test goes"""
@@ -96,7 +99,7 @@ def parser(name: str) -> argparse.ArgumentParser:
         return launch.parser(name)
     if name in ("resnet", "captioning"):
         cls = {"resnet": resnet.ResNetConfig, "captioning": captioning.CaptioningConfig}[name]
-        return config.parser_for(cls, prog=name, purpose="")
+        return options.parser_for(cls, prog=name, purpose="")
     if name == "throttle":
         return request.parser()
     return cli.COMMANDS[tuple(name.split())][1].parser()

@@ -22,12 +22,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from hvdtrain import exits
-from hvdtrain.exits import Failure
 from hvdtrain.results import plots
 from hvdtrain.results.figures import machines, style
 from hvdtrain.results.load import Loaded, load
 from hvdtrain.results.strategies import strategies
+from hvdtrain.system import exits
+from hvdtrain.system.exits import Failure
 
 T_2 = 4.302652729911275  # Student's t at 97.5 % for 2 degrees of freedom
 SEEDS = range(3)

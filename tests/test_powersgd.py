@@ -15,11 +15,11 @@ from fake_hosts import rounds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.exits import Failure
 from hvdtrain.models.resnet import ResNetSpec, parameters
-from hvdtrain.strategies import matrices
-from hvdtrain.strategies.payload import elements
-from hvdtrain.strategies.powersgd import PowerSGD
+from hvdtrain.strategies.cost import elements
+from hvdtrain.strategies.reducers import matrices
+from hvdtrain.strategies.reducers.powersgd import PowerSGD
+from hvdtrain.system.exits import Failure
 
 MIXED = [(24, 8, 3, 3), (24,), (), (6, 5), (5, 1, 7, 7), (1, 40), (64, 20), (20,)]
 RESNET = list(parameters(ResNetSpec(channels=1, classes=10, width=0.25)).values())

@@ -19,11 +19,11 @@ from runs import read_run
 from test_resnet_train import started, wait_for_steps
 
 from hvdtrain import records
-from hvdtrain.config import flag
-from hvdtrain.exits import Failure
-from hvdtrain.observe import profiled_steps
+from hvdtrain.config.options import flag
+from hvdtrain.observe.timing import WARMUP_STEPS
 from hvdtrain.resnet import ResNetConfig
-from hvdtrain.timing import WARMUP_STEPS
+from hvdtrain.system.exits import Failure
+from hvdtrain.training.observers import profiled_steps
 
 # What a step is called in the trace, and a part of the names of what computes convolutions forward and backward.
 NAMES = {

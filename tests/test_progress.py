@@ -11,15 +11,15 @@ import sys
 import pytest
 from conftest import LIMIT_S
 
-from hvdtrain import progress
-from hvdtrain.progress import Progress
+from hvdtrain.observe import progress
+from hvdtrain.observe.progress import Progress
 
 
 def test_plain_lines_at_most_every_ten_seconds(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now_s = 0.0
-    monkeypatch.setattr("hvdtrain.progress.time.monotonic", lambda: now_s)
+    monkeypatch.setattr("hvdtrain.observe.progress.time.monotonic", lambda: now_s)
     with Progress("training", 1527, "steps") as bar:
         for _ in range(240):
             now_s += 0.125
@@ -33,7 +33,7 @@ def test_a_resumed_run_counts_only_its_own_work(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now_s = 0.0
-    monkeypatch.setattr("hvdtrain.progress.time.monotonic", lambda: now_s)
+    monkeypatch.setattr("hvdtrain.observe.progress.time.monotonic", lambda: now_s)
     with Progress("preparing", 9000, "images", done=5000) as bar:
         now_s = 10.0
         bar.advance(1000)
@@ -51,7 +51,7 @@ def on_terminal(**environment: str) -> str:
     """What a short run writes to a real (pseudo) terminal."""
     master, slave = pty.openpty()
     code = (
-        "import time\nfrom hvdtrain.progress import Progress\n"
+        "import time\nfrom hvdtrain.observe.progress import Progress\n"
         "with Progress('working', 30, 'steps') as p:\n"
         "    for n in range(30): time.sleep(0.01); p.advance(note='[x] loss')\n"
     )

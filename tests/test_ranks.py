@@ -12,7 +12,7 @@ import pytest
 from conftest import PROGRAMS, document, first_of, launch, refused
 from test_strategies import Simulated, simulated_delayed
 
-from hvdtrain import world
+from hvdtrain.comm import world
 
 RANKS = {"torch": 3, "tensorflow": 2}
 """Of each framework"""

@@ -7,14 +7,7 @@ from conftest import failing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.cluster.rates import (
-    HIGHEST_BIT_S,
-    LOWEST_BIT_S,
-    goodput_both_ways,
-    goodput_one_way,
-    parse_rate,
-    show_rate,
-)
+from hvdtrain.system.rates import HIGHEST_BIT_S, LOWEST_BIT_S, goodput_both_ways, goodput_one_way, parse_rate, show_rate
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from conftest import failing
 from runs import Made, step, summary
 
 from hvdtrain import records
-from hvdtrain.measures import Accuracy, Measure, Regression
-from hvdtrain.position import Position
+from hvdtrain.records.metrics import Accuracy, Measure, Regression
+from hvdtrain.training.train_state import Position
 
 STEP = step(Made(communication_s=None), 1, 0)
 

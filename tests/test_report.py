@@ -15,11 +15,11 @@ import pytest
 import runs
 from conftest import LIMIT_S, failing, finished
 
-from hvdtrain import exits
 from hvdtrain.results import report, report_words
 from hvdtrain.results.load import load
 from hvdtrain.results.statistics import Interval
 from hvdtrain.results.tables import listing
+from hvdtrain.system import exits
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 HOSTILE = "<script>alert('1')</script>\"&{x}"

@@ -27,20 +27,21 @@ from hypothesis import strategies as st
 from twins import Arrays, Found, Model, tensorflow_gradients, tf, told, torch, torch_gradients
 from twins import one_thread as one_thread
 
-from hvdtrain import strategies, workload
-from hvdtrain.config import TrainConfig
+from hvdtrain import strategies
+from hvdtrain.comm.world import World
+from hvdtrain.config.options import TrainConfig
 from hvdtrain.data import Batch
-from hvdtrain.exits import BAD_CONFIG, Failure
 from hvdtrain.frameworks import in_vector
-from hvdtrain.measures import Accuracy
 from hvdtrain.models import layers_tf, layers_torch
 from hvdtrain.models.resnet import NORM_MOMENTUM, ResNetSpec, buffers, initial_state, parameters, plan
 from hvdtrain.models.resnet_tf import ResNetTF
 from hvdtrain.models.resnet_torch import ResNetTorch
-from hvdtrain.strategies.hierarchical import Hierarchical
-from hvdtrain.strategies.overlapped import PARTS, Overlapped, cut
-from hvdtrain.timing import Clock
-from hvdtrain.world import World
+from hvdtrain.observe.timing import Clock
+from hvdtrain.records.metrics import Accuracy
+from hvdtrain.strategies.algorithms.overlapped import PARTS, Overlapped, cut
+from hvdtrain.strategies.reducers.exact import Hierarchical
+from hvdtrain.system.exits import BAD_CONFIG, Failure
+from hvdtrain.training import job
 
 SMALL = ResNetSpec(channels=1, classes=10, width=0.25)
 ODD_SIZES = [(32, 32), (33, 31), (64, 48), (49, 37), (197, 148), (8, 8), (1, 1)]
@@ -493,7 +494,7 @@ def test_each_part_is_given_during_backward_when_its_gradients_are_final(framewo
     shapes = in_vector(framework, list(parameters(spec).values()))
     strategy = Taking(world, shapes, config, None, Hierarchical(shapes))
     model: Any = (ResNetTorch if framework == "torch" else ResNetTF)(spec)
-    replica = workload.replica_of(model, config, world, strategy, "cpu", Accuracy())
+    replica = job.replica_of(model, config, world, strategy, "cpu", Accuracy())
     for _ in range(2):
         strategy.taken.clear()
         strategy.backward_done = False
@@ -517,7 +518,7 @@ def test_arrays_that_the_loss_does_not_use_are_given_with_the_others() -> None:
     config = TrainConfig(framework="torch", device="cpu")
     world = World("torch", carrier="streams")
     strategy = Taking(world, [(100, 100)] * 2, config, None, Hierarchical([(100, 100)] * 2))
-    replica = workload.replica_of(Half(), config, world, strategy, "cpu", Accuracy())
+    replica = job.replica_of(Half(), config, world, strategy, "cpu", Accuracy())
     ones = np.ones((1, 100), np.float32)
     replica.backward(Batch(arrays=(ones, ones), weight=1, total_weight=1), 0.1, stop=False)
     (first, unused, _), (second, used, _) = strategy.taken

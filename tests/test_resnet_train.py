@@ -41,7 +41,8 @@ from safetensors.numpy import load_file
 from sklearn.datasets import load_sample_image
 from test_checkpoint import edit
 
-from hvdtrain import loop, records
+from hvdtrain import records
+from hvdtrain.training import loop
 
 FRAMEWORKS = ("torch", "tensorflow")
 SUMMARY_KEYS = {

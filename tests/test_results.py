@@ -18,8 +18,7 @@ from conftest import failing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.exits import Failure
-from hvdtrain.measures import Regression
+from hvdtrain.records.metrics import Regression
 from hvdtrain.results import energy, reference, scores
 from hvdtrain.results.__main__ import main
 from hvdtrain.results.compare import judge
@@ -28,6 +27,7 @@ from hvdtrain.results.output import latex_text, terminal
 from hvdtrain.results.statistics import Interval, Statistic, summary
 from hvdtrain.results.table import Column, Table, cell
 from hvdtrain.results.where import Where
+from hvdtrain.system.exits import Failure
 
 SEEDS = 3
 

@@ -12,13 +12,13 @@ import pytest
 import runs
 from test_results import json_of
 
-from hvdtrain.exits import Failure
 from hvdtrain.results import alike, groups, plots, report_words
 from hvdtrain.results.__main__ import main
 from hvdtrain.results.figures import panels
 from hvdtrain.results.load import load
 from hvdtrain.results.scaling_table import scaling
 from hvdtrain.results.strategies import strategies
+from hvdtrain.system.exits import Failure
 
 UNLIKE: dict[str, dict[str, Any]] = {
     "threads": {"threads": 2},

@@ -21,9 +21,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain import records
-from hvdtrain.exits import Failure
 from hvdtrain.results import folders, groups, load
 from hvdtrain.results.__main__ import main
+from hvdtrain.system.exits import Failure
 
 METRICS = Path("metrics") / "rank0000.jsonl"
 GOOD = runs.Made(hosts=2, rate_mbit=10.0, energy_w={"cpu0": 30.0}, kind="timing")

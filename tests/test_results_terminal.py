@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import runs
 
-from hvdtrain import run
 from hvdtrain.captioning import Captions
-from hvdtrain.exits import Failure
 from hvdtrain.records import Summary
 from hvdtrain.results import load, plots
 from hvdtrain.results.__main__ import main
+from hvdtrain.system.exits import Failure
+from hvdtrain.training import run_folder
 
 TABLES = ("list", "table", "scaling", "accuracy", "strategies", "energy", "phases", "show", "compare")
 NUMBER = r"[+-]?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?"
@@ -91,7 +91,7 @@ def test_scores_of_a_run_are_whole_in_its_summary(capsys: pytest.CaptureFixture[
     record = runs.summary(runs.Made(), Path("r"), 0.0)
     scores = {name: 0.1234 + number / 1000 for number, name in enumerate(names)}
     fields = {"test_scores": scores, "validation_scores": [scores] * 2, "tested_step": 3}
-    run.show_summary(Summary(**(vars(record) | fields)), Captions(), as_json=False)
+    run_folder.show_summary(Summary(**(vars(record) | fields)), Captions(), as_json=False)
     text = capsys.readouterr().out
     for name, score in scores.items():
         assert re.search(rf"\b{name}\b", text)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.strategies import rounded
+from hvdtrain.strategies.reducers import quantize
 
 
 def normal(seed: int, *shape: int) -> np.ndarray:
@@ -22,7 +22,7 @@ def totals(inputs: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray, int]:
 
     def host(hosts: Any) -> tuple[np.ndarray, np.ndarray, int]:
         values = inputs[hosts.index].copy()
-        mine = rounded.total(values, hosts, bits)
+        mine = quantize.total(values, hosts, bits)
         return values, mine, hosts.sent_bytes
 
     results = fake_hosts.run(len(inputs), host)
@@ -44,9 +44,9 @@ def test_parts_add_up_to_the_sum(size: int, hosts: int, bits: int, scale: float,
     exact = inputs.sum(axis=0, dtype=np.float64)
     largest = max((float(np.abs(part).max(initial=0)) for part in (*inputs, out)), default=0.0)
     np.testing.assert_allclose(mine.sum(axis=0, dtype=np.float64), out, atol=3e-6 * largest * hosts, rtol=0)
-    half_a_step = 0.51 / (2 ** (bits - 1) - 1) * largest + 2 * float(rounded.TINY)
+    half_a_step = 0.51 / (2 ** (bits - 1) - 1) * largest + 2 * float(quantize.TINY)
     np.testing.assert_allclose(out, exact, atol=(hosts + 1) * half_a_step + 1e-6 * largest, rtol=0)
-    assert sent == rounded.total_bytes(size, hosts, bits)
+    assert sent == quantize.total_bytes(size, hosts, bits)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -88,6 +88,6 @@ def test_zeros_stay_zeros(bits: int) -> None:
 
 def test_a_quarter_and_an_eighth_of_the_bytes() -> None:
     exact = 2 * 3 * 4 * 10_000 / 4
-    assert rounded.total_bytes(10_000, 4, 32) == exact
-    assert rounded.total_bytes(10_000, 4, 8) == 2 * 3 * 40 * 68 == pytest.approx(exact / 4, rel=0.1)
-    assert rounded.total_bytes(10_000, 4, 4) == 2 * 3 * 40 * 36 == pytest.approx(exact / 8, rel=0.2)
+    assert quantize.total_bytes(10_000, 4, 32) == exact
+    assert quantize.total_bytes(10_000, 4, 8) == 2 * 3 * 40 * 68 == pytest.approx(exact / 4, rel=0.1)
+    assert quantize.total_bytes(10_000, 4, 4) == 2 * 3 * 40 * 36 == pytest.approx(exact / 8, rel=0.2)

@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 from conftest import ROOT, SMALL, failing, here
 
-from hvdtrain import observe, records, scalars
-from hvdtrain.config import TrainConfig
+from hvdtrain import records
+from hvdtrain.config.options import TrainConfig
+from hvdtrain.observe import tensorboard as scalars
+from hvdtrain.training import observers
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +81,7 @@ def test_tensorboard_shows_the_records_of_a_resumed_run_once(
     assert sorted(expected["step/loss"]) == list(range(60))
     assert {tag: shown.get(tag) for tag in expected} == expected
     assert not {"step/step", "step/warmup", "epoch/unix_s"} & set(shown)
-    other = observe.writer(TrainConfig(tensorboard=True), run, rank=1)
+    other = observers.writer(TrainConfig(tensorboard=True), run, rank=1)
     other.close()
     assert type(other) is records.Writer
 

@@ -24,13 +24,13 @@ import pytest
 from conftest import LIMIT_S, PROGRAMS, ROOT, command, document, environment, failing, launch, until
 from thread_ranks import at_once
 
-from hvdtrain.cluster import admission, stream
-from hvdtrain.cluster.doctor.agent import HERE, Agent
-from hvdtrain.collectives import meeting, sealed
-from hvdtrain.exits import Failure
-from hvdtrain.place import Place
-from hvdtrain.sentinel import trust
+from hvdtrain.comm import rendezvous, signed_store
+from hvdtrain.comm.launch_env import Place
+from hvdtrain.doctor.agent import HERE, Agent
+from hvdtrain.sentinel import auth
 from hvdtrain.sentinel.watch import PURPOSE, RankWords
+from hvdtrain.system import link_probe, socket_filter
+from hvdtrain.system.exits import Failure
 
 STRANGERS = 1100
 DEEP = b"[" * 4096
@@ -59,8 +59,8 @@ def test_a_crowd_of_strangers_does_not_keep_ranks_apart(kind: str, tmp_path: Pat
     try:
         until((tmp_path / "door").exists)
         address, port = (tmp_path / "door").read_text().split()
-        claim = (1).to_bytes(4, "little") + b"n" * trust.NONCE_BYTES
-        loud = [b"", b"GET / HTTP/1.0\r\n\r\n" * 9, DEEP, b"\xff" * 64, claim, claim + b"p" * trust.CODE_BYTES]
+        claim = (1).to_bytes(4, "little") + b"n" * auth.NONCE_BYTES
+        loud = [b"", b"GET / HTTP/1.0\r\n\r\n" * 9, DEEP, b"\xff" * 64, claim, claim + b"p" * auth.CODE_BYTES]
         for count in range(STRANGERS):
             strangers.append(socket.create_connection((address, int(port)), LIMIT_S))
             with contextlib.suppress(OSError):  # shown the door already
@@ -76,11 +76,11 @@ def test_a_crowd_of_strangers_does_not_keep_ranks_apart(kind: str, tmp_path: Pat
     assert json.loads(out)["sum"] == [2.0, 1.0]
 
 
-def handshake(port: int, me: trust.Party, to: int, said: list[bytes]) -> bytes:
+def handshake(port: int, me: auth.Party, to: int, said: list[bytes]) -> bytes:
     """Says the hello and proof of someone else's handshake again; what came back after them."""
     with socket.create_connection(("127.0.0.1", port), 5) as connection:
         connection.sendall(said[0])
-        stream.exactly(connection, trust.NONCE_BYTES + trust.CODE_BYTES)
+        link_probe.exactly(connection, auth.NONCE_BYTES + auth.CODE_BYTES)
         connection.sendall(said[1])
         with contextlib.suppress(OSError):
             return connection.recv(1)
@@ -89,15 +89,15 @@ def handshake(port: int, me: trust.Party, to: int, said: list[bytes]) -> bytes:
 
 def test_a_handshake_that_was_overheard_lets_nobody_in() -> None:
     """Rank 1's own words, said again; the acceptor's proof, reflected; a proof for another purpose or another rank."""
-    secret = os.urandom(trust.SECRET_BYTES)
+    secret = os.urandom(auth.SECRET_BYTES)
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    rank0, rank1 = (trust.Party(secret, b"streams", number) for number in (0, 1))
+    rank0, rank1 = (auth.Party(secret, b"streams", number) for number in (0, 1))
     found: list[dict[int, socket.socket]] = []
 
     def accept(patience_s: float) -> threading.Thread:
         found.clear()
-        thread = threading.Thread(target=lambda: found.append(trust.accepted(listener, rank0, {1}, patience_s)))
+        thread = threading.Thread(target=lambda: found.append(auth.accepted(listener, rank0, {1}, patience_s)))
         thread.start()
         return thread
 
@@ -105,30 +105,30 @@ def test_a_handshake_that_was_overheard_lets_nobody_in() -> None:
     with socket.create_server(("127.0.0.1", 0)) as tap:  # one in between, who passes everything on
         accepting = accept(10)
         joining = threading.Thread(
-            target=lambda: trust.connected("127.0.0.1", tap.getsockname()[1], rank1, 0, 10).close()
+            target=lambda: auth.connected("127.0.0.1", tap.getsockname()[1], rank1, 0, 10).close()
         )
         joining.start()
         near, _ = tap.accept()
         with near, socket.create_connection(("127.0.0.1", port)) as far:
-            heard.append(stream.exactly(near, trust.HELLO_BYTES))
+            heard.append(link_probe.exactly(near, auth.HELLO_BYTES))
             far.sendall(heard[0])
-            answer = stream.exactly(far, trust.NONCE_BYTES + trust.CODE_BYTES)
+            answer = link_probe.exactly(far, auth.NONCE_BYTES + auth.CODE_BYTES)
             near.sendall(answer)
-            heard.append(stream.exactly(near, trust.CODE_BYTES))
+            heard.append(link_probe.exactly(near, auth.CODE_BYTES))
             far.sendall(heard[1])
-            near.sendall(stream.exactly(far, 1))
+            near.sendall(link_probe.exactly(far, 1))
             joining.join(10)
             accepting.join(10)
     assert list(found[0]) == [1], "a relay is not noticed: SECURITY.md says so"
     found[0][1].close()
     accepting = accept(1.5)
-    for proof in (heard[1], answer[trust.NONCE_BYTES :], bytes(trust.CODE_BYTES)):
+    for proof in (heard[1], answer[auth.NONCE_BYTES :], bytes(auth.CODE_BYTES)):
         assert handshake(port, rank1, 0, [heard[0], proof]) == b""
     for me in (rank1._replace(purpose=b"servers"), rank1._replace(secret=b"x" * 32), rank1._replace(number=2)):
         with pytest.raises(OSError):
-            trust.connected("127.0.0.1", port, me, 0, 0.3)
+            auth.connected("127.0.0.1", port, me, 0, 0.3)
     with pytest.raises(OSError):
-        trust.connected("127.0.0.1", port, rank1, 5, 0.3)
+        auth.connected("127.0.0.1", port, rank1, 5, 0.3)
     accepting.join(10)
     listener.close()
     assert found == [{}]
@@ -173,7 +173,7 @@ class Host:
 
 def test_nothing_a_stranger_sends_ends_the_watch_or_hides_that_a_host_is_lost() -> None:
     """Floods, nesting that json cannot read, forged and empty datagrams; then a host falls silent, and is missed."""
-    secret, hosts = os.urandom(trust.SECRET_BYTES), [Host(0), Host(1)]
+    secret, hosts = os.urandom(auth.SECRET_BYTES), [Host(0), Host(1)]
     forged = {"number": 10**9, "host": 1, "idle": False, "left": True, "fault": {"kind": "lost", "text": "made up"}}
     datagrams = [
         DEEP,
@@ -181,8 +181,8 @@ def test_nothing_a_stranger_sends_ends_the_watch_or_hides_that_a_host_is_lost() 
         b"\xff{",
         b"\0" * 60_000,
         json.dumps({**forged, "token": "?"}).encode(),
-        trust.sealed(b"guess", PURPOSE, json.dumps(forged).encode()),
-        trust.sealed(b"", PURPOSE, DEEP),
+        auth.sealed(b"guess", PURPOSE, json.dumps(forged).encode()),
+        auth.sealed(b"", PURPOSE, DEEP),
         bytes([76]),  # the word of a rank that ends
     ]
     stranger = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -216,7 +216,7 @@ def test_a_flood_by_another_user_of_the_host_does_not_drown_a_ranks_last_word() 
     host = Host(0)
     stranger = udp("127.0.0.1")
     try:
-        host.begin(os.urandom(trust.SECRET_BYTES), [host])
+        host.begin(os.urandom(auth.SECRET_BYTES), [host])
         assert host.process.stdin is not None
         assert host.process.stdout is not None
         assert host.process.stderr is not None
@@ -247,7 +247,7 @@ def udp(address: str) -> socket.socket:
 
 def test_a_flood_does_not_reach_the_queue_of_heartbeats() -> None:
     door, friend, stranger, other = udp("127.0.0.2"), udp("127.0.0.3"), udp("127.0.0.3"), udp("127.0.0.4")
-    admission.only_senders(door, [friend.getsockname()])
+    socket_filter.only_senders(door, [friend.getsockname()])
     for _ in range(5000):  # more than the queue holds
         stranger.sendto(b"flood", door.getsockname())
         other.sendto(b"flood", door.getsockname())
@@ -309,7 +309,7 @@ class OpenStore:
 
         def rank(number: int) -> Any:
             place = Place(launcher="horovodrun", rank=number, size=2, local_rank=number, local_size=2)
-            return program(sealed.Sealed(meeting.HorovodrunMeeting(place, where)))
+            return program(signed_store.Sealed(rendezvous.HorovodrunMeeting(place, where)))
 
         return at_once([functools.partial(rank, number) for number in range(2)], Failure)
 
@@ -325,14 +325,14 @@ def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[OpenStore
 
 
 def test_nothing_in_the_open_store_gives_the_secret_away_and_nothing_stays(store: OpenStore) -> None:
-    def program(ranks: sealed.Sealed) -> tuple[bytes, list[bytes]]:
+    def program(ranks: signed_store.Sealed) -> tuple[bytes, list[bytes]]:
         return ranks.secret, ranks.gather(f"rank {ranks.rank}".encode())
 
     (secret, told), (other, _) = store.ranks(program)
     assert secret == other
     assert told == [b"rank 0", b"rank 1"]
     assert not store.left()
-    key = sealed.user_key()
+    key = signed_store.user_key()
     for _, value in store.seen:
         assert secret not in value
         assert key not in value
@@ -344,7 +344,7 @@ def test_nothing_in_the_open_store_gives_the_secret_away_and_nothing_stays(store
 def test_what_others_write_into_the_open_store_is_refused(replayed: bool, store: OpenStore) -> None:
     """In rank 1's place another address, so that rank 0 would connect to the attacker; or an old message again."""
 
-    def program(ranks: sealed.Sealed) -> list[bytes]:
+    def program(ranks: signed_store.Sealed) -> list[bytes]:
         ranks.gather(b"a 10.0.0.1 1")
         if ranks.rank == 0:
             return ranks.gather(b"a 10.0.0.1 2")
@@ -358,7 +358,7 @@ def test_what_others_write_into_the_open_store_is_refused(replayed: bool, store:
 
 
 def test_nonces_of_an_earlier_job_said_again_make_no_secret(store: OpenStore) -> None:
-    def program(ranks: sealed.Sealed) -> bytes:
+    def program(ranks: signed_store.Sealed) -> bytes:
         return ranks.secret
 
     secret, _ = store.ranks(program)
@@ -373,10 +373,10 @@ def test_nonces_of_an_earlier_job_said_again_make_no_secret(store: OpenStore) ->
 
 @pytest.mark.parametrize("kind", ["open", "link", "fifo", "short", "folder"])
 def test_a_key_that_others_could_know_is_refused(kind: str, tmp_path: Path) -> None:
-    path = tmp_path / sealed.KEY
+    path = tmp_path / signed_store.KEY
     path.parent.mkdir(parents=True)
     other = tmp_path / "other"
-    other.write_bytes(b"k" * trust.SECRET_BYTES)
+    other.write_bytes(b"k" * auth.SECRET_BYTES)
     other.chmod(0o600)
     if kind == "link":
         path.symlink_to(other)
@@ -385,10 +385,10 @@ def test_a_key_that_others_could_know_is_refused(kind: str, tmp_path: Path) -> N
     elif kind == "folder":
         path.mkdir()
     else:
-        path.write_bytes(b"k" * (trust.SECRET_BYTES - (kind == "short")))
+        path.write_bytes(b"k" * (auth.SECRET_BYTES - (kind == "short")))
         path.chmod(0o644 if kind == "open" else 0o600)
     with failing(77, "key"):
-        sealed.user_key(tmp_path)
+        signed_store.user_key(tmp_path)
 
 
 # --- doctor and throttle --------------------------------------------------------------------------------------------
@@ -411,11 +411,11 @@ def test_the_doctors_ports_cost_no_thread_for_each_stranger(descriptors: None) -
 
 def test_strangers_do_not_stop_a_measurement() -> None:
     """Whoever announces more memory or time than there is, or says nothing that is a request."""
-    with stream.listening("127.0.0.1") as door:
-        server = threading.Thread(target=stream.serve, args=(door,), daemon=True)
+    with link_probe.listening("127.0.0.1") as door:
+        server = threading.Thread(target=link_probe.serve, args=(door,), daemon=True)
         server.start()
         port = door.getsockname()[1]
-        request = stream.REQUEST.pack
+        request = link_probe.REQUEST.pack
         for said in (
             b"\xff" * 64,
             request(b"m", 1 << 40, 0, 1),
@@ -425,7 +425,7 @@ def test_strangers_do_not_stop_a_measurement() -> None:
         ):
             with socket.create_connection(("127.0.0.1", port)) as stranger:
                 stranger.sendall(said)
-        found = stream.ask("127.0.0.1", port, 0.1, 0.2, sizes=[1000])
+        found = link_probe.ask("127.0.0.1", port, 0.1, 0.2, sizes=[1000])
         assert len(found["messages_s"]) == 1 and found["bit_s"] > 0
         server.join(10)
         assert not server.is_alive()

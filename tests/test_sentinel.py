@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 from conftest import until
 
-from hvdtrain.cluster import stream
-from hvdtrain.sentinel import goodput, interfaces, trust
+from hvdtrain.sentinel import auth, goodput, interfaces
+from hvdtrain.sentinel.auth import Party
 from hvdtrain.sentinel.processes import Process, launchers
-from hvdtrain.sentinel.trust import Party
 from hvdtrain.sentinel.watch import ASLEEP_S, PURPOSE, REFUSED_S, SILENCE_S, STOPPED_S, RankWords, Watch
+from hvdtrain.system import link_probe
 
 SECRET = b"s" * 32
 
@@ -207,8 +207,8 @@ def test_messages_of_strangers_are_nothing(sentinels: Callable[[int], Sentinels]
     message = {"number": 10**9, "host": 1, "idle": False, "left": False, "fault": fault}
     stranger = udp()
     for secret in (b"other", b""):
-        stranger.sendto(trust.sealed(secret, PURPOSE, json.dumps(message).encode()), job.doors[0].getsockname())
-    made = trust.sealed(SECRET, b"another purpose", json.dumps(message).encode())
+        stranger.sendto(auth.sealed(secret, PURPOSE, json.dumps(message).encode()), job.doors[0].getsockname())
+    made = auth.sealed(SECRET, b"another purpose", json.dumps(message).encode())
     for text in (made, json.dumps(message).encode(), b"\xff{", b"[" * 4096, b"", b"\0" * 65000):
         stranger.sendto(text, job.doors[0].getsockname())
         stranger.sendto(text, job.words[0].getsockname())
@@ -320,8 +320,8 @@ def test_who_has_proved_itself_is_heard_whatever_it_says() -> None:
     """While it proves itself its socket wakes nobody for less than the whole proof."""
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
         one, other = Party(SECRET, b"test", 0), Party(SECRET, b"test", 1)
-        coming = pool.submit(trust.connected, "127.0.0.1", listener.getsockname()[1], other, 0, 10)
-        found = trust.accepted(listener, one, {1}, 10)
+        coming = pool.submit(auth.connected, "127.0.0.1", listener.getsockname()[1], other, 0, 10)
+        found = auth.accepted(listener, one, {1}, 10)
         for end in (found[1], coming.result()):
             assert end.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == 1
             end.close()
@@ -341,4 +341,4 @@ def test_goodput_is_measured_by_the_receiver_and_strangers_are_not_served() -> N
         stranger.close()
     points = [(0.1 * i, 1000 * i) for i in range(10)]
     points[4:6] = [(0.4, 3000), (0.5, 3000)]  # a packet is lost, sent again, and all behind it arrives at once
-    assert stream.slope(points) == pytest.approx(10_000)
+    assert link_probe.slope(points) == pytest.approx(10_000)

@@ -21,7 +21,7 @@ from types import ModuleType
 import pytest
 from conftest import LIMIT_S, ROOT
 
-from hvdtrain.cluster import quota
+from hvdtrain.system import cgroup
 
 SETUP_FILES = ["Makefile", "setup.cfg", "pyproject.toml", "LICENSE", "tools/setup.sh"]
 SETUP_FILES += ["tools/constraints.txt", "tools/build_horovod.py", "tools/sleep_when_idle.c"]
@@ -115,9 +115,9 @@ def test_a_tool_of_roots_takes_a_newer_python_than_an_old_python3(tmp_path: Path
     (tmp_path / "python3.12").chmod(0o755)
     tool = str(ROOT / "tools" / "isolated.py")
     old = "import runpy, sys; sys.version_info = (3, 10); sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0])"
-    words = [sys.executable, "-c", old, tool, "hvdtrain.cluster", "status"]
+    words = [sys.executable, "-c", old, tool, "hvdtrain.lab", "status"]
     done = subprocess.run(words, env={"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=LIMIT_S)
-    assert done.stdout == f"-I -B {tool} hvdtrain.cluster status\n", done.stderr
+    assert done.stdout == f"-I -B {tool} hvdtrain.lab status\n", done.stderr
     (tmp_path / "python3.12").unlink()
     done = subprocess.run(words, env={"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=LIMIT_S)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1) and "install python3.11 or newer" in done.stderr
@@ -165,8 +165,8 @@ def test_every_folder_with_modules_is_installed() -> None:
 
 @pytest.mark.root
 def test_compilers_are_counted_by_the_memory_that_a_control_group_leaves() -> None:
-    v2 = (quota.MOUNT / "cgroup.controllers").exists()
-    group = quota.MOUNT / ("" if v2 else "memory") / f"hvdtrain-test-{os.getpid()}"
+    v2 = (cgroup.MOUNT / "cgroup.controllers").exists()
+    group = cgroup.MOUNT / ("" if v2 else "memory") / f"hvdtrain-test-{os.getpid()}"
     group.mkdir()
     try:
         limit = group / ("memory.max" if v2 else "memory.limit_in_bytes")

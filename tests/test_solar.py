@@ -18,10 +18,10 @@ from test_stages import stepped
 from twins import Found, load, tensorflow_gradients, tf, told, torch, torch_gradients
 
 from hvdtrain import data, solar
-from hvdtrain.exits import BAD_CONFIG
 from hvdtrain.models import mlp
 from hvdtrain.models import solar as nets
 from hvdtrain.models.solar import CNNSpec
+from hvdtrain.system.exits import BAD_CONFIG
 
 FRAMEWORKS = ("torch", "tensorflow")
 SMALL = CNNSpec(side=11)

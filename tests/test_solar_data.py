@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from hvdtrain import cli
 from hvdtrain.data import solar, solar_prepare
-from hvdtrain.exits import BAD_CONFIG, BAD_DATA, Failure
+from hvdtrain.system.exits import BAD_CONFIG, BAD_DATA, Failure
 
 STEP_S = 60
 NAN = np.float32(np.nan)

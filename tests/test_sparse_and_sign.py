@@ -12,14 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from hvdtrain.config import TrainConfig
+from hvdtrain.config.options import TrainConfig
 from hvdtrain.models.resnet import ResNetSpec, parameters
-from hvdtrain.strategies import REDUCERS, onebit, parse, topk
-from hvdtrain.strategies.onebit import LENGTH, OneBit
-from hvdtrain.strategies.payload import Shape, elements
-from hvdtrain.strategies.powersgd import PowerSGD
-from hvdtrain.strategies.reducer import Reducer
-from hvdtrain.strategies.topk import Code, TopK, largest
+from hvdtrain.strategies import REDUCERS, parse
+from hvdtrain.strategies.cost import Shape, elements
+from hvdtrain.strategies.reducers import topk
+from hvdtrain.strategies.reducers.base import Reducer
+from hvdtrain.strategies.reducers.powersgd import PowerSGD
+from hvdtrain.strategies.reducers.topk import Code, TopK, largest
+from hvdtrain.strategies.studies import onebit
+from hvdtrain.strategies.studies.onebit import LENGTH, OneBit
 
 Kind = tuple[type[Reducer], Any]
 SPARSE: dict[str, Kind] = {

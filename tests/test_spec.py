@@ -16,12 +16,12 @@ from conftest import ROOT, SMALL, alone, document, failing, finished, here, inst
 from hypothesis import given
 from hypothesis import strategies as some
 
-from hvdtrain import bounds, workloads
-from hvdtrain.config import TrainConfig
+from hvdtrain.comm.world import CARRIERS
+from hvdtrain.config import constraints, workloads
+from hvdtrain.config.options import TrainConfig
 from hvdtrain.strategies import FLAT, REDUCERS, SCHEDULES, Layout, parse, translated
-from hvdtrain.strategies.local_sgd import LocalSGD
-from hvdtrain.strategies.native import Native
-from hvdtrain.world import CARRIERS
+from hvdtrain.strategies.algorithms.local_sgd import LocalSGD
+from hvdtrain.strategies.algorithms.native import Native
 
 KNOWN: dict[str, Any] = {**SCHEDULES, **REDUCERS}
 LONG = "local-sgd:every=6,staleness=1+powersgd:rank=12,bits=4"
@@ -139,7 +139,7 @@ def test_every_strategy_tells_what_it_costs_and_every_setting_what_it_is() -> No
     for name, cls in KNOWN.items():
         cost = parse(name).cost(shapes, layout)
         assert cost.sent_bytes > 0 and cost.rounds > 0 and cost.work >= 0, name
-        docs = bounds.field_docs(cls.Settings)
+        docs = constraints.field_docs(cls.Settings)
         assert all(docs.get(field.name) for field in dataclasses.fields(cls.Settings)), name
         alone = parse(name).cost(shapes, Layout(ranks=1, hosts=1))
         assert (alone.sent_bytes, alone.rounds, alone.work) == (0, 0, 0), name

@@ -40,19 +40,21 @@ from test_faults import is_rank
 from test_resnet_train import newest_arrays
 from thread_ranks import at_once, meetings, reach
 
-from hvdtrain import measures, strategies, workload
-from hvdtrain.collectives import PeerLost
-from hvdtrain.collectives.channel import AHEAD, Channel, neighbours
-from hvdtrain.config import TrainConfig, parse
+from hvdtrain import strategies
+from hvdtrain.comm.backends.base import PeerLost
+from hvdtrain.comm.channel import AHEAD, Channel, neighbours
+from hvdtrain.comm.world import Place, World
+from hvdtrain.config.options import TrainConfig, parse
 from hvdtrain.data import Batch
-from hvdtrain.exits import Failure
-from hvdtrain.measures import Measure
 from hvdtrain.models.layers import Layer
-from hvdtrain.stages import cut as cuts
-from hvdtrain.stages.grid import Grid
-from hvdtrain.stages.pipe import NUMBER_BYTES, Coding, Order, Pipe, order, packed, unpacked
-from hvdtrain.stages.plan import Stages, most_bytes
-from hvdtrain.world import Place, World
+from hvdtrain.pipeline import partition as cuts
+from hvdtrain.pipeline.mesh import Grid
+from hvdtrain.pipeline.plan import Stages, most_bytes
+from hvdtrain.pipeline.schedule import NUMBER_BYTES, Coding, Order, Pipe, order, packed, unpacked
+from hvdtrain.records import metrics as measures
+from hvdtrain.records.metrics import Measure
+from hvdtrain.system.exits import Failure
+from hvdtrain.training import job as workload
 
 # --- who, what, when --------------------------------------------------------------------------------------------------
 

@@ -42,11 +42,11 @@ from test_faults import Job, is_rank
 from test_resnet_train import assert_same_arrays, newest_arrays, started, wait_for_steps
 
 from hvdtrain import strategies
-from hvdtrain.measures import Accuracy
 from hvdtrain.models.resnet import ResNetSpec, parameters
+from hvdtrain.records.metrics import Accuracy
 from hvdtrain.strategies import REDUCERS, SCHEDULES
-from hvdtrain.strategies.local_sgd import LocalSGD
-from hvdtrain.strategies.payload import elements
+from hvdtrain.strategies.algorithms.local_sgd import LocalSGD
+from hvdtrain.strategies.cost import elements
 
 FRAMEWORKS = ("torch", "tensorflow")
 LAUNCHED = {"torch": (3, 2, "mpirun"), "tensorflow": (2, 1, "horovodrun --gloo")}

@@ -26,12 +26,13 @@ from programs.calls_ranks import turns
 from thread_ranks import ThreadMeeting, at_once, meetings, reach
 
 from hvdtrain import strategies
-from hvdtrain.collectives import PeerLost, lost_peer, streams
-from hvdtrain.collectives.streams import QUEUE_BYTES, SMALL_BYTES, Stream, StreamHosts, StreamRanks
-from hvdtrain.config import TrainConfig
-from hvdtrain.exits import Failure
-from hvdtrain.sentinel import trust
-from hvdtrain.world import Met, World
+from hvdtrain.comm.backends import tcp
+from hvdtrain.comm.backends.base import PeerLost, lost_peer
+from hvdtrain.comm.backends.tcp import QUEUE_BYTES, SMALL_BYTES, Stream, StreamHosts, StreamRanks
+from hvdtrain.comm.world import Met, World
+from hvdtrain.config.options import TrainConfig
+from hvdtrain.sentinel import auth
+from hvdtrain.system.exits import Failure
 
 # --- real ranks -------------------------------------------------------------------------------------------------------
 
@@ -255,8 +256,8 @@ def test_a_rank_that_waits_neither_computes_nor_sends(size: int) -> None:
 def test_strangers_at_the_door_do_not_disturb(monkeypatch: pytest.MonkeyPatch) -> None:
     """Port scanners and other jobs, who are there before the ranks: loud, short, silent, gone and reset. Who waited for
     them would wait for an hour."""
-    monkeypatch.setattr(trust, "VISIT_S", 3600.0)
-    monkeypatch.setattr(streams, "PATIENCE_S", 3600.0)
+    monkeypatch.setattr(auth, "VISIT_S", 3600.0)
+    monkeypatch.setattr(tcp, "PATIENCE_S", 3600.0)
     strangers: list[socket.socket] = []
 
     def come(told: list[bytes]) -> None:
@@ -281,7 +282,7 @@ def test_strangers_at_the_door_do_not_disturb(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(tcp, "PATIENCE_S", 0.5)
 
     def absent(meeting: ThreadMeeting) -> None:
         meeting.gather(f"{socket.gethostname()} 127.0.0.9 1".encode())

@@ -17,11 +17,11 @@ from conftest import ROOT, finished, installed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.exits import Failure
 from hvdtrain.sweep import command, estimate, execute, file, folder, network, plan, preview, show
 from hvdtrain.sweep.__main__ import main
 from hvdtrain.sweep.preview import Preview, previews, words
 from hvdtrain.sweep.process import Children
+from hvdtrain.system.exits import Failure
 
 FLAGS = {"resnet": {"seed", "lr", "batch_size", "global_batch_size", "framework", "strategy", "config", "device"}}
 SHIPPED = sorted((ROOT / "launch" / "sweeps").glob("*.toml"))

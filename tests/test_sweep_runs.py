@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 from conftest import LIMIT_S, ROOT, environment, failing, until
 
-from hvdtrain.cluster import topology, virtual
-from hvdtrain.cluster.commands import caller
+from hvdtrain.lab import topology, virtual
 from hvdtrain.sweep import file
 from hvdtrain.sweep.network import cluster_name
+from hvdtrain.system.commands import caller
 
 SMALL = '[defaults]\nframework = "torch"\nwidth = 0.125\nimage_size = "16"\nbatch_size = 96\nepochs = 1\nthreads = 1\n'
 # Two runs that end well, and one that no workload refuses but that cannot end well.

@@ -17,10 +17,11 @@ from sklearn import metrics as known
 from sklearn.datasets import load_wine
 from test_resnet_train import assert_same_arrays
 
-from hvdtrain import answers, cli, loop
-from hvdtrain.exits import Failure
-from hvdtrain.measures import Confusion
-from hvdtrain.run import show_summary
+from hvdtrain import cli
+from hvdtrain.records.metrics import Confusion
+from hvdtrain.system.exits import Failure
+from hvdtrain.training import loop, predict
+from hvdtrain.training.run_folder import show_summary
 
 pytest.importorskip("torch")
 pytest.importorskip("tensorflow")
@@ -166,7 +167,7 @@ def test_scores_of_another_file_are_scikit_learns_in_either_framework(
         printed = capsys.readouterr()
         assert "separated by semicolons, decimal commas, no header" in printed.err
         told[framework] = json.loads(printed.out)
-        assert answers.main(["predict", *words, "--out", str(tmp_path / f"{framework}.csv")]) == 0
+        assert predict.main(["predict", *words, "--out", str(tmp_path / f"{framework}.csv")]) == 0
     rows, others = [list(csv.DictReader((tmp_path / f"{name}.csv").read_text().splitlines())) for name in FRAMEWORKS]
     for mine, theirs in zip(rows, others, strict=True):
         assert (mine["line"], mine["class"]) == (theirs["line"], theirs["class"])
@@ -189,7 +190,7 @@ def test_answers_need_no_classes_and_what_does_not_fit_is_told(runs: Path, other
     run, out = str(runs / "tensorflow" / "allreduce"), tmp_path / "out.csv"
 
     def ask(command: str, name: str, *more: str) -> int:
-        return answers.main([command, "--run", run, "--framework", "torch", "--data", str(other / name), *more])
+        return predict.main([command, "--run", run, "--framework", "torch", "--data", str(other / name), *more])
 
     told = []
     (tmp_path / "link.csv").symlink_to(out)
@@ -218,7 +219,7 @@ def test_answers_need_no_classes_and_what_does_not_fit_is_told(runs: Path, other
     (tmp_path / "run" / "columns.json").unlink()
     (tmp_path / "run" / "columns.json").write_text('{"schema": "x"}')
     with pytest.raises(Failure, match="not what a run keeps of its columns"):
-        answers.main(["test", "--run", str(tmp_path / "run"), "--data", str(other / "other.csv")])
+        predict.main(["test", "--run", str(tmp_path / "run"), "--data", str(other / "other.csv")])
 
 
 @pytest.mark.parametrize(

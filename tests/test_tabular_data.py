@@ -14,7 +14,7 @@ from sklearn.datasets import load_breast_cancer
 from sklearn.preprocessing import StandardScaler
 
 from hvdtrain.data import csv_rows, tabular
-from hvdtrain.exits import BAD_DATA, CANNOT_WRITE
+from hvdtrain.system.exits import BAD_DATA, CANNOT_WRITE
 
 ROWS = "1.5,2,a\n2.5,3,b\n3.5,4,a\n"
 FORMS = {

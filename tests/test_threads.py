@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from conftest import LIMIT_S, ROOT, command, environment
 
-from hvdtrain import threads
-from hvdtrain.cluster import quota
+from hvdtrain.comm.world import Place
 from hvdtrain.models import resnet
-from hvdtrain.world import Place
+from hvdtrain.system import cgroup
+from hvdtrain.training import threads
 
 BOUND = {"OMPI_MCA_orte_bound_at_launch": "1"}
 
@@ -36,21 +36,21 @@ BOUND = {"OMPI_MCA_orte_bound_at_launch": "1"}
         (2, 2, 1000, {}, 1),
         (16, 16, 4, {"OMP_NUM_THREADS": "5"}, 5),
         (0.5, 0.5, 1, {"OMP_NUM_THREADS": "2"}, 2),
-        (0.5, 0.5, 1, {"OMP_NUM_THREADS": "2", quota.LAUNCHERS_OWN: "1"}, 1),
+        (0.5, 0.5, 1, {"OMP_NUM_THREADS": "2", cgroup.LAUNCHERS_OWN: "1"}, 1),
     ],
 )
 def test_each_rank_has_its_part_of_the_host(
     machine: float, mine: float, ranks: int, variables: dict[str, str], expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quota, "host_cores", lambda: machine)
-    monkeypatch.setattr(quota, "process_cores", lambda: mine)
+    monkeypatch.setattr(cgroup, "host_cores", lambda: machine)
+    monkeypatch.setattr(cgroup, "process_cores", lambda: mine)
     where = Place(launcher="mpirun", size=ranks, local_size=ranks)
     assert threads.per_rank(0, where, math.inf, variables).count == expected
     assert threads.per_rank(3, where, math.inf, variables).count == 3
 
 
 def test_small_layers_get_fewer_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quota, "process_cores", lambda: 16.0)
+    monkeypatch.setattr(cgroup, "process_cores", lambda: 16.0)
     spec = resnet.ResNetSpec(channels=3, classes=1000)
     assert 36 * resnet.multiply_adds(spec, 224, 224) == pytest.approx(3.66e9, rel=0.01), "as published for ResNet-34"
     found = [threads.per_rank(0, Place(launcher="alone"), n * threads.LEAST_WORK, {}).count for n in (0, 0.9, 2, 99)]

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 from conftest import ROOT, failing, finished, refused
 
-from hvdtrain.cluster import commands, throttle
-from hvdtrain.cluster.throttle import __main__ as command_line
-from hvdtrain.cluster.throttle import goodput, qdisc, remote
-from hvdtrain.cluster.throttle.qdisc import Shape
-from hvdtrain.cluster.throttle.request import parser, seconds, shapes
+from hvdtrain.lab import throttle
+from hvdtrain.lab.throttle import __main__ as command_line
+from hvdtrain.lab.throttle import goodput, qdisc, remote
+from hvdtrain.lab.throttle.qdisc import Shape
+from hvdtrain.lab.throttle.request import parser, seconds, shapes
+from hvdtrain.system import commands
 
 TEN = Shape(rate_bit_s=10_000_000)
 
@@ -171,7 +172,7 @@ def test_a_mistake_is_one_line_with_its_code(arguments: str, code: int, reason: 
 
 def test_without_root_it_says_so_and_a_dry_run_still_shows_the_commands(iproute2: None) -> None:
     drop = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"] if os.geteuid() == 0 else []
-    module = [*drop, sys.executable, "-B", "-m", "hvdtrain.cluster.throttle"]
+    module = [*drop, sys.executable, "-B", "-m", "hvdtrain.lab.throttle"]
 
     def call(*arguments: str) -> subprocess.CompletedProcess[str]:
         return finished([*module, *arguments])

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, Cluster, environment, finished, until
 
-from hvdtrain.cluster import virtual
-from hvdtrain.cluster.throttle import qdisc
+from hvdtrain.lab import virtual
+from hvdtrain.lab.throttle import qdisc
 
 pytestmark = pytest.mark.root
 THROTTLE = str(ROOT / "tools" / "throttle.sh")

@@ -8,9 +8,9 @@ import subprocess
 import pytest
 from conftest import ROOT, Cluster, finished
 
-from hvdtrain.cluster import virtual
-from hvdtrain.cluster.commands import run
-from hvdtrain.cluster.rates import goodput_one_way
+from hvdtrain.lab import virtual
+from hvdtrain.system.commands import run
+from hvdtrain.system.rates import goodput_one_way
 
 pytestmark = pytest.mark.root
 THROTTLE = str(ROOT / "tools" / "throttle.sh")

@@ -119,7 +119,7 @@ def test_another_users_cluster_is_not_taken(users: tuple[User, User], lab: str) 
 
 def test_a_cluster_that_came_up_while_down_waited_is_not_taken(users: tuple[User, User], lab: str) -> None:
     alice, bob = users
-    down = f"from hvdtrain.cluster import lifecycle; lifecycle.down({lab!r})"
+    down = f"from hvdtrain.lab import lifecycle; lifecycle.down({lab!r})"
     done = bob.run("sudo", "-n", PYTHON, "-c", down)
     assert f"cluster {lab} is {alice.name}'s" in done.stderr
     assert alice.cluster("exec", "a", "--", "true").returncode == 0

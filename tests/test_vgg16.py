@@ -7,11 +7,11 @@ import pytest
 import torch
 from conftest import failing
 
-from hvdtrain.exits import BAD_CONFIG
 from hvdtrain.models.layers import Arrays
 from hvdtrain.models.vgg16 import FEATURES, PREPROCESSING, STAGES, parameters, random_weights
 from hvdtrain.models.vgg16_tf import Vgg16TF
 from hvdtrain.models.vgg16_torch import Vgg16Torch
+from hvdtrain.system.exits import BAD_CONFIG
 
 
 def images(count: int, seed: int = 0) -> np.ndarray:

@@ -16,10 +16,10 @@ import torch
 from conftest import failing
 from test_vgg16 import distance, images
 
-from hvdtrain.exits import BAD_DATA, CANNOT_WRITE, Failure
 from hvdtrain.models.vgg16 import STAGES, parameters
 from hvdtrain.models.vgg16_torch import Vgg16Torch
 from hvdtrain.models.vgg16_weights import Vgg16Config, import_weights, neutral, open_weights, read_head
+from hvdtrain.system.exits import BAD_DATA, CANNOT_WRITE, Failure
 
 HERE = Path("weights")
 

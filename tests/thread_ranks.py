@@ -8,7 +8,7 @@ from typing import Any
 
 from conftest import LIMIT_S
 
-from hvdtrain.collectives import Reach
+from hvdtrain.comm.backends.base import Reach
 
 PATIENCE_S = 120.0
 """For the slowest rank to come to the room"""

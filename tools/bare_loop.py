@@ -74,7 +74,7 @@ else:
     import horovod.tensorflow as hvd
     import tensorflow as tf
 
-    from hvdtrain.config import TrainConfig
+    from hvdtrain.config.options import TrainConfig
     from hvdtrain.frameworks.optimizers_tensorflow import SGD, Adam
     from hvdtrain.models.captioner_tf import CaptionerTF
     from hvdtrain.models.layers_tf import turned

@@ -90,8 +90,8 @@ def bench_captions(framework: str, run: Path, rounds: int) -> dict[str, Any]:
 
 def bench_features(framework: str, rounds: int, count: int = 48) -> dict[str, Any]:
     """Images per second of both, with their cache in a folder of their own that is removed."""
-    from hvdtrain import world
     from hvdtrain.captions import features, frozen
+    from hvdtrain.comm import world
     from hvdtrain.models import vgg16
 
     pictures = np.random.default_rng(0).integers(0, 256, (count, *vgg16.IMAGE_SIZE, 3), dtype=np.uint8)

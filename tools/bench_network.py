@@ -28,13 +28,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from hvdtrain import exits  # noqa: E402
-from hvdtrain.arguments import Parser  # noqa: E402
-from hvdtrain.cluster import nic  # noqa: E402
-from hvdtrain.cluster.commands import need_root  # noqa: E402
-from hvdtrain.cluster.rates import goodput_both_ways, parse_rate, show_rate  # noqa: E402
-from hvdtrain.exits import Failure  # noqa: E402
 from hvdtrain.sweep.process import whole  # noqa: E402
+from hvdtrain.system import exits, net  # noqa: E402
+from hvdtrain.system.arguments import Parser  # noqa: E402
+from hvdtrain.system.commands import need_root  # noqa: E402
+from hvdtrain.system.exits import Failure  # noqa: E402
+from hvdtrain.system.rates import goodput_both_ways, parse_rate, show_rate  # noqa: E402
 
 NAMES = "abcdefgh"
 STARTERS = ("gloo", "mpirun", "ours", "ours-horovodrun", "ours-gloo")
@@ -85,9 +84,9 @@ def rank_program(work: Sequence[tuple[int, int]], idle_s: float) -> None:
         found["seconds"][size] = taken
     if idle_s:
         time.sleep(1)
-        before = nic.counters("eth0")
+        before = net.counters("eth0")
         time.sleep(idle_s)
-        after = nic.counters("eth0")
+        after = net.counters("eth0")
         found["idle_bit_s"] = max(8 * (new - old) / idle_s for old, new in zip(before, after, strict=True))
     hvd.allreduce(torch.zeros(1), name="end")
     if hvd.rank() == 0:

@@ -32,19 +32,20 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 from bench_network import cluster, throttle  # noqa: E402
 
-from hvdtrain import exits, strategies  # noqa: E402
-from hvdtrain.arguments import Parser  # noqa: E402
-from hvdtrain.cluster import nic  # noqa: E402
-from hvdtrain.cluster.commands import need_root  # noqa: E402
-from hvdtrain.cluster.rates import goodput_both_ways, parse_rate, show_rate  # noqa: E402
-from hvdtrain.exits import Failure  # noqa: E402
+from hvdtrain import strategies  # noqa: E402
 from hvdtrain.models import captioner, mlp, resnet  # noqa: E402
 from hvdtrain.models.layers import Layer, Shapes  # noqa: E402
-from hvdtrain.stages import cut as cuts  # noqa: E402
-from hvdtrain.stages.grid import Grid  # noqa: E402
-from hvdtrain.stages.pipe import NUMBER_BYTES  # noqa: E402
-from hvdtrain.strategies.payload import Layout  # noqa: E402
-from hvdtrain.timing import WARMUP_STEPS  # noqa: E402
+from hvdtrain.observe.timing import WARMUP_STEPS  # noqa: E402
+from hvdtrain.pipeline import partition as cuts  # noqa: E402
+from hvdtrain.pipeline.mesh import Grid  # noqa: E402
+from hvdtrain.pipeline.schedule import NUMBER_BYTES  # noqa: E402
+from hvdtrain.strategies.cost import Layout  # noqa: E402
+from hvdtrain.system import exits  # noqa: E402
+from hvdtrain.system import net as nic  # noqa: E402
+from hvdtrain.system.arguments import Parser  # noqa: E402
+from hvdtrain.system.commands import need_root  # noqa: E402
+from hvdtrain.system.exits import Failure  # noqa: E402
+from hvdtrain.system.rates import goodput_both_ways, parse_rate, show_rate  # noqa: E402
 
 NAMES, MICRO = "abcd", 4
 MOUNT = Path("/sys/fs/cgroup/memory")

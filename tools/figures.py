@@ -15,7 +15,7 @@ import sys
 from html import escape
 from pathlib import Path
 
-from hvdtrain import exits, files
+from hvdtrain.system import exits, files
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 

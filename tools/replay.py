@@ -24,13 +24,16 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from hvdtrain import config as configuration
-from hvdtrain import exits, strategies, threads, world
-from hvdtrain.collectives import powersgd
+from hvdtrain import strategies
+from hvdtrain.comm import world
+from hvdtrain.comm.backends import ddp_powersgd
+from hvdtrain.config import options as configuration
 from hvdtrain.data import Batch
-from hvdtrain.measures import Accuracy
 from hvdtrain.models import resnet
-from hvdtrain.timing import Clock
+from hvdtrain.observe.timing import Clock
+from hvdtrain.records.metrics import Accuracy
+from hvdtrain.system import exits
+from hvdtrain.training import threads
 
 SCHEMA = "hvdtrain/replay/1"
 FORWARD_SHARE = 1 / 3
@@ -105,7 +108,7 @@ def main(stop: world.StopSignal) -> int:
     model = stand_in(shapes, config.compute_s)
     replica = TorchReplica(model, device=device, config=config, world=ranks, strategy=strategy, measure=Accuracy())
     if getattr(strategy.settings, "hook", "") == "powersgd":
-        strategy.load({"step": np.array(powersgd.START_STEP), "powersgd.step": np.array(powersgd.START_STEP)})
+        strategy.load({"step": np.array(ddp_powersgd.START_STEP), "powersgd.step": np.array(ddp_powersgd.START_STEP)})
     batch = Batch(arrays=(np.zeros(1, np.float32),), weight=1, total_weight=ranks.size)
     hosts = len(set(ranks.gather(ranks.host)))
 

@@ -23,8 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hvdtrain import exits, frameworks
-from hvdtrain.arguments import Parser
+from hvdtrain import frameworks
 from hvdtrain.captions import contact_sheet, generation
 from hvdtrain.captions.contact_sheet import Card
 from hvdtrain.captions.dataset import CaptionSplit
@@ -33,9 +32,11 @@ from hvdtrain.captions.sources import PICTURES
 from hvdtrain.captions.trained import Encode, Pixels, model, open_run
 from hvdtrain.captions.vocabulary import Vocabulary
 from hvdtrain.data.pixels import pixels, reason
-from hvdtrain.exits import printable
-from hvdtrain.files import put
-from hvdtrain.progress import Progress
+from hvdtrain.observe.progress import Progress
+from hvdtrain.system import exits
+from hvdtrain.system.arguments import Parser
+from hvdtrain.system.exits import printable
+from hvdtrain.system.files import put
 
 SCHEMA = "hvdtrain/captions/1"
 SHEET = "captions.html"

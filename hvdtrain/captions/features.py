@@ -35,13 +35,13 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdtrain.comm.world import World
 from hvdtrain.data.pixels import npy_header
 from hvdtrain.data.prepared import cache_folder, caching
-from hvdtrain.exits import BAD_DATA, IO_ERROR, Failure
-from hvdtrain.files import open_plain
 from hvdtrain.models.vgg16 import FEATURES
-from hvdtrain.progress import Progress
-from hvdtrain.world import World
+from hvdtrain.observe.progress import Progress
+from hvdtrain.system.exits import BAD_DATA, IO_ERROR, Failure
+from hvdtrain.system.files import open_plain
 
 SCHEMA = "hvdtrain.features/1"
 CHUNK_BYTES = 4 * 2**20  # of features that a rank sends, and of anything that is hashed, at a time

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from hvdtrain.captions.features import Encoder
-from hvdtrain.exits import BAD_CONFIG, Failure
 from hvdtrain.models import vgg16, vgg16_weights
+from hvdtrain.system.exits import BAD_CONFIG, Failure
 
 RANDOM = "random"
 """In place of a file: random weights, to try everything without the real ones"""

@@ -27,9 +27,9 @@ from numpy.typing import NDArray
 from hvdtrain.captions import bleu
 from hvdtrain.captions.dataset import CaptionSplit
 from hvdtrain.captions.vocabulary import END, PAD, START, UNKNOWN, Vocabulary
-from hvdtrain.exits import BAD_CONFIG, Failure
-from hvdtrain.progress import Progress
-from hvdtrain.world import World
+from hvdtrain.comm.world import World
+from hvdtrain.observe.progress import Progress
+from hvdtrain.system.exits import BAD_CONFIG, Failure
 
 Floats = NDArray[np.float32]
 

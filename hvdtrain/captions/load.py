@@ -13,7 +13,7 @@ from hvdtrain.captions import shapes
 from hvdtrain.captions.dataset import CaptionDataset
 from hvdtrain.captions.prepare import cached
 from hvdtrain.captions.prepared import open_captions
-from hvdtrain.exits import BAD_DATA, Failure
+from hvdtrain.system.exits import BAD_DATA, Failure
 
 RAW = "flickr8k:"
 

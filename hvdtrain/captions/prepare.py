@@ -32,19 +32,20 @@ import numpy as np
 import PIL
 from numpy.typing import NDArray
 
-from hvdtrain import __version__, files
-from hvdtrain.bounds import bounded, problem
+from hvdtrain import __version__
 from hvdtrain.captions import sources
 from hvdtrain.captions.prepared import FILES, SCHEMA
 from hvdtrain.captions.sources import Source
 from hvdtrain.captions.vocabulary import Vocabulary
-from hvdtrain.config import flag
+from hvdtrain.config.constraints import bounded, problem
+from hvdtrain.config.options import flag
 from hvdtrain.data import stratify
 from hvdtrain.data.images import ImagesConfig, check_destination, drop_bad_rows, make, named, seal, write_json
 from hvdtrain.data.pixels import Bad
 from hvdtrain.data.prepared import PARTS, cache_folder, caching
 from hvdtrain.data.tree import Tree, draw_lot
-from hvdtrain.exits import BAD_CONFIG, BAD_DATA, Failure, printable
+from hvdtrain.system import files
+from hvdtrain.system.exits import BAD_CONFIG, BAD_DATA, Failure, printable
 
 SUMMARY = "hvdtrain.data.captions/1"
 AUTOMATIC_MAX_BAD = 400  # 1 % of Flickr8k's captions: with more than that, somebody should look

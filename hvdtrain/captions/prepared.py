@@ -7,11 +7,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hvdtrain import files
 from hvdtrain.captions.dataset import CaptionDataset, assemble
 from hvdtrain.captions.vocabulary import Vocabulary
 from hvdtrain.data.prepared import PARTS, open_array, opening, whole_numbers
-from hvdtrain.exits import BAD_DATA, Failure
+from hvdtrain.system import files
+from hvdtrain.system.exits import BAD_DATA, Failure
 
 SCHEMA = "hvdtrain.captions/1"
 FILES = ("pictures.npy", "captions.json", "vocabulary.json")

@@ -27,10 +27,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hvdtrain import files
 from hvdtrain.captions.vocabulary import clean
 from hvdtrain.data.tree import walk
-from hvdtrain.exits import BAD_DATA, IO_ERROR, NO_PERMISSION, Failure
+from hvdtrain.system import files
+from hvdtrain.system.exits import BAD_DATA, IO_ERROR, NO_PERMISSION, Failure
 
 TOKENS, TABLE = "Flickr8k.token.txt", "captions.txt"
 LISTS = ("Flickr_8k.trainImages.txt", "Flickr_8k.devImages.txt", "Flickr_8k.testImages.txt")  # as data.prepared.PARTS

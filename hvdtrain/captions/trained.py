@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain import exits, files, trained
-from hvdtrain.arrays_file import Arrays
 from hvdtrain.captions import frozen, generation
 from hvdtrain.captions.vocabulary import Vocabulary
-from hvdtrain.exits import Failure
 from hvdtrain.models import captioner
+from hvdtrain.records.arrays_file import Arrays
+from hvdtrain.system import exits, files
+from hvdtrain.system.exits import Failure
+from hvdtrain.training import trained
 
 TRAINED_BY = "captioning"
 WORDS_BYTES = 64 * files.MIB

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any, Self
 
-from hvdtrain.exits import BAD_DATA, Failure
+from hvdtrain.system.exits import BAD_DATA, Failure
 
 SCHEMA = "hvdtrain.vocabulary/1"
 PAD, START, END, UNKNOWN = 0, 1, 2, 3

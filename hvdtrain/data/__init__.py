@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.exits import BAD_CONFIG, BAD_DATA, Failure
+from hvdtrain.system.exits import BAD_CONFIG, BAD_DATA, Failure
 
 SPLIT_SEED = 0
 """Of how data sets without parts of their own are cut: no seed of a run changes it, so accuracies of runs compare"""

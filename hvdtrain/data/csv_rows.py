@@ -25,8 +25,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain import files
-from hvdtrain.exits import BAD_DATA, Failure
+from hvdtrain.system import files
+from hvdtrain.system.exits import BAD_DATA, Failure
 
 Missing = Literal["refuse", "mean", "drop"]
 Line = tuple[int, str]

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from hvdtrain.data import Dataset, cut, drawn_lots, packaged, stratify
-from hvdtrain.exits import BAD_DATA, Failure
+from hvdtrain.system.exits import BAD_DATA, Failure
 
 DEFAULT_SIZE = (32, 32)
 SHARES = (Fraction(80, 100), Fraction(7, 100), Fraction(13, 100))  # 2 % for validation would be 36 samples

@@ -23,9 +23,9 @@ from typing import IO, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain import files
 from hvdtrain.data import SPLIT_SEED, Dataset, ImageSplit, drawn_lots, listed, stratify
-from hvdtrain.exits import BAD_DATA, Failure
+from hvdtrain.system import files
+from hvdtrain.system.exits import BAD_DATA, Failure
 
 FASHION = Path(listed.FASHION)
 CLASSES = ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")

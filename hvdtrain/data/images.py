@@ -47,15 +47,16 @@ import numpy as np
 import PIL
 from numpy.typing import NDArray
 
-from hvdtrain import __version__, files
-from hvdtrain.bounds import bounded, problem
-from hvdtrain.config import flag
+from hvdtrain import __version__
+from hvdtrain.config.constraints import bounded, problem
+from hvdtrain.config.options import flag
 from hvdtrain.data import stratify
 from hvdtrain.data.pixels import Bad, Chunk, convert, npy_header, workers
 from hvdtrain.data.prepared import FILES, INDEX_BYTES, PARTS, SCHEMA, whole_numbers
 from hvdtrain.data.tree import Tree, find
-from hvdtrain.exits import BAD_CONFIG, BAD_DATA, CANNOT_WRITE, IO_ERROR, RESUMABLE, Failure
-from hvdtrain.progress import Progress
+from hvdtrain.observe.progress import Progress
+from hvdtrain.system import files
+from hvdtrain.system.exits import BAD_CONFIG, BAD_DATA, CANNOT_WRITE, IO_ERROR, RESUMABLE, Failure
 
 SUMMARY = "hvdtrain.data.images/1"
 CHUNK_BYTES = 4 * 2**20  # of rows that a worker prepares at a time

@@ -15,8 +15,8 @@ import textwrap
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hvdtrain import exits
-from hvdtrain.arguments import Parser
+from hvdtrain.system import exits
+from hvdtrain.system.arguments import Parser
 
 SCHEMA = "hvdtrain/data/1"
 UCI = "UCI Machine Learning Repository, as scikit-learn ships it"

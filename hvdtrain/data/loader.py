@@ -32,7 +32,7 @@ from typing import TypeVar
 import numpy as np
 
 from hvdtrain.data import Batch, Split
-from hvdtrain.exits import BAD_CONFIG, Failure
+from hvdtrain.system.exits import BAD_CONFIG, Failure
 
 PREFETCHED = 2
 

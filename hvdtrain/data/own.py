@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.data import Batch, Split, halves
-from hvdtrain.exits import BAD_DATA, Failure
+from hvdtrain.system.exits import BAD_DATA, Failure
 
 HASHED_BYTES = 256 << 20
 """Of an array, for the fingerprint: of a longer one evenly spaced rows"""

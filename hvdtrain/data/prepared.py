@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain import arrays_file, files
 from hvdtrain.data import Dataset, cut
-from hvdtrain.exits import BAD_DATA, CANNOT_WRITE, IO_ERROR, NO_PERMISSION, Failure
+from hvdtrain.records import arrays_file
+from hvdtrain.system import files
+from hvdtrain.system.exits import BAD_DATA, CANNOT_WRITE, IO_ERROR, NO_PERMISSION, Failure
 
 SCHEMA = "hvdtrain.images/1"
 FILES = ("samples.npy", "labels.npy")

@@ -32,11 +32,11 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from hvdtrain import files
-from hvdtrain.arguments import near
 from hvdtrain.data import Batch, Split, halves, packaged
 from hvdtrain.data.prepared import PARTS, open_array, opening
-from hvdtrain.exits import BAD_CONFIG, BAD_DATA, Failure
+from hvdtrain.system import files
+from hvdtrain.system.arguments import near
+from hvdtrain.system.exits import BAD_CONFIG, BAD_DATA, Failure
 
 DARK_W_M2 = 5.0
 SHARES = (0.70, 0.15, 0.15)

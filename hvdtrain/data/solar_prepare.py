@@ -32,14 +32,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain import __version__, files
-from hvdtrain.bounds import bounded, problem
-from hvdtrain.config import flag as as_flag
+from hvdtrain import __version__
+from hvdtrain.config.constraints import bounded, problem
+from hvdtrain.config.options import flag as as_flag
 from hvdtrain.data.images import check_destination, making, seal
 from hvdtrain.data.pixels import npy_header
 from hvdtrain.data.solar import SCHEMA, flag
-from hvdtrain.exits import BAD_CONFIG, BAD_DATA, Failure
-from hvdtrain.progress import Progress
+from hvdtrain.observe.progress import Progress
+from hvdtrain.system import files
+from hvdtrain.system.exits import BAD_CONFIG, BAD_DATA, Failure
 
 SUMMARY = "hvdtrain.data.solar/1"
 MOST_BYTES = 1024 * files.MIB

@@ -27,11 +27,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain import files
 from hvdtrain.data import Batch, Split, csv_rows, drawn_lots, packaged, stratify
 from hvdtrain.data.csv_rows import Missing
 from hvdtrain.data.prepared import PARTS, cache_folder, caching
-from hvdtrain.exits import BAD_DATA, Failure
+from hvdtrain.system import files
+from hvdtrain.system.exits import BAD_DATA, Failure
 
 OURS = {"breast-cancer": "breast_cancer.csv", "iris": "iris.csv", "wine": "wine_data.csv"}
 """Data sets of the UCI Machine Learning Repository (CC BY 4.0) that scikit-learn brings: name -> file"""

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.data import stratify
-from hvdtrain.exits import BAD_DATA, IO_ERROR, NO_PERMISSION, Failure
+from hvdtrain.system.exits import BAD_DATA, IO_ERROR, NO_PERMISSION, Failure
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,10 +10,10 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from hvdtrain import exits
 from hvdtrain.data import Batch
-from hvdtrain.exits import Failure
 from hvdtrain.strategies import Factored
+from hvdtrain.system import exits
+from hvdtrain.system.exits import Failure
 
 
 class Replica(Factored, Protocol):

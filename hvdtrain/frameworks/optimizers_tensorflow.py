@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from hvdtrain.config import TrainConfig
+from hvdtrain.config.options import TrainConfig
 
 
 class SGD:

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from hvdtrain.data import Batch
 from hvdtrain.frameworks.tensorflow import TensorFlowReplica, _dense
-from hvdtrain.stages.pipe import Parted
+from hvdtrain.pipeline.schedule import Parted
 
 # Before step 0 each layer is timed, with a graph of its own, which TensorFlow takes for one graph that is made anew.
 tf.get_logger().addFilter(lambda record: "triggered tf.function retracing" not in record.getMessage())

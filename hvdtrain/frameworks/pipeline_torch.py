@@ -9,7 +9,7 @@ import torch
 
 from hvdtrain.data import Batch
 from hvdtrain.frameworks.pytorch import TorchReplica
-from hvdtrain.stages.pipe import Parted
+from hvdtrain.pipeline.schedule import Parted
 
 
 class PipelineTorch(Parted, TorchReplica):

@@ -15,7 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain import notes
+from hvdtrain.system import stderr
 
 NOTES = (b"profiler_session.cc", b"save_profile.cc", b"absl::InitializeLog")
 
@@ -25,7 +25,7 @@ class TensorFlowProfiler:
 
     def start(self, folder: Path) -> None:
         self._folder = folder
-        with notes.without(NOTES):
+        with stderr.without(NOTES):
             tf.profiler.experimental.start(str(folder))
 
     def step(self, number: int) -> contextlib.AbstractContextManager[Any]:
@@ -34,7 +34,7 @@ class TensorFlowProfiler:
     def stop(self, name: str) -> Path:
         before = set(self._folder.rglob("*.xplane.pb"))
         try:
-            with notes.without(NOTES):
+            with stderr.without(NOTES):
                 tf.profiler.experimental.stop()
         except tf.errors.OpError as error:
             raise OSError(error.message) from error

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.profiler import profile, record_function, supported_activities
 
-from hvdtrain import notes
+from hvdtrain.system import stderr
 
 NOTES = (b"USDT:", b"SyncActivityProfilerHandler")
 
@@ -20,7 +20,7 @@ class TorchProfiler:
     def start(self, folder: Path) -> None:
         self._folder = folder
         self._profile: Any = profile(activities=supported_activities())
-        with notes.without(NOTES):
+        with stderr.without(NOTES):
             self._profile.start()
 
     def step(self, number: int) -> contextlib.AbstractContextManager[Any]:
@@ -30,7 +30,7 @@ class TorchProfiler:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         path = self._folder / f"{name}.pt.trace.json.gz"
-        with notes.without(NOTES):
+        with stderr.without(NOTES):
             self._profile.stop()
             self._profile.export_chrome_trace(str(path))
         self._profile = None

@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvdtrain import exits
-from hvdtrain.collectives import TorchStep
-from hvdtrain.config import TrainConfig
+from hvdtrain.comm.backends.base import TorchStep
+from hvdtrain.comm.world import World
+from hvdtrain.config.options import TrainConfig
 from hvdtrain.data import Batch
-from hvdtrain.exits import Failure
 from hvdtrain.frameworks import Profiler, statistics_of
-from hvdtrain.measures import Measure
 from hvdtrain.models.dense_torch import Kept
+from hvdtrain.records.metrics import Measure
 from hvdtrain.strategies import Strategy
-from hvdtrain.world import World
+from hvdtrain.system import exits
+from hvdtrain.system.exits import Failure
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SLOTS = {"momentum": "momentum_buffer", "adam_mean": "exp_avg", "adam_square": "exp_avg_sq", "adam_steps": "step"}

@@ -19,14 +19,14 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain import exits, notes
-from hvdtrain.config import TrainConfig
+from hvdtrain.comm.world import World
+from hvdtrain.config.options import TrainConfig
 from hvdtrain.data import Batch
-from hvdtrain.exits import Failure
 from hvdtrain.frameworks import Profiler, statistics_of
-from hvdtrain.measures import Measure
+from hvdtrain.records.metrics import Measure
 from hvdtrain.strategies import Strategy
-from hvdtrain.world import World
+from hvdtrain.system import exits, stderr
+from hvdtrain.system.exits import Failure
 
 BUILD_NOTES = (b"absl::InitializeLog", b"oneDNN custom operations", b"cpu_feature_guard", b"To enable the following")
 
@@ -49,7 +49,7 @@ def without_modules(names: tuple[str, ...]) -> Iterator[None]:
 
 # TensorFlow takes oneDNN by itself with AVX-512 alone; with AVX2 small maps take many times as long without (LOG.md).
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
-with notes.without(BUILD_NOTES), without_modules(KERAS_EXTRAS):
+with stderr.without(BUILD_NOTES), without_modules(KERAS_EXTRAS):
     import tensorflow as tf
 
     from hvdtrain.frameworks.optimizers_tensorflow import OPTIMIZERS

@@ -19,9 +19,9 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
-from hvdtrain.script import job
+from hvdtrain.horovod_api import job
 from hvdtrain.strategies import Exchange
-from hvdtrain.strategies.table import DEFAULT_REDUCER
+from hvdtrain.strategies.registry import DEFAULT_REDUCER
 from hvdtrain.tensorflow.recorded import Recorded
 from hvdtrain.tensorflow.step import Step, apart, tensor
 

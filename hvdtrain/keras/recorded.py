@@ -1,4 +1,4 @@
-"""A script's run folder (see `hvdtrain.script.record`): each step that Keras' callbacks see, and each epoch's logs."""
+"""The run folder of a Keras script: each step that callbacks see, and the logs of each epoch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdtrain import measures
-from hvdtrain.script import record
+from hvdtrain.horovod_api import record
+from hvdtrain.records import metrics
 from hvdtrain.tensorflow.recorded import Recorded
 
 
@@ -31,6 +31,6 @@ def epoch(number: int, logs: dict[str, Any]) -> None:
         score = re.sub("[^a-z0-9_]+", "_", name.lower())
         if name == "loss":
             told[key] = value
-        elif name != "lr" and np.ndim(value) == 0 and measures.NAME.fullmatch(score):
+        elif name != "lr" and np.ndim(value) == 0 and metrics.NAME.fullmatch(score):
             told[part + score] = value
     record.log(epoch=number, **told)

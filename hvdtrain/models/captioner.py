@@ -28,8 +28,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from hvdtrain.exits import BAD_CONFIG, Failure
 from hvdtrain.models.layers import Arrays, Layer, Shapes, glorot, uniform
+from hvdtrain.system.exits import BAD_CONFIG, Failure
 
 PAD = 0
 """The word id that fills up short captions (`hvdtrain.captions.vocabulary`)."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.exits import BAD_CONFIG, Failure
+from hvdtrain.system.exits import BAD_CONFIG, Failure
 
 Shapes = dict[str, tuple[int, ...]]
 Arrays = dict[str, NDArray[np.float32]]

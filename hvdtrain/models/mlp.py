@@ -13,8 +13,8 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-from hvdtrain.exits import BAD_CONFIG, Failure
 from hvdtrain.models.layers import Arrays, Layer, Shapes, glorot
+from hvdtrain.system.exits import BAD_CONFIG, Failure
 
 
 @dataclass(frozen=True, kw_only=True)

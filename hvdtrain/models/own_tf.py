@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.config import TrainConfig
-from hvdtrain.exits import BAD_CONFIG, Failure
+from hvdtrain.config.options import TrainConfig
 from hvdtrain.models.layers import Layer, grouped, regression_terms
 from hvdtrain.models.layers_tf import turned, turned_back
+from hvdtrain.system.exits import BAD_CONFIG, Failure
 
 PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 Shapes = Mapping[str, tuple[int, ...]]

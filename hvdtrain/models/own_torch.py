@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.config import TrainConfig
-from hvdtrain.exits import BAD_CONFIG, Failure
+from hvdtrain.config.options import TrainConfig
 from hvdtrain.models.dense_torch import Seen
 from hvdtrain.models.layers import Layer, grouped, regression_terms
+from hvdtrain.system.exits import BAD_CONFIG, Failure
 
 Shapes = Mapping[str, tuple[int, ...]]
 

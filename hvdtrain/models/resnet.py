@@ -23,8 +23,8 @@ from itertools import chain
 
 import numpy as np
 
-from hvdtrain.exits import BAD_CONFIG, Failure
 from hvdtrain.models.layers import Arrays, Layer, Shapes, stream, uniform
+from hvdtrain.system.exits import BAD_CONFIG, Failure
 
 NORM_EPSILON = 1e-5
 """Added to the variance in every BatchNorm."""

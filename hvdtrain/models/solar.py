@@ -20,8 +20,8 @@ import math
 import re
 from dataclasses import dataclass
 
-from hvdtrain.exits import BAD_CONFIG, Failure
 from hvdtrain.models.layers import Arrays, Layer, Shapes, glorot
+from hvdtrain.system.exits import BAD_CONFIG, Failure
 
 CHANNELS = (32, 64)
 KERNEL, POOL, DENSE = 3, 2, 128

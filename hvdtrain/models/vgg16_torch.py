@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hvdtrain.exits import BAD_DATA, Failure
 from hvdtrain.models.vgg16 import LAYERS, LINEAR, POOL, PREPROCESSING
+from hvdtrain.system.exits import BAD_DATA, Failure
 
 
 class Vgg16Torch:

@@ -34,10 +34,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain import arrays_file, files
-from hvdtrain.exits import BAD_DATA, CANNOT_WRITE, IO_ERROR, Failure
 from hvdtrain.models.layers import Arrays
 from hvdtrain.models.vgg16 import LAYERS, LINEAR, POOL, PREPROCESSING, STAGES, parameters
+from hvdtrain.records import arrays_file
+from hvdtrain.system import files
+from hvdtrain.system.exits import BAD_DATA, CANNOT_WRITE, IO_ERROR, Failure
 
 SCHEMA = "hvdtrain.vgg16/1"
 SUMMARY = "hvdtrain.data.vgg16/1"

@@ -11,9 +11,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hvdtrain import exits, monitors
-from hvdtrain.arguments import Parser
-from hvdtrain.exits import Failure
+from hvdtrain import monitors
+from hvdtrain.system import exits
+from hvdtrain.system.arguments import Parser
+from hvdtrain.system.exits import Failure
 
 PURPOSE = """Show which sensors this host has, what their readings come from, and what keeps the others from being read.
 

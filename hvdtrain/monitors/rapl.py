@@ -14,8 +14,8 @@ import dataclasses
 import re
 from pathlib import Path
 
-from hvdtrain.cluster import processes
 from hvdtrain.monitors.sensors import Sensor
+from hvdtrain.system import proc
 
 ZONE = re.compile(r"intel-rapl(-mmio)?(:\d+)+")
 PACKAGE = re.compile(r"package-(\d+)(-die-\d+)?")
@@ -108,7 +108,7 @@ def zones(root: Path) -> list[Zone]:
 
 def sensors(root: Path, interval_s: float) -> list[Sensor]:
     """A sensor for each package and its DRAM, absent ones with the reason; read every `interval_s`."""
-    model = processes.processor() or "CPU"
+    model = proc.processor() or "CPU"
     found: list[Sensor] = []
     counted = {zone.device: zone for zone in zones(root) if zone.device}
     for device, zone in counted.items():

@@ -18,9 +18,10 @@ from typing import Any
 
 import psutil
 
-from hvdtrain.cluster import processes, quota
 from hvdtrain.monitors import cgroup
 from hvdtrain.monitors.nvml import Nvml
+from hvdtrain.system import cgroup as quota
+from hvdtrain.system import proc
 
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
@@ -78,7 +79,7 @@ class Resources:
         """The process, its threads and its children but this sampler; memory that they share counts once for each."""
         now_s = rss = None
         if process is not None and process.is_running():
-            now_s, rss = cgroup.of_processes(pid for pid in processes.tree(process.pid) if pid != os.getpid())
+            now_s, rss = cgroup.of_processes(pid for pid in proc.tree(process.pid) if pid != os.getpid())
         used_s = _growth(self._rank_s.get(rank), now_s)
         self._rank_s[rank] = now_s
         percent = None if used_s is None else _percent(used_s, seconds)

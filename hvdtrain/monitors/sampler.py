@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain import records
-from hvdtrain.exits import Failure
 from hvdtrain.monitors import rapl, say
 from hvdtrain.monitors.nvml import Nvml
 from hvdtrain.monitors.sensors import Sensor
+from hvdtrain.system.exits import Failure
 
 PARENT_CHECK_S = 1.0
 

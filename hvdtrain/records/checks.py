@@ -6,10 +6,10 @@ import dataclasses
 import sys
 from typing import Any, get_args
 
-from hvdtrain import exits
-from hvdtrain.exits import Failure
 from hvdtrain.records.types import READ, RECORDS, SCHEMA, Record, Saved, Step
 from hvdtrain.records.version1 import brought_up
+from hvdtrain.system import exits
+from hvdtrain.system.exits import Failure
 
 _LARGEST = 1e18
 """Of any count, size or time; what is larger would only spoil sums"""

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from hvdtrain import exits, files
-from hvdtrain.exits import Failure
 from hvdtrain.records.checks import checked, from_json, make
 from hvdtrain.records.types import Record, as_json
+from hvdtrain.system import exits, files
+from hvdtrain.system.exits import Failure
 
 R = TypeVar("R", bound=Record)
 

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain import exits
-from hvdtrain.arguments import Parser, near
-from hvdtrain.exits import Failure
 from hvdtrain.results import plots
+from hvdtrain.system import exits
+from hvdtrain.system.arguments import Parser, near
+from hvdtrain.system.exits import Failure
 
 if TYPE_CHECKING:
     from hvdtrain.results.alike import Chosen

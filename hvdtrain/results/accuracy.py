@@ -6,7 +6,6 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from hvdtrain.exits import Failure
 from hvdtrain.results import groups, load, metrics, scores
 from hvdtrain.results.columns import GROUP
 from hvdtrain.results.folders import Problem
@@ -14,6 +13,7 @@ from hvdtrain.results.load import Loaded
 from hvdtrain.results.statistics import summary
 from hvdtrain.results.table import Column, Table
 from hvdtrain.results.tables import SPREAD_NOTE, apart, common, in_order, key_cells, key_column, left_out, mixed
+from hvdtrain.system.exits import Failure
 
 CAPTIONS_NOTE = (
     "bleu: corpus BLEU of the test pictures' captions by the weights of the best epoch, written greedily, or by beam "

@@ -13,14 +13,14 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from hvdtrain import exits
-from hvdtrain.exits import Failure
 from hvdtrain.results import alike, groups, missing, scores
 from hvdtrain.results.groups import Group
 from hvdtrain.results.load import Loaded
 from hvdtrain.results.statistics import Statistic, difference, summary
 from hvdtrain.results.table import Column, Table, cell
 from hvdtrain.results.tables import FIGURES, apart, key_cells, key_column, left_out, processors
+from hvdtrain.system import exits
+from hvdtrain.system.exits import Failure
 
 LESS_IS_BETTER = {
     "train_s": True,

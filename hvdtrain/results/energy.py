@@ -12,8 +12,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from hvdtrain import exits
-from hvdtrain.exits import Failure
 from hvdtrain.results import alike, groups
 from hvdtrain.results.alike import Chosen
 from hvdtrain.results.groups import Group
@@ -22,6 +20,8 @@ from hvdtrain.results.reference import Reference
 from hvdtrain.results.statistics import Interval, Statistic, product, ratio, summary
 from hvdtrain.results.table import Column, Table
 from hvdtrain.results.tables import SPREAD_NOTE, apart, common, in_order, key_cells, key_column, left_out
+from hvdtrain.system import exits
+from hvdtrain.system.exits import Failure
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pandas as pd
 
-from hvdtrain import exits
-from hvdtrain.exits import Failure
 from hvdtrain.results import groups
 from hvdtrain.results.output import SCHEMA, harmless
 from hvdtrain.results.plots import write
 from hvdtrain.results.scores import all_columns
+from hvdtrain.system import exits
+from hvdtrain.system.exits import Failure
 
 
 def export(runs: pd.DataFrame, form: str, path: Path | None) -> None:

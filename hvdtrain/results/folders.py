@@ -7,8 +7,8 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from hvdtrain import exits
-from hvdtrain.exits import Failure, printable
+from hvdtrain.system import exits
+from hvdtrain.system.exits import Failure, printable
 
 
 @dataclasses.dataclass(frozen=True)

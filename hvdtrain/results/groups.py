@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from hvdtrain.exits import printable
 from hvdtrain.results.columns import GROUP, RUNS, TIMING
 from hvdtrain.results.scores import all_columns
 from hvdtrain.results.statistics import Statistic, summary
+from hvdtrain.system.exits import printable
 
 
 class Group:

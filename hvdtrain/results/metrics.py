@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain import records
-from hvdtrain.measures import Score
+from hvdtrain.records.metrics import Score
 from hvdtrain.results import scores
 
 

@@ -11,14 +11,15 @@ import shlex
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-from hvdtrain import records, workloads
-from hvdtrain.exits import Failure, printable
+from hvdtrain import records
+from hvdtrain.config import workloads
 from hvdtrain.results import alike, load
 from hvdtrain.results.alike import Chosen
 from hvdtrain.results.groups import Group
 from hvdtrain.results.runs import numbers
 from hvdtrain.results.scaling import MUST, Count, count_of, many, same_rate
 from hvdtrain.results.tables import short
+from hvdtrain.system.exits import Failure, printable
 
 OWN = ("--run-dir", "--threads")
 """Flags with a value that a run on other hosts does not take over; its threads are told anew"""

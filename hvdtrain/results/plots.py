@@ -12,8 +12,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from hvdtrain import exits, files
-from hvdtrain.exits import Failure
+from hvdtrain.system import exits, files
+from hvdtrain.system.exits import Failure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from hvdtrain.exits import Failure
 from hvdtrain.results import (
     accuracy,
     energy,
@@ -31,6 +30,7 @@ from hvdtrain.results.columns import Column
 from hvdtrain.results.load import Loaded
 from hvdtrain.results.report_page import text
 from hvdtrain.results.table import Table
+from hvdtrain.system.exits import Failure
 
 TITLE = "How training scales over the network"
 

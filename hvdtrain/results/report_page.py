@@ -11,8 +11,8 @@ from html import escape
 from importlib import resources
 from typing import TYPE_CHECKING
 
-from hvdtrain.exits import printable
 from hvdtrain.results.table import Table
+from hvdtrain.system.exits import printable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

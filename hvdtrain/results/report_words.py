@@ -14,7 +14,7 @@ from typing import Any
 
 import pandas as pd
 
-from hvdtrain.config import TrainConfig
+from hvdtrain.config.options import TrainConfig
 from hvdtrain.results import alike, groups, scores
 from hvdtrain.results.figures import panels
 from hvdtrain.results.groups import Group

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain import records, strategies
-from hvdtrain.exits import Failure, printable
-from hvdtrain.measures import Score
+from hvdtrain.records.metrics import Score
 from hvdtrain.results import metrics, power, scores
 from hvdtrain.results.columns import NOT_SETTINGS, RUNS
 from hvdtrain.results.folders import Problem, there
+from hvdtrain.system.exits import Failure, printable
 
 WIRE_SHARE = 0.936
 """What TCP payload gets of a link's rate with both directions busy: 1448 of 1514 bytes, less acknowledgements"""

@@ -18,12 +18,12 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
-from hvdtrain import exits
-from hvdtrain.exits import Failure
 from hvdtrain.results import alike
 from hvdtrain.results.alike import Chosen, Kind
 from hvdtrain.results.groups import Group
 from hvdtrain.results.statistics import Interval, Statistic, ratio
+from hvdtrain.system import exits
+from hvdtrain.system.exits import Failure
 
 Count = Literal["hosts", "ranks"]
 MUST: dict[Count, tuple[str, ...]] = {"hosts": alike.PER_HOST, "ranks": alike.SAME}

@@ -14,22 +14,22 @@ from typing import Any
 
 import pandas as pd
 
-from hvdtrain import measures
-from hvdtrain.arguments import near
-from hvdtrain.exits import BAD_DATA, USAGE, Failure, printable
-from hvdtrain.measures import Score
+from hvdtrain.records import metrics
+from hvdtrain.records.metrics import Score
 from hvdtrain.results import columns
 from hvdtrain.results.table import Column
+from hvdtrain.system.arguments import near
+from hvdtrain.system.exits import BAD_DATA, USAGE, Failure, printable
 
 PARTS = {"train": "train", "validation": "validation", "test": "test", "best_validation": "validation, best"}
 """Of what a score may be -> how that is headed"""
-ACCURACY = measures.Accuracy()
+ACCURACY = metrics.Accuracy()
 
 
 @functools.lru_cache(maxsize=256)
 def of_run(text: str) -> dict[str, Score]:
     """What a run's column `scores` says, which `row` has made."""
-    return measures.read(json.loads(text))[1]
+    return metrics.read(json.loads(text))[1]
 
 
 def row(measure: Mapping[str, Any], where: str) -> tuple[dict[str, str], dict[str, Score]]:
@@ -38,7 +38,7 @@ def row(measure: Mapping[str, Any], where: str) -> tuple[dict[str, str], dict[st
     if not measure:
         return {}, {}
     try:
-        headline, scores = measures.read(measure)
+        headline, scores = metrics.read(measure)
     except ValueError as error:
         raise Failure(f"{where}:1: its measure is damaged: {printable(str(error))}", BAD_DATA) from error
     return {"headline": headline, "scores": json.dumps(measure, sort_keys=True)}, scores

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hvdtrain import records
-from hvdtrain.exits import Failure
 from hvdtrain.results import power
+from hvdtrain.system.exits import Failure
 
 
 @dataclasses.dataclass(frozen=True)

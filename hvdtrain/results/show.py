@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvdtrain.exits import Failure, printable
 from hvdtrain.results import groups, load, scores
 from hvdtrain.results.folders import Problem
 from hvdtrain.results.load import Loaded
 from hvdtrain.results.table import Column, Table, number
+from hvdtrain.system.exits import Failure, printable
 
 
 def facts(loaded: Loaded) -> Table:

@@ -14,9 +14,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hvdtrain import exits
-from hvdtrain.arguments import near
-from hvdtrain.exits import Failure
+from hvdtrain.system import exits
+from hvdtrain.system.arguments import near
+from hvdtrain.system.exits import Failure
 
 LONGEST = 1000
 COMPARISON = re.compile(

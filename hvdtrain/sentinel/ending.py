@@ -12,8 +12,8 @@ import math
 import os
 import signal
 
-from hvdtrain.cluster.processes import children, stat, tree
 from hvdtrain.sentinel.processes import MPIRUN, Process
+from hvdtrain.system.proc import children, stat, tree
 
 TIMES: dict[str, dict[str, float]] = {
     "lost": {"ask_launcher": 0, "kill_ranks": 1.5, "insist": 2.5, "kill_launcher": 5},

@@ -11,9 +11,9 @@ import socket
 import struct
 import threading
 
-from hvdtrain.cluster import stream
-from hvdtrain.sentinel import trust
-from hvdtrain.sentinel.trust import Party
+from hvdtrain.sentinel import auth
+from hvdtrain.sentinel.auth import Party
+from hvdtrain.system import link_probe
 
 SETTLE_S, COUNT_S = 0.3, 0.9
 PATIENCE_S = 3.0
@@ -36,11 +36,11 @@ class Receiver:
 
     def _serve(self, me: Party, sender: int) -> None:
         with self._listener:
-            found = trust.accepted(self._listener, me, {sender}, OPEN_S)
+            found = auth.accepted(self._listener, me, {sender}, OPEN_S)
         for connection in found.values():
             with connection, contextlib.suppress(OSError):
                 connection.settimeout(PATIENCE_S)
-                connection.sendall(struct.pack("!d", stream.count(connection, SETTLE_S, COUNT_S)))
+                connection.sendall(struct.pack("!d", link_probe.count(connection, SETTLE_S, COUNT_S)))
                 while connection.recv(1 << 20):  # until the sender has read the answer and closes
                     pass
 
@@ -50,8 +50,8 @@ def measure(address: str, port: int, me: Party, to: int, source: str) -> float:
 
     Takes 1.2 s and three round trips. Raises OSError if the receiver cannot be reached or does not answer.
     """
-    with trust.connected(address, port, me, to, PATIENCE_S, source) as connection:
+    with auth.connected(address, port, me, to, PATIENCE_S, source) as connection:
         connection.settimeout(PATIENCE_S)
-        with stream.feeding(connection):
-            (rate,) = struct.unpack("!d", stream.exactly(connection, 8))
+        with link_probe.feeding(connection):
+            (rate,) = struct.unpack("!d", link_probe.exactly(connection, 8))
     return float(rate) / 1e6

@@ -7,7 +7,7 @@ import os
 import signal
 from pathlib import PurePath
 
-from hvdtrain.cluster import processes
+from hvdtrain.system import proc
 
 DAEMONS = ("mpirun", "mpiexec", "orterun", "orted", "prterun", "prted", "horovodrun", "srun", "slurmstepd", "sshd")
 """Programs that start ranks and end with them. A name may go on: orterun_wrapper, sshd-session"""
@@ -22,7 +22,7 @@ class Process:
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self._started = processes.stat(pid).started
+        self._started = proc.stat(pid).started
         self.name = _name(pid)
         # Readable once the process has ended. Kernels before 5.3 and conda's Python have none: the ticks must do.
         self.ended: int | None = None
@@ -31,7 +31,7 @@ class Process:
 
     def state(self) -> str:
         """One letter: R, S, D running, T stopped, t held by a debugger; X if it has ended (a zombie has)."""
-        now = processes.stat(self.pid)
+        now = proc.stat(self.pid)
         return "X" if now.started != self._started or now.state in "XZ" else now.state
 
     def gone(self) -> bool:
@@ -57,7 +57,7 @@ def launchers(pid: int) -> list[Process]:
     """
     chain: list[Process] = []
     found = False
-    above = processes.stat(pid).parent
+    above = proc.stat(pid).parent
     while above > 1:
         process = Process(above)
         if process.gone():  # another user's, which /proc may hide (hidepid): nobody can watch it
@@ -69,7 +69,7 @@ def launchers(pid: int) -> list[Process]:
             found = True
             if process.name.startswith("sshd"):
                 break
-        above = processes.stat(above).parent
+        above = proc.stat(above).parent
     return chain if found else chain[:1]
 
 
@@ -77,7 +77,7 @@ def _starts_ranks(process: Process) -> bool:
     """Whether this is a launcher, or a shell or Python that runs nothing but one."""
     if process.name.startswith(DAEMONS):
         return True
-    words = processes.strings(process.pid, "cmdline")
+    words = proc.strings(process.pid, "cmdline")
     if len(words) > 2 and PurePath(words[0]).name in SHELLS and words[1] == "-c":
         command = words[2].split()
         return bool(command) and PurePath(command[0]).name in DAEMONS
@@ -86,6 +86,6 @@ def _starts_ranks(process: Process) -> bool:
 
 def _name(pid: int) -> str:
     """The program: its script for an interpreter that runs one by its first line, else argument 0."""
-    name, words = processes.stat(pid).name, processes.strings(pid, "cmdline")
+    name, words = proc.stat(pid).name, proc.strings(pid, "cmdline")
     # sshd writes its state over argument 0: "sshd: root@notty"
     return name if not words or name.startswith(("sshd", "horovodrun")) else PurePath(words[0].rstrip(":")).name

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-from hvdtrain.cluster import nic
 from hvdtrain.sentinel import interfaces
 from hvdtrain.sentinel.watch import RankWords
+from hvdtrain.system import net
 
 START_S = 10.0
 ANSWER_S = 15.0
@@ -160,7 +160,7 @@ class Sentinel:
         """
         if self._process is None or self._next is None:
             return None
-        from hvdtrain.cluster import throttle  # used once, and on several hosts only
+        from hvdtrain.lab import throttle  # used once, and on several hosts only
 
         asked = throttle.asked()
         if asked and self.nic and asked.get("dev") not in (self.nic, None):
@@ -169,7 +169,7 @@ class Sentinel:
             "host": socket.gethostname(),
             "nic": self.nic,
             "address": self.way and self.way.source,
-            "speed_mbit": self.way and nic.speed_mbit(self.way.device),
+            "speed_mbit": self.way and net.speed_mbit(self.way.device),
             "throttle": asked,
             "goodput_to": self._next,
             "goodput_mbit": None,
@@ -188,7 +188,7 @@ class Sentinel:
     def nic_counters(self) -> tuple[int, int] | None:
         """Bytes sent and received so far by the link's interface; None unless this rank started the sentinel."""
         with contextlib.suppress(OSError, KeyError):
-            return nic.counters(self.nic) if self.nic else None
+            return net.counters(self.nic) if self.nic else None
         return None
 
     # --- the process --------------------------------------------------------------------------------------------

@@ -28,9 +28,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.cluster import admission
-from hvdtrain.sentinel import ending, goodput, trust
+from hvdtrain.sentinel import auth, ending, goodput
 from hvdtrain.sentinel.processes import CHATTER, Process, launchers
+from hvdtrain.system import socket_filter
 
 BEAT_S = 1.0
 SILENCE_S = 15.0
@@ -242,7 +242,7 @@ class Watch:
     def _beat(self, leaving: bool) -> None:
         self._beats += 1
         message = {"number": self._beats, "host": self._index, "idle": self._idle(), "left": leaving}
-        data = trust.sealed(self._secret, PURPOSE, json.dumps({**message, "fault": self._fault}).encode())
+        data = auth.sealed(self._secret, PURPOSE, json.dumps({**message, "fault": self._fault}).encode())
         for peer in self._peers:
             if self._door is not None and not peer.left:
                 for _ in range(3 if leaving else 1):
@@ -257,7 +257,7 @@ class Watch:
         if self._door is not None:
             self._refused(self._door, now)
             for data, _ in _arrived(self._door):
-                if (text := trust.opened(self._secret, PURPOSE, data)) is not None:
+                if (text := auth.opened(self._secret, PURPOSE, data)) is not None:
                     self._read(json.loads(text), now)
 
     def _refused(self, door: socket.socket, now: float) -> None:
@@ -324,7 +324,7 @@ class Orders:
 
     def __init__(self, table: dict[str, Any]) -> None:
         self._hosts, self._index = table["hosts"], table["host"]
-        self._me = trust.Party(bytes.fromhex(table["secret"]), goodput.PURPOSE, self._index)
+        self._me = auth.Party(bytes.fromhex(table["secret"]), goodput.PURPOSE, self._index)
         self._rest = b""
 
     def open(self, receiver: goodput.Receiver) -> None:
@@ -374,11 +374,11 @@ def main() -> None:
         return
     table = json.loads(first)
     with contextlib.suppress(OSError):  # without it other users of this host can crowd out a rank's words
-        admission.only_senders(words, [("127.0.0.1", rank["port"]) for rank in table["ranks"]])
+        socket_filter.only_senders(words, [("127.0.0.1", rank["port"]) for rank in table["ranks"]])
     orders: Orders | None = Orders(table)
     if door and receiver and orders:
         with contextlib.suppress(OSError):  # without it strangers can crowd out others, but not pass for them
-            admission.only_senders(door, [(host["address"], host["udp"]) for host in table["hosts"]])
+            socket_filter.only_senders(door, [(host["address"], host["udp"]) for host in table["hosts"]])
         orders.open(receiver)
     watch = Watch(table, words, door, time.monotonic())
     poll = select.poll()

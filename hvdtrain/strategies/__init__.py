@@ -7,22 +7,22 @@ knows their names.
 
 from __future__ import annotations
 
-from hvdtrain.config import TrainConfig
+from hvdtrain.config.options import TrainConfig
+from hvdtrain.strategies.base import Strategy as Strategy
+from hvdtrain.strategies.cost import Cost as Cost
+from hvdtrain.strategies.cost import Layout as Layout
 from hvdtrain.strategies.flat import FLAT as FLAT
 from hvdtrain.strategies.flat import lasting as lasting
 from hvdtrain.strategies.flat import refuse as refuse
 from hvdtrain.strategies.flat import translated as translated
-from hvdtrain.strategies.payload import Cost as Cost
-from hvdtrain.strategies.payload import Layout as Layout
-from hvdtrain.strategies.reducer import Reducer as Reducer
+from hvdtrain.strategies.reducers.base import Reducer as Reducer
+from hvdtrain.strategies.registry import REDUCERS as REDUCERS
+from hvdtrain.strategies.registry import SCHEDULES as SCHEDULES
 from hvdtrain.strategies.replicas import Exchanged as Exchanged
 from hvdtrain.strategies.replicas import Factored as Factored
 from hvdtrain.strategies.replicas import Vectors as Vectors
 from hvdtrain.strategies.spec import Exchange as Exchange
 from hvdtrain.strategies.spec import parse as parse
-from hvdtrain.strategies.strategy import Strategy as Strategy
-from hvdtrain.strategies.table import REDUCERS as REDUCERS
-from hvdtrain.strategies.table import SCHEDULES as SCHEDULES
 
 
 def chosen(config: TrainConfig) -> Exchange:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hvdtrain.config import TrainConfig, micro_batches
-from hvdtrain.exits import Failure
+from hvdtrain.config.options import TrainConfig, micro_batches
+from hvdtrain.strategies.registry import RUNGS, UNEQUAL
 from hvdtrain.strategies.spec import Exchange, parse
-from hvdtrain.strategies.table import RUNGS, UNEQUAL
+from hvdtrain.system.exits import Failure
 
 WORTH = 0.2
 """Share of a step's time, spent waiting, from which on advice is given"""

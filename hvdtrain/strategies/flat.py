@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from hvdtrain.exits import Failure
-from hvdtrain.strategies import table
+from hvdtrain.strategies import registry
 from hvdtrain.strategies.spec import parse
+from hvdtrain.system.exits import Failure
 
 RENAMED = {"local_start": "start", "ddp_hook": "hook"}
 FLAT = (
@@ -28,7 +28,7 @@ def translated(config: Mapping[str, Any]) -> str:
         if not any(key in config for key in FLAT):
             return str(parse(name))
         words = [_with_settings(name, config)]
-        if getattr(table.found(name), "holds_reducer", False) and config.get("inner"):
+        if getattr(registry.found(name), "holds_reducer", False) and config.get("inner"):
             words.append(_with_settings(str(config["inner"]), config))
         return str(parse("+".join(words)))
     except (Failure, KeyError):
@@ -37,7 +37,7 @@ def translated(config: Mapping[str, Any]) -> str:
 
 def _with_settings(name: str, config: Mapping[str, Any]) -> str:
     given = {RENAMED.get(key, key): config[key] for key in FLAT if config.get(key) is not None}
-    fields = [field.name for field in dataclasses.fields(table.found(name).Settings)]
+    fields = [field.name for field in dataclasses.fields(registry.found(name).Settings)]
     words = [f"{key}={str(given[key]).replace(',', ':')}" for key in fields if key in given]
     return name + (":" + ",".join(words) if words else "")
 
@@ -62,10 +62,10 @@ def refuse(given: Mapping[str, Any], asked: str, how: Mapping[str, str], code: i
     flat = {key: given[key] for key in FLAT if key in given}
     if not flat:
         return
-    takers = [_with_settings(name, flat) for name in (*table.SCHEDULES, *table.REDUCERS)]
+    takers = [_with_settings(name, flat) for name in (*registry.SCHEDULES, *registry.REDUCERS)]
     takers = [each for each in takers if ":" in each]
     if flat.keys() == {"inner"}:
-        takers = [f"{name}+{flat['inner']}" for name, cls in table.SCHEDULES.items() if cls.holds_reducer]
+        takers = [f"{name}+{flat['inner']}" for name, cls in registry.SCHEDULES.items() if cls.holds_reducer]
     if (new := translated({"strategy": asked, **flat})) != asked:
         takers = [new]
     words = " ".join(how[key] for key in flat)

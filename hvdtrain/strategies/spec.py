@@ -13,17 +13,18 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
-from hvdtrain import bounds, exits
-from hvdtrain.arguments import near
-from hvdtrain.config import TrainConfig
-from hvdtrain.exits import Failure
-from hvdtrain.strategies import table
-from hvdtrain.strategies.overlapped import Overlapped
-from hvdtrain.strategies.payload import Cost, Layout, Shape
-from hvdtrain.strategies.reducer import Reducer
-from hvdtrain.strategies.strategy import Strategy
-from hvdtrain.strategies.synchronous import Synchronous
-from hvdtrain.world import World
+from hvdtrain.comm.world import World
+from hvdtrain.config import constraints
+from hvdtrain.config.options import TrainConfig
+from hvdtrain.strategies import registry
+from hvdtrain.strategies.algorithms.overlapped import Overlapped
+from hvdtrain.strategies.algorithms.synchronous import Synchronous
+from hvdtrain.strategies.base import Strategy
+from hvdtrain.strategies.cost import Cost, Layout, Shape
+from hvdtrain.strategies.reducers.base import Reducer
+from hvdtrain.system import exits
+from hvdtrain.system.arguments import near
+from hvdtrain.system.exits import Failure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Exchange:
 
     def __str__(self) -> str:
         parts = [self.schedule, self.reducer]
-        if self.schedule and self.reducer == part(table.DEFAULT_REDUCER):
+        if self.schedule and self.reducer == part(registry.DEFAULT_REDUCER):
             parts.remove(self.reducer)
         return "+".join(str(each) for each in parts if each)
 
@@ -130,7 +131,7 @@ class Exchange:
 def parse(text: str) -> Exchange:
     """What the string means. Raises Failure (78), with what is known in place of what is not."""
     words = text.split("+")
-    first = _part(text, words[0], [*table.names(Strategy), *table.names(Reducer)], "strategy")
+    first = _part(text, words[0], [*registry.names(Strategy), *registry.names(Reducer)], "strategy")
     if len(words) > 2:
         raise refusal(text, "one reducer goes behind a schedule, as in SCHEDULE+REDUCER")
     if issubclass(first.cls, Reducer):
@@ -139,15 +140,17 @@ def parse(text: str) -> Exchange:
         return Exchange(None, first)
     if not first.cls.holds_reducer:
         if len(words) > 1:
-            holders = [name for name in table.names(Strategy) if table.found(name).holds_reducer]
+            holders = [name for name in registry.names(Strategy) if registry.found(name).holds_reducer]
             raise refusal(text, f"{first.name} takes no reducer behind a plus; these do: {', '.join(holders)}")
         return Exchange(first, None)
-    return Exchange(first, _part(text, (words[1:] or [table.DEFAULT_REDUCER])[0], table.names(Reducer), "reducer"))
+    return Exchange(
+        first, _part(text, (words[1:] or [registry.DEFAULT_REDUCER])[0], registry.names(Reducer), "reducer")
+    )
 
 
 def part(name: str, given: str = "") -> Part:
     """A name of the table and the settings behind its colon. Raises Failure (78)."""
-    cls = table.found(name)
+    cls = registry.found(name)
     fields = {field.name: field for field in dataclasses.fields(cls.Settings)}
     hints = get_type_hints(cls.Settings)
     values: dict[str, Any] = {}
@@ -161,7 +164,7 @@ def part(name: str, given: str = "") -> Part:
         try:
             values[key] = read(hints[key], value)
         except ValueError:
-            _bad(f"{key} of {name} is {value!r}: {bounds.wanted(fields[key], hints[key])}")
+            _bad(f"{key} of {name} is {value!r}: {constraints.wanted(fields[key], hints[key])}")
     return Part(name, cls, cls.Settings(**values))
 
 
@@ -169,7 +172,7 @@ def described(cls: Any) -> list[str]:
     """The settings of a class: `rank (whole number >= 1, default 2)`."""
     hints = get_type_hints(cls.Settings)
     return [
-        f"{field.name} ({bounds.kind(field, hints[field.name])}, default {spelt(field.default) or 'none'})"
+        f"{field.name} ({constraints.kind(field, hints[field.name])}, default {spelt(field.default) or 'none'})"
         for field in dataclasses.fields(cls.Settings)
     ]
 

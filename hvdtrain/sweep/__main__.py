@@ -11,10 +11,7 @@ import time
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from hvdtrain import exits
-from hvdtrain.arguments import Parser
-from hvdtrain.exits import Failure
-from hvdtrain.progress import duration
+from hvdtrain.observe.progress import duration
 from hvdtrain.sweep import command, execute, file, lacking, network, plan, preview, show
 from hvdtrain.sweep.estimate import FORMULA, Estimator
 from hvdtrain.sweep.execute import Task
@@ -22,6 +19,9 @@ from hvdtrain.sweep.network import cluster_name
 from hvdtrain.sweep.preview import Preview
 from hvdtrain.sweep.process import Children
 from hvdtrain.sweep.show import Outcome
+from hvdtrain.system import exits
+from hvdtrain.system.arguments import Parser
+from hvdtrain.system.exits import Failure
 
 PURPOSE = """Runs a grid of experiments that a TOML file describes, point by point: sets the rate of the links,
 measures it, launches, checks the record. What is done is not done again: the same command goes on after a stop.

@@ -8,19 +8,19 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hvdtrain import workloads
-from hvdtrain.cluster import enter
-from hvdtrain.cluster.commands import CHECKOUT, Command, as_user, caller
+from hvdtrain.config import workloads
+from hvdtrain.lab import enter
 from hvdtrain.sweep import file
 from hvdtrain.sweep.file import ClusterSpec
 from hvdtrain.sweep.plan import UNLIMITED, Run
 from hvdtrain.sweep.preview import MONITORS
+from hvdtrain.system.commands import CHECKOUT, Command, as_user, caller
 
 SCRIPTS = {
-    "tools/cluster.sh": ["hvdtrain.cluster"],
-    "tools/throttle.sh": ["hvdtrain.cluster.throttle"],
-    "launch/mpirun.sh": ["hvdtrain.cluster.launch", "mpirun"],
-    "launch/horovodrun.sh": ["hvdtrain.cluster.launch", "horovodrun"],
+    "tools/cluster.sh": ["hvdtrain.lab"],
+    "tools/throttle.sh": ["hvdtrain.lab.throttle"],
+    "launch/mpirun.sh": ["hvdtrain.launch.__main__", "mpirun"],
+    "launch/horovodrun.sh": ["hvdtrain.launch.__main__", "horovodrun"],
 }
 """The checkout's scripts, and the modules they stand for"""
 

@@ -11,11 +11,11 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.cluster.rates import goodput_both_ways, parse_rate
 from hvdtrain.sweep.file import ClusterSpec
 from hvdtrain.sweep.folder import document, summary
 from hvdtrain.sweep.plan import Point, Run
 from hvdtrain.sweep.preview import Preview
+from hvdtrain.system.rates import goodput_both_ways, parse_rate
 
 START_S = {"torch": (2.0, 2.5), "tensorflow": (4.0, 7.0)}
 """Seconds from launch to first step: a fixed part, and a part to divide by the rank's cores if it has less than one"""

@@ -11,10 +11,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from hvdtrain import exits, files, records
-from hvdtrain.cluster.commands import Command
-from hvdtrain.exits import Failure
-from hvdtrain.progress import duration
+from hvdtrain import records
+from hvdtrain.observe.progress import duration
 from hvdtrain.sweep import command, folder
 from hvdtrain.sweep.estimate import CLUSTER_S, VERIFY_S, Estimator
 from hvdtrain.sweep.file import Sweep
@@ -23,6 +21,9 @@ from hvdtrain.sweep.plan import Run
 from hvdtrain.sweep.preview import Preview
 from hvdtrain.sweep.process import Children, Stopped, Timeout
 from hvdtrain.sweep.show import STATES, Display, Outcome
+from hvdtrain.system import exits, files
+from hvdtrain.system.commands import Command
+from hvdtrain.system.exits import Failure
 
 ATTEMPTS = 2
 MACHINE_LOCK = "hvdtrain-sweep.lock"

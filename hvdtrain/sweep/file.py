@@ -14,10 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdtrain import exits, files, workloads
-from hvdtrain.cluster import hosts, topology
-from hvdtrain.config import TrainConfig
-from hvdtrain.exits import Failure
+from hvdtrain.config import workloads
+from hvdtrain.config.options import TrainConfig
+from hvdtrain.lab import topology
+from hvdtrain.system import exits, files, hosts
+from hvdtrain.system.exits import Failure
 
 ORDERS = ("as-written", "interleaved", "random")
 WHEN_OFF = ("mark", "refuse")

@@ -12,11 +12,12 @@ import pwd
 from pathlib import Path
 from typing import Any
 
-from hvdtrain import exits, files, records
-from hvdtrain.cluster.commands import caller
-from hvdtrain.exits import Failure
+from hvdtrain import records
 from hvdtrain.sweep.plan import UNLIMITED, Run
 from hvdtrain.sweep.preview import MONITORS, Preview
+from hvdtrain.system import exits, files
+from hvdtrain.system.commands import caller
+from hvdtrain.system.exits import Failure
 
 NOT_COMPARED = {"run_dir", "resume", "verify_data", "json", "dry_run", "debug", "monitor"}
 LOG = Path("logs") / "launch.log"

@@ -9,12 +9,14 @@ import shutil
 import subprocess
 import sys
 
-from hvdtrain.cluster import launch, nic, virtual
-from hvdtrain.cluster.commands import PACKAGES, find, succeeds
-from hvdtrain.exits import Failure
+from hvdtrain.lab import virtual
+from hvdtrain.launch import __main__ as launch
 from hvdtrain.sweep import command
 from hvdtrain.sweep.file import ALL_GPUS, ClusterSpec, Sweep
 from hvdtrain.sweep.plan import Point
+from hvdtrain.system import net
+from hvdtrain.system.commands import PACKAGES, find, succeeds
+from hvdtrain.system.exits import Failure
 
 COUNT = {
     "torch": "import torch; print(torch.cuda.device_count())",
@@ -114,6 +116,6 @@ def _root() -> bool:
 @functools.cache
 def _lets_in(host: str) -> bool:
     try:
-        return nic.is_own(launch.address_of(host)) or succeeds([*SSH, host, "true"])
+        return net.is_own(launch.address_of(host)) or succeeds([*SSH, host, "true"])
     except Failure:
         return False

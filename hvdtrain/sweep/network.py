@@ -8,13 +8,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.cluster import virtual
-from hvdtrain.cluster.rates import show_rate
-from hvdtrain.exits import Failure
+from hvdtrain.lab import virtual
 from hvdtrain.sweep import command
 from hvdtrain.sweep.file import ClusterSpec, Sweep
 from hvdtrain.sweep.plan import UNLIMITED, Point
 from hvdtrain.sweep.process import Children, told, whole
+from hvdtrain.system.exits import Failure
+from hvdtrain.system.rates import show_rate
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,11 +15,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdtrain import exits, files, workloads
-from hvdtrain.cluster.commands import CHECKOUT
-from hvdtrain.cluster.rates import parse_rate, show_rate
-from hvdtrain.exits import Failure
+from hvdtrain.config import workloads
 from hvdtrain.sweep.file import ALL_GPUS, LAUNCHERS, OWN, PLACES, Grid, Sweep, program
+from hvdtrain.system import exits, files
+from hvdtrain.system.commands import CHECKOUT
+from hvdtrain.system.exits import Failure
+from hvdtrain.system.rates import parse_rate, show_rate
 
 UNLIMITED = "unlimited"
 MOST_RUNS = 10_000

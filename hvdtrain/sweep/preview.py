@@ -18,13 +18,13 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from hvdtrain import exits, workloads
-from hvdtrain.cluster import quota
-from hvdtrain.cluster.commands import Command
-from hvdtrain.config import flag
-from hvdtrain.exits import Failure
+from hvdtrain.config import workloads
+from hvdtrain.config.options import flag
 from hvdtrain.sweep import process
 from hvdtrain.sweep.plan import Point, Run
+from hvdtrain.system import cgroup, exits
+from hvdtrain.system.commands import Command
+from hvdtrain.system.exits import Failure
 
 Question = tuple[str, Sequence[str], int, int]
 """A workload, its flags, the ranks of the job, and of a host"""
@@ -69,7 +69,7 @@ def ask(questions: Sequence[Question]) -> list[dict[str, Any] | Failure]:
     One process per core answers its share of them, one after the other, so that it imports what workloads need once.
     Raises Failure (1) if one of these processes dies.
     """
-    cores = max(1, int(quota.process_cores()))
+    cores = max(1, int(cgroup.process_cores()))
     shares = [questions[core::cores] for core in range(min(cores, len(questions)))]
     with ThreadPoolExecutor(len(shares)) as pool:
         found = list(pool.map(_asked, shares))
@@ -104,7 +104,7 @@ def serve() -> None:
 
 def _answer(question: Question) -> dict[str, Any] | tuple[str, int]:
     """The dry run's JSON document, or the message and the exit code that it ends with."""
-    from hvdtrain.world import StopSignal  # and much else, which the sweep itself does not need
+    from hvdtrain.comm.world import StopSignal  # and much else, which the sweep itself does not need
 
     workload, typed, ranks, local = question
     place = {"RANK": 0, "SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_SIZE": local}

@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import IO, Any
 
-from hvdtrain import exits
-from hvdtrain.cluster import supervise
-from hvdtrain.cluster.commands import Command
-from hvdtrain.exits import Failure
+from hvdtrain.launch import supervise
+from hvdtrain.system import exits
+from hvdtrain.system.commands import Command
+from hvdtrain.system.exits import Failure
 
 POLL_S = 0.1
 SECOND_S = 1.0

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from hvdtrain.progress import duration, on_terminal, started_bar, whole
+from hvdtrain.observe.progress import duration, on_terminal, started_bar, whole
 from hvdtrain.sweep.estimate import Estimate
 from hvdtrain.sweep.plan import Run
 

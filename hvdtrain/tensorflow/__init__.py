@@ -1,7 +1,7 @@
 """`import hvdtrain.tensorflow as hvd` in place of `import horovod.tensorflow as hvd`: its names, and our strategies.
 
 Horovod's functions are handed through as they are. What carries them is decided by `init`: Horovod itself, or, with
-HVDTRAIN_STRATEGY, our streams (see `hvdtrain.script.job`). docs/OWN.md says what each name does on both.
+HVDTRAIN_STRATEGY, our streams (see `hvdtrain.horovod_api.job`). docs/OWN.md says what each name does on both.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from horovod.tensorflow import *  # noqa: F403
 from horovod.tensorflow import _executing_eagerly as _executing_eagerly
 from horovod.tensorflow import global_process_set, mpi_ops
 
-from hvdtrain.script import job
-from hvdtrain.script.record import log as log
-from hvdtrain.strategies.table import DEFAULT_REDUCER
+from hvdtrain.horovod_api import job
+from hvdtrain.horovod_api.record import log as log
+from hvdtrain.strategies.registry import DEFAULT_REDUCER
 from hvdtrain.tensorflow.operations import Operations
 from hvdtrain.tensorflow.step import tensor
 from hvdtrain.tensorflow.sync_batch_norm import SyncBatchNormalization as SyncBatchNormalization

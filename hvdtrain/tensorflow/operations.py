@@ -18,7 +18,7 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.tensorflow import mpi_ops
 from tensorflow.python.ops.resource_variable_ops import get_eager_safe_handle_data
 
-from hvdtrain.script.job import Job
+from hvdtrain.horovod_api.job import Job
 
 SETTINGS = {"reduce_op": "op", "root_rank": "root", "prescale_factor": "prescale", "postscale_factor": "postscale"}
 """Horovod's names of what a call is given, and those of `Calls.start`"""

@@ -1,4 +1,4 @@
-"""A script's run folder (see `hvdtrain.script.record`): the steps of a tape, and of Keras' optimizer."""
+"""A script's run folder (see `hvdtrain.horovod_api.record`): the steps of a tape, and of Keras' optimizer."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
-from hvdtrain.script import job
-from hvdtrain.strategies.payload import ring_bytes
+from hvdtrain.horovod_api import job
+from hvdtrain.strategies.cost import ring_bytes
 from hvdtrain.tensorflow.step import Step, tensor
 
 

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.script import job
+from hvdtrain.comm.world import World
+from hvdtrain.horovod_api import job
+from hvdtrain.observe.timing import Clock
 from hvdtrain.strategies import Exchange, Strategy
-from hvdtrain.timing import Clock
-from hvdtrain.world import World
 
 TAIL = 3
 """See `strategies.Vectors.tail`; a script's ranks weigh the same, and its loss is not known here"""

@@ -12,9 +12,9 @@ from typing import Any
 import horovod.tensorflow as horovod
 import tensorflow as tf
 
-from hvdtrain.script import job
+from hvdtrain.horovod_api import job
 from hvdtrain.strategies import Exchange
-from hvdtrain.strategies.table import DEFAULT_REDUCER
+from hvdtrain.strategies.registry import DEFAULT_REDUCER
 from hvdtrain.tensorflow import recorded
 from hvdtrain.tensorflow.step import Step, apart, tensor
 

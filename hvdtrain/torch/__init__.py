@@ -1,7 +1,7 @@
 """`import hvdtrain.torch as hvd` in place of `import horovod.torch as hvd`: the same names, and our strategies.
 
 Horovod's functions are handed through as they are. What carries them is decided by `init`: Horovod itself, or, with
-HVDTRAIN_STRATEGY, our streams (see `hvdtrain.script.job`). docs/OWN.md says what each name does on both.
+HVDTRAIN_STRATEGY, our streams (see `hvdtrain.horovod_api.job`). docs/OWN.md says what each name does on both.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 from horovod.torch import *  # noqa: F403
 from horovod.torch import mpi_ops
 
-from hvdtrain.script import job
-from hvdtrain.script.record import log as log
+from hvdtrain.horovod_api import job
+from hvdtrain.horovod_api.record import log as log
 from hvdtrain.torch.operations import Operations
 from hvdtrain.torch.optimizer import DistributedOptimizer as DistributedOptimizer
 from hvdtrain.torch.optimizer import broadcast_optimizer_state as broadcast_optimizer_state

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvdtrain import exits
-from hvdtrain.exits import Failure
-from hvdtrain.script import job
+from hvdtrain.horovod_api import job
 from hvdtrain.strategies import Reducer, parse
-from hvdtrain.strategies.table import DEFAULT_REDUCER
+from hvdtrain.strategies.registry import DEFAULT_REDUCER
+from hvdtrain.system import exits
+from hvdtrain.system.exits import Failure
 
 
 class Buckets:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvdtrain.script.job import Job
+from hvdtrain.horovod_api.job import Job
 
 
 class Operations:

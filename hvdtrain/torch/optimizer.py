@@ -21,10 +21,10 @@ import numpy as np
 import torch
 from horovod.torch import Average, Compression, Sum, global_process_set
 
-from hvdtrain.script import job
+from hvdtrain.horovod_api import job
+from hvdtrain.observe.timing import Clock
 from hvdtrain.strategies import Exchange, Strategy
-from hvdtrain.strategies.table import DEFAULT_REDUCER
-from hvdtrain.timing import Clock
+from hvdtrain.strategies.registry import DEFAULT_REDUCER
 from hvdtrain.torch.recorded import rate, watched
 from hvdtrain.torch.vectors import Parameters, strangers, unscale
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from horovod.torch import mpi_ops
 
-from hvdtrain.script import job
-from hvdtrain.strategies.payload import ring_bytes
+from hvdtrain.horovod_api import job
+from hvdtrain.strategies.cost import ring_bytes
 
 
 def rate(optimizer: Any) -> float | None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import exchange
 import numpy as np
 
-from hvdtrain.timing import Clock
+from hvdtrain.observe.timing import Clock
 
 STEPS, LR = 6, 0.1
 

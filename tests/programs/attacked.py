@@ -15,11 +15,11 @@ from pathlib import Path
 
 import numpy as np
 
-from hvdtrain.collectives import Reach
-from hvdtrain.collectives.meeting import meet
-from hvdtrain.collectives.servers import ServerRanks
-from hvdtrain.collectives.streams import StreamRanks
-from hvdtrain.world import place
+from hvdtrain.comm.backends.base import Reach
+from hvdtrain.comm.backends.servers import ServerRanks
+from hvdtrain.comm.backends.tcp import StreamRanks
+from hvdtrain.comm.rendezvous import meet
+from hvdtrain.comm.world import place
 
 
 def main() -> None:

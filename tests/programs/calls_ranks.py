@@ -20,12 +20,12 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.collectives import Reach
-from hvdtrain.collectives.horovod_ranks import internal_error
-from hvdtrain.collectives.meeting import meet
-from hvdtrain.script.arithmetic import BFLOAT16
-from hvdtrain.script.calls import Calls, Op
-from hvdtrain.world import place
+from hvdtrain.comm.backends.base import Reach
+from hvdtrain.comm.backends.horovod import internal_error
+from hvdtrain.comm.rendezvous import meet
+from hvdtrain.comm.world import place
+from hvdtrain.horovod_api.arithmetic import BFLOAT16
+from hvdtrain.horovod_api.calls import Calls, Op
 
 TYPES = ["uint8", "int8", "uint16", "int16", "int32", "int64", "float16", "float32", "float64", "bool", "bfloat16"]
 SHAPES = [(), (0,), (1,), (7,), (5, 3), (0, 4), (4, 0), (3, 2, 5), (20_011,), (301, 77)]

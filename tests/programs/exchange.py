@@ -16,16 +16,18 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain import data, strategies, workload, world
-from hvdtrain.config import TrainConfig
-from hvdtrain.evaluation import evaluate
+from hvdtrain import data, strategies
+from hvdtrain.comm import world
+from hvdtrain.comm.world import World
+from hvdtrain.config.options import TrainConfig
 from hvdtrain.frameworks import Replica
-from hvdtrain.measures import Accuracy
 from hvdtrain.models import resnet
+from hvdtrain.observe.timing import Clock
+from hvdtrain.records.metrics import Accuracy
 from hvdtrain.strategies import Strategy
-from hvdtrain.threads import Threads
-from hvdtrain.timing import Clock
-from hvdtrain.world import World
+from hvdtrain.training import job
+from hvdtrain.training.evaluation import evaluate
+from hvdtrain.training.threads import Threads
 
 FEATURES, CLASSES, SAMPLES, STEPS, LR = 6, 3, 11, 3, 0.1
 
@@ -77,7 +79,7 @@ def config_of(framework: str, settings: str, **defaults: Any) -> TrainConfig:
 
 def joined(config: TrainConfig) -> tuple[World, str]:
     """The ranks, and this one's device."""
-    return workload.connected(config, world.place(), Threads(1, "a small model"))
+    return job.connected(config, world.place(), Threads(1, "a small model"))
 
 
 def trainer(config: TrainConfig, ranks: World, device: str, weight: np.ndarray) -> tuple[Strategy, Replica]:
@@ -89,7 +91,7 @@ def trainer(config: TrainConfig, ranks: World, device: str, weight: np.ndarray) 
     else:
         with ranks.ranks.scope():
             model = tensorflow_model()
-    replica = workload.replica_of(model, config, ranks, strategy, device, Accuracy())
+    replica = job.replica_of(model, config, ranks, strategy, device, Accuracy())
     replica.load({**replica.state(), "parameter.weight": weight})
     return strategy, replica
 
@@ -130,7 +132,7 @@ def evaluated(config: TrainConfig, ranks: World, device: str) -> dict[str, float
     else:
         from hvdtrain.models.resnet_tf import ResNetTF as Model
     strategy = strategies.chosen(config).make(config, ranks, [(1,)])
-    replica = workload.replica_of(Model(spec), config, ranks, strategy, device, Accuracy())
+    replica = job.replica_of(Model(spec), config, ranks, strategy, device, Accuracy())
     state = resnet.initial_state(spec, 3)
     replica.load({f"parameter.{name}": state[name] for name in resnet.parameters(spec)})
     # Offsets whose mean over ranks is 0: -1 and 1, -1, 0 and 1 for three, times a quarter.

@@ -15,8 +15,8 @@ from pathlib import Path
 import exchange
 import numpy as np
 
-from hvdtrain import world
-from hvdtrain.exits import BAD_DATA, Failure
+from hvdtrain.comm import world
+from hvdtrain.system.exits import BAD_DATA, Failure
 
 
 def main(stop: world.StopSignal) -> int:

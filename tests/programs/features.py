@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.captions.features import extract
-from hvdtrain.exits import Failure
+from hvdtrain.comm.world import World
 from hvdtrain.models.vgg16 import FEATURES
-from hvdtrain.world import World
+from hvdtrain.system.exits import Failure
 
 SIDE = 8
 

@@ -15,14 +15,14 @@ import exchange
 import numpy as np
 from exchange import FEATURES
 
-from hvdtrain import config as configuration
 from hvdtrain import strategies
-from hvdtrain.config import TrainConfig
+from hvdtrain.comm.world import World
+from hvdtrain.config import options as configuration
+from hvdtrain.config.options import TrainConfig
 from hvdtrain.data import Batch, ImageSplit
 from hvdtrain.data.loader import Loader
-from hvdtrain.strategies import hybrid
-from hvdtrain.timing import Clock
-from hvdtrain.world import World
+from hvdtrain.observe.timing import Clock
+from hvdtrain.strategies.algorithms import hybrid
 
 SAMPLES, CLASSES, GLOBAL_BATCH, EPOCHS, LR, SEED = 54, 3, 12, 2, 0.1, 7
 

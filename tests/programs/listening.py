@@ -16,9 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from hvdtrain.cluster.processes import children
+from hvdtrain.comm.world import World
 from hvdtrain.sentinel import interfaces
-from hvdtrain.world import World
+from hvdtrain.system.proc import children
 
 
 def sockets(process: int) -> set[str]:

@@ -6,7 +6,7 @@ import json
 import sys
 import time
 
-from hvdtrain.world import World
+from hvdtrain.comm.world import World
 
 framework = sys.argv[1]
 if framework == "torch":

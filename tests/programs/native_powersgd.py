@@ -8,9 +8,10 @@ import sys
 
 import torch
 
-from hvdtrain.collectives import Alone, Reach, powersgd
-from hvdtrain.collectives.ddp import DdpRanks
-from hvdtrain.strategies.native import Native
+from hvdtrain.comm.backends import ddp_powersgd
+from hvdtrain.comm.backends.base import Alone, Reach
+from hvdtrain.comm.backends.ddp import DdpRanks
+from hvdtrain.strategies.algorithms.native import Native
 
 STEPS = 12
 
@@ -39,7 +40,7 @@ def counted(rank: int) -> tuple[int, int]:
     shapes = [tuple(parameter.shape) for parameter in model.parameters()]
     theirs = ranks._power_sgd._torch_state.total_numel_after_compression
     ranks.leave()
-    return theirs, sum(powersgd.elements_sent(shapes, rank, n) for n in range(powersgd.START_STEP, STEPS))
+    return theirs, sum(ddp_powersgd.elements_sent(shapes, rank, n) for n in range(ddp_powersgd.START_STEP, STEPS))
 
 
 sys.stdout.write(json.dumps({word: counted(int(word)) for word in sys.argv[1:]}) + "\n")

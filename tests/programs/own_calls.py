@@ -15,7 +15,7 @@ import horovod.torch
 import torch
 
 import hvdtrain.torch as hvd
-from hvdtrain.script import job
+from hvdtrain.horovod_api import job
 
 os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
 TYPES = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64]

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 import hvdtrain.torch as hvd
-from hvdtrain import world
-from hvdtrain.collectives import Reach
+from hvdtrain.comm import world
+from hvdtrain.comm.backends.base import Reach
 
 met_at = world.Met.at
 world.Met.at = classmethod(

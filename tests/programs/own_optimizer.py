@@ -18,10 +18,10 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import hvdtrain.torch as hvd
-from hvdtrain import world
-from hvdtrain.collectives import Reach
-from hvdtrain.script import job
-from hvdtrain.timing import Clock
+from hvdtrain.comm import world
+from hvdtrain.comm.backends.base import Reach
+from hvdtrain.horovod_api import job
+from hvdtrain.observe.timing import Clock
 from hvdtrain.torch.vectors import Parameters
 
 met_at = world.Met.at

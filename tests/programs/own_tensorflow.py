@@ -19,7 +19,7 @@ import tensorflow as tf
 
 import hvdtrain.keras
 import hvdtrain.tensorflow as hvd
-from hvdtrain.exits import Failure
+from hvdtrain.system.exits import Failure
 
 STREAMS = "HVDTRAIN_STRATEGY" in os.environ
 BATCH = 16

@@ -14,7 +14,7 @@ import numpy as np
 from sklearn.datasets import load_digits
 
 import hvdtrain
-from hvdtrain.place import place
+from hvdtrain.comm.launch_env import place
 
 DIGITS = load_digits()
 X, Y = DIGITS.data / 16, DIGITS.target

@@ -8,10 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain import data, exits, workload, world
-from hvdtrain.config import TrainConfig
-from hvdtrain.measures import Regression
+from hvdtrain import data
+from hvdtrain.comm import world
+from hvdtrain.config.options import TrainConfig
 from hvdtrain.models.layers import regression_terms
+from hvdtrain.records.metrics import Regression
+from hvdtrain.system import exits
+from hvdtrain.training import job as workload
 
 FEATURES = 3
 

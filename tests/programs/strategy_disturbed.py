@@ -14,7 +14,8 @@ import signal
 import sys
 from typing import Any
 
-from hvdtrain import resnet, world
+from hvdtrain import resnet
+from hvdtrain.comm import world
 
 TENSOR = "layer2.0.conv1.weight"
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import socket
 
-from hvdtrain import world
-from hvdtrain.collectives import Meeting, Reach
-from hvdtrain.collectives.meeting import meet
+from hvdtrain.comm import world
+from hvdtrain.comm.backends.base import Meeting, Reach
+from hvdtrain.comm.rendezvous import meet
 
 
 class Kept:

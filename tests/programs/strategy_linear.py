@@ -13,7 +13,7 @@ import exchange
 import numpy as np
 from exchange import LR
 
-from hvdtrain.timing import Clock
+from hvdtrain.observe.timing import Clock
 
 
 def trained(framework: str, settings: dict[str, Any], steps: int) -> dict[str, Any]:

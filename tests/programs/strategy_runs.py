@@ -25,10 +25,11 @@ from typing import Any
 from strategy_hosts import joined, prepared_once
 from strategy_linear import trained as linear
 
-from hvdtrain import workloads, world
-from hvdtrain.collectives import Meeting
-from hvdtrain.exits import Failure
-from hvdtrain.strategies import hybrid
+from hvdtrain.comm import world
+from hvdtrain.comm.backends.base import Meeting
+from hvdtrain.config import workloads
+from hvdtrain.strategies.algorithms import hybrid
+from hvdtrain.system.exits import Failure
 
 sys.path.append(str(Path(__file__).parent.parent))
 from runs import cut_off

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from hvdtrain.collectives import Alone, Reach, lost_peer
-from hvdtrain.collectives.streams import StreamRanks
-from hvdtrain.script.calls import Calls
+from hvdtrain.comm.backends.base import Alone, Reach, lost_peer
+from hvdtrain.comm.backends.tcp import StreamRanks
+from hvdtrain.horovod_api.calls import Calls
 
 SIZE = 4
 

@@ -15,10 +15,10 @@ import sys
 
 import numpy as np
 
-from hvdtrain.collectives import Reach
-from hvdtrain.collectives.meeting import meet
-from hvdtrain.collectives.streams import StreamRanks
-from hvdtrain.world import place
+from hvdtrain.comm.backends.base import Reach
+from hvdtrain.comm.backends.tcp import StreamRanks
+from hvdtrain.comm.rendezvous import meet
+from hvdtrain.comm.world import place
 
 LARGE = [("float32", 1_330_000), ("float64", 100_003), ("int64", 100_003)]
 

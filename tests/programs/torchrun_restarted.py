@@ -6,8 +6,8 @@ from __future__ import annotations
 import json
 import os
 
-from hvdtrain.collectives.meeting import meet
-from hvdtrain.world import place
+from hvdtrain.comm.rendezvous import meet
+from hvdtrain.comm.world import place
 
 where = place()
 start = os.environ["TORCHELASTIC_RESTART_COUNT"]

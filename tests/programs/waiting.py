@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hvdtrain import world
+from hvdtrain.comm import world
 
 
 def write(path: Path, text: str) -> None:

@@ -6,12 +6,12 @@ import itertools
 
 from matplotlib.figure import Figure
 
-from hvdtrain import exits
-from hvdtrain.exits import Failure
 from hvdtrain.results import devices
 from hvdtrain.results.figures import panels, style
 from hvdtrain.results.load import Loaded
 from hvdtrain.results.plots import Options
+from hvdtrain.system import exits
+from hvdtrain.system.exits import Failure
 
 
 def crossover(loaded: Loaded, options: Options) -> Figure:

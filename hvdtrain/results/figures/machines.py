@@ -13,15 +13,15 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from hvdtrain import exits
-from hvdtrain.arguments import near
-from hvdtrain.exits import Failure, printable
 from hvdtrain.results import groups, load, sensors
 from hvdtrain.results.figures import style
 from hvdtrain.results.load import Loaded
 from hvdtrain.results.plots import Options
 from hvdtrain.results.scaling import many, rate_words
 from hvdtrain.results.table import number
+from hvdtrain.system import exits
+from hvdtrain.system.arguments import near
+from hvdtrain.system.exits import Failure, printable
 
 COLUMNS = 3
 POINTS = 300

@@ -15,12 +15,12 @@ from typing import Any
 
 import pandas as pd
 
-from hvdtrain import exits
-from hvdtrain.exits import Failure
 from hvdtrain.results import groups, scaling
 from hvdtrain.results.figures import style
 from hvdtrain.results.load import Loaded
 from hvdtrain.results.scaling import Row, many
+from hvdtrain.system import exits
+from hvdtrain.system.exits import Failure
 
 HOW = {"collectives": "over {}", "launcher": "by {}", "fill": "beside {:g} busy hosts"}
 """Told only where nothing else tells runs apart: one process has no collectives, and each strategy has its own"""

@@ -10,8 +10,6 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from hvdtrain import exits
-from hvdtrain.exits import Failure
 from hvdtrain.results import scores
 from hvdtrain.results.figures import panels, style
 from hvdtrain.results.figures.panels import Looks
@@ -20,6 +18,8 @@ from hvdtrain.results.plots import Options
 from hvdtrain.results.scaling import many
 from hvdtrain.results.strategies import soonness, strategies
 from hvdtrain.results.table import Table, cell
+from hvdtrain.system import exits
+from hvdtrain.system.exits import Failure
 
 WIDTH_IN, ROW_IN, LINE_IN = 4.3, 0.2, 0.14
 LETTERS = 54

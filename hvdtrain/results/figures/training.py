@@ -13,8 +13,6 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from hvdtrain import exits
-from hvdtrain.exits import Failure
 from hvdtrain.results import load, scores
 from hvdtrain.results.figures import panels, style
 from hvdtrain.results.figures.panels import Looks
@@ -22,6 +20,8 @@ from hvdtrain.results.load import Loaded
 from hvdtrain.results.plots import Options
 from hvdtrain.results.scaling import rate_words
 from hvdtrain.results.statistics import summary
+from hvdtrain.system import exits
+from hvdtrain.system.exits import Failure
 
 
 def figure(loaded: Loaded, _: Options, *, x: str, label: str) -> Figure:

@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdtrain import exits, files, records
-from hvdtrain.arguments import near
-from hvdtrain.exits import Failure
+from hvdtrain import records
 from hvdtrain.results.groups import Group, fact_kinds, is_missing
 from hvdtrain.results.table import Column, Table
 from hvdtrain.results.where import Where
+from hvdtrain.system import exits, files
+from hvdtrain.system.arguments import near
+from hvdtrain.system.exits import Failure
 
 FOLDER = Path(__file__).parent
 SCHEMA = "hvdtrain/reference/1"

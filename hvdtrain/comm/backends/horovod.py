@@ -1,0 +1,134 @@
+"""Ranks that Horovod connects, over MPI, Gloo or NCCL; its own optimizer and tape exchange the gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import secrets
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.comm.backends.base import Alone, TorchStep
+from hvdtrain.sentinel.auth import SECRET_BYTES
+from hvdtrain.system import exits
+from hvdtrain.system.exits import Failure
+
+
+class HorovodRanks(Alone):
+    """See `collectives.Alone`; what it overrides is what Horovod does."""
+
+    def __init__(self, framework: str, *, gpu: bool, timeline: bool) -> None:
+        """`framework`: torch or tensorflow; `timeline`: it may be started later.
+
+        Raises Failure (69) if Horovod is missing or cannot connect the ranks.
+        """
+        try:
+            if framework == "torch":
+                import horovod.torch as hvd
+            else:
+                import horovod.tensorflow as hvd
+        except ImportError as error:
+            raise Failure(
+                f"{error}; Horovod for {framework} is missing in {sys.prefix}: run `make setup FRAMEWORKS={framework}`",
+                exits.UNREACHABLE,
+            ) from error
+        if timeline:
+            os.environ["HOROVOD_TIMELINE"] = "DYNAMIC"
+        hvd.init()
+        self._hvd: Any = hvd
+        self._framework = framework
+        self._optimizer: Any = None
+        self.rank, self.size = hvd.rank(), hvd.size()
+        self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
+        on_hosts = "gloo" if hvd.gloo_enabled() else "mpi"
+        self.carrier = "nccl" if gpu and hvd.nccl_built() else on_hosts
+        if self.size > 1:
+            self.secret = self.gather(secrets.token_bytes(SECRET_BYTES) if self.rank == 0 else b"")[0]
+
+    def leave(self) -> None:
+        self._hvd.shutdown()
+
+    def start_timeline(self, path: Path) -> None:
+        """Records every tensor's way into a Chrome trace, from now on; on rank 0 only, which coordinates."""
+        self._hvd.start_timeline(str(path))
+
+    def stop_timeline(self) -> None:
+        self._hvd.stop_timeline()
+
+    def gather(self, mine: bytes) -> list[bytes]:
+        own = np.frombuffer(mine, dtype=np.uint8)
+        lengths = self._numpy(self._hvd.allgather(self._tensor(np.array([own.size])), name="gather.lengths"))
+        joined = self._numpy(self._hvd.allgather(self._tensor(own), name="gather.bytes")).tobytes()
+        ends = np.cumsum(lengths)
+        return [joined[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+
+    def sum(self, values: np.ndarray, name: str) -> np.ndarray:
+        return self._numpy(self._hvd.allreduce(self._tensor(values), op=self._hvd.Sum, name=name))
+
+    def broadcast(self, values: np.ndarray, name: str) -> np.ndarray:
+        return self._numpy(self._hvd.broadcast(self._tensor(values), root_rank=0, name=f"broadcast.{name}"))
+
+    def _tensor(self, array: np.ndarray) -> Any:
+        if self._framework == "torch":
+            import torch
+
+            return torch.from_numpy(np.array(array))
+        import tensorflow as tf
+
+        return tf.constant(array)
+
+    @staticmethod
+    def _numpy(tensor: Any) -> np.ndarray:
+        return np.asarray(tensor.numpy())
+
+    # --- PyTorch ------------------------------------------------------------------------------------------------
+
+    def start_sum(self, tensor: Any, name: str) -> Any:
+        return self._hvd.allreduce_async_(tensor, op=self._hvd.Sum, name=name)
+
+    def finish_sum(self, handle: Any) -> Any:
+        return self._hvd.synchronize(handle)
+
+    def overlapped(self, model: Any, optimizer: Any, settings: Any) -> TorchStep:
+        """Horovod's optimizer round `optimizer`: hooks in backward start the sums, `wait` waits for them once."""
+        self._optimizer = self._hvd.DistributedOptimizer(
+            optimizer, named_parameters=model.named_parameters(), op=self._hvd.Sum
+        )
+        return HorovodStep(model, self._optimizer)
+
+    def wait(self) -> None:
+        if self._optimizer is not None:
+            self._optimizer.synchronize()
+
+    # --- TensorFlow ---------------------------------------------------------------------------------------------
+
+    def graph_sum(self, tensor: Any, name: str) -> Any:
+        return self._hvd.allreduce(tensor, op=self._hvd.Sum, name=name)
+
+    def summed_gradients(self, tape: Any, loss: Any, weights: list[Any]) -> list[Any]:
+        return list(
+            self._hvd.DistributedGradientTape(tape, op=self._hvd.Sum, sparse_as_dense=True).gradient(loss, weights)
+        )
+
+
+class HorovodStep(TorchStep):
+    def updating(self) -> contextlib.AbstractContextManager[None]:
+        return self.optimizer.skip_synchronize()
+
+
+@functools.cache
+def internal_error() -> type[RuntimeError]:
+    """What Horovod raises when a collective call fails, so that scripts can catch it; a class of that name where
+    Horovod is not installed."""
+    try:
+        from horovod.common.exceptions import HorovodInternalError
+    except ImportError:
+
+        class HorovodInternalError(RuntimeError):  # type: ignore[no-redef]
+            """A collective call failed."""
+
+    return HorovodInternalError

@@ -1,0 +1,1 @@
+"""Virtual hosts and slow links on this machine."""

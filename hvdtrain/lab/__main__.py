@@ -1,0 +1,213 @@
+"""The command line of the virtual cluster: `hvdtrain cluster ...`, `tools/cluster.sh ...`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pwd
+import sys
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.lab import enter, lifecycle, throttle, topology, virtual
+from hvdtrain.lab.throttle import qdisc
+from hvdtrain.lab.throttle.__main__ import main as limit
+from hvdtrain.lab.throttle.request import reachable
+from hvdtrain.system import exits
+from hvdtrain.system.arguments import Parser
+from hvdtrain.system.commands import caller, rights_of_caller, run, succeeds
+from hvdtrain.system.exits import Failure
+
+PURPOSE = """Virtual hosts on this machine, joined by a network of their own, to try what a real cluster would do.
+
+examples:
+  sudo hvdtrain cluster up --hosts a,b,c,d --cpu-share 0.5
+  hvdtrain cluster exec a -- horovodrun -np 4 -H a:2,b:2 python -m hvdtrain.resnet --epochs 1
+  sudo hvdtrain cluster up --name adsl --topology hostfiles/adsl.toml
+  hvdtrain cluster hostfile > hostfile
+  hvdtrain cluster status --json
+  sudo hvdtrain cluster down
+
+Where sudo does not find hvdtrain: sudo tools/cluster.sh up ..., the same with the system's own python3.
+"""
+
+
+def parser() -> Parser:
+    top = Parser(prog="hvdtrain cluster", description=PURPOSE)
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def add(name: str, purpose: str, *, dry_run: bool = True) -> argparse.ArgumentParser:
+        one = commands.add_parser(name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".")
+        one.add_argument("--name", help="the cluster's name (default: lab, or your only one that is up)")
+        if dry_run:
+            one.add_argument("--dry-run", action="store_true", help="print the exact commands and change nothing")
+        return one
+
+    up = add("up", "make a cluster (root)")
+    which = up.add_mutually_exclusive_group(required=True)
+    which.add_argument("--hosts", metavar="A,B,..", help="names of the hosts")
+    which.add_argument("--topology", metavar="FILE.toml", type=Path, help="hosts that differ, as hostfiles/adsl.toml")
+    up.add_argument("--slots", type=int, default=2, help="ranks per host in the hostfile (default: 2)")
+    up.add_argument("--cpu-share", type=float, metavar="CORES", help="cores each host may use, e.g. 0.5 (default: all)")
+    up.add_argument("--cpus", metavar="LIST", help="cores the hosts may run on, e.g. 0-1,3 (default: all)")
+    up.add_argument("--rate", metavar="RATE", help="rate of every link, e.g. 10mbit (default: unlimited)")
+
+    add("down", "remove a cluster and end what runs on its hosts (root); nothing to remove is no error")
+    add("status", "hosts, addresses, rates, CPU shares, processes", dry_run=False).add_argument(
+        "--json", action="store_true", help="one JSON document"
+    )
+    add("hostfile", "print the hosts as `a slots=2` lines", dry_run=False)
+    run = add("exec", "run a command on a host, as the calling user")
+    run.add_argument("--env", action="append", default=[], metavar="NAME", help="keep this variable too (repeatable)")
+    run.add_argument("host")
+    run.add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the command and its arguments")
+    add("shell", "open a shell on a host").add_argument("host")
+    return top
+
+
+def limits(cluster: topology.Cluster) -> list[list[str]]:
+    """The arguments of the throttle that give each link the topology's rate."""
+    groups: dict[tuple[str | None, str | None], list[str]] = {}
+    for host in cluster.hosts:
+        groups.setdefault((host.up, host.down), []).append(host.name)
+    return [
+        ["--name", cluster.name, "--host", ",".join(names), "--up", up or "none", "--down", down or "none"]
+        for (up, down), names in groups.items()
+        if up or down
+    ]
+
+
+def make(asked: argparse.Namespace) -> int:
+    user = caller()
+    if asked.topology:
+        if (asked.slots, asked.cpu_share, asked.cpus, asked.rate) != (2, None, None, None):
+            what = "--slots, --cpu-share, --cpus and --rate go with --hosts; a topology has them in its file"
+            raise Failure(what, exits.USAGE)
+        with rights_of_caller():
+            cluster = topology.from_toml(asked.topology, cluster=asked.name, user=user)
+    else:
+        cluster = topology.from_names(
+            asked.hosts,
+            cluster="lab" if asked.name is None else asked.name,
+            user=user,
+            slots=asked.slots,
+            cpu_share=asked.cpu_share,
+            cpus=asked.cpus,
+            rate=asked.rate,
+        )
+    lifecycle.up(cluster, dry_run=asked.dry_run)
+    if asked.dry_run:
+        for words in limits(cluster):
+            print(f"tools/throttle.sh {' '.join(words)}")
+    else:
+        try:
+            for words in limits(cluster):
+                limit(words)
+        except BaseException:
+            lifecycle.down(cluster.name)
+            raise
+        print(f"hvdtrain: cluster {cluster.name} is up: {', '.join(h.name for h in cluster.hosts)}", file=sys.stderr)
+    return exits.OK
+
+
+def remove(asked: argparse.Namespace) -> int:
+    name = virtual.choose(asked.name) or "lab"
+    there = lifecycle.down(name, dry_run=asked.dry_run)
+    said = f"cluster {name} is down" if there else f"nothing of a cluster {name} is there"
+    if not asked.dry_run:
+        print(f"hvdtrain: {said}", file=sys.stderr)
+    return exits.OK
+
+
+def status(cluster: topology.Cluster) -> dict[str, Any]:
+    """The cluster's hosts, rates and processes. Rates and processes are null but for root outside of the hosts."""
+    root = os.geteuid() == 0 and cluster.name in reachable()
+    hosts = []
+    for host in cluster.hosts:
+        here, netns = virtual.folder(cluster.name) / "hosts" / host.name, cluster.netns(host.name)
+        pid = (here / "sshd.pid").read_text().strip() if (here / "sshd.pid").exists() else ""
+        asked = throttle.asked(here / "throttle.json")
+        hosts.append(
+            {
+                "host": host.name,
+                "address": cluster.address(host.name),
+                "slots": host.slots,
+                "cpu_share": host.cpu_share,
+                "cpus": host.cpus,
+                "sshd": bool(pid) and Path(f"/proc/{pid}").exists(),
+                "link_up": succeeds(["ip", "-n", netns, "route", "get", "10.77.0.254"]) if root else None,
+                "rates_asked": None if asked is None else {way: asked.get(way) for way in ("up_mbit", "down_mbit")},
+                "rates_set": _rates_set(cluster, host.name) if root else None,
+                "processes": len(lifecycle.processes(netns)) if root else None,
+            }
+        )
+    return {"schema": "hvdtrain/cluster/1", "name": cluster.name, "user": cluster.user, "hosts": hosts}
+
+
+def _rates_set(cluster: topology.Cluster, host: str) -> dict[str, float | None]:
+    """The rate to which the kernel's queues limit the host's link, in Mbit/s."""
+    found: dict[str, float | None] = {}
+    for link in (link for link in virtual.links(cluster) if link.host == host):
+        queues = json.loads(run(qdisc.tc(link.netns, "-json", "qdisc", "show", "dev", link.dev)))
+        rates = [queue["options"]["rate"] for queue in queues if "rate" in queue.get("options", {})]
+        found[f"{link.direction}_mbit"] = rates[0] * 8 / 1e6 if rates else None  # tc reports bytes per second
+    return found
+
+
+def show_status(document: dict[str, Any]) -> None:
+    def text(value: Any, none: str) -> str:
+        return none if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+    def rates(pair: dict[str, Any] | None, none: str) -> str:
+        if pair is None:
+            return none
+        return "/".join(text(pair[f"{direction}_mbit"], "-") for direction in ("up", "down"))
+
+    rows = [("host", "address", "slots", "cores", "asked up/down", "set up/down", "link", "sshd", "processes")]
+    for host in document["hosts"]:
+        cores = text(host["cpu_share"], "all") + (f" of {host['cpus']}" if host["cpus"] else "")
+        link = {True: "up", False: "DOWN", None: "?"}[host["link_up"]]
+        rows.append(
+            (
+                *(host["host"], host["address"], str(host["slots"]), cores),
+                *(rates(host["rates_asked"], "-"), rates(host["rates_set"], "?")),
+                *(link, "up" if host["sshd"] else "DOWN", text(host["processes"], "?")),
+            )
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    print(f"cluster {document['name']} of {document['user']}; rates in Mbit/s, ?: needs root, outside of the hosts")
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def main(arguments: list[str]) -> int:
+    """Returns the exit code; raises Failure, whose message is for the user."""
+    asked = parser().parse_args(arguments)
+    if asked.command == "up":
+        return make(asked)
+    if asked.command == "down":
+        return remove(asked)
+    cluster = virtual.load(asked.name)
+    if asked.command == "hostfile":
+        print("\n".join(f"{host.name} slots={host.slots}" for host in cluster.hosts))
+        return exits.OK
+    if asked.command == "status":
+        document = status(cluster)
+        print(json.dumps(document, indent=2)) if asked.json else show_status(document)
+        return exits.OK
+    cluster.host(asked.host)
+    if asked.command == "shell":
+        words, kept = [pwd.getpwnam(caller()).pw_shell or "/bin/sh"], []
+    else:
+        words, kept = asked.words[1:] if asked.words[:1] == ["--"] else asked.words, asked.env
+    if not words:
+        raise Failure("exec needs a command: hvdtrain cluster exec a -- hostname", exits.USAGE)
+    if os.geteuid() and not asked.dry_run:
+        enter.through_sudo(arguments, kept)
+    enter.become(cluster, asked.host, words, extra=kept, dry_run=asked.dry_run)
+    return exits.OK
+
+
+if __name__ == "__main__":
+    exits.end(main, sys.argv[1:])

@@ -1,0 +1,243 @@
+"""Making a virtual cluster and taking it down again, whatever was killed in between."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import pwd
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from hvdtrain.lab import topology, virtual
+from hvdtrain.lab.topology import Cluster, Host
+from hvdtrain.lab.virtual import PINS, SELF, STATE
+from hvdtrain.system import exits
+from hvdtrain.system.commands import find, need_root, run, run_all
+from hvdtrain.system.exits import Failure
+
+PATIENCE_S = 3.0
+
+
+def up(cluster: Cluster, *, dry_run: bool = False) -> None:
+    """Makes the cluster. Raises Failure: 77 without root, 69 if a program is missing, 1 with what went wrong.
+
+    What fails half-way is taken down again; what is killed half-way is `down`'s to clean.
+    """
+    commands = [*virtual.key_commands(cluster), *virtual.share_commands(cluster), *virtual.switch_commands(cluster)]
+    for host in cluster.hosts:
+        commands += virtual.host_commands(cluster, host.name)
+    if dry_run:
+        for path in virtual.files(cluster):
+            print(f"# writes {path}")
+        run_all([*virtual.pin_commands(), *commands], dry_run=True)
+        return
+    need_root("making a virtual cluster")
+    os.umask(0o022)  # the cluster's user reads what root writes; sudo adds the caller's own umask
+    for program in ("ip", "tc", "nsenter", "unshare", "ssh", "ssh-keygen", "sshd", "taskset"):
+        find(program)
+    _check(cluster)
+    with _alone():
+        if leftovers(cluster.name):
+            raise Failure(
+                f"cluster {cluster.name} is already there, whole or in part; "
+                f"take it down first (hvdtrain cluster down --name {cluster.name}), or choose another --name"
+            )
+        try:
+            virtual.folder(cluster.name).mkdir(mode=0o711)  # who may list it could lock it
+            _prepare(cluster)
+            run_all(commands)
+            _await_sshd(cluster)
+            # Last, and at once: a cluster that is listed is whole.
+            part = virtual.folder(cluster.name) / "cluster.part"
+            part.write_text(json.dumps(dataclasses.asdict(cluster), indent=2) + "\n")
+            part.rename(virtual.folder(cluster.name) / "cluster.json")
+        except BaseException:
+            with contextlib.suppress(Failure):  # what went wrong first is what the user should read
+                _remove(cluster.name)
+            raise
+
+
+def _check(cluster: Cluster) -> None:
+    """What would otherwise fail half-way, or hang later."""
+    for path in ("/etc/hosts", "/etc/resolv.conf", "/etc/ssh/ssh_config", "/etc/pam.d/sshd"):
+        if not Path(path).exists():
+            below = path.removeprefix("/etc")  # where openSUSE has it; an empty file in /etc would hide that one
+            real = next((top + below for top in ("/usr/lib", "/usr/etc") if Path(top + below).exists()), None)
+            hint = f"sudo install -D {real} {path}" if real else "create an empty one"
+            raise Failure(f"{path} is missing, so the hosts cannot have their own; {hint}", exits.FAILED)
+    cores = os.cpu_count() or 1
+    for host in cluster.hosts:
+        wanted = [int(n) for part in (host.cpus or "0").split(",") for n in part.split("-")]
+        if max(wanted) >= cores:
+            raise Failure(f"host {host.name}: cpus {host.cpus}, but this machine has 0 to {cores - 1}", exits.USAGE)
+    if any(host.cpu_share is not None for host in cluster.hosts):
+        base = virtual.CGROUPS if virtual.cgroup_version() == 2 else virtual.CGROUPS / "cpu"
+        if not os.access(base, os.W_OK):
+            raise Failure(f"no writable CPU control group at {base}; leave --cpu-share out", exits.NO_PERMISSION)
+    with contextlib.suppress(KeyError, PermissionError, ImportError):
+        pwd.getpwnam(cluster.user)
+        return
+    raise Failure(f"this machine has no user {cluster.user!r}", exits.USAGE)
+
+
+def _prepare(cluster: Cluster) -> None:
+    """Folders and files, and the mount that pins live on."""
+    here = virtual.folder(cluster.name)
+    Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # sshd's own demand; empty, shared with the system's sshd
+    for path in (PINS, SELF, here / "etc", here / "ssh", *(here / "hosts" / host.name for host in cluster.hosts)):
+        path.mkdir(mode=0o711, parents=True, exist_ok=True)
+    for host in cluster.hosts:
+        (here / "hosts" / host.name / "cgroup").mkdir()
+    if not is_mount(PINS):
+        run_all(virtual.pin_commands())
+    for path, text in virtual.files(cluster).items():
+        path.write_text(text)
+        path.chmod(0o644)
+
+
+def _await_sshd(cluster: Cluster) -> None:
+    """Trusts the cluster's own host key under its hosts' names, and waits until every sshd runs."""
+    ssh = virtual.folder(cluster.name) / "ssh"
+    public = (ssh / "host_key.pub").read_text().strip()
+    names = ",".join(name for host in cluster.hosts for name in (host.name, cluster.address(host.name)))
+    (ssh / "known_hosts").write_text(f"{names} {public}\n")
+    for host in cluster.hosts:
+        deadline = time.monotonic() + PATIENCE_S
+        while not (virtual.folder(cluster.name) / "hosts" / host.name / "sshd.pid").exists():
+            if time.monotonic() > deadline:
+                raise Failure(f"sshd of host {host.name} did not start; try: sudo {find('sshd')} -t")
+            time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """One `up` or `down` at a time; a killed one lets go. Raises Failure (69) inside a virtual host."""
+    if is_mount(SELF):  # the host's own folder
+        raise Failure("this is a virtual host; make and take down clusters outside of it", exits.UNREACHABLE)
+    while True:
+        STATE.mkdir(mode=0o755, exist_ok=True)
+        handle = os.open(STATE / ".lock", os.O_RDWR | os.O_CREAT, 0o600)  # others could lock the folder
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            if os.fstat(handle).st_nlink:  # 0: a `down` that we waited for has removed it
+                yield
+                return
+        finally:
+            os.close(handle)
+
+
+def mounts() -> list[str]:
+    """Mount points of this mount namespace, in order of mounting (proc(5), mountinfo)."""
+    lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    return [line.split()[4].encode().decode("unicode_escape") for line in lines]
+
+
+def is_mount(path: Path) -> bool:
+    """Whether a mount begins at the folder, told by the number of the mount that it is on (proc(5), fdinfo): also right
+    for a folder bound to itself, and where another mount covers one of that name."""
+    if not path.is_dir():
+        return False
+    handle = os.open(path, os.O_PATH)
+    try:
+        facts = Path(f"/proc/self/fdinfo/{handle}").read_text().split()
+        number = facts[facts.index("mnt_id:") + 1]
+    finally:
+        os.close(handle)
+    lines = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    return any(words[0] == number and words[4] == str(path) for words in lines)
+
+
+def namespaces(cluster: str) -> list[str]:
+    """Network namespaces of the cluster that exist, its switch last."""
+    found = Path("/run/netns").glob(f"hvd-{cluster}*") if Path("/run/netns").is_dir() else ()
+    names = sorted(
+        path.name for path in found if path.name == f"hvd-{cluster}" or path.name.startswith(f"hvd-{cluster}-")
+    )
+    return names[1:] + names[:1]
+
+
+def leftovers(cluster: str) -> list[str]:
+    """Everything of the cluster that is there: namespaces, pins, control groups, files."""
+    paths = [*PINS.glob(f"{cluster}.*"), virtual.cgroup(cluster), virtual.folder(cluster)]
+    return namespaces(cluster) + [str(path) for path in paths if path.exists()]
+
+
+def processes(netns: str) -> list[int]:
+    """Processes in the network namespace."""
+    try:
+        return [int(pid) for pid in run(["ip", "netns", "pids", netns]).split()]
+    except Failure:  # gone meanwhile
+        return []
+
+
+def down(cluster: str, *, dry_run: bool = False) -> bool:
+    """Removes what `up` made, whole or in part, with every process on its hosts; False if there was nothing."""
+    topology.Cluster(name=cluster, hosts=(Host(name="a"),))  # checks the name
+    if dry_run:
+        for netns in namespaces(cluster):
+            print(f"# ends the processes {' '.join(map(str, processes(netns))) or '(none)'} in {netns}")
+        for path in leftovers(cluster):
+            print(f"# removes {path}")
+        return bool(leftovers(cluster))
+    need_root("taking a virtual cluster down")
+    if not STATE.is_dir():
+        return False
+    with _alone():
+        virtual.choose(cluster)  # once more: another user's `up` may have ended meanwhile
+        there = bool(leftovers(cluster))
+        _remove(cluster)
+    return there
+
+
+def _remove(cluster: str) -> None:
+    here = virtual.folder(cluster)
+    with contextlib.suppress(FileNotFoundError):
+        (here / "cluster.json").unlink()  # first: from here on it is not up
+    _end_processes(cluster)
+    for mount in reversed([mount for mount in mounts() if mount.startswith((f"{PINS}/{cluster}.", f"{here}/"))]):
+        run(["umount", "--lazy", mount])
+    for pin in PINS.glob(f"{cluster}.*"):
+        pin.unlink()
+    for netns in namespaces(cluster):
+        run(["ip", "netns", "delete", netns])
+    for group in (*sorted(virtual.cgroup(cluster).glob("*/")), virtual.cgroup(cluster), virtual.cgroup(cluster).parent):
+        _remove_group(group)
+    shutil.rmtree(here, ignore_errors=True)
+    if not any(path.is_dir() and path not in (PINS, SELF) for path in STATE.iterdir()):
+        if is_mount(PINS):
+            run(["umount", "--lazy", str(PINS)])
+        (STATE / ".lock").unlink()
+        for path in (PINS, SELF, STATE):
+            with contextlib.suppress(OSError):  # a throttle of this machine may keep its file in self/
+                path.rmdir()
+
+
+def _end_processes(cluster: str) -> None:
+    """TERM, and KILL for those that are still there after a while."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        deadline = time.monotonic() + PATIENCE_S
+        pids = [pid for netns in namespaces(cluster) for pid in processes(netns)]
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+                os.kill(pid, signal.SIGCONT)
+        while any(processes(netns) for netns in namespaces(cluster)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+
+def _remove_group(group: Path) -> None:
+    """A control group goes once its last process is reaped; other clusters may still need the parent."""
+    deadline = time.monotonic() + PATIENCE_S
+    while group.is_dir():
+        try:
+            group.rmdir()
+        except OSError:
+            if any(group.glob("*/")) or time.monotonic() > deadline:
+                return
+            time.sleep(0.02)

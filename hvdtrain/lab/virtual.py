@@ -1,0 +1,268 @@
+"""A cluster of virtual hosts on this machine, made of Linux namespaces.
+
+A host is a network namespace with one cable (eth0) to the cluster's switch, a host name of its own (UTS namespace), and
+a mount namespace in which /etc/hosts, /etc/resolv.conf and /etc/ssh/ssh_config are the cluster's, so that `ssh b` works
+from host a with neither prompt nor flag. The switch is a bridge in a network namespace of its own: nothing of the
+cluster shows in the machine's own network, clusters do not see each other, and removing the namespaces removes every
+interface, address and queue. Files, processes and users are the machine's.
+
+On disk, under /run/hvdtrain (all gone after `down`, or a reboot):
+
+    <cluster>/cluster.json         the topology          <cluster>/ssh/              keys and settings
+    <cluster>/hosts/<host>/        sshd, throttle        self/                       where a host finds its own folder
+    pins/<cluster>.<host>.{uts,mnt}  what keeps a host's namespaces without a process in them
+
+`down` goes by these names alone, so it also cleans what a killed `up` left half made. See namespaces(7), veth(4).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import re
+import shutil
+from pathlib import Path
+
+from hvdtrain.lab import topology
+from hvdtrain.lab.topology import NETWORK, Cluster
+from hvdtrain.system import exits
+from hvdtrain.system.commands import Command, caller
+from hvdtrain.system.exits import Failure
+
+OF_SWEEP = re.compile("s[0-9a-f]{7}")
+"""What a sweep calls the cluster that it makes for itself"""
+STATE = Path("/run/hvdtrain")
+PINS = STATE / "pins"
+SELF = STATE / "self"
+CGROUPS = Path("/sys/fs/cgroup")
+CONGESTION = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
+PERIOD_US = 20_000
+"""Of the CPU share: short, so that half a core is not 50 ms of work and then 50 ms of silence"""
+
+
+def folder(cluster: str) -> Path:
+    return STATE / cluster
+
+
+def pins(cluster: str, host: str) -> tuple[Path, Path]:
+    """The files that hold the host's UTS and mount namespaces open."""
+    return PINS / f"{cluster}.{host}.uts", PINS / f"{cluster}.{host}.mnt"
+
+
+def clusters() -> dict[str, Cluster]:
+    """The clusters that are up, whoever's they are, by name."""
+    found = {}
+    for path in sorted(STATE.glob("*/cluster.json")):
+        with contextlib.suppress(FileNotFoundError):  # taken down meanwhile
+            found[path.parent.name] = topology.from_json(json.loads(path.read_text()))
+    return found
+
+
+def whose() -> dict[str, str]:
+    """The owner of each cluster that is up; one that a sweep has made for itself is that sweep's."""
+    return {name: "a sweep" if OF_SWEEP.fullmatch(name) else one.user for name, one in clusters().items()}
+
+
+def choose(name: str | None = None) -> str | None:
+    """The given name, or that of the caller's only cluster; None if no cluster is up.
+
+    Raises Failure: 2 if the caller has several, or none where others have some; 77 if the named one is another user's.
+    Root may take any, by its name.
+    """
+    user = caller()
+    if name is not None:
+        topology.check_cluster_name(name)
+        there = clusters().get(name)
+        if there and user not in ("root", there.user):
+            raise Failure(f"cluster {name} is {there.user}'s; make your own with another --name", exits.NO_PERMISSION)
+        return name
+    owners = whose()
+    mine = [known for known, owner in owners.items() if owner == user]
+    if len(mine) > 1:
+        raise Failure(f"several clusters are up ({', '.join(mine)}); choose one with --name", exits.USAGE)
+    if owners and not mine:
+        others = ", ".join(f"{known} is {owner}'s" for known, owner in owners.items())
+        raise Failure(f"none of the clusters that are up is {user}'s ({others}); choose with --name", exits.USAGE)
+    return mine[0] if mine else None
+
+
+def load(name: str | None = None) -> Cluster:
+    """The cluster that `choose` names. Raises Failure: as `choose`, and 69 if it is not up."""
+    chosen = choose(name)
+    found = clusters().get(chosen or "")
+    if found is None:
+        what = f"cluster {chosen} is not up" if chosen else "no virtual cluster is up"
+        raise Failure(f"{what}; make one: sudo hvdtrain cluster up --hosts a,b", exits.UNREACHABLE)
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """One direction of a host's link, and the device whose queue limits it."""
+
+    host: str
+    netns: str | None
+    """None: this machine's own"""
+    dev: str
+    direction: str
+    """up: what the host sends; down: what it receives"""
+
+    @property
+    def key(self) -> str:
+        return f"{self.netns or ''}/{self.dev}/{self.direction}"
+
+
+def links(cluster: Cluster) -> list[Link]:
+    """Both directions of every host's cable."""
+    found = []
+    for host in cluster.hosts:
+        found.append(Link(host.name, cluster.netns(host.name), "eth0", "up"))
+        found.append(Link(host.name, cluster.switch, cluster.port(host.name), "down"))
+    return found
+
+
+# --- commands, as pure lists -----------------------------------------------------------------------------------------
+
+
+def inside(cluster: Cluster, host: str, *, share: bool = True) -> Command:
+    """The words before a command that run it on the host, as root, in place of the caller's process.
+
+    With `share`, it first joins the host's CPU share and cores.
+    """
+    uts, mnt = pins(cluster.name, host)
+    enter = ["nsenter", f"--net=/run/netns/{cluster.netns(host)}", f"--uts={uts}", f"--mount={mnt}", "--"]
+    about = cluster.host(host)
+    if share and about.cpus:
+        enter = ["taskset", "-c", about.cpus, *enter]
+    if share and about.cpu_share is not None:
+        joining = 'echo 0 >"$1" && shift && exec "$@"'  # 0: the writing process itself, cgroups(7)
+        enter = ["sh", "-c", joining, "sh", str(cgroup(cluster.name, host) / "cgroup.procs"), *enter]
+    return enter
+
+
+def cgroup_version() -> int:
+    return 2 if (CGROUPS / "cgroup.controllers").exists() else 1
+
+
+def cgroup(cluster: str, host: str = "") -> Path:
+    """The control group of a host, or that of all the cluster's hosts."""
+    return CGROUPS / ("" if cgroup_version() == 2 else "cpu") / "hvdtrain" / cluster / host
+
+
+def _write(path: Path, text: str) -> Command:
+    return ["sh", "-c", 'printf %s "$1" >"$2"', "sh", text, str(path)]
+
+
+def share_commands(cluster: Cluster) -> list[Command]:
+    """Limits each host to its CPU share, in cgroup v1 or v2, whichever this machine has."""
+    shared = [host for host in cluster.hosts if host.cpu_share is not None]
+    if not shared:
+        return []
+    commands: list[Command] = [["mkdir", "-p", str(cgroup(cluster.name))]]
+    if cgroup_version() == 2:
+        top = cgroup(cluster.name)
+        commands += [_write(path / "cgroup.subtree_control", "+cpu") for path in (CGROUPS, top.parent, top)]
+    for host in shared:
+        path, quota = cgroup(cluster.name, host.name), round((host.cpu_share or 0) * PERIOD_US)
+        commands.append(["mkdir", "-p", str(path)])
+        if cgroup_version() == 2:
+            commands.append(_write(path / "cpu.max", f"{quota} {PERIOD_US}"))
+        else:
+            commands.append(_write(path / "cpu.cfs_period_us", str(PERIOD_US)))
+            commands.append(_write(path / "cpu.cfs_quota_us", str(quota)))
+    return commands
+
+
+def switch_commands(cluster: Cluster) -> list[Command]:
+    switch = cluster.switch
+    bridge = ["ip", "-n", switch, "link"]
+    return [
+        ["ip", "netns", "add", switch],
+        [*bridge, "add", "br0", "type", "bridge", "stp_state", "0", "forward_delay", "0", "mcast_snooping", "0"],
+        [*bridge, "set", "br0", "addrgenmode", "none", "up"],  # no IPv6 chatter on links that are to be measured
+    ]
+
+
+def host_commands(cluster: Cluster, host: str) -> list[Command]:
+    """Makes one host, up to its sshd."""
+    switch, netns, port, here = cluster.switch, cluster.netns(host), cluster.port(host), folder(cluster.name)
+    uts, mnt = pins(cluster.name, host)
+    cable = ["ip", "-n", switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", netns]
+    enter = inside(cluster, host, share=False)
+    spare = here / "hosts" / host / "cgroup"
+    sshd = [shutil.which("sshd") or "/usr/sbin/sshd", "-f", str(here / "hosts" / host / "sshd_config")]
+    # Linux's own default, also where this machine's administrator chose another: ip-route(8)
+    route = f"ip -n {netns} route change {NETWORK} dev eth0 proto kernel scope link src {cluster.address(host)}"
+    cubic = [[*route.split(), "congctl", "cubic"]] if "cubic" in CONGESTION.read_text().split() else []
+    return [
+        ["ip", "netns", "add", netns],
+        cable,
+        ["ip", "-n", switch, "link", "set", port, "master", "br0", "addrgenmode", "none", "up"],
+        ["ip", "-n", netns, "link", "set", "lo", "up"],
+        ["ip", "-n", netns, "link", "set", "eth0", "addrgenmode", "none", "up"],
+        ["ip", "-n", netns, "address", "add", f"{cluster.address(host)}/24", "dev", "eth0"],
+        *cubic,
+        ["touch", str(uts), str(mnt)],
+        ["unshare", f"--uts={uts}", f"--mount={mnt}", "--propagation", "slave", "true"],
+        [*enter, "hostname", host],
+        # What keeps other hosts alive is not this one's to hold.
+        [*enter, "umount", "--lazy", str(PINS), "/run/netns"],
+        # /sys shows the interfaces of the namespace that mounted it; cgroups stay as they are.
+        [*enter, "mount", "--rbind", str(CGROUPS), str(spare)],
+        [*enter, "mount", "-t", "sysfs", "sysfs", "/sys"],
+        [*enter, "mount", "--rbind", str(spare), str(CGROUPS)],
+        [*enter, "umount", "--lazy", str(spare)],
+        [*enter, "mount", "--bind", str(here / "etc" / "hosts"), "/etc/hosts"],
+        [*enter, "mount", "--bind", str(here / "etc" / "resolv.conf"), "/etc/resolv.conf"],
+        [*enter, "mount", "--bind", str(here / "ssh" / "ssh_config"), "/etc/ssh/ssh_config"],
+        [*enter, "mount", "--bind", str(here / "etc" / "pam"), "/etc/pam.d/sshd"],
+        [*enter, "mount", "--bind", str(here / "hosts" / host), str(SELF)],
+        [*inside(cluster, host), *sshd],
+    ]
+
+
+def files(cluster: Cluster) -> dict[Path, str]:
+    """The settings the hosts see. ssh_config(5), sshd_config(5)."""
+    here = folder(cluster.name)
+    names = [host.name for host in cluster.hosts]
+    table = "".join(f"{cluster.address(name)} {name}\n" for name in names)
+    written = {
+        here / "etc" / "hosts": f"127.0.0.1 localhost\n{table}",
+        here / "etc" / "resolv.conf": "# no name server: unknown names fail at once\n",
+        # The key is all it takes: no session of systemd's, which would leave the host's CPU share; and accounts without
+        # a password (as on cloud images) are as good as others.
+        here / "etc" / "pam": "".join(f"{kind} required pam_permit.so\n" for kind in ("account", "session")),
+        here / "ssh" / "ssh_config": (
+            f"Host *\n  IdentityFile {here}/ssh/key\n  IdentitiesOnly yes\n"
+            f"  GlobalKnownHostsFile {here}/ssh/known_hosts\n"
+            "  UserKnownHostsFile /dev/null\n  StrictHostKeyChecking yes\n  UpdateHostKeys no\n  LogLevel ERROR\n"
+        ),
+    }
+    for name in names:
+        # StrictModes refuses keys where "/" is not root's own, as in a user namespace; these lie in a folder of ours.
+        written[here / "hosts" / name / "sshd_config"] = (
+            f"ListenAddress {cluster.address(name)}:22\nHostKey {here}/ssh/host_key\n"
+            f"AuthorizedKeysFile {here}/ssh/authorized_keys\nPidFile {here}/hosts/{name}/sshd.pid\n"
+            "UsePAM yes\nStrictModes no\nPasswordAuthentication no\nKbdInteractiveAuthentication no\n"
+            f"PermitRootLogin {'prohibit-password' if cluster.user == 'root' else 'no'}\n"
+            f"AllowUsers {cluster.user}@*\nUseDNS no\nMaxStartups 200\nX11Forwarding no\n"
+            "PrintMotd no\nPrintLastLog no\nLogLevel ERROR\n"
+        )
+    return written
+
+
+def key_commands(cluster: Cluster) -> list[Command]:
+    """One key opens all hosts to the cluster's user, who alone may read it; all hosts show one host key."""
+    ssh = folder(cluster.name) / "ssh"
+    make = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", f"hvdtrain cluster {cluster.name}", "-f"]
+    return [
+        *([*make, str(ssh / name)] for name in ("key", "host_key")),
+        ["cp", str(ssh / "key.pub"), str(ssh / "authorized_keys")],
+        ["chown", cluster.user, str(ssh / "key")],
+    ]
+
+
+def pin_commands() -> list[Command]:
+    """Makes a private mount, in which a mount namespace may be kept: see unshare(1)."""
+    return [["mount", "--bind", str(PINS), str(PINS)], ["mount", "--make-private", str(PINS)]]

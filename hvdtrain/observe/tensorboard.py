@@ -1,0 +1,93 @@
+"""Writes TensorBoard scalars: the number FIELD of a record of type TYPE becomes the scalar TYPE/FIELD.
+
+TensorBoard's `step/loss` is `Step.loss` of records/types.py, with its unit; a value that was not measured has no point.
+A point's step counts from 0 over the whole run; an epoch's point is at its last step. TensorBoard's record writer needs
+neither TensorFlow nor PyTorch. A resumed run opens a new event file that begins at its first step, and TensorBoard then
+ignores points of earlier files at that step and later.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from hvdtrain import records
+from hvdtrain.system import exits
+from hvdtrain.system.exits import Failure
+
+TYPES = (records.Step, records.Epoch, records.Saved, records.Summary)
+# Numbers that identify a record, or are equal in all records, are not drawn.
+LEFT_OUT = {"step", "epoch", "samples", "warmup", "best", "unix_s", "began_unix_s", "ended_unix_s"}
+LEFT_OUT |= {"ranks", "hosts", "parameters", "global_batch", "epochs", "steps"}
+
+
+def check() -> None:
+    """Raises Failure (78) if the tensorboard package is missing."""
+    if importlib.util.find_spec("tensorboard") is None:
+        raise Failure("--tensorboard: the package is missing: run `pip install tensorboard`", exits.BAD_CONFIG)
+
+
+class Scalars(records.Writer):
+    """Writes records to `path` like its base class, and their numbers to an event file in `folder`."""
+
+    def __init__(self, path: Path, folder: Path) -> None:
+        """Raises Failure (73, 74)."""
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        super().__init__(path)
+        self._folder = folder
+        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
+        self._session = event_pb2.SessionLog
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            name = f"events.out.tfevents.{time.time_ns():020d}.{socket.gethostname()}.{os.getpid()}"
+            self._events = (folder / name).open("wb")
+        except OSError as error:
+            raise Failure(f"{folder}: {error.strerror}; choose another --run-dir", exits.CANNOT_WRITE) from error
+        self._out = RecordWriter(self._events)
+        self._put(0, file_version="brain.Event:2")
+        self._started = False
+
+    def write(self, record: records.Record) -> None:
+        super().write(record)
+        step = _step(record)
+        if not self._started:
+            self._put(step, session_log=self._session(status=self._session.START))
+            self._started = True
+        if points := numbers(record):
+            values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in points.items()]
+            self._put(step, summary=self._summary(value=values))
+
+    def close(self) -> None:
+        super().close()
+        self._events.close()
+
+    def _put(self, step: int, **what: Any) -> None:
+        try:
+            self._out.write(self._event(wall_time=time.time(), step=step, **what).SerializeToString())
+            self._out.flush()
+        except OSError as error:
+            raise Failure(f"{self._folder}: {error.strerror}; free some space and --resume", exits.IO_ERROR) from error
+
+
+def numbers(record: records.Record) -> dict[str, float]:
+    """Tag -> number: the points of a record."""
+    if not isinstance(record, TYPES):
+        return {}
+    fields = {f.name: getattr(record, f.name) for f in dataclasses.fields(record) if f.name not in LEFT_OUT}
+    fields |= records.by_score(record)
+    return {f"{record.type}/{name}": float(value) for name, value in fields.items() if isinstance(value, int | float)}
+
+
+def _step(record: Any) -> int:
+    """The step of a record's points. Step and Resumed name it; other records count the steps done."""
+    if isinstance(record, records.Step | records.Resumed):
+        return record.step
+    done: int = record.steps if isinstance(record, records.Summary) else record.step
+    return max(0, done - 1)

@@ -1,0 +1,202 @@
+"""Ranks train by themselves for some steps, then average what became of their weights.
+
+For `every` = H steps each rank updates its own weights by its own gradients and sends nothing. Then the ranks exchange
+the change of their weights since the last exchange by the reducer, weighted by the samples each has seen,
+and all go on from the mean: a step sends 1/H of what the reducer sends. H = 1 is parameter averaging per batch, and
+with plain SGD the same as summing gradients. Momentum stays each rank's own.
+
+With `staleness` = S the exchange of a round runs beside the next S steps: each rank trains on from its own weights, and
+then the mean change replaces what was the rank's own change in them (Wang, Liang and Joshi, "Overlap local-SGD", 2020,
+with S = H; Douillard et al., "Streaming DiLoCo", 2025, with less). Nobody waits as long as an exchange takes no longer
+than S steps.
+
+McMahan et al., "Communication-efficient learning of deep networks from decentralized data", 2017; Stich, "Local SGD
+converges fast and communicates little", 2019. `start` exchanges gradients in each of the first steps, when weights
+change fastest (post-local SGD: Lin et al., 2020). `outer_lr` and `outer_momentum` take the mean change for a gradient
+and make Nesterov steps with it (DiLoCo: Douillard et al., 2023). A reducer that compresses adds what it left out to the
+next change.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hvdtrain.comm.world import World
+from hvdtrain.config.constraints import Checked, bounded
+from hvdtrain.config.options import TrainConfig
+from hvdtrain.observe.timing import Clock
+from hvdtrain.strategies.algorithms.synchronous import Synchronous, inner, reduce
+from hvdtrain.strategies.cost import Cost, Layout, Shape, next_steps
+from hvdtrain.strategies.reducers.base import Reducer
+from hvdtrain.strategies.replicas import Exchanged, Vectors
+from hvdtrain.system import exits
+from hvdtrain.system.exits import Failure
+
+
+class Flight(NamedTuple):
+    """A change on its way."""
+
+    due: int
+    """The step at whose end it is used"""
+    own: np.ndarray
+    """This rank's"""
+    change: np.ndarray
+    """Weighted, with totals; the mean over ranks once it has landed"""
+    sent_bytes: Future[int]
+
+
+class LocalSGD(Synchronous):
+    """A rank's weights are the anchor, the same bits on all, and its own changes: those that fly, which make `_began`
+    of it, and that of the current round.
+    """
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Settings(Checked):
+        every: int = bounded(8, least=1, example=6)
+        """Steps between two exchanges"""
+        start: int = bounded(0, least=0)
+        """Steps before, in which gradients are exchanged each time"""
+        outer_lr: float = bounded(1.0, above=0, most=2)
+        """Factor of the mean of the ranks' changes; 1 without momentum is plain averaging"""
+        outer_momentum: float = bounded(0.0, least=0, below=1)
+        """Nesterov momentum of the mean changes; 0: none"""
+        staleness: int = bounded(0, least=0, example=1)
+        """Steps computed while an exchange is under way; it is used after them"""
+
+    local = True
+    remembers = True
+    rung = 2
+    bound = "each rank has weights and a momentum of its own"
+
+    def __init__(
+        self, world: World, shapes: Sequence[Shape], config: TrainConfig, settings: Any, reducer: Reducer | None
+    ) -> None:
+        super().__init__(world, shapes, config, settings, reducer)
+        self._outer_lr, self._outer_momentum = np.float32(settings.outer_lr), np.float32(settings.outer_momentum)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hvdtrain-exchange")
+        self._flying: collections.deque[Flight] = collections.deque()
+        self._steps = 0  # of the whole run
+        self._drifted, self._samples, self._all_samples = 0, 0, 0  # steps and samples of the current round
+        self._tail = np.zeros(1)  # sum of the current round's tails
+        self._began = self._anchor = np.zeros(0, np.float32)
+        self._velocity = np.zeros(self._size if settings.outer_momentum else 0, np.float32)
+
+    @classmethod
+    def cost(cls, shapes: Sequence[Shape], layout: Layout, settings: Any, round_: Cost | None) -> Cost:
+        assert round_ is not None
+        once = {name: getattr(round_, name) / settings.every for name in ("sent_bytes", "rounds", "work")}
+        return Cost(**once, behind=next_steps(settings.staleness))
+
+    @property
+    def in_sync(self) -> bool:
+        return not self._drifted and not self._flying
+
+    @property
+    def shared_weights(self) -> np.ndarray | None:
+        """None without `staleness`: a checkpoint waits for the end of the round."""
+        return None if self.in_sync or not self.settings.staleness else self._anchor
+
+    def step(self, replica: Vectors, lr: float, clock: Clock) -> Exchanged:
+        tail, (samples, all_samples) = replica.tail(), replica.share()
+        loss, self._steps = float(tail[0] / samples), self._steps + 1
+        if self._steps <= self.settings.start:
+            vector = replica.vector()
+            vector[: self._size] *= np.float32(samples / all_samples)  # it was a mean over this rank's samples
+            return self._summed(replica, vector, lr, clock)
+        with clock.span("compute"):
+            if self.in_sync:
+                self._began = self._anchor = replica.weights().copy()
+            self._tail = self._tail + tail
+            replica.apply(lr)
+        self._drifted, self._samples = self._drifted + 1, self._samples + samples
+        self._all_samples += all_samples
+        if self._drifted == self.settings.every:
+            self._send(replica, clock)
+        return self._receive(replica, clock, self._steps, loss)
+
+    def synchronize(self, replica: Vectors, clock: Clock) -> Exchanged:
+        if self._drifted:
+            self._send(replica, clock)
+        return self._receive(replica, clock, self._steps + self.settings.staleness, 0.0)
+
+    def _send(self, replica: Vectors, clock: Clock) -> None:
+        """Ends the round: its change is on its way."""
+        with clock.span("compute"):
+            weights = replica.weights().copy()
+            own, self._began = weights - self._began, weights
+            change = np.empty(self._size + self._tail.size, np.float32)
+            np.multiply(own, np.float32(self._samples / self._all_samples), out=change[: self._size])
+            change[self._size :] = self._tail
+        sent = self._thread.submit(reduce, self._world, self._reducer, change, self._size)
+        self._flying.append(Flight(self._steps + self.settings.staleness, own, change, sent))
+        self._drifted = self._samples = self._all_samples = 0
+        self._tail = np.zeros(1)
+
+    def _receive(self, replica: Vectors, clock: Clock, step: int, loss: float) -> Exchanged:
+        """Waits for the changes that are due by this step; their means take the place of the rank's own."""
+        tails, sent = [], 0
+        while self._flying and self._flying[0].due <= step:
+            flight = self._flying.popleft()
+            with clock.span("communication"):
+                sent += flight.sent_bytes.result()
+            tails.append(flight.change[self._size :])
+            with clock.span("compute"):
+                self._anchor = self._anchor + self._outer(flight.change[: self._size])
+                began = sum((other.own for other in self._flying), start=self._anchor)
+                replica.set_weights(began + (replica.weights() - self._began) if self._drifted else began)
+                self._began = began
+        if not tails:
+            return Exchanged(loss=loss)
+        return dataclasses.replace(Exchanged.of(np.stack(tails).sum(axis=0, dtype=np.float64), sent), loss=loss)
+
+    def _outer(self, mean: np.ndarray) -> np.ndarray:
+        """The step that all ranks make for a mean change."""
+        if self._velocity.size:
+            self._velocity *= self._outer_momentum
+            self._velocity += mean
+            mean = mean + self._outer_momentum * self._velocity
+        return self._outer_lr * mean
+
+    def state(self) -> dict[str, np.ndarray]:
+        due = [(flight.due, flight.sent_bytes.result()) for flight in self._flying]  # landed: the reducer is at rest
+        inner = {f"inner.{name}": array for name, array in self._reducer.state().items()}
+        state = {"steps": np.array(self._steps), "velocity": self._velocity.copy(), **inner}
+        if self.in_sync:
+            return state
+        state["round"] = np.array([self._drifted, self._samples, self._all_samples])
+        state |= {"began": self._began.copy(), "anchor": self._anchor.copy(), "totals": self._tail.copy()}
+        state["flying"] = np.array(due, np.int64).reshape(-1, 2)
+        for age, flight in enumerate(self._flying):
+            state |= {f"own.{age}": flight.own.copy(), f"change.{age}": flight.change.copy()}
+        return state
+
+    def load(self, state: dict[str, np.ndarray]) -> None:
+        if state["velocity"].size != self._velocity.size:
+            there = "with" if state["velocity"].size else "without"
+            raise Failure(f"checkpoint: made {there} outer_momentum; resume with the same", exits.BAD_CONFIG)
+        self._steps, self._velocity = int(state["steps"]), state["velocity"].copy()
+        self._reducer.load(inner(state))
+        self._flying.clear()
+        self._drifted, self._samples, self._all_samples = (int(n) for n in state.get("round", (0, 0, 0)))
+        self._tail = state.get("totals", np.zeros(1)).copy()
+        self._tail[-1] = 0  # the request to stop that it carried has been obeyed
+        if "began" in state:
+            self._began, self._anchor = state["began"].copy(), state["anchor"].copy()
+        for age, (due, sent) in enumerate(state.get("flying", ())):
+            landed: Future[int] = Future()
+            landed.set_result(int(sent))
+            change = state[f"change.{age}"].copy()
+            change[-1] = 0
+            self._flying.append(Flight(int(due), state[f"own.{age}"].copy(), change, landed))
+
+    def handed_on(self, states: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+        first = self._world.rank == 0
+        left = self._reducer.handed_on([inner(state) for state in states], first)
+        own = states[self._world.rank if len(states) == self._world.size else 0]
+        return own | {f"inner.{name}": array for name, array in left.items()}

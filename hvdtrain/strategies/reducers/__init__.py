@@ -1,0 +1,1 @@
+"""How one vector per host becomes their sum, exactly or nearly."""

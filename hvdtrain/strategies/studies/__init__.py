@@ -1,0 +1,1 @@
+"""Strategies of published studies, for comparison."""

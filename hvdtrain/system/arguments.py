@@ -1,0 +1,73 @@
+"""The parser of all commands but training, suggestions for misspelt words, command lines without secrets."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NoReturn
+
+from hvdtrain.system.exits import USAGE, Failure
+
+SECRET = re.compile(r"(?i)(token(?!s|i[sz])|secret|passw|credential|api[-_]?key)")  # not --max-tokens, --tokenizer
+HIDDEN = "***"
+
+
+def without_secrets(argv: Sequence[str]) -> list[str]:
+    """A command line as records keep it: `***` for what may be secret."""
+    words, hide = [], False
+    for word in argv:
+        name, equals, _ = word.partition("=")
+        if hide or (equals and SECRET.search(name)):
+            words.append(f"{name}={HIDDEN}" if equals and not hide else HIDDEN)
+        else:
+            words.append(word)
+        hide = word.startswith("-") and not equals and bool(SECRET.search(word))
+    return words
+
+
+def near(word: str, known: Iterable[str]) -> str:
+    """`, did you mean --json?` if one of `known` resembles `word`, else an empty string."""
+    choices = list(known)
+    if word.startswith("-"):
+        word = word.partition("=")[0]
+    if word == "--format" and word not in choices and "--json" in choices:
+        return ", did you mean --json?"
+    found = difflib.get_close_matches(word, choices, 1)
+    return f", did you mean {found[0]}?" if found else ""
+
+
+class Parser(argparse.ArgumentParser):
+    """Help starts with the purpose; an error is a Failure (2) of one line with a suggestion for the misspelt word."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter, **settings})
+
+    def format_help(self) -> str:
+        formatter = self._get_formatter()
+        formatter.add_text(self.description)
+        formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
+        for group in self._action_groups:
+            formatter.start_section(group.title)
+            formatter.add_text(group.description)
+            formatter.add_arguments(group._group_actions)
+            formatter.end_section()
+        formatter.add_text(self.epilog)
+        return formatter.format_help()
+
+    def flags(self) -> Iterator[str]:
+        """Option strings of this parser and of its subcommands."""
+        for action in self._actions:
+            yield from action.option_strings
+            if isinstance(action, argparse._SubParsersAction):
+                for one in action.choices.values():
+                    yield from one.flags()
+
+    def error(self, message: str) -> NoReturn:
+        if unknown := re.match(r"unrecognized arguments: (\S+)", message):
+            message += near(unknown[1], self.flags())
+        elif wrong := re.search(r"invalid choice: '?(.*?)'? \(choose from (.*)\)$", message):
+            # Python 3.14 writes the choices without quotes.
+            message += near(wrong[1], [word.strip(" '") for word in wrong[2].split(",")])
+        raise Failure(f"{message} (see {self.prog} --help)", USAGE)

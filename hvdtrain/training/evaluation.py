@@ -1,0 +1,107 @@
+"""Distributed evaluation that equals one process's: counts are summed over ranks, and divided once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from hvdtrain.comm.world import World
+from hvdtrain.data import Batch, Split
+from hvdtrain.data.loader import shard
+from hvdtrain.frameworks import Replica
+from hvdtrain.records.metrics import Measure
+
+WARM_PASSES, LEAST_PASSES, TIMED_S = 2, 5, 0.5
+"""Of inference: passes that do not count, those that count at least, and seconds that all take at least"""
+
+
+def evaluate(
+    replica: Replica,
+    measure: Measure,
+    split: Split,
+    batch_size: int,
+    world: World,
+    data: World,
+    shares: Sequence[float] | None = None,
+    most: int | None = None,
+) -> tuple[float | None, dict[str, float], dict[str, np.ndarray]]:
+    """Mean loss, scores and the measure's sums over the whole split, or its first `most` samples, the same on all
+    ranks; None, {} and {} for an empty split. What is not finite, as of weights that have just diverged, is left out.
+    Collective.
+
+    `data`: the ranks among which the split is shared out, all of `world` where each has the whole model. Each of them
+    evaluates its own part, even or by `shares`, in batches of `batch_size`. All use the mean over ranks of the running
+    statistics, weighted by the shares that they trained on, so the result does not depend on who evaluates what.
+    """
+    average_statistics(replica, data, shares)
+    totals = np.zeros(measure.size)
+    for batch in shard(split, batch_size=batch_size, rank=data.rank, size=data.size, shares=shares, most=most):
+        totals += replica.evaluate(batch)
+    totals = world.sum(totals, "evaluate.totals")
+    if not totals[-1]:
+        return None, {}, {}
+    loss, scores = measure.means(totals)
+    scores = {name: score for name, score in scores.items() if np.isfinite(score)}
+    sums = {name: sum_ for name, sum_ in measure.by_name(totals).items() if np.all(np.isfinite(sum_))}
+    return loss if np.isfinite(loss) else None, scores, sums
+
+
+def timed_inference(replica: Replica, split: Split, sizes: Sequence[int]) -> list[dict[str, float]]:
+    """What the replica takes for so many samples at once; see `records.Summary.inference`. They are the split's, from
+    the start again where it has fewer. Two passes warm up."""
+    found = []
+    for size in sizes:
+        mine = np.resize(np.arange(len(split)), size)
+        batch, spent_s = split.batch(mine, mine, None), list[float]()
+        while len(spent_s) < WARM_PASSES + LEAST_PASSES or sum(spent_s) < TIMED_S:
+            began = time.perf_counter()
+            replica.evaluate(batch)
+            spent_s.append(time.perf_counter() - began)
+        timed = spent_s[WARM_PASSES:]
+        about = {"median_s": float(np.median(timed)), "least_s": min(timed), "most_s": max(timed)}
+        found.append({"samples": size, "passes": len(timed), **about})
+    return found
+
+
+def renew_statistics(replica: Replica, batches: Iterable[Batch]) -> None:
+    """Takes the running statistics anew from these training batches alone (precise BN: Wu and Johnson, "Rethinking
+    'Batch' in BatchNorm", 2021): those of the weights as they are, not of the weights' recent past.
+    Each batch counts alike.
+
+    From zeros, a batch of n micro-batches leaves a mean of their statistics with weights that sum to
+    1 - (1 - momentum)^n.
+    """
+    if not replica.statistics:
+        return
+    zeros = {name: np.zeros_like(array) for name, array in _statistics(replica).items()}
+    sums, count = {name: array.copy() for name, array in zeros.items()}, 0
+    for batch in batches:
+        replica.load_local(zeros)
+        replica.observe(batch)
+        count += 1
+        for name, array in _statistics(replica).items():
+            sums[name] += array / np.float32(1 - (1 - replica.statistics[name]) ** (len(batch.parts) or 1))
+    replica.load_local({name: array / np.float32(count) for name, array in sums.items()})
+
+
+def average_statistics(replica: Replica, world: World, shares: Sequence[float] | None = None) -> None:
+    """Gives every rank the mean over ranks of the running statistics, in one message. Collective."""
+    local = _statistics(replica)
+    if world.size == 1 or not local:
+        return
+    flat = np.concatenate([array.ravel() for array in local.values()])
+    if shares is None:
+        mean = world.sum(flat, "evaluate.statistics") / world.size
+    else:
+        mean = world.sum(flat * flat.dtype.type(shares[world.rank] / sum(shares)), "evaluate.statistics")
+    parts = np.split(mean, np.cumsum([array.size for array in local.values()])[:-1])
+    replica.load_local(
+        {name: part.reshape(array.shape) for (name, array), part in zip(local.items(), parts, strict=True)}
+    )
+
+
+def _statistics(replica: Replica) -> dict[str, np.ndarray]:
+    local = replica.local_state()
+    return {name: local[name] for name in replica.statistics}

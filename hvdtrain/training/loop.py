@@ -1,0 +1,311 @@
+"""The step loop, blind to framework, model and strategy.
+
+    for each epoch:
+        for each batch:  gradients -> strategy: exchange and update -> record
+        evaluate on the validation split, record, save a checkpoint
+    evaluate on the test split (with scores: the best epoch's weights), record, mark the run COMPLETE
+
+A signal, or a signal to any other rank, ends the loop with a checkpoint: after the current step, or, with a strategy
+that lets ranks drift apart for some steps, after the exchange that tells all of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import resource
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hvdtrain import records
+from hvdtrain.comm.world import StopSignal, World
+from hvdtrain.data import Split
+from hvdtrain.data.loader import Loader
+from hvdtrain.frameworks import Replica
+from hvdtrain.observe.progress import Progress
+from hvdtrain.observe.timing import WARMUP_STEPS, Clock, Spent, process_age_s, step_shares
+from hvdtrain.records.metrics import Measure
+from hvdtrain.strategies import Strategy
+from hvdtrain.system import exits
+from hvdtrain.system.exits import Failure
+from hvdtrain.training import consistency, observers, snapshot
+from hvdtrain.training.checkpoint import Checkpoints
+from hvdtrain.training.evaluation import evaluate, renew_statistics, timed_inference
+from hvdtrain.training.run_folder import Run
+from hvdtrain.training.train_state import Position
+
+Judge = Callable[[Any], dict[str, float]]
+"""Scores what a model makes of a split as a whole, its captions, say: those of the run's measure that no sums over
+samples give. Collective; all ranks get the same"""
+
+
+class Loop:
+    """One rank's training run in `folder`, which exists. All ranks call the same methods in the same order.
+
+    `dataset`: whose splits validation and test are evaluated; `data`: the ranks among which the data are shared out,
+    all of `world` where each has the whole model; `stage`: which part of it this one has.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        folder: Path,
+        *,
+        dataset: Any,
+        loader: Loader,
+        world: World,
+        data: World,
+        stage: int,
+        replica: Replica,
+        strategy: Strategy,
+        stop: StopSignal,
+        measure: Measure,
+        judge: Judge | None = None,
+        precise_bn: int = 0,
+    ) -> None:
+        self._measure, self._judge, self._precise_bn = measure, judge, precise_bn
+        self._target = measure.target(run.config.goal) if run.config.goal else None
+        self._about, self._config, self._plan = run, run.config, run.plan
+        self._dataset, self._loader, self._world, self._data = dataset, loader, world, data
+        self._replica, self._strategy = replica, strategy
+        self._folder, self._stop = folder, stop
+        self._checkpoints = Checkpoints(
+            folder / "checkpoints",
+            world,
+            keep=run.config.keep_checkpoints,
+            identity=run.identity(),
+            layout=world.gather(world.local_rank),
+            cut=[*run.plan.cut],
+            stages=world.gather(stage),
+            report=self._say,
+        )
+        self._writer = observers.writer(run.config, folder, world.rank)
+        self._observers = observers.Observers(
+            run.config, run.plan.steps, folder, world=world, replica=replica, say=self._say
+        )
+        self._clock = Clock(replica.synchronize)
+        self._at = Position()
+        self._stopping = self._save_due = self._check_due = False
+        self._steps_here = 0
+        self._spent = Spent()
+        self._first_step_s: float | None = None
+
+    def run(self) -> records.Summary | None:
+        """Trains to the end; None if a signal stopped it first (its checkpoint is saved)."""
+        if self._config.resume:
+            self._resume()
+        self._stop.resumable = True
+        (self._folder / "COMPLETE").unlink(missing_ok=True)
+        with contextlib.ExitStack() as watching:
+            watching.enter_context(self._observers.watching(self._at.step))
+            self._began_unix_s, self._nic_began = time.time(), self._world.nic_counters()
+            while self._at.epoch < self._config.epochs and not self._at.reached(self._target, self._measure):
+                if not self._epoch(self._at.epoch):
+                    return None
+            return self._finish(watching)
+
+    def _epoch(self, epoch: int) -> bool:
+        """Trains from where the epoch stands to its end, evaluates, records, saves; False if stopped by a signal."""
+        start, every = self._at.consumed, self._config.checkpoint_steps
+        ends = self._loader.ends(start)
+        first, label = self._loader.step_at(start), f"epoch {epoch + 1}/{self._config.epochs}"
+        with (
+            contextlib.closing(self._loader.epoch(epoch, start=start)) as batches,
+            Progress(label, first + len(ends), "steps", enabled=self._world.rank == 0, done=first) as progress,
+        ):
+            for end in ends:
+                last = end == ends[-1]
+                with self._observers.step(self._at.step):
+                    loss = self._step(epoch, batches, end, last)
+                progress.advance(note=f"loss {loss:.4f}")
+                self._save_due |= bool(every and self._at.step % every == 0)
+                savable = self._strategy.in_sync or self._strategy.shared_weights is not None
+                if savable and (self._stopping or (self._save_due and not last)):  # a stop waits for no evaluation
+                    self._save()
+                    if self._stopping:
+                        return False
+        self._end_epoch(epoch)
+        return True
+
+    def _step(self, epoch: int, batches: Any, end: int, last: bool) -> float:
+        """One step on all ranks up to sample `end` of its epoch, the `last` one or not; its mean loss."""
+        at, clock = self._at, self._clock
+        lr = self._plan.learning_rate(epoch * self._plan.steps_per_epoch + self._loader.step_at(at.consumed))
+        began = time.perf_counter()
+        with clock.span("data"):
+            batch = next(batches)
+        with clock.span("compute"):
+            self._replica.backward(batch, lr, self._stop.requested is not None)
+        done = [self._strategy.step(self._replica, lr, clock)]
+        if (every := self._config.check_replicas) and (at.step + 1) % every == 0:
+            self._check_due = True
+        if last or (self._check_due and self._strategy.in_sync):
+            done.append(self._strategy.synchronize(self._replica, clock))
+        check = self._check_due and self._strategy.in_sync  # which synchronize may just have changed
+        for each in done:
+            if each.totals is not None:
+                at.learn(each.totals)
+            self._stopping |= each.stop
+        loss = done[0].loss
+        if not math.isfinite(loss):
+            raise Failure(
+                f"the loss is {loss} at step {at.step} (epoch {epoch + 1}, learning rate {lr:g}): lower --lr or "
+                f"lengthen --warmup-epochs; checkpoints of earlier steps are in {self._folder / 'checkpoints'}"
+            )
+        compute_s, exchange_s, waited_s = clock.take("compute"), clock.take("communication"), self._replica.waited_s()
+        record = records.Step(
+            step=at.step,
+            epoch=epoch,
+            loss=loss,
+            samples=batch.weight,
+            lr=lr,
+            data_s=clock.take("data"),
+            compute_s=compute_s - (waited_s or 0.0),
+            communication_s=None if waited_s is None else exchange_s + waited_s,
+            bytes_sent=self._replica.sent_bytes() + sum(each.sent_bytes for each in done),
+            **done[0].notes,
+            warmup=self._steps_here < WARMUP_STEPS or self._observers.distort(at.step),
+        )
+        self._writer.write(record)
+        self._spent.add(record)
+        at.add(record, seconds=time.perf_counter() - began, consumed=end)
+        if check:
+            consistency.check(self._replica.state(), self._data)
+            self._check_due = False
+        if self._steps_here == 0:
+            self._first_step_s = process_age_s()
+            self._say(f"first step     done {self._first_step_s:.1f} s after this process began")
+        self._steps_here += 1
+        return loss
+
+    def _end_epoch(self, epoch: int) -> None:
+        with self._clock.span("validation"):
+            if self._precise_bn:
+                first = [0, *self._loader.ends()][max(0, self._plan.steps_per_epoch - self._precise_bn)]
+                renew_statistics(self._replica, self._loader.epoch(epoch, start=first))
+            split, most = getattr(self._dataset, self._config.evaluate_on), self._config.evaluate_samples
+            loss, scores, _ = self._evaluate(split, most)
+        record, is_best = self._at.end_epoch(
+            epoch,
+            self._measure,
+            scores,
+            validation_loss=loss,
+            validation_s=self._clock.take("validation"),
+            unix_s=time.time(),
+        )
+        if self._world.rank == 0:
+            self._writer.write(record)
+            rate = "" if record.samples_per_s is None else f", {record.samples_per_s:.0f} samples/s"
+            self._say(
+                f"epoch {epoch + 1}/{self._config.epochs}: train loss {record.train_loss:.4f} "
+                f"{self._measure.words(record.train_scores)}, validation {self._measure.words(scores)}, "
+                f"{record.train_s:.1f} s{rate}"
+            )
+        every = self._config.checkpoint_epochs
+        if self._save_due or (every and ((epoch + 1) % every == 0 or (self._judge and is_best))):
+            self._save(best=is_best)
+
+    def _finish(self, watching: contextlib.ExitStack) -> records.Summary:
+        """Evaluates on the test split, ends `watching`, times inference, writes the summary and then COMPLETE."""
+        world = self._world
+        tested_step = self._take_best() if self._judge else self._at.step
+        with self._clock.span("test"):
+            test_loss, test_scores, test_sums = self._evaluate(self._dataset.test)
+        ended_unix_s = time.time()
+        watching.close()
+        sizes = self._config.inference_sizes if world.rank == 0 else []
+        split = self._dataset.test if len(self._dataset.test) else self._dataset.validation
+        inference = timed_inference(self._replica, split, sizes if len(split) else [])
+        rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        facts = world.gather([world.host, rss, world.nic_bytes(self._nic_began), dataclasses.asdict(self._spent)])
+        summary = self._at.summary(
+            run_dir=str(self._folder),
+            workload=self._about.workload,
+            framework=world.framework,
+            strategy=self._config.strategy,
+            ranks=world.size,
+            hosts=max(world.ranks.hosts_count, len({host for host, *_ in facts})),
+            parameters=self._about.model["parameters"],
+            global_batch=self._plan.global_batch,
+            epochs=self._config.epochs,
+            test_loss=test_loss,
+            test_scores=test_scores,
+            test_sums={name: each.tolist() for name, each in test_sums.items()},
+            tested_step=tested_step,
+            test_s=self._clock.take("test"),
+            first_step_s=self._first_step_s,
+            peak_rss_bytes=max(rss for _, rss, *_ in facts),
+            nic_bytes=[nic for *_, nic, _ in facts if nic],
+            step_shares=step_shares([Spent(**spent) for *_, spent in facts]),
+            began_unix_s=self._began_unix_s,
+            ended_unix_s=ended_unix_s,
+            inference=inference,
+        )
+        if world.rank == 0:
+            self._writer.write(summary)
+            records.write_document(self._folder / "COMPLETE", {"schema": records.SCHEMA, "utc": records.utc_now()})
+        self._writer.close()
+        return summary
+
+    def _evaluate(self, split: Split, most: int | None = None) -> tuple[float | None, dict[str, float], dict[str, Any]]:
+        """What `evaluate` returns, with the judge's scores."""
+        plan, measure = self._plan, self._measure
+        found = evaluate(self._replica, measure, split, plan.rank_batch, self._world, self._data, plan.shares, most)
+        loss, scores, sums = found
+        return loss, scores | self._judge(split) if self._judge and len(split) else scores, sums
+
+    def _take_best(self) -> int:
+        """Goes back to the best epoch's weights, if they were saved; after how many steps they were so."""
+        if self._at.best_step == self._at.step or not self._config.checkpoint_epochs:
+            return self._at.step
+        loaded = self._checkpoints.newest(best=True)
+        if loaded is None:
+            return self._at.step
+        snapshot.restore(loaded, self._replica, self._strategy)
+        return loaded.step
+
+    def _save(self, best: bool = False) -> None:
+        began = time.perf_counter()
+        shared, local = snapshot.taken(self._replica, self._strategy)
+        self._checkpoints.save(self._at.step, shared, local, dataclasses.asdict(self._at), best=best)
+        self._save_due = False
+        seconds = time.perf_counter() - began
+        self._at.checkpoint_s += seconds
+        if self._world.rank == 0:
+            self._writer.write(records.Saved(step=self._at.step, checkpoint_s=seconds, best=best))
+
+    def _resume(self) -> None:
+        loaded = self._checkpoints.newest()
+        if loaded is None:
+            folder = self._folder / "checkpoints"
+            if any(self._world.gather(any(folder.glob("step-*")))):
+                raise Failure(
+                    f"{folder}: no checkpoint there fits this run (reasons above); give the settings that it was made "
+                    "with, or choose another --run-dir",
+                    exits.BAD_CONFIG,
+                )
+            self._say("starting at step 0")
+            return
+        if loaded.progress.keys() != vars(self._at).keys():
+            raise Failure(
+                f"{self._folder}: its checkpoint of step {loaded.step} is of another version of hvdtrain, which kept "
+                "other sums: go on with that version, or choose another --run-dir",
+                exits.BAD_CONFIG,
+            )
+        self._at = Position(**loaded.progress)
+        snapshot.restore(loaded, self._replica, self._strategy)
+        hosts = len(set(self._world.gather(self._world.host)))
+        self._writer.write(
+            records.Resumed(
+                step=self._at.step, utc=records.utc_now(), links=self._world.links, ranks=self._world.size, hosts=hosts
+            )
+        )
+        self._say(f"resumed at step {self._at.step} of {self._plan.steps}")
+
+    def _say(self, message: str) -> None:
+        if self._world.rank == 0:
+            print(message, file=sys.stderr, flush=True)

@@ -1,0 +1,112 @@
+"""How far a run is, and the sums that its records are made of: what a checkpoint keeps of the loop."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from hvdtrain import records
+from hvdtrain.records.metrics import Measure
+
+
+@dataclasses.dataclass
+class Position:
+    """Steps done and sums so far. Seconds and bytes are rank 0's where they are recorded, samples are all ranks'."""
+
+    epoch: int = 0
+    """Epochs done"""
+    consumed: int = 0
+    """Of the current epoch's samples (images, captions), how many all ranks together have trained on"""
+    step: int = 0
+    """Steps done since the start of the run: the number of the next one"""
+    totals: list[float] = dataclasses.field(default_factory=list)
+    """Of the current epoch over all ranks, as far as known: see `Exchanged.totals`"""
+    epoch_s: float = 0.0
+    rated_samples: int = 0
+    """Samples over all ranks, and seconds, of the current epoch's steps that are not warm-up"""
+    rated_s: float = 0.0
+    total_rated_samples: int = 0
+    total_rated_s: float = 0.0
+    total_data_s: float = 0.0
+    train_s: float = 0.0
+    validation_s: float = 0.0
+    checkpoint_s: float = 0.0
+    bytes_sent: int = 0
+    validation_scores: list[dict[str, float]] = dataclasses.field(default_factory=list)
+    """Of each epoch; empty without a validation split"""
+    best_step: int = 0
+    """Steps done at the end of the epoch with the best headline score"""
+
+    def learn(self, totals: np.ndarray) -> None:
+        """Adds totals of all ranks that have become known: of one step, or several."""
+        self.totals = [a + b for a, b in zip(self.totals or [0.0] * len(totals), totals.tolist(), strict=True)]
+
+    def add(self, step: records.Step, *, seconds: float, consumed: int) -> None:
+        """A step is done: how long it took in all, and how many samples of the epoch are `consumed` by now."""
+        self.step += 1
+        samples, self.consumed = consumed - self.consumed, consumed
+        self.epoch_s += seconds
+        self.bytes_sent += step.bytes_sent
+        if not step.warmup:
+            self.rated_samples += samples
+            self.rated_s += seconds
+            self.total_rated_samples += samples
+            self.total_rated_s += seconds
+            self.total_data_s += step.data_s or 0.0
+
+    def reached(self, target: tuple[str, float] | None, measure: Measure) -> bool:
+        """Whether the last epoch's score is at least as good as the target."""
+        if target is None or not self.validation_scores:
+            return False
+        name, least = target
+        value = self.validation_scores[-1].get(name)
+        return value is not None and not measure.scores[name].better(least, value)
+
+    def end_epoch(
+        self, epoch: int, measure: Measure, scores: dict[str, float], **measured: Any
+    ) -> tuple[records.Epoch, bool]:
+        """The epoch's record (`measured` are its fields that are not sums), and whether its headline score among
+        `scores`, of the evaluated split, is the best so far: of equals, the longest trained is."""
+        loss, train_scores = measure.means(np.array(self.totals))
+        record = records.Epoch(
+            epoch=epoch,
+            step=self.step,
+            train_loss=loss,
+            train_scores=train_scores,
+            validation_scores=scores,
+            train_s=self.epoch_s,
+            samples=int(self.totals[-1]),
+            samples_per_s=self.rated_samples / self.rated_s if self.rated_s else None,
+            **measured,
+        )
+        found = scores.get(measure.headline)
+        before = [each[measure.headline] for each in self.validation_scores if measure.headline in each]
+        better = measure.scores[measure.headline].better
+        is_best = found is not None and not any(better(each, found) for each in before)
+        if is_best:
+            self.best_step = self.step
+        self.train_s += record.train_s
+        self.validation_s += record.validation_s
+        self.validation_scores.append(scores)
+        self.totals, self.epoch_s, self.rated_s, self.rated_samples = [], 0.0, 0.0, 0
+        self.epoch, self.consumed = epoch + 1, 0
+        return record, is_best
+
+    def summary(self, *, ranks: int, **measured: Any) -> records.Summary:
+        """The run's summary; `measured` are its fields that are not sums."""
+        rate = self.total_rated_samples / self.total_rated_s if self.total_rated_s else None
+        return records.Summary(
+            ranks=ranks,
+            steps=self.step,
+            validation_scores=self.validation_scores,
+            train_s=self.train_s,
+            validation_s=self.validation_s,
+            checkpoint_s=self.checkpoint_s,
+            samples_per_s=rate,
+            samples_per_s_per_rank=rate / ranks if rate else None,
+            data_share=self.total_data_s / self.total_rated_s if self.total_rated_s else None,
+            bytes_sent=self.bytes_sent,
+            **measured,
+        )

@@ -4,4 +4,4 @@ here=$(cd -P "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd) || exi
 if [[ ! ${VIRTUAL_ENV:-} && -r $here/.venv/bin/activate ]]; then . "$here/.venv/bin/activate"; fi
 export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} # for the ranks
 # -I: the launcher itself imports nothing from the current folder or PYTHONPATH.
-exec python3 -I "$here/tools/isolated.py" hvdtrain.launch.__main__ horovodrun "$@"
+exec python3 -I "$here/tools/isolated.py" hvdtrain.launch horovodrun "$@"

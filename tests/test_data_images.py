@@ -313,7 +313,7 @@ import os, sys
 from fractions import Fraction
 from pathlib import Path
 from hvdtrain.data.tree import find
-from hvdtrain.exits import Failure
+from hvdtrain.system.exits import Failure
 if {ROOT}:
     os.setgid(65534)
     os.setuid(65534)

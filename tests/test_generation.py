@@ -225,7 +225,7 @@ import json, sys
 sys.path.insert(0, {tests!r})
 from test_generation import problem
 from hvdtrain.captions.generation import judge
-from hvdtrain.world import World
+from hvdtrain.comm.world import World
 world = World("torch", carrier="streams")
 found = []
 for count in (37, 1):

@@ -14,7 +14,7 @@ from hvdtrain.system import locks
 from hvdtrain.system.exits import Failure
 
 HOLD = """import sys, pathlib
-from hvdtrain import lock
+from hvdtrain.system import locks as lock
 lock.take(pathlib.Path(sys.argv[1]), 'one', 'now')
 print(flush=True)
 input()"""

@@ -185,7 +185,7 @@ def give_up_capabilities() -> None:
 def imported() -> None:
     """Modules that commands import late: once here, and not in each child."""
     results = ("accuracy", "energy", "reference", "scaling_table", "strategies", "tables", "export", "report", "show")
-    others = ("data.images", "captions.prepare", "models.vgg16_weights", "sweep.__main__", "cluster.__main__")
+    others = ("data.images", "captions.prepare", "models.vgg16_weights", "sweep.__main__", "lab.__main__")
     for name in (*(f"results.{each}" for each in results), *others):
         importlib.import_module(f"hvdtrain.{name}")
     for name in COMMANDS:

@@ -112,7 +112,8 @@ def test_what_was_not_measured_has_no_point(tmp_path: Path) -> None:
 
 def test_it_loads_no_framework(tmp_path: Path) -> None:
     program = (
-        "import sys, pathlib; from hvdtrain import records, scalars; folder = pathlib.Path(sys.argv[1])\n"
+        "import sys, pathlib; from hvdtrain import records\n"
+        "from hvdtrain.observe import tensorboard as scalars; folder = pathlib.Path(sys.argv[1])\n"
         "w = scalars.Scalars(folder / 'r.jsonl', folder); w.write(records.Saved(step=1, checkpoint_s=.5, best=True))\n"
         "w.close(); assert not {'tensorflow', 'torch', 'keras'} & set(sys.modules)"
     )

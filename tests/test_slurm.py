@@ -174,7 +174,8 @@ def test_srun_tells_each_rank_its_place(nodes: SlurmCluster) -> None:
     if reason := pmix_missing():
         pytest.skip(reason)
     show = (
-        "from hvdtrain import world; p = world.place(); print(p.launcher, p.rank, p.size, p.local_rank, p.local_size)"
+        "from hvdtrain.comm import world; p = world.place()\n"
+        "print(p.launcher, p.rank, p.size, p.local_rank, p.local_size)"
     )
     done = nodes.run(["srun", "--nodes=2", "--ntasks=3", "--mpi=pmix", PYTHON, "-c", show], cwd=ROOT)
     assert sorted(done.stdout.splitlines()) == ["srun 0 3 0 2", "srun 1 3 1 2", "srun 2 3 0 1"], done.stderr

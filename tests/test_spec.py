@@ -287,8 +287,8 @@ PLUGIN = '''"""Sums as they are, and doubles them where asked."""
 
 import dataclasses
 
-from hvdtrain.bounds import Checked, bounded
-from hvdtrain.strategies.payload import Cost, elements
+from hvdtrain.config.constraints import Checked, bounded
+from hvdtrain.strategies.cost import Cost, elements
 from hvdtrain.strategies.reducer import Reducer
 
 
@@ -353,9 +353,9 @@ def test_only_its_own_file_and_the_table_know_a_strategys_name() -> None:
         excused = {*own, *ELSEWHERE}
         if path.name in ("ddp.py", "native.py"):  # a hook of PyTorch's has a reducer's name
             excused |= set(get_args(get_type_hints(Native.Settings)["hook"]))
-        if path.parent.name in ("script", "torch", "tensorflow"):  # the call of Horovod's of that name
+        if path.parent.name in ("horovod_api", "torch", "tensorflow"):  # the call of Horovod's of that name
             excused.add("allreduce")
-        if path.name == "config.py" or path.parent.name == "stages":  # so has a form of activations on their way
+        if path.name == "options.py" or path.parent.name == "pipeline":  # so has a form of activations on their way
             excused |= set(get_args(get_type_hints(TrainConfig)["activations"]))
         for text in strings(path):
             names = "|".join(KNOWN.keys() - excused)

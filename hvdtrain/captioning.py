@@ -94,7 +94,7 @@ class Captions(metrics.Accuracy):
             for order in range(1, 5)
         },
     }
-    headline = "bleu4"
+    primary = "bleu4"
 
 
 def judged(
@@ -141,7 +141,7 @@ def main(stop: world.StopSignal) -> int:
         model={"name": "captioner", "spec": dataclasses.asdict(spec), "encoder": weights},
         model_words=f"captioner, encoder {config.encoder}",
         shapes=captioner.parameters(spec),
-        measure=Captions(),
+        metric=Captions(),
         multiply_adds=captioner.multiply_adds(spec),
         dense=captioner.dense(spec, math.ceil(dataset.train.lengths.mean())),
         layers=captioner.layers(spec, math.ceil(dataset.train.lengths.mean())),

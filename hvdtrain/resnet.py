@@ -88,7 +88,7 @@ def main(stop: world.StopSignal) -> int:
         model={"name": "resnet34", "spec": dataclasses.asdict(spec)},
         model_words=f"ResNet-34, width {config.width:g}",
         shapes=resnet.parameters(spec),
-        measure=metrics.Accuracy(),
+        metric=metrics.Accuracy(),
         multiply_adds=resnet.multiply_adds(spec, height, width),
         dense={"fc.weight": 1},
         layers=resnet.layers(spec, height, width),

@@ -96,7 +96,7 @@ class Forecast(metrics.Regression):
     of persistence, which says that nothing changes."""
 
     sums: Mapping[str, tuple[int, ...]] = {**metrics.Regression.sums, "persistence": ()}
-    headline = "rmse"
+    primary = "rmse"
 
     def __init__(self, deviation: float) -> None:
         super().__init__("W/m2")
@@ -176,7 +176,7 @@ def main(stop: world.StopSignal) -> int:
         model={"name": config.net or ("own" if config.hidden else DEFAULT_NET), "spec": dataclasses.asdict(spec)},
         model_words=words,
         shapes=numbers.parameters(spec),
-        measure=Forecast(about["deviation_w_m2"]),
+        metric=Forecast(about["deviation_w_m2"]),
         multiply_adds=numbers.multiply_adds(spec),
         dense=numbers.dense(spec),
         layers=numbers.layers(spec),

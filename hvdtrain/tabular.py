@@ -86,7 +86,7 @@ def main(stop: world.StopSignal) -> int:
         model={"name": "mlp", "spec": dataclasses.asdict(spec)},
         model_words=f"multilayer perceptron {'-'.join(map(str, spec.sizes))}",
         shapes=mlp.parameters(spec),
-        measure=metrics.Confusion(columns.classes),
+        metric=metrics.Confusion(columns.classes),
         multiply_adds=mlp.multiply_adds(spec),
         dense=mlp.dense(spec),
         layers=mlp.layers(spec),

@@ -72,7 +72,7 @@ def make_run(folder: Path, spec: CaptionerSpec, **model: Any) -> Path:
         model={"name": "captioner", "spec": dataclasses.asdict(spec), **model},
         ranks=[],
         collectives="none",
-        measure=Captions().as_json(),
+        metric=Captions().as_json(),
         versions={},
         git_commit=None,
     )

@@ -54,7 +54,7 @@ def test_the_folder_has_what_was_measured_and_told(made: Path) -> None:
     manifest = records.read_document(made / "two" / "manifest.json", records.Manifest)
     assert (manifest.workload, manifest.config["strategy"]) == ("own_recorded", "allreduce")
     assert "hunter2" not in (made / "two" / "manifest.json").read_text()
-    assert (len(manifest.ranks), manifest.model["parameters"], manifest.measure["headline"]) == (2, 650, "accuracy")
+    assert (len(manifest.ranks), manifest.model["parameters"], manifest.metric["primary"]) == (2, 650, "accuracy")
     for rank in range(2):
         steps = read_run(made / "two", rank)["step"]
         assert [step.step for step in steps] == list(range(16))
@@ -90,7 +90,7 @@ def test_results_show_scripts_like_workloads(made: Path, capsys: pytest.CaptureF
     assert runs.loc["one", "bytes_per_step"] == 0, "there is nobody to send to"
     missing = ["data_s", "test_s", "checkpoint_s", "test_score", "train_samples"]
     assert runs[missing].isna().all(axis=None)
-    assert runs.loc["quiet", ["samples_per_s", "global_batch", "epochs", "headline"]].isna().all()
+    assert runs.loc["quiet", ["samples_per_s", "global_batch", "epochs", "primary_metric"]].isna().all()
     for command in ("list", "table", "scaling", "phases", "strategies", "accuracy", "energy", "inference"):
         assert main([command, str(made)]) == 0
         assert "nan" not in capsys.readouterr().out, command

@@ -20,7 +20,7 @@ import hvdtrain
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.data import Batch, own
 from hvdtrain.data.loader import Loader
-from hvdtrain.records.metrics import Accuracy, Measure, Score
+from hvdtrain.records.metrics import Accuracy, Metric, Score
 from hvdtrain.system.exits import Failure
 
 torch = pytest.importorskip("torch")
@@ -118,20 +118,20 @@ def test_the_parts_of_a_keras_sequential_are_the_whole() -> None:
     model.add(keras.layers.Dense(10))
     x, y = (array[:32] for array in own_train.PARTS["train"])
     batch = Batch(arrays=(x.astype(np.float32), y.astype(np.int64), np.array([3, 4])), weight=32, total_weight=32)
-    loss, measure = keras.losses.SparseCategoricalCrossentropy(from_logits=True), Accuracy()
+    loss, metric = keras.losses.SparseCategoricalCrossentropy(from_logits=True), Accuracy()
     config = TrainConfig(framework="tensorflow", stages=2)
-    whole = own_tf.Own(model, loss, own_tf.correct, measure.sums, config)
+    whole = own_tf.Own(model, loss, own_tf.correct, metric.sums, config)
     whole.probe(batch.arrays)
     assert [layer.output for layer in whole.layers] == [(6, 6, 4), (144,), (10,)]
     known, *others = [
-        stepped("tensorflow", lambda part: whole.part(part) if part else whole, whole.layers, at, batch, measure)
+        stepped("tensorflow", lambda part: whole.part(part) if part else whole, whole.layers, at, batch, metric)
         for at in range(3)
     ]
     for found in others:
         np.testing.assert_allclose(found, known, rtol=1e-5, atol=1e-6)
     doubles = keras.Sequential([keras.Input((64,)), keras.layers.Dense(10, dtype="float64")])
     with pytest.raises(Failure, match="is float64; float32 weights are trained"):
-        own_tf.Own(doubles, loss, own_tf.correct, measure.sums, config)
+        own_tf.Own(doubles, loss, own_tf.correct, metric.sums, config)
     arrays = {name: 2 * array for name, array in whole.arrays().items()}
     whole.take(arrays)
     assert all(np.array_equal(array, arrays[name]) for name, array in whole.arrays().items())
@@ -193,12 +193,12 @@ def test_a_torch_module_may_have_sparse_gradients_and_parameters_it_does_not_use
     assert not torch.equal(model.scores.weight, start)
 
 
-class Half(Measure):
+class Half(Metric):
     """The share of answers that are at most half off."""
 
     sums = {"near": ()}  # noqa: RUF012
     scores = {"near": Score(label="near", least=0, most=1)}  # noqa: RUF012
-    headline = "near"
+    primary = "near"
 
     def score(self, sums: Any, samples: float) -> dict[str, float]:
         return {"near": float(sums["near"]) / samples}
@@ -233,7 +233,7 @@ def test_a_regression_and_a_measure_of_ones_own() -> None:
     assert summary.test_scores["r2"] == pytest.approx(1 - (error**2).mean() / y.var(), rel=1e-5)
     assert summary.test_loss == pytest.approx((error**2).mean(), rel=1e-5)
     _, summary = train(
-        measure=Half(), sums=lambda outputs, targets: {"near": abs(outputs[:, 0] - targets) < 0.5}, argv=["--epochs=1"]
+        metric=Half(), sums=lambda outputs, targets: {"near": abs(outputs[:, 0] - targets) < 0.5}, argv=["--epochs=1"]
     )
     assert (summary.epochs, [*summary.test_scores]) == (1, ["near"])
 
@@ -292,8 +292,8 @@ class Endless(torch.utils.data.IterableDataset):
         ({"model": torch.nn.Linear(64, 10), "stages": 2, "dry_run": True}, "--stages 2: Linear cannot be cut", 78),
         ({"model": tied(), "stages": 2, "dry_run": True}, "0.weight is shared by the layers 0, 2, which", 78),
         ({"model": torch.nn.Linear(64, 1), "loss": lambda outputs, y: outputs[:, 0] - y}, "a score for each class", 78),
-        ({"measure": "acuracy"}, "did you mean accuracy", 78),
-        ({"measure": Half()}, "Half needs sums=", 78),
+        ({"metric": "acuracy"}, "did you mean accuracy", 78),
+        ({"metric": Half()}, "Half needs sums=", 78),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )

@@ -441,7 +441,7 @@ def test_the_loss_scale_doubles_after_2000_good_steps_and_halves_after_an_overfl
     module = importlib.import_module(f"hvdtrain.frameworks.{'pytorch' if framework == 'torch' else framework}")
     model = getattr(exchange, f"{framework}_model")()
     kind = module.TorchReplica if framework == "torch" else module.TensorFlowReplica
-    replica = kind(model, device="cpu", config=config, world=world, strategy=strategy, measure=Accuracy())
+    replica = kind(model, device="cpu", config=config, world=world, strategy=strategy, metric=Accuracy())
     inputs, labels, weight = exchange.problem()
     replica.load({**replica.state(), "parameter.weight": weight, "loss_scale": np.array([2.0**16, 1999.0])})
 

@@ -135,7 +135,7 @@ def test_processes_ranks_and_frameworks_learn_the_same_and_so_does_a_run_that_wa
 
 def test_tensorflow_s_parts_are_the_whole_cnn() -> None:
     """PyTorch's are in test_stages.py."""
-    row, state, measure = nets.layers(SMALL), nets.initial_state(SMALL, 1), solar.Forecast(1.0)
+    row, state, metric = nets.layers(SMALL), nets.initial_state(SMALL, 1), solar.Forecast(1.0)
     batch = data.Batch(arrays=drawn(6), weight=6, total_weight=6)
 
     def make(part: range | None) -> Any:
@@ -143,7 +143,7 @@ def test_tensorflow_s_parts_are_the_whole_cnn() -> None:
         load(model, state)
         return model
 
-    known, *others = [stepped("tensorflow", make, row, border, batch, measure) for border in range(len(row))]
+    known, *others = [stepped("tensorflow", make, row, border, batch, metric) for border in range(len(row))]
     for found in others:
         np.testing.assert_allclose(found, known, rtol=1e-5, atol=1e-6)
 

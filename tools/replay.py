@@ -106,7 +106,7 @@ def main(stop: world.StopSignal) -> int:
     ranks = world.World("torch", carrier=exchange.strategy.carrier)
     strategy = exchange.make(config, ranks, shapes)
     model = stand_in(shapes, config.compute_s)
-    replica = TorchReplica(model, device=device, config=config, world=ranks, strategy=strategy, measure=Accuracy())
+    replica = TorchReplica(model, device=device, config=config, world=ranks, strategy=strategy, metric=Accuracy())
     if getattr(strategy.settings, "hook", "") == "powersgd":
         strategy.load({"step": np.array(ddp_powersgd.START_STEP), "powersgd.step": np.array(ddp_powersgd.START_STEP)})
     batch = Batch(arrays=(np.zeros(1, np.float32),), weight=1, total_weight=ranks.size)

@@ -125,7 +125,7 @@ class Run:
     checkpoint_steps: int = bounded(0, least=0)
     """Save a checkpoint after every so many steps too; 0: not by steps"""
     keep_checkpoints: int = bounded(2, least=1)
-    """How many of the newest checkpoints stay; the best one (by the headline score) stays besides"""
+    """How many of the newest checkpoints stay; the best one (by the primary metric) stays besides"""
     json: bool = False
     """Rank 0 prints one JSON document on stdout instead of tables"""
     dry_run: bool = False

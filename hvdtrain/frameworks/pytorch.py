@@ -18,7 +18,7 @@ from hvdtrain.config.options import TrainConfig
 from hvdtrain.data import Batch
 from hvdtrain.frameworks import Profiler, statistics_of
 from hvdtrain.models.dense_torch import Kept
-from hvdtrain.records.metrics import Measure
+from hvdtrain.records.metrics import Metric
 from hvdtrain.strategies import Strategy
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
@@ -128,7 +128,7 @@ class Announcer:
 
 
 class TorchReplica:
-    """See `frameworks.Replica`. `model.loss(*arrays)` returns the sum of losses and, by name, the measure's sums."""
+    """See `frameworks.Replica`. `model.loss(*arrays)` returns the sum of losses and, by name, the metric's sums."""
 
     _announcer: Announcer | None = None
     """None where the strategy reads the gradients after backward"""
@@ -143,9 +143,9 @@ class TorchReplica:
         config: TrainConfig,
         world: World,
         strategy: Strategy,
-        measure: Measure,
+        metric: Metric,
     ) -> None:
-        self.device, self._measure = device, measure
+        self.device, self._metric = device, metric
         self._device = torch.device(device)
         self._model = model.to(self._device)
         self._world = world
@@ -166,7 +166,7 @@ class TorchReplica:
         if strategy.in_backward:
             self._step = world.ranks.overlapped(self._model, optimizer, strategy.settings)
         else:
-            self._flat = Flat(list(parameters.values()), measure.size + 1, self._device)
+            self._flat = Flat(list(parameters.values()), metric.size + 1, self._device)
             if self.one_backward and (parts := strategy.parts()):
                 self._announcer = Announcer(strategy, parts, self._flat, list(parameters.values()))
         self._optimizer: torch.optim.Optimizer = self._step.optimizer
@@ -294,8 +294,8 @@ class TorchReplica:
         return TorchProfiler()
 
     def _numbers(self, loss: torch.Tensor, sums: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """The loss and the measure's sums as vectors of the loss' type."""
-        return [part.detach().to(loss).reshape(-1) for part in (loss, *self._measure.in_order(sums))]
+        """The loss and the metric's sums as vectors of the loss' type."""
+        return [part.detach().to(loss).reshape(-1) for part in (loss, *self._metric.in_order(sums))]
 
     def _tensors(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
         return [torch.from_numpy(array).to(self._device, non_blocking=True) for array in arrays]

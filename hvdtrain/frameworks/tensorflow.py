@@ -23,7 +23,7 @@ from hvdtrain.comm.world import World
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.data import Batch
 from hvdtrain.frameworks import Profiler, statistics_of
-from hvdtrain.records.metrics import Measure
+from hvdtrain.records.metrics import Metric
 from hvdtrain.strategies import Strategy
 from hvdtrain.system import exits, stderr
 from hvdtrain.system.exits import Failure
@@ -121,7 +121,7 @@ def _pair(gradient: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor] | None:
 
 class TensorFlowReplica:
     """See `frameworks.Replica`. `model.loss(*arrays, training=...)` returns the sum of losses and, by name, the
-    measure's sums; `model.weights` are its trained variables by name. A model may have `buffers`, variables by name
+    metric's sums; `model.weights` are its trained variables by name. A model may have `buffers`, variables by name
     that are not trained, and `sequences`, the arguments of `loss` whose second axis has another length from batch to
     batch."""
 
@@ -129,9 +129,9 @@ class TensorFlowReplica:
     """Whether a step has one backward, so that a gradient that appears is final"""
 
     def __init__(
-        self, model: Any, *, device: str, config: TrainConfig, world: World, strategy: Strategy, measure: Measure
+        self, model: Any, *, device: str, config: TrainConfig, world: World, strategy: Strategy, metric: Metric
     ) -> None:
-        self.device, self._measure = device, measure
+        self.device, self._metric = device, metric
         self._model, self._ranks = model, world.ranks
         self._in_backward, self._local = strategy.in_backward, strategy.local
         self._weights: dict[str, tf.Variable] = model.weights
@@ -203,7 +203,7 @@ class TensorFlowReplica:
         They run in the order of the parts; the first copies the tail too."""
         sizes = [math.prod(weight.shape) for weight in self._weights.values()]
         borders = [0, *itertools.accumulate(sizes)]
-        self._vector = _aligned(borders[-1] + self._measure.size + 1)
+        self._vector = _aligned(borders[-1] + self._metric.size + 1)
         before: list[tf.Operation] = []
         for number, part in enumerate(self._parts):
             given = [gradients[place] for place in part] + ([tail] if number == 0 else [])
@@ -302,9 +302,9 @@ class TensorFlowReplica:
         return self._forward_graphs[training](arrays)
 
     def _numbers(self, found: tuple[tf.Tensor, Mapping[str, tf.Tensor]], kind: tf.DType) -> tf.Tensor:
-        """What a model's loss returns as one vector: the loss and the measure's sums."""
+        """What a model's loss returns as one vector: the loss and the metric's sums."""
         loss, sums = found
-        return tf.concat([tf.reshape(tf.cast(x, kind), [-1]) for x in (loss, *self._measure.in_order(sums))], 0)
+        return tf.concat([tf.reshape(tf.cast(x, kind), [-1]) for x in (loss, *self._metric.in_order(sums))], 0)
 
     def state(self) -> dict[str, np.ndarray]:
         arrays = {f"parameter.{name}": turned_back(weight.numpy()) for name, weight in self._weights.items()}

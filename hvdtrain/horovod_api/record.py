@@ -94,7 +94,7 @@ def begin(
         plan={"ranks": world.size},
         data={},
         model={"parameters": parameters},
-        measure={},
+        metric={},
         **run_folder.surroundings(device, threads, world),
     )
     run_folder.keep(manifest, folder, {}, world)
@@ -314,7 +314,7 @@ class Recorder:
             self._rated_s += record.compute_s + (record.communication_s or 0.0)
 
     def _declare(self, found: dict[str, dict[str, float]]) -> None:
-        """The manifest names every score that was told; the first one is the headline."""
+        """The manifest names every score that was told; the first one is the primary metric."""
         told = [(name, value) for scores in found.values() for name, value in scores.items()]
         known = self._scores
         new = {name: shown.score(name, v) for name, v in told if name not in known or not known[name].possible(v)}
@@ -322,8 +322,8 @@ class Recorder:
             return
         self._scores |= new
         scores = {name: dataclasses.asdict(score) for name, score in self._scores.items()}
-        measure = {"headline": next(iter(scores)), "scores": scores}
-        self._manifest = dataclasses.replace(self._manifest, measure=measure)
+        metric = {"primary": next(iter(scores)), "scores": scores}
+        self._manifest = dataclasses.replace(self._manifest, metric=metric)
         if self._world.rank == 0:
             records.write_document(self._folder / "manifest.json", records.as_json(self._manifest))
 

@@ -85,6 +85,6 @@ def glorot(seed: int, shapes: Shapes) -> Arrays:
 
 
 def regression_terms(outputs: Any, targets: Any) -> dict[str, Any]:
-    """What each sample adds to the sums of `measures.Regression`, of numbers in equal shapes, in either framework."""
+    """What each sample adds to the sums of `metrics.Regression`, of numbers in equal shapes, in either framework."""
     error = outputs - targets
     return {"absolute": abs(error), "squared": error**2, "signed": error, "truth": targets, "truth_squared": targets**2}

@@ -15,7 +15,7 @@ Loss = Callable[[tf.Tensor, tf.Tensor], tuple[tf.Tensor, dict[str, tf.Tensor]]]
 
 
 def cross_entropy(logits: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
-    """Sum of the cross-entropies of logits (N, classes), and what `measures.Confusion` adds up; labels (N,) int64."""
+    """Sum of the cross-entropies of logits (N, classes), and what `metrics.Confusion` adds up; labels (N,) int64."""
     classes = logits.shape[1]
     places = tf.cast(labels * classes + tf.argmax(logits, 1), tf.int32)
     counts = tf.math.bincount(places, minlength=classes**2, maxlength=classes**2)
@@ -24,7 +24,7 @@ def cross_entropy(logits: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, dict
 
 
 def squared_error(outputs: tf.Tensor, targets: tf.Tensor) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
-    """Sum of the squared errors, and what `measures.Regression` adds up; outputs (N, 1), targets (N,) or (N, 1)."""
+    """Sum of the squared errors, and what `metrics.Regression` adds up; outputs (N, 1), targets (N,) or (N, 1)."""
     sums = {name: tf.reduce_sum(each) for name, each in errors(outputs, targets).items()}
     return tf.reduce_sum((tf.reshape(outputs, tf.shape(targets)) - targets) ** 2), sums
 

@@ -19,14 +19,14 @@ Loss = Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Sum of the cross-entropies of logits (N, classes), and what `measures.Confusion` adds up; labels (N,) int64."""
+    """Sum of the cross-entropies of logits (N, classes), and what `metrics.Confusion` adds up; labels (N,) int64."""
     classes = logits.shape[1]
     counts = torch.bincount(labels * classes + logits.argmax(1), minlength=classes**2)
     return F.cross_entropy(logits, labels, reduction="sum"), {"confusion": counts}
 
 
 def squared_error(outputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Sum of the squared errors, and what `measures.Regression` adds up; outputs (N, 1), targets (N,) or (N, 1)."""
+    """Sum of the squared errors, and what `metrics.Regression` adds up; outputs (N, 1), targets (N,) or (N, 1)."""
     sums = {name: each.sum() for name, each in errors(outputs.detach(), targets).items()}
     return F.mse_loss(outputs.reshape(targets.shape), targets, reduction="sum"), sums
 

@@ -145,7 +145,7 @@ class Own:
         return tf.nest.map_structure(lambda each: tf.cast(each, tf.float32), outputs)
 
     def loss(self, *arrays: tf.Tensor, training: bool) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
-        """Sum of the losses, and the measure's sums, of inputs, targets (n, ...) and key."""
+        """Sum of the losses, and the metric's sums, of inputs, targets (n, ...) and key."""
         outputs, targets = self(*arrays, training=training), arrays[-2]
         count = tf.shape(targets)[0]
         losses = self._loss(targets, outputs)
@@ -199,17 +199,17 @@ class Own:
 
 
 def correct(outputs: tf.Tensor, targets: tf.Tensor) -> dict[str, tf.Tensor]:
-    """What `measures.Accuracy` adds up, of scores (n, ..., classes) and classes (n, ...), or (n, ..., 1)."""
+    """What `metrics.Accuracy` adds up, of scores (n, ..., classes) and classes (n, ...), or (n, ..., 1)."""
     if targets.shape.rank == outputs.shape.rank and targets.shape[-1] == 1:
         targets = tf.squeeze(targets, -1)
     if targets.shape.rank != outputs.shape.rank - 1 or outputs.shape[-1] == 1:
         told = f"outputs {outputs.shape}, targets {targets.shape}; give each class's number as target"
-        raise Failure(f"accuracy needs a score for each class: {told}, or measure= and sums=", BAD_CONFIG)
+        raise Failure(f"accuracy needs a score for each class: {told}, or metric= and sums=", BAD_CONFIG)
     return {"correct": tf.argmax(outputs, -1) == targets}
 
 
 def errors(outputs: tf.Tensor, targets: tf.Tensor) -> dict[str, tf.Tensor]:
-    """What `measures.Regression` adds up, of numbers (n, ...)."""
+    """What `metrics.Regression` adds up, of numbers (n, ...)."""
     outputs = tf.reshape(outputs, tf.shape(targets))
     return regression_terms(tf.cast(outputs, tf.float64), tf.cast(targets, tf.float64))
 

@@ -129,7 +129,7 @@ class Own(nn.Module):
         return outputs.float() if isinstance(outputs, Tensor) and outputs.is_floating_point() else outputs
 
     def loss(self, *arrays: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Sum of the losses, and the measure's sums, of inputs, targets (n, ...) and key."""
+        """Sum of the losses, and the metric's sums, of inputs, targets (n, ...) and key."""
         outputs, targets = self(*arrays), arrays[-2]
         losses, count = self._loss(outputs, targets), len(targets)
         total = losses * count if losses.ndim == 0 else losses.reshape(count, -1).mean(1).sum()
@@ -229,15 +229,15 @@ def _draw_from(seed: int | None, device: torch.device) -> None:
 
 
 def correct(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-    """What `measures.Accuracy` adds up, of scores (n, classes, ...)."""
+    """What `metrics.Accuracy` adds up, of scores (n, classes, ...)."""
     if outputs.ndim != targets.ndim + 1 or outputs.shape[1] == 1:
         told = f"outputs {tuple(outputs.shape)}, targets {tuple(targets.shape)}; give each class's number as target"
-        raise Failure(f"accuracy needs a score for each class: {told}, or measure= and sums=", BAD_CONFIG)
+        raise Failure(f"accuracy needs a score for each class: {told}, or metric= and sums=", BAD_CONFIG)
     return {"correct": outputs.argmax(1) == targets}
 
 
 def errors(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-    """What `measures.Regression` adds up, of numbers (n, ...)."""
+    """What `metrics.Regression` adds up, of numbers (n, ...)."""
     return regression_terms(outputs.double().reshape(targets.shape), targets.double())
 
 

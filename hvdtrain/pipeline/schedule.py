@@ -42,7 +42,7 @@ class Part(Protocol):
         """From the gradient of what `forward` returned to that of its inputs; None at the ends."""
 
     def totals(self) -> np.ndarray:
-        """Of the last stage, since it was asked last: the sums of losses and the measure's sums."""
+        """Of the last stage, since it was asked last: the sums of losses and the metric's sums."""
 
     def see(self, batch: Batch, inputs: np.ndarray | None, training: bool) -> np.ndarray:
         """Forward alone. In `training` running statistics learn from it. The last stage's totals, else its outputs."""
@@ -104,7 +104,7 @@ class Parted:
 
     def evaluate(self: Any, batch: Batch) -> np.ndarray:
         found = self._pipe.see(self, batch, training=False)
-        return np.zeros(self._measure.size) if found is None else found
+        return np.zeros(self._metric.size) if found is None else found
 
     def waited_s(self) -> float | None:
         return self._pipe.waited_s
@@ -151,8 +151,8 @@ class Pipe:
         return self._sent_bytes - before
 
     def train(self, part: Part, batch: Batch, stop: bool) -> np.ndarray:
-        """Forward and backward of a step's micro-batches; its totals, float32 (measure.size + 1,): losses, the
-        measure's sums, samples, whether to stop. The gradients are the part's."""
+        """Forward and backward of a step's micro-batches; its totals, float32 (metric.size + 1,): losses, the
+        metric's sums, samples, whether to stop. The gradients are the part's."""
         self.waited_s = 0.0
         self.take_sent_bytes()
         micros = batch.parts or (batch,)

@@ -124,9 +124,9 @@ def answered(path: Path, form: Form, columns: Columns, model: Any, *, judged: bo
 
 def test(asked: Any, columns: Columns, answers: Answers) -> int:
     """Prints loss, scores and confusion matrix. Raises Failure (65) for a class that the model does not know."""
-    measure = Confusion(columns.classes)
+    metric = Confusion(columns.classes)
     known = {name: number for number, name in enumerate(columns.classes)}
-    confusion, loss = np.zeros(measure.sums["confusion"]), 0.0
+    confusion, loss = np.zeros(metric.sums["confusion"]), 0.0
     for block, logs in answers:
         for line, name in zip(block.lines, block.classes, strict=True):
             if name not in known:
@@ -137,16 +137,16 @@ def test(asked: Any, columns: Columns, answers: Answers) -> int:
         loss -= float(logs[np.arange(len(truth)), truth].sum())
     if not (samples := confusion.sum()):
         raise Failure(f"{asked.data}: has no row; give it some", exits.BAD_DATA)
-    scores = measure.score({"confusion": confusion}, samples)
+    scores = metric.score({"confusion": confusion}, samples)
     if asked.json:
         about = {"schema": SCHEMA, "run": str(asked.run), "data": str(asked.data), "classes": columns.classes}
         run_folder.emit(
             json.dumps({**about, "loss": loss / samples, "scores": scores, "confusion": confusion.tolist()})
         )
         return exits.OK
-    for title, table in measure.report({"confusion": confusion}):
+    for title, table in metric.report({"confusion": confusion}):
         run_folder.emit("\n".join([title, *run_folder.aligned(table)]))
-    run_folder.emit(f"{measure.words(scores)}, loss {loss / samples:.4f}, of {samples:,.0f} rows")
+    run_folder.emit(f"{metric.words(scores)}, loss {loss / samples:.4f}, of {samples:,.0f} rows")
     return exits.OK
 
 

@@ -23,7 +23,7 @@ from hvdtrain.config import workloads
 from hvdtrain.config.options import BatchPlan, TrainConfig
 from hvdtrain.launch import launched_by
 from hvdtrain.records import identity
-from hvdtrain.records.metrics import Measure
+from hvdtrain.records.metrics import Metric
 from hvdtrain.strategies import advice
 from hvdtrain.system import arguments, cgroup, exits, files, locks, proc
 from hvdtrain.system.exits import Failure
@@ -200,7 +200,7 @@ def write_manifest(
     run: Run,
     folder: Path,
     *,
-    measure: Measure,
+    metric: Metric,
     device: str,
     threads: int,
     world: World,
@@ -219,7 +219,7 @@ def write_manifest(
         plan=dataclasses.asdict(run.plan),
         data=run.data,
         model=run.model,
-        measure=measure.as_json(),
+        metric=metric.as_json(),
         **surroundings(device, threads, world),
     )
     keep(manifest, folder, documents, world)
@@ -337,18 +337,18 @@ def show_dry_run(run: Run, facts: Mapping[str, Any], cost: strategies.Cost) -> N
     emit(f"{settings}\n\n{arithmetic(run.config, run.plan, facts)}")
 
 
-def show_summary(summary: records.Summary, measure: Measure, *, as_json: bool) -> None:
+def show_summary(summary: records.Summary, metric: Metric, *, as_json: bool) -> None:
     """Prints the end of a run on stdout: one JSON document on one line, or tables."""
     if as_json:
         emit(json.dumps(records.as_json(summary) | records.by_score(summary)))
         return
-    report = measure.report(summary.test_sums) if summary.test_sums else []
-    found = [name for name in summary.test_scores if measure.scores[name].shown or not report]
-    names = found or [measure.headline]
-    rows = [["epoch", *(measure.scores[name].label for name in names)]]
+    report = metric.report(summary.test_sums) if summary.test_sums else []
+    found = [name for name in summary.test_scores if metric.scores[name].shown or not report]
+    names = found or [metric.primary]
+    rows = [["epoch", *(metric.scores[name].label for name in names)]]
     for epoch, scores in enumerate(summary.validation_scores, start=1):
         rows.append([str(epoch), *(f"{scores[name]:.4f}" if name in scores else "none" for name in names)])
-    what = measure.scores[names[0]].label if len(names) == 1 else "scores"
+    what = metric.scores[names[0]].label if len(names) == 1 else "scores"
     emit("\n".join([f"Validation {what} after each epoch", *aligned(rows)]))
     phases = [
         [phase, f"{getattr(summary, phase + '_s'):.2f}"] for phase in ("train", "validation", "test", "checkpoint")
@@ -364,7 +364,7 @@ def show_summary(summary: records.Summary, measure: Measure, *, as_json: bool) -
     loss = "" if summary.test_loss is None else f" (loss {summary.test_loss:.4f})"
     after = f" (weights after step {summary.tested_step})"
     lines = {
-        f"test {measure.scores[name].label}": measure.number(name, summary.test_scores.get(name))
+        f"test {metric.scores[name].label}": metric.number(name, summary.test_scores.get(name))
         + (loss if name == names[0] else after)
         for name in names
     }

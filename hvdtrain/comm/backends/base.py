@@ -81,7 +81,7 @@ class TorchStep:
         self.optimizer = optimizer
 
     def loss(self, *arrays: Any) -> Any:
-        """Sum of losses of this rank's batch, and by name the sums of the run's measure."""
+        """Sum of losses of this rank's batch, and by name the sums of the run's metric."""
         return self.model.loss(*arrays)
 
     def backward(self, loss: Any) -> None:

@@ -1,4 +1,4 @@
-"""The caption command on a run's folder made of real parts: checkpoint, manifest, vocabulary, pictures on disk."""
+"""The caption command on a run's folder made of real parts: checkpoint, manifest, vocabulary, images on disk."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def shapes() -> CaptionDataset:
 
 
 def weights(spec: CaptionerSpec, seed: int) -> Arrays:
-    """Parameters that write of different pictures different captions of many lengths."""
+    """Parameters that write of different images different captions of many lengths."""
     state: Arrays = dict(initial_state(spec, seed))
     for name, factor in {"words.weight": 12, "embedding.weight": 12, "image.weight": 3}.items():
         if name in state:
@@ -104,7 +104,7 @@ def photos(tmp_path: Path) -> Path:
     scenes = shapes().test.inputs[40:44]
     for name, scene in zip(["a.png", "b.bmp", "c <b>&amp;.PNG", "d.webp"], scenes, strict=True):
         Image.fromarray(scene).resize((200, 100)).save(folder / name, lossless=True)
-    (folder / "notes.txt").write_text("no picture")
+    (folder / "notes.txt").write_text("no image")
     (folder / ".hidden").mkdir()
     return folder
 
@@ -143,7 +143,7 @@ def test_a_split_is_captioned_with_the_best_checkpoint(
     assert found == expected(spec, split.inputs[:9], beam)
     assert found != expected(spec, split.inputs[:9], beam, LAST)
     assert len(set(found)) > 3, "the model is too dull to tell right from wrong"
-    assert [each["picture"] for each in document["captions"]] == list(split.names[:9])
+    assert [each["image"] for each in document["captions"]] == list(split.names[:9])
     assert [tuple(each["references"]) for each in document["captions"]] == list(split.references[:9])
 
 
@@ -156,19 +156,19 @@ def test_either_framework_writes_the_same(run: Path, told: Callable[..., tuple[i
     assert len(torch["captions"]) == 12
 
 
-def test_a_folder_stands_for_the_pictures_in_it(
+def test_a_folder_stands_for_the_images_in_it(
     run: Path, spec: CaptionerSpec, photos: Path, told: Callable[..., tuple[int, Any, str]]
 ) -> None:
     names = ["a.png", "b.bmp", "c <b>&amp;.PNG", "d.webp"]
     code, document, _ = told(photos, photos / "b.bmp", "--run", run, "--beam", 2)
     assert code == OK
-    assert [Path(each["picture"]).name for each in document["captions"]] == [*names, "b.bmp"]
+    assert [Path(each["image"]).name for each in document["captions"]] == [*names, "b.bmp"]
     seen = np.stack([pixels(str(photos / name), (64, 64, 3)) for name in [*names, "b.bmp"]])
     assert [each["caption"] for each in document["captions"]] == expected(spec, seen, 2)
     assert not any(each["references"] for each in document["captions"])
 
 
-def test_bad_pictures_are_named_and_the_others_captioned(
+def test_bad_images_are_named_and_the_others_captioned(
     run: Path, photos: Path, told: Callable[..., tuple[int, Any, str]]
 ) -> None:
     whole = (photos / "a.png").read_bytes()
@@ -181,7 +181,7 @@ def test_bad_pictures_are_named_and_the_others_captioned(
     code, document, err = told(photos, photos / "gone.jpg", photos / "pipe", empty, "--run", run)
     assert code == BAD_DATA
     assert len(document["captions"]) == 4
-    problems = {Path(each["picture"]).name: each["problem"] for each in document["problems"]}
+    problems = {Path(each["image"]).name: each["problem"] for each in document["problems"]}
     assert set(problems) == {"e.png", "f.jpg", "g.gif", "gone.jpg", "pipe", "empty"}
     assert "No such file" in problems["gone.jpg"]
     assert "not a plain file" in problems["pipe"]
@@ -192,12 +192,12 @@ def test_bad_pictures_are_named_and_the_others_captioned(
 
 
 class Sheet(HTMLParser):
-    """What a browser would see: pictures, texts, and everything that refers to anything."""
+    """What a browser would see: images, texts, and everything that refers to anything."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
         self.tags: list[str] = []
-        self.pictures: list[tuple[bytes, str]] = []
+        self.images: list[tuple[bytes, str]] = []
         self.references: list[str] = []
         self.text = ""
         self.feed(page)
@@ -208,7 +208,7 @@ class Sheet(HTMLParser):
         if tag == "img":
             kind, _, data = (about["src"] or "").partition(",")
             assert kind == "data:image/jpeg;base64"
-            self.pictures.append((base64.b64decode(data), about["alt"] or ""))
+            self.images.append((base64.b64decode(data), about["alt"] or ""))
         self.references += [value or "" for name, value in attrs if name in ("href", "src") and tag != "img"]
 
     def handle_data(self, data: str) -> None:
@@ -228,7 +228,7 @@ def test_the_contact_sheet_holds_everything_in_itself_and_escapes_it(
     assert not re.search(r"https?://|url\(|@import", page)
     assert not {"script", "link", "b", "iframe"} & set(sheet.tags)
     assert "c <b>&amp;.PNG" in sheet.text
-    for (jpeg, alt), each in zip(sheet.pictures, document["captions"], strict=True):
+    for (jpeg, alt), each in zip(sheet.images, document["captions"], strict=True):
         with Image.open(io.BytesIO(jpeg)) as image:
             assert image.format == "JPEG"
             assert image.size == (200, 100), "the proportions of the file, not of the model's input"
@@ -238,7 +238,7 @@ def test_the_contact_sheet_holds_everything_in_itself_and_escapes_it(
 def test_the_contact_sheet_of_a_split_shows_references(run: Path, told: Callable[..., tuple[int, Any, str]]) -> None:
     _, document, _ = told("--run", run, "--split", "test", "--limit", 3, "--html")
     sheet = Sheet((run / "captions.html").read_text())
-    assert len(sheet.pictures) == 3
+    assert len(sheet.images) == 3
     for each in document["captions"]:
         assert all(sentence in sheet.text for sentence in each["references"])
 
@@ -250,15 +250,15 @@ def test_turned_photographs_are_upright_in_the_sheet(
     exif[0x0112] = 6
     photo.save(tmp_path / "turned.jpg", exif=exif)
     told(tmp_path / "turned.jpg", "--run", run, "--html")
-    ((jpeg, _),) = Sheet((run / "captions.html").read_text()).pictures
+    ((jpeg, _),) = Sheet((run / "captions.html").read_text()).images
     with Image.open(io.BytesIO(jpeg)) as image:
         assert image.size == (160, 320)
 
 
-def test_a_table_has_a_line_for_each_picture(run: Path, photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_has_a_line_for_each_image(run: Path, photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert captions.main([str(photos), "--run", str(run)]) == OK
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["picture", "caption"]
+    assert lines[0].split() == ["image", "caption"]
     assert [line.startswith(str(photos)) for line in lines[1:]] == [True] * 4
     column = lines[0].index("caption")
     assert all(line[column - 2 : column] == "  " and line[column] != " " for line in lines)
@@ -296,7 +296,7 @@ def test_vgg16_needs_the_weights_that_it_was_trained_with(
         captions.main([str(files[0]), "--run", str(other), "--weights", str(tmp_path / "moved.safetensors")])
 
 
-def test_without_an_encoder_all_pictures_have_one_caption(
+def test_without_an_encoder_all_images_have_one_caption(
     tmp_path: Path, words: int, photos: Path, told: Callable[..., tuple[int, Any, str]]
 ) -> None:
     spec = CaptionerSpec(vocabulary=words, encoder="none", embedding=24, hidden=32)
@@ -379,6 +379,6 @@ def test_help_starts_with_the_purpose_and_examples(capsys: pytest.CaptureFixture
         captions.main(["--help"])
     assert ended.value.code == OK
     text = capsys.readouterr().out
-    assert text.startswith("Caption pictures with a model that a run has trained")
+    assert text.startswith("Caption images with a model that a run has trained")
     assert text.index("examples:") < text.index("options:")
     assert alone("captioning", "caption", "--help").stdout == text

@@ -166,8 +166,8 @@ def test_a_run_that_was_cut_off_goes_on_as_if_it_never_was(
     assert resumed.validation_scores[-1] == expected.validation_scores[-1]
 
 
-def test_captions_need_the_picture_and_the_best_epoch_is_tested(tmp_path: Path) -> None:
-    """Pictures of two squares, each of one of six colours: who sees none can but guess two words of five."""
+def test_captions_need_the_image_and_the_best_epoch_is_tested(tmp_path: Path) -> None:
+    """Images of two squares, each of one of six colours: who sees none can but guess two words of five."""
     draw, source, prepared = np.random.default_rng(1), tmp_path / "source", str(tmp_path / "prepared")
     scenes = [
         Scene(
@@ -181,8 +181,8 @@ def test_captions_need_the_picture_and_the_best_epoch_is_tested(tmp_path: Path) 
     with (source / "captions.txt").open("w") as file:
         table = csv.writer(file)
         table.writerow(["image", "caption"])
-        for number, (scene, picture) in enumerate(zip(scenes, shapes.draw(scenes, draw), strict=True)):
-            Image.fromarray(picture).save(source / f"{number}.png")
+        for number, (scene, image) in enumerate(zip(scenes, shapes.draw(scenes, draw), strict=True)):
+            Image.fromarray(image).save(source / f"{number}.png")
             table.writerow([f"{number}.png", f"{scene.first.colour} square beside {scene.second.colour} square"])
     size = ["--size", "32x32", "--split", "70/15/15", "--min-count", "1"]
     hvdtrain("data", "captions", str(source), prepared, *size)
@@ -247,9 +247,9 @@ def test_photographs_from_end_to_end_with_vgg16(
     monkeypatch.setenv("XDG_CACHE_HOME", cache["XDG_CACHE_HOME"])
     here("captioning", *flags, "--epochs", "1", "--run-dir", str(tmp_path / "again"))
     assert "features of 12 images: read" in capsys.readouterr().err
-    pictures, told = sorted(str(path) for path in (photographs / "Images").iterdir())[:3], {}
+    images, told = sorted(str(path) for path in (photographs / "Images").iterdir())[:3], {}
     for framework in FRAMEWORKS:
-        assert command.main([*pictures, "--run", str(run), "--json", "--framework", framework]) == 0
+        assert command.main([*images, "--run", str(run), "--json", "--framework", framework]) == 0
         told[framework] = json.loads(capsys.readouterr().out)
     sentences = [[each["caption"] for each in found["captions"]] for found in told.values()]
     assert len(sentences[0]) == 3
@@ -279,4 +279,4 @@ def test_a_dry_run_tells_words_and_bytes(small: str) -> None:
     assert shown["config"]["encoder"] == "small"
     assert shown["data"]["words"] > 20
     assert shown["data"]["bleu"].startswith("nrefs:var|")
-    assert "pictures of 32x32" in shown["facts"]["data"]
+    assert "images of 32x32" in shown["facts"]["data"]

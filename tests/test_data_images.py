@@ -1,4 +1,4 @@
-"""Folders of pictures: arrays against Pillow by hand, every kind of bad file, kills, full disks, damaged folders."""
+"""Folders of images: arrays against Pillow by hand, every kind of bad file, kills, full disks, damaged folders."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def contents(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
 
 
-# What a picture becomes.
+# What an image becomes.
 
 
 @pytest.mark.parametrize("gray", [True, False])
@@ -135,7 +135,7 @@ def test_sixteen_bit_colour_keeps_its_high_byte(tmp_path: Path) -> None:
     assert np.array_equal(pixels(str(tmp_path / "p.png"), (8, 8, 3)), wide >> 8)
 
 
-def test_exif_orientation_turns_the_picture_upright(tmp_path: Path) -> None:
+def test_exif_orientation_turns_the_image_upright(tmp_path: Path) -> None:
     upright, exif = photo(), Image.Exif()
     exif[0x0112] = 6  # the camera was turned: the file is to be rotated by 90 degrees clockwise
     upright.transpose(Image.Transpose.ROTATE_90).save(tmp_path / "p.png", exif=exif)
@@ -231,7 +231,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "zero bytes": (lambda path: path.touch(), "empty file"),
     "no image": (lambda path: path.write_text("class,label\n"), "no JPEG, PNG"),
     "PostScript": (lambda path: photo().save(path, "EPS"), "no JPEG, PNG"),
-    "one pixel": (lambda path: Image.new("L", (1, 1)).save(path, "PNG"), "1x1 pixels are no picture"),
+    "one pixel": (lambda path: Image.new("L", (1, 1)).save(path, "PNG"), "1x1 pixels are no image"),
     "bomb": (lambda path: path.write_bytes(png(12_000, 12_000)), "decompression bomb"),
     "great bomb": (lambda path: path.write_bytes(png(60_000, 60_000)), "decompression bomb"),
     "32 bits": (lambda path: Image.new("F", (8, 8)).save(path, "TIFF"), "32 bits"),
@@ -289,9 +289,9 @@ def test_trees_that_will_not_do(tmp_path: Path) -> None:
     source = tree(tmp_path / "in", classes=1)
     fails(lambda: prepare(config(tmp_path)), BAD_DATA, "at least two")
     (source / "hollow").mkdir()
-    fails(lambda: prepare(config(tmp_path)), BAD_DATA, "hollow holds no pictures")
+    fails(lambda: prepare(config(tmp_path)), BAD_DATA, "hollow holds no images")
     (source / "hollow" / "bad.png").touch()
-    fails(lambda: prepare(config(tmp_path, on_bad_sample="skip")), BAD_DATA, "hollow holds no good picture")
+    fails(lambda: prepare(config(tmp_path, on_bad_sample="skip")), BAD_DATA, "hollow holds no good image")
     (source / "hollow" / "bad.png").unlink()
     (source / "hollow").rmdir()
     (source / "linked").symlink_to("/usr")
@@ -431,7 +431,7 @@ def test_a_really_full_disk(tmp_path: Path) -> None:
 
 
 def test_memory_stays_flat(tmp_path: Path) -> None:
-    """Eight times the pictures, the same peak (the pages of the array are the system's, not ours)."""
+    """Eight times the images, the same peak (the pages of the array are the system's, not ours)."""
     few, many = tmp_path / "few", tmp_path / "many"
     for folder, each in ((few, 150), (many, 1200)):
         for label in "ab":
@@ -565,13 +565,13 @@ def test_values_outside_0_to_1_are_refused(
     """With the right SHA-256: whoever wrote them may have written the index, too."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     samples = copied(prepared, tmp_path)
-    pictures = np.load(samples).astype(dtype)
-    np.save(samples, pictures)
+    images = np.load(samples).astype(dtype)
+    np.save(samples, images)
     stated = {"bytes": samples.stat().st_size, "sha256": hashlib.sha256(samples.read_bytes()).hexdigest()}
     change_index(tmp_path, lambda index: index["files"].update({"samples.npy": stated}) or index.update(dtype=dtype))
     open_images(tmp_path)
-    pictures[-1, -1, -1, -1] = value
-    np.save(samples, pictures)
+    images[-1, -1, -1, -1] = value
+    np.save(samples, images)
     stated["sha256"] = hashlib.sha256(samples.read_bytes()).hexdigest()
     change_index(tmp_path, lambda index: index["files"].update({"samples.npy": stated}))
     fails(lambda: open_images(tmp_path), BAD_DATA, "outside 0..1")

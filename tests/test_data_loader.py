@@ -220,7 +220,7 @@ def test_tiny_last_batches_are_joined(samples: int, batch_size: int, size: int, 
 def test_too_few_samples_is_a_failure() -> None:
     with failing(BAD_CONFIG, "too few for 4 ranks"):
         loaders(7, 8, 4)
-    with pytest.raises(Failure, match="an epoch of 8 samples is more than the 7 in the training set"):
+    with pytest.raises(Failure, match="an epoch of 8 samples is longer than the training set of 7"):
         Loader(numbered(7), global_batch=2, rank=0, size=1, seed=0, epoch_samples=8)
 
 

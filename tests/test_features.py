@@ -27,7 +27,7 @@ KEY = {"encoder": "whole"}
 
 
 def expected(count: int) -> np.ndarray:
-    return np.asarray(PROGRAM["Encoder"]()(PROGRAM["pictures"](count, 0)))
+    return np.asarray(PROGRAM["Encoder"]()(PROGRAM["images"](count, 0)))
 
 
 @pytest.fixture
@@ -38,14 +38,14 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
 
 
 def made(world: World, key: dict[str, Any] = KEY, seed: int = 0) -> tuple[np.ndarray, int]:
-    """The features, and how many pictures an encoder saw for them."""
+    """The features, and how many images an encoder saw for them."""
     encoders = []
 
     def encoder() -> Any:
         encoders.append(PROGRAM["Encoder"]())
         return encoders[-1]
 
-    features = extract(PROGRAM["pictures"](IMAGES, seed), encoder, key=key, world=world)
+    features = extract(PROGRAM["images"](IMAGES, seed), encoder, key=key, world=world)
     return features, sum(each.images for each in encoders)
 
 
@@ -71,7 +71,7 @@ def test_the_second_time_they_are_read_and_no_encoder_is_made(alone: World, caps
     np.testing.assert_array_equal(np.load(file, allow_pickle=False), features, err_msg="a .npy file for everyone")
 
 
-def test_other_pictures_or_another_key_have_features_of_their_own(alone: World) -> None:
+def test_other_images_or_another_key_have_features_of_their_own(alone: World) -> None:
     assert [made(alone)[1], made(alone, seed=1)[1], made(alone, key={"encoder": "other"})[1]] == [IMAGES] * 3
     assert [made(alone)[1], made(alone, seed=1)[1], made(alone, key={"encoder": "other"})[1]] == [0] * 3
     assert len(kept()) == 3
@@ -114,11 +114,9 @@ def test_an_encoder_that_fails_leaves_nothing_behind(alone: World) -> None:
         return encode
 
     with pytest.raises(ZeroDivisionError):
-        extract(PROGRAM["pictures"](IMAGES, 0), broken, key=KEY, world=alone)
+        extract(PROGRAM["images"](IMAGES, 0), broken, key=KEY, world=alone)
     with pytest.raises(ValueError, match="the encoder gave float32"):
-        extract(
-            PROGRAM["pictures"](IMAGES, 0), lambda: lambda x: np.zeros((len(x), 3), np.float32), key=KEY, world=alone
-        )
+        extract(PROGRAM["images"](IMAGES, 0), lambda: lambda x: np.zeros((len(x), 3), np.float32), key=KEY, world=alone)
     assert kept() == []
 
 
@@ -171,7 +169,7 @@ def test_three_ranks_make_what_one_makes_each_its_part_whoever_shares_a_disk(tmp
         [b, d, c],  # a new host beside two that have them
         {"caches": [b, b, c], "cut": c},
         {"caches": [e, e, a], "cut": a},  # none is sound
-        {"caches": [b, b, c], "seeds": [0, 0, 1]},  # hosts with different pictures
+        {"caches": [b, b, c], "seeds": [0, 0, 1]},  # hosts with different images
     ]
     count = 1000  # several messages for a part
     report = document(launch(3, [str(PROGRAMS / "features.py"), json.dumps({"images": count, "steps": steps})]))
@@ -185,4 +183,4 @@ def test_three_ranks_make_what_one_makes_each_its_part_whoever_shares_a_disk(tmp
     last = report["steps"][-1]
     assert last["images"] == nobody
     for told in last["digest"]:
-        assert told == f"65: host-of-{b} and host-of-{c} hold different pictures: give all hosts the same data"
+        assert told == f"65: host-of-{b} and host-of-{c} hold different images: give all hosts the same data"

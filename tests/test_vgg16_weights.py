@@ -14,11 +14,11 @@ import pytest
 import safetensors.numpy
 import torch
 from conftest import failing
-from test_vgg16 import distance, images
+from test_vgg16 import distance, smooth_images
 
 from hvdtrain.models.vgg16 import STAGES, parameters
 from hvdtrain.models.vgg16_torch import Vgg16Torch
-from hvdtrain.models.vgg16_weights import Vgg16Config, import_weights, neutral, open_weights, read_head
+from hvdtrain.models.vgg16_weights import Vgg16Config, convert, import_weights, open_weights, read_head
 from hvdtrain.system.exits import BAD_DATA, CANNOT_WRITE, Failure
 
 HERE = Path("weights")
@@ -39,9 +39,9 @@ def from_keras(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path,
     keras.utils.set_random_seed(5)
     model = keras.applications.VGG16(weights=None)
     np.savez(folder / "keras.npz", **{weight.path: weight.numpy() for weight in model.weights})
-    pictures = keras.applications.vgg16.preprocess_input(images(2).astype(np.float32))
+    images = keras.applications.vgg16.preprocess_input(smooth_images(2).astype(np.float32))
     fc2 = keras.Model(model.input, model.get_layer("fc2").output)
-    theirs = np.asarray(fc2(pictures))
+    theirs = np.asarray(fc2(images))
     made = import_weights(Vgg16Config(source=str(folder / "keras.npz"), destination=str(folder / "vgg16.safetensors")))
     (folder / "keras.npz").unlink()
     assert made["values"] == 134_260_544
@@ -54,7 +54,7 @@ def test_keras_arrays_give_keras_features(from_keras: tuple[Path, np.ndarray]) -
     arrays, preprocessing, digest = open_weights(path)
     assert preprocessing == "caffe"
     assert {name: array.shape for name, array in arrays.items()} == parameters()
-    assert distance(Vgg16Torch(arrays, preprocessing)(images(2)), theirs) < 1e-3
+    assert distance(Vgg16Torch(arrays, preprocessing)(smooth_images(2)), theirs) < 1e-3
     head = read_head(path)
     assert (head["digest"], head["preprocessing"], head["source"]) == (digest, "caffe", "keras.npz")
     assert len(head["source_sha256"]) == 64
@@ -117,7 +117,7 @@ def test_names_of_keras_2_and_3(pattern: str) -> None:
 
     found = constants(rename, keras_turn)
     found[pattern.format("predictions", "kernel")] = np.zeros((4096, 1000), np.float32)
-    arrays, preprocessing = neutral(found, HERE)
+    arrays, preprocessing = convert(found, HERE)
     assert preprocessing == "caffe"
     assert {name: float(array.flat[-1]) for name, array in arrays.items()} == {
         name: float(n) for n, name in enumerate(parameters())
@@ -158,7 +158,7 @@ def changed(**arrays: np.ndarray | None) -> dict[str, np.ndarray]:
 )
 def test_weights_of_another_network_are_named_and_refused(found: dict[str, np.ndarray], words: str) -> None:
     with failing(BAD_DATA, f"^weights.*{words}"):
-        neutral(found, HERE)
+        convert(found, HERE)
 
 
 class Bomb:

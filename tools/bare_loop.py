@@ -77,7 +77,7 @@ else:
     from hvdtrain.config.options import TrainConfig
     from hvdtrain.frameworks.optimizers_tensorflow import SGD, Adam
     from hvdtrain.models.captioner_tf import CaptionerTF
-    from hvdtrain.models.layers_tf import turned
+    from hvdtrain.models.layers_tf import to_tensorflow
     from hvdtrain.models.resnet_tf import ResNetTF
 
     tf.config.threading.set_intra_op_parallelism_threads(1)
@@ -85,7 +85,7 @@ else:
     hvd.init()
     model = ResNetTF(spec) if args.model == "resnet" else CaptionerTF(spec)
     for name, variable in (model.weights | getattr(model, "buffers", {})).items():
-        variable.assign(turned(state[name]))
+        variable.assign(to_tensorflow(state[name]))
     update = (SGD if args.model == "resnet" else Adam)(model.weights, TrainConfig(lr=LR)).update
 
     # One graph for any number of samples, and words: a second one would be traced in the timed steps.

@@ -6,8 +6,8 @@
 
 Two ranks on this machine train an epoch on the drawn scenes, in turn by our entry point and by tools/bare_loop.py;
 every other round backwards. Samples are captions. Captions and features are then made by one process of
-one thread: captions of 256 test pictures, greedily by the model of the first round, all together and one by one;
-features of random pictures through VGG16 with random weights by `features.extract`, and by the same network called with
+one thread: captions of 256 test images, greedily by the model of the first round, all together and one by one;
+features of random images through VGG16 with random weights by `features.extract`, and by the same network called with
 nothing round it. Figures are medians over rounds, the smallest and the largest in brackets.
 Several hosts: `hvdtrain sweep launch/sweeps/lucero2022_captioning.toml`.
 """
@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 from bench import HEADS, RANKS, ROOT, aligned, in_turn, launch, loop_rows, spread
 
-PICTURES = 256
+IMAGES = 256
 FEATURE_BATCH = 16
 
 
@@ -72,12 +72,12 @@ def per_second(ways: Mapping[str, Callable[[], object]], count: int, rounds: int
 
 
 def bench_captions(framework: str, run: Path, rounds: int) -> dict[str, Any]:
-    """Captions per second written together and one by one, and of how many pictures both say the same."""
+    """Captions per second written together and one by one, and of how many images both say the same."""
     from hvdtrain.captions import generation, trained
     from hvdtrain.captions.load import load
 
     writer, _ = trained.model(trained.open_run(run), framework, None)
-    inputs = np.array(load("shapes").test.inputs[:PICTURES])
+    inputs = np.array(load("shapes").test.inputs[:IMAGES])
     said: dict[str, list[list[int]]] = {}
     ways = {
         "batched": lambda: said.update(batched=generation.write(writer, inputs)),
@@ -85,7 +85,7 @@ def bench_captions(framework: str, run: Path, rounds: int) -> dict[str, Any]:
     }
     found: dict[str, Any] = {**per_second(ways, len(inputs), rounds)}
     same = sum(together == alone for together, alone in zip(*said.values(), strict=True))
-    return found | {"pictures": len(inputs), "same": same}
+    return found | {"images": len(inputs), "same": same}
 
 
 def bench_features(framework: str, rounds: int, count: int = 48) -> dict[str, Any]:
@@ -94,17 +94,17 @@ def bench_features(framework: str, rounds: int, count: int = 48) -> dict[str, An
     from hvdtrain.comm import world
     from hvdtrain.models import vgg16
 
-    pictures = np.random.default_rng(0).integers(0, 256, (count, *vgg16.IMAGE_SIZE, 3), dtype=np.uint8)
+    images = np.random.default_rng(0).integers(0, 256, (count, *vgg16.IMAGE_SIZE, 3), dtype=np.uint8)
     encode, alone = frozen.encoder(frozen.RANDOM, framework), world.World(framework)
     calls = iter(range(1000))
 
     def bare() -> None:
         for first in range(0, count, FEATURE_BATCH):
-            encode(pictures[first : first + FEATURE_BATCH])
+            encode(images[first : first + FEATURE_BATCH])
 
     def ours() -> None:  # never the same key, or the cache would answer
         key = {"call": next(calls)}
-        features.extract(pictures, lambda: encode, key=key, world=alone, batch_size=FEATURE_BATCH)
+        features.extract(images, lambda: encode, key=key, world=alone, batch_size=FEATURE_BATCH)
 
     with tempfile.TemporaryDirectory(prefix="hvdtrain-bench-") as cache:
         os.environ["XDG_CACHE_HOME"] = cache
@@ -117,9 +117,9 @@ def parts_rows(found: dict[str, Any]) -> list[tuple[str, str, str, str]]:
     times = [together / alone for together, alone in zip(made["batched"], made["one_by_one"], strict=True)]
     shares = [ours / bare for ours, bare in zip(seen["ours"], seen["bare"], strict=True)]
     return [
-        (f"captions/s, {made['pictures']} pictures together", spread(made["batched"], 0), "", ""),
+        (f"captions/s, {made['images']} images together", spread(made["batched"], 0), "", ""),
         ("  times one call for each", spread(times, 1), spread(made["one_by_one"], 0), ">= 10"),
-        ("  captions that both write alike", f"{made['same']} of {made['pictures']}", "", "all"),
+        ("  captions that both write alike", f"{made['same']} of {made['images']}", "", "all"),
         (f"features, images/s of {seen['images']}", spread(seen["ours"], 2), f"bare {spread(seen['bare'], 2)}", ""),
         ("features / bare VGG16, round by round", spread(shares, 3), "1 = bare forward", ">= 0.95"),
     ]

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""How fast pictures are prepared, beside bare Pillow on the same files, and what a batch costs beside a step.
+"""How fast images are prepared, beside bare Pillow on the same files, and what a batch costs beside a step.
 
     python tools/bench_data.py                # a table
     python tools/bench_data.py --json         # one document
 
-Bare Pillow opens, converts, resizes and makes an array of each picture on all cores, and keeps nothing. Ours also looks
+Bare Pillow opens, converts, resizes and makes an array of each image on all cores, and keeps nothing. Ours also looks
 for bad files, writes, syncs and checksums the result, and both pay for starting their processes. Rounds take turns and
 the medians are compared, so that other work on the machine weighs on both alike; where there is much of it, the
 processor time per image is the steadier figure.
@@ -40,7 +40,7 @@ def bare(path: str) -> int:
     return int(np.asarray(Image.open(path).convert("L").resize(SIZE, Image.Resampling.BILINEAR)).nbytes)
 
 
-def make_pictures(folder: Path, count: int) -> list[str]:
+def make_images(folder: Path, count: int) -> list[str]:
     """JPEGs of 590x445 with smooth colours and a camera's noise; 32 different ones, copied."""
     rng = np.random.default_rng(0)
     kinds = []
@@ -60,7 +60,7 @@ def make_pictures(folder: Path, count: int) -> list[str]:
 def bench_preparing(folder: Path, count: int, rounds: int, cores: int) -> dict[str, Any]:
     """Images per second of both, in turns."""
     (folder / "in").mkdir()
-    paths = make_pictures(folder / "in", count)
+    paths = make_images(folder / "in", count)
     pillow, ours = [], []
     for number in range(rounds):
         config = ImagesConfig(

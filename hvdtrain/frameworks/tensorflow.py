@@ -53,7 +53,7 @@ with stderr.without(BUILD_NOTES), without_modules(KERAS_EXTRAS):
     import tensorflow as tf
 
     from hvdtrain.frameworks.optimizers_tensorflow import OPTIMIZERS
-    from hvdtrain.models.layers_tf import turned, turned_back
+    from hvdtrain.models.layers_tf import to_pytorch, to_tensorflow
 
 PRECISIONS = {"fp32": tf.float32, "bf16": tf.bfloat16, "fp16": tf.float16}
 # Dynamic loss scaling with the constants of torch.amp.GradScaler, so that both frameworks scale alike.
@@ -307,18 +307,18 @@ class TensorFlowReplica:
         return tf.concat([tf.reshape(tf.cast(x, kind), [-1]) for x in (loss, *self._metric.in_order(sums))], 0)
 
     def state(self) -> dict[str, np.ndarray]:
-        arrays = {f"parameter.{name}": turned_back(weight.numpy()) for name, weight in self._weights.items()}
-        arrays |= {name: turned_back(slot.numpy()) for name, slot in self._optimizer.slots.items()}
+        arrays = {f"parameter.{name}": to_pytorch(weight.numpy()) for name, weight in self._weights.items()}
+        arrays |= {name: to_pytorch(slot.numpy()) for name, slot in self._optimizer.slots.items()}
         if self._scaled:
             arrays["loss_scale"] = np.array([self._scale.numpy(), self._good_steps.numpy()], dtype=np.float64)
         return arrays
 
     def load(self, state: dict[str, np.ndarray]) -> None:
         for name, weight in self._weights.items():
-            weight.assign(turned(state[f"parameter.{name}"]))
+            weight.assign(to_tensorflow(state[f"parameter.{name}"]))
         for name, slot in self._optimizer.slots.items():
             if name in state:
-                slot.assign(turned(state[name]))
+                slot.assign(to_tensorflow(state[name]))
         if self._scaled and "loss_scale" in state:
             scale, steps = state["loss_scale"]
             self._scale.assign(scale)

@@ -128,7 +128,6 @@ def _workload(
         shapes=adapted.shapes,
         metric=judged,
         multiply_adds=multiply_adds,
-        dense=adapted.dense,
         layers=adapted.layers,
     )
 

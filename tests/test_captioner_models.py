@@ -21,9 +21,8 @@ from test_stages import stepped
 from twins import Arrays, Found, Model, tensorflow_gradients, tf, told, torch, torch_gradients
 from twins import one_thread as one_thread
 
-from hvdtrain.captions import vocabulary as words_of_captions
 from hvdtrain.data import Batch
-from hvdtrain.models.captioner import PAD, CaptionerSpec, image_values, initial_state, layers, parameters
+from hvdtrain.models.captioner import CaptionerSpec, initial_state, layers, parameters
 from hvdtrain.models.captioner_tf import CaptionerTF
 from hvdtrain.models.captioner_torch import CaptionerTorch
 from hvdtrain.records import metrics
@@ -68,8 +67,8 @@ def worn(spec: CaptionerSpec) -> Arrays:
 
 
 class Torch(Model):
-    def __init__(self, spec: CaptionerSpec, state: Arrays, part: range | None = None) -> None:
-        super().__init__(CaptionerTorch(spec, part), state)
+    def __init__(self, spec: CaptionerSpec, state: Arrays, stage: range | None = None) -> None:
+        super().__init__(CaptionerTorch(spec, stage), state)
         self.encode, self.step = self.model.encode, self.model.step
 
     def logits(self, drawn: Sample, training: bool = False) -> np.ndarray:
@@ -81,8 +80,8 @@ class Torch(Model):
 
 
 class TensorFlow(Model):
-    def __init__(self, spec: CaptionerSpec, state: Arrays, dtype: Any = tf.float32, part: range | None = None) -> None:
-        super().__init__(CaptionerTF(spec, dtype, stage=part), state)
+    def __init__(self, spec: CaptionerSpec, state: Arrays, dtype: Any = tf.float32, stage: range | None = None) -> None:
+        super().__init__(CaptionerTF(spec, dtype, stage=stage), state)
         self.encode, self.step = self.model.encode, self.model.step
         shape = None if spec.encoder == "none" else (None, *input_shape(spec))
         inputs = tf.TensorSpec(shape, tf.uint8 if spec.encoder == "small" else tf.float32)
@@ -181,13 +180,6 @@ def test_the_study_s_model_has_its_sizes() -> None:
     assert sum(map(math.prod, parameters(spec).values())) == 5_743_936
 
 
-@given(width=st.integers(1, 300), height=st.integers(1, 300))
-def test_four_convolutions_halve_the_image_four_times(width: int, height: int) -> None:
-    spec = CaptionerSpec(vocabulary=60, encoder="small", image_size=(width, height))
-    assert image_values(spec) == -(-width // 16) * -(-height // 16) * 64
-    assert parameters(spec)["image.weight"] == (256, image_values(spec))
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -208,14 +200,6 @@ def test_a_bad_spec_is_refused_by_name(field: str, value: Any) -> None:
         initial_state(SMALL, seed=-1)
 
 
-def test_padding_is_the_vocabulary_s() -> None:
-    assert PAD == words_of_captions.PAD
-
-
-def test_a_spec_from_json_is_the_same() -> None:
-    assert replace(SMALL, image_size=[40, 24]) == SMALL  # type: ignore[arg-type]
-
-
 def test_initial_values_follow_their_distributions() -> None:
     state = initial_state(CaptionerSpec(vocabulary=500, encoder="small"), 3)
     assert {name: array.shape for name, array in state.items()} == parameters(
@@ -227,13 +211,6 @@ def test_initial_values_follow_their_distributions() -> None:
     assert np.abs(state["encoder.conv2.weight"]).max() == pytest.approx((6 / (9 * 48)) ** 0.5, rel=0.01)
     assert abs(state["lstm.weight_hh"].mean()) < 0.001
     assert state["lstm.bias"].tolist() == [0.0] * 256 + [1.0] * 256 + [0.0] * 512
-
-
-def test_initial_arrays_depend_on_seed_and_name_only() -> None:
-    state, other = initial_state(SMALL, 0), initial_state(replace(SMALL, vocabulary=20, image_size=(64, 64)), 0)
-    for name in state.keys() - {"embedding.weight", "words.weight", "words.bias", "image.weight"}:
-        np.testing.assert_array_equal(state[name], other[name])
-    assert not np.array_equal(initial_state(SMALL, 1)["merge.weight"], state["merge.weight"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -384,8 +361,8 @@ def test_tensorflow_s_parts_are_the_whole(spec: CaptionerSpec) -> None:
     """At every cut, with dropout. PyTorch's are in test_stages.py."""
     row, batch = layers(spec, 5), parted(sample(spec))
 
-    def make(part: range | None) -> Any:
-        return TensorFlow(spec, worn(spec), stage=part).model
+    def make(stage: range | None) -> Any:
+        return TensorFlow(spec, worn(spec), stage=stage).model
 
     known, *others = [stepped("tensorflow", make, row, at, batch, metrics.Accuracy()) for at in range(len(row))]
     for found in others:
@@ -442,13 +419,6 @@ def test_dropout_is_a_function_of_the_key(twin: type[Twin]) -> None:
     assert again == loss
     for name, gradient in gradients.items():
         np.testing.assert_array_equal(same[name], gradient)
-
-
-@TWINS
-def test_without_dropout_training_is_evaluation(twin: type[Twin]) -> None:
-    spec = replace(SMALL, dropout=0.0)
-    model, drawn = twin(spec, worn(spec)), sample(spec)
-    np.testing.assert_array_equal(model.logits(drawn, training=True), model.logits(drawn))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from hvdtrain.models import vgg16
 
 FRAMEWORKS = ("torch", "tensorflow")
 CUT = 15
-"""The step of the checkpoint from which runs go on, of 24 in two epochs"""
+"""Step of the checkpoint from which runs resume, of 24 in two epochs"""
 TINY = ["--encoder", "small", "--hidden", "32", "--embedding", "32", "--beam", "2"]
 PLACES = ("at the top", "above the middle", "in the middle", "below the middle", "at the bottom")
 SIDES = ("far left", "left", "centre", "right", "far right")
@@ -146,9 +146,7 @@ def runs(small: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_a_run_that_was_cut_off_goes_on_as_if_it_never_was(
-    framework: str, small: str, runs: Path, tmp_path: Path
-) -> None:
+def test_resumed_equals_uninterrupted(framework: str, small: str, runs: Path, tmp_path: Path) -> None:
     whole, cut = runs / "allreduce", runs / "cut"
     if framework == "tensorflow":
         whole, cut = tmp_path / "whole", tmp_path / "cut"
@@ -199,8 +197,8 @@ def test_captions_need_the_image_and_the_best_epoch_is_tested(tmp_path: Path) ->
         assert summary["tested_step"] == (best + 1) * summary["steps"] // 12
 
 
-def test_two_stages_learn_what_one_process_does_and_write_the_same(small: str, tmp_path: Path) -> None:
-    """Bit for bit, with dropout and captions of unequal length; and what they saved `caption` reads."""
+def test_two_stages_equal_one_process(small: str, tmp_path: Path) -> None:
+    """Bit for bit, with dropout and captions of unequal length; `caption` reads their checkpoint."""
     flags = ["--data", small, *TINY, "--global-batch-size", "60", "--micro-batches", "3", "--epochs", "2"]
     flags += ["--framework", "torch", "--run-dir"]
     one = here("captioning", *flags, str(tmp_path / "one"))
@@ -214,7 +212,7 @@ def test_two_stages_learn_what_one_process_does_and_write_the_same(small: str, t
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_strategies_are_the_same_as_for_images(strategy: str, runs: Path) -> None:
+def test_every_strategy_trains(strategy: str, runs: Path) -> None:
     found = read_run(runs / strategy)
     epochs = found["epoch"]
     assert epochs[1].train_loss < epochs[0].train_loss
@@ -270,11 +268,11 @@ def test_photographs_from_end_to_end_with_vgg16(
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_bad_settings_are_one_clear_line(flags: list[str], code: int, said: str) -> None:
+def test_invalid_options_are_one_line(flags: list[str], code: int, said: str) -> None:
     refused("captioning", "--dry-run", *flags, code=code, said=said)
 
 
-def test_a_dry_run_tells_words_and_bytes(small: str) -> None:
+def test_a_dry_run_shows_words_and_bytes(small: str) -> None:
     shown = document(alone("captioning", "--data", small, *TINY, "--dry-run", "--json"))
     assert shown["config"]["encoder"] == "small"
     assert shown["data"]["words"] > 20

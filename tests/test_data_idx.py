@@ -88,7 +88,11 @@ def test_images_come_as_they_are_or_resized_and_validation_is_a_tenth_of_each_cl
             lambda content: packed(np.zeros(11, np.uint8)),
             "12 images and 11 labels for t10k",
         ),
-        ("t10k-images-idx3-ubyte", lambda content: packed(np.zeros((12, 6, 6), np.uint8)), "of 6x4, but test images of 6x6"),
+        (
+            "t10k-images-idx3-ubyte",
+            lambda content: packed(np.zeros((12, 6, 6), np.uint8)),
+            "of 6x4, but test images of 6x6",
+        ),
         ("t10k-images-idx3-ubyte", None, "ubyte\\.gz do not exist"),
     ],
 )

@@ -16,7 +16,7 @@ from conftest import document, failing, launch
 
 from hvdtrain.captions import bleu
 from hvdtrain.captions.dataset import CaptionSplit
-from hvdtrain.captions.generation import Floats, judge, write
+from hvdtrain.captions.generation import Floats, bleu_scores, write
 from hvdtrain.captions.vocabulary import END, PAD, START, UNKNOWN, Vocabulary
 from hvdtrain.comm.world import World
 from hvdtrain.system.exits import BAD_CONFIG
@@ -213,24 +213,24 @@ def test_judge_is_the_corpus_bleu_of_what_was_written() -> None:
     world = World("torch")
     for beam in (1, 3):
         written = [vocabulary.decode(words) for words in write(writer, split.inputs, beam=beam)]
-        found = judge(writer, split, vocabulary, world, beam)
+        found = bleu_scores(writer, split, vocabulary, world, beam)
         assert found == bleu.scores(bleu.statistics(written, split.references))
         assert all(0 < value < 1 for value in found.values())
     _, nothing, _ = problem(0)
-    assert judge(writer, nothing, vocabulary, world, 1) == {}
+    assert bleu_scores(writer, nothing, vocabulary, world, 1) == {}
 
 
 RANKS = """
 import json, sys
 sys.path.insert(0, {tests!r})
 from test_generation import problem
-from hvdtrain.captions.generation import judge
+from hvdtrain.captions.generation import bleu_scores
 from hvdtrain.comm.world import World
 world = World("torch", carrier="streams")
 found = []
 for count in (37, 1):
     writer, split, vocabulary = problem(count)
-    found += [judge(writer, split, vocabulary, world, beam) for beam in (1, 3)]
+    found += [bleu_scores(writer, split, vocabulary, world, beam) for beam in (1, 3)]
 everyones = world.gather(found)
 assert all(each == found for each in everyones)
 if world.rank == 0:
@@ -244,6 +244,6 @@ def test_two_ranks_judge_as_one_does() -> None:
     alone = []
     for count in (37, 1):
         writer, split, vocabulary = problem(count)
-        alone += [judge(writer, split, vocabulary, world, beam) for beam in (1, 3)]
+        alone += [bleu_scores(writer, split, vocabulary, world, beam) for beam in (1, 3)]
     done = launch(2, ["-c", RANKS.format(tests=str(Path(__file__).parent))])
     assert document(done) == {"ranks": 2, "found": json.loads(json.dumps(alone))}

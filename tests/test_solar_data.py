@@ -38,7 +38,9 @@ def test_the_packaged_readings_without_impossible_values(monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "pvlib", None)  # pvanalytics' dependencies are not needed
     series = solar.load("pvanalytics")
     assert "pvanalytics" not in sys.modules
-    assert solar.DARK_W_M2 == 5, "another value gives other windows, and scores that cannot be compared with the study's"
+    assert solar.DARK_W_M2 == 5, (
+        "another value gives other windows, and scores that cannot be compared with the study's"
+    )
     assert series.readings.shape == (165_588, 1)
     assert set(np.diff(series.times)) == {900}
     assert series.flagged == {"missing": 13_360, "out of bounds": 2_375, "near one out of bounds": 668}
@@ -68,9 +70,7 @@ def test_a_reading_that_breaks_a_rule_is_counted_once() -> None:
 
 @settings(max_examples=30)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 5), st.integers(1, 3), st.sampled_from(["window", "map"]))
-def test_windows_equal_those_of_a_loop(
-    seed: int, window: int, ahead: int, look: solar.Look
-) -> None:
+def test_windows_equal_those_of_a_loop(seed: int, window: int, ahead: int, look: solar.Look) -> None:
     """No bad reading, no gap, no night, none across a border of the split."""
     draw = np.random.default_rng(seed)
     readings = draw.uniform(0, 30, (150, 3)).astype(np.float32)

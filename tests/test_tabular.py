@@ -202,12 +202,24 @@ def test_predictions_need_no_classes_and_other_columns_are_errors(runs: Path, ot
     os.mkfifo(tmp_path / "pipe")
     for words, code, told in [
         (("test", "bare.csv"), 65, "bare.csv:1: 13 columns, but the run was trained on 13 features and a class"),
-        (("test", "unseen.csv"), 65, "unseen.csv:2:14: class 'class_7' was not in the training data, did you mean class_"),
+        (
+            ("test", "unseen.csv"),
+            65,
+            "unseen.csv:2:14: class 'class_7' was not in the training data, did you mean class_",
+        ),
         (("predict", "narrow.csv", "--out", str(out)), 65, "12 columns, but the run was trained on 13 features"),
-        (("predict", "bare.csv", "--out", str(tmp_path / "no" / "out.csv")), 73, "No such file or directory; give a file in a folder that is writable"),
+        (
+            ("predict", "bare.csv", "--out", str(tmp_path / "no" / "out.csv")),
+            73,
+            "No such file or directory; give a file in a folder that is writable",
+        ),
         (("predict", "bare.csv", "--out", str(out / "out.csv")), 73, "Not a directory; give a file in a folder"),
         (("predict", "bare.csv", "--out", str(tmp_path / "pipe")), 73, "not a plain file; give a file in a folder"),
-        (("test", "no_class.csv"), 65, "no_class.csv:1:14: the class is missing; hint: fill it in, or train with --missing drop"),
+        (
+            ("test", "no_class.csv"),
+            65,
+            "no_class.csv:1:14: the class is missing; hint: fill it in, or train with --missing drop",
+        ),
         (("predict", "nothing.csv", "--out", str(out)), 65, "No such file"),
     ]:
         with failing(code, told.replace("(", r"\(")):
@@ -226,7 +238,11 @@ def test_predictions_need_no_classes_and_other_columns_are_errors(runs: Path, ot
     ("flags", "code", "told"),
     [
         (["--layers", "30,x"], 78, "--layers 30,x is not a list of sizes"),
-        (["--data", "nothing.csv"], 65, "unknown data set 'nothing.csv'; hint: give breast-cancer, iris, wine or a CSV file"),
+        (
+            ["--data", "nothing.csv"],
+            65,
+            "unknown data set 'nothing.csv'; hint: give breast-cancer, iris, wine or a CSV file",
+        ),
         (["--missing", "guess"], 2, "--missing"),
     ],
 )

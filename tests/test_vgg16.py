@@ -104,7 +104,7 @@ def test_random_weights_are_a_pure_function_of_the_seed(drawn: Arrays) -> None:
     for name, array in drawn.items():
         assert np.array_equal(array, same[name])
         assert name.endswith("bias") or not np.array_equal(array, other[name])
-    with failing(BAD_CONFIG, "give 0 or more"):
+    with failing(BAD_CONFIG, "must not be negative"):
         random_weights(-1)
 
 

@@ -212,22 +212,21 @@ def named(tree: Tree, bad: Bad) -> dict[str, str]:
 @contextmanager
 def explained(destination: Path) -> Iterator[None]:
     """Turns an OSError or an interruption into a one-line error that says what to do."""
-    again = "hint: run the same command again to continue"
+    again = "run the same command again to continue"
     try:
         yield
     except KeyboardInterrupt:
-        raise Failure(f"{destination}: interrupted; {again}", RESUMABLE) from None
+        raise Failure(f"{destination}: interrupted; hint: {again}", RESUMABLE) from None
     except BrokenProcessPool:
         message = "a worker process was killed, perhaps for lack of memory"
-        raise Failure(f"{message}; {again}, with fewer --workers", RESUMABLE) from None
+        raise Failure(f"{message}; hint: {again}, with fewer --workers", RESUMABLE) from None
     except OSError as error:
         where = error.filename or destination
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise Failure(f"{where}: {error.strerror}; hint: choose another destination", CANNOT_WRITE) from None
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        raise Failure(
-            f"{where}: {error.strerror}; {again}{', after freeing space' if full else ''}", IO_ERROR
-        ) from None
+        hint = f"{'free some space and ' if full else ''}{again}"
+        raise Failure(f"{where}: {error.strerror}; hint: {hint}", IO_ERROR) from None
 
 
 @contextmanager

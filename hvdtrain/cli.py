@@ -167,7 +167,10 @@ COMMANDS: dict[tuple[str, ...], tuple[str, Part | Preparation]] = {
         Preparation("vgg16", "models.vgg16_weights", "Vgg16Config", "import_weights", VGG16),
     ),
     ("caption",): ("caption pictures with a trained model", Part("captions.command")),
-    ("tabular",): ("test a trained classifier on a CSV file, or write its answers: test, predict", Part("training.predict")),
+    ("tabular",): (
+        "test a trained CSV classifier, or predict classes: test, predict",
+        Part("training.predict"),
+    ),
     ("cluster",): ("virtual hosts on this machine: up, down, status, exec, shell, hostfile", Part("lab.__main__")),
     ("throttle",): ("limit the bandwidth of links, show it, verify it, put it back", Part("lab.throttle.__main__")),
     ("doctor",): ("find what would make a job hang or crawl, before it starts", Part("doctor.__main__")),

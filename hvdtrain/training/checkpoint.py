@@ -13,8 +13,8 @@ On disk, on every file system that a rank of the job writes to:
     checkpoints/.removing-step-00000120-<token>/    an old one on its way out
 
 The files are in the safetensors format, for any safetensors library to read. `hvdtrain.records.arrays_file` writes,
-reads and hashes them in one pass; the library wants contiguous arrays, holds two copies while it loads, and needs a second
-pass.
+reads and hashes them in one pass; the library wants contiguous arrays, holds two copies while it loads, and needs a
+second pass.
 
 A save is three small gathers. (1) All ranks learn rank 0's token, and each tries to make the temp folder of that name:
 one rank per file system succeeds and is its writer, whether all hosts share a disk, some or none. No state crosses the

@@ -18,7 +18,7 @@ from typing import Any
 
 from hvdtrain import data
 from hvdtrain.comm import world
-from hvdtrain.config import options as configuration
+from hvdtrain.config import options
 from hvdtrain.config.constraints import bounded
 from hvdtrain.models import resnet
 from hvdtrain.records import metrics
@@ -30,7 +30,7 @@ WORKLOAD = "resnet"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ResNetData(configuration.Data):
+class ResNetData(options.Data):
     """Images, and their size."""
 
     data: str = "digits"
@@ -41,7 +41,7 @@ class ResNetData(configuration.Data):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ResNetConfig(ResNetData, configuration.TrainConfig):
+class ResNetConfig(ResNetData, options.TrainConfig):
     """What this workload is told besides."""
 
     width: float = 1.0

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hvdtrain.comm import world
-from hvdtrain.config import options as configuration
+from hvdtrain.config import options
 from hvdtrain.config.constraints import bounded
 from hvdtrain.data import solar as data
 from hvdtrain.models import mlp
@@ -36,7 +36,7 @@ DEFAULT_NET, DEFAULT_BATCH = "p3-k1", 100
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SolarData(configuration.Data):
+class SolarData(options.Data):
     """Readings, and the windows of them."""
 
     data: str = data.PACKAGED
@@ -50,7 +50,7 @@ class SolarData(configuration.Data):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SolarConfig(SolarData, configuration.TrainConfig):
+class SolarConfig(SolarData, options.TrainConfig):
     """What this workload is told besides."""
 
     net: str | None = None

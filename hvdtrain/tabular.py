@@ -19,7 +19,7 @@ import sys
 from typing import Any, Literal
 
 from hvdtrain.comm import world
-from hvdtrain.config import options as configuration
+from hvdtrain.config import options
 from hvdtrain.config.constraints import bounded
 from hvdtrain.data import tabular
 from hvdtrain.data.csv_rows import Missing
@@ -33,7 +33,7 @@ WORKLOAD = "tabular"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TabularData(configuration.Data):
+class TabularData(options.Data):
     """Rows of a table."""
 
     data: str = "breast-cancer"
@@ -43,7 +43,7 @@ class TabularData(configuration.Data):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TabularConfig(TabularData, configuration.TrainConfig):
+class TabularConfig(TabularData, options.TrainConfig):
     """What this workload is told besides."""
 
     layers: str = "30,10"

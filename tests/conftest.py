@@ -252,8 +252,7 @@ def alone(module: str, *words: str, extra: Mapping[str, str] | None = None) -> s
         warnings.filterwarnings("ignore", "'hvdtrain.* found in sys.modules")
         runpy.run_module(f"hvdtrain.{module}", run_name="__main__", alter_sys=True)
 
-    for late in (f"hvdtrain.{module}", "jsonargparse"):
-        importlib.import_module(late)
+    importlib.import_module(f"hvdtrain.{module}")
     return forked(program)
 
 

@@ -13,7 +13,7 @@ import pytest
 from conftest import ROOT
 
 from hvdtrain import cli, strategies
-from hvdtrain.config import options
+from hvdtrain.config import parser
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("*/README.md")])
 
@@ -96,7 +96,7 @@ def parse(words: list[str]) -> None:
         return
     module = importlib.import_module(program)
     made = next(value for name, value in vars(module).items() if name.endswith("Config") and name != "TrainConfig")
-    asked: Any = options.parse(made, arguments, prog=program, purpose="")
+    asked: Any = parser.parse(made, arguments, prog=program, purpose="")
     if not asked.strategy.startswith("help"):
         strategies.chosen(asked)
 

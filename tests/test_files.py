@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from hvdtrain import records
 from hvdtrain.captions.load import load
-from hvdtrain.config import options
+from hvdtrain.config import options, parser
 from hvdtrain.data.prepared import open_images
 from hvdtrain.lab import throttle, topology
 from hvdtrain.lab.throttle.watchdog import Store
@@ -62,7 +62,7 @@ def captioned(path: Path) -> Any:
 
 
 def with_config(path: Path) -> Any:
-    return options.parse(options.TrainConfig, ["--config", str(path)], prog="x", purpose="")
+    return parser.parse(options.TrainConfig, ["--config", str(path)], prog="x", purpose="")
 
 
 def journal(path: Path) -> Any:

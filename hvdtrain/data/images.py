@@ -49,7 +49,7 @@ from numpy.typing import NDArray
 
 from hvdtrain import __version__
 from hvdtrain.config.constraints import bounded, problem
-from hvdtrain.config.options import flag
+from hvdtrain.config.parser import flag
 from hvdtrain.data import stratify
 from hvdtrain.data.pixels import Bad, Chunk, convert, npy_header, workers
 from hvdtrain.data.prepared import FILES, INDEX_BYTES, PARTS, SCHEMA, whole_numbers

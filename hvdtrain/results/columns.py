@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from hvdtrain import strategies
-
 
 @dataclasses.dataclass(frozen=True)
 class Column:
@@ -118,7 +116,6 @@ NOT_SETTINGS = frozenset(
     {
         *("framework", "strategy", "epochs", "batch_size", "global_batch_size", "device", "seed", "data"),
         *("threads", "precision"),
-        *strategies.FLAT,
         *("run_dir", "resume", "json", "dry_run", "debug", "monitor", "monitor_ms", "monitor_idle_s"),
         *("profile", "horovod_timeline", "tensorboard", "checkpoint_epochs", "checkpoint_steps", "keep_checkpoints"),
         *("check_replicas", "verify_data", "inference"),

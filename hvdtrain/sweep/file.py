@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.config import workloads
-from hvdtrain.config.options import TrainConfig
 from hvdtrain.lab import topology
 from hvdtrain.system import exits, files, hosts
 from hvdtrain.system.exits import Failure
@@ -317,9 +316,6 @@ def _exchanges(values: dict[str, list[Any]], place: Any) -> None:
     from hvdtrain import strategies
 
     named = values.get("strategy", [])
-    flat = {key: values[key][0] for key in strategies.FLAT if key in values and "command" not in values}
-    how = {key: f"{place(key)}: {key} = {value}" for key, value in flat.items()}
-    strategies.refuse(flat, str((named or [TrainConfig.strategy])[0]), how, exits.BAD_CONFIG)
     try:
         values |= {"strategy": [str(strategies.parse(str(one))) for one in named]} if named else {}
     except Failure as failure:

@@ -20,7 +20,8 @@ from typing import Any
 from hvdtrain import records, strategies
 from hvdtrain.comm.world import World
 from hvdtrain.config import workloads
-from hvdtrain.config.options import BatchPlan, TrainConfig
+from hvdtrain.config.batch_plan import BatchPlan
+from hvdtrain.config.options import TrainConfig
 from hvdtrain.launch import launched_by
 from hvdtrain.records import identity
 from hvdtrain.records.metrics import Measure
@@ -62,7 +63,7 @@ def _identity(
         "model": model,
         "data": data["fingerprint"],
         "optimizer": config["optimizer"],
-        "strategy": strategies.lasting(config),
+        "strategy": strategies.resumable(str(config["strategy"])),
         "global_batch": plan["global_batch"],
         "seed": config["seed"],
         **({"epoch_samples": samples} if (samples := config.get("epoch_samples")) else {}),
@@ -256,8 +257,7 @@ def _keep(manifest: records.Manifest, folder: Path, documents: Mapping[str, Any]
         records.write_document(path, records.as_json(manifest))
         return
     kept = records.read_document(path, records.Manifest)
-    kept_config = {name: value for name, value in kept.config.items() if name not in strategies.FLAT}
-    config = kept_config | {name: value for name, value in manifest.config.items() if name not in OF_A_START}
+    config = kept.config | {name: value for name, value in manifest.config.items() if name not in OF_A_START}
     argv, more = kept.argv, flags(manifest.argv)
     if more and flags(argv)[-len(more) :] != more:  # a job that starts again and again gives the same ones
         argv = [*argv, *more]

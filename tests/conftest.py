@@ -286,7 +286,7 @@ def refused(module: str, *words: str, code: int, said: str, extra: Mapping[str, 
     assert said in done.stderr
 
 
-def installed(folder: Path, entry: str, group: str = "hvdtrain.config.workloads") -> dict[str, str]:
+def installed(folder: Path, entry: str, group: str = "hvdtrain.workloads") -> dict[str, str]:
     """The variables with which Python finds a workload in the folder, `name = module`, as an installed package's; or
     what another group of entry points names. Called again, it renames it."""
     about = folder / "mine-1.0.dist-info"

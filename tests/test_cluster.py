@@ -301,7 +301,7 @@ def test_the_users_own_line_trains_on_two_hosts(
 def test_a_host_gets_its_share_and_its_cores() -> None:
     """As the kernel's groups say; who comes by ssh is held to them too."""
     made = Cluster(f"t{secrets.token_hex(3)}")
-    tell = "import os; from hvdtrain.lab import quota; print(quota.limit().cores, *os.sched_getaffinity(0))"
+    tell = "import os; from hvdtrain.system import cgroup; print(cgroup.limit().cores, *os.sched_getaffinity(0))"
     python = shlex.join([sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); {tell}"])
     try:
         done = made.run("up", "--hosts", "a", "--cpu-share", "0.25", "--cpus", "0")

@@ -344,7 +344,7 @@ def test_a_bad_line_of_a_hostfile_is_named(tmp_path: Path) -> None:
 
 def test_without_mpirun_one_line_says_so() -> None:
     bare = environment({"PATH": "/usr/bin:/bin", "VIRTUAL_ENV": "/"})
-    words = [sys.executable, "-m", "hvdtrain.launch.__main__", "mpirun", "-H", "localhost", "true"]
+    words = [sys.executable, "-m", "hvdtrain.launch", "mpirun", "-H", "localhost", "true"]
     done = subprocess.run(words, cwd=ROOT, env=bare, capture_output=True, text=True, timeout=LIMIT_S)
     if Path("/usr/bin/mpirun").exists():
         assert done.returncode == 0
@@ -378,7 +378,7 @@ def starts(tmp_path: Path, *, rest: str = "wait $rank") -> tuple[subprocess.Pope
     fake.chmod(0o755)
     variables = environment()
     variables |= {"PATH": f"{tmp_path}{os.pathsep}{variables['PATH']}"}
-    words = [sys.executable, "-m", "hvdtrain.launch.__main__", "mpirun", "-H", "localhost:1", "true"]
+    words = [sys.executable, "-m", "hvdtrain.launch", "mpirun", "-H", "localhost:1", "true"]
     with (tmp_path / "said").open("w") as said:
         job = subprocess.Popen(words, cwd=ROOT, env=variables, stderr=said)
     until(lambda: Path(f"{pid}.ready").exists() and pid.exists() and pid.read_text().endswith("\n"))

@@ -19,8 +19,8 @@ from hvdtrain.system.commands import CHECKOUT, Command, as_user, caller
 SCRIPTS = {
     "tools/cluster.sh": ["hvdtrain.lab"],
     "tools/throttle.sh": ["hvdtrain.lab.throttle"],
-    "launch/mpirun.sh": ["hvdtrain.launch.__main__", "mpirun"],
-    "launch/horovodrun.sh": ["hvdtrain.launch.__main__", "horovodrun"],
+    "launch/mpirun.sh": ["hvdtrain.launch", "mpirun"],
+    "launch/horovodrun.sh": ["hvdtrain.launch", "horovodrun"],
 }
 """The checkout's scripts, and the modules they stand for"""
 

@@ -367,11 +367,12 @@ def test_down_cleans_whatever_a_killed_up_left() -> None:
 @pytest.mark.root
 def test_down_ends_stubborn_and_stopped_processes() -> None:
     made = Cluster(f"t{secrets.token_hex(3)}")
-    assert made.run("up", "--hosts", "a").returncode == 0
-    scripts = [f"{trap} echo ready; sleep 60; sleep 60" for trap in ("trap '' TERM;", "")]
+    assert made.run("up", "--hosts", "a", "--cpu-share", "0.5").returncode == 0
+    deaf = "trap '' TERM; echo ready; sleep 60; sleep 60"
+    commands = [["sh", "-c", deaf], ["sh", "-c", "echo ready; sleep 60"], ["unshare", "--net", "sh", "-c", deaf]]
     sleepers = [
-        subprocess.Popen(made.command("exec", "a", "--", "sh", "-c", script), env=environment(), stdout=subprocess.PIPE)
-        for script in scripts
+        subprocess.Popen(made.command("exec", "a", "--", *words), env=environment(), stdout=subprocess.PIPE)
+        for words in commands
     ]
     try:
         for sleeper in sleepers:
@@ -382,6 +383,31 @@ def test_down_ends_stubborn_and_stopped_processes() -> None:
     for sleeper in sleepers:
         assert sleeper.wait(LIMIT_S) < 0
         sleeper.stdout.close()  # type: ignore[union-attr]
+    assert footprint(made.name) == set()
+
+
+@pytest.mark.root
+def test_down_names_a_process_that_it_cannot_end_and_the_next_down_removes_it() -> None:
+    freezer = virtual.CGROUPS / "freezer"
+    if not freezer.is_dir():
+        pytest.skip("no cgroup v1 freezer here: nothing else keeps a process from SIGKILL")
+    made, frozen = Cluster(f"t{secrets.token_hex(3)}"), freezer / f"hvdtrain-test-{secrets.token_hex(3)}"
+    assert made.run("up", "--hosts", "a").returncode == 0
+    sleeper = subprocess.Popen(made.command("exec", "a", "--", "sleep", "60"), env=environment())
+    frozen.mkdir()
+    try:
+        until(lambda: Path(f"/proc/{sleeper.pid}/comm").read_text() == "sleep\n")
+        (frozen / "cgroup.procs").write_text(str(sleeper.pid))
+        (frozen / "freezer.state").write_text("FROZEN")
+        until(lambda: (frozen / "freezer.state").read_text() == "FROZEN\n")
+        done = made.run("down")
+        assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+        assert f"{sleeper.pid} (sleep)" in done.stderr
+    finally:
+        (frozen / "freezer.state").write_text("THAWED")
+        assert made.run("down").returncode == 0
+        assert sleeper.wait(LIMIT_S) < 0
+        frozen.rmdir()
     assert footprint(made.name) == set()
 
 

@@ -169,10 +169,10 @@ class TrainConfig(Data, Optimisation, Exchange, Run, Measuring):
     @property
     def inference_sizes(self) -> list[int]:
         """Those of --inference. Raises Failure (78)."""
-        words = [word.strip() for word in self.inference.split(",")] if self.inference else []
-        if not all(word.isdecimal() and int(word) for word in words):
+        sizes = bounds.counts(self.inference) if self.inference else ()
+        if self.inference and not sizes:
             raise Failure(f"--inference {self.inference}: give numbers of samples, as 2,64,512,1024", exits.BAD_CONFIG)
-        return [int(word) for word in words]
+        return list(sizes)
 
     def __post_init__(self) -> None:
         if isinstance(self.resume, str):

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from hvdtrain import config as configuration
 from hvdtrain import exits, measures, trained, workload, world
-from hvdtrain.bounds import bounded
+from hvdtrain.bounds import bounded, counts
 from hvdtrain.data import solar as data
 from hvdtrain.exits import Failure
 from hvdtrain.models import mlp
@@ -81,10 +81,9 @@ class SolarConfig(SolarData, configuration.TrainConfig):
             return None
         if self.hidden is None:
             return nets.pyramid(self.net or DEFAULT_NET)
-        parts = self.hidden.split(",")
-        if not all(part.strip().isdecimal() and int(part) for part in parts):
+        if not (units := counts(self.hidden)):
             raise Failure(f"--hidden {self.hidden}: give units per layer, e.g. 100,50,25", exits.BAD_CONFIG)
-        return tuple(map(int, parts))
+        return units
 
 
 class Forecast(measures.Regression):

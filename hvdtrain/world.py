@@ -278,7 +278,7 @@ def run(program: Callable[[StopSignal], int], *, debug: bool) -> None:
     once without leaving the world, because a rank that stayed in its exit handlers would keep its peers waiting for
     ever. A rank that only lost a peer prints nothing unless its launcher leaves it alive.
     """
-    _refuse_separate_programs()
+    _refuse_wrong_start()
     stop = StopSignal()
     try:
         code = program(stop)
@@ -292,7 +292,7 @@ def run(program: Callable[[StopSignal], int], *, debug: bool) -> None:
 def guard(*, debug: bool) -> None:
     """From here on an exception that ends this process ends the whole job, as `run` does it: for a user's script. In a
     process by itself only a Failure is told so."""
-    _refuse_separate_programs()
+    _refuse_wrong_start()
 
     def uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         ours = isinstance(error, Failure) or place().launcher != "alone"
@@ -304,12 +304,18 @@ def guard(*, debug: bool) -> None:
     sys.excepthook = uncaught
 
 
-def _refuse_separate_programs() -> None:
-    if problem := separate_programs():
+def _refuse_wrong_start() -> None:
+    """Ends this process if its environment does not make it a rank of one job."""
+    try:
+        place()
+        problem, code = separate_programs(), exits.USAGE
+    except Failure as failure:
+        problem, code = (str(failure), True), failure.code
+    if problem:
         what, first = problem
         if first:
             print(f"hvdtrain: {what}", file=sys.stderr, flush=True)
-        raise SystemExit(exits.USAGE)
+        raise SystemExit(code)
 
 
 def _line_of_script(trace: TracebackType | None) -> str:

@@ -391,13 +391,14 @@ BAD = [
     (["--batch-size", "1"], 78, "BatchNorm needs two values"),
     (["--batch-size", "8", "--global-batch-size", "8"], 78, "give one of them"),
     (["--strategy", "telepathy"], 78, "known: allreduce"),
-    (["--image-size", "axb"], 78, "WIDTHxHEIGHT"),
+    *((["--image-size", size], 78, "WIDTHxHEIGHT") for size in ("axb", "²", "999999999x999999999", "9" * 5000)),
     (["--data", "nowhere"], 65, "nowhere"),
     (["--resume"], 78, "--resume DIR"),
     (["--resume", "nowhere"], 65, "--resume nowhere: no run there"),
     (["--resume", "x" * 300], 65, "File name too long; check the folder"),
     (["--resume", "README.md"], 65, "--resume README.md: no run there"),
     (["--width", "0"], 78, "width"),
+    (["--width", "1e300"], 78, "width"),
     (["--batch-size", "8", "--epochs", "1", "--warmup-epochs", "2"], 78, "--warmup-epochs"),
 ]
 

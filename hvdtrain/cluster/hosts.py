@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hvdtrain import exits, files
+from hvdtrain.cluster.variables import task_counts
 from hvdtrain.exits import Failure
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}(\.[A-Za-z0-9_-]{1,63})*\.?")
@@ -136,13 +137,8 @@ def from_slurm(environment: Mapping[str, str]) -> list[Slots] | None:
         what = f"a heterogeneous Slurm job (SLURM_HET_SIZE={parts[:100]!r}): only its first part would be used"
         raise Failure(f"{what}; name all hosts with -H, or submit it as one part", exits.BAD_CONFIG)
     names = expand_nodelist(nodelist)
-    tasks: list[int] = []
-    counts = environment.get("SLURM_TASKS_PER_NODE") or "1" + f"(x{len(names)})"
-    for part in counts.split(","):
-        match = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part, re.ASCII)
-        if match is None or len(tasks) > len(names):
-            raise Failure(f"SLURM_TASKS_PER_NODE={counts[:100]!r} does not fit; e.g. 2(x3),1", exits.BAD_CONFIG)
-        tasks += [int(match[1])] * int(match[2] or 1)
+    counts = environment.get("SLURM_TASKS_PER_NODE") or f"1(x{len(names)})"
+    tasks = task_counts("SLURM_TASKS_PER_NODE", counts)
     if len(tasks) != len(names):
         raise Failure(
             f"SLURM_JOB_NODELIST={nodelist!r} names {len(names)} hosts, SLURM_TASKS_PER_NODE={counts!r} {len(tasks)}; "

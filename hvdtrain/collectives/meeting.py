@@ -25,6 +25,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvdtrain import exits
+from hvdtrain.cluster.variables import number
 from hvdtrain.collectives import Alone, Meeting
 from hvdtrain.collectives.sealed import Sealed
 from hvdtrain.exits import Failure
@@ -152,7 +153,10 @@ class HorovodrunMeeting(StoreMeeting):
     """horovodrun's store: PUT, GET and DELETE of /scope/key, 404 while there is no value."""
 
     def __init__(self, where: Place, environment: Mapping[str, str] = os.environ) -> None:
-        host, port = (environment[f"HOROVOD_GLOO_RENDEZVOUS_{part}"] for part in ("ADDR", "PORT"))
+        names = [f"HOROVOD_GLOO_RENDEZVOUS_{part}" for part in ("ADDR", "PORT")]
+        hint = "start the ranks with horovodrun, which sets it"
+        host, port = (environment.get(name, "") for name in names)
+        number(names[1], port, hint, least=1, most=65535)
         self._address = f"http://{host}:{port}"
         super().__init__(where, f"horovodrun's store at {self._address}")
         self._open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
@@ -182,7 +186,9 @@ class TorchrunMeeting(StoreMeeting):
     and then still holds what the ranks before have put there; so rank 0 gives each start a name of its own."""
 
     def __init__(self, where: Place) -> None:
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        hint = "start the ranks with torchrun, which sets MASTER_ADDR and MASTER_PORT"
+        host = os.environ.get("MASTER_ADDR", "")
+        port = number("MASTER_PORT", os.environ.get("MASTER_PORT", ""), hint, least=1, most=65535)
         super().__init__(where, f"torchrun's store at {host}:{port}")
         try:
             from torch.distributed import TCPStore

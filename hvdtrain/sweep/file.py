@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain import exits, files, workloads
+from hvdtrain.bounds import LARGEST
 from hvdtrain.cluster import hosts, topology
 from hvdtrain.config import TrainConfig
 from hvdtrain.exits import Failure
@@ -151,6 +152,8 @@ def _bad(where: str, what: str) -> Failure:
 
 def _typed(where: str, key: str, value: Any, kinds: Any) -> None:
     accepted = kinds if isinstance(kinds, tuple) else (kinds,)
+    if isinstance(value, int) and abs(value) > LARGEST:  # first: Python does not print a number of 5,000 digits
+        raise _bad(where, f"{key}: give a whole number of at most {LARGEST:,}")
     wrong = not isinstance(value, kinds) or (isinstance(value, bool) and bool not in accepted)
     if wrong or (isinstance(value, float) and not math.isfinite(value)):
         told = {

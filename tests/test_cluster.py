@@ -65,11 +65,13 @@ def test_a_hostfile_in_either_notation(tmp_path: Path) -> None:
         (f"a slots={'9' * 5000}\n", ":1:"),
         ("a:²\n", ":1:"),
         ("\x1b]0;x\x07\n", r"\x1b]0;x\x07"),
+        *((f"a{end}b\n", ":1:") for end in ("\r", "\v", "\f", "\x85", "\u2028")),
+        ("# a comment\rb slots=2\n", ":1:"),
     ],
 )
 def test_a_bad_hostfile_names_the_line(tmp_path: Path, text: str, where: str) -> None:
     file = tmp_path / "hosts"
-    file.write_text(text)
+    file.write_text(text, newline="")
     with failing(65, re.escape(str(file))) as failure:
         hosts.read_hostfile(file)
     assert where in str(failure.value)
@@ -138,6 +140,8 @@ def test_a_topology_file_gives_each_host_its_own(tmp_path: Path) -> None:
         "[hosts.a]\nslots = '2'",
         "[hosts.a]\nup = '10mbps'",
         "slots = true\n[hosts.a]",
+        f"[hosts.a]\ncpus = '0-{'9' * 5000}'",
+        "[hosts.a]\ncpus = '٣'",
     ],
 )
 def test_a_bad_topology_file_is_one_line_that_names_it(tmp_path: Path, text: str) -> None:

@@ -19,6 +19,8 @@ HOSTFILE_LINE = re.compile(
     r"(?P<host>[^\s:]+)(?::(?P<colon>\d{1,6})|\s+slots\s*=\s*(?P<slots>\d{1,6})(\s+max[_-]slots\s*=\s*\d+)?)?",
     re.ASCII,
 )
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Control characters but tab and newline"""
 MOST_HOSTS = 65536
 """In a node list: a slip of the keyboard must not fill the memory"""
 
@@ -60,7 +62,7 @@ def read_hostfile(path: Path) -> list[Slots]:
     Raises Failure (2) if the file cannot be read and (65), naming file:line, for a line that is none of these.
     """
     try:
-        lines = files.read(path, files.SETTINGS_BYTES).decode("utf-8-sig").splitlines()
+        lines = files.read(path, files.SETTINGS_BYTES).decode("utf-8-sig").split("\n")
     except OSError as error:
         raise files.refused(f"hostfile {path}", error, exits.USAGE, "name another with --hostfile") from error
     except UnicodeDecodeError as error:
@@ -68,6 +70,9 @@ def read_hostfile(path: Path) -> list[Slots]:
         raise Failure(what, exits.BAD_DATA) from error
     found = []
     for number, line in enumerate(lines, start=1):
+        if CONTROL.search(line.removesuffix("\r")):  # an editor may show it as the end of a line
+            what = f"{path}:{number}: {line[:100]!r} holds a control character"
+            raise Failure(f"{what}; hint: end each line with a newline", exits.BAD_DATA)
         text = line.partition("#")[0].strip()
         if not text:
             continue

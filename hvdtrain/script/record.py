@@ -22,20 +22,20 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from hvdtrain import arguments, exits, lock, observe, records, run
 from hvdtrain.config import TrainConfig
 from hvdtrain.exits import Failure
 from hvdtrain.measures import Score
-from hvdtrain.script import shown
+from hvdtrain.script import ending, shown
 from hvdtrain.strategies import Exchange
 from hvdtrain.timing import WARMUP_STEPS, Spent, process_age_s, step_shares
 from hvdtrain.world import World
 
 VARIABLES = ("RECORD", "RUN_DIR", "RESUME", "MONITOR", "MONITOR_MS", "MONITOR_IDLE_S")
-PATIENCE_S = 60.0
-"""At the end, for the ranks that are not there yet"""
+FAILED_PATIENCE_S = 2.0
+"""How long a rank that failed waits for others to hear of it: they may still be training"""
 Gather = Callable[[bytes], list[bytes]]
 
 
@@ -97,8 +97,8 @@ def begin(
     )
     run.keep(manifest, folder, {}, world)
     _recorder = Recorder(world, config, manifest, folder, device, gather)
-    atexit.register(finish)
-    sys.exit = _exit
+    ending.watch()
+    atexit.register(_ended)
     return steps()
 
 
@@ -123,29 +123,34 @@ def log(**told: Any) -> None:
 
 
 def finish() -> None:
-    """Writes the run's end, and COMPLETE if the script has not failed. Waits PATIENCE_S at most for other ranks, never
-    raises, and does nothing the second time."""
-    global _recorder
+    """Writes the run's end, unless the script is handling an exception. Waits for the other ranks to end, never raises,
+    and does nothing the second time. COMPLETE follows when the process ends normally."""
+    _finish(ending.handling())
+
+
+def _ended() -> None:
+    """What is left to do when the process ends."""
+    failure = ending.failure()
+    _finish(failure)
+    if _finished is not None:
+        _finished.mark(failure)
+
+
+def _finish(failure: str | None) -> None:
+    global _recorder, _finished
     recorder, _recorder = _recorder, None
     if recorder is not None:
-        failed = sys.exc_info()[0] is not None or getattr(sys, "last_value", None) is not None or bool(_status)
+        _finished = recorder
         try:
-            recorder.end(failed=failed)
+            recorder.end(failure)
         except Exception as error:
             print(f"hvdtrain: the run's records end early: {error}", file=sys.stderr, flush=True)
 
 
-def _exit(status: Any = None) -> NoReturn:
-    """`sys.exit`, whose status nothing tells when the process ends."""
-    global _status
-    _status = status
-    raise SystemExit(status)
-
-
 _recorder: Recorder | None = None
+_finished: Recorder | None = None
 begun = False
 """Whether this process was to be recorded once"""
-_status: Any = None
 
 
 class Steps:
@@ -198,6 +203,7 @@ class Recorder:
             self._watching.enter_context(observe.monitoring(config, folder, world, device, say))
         self._began_unix_s, self._nic_began = time.time(), world.nic_counters()
         self._epoch_began = self._stepped = time.perf_counter()
+        self._failure: str | None = "its records end early"
         self._mine: Any = None
         self._told: list[Any] = []
         self._ending = threading.Event()
@@ -327,30 +333,34 @@ class Recorder:
 
     # --- the end ------------------------------------------------------------------------------------------------
 
-    def end(self, *, failed: bool) -> None:
+    def end(self, failure: str | None) -> None:
+        """Ends this rank's records, as a `failure` if that is why; rank 0 writes the summary if no rank has failed.
+        Collective, but a rank that failed does not wait long."""
         self._flush()
         ended_unix_s = time.time()
         self._watching.close()
-        if not failed:
-            summary = self._summary(ended_unix_s)
-            if self._world.rank == 0:
-                self._writer.write(summary)
-                records.write_document(self._folder / "COMPLETE", {"schema": records.SCHEMA, "utc": records.utc_now()})
-                _say(self._world, shown.words(summary))
-                if tip := run.advised(self._config, summary, self._world.links):
-                    _say(self._world, tip.replace("--strategy ", "HVDTRAIN_STRATEGY=", 1))
+        facts, failure = self._of_all(failure)
+        if self._world.rank == 0 and failure is None:
+            summary = self._summary(facts, ended_unix_s)
+            self._writer.write(summary)
+            _say(self._world, shown.words(summary))
+            if tip := run.advised(self._config, summary, self._world.links):
+                _say(self._world, tip.replace("--strategy ", "HVDTRAIN_STRATEGY=", 1))
         self._writer.close()
         lock.release()
+        self._failure = failure
 
-    def _summary(self, ended_unix_s: float) -> records.Summary:
-        rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        nic = self._world.nic_bytes(self._nic_began)
-        batch = self._batches.most_common(1)[0][0] if self._batches else None
-        facts = self._of_all([rss, nic, dataclasses.asdict(self._spent), self._rated_samples, batch])
-        whole = len(facts) == self._world.size
-        shares = step_shares([Spent(**spent) for _, _, spent, *_ in facts]) if whole else {}
+    def mark(self, failure: str | None) -> None:
+        """Marks the run COMPLETE if all its records are there and the process ends without a `failure`."""
+        if failure := self._failure or failure:
+            _say(self._world, f"run folder {self._folder}: unfinished, because {failure}")
+        elif self._world.rank == 0:
+            records.write_document(self._folder / "COMPLETE", {"schema": records.SCHEMA, "utc": records.utc_now()})
+
+    def _summary(self, facts: list[list[Any]], ended_unix_s: float) -> records.Summary:
+        shares = step_shares([Spent(**spent) for _, _, spent, *_ in facts])
         shares.pop("data", None)  # a script does not tell
-        samples = sum(rated for *_, rated, _ in facts) if whole else 0
+        samples = sum(rated for *_, rated, _ in facts)
         rate = samples / self._rated_s if samples and self._rated_s else None
         batches = [each for *_, each in facts if each]
         return records.Summary(
@@ -383,12 +393,18 @@ class Recorder:
             ended_unix_s=ended_unix_s,
         )
 
-    def _of_all(self, mine: Any) -> list[Any]:
-        """What every rank brings, in rank order; only this rank's where another one has ended, or does not come."""
-        self._mine = mine
+    def _of_all(self, failure: str | None) -> tuple[list[list[Any]], str | None]:
+        """What every rank contributes to the summary, in rank order, and the first failure of a rank."""
+        rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        nic = self._world.nic_bytes(self._nic_began)
+        batch = self._batches.most_common(1)[0][0] if self._batches else None
+        self._mine = (failure, [rss, nic, dataclasses.asdict(self._spent), self._rated_samples, batch])
         self._ending.set()
-        self._ender.join(PATIENCE_S)
-        return self._told if len(self._told) == self._world.size else [mine]
+        self._ender.join(None if failure is None else FAILED_PATIENCE_S)
+        if failure is None and not self._told:
+            failure = "a rank was gone before its records ended"
+        failures = [f"on rank {rank} {each}" for rank, (each, _) in enumerate(self._told) if each]
+        return [facts for _, facts in self._told], failure or next(iter(failures), None)
 
     def _tell(self) -> None:
         self._ending.wait()

@@ -79,6 +79,7 @@ class Loop:
             layout=world.gather(world.local_rank),
             cut=[*run.plan.cut],
             stages=world.gather(stage),
+            check=self._position,
             report=self._say,
         )
         self._writer = observe.writer(run.config, folder, world.rank)
@@ -280,21 +281,23 @@ class Loop:
         loaded = self._checkpoints.newest()
         if loaded is None:
             folder = self._folder / "checkpoints"
-            if any(self._world.gather(any(folder.glob("step-*")))):
+            there = any(self._world.gather(any(folder.glob("step-*"))))
+            others = any(self._world.gather(self._checkpoints.others))
+            if others:
                 raise Failure(
                     f"{folder}: no checkpoint there fits this run (reasons above); give the settings that it was made "
                     "with, or choose another --run-dir",
                     exits.BAD_CONFIG,
                 )
+            if there:
+                raise Failure(
+                    f"{folder}: no valid checkpoint there (reasons above); hint: restore one from a copy, or begin "
+                    "again with another --run-dir",
+                    exits.BAD_DATA,
+                )
             self._say("starting at step 0")
             return
-        if loaded.progress.keys() != vars(self._at).keys():
-            raise Failure(
-                f"{self._folder}: its checkpoint of step {loaded.step} is of another version of hvdtrain, which kept "
-                "other sums: go on with that version, or choose another --run-dir",
-                exits.BAD_CONFIG,
-            )
-        self._at = Position(**loaded.progress)
+        self._at = self._position(loaded.progress, loaded.step)
         snapshot.restore(loaded, self._replica, self._strategy)
         hosts = len(set(self._world.gather(self._world.host)))
         self._writer.write(
@@ -303,6 +306,10 @@ class Loop:
             )
         )
         self._say(f"resumed at step {self._at.step} of {self._plan.steps}")
+
+    def _position(self, progress: dict[str, Any], step: int) -> Position:
+        samples = self._config.epoch_samples or len(self._dataset.train)
+        return Position.loaded(progress, step, epoch_samples=samples)
 
     def _say(self, message: str) -> None:
         if self._world.rank == 0:

@@ -316,7 +316,23 @@ def test_a_run_with_other_settings_does_not_resume_and_loses_nothing(whole: Whol
         progress = json.loads(one.read_text())["progress"]
         del progress["consumed"]
         edit(one, progress=progress)
-    with failing(78, "is of another version of hvdtrain"):
+    with failing(65, "no valid checkpoint"):
+        here("resnet", "--resume", str(tmp_path))
+
+
+def test_a_forged_checkpoint_gives_way_to_the_one_before(
+    whole: Whole, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(whole("torch")[0], tmp_path, dirs_exist_ok=True)
+    *older, newest = sorted(tmp_path.glob("checkpoints/step-*/checkpoint.json"))
+    forge = {"step": 10**9}
+    edit(newest, progress=json.loads(newest.read_text())["progress"] | forge)
+    here("resnet", "--resume", str(tmp_path))
+    said = capfd.readouterr().err
+    assert said.count("refused: ") == 1 and "resumed at step 80 of 90" in said
+    for path in [*older, newest]:
+        edit(path, progress=json.loads(path.read_text())["progress"] | forge)
+    with failing(65, "no valid checkpoint there .* hint: "):
         here("resnet", "--resume", str(tmp_path))
 
 

@@ -31,6 +31,7 @@ from conftest import (
     command,
     document,
     environment,
+    failing,
     here,
     launch,
     resnet,
@@ -40,13 +41,18 @@ from conftest import (
 from runs import cut_off, read_run
 from test_faults import Job, is_rank
 from test_resnet_train import assert_same_arrays, newest_arrays, started, wait_for_steps
+from thread_ranks import ThreadMeeting, at_once, meetings, reach
 
-from hvdtrain import strategies
+from hvdtrain import strategies, workload
+from hvdtrain.config import TrainConfig
+from hvdtrain.data import Batch
 from hvdtrain.measures import Accuracy
 from hvdtrain.models.resnet import ResNetSpec, parameters
 from hvdtrain.strategies import REDUCERS, SCHEDULES
 from hvdtrain.strategies.local_sgd import LocalSGD
 from hvdtrain.strategies.payload import elements
+from hvdtrain.timing import Clock
+from hvdtrain.world import Met, World
 
 FRAMEWORKS = ("torch", "tensorflow")
 LAUNCHED = {"torch": (3, 2, "mpirun"), "tensorflow": (2, 1, "horovodrun --gloo")}
@@ -433,6 +439,46 @@ def test_the_centre_sends_the_weights_to_every_other_rank(linear: dict[str, Any]
 
 def test_what_is_not_late_is_the_same_bits(linear: dict[str, Any]) -> None:
     assert linear["delayed by 0"] == linear["hierarchical"]
+
+
+# --- gradients sent during backward -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True], ids=["no checkpoints", "checkpoints", "reentrant ones"])
+def test_a_shared_weight_is_sent_when_its_gradient_is_complete(reentrant: bool | None) -> None:
+    """Reentrant checkpoints add to the gradient once for each use, so it may have been sent incomplete: an error."""
+    torch = pytest.importorskip("torch")
+    from torch.utils.checkpoint import checkpoint
+
+    class Shared(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(128, 128, bias=False) for _ in range(3))
+
+        def loss(self, x: Any) -> Any:
+            first, shared, last = self.layers
+            x = first(x.requires_grad_())
+            for _ in range(2):
+                x = shared(x) if reentrant is None else checkpoint(shared, x, use_reentrant=reentrant)
+            loss = last(x).square().mean()
+            return loss, {"correct": 0 * loss}
+
+    def trained(meeting: ThreadMeeting) -> bytes:
+        world = World("torch", carrier="streams", met=Met(meeting, None, reach(meeting.rank)))
+        config = TrainConfig(framework="torch", device="cpu", strategy="hierarchical")
+        strategy = strategies.chosen(config).make(config, world, [(128, 128)] * 3)
+        replica = workload.replica_of(Shared(), config, world, strategy, "cpu", Accuracy())
+        replica.set_weights(np.random.default_rng(0).normal(0, 0.1, 3 * 128 * 128).astype(np.float32))
+        rows = np.full((4, 128), 1 + meeting.rank, np.float32)
+        replica.backward(Batch(arrays=(rows,), weight=4, total_weight=8), 0.1, stop=False)
+        strategy.step(replica, 0.1, Clock())
+        world.leave()
+        return bytes(replica.weights().tobytes())
+
+    ranks = [functools.partial(trained, meeting) for meeting in meetings(2)]
+    with failing(1, "layers.1.weight: its gradient arrived twice") if reentrant else contextlib.nullcontext():
+        one, other = at_once(ranks)
+        assert one == other
 
 
 # --- as users start it ------------------------------------------------------------------------------------------------

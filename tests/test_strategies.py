@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -444,6 +444,29 @@ def test_what_is_not_late_is_the_same_bits(linear: dict[str, Any]) -> None:
 # --- gradients sent during backward -----------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def host(
+    meeting: ThreadMeeting, text: str, model: Any, shapes: list[tuple[int, int]]
+) -> Iterator[tuple[Any, Callable[[float], None]]]:
+    """A host of one rank, as a thread: its replica of a PyTorch model, which begins with the same weights on all, and a
+    function that makes a step of this learning rate, on rows of 128 numbers that differ between ranks."""
+    world = World("torch", carrier="streams", met=Met(meeting, None, reach(meeting.rank)))
+    config = TrainConfig(framework="torch", device="cpu", strategy=text)
+    strategy = strategies.chosen(config).make(config, world, shapes)
+    replica = workload.replica_of(model, config, world, strategy, "cpu", Accuracy())
+    replica.set_weights(np.random.default_rng(0).normal(0, 0.1, elements(shapes)).astype(np.float32))
+    rows = np.random.default_rng(meeting.rank).normal(size=(4, 128)).astype(np.float32)
+
+    def step(lr: float) -> None:
+        replica.backward(Batch(arrays=(rows,), weight=4, total_weight=8), lr, stop=False)
+        strategy.step(replica, lr, Clock())
+
+    try:
+        yield replica, step
+    finally:
+        world.leave()
+
+
 @pytest.mark.parametrize("reentrant", [None, False, True], ids=["no checkpoints", "checkpoints", "reentrant ones"])
 def test_a_shared_weight_is_sent_when_its_gradient_is_complete(reentrant: bool | None) -> None:
     """Reentrant checkpoints add to the gradient once for each use, so it may have been sent incomplete: an error."""
@@ -464,21 +487,39 @@ def test_a_shared_weight_is_sent_when_its_gradient_is_complete(reentrant: bool |
             return loss, {"correct": 0 * loss}
 
     def trained(meeting: ThreadMeeting) -> bytes:
-        world = World("torch", carrier="streams", met=Met(meeting, None, reach(meeting.rank)))
-        config = TrainConfig(framework="torch", device="cpu", strategy="hierarchical")
-        strategy = strategies.chosen(config).make(config, world, [(128, 128)] * 3)
-        replica = workload.replica_of(Shared(), config, world, strategy, "cpu", Accuracy())
-        replica.set_weights(np.random.default_rng(0).normal(0, 0.1, 3 * 128 * 128).astype(np.float32))
-        rows = np.full((4, 128), 1 + meeting.rank, np.float32)
-        replica.backward(Batch(arrays=(rows,), weight=4, total_weight=8), 0.1, stop=False)
-        strategy.step(replica, 0.1, Clock())
-        world.leave()
-        return bytes(replica.weights().tobytes())
+        with host(meeting, "hierarchical", Shared(), [(128, 128)] * 3) as (replica, step):
+            step(0.1)
+            return bytes(replica.weights().tobytes())
 
     ranks = [functools.partial(trained, meeting) for meeting in meetings(2)]
     with failing(1, "layers.1.weight: its gradient arrived twice") if reentrant else contextlib.nullcontext():
         one, other = at_once(ranks)
         assert one == other
+
+
+@pytest.mark.parametrize("reducer", [name for name, reducer in REDUCERS.items() if reducer.remembers])
+def test_what_was_left_out_of_gradients_changes_no_weights_later(reducer: str) -> None:
+    """So the first local step, at a learning rate of 0, leaves them as they are."""
+    torch = pytest.importorskip("torch")
+
+    class Linear(torch.nn.Linear):
+        def loss(self, x: Any) -> Any:
+            loss = self(x).square().mean()
+            return loss, {"correct": 0 * loss}
+
+    def changed(meeting: ThreadMeeting) -> tuple[float, float]:
+        text, model = f"local-sgd:every=1,start=1+{reducer}", Linear(128, 128, bias=False)
+        with host(meeting, text, model, [(128, 128)]) as (replica, step):
+            weights = [replica.weights().copy()]
+            for lr in (0.1, 0.0):
+                step(lr)
+                weights.append(replica.weights().copy())
+        first, second = np.abs(np.diff(weights, axis=0)).max(axis=1)
+        return float(first), float(second)
+
+    for first, second in at_once([functools.partial(changed, meeting) for meeting in meetings(2)]):
+        assert first > 0
+        assert second == 0
 
 
 # --- as users start it ------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ Real ranks under both launchers, and threads of this process with real sockets.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import functools
 import json
@@ -27,6 +28,7 @@ from thread_ranks import ThreadMeeting, at_once, meetings, reach
 
 from hvdtrain import strategies
 from hvdtrain.collectives import PeerLost, lost_peer, streams
+from hvdtrain.collectives.horovod_ranks import internal_error
 from hvdtrain.collectives.streams import QUEUE_BYTES, SMALL_BYTES, Stream, StreamHosts, StreamRanks
 from hvdtrain.config import TrainConfig
 from hvdtrain.exits import Failure
@@ -211,6 +213,29 @@ def test_a_closed_stream_is_a_lost_peer(size: int) -> None:
     assert isinstance(error, PeerLost)
     assert str(error).startswith("rank 1")
     assert lost_peer(error)
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (RuntimeError("Horovod has been shut down"), False),
+        (ValueError("PeerLost: no such file"), False),
+        (concurrent.futures.CancelledError(), False),
+        (type("UnavailableError", (Exception,), {"__module__": "__main__"})("the database"), False),
+        (internal_error()("Horovod has been shut down"), True),
+        (internal_error()("Mismatched allreduce tensor shapes"), False),
+        (PeerLost("rank 1 closed its connection"), True),
+    ],
+    ids=repr,
+)
+def test_only_the_libraries_own_errors_are_a_lost_peer(error: Exception, lost: bool) -> None:
+    """A script's own errors keep their traceback, whatever their text says."""
+    with pytest.raises(type(error)) as raised:
+        raise error
+    assert lost_peer(raised.value) is lost
+    with pytest.raises(OSError, match="wrapped") as wrapped:
+        raise OSError("wrapped") from error
+    assert lost_peer(wrapped.value) is lost
 
 
 def segments(stream: Stream | None) -> tuple[int, int]:

@@ -48,6 +48,8 @@ class Step:
         self._events: queue.SimpleQueue[bool | BaseException] = queue.SimpleQueue()
         self._resume = threading.Semaphore(0)
         self._due = False
+        self.postponed = False
+        """Whether a strategy that averages weights leaves the steps to each rank, as all do not begin alike yet"""
 
     def in_graph(self, gradients: Sequence[Any], variables: Sequence[Any], update: Callable[[list[Any]], Any]) -> None:
         """Exchanges dense gradients, and updates by `update(gradients)` if any are due. Collective when it runs.
@@ -94,6 +96,8 @@ class Step:
     # --- within the graph's two operations ----------------------------------------------------------------------
 
     def _begin(self, vector: np.ndarray) -> tuple[np.ndarray, np.bool_]:
+        if self.postponed and self.exchange.strategy.local:
+            return vector, np.bool_(True)
         self._vector, self._due = vector, False
         strategy = self._made()
         if strategy.local:

@@ -90,6 +90,8 @@ class Loop:
         self._at = Position()
         self._stopping = self._save_due = self._check_due = False
         self._steps_here = 0
+        self._computed = strategy.in_backward
+        """Whether bytes are computed, because what exchanges does not count them"""
         self._spent = Spent()
         self._first_step_s: float | None = None
 
@@ -156,6 +158,7 @@ class Loop:
                 f"lengthen --warmup-epochs; checkpoints of earlier steps are in {self._folder / 'checkpoints'}"
             )
         compute_s, exchange_s, waited_s = clock.take("compute"), clock.take("communication"), self._replica.waited_s()
+        stages_bytes, local_stages_bytes = self._replica.sent_bytes()
         record = records.Step(
             step=at.step,
             epoch=epoch,
@@ -165,7 +168,8 @@ class Loop:
             data_s=clock.take("data"),
             compute_s=compute_s - (waited_s or 0.0),
             communication_s=None if waited_s is None else exchange_s + waited_s,
-            bytes_sent=self._replica.sent_bytes() + sum(each.sent_bytes for each in done),
+            bytes_sent=stages_bytes + sum(each.sent_bytes for each in done),
+            local_bytes_sent=None if self._computed else local_stages_bytes + self._world.take_local_sent_bytes(),
             **done[0].notes,
             warmup=self._steps_here < WARMUP_STEPS or self._observers.distort(at.step),
         )
@@ -235,6 +239,8 @@ class Loop:
             test_scores=test_scores,
             test_sums={name: each.tolist() for name, each in test_sums.items()},
             tested_step=tested_step,
+            bytes_sent_source="computed" if self._computed else "counted",
+            local_bytes_sent=None if self._computed else self._at.local_bytes_sent,
             test_s=self._clock.take("test"),
             first_step_s=self._first_step_s,
             peak_rss_bytes=max(rss for _, rss, *_ in facts),

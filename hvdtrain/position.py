@@ -36,6 +36,7 @@ class Position:
     validation_s: float = 0.0
     checkpoint_s: float = 0.0
     bytes_sent: int = 0
+    local_bytes_sent: int = 0
     validation_scores: list[dict[str, float]] = dataclasses.field(default_factory=list)
     """Of each epoch; empty without a validation split"""
     best_step: int = 0
@@ -81,6 +82,7 @@ class Position:
         samples, self.consumed = consumed - self.consumed, consumed
         self.epoch_s += seconds
         self.bytes_sent += step.bytes_sent
+        self.local_bytes_sent += step.local_bytes_sent or 0
         if not step.warmup:
             self.rated_samples += samples
             self.rated_s += seconds

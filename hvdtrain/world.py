@@ -143,6 +143,7 @@ class World:
         self._sentinel = self.met.sentinel
         self.local_rank, self.local_size = self.ranks.local_rank, self.ranks.local_size
         self.collectives = self.ranks.carrier
+        self._local_sent_bytes = 0
 
     @property
     def rank(self) -> int:
@@ -151,6 +152,11 @@ class World:
     @property
     def size(self) -> int:
         return self.ranks.size
+
+    def take_local_sent_bytes(self) -> int:
+        """Payload that this rank gave to other ranks of its host since the last call."""
+        before, self._local_sent_bytes = self._local_sent_bytes, self.ranks.local_sent_bytes
+        return self._local_sent_bytes - before
 
     def leave(self) -> None:
         """Disconnects from the other ranks; a rank may wait here for the slowest."""

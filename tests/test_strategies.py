@@ -191,8 +191,9 @@ def test_hierarchical_trains_as_allreduce_does(runs: Runs) -> None:
 def test_hierarchical_sends_the_sum_of_its_host_once(runs: Runs) -> None:
     """Two hosts send 2(h-1)/h = 1 of the payload; rank 0 also gives the sum to the other rank of its host."""
     _, per_host, _ = LAUNCHED[runs.framework]
-    sent = [step.bytes_sent for step in runs.read("hierarchical", "step")]
-    assert sent == [per_host * (PAYLOAD + 4 * TAIL)] * 16
+    sent = [(step.bytes_sent, step.local_bytes_sent) for step in runs.read("hierarchical", "step")]
+    vector = PAYLOAD + 4 * TAIL
+    assert sent == [(vector, (per_host - 1) * vector)] * 16
 
 
 @pytest.mark.parametrize("runs", ["torch"], indirect=True)
@@ -432,9 +433,10 @@ def test_factors_cross_the_network_once_for_each_host(linear: dict[str, Any]) ->
     assert linear["factors"]["sent_bytes"][-1] == LINEAR_STEPS * per_step
 
 
-def test_the_centre_sends_the_weights_to_every_other_rank(linear: dict[str, Any]) -> None:
-    each = LINEAR_STEPS * 4 * (18 + TAIL)
-    assert linear["central"]["sent_bytes"] == [(linear["ranks"] - 1) * each, *[each] * (linear["ranks"] - 1)]
+def test_the_centre_sends_the_weights_to_every_rank_of_other_hosts(runs: Runs, linear: dict[str, Any]) -> None:
+    each, (ranks, per_host, _) = LINEAR_STEPS * 4 * (18 + TAIL), LAUNCHED[runs.framework]
+    elsewhere = [rank >= per_host for rank in range(ranks)]
+    assert linear["central"]["sent_bytes"] == [sum(elsewhere) * each, *(each * other for other in elsewhere[1:])]
 
 
 def test_what_is_not_late_is_the_same_bits(linear: dict[str, Any]) -> None:
@@ -610,6 +612,8 @@ def test_the_wire_carries_each_hosts_data_once(cluster: Cluster, tmp_path: Path)
     assert (summary["hosts"], summary["ranks"], summary["steps"]) == (2, 4, 16)
     totals = 4 * TAIL
     payload = 16 * (REDUCERS["hierarchical"].cost(SHAPES, 2).sent_bytes + totals)
+    assert summary["bytes_sent"] == pytest.approx(payload, rel=1e-3)
+    assert (summary["bytes_sent_source"], summary["local_bytes_sent"]) == ("counted", 16 * (PAYLOAD + totals))
     assert len(summary["nic_bytes"]) == 2
     for host in summary["nic_bytes"]:
         for way in ("sent_bytes", "received_bytes"):

@@ -109,7 +109,9 @@ class Alone:
     carrier = "none"
     """none, gloo, mpi, nccl, grpc, streams or servers"""
     sent_bytes = 0
-    """Payload that this rank gave to others for vectors so far"""
+    """Payload that this rank gave to the network so far, for vectors"""
+    local_sent_bytes = 0
+    """Payload that it gave to other ranks of its host"""
 
     def gather(self, mine: bytes) -> list[bytes]:
         return [mine]

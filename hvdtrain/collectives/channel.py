@@ -23,7 +23,7 @@ class Channel:
         self._out: queue.Queue[np.ndarray | None] = queue.Queue(AHEAD)
         self._in: queue.Queue[np.ndarray | Exception] = queue.Queue(AHEAD)
         self._lost: OSError | None = None
-        self.sent_bytes = 0
+        self.sent_bytes = self.local_sent_bytes = 0
         self._sender = threading.Thread(target=self._sending, name="hvdtrain-send", daemon=True)
         self._sender.start()
         threading.Thread(target=self._receiving, name="hvdtrain-receive", daemon=True).start()
@@ -32,7 +32,10 @@ class Channel:
         """Goes out as soon as those before have; it must not be changed any more. Raises PeerLost."""
         if self._lost is not None:
             raise self._lost
-        self.sent_bytes += message.nbytes
+        if self._stream.local:
+            self.local_sent_bytes += message.nbytes
+        else:
+            self.sent_bytes += message.nbytes
         self._out.put(message)
 
     def receive(self) -> np.ndarray:

@@ -51,13 +51,13 @@ SLACK_BYTES = 1 << 16
 
 
 class Stream:
-    """One connection to another rank."""
+    """One connection to another rank. `local`: that rank is on this host."""
 
-    def __init__(self, connected: socket.socket, rank: int) -> None:
+    def __init__(self, connected: socket.socket, rank: int, *, local: bool = False) -> None:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connected.setblocking(False)
-        self.socket, self.rank = connected, rank
+        self.socket, self.rank, self.local = connected, rank, local
 
 
 class StreamHosts:
@@ -213,10 +213,10 @@ class StreamRanks(Alone):
         before = 0 if self.network is None else self.network.sent_bytes
         found = self._everyones(mine.view(np.uint8), StreamHosts.collected)
         if self.network is None:
-            self.sent_bytes += mine.nbytes
+            self.local_sent_bytes += mine.nbytes
         else:
-            whole = sum(each.nbytes for each in found)
-            self.sent_bytes += self.network.sent_bytes - before + whole * len(self._members)
+            self.sent_bytes += self.network.sent_bytes - before
+            self.local_sent_bytes += sum(each.nbytes for each in found) * len(self._members)
         return found
 
     @contextlib.contextmanager
@@ -226,7 +226,7 @@ class StreamRanks(Alone):
             swap(self._leader, vector, None)
             yield None
             swap(None, None, self._leader, vector)
-            self.sent_bytes += vector.nbytes
+            self.local_sent_bytes += vector.nbytes
             return
         assert self.network is not None
         before = self.network.sent_bytes
@@ -238,7 +238,8 @@ class StreamRanks(Alone):
         yield self.network
         for member in self._members:
             swap(member, vector, None)
-        self.sent_bytes += self.network.sent_bytes - before + vector.nbytes * len(self._members)
+        self.sent_bytes += self.network.sent_bytes - before
+        self.local_sent_bytes += vector.nbytes * len(self._members)
 
 
 def connect(
@@ -273,7 +274,8 @@ def joined(
 
     accepting = threading.Thread(target=accept, daemon=True)  # two ranks may each wait for the other to accept
     accepting.start()
-    found = {rank: Stream(_connected(told[rank], me, rank), rank) for rank in targets}
+    here = told[me.number][:2]
+    found = {rank: Stream(_connected(told[rank], me, rank), rank, local=told[rank][:2] == here) for rank in targets}
     accepting.join()
     if missing := ", ".join(str(rank) for rank in sorted(awaited - set(arrived))):
         raise Failure(
@@ -281,7 +283,7 @@ def joined(
             "hosts, see `hvdtrain doctor`",
             exits.UNREACHABLE,
         )
-    return found, {rank: Stream(connection, rank) for rank, connection in arrived.items()}
+    return found, {rank: Stream(each, rank, local=told[rank][:2] == here) for rank, each in arrived.items()}
 
 
 def _connected(told: Sequence[str], me: trust.Party, rank: int) -> socket.socket:

@@ -247,8 +247,8 @@ class TorchReplica:
     def waited_s(self) -> float | None:
         return self._step.waited_s()
 
-    def sent_bytes(self) -> int:
-        return 0
+    def sent_bytes(self) -> tuple[int, int]:
+        return 0, 0
 
     @torch.no_grad()
     def observe(self, batch: Batch) -> None:

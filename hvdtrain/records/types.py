@@ -77,13 +77,15 @@ class Step:
     communication_s: float | None
     """Waiting for the exchange after backward; null where the framework runs both in one graph, or waits on a GPU"""
     bytes_sent: int
-    """Payload this rank gave to the exchange's algorithm (without headers), inside its host and beyond"""
+    """Payload this rank gave to the network (without headers); see `Summary.bytes_sent_source`"""
     warmup: bool
     """One of the first steps since the start of the process, or one that the profiler distorts: left out of rates"""
     staleness: float | None = None
     """Updates by other ranks between the pull and the push of this one: mean over parameter servers, and the largest;
     null with strategies without servers"""
     staleness_max: int | None = None
+    local_bytes_sent: int | None = None
+    """Payload this rank gave to other ranks of its host; null where bytes_sent is computed"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -170,7 +172,7 @@ class Summary:
     data_share: float | None
     """Share of the training time that rank 0 waited for data, warm-up steps left out"""
     bytes_sent: int
-    """By rank 0, over the whole run"""
+    """By rank 0 to the network, over the whole run"""
     first_step_s: float | None
     """From the start of the process to the end of its first step (rank 0); null if it made none"""
     peak_rss_bytes: int
@@ -191,6 +193,11 @@ class Summary:
     began_unix_s: float | None = None
     """When the loop began in this process, and when the test evaluation was over, by rank 0's clock"""
     ended_unix_s: float | None = None
+    bytes_sent_source: str | None = None
+    """counted: payload given to other hosts. computed: what a ring of all ranks sends, because neither Horovod nor the
+    frameworks' own exchange counts. null of older versions, whose bytes_sent has bytes inside the host too"""
+    local_bytes_sent: int | None = None
+    """By rank 0 to other ranks of its host, over the whole run; null if bytes_sent is computed"""
     test_sums: dict[str, Any] = dataclasses.field(default_factory=dict)
     """What the test scores are made of, by name: a confusion matrix, say, as lists. Empty of a script"""
 

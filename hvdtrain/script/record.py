@@ -159,15 +159,18 @@ class Steps:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
 
-    def done(self, *, lr: float | None, exchange_s: float | None, sent_bytes: int) -> None:
-        """A step is done, just now. `exchange_s`: waited for the exchange; None: cannot be told apart."""
+    def done(
+        self, *, lr: float | None, exchange_s: float | None, sent_bytes: int, local_sent_bytes: int | None
+    ) -> None:
+        """A step is done, just now. `exchange_s`: waited for the exchange; None: cannot be told apart.
+        `local_sent_bytes`: None if `sent_bytes` is computed, and not counted."""
         if self._recorder is _recorder:  # else its records have ended
-            self._recorder.step(self, lr, exchange_s, sent_bytes)
+            self._recorder.step(self, lr, exchange_s, sent_bytes, local_sent_bytes)
 
-    def exchanged(self, waited_s: float, sent_bytes: int) -> None:
+    def exchanged(self, waited_s: float, sent_bytes: int, local_sent_bytes: int) -> None:
         """Ranks made their weights the same between two steps, just now: the first one has it, as in a workload."""
         if self._recorder is _recorder:
-            self._recorder.step(None, None, waited_s, sent_bytes)
+            self._recorder.step(None, None, waited_s, sent_bytes, local_sent_bytes)
 
 
 class Recorder:
@@ -180,6 +183,8 @@ class Recorder:
         self._gather = gather
         self._writer = records.Writer(folder / "metrics" / f"rank{world.rank:04d}.jsonl")
         self._spent, self._steps, self._sent_bytes = Spent(), 0, 0
+        self._local_sent_bytes: int | None = 0
+        """None as soon as bytes are computed, and not counted"""
         self._first: Steps | None = None
         self._latest: Steps | None = None
         self._waiting: records.Step | None = None
@@ -210,7 +215,14 @@ class Recorder:
         self._ender = threading.Thread(target=self._tell, daemon=True)  # Python 3.12 starts none while it ends
         self._ender.start()
 
-    def step(self, of: Steps | None, lr: float | None, exchange_s: float | None, sent_bytes: int) -> None:
+    def step(
+        self,
+        of: Steps | None,
+        lr: float | None,
+        exchange_s: float | None,
+        sent_bytes: int,
+        local_sent_bytes: int | None,
+    ) -> None:
         """See `Steps`; `of` is None between two. Where optimizers take turns, as in a GAN, the first one's steps count,
         and each holds what the others do next; one that makes two steps on end is the first from there on."""
         mine = of is not None and of in (self._first or of, self._latest)
@@ -221,6 +233,7 @@ class Recorder:
         if not mine:
             if (before := self._waiting) is None:  # it is written
                 self._sent_bytes += sent_bytes
+                self._local_sent_bytes = _sum(self._local_sent_bytes, local_sent_bytes)
             else:
                 so_far_s = before.communication_s
                 self._waiting = dataclasses.replace(
@@ -228,6 +241,7 @@ class Recorder:
                     compute_s=before.compute_s + whole_s - waited_s,
                     communication_s=None if so_far_s is None or exchange_s is None else so_far_s + waited_s,
                     bytes_sent=before.bytes_sent + sent_bytes,
+                    local_bytes_sent=_sum(before.local_bytes_sent, local_sent_bytes),
                 )
             return
         self._first = of
@@ -242,6 +256,7 @@ class Recorder:
             compute_s=whole_s - waited_s,
             communication_s=None if exchange_s is None else waited_s,
             bytes_sent=sent_bytes,
+            local_bytes_sent=local_sent_bytes,
             warmup=self._steps < WARMUP_STEPS,
         )
         self._first_step_s = self._first_step_s or process_age_s()
@@ -308,6 +323,7 @@ class Recorder:
         self._writer.write(record)
         self._spent.add(record)
         self._sent_bytes += record.bytes_sent
+        self._local_sent_bytes = _sum(self._local_sent_bytes, record.local_bytes_sent)
         if record.loss is not None:
             self._losses, self._loss_sum = self._losses + 1, self._loss_sum + record.loss
         if record.samples is None:
@@ -385,6 +401,8 @@ class Recorder:
             samples_per_s_per_rank=rate / self._world.size if rate else None,
             data_share=None,
             bytes_sent=self._sent_bytes,
+            bytes_sent_source="computed" if self._local_sent_bytes is None else "counted",
+            local_bytes_sent=self._local_sent_bytes,
             first_step_s=self._first_step_s,
             peak_rss_bytes=max(rss for rss, *_ in facts),
             nic_bytes=[nic for _, nic, *_ in facts if nic],
@@ -410,6 +428,10 @@ class Recorder:
         self._ending.wait()
         with contextlib.suppress(Exception):  # a rank that is gone
             self._told = [json.loads(each) for each in self._gather(json.dumps(self._mine).encode())]
+
+
+def _sum(one: int | None, other: int | None) -> int | None:
+    return None if one is None or other is None else one + other
 
 
 def _say(world: World, text: str) -> None:

@@ -177,10 +177,11 @@ class Step:
         if self._new is not None:
             self._assign(tf.constant(self._new))
 
-    def spent(self) -> tuple[float, int]:
-        """Seconds waited for the exchange, and bytes sent, since the last call."""
+    def spent(self) -> tuple[float, int, int]:
+        """Since the last call: seconds waited for the exchange, bytes sent to other hosts, and to ranks of this one."""
         sent_bytes, self._sent_bytes = self._sent_bytes, 0
-        return self._clock.take("communication"), sent_bytes
+        local_sent_bytes = self.world.take_local_sent_bytes() if self.world else 0
+        return self._clock.take("communication"), sent_bytes, local_sent_bytes
 
     def state(self) -> dict[str, np.ndarray]:
         """What this rank's exchange must have to go on as if never interrupted; empty before the first step."""

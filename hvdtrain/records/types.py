@@ -85,7 +85,7 @@ class Step:
     null with strategies without servers"""
     staleness_max: int | None = None
     local_bytes_sent: int | None = None
-    """Payload this rank gave to other ranks of its host; null where bytes_sent is computed"""
+    """Payload this rank gave to other ranks of its host while the step lasted; null where bytes_sent is computed"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, finished
 
 PACKAGE = ROOT / "hvdtrain"
 # A twin imports its own framework: the ending of its file name -> the package.
@@ -132,3 +133,14 @@ def test_import_and_help_load_no_framework(command: str) -> None:
     assert option == "-c" or done.stdout.strip(), "no help on standard output"
     assert "hvdtrain" in loaded
     assert not loaded & {"torch", "tensorflow", "horovod", "mpi4py", "sklearn", "pandas", "matplotlib"}
+
+
+@pytest.mark.skipif(not all(map(importlib.util.find_spec, ("torch", "tensorflow"))), reason="needs both frameworks")
+def test_pytorch_works_in_a_process_that_has_loaded_tensorflow(tmp_path: Path) -> None:
+    """Triton, part of PyTorch's CUDA builds, crashes after TensorFlow; if it is not installed, a stand-in does so."""
+    if not importlib.util.find_spec("triton"):
+        (tmp_path / "triton.py").write_text("import os, sys\n'tensorflow' in sys.modules and os.abort()\n")
+    program = "import tensorflow, hvdtrain, torch, torch._dynamo\nprint('alive')\nimport triton"
+    done = finished([sys.executable, "-c", program], extra={"PYTHONPATH": f"{tmp_path}:{ROOT}"})
+    assert done.stdout == "alive\n", done.stderr[-2000:]
+    assert "hint: import triton before tensorflow" in done.stderr

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import abc
 import atexit
+import contextlib
 import datetime
 import json
 import os
@@ -257,10 +258,14 @@ class Along:
 
 
 def reserved_port(first: int) -> socket.socket:
-    """A socket bound to the first free port from `first` on. Raises Failure (69) if all are taken."""
+    """A socket bound to the first port from `first` on that is free on all addresses. If the host has IPv6, the socket
+    takes IPv6 and IPv4, like gRPC's. Raises Failure (69) if all ports are taken."""
+    family = socket.AF_INET6 if _has_ipv6() else socket.AF_INET
     for port in range(first, FIRST_PORT + PORTS):
-        held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        held = socket.socket(family, socket.SOCK_STREAM)
         try:
+            if family == socket.AF_INET6:
+                held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
             held.bind(("", port))
         except OSError:
             held.close()
@@ -270,3 +275,11 @@ def reserved_port(first: int) -> socket.socket:
         f"no free TCP port from {first} to {FIRST_PORT + PORTS - 1} on {socket.gethostname()}: see `ss -ltn`",
         exits.UNREACHABLE,
     )
+
+
+def _has_ipv6() -> bool:
+    """Whether IPv6's loopback address is there, by which gRPC decides as well."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET6) as tried:
+        tried.bind(("::1", 0))
+        return True
+    return False

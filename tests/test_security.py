@@ -265,13 +265,13 @@ def test_strangers_reach_the_decoy_of_a_shared_port_for_any_user() -> None:
         decoy, server = socket.socket(), socket.socket()
         decoy.bind(("127.0.0.1", 0))
         admission.only_strangers(decoy, ["127.0.0.1", "127.0.0.3"])
+        decoy.listen()
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         server.bind(decoy.getsockname())
-        for door in (decoy, server):
-            door.settimeout(LIMIT_S)
-            door.listen()
+        server.listen()
         for source, reached in 5 * [("127.0.0.1", server), ("127.0.0.2", decoy), ("127.0.0.3", server)]:
             with socket.socket() as made:
+                made.settimeout(LIMIT_S), reached.settimeout(LIMIT_S)
                 made.bind((source, 0))
                 made.connect(decoy.getsockname())
                 assert reached.accept()[1] == made.getsockname()

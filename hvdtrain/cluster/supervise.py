@@ -128,7 +128,8 @@ class Job:
         os.write(self.line, f"{self.child.pid}\n".encode())
 
     def _arrived(self, number: int, frame: FrameType | None) -> None:
-        again = bool(self.asked) and number != signal.SIGUSR1
+        # SIGUSR1 may be Slurm's notice of the SIGTERM to come, which then gives the grace that it gives alone.
+        again = number != signal.SIGUSR1 and any(before != signal.SIGUSR1 for before in self.asked)
         self.asked.append(signal.Signals(number))
         if number == signal.SIGTERM and self.deadline is None:
             self.deadline = time.monotonic() + self.grace_s

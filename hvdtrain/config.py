@@ -100,6 +100,9 @@ class Exchange:
     """A stage holds only the inputs of its micro-batches, and goes forward anew before it goes backward: less memory"""
     stage_memory: str | None = None
     """SIZE, e.g. 800MB or 1.5GB, that no stage may need for weights, gradients, optimizer and activations"""
+    stall_limit: float = bounded(60.0, least=0)
+    """Seconds that ranks wait for one that takes no part in an exchange before its stack is shown; after five times as
+    long in which no rank makes progress the job ends; 0: never"""
     check_replicas: int = bounded(100, least=0)
     """Steps between two comparisons of the weights' checksums over ranks; 0: never"""
 

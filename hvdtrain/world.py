@@ -37,6 +37,7 @@ from hvdtrain.place import Place as Place
 from hvdtrain.place import place as place
 from hvdtrain.place import separate_programs as separate_programs
 from hvdtrain.sentinel.rank import Sentinel
+from hvdtrain.sentinel.waiting import LIMIT_S
 
 Carrier = str
 """horovod, or a key of CARRIERS"""
@@ -74,12 +75,14 @@ class Met:
     reach: Reach
 
     @classmethod
-    def by(cls, meeting: Meeting) -> Met:
+    def by(cls, meeting: Meeting, stall_limit_s: float = LIMIT_S) -> Met:
         """Starts the sentinel. Collective."""
         global _sentinel
         if meeting.size == 1:
             return cls(meeting, None, Reach("127.0.0.1", "lo", loopback=True))
-        sentinel = _sentinel = Sentinel(meeting.rank, first=meeting.local_rank == 0, secret=meeting.secret)
+        first = meeting.local_rank == 0
+        sentinel = Sentinel(meeting.rank, first=first, secret=meeting.secret, stall_limit_s=stall_limit_s)
+        _sentinel = sentinel
         atexit.register(sentinel.left)
         sentinel.join(lambda mine: [json.loads(each) for each in meeting.gather(json.dumps(mine).encode())])
         if way := sentinel.way:
@@ -89,10 +92,10 @@ class Met:
         return cls(meeting, sentinel, Reach("127.0.0.1", "lo", loopback=True))
 
     @classmethod
-    def at(cls, where: Place) -> Met:
+    def at(cls, where: Place, stall_limit_s: float = LIMIT_S) -> Met:
         """The ranks that the launcher started, found without Horovod. Collective. Raises Failure (69, 77) if they
         cannot find each other."""
-        return cls.by(meet(where))
+        return cls.by(meet(where), stall_limit_s)
 
     def along(self, ranks: Sequence[int]) -> Met:
         """The ranks `ranks`, of which this is one. Collective: each rank of the whole gives those that it is among."""
@@ -113,9 +116,10 @@ class World:
 
     `carrier`: what connects the ranks: horovod, native (the framework's own collectives), streams or servers.
     `framework`: "torch" or "tensorflow". `gpu`: whether gradients are on a GPU. `timeline`: whether Horovod's timeline
-    may be started. `met`: the ranks, if they have met before and go on after this world. `rank` and `size` count the
-    ranks alive in the last collective; with servers ranks may die. `collectives` names the library in use: none, gloo,
-    mpi, nccl, grpc, streams or servers. Raises Failure (69) if Horovod is missing or the ranks cannot be connected.
+    may be started. `met`: the ranks, if they have met before and go on after this world. `stall_limit_s`: see
+    `sentinel.stalls`; 0 for none. `rank` and `size` count the ranks alive in the last collective; with servers ranks
+    may die. `collectives` names the library in use: none, gloo, mpi, nccl, grpc, streams or servers. Raises Failure
+    (69) if Horovod is missing or the ranks cannot be connected.
     """
 
     def __init__(
@@ -126,6 +130,7 @@ class World:
         carrier: Carrier = "horovod",
         timeline: bool = False,
         met: Met | None = None,
+        stall_limit_s: float = LIMIT_S,
     ) -> None:
         self.place = place()
         self.host = socket.gethostname()
@@ -135,10 +140,12 @@ class World:
         self._met_before = met is not None
         if carrier == "horovod":
             alone = self.place.launcher == "alone"
-            self.met = met or Met.by(Alone() if alone else HorovodRanks(framework, gpu=gpu, timeline=timeline))
+            self.met = met or Met.by(
+                Alone() if alone else HorovodRanks(framework, gpu=gpu, timeline=timeline), stall_limit_s
+            )
             self.ranks = cast(Alone, self.met.meeting)
         else:
-            self.met = met or Met.at(self.place)
+            self.met = met or Met.at(self.place, stall_limit_s)
             self.ranks = CARRIERS[carrier](framework, self.met.meeting, self.met.reach, gpu)
         self._sentinel = self.met.sentinel
         self.local_rank, self.local_size = self.ranks.local_rank, self.ranks.local_size

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +217,10 @@ def program(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
+def has_lines(file: Path, count: int) -> bool:
+    return file.exists() and file.read_text().count("\n") == count
+
+
 def script(*words: str, cwd: Path = ROOT, signals: Sequence[str] = (), **variables: str) -> tuple[int, list[str]]:
     """Runs the batch script as a plain program and sends it these signals, in turn, once its launcher runs: its exit
     code, its stderr."""
@@ -225,10 +230,10 @@ def script(*words: str, cwd: Path = ROOT, signals: Sequence[str] = (), **variabl
     ) as running:
         if signals:
             until((cwd / "started").exists, what=lambda: "its launcher")
+        passed = cwd / "signal"
         for count, name in enumerate(signals, 1):
             running.send_signal(signal.Signals[f"SIG{name}"])
-            passed = cwd / "signal"
-            until(lambda: passed.exists() and passed.read_text().count("\n") == count, what=lambda: "it is passed on")
+            until(partial(has_lines, passed, count), what=lambda: "it is passed on")
         try:
             said = running.communicate(timeout=LIMIT_S)[1]
         finally:
@@ -238,7 +243,7 @@ def script(*words: str, cwd: Path = ROOT, signals: Sequence[str] = (), **variabl
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A folder with all that the script looks for; the launcher ends as CODE says, after the signal LAST if it is set."""
+    """A folder with all that the script looks for; the launcher ends as CODE says, after the signal LAST if set."""
     program(tmp_path / "launch" / "mpirun.sh", LAUNCHER)
     program(tmp_path / "bin" / "scontrol", SCONTROL)
     (tmp_path / ".venv" / "bin").mkdir(parents=True)

@@ -124,6 +124,8 @@ class ServerRanks(Alone):
         reached, arrived = joined(told, self._me, targets, listener, awaited)
         if listener:
             listener.close()
+        for stream in (reached | arrived).values():  # a holder's threads always wait for questions
+            stream.awaited = False
         self._streams |= reached
         for stream in arrived.values():
             self._threads.append(threading.Thread(target=self._attend, args=(stream,), daemon=True))

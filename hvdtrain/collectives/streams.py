@@ -18,11 +18,15 @@ A message is its length (8 bytes) and its bytes; one that is longer than its rec
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import itertools
 import select
 import socket
+import struct
+import termios
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
@@ -30,7 +34,7 @@ import numpy as np
 from hvdtrain import exits
 from hvdtrain.collectives import Alone, Hosts, Meeting, PeerLost, Reach
 from hvdtrain.exits import Failure
-from hvdtrain.sentinel import trust
+from hvdtrain.sentinel import trust, waiting
 
 PATIENCE_S = 60.0
 """For the other ranks to connect"""
@@ -58,6 +62,12 @@ class Stream:
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connected.setblocking(False)
         self.socket, self.rank, self.local = connected, rank, local
+        self.awaited = True
+        """Whether the rank does nothing else while a thread waits at this stream"""
+
+    def queued(self, which: int) -> int:
+        """Bytes that have arrived and are unread (FIONREAD), or are still to be sent (TIOCOUTQ); tcp(7)."""
+        return int(struct.unpack("i", fcntl.ioctl(self.socket, which, bytes(4)))[0])
 
 
 class StreamHosts:
@@ -375,4 +385,20 @@ def _wait(target: Stream | None, source: Stream | None, missing: int) -> None:
     poll = select.poll()
     for connection, event in events.items():
         poll.register(connection, event)
-    poll.poll()
+    every_ms = None if waiting.every_s is None else 1000 * waiting.every_s
+    if not poll.poll(every_ms):
+        _wait_long(poll, every_ms, target, source)
+    waiting.moves()
+
+
+def _wait_long(poll: select.poll, every_ms: float | None, target: Stream | None, source: Stream | None) -> None:
+    """Tells the sentinel that this rank waits, or that bytes move, though fewer than poll(2) wakes it for."""
+    began, before = time.monotonic(), None
+    while not poll.poll(every_ms):
+        queued = (target and target.queued(termios.TIOCOUTQ), source and source.queued(termios.FIONREAD))
+        if queued != before and before is not None:
+            began = time.monotonic()
+            waiting.moves()
+        elif all(stream is None or stream.awaited for stream in (source, target)):
+            waiting.waits(time.monotonic() - began)
+        before = queued

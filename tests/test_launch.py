@@ -391,6 +391,22 @@ def test_a_signal_becomes_usr1_and_the_ranks_own_code(tmp_path: Path, name: str)
     assert processes.ended(int(pid.read_text()))
 
 
+@pytest.mark.parametrize("launcher", [["mpirun.sh"], ["horovodrun.sh"], ["horovodrun.sh", "--gloo"]])
+def test_the_reason_of_a_rank_is_the_last_line(launcher: list[str]) -> None:
+    """Below what mpirun and horovodrun print when a rank fails."""
+    train = ["-m", "hvdtrain.resnet", *SMALL, "--epochs", "1", "--run-dir", "/proc/none"]
+    done = finished([f"launch/{launcher[0]}", *launcher[1:], "--quiet", "-np", "2", sys.executable, *train])
+    assert done.returncode == (1 if "--gloo" in launcher else 73), done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("hvdtrain: ") and last.endswith("No such file or directory; choose another --run-dir")
+
+
+def test_a_job_whose_ranks_gave_no_reason_ends_with_its_launchers_words(tmp_path: Path) -> None:
+    done = finished(["launch/mpirun.sh", "--quiet", "-np", "2", sys.executable, "-c", "raise SystemExit(3)"])
+    assert done.returncode == 3
+    assert "hvdtrain: " not in done.stderr
+
+
 def test_a_killed_launcher_leaves_no_job(tmp_path: Path) -> None:
     job, pid = starts(tmp_path)
     job.kill()

@@ -6,7 +6,7 @@ import dataclasses
 import os
 from collections.abc import Mapping
 
-from hvdtrain.cluster.variables import MOST_TASKS, number, task_counts
+from hvdtrain.cluster.environment import MOST_TASKS, number, task_counts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

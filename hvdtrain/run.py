@@ -17,11 +17,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from hvdtrain import arguments, exits, files, identity, lock, records, strategies, workloads
+from hvdtrain import exits, files, identity, lock, records, strategies, workloads
 from hvdtrain.cluster import launched, processes, quota
 from hvdtrain.config import BatchPlan, TrainConfig
 from hvdtrain.exits import Failure
 from hvdtrain.measures import Measure
+from hvdtrain.redaction import without_secrets
 from hvdtrain.resume import OF_A_START, flags
 from hvdtrain.strategies import advice
 from hvdtrain.world import World
@@ -126,7 +127,7 @@ def command(folder: Path, workload: str, world: World) -> str:
     if workload not in workloads.known():  # a script, which may take no flags of ours
         again = flags(sys.argv)
         variable, forwarded = f"HVDTRAIN_RESUME={shlex.quote(str(folder))} ", "-x HVDTRAIN_RESUME "
-    words = shlex.join([*workloads.program(workload, sys.argv), *again])
+    words = shlex.join(without_secrets([*workloads.program(workload, sys.argv), *again]))
     if ours := launched.heard():
         return f"with {variable}{ours['launcher']} python {words}"
     place = world.place
@@ -210,7 +211,7 @@ def write_manifest(
     """
     manifest = records.Manifest(
         workload=run.workload,
-        argv=arguments.without_secrets(sys.argv),
+        argv=sys.argv,
         config=dataclasses.asdict(run.config),
         exchange=strategies.chosen(run.config).facts(in_parts=run.plan.stages == run.plan.micro_batches == 1),
         plan=dataclasses.asdict(run.plan),

@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping, MutableMapping
 
 from hvdtrain.cluster import quota
-from hvdtrain.cluster.variables import number
+from hvdtrain.cluster.environment import number
 from hvdtrain.world import Place
 
 LEAST_WORK = 16e6

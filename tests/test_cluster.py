@@ -23,7 +23,7 @@ from conftest import LIMIT_S, ROOT, SMALL, Cluster, document, environment, faili
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.cluster import enter, hosts, lifecycle, topology, virtual
+from hvdtrain.cluster import enter, hosts, lifecycle, topology, variables, virtual
 from hvdtrain.cluster.hosts import Slots
 from hvdtrain.exits import Failure
 
@@ -190,6 +190,11 @@ def test_up_without_root_changes_nothing_and_says_so() -> None:
     assert not virtual.folder("tnoroot").exists()
 
 
+VARIABLES = """CONDA_PREFIX GLOO_SOCKET_IFNAME KERAS_BACKEND NVIDIA_VISIBLE_DEVICES OPAL_PREFIX OPENBLAS_NUM_THREADS
+PYTHONFAULTHANDLER TF_CPP_MIN_LOG_LEVEL XDG_CACHE_HOME XLA_FLAGS"""
+"""Some of those that launchers and `cluster exec` pass on"""
+
+
 def test_the_environment_on_a_host_is_an_allow_list(tmp_path: Path) -> None:
     user = pwd.getpwuid(os.geteuid())
     asked = {
@@ -199,9 +204,14 @@ def test_the_environment_on_a_host_is_an_allow_list(tmp_path: Path) -> None:
         "LC_ALL": "C",
         "OMPI_COMM_WORLD_RANK": "1",
     }
-    kept = enter.environment({**asked, "VIRTUAL_ENV": str(tmp_path)}, user)
+    passed = dict.fromkeys(VARIABLES.split(), "x")
+    secret = dict.fromkeys(("TF_API_KEY", "HVDTRAIN_TOKEN", "TORCH_HUB_TOKEN", "OMPI_MCA_PASS"), "x")
+    kept = enter.environment({**asked, **passed, **secret, "VIRTUAL_ENV": str(tmp_path)}, user)
     assert kept["HVDTRAIN_EPOCHS"] == "2" and kept["LC_ALL"] == "C" and kept["HOME"] == user.pw_dir
-    assert not {"AWS_SECRET_ACCESS_KEY", "OMPI_COMM_WORLD_RANK"} & kept.keys()
+    assert not {"AWS_SECRET_ACCESS_KEY", "OMPI_COMM_WORLD_RANK", *secret} & kept.keys()
+    assert passed.items() <= kept.items()
+    for patterns in (variables.FOR_RANKS, variables.FOR_LAUNCHERS):
+        assert {name for name in (*passed, *secret) if variables.passes(name, patterns)} == passed.keys()
     assert "AWS_SECRET_ACCESS_KEY" in enter.environment(asked, user, ["AWS_SECRET_ACCESS_KEY"])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import os
 import subprocess
@@ -17,7 +16,6 @@ from conftest import PROGRAMS, ROOT, launch
 from runs import read_run
 
 from hvdtrain import records
-from hvdtrain.arguments import without_secrets
 from hvdtrain.exits import Failure
 from hvdtrain.results import load as results
 from hvdtrain.results.__main__ import main
@@ -194,12 +192,8 @@ def test_scores_declare_what_they_can_be() -> None:
     assert not shown.score("accuracy", 93.5).share
     assert not shown.score("rmse", 0.5).higher_is_better
     assert shown.finite(math.nan) is None
-    argv = ["a.py", "--token=x", "--password", "y", "--seed=4", "--lr", "1"]
-    words = without_secrets(argv)
-    assert words == ["a.py", "--token=***", "--password", "***", "--seed=4", "--lr", "1"]
-    rest = ["--token=***", "--password", "***", "--lr", "1"]
+    words, rest = ["a.py", "--x=y", "--seed=4", "--lr", "1"], ["--x=y", "--lr", "1"]
     assert (shown.seed_and_rest(words), shown.seed_and_rest([*words, "--seed", "5"])) == ((4, rest), (5, rest))
     assert shown.seed_and_rest(["a.py", "--seed"]) == (None, [])
-    assert json.dumps(words)
     with pytest.raises(Failure):
         record.TrainConfig(monitor="nothing")

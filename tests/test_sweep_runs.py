@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import LIMIT_S, ROOT, environment, failing, until
+from conftest import LIMIT_S, ROOT, environment, failing, finished, until
 
 from hvdtrain.cluster import topology, virtual
 from hvdtrain.cluster.commands import caller
@@ -165,12 +165,13 @@ def test_a_command_of_ones_own_is_swept_like_a_workload(tmp_path: Path) -> None:
     """Its flags as they are written, its variables on every rank; what is done is not done again."""
     text = f"""protocol = "E"
 [[grid]]
-command = "{ROOT / "tests" / "programs" / "own_recorded.py"}"
+command = "{ROOT / "tests" / "programs" / "own_recorded.py"} --private-key hunter2"
 ranks_per_host = 2
 strategy = "allreduce"
 seed = 7
 quiet = true
-api-token = "hunter2"
+wandb-key = "hunter2"
+HUB_TOKEN = "hunter2"
 HVDTRAIN_MONITOR_MS = 100
 """
     sweep = Command(tmp_path, text)
@@ -179,7 +180,14 @@ HVDTRAIN_MONITOR_MS = 100
         assert code == 0, out + err
         [name] = sweep.complete()
         manifest = json.loads((sweep.root / "tried" / name / "manifest.json").read_text())
-        assert manifest["argv"][1:] == ["--seed", "7", "--quiet", "--api-token", "***"]
+        secret = ["--private-key", "***", "--seed", "7", "--quiet", "--wandb-key", "***"]
+        assert manifest["argv"][1:] == secret
+        report = tmp_path / "results" / "report.html"
+        done = finished([sys.executable, "-m", "hvdtrain.results", "report", str(sweep.root), "-o", str(report)])
+        assert done.returncode == 0, done.stderr
+        kept = [path for path in sweep.root.rglob("*") if path.is_file()]
+        assert [path for path in kept if b"hunter2" in path.read_bytes()] == []
+        assert "HUB_TOKEN=" in report.read_text(), "the command stands there, without its secrets"
         assert (len(manifest["ranks"]), manifest["config"]["strategy"]) == (2, "allreduce")
         assert manifest["config"]["monitor"] == "power,resources"
         [sensors, *_] = (sweep.root / "tried" / name / "monitors").glob("*.jsonl")
@@ -187,7 +195,7 @@ HVDTRAIN_MONITOR_MS = 100
         code, told = sweep.document()
     finally:
         shutil.rmtree(sweep.locks, ignore_errors=True)
-    assert code == 0
+    assert code == 0 and "hunter2" not in json.dumps(told)
     assert [run["state"] for run in told["runs"]] == ["kept"]
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hvdtrain import exits, files
-from hvdtrain.cluster.variables import task_counts
+from hvdtrain.cluster.environment import task_counts
 from hvdtrain.exits import Failure
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}(\.[A-Za-z0-9_-]{1,63})*\.?")

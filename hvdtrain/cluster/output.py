@@ -20,7 +20,7 @@ from pathlib import Path
 
 from hvdtrain import exits
 from hvdtrain.cluster.commands import Command
-from hvdtrain.cluster.variables import number
+from hvdtrain.cluster.environment import number
 from hvdtrain.exits import Failure
 
 PROGRAM = ("python3", "-P", "-m", "hvdtrain.cluster.output")

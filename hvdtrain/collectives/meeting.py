@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvdtrain import exits
-from hvdtrain.cluster.variables import number
+from hvdtrain.cluster.environment import number
 from hvdtrain.collectives import Alone, Meeting
 from hvdtrain.collectives.sealed import Sealed
 from hvdtrain.exits import Failure

@@ -1,10 +1,12 @@
-"""The record types, with the meaning and the unit of every field."""
+"""The record types, with the meaning and the unit of every field. All of them hide the secrets of command lines."""
 
 from __future__ import annotations
 
 import dataclasses
 from datetime import UTC, datetime
 from typing import Any, ClassVar, get_args
+
+from hvdtrain.redaction import without_secret_values, without_secrets
 
 SCHEMA = "hvdtrain/2"
 READ = ("hvdtrain/1", SCHEMA)
@@ -48,6 +50,11 @@ class Manifest:
     mca: whether it is a parameter of Open MPI); empty if something else started the ranks"""
     versions: dict[str, str | None]
     git_commit: str | None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "argv", without_secrets(self.argv))
+        if isinstance(rest := self.config.get("arguments"), list):  # of a script
+            object.__setattr__(self, "config", self.config | {"arguments": without_secrets(rest)})
 
     @property
     def hosts(self) -> list[str]:
@@ -275,6 +282,10 @@ class Point:
     """The worst link's goodput against what that rate allows, as verified before the run; null: not verified"""
     marked: str | None
     """Why the figures of this run are not to be trusted; null: nothing known against them"""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "settings", without_secret_values(self.settings))
+        object.__setattr__(self, "command", without_secrets(self.command))
 
 
 Record = Manifest | Step | Epoch | Saved | Resumed | Summary | Sensors | Sample | Point

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hvdtrain import arguments, exits, lock, observe, records, run
+from hvdtrain import exits, lock, observe, records, run
 from hvdtrain.config import TrainConfig
 from hvdtrain.exits import Failure
 from hvdtrain.measures import Score
@@ -76,11 +76,10 @@ def begin(
         _say(world, f"the script goes on without a run folder: {told}")
         return None
     world.keeps(str(folder), "")
-    argv = arguments.without_secrets(sys.argv)
-    seed, rest = shown.seed_and_rest(argv)
+    seed, rest = shown.seed_and_rest(sys.argv)
     manifest = records.Manifest(
         workload=name,
-        argv=argv,
+        argv=sys.argv,
         config={
             "framework": world.framework,
             "strategy": str(exchange),

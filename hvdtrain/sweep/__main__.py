@@ -15,6 +15,7 @@ from hvdtrain import exits
 from hvdtrain.arguments import Parser
 from hvdtrain.exits import Failure
 from hvdtrain.progress import duration
+from hvdtrain.redaction import without_secrets
 from hvdtrain.sweep import command, execute, file, lacking, network, plan, preview, show
 from hvdtrain.sweep.estimate import FORMULA, Estimator
 from hvdtrain.sweep.execute import Task
@@ -146,7 +147,7 @@ def dry_run(task: Task, merged: int, as_json: bool) -> int:
         print(
             f"{outcome.run.order + 1:4d}  {outcome.run.name}: {takes}{f'; {outcome.reason}' if outcome.reason else ''}"
         )
-        print(f"      {shlex.join(words[outcome.run.name])}")
+        print(f"      {shlex.join(without_secrets(words[outcome.run.name]))}")
     if up and spec and spec.virtual:
         print(f"      {shlex.join(command.down(name))}")
     counts = f"{len(task.outcomes)} runs: {len(waiting)} to do"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.cluster.rates import goodput_both_ways, parse_rate
+from hvdtrain.redaction import without_secret_values
 from hvdtrain.sweep.file import ClusterSpec
 from hvdtrain.sweep.folder import document, summary
 from hvdtrain.sweep.plan import Point, Run
@@ -152,7 +153,8 @@ def _wire_s(settings: dict[str, Any], sent_bytes: float) -> float:
 
 
 def _without(settings: dict[str, Any], keys: tuple[str, ...]) -> str:
-    return json.dumps({key: value for key, value in settings.items() if key not in keys}, sort_keys=True)
+    kept = {key: value for key, value in settings.items() if key not in keys}
+    return json.dumps(without_secret_values(kept), sort_keys=True)  # as in records
 
 
 def _distance(one: dict[str, Any], other: dict[str, Any]) -> tuple[int, int]:

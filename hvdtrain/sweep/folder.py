@@ -15,6 +15,7 @@ from typing import Any
 from hvdtrain import exits, files, records
 from hvdtrain.cluster.commands import caller
 from hvdtrain.exits import Failure
+from hvdtrain.redaction import without_secret_values
 from hvdtrain.sweep.plan import UNLIMITED, Run
 from hvdtrain.sweep.preview import MONITORS, Preview
 
@@ -32,7 +33,8 @@ def state(folder: Path, run: Run, preview: Preview | None) -> tuple[str, str | N
     point = document(folder / "point.json")
     if point is None:
         return "other", "no point.json"
-    for name, wanted in (("settings", run.point.settings), ("kind", run.kind), ("repeat", run.repeat)):
+    settings = without_secret_values(run.point.settings)
+    for name, wanted in (("settings", settings), ("kind", run.kind), ("repeat", run.repeat)):
         if point.get(name) != wanted:
             return "other", f"{name} differ"
     problem = unfit(folder, run, preview)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from hvdtrain.progress import duration, on_terminal, started_bar, whole
+from hvdtrain.redaction import without_secret_values, without_secrets
 from hvdtrain.sweep.estimate import Estimate
 from hvdtrain.sweep.plan import Run
 
@@ -110,7 +111,7 @@ def plan_document(
     """The dry run as one JSON document."""
     listed = []
     for outcome, words, estimate in rows:
-        about = {"command": list(words), "estimate_s": estimate.seconds, "estimate_basis": estimate.basis}
+        about = {"command": without_secrets(words), "estimate_s": estimate.seconds, "estimate_basis": estimate.basis}
         listed.append(_run_document(outcome) | about)
     estimate_s = None if seconds is None else round(seconds, 1)
     return {"schema": SCHEMA, "sweep": name, "root": str(root), "estimate_s": estimate_s, "runs": listed}
@@ -137,7 +138,7 @@ def _run_document(outcome: Outcome) -> dict[str, Any]:
         "run_dir": str(outcome.folder),
         "seconds": outcome.seconds,
         "log": str(outcome.log) if outcome.log else None,
-        "settings": run.point.settings,
+        "settings": without_secret_values(run.point.settings),
     }
 
 

@@ -265,7 +265,7 @@ def test_a_full_disk_ends_the_sweep_in_one_line_and_it_goes_on_when_there_is_roo
 @pytest.mark.root
 def test_a_sweep_brings_hosts_up_throttles_them_and_leaves_nothing(sweep: Command) -> None:
     sweep.file.write_text(
-        f'{SMALL}checkpoint_epochs = 0\n[cluster]\nvirtual = ["a", "b"]\n'
+        f'off_percent = 50\n{SMALL}checkpoint_epochs = 0\n[cluster]\nvirtual = ["a", "b"]\n'
         '[[grid]]\nhosts = 2\nrate = ["20mbit", "unlimited"]\nbatch_size = 360\nlauncher = "launch/horovodrun.sh"\n'
     )
     code, document = sweep.document()
@@ -280,15 +280,21 @@ def test_a_sweep_brings_hosts_up_throttles_them_and_leaves_nothing(sweep: Comman
         asked[point["rate_mbit"]] = throttles
         assert {rank["host"] for rank in manifest["ranks"]} == {"a", "b"}
         if point["rate_mbit"]:
-            assert point["marked"] or abs(point["rate_off_percent"]) <= 5
+            assert point["marked"] is None and abs(point["rate_off_percent"]) <= 50
     assert asked == {20.0: {"20.0"}, None: {"null"}}
 
-    # No link is that exact.
-    strict = ["--set", "off_percent=0.00001", "--set", "when_off=refuse", "--set", "seed=1", "--only", "*20mbit*"]
-    code, document = sweep.document(*strict)
-    assert (code, [run["state"] for run in document["runs"]]) == (1, ["refused"])
-    assert "Mbit/s instead of" in document["runs"][0]["reason"]
-    assert not Path(document["runs"][0]["run_dir"]).exists()
+    one = ["--set", "seed=1", "--only", "*20mbit*"]
+    strict = [*one, "--set", "off_percent=0.00001"]  # no link is that exact
+    refusing = [*strict, "--set", "when_off=refuse"]
+    folders = []
+    for flags, state in ((strict, "marked"), (refusing, "refused"), (one, "done")):
+        code, document = sweep.document(*flags)
+        assert (code, document["runs"][0]["state"]) == (int(state != "done"), state)
+        about = document["runs"][0]["reason"] if state == "refused" else document["runs"][0]["marked"]
+        assert about is None if state == "done" else "Mbit/s instead of" in about
+        folders.append(sum(name.startswith(Path(document["runs"][0]["run_dir"]).name) for name in sweep.folders()))
+    assert folders == [1, 1, 2], "the marked run is kept beside the one that replaced it"
+    assert sweep.document(*one)[1]["counts"]["kept"] == 1
     assert not sweep.has_hosts()
 
 

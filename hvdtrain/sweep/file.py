@@ -36,7 +36,10 @@ TOP: dict[str, tuple[str, Any]] = {
     "order": ("as-written, interleaved (a run of each point in turn) or random (default: interleaved)", str),
     "order_seed": ("seed of order = random (default: 0)", int),
     "off_percent": ("how far a link may be off its rate, in percent (default: 5)", NUMBER),
-    "when_off": ("a run over a link that is off: mark it, or refuse to run it (default: mark)", str),
+    "when_off": (
+        "over a link that is off: mark the run and repeat it next time, or refuse it (default: mark)",
+        str,
+    ),
     "timeout_s": ("a run that takes longer is ended and counts as failed (default: no end)", NUMBER),
 }
 OWN: dict[str, tuple[str, Any]] = {

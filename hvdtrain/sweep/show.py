@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 SCHEMA = "hvdtrain/sweep/1"
 STATES = {
     "done": "done",
+    "marked": "marked",
     "kept": "done before",
     "failed": "FAILED",
     "refused": "refused",
@@ -152,9 +153,10 @@ def end_text(root: Path, outcomes: Sequence[Outcome], seconds: float) -> str:
             lines += [f"    log: {outcome.log}"] if outcome.log else []
     for reason, count in Counter(o.reason for o in outcomes if o.state == "lacking").items():
         lines.append(f"lacking: {reason} ({count} runs)")
-    for outcome in outcomes:
-        if outcome.marked:
-            lines.append(f"marked: {outcome.run.name}: {outcome.marked}")
+    marked = [outcome for outcome in outcomes if outcome.state == "marked"]
+    lines += [f"marked: {outcome.run.name}: {outcome.marked}" for outcome in marked]
+    if marked:
+        lines.append("hint: the same command repeats marked runs; --set off_percent=10 accepts links up to 10 % off")
     counts = Counter(outcome.state for outcome in outcomes)
     told = ", ".join(f"{counts[state]} {text}" for state, text in STATES.items() if counts[state])
     lines.append(f"{len(outcomes)} runs: {told}; {duration(seconds)}; records in {root}")

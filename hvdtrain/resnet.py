@@ -19,7 +19,7 @@ from typing import Any
 from hvdtrain import data
 from hvdtrain.comm import world
 from hvdtrain.config import options
-from hvdtrain.config.constraints import bounded
+from hvdtrain.config.constraints import bounded, counts
 from hvdtrain.models import resnet
 from hvdtrain.records import metrics
 from hvdtrain.system import exits
@@ -56,12 +56,11 @@ class ResNetConfig(ResNetData, options.TrainConfig):
         """(width, height) as asked; raises Failure (78) if it is no size."""
         if self.image_size is None:
             return None
-        parts = self.image_size.lower().split("x")
-        if len(parts) > 2 or not all(part.isdigit() and int(part) > 0 for part in parts):
-            raise Failure(
-                f"--image-size {self.image_size}: give N or WIDTHxHEIGHT, e.g. 32 or 197x148", exits.BAD_CONFIG
-            )
-        return int(parts[0]), int(parts[-1])
+        sides = counts(self.image_size.lower(), "x")
+        if len(sides) not in (1, 2) or sides[0] * sides[-1] > data.MAX_PIXELS:
+            what = f"--image-size {self.image_size}: give N or WIDTHxHEIGHT, e.g. 32 or 197x148, with at most"
+            raise Failure(f"{what} {data.MAX_PIXELS:,} pixels", exits.BAD_CONFIG)
+        return sides[0], sides[-1]
 
 
 def main(stop: world.StopSignal) -> int:

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from hvdtrain.comm import world
 from hvdtrain.config import options
-from hvdtrain.config.constraints import bounded
+from hvdtrain.config.constraints import bounded, counts
 from hvdtrain.data import solar as data
 from hvdtrain.models import mlp
 from hvdtrain.models import solar as nets
@@ -85,10 +85,9 @@ class SolarConfig(SolarData, options.TrainConfig):
             return None
         if self.hidden is None:
             return nets.pyramid(self.net or DEFAULT_NET)
-        parts = self.hidden.split(",")
-        if not all(part.strip().isdecimal() and int(part) for part in parts):
+        if not (units := counts(self.hidden)):
             raise Failure(f"--hidden {self.hidden}: give units per layer, e.g. 100,50,25", exits.BAD_CONFIG)
-        return tuple(map(int, parts))
+        return units
 
 
 class Forecast(metrics.Regression):

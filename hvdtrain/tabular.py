@@ -14,13 +14,12 @@ with the same columns.
 from __future__ import annotations
 
 import dataclasses
-import re
 import sys
 from typing import Any, Literal
 
 from hvdtrain.comm import world
 from hvdtrain.config import options
-from hvdtrain.config.constraints import bounded
+from hvdtrain.config.constraints import bounded, counts
 from hvdtrain.data import tabular
 from hvdtrain.data.csv_rows import Missing
 from hvdtrain.models import mlp
@@ -56,9 +55,9 @@ class TabularConfig(TabularData, options.TrainConfig):
     @property
     def hidden(self) -> tuple[int, ...]:
         """Raises Failure (78) for what are no layers."""
-        if not re.fullmatch(r"0*[1-9]\d*(,0*[1-9]\d*)*", self.layers, re.ASCII):
+        if not (units := counts(self.layers)):
             raise Failure(f"--layers {self.layers}: give units of each hidden layer, e.g. 30,10", exits.BAD_CONFIG)
-        return tuple(map(int, self.layers.split(",")))
+        return units
 
 
 def main(stop: world.StopSignal) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import json
 import subprocess
@@ -232,6 +233,8 @@ BAD: dict[str, tuple[Callable[[Path, Told], Path], Callable[[bytes], bytes], str
                    "captions.json:annotations[10]", "no image has the id 7"),
     "null": (coco, swap('"caption": "The \\"temple 3\\", seen from afar"', '"caption": null'),
              "captions.json:annotations[10]", "without words"),
+    "no text": (coco, swap('"caption": "The \\"temple 3\\", seen from afar"', '"caption": ["a", "b"]'),
+                "captions.json:annotations[10]", "without words"),
     "sentence": (karpathy, swap('The \\"temple 3\\", seen from afar', "-"),
                  "dataset_flickr8k.json:images[3].sentences[1]", "without words"),
 }  # fmt: skip
@@ -416,7 +419,29 @@ def test_a_damaged_folder_is_refused(tmp_path: Path) -> None:
             assert path.read_bytes() != data
         fails(lambda: load(str(tmp_path / "out")), BAD_DATA, words)
         path.write_bytes(data)
+    for name, change, words in (
+        ("captions.json", lambda told: told["pictures"][0].update(captions="abc"), "captions.json is damaged ('abc'"),
+        ("captions.json", lambda told: told["pictures"][0].update(captions=[1]), "captions.json is damaged ([1]"),
+        ("captions.json", lambda told: told["pictures"][0].update(captions=[]), "a picture without a caption"),
+        ("captions.json", lambda told: told["pictures"][0].update(captions=["\x1b[2J"]), r"\x1b[2J"),
+        ("vocabulary.json", lambda told: told.update(words=told["words"][:4]), "vocabulary.json holds no words"),
+    ):
+        change_whole(tmp_path / "out", name, change, words)
     assert len(load(f"flickr8k:{tmp_path / 'out'}").train) == 24, "prepared already: taken as it is"
+
+
+def change_whole(folder: Path, name: str, change: Callable[[Any], object], words: str) -> None:
+    """A folder in which a document is changed, and the index tells the changed one's digest, is refused."""
+    before = {path.name: path.read_bytes() for path in folder.glob("*.json")}
+    document = json.loads(before[name])
+    change(document)
+    (folder / name).write_text(json.dumps(document))
+    index = json.loads(before["index.json"])
+    index["files"][name]["sha256"] = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+    (folder / "index.json").write_text(json.dumps(index))
+    fails(lambda: load(str(folder)), BAD_DATA, words)
+    for file, content in before.items():
+        (folder / file).write_bytes(content)
 
 
 def test_ranks_that_start_together_prepare_once(tmp_path: Path) -> None:

@@ -115,7 +115,12 @@ def test_training_s_help_groups_flags() -> None:
     told = hvdtrain("train", "resnet", "--help").stdout
     groups = dict(re.findall(r"^(\w+):\n((?:  .*\n|\n)*)", told, re.MULTILINE))
     assert list(groups)[-6:] == ["data", "model", "optimization", "communication", "run", "measurement"]
-    for title, word in {"data": "image-size", "model": "width", "communication": "strategy", "measurement": "monitor"}.items():
+    for title, word in {
+        "data": "image-size",
+        "model": "width",
+        "communication": "strategy",
+        "measurement": "monitor",
+    }.items():
         assert f"--{word} " in groups[title]
 
 

@@ -53,7 +53,11 @@ def test_warmup_rises_evenly_to_the_full_rate_and_schedules_end_where_they_shoul
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"lr": math.nan}, {"lr": 0.0}, {"momentum": 1.0}, {"epochs": 0}, {"seed": -1}, {"inference": "2,0"}]
+    "wrong",
+    [
+        *({"lr": math.nan}, {"lr": 0.0}, {"momentum": 1.0}, {"epochs": 0}, {"seed": -1}, {"inference": "2,0"}),
+        *({"epochs": 10**400}, {"inference": "9" * 5000}),
+    ],
 )
 def test_values_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
     with failing(78):

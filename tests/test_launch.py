@@ -366,7 +366,7 @@ echo "$rank" >{pid}
 FOR_EVER = "mkfifo $0.fifo; exec 3<>$0.fifo; read line <&3"  # with no process below it
 FOR_6_S = FOR_EVER.replace("read", "read -t 6") + "; exit 3"
 RANK = (
-    "{python} -c 'import signal, sys, time; signal.signal(10, lambda *_: sys.exit(75));"
+    "{python} -c 'import signal, sys, time; signal.signal(10, lambda *_: time.sleep(1) or sys.exit(75));"
     ' open("{pid}.ready", "x"); time.sleep(600)\''
 )
 
@@ -385,12 +385,31 @@ def starts(tmp_path: Path, *, rest: str = "wait $rank") -> tuple[subprocess.Pope
     return job, pid
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_a_signal_becomes_usr1_and_the_ranks_own_code(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize("name", ["TERM", "INT", "USR1", "USR1 TERM"])
+def test_a_signal_becomes_usr1_and_the_ranks_own_code(tmp_path: Path, name: str) -> None:
+    """As Slurm sends USR1 before the end of the time limit, and TERM then."""
     job, pid = starts(tmp_path)
-    job.send_signal(number)
+    for each in name.split():
+        job.send_signal(signal.Signals[f"SIG{each}"])
+        until(lambda: "the ranks are asked for a checkpoint" in (tmp_path / "said").read_text())
     assert job.wait(timeout=LIMIT_S) == 75, (tmp_path / "said").read_text()
     assert proc.ended(int(pid.read_text()))
+
+
+@pytest.mark.parametrize("launcher", [["mpirun.sh"], ["horovodrun.sh"], ["horovodrun.sh", "--gloo"]])
+def test_the_reason_of_a_rank_is_the_last_line(launcher: list[str]) -> None:
+    """Below what mpirun and horovodrun print when a rank fails."""
+    train = ["-m", "hvdtrain.resnet", *SMALL, "--epochs", "1", "--run-dir", "/proc/none"]
+    done = finished([f"launch/{launcher[0]}", *launcher[1:], "--quiet", "-np", "2", sys.executable, *train])
+    assert done.returncode == (1 if "--gloo" in launcher else 73), done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("hvdtrain: ") and last.endswith("No such file or directory; choose another --run-dir")
+
+
+def test_a_job_whose_ranks_gave_no_reason_ends_with_its_launchers_words(tmp_path: Path) -> None:
+    done = finished(["launch/mpirun.sh", "--quiet", "-np", "2", sys.executable, "-c", "raise SystemExit(3)"])
+    assert done.returncode == 3
+    assert "hvdtrain: " not in done.stderr
 
 
 def test_a_killed_launcher_leaves_no_job(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from hvdtrain.captions.dataset import CaptionDataset, assemble
 from hvdtrain.captions.vocabulary import Vocabulary
-from hvdtrain.data.prepared import PARTS, open_array, opening, whole_numbers
+from hvdtrain.data.prepared import PARTS, open_array, opening, texts, whole_numbers
 from hvdtrain.system import files
 from hvdtrain.system.exits import BAD_DATA, Failure
 
@@ -31,11 +31,18 @@ def open_captions(folder: str | Path, *, verify: bool = False) -> CaptionDataset
         pictures = open_array(folder / "pictures.npy", stated["pictures.npy"], shape, "uint8", verify=verify)
         told = _document(folder / "captions.json", stated)["pictures"]
         vocabulary = Vocabulary.from_json(_document(folder / "vocabulary.json", stated), folder / "vocabulary.json")
-        names = [str(picture["name"]) for picture in told]
-        references = [tuple(map(str, picture["captions"])) for picture in told]
+        try:
+            names = texts([picture["name"] for picture in told])
+            references = [texts(picture["captions"]) for picture in told]
+            if not all(references):
+                raise ValueError("a picture without a caption")
+        except (KeyError, TypeError, ValueError) as error:
+            raise Failure(f"{folder / 'captions.json'} is damaged ({error}): prepare it again", BAD_DATA) from None
         digests = {name: stated[name]["sha256"] for name in FILES}
     if not len(names) == len(pictures) == sum(counts) or len(counts) != len(PARTS):
         raise Failure(f"{folder / 'index.json'}: its counts are not those of captions.json: prepare it again", BAD_DATA)
+    if not counts[0]:
+        raise Failure(f"{folder}: no training pictures: prepare it again with another --split", BAD_DATA)
     return assemble(
         name=folder.name,
         vocabulary=vocabulary,

@@ -59,12 +59,14 @@ class Vocabulary:
     def from_json(cls, document: Any, path: object) -> Self:
         """What `as_json` gave. Raises Failure (BAD_DATA), which names `path`, if it is anything else."""
         words = document.get("words") if isinstance(document, dict) and document.get("schema") == SCHEMA else None
-        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        if not isinstance(words, list) or not all(isinstance(word, str) and word.isprintable() for word in words):
             raise Failure(f"{path} is no vocabulary of schema {SCHEMA}: copy or prepare it again", BAD_DATA)
         if tuple(words[: len(SPECIALS)]) != SPECIALS or len(set(words)) < len(words):
             raise Failure(
                 f"{path} is damaged: it must begin with {', '.join(SPECIALS)} and name each word once", BAD_DATA
             )
+        if len(words) == len(SPECIALS):
+            raise Failure(f"{path} holds no words: prepare it again with a smaller --min-count", BAD_DATA)
         return cls(words[len(SPECIALS) :])
 
     def as_json(self) -> dict[str, Any]:

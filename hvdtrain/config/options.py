@@ -132,6 +132,11 @@ class Communication:
     """Run the forward pass again before backward to save memory"""
     stage_memory: str | None = None
     """SIZE that no stage may exceed, e.g. 800MB"""
+    stall_limit: float = bounded(60.0, least=0)
+    """Seconds before a stalled exchange is reported; 0: never
+
+    If ranks wait this long for one that takes no part in an exchange, its stack is printed. After five times this limit
+    without progress on any rank the job ends."""
     check_replicas: int = bounded(100, least=0)
     """Steps between checks of replica checksums
 
@@ -235,12 +240,12 @@ class TrainConfig(Data, Optimization, Communication, Run, Measurement):
     @property
     def inference_sizes(self) -> list[int]:
         """The batch sizes of --inference. Raises Failure (78)."""
-        words = [word.strip() for word in self.inference.split(",")] if self.inference else []
-        if not all(word.isdecimal() and int(word) for word in words):
+        sizes = constraints.counts(self.inference) if self.inference else ()
+        if self.inference and not sizes:
             raise Failure(
                 f"--inference {self.inference}: not a list of sample counts; hint: give 2,64,512", exits.BAD_CONFIG
             )
-        return [int(word) for word in words]
+        return list(sizes)
 
     def __post_init__(self) -> None:
         if isinstance(self.resume, str):

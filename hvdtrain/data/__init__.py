@@ -25,6 +25,8 @@ from numpy.typing import NDArray
 
 from hvdtrain.system.exits import BAD_CONFIG, BAD_DATA, Failure
 
+MAX_PIXELS = 89_478_485
+"""Of a picture: Pillow's own bound for a decompression bomb, 256 MiB of RGB"""
 SPLIT_SEED = 0
 """Of how data sets without parts of their own are cut: no seed of a run changes it, so accuracies of runs compare"""
 

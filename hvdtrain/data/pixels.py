@@ -21,8 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from hvdtrain.data import MAX_PIXELS
+
 FORMATS = ("JPEG", "PNG", "GIF", "BMP", "TIFF", "WEBP")  # never PostScript, which Pillow gives to Ghostscript
-MAX_PIXELS = 89_478_485  # Pillow's own bound for a decompression bomb: 256 MiB of RGB
 
 Bad = dict[int, str]  # row -> what is wrong with its file
 

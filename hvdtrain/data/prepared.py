@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ FILES = ("samples.npy", "labels.npy")
 PARTS = ("train", "validation", "test")
 INDEX_BYTES = 64 * files.MIB  # it lists bad samples
 TOLD_BYTES = 10**9  # verifying more than this takes seconds, so the user is told
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 CHUNK_BYTES = 1 << 20  # small enough to be hashed from the processor's cache
 ONE = {"float16": (np.uint16, 0x3C00), "float32": (np.uint32, 0x3F800000)}
 """The bits of 1.0 as an unsigned integer. A float from 0 to 1 has no larger bits; negatives, infinity and NaN have."""
@@ -84,11 +86,13 @@ def open_images(folder: str | Path, *, verify: bool = False) -> Dataset:
     folder = Path(folder)
     with opening(folder, "hvdtrain data images", SCHEMA) as index:
         table = np.array([whole_numbers(index["counts"][part]) for part in PARTS], np.int64).T
-        classes, stated = tuple(map(str, index["classes"])), index["files"]
+        classes, stated = texts(index["classes"]), index["files"]
         shape = whole_numbers([index[name] for name in ("samples", "height", "width", "channels")])
         labels = open_array(folder / "labels.npy", stated["labels.npy"], shape[:1], "int64", verify=True)
         samples = open_array(folder / "samples.npy", stated["samples.npy"], shape, index["dtype"], verify=verify)
         digests = {name: stated[name]["sha256"] for name in FILES}
+        if len(set(classes)) < len(classes):
+            raise ValueError("its classes name one twice")
         if len(table) != len(classes) or table.sum() != len(labels):
             raise ValueError("its counts are not those of its classes and samples")
     if len(labels) and not 0 <= labels.min() <= labels.max() < len(classes):
@@ -112,6 +116,14 @@ def whole_numbers(values: Any) -> tuple[int, ...]:
     """A document's list of counts or sizes. Raises ValueError for anything but whole numbers of 0 or more."""
     if not isinstance(values, list) or not all(type(value) is int and 0 <= value < 1 << 48 for value in values):
         raise ValueError(f"{values!r:.80} where whole numbers of 0 or more belong")
+    return tuple(values)
+
+
+def texts(values: Any) -> tuple[str, ...]:
+    """A document's list of texts. Raises ValueError for anything else, and for control characters, which a terminal
+    would obey."""
+    if not isinstance(values, list) or not all(isinstance(each, str) and not CONTROL.search(each) for each in values):
+        raise ValueError(f"{values!r:.80} where a list of texts without control characters belongs")
     return tuple(values)
 
 

@@ -71,7 +71,9 @@ RUNS: dict[str, Column] = {
     "compute_s": _number("forward, backward, update, per step (with the exchange that backward hides)", "s"),
     "communication_s": _number("waiting for the exchange after backward, per step; null: not told apart", "s"),
     "communication_share": _number("communication_s / step_s"),
-    "bytes_per_step": _number("what rank 0 gave to the exchange per step", "B"),
+    "bytes_per_step": _number(
+        "what rank 0 gave to the network per step; of allreduce and native what a ring sends", "B"
+    ),
     "wire_bytes_per_step": _number("busiest NIC, sent or received, per step, headers and all other traffic too", "B"),
     "limit_bytes_per_step": _number("2 (h - 1) / h x payload: the least an allreduce of fp32 over h hosts sends", "B"),
     "limit_s_per_step": _number("the time of limit_bytes_per_step at 0.936 of the rate", "s"),

@@ -45,7 +45,7 @@ def environment() -> dict[str, str]:
         about = (caller(), "x", os.geteuid(), os.getegid(), "", os.environ.get("HOME", "/"), "/bin/sh")
         user = pwd.struct_passwd(about)
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("HVDTRAIN_")}
-    more = ("SUDO_*", "SSH_AUTH_SOCK", "NVIDIA_*", "XDG_CACHE_HOME", "SLURM_*", "HOSTNAME")
+    more = ("SUDO_*", "SSH_AUTH_SOCK", "SLURM_*", "HOSTNAME")
     kept = enter.environment(inherited, user, more)  # SUDO_*: cluster.sh makes and enters the caller's cluster
     folder = str(Path(sys.executable).parent)
     if folder not in kept["PATH"].split(os.pathsep):

@@ -364,7 +364,13 @@ def connected(
     else:
         from hvdtrain.frameworks.tensorflow import prepare
     device = prepare(config.device, place.local_rank, used.count, one_each=strategy.divides)
-    ranks = world.World(config.framework, gpu=device != "cpu", carrier=carrier, timeline=config.horovod_timeline)
+    ranks = world.World(
+        config.framework,
+        gpu=device != "cpu",
+        carrier=carrier,
+        timeline=config.horovod_timeline,
+        stall_limit_s=config.stall_limit,
+    )
     if ranks.size != place.size:
         told = f"{place.launcher} started {place.size} ranks, of which {ranks.size} found each other"
         raise Failure(f"{told}: is it of another MPI than what is loaded here? See hvdtrain doctor", exits.UNREACHABLE)

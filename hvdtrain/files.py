@@ -40,8 +40,8 @@ _NO_KEYS = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 """Matches strings and comments of TOML. One without an end matches up to where tomllib reports it, so that it cannot
-hide a key from the check. Only character classes are repeated possessively: before Python 3.11.5 a group loses its place
-(CPython issue 106052)."""
+hide a key from the check. Only character classes are repeated possessively: Python before 3.11.5 loses its place in a
+group (CPython issue 106052)."""
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a pipe",

@@ -138,6 +138,8 @@ class World:
         self.ranks: Alone
         self._met_before = met is not None
         if carrier == "horovod":
+            if stall_limit_s:  # Horovod's own check names the ranks; it takes whole seconds
+                os.environ.setdefault("HOROVOD_STALL_CHECK_TIME_SECONDS", str(max(1, round(stall_limit_s))))
             alone = self.place.launcher == "alone"
             self.met = met or Met.by(
                 Alone() if alone else HorovodRanks(framework, gpu=gpu, timeline=timeline), stall_limit_s
@@ -286,9 +288,9 @@ class StopSignal:
 def run(program: Callable[[StopSignal], int], *, debug: bool) -> None:
     """Runs a rank's program and ends the process so that the whole job ends, with the cause as its last output.
 
-    A Failure is one line, printed once per job; another exception is a traceback. After an error the process ends at
-    once without leaving the world, because a rank that stayed in its exit handlers would keep its peers waiting for
-    ever. A rank that only lost a peer prints nothing unless its launcher leaves it alive.
+    A Failure is one line, printed once per job; another exception is a traceback, and its last line again. After an
+    error the process ends at once without leaving the world, because a rank that stayed in its exit handlers would keep
+    its peers waiting for ever. A rank that only lost a peer prints nothing unless its launcher leaves it alive.
     """
     _refuse_wrong_start()
     stop = StopSignal()
@@ -356,7 +358,8 @@ def _told(error: Exception, debug: bool, at: str = "") -> int:
         print(f"hvdtrain: {_who(where)}lost contact with another rank: {error}", file=sys.stderr, flush=True)
     else:
         trace = "".join(traceback.format_exception(error))
-        sys.stderr.write(f"hvdtrain: {_who(where)}failed:\n{trace}")
+        first_line = exits.printable(str(error).partition("\n")[0])
+        sys.stderr.write(f"{trace}hvdtrain: {_who(where)}failed: {type(error).__name__}: {first_line}\n")
         sys.stderr.flush()
     return exits.FAILED
 

@@ -247,13 +247,12 @@ class Passage:
                 return
 
     def reason(self) -> str | None:
-        """The line of ours that says why a rank ended; None if there is none, if it heads a traceback, or if nothing
-        stands below it."""
+        """The line of ours that says why a rank ended; None if there is none, or nothing stands below it."""
         tail = TAG.sub(b"", self._tail)
         lines = list(OURS.finditer(tail))
         first_hand = [line for line in lines if SECOND_HAND not in line[0]]
         line = next(reversed(first_hand or lines), None)
-        if line is None or line[1].endswith(b":") or not tail[line.end() :].strip():
+        if line is None or not tail[line.end() :].strip():
             return None
         return line[1].decode(errors="replace")
 

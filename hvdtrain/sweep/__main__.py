@@ -29,7 +29,7 @@ measures it, launches, checks the record. What is done is not done again: the sa
 
 examples:
   hvdtrain sweep launch/sweeps/quick.toml --dry-run
-  hvdtrain sweep launch/sweeps/quick.toml && hvdtrain results scaling results/
+  hvdtrain sweep launch/sweeps/quick.toml && hvdtrain results scaling results/quick
   hvdtrain sweep launch/sweeps/bandwidth_digits.toml --only '*allreduce*' --set seed=1
   hvdtrain sweep launch/sweeps/cruz2021_devices.toml --set data=fish
 """

@@ -31,16 +31,17 @@ DEEPEST = 64
 """Most levels of a JSON or TOML document; ours have fewer than ten"""
 _NO_KEYS = re.compile(
     rb'''
-    """(?: [^"\\] | \\.? | "(?!"") )*+ (?: "{3,5} | \Z )  # the last two of five quotes belong to the string
-    | \'\'\'(?: [^\'] | \'(?!\'\') )*+ (?: \'{3,5} | \Z )
-    | "(?: [^"\\\n] | \\[^\n] )*+ "?
+    """[^"\\]*+ (?: (?: \\.? | "(?!"") ) [^"\\]*+ )* (?: "{3,5} | \Z )  # the last two of five quotes are the string's
+    | \'\'\'[^\']*+ (?: \'(?!\'\') [^\']*+ )* (?: \'{3,5} | \Z )
+    | "[^"\\\n]*+ (?: \\[^\n] [^"\\\n]*+ )* "?
     | \'[^\'\n]*+ \'?
     | \#[^\n]*+
     ''',
     re.VERBOSE | re.DOTALL,
 )
 """Matches strings and comments of TOML. One without an end matches up to where tomllib reports it, so that it cannot
-hide a key from the check."""
+hide a key from the check. Only character classes are repeated possessively: Python before 3.11.5 loses its place in a
+group (CPython issue 106052)."""
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a pipe",

@@ -109,7 +109,7 @@ class Alone:
     carrier = "none"
     """none, gloo, mpi, nccl, grpc, streams or servers"""
     sent_bytes = 0
-    """Payload that this rank gave to the network so far, for vectors"""
+    """Payload that this rank gave to the network so far, for a strategy's exchanges: `sum` is not counted"""
     local_sent_bytes = 0
     """Payload that it gave to other ranks of its host"""
 

@@ -212,9 +212,11 @@ class StreamRanks(Alone):
 
     def sum(self, values: np.ndarray, name: str) -> np.ndarray:
         flat = np.array(values).reshape(-1)
+        counted = self.sent_bytes, self.local_sent_bytes
         with self.hosts(flat) as hosts:
             if hosts is not None:
                 hosts.sum(flat)
+        self.sent_bytes, self.local_sent_bytes = counted  # which are those of the strategy's exchanges
         return flat.reshape(values.shape)
 
     # --- vectors ------------------------------------------------------------------------------------------------

@@ -244,12 +244,13 @@ def _end_processes(cluster: str) -> None:
     The namespaces and groups then stay, because without them the next `down` could not find these processes.
     """
     for number in (signal.SIGTERM, signal.SIGKILL):
-        deadline = time.monotonic() + PATIENCE_S
-        for pid in members(cluster):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
-                os.kill(pid, signal.SIGCONT)
+        deadline, sent = time.monotonic() + PATIENCE_S, set[int]()
         while (left := members(cluster)) and time.monotonic() < deadline:
+            for pid in left - sent:  # also those that a shell starts when its command is killed
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+                    os.kill(pid, signal.SIGCONT)
+            sent |= left
             time.sleep(0.02)
     if left:
         names = ", ".join(f"{pid} ({stat(pid).name})" for pid in sorted(left))

@@ -24,7 +24,7 @@ from hvdtrain.captions import bleu, features, frozen, generation
 from hvdtrain.captions.dataset import CaptionDataset, CaptionSplit
 from hvdtrain.captions.load import load
 from hvdtrain.comm import world
-from hvdtrain.config import options as configuration
+from hvdtrain.config import options
 from hvdtrain.config.constraints import bounded
 from hvdtrain.models import captioner
 from hvdtrain.records import metrics
@@ -37,7 +37,7 @@ WORKLOAD = "captioning"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CaptioningData(configuration.Data):
+class CaptioningData(options.Data):
     """Images with sentences."""
 
     data: str = "shapes"
@@ -45,7 +45,7 @@ class CaptioningData(configuration.Data):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CaptioningConfig(CaptioningData, configuration.TrainConfig):
+class CaptioningConfig(CaptioningData, options.TrainConfig):
     """Options of this workload."""
 
     encoder: Literal["auto", "small", "vgg16", "none"] = "auto"

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hvdtrain import __version__
-from hvdtrain.config import options as config
+from hvdtrain.config.options import TrainConfig
+from hvdtrain.config.parser import OptionParser, parse
 from hvdtrain.system import exits
 from hvdtrain.system.arguments import Parser, near
 from hvdtrain.system.exits import Failure
@@ -113,12 +114,12 @@ class Training:
 
         module = workloads.module(self.name)
         own = (each for each in vars(module).values() if _is_config_of(each, module.__name__))
-        cls, prog = next(own, config.TrainConfig), f"python -m {module.__name__}"
-        return config.parser_for(cls, prog=prog, purpose=module.__doc__ or "")
+        cls, prog = next(own, TrainConfig), f"python -m {module.__name__}"
+        return OptionParser(cls, prog=prog, purpose=module.__doc__ or "")
 
 
 def _is_config_of(thing: Any, module: str) -> bool:
-    return isinstance(thing, type) and issubclass(thing, config.TrainConfig) and thing.__module__ == module
+    return isinstance(thing, type) and issubclass(thing, TrainConfig) and thing.__module__ == module
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,13 +139,13 @@ class Preparation:
 
     def run(self, arguments: list[str]) -> int:
         module, settings = self._about()
-        asked = config.parse(getattr(module, self.config), arguments, **settings)
+        asked = parse(getattr(module, self.config), arguments, **settings)
         print(json.dumps(getattr(module, self.function)(asked), indent=2))
         return exits.OK
 
     def parser(self) -> ArgumentParser:
         module, settings = self._about()
-        return config.parser_for(getattr(module, self.config), **settings)
+        return OptionParser(getattr(module, self.config), **settings)
 
 
 # words -> (purpose, the command that takes the arguments after them)
@@ -168,7 +169,7 @@ COMMANDS: dict[tuple[str, ...], tuple[str, Part | Preparation]] = {
     ),
     ("caption",): ("caption images with a trained model", Part("captions.command")),
     ("tabular",): (
-        "test a trained classifier on a CSV file, or write its answers: test, predict",
+        "test a trained CSV classifier, or predict classes: test, predict",
         Part("training.predict"),
     ),
     ("cluster",): ("virtual hosts on this machine: up, down, status, exec, shell, hostfile", Part("lab.__main__")),

@@ -18,8 +18,8 @@ from typing import Any
 
 from hvdtrain import data
 from hvdtrain.comm import world
-from hvdtrain.config import options as configuration
-from hvdtrain.config.constraints import bounded
+from hvdtrain.config import options
+from hvdtrain.config.constraints import bounded, counts
 from hvdtrain.models import resnet
 from hvdtrain.records import metrics
 from hvdtrain.system import exits
@@ -30,7 +30,7 @@ WORKLOAD = "resnet"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ResNetData(configuration.Data):
+class ResNetData(options.Data):
     """Images and their size."""
 
     data: str = "digits"
@@ -41,7 +41,7 @@ class ResNetData(configuration.Data):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ResNetConfig(ResNetData, configuration.TrainConfig):
+class ResNetConfig(ResNetData, options.TrainConfig):
     """Options of this workload."""
 
     width: float = 1.0
@@ -56,11 +56,11 @@ class ResNetConfig(ResNetData, configuration.TrainConfig):
         """(width, height) of --image-size. Raises Failure (78) if it cannot be parsed."""
         if self.image_size is None:
             return None
-        parts = self.image_size.lower().split("x")
-        if len(parts) > 2 or not all(part.isdigit() and int(part) > 0 for part in parts):
-            message = f"--image-size {self.image_size} is not N or WIDTHxHEIGHT"
+        sides = counts(self.image_size.lower(), "x")
+        if len(sides) not in (1, 2) or sides[0] * sides[-1] > data.MAX_PIXELS:
+            message = f"--image-size {self.image_size} is not N or WIDTHxHEIGHT with at most {data.MAX_PIXELS:,} pixels"
             raise Failure(f"{message}; hint: for example 32 or 197x148", exits.BAD_CONFIG)
-        return int(parts[0]), int(parts[-1])
+        return sides[0], sides[-1]
 
 
 def main(stop: world.StopSignal) -> int:

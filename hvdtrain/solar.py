@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hvdtrain.comm import world
-from hvdtrain.config import options as configuration
-from hvdtrain.config.constraints import bounded
+from hvdtrain.config import options
+from hvdtrain.config.constraints import bounded, counts
 from hvdtrain.data import solar as data
 from hvdtrain.models import mlp
 from hvdtrain.models import solar as nets
@@ -36,7 +36,7 @@ DEFAULT_NET, DEFAULT_BATCH = "p3-k1", 100
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SolarData(configuration.Data):
+class SolarData(options.Data):
     """Readings and windows."""
 
     data: str = data.PACKAGED
@@ -50,7 +50,7 @@ class SolarData(configuration.Data):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SolarConfig(SolarData, configuration.TrainConfig):
+class SolarConfig(SolarData, options.TrainConfig):
     """Options of this workload."""
 
     net: str | None = None
@@ -86,11 +86,10 @@ class SolarConfig(SolarData, configuration.TrainConfig):
             return None
         if self.hidden is None:
             return nets.pyramid(self.net or DEFAULT_NET)
-        parts = self.hidden.split(",")
-        if not all(part.strip().isdecimal() and int(part) for part in parts):
+        if not (units := counts(self.hidden)):
             message = f"--hidden {self.hidden} is not a list of sizes"
             raise Failure(f"{message}; hint: give units per layer, e.g. 100,50,25", exits.BAD_CONFIG)
-        return tuple(map(int, parts))
+        return units
 
 
 class Forecast(metrics.Regression):

@@ -14,13 +14,12 @@ and a CSV file with the same columns.
 from __future__ import annotations
 
 import dataclasses
-import re
 import sys
 from typing import Any, Literal
 
 from hvdtrain.comm import world
-from hvdtrain.config import options as configuration
-from hvdtrain.config.constraints import bounded
+from hvdtrain.config import options
+from hvdtrain.config.constraints import bounded, counts
 from hvdtrain.data import tabular
 from hvdtrain.data.csv_rows import Missing
 from hvdtrain.models import mlp
@@ -33,7 +32,7 @@ WORKLOAD = "tabular"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TabularData(configuration.Data):
+class TabularData(options.Data):
     """Table and its missing values."""
 
     data: str = "breast-cancer"
@@ -43,7 +42,7 @@ class TabularData(configuration.Data):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TabularConfig(TabularData, configuration.TrainConfig):
+class TabularConfig(TabularData, options.TrainConfig):
     """Options of this workload."""
 
     layers: str = "30,10"
@@ -56,10 +55,10 @@ class TabularConfig(TabularData, configuration.TrainConfig):
     @property
     def hidden(self) -> tuple[int, ...]:
         """Units of each hidden layer. Raises Failure (78) if --layers cannot be parsed."""
-        if not re.fullmatch(r"0*[1-9]\d*(,0*[1-9]\d*)*", self.layers, re.ASCII):
+        if not (units := counts(self.layers)):
             message = f"--layers {self.layers} is not a list of sizes; hint: give units per hidden layer, e.g. 30,10"
             raise Failure(message, exits.BAD_CONFIG)
-        return tuple(map(int, self.layers.split(",")))
+        return units
 
 
 def main(stop: world.StopSignal) -> int:

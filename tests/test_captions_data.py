@@ -67,7 +67,8 @@ def test_a_vocabulary_is_the_words_by_count_and_alphabet(sentences: list[str], l
     assert ranks == sorted(ranks)
     random.shuffle(sentences)  # type: ignore[attr-defined]
     assert Vocabulary.build(sentences, least).words == vocabulary.words
-    assert Vocabulary.from_json(vocabulary.as_json(), "there").words == vocabulary.words
+    if len(vocabulary) > len(SPECIALS):
+        assert Vocabulary.from_json(vocabulary.as_json(), "there").words == vocabulary.words
     for sentence in sentences:
         ids = vocabulary.encode(sentence)
         assert (ids[0], ids[-1]) == (START, END) and PAD not in ids
@@ -86,6 +87,8 @@ def test_a_vocabulary_is_the_words_by_count_and_alphabet(sentences: list[str], l
         {"schema": "hvdtrain.vocabulary/1", "words": "abc"},
         {"schema": "hvdtrain.vocabulary/1", "words": [*SPECIALS, 5]},
         {"schema": "hvdtrain.vocabulary/1", "words": ["a", *SPECIALS]},
+        {"schema": "hvdtrain.vocabulary/1", "words": [*SPECIALS]},
+        {"schema": "hvdtrain.vocabulary/1", "words": [*SPECIALS, "\x1b[2J"]},
         {"schema": "hvdtrain.vocabulary/1", "words": [*SPECIALS, "a", "a"]},
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import json
 import subprocess
@@ -232,6 +233,8 @@ BAD: dict[str, tuple[Callable[[Path, Told], Path], Callable[[bytes], bytes], str
                    "captions.json:annotations[10]", "no image has the id 7"),
     "null": (coco, swap('"caption": "The \\"temple 3\\", seen from afar"', '"caption": null'),
              "captions.json:annotations[10]", "without words"),
+    "not text": (coco, swap('"caption": "The \\"temple 3\\", seen from afar"', '"caption": ["a", "b"]'),
+                 "captions.json:annotations[10]", "without words"),
     "sentence": (karpathy, swap('The \\"temple 3\\", seen from afar', "-"),
                  "dataset_flickr8k.json:images[3].sentences[1]", "without words"),
 }  # fmt: skip
@@ -408,7 +411,29 @@ def test_a_damaged_folder_is_an_error(tmp_path: Path) -> None:
             assert path.read_bytes() != data
         fails(lambda: load(str(tmp_path / "out")), BAD_DATA, words)
         path.write_bytes(data)
+    for name, change, words in (
+        ("captions.json", lambda document: document["images"][0].update(captions="abc"), "is damaged ('abc'"),
+        ("captions.json", lambda document: document["images"][0].update(captions=[1]), "is damaged ([1]"),
+        ("captions.json", lambda document: document["images"][0].update(captions=[]), "an image without a caption"),
+        ("captions.json", lambda document: document["images"][0].update(captions=["\x1b[2J"]), r"\x1b[2J"),
+        ("vocabulary.json", lambda document: document.update(words=document["words"][:4]), "contains no words"),
+    ):
+        rejects_document(tmp_path / "out", name, change, words)
     assert len(load(f"flickr8k:{tmp_path / 'out'}").train) == 24, "already prepared"
+
+
+def rejects_document(folder: Path, name: str, change: Callable[[Any], object], words: str) -> None:
+    """A changed document whose digest matches the index is an error, too."""
+    before = {path.name: path.read_bytes() for path in folder.glob("*.json")}
+    document = json.loads(before[name])
+    change(document)
+    (folder / name).write_text(json.dumps(document))
+    index = json.loads(before["index.json"])
+    index["files"][name]["sha256"] = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+    (folder / "index.json").write_text(json.dumps(index))
+    fails(lambda: load(str(folder)), BAD_DATA, words)
+    for file, content in before.items():
+        (folder / file).write_bytes(content)
 
 
 def test_ranks_that_start_together_prepare_once(tmp_path: Path) -> None:

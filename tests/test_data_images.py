@@ -282,6 +282,9 @@ def test_unsuitable_trees_are_errors(tmp_path: Path) -> None:
     fails(lambda: prepare(config(tmp_path, on_bad_sample="skip")), BAD_DATA, "hollow contains no usable image")
     (source / "hollow" / "bad.png").unlink()
     (source / "hollow").rmdir()
+    (source / "a\x1b[2J").mkdir()
+    fails(lambda: prepare(config(tmp_path)), BAD_DATA, r"'a\x1b[2J' has a control character")
+    (source / "a\x1b[2J").rmdir()
     (source / "linked").symlink_to("/usr")
     tree(tmp_path / "more", classes=1)
     (tmp_path / "more" / "class0").rename(source / "second")
@@ -474,6 +477,13 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         "its counts",
     ),
     "other classes": (lambda folder: change_index(folder, lambda i: i["classes"].pop()), "its counts"),
+    "text as classes": (lambda folder: change_index(folder, lambda i: i.update(classes="abc")), "'abc'"),
+    "numbers as classes": (lambda folder: change_index(folder, lambda i: i.update(classes=[1, 2, 3])), "[1, 2, 3]"),
+    "a class twice": (
+        lambda folder: change_index(folder, lambda i: i.update(classes=["a", "b", "a"])),
+        "a class twice",
+    ),
+    "escapes": (lambda folder: change_index(folder, lambda i: i.update(classes=["a", "b", "\x1b[2J"])), r"\x1b[2J"),
     "other size": (lambda folder: change_index(folder, lambda i: i.update(width=10)), "samples.npy contains"),
     "other dtype": (lambda folder: change_index(folder, lambda i: i.update(dtype="float32")), "samples.npy contains"),
     "no dtype": (lambda folder: change_index(folder, lambda i: i.update(dtype="int16")), "dtype 'int16'"),

@@ -183,6 +183,18 @@ def test_the_first_screen_answers_by_bandwidth(page: Page, race: Path) -> None:
     assert "with plain Horovod two hosts and four hosts do not get there; with local-sgd" in failed
 
 
+def test_runs_on_one_machine_are_compared_by_their_ranks(tmp_path: Path) -> None:
+    """As the first sweep, launch/sweeps/quick.toml, makes them."""
+    for ranks, train_s in ((1, 10.0), (2, 6.0)):
+        for seed in range(3):
+            asked = {"ranks_per_host": ranks, "rank_batch": 64 // ranks, "seed": seed}
+            runs.make(tmp_path / f"{ranks}-{seed}", train_s=train_s * (1 + 0.01 * seed), **asked)
+    text = Page(report.page(load([tmp_path]))).text()
+    assert "Training time for the same epochs Two ranks are 1.7 times as fast as one with plain Horovod" in text
+    assert "Figure 1. Training time against ranks." in text and "Table 1. Scaling over ranks" in text
+    assert "Nothing to compare with" not in text
+
+
 @pytest.mark.parametrize(
     ("speedup", "said"),
     [

@@ -274,6 +274,10 @@ def test_compare_ends_with_1_when_worse(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["compare", b, a]) == 0
     with failing(65, "nothing to compare"):
         main(["compare", a, c])
+    (tmp_path / "empty").mkdir()
+    for command in (["compare", a, str(tmp_path / "empty")], ["compare", a, b, "--where", "hosts>7"]):
+        with failing(65, "no runs? in "):
+            main(command)
 
 
 def test_compare_knows_which_way_each_figure_is_better(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -335,7 +335,9 @@ def test_a_pipeline_learns_what_one_process_learns(how: Order, stages: int, size
         assert (seen is None) == (stage < stages - 1)
     np.testing.assert_allclose(told[-1][1], [loss, len(x)], rtol=1e-5)
     sent = [(stage > 0) + (stage < stages - 1) for stage in range(stages)]
-    assert all(bool(pipe.take_sent_bytes()) == bool(neighbours_) for pipe, neighbours_ in zip(pipes, sent, strict=True))
+    assert all(
+        bool(pipe.take_sent_bytes()[0]) == bool(neighbours_) for pipe, neighbours_ in zip(pipes, sent, strict=True)
+    )
 
 
 def test_a_steps_bytes_and_waiting_are_its_own() -> None:
@@ -349,7 +351,7 @@ def test_a_steps_bytes_and_waiting_are_its_own() -> None:
         for late_s in (0.5, 0.0):
             time.sleep(late_s * (stage == 0))
             pipe.train(part, batch, stop=False)
-            told.append((pipe.take_sent_bytes(), pipe.waited_s))
+            told.append((pipe.take_sent_bytes()[0], pipe.waited_s))
             pipe.see(part, batch, training=False)
         return told
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ import keras
 import numpy as np
 import pytest
 import safetensors.numpy
+import safetensors.torch
 import torch
 from conftest import failing
 from test_vgg16 import distance, smooth_images
@@ -82,10 +84,15 @@ def test_a_file_that_is_cut_off_or_foreign_is_refused(tmp_path: Path) -> None:
     about = {"schema": "hvdtrain.vgg16/1", "preprocessing": "caffe", "digest": "0" * 64}
     safetensors.numpy.save_file({"x": np.zeros(3, np.float32)}, cut, about)
     cut.write_bytes(cut.read_bytes()[:-4])
+    safetensors.torch.save_file({"x": torch.zeros(3, dtype=torch.bfloat16)}, tmp_path / "bf16", about)
+    listed = json.dumps({"__metadata__": about | {"preprocessing": ["caffe"]}}).encode()
+    (tmp_path / "listed").write_bytes(len(listed).to_bytes(8, "little") + listed)
     (tmp_path / "text").write_text("no weights at all")
     for path, words in [
         (foreign, "was not made by this version"),
         (tmp_path / "text", "was not made by this version"),
+        (tmp_path / "listed", "was not made by this version"),
+        (tmp_path / "bf16", "is damaged"),
         (tmp_path / "absent", "No such file"),
         (tmp_path, "a folder, not a plain file"),
         (cut, "is damaged"),

@@ -38,7 +38,7 @@ from hvdtrain.captions.prepared import FILES, SCHEMA
 from hvdtrain.captions.sources import Source
 from hvdtrain.captions.vocabulary import Vocabulary
 from hvdtrain.config.constraints import bounded, problem
-from hvdtrain.config.options import flag
+from hvdtrain.config.parser import flag
 from hvdtrain.data import stratify
 from hvdtrain.data.images import ImagesConfig, check_destination, drop_bad_rows, make, named, seal, write_json
 from hvdtrain.data.pixels import Bad

@@ -9,7 +9,7 @@ from typing import Any
 
 from hvdtrain.captions.dataset import CaptionDataset, assemble
 from hvdtrain.captions.vocabulary import Vocabulary
-from hvdtrain.data.prepared import AGAIN, PARTS, open_array, opening, whole_numbers
+from hvdtrain.data.prepared import AGAIN, PARTS, open_array, opening, texts, whole_numbers
 from hvdtrain.system import files
 from hvdtrain.system.exits import BAD_DATA, Failure
 
@@ -31,12 +31,20 @@ def open_captions(folder: str | Path, *, verify: bool = False) -> CaptionDataset
         images = open_array(folder / "images.npy", stated["images.npy"], shape, "uint8", verify=verify)
         documents = _document(folder / "captions.json", stated)["images"]
         vocabulary = Vocabulary.from_json(_document(folder / "vocabulary.json", stated), folder / "vocabulary.json")
-        names = [str(image["name"]) for image in documents]
-        references = [tuple(map(str, image["captions"])) for image in documents]
+        try:
+            names = texts([image["name"] for image in documents])
+            references = [texts(image["captions"]) for image in documents]
+            if not all(references):
+                raise ValueError("an image without a caption")
+        except (KeyError, TypeError, ValueError) as error:
+            message = f"{folder / 'captions.json'} is damaged ({error})"
+            raise Failure(f"{message}; hint: prepare it again", BAD_DATA) from None
         digests = {name: stated[name]["sha256"] for name in FILES}
     if not len(names) == len(images) == sum(counts) or len(counts) != len(PARTS):
         message = f"{folder / 'index.json'}: its counts do not match captions.json"
         raise Failure(f"{message}; hint: prepare it again", BAD_DATA)
+    if not counts[0]:
+        raise Failure(f"{folder}: no training images; hint: prepare it again with another --split", BAD_DATA)
     return assemble(
         name=folder.name,
         vocabulary=vocabulary,

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.captions.vocabulary import clean
+from hvdtrain.data.prepared import CONTROL
 from hvdtrain.data.tree import walk
 from hvdtrain.system import files
 from hvdtrain.system.exits import BAD_DATA, IO_ERROR, NO_PERMISSION, Failure
@@ -98,7 +99,7 @@ class _Reader:
             self.files.setdefault(Path(path).name, []).append(path)
             if path.lower().endswith(IMAGES):
                 self.digest.update(os.fsencode(f"{path}\0{status.st_size}\0{status.st_mtime_ns}\0"))
-                if reason:
+                if reason := reason or ("a control character in its name" if CONTROL.search(path) else ""):
                     self.refused[path] = reason
         cut = self._captions()
         source = self.source
@@ -255,15 +256,13 @@ class _Reader:
                 owners = f"{many} images have" if many else "no image has"
                 self.source.problems[where] = f"{owners} the id {annotation['image_id']!r}"
                 continue
-            text = str(annotation["caption"] or "")
-            yield Line(where=where, image=_name(image), text=text, part=image.get("split"))
+            yield Line(where=where, image=_name(image), text=_text(annotation["caption"]), part=image.get("split"))
 
     def _sentences(self, images: list[dict[str, Any]]) -> Iterator[Line]:
         for number, image in enumerate(images):
             for place, sentence in enumerate(image["sentences"]):
                 where = f"{self.source.file}:images[{number}].sentences[{place}]"
-                text = str(sentence["raw"] or "")
-                yield Line(where=where, image=_name(image), text=text, part=image.get("split"))
+                yield Line(where=where, image=_name(image), text=_text(sentence["raw"]), part=image.get("split"))
 
     def _official(self) -> dict[str, int] | None:
         """The split by the three official lists."""
@@ -285,6 +284,11 @@ class _Reader:
                 else:
                     cut[image], first[image] = part, where
         return cut
+
+
+def _text(value: Any) -> str:
+    """The caption in a document; '' for a value that is not text, which is then reported as a caption without words."""
+    return value if isinstance(value, str) else ""
 
 
 def _name(image: dict[str, Any]) -> str:

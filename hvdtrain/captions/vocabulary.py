@@ -59,12 +59,14 @@ class Vocabulary:
     def from_json(cls, document: Any, path: object) -> Self:
         """The inverse of `as_json`. Raises Failure (BAD_DATA), naming `path`, for any other document."""
         words = document.get("words") if isinstance(document, dict) and document.get("schema") == SCHEMA else None
-        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        if not isinstance(words, list) or not all(isinstance(word, str) and word.isprintable() for word in words):
             raise Failure(f"{path} is not a vocabulary of schema {SCHEMA}; hint: copy or prepare it again", BAD_DATA)
         if tuple(words[: len(SPECIALS)]) != SPECIALS or len(set(words)) < len(words):
             raise Failure(
                 f"{path} is damaged: it must begin with {', '.join(SPECIALS)} and list each word once", BAD_DATA
             )
+        if len(words) == len(SPECIALS):
+            raise Failure(f"{path} contains no words; hint: prepare it again with a smaller --min-count", BAD_DATA)
         return cls(words[len(SPECIALS) :])
 
     def as_json(self) -> dict[str, Any]:

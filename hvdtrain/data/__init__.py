@@ -27,6 +27,8 @@ from hvdtrain.system.exits import BAD_CONFIG, BAD_DATA, Failure
 
 SHIPPED = Path(__file__).parent / "files"
 """Folder with the data sets that come with hvdtrain"""
+MAX_PIXELS = 89_478_485
+"""Limit for an image: Pillow's own for decompression bombs, 256 MiB of RGB"""
 SPLIT_SEED = 0
 """Seed of the splits of data sets without a split. It is not the run's seed, so accuracies of runs are comparable."""
 

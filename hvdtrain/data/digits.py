@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from hvdtrain.data import SHIPPED, Dataset, cut, drawn_lots, stratify
+from hvdtrain.system.exits import BAD_CONFIG, Failure
 
 DEFAULT_SIZE = (32, 32)
 SHARES = (Fraction(80, 100), Fraction(7, 100), Fraction(13, 100))  # 2 % for validation would be only 36 samples
@@ -44,7 +45,10 @@ def load(image_size: tuple[int, int] = DEFAULT_SIZE) -> Dataset:
 
 def _resize(grids: NDArray[np.float32], image_size: tuple[int, int]) -> NDArray[np.float32]:
     width, height = image_size
-    samples = np.empty((len(grids), height, width, 1), np.float32)
+    try:
+        samples = np.empty((len(grids), height, width, 1), np.float32)
+    except MemoryError as error:
+        raise Failure(f"--image-size {width}x{height}: {error}; hint: give a smaller size", BAD_CONFIG) from None
     for sample, grid in zip(samples, grids, strict=True):
         sample[..., 0] = np.asarray(Image.fromarray(grid).resize(image_size, Image.Resampling.BILINEAR))
     return samples

@@ -31,8 +31,8 @@ import errno
 import functools
 import hashlib
 import json
+import math
 import os
-import re
 import shutil
 import sys
 import time
@@ -49,9 +49,9 @@ import PIL
 from numpy.typing import NDArray
 
 from hvdtrain import __version__
-from hvdtrain.config.constraints import bounded, problem
-from hvdtrain.config.options import flag
-from hvdtrain.data import stratify
+from hvdtrain.config.constraints import bounded, counts, problem
+from hvdtrain.config.parser import flag
+from hvdtrain.data import MAX_PIXELS, stratify
 from hvdtrain.data.pixels import Bad, Chunk, convert, npy_header, workers
 from hvdtrain.data.prepared import FILES, INDEX_BYTES, PARTS, SCHEMA, whole_numbers
 from hvdtrain.data.tree import Tree, find
@@ -96,8 +96,8 @@ class ImagesConfig:
     def __post_init__(self) -> None:
         if wrong := problem(self, flag):
             raise Failure(wrong, BAD_CONFIG)
-        if not re.fullmatch(r"0*[1-9]\d*x0*[1-9]\d*", self.size, re.ASCII):
-            message = f"--size {self.size} is not WIDTHxHEIGHT in pixels"
+        if len(sides := counts(self.size, "x")) != 2 or math.prod(sides) > MAX_PIXELS:
+            message = f"--size {self.size} is not WIDTHxHEIGHT with at most {MAX_PIXELS:,} pixels"
             raise Failure(f"{message}; hint: for example --size 197x148", BAD_CONFIG)
         try:
             shares = self.shares
@@ -110,7 +110,7 @@ class ImagesConfig:
     @property
     def row_shape(self) -> tuple[int, int, int]:
         """(height, width, channels) of a prepared image."""
-        width, height = map(int, self.size.split("x"))
+        width, height = counts(self.size, "x")
         return height, width, 1 if self.gray else 3
 
     @property

@@ -18,8 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from hvdtrain.data import MAX_PIXELS
+
 FORMATS = ("JPEG", "PNG", "GIF", "BMP", "TIFF", "WEBP")  # never PostScript, which Pillow passes to Ghostscript
-MAX_PIXELS = 89_478_485  # Pillow's own limit for decompression bombs: 256 MiB of RGB
 
 Bad = dict[int, str]  # row -> reason why its file is unusable
 

@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +29,8 @@ FILES = ("samples.npy", "labels.npy")
 PARTS = ("train", "validation", "test")
 INDEX_BYTES = 64 * files.MIB  # the index lists bad samples
 NOTICE_BYTES = 10**9  # verifying more takes seconds, so it prints a notice
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+"""Control characters, which a terminal would obey"""
 CHUNK_BYTES = 1 << 20  # small enough to be hashed from the processor's cache
 ONE = {"float16": (np.uint16, 0x3C00), "float32": (np.uint32, 0x3F800000)}
 """The bits of 1.0 as an unsigned integer. Floats in 0..1 have no larger bits; negative, infinite and NaN values do."""
@@ -84,11 +87,13 @@ def open_images(folder: str | Path, *, verify: bool = False) -> Dataset:
     folder = Path(folder)
     with opening(folder, "hvdtrain data images", SCHEMA) as index:
         table = np.array([whole_numbers(index["counts"][part]) for part in PARTS], np.int64).T
-        classes, stated = tuple(map(str, index["classes"])), index["files"]
+        classes, stated = texts(index["classes"]), index["files"]
         shape = whole_numbers([index[name] for name in ("samples", "height", "width", "channels")])
         labels = open_array(folder / "labels.npy", stated["labels.npy"], shape[:1], "int64", verify=True)
         samples = open_array(folder / "samples.npy", stated["samples.npy"], shape, index["dtype"], verify=verify)
         digests = {name: stated[name]["sha256"] for name in FILES}
+        if len(set(classes)) < len(classes):
+            raise ValueError("it lists a class twice")
         if len(table) != len(classes) or table.sum() != len(labels):
             raise ValueError("its counts do not match its classes and samples")
     if len(labels) and not 0 <= labels.min() <= labels.max() < len(classes):
@@ -112,6 +117,13 @@ def whole_numbers(values: Any) -> tuple[int, ...]:
     """A list of counts or sizes from a document. Raises ValueError unless it contains only non-negative integers."""
     if not isinstance(values, list) or not all(type(value) is int and 0 <= value < 1 << 48 for value in values):
         raise ValueError(f"{values!r:.80} is not a list of non-negative integers")
+    return tuple(values)
+
+
+def texts(values: Any) -> tuple[str, ...]:
+    """A list of texts from a document. Raises ValueError for anything else, and for control characters."""
+    if not isinstance(values, list) or not all(isinstance(text, str) and not CONTROL.search(text) for text in values):
+        raise ValueError(f"{values!r:.80} is not a list of texts without control characters")
     return tuple(values)
 
 

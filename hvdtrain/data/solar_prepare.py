@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 
 from hvdtrain import __version__
 from hvdtrain.config.constraints import bounded, problem
-from hvdtrain.config.options import flag as as_flag
+from hvdtrain.config.parser import flag as as_flag
 from hvdtrain.data.images import check_destination, making, seal
 from hvdtrain.data.pixels import npy_header
 from hvdtrain.data.solar import SCHEMA, flag

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.data import stratify
+from hvdtrain.data.prepared import CONTROL
 from hvdtrain.system.exits import BAD_DATA, IO_ERROR, NO_PERMISSION, Failure
 
 
@@ -75,6 +76,8 @@ def _classes(root: Path) -> tuple[list[str], dict[str, str]]:
     """Names of the class folders. Links to folders are bad samples, since they could lead anywhere."""
     with os.scandir(root) as entries:
         folders = sorted((e for e in entries if e.is_dir() and not e.name.startswith(".")), key=lambda e: e.name)
+    if wrong := next((e.name for e in folders if CONTROL.search(e.name)), None):
+        raise Failure(f"{root}: the folder {wrong!r} has a control character in its name; hint: rename it", BAD_DATA)
     links = {e.name: "a link to a folder" for e in folders if e.is_symlink()}
     return [e.name for e in folders if not e.is_symlink()], links
 

@@ -37,8 +37,8 @@ class Replica(Factored, Protocol):
         the exchange is waited for outside, None where it cannot be told apart.
         """
 
-    def sent_bytes(self) -> int:
-        """Payload that the last `backward` sent to other stages of the model."""
+    def sent_bytes(self) -> tuple[int, int]:
+        """Payload that the last `backward` sent to other stages of the model: over the network, and inside the host."""
 
     def observe(self, batch: Batch) -> None:
         """Forward as in training: running statistics see the batch, and nothing else is learnt."""

@@ -280,8 +280,8 @@ class TensorFlowReplica:
     def waited_s(self) -> float | None:
         return None if self._in_backward else 0.0
 
-    def sent_bytes(self) -> int:
-        return 0
+    def sent_bytes(self) -> tuple[int, int]:
+        return 0, 0
 
     def observe(self, batch: Batch) -> None:
         self._forward(batch, training=True)

@@ -53,17 +53,17 @@ class ResNetSpec:
         for name in ("channels", "classes"):
             if (value := getattr(self, name)) < 1:
                 raise Failure(f"model: {name} is {value}, but must be at least 1", BAD_CONFIG)
-        if not 1 / STEM_CHANNELS <= self.width < math.inf:
-            raise Failure(
-                f"model: width is {self.width}; hint: at least {1 / STEM_CHANNELS:g} (one channel); 1.0 is ResNet-34",
-                BAD_CONFIG,
-            )
+        if not 1 / STEM_CHANNELS <= self.width <= MOST_WIDTH:
+            limits = f"from {1 / STEM_CHANNELS:g} (one channel) to {MOST_WIDTH}"
+            raise Failure(f"model: width is {self.width}; hint: give a value {limits}; 1.0 is ResNet-34", BAD_CONFIG)
 
 
 # --- the layer plan ---------------------------------------------------------------------------------------------------
 
 
 STEM_CHANNELS = 64
+MOST_WIDTH = 64
+"""Gives 87 billion parameters"""
 STAGES = {"layer1": (64, 3, 1), "layer2": (128, 4, 2), "layer3": (256, 6, 2), "layer4": (512, 3, 2)}
 """Rows of the paper's table: output channels at width 1, number of blocks, stride of the first one."""
 

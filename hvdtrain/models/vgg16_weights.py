@@ -122,13 +122,7 @@ def _read(path: Path) -> dict[str, NDArray[Any]]:
         if head.startswith(b"PK") and any(name.endswith(".npy") for name in zipfile.ZipFile(path).namelist()):
             return _npz(path)
         if head[8:9] == b"{":
-            from safetensors import SafetensorError
-            from safetensors.numpy import load_file
-
-            try:
-                return load_file(path)
-            except (SafetensorError, TypeError, KeyError) as error:  # KeyError: a type that NumPy does not have
-                raise ValueError(error) from None
+            return _safetensors(path)
     except (ValueError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError) as error:
         raise Failure(f"{path} is damaged ({error}); hint: download it again", BAD_DATA) from None
     if not head.startswith((b"PK", b"\x80")):  # torch.save writes a zip of tensors, or a plain pickle for torchvision
@@ -139,6 +133,17 @@ def _read(path: Path) -> dict[str, NDArray[Any]]:
         hint = "`pip install torch`, or give npz or safetensors"
         raise Failure(f"{path} is a file of torch.save, which needs PyTorch; hint: {hint}", BAD_DATA) from None
     return read_state_dict(path)
+
+
+def _safetensors(path: Path) -> Arrays:
+    """The arrays of a safetensors file. Raises ValueError, also for types that NumPy does not have (BF16)."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    try:
+        return load_file(path)
+    except (SafetensorError, TypeError, KeyError) as error:
+        raise ValueError(error) from None
 
 
 def _npz(path: Path) -> dict[str, NDArray[Any]]:
@@ -257,9 +262,11 @@ def read_head(path: str | Path) -> dict[str, str]:
         raise files.refused(path, error, BAD_DATA, hint) from None
     except (ValueError, KeyError, TypeError):
         about = {}
-    if not isinstance(about, dict) or about.get("schema") != SCHEMA or about.get("preprocessing") not in PREPROCESSING:
+    if not isinstance(about, dict) or not all(isinstance(value, str) for value in about.values()):
+        about = {}
+    if about.get("schema") != SCHEMA or about.get("preprocessing") not in PREPROCESSING:
         raise Failure(f"{path} was not made by this version of `hvdtrain data vgg16`; hint: {hint}", BAD_DATA)
-    return {str(name): str(value) for name, value in about.items()}
+    return about
 
 
 def open_weights(path: str | Path) -> tuple[Arrays, str, str]:
@@ -267,16 +274,13 @@ def open_weights(path: str | Path) -> tuple[Arrays, str, str]:
 
     Raises Failure (BAD_DATA) for a missing, foreign or damaged file.
     """
-    from safetensors import SafetensorError
-    from safetensors.numpy import load_file
-
     about = read_head(path)
     preprocessing = about["preprocessing"]
     try:
-        arrays: Arrays = load_file(path)
-    except (OSError, SafetensorError) as error:
+        arrays = _safetensors(Path(path))
+        digest = _digest(arrays, preprocessing)
+    except (OSError, ValueError) as error:
         raise Failure(f"{path} is damaged ({error}); hint: import or copy it again", BAD_DATA) from None
-    digest = _digest(arrays, preprocessing)
     if digest != about.get("digest"):
         message = f"{path} is damaged (its digest differs from its metadata)"
         raise Failure(f"{message}; hint: import or copy it again", BAD_DATA)
@@ -284,7 +288,7 @@ def open_weights(path: str | Path) -> tuple[Arrays, str, str]:
 
 
 def _digest(arrays: Arrays, preprocessing: str) -> str:
-    """SHA-256 of everything that features depend on."""
+    """SHA-256 of everything that features depend on. Raises ValueError for BF16, which some packages add to NumPy."""
     sha256 = hashlib.sha256(f"{SCHEMA} {preprocessing}".encode())
     for name in sorted(arrays):
         array = arrays[name]

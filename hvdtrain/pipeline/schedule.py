@@ -109,7 +109,7 @@ class Parted:
     def waited_s(self) -> float | None:
         return self._pipe.waited_s
 
-    def sent_bytes(self) -> int:
+    def sent_bytes(self) -> tuple[int, int]:
         return self._pipe.take_sent_bytes()
 
 
@@ -140,15 +140,16 @@ class Pipe:
         """Whether micro-batches go forward anew; not where only one is held, which would save nothing"""
         self.waited_s = 0.0
         """That this rank waited for its neighbours in the last step"""
-        self._sent_bytes = 0
+        self._sent_bytes = 0, 0
 
-    def take_sent_bytes(self) -> int:
-        """Payload given to the neighbours since it was asked last, or a step began."""
-        before, self._sent_bytes = (
-            self._sent_bytes,
-            sum(each.sent_bytes for each in (self._before, self._after) if each),
+    def take_sent_bytes(self) -> tuple[int, int]:
+        """Payload given to neighbours on other hosts and on this one, since it was asked last, or a step began."""
+        neighbours, (network, local) = [each for each in (self._before, self._after) if each], self._sent_bytes
+        self._sent_bytes = (
+            sum(each.sent_bytes for each in neighbours),
+            sum(each.local_sent_bytes for each in neighbours),
         )
-        return self._sent_bytes - before
+        return self._sent_bytes[0] - network, self._sent_bytes[1] - local
 
     def train(self, part: Part, batch: Batch, stop: bool) -> np.ndarray:
         """Forward and backward of a step's micro-batches; its totals, float32 (metric.size + 1,): losses, the

@@ -1,10 +1,12 @@
-"""The record types, with the meaning and the unit of every field."""
+"""The record types, with the meaning and the unit of every field. All of them hide the secrets of command lines."""
 
 from __future__ import annotations
 
 import dataclasses
 from datetime import UTC, datetime
 from typing import Any, ClassVar, get_args
+
+from hvdtrain.system.redaction import without_secret_values, without_secrets
 
 SCHEMA = "hvdtrain/2"
 READ = ("hvdtrain/1", SCHEMA)
@@ -49,6 +51,11 @@ class Manifest:
     versions: dict[str, str | None]
     git_commit: str | None
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "argv", without_secrets(self.argv))
+        if isinstance(rest := self.config.get("arguments"), list):  # of a script
+            object.__setattr__(self, "config", self.config | {"arguments": without_secrets(rest)})
+
     @property
     def hosts(self) -> list[str]:
         """The names of the hosts that ranks ran on, each once, in the order of their first ranks."""
@@ -77,13 +84,15 @@ class Step:
     communication_s: float | None
     """Waiting for the exchange after backward; null where the framework runs both in one graph, or waits on a GPU"""
     bytes_sent: int
-    """Payload this rank gave to the exchange's algorithm (without headers), inside its host and beyond"""
+    """Payload this rank gave to the network (without headers); see `Summary.bytes_sent_source`"""
     warmup: bool
     """One of the first steps since the start of the process, or one that the profiler distorts: left out of rates"""
     staleness: float | None = None
     """Updates by other ranks between the pull and the push of this one: mean over parameter servers, and the largest;
     null with strategies without servers"""
     staleness_max: int | None = None
+    local_bytes_sent: int | None = None
+    """Payload this rank gave to other ranks of its host while the step lasted; null where bytes_sent is computed"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -170,7 +179,7 @@ class Summary:
     data_share: float | None
     """Share of the training time that rank 0 waited for data, warm-up steps left out"""
     bytes_sent: int
-    """By rank 0, over the whole run"""
+    """By rank 0 to the network, over the whole run"""
     first_step_s: float | None
     """From the start of the process to the end of its first step (rank 0); null if it made none"""
     peak_rss_bytes: int
@@ -191,6 +200,11 @@ class Summary:
     began_unix_s: float | None = None
     """When the loop began in this process, and when the test evaluation was over, by rank 0's clock"""
     ended_unix_s: float | None = None
+    bytes_sent_source: str | None = None
+    """counted: payload given to other hosts. computed: what a ring of all ranks sends, because neither Horovod nor the
+    frameworks' own exchange counts. null of older versions, whose bytes_sent has bytes inside the host too"""
+    local_bytes_sent: int | None = None
+    """By rank 0 to other ranks of its host, over the whole run; null if bytes_sent is computed"""
     test_sums: dict[str, Any] = dataclasses.field(default_factory=dict)
     """What the test scores are made of, by name: a confusion matrix, say, as lists. Empty of a script"""
 
@@ -268,6 +282,10 @@ class Point:
     """The worst link's goodput against what that rate allows, as verified before the run; null: not verified"""
     marked: str | None
     """Why the figures of this run are not to be trusted; null: nothing known against them"""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "settings", without_secret_values(self.settings))
+        object.__setattr__(self, "command", without_secrets(self.command))
 
 
 Record = Manifest | Step | Epoch | Saved | Resumed | Summary | Sensors | Sample | Point

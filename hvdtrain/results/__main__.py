@@ -96,7 +96,7 @@ def parser() -> Parser:
     chosen.add_argument("--best", action="store_true", help=words)
     add("inference", "what a training step and inference take on each device, and from which size on which is faster")
     grouped(add("phases", "where the time goes"))
-    compare = add("compare", "whether B is worse than A (then the exit code is 1)", roots=False)
+    compare = add("compare", "whether B is worse than A (exit code 1; 65: nothing to compare)", roots=False)
     compare.add_argument("a", type=Path, metavar="A", help="a run's folder, or a folder of runs, or a run's name")
     compare.add_argument("b", type=Path, metavar="B")
     compare.add_argument("--threshold", type=fraction, default=0.05, help="smallest change that counts (default: 5%%)")
@@ -242,11 +242,11 @@ def nothing(loaded: Loaded, where: str | None) -> Failure:
     """Why there is nothing to show, and what to do about it."""
     roots = ", ".join(map(str, loaded.roots))
     if where is not None and loaded.where:
-        return Failure(f"no run in {roots} fits --where {where!r}; see `hvdtrain results list {roots}`", exits.FAILED)
+        return Failure(f"no run in {roots} fits --where {where!r}; see `hvdtrain results list {roots}`", exits.BAD_DATA)
     return Failure(
         f"no runs in {roots}: start one with `python -m hvdtrain.resnet --epochs 1`, or many with `hvdtrain sweep "
         "launch/sweeps/quick.toml`, or name the folder that holds some",
-        exits.FAILED,
+        exits.BAD_DATA,
     )
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from hvdtrain import strategies
-
 
 @dataclasses.dataclass(frozen=True)
 class Column:
@@ -73,7 +71,9 @@ RUNS: dict[str, Column] = {
     "compute_s": _number("forward, backward, update, per step (with the exchange that backward hides)", "s"),
     "communication_s": _number("waiting for the exchange after backward, per step; null: not told apart", "s"),
     "communication_share": _number("communication_s / step_s"),
-    "bytes_per_step": _number("what rank 0 gave to the exchange per step", "B"),
+    "bytes_per_step": _number(
+        "what rank 0 gave to the network per step; of allreduce and native what a ring sends", "B"
+    ),
     "wire_bytes_per_step": _number("busiest NIC, sent or received, per step, headers and all other traffic too", "B"),
     "limit_bytes_per_step": _number("2 (h - 1) / h x payload: the least an allreduce of fp32 over h hosts sends", "B"),
     "limit_s_per_step": _number("the time of limit_bytes_per_step at 0.936 of the rate", "s"),
@@ -118,7 +118,6 @@ NOT_SETTINGS = frozenset(
     {
         *("framework", "strategy", "epochs", "batch_size", "global_batch_size", "device", "seed", "data"),
         *("threads", "precision"),
-        *strategies.FLAT,
         *("run_dir", "resume", "json", "dry_run", "debug", "monitor", "monitor_ms", "monitor_idle_s"),
         *("profile", "horovod_timeline", "tensorboard", "checkpoint_epochs", "checkpoint_steps", "keep_checkpoints"),
         *("check_replicas", "verify_data", "inference"),

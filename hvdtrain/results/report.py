@@ -29,10 +29,11 @@ from hvdtrain.results import tables as plain
 from hvdtrain.results.columns import Column
 from hvdtrain.results.load import Loaded
 from hvdtrain.results.report_page import text
+from hvdtrain.results.scaling import what_varies
 from hvdtrain.results.table import Table
 from hvdtrain.system.exits import Failure
 
-TITLE = "How training scales over the network"
+TITLE = "How training scales"
 
 # Kind of plots.KINDS, in the order of the page -> heading and how to read it.
 CAPTIONS = {
@@ -103,7 +104,7 @@ def tables(loaded: Loaded, target: float = 0.95) -> list[Table]:
     """The tables of the page, in its order; the strategies only if some run over several hosts got to the target."""
     race = strategies_table.strategies(loaded, target)
     made = [race] if report_words.reached(race) else []
-    made += [*scaling_table.scaling(loaded, "hosts"), plain.overview(loaded), accuracy.accuracy(loaded, target)]
+    made += [*scaling_table.scaling(loaded), plain.overview(loaded), accuracy.accuracy(loaded, target)]
     return [*made, *energy.energy(loaded), plain.phases(loaded)]
 
 
@@ -112,7 +113,8 @@ def page(loaded: Loaded, target: float = 0.95) -> str:
     numbered = iter(range(1, 1000))
     shown = [one for one in tables(loaded, target) if one.rows] if not groups.usable(loaded.runs).empty else []
     main = "strategies" if shown and shown[0].name == "strategies" else "time"
-    drawn, lacking = figures(loaded, plots.Options(target=target), main)
+    count = what_varies(groups.by(groups.usable(loaded.runs)))
+    drawn, lacking = figures(loaded, plots.Options(target=target, count=count), main)
     first = first_screen(shown, drawn.pop(main, ""), numbered, scores.goal(loaded.runs, target)) if shown else ""
     sections = [("What else the runs say", findings(loaded))]
     not_shown = f"<h3>Not shown</h3>\n{report_page.bullets(lacking, 'findings')}" if lacking else ""
@@ -163,6 +165,8 @@ def figures(loaded: Loaded, options: plots.Options, main: str) -> tuple[dict[str
     lacking: list[tuple[str, str]] = []
     for kind in sorted(CAPTIONS, key=lambda kind: kind != main):
         heading, caption = CAPTIONS[kind]
+        if kind in ("time", "speedup", "efficiency"):
+            heading, caption = (words.replace("hosts", options.count) for words in (heading, caption))
         try:
             figure = plots.draw(kind, loaded, dataclasses.replace(options, columns=1 if kind == main else 2))
         except Failure as failure:

@@ -59,38 +59,40 @@ def answers(table: Table) -> list[str]:
     if table.name == "strategies":
         return [answer(title, rows) or f"{title}: {table.readings[title]}" for title, rows in table.sections()]
     several = len({row["framework"] for row in table.rows}) > 1
+    count = next(column.label for column in table.columns if column.key == "count")
     found: dict[str, list[dict[str, Any]]] = {}
     for _, (base, *rows) in table.sections():
         for row in (row for row in rows if base["count"] == 1 and row["count"] != 1):
             at = rate_words(row["rate_mbit"]) + (f", {row['framework']}" if several else "")
+            at = "" if count == "ranks" and row["rate_mbit"] is None and not several else at
             found.setdefault(at, []).append(row | {"hosts": row["count"], "train_to_target_s": row["train_s"]})
     alone = [f"{title}: {said}" for title, said in table.readings.items()]
     told = [(at, row["strategy"], row["hosts"]) for at, rows in found.items() for row in rows]
     if len(set(told)) < len(told):  # several settings of one name, which the sections' own words tell apart
         return alone
-    return [said for title, rows in found.items() if (said := answer(title, rows))] or alone
+    return [said for title, rows in found.items() if (said := answer(title, rows, count))] or alone
 
 
-def answer(title: str, rows: Sequence[dict[str, Any]]) -> str:
+def answer(title: str, rows: Sequence[dict[str, Any]], count: str = "hosts") -> str:
     """`At 10 Mbit/s two hosts need 43 times as long as one with plain Horovod; with X four are 1.7 times as fast.`
 
-    Empty where nothing is compared with one host.
+    Empty if nothing is compared with one host, or with one rank.
     """
     several = sorted((row for row in rows if row["hosts"] and row["hosts"] > 1), key=lambda row: float(row["hosts"]))
     soonest = {row["hosts"]: row for row in sorted(several, key=soonness, reverse=True) if plainly(row)}
     plain = [row for row in several if soonest.get(row["hosts"]) is row]
     compared = [row for row in several if row["speedup"] is not None]
-    clauses = [f"{hosts(row)} {verdict(row)}" for row in plain if row in compared]
+    clauses = [f"{size(row, count)} {verdict(row)}" for row in plain if row in compared]
     if clauses:
         clauses[0] += f" as one with plain Horovod ({PLAIN})"
         clauses = [", ".join(clauses)]
-    if failed := [hosts(row) for row in plain if row["train_to_target_s"] is None]:
+    if failed := [size(row, count) for row in plain if row["train_to_target_s"] is None]:
         clauses.append(f"with plain Horovod {' and '.join(failed)} do not get there")
     if others := [row for row in compared if not plainly(row)]:
         best = max(others, key=lambda row: float(row["speedup"].mean))
-        clauses.append(f"with {best['strategy']} {hosts(best)} {verdict(best)}" + ("" if clauses else " as one"))
+        clauses.append(f"with {best['strategy']} {size(best, count)} {verdict(best)}" + ("" if clauses else " as one"))
     at = title.capitalize() if title.startswith("no ") else f"At {title}"
-    return f"{at} {'; '.join(clauses)}." if clauses else ""
+    return sentence([f"{at} {clauses[0]}" if title else clauses[0], *clauses[1:]]) if clauses else ""
 
 
 def plainly(row: dict[str, Any]) -> bool:
@@ -98,9 +100,9 @@ def plainly(row: dict[str, Any]) -> bool:
     return str(row["strategy"]).partition(" (")[0] == PLAIN
 
 
-def hosts(row: dict[str, Any]) -> str:
+def size(row: dict[str, Any], count: str) -> str:
     number_ = int(row["hosts"])
-    return f"{NUMBERS[number_] if number_ < len(NUMBERS) else number_} hosts"
+    return f"{NUMBERS[number_] if number_ < len(NUMBERS) else number_} {count}"
 
 
 def verdict(row: dict[str, Any]) -> str:

@@ -128,7 +128,7 @@ def exchange(config: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, A
     allreduce sends: as the manifest tells, or of an earlier version's as its strategy is today. None: nobody knows."""
     if _text(config.get("strategy")) is None:
         return dict.fromkeys(("strategy", "beside", "exact"))
-    name = strategies.translated(config)
+    name = strategies.canonical(str(config["strategy"]))
     if not facts:
         with contextlib.suppress(Failure):
             facts = strategies.parse(name).facts(in_parts=False)

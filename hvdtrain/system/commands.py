@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NoReturn
 
@@ -36,9 +35,6 @@ PACKAGES = {
 
 SEARCHED = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 """Where root looks for programs while it acts for a user"""
-
-SECRETS = ("*SECRET*", "*TOKEN*", "*PASS*", "*PRIVATE*", "*CREDENTIAL*", "*API_KEY*", "*ACCESS_KEY*", "*_JWT")
-"""Variables whose values are nobody else's to read, in small letters or large"""
 
 PATIENCE_S = 60
 _DENIED = ("operation not permitted", "permission denied")
@@ -124,11 +120,6 @@ def rights_of_caller() -> Iterator[None]:
         os.seteuid(0)
         os.setegid(group)
         os.setgroups(groups)
-
-
-def is_secret(variable: str) -> bool:
-    """Whether a variable of that name is likely to hold a secret."""
-    return any(fnmatchcase(variable.upper(), pattern) for pattern in SECRETS)
 
 
 def need_root(purpose: str) -> None:

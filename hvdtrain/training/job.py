@@ -19,7 +19,7 @@ from typing import Any, TypeVar, cast
 from hvdtrain import records, strategies
 from hvdtrain.comm import world
 from hvdtrain.comm.backends.base import Alone
-from hvdtrain.config import options as configuration
+from hvdtrain.config import batch_plan, parser
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.data.loader import Loader
 from hvdtrain.frameworks import Replica, in_vector, resolve
@@ -47,8 +47,8 @@ def begin(cls: type[C], name: str, purpose: str, argv: Sequence[str] | None = No
     that are not accepted.
     """
     config, place = resume.parse(cls, name, purpose, argv), world.place()
-    for told in configuration.misspelt(cls) if place.rank == 0 else ():
-        print(f"hvdtrain: nothing reads {told}", file=sys.stderr)
+    for name in parser.misspelled_variables(cls) if place.rank == 0 else ():
+        print(f"hvdtrain: warning: unknown variable {name}", file=sys.stderr)
     return dataclasses.replace(config, framework=resolve(config.framework)), place
 
 
@@ -107,10 +107,10 @@ class Workload:
             size=replicas,
             seed=config.seed,
             shares=shares,
-            micro_batches=configuration.micro_batches(config),
+            micro_batches=batch_plan.micro_batches(config),
             epoch_samples=config.epoch_samples,
         )
-        plan = configuration.batch_plan(config, replicas, batch, loader.steps_per_epoch, shares)
+        plan = batch_plan.batch_plan(config, replicas, batch, loader.steps_per_epoch, shares)
         observers.check(config, plan.steps, place)
         if config.goal:
             self.metric.target(config.goal)
@@ -364,7 +364,13 @@ def connected(
     else:
         from hvdtrain.frameworks.tensorflow import prepare
     device = prepare(config.device, place.local_rank, used.count, one_each=strategy.divides)
-    ranks = world.World(config.framework, gpu=device != "cpu", carrier=carrier, timeline=config.horovod_timeline)
+    ranks = world.World(
+        config.framework,
+        gpu=device != "cpu",
+        carrier=carrier,
+        timeline=config.horovod_timeline,
+        stall_limit_s=config.stall_limit,
+    )
     if ranks.size != place.size:
         told = f"{place.launcher} started {place.size} ranks, of which {ranks.size} found each other"
         raise Failure(f"{told}: is it of another MPI than what is loaded here? See hvdtrain doctor", exits.UNREACHABLE)

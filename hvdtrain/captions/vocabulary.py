@@ -29,7 +29,7 @@ SPECIALS = ("<pad>", "<start>", "<end>", "<unknown>")  # cannot collide with wor
 def _word() -> re.Pattern[str]:
     """Letters and digits of any script with their marks, such as Devanagari vowels, which \\w omits; and apostrophes
     between them."""
-    marks = "".join(each for each in map(chr, range(0x300, 0xFE00)) if unicodedata.category(each) in ("Mn", "Mc"))
+    marks = "".join(mark for mark in map(chr, range(0x300, 0xFE00)) if unicodedata.category(mark) in ("Mn", "Mc"))
     letters = rf"(?:[^\W_][{marks}]*)+"
     return re.compile(rf"{letters}(?:'{letters})*")
 

@@ -130,14 +130,14 @@ def parts(sample: Any) -> list[Any]:
         message = f"a sample is a dict with the keys {', '.join(map(str, sample))}"
         raise Failure(f"{message}; hint: give the parts as a tuple", BAD_DATA)
     if isinstance(sample, tuple | list):
-        return [part for each in sample for part in (parts(each) if isinstance(each, tuple | dict) else [each])]
+        return [part for item in sample for part in (parts(item) if isinstance(item, tuple | dict) else [item])]
     return [sample]
 
 
 def _split(name: str, given: Any) -> OwnSplit:
     if given is None:
         return Arrays([np.empty(0), np.empty(0)])
-    kinds = [each.__name__ for each in type(given).__mro__]
+    kinds = [kind.__name__ for kind in type(given).__mro__]
     try:
         if hasattr(given, "element_spec"):
             return Arrays(_read(given))
@@ -171,7 +171,7 @@ def _read(dataset: Any) -> list[NDArray[Any]]:
 
 
 def _stacked(samples: Iterator[list[Any]]) -> list[NDArray[Any]]:
-    return [np.stack([np.asarray(each) for each in column]) for column in zip(*samples, strict=True)]
+    return [np.stack([np.asarray(part) for part in column]) for column in zip(*samples, strict=True)]
 
 
 def _float32(array: NDArray[Any]) -> NDArray[Any]:

@@ -17,7 +17,6 @@ from hvdtrain.comm.world import World
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.data import Batch
 from hvdtrain.frameworks import Profiler, statistics_of
-from hvdtrain.models.dense_torch import Kept
 from hvdtrain.records.metrics import Metric
 from hvdtrain.strategies import Strategy
 from hvdtrain.system import exits
@@ -172,14 +171,12 @@ class TorchReplica:
         optimizer = _optimizer([each for _, each in trained], config)
         self._step = TorchStep(self._model, optimizer)
         self._local, self._flat = strategy.local, None
-        named = dict(enumerate(trained))
-        self._kept = Kept({place: named.pop(place)[1] for place in strategy.factored})
         if strategy.in_backward:
             self._step = world.ranks.overlapped(self._model, optimizer, strategy.settings)
         else:
-            self._flat = Flat([each for _, each in named.values()], metric.size + 1, self._device)
+            self._flat = Flat([each for _, each in trained], metric.size + 1, self._device)
             if self.one_backward and (parts := strategy.parts()):
-                self._announcer = Announcer(strategy, parts, self._flat, list(named.values()))
+                self._announcer = Announcer(strategy, parts, self._flat, trained)
         self._optimizer: torch.optim.Optimizer = self._step.optimizer
         # PyTorch's first scale, so that what backward sees is the same whatever the exchange divides by.
         first_scale = 2.0**16 / self._step.loss_factor
@@ -193,8 +190,7 @@ class TorchReplica:
             self._optimizer.zero_grad()
         else:
             self._flat.gradients.zero_()
-        self._kept.clear()
-        with self._autocast, self._kept if self._kept.weights else contextlib.nullcontext():
+        with self._autocast:
             loss, sums = self._step.loss(*self._tensors(batch.arrays))
         tail = torch.cat([*self._numbers(loss, sums), torch.tensor([batch.weight, stop]).to(loss)])
         self._tail = self._world.ranks.start_sum(tail, "step.totals")
@@ -214,12 +210,6 @@ class TorchReplica:
     def vector(self) -> np.ndarray:
         assert self._flat is not None
         return self._flat.memory if self._announcer else self._flat.vector(self._tail)
-
-    def factors(self) -> Mapping[int, tuple[np.ndarray, np.ndarray]]:
-        return self._kept.pairs()
-
-    def multiply(self, factors: Mapping[int, tuple[Sequence[np.ndarray], Sequence[np.ndarray]]]) -> None:
-        self._kept.multiply(factors)
 
     def tail(self) -> np.ndarray:
         return np.asarray(self._world.ranks.finish_sum(self._tail).cpu().numpy(), dtype=np.float64)

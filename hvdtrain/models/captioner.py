@@ -114,7 +114,7 @@ def layer_shapes(spec: CaptionerSpec) -> dict[str, Shapes]:
 
 
 def parameters(spec: CaptionerSpec, stage: range | None = None) -> Shapes:
-    """Name and shape of every trained array, in the order of the layers; `stage`: of these layers only."""
+    """Name and shape of every trained array, in the order of the layers; `stage`: only these layers."""
     shapes = list(layer_shapes(spec).values())
     return {name: shape for number in stage or range(len(shapes)) for name, shape in shapes[number].items()}
 
@@ -156,7 +156,7 @@ def multiply_adds(spec: CaptionerSpec) -> float:
 
 
 def initial_state(spec: CaptionerSpec, seed: int, stage: range | None = None) -> Arrays:
-    """Parameters before the first step, float32; a pure function of `spec` and `seed`. `stage`: of these layers only.
+    """Parameters before the first step, float32; a pure function of `spec` and `seed`. `stage`: only these layers.
 
     The distributions are those of Keras, which the study used: the embedding is uniform within +-0.05; biases are 0,
     except 1 for the forget gate (Jozefowicz, Zaremba, Sutskever: "An empirical exploration of recurrent network

@@ -41,7 +41,7 @@ class MLPSpec:
 
 
 def parameters(spec: MLPSpec, stage: range | None = None) -> Shapes:
-    """Name and shape of every trained array, in the order of the layers; `stage`: of these layers only."""
+    """Name and shape of every trained array, in the order of the layers; `stage`: only these layers."""
     shapes: Shapes = {}
     for number, (inputs, outputs) in enumerate(itertools.pairwise(spec.sizes)):
         if stage is None or number in stage:
@@ -70,7 +70,7 @@ def multiply_adds(spec: MLPSpec) -> float:
 
 
 def initial_state(spec: MLPSpec, seed: int, stage: range | None = None) -> Arrays:
-    """Parameters before the first step, float32; a pure function of `spec` and `seed`. `stage`: of these layers only.
+    """Parameters before the first step, float32; a pure function of `spec` and `seed`. `stage`: only these layers.
 
     The distributions are those of Keras, which Martin (2019) used (see `layers.glorot`). Raises Failure (BAD_CONFIG)
     for a negative seed.

@@ -110,7 +110,7 @@ class Plan:
     @property
     def rows(self) -> tuple[tuple[str, tuple[ConvNorm, ...]], ...]:
         """The stem and each block, with their convolutions in torchvision's order."""
-        blocks = [(each.name, (each.first, each.second, each.shortcut)) for each in self.blocks]
+        blocks = [(block.name, (block.first, block.second, block.shortcut)) for block in self.blocks]
         return (("stem", (self.stem,)), *((name, tuple(filter(None, layers))) for name, layers in blocks))
 
     @property
@@ -164,7 +164,7 @@ def _convolutions(spec: ResNetSpec, stage: range | None) -> list[ConvNorm]:
 
 
 def parameters(spec: ResNetSpec, stage: range | None = None) -> Shapes:
-    """Name and shape of every trained array, in torchvision's order; `stage`: of these layers only."""
+    """Name and shape of every trained array, in torchvision's order; `stage`: only these layers."""
     network, shapes = plan(spec), Shapes()
     for layer in _convolutions(spec, stage):
         shapes |= _trained(layer)
@@ -174,7 +174,7 @@ def parameters(spec: ResNetSpec, stage: range | None = None) -> Shapes:
 
 
 def buffers(spec: ResNetSpec, stage: range | None = None) -> Shapes:
-    """Name and shape of every BatchNorm running statistic, in torchvision's order; `stage`: of these layers only."""
+    """Name and shape of every BatchNorm running statistic, in torchvision's order; `stage`: only these layers."""
     shapes = Shapes()
     for layer in _convolutions(spec, stage):
         shapes |= _running(layer)
@@ -209,8 +209,8 @@ def multiply_adds(spec: ResNetSpec, height: int, width: int) -> float:
 
 
 def initial_state(spec: ResNetSpec, seed: int, stage: range | None = None) -> Arrays:
-    """Parameters and buffers before the first step, float32; a pure function of `spec` and `seed`. `stage`: of these
-    layers only.
+    """Parameters and buffers before the first step, float32; a pure function of `spec` and `seed`. `stage`: only these
+    layers.
 
     The distributions are those of torchvision, so that published recipes apply: He's normal with variance 2 / fan_out
     for convolutions (arXiv:1502.01852 shows that fan_in and fan_out are equally good); uniform within +-1 /

@@ -78,7 +78,7 @@ def layer_shapes(spec: CNNSpec) -> dict[str, Shapes]:
 
 
 def parameters(spec: CNNSpec, stage: range | None = None) -> Shapes:
-    """Name and shape of every trained array, in the order of the layers; `stage`: of these layers only."""
+    """Name and shape of every trained array, in the order of the layers; `stage`: only these layers."""
     shapes = list(layer_shapes(spec).values())
     return {name: shape for number in stage or range(len(shapes)) for name, shape in shapes[number].items()}
 
@@ -113,7 +113,7 @@ def multiply_adds(spec: CNNSpec) -> float:
 
 
 def initial_state(spec: CNNSpec, seed: int, stage: range | None = None) -> Arrays:
-    """Parameters before the first step, float32; a pure function of `spec` and `seed`. `stage`: of these layers only.
+    """Parameters before the first step, float32; a pure function of `spec` and `seed`. `stage`: only these layers.
 
     The distributions are those of Keras, which the study used (see `layers.glorot`). Raises Failure (BAD_CONFIG) for a
     negative seed.

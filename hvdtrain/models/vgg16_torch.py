@@ -68,7 +68,7 @@ def read_state_dict(path: Path) -> dict[str, NDArray[Any]]:
     """
     try:
         contents = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # the type depends on what is wrong with the pickle
+    except Exception as error:  # the type depends on the kind of damage
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise Failure(f"{path}: PyTorch cannot read a state dict from it ({reason:.120})", BAD_DATA) from None
     if not isinstance(contents, dict) or not all(isinstance(value, Tensor) for value in contents.values()):

@@ -170,7 +170,7 @@ def test_a_bad_topology_file_is_one_line_that_names_it(tmp_path: Path, text: str
     ],
 )
 def test_bad_requests_are_refused_before_anything_is_made(flags: list[str], reason: str) -> None:
-    refused("cluster", "up", "--dry-run", *flags, code=2, said=reason)
+    refused("lab", "up", "--dry-run", *flags, code=2, said=reason)
 
 
 def test_every_command_names_only_what_is_the_clusters() -> None:

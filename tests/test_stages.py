@@ -44,7 +44,8 @@ from hvdtrain import strategies
 from hvdtrain.comm.backends.base import PeerLost
 from hvdtrain.comm.channel import AHEAD, Channel, neighbours
 from hvdtrain.comm.world import Place, World
-from hvdtrain.config.options import TrainConfig, parse
+from hvdtrain.config.options import TrainConfig
+from hvdtrain.config.parser import parse
 from hvdtrain.data import Batch
 from hvdtrain.models.layers import Layer
 from hvdtrain.pipeline import partition as cuts

@@ -132,6 +132,6 @@ def become_root(refusal: str, script: str, arguments: Sequence[str], *options: s
     """Turns this process into the checkout's script, through sudo. Raises Failure (77) if that asks for a password."""
     if not succeeds(["sudo", "-n", "true"]):
         raise Failure(refusal, exits.NO_PERMISSION)
-    tool, module = CHECKOUT / "tools" / script, {"cluster.sh": "cluster", "throttle.sh": "cluster.throttle"}[script]
+    tool, module = CHECKOUT / "tools" / script, {"cluster.sh": "lab", "throttle.sh": "lab.throttle"}[script]
     words = [str(tool)] if tool.is_file() else [sys.executable, "-I", "-m", f"hvdtrain.{module}"]
     os.execv(find("sudo"), ["sudo", "-n", *options, *words, *arguments])

@@ -24,7 +24,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.lab import enter, lifecycle, topology, virtual
-from hvdtrain.system import hosts, variables
+from hvdtrain.system import environment as environment_variables
+from hvdtrain.system import hosts
 from hvdtrain.system.exits import Failure
 from hvdtrain.system.hosts import Slots
 
@@ -211,8 +212,8 @@ def test_the_environment_on_a_host_is_an_allow_list(tmp_path: Path) -> None:
     assert kept["HVDTRAIN_EPOCHS"] == "2" and kept["LC_ALL"] == "C" and kept["HOME"] == user.pw_dir
     assert not {"AWS_SECRET_ACCESS_KEY", "OMPI_COMM_WORLD_RANK", *secret} & kept.keys()
     assert passed.items() <= kept.items()
-    for patterns in (variables.FOR_RANKS, variables.FOR_LAUNCHERS):
-        assert {name for name in (*passed, *secret) if variables.passes(name, patterns)} == passed.keys()
+    for patterns in (environment_variables.FOR_RANKS, environment_variables.FOR_LAUNCHERS):
+        assert {name for name in (*passed, *secret) if environment_variables.passes(name, patterns)} == passed.keys()
     assert "AWS_SECRET_ACCESS_KEY" in enter.environment(asked, user, ["AWS_SECRET_ACCESS_KEY"])
 
 

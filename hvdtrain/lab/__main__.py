@@ -16,7 +16,7 @@ from hvdtrain.lab.throttle.__main__ import main as limit
 from hvdtrain.lab.throttle.request import reachable
 from hvdtrain.system import exits
 from hvdtrain.system.arguments import Parser
-from hvdtrain.system.commands import caller, rights_of_caller, run, succeeds
+from hvdtrain.system.commands import as_calling_user, calling_user, run, succeeds
 from hvdtrain.system.exits import Failure
 
 PURPOSE = """Virtual hosts on this machine, joined by a network of their own, to try what a real cluster would do.
@@ -79,12 +79,12 @@ def limits(cluster: topology.Cluster) -> list[list[str]]:
 
 
 def make(asked: argparse.Namespace) -> int:
-    user = caller()
+    user = calling_user()
     if asked.topology:
         if (asked.slots, asked.cpu_share, asked.cpus, asked.rate) != (2, None, None, None):
             what = "--slots, --cpu-share, --cpus and --rate go with --hosts; a topology has them in its file"
             raise Failure(what, exits.USAGE)
-        with rights_of_caller():
+        with as_calling_user():
             cluster = topology.from_toml(asked.topology, cluster=asked.name, user=user)
     else:
         cluster = topology.from_names(
@@ -198,7 +198,7 @@ def main(arguments: list[str]) -> int:
         return exits.OK
     cluster.host(asked.host)
     if asked.command == "shell":
-        words, kept = [pwd.getpwnam(caller()).pw_shell or "/bin/sh"], []
+        words, kept = [pwd.getpwnam(calling_user()).pw_shell or "/bin/sh"], []
     else:
         words, kept = asked.words[1:] if asked.words[:1] == ["--"] else asked.words, asked.env
     if not words:

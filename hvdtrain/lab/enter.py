@@ -18,9 +18,9 @@ from typing import NoReturn
 from hvdtrain.lab import virtual
 from hvdtrain.lab.topology import Cluster
 from hvdtrain.system import exits
-from hvdtrain.system.commands import CHECKOUT, SEARCHED, Command, as_user, become_root, caller, find
+from hvdtrain.system.commands import CHECKOUT, SEARCHED, Command, as_user, become_root, calling_user, find
+from hvdtrain.system.environment import ON_A_HOST, passes
 from hvdtrain.system.exits import Failure
-from hvdtrain.system.variables import ON_A_HOST, passes
 
 UNSAFE = {f"HVDTRAIN_KEPT_{name}": name for name in ("LD_LIBRARY_PATH", "TMPDIR")}
 """Names under which variables get through sudo that glibc removes from programs such as sudo (ld.so(8))"""
@@ -53,7 +53,7 @@ def command(cluster: Cluster, host: str, words: Sequence[str], user: pwd.struct_
 
 def become(cluster: Cluster, host: str, words: Sequence[str], *, extra: Sequence[str] = (), dry_run: bool) -> None:
     """Turns this process into the command. Returns only for a dry run. Raises Failure (2, 69)."""
-    user = pwd.getpwnam(caller())
+    user = pwd.getpwnam(calling_user())
     kept = environment(os.environ, user, extra)
     # What decides which programs and libraries are loaded is the user's: it counts once root's rights are dropped.
     late = {name: kept.pop(name) for name in list(kept) if name == "PATH" or name.startswith("LD_")}

@@ -27,7 +27,7 @@ from pathlib import Path
 from hvdtrain.lab import topology
 from hvdtrain.lab.topology import NETWORK, Cluster
 from hvdtrain.system import exits
-from hvdtrain.system.commands import Command, caller
+from hvdtrain.system.commands import Command, calling_user
 from hvdtrain.system.exits import Failure
 
 OF_SWEEP = re.compile("s[0-9a-f]{7}")
@@ -70,7 +70,7 @@ def choose(name: str | None = None) -> str | None:
     Raises Failure: 2 if the caller has several, or none where others have some; 77 if the named one is another user's.
     Root may take any, by its name.
     """
-    user = caller()
+    user = calling_user()
     if name is not None:
         topology.check_cluster_name(name)
         there = clusters().get(name)

@@ -87,7 +87,7 @@ def run_all(commands: Iterable[Command], *, dry_run: bool = False) -> None:
             run(command)
 
 
-def caller() -> str:
+def calling_user() -> str:
     """The user who called: under sudo, whoever called sudo."""
     if os.geteuid() == 0 and os.environ.get("SUDO_USER"):
         return os.environ["SUDO_USER"]
@@ -105,12 +105,12 @@ def as_user(user: pwd.struct_passwd) -> Command:
 
 
 @contextlib.contextmanager
-def rights_of_caller() -> Iterator[None]:
+def as_calling_user() -> Iterator[None]:
     """Within it root opens files as the caller would: an error may quote one that only root may read."""
-    if os.geteuid() or caller() == "root":
+    if os.geteuid() or calling_user() == "root":
         yield
         return
-    user, groups, group = pwd.getpwnam(caller()), os.getgroups(), os.getegid()
+    user, groups, group = pwd.getpwnam(calling_user()), os.getgroups(), os.getegid()
     try:
         os.setgroups(os.getgrouplist(user.pw_name, user.pw_gid))
         os.setegid(user.pw_gid)
@@ -132,6 +132,6 @@ def become_root(refusal: str, script: str, arguments: Sequence[str], *options: s
     """Turns this process into the checkout's script, through sudo. Raises Failure (77) if that asks for a password."""
     if not succeeds(["sudo", "-n", "true"]):
         raise Failure(refusal, exits.NO_PERMISSION)
-    tool, module = CHECKOUT / "tools" / script, {"cluster.sh": "cluster", "throttle.sh": "cluster.throttle"}[script]
+    tool, module = CHECKOUT / "tools" / script, {"cluster.sh": "lab", "throttle.sh": "lab.throttle"}[script]
     words = [str(tool)] if tool.is_file() else [sys.executable, "-I", "-m", f"hvdtrain.{module}"]
     os.execv(find("sudo"), ["sudo", "-n", *options, *words, *arguments])

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def without(notes: tuple[bytes, ...]) -> Iterator[None]:
+def suppress(notes: tuple[bytes, ...]) -> Iterator[None]:
     """Within it, drops lines on stderr that contain one of `notes`; other lines are printed when it ends."""
     kept = os.dup(2)
     with tempfile.TemporaryFile() as caught:

@@ -22,7 +22,7 @@ from hvdtrain.lab.throttle.qdisc import Shape, shape_commands
 from hvdtrain.lab.throttle.request import ACTIONS, Place, check, parser, places, reachable, seconds, shapes
 from hvdtrain.lab.throttle.watchdog import Store, Wish
 from hvdtrain.system import exits, net, proc
-from hvdtrain.system.commands import become_root, caller, find, run, run_all
+from hvdtrain.system.commands import become_root, calling_user, find, run, run_all
 from hvdtrain.system.exits import Failure
 from hvdtrain.system.rates import show_rate
 
@@ -225,7 +225,7 @@ def _stores(options: argparse.Namespace) -> list[tuple[Store, set[str] | None]]:
         store, found = places(options)
         keys = {place.key for place in found} if options.dev or options.host else None
         return [(store, keys)] if store.path.exists() else []
-    known, user = virtual.whose(), caller()
+    known, user = virtual.whose(), calling_user()
     there = [name for name in reachable() if known[name] == user]  # another's are named, or left alone
     throttled = [name for name in there if Store(virtual.folder(name)).path.exists()]
     if throttled and len(there) > 1:

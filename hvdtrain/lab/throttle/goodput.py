@@ -23,7 +23,7 @@ from hvdtrain.lab.throttle.request import reachable
 from hvdtrain.lab.throttle.watchdog import Store
 from hvdtrain.lab.topology import Cluster
 from hvdtrain.system import exits, net
-from hvdtrain.system.commands import Command, as_user, caller
+from hvdtrain.system.commands import Command, as_user, calling_user
 from hvdtrain.system.exits import Failure
 from hvdtrain.system.hosts import check_name
 from hvdtrain.system.rates import FRAME_BYTES, PAYLOAD_BYTES, goodput_one_way, show_rate
@@ -162,7 +162,12 @@ def _to_peer(options: argparse.Namespace) -> tuple[list[Route], str]:
     if leaves != options.dev:
         raise Failure(f"{options.peer} is reached through {leaves}, not through {options.dev}; name one beyond it")
     # The caller's keys and known hosts, not root's.
-    there = ["chrt", "--other", "0", *as_user(pwd.getpwnam(caller()))]  # `measure` calls it as a real-time process
+    there = [
+        "chrt",
+        "--other",
+        "0",
+        *as_user(pwd.getpwnam(calling_user())),
+    ]  # `measure` calls it as a real-time process
     there += ssh_command(options.peer, sys.executable, [])
     routes = []
     for link in known:

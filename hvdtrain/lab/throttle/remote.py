@@ -14,7 +14,7 @@ import subprocess
 import sys
 
 from hvdtrain.system import exits, hosts
-from hvdtrain.system.commands import CHECKOUT, Command, find, rights_of_caller
+from hvdtrain.system.commands import CHECKOUT, Command, as_calling_user, find
 from hvdtrain.system.exits import Failure
 
 ANSWER_S = 120.0
@@ -42,7 +42,7 @@ def local_arguments(arguments: list[str]) -> list[str]:
 
 def main(options: argparse.Namespace, arguments: list[str]) -> int:
     """Does on every host what the arguments ask for; returns the highest of their exit codes."""
-    with rights_of_caller():
+    with as_calling_user():
         slots = hosts.parse_hosts(options.hosts) if options.hosts else hosts.read_hostfile(options.hostfile)
     names = [slot.host for slot in slots]
     told = local_arguments(arguments)

@@ -1,6 +1,6 @@
 """Keeps the sudden end of a rank that the others can do without from ending the job.
 
-    mpirun -np 4 python -m hvdtrain.system.survive python -m hvdtrain.resnet --strategy async-ps
+    mpirun -np 4 python -m hvdtrain.launch.survive python -m hvdtrain.resnet --strategy async-ps
 
 A launcher ends all ranks when one was killed, out of memory, or crashed. (Open MPI's --enable-recovery goes on, but
 then returns 0 for every job, also for one that failed.) So this stays between launcher and rank: a rank that has told

@@ -158,7 +158,7 @@ def test_a_bad_topology_file_is_one_line_that_names_it(tmp_path: Path, text: str
     ("flags", "reason"),
     [
         (["--hosts", "a,a"], "twice"),
-        (["--hosts", "a,-x"], "no host name"),
+        (["--hosts", "a,-x"], "not a host name"),
         (["--hosts", "localhost"], "localhost"),
         (["--hosts", "a", "--name", "toolongname"], "1 to 8"),
         (["--hosts", "a", "--name", "self"], "not self"),
@@ -171,7 +171,7 @@ def test_a_bad_topology_file_is_one_line_that_names_it(tmp_path: Path, text: str
     ],
 )
 def test_bad_requests_are_refused_before_anything_is_made(flags: list[str], reason: str) -> None:
-    refused("cluster", "up", "--dry-run", *flags, code=2, said=reason)
+    refused("lab", "up", "--dry-run", *flags, code=2, said=reason)
 
 
 def test_every_command_names_only_what_is_the_clusters() -> None:
@@ -188,7 +188,7 @@ def test_up_without_root_changes_nothing_and_says_so() -> None:
     drop = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"] if os.geteuid() == 0 else []
     done = finished([*drop, sys.executable, "-B", "-m", "hvdtrain.lab", "up", "--name", "tnoroot", "--hosts", "a"])
     assert done.returncode == 77
-    assert done.stderr == "hvdtrain: making a virtual cluster needs root: run it with sudo\n"
+    assert done.stderr == "hvdtrain: making a virtual cluster needs root; hint: run it with sudo\n"
     assert not virtual.folder("tnoroot").exists()
 
 

@@ -204,9 +204,9 @@ def test_answers_need_no_classes_and_what_does_not_fit_is_told(runs: Path, other
         (("test", "bare.csv"), 65, "bare.csv:1: 13 columns, and the run was trained on 13 features and their class"),
         (("test", "unseen.csv"), 65, "unseen.csv:2:14: class 'class_7' was not in training, did you mean class_"),
         (("predict", "narrow.csv", "--out", str(out)), 65, "12 columns, and the run was trained on 13 features"),
-        (("predict", "bare.csv", "--out", str(tmp_path / "no" / "out.csv")), 73, "No such file or directory; give"),
-        (("predict", "bare.csv", "--out", str(out / "out.csv")), 73, "Not a directory; give a file in a folder"),
-        (("predict", "bare.csv", "--out", str(tmp_path / "pipe")), 73, "not a plain file; give a file in a folder"),
+        (("predict", "bare.csv", "--out", str(tmp_path / "no" / "out.csv")), 73, "No such file or directory"),
+        (("predict", "bare.csv", "--out", str(out / "out.csv")), 73, "Not a directory"),
+        (("predict", "bare.csv", "--out", str(tmp_path / "pipe")), 73, "not a plain file"),
         (("test", "unjudged.csv"), 65, "unjudged.csv:1:14: no class; give it one, or train with --missing drop"),
         (("predict", "nothing.csv", "--out", str(out)), 65, "No such file"),
     ]:

@@ -153,7 +153,7 @@ MISTAKES = [
     ("--down 10mbit --delay 5ms", 2, "give its rate too"),
     ("10mbit --hosts a,b", 2, "--dev eth1"),
     ("10mbit --hosts -oProxyCommand=x --dev eth1", 2, "--hosts"),
-    ("10mbit --hosts a;b --dev eth1", 2, "no host name"),
+    ("10mbit --hosts a;b --dev eth1", 2, "not a host name"),
     ("10mbit --hosts a --hostfile f --dev eth1", 2, "not both"),
     ("10mbit --hostfile no/such/file --dev eth1", 2, "no/such/file"),
     ("10mbit --name tnone", 69, "cluster tnone is not up"),
@@ -167,7 +167,7 @@ MISTAKES = [
 @pytest.mark.parametrize(("arguments", "code", "reason"), MISTAKES)
 def test_a_mistake_is_one_line_with_its_code(arguments: str, code: int, reason: str) -> None:
     """--dry-run keeps those that need root from being stopped for that first."""
-    refused("cluster.throttle", *arguments.split(), "--dry-run", code=code, said=reason)
+    refused("lab.throttle", *arguments.split(), "--dry-run", code=code, said=reason)
 
 
 def test_without_root_it_says_so_and_a_dry_run_still_shows_the_commands(iproute2: None) -> None:

@@ -18,7 +18,7 @@ from typing import NoReturn
 from hvdtrain.lab import virtual
 from hvdtrain.lab.topology import Cluster
 from hvdtrain.system import exits
-from hvdtrain.system.commands import CHECKOUT, SEARCHED, Command, as_user, become_root, calling_user, find
+from hvdtrain.system.commands import CHECKOUT, ROOT_PATH, Command, as_user, become_root, calling_user, find
 from hvdtrain.system.environment import ON_A_HOST, passes
 from hvdtrain.system.exits import Failure
 
@@ -31,7 +31,7 @@ def environment(inherited: Mapping[str, str], user: pwd.struct_passwd, extra: Se
     names = [name for name in inherited if passes(name, (*ON_A_HOST, *extra))]
     kept = {UNSAFE.get(name, name): inherited[name] for name in names}
     kept |= {"HOME": user.pw_dir, "USER": user.pw_name, "LOGNAME": user.pw_name, "SHELL": user.pw_shell or "/bin/sh"}
-    kept.setdefault("PATH", SEARCHED)
+    kept.setdefault("PATH", ROOT_PATH)
     venv = Path(kept.get("VIRTUAL_ENV", CHECKOUT / ".venv"))
     if (venv / "bin" / "python").exists():  # sudo drops what activate has set
         kept["VIRTUAL_ENV"] = str(venv)
@@ -64,7 +64,7 @@ def become(cluster: Cluster, host: str, words: Sequence[str], *, extra: Sequence
     if shutil.which(words[0], path=late["PATH"]) is None:
         raise Failure(f"host {host}: no command {words[0]!r} in its PATH ({late['PATH']})", exits.USAGE)
     sys.stdout.flush()
-    os.execve(shutil.which(full[0], path=SEARCHED) or find(full[0]), full, {**kept, "PATH": SEARCHED})
+    os.execve(shutil.which(full[0], path=ROOT_PATH) or find(full[0]), full, {**kept, "PATH": ROOT_PATH})
 
 
 def through_sudo(arguments: Sequence[str], extra: Sequence[str] = ()) -> NoReturn:

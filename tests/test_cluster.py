@@ -167,7 +167,7 @@ def test_a_bad_topology_file_is_one_line_that_names_it(tmp_path: Path, text: str
         (["--hosts", "a", "--slots", "0"], "slots"),
         (["--hosts", "a", "--rate", "10mbps"], "bytes"),
         (["--topology", "missing.toml"], "missing.toml"),
-        (["--topology", "hostfiles/adsl.toml", "--rate", "10mbit"], "a topology has them in its file"),
+        (["--topology", "hostfiles/adsl.toml", "--rate", "10mbit"], "cannot be combined with --topology"),
     ],
 )
 def test_bad_requests_are_refused_before_anything_is_made(flags: list[str], reason: str) -> None:
@@ -261,10 +261,10 @@ def test_exec_gives_streams_exit_code_folder_and_signals(cluster: Cluster) -> No
 @pytest.mark.parametrize(
     ("words", "code", "reason"),
     [
-        (("exec", "z", "--", "true"), 2, "it has a, b"),
+        (("exec", "z", "--", "true"), 2, "its hosts are a, b"),
         (("exec", "a", "--"), 2, "needs a command"),
         (("exec", "a", "--", "no-such-command"), 2, "no command 'no-such-command'"),
-        (("up", "--hosts", "a"), 1, "already there"),
+        (("up", "--hosts", "a"), 1, "already exists"),
     ],
 )
 def test_mistakes_on_a_cluster_are_one_line(cluster: Cluster, words: tuple[str, ...], code: int, reason: str) -> None:

@@ -194,7 +194,7 @@ def test_a_throttle_that_is_none_is_none(tmp_path: Path) -> None:
     for make in (a_pipe, endless, deep):
         path = tmp_path / make.__name__
         make(path)
-        assert throttle.asked(path) is None
+        assert throttle.requested(path) is None
 
 
 # --- locks ------------------------------------------------------------------------------------------------------------

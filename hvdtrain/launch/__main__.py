@@ -177,7 +177,7 @@ def find_rate(asked: str | None, device: str) -> tuple[int | None, str]:
     """The link's rate in bit/s, the slower direction, and who says so."""
     if asked:
         return parse_rate(asked), "--rate"
-    shape = throttle.asked()
+    shape = throttle.requested()
     if shape and shape.get("dev") in (device, None):
         rates = [shape[key] for key in ("up_mbit", "down_mbit") if shape.get(key)]
         if rates:

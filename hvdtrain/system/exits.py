@@ -70,10 +70,10 @@ def end(main: Callable[[list[str]], int], arguments: list[str], name: str = "hvd
         sys.stdout = None
         code = FAILED
     except OSError as error:
-        if (failure := of_system(error)) is None:
+        if (known := of_system(error)) is None:
             raise
-        print(f"{name}: {failure}", file=sys.stderr)
-        code = failure.code
+        print(f"{name}: {known}", file=sys.stderr)
+        code = known.code
     except KeyboardInterrupt:
         code = SIGINT
     raise SystemExit(code)

@@ -27,14 +27,14 @@ from hvdtrain import strategies
 from hvdtrain.comm.backends.base import PeerLost, Reach
 from hvdtrain.comm.backends.servers import NUMBERS, ServerRanks
 from hvdtrain.config.options import TrainConfig
+from hvdtrain.launch import survive
 from hvdtrain.strategies import Layout
 from hvdtrain.strategies.studies.async_ps import AsyncPS
 from hvdtrain.strategies.studies.server import Server
-from hvdtrain.system import survive
 from hvdtrain.system.exits import Failure
 
 DRAW = np.random.default_rng(3)
-SURVIVE = ["-m", "hvdtrain.system.survive", sys.executable]
+SURVIVE = ["-m", "hvdtrain.launch.survive", sys.executable]
 ASYNC = ["--strategy", "async-ps", *SMALL]
 SERVED = ["--strategy", "async-ps:servers=2", *SMALL]
 VALIDATION = 126

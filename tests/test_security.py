@@ -26,7 +26,7 @@ from thread_ranks import at_once
 
 from hvdtrain.comm import rendezvous, signed_store
 from hvdtrain.comm.launch_env import Place
-from hvdtrain.doctor.agent import HERE, Agent
+from hvdtrain.doctor.agent import LOCAL, Agent
 from hvdtrain.sentinel import auth
 from hvdtrain.sentinel.watch import PURPOSE, RankWords
 from hvdtrain.system import link_probe, socket_filter
@@ -417,7 +417,7 @@ def test_a_key_that_others_could_know_is_refused(kind: str, tmp_path: Path) -> N
 
 def test_the_doctors_ports_cost_no_thread_for_each_stranger(descriptors: None) -> None:
     strangers: list[socket.socket] = []
-    with Agent("here", HERE) as agent:
+    with Agent("here", LOCAL) as agent:
         agent.hello()
         ports = agent.ask("listen", address="127.0.0.1")
         for _ in range(100):

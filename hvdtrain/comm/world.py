@@ -33,9 +33,10 @@ from hvdtrain.comm.launch_env import Place as Place
 from hvdtrain.comm.launch_env import place as place
 from hvdtrain.comm.launch_env import separate_programs as separate_programs
 from hvdtrain.comm.rendezvous import Along, meet
+from hvdtrain.launch import survive
 from hvdtrain.sentinel.rank import Sentinel
 from hvdtrain.sentinel.waiting import LIMIT_S
-from hvdtrain.system import exits, survive
+from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
 
 Carrier = str

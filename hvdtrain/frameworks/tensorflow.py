@@ -49,7 +49,7 @@ def without_modules(names: tuple[str, ...]) -> Iterator[None]:
 
 # TensorFlow takes oneDNN by itself with AVX-512 alone; with AVX2 small maps take many times as long without (LOG.md).
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
-with stderr.without(BUILD_NOTES), without_modules(KERAS_EXTRAS):
+with stderr.suppress(BUILD_NOTES), without_modules(KERAS_EXTRAS):
     import tensorflow as tf
 
     from hvdtrain.frameworks.optimizers_tensorflow import OPTIMIZERS

@@ -168,7 +168,7 @@ class Sentinel:
             return None
         from hvdtrain.lab import throttle  # used once, and on several hosts only
 
-        asked = throttle.asked()
+        asked = throttle.requested()
         if asked and self.nic and asked.get("dev") not in (self.nic, None):
             asked = None  # of another interface, which this run does not use
         found: dict[str, Any] = {

@@ -132,7 +132,7 @@ def command(folder: Path, workload: str, world: World) -> str:
         again = flags(sys.argv)
         variable, forwarded = f"HVDTRAIN_RESUME={shlex.quote(str(folder))} ", "-x HVDTRAIN_RESUME "
     words = shlex.join(without_secrets([*workloads.program(workload, sys.argv), *again]))
-    if ours := launched_by.heard():
+    if ours := launched_by.from_environment():
         return f"with {variable}{ours['launcher']} python {words}"
     place = world.place
     count, here = place.size, place.local_size
@@ -236,7 +236,7 @@ def surroundings(device: str, threads: int, world: World) -> dict[str, Any]:
         "links": world.links or world.measure_links(),
         "started_utc": records.utc_now(),
         "collectives": world.collectives,
-        "launch": launched_by.heard(),
+        "launch": launched_by.from_environment(),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
         "git_commit": git_commit(),
     }

@@ -54,7 +54,7 @@ class MwmsRanks(Alone):
             tf.train.ClusterSpec({"worker": addresses}), task_type="worker", task_id=self.rank, rpc_layer="grpc"
         )
         try:
-            with stderr.without(START_NOTES), _closed_to_strangers(decoy, hosts):
+            with stderr.suppress(START_NOTES), _closed_to_strangers(decoy, hosts):
                 self._strategy = tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=resolver)
         except tf.errors.OpError as error:
             reason = str(error).splitlines()[0]

@@ -17,7 +17,7 @@ import sys
 from typing import Any
 
 from hvdtrain import data
-from hvdtrain.comm import world
+from hvdtrain.comm import lifecycle
 from hvdtrain.config import options
 from hvdtrain.config.constraints import bounded, counts
 from hvdtrain.models import resnet
@@ -63,7 +63,7 @@ class ResNetConfig(ResNetData, options.TrainConfig):
         return sides[0], sides[-1]
 
 
-def main(stop: world.StopSignal) -> int:
+def main(stop: lifecycle.StopSignal) -> int:
     # 1. Config: flags, file, variables; then what the launcher says of our place among the ranks.
     config, place = workload.begin(ResNetConfig, WORKLOAD, __doc__ or "")
 
@@ -100,7 +100,7 @@ def main(stop: world.StopSignal) -> int:
         raise Failure(f"{told}: BatchNorm needs two values; give a larger batch or --image-size", exits.BAD_CONFIG)
 
     # 5. Replica: the same weights from the same seed on every rank, or those of its part of the layers.
-    scope = job.data.ranks.scope
+    scope = job.data.scope
 
     def model(part: range | None) -> Any:
         if config.framework == "torch":
@@ -121,4 +121,4 @@ def main(stop: world.StopSignal) -> int:
 
 
 if __name__ == "__main__":
-    world.run(main, debug="--debug" in sys.argv)
+    lifecycle.run(main, debug="--debug" in sys.argv)

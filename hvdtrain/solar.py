@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from hvdtrain.comm import world
+from hvdtrain.comm import lifecycle
 from hvdtrain.config import options
 from hvdtrain.config.constraints import bounded, counts
 from hvdtrain.data import solar as data
@@ -147,7 +147,7 @@ def open_run(folder: Path, framework: str) -> tuple[Any, data.Windows]:
     return model, opened(config)
 
 
-def main(stop: world.StopSignal) -> int:
+def main(stop: lifecycle.StopSignal) -> int:
     # 1. Config: flags, file, variables; then what the launcher says of our place among the ranks.
     config, place = workload.begin(SolarConfig, WORKLOAD, __doc__ or "")
 
@@ -184,7 +184,7 @@ def main(stop: world.StopSignal) -> int:
         return exits.OK
 
     # 5. Replica: the same weights from the same seed on every rank, or those of its part of the layers.
-    scope = job.data.ranks.scope
+    scope = job.data.scope
 
     def model(part: range | None) -> Any:
         if config.framework == "torch":
@@ -199,4 +199,4 @@ def main(stop: world.StopSignal) -> int:
 
 
 if __name__ == "__main__":
-    world.run(main, debug="--debug" in sys.argv)
+    lifecycle.run(main, debug="--debug" in sys.argv)

@@ -17,7 +17,7 @@ import dataclasses
 import sys
 from typing import Any, Literal
 
-from hvdtrain.comm import world
+from hvdtrain.comm import lifecycle
 from hvdtrain.config import options
 from hvdtrain.config.constraints import bounded, counts
 from hvdtrain.data import tabular
@@ -60,7 +60,7 @@ class TabularConfig(TabularData, options.TrainConfig):
         return units
 
 
-def main(stop: world.StopSignal) -> int:
+def main(stop: lifecycle.StopSignal) -> int:
     # 1. Config: flags, file, variables; then what the launcher says of our place among the ranks.
     config, place = workload.begin(TabularConfig, WORKLOAD, __doc__ or "")
     hidden = config.hidden
@@ -94,7 +94,7 @@ def main(stop: world.StopSignal) -> int:
         return exits.OK
 
     # 5. Replica: the same weights from the same seed on every rank, or those of its part of the layers.
-    scope = job.data.ranks.scope
+    scope = job.data.scope
 
     def model(part: range | None) -> Any:
         if config.framework == "torch":
@@ -117,4 +117,4 @@ if __name__ == "__main__":
         from hvdtrain.training import predict
 
         exits.end(predict.main, sys.argv[1:])
-    world.run(main, debug="--debug" in sys.argv)
+    lifecycle.run(main, debug="--debug" in sys.argv)

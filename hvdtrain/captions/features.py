@@ -35,7 +35,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.comm.world import World
+from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.data.pixels import npy_header
 from hvdtrain.data.prepared import cache_folder, caching
 from hvdtrain.models.vgg16 import FEATURES
@@ -60,7 +60,7 @@ def extract(
     encoder: Callable[[], Encoder],
     *,
     key: dict[str, Any],
-    world: World,
+    world: Communicator,
     batch_size: int = 16,
 ) -> NDArray[np.float32]:
     """Features (N, 4096) of pictures (N, height, width, 3), a read-only map of the cache's file. Collective.
@@ -102,7 +102,7 @@ def _parts(count: int, workers: Sequence[int], size: int) -> list[slice]:
     return parts
 
 
-def _name(pictures: NDArray[np.uint8], key: dict[str, Any], world: World) -> str:
+def _name(pictures: NDArray[np.uint8], key: dict[str, Any], world: Communicator) -> str:
     """The file's name, the same on all ranks. The first rank of each host hashes all pictures: 1 s for each 1.5 GB."""
     mine = _fingerprint(pictures) if world.local_rank == 0 else None
     prints = {found: host for host, found in world.gather([world.host, mine]) if found}
@@ -121,7 +121,7 @@ def _fingerprint(pictures: NDArray[np.uint8]) -> str:
     return sha256.hexdigest()
 
 
-def _tell(world: World, line: str) -> None:
+def _tell(world: Communicator, line: str) -> None:
     if world.rank == 0:
         print(line, file=sys.stderr, flush=True)
 
@@ -130,7 +130,7 @@ def _tell(world: World, line: str) -> None:
 
 
 def _computed(
-    pictures: NDArray[np.uint8], mine: slice, encode: Encoder, batch_size: int, world: World
+    pictures: NDArray[np.uint8], mine: slice, encode: Encoder, batch_size: int, world: Communicator
 ) -> Iterator[NDArray[np.float32]]:
     """Features of this rank's pictures, batch by batch. Rank 0 shows progress, taking the others to be as fast."""
     own = mine.stop - mine.start
@@ -143,7 +143,7 @@ def _computed(
 
 
 @contextmanager
-def _own_part(path: Path, token: str, world: World) -> Iterator[list[Path]]:
+def _own_part(path: Path, token: str, world: Communicator) -> Iterator[list[Path]]:
     """The paths of all ranks' parts on this disk. Each rank creates its own file, so a rank sees the files of the ranks
     that share its disk. Each rank removes its own file at the end."""
     for left in path.parent.glob(f".{path.stem}.*.part"):
@@ -171,7 +171,9 @@ def _write_part(file: Path, batches: Iterator[NDArray[np.float32]]) -> None:
 # 3. Each disk's whole.
 
 
-def _join(path: Path, count: int, has: bool, files: Sequence[Path], parts: Sequence[slice], world: World) -> None:
+def _join(
+    path: Path, count: int, has: bool, files: Sequence[Path], parts: Sequence[slice], world: Communicator
+) -> None:
     """One rank of each disk that lacks the file makes it. Collective; all parts are written."""
     seen = [rank for rank, file in enumerate(files) if file.exists()]
     joins = not has and seen[0] == world.rank
@@ -205,7 +207,7 @@ def _join(path: Path, count: int, has: bool, files: Sequence[Path], parts: Seque
 
 
 def _sent(
-    wanted: Sequence[int], files: Sequence[Path], parts: Sequence[slice], world: World
+    wanted: Sequence[int], files: Sequence[Path], parts: Sequence[slice], world: Communicator
 ) -> Iterator[tuple[int, int, NDArray[np.float32]]]:
     """Sends the parts of the ranks `wanted` to all: (rank, index of the first row, rows). Collective."""
     step = CHUNK_BYTES // ROW_BYTES

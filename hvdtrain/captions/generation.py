@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from hvdtrain.captions import bleu
 from hvdtrain.captions.dataset import CaptionSplit
 from hvdtrain.captions.vocabulary import END, PAD, START, UNKNOWN, Vocabulary
-from hvdtrain.comm.world import World
+from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.observe.progress import Progress
 from hvdtrain.system.exits import BAD_CONFIG, Failure
 
@@ -79,7 +79,9 @@ def write(
     return captions
 
 
-def judge(writer: Writer, split: CaptionSplit, vocabulary: Vocabulary, world: World, beam: int) -> dict[str, float]:
+def judge(
+    writer: Writer, split: CaptionSplit, vocabulary: Vocabulary, world: Communicator, beam: int
+) -> dict[str, float]:
     """Corpus BLEU-1..4 of the captions of a split's pictures, {"bleu1": 0..1, ...}; empty for an empty split.
 
     Each rank captions its own contiguous part of the pictures, and the counts are summed, so the result is that of one

@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 import hvdtrain.torch as hvd
 from hvdtrain.comm import world
-from hvdtrain.comm.backends.base import Reach
+from hvdtrain.comm.backends.base import Endpoint
 
-met_at = world.Met.at
-world.Met.at = classmethod(
-    lambda cls, where: dataclasses.replace(met_at(where), reach=Reach(f"127.0.0.{1 + where.rank}", "lo", True))
+met_at = world.RankGroup.launched
+world.RankGroup.launched = classmethod(
+    lambda cls, where: dataclasses.replace(met_at(where), endpoint=Endpoint(f"127.0.0.{1 + where.rank}", "lo", True))
 )
 dist.init_process_group("gloo")
 rank, size = dist.get_rank(), dist.get_world_size()

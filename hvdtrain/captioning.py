@@ -23,7 +23,8 @@ from typing import Any, Literal
 from hvdtrain.captions import bleu, features, frozen, generation
 from hvdtrain.captions.dataset import CaptionDataset, CaptionSplit
 from hvdtrain.captions.load import load
-from hvdtrain.comm import world
+from hvdtrain.comm import lifecycle
+from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.config import options
 from hvdtrain.config.constraints import bounded
 from hvdtrain.models import captioner
@@ -98,7 +99,7 @@ class Captions(metrics.Accuracy):
 
 
 def bleu_scores(
-    writer: generation.Writer, split: CaptionSplit, dataset: CaptionDataset, ranks: world.World, beam: int
+    writer: generation.Writer, split: CaptionSplit, dataset: CaptionDataset, ranks: Communicator, beam: int
 ) -> dict[str, float]:
     """Corpus BLEU-1 to BLEU-4 of a split, for captions written greedily and by beam search. Collective."""
     scores = generation.bleu_scores(writer, split, dataset.vocabulary, ranks, 1)
@@ -108,7 +109,7 @@ def bleu_scores(
     return scores | {f"beam_{name}": value for name, value in searched.items()}
 
 
-def main(stop: world.StopSignal) -> int:
+def main(stop: lifecycle.StopSignal) -> int:
     # 1. Options: flags, file, environment; and this process's rank from the launcher.
     config, place = workload.begin(CaptioningConfig, WORKLOAD, __doc__ or "")
     config = dataclasses.replace(config, encoder=config.chosen_encoder)
@@ -156,7 +157,7 @@ def main(stop: world.StopSignal) -> int:
         key = {"encoder": config.encoder, "weights": weights}
         dataset = dataset.with_inputs(features.extract(dataset.images, make, key=key, world=job.ranks))
         job = job.over(dataset)
-    scope = job.data.ranks.scope
+    scope = job.data.scope
 
     def model(part: range | None) -> Any:
         if config.framework == "torch":
@@ -185,4 +186,4 @@ if __name__ == "__main__":
         from hvdtrain.captions import command
 
         exits.end(command.main, sys.argv[2:])
-    world.run(main, debug="--debug" in sys.argv)
+    lifecycle.run(main, debug="--debug" in sys.argv)

@@ -98,15 +98,15 @@ class Training:
     name: str
 
     def run(self, arguments: list[str]) -> int:
-        from hvdtrain.comm import world
+        from hvdtrain.comm import lifecycle
         from hvdtrain.config import workloads
 
-        def main(stop: world.StopSignal) -> int:
+        def main(stop: lifecycle.StopSignal) -> int:
             module = workloads.module(self.name)
             sys.argv = [module.__file__, *arguments]
             return module.main(stop)
 
-        world.run(main, debug="--debug" in arguments)  # ends the process
+        lifecycle.run(main, debug="--debug" in arguments)  # ends the process
         return exits.OK
 
     def parser(self) -> ArgumentParser:

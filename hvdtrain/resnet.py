@@ -17,7 +17,7 @@ import sys
 from typing import Any
 
 from hvdtrain import data
-from hvdtrain.comm import world
+from hvdtrain.comm import lifecycle
 from hvdtrain.config import options
 from hvdtrain.config.constraints import bounded, counts
 from hvdtrain.models import resnet
@@ -63,7 +63,7 @@ class ResNetConfig(ResNetData, options.TrainConfig):
         return sides[0], sides[-1]
 
 
-def main(stop: world.StopSignal) -> int:
+def main(stop: lifecycle.StopSignal) -> int:
     # 1. Options: flags, file, environment; and this process's rank from the launcher.
     config, place = workload.begin(ResNetConfig, WORKLOAD, __doc__ or "")
 
@@ -102,7 +102,7 @@ def main(stop: world.StopSignal) -> int:
         hint = "BatchNorm needs two values: increase the batch size or --image-size"
         raise Failure(f"{message}; hint: {hint}", exits.BAD_CONFIG)
 
-    scope = job.data.ranks.scope
+    scope = job.data.scope
 
     def model(part: range | None) -> Any:
         if config.framework == "torch":
@@ -122,4 +122,4 @@ def main(stop: world.StopSignal) -> int:
 
 
 if __name__ == "__main__":
-    world.run(main, debug="--debug" in sys.argv)
+    lifecycle.run(main, debug="--debug" in sys.argv)

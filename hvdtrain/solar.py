@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from hvdtrain.comm import world
+from hvdtrain.comm import lifecycle
 from hvdtrain.config import options
 from hvdtrain.config.constraints import bounded, counts
 from hvdtrain.data import solar as data
@@ -151,7 +151,7 @@ def open_run(folder: Path, framework: str) -> tuple[Any, data.Windows]:
     return model, opened(config)
 
 
-def main(stop: world.StopSignal) -> int:
+def main(stop: lifecycle.StopSignal) -> int:
     # 1. Options: flags, file, environment; and this process's rank from the launcher.
     config, place = workload.begin(SolarConfig, WORKLOAD, __doc__ or "")
 
@@ -189,7 +189,7 @@ def main(stop: world.StopSignal) -> int:
     if job is None:  # a dry run
         return exits.OK
 
-    scope = job.data.ranks.scope
+    scope = job.data.scope
 
     def model(part: range | None) -> Any:
         if config.framework == "torch":
@@ -203,4 +203,4 @@ def main(stop: world.StopSignal) -> int:
 
 
 if __name__ == "__main__":
-    world.run(main, debug="--debug" in sys.argv)
+    lifecycle.run(main, debug="--debug" in sys.argv)

@@ -17,7 +17,7 @@ import dataclasses
 import sys
 from typing import Any, Literal
 
-from hvdtrain.comm import world
+from hvdtrain.comm import lifecycle
 from hvdtrain.config import options
 from hvdtrain.config.constraints import bounded, counts
 from hvdtrain.data import tabular
@@ -61,7 +61,7 @@ class TabularConfig(TabularData, options.TrainConfig):
         return units
 
 
-def main(stop: world.StopSignal) -> int:
+def main(stop: lifecycle.StopSignal) -> int:
     # 1. Options: flags, file, environment; and this process's rank from the launcher.
     config, place = workload.begin(TabularConfig, WORKLOAD, __doc__ or "")
 
@@ -94,7 +94,7 @@ def main(stop: world.StopSignal) -> int:
     ).connect()
     if job is None:  # a dry run
         return exits.OK
-    scope = job.data.ranks.scope
+    scope = job.data.scope
 
     def model(part: range | None) -> Any:
         if config.framework == "torch":
@@ -115,4 +115,4 @@ if __name__ == "__main__":
         from hvdtrain.training import predict
 
         exits.end(predict.main, sys.argv[1:])
-    world.run(main, debug="--debug" in sys.argv)
+    lifecycle.run(main, debug="--debug" in sys.argv)

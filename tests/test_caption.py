@@ -24,7 +24,7 @@ from hvdtrain.captions import frozen
 from hvdtrain.captions.dataset import CaptionDataset
 from hvdtrain.captions.generation import write
 from hvdtrain.captions.load import load
-from hvdtrain.comm.world import World
+from hvdtrain.comm.world import connect
 from hvdtrain.data.pixels import pixels
 from hvdtrain.models.captioner import CaptionerSpec, initial_state
 from hvdtrain.models.vgg16 import random_weights
@@ -53,7 +53,7 @@ def weights(spec: CaptionerSpec, seed: int) -> Arrays:
 def make_run(folder: Path, spec: CaptionerSpec, **model: Any) -> Path:
     """A run folder like that of hvdtrain.captioning, with a best checkpoint and a later one."""
     dataset = shapes()
-    group = World("torch")
+    group = connect("torch")
     saved = Checkpoints(folder / "checkpoints", group, keep=2, identity={"workload": "captioning"})
     for step, seed in ((10, BEST), (20, LAST)):
         shared = {f"parameter.{name}": array for name, array in weights(spec, seed).items()}

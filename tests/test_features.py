@@ -16,7 +16,8 @@ import pytest
 from conftest import PROGRAMS, document, failing, launch
 
 from hvdtrain.captions.features import extract
-from hvdtrain.comm.world import World
+from hvdtrain.comm.backends.base import Communicator
+from hvdtrain.comm.world import connect
 from hvdtrain.data.prepared import cache_folder
 from hvdtrain.models.vgg16 import FEATURES
 from hvdtrain.system.exits import CANNOT_WRITE, IO_ERROR, Failure
@@ -31,13 +32,13 @@ def expected(count: int) -> np.ndarray:
 
 
 @pytest.fixture
-def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Communicator:
     """A world of one rank with a cache of its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return World("torch")
+    return connect("torch")
 
 
-def made(world: World, key: dict[str, Any] = KEY, seed: int = 0) -> tuple[np.ndarray, int]:
+def made(world: Communicator, key: dict[str, Any] = KEY, seed: int = 0) -> tuple[np.ndarray, int]:
     """The features, and how many images an encoder saw for them."""
     encoders = []
 
@@ -57,7 +58,9 @@ def kept() -> list[Path]:
 # One rank.
 
 
-def test_the_second_time_they_are_read_and_no_encoder_is_made(alone: World, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_second_time_they_are_read_and_no_encoder_is_made(
+    alone: Communicator, capsys: pytest.CaptureFixture[str]
+) -> None:
     features, images = made(alone)
     assert images == IMAGES
     np.testing.assert_array_equal(features, expected(IMAGES))
@@ -71,7 +74,7 @@ def test_the_second_time_they_are_read_and_no_encoder_is_made(alone: World, caps
     np.testing.assert_array_equal(np.load(file, allow_pickle=False), features, err_msg="a .npy file for everyone")
 
 
-def test_other_images_or_another_key_have_features_of_their_own(alone: World) -> None:
+def test_other_images_or_another_key_have_features_of_their_own(alone: Communicator) -> None:
     assert [made(alone)[1], made(alone, seed=1)[1], made(alone, key={"encoder": "other"})[1]] == [IMAGES] * 3
     assert [made(alone)[1], made(alone, seed=1)[1], made(alone, key={"encoder": "other"})[1]] == [0] * 3
     assert len(kept()) == 3
@@ -97,7 +100,7 @@ def empty(file: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [cut, flip, foreign, empty])
-def test_what_is_not_sound_is_made_again(alone: World, damage: Any) -> None:
+def test_what_is_not_sound_is_made_again(alone: Communicator, damage: Any) -> None:
     before = np.array(made(alone)[0])
     damage(kept()[0])
     features, images = made(alone)
@@ -106,7 +109,7 @@ def test_what_is_not_sound_is_made_again(alone: World, damage: Any) -> None:
     assert made(alone)[1] == 0
 
 
-def test_an_encoder_that_fails_leaves_nothing_behind(alone: World) -> None:
+def test_an_encoder_that_fails_leaves_nothing_behind(alone: Communicator) -> None:
     def broken() -> Any:
         def encode(images: np.ndarray) -> np.ndarray:
             raise ZeroDivisionError
@@ -120,7 +123,7 @@ def test_an_encoder_that_fails_leaves_nothing_behind(alone: World) -> None:
     assert kept() == []
 
 
-def test_leftovers_of_a_killed_run_are_removed_after_a_day(alone: World) -> None:
+def test_leftovers_of_a_killed_run_are_removed_after_a_day(alone: Communicator) -> None:
     made(alone)
     (file,) = kept()
     old, new = (file.with_name(f".{file.stem}.{token}.0.part") for token in ("old", "new"))
@@ -134,7 +137,7 @@ def test_leftovers_of_a_killed_run_are_removed_after_a_day(alone: World) -> None
     assert kept() == sorted([file, new, other])
 
 
-def test_an_unwritable_cache_is_an_error(alone: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unwritable_cache_is_an_error(alone: Communicator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with failing(CANNOT_WRITE, "XDG_CACHE_HOME") as failed:
@@ -142,7 +145,7 @@ def test_an_unwritable_cache_is_an_error(alone: World, tmp_path: Path, monkeypat
     assert str(tmp_path / "file") in str(failed.value)
 
 
-def test_a_full_disk_is_an_error(alone: World) -> None:
+def test_a_full_disk_is_an_error(alone: Communicator) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     try:

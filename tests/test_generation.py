@@ -18,7 +18,7 @@ from hvdtrain.captions import bleu
 from hvdtrain.captions.dataset import CaptionSplit
 from hvdtrain.captions.generation import Floats, bleu_scores, write
 from hvdtrain.captions.vocabulary import END, PAD, START, UNKNOWN, Vocabulary
-from hvdtrain.comm.world import World
+from hvdtrain.comm.world import connect
 from hvdtrain.system.exits import BAD_CONFIG
 
 LIMIT = 4
@@ -210,7 +210,7 @@ def problem(count: int) -> tuple[Tiny, CaptionSplit, Vocabulary]:
 
 def test_judge_is_the_corpus_bleu_of_what_was_written() -> None:
     writer, split, vocabulary = problem(37)
-    world = World("torch")
+    world = connect("torch")
     for beam in (1, 3):
         written = [vocabulary.decode(words) for words in write(writer, split.inputs, beam=beam)]
         found = bleu_scores(writer, split, vocabulary, world, beam)
@@ -225,8 +225,9 @@ import json, sys
 sys.path.insert(0, {tests!r})
 from test_generation import problem
 from hvdtrain.captions.generation import bleu_scores
-from hvdtrain.comm.world import World
-world = World("torch", carrier="streams")
+from hvdtrain.comm.backends.base import Communicator
+from hvdtrain.comm.world import connect
+world = connect("torch", backend="tcp")
 found = []
 for count in (37, 1):
     writer, split, vocabulary = problem(count)
@@ -235,12 +236,12 @@ everyones = world.gather(found)
 assert all(each == found for each in everyones)
 if world.rank == 0:
     print(json.dumps({{"ranks": world.size, "found": found}}))
-world.leave()
+world.shutdown()
 """
 
 
 def test_two_ranks_judge_as_one_does() -> None:
-    world = World("torch")
+    world = connect("torch")
     alone = []
     for count in (37, 1):
         writer, split, vocabulary = problem(count)

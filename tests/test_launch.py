@@ -399,7 +399,8 @@ def test_a_signal_becomes_usr1_and_the_ranks_own_code(tmp_path: Path, name: str)
 @pytest.mark.parametrize("raised", ["Failure('no such data', 65)", "ValueError('no such data')"])
 def test_the_reason_of_a_rank_is_the_last_line(launcher: list[str], raised: str) -> None:
     """Below what mpirun and horovodrun print when a rank fails."""
-    program = f"from hvdtrain.comm.world import Failure, guard\nguard(debug=False)\nraise {raised}"
+    imports = "from hvdtrain.comm.lifecycle import guard\nfrom hvdtrain.system.exits import Failure\n"
+    program = f"{imports}guard(debug=False)\nraise {raised}"
     done = finished([f"launch/{launcher[0]}", *launcher[1:], "--quiet", "-np", "2", sys.executable, "-c", program])
     assert done.returncode == (65 if "Failure" in raised and "--gloo" not in launcher else 1), done.stderr
     last = done.stderr.splitlines()[-1]

@@ -28,7 +28,7 @@ from twins import Arrays, Found, Model, tensorflow_gradients, tf, told, torch, t
 from twins import one_thread as one_thread
 
 from hvdtrain import strategies
-from hvdtrain.comm.world import World
+from hvdtrain.comm.world import connect
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.data import Batch
 from hvdtrain.frameworks import in_vector
@@ -400,7 +400,7 @@ def test_the_loss_scale_doubles_after_2000_good_steps_and_halves_after_an_overfl
     monkeypatch.syspath_prepend(PROGRAMS)
     exchange = importlib.import_module("exchange")
     config = TrainConfig(precision="fp16", strategy="hierarchical", framework=framework)
-    world = World(framework, carrier="streams")
+    world = connect(framework, backend="tcp")
     strategy = strategies.chosen(config).make(config, world, [exchange.problem()[2].shape])
     module = importlib.import_module(f"hvdtrain.frameworks.{'pytorch' if framework == 'torch' else framework}")
     model = getattr(exchange, f"{framework}_model")()
@@ -454,7 +454,7 @@ def test_each_part_is_given_during_backward_when_its_gradients_are_final(framewo
     spec = SMALL
     images, labels = batch(spec, (8, 8))
     config = TrainConfig(framework=framework, device="cpu")
-    world = World(framework, carrier="streams")
+    world = connect(framework, backend="tcp")
     shapes = in_vector(framework, list(parameters(spec).values()))
     strategy = Taking(world, shapes, config, None, Hierarchical(shapes))
     model: Any = (ResNetTorch if framework == "torch" else ResNetTF)(spec)
@@ -480,7 +480,7 @@ def test_arrays_that_the_loss_does_not_use_are_given_with_the_others() -> None:
             return (inputs @ self.used).sum(), {"correct": torch.zeros(())}
 
     config = TrainConfig(framework="torch", device="cpu")
-    world = World("torch", carrier="streams")
+    world = connect("torch", backend="tcp")
     strategy = Taking(world, [(100, 100)] * 2, config, None, Hierarchical([(100, 100)] * 2))
     replica = job.replica_of(Half(), config, world, strategy, "cpu", Accuracy())
     ones = np.ones((1, 100), np.float32)

@@ -16,7 +16,7 @@ from conftest import ROOT, SMALL, alone, document, failing, finished, here, inst
 from hypothesis import given
 from hypothesis import strategies as some
 
-from hvdtrain.comm.world import CARRIERS
+from hvdtrain.comm.world import BACKENDS
 from hvdtrain.config import constraints, workloads
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.strategies import REDUCERS, SCHEDULES, Layout, parse
@@ -225,7 +225,7 @@ class Mine(Reducer):
         return Cost(sent_bytes=4 * elements(shapes), rounds=1)
 
     def sum_between_hosts(self, values, hosts):
-        hosts.sum(values)
+        hosts.all_reduce(values)
         values *= self.settings.times
 '''
 
@@ -251,7 +251,7 @@ def test_a_strategy_made_outside_the_package_registers_itself(tmp_path: Path) ->
         assert (done.returncode, why in done.stderr) == (78, True), done.stderr
 
 
-ELSEWHERE = {*CARRIERS, *get_args(get_type_hints(TrainConfig)["precision"])}
+ELSEWHERE = {*BACKENDS, *get_args(get_type_hints(TrainConfig)["precision"])}
 """Names that are those of a carrier or a precision too"""
 
 

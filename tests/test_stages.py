@@ -41,9 +41,10 @@ from test_resnet_train import newest_arrays
 from thread_ranks import at_once, meetings, reach
 
 from hvdtrain import strategies
-from hvdtrain.comm.backends.base import PeerLost
 from hvdtrain.comm.channel import AHEAD, Channel, neighbours
-from hvdtrain.comm.world import Place, World
+from hvdtrain.comm.errors import PeerLost
+from hvdtrain.comm.launch_env import LaunchEnv
+from hvdtrain.comm.world import connect
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.config.parser import parse
 from hvdtrain.data import Batch
@@ -128,7 +129,7 @@ def test_what_a_stage_needs() -> None:
     row = [Layer(name=name, arrays=(), output=(size,), multiply_adds=1) for name, size in (("a", 5), ("b", 7))]
 
     def made(size: int = 2, local_size: int = 1, **more: Any) -> Stages:
-        place = Place(launcher="mpirun", size=size, local_size=local_size)
+        place = LaunchEnv(launcher="mpirun", size=size, local_size=local_size)
         return Stages.of(TrainConfig(stages=2, **more), place, row, [10, 20], "it")
 
     def numbers(stage: int, **more: Any) -> float:
@@ -242,7 +243,7 @@ def stepped(
     the whole model at once."""
     config = parse(TrainConfig, ["--framework", framework, "--strategy", "hierarchical"], prog="", purpose="")
     cut = cuts.Cut(row, (0, border, len(row)) if border else (0, len(row)))
-    count, ranks = len(cut.borders) - 1, World(framework, carrier="streams")
+    count, ranks = len(cut.borders) - 1, connect(framework, backend="tcp")
     replicas = []
     for stage, (before, after) in enumerate(channels(count) if count > 1 else [(None, None)]):
         shapes = [cut.boundary(stage - 1) if stage else (), cut.boundary(stage)]
@@ -406,7 +407,7 @@ def test_a_sender_waits_for_a_slow_receiver_and_a_lost_one_is_told() -> None:
     assert len(sent) < 70, "what nobody takes stays with its maker"
     assert [int(other.receive()[0]) for _ in range(80)] == list(range(80))
     sending.join()
-    other.leave()
+    other.shutdown()
     with pytest.raises(PeerLost):
         one.receive()
 
@@ -426,7 +427,7 @@ def test_going_forward_anew_draws_the_same_masks_and_counts_statistics_once() ->
             found = torch.nn.functional.dropout(self.dense(self.norm(x)), 0.5)
             return (found**2).sum(), {"correct": torch.zeros(())}
 
-    config, ranks = parse(TrainConfig, ["--framework", "torch"], prog="", purpose=""), World("torch", carrier="streams")
+    config, ranks = parse(TrainConfig, ["--framework", "torch"], prog="", purpose=""), connect("torch", backend="tcp")
     x = np.random.default_rng(1).standard_normal((12, 4), np.float32)
     parts = tuple(Batch(arrays=(x[n : n + 4],), weight=4, total_weight=12) for n in (0, 4, 8))
     found = []
@@ -540,7 +541,7 @@ def test_a_killed_stage_ends_the_job_like_any_dead_rank(tmp_path: Path) -> None:
         os.kill(int(middle.name), signal.SIGKILL)
         output, _ = job.communicate(timeout=LIMIT_S)
     assert job.returncode == 137, output
-    assert re.search(r"hvdtrain: rank 1 on \S+ died without a word.*; ending the job", output), output
+    assert re.search(r"hvdtrain: rank 1 on \S+ died unexpectedly.*; ending the job", output), output
     until(lambda: not any(is_rank(path, tmp_path / "run") for path in ranks), 100)
 
 
@@ -599,7 +600,7 @@ def test_a_dry_run_by_itself_shows_the_plan_of_as_many_ranks() -> None:
 def test_a_measured_cut_is_for_the_slowest_link_and_what_is_fastest_of_a_layer() -> None:
     sizes = zip("abc", (10**6, 1, 1), strict=True)
     row = [Layer(name=name, arrays=(), output=(size,), multiply_adds=1) for name, size in sizes]
-    made = Stages.of(TrainConfig(stages=2), Place(launcher="mpirun", size=2, local_size=1), row, [1] * 3, "it")
+    made = Stages.of(TrainConfig(stages=2), LaunchEnv(launcher="mpirun", size=2, local_size=1), row, [1] * 3, "it")
 
     def names(*rates: float | None) -> tuple[str, ...]:
         ranks: Any = SimpleNamespace(

@@ -41,10 +41,10 @@ from conftest import (
 from runs import cut_off, read_run
 from test_faults import Job, is_rank
 from test_resnet_train import assert_same_arrays, newest_arrays, started, wait_for_steps
-from thread_ranks import ThreadMeeting, at_once, meetings, reach
+from thread_ranks import ThreadRendezvous, at_once, meetings, reach
 
 from hvdtrain import strategies
-from hvdtrain.comm.world import Met, World
+from hvdtrain.comm.world import RankGroup, connect
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.data import Batch
 from hvdtrain.models.resnet import ResNetSpec, parameters
@@ -449,11 +449,11 @@ def test_what_is_not_late_is_the_same_bits(linear: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def host(
-    meeting: ThreadMeeting, text: str, model: Any, shapes: list[tuple[int, int]]
+    meeting: ThreadRendezvous, text: str, model: Any, shapes: list[tuple[int, int]]
 ) -> Iterator[tuple[Any, Callable[[float], None]]]:
     """A host of one rank, as a thread: its replica of a PyTorch model, which begins with the same weights on all, and a
     function that makes a step of this learning rate, on rows of 128 numbers that differ between ranks."""
-    world = World("torch", carrier="streams", met=Met(meeting, None, reach(meeting.rank)))
+    world = connect("torch", backend="tcp", group=RankGroup(meeting, None, reach(meeting.rank)))
     config = TrainConfig(framework="torch", device="cpu", strategy=text)
     strategy = strategies.chosen(config).make(config, world, shapes)
     replica = workload.replica_of(model, config, world, strategy, "cpu", Accuracy())
@@ -467,7 +467,7 @@ def host(
     try:
         yield replica, step
     finally:
-        world.leave()
+        world.shutdown()
 
 
 @pytest.mark.parametrize("reentrant", [None, False, True], ids=["no checkpoints", "checkpoints", "reentrant ones"])
@@ -489,7 +489,7 @@ def test_a_shared_weight_is_sent_when_its_gradient_is_complete(reentrant: bool |
             loss = last(x).square().mean()
             return loss, {"correct": 0 * loss}
 
-    def trained(meeting: ThreadMeeting) -> bytes:
+    def trained(meeting: ThreadRendezvous) -> bytes:
         with host(meeting, "hierarchical", Shared(), [(128, 128)] * 3) as (replica, step):
             step(0.1)
             return bytes(replica.weights().tobytes())
@@ -510,7 +510,7 @@ def test_what_was_left_out_of_gradients_changes_no_weights_later(reducer: str) -
             loss = self(x).square().mean()
             return loss, {"correct": 0 * loss}
 
-    def changed(meeting: ThreadMeeting) -> tuple[float, float]:
+    def changed(meeting: ThreadRendezvous) -> tuple[float, float]:
         text, model = f"local-sgd:every=1,start=1+{reducer}", Linear(128, 128, bias=False)
         with host(meeting, text, model, [(128, 128)]) as (replica, step):
             weights = [replica.weights().copy()]
@@ -561,7 +561,7 @@ def test_a_killed_rank_ends_the_job(tmp_path: Path) -> None:
         assert job.end() == 137
         (said,) = (line for line in job.output().splitlines() if "hvdtrain: " in line)
         assert "rank 1" in said
-        assert "died without a word" in said
+        assert "died unexpectedly" in said
 
 
 def number(pid: int) -> int:

@@ -32,7 +32,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.comm.world import World
+from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.data.pixels import npy_header
 from hvdtrain.data.prepared import cache_folder, caching
 from hvdtrain.models.vgg16 import FEATURES
@@ -57,7 +57,7 @@ def extract(
     encoder: Callable[[], Encoder],
     *,
     key: dict[str, Any],
-    world: World,
+    world: Communicator,
     batch_size: int = 16,
 ) -> NDArray[np.float32]:
     """Features (N, 4096) of images (N, height, width, 3), a read-only memory map of the cache file. Collective.
@@ -99,7 +99,7 @@ def _parts(count: int, workers: Sequence[int], size: int) -> list[slice]:
     return parts
 
 
-def _name(images: NDArray[np.uint8], key: dict[str, Any], world: World) -> str:
+def _name(images: NDArray[np.uint8], key: dict[str, Any], world: Communicator) -> str:
     """The file's name, equal on all ranks. The first rank of each host hashes all images, at 1.5 GB per second."""
     fingerprint = _fingerprint(images) if world.local_rank == 0 else None
     hosts = {digest: host for host, digest in world.gather([world.host, fingerprint]) if digest}
@@ -118,7 +118,7 @@ def _fingerprint(images: NDArray[np.uint8]) -> str:
     return sha256.hexdigest()
 
 
-def _log(world: World, line: str) -> None:
+def _log(world: Communicator, line: str) -> None:
     if world.rank == 0:
         print(line, file=sys.stderr, flush=True)
 
@@ -127,7 +127,7 @@ def _log(world: World, line: str) -> None:
 
 
 def _computed(
-    images: NDArray[np.uint8], part: slice, encode: Encoder, batch_size: int, world: World
+    images: NDArray[np.uint8], part: slice, encode: Encoder, batch_size: int, world: Communicator
 ) -> Iterator[NDArray[np.float32]]:
     """Features of this rank's images, batch by batch. Rank 0 shows progress, assuming that other ranks are as fast."""
     count = part.stop - part.start
@@ -140,7 +140,7 @@ def _computed(
 
 
 @contextmanager
-def _own_part(path: Path, token: str, world: World) -> Iterator[list[Path]]:
+def _own_part(path: Path, token: str, world: Communicator) -> Iterator[list[Path]]:
     """Paths of all ranks' part files in this rank's cache folder. Each rank creates its own file, so it sees the files
     of all ranks that share its disk. At the end each rank removes its own file."""
     for left in path.parent.glob(f".{path.stem}.*.part"):
@@ -168,7 +168,9 @@ def _write_part(file: Path, batches: Iterator[NDArray[np.float32]]) -> None:
 # --- 3. each disk's complete file -------------------------------------------------------------------------------------
 
 
-def _join(path: Path, count: int, has: bool, files: Sequence[Path], parts: Sequence[slice], world: World) -> None:
+def _join(
+    path: Path, count: int, has: bool, files: Sequence[Path], parts: Sequence[slice], world: Communicator
+) -> None:
     """One rank per disk without the file creates it. Collective; all parts have been written."""
     seen = [rank for rank, file in enumerate(files) if file.exists()]
     joins = not has and seen[0] == world.rank
@@ -202,7 +204,7 @@ def _join(path: Path, count: int, has: bool, files: Sequence[Path], parts: Seque
 
 
 def _sent(
-    wanted: Sequence[int], files: Sequence[Path], parts: Sequence[slice], world: World
+    wanted: Sequence[int], files: Sequence[Path], parts: Sequence[slice], world: Communicator
 ) -> Iterator[tuple[int, int, NDArray[np.float32]]]:
     """Sends the parts of the ranks `wanted` to all ranks: (rank, index of the first row, rows). Collective."""
     step = CHUNK_BYTES // ROW_BYTES

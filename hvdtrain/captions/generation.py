@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from hvdtrain.captions import bleu
 from hvdtrain.captions.dataset import CaptionSplit
 from hvdtrain.captions.vocabulary import END, PAD, START, UNKNOWN, Vocabulary
-from hvdtrain.comm.world import World
+from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.observe.progress import Progress
 from hvdtrain.system.exits import BAD_CONFIG, Failure
 
@@ -81,7 +81,7 @@ def write(
 
 
 def bleu_scores(
-    writer: Writer, split: CaptionSplit, vocabulary: Vocabulary, world: World, beam: int
+    writer: Writer, split: CaptionSplit, vocabulary: Vocabulary, world: Communicator, beam: int
 ) -> dict[str, float]:
     """Corpus BLEU-1 to BLEU-4 of captions for a split's images, {"bleu1": 0..1, ...}; empty for an empty split.
 

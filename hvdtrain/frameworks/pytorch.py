@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvdtrain.comm.backends.base import TorchStep
-from hvdtrain.comm.world import World
+from hvdtrain.comm.backends.base import Communicator, TorchStep
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.data import Batch
 from hvdtrain.frameworks import Profiler, statistics_of
@@ -151,7 +150,7 @@ class TorchReplica:
         *,
         device: str,
         config: TrainConfig,
-        world: World,
+        world: Communicator,
         strategy: Strategy,
         metric: Metric,
     ) -> None:
@@ -172,7 +171,7 @@ class TorchReplica:
         self._step = TorchStep(self._model, optimizer)
         self._local, self._flat = strategy.local, None
         if strategy.in_backward:
-            self._step = world.ranks.overlapped(self._model, optimizer, strategy.settings)
+            self._step = world.overlapped(self._model, optimizer, strategy.settings)
         else:
             self._flat = Flat([each for _, each in trained], metric.size + 1, self._device)
             if self.one_backward and (parts := strategy.parts()):
@@ -193,7 +192,7 @@ class TorchReplica:
         with self._autocast:
             loss, sums = self._step.loss(*self._tensors(batch.arrays))
         tail = torch.cat([*self._numbers(loss, sums), torch.tensor([batch.weight, stop]).to(loss)])
-        self._tail = self._world.ranks.start_sum(tail, "step.totals")
+        self._tail = self._world.start_sum(tail, "step.totals")
         self._samples = batch.weight, batch.total_weight
         mean_of = batch.weight if self._local else batch.total_weight
         if self._announcer and self._flat:
@@ -212,7 +211,7 @@ class TorchReplica:
         return self._flat.memory if self._announcer else self._flat.vector(self._tail)
 
     def tail(self) -> np.ndarray:
-        return np.asarray(self._world.ranks.finish_sum(self._tail).cpu().numpy(), dtype=np.float64)
+        return np.asarray(self._world.finish_sum(self._tail).cpu().numpy(), dtype=np.float64)
 
     def share(self) -> tuple[int, int]:
         return self._samples

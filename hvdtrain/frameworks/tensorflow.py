@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.comm.world import World
+from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.data import Batch
 from hvdtrain.frameworks import Profiler, statistics_of
@@ -129,10 +129,10 @@ class TensorFlowReplica:
     """Whether a step has one backward, so that a gradient that appears is final"""
 
     def __init__(
-        self, model: Any, *, device: str, config: TrainConfig, world: World, strategy: Strategy, metric: Metric
+        self, model: Any, *, device: str, config: TrainConfig, world: Communicator, strategy: Strategy, metric: Metric
     ) -> None:
         self.device, self._metric = device, metric
-        self._model, self._ranks = model, world.ranks
+        self._model, self._ranks = model, world
         self._in_backward, self._local = strategy.in_backward, strategy.local
         self._weights: dict[str, tf.Variable] = model.weights
         found = self._buffers() or {each.name: each for each in getattr(model, "non_trainable_variables", ())}

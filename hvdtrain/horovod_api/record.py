@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain import records
-from hvdtrain.comm.world import World
+from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.horovod_api import ending, shown
 from hvdtrain.observe.timing import WARMUP_STEPS, Spent, process_age_s, step_shares
@@ -42,7 +42,7 @@ Gather = Callable[[bytes], list[bytes]]
 
 
 def begin(
-    world: World, exchange: Exchange, *, parameters: int, device: str, threads: int, gather: Gather
+    world: Communicator, exchange: Exchange, *, parameters: int, device: str, threads: int, gather: Gather
 ) -> Steps | None:
     """Opens the run's folder, measures the links and writes the manifest, once in a process; None if the script is not
     to be recorded. Collective.
@@ -77,7 +77,7 @@ def begin(
             raise Failure(told, failure.code) from None
         _say(world, f"the script goes on without a run folder: {told}")
         return None
-    world.keeps(str(folder), "")
+    world.set_run_folder(str(folder), "")
     seed, rest = shown.seed_and_rest(sys.argv)
     manifest = records.Manifest(
         workload=name,
@@ -178,7 +178,13 @@ class Recorder:
     """One rank's records."""
 
     def __init__(
-        self, world: World, config: TrainConfig, manifest: records.Manifest, folder: Path, device: str, gather: Gather
+        self,
+        world: Communicator,
+        config: TrainConfig,
+        manifest: records.Manifest,
+        folder: Path,
+        device: str,
+        gather: Gather,
     ) -> None:
         self._world, self._config, self._manifest, self._folder = world, config, manifest, folder
         self._gather = gather
@@ -435,6 +441,6 @@ def _sum(one: int | None, other: int | None) -> int | None:
     return None if one is None or other is None else one + other
 
 
-def _say(world: World, text: str) -> None:
+def _say(world: Communicator, text: str) -> None:
     if world.rank == 0:
         print(f"hvdtrain: {text}", file=sys.stderr, flush=True)

@@ -8,9 +8,9 @@ import math
 import re
 from collections.abc import Callable, Sequence
 
+from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.comm.channel import neighbours
-from hvdtrain.comm.launch_env import Place
-from hvdtrain.comm.world import World
+from hvdtrain.comm.launch_env import LaunchEnv
 from hvdtrain.config import batch_plan
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.models.layers import Layer
@@ -28,7 +28,7 @@ class Stages:
     """The stages of a run before they are connected."""
 
     config: TrainConfig
-    place: Place
+    place: LaunchEnv
     grid: Grid
     layers: Sequence[Layer]
     """Empty for a model that has no row of layers"""
@@ -37,7 +37,7 @@ class Stages:
 
     @classmethod
     def of(
-        cls, config: TrainConfig, place: Place, layers: Sequence[Layer], parameters: Sequence[int], model: str
+        cls, config: TrainConfig, place: LaunchEnv, layers: Sequence[Layer], parameters: Sequence[int], model: str
     ) -> Stages:
         """Of a dry run by itself those of as many ranks. Raises Failure (78) for settings that do not go together."""
         imagined = config.dry_run and place.launcher == "alone"
@@ -79,8 +79,8 @@ class Stages:
             told = "Horovod does not run where a step goes through the model in parts; take --profile"
             raise Failure(f"--horovod-timeline: {told}", exits.BAD_CONFIG)
         strategy, several = exchange.strategy, self.grid.replicas > 1
-        alone = strategy.divides or strategy.carrier == "servers"
-        if self.parted and (alone or (several and (strategy.in_backward or strategy.carrier != "streams"))):
+        alone = strategy.divides or strategy.backend == "servers"
+        if self.parted and (alone or (several and (strategy.in_backward or strategy.backend != "tcp"))):
             stages, parts = self.grid.stages, batch_plan.micro_batches(self.config)
             what = f"--stages {stages}" if stages > 1 else f"--micro-batches {parts}"
             raise Failure(
@@ -121,7 +121,7 @@ class Stages:
         return self._cut(self.config.cut_at, [layer.multiply_adds for layer in self.layers], 0.0, rank_batch)
 
     def measured(
-        self, ranks: World, kept: Sequence[str], seconds: Callable[[], Sequence[float]], rank_batch: int
+        self, ranks: Communicator, kept: Sequence[str], seconds: Callable[[], Sequence[float]], rank_batch: int
     ) -> Cut:
         """The cut that --cut-at names, that an earlier start of the run `kept`, or by `seconds` of each layer and
         sample and the slowest link. Collective."""
@@ -139,12 +139,12 @@ class Stages:
             return cuts.within(cuts.named(self.layers, stages, names.split(",")), *memory)
         return cuts.balanced(self.layers, stages, seconds, per_number, *memory)
 
-    def connected(self, ranks: World, cut: Cut) -> Pipe:
+    def connected(self, ranks: Communicator, cut: Cut) -> Pipe:
         """This rank's place in its pipeline. Collective."""
         data, stage, last = self.data, self.stage, self.grid.stages - 1
         before = self.grid.rank(data, stage - 1) if stage else None
         after = self.grid.rank(data, stage + 1) if stage < last else None
-        left, right = neighbours(ranks.met.meeting, ranks.met.reach, before, after)
+        left, right = neighbours(ranks.group.rendezvous, ranks.group.endpoint, before, after)
         return Pipe(
             stage,
             self.grid.stages,

@@ -188,7 +188,7 @@ class Pipe:
         """Closes the connections, after what was sent has gone out."""
         for each in (self._before, self._after):
             if each is not None:
-                each.leave()
+                each.shutdown()
 
     def _send(self, channel: Channel | None, array: np.ndarray | None) -> None:
         if channel is not None and array is not None:

@@ -40,7 +40,7 @@ class Manifest:
     """For each rank: host, local_rank, device, threads, cpu (model and cores of the machine), cores (that its host may
     use: fewer by a CPU quota)"""
     collectives: str
-    """What carries the collectives: none, gloo, mpi, nccl, grpc, streams or servers"""
+    """What carries the collectives: none, gloo, mpi, nccl, grpc, tcp or servers"""
     links: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     """For each of several hosts: host, nic, address, speed_mbit (as the NIC negotiated), throttle (what was asked of
     `tools/throttle.sh` there, null without one), goodput_to and goodput_mbit (TCP payload this host could send to that

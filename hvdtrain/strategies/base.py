@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from hvdtrain.comm.world import Carrier, World
+from hvdtrain.comm.backends.base import Communicator
+from hvdtrain.comm.world import Backend
 from hvdtrain.config.constraints import Checked
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.observe.timing import Clock
@@ -22,7 +23,7 @@ class Strategy(abc.ABC):
 
     Settings: ClassVar[type[Any]] = Checked
     """What may be set of it"""
-    carrier: ClassVar[Carrier] = "streams"
+    backend: ClassVar[Backend] = "tcp"
     """What connects the ranks"""
     holds_reducer: ClassVar[bool] = False
     """Whether a reducer sums its vectors over hosts"""
@@ -43,7 +44,7 @@ class Strategy(abc.ABC):
     reducer stands on the reducer's, if that is higher"""
 
     def __init__(
-        self, world: World, shapes: Sequence[Shape], config: TrainConfig, settings: Any, reducer: Reducer | None
+        self, world: Communicator, shapes: Sequence[Shape], config: TrainConfig, settings: Any, reducer: Reducer | None
     ) -> None:
         """`shapes`: of the trainable arrays, in the model's order; `settings`: of `Settings`; `reducer`: the one that
         it holds, if it holds one."""

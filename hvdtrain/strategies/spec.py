@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
-from hvdtrain.comm.world import World
+from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.config import constraints
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.strategies import registry
@@ -114,7 +114,7 @@ class Exchange:
                 "scales each step differently, so nothing can be kept from step to step; take --precision bf16",
                 exits.BAD_CONFIG,
             )
-        if config.horovod_timeline and self.strategy.carrier != "horovod":
+        if config.horovod_timeline and self.strategy.backend != "horovod":
             what = f"--horovod-timeline: Horovod does not run with --strategy {self}; try --profile"
             raise Failure(what, exits.BAD_CONFIG)
         try:
@@ -122,7 +122,7 @@ class Exchange:
         except Failure as failure:
             raise refusal(self, str(failure)) from None
 
-    def make(self, config: TrainConfig, world: World, shapes: Sequence[Shape]) -> Strategy:
+    def make(self, config: TrainConfig, world: Communicator, shapes: Sequence[Shape]) -> Strategy:
         """The strategy in this world."""
         held = self.reducer.cls(shapes, self.reducer.settings) if self.reducer else None
         return self.strategy(world, shapes, config, self.settings, held)

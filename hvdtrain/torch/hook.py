@@ -75,9 +75,10 @@ class Buckets:
             gradients[:] = 0
         gradients /= self._world.size
         vector[-1] = lost
-        with self._world.hosts(vector) as hosts:
-            if hosts is not None:
-                hosts.sum(vector[-1:])
-                reducer.sum(gradients, hosts)
+        self._world.local_reduce(vector)
+        if leaders := self._world.leaders:
+            leaders.all_reduce(vector[-1:])
+            reducer.sum(gradients, leaders)
+        self._world.local_broadcast(vector)
         if vector[-1] > 0:
             gradients[:] = np.inf

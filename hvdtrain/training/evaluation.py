@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from hvdtrain.comm.world import World
+from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.data import Batch, Split
 from hvdtrain.data.loader import shard
 from hvdtrain.frameworks import Replica
@@ -22,8 +22,8 @@ def evaluate(
     metric: Metric,
     split: Split,
     batch_size: int,
-    world: World,
-    data: World,
+    world: Communicator,
+    data: Communicator,
     shares: Sequence[float] | None = None,
     most: int | None = None,
 ) -> tuple[float | None, dict[str, float], dict[str, np.ndarray]]:
@@ -86,7 +86,7 @@ def renew_statistics(replica: Replica, batches: Iterable[Batch]) -> None:
     replica.load_local({name: array / np.float32(count) for name, array in sums.items()})
 
 
-def average_statistics(replica: Replica, world: World, shares: Sequence[float] | None = None) -> None:
+def average_statistics(replica: Replica, world: Communicator, shares: Sequence[float] | None = None) -> None:
     """Gives every rank the mean over ranks of the running statistics, in one message. Collective."""
     local = _statistics(replica)
     if world.size == 1 or not local:

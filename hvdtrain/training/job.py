@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from hvdtrain import records, strategies
-from hvdtrain.comm import world
-from hvdtrain.comm.backends.base import Alone
+from hvdtrain.comm import lifecycle, world
+from hvdtrain.comm.backends.base import Communicator
+from hvdtrain.comm.launch_env import LaunchEnv, launch_env
 from hvdtrain.config import batch_plan, parser
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.data.loader import Loader
@@ -40,13 +41,13 @@ from hvdtrain.training.threads import Threads
 C = TypeVar("C", bound=TrainConfig)
 
 
-def begin(cls: type[C], name: str, purpose: str, argv: Sequence[str] | None = None) -> tuple[C, world.Place]:
+def begin(cls: type[C], name: str, purpose: str, argv: Sequence[str] | None = None) -> tuple[C, LaunchEnv]:
     """The config of workload `name`, its framework chosen, and what the launcher says of our place among the ranks.
 
     `purpose` heads the help; `argv`: its flags, else those of this process. Raises Failure (2, 65, 78) for settings
     that are not accepted.
     """
-    config, place = resume.parse(cls, name, purpose, argv), world.place()
+    config, place = resume.parse(cls, name, purpose, argv), launch_env()
     for name in parser.misspelled_variables(cls) if place.rank == 0 else ():
         print(f"hvdtrain: warning: unknown variable {name}", file=sys.stderr)
     return dataclasses.replace(config, framework=resolve(config.framework)), place
@@ -58,7 +59,7 @@ class Workload:
 
     name: str
     config: TrainConfig
-    place: world.Place
+    place: LaunchEnv
     dataset: Any
     """Its name, its fingerprint, and the splits train, validation and test: see `data.Split`"""
     data: Mapping[str, Any]
@@ -148,8 +149,8 @@ class Workload:
         ranks, device = connected(config, place, used, self.dataset.fingerprint, parted=stages.parted)
         data = ranks
         if config.stages > 1:
-            group = ranks.met.along(stages.grid.holders(stages.stage))
-            data = world.World(config.framework, device != "cpu", carrier="streams", met=group)
+            group = ranks.group.subgroup(stages.grid.holders(stages.stage))
+            data = world.connect(config.framework, device != "cpu", backend="tcp", group=group)
         strategy = exchange.make(config, data, shapes)
         strategy.plan(layout)
         return Job(
@@ -187,13 +188,13 @@ class Job:
     dataset: Any
     loader: Loader
     metric: Metric
-    ranks: world.World
+    ranks: Communicator
     strategy: Strategy
     device: str
     """This rank's"""
     threads: int
     work: Workload
-    data: world.World
+    data: Communicator
     """The ranks with the same part of the model: all, if it is whole"""
     stages: Stages
     pipe: Pipe | None
@@ -216,7 +217,7 @@ class Job:
         kept = self.ranks.gather(resume.kept_cut(config))[0]
         cut = self.stages.measured(self.ranks, kept, lambda: self._seconds(model), plan.rank_batch)
         stage, shapes = self.stages.stage, self.work.of_stage(cut, self.stages.stage)
-        layout = dataclasses.replace(self.stages.layout(), hosts=self.data.ranks.hosts_count)
+        layout = dataclasses.replace(self.stages.layout(), hosts=self.data.hosts_count)
         facts = self.stages.facts(cut, plan.rank_batch)
         exchange = strategies.chosen(config)
         told = exchange.fact(shapes, layout, in_parts=False)
@@ -235,7 +236,7 @@ class Job:
     def _seconds(self, model: Callable[[range | None], Any]) -> list[float]:
         """Of each layer by itself, forward and backward, for a sample of a micro-batch."""
         config, layers = self.about.config, self.stages.layers
-        alone = world.World(config.framework, carrier="streams", met=world.Met.by(Alone()))
+        alone = world.connect(config.framework, backend="tcp", group=world.RankGroup.watched(Communicator()))
 
         def part(number: int) -> Part:
             shapes = self.work.of_arrays(layers[number].arrays)
@@ -261,7 +262,7 @@ class Job:
         """Parameters and what else the model has, of all stages, by name. Collective."""
         return snapshot.whole(replica, self.ranks, gives=self.stages.data == 0)
 
-    def train(self, replica: Replica, stop: world.StopSignal, **more: Any) -> int:
+    def train(self, replica: Replica, stop: lifecycle.StopSignal, **more: Any) -> int:
         """The exit code after `trained`; the ranks part."""
         summary = self.trained(replica, stop, **more)
         self.leave()
@@ -272,14 +273,14 @@ class Job:
         if self.pipe is not None:
             self.pipe.leave()
         if self.data is not self.ranks:
-            self.data.leave()
-        self.ranks.leave()
+            self.data.shutdown()
+        self.ranks.shutdown()
         locks.release()
 
     def trained(
         self,
         replica: Replica,
-        stop: world.StopSignal,
+        stop: lifecycle.StopSignal,
         *,
         judge: Judge | None = None,
         precise_bn: int = 0,
@@ -292,7 +293,7 @@ class Job:
         """
         about, config, ranks, loader, device = self.about, self.about.config, self.ranks, self.loader, self.device
         told = f"{device} ({config.framework} sees no GPU)" if device == "cpu" and config.device == "auto" else device
-        facts = {**self.facts, "collectives": ranks.collectives, "device": told}
+        facts = {**self.facts, "collectives": ranks.library, "device": told}
         folder = run_folder.open_folder(config, about.workload, ranks)
         if self.strategy.divides and about.plan.shares is None:
             how, shares = "as this run began", run_folder.kept_shares(folder, ranks)
@@ -342,16 +343,16 @@ class Job:
 
 
 def connected(
-    config: TrainConfig, place: world.Place, used: Threads, data: str = "", *, parted: bool = False
-) -> tuple[world.World, str]:
+    config: TrainConfig, place: LaunchEnv, used: Threads, data: str = "", *, parted: bool = False
+) -> tuple[Communicator, str]:
     """The ranks, which agree on settings and on the fingerprint of their `data`, and this one's device. Collective.
 
     `parted`: a step goes through the model in parts, which streams carry. Raises Failure (78) if the strategy does not
     go with the launcher, (69) if ranks did not find each other, (65, 78) if they do not agree."""
     strategy = strategies.chosen(config).strategy
-    carrier = "streams" if parted else strategy.carrier
-    if carrier == "horovod" and place.launcher == "torchrun":
-        first, *others = [name for name in registry.names(Strategy) if registry.found(name).carrier != "horovod"]
+    backend = "tcp" if parted else strategy.backend
+    if backend == "horovod" and place.launcher == "torchrun":
+        first, *others = [name for name in registry.names(Strategy) if registry.found(name).backend != "horovod"]
         raise Failure(
             f"--strategy {config.strategy} is Horovod's, whose ranks torchrun cannot connect: give --strategy "
             f"{first} (or {', '.join([*registry.names(Reducer), *others])}), or start it with mpirun or horovodrun",
@@ -364,10 +365,10 @@ def connected(
     else:
         from hvdtrain.frameworks.tensorflow import prepare
     device = prepare(config.device, place.local_rank, used.count, one_each=strategy.divides)
-    ranks = world.World(
+    ranks = world.connect(
         config.framework,
         gpu=device != "cpu",
-        carrier=carrier,
+        backend=backend,
         timeline=config.horovod_timeline,
         stall_limit_s=config.stall_limit,
     )
@@ -381,7 +382,7 @@ def connected(
 def replica_of(
     model: Any,
     config: TrainConfig,
-    ranks: world.World,
+    ranks: Communicator,
     strategy: Strategy,
     device: str,
     metric: Metric,

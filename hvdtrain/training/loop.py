@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain import records
-from hvdtrain.comm.world import StopSignal, World
+from hvdtrain.comm.backends.base import Communicator
+from hvdtrain.comm.lifecycle import StopSignal
 from hvdtrain.data import Split
 from hvdtrain.data.loader import Loader
 from hvdtrain.frameworks import Replica
@@ -57,8 +58,8 @@ class Loop:
         *,
         dataset: Any,
         loader: Loader,
-        world: World,
-        data: World,
+        world: Communicator,
+        data: Communicator,
         stage: int,
         replica: Replica,
         strategy: Strategy,
@@ -233,7 +234,7 @@ class Loop:
             framework=world.framework,
             strategy=self._config.strategy,
             ranks=world.size,
-            hosts=max(world.ranks.hosts_count, len({host for host, *_ in facts})),
+            hosts=max(world.hosts_count, len({host for host, *_ in facts})),
             parameters=self._about.model["parameters"],
             global_batch=self._plan.global_batch,
             epochs=self._config.epochs,

@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 
 from hvdtrain import records, strategies
-from hvdtrain.comm import world
+from hvdtrain.comm import lifecycle
+from hvdtrain.comm.backends.base import digest
+from hvdtrain.comm.launch_env import LaunchEnv, launch_env
 from hvdtrain.config import workloads
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.config.parser import flag
@@ -70,18 +72,18 @@ def train(
     74, 78); one that nobody catches ends the whole job with one line.
     """
     global _parted
-    world.guard(debug=bool(settings.get("debug")) or "--debug" in argv)
+    lifecycle.guard(debug=bool(settings.get("debug")) or "--debug" in argv)
     if _parted:
         told = "hvdtrain.train has been called before, and the ranks have parted"
         raise Failure(f"{told}: train once in a start of several ranks", exits.BAD_CONFIG)
     framework, twin = _twin(model)
     purpose, name = sys.modules["__main__"].__doc__ or "", _name()
-    cls = OnTorchrun if world.place().launcher == "torchrun" else TrainConfig
+    cls = OnTorchrun if launch_env().launcher == "torchrun" else TrainConfig
     config, place = workload.begin(cls, name, purpose, [*_flags(settings, framework), *argv])
     if config.framework != framework:
         raise Failure(f"--framework {config.framework}: the model is one of {framework}", exits.BAD_CONFIG)
     asked = None if catalog.asked(config.strategy) else strategies.parse(config.strategy)
-    if asked and framework == "tensorflow" and asked.strategy.carrier == "native":
+    if asked and framework == "tensorflow" and asked.strategy.backend == "native":
         told = "TensorFlow's own must begin before a model is made"
         raise Failure(f"--strategy {config.strategy}: {told}; take {DEFAULT_REDUCER}", exits.BAD_CONFIG)
     dataset = own.opened(train, validation, test)
@@ -92,7 +94,7 @@ def train(
     job = _workload(name, config, place, model, dataset, judged, adapted, probed).connect()
     if job is None:
         raise SystemExit(exits.OK)
-    stop, _parted = world.StopSignal(), place.size > 1
+    stop, _parted = lifecycle.StopSignal(), place.size > 1
     try:
         summary = _trained(job, adapted, stop)
     finally:
@@ -107,7 +109,7 @@ def train(
 def _workload(
     name: str,
     config: TrainConfig,
-    place: world.Place,
+    place: LaunchEnv,
     model: Any,
     dataset: own.Own,
     judged: Metric,
@@ -133,13 +135,13 @@ def _workload(
     )
 
 
-def _trained(job: workload.Job, adapted: Any, stop: world.StopSignal) -> records.Summary | None:
+def _trained(job: workload.Job, adapted: Any, stop: lifecycle.StopSignal) -> records.Summary | None:
     """What `Job.trained` returns, of a model whose arrays are now rank 0's on all ranks. Collective."""
     _check_alike(job, adapted)
     constants = job.ranks.agreed(adapted.constants())
     adapted.set_constants(constants)
-    digest = world.digest(constants) if constants else None
-    about = dataclasses.replace(job.about, model={**job.about.model, "constants": digest})
+    constants_digest = digest(constants) if constants else None
+    about = dataclasses.replace(job.about, model={**job.about.model, "constants": constants_digest})
     job = dataclasses.replace(job, about=about)
     state, mine = adapted.arrays(), adapted
     if job.about.config.stages > 1:

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain import records, strategies
-from hvdtrain.comm.world import World
+from hvdtrain.comm.backends.base import Communicator
+from hvdtrain.comm.launch_env import launch_env
 from hvdtrain.config import workloads
 from hvdtrain.config.batch_plan import BatchPlan
 from hvdtrain.config.options import TrainConfig
@@ -72,7 +73,7 @@ def _identity(
     }
 
 
-def check_alike(config: TrainConfig, data: str, world: World) -> None:
+def check_alike(config: TrainConfig, data: str, world: Communicator) -> None:
     """Raises Failure if a rank has other settings than rank 0 (78), as from a file of its own host, or data of another
     fingerprint (65); collective."""
     settings = {name: value for name, value in dataclasses.asdict(config).items() if name not in EACH_RANKS}
@@ -90,7 +91,7 @@ def check_alike(config: TrainConfig, data: str, world: World) -> None:
             raise Failure(f"{told}: give every rank all of it, the same and in the same order", exits.BAD_DATA)
 
 
-def open_folder(config: TrainConfig, workload: str, world: World) -> Path:
+def open_folder(config: TrainConfig, workload: str, world: Communicator) -> Path:
     """The run's folder, made and locked on every host; collective.
 
     Raises Failure (73) if it cannot be made, holds a run, or another job has it, (74) if the disk is full.
@@ -120,11 +121,11 @@ def open_folder(config: TrainConfig, workload: str, world: World) -> Path:
             problem = [str(failure), failure.code]
         if problems := [each for each in world.gather(problem) if each]:
             raise Failure(*problems[0])
-    world.keeps(str(folder), command(folder, workload, world))
+    world.set_run_folder(str(folder), command(folder, workload, world))
     return folder
 
 
-def command(folder: Path, workload: str, world: World) -> str:
+def command(folder: Path, workload: str, world: Communicator) -> str:
     """`with` and what a user types to go on with the run; its hosts, if a launcher of others chose them, in words."""
     again = ["--resume", str(folder)]
     variable = forwarded = ""
@@ -134,7 +135,7 @@ def command(folder: Path, workload: str, world: World) -> str:
     words = shlex.join(without_secrets([*workloads.program(workload, sys.argv), *again]))
     if ours := launched_by.from_environment():
         return f"with {variable}{ours['launcher']} python {words}"
-    place = world.place
+    place = launch_env()
     count, here = place.size, place.local_size
     start = {
         "alone": "python",
@@ -146,7 +147,7 @@ def command(folder: Path, workload: str, world: World) -> str:
     return f"{'on the same hosts ' if count > here else ''}with {variable}{start} {words}"
 
 
-def kept_shares(folder: Path, world: World) -> tuple[float, ...] | None:
+def kept_shares(folder: Path, world: Communicator) -> tuple[float, ...] | None:
     """The ranks' shares that an earlier start of this run settled on, as rank 0's manifest tells; collective."""
     path, kept = folder / "manifest.json", None
     if world.rank == 0 and path.exists():
@@ -155,7 +156,7 @@ def kept_shares(folder: Path, world: World) -> tuple[float, ...] | None:
     return tuple(kept) if kept and len(kept) == world.size else None
 
 
-def check_same(run: Run, bound: str | None, folder: Path, world: World) -> None:
+def check_same(run: Run, bound: str | None, folder: Path, world: Communicator) -> None:
     """Raises Failure (78) if the folder's run was made with settings that must be equal and are not, or by another
     number of ranks to which its strategy's state is `bound` (why), Failure (65) if its manifest is damaged; collective.
     """
@@ -205,7 +206,7 @@ def write_manifest(
     metric: Metric,
     device: str,
     threads: int,
-    world: World,
+    world: Communicator,
     documents: Mapping[str, Any],
 ) -> dict[str, str]:
     """Measures the links; the first rank of each host writes manifest.json, and before it the `documents`. Of a run
@@ -228,21 +229,21 @@ def write_manifest(
     return {"links": show_links(world.links)} if world.links else {}
 
 
-def surroundings(device: str, threads: int, world: World) -> dict[str, Any]:
+def surroundings(device: str, threads: int, world: Communicator) -> dict[str, Any]:
     """What a manifest says of where a run is made; measures the links. Collective."""
     here = {"host": world.host, "local_rank": world.local_rank, "device": device, "threads": threads}
     return {
         "ranks": world.gather(here | {"cpu": cpu(), "cores": cgroup.host_cores()}),
         "links": world.links or world.measure_links(),
         "started_utc": records.utc_now(),
-        "collectives": world.collectives,
+        "collectives": world.library,
         "launch": launched_by.from_environment(),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
         "git_commit": git_commit(),
     }
 
 
-def keep(manifest: records.Manifest, folder: Path, documents: Mapping[str, Any], world: World) -> None:
+def keep(manifest: records.Manifest, folder: Path, documents: Mapping[str, Any], world: Communicator) -> None:
     """Writes it on every host; see `write_manifest`. Collective."""
     for first in (True, False):  # rank 0, and then those whose folder is another one
         if world.local_rank == 0 and first == (world.rank == 0):

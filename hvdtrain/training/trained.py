@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain import records
-from hvdtrain.comm import world
+from hvdtrain.comm.launch_env import launch_env
 from hvdtrain.records.arrays_file import Arrays
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
@@ -60,7 +60,7 @@ def spec(folder: Path, manifest: records.Manifest, cls: type) -> Any:
 
 def begin(framework: str) -> None:
     """Imports the framework, with the number of threads that this host allows."""
-    used = threads.per_rank(0, world.place(), math.inf)
+    used = threads.per_rank(0, launch_env(), math.inf)
     used.use()
     if framework == "torch":
         from hvdtrain.frameworks.pytorch import prepare

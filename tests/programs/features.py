@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.captions.features import extract
-from hvdtrain.comm.world import World
+from hvdtrain.comm.backends.base import Communicator
+from hvdtrain.comm.world import connect
 from hvdtrain.models.vgg16 import FEATURES
 from hvdtrain.system.exits import Failure
 
@@ -40,7 +41,9 @@ class Encoder:
         return np.maximum(images.reshape(len(images), -1).astype(np.float32) @ self.weight, 0)
 
 
-def step(world: World, count: int, caches: list[str], cut: str = "", seeds: list[int] | None = None) -> dict[str, Any]:
+def step(
+    world: Communicator, count: int, caches: list[str], cut: str = "", seeds: list[int] | None = None
+) -> dict[str, Any]:
     mine = caches[world.rank]
     world.host, world.local_rank = f"host-of-{mine}", caches[: world.rank].count(mine)
     os.environ["XDG_CACHE_HOME"] = mine
@@ -68,12 +71,12 @@ def step(world: World, count: int, caches: list[str], cut: str = "", seeds: list
 
 def main() -> None:
     asked = json.loads(sys.argv[1])
-    world = World("torch", carrier="streams")
+    world = connect("torch", backend="tcp")
     steps = [each if isinstance(each, dict) else {"caches": each} for each in asked["steps"]]
     reports = [step(world, asked["images"], **each) for each in steps]
     if world.rank == 0:
         sys.stdout.write(json.dumps({"steps": reports}) + "\n")
-    world.leave()
+    world.shutdown()
 
 
 if __name__ == "__main__":

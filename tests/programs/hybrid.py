@@ -16,7 +16,7 @@ import numpy as np
 from exchange import FEATURES
 
 from hvdtrain import strategies
-from hvdtrain.comm.world import World
+from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.config import batch_plan
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.data import Batch, ImageSplit
@@ -40,7 +40,7 @@ def flat(batch: Batch) -> Batch:
     return dataclasses.replace(batch, arrays=(inputs.reshape(-1, FEATURES), labels))
 
 
-def trained(config: TrainConfig, ranks: World, device: str) -> dict[str, Any]:
+def trained(config: TrainConfig, ranks: Communicator, device: str) -> dict[str, Any]:
     split, weight = problem()
     strategy, replica = exchange.trainer(config, ranks, device, weight)
     given = strategies.chosen(config).shares(ranks.size)

@@ -23,7 +23,7 @@ from hvdtrain.strategies.replicas import Exchanged, Vectors
 class AllReduce(Strategy):
     """Gradients summed by Horovod's own optimizer (PyTorch) or tape (TensorFlow) during backward; no state."""
 
-    carrier = "horovod"
+    backend = "horovod"
     in_backward = True
     rung = -1
 
@@ -33,7 +33,7 @@ class AllReduce(Strategy):
 
     def step(self, replica: Vectors, lr: float, clock: Clock) -> Exchanged:
         with clock.span("communication"):
-            self._world.ranks.wait()
+            self._world.wait()
         with clock.span("compute"):
             replica.apply(lr)
             tail = replica.tail()

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.comm.world import World
+from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.config.constraints import Checked, bounded
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.observe.timing import Clock
@@ -38,7 +38,7 @@ class Delayed(Synchronous):
     remembers = True
 
     def __init__(
-        self, world: World, shapes: Sequence[Shape], config: TrainConfig, settings: Any, reducer: Reducer | None
+        self, world: Communicator, shapes: Sequence[Shape], config: TrainConfig, settings: Any, reducer: Reducer | None
     ) -> None:
         super().__init__(world, shapes, config, settings, reducer)
         self._staleness = settings.staleness

@@ -46,17 +46,18 @@ class Factors(Strategy):
         return Cost(sent_bytes=sent, rounds=rounds, work=work, ways=told(shapes, layout))
 
     def plan(self, layout: Layout) -> None:
-        hosts = self._world.ranks.hosts_count  # a rank's own layout is a guess if hosts are unequal
+        hosts = self._world.hosts_count  # a rank's own layout is a guess if hosts are unequal
         self.factored = list(chosen(self._shapes, dataclasses.replace(layout, hosts=hosts)))
 
     def step(self, replica: Vectors, lr: float, clock: Clock) -> Exchanged:
         vector, holder = replica.vector(), cast(Factored, replica)
         factors = holder.factors() if self.factored else {}
-        ranks, sent_before = self._world.ranks, self._world.ranks.sent_bytes
+        ranks, sent_before = self._world, self._world.sent_bytes
         with clock.span("communication"):
-            with self._world.hosts(vector) as hosts:
-                if hosts is not None:
-                    hosts.sum(vector)
+            ranks.local_reduce(vector)
+            if leaders := ranks.leaders:
+                leaders.all_reduce(vector)
+            ranks.local_broadcast(vector)
             everyones = [self._read(each, factors) for each in ranks.collect(joined(factors))] if factors else []
         with clock.span("compute"):
             if factors:

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.comm.world import World
+from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.config.constraints import Checked, bounded
 from hvdtrain.strategies.algorithms.synchronous import Synchronous
 
@@ -96,7 +96,7 @@ def shares_of(tries: Sequence[Sequence[float]]) -> Found:
     return Found(shares=rounded, noise=noise, agreed=bool(apart.max() <= TOLERANCE), tries=len(tries))
 
 
-def measured_shares(world: World, replica: Any, batch_of: Callable[[Sequence[float] | None], Any]) -> Found:
+def measured_shares(world: Communicator, replica: Any, batch_of: Callable[[Sequence[float] | None], Any]) -> Found:
     """The share of each rank, of which all ranks compute their parts in the same time. Collective.
 
     `replica`: a `frameworks.Replica`, afterwards what it was before: backward passes are all that is done, and only
@@ -115,7 +115,7 @@ def measured_shares(world: World, replica: Any, batch_of: Callable[[Sequence[flo
     return found
 
 
-def _round(world: World, replica: Any, batch: Any) -> Found:
+def _round(world: Communicator, replica: Any, batch: Any) -> Found:
     """Tries until they agree or the time is up. What decides is gathered, so that all ranks decide alike."""
     length_s = max(TRY_S, *world.gather(_pass_s(replica, batch)))
     tries: list[list[float]] = []

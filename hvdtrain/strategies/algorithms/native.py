@@ -2,7 +2,7 @@
 
 PyTorch: DistributedDataParallel over Gloo (CPU) or NCCL (GPU). Gradients are put into buckets in the order in which
 backward makes them; a full bucket is summed over ranks in a ring while backward goes on. `hook=fp16` sends them as
-half precision, `hook=powersgd` as factors of `rank` (see `collectives.powersgd`), both by PyTorch's own hooks.
+half precision, `hook=powersgd` as factors of `rank` (see `comm.backends.ddp_powersgd`), both by PyTorch's own hooks.
 
 TensorFlow: MultiWorkerMirroredStrategy over gRPC (CPU) or NCCL (GPU). Gradients are summed by the strategy's all_reduce
 in the replica's context, as Keras' optimizers do, in a ring too.
@@ -43,7 +43,7 @@ class Native(Strategy):
         rank: int = bounded(2, least=1, example=4)
         """Of the factors that the hook powersgd sends"""
 
-    carrier = "native"
+    backend = "native"
     in_backward = True
     _step = 0
 
@@ -54,7 +54,7 @@ class Native(Strategy):
 
     @classmethod
     def cost(cls, shapes: Sequence[Shape], layout: Layout, settings: Any, round_: Cost | None) -> Cost:
-        """With the hook powersgd two sums that wait for all of backward (`collectives.ddp`). Raises Failure (78)."""
+        """With the hook powersgd two sums that wait for all of backward (`comm.backends.ddp`). Raises Failure (78)."""
         if settings.hook == "powersgd" and not all(map(len, shapes)):
             told = "PyTorch's hook takes no parameter without dimensions; give it the shape (1,), or take powersgd"
             raise Failure(f"--strategy native:hook=powersgd: {told}", exits.BAD_CONFIG)
@@ -85,11 +85,11 @@ class Native(Strategy):
     def state(self) -> dict[str, np.ndarray]:
         if self.settings.hook != "powersgd":
             return {}
-        return {"step": np.array(self._step), **self._world.ranks.state()}
+        return {"step": np.array(self._step), **self._world.state()}
 
     def load(self, state: dict[str, np.ndarray]) -> None:
         self._step = int(state.get("step", 0))
-        self._world.ranks.load({name: array for name, array in state.items() if name != "step"})
+        self._world.load({name: array for name, array in state.items() if name != "step"})
 
     def handed_on(self, states: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
         return states[self._world.rank if len(states) == self._world.size else 0]

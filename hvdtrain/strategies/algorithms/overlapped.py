@@ -52,7 +52,7 @@ class Overlapped(Synchronous):
 
     def parts(self) -> list[range]:
         parts = cut(self._shapes)
-        if len(parts) == 1 or self._world.ranks.hosts_count == 1:
+        if len(parts) == 1 or self._world.hosts_count == 1:
             return []
         borders = [0, *itertools.accumulate(math.prod(shape) for shape in self._shapes)]
         places = [slice(borders[part.start], borders[part.stop]) for part in parts]

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.comm.world import World
+from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.observe.timing import Clock
 from hvdtrain.strategies.base import Strategy
 from hvdtrain.strategies.cost import Cost, Layout, Shape
@@ -56,13 +56,14 @@ def inner(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name.removeprefix("inner."): array for name, array in state.items() if name.startswith("inner.")}
 
 
-def reduce(world: World, reducer: Reducer, vector: np.ndarray, size: int) -> int:
+def reduce(world: Communicator, reducer: Reducer, vector: np.ndarray, size: int) -> int:
     """Sums a vector over all ranks in place: its first `size` numbers as the reducer does, the tail behind them
     exactly. Returns the payload bytes sent."""
-    before = world.ranks.sent_bytes
-    with world.hosts(vector) as hosts:
-        if hosts is not None:
-            if vector.size > size:
-                hosts.sum(vector[size:])
-            reducer.sum(vector[:size], hosts)
-    return world.ranks.sent_bytes - before
+    before = world.sent_bytes
+    world.local_reduce(vector)
+    if leaders := world.leaders:
+        if vector.size > size:
+            leaders.all_reduce(vector[size:])
+        reducer.sum(vector[:size], leaders)
+    world.local_broadcast(vector)
+    return world.sent_bytes - before

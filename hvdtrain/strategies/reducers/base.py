@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from hvdtrain.comm.backends.base import Hosts
+from hvdtrain.comm.backends.base import LeaderGroup
 from hvdtrain.config.constraints import Checked
 from hvdtrain.strategies.cost import Cost, Shape
 
@@ -47,7 +47,7 @@ class Reducer(abc.ABC):
     def cost(cls, shapes: Sequence[Shape], hosts: int, settings: Any = None) -> Cost:
         """What a round costs one of `hosts` hosts."""
 
-    def sum(self, values: np.ndarray, hosts: Hosts) -> None:
+    def sum(self, values: np.ndarray, hosts: LeaderGroup) -> None:
         """Replaces a flat float32 vector by its sum over hosts, or an approximation; the same bits on all hosts.
 
         A single host leaves nothing out; what was left out when there were more, before a resume, is added at once.
@@ -66,7 +66,7 @@ class Reducer(abc.ABC):
             self._owes = False
 
     @abc.abstractmethod
-    def sum_between_hosts(self, values: np.ndarray, hosts: Hosts) -> None:
+    def sum_between_hosts(self, values: np.ndarray, hosts: LeaderGroup) -> None:
         """What `sum` does where there are two hosts or more."""
 
     def state(self) -> dict[str, np.ndarray]:

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.comm.backends.base import Hosts
+from hvdtrain.comm.backends.base import LeaderGroup
 from hvdtrain.strategies.cost import Cost, Shape, elements, two_phases
 from hvdtrain.strategies.reducers.base import Reducer
 from hvdtrain.strategies.reducers.bfloat16 import from_bf16, to_bf16
@@ -55,7 +55,7 @@ class Half(Reducer):
     def decode(self, message: np.ndarray, values: np.ndarray, add: bool = False) -> None:
         """The float32 numbers of a message into `values`, or added to them."""
 
-    def sum_between_hosts(self, values: np.ndarray, hosts: Hosts) -> None:
+    def sum_between_hosts(self, values: np.ndarray, hosts: LeaderGroup) -> None:
         if not values.size:
             return
         size = -(-values.size // hosts.count)
@@ -69,10 +69,10 @@ class Half(Reducer):
             self.encode(parts[host], messages[host, : self.head + parts[host].size])
             return messages[host]
 
-        for _, theirs in hosts.pairwise(coded, even=True):
+        for _, theirs in hosts.all_to_all_streamed(coded, even=True):
             self.decode(theirs.view(np.uint16)[: self.head + mine.size], mine, add=True)
         coded(hosts.index)
-        for host, theirs in hosts.pairwise(lambda _: message, even=True):
+        for host, theirs in hosts.all_to_all_streamed(lambda _: message, even=True):
             self.decode(theirs.view(np.uint16)[: self.head + parts[host].size], parts[host])
         self.decode(message[: self.head + mine.size], mine)
 

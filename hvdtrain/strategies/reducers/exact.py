@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.comm.backends.base import Hosts
+from hvdtrain.comm.backends.base import LeaderGroup
 from hvdtrain.strategies.cost import Cost, Shape, elements, ring_bytes
 from hvdtrain.strategies.reducers.base import Reducer
 
@@ -28,5 +28,5 @@ class Hierarchical(Reducer):
     def cost(cls, shapes: Sequence[Shape], hosts: int, settings: Any = None) -> Cost:
         return Cost(sent_bytes=ring_bytes(4 * elements(shapes), hosts), rounds=2 * (hosts - 1), exact=True)
 
-    def sum_between_hosts(self, values: np.ndarray, hosts: Hosts) -> None:
-        hosts.sum(values)
+    def sum_between_hosts(self, values: np.ndarray, hosts: LeaderGroup) -> None:
+        hosts.all_reduce(values)

@@ -39,7 +39,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from hvdtrain.comm.backends.base import Hosts
+from hvdtrain.comm.backends.base import LeaderGroup
 from hvdtrain.config.constraints import Checked, bounded
 from hvdtrain.strategies.cost import Cost, Shape, elements, two_phases
 from hvdtrain.strategies.reducers.base import Reducer
@@ -133,7 +133,7 @@ class PowerSGD(Reducer):
         )
 
     @np.errstate(invalid="ignore", over="ignore")  # NaN in, NaN out: the loop stops there, and says why
-    def sum_between_hosts(self, values: np.ndarray, hosts: Hosts) -> None:
+    def sum_between_hosts(self, values: np.ndarray, hosts: LeaderGroup) -> None:
         self._error += values
         self._multiply()
         included = total(self._first, hosts, self._bits)

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.comm.backends.base import Hosts
+from hvdtrain.comm.backends.base import LeaderGroup
 from hvdtrain.strategies.cost import Cost, Shape, elements, ring_bytes, two_phases
 from hvdtrain.strategies.reducers.base import Reducer
 
@@ -38,14 +38,14 @@ TINY = np.float32(1.5e-36)
 """1/127 of it is still a normal float32"""
 
 
-def total(values: np.ndarray, hosts: Hosts, bits: int) -> np.ndarray:
+def total(values: np.ndarray, hosts: LeaderGroup, bits: int) -> np.ndarray:
     """Replaces flat float32 `values` by nearly their sum over hosts, the same bits on all; 32 bits: by the sum itself.
 
     Returns what of this host's numbers is in it.
     """
     if bits == 32 or not values.size:
         mine = values.copy()
-        hosts.sum(values)
+        hosts.all_reduce(values)
         return mine
     me, blocks = hosts.index, blocks_each(values.size, hosts.count)
     parts = np.zeros((hosts.count, blocks, LENGTH), np.float32)
@@ -57,11 +57,11 @@ def total(values: np.ndarray, hosts: Hosts, bits: int) -> np.ndarray:
         decode(message, included[host], bits)
         return message
 
-    for _, received in hosts.pairwise(coded, even=True):
+    for _, received in hosts.all_to_all_streamed(coded, even=True):
         decode(received, theirs, bits, add=True)
     parts[me] += theirs
     outcome = encode(parts[me], bits)
-    for host, received in hosts.pairwise(lambda _: outcome, even=True):
+    for host, received in hosts.all_to_all_streamed(lambda _: outcome, even=True):
         decode(received, parts[host], bits)
     decode(outcome, parts[me], bits)
     np.subtract(parts[me], theirs, out=included[me])
@@ -135,7 +135,7 @@ class Int8(Reducer):
         numbers = elements(shapes)
         return two_phases(numbers, hosts, total_bytes(numbers, hosts, cls.bits))
 
-    def sum_between_hosts(self, values: np.ndarray, hosts: Hosts) -> None:
+    def sum_between_hosts(self, values: np.ndarray, hosts: LeaderGroup) -> None:
         values += self._error
         self._error[:] = values
         self._error -= total(values, hosts, self.bits)

@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.comm.backends.base import Hosts
+from hvdtrain.comm.backends.base import LeaderGroup
 from hvdtrain.config.constraints import Checked, bounded
 from hvdtrain.strategies.cost import Cost, Shape, elements, two_phases
 from hvdtrain.strategies.reducers.base import Reducer
@@ -67,7 +67,7 @@ class TopK(Reducer):
         return two_phases(elements(shapes), hosts, 2 * (hosts - 1) * message_bytes)
 
     @np.errstate(invalid="ignore")
-    def sum_between_hosts(self, values: np.ndarray, hosts: Hosts) -> None:
+    def sum_between_hosts(self, values: np.ndarray, hosts: LeaderGroup) -> None:
         if not values.size:
             return
         code = Code.of(values.size, hosts.count, self.settings.density)
@@ -78,12 +78,14 @@ class TopK(Reducer):
         self._errors[: self._size] += values
         parts = self._errors.reshape(hosts.count, code.size)
         mine = parts[hosts.index]
-        for _, message in hosts.pairwise(lambda host: take(parts[host], code), even=True):
+        for _, message in hosts.all_to_all_streamed(lambda host: take(parts[host], code), even=True):
             positions, numbers = code.decode(message)
             mine[positions] += numbers
         values[:] = 0
         outcome = take(mine, code)
-        for host, message in itertools.chain(hosts.pairwise(lambda _: outcome, even=True), [(hosts.index, outcome)]):
+        for host, message in itertools.chain(
+            hosts.all_to_all_streamed(lambda _: outcome, even=True), [(hosts.index, outcome)]
+        ):
             positions, numbers = code.decode(message)
             part = values[host * code.size : (host + 1) * code.size]
             inside = positions < part.size

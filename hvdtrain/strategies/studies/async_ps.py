@@ -24,12 +24,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from hvdtrain.comm.backends.servers import NUMBERS
-from hvdtrain.comm.world import World
+from hvdtrain.comm.backends.base import Communicator
+from hvdtrain.comm.backends.servers import NUMBERS, ServerCommunicator
 from hvdtrain.config.constraints import Checked, bounded
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.observe.timing import Clock
@@ -51,14 +51,14 @@ class AsyncPS(Strategy):
         """Parts that the parameters are cut into, each served by one rank; 0: one per host. An update counts by its
         rank's share of a step's samples; with --lr-scaling linear each has the full --lr, as in Downpour SGD"""
 
-    carrier = "servers"
+    backend = "servers"
     local = True
     remembers = True
     rung = 2
     bound = "the momentum of each part is with the rank that serves it"
 
     def __init__(
-        self, world: World, shapes: Sequence[Shape], config: TrainConfig, settings: Any, reducer: Reducer | None
+        self, world: Communicator, shapes: Sequence[Shape], config: TrainConfig, settings: Any, reducer: Reducer | None
     ) -> None:
         super().__init__(world, shapes, config, settings, reducer)
         self._every = config.checkpoint_steps
@@ -68,11 +68,15 @@ class AsyncPS(Strategy):
             self._server = Server(part, config)
             return self._server
 
-        if not world.servers.serve(settings.servers, elements(shapes), serve):
+        if not self._servers.serve(settings.servers, elements(shapes), serve):
             world.may_die()
         self._weights = np.empty(elements(shapes), np.float32)
         self._steps, self._drifted = 0, 0
         self._tail, self._sent = np.zeros(1), 0
+
+    @property
+    def _servers(self) -> ServerCommunicator:
+        return cast(ServerCommunicator, self._world)
 
     @classmethod
     def cost(cls, shapes: Sequence[Shape], layout: Layout, settings: Any, round_: Cost | None) -> Cost:
@@ -102,7 +106,7 @@ class AsyncPS(Strategy):
         loss = float(tail[0] / samples)
         numbers = np.array([lr, samples / all_samples, self._steps, tail[-1]], np.float64)
         with clock.span("communication"):
-            answers = self._world.servers.ask(numbers, vector[: self._size], self._weights)
+            answers = self._servers.ask(numbers, vector[: self._size], self._weights)
         with clock.span("compute"):
             replica.set_weights(self._weights)
         late = answers[:, 0]
@@ -122,7 +126,7 @@ class AsyncPS(Strategy):
             if self._server:
                 self._server.met()
             if self._world.size > 1:
-                self._world.servers.ask(np.zeros(NUMBERS), None, self._weights)
+                self._servers.ask(np.zeros(NUMBERS), None, self._weights)
                 self._world.gather("have them")  # nobody pushes before
         with clock.span("compute"):
             replica.set_weights(self._weights)
@@ -131,7 +135,7 @@ class AsyncPS(Strategy):
 
     def _sent_now(self) -> int:
         """By this rank, its server's answers included, since the last call."""
-        before, self._sent = self._sent, self._world.servers.sent_bytes
+        before, self._sent = self._sent, self._servers.sent_bytes
         return self._sent - before
 
     def state(self) -> dict[str, np.ndarray]:

@@ -13,11 +13,11 @@ Li et al., "Scaling distributed machine learning with the parameter server", 201
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from hvdtrain.comm.backends.servers import NUMBERS, Star
+from hvdtrain.comm.backends.servers import NUMBERS, ServerCommunicator, Star
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.observe.timing import Clock
 from hvdtrain.strategies.base import Strategy
@@ -30,12 +30,16 @@ from hvdtrain.system.exits import Failure
 class Central(Strategy):
     """Weights are the same on all ranks after each step. It keeps no state beside rank 0's optimizer."""
 
-    carrier = "servers"
+    backend = "servers"
     own_optimizer = True
     bound = "the optimizer's state is with rank 0"
     rung = -1
     _centre: Centre | None = None
     _answer = np.empty(0, np.float32)
+
+    @property
+    def _servers(self) -> ServerCommunicator:
+        return cast(ServerCommunicator, self._world)
 
     @classmethod
     def cost(cls, shapes: Sequence[Shape], layout: Layout, settings: Any, round_: Cost | None) -> Cost:
@@ -58,20 +62,20 @@ class Central(Strategy):
                 for gradients in list(self._centre.gathered(vector).values())[1:]:
                     vector += gradients
             else:
-                self._world.servers.ask(np.zeros(NUMBERS), vector, self._answer)
+                self._servers.ask(np.zeros(NUMBERS), vector, self._answer)
         with clock.span("compute"):
             if self._centre:
                 replica.apply(lr)
                 self._answer[: self._size] = replica.weights()
                 self._answer[self._size :] = vector[self._size :]
-                self._centre.tell(self._answer)
+                self._centre.answer_all(self._answer)
             else:
                 replica.set_weights(self._answer[: self._size])
         return Exchanged.of(self._answer[self._size :], vector.nbytes * self._messages())
 
     def _messages(self) -> int:
         """That this rank sends to other hosts in a step; the threads of rank 0 may still be sending them."""
-        return self._world.servers.elsewhere(range(1, self._world.size) if self._centre else [0])
+        return self._servers.count_remote(range(1, self._world.size) if self._centre else [0])
 
     def _begin(self, vector: np.ndarray) -> None:
         """Collective."""
@@ -81,11 +85,11 @@ class Central(Strategy):
             self._centre = Centre(self._world.size)
             return self._centre
 
-        self._world.servers.serve(1, vector.size, serve)
+        self._servers.serve(1, vector.size, serve)
 
 
 class Centre(Star):
-    """A `collectives.servers.Store`: other ranks' gradients wait in it for rank 0, and they for its weights."""
+    """A `comm.backends.servers.Store`: other ranks' gradients wait in it for rank 0, and they for its weights."""
 
     def answer(self, rank: int, numbers: np.ndarray, gradients: np.ndarray | None, weights: np.ndarray) -> np.ndarray:
         """In the thread of another rank."""

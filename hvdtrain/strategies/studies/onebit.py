@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.comm.backends.base import Hosts
+from hvdtrain.comm.backends.base import LeaderGroup
 from hvdtrain.strategies.cost import Cost, Shape, elements, two_phases
 from hvdtrain.strategies.reducers.base import Reducer
 from hvdtrain.strategies.reducers.bfloat16 import from_bf16, to_bf16
@@ -133,17 +133,17 @@ class OneBit(Reducer):
         return two_phases(elements(shapes), hosts, 2 * (hosts - 1) * Plan.of(shapes, hosts).message_bytes)
 
     @np.errstate(invalid="ignore")
-    def sum_between_hosts(self, values: np.ndarray, hosts: Hosts) -> None:
+    def sum_between_hosts(self, values: np.ndarray, hosts: LeaderGroup) -> None:
         if hosts.count != self._plan.hosts:
             self._prepare(hosts.count, self.state()["errors"])
         errors, sums, me = self._errors, self._sums, hosts.index
         for theirs, mine in errors.pieces(values):
             mine += theirs
-        for _, message in hosts.pairwise(self._take, even=True):
+        for _, message in hosts.all_to_all_streamed(self._take, even=True):
             self._give(message, errors, me, add=True)
         errors.unpad()
         outcome = self._take(me)
-        for host, message in hosts.pairwise(lambda _: outcome, even=True):
+        for host, message in hosts.all_to_all_streamed(lambda _: outcome, even=True):
             self._give(message, sums, host, add=False)
         self._give(outcome, sums, me, add=False)
         for theirs, mine in sums.pieces(values):

@@ -10,7 +10,7 @@ from hvdtrain.config.options import TrainConfig
 
 
 class Server:
-    """One part of the parameters; a `collectives.servers.Store`.
+    """One part of the parameters; a `comm.backends.servers.Store`.
 
     A question's numbers: learning rate, share, step (from 1), whether its rank was asked to stop. An answer's: updates
     by others since that rank's last answer, and the step after which all meet, 0 if nobody was asked to stop.

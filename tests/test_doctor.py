@@ -1,4 +1,4 @@
-"""The doctor: each failure it knows is provoked for real, between virtual hosts or on this machine."""
+"""The doctor, with real failures between virtual hosts and on this machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DOCTOR = ("-m", "hvdtrain.doctor", "--json")
 
 
 def wheel() -> dict[str, str]:
-    """What activate sets for Open MPI's wheel, where it is the MPI of this environment."""
+    """The variables that activate sets for Open MPI's wheel, if this environment uses it."""
     daemon = Path(sys.prefix, "bin", "orted")
     return {"OPAL_PREFIX": sys.prefix, checks.LAUNCH_AGENT: str(daemon)} if daemon.exists() else {}
 
@@ -46,9 +46,9 @@ class Findings:
         return [(check["name"], check["where"]) for check in self.document["checks"] if check["status"] == status]
 
     def one(self, name: str, where: str | None = None) -> dict[str, Any]:
-        found = [c for c in self.document["checks"] if c["name"] == name and where in (None, c["where"])]
-        assert len(found) == 1, (name, where, self.document["checks"])
-        return found[0]
+        checks = [c for c in self.document["checks"] if c["name"] == name and where in (None, c["where"])]
+        assert len(checks) == 1, (name, where, self.document["checks"])
+        return checks[0]
 
 
 def alone(*flags: str, extra: Mapping[str, str] | None = None, cwd: Path = ROOT) -> Findings:
@@ -61,7 +61,7 @@ def alone(*flags: str, extra: Mapping[str, str] | None = None, cwd: Path = ROOT)
 
 
 def between(cluster: Cluster, *flags: str) -> Findings:
-    """The doctor on host a, for a and b unless told otherwise."""
+    """The doctor on host a, by default for hosts a and b."""
     hosts = () if "-H" in flags else ("-H", "a:1,b:1")
     settings = [f"{name}={value}" for name, value in wheel().items()]
     return Findings(cluster.on("a", "env", *settings, "python", *DOCTOR, *hosts, *flags))
@@ -115,17 +115,17 @@ def test_a_healthy_cluster_with_one_link_that_is_slow_one_way(cluster: Cluster) 
 
 
 @pytest.mark.root
-def test_nothing_of_the_doctor_stays_on_the_hosts_even_if_it_is_killed(cluster: Cluster) -> None:
+def test_no_process_of_the_doctor_remains_on_the_hosts_even_if_it_is_killed(cluster: Cluster) -> None:
     def processes() -> list[int]:
         listing = cluster.run("status", "--json")
         must(listing)
         return [host["processes"] for host in json.loads(listing.stdout)["hosts"]]
 
     between(cluster, "--quick")
-    until(lambda: processes() == [1, 1])  # the hosts' own sshd; it takes a moment to see that its client has gone
+    until(lambda: processes() == [1, 1])  # the hosts' own sshd, which needs a moment to notice that its client is gone
     words = cluster.command("exec", "a", "--", "python", "-m", "hvdtrain.doctor", "-H", "a:1,b:1", "--quick")
     with subprocess.Popen(words, env=environment(), cwd=ROOT, stdout=subprocess.PIPE, text=True) as killed:
-        assert killed.stdout and killed.stdout.readline()  # it is connected by now
+        assert killed.stdout and killed.stdout.readline()  # now it is connected
         killed.kill()
     until(lambda: processes() == [1, 1])
 
@@ -135,21 +135,21 @@ def test_open_mpis_wheel_without_its_settings(cluster: Cluster) -> None:
     forget = [word for name in wheel() for word in ("-u", name)]
     done = cluster.on("a", "env", *forget, "python", *DOCTOR, "-H", "a:1,b:1", "--quick")
     failed = Findings(done).all("fail")
-    # mpirun would look for its daemon in the PATH that ssh gives, where the wheel's is not
+    # mpirun would look for its daemon in ssh's PATH, which does not contain the wheel
     assert failed == ([("mpi-wheel", "a"), ("programs", "b")] if wheel() else [])
 
 
 @pytest.mark.root
-def test_names_that_lead_nowhere(cluster: Cluster) -> None:
+def test_unknown_names_and_addresses(cluster: Cluster) -> None:
     findings = between(cluster, "--quick", "-H", "a:1,nowhere:1,10.77.0.99:1")
     assert findings.all("fail") == [("ssh", "nowhere"), ("ssh", "10.77.0.99")]
-    assert "name is not known" in findings.one("ssh", "nowhere")["what"]
+    assert "name is unknown" in findings.one("ssh", "nowhere")["what"]
     assert "no route" in findings.one("ssh", "10.77.0.99")["what"]
 
 
 @contextlib.contextmanager
 def changed(path: Path, text: str) -> Iterator[None]:
-    """A file with other content for a while."""
+    """Change a file's content inside the block."""
     before = path.read_text()
     path.write_text(text)
     try:
@@ -169,17 +169,17 @@ def test_a_host_key_that_changed_or_is_unknown(cluster: Cluster, tmp_path: Path)
     with changed(state(cluster) / "ssh" / "known_hosts", f"a,b {other}\n"):
         findings = between(cluster, "--quick")
     assert findings.all("fail") == [("ssh", "b")]
-    assert "key is not the one" in findings.one("ssh")["what"] and "ssh-keygen -R b" in findings.one("ssh")["fix"]
+    assert "key has changed" in findings.one("ssh")["what"] and "ssh-keygen -R b" in findings.one("ssh")["fix"]
     with changed(state(cluster) / "ssh" / "known_hosts", ""):
-        assert "key is not known" in between(cluster, "--quick").one("ssh")["what"]
+        assert "key is unknown" in between(cluster, "--quick").one("ssh")["what"]
 
 
 @pytest.mark.root
-def test_a_host_that_wants_a_password(cluster: Cluster) -> None:
+def test_a_host_that_requires_a_password(cluster: Cluster) -> None:
     with changed(state(cluster) / "ssh" / "authorized_keys", ""):
         findings = between(cluster, "--quick")
     assert findings.all("fail") == [("ssh", "b")]
-    assert "without a password" in findings.one("ssh")["what"] and "ssh-copy-id b" in findings.one("ssh")["fix"]
+    assert "requires a password" in findings.one("ssh")["what"] and "ssh-copy-id b" in findings.one("ssh")["fix"]
 
 
 @pytest.mark.root
@@ -205,7 +205,7 @@ def test_an_sshd_that_hangs_and_one_that_is_gone(cluster: Cluster) -> None:
 
 @contextlib.contextmanager
 def mounted(cluster: Cluster, host: str, over: Path, text: str, at: Path) -> Iterator[None]:
-    """A file that reads differently on one host."""
+    """Give a file other content on one host inside the block."""
     at.write_text(text)
     must(cluster.on(host, "mount", "--bind", str(at), str(over)))
     try:
@@ -228,7 +228,7 @@ def test_a_name_that_resolves_to_loopback(cluster: Cluster, tmp_path: Path) -> N
 
 
 @pytest.mark.root
-def test_other_packages_and_other_code(cluster: Cluster, tmp_path: Path) -> None:
+def test_different_packages_and_different_code(cluster: Cluster, tmp_path: Path) -> None:
     metadata = next(Path(sys.prefix).glob("lib/python3*/site-packages/numpy-*.dist-info/METADATA"))
     module = ROOT / "hvdtrain" / "system" / "exits.py"
     with (
@@ -242,8 +242,8 @@ def test_other_packages_and_other_code(cluster: Cluster, tmp_path: Path) -> None
 
 
 @pytest.mark.root
-def test_a_clock_that_is_ahead_and_a_shell_that_talks(cluster: Cluster, tmp_path: Path) -> None:
-    """What ssh starts on b runs under a login shell that prints, and a Python whose clock is 90 s ahead."""
+def test_a_clock_that_is_ahead_and_a_shell_that_prints(cluster: Cluster, tmp_path: Path) -> None:
+    """Commands that ssh starts on b run under a login shell that prints, and with a clock that is 90 s ahead."""
     keys = state(cluster) / "ssh" / "authorized_keys"
     shifted = "import sys, time; now = time.time; time.time = lambda: now() + 90; import sys,"
     shell = tmp_path / "shell.py"
@@ -264,7 +264,7 @@ def test_a_clock_that_is_ahead_and_a_shell_that_talks(cluster: Cluster, tmp_path
 
 @pytest.mark.root
 def test_a_firewall_between_the_hosts(cluster: Cluster) -> None:
-    """b drops what it would answer from its high ports: a's connections wait in vain."""
+    """b drops its answers from high ports, so a's connections time out."""
     rule = ["from", "all", "ipproto", "tcp", "sport", "1024-65534", "blackhole"]
     must(cluster.on("b", "ip", "rule", "add", *rule))
     try:
@@ -278,7 +278,7 @@ def test_a_firewall_between_the_hosts(cluster: Cluster) -> None:
 
 @pytest.mark.root
 @pytest.mark.skipif("bbr" not in CONGESTION.read_text().split(), reason="this kernel has no BBR")
-def test_a_host_that_controls_tcp_by_bbr(cluster: Cluster) -> None:
+def test_a_host_that_uses_bbr(cluster: Cluster) -> None:
     (route,) = (words for words in cluster.on("b", "ip", "route").stdout.splitlines() if " kernel " in words)
     plain = route.partition(" congctl ")[0].split()
     must(cluster.on("b", "ip", "route", "change", *plain, "congctl", "bbr"))
@@ -290,7 +290,7 @@ def test_a_host_that_controls_tcp_by_bbr(cluster: Cluster) -> None:
 
 
 @pytest.mark.root
-def test_two_networks_are_told_apart(cluster: Cluster) -> None:
+def test_two_networks_are_distinguished(cluster: Cluster) -> None:
     for host in "ab":
         must(cluster.on(host, "ip", "link", "add", "docker0", "type", "veth", "peer", "name", "other0"))
         must(cluster.on(host, "ip", "address", "add", "172.17.0.1/16", "dev", "docker0"))
@@ -380,7 +380,7 @@ def test_a_disk_that_is_nearly_full(tmp_path: Path, size: str, status: str) -> N
     assert disk["fix"]
 
 
-def test_lines_for_people() -> None:
+def test_human_readable_lines() -> None:
     done = finished([sys.executable, "-m", "hvdtrain.doctor", "--quick"], extra=wheel())
     *lines, last = done.stdout.splitlines()
     assert last.endswith(" ok") and lines

@@ -1,8 +1,7 @@
-"""`hvdtrain doctor`: finds, before a job starts, what would make it hang or crawl. Standard library only.
+"""`hvdtrain doctor`: find problems that would make a job hang or run slowly, before it starts.
 
-It looks at this machine, at each host over one ssh connection, and at the links between all of them; each check is a
-line that says ok, warn or fail, what was found, and what to do about it. Nothing is installed or changed anywhere:
-hosts run a small script that comes through ssh (`probe`) and ends with the connection.
+It checks this machine, each host over one ssh connection, and the links between all of them. Nothing is installed or
+changed: hosts run a small script that arrives over ssh (`probe`) and ends with the connection.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ SCHEMA = "hvdtrain/doctor/1"
 COLOURS = {OK: "32", WARN: "33", FAIL: "31"}
 CLOCK_SAMPLES = 5
 
-PURPOSE = """Look for what would make a job hang or crawl, before it starts.
+PURPOSE = """Find problems that would make a job hang or run slowly, before it starts.
 
-Run it where the job will be started, with the job's environment active. One line per check: ok, warn or fail, and
-what to do about it. Nothing is changed, here or there.
+Run it where you will start the job, with the job's environment active. It prints one line per check: ok, warn or fail,
+the finding, and how to fix it. It changes nothing on any host.
 
 examples:
   hvdtrain doctor                          # this machine; in a Slurm allocation, its hosts too
@@ -47,7 +46,7 @@ examples:
   hvdtrain doctor --hostfile hosts.txt --nic eth1 --json
   hvdtrain cluster exec a -- hvdtrain doctor -H a:2,b:2    # inside a virtual cluster
 
-Exit code: 0 no failure, 1 a failure, 2 usage, 65 a hostfile with a line that is none.
+Exit code: 0 no failure, 1 a failure, 2 usage error, 65 malformed hostfile.
 """
 
 
@@ -56,17 +55,17 @@ def parser() -> Parser:
     which = top.add_mutually_exclusive_group()
     which.add_argument("-H", "--hosts", metavar="A:2,B:2", help="hosts and their slots, as for horovodrun")
     which.add_argument("--hostfile", metavar="FILE", type=Path, help="hosts as `a slots=2` lines")
-    top.add_argument("--nic", metavar="DEV", help="the interface the job's data is to take, on every host")
-    top.add_argument("--run-dir", metavar="DIR", default="results", help="where runs are written (default: results)")
-    top.add_argument("--quick", action="store_true", help="neither load Horovod nor measure bandwidth")
+    top.add_argument("--nic", metavar="DEV", help="interface for the job's data, on every host")
+    top.add_argument("--run-dir", metavar="DIR", default="results", help="folder for run folders (default: results)")
+    top.add_argument("--quick", action="store_true", help="do not load Horovod, read sensors or measure bandwidth")
     top.add_argument("--json", action="store_true", help="one JSON document")
-    top.add_argument("--ssh-port", metavar="PORT", type=int, help="as horovodrun's")
-    top.add_argument("--ssh-identity-file", metavar="FILE", help="as horovodrun's")
+    top.add_argument("--ssh-port", metavar="PORT", type=int, help="like horovodrun's option")
+    top.add_argument("--ssh-identity-file", metavar="FILE", help="like horovodrun's option")
     return top
 
 
 class Report:
-    """Shows checks as they come, and a line on a terminal that says what is being looked at."""
+    """Prints checks as they finish. On a terminal it also shows the current activity."""
 
     def __init__(self, *, as_json: bool) -> None:
         self.checks: list[Check] = []
@@ -74,11 +73,11 @@ class Report:
         self._colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         self._live = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
-    def add(self, *found: Check) -> None:
-        for check in found:
+    def add(self, *checks: Check) -> None:
+        for check in checks:
             self.checks.append(check)
             if not self._as_json:
-                self.tell("")
+                self.progress("")
                 print(self.line(check), flush=True)
 
     def line(self, check: Check) -> str:
@@ -88,17 +87,17 @@ class Report:
             text = textwrap.fill(text, width, subsequent_indent=" " * 6, break_long_words=False, break_on_hyphens=False)
         return f"\x1b[{COLOURS[check.status]}m{text[:4]}\x1b[0m{text[4:]}" if self._colours else text
 
-    def tell(self, what: str) -> None:
-        """Shows what is being looked at now; an empty text removes the line."""
+    def progress(self, activity: str) -> None:
+        """Show the current activity. An empty text removes the line."""
         if self._live:
             width = shutil.get_terminal_size().columns - 1
-            text = f"... {what}"[:width] if what else ""
+            text = f"... {activity}"[:width] if activity else ""
             sys.stderr.write(f"\r\x1b[K{text}")
             sys.stderr.flush()
 
     def end(self, hosts: Sequence[Slots]) -> int:
-        """Prints the last line, or the JSON document; returns the exit code."""
-        self.tell("")
+        """Print the last line, or the JSON document. Returns the exit code."""
+        self.progress("")
         counted = Counter(check.status for check in self.checks)
         counts = {status: counted[status] for status in (OK, WARN, FAIL)}
         if self._as_json:
@@ -112,11 +111,11 @@ class Report:
             }
             print(json.dumps(document))
         else:
-            print(f"{counts[FAIL]} failed, {counts[WARN]} to look at, {counts[OK]} ok")
+            print(f"{counts[FAIL]} failed, {counts[WARN]} warnings, {counts[OK]} ok")
         return exits.FAILED if counts[FAIL] else exits.OK
 
 
-# --- who is asked ----------------------------------------------------------------------------------------------------
+# --- hosts -----------------------------------------------------------------------------------------------------------
 
 
 def own_names() -> set[str]:
@@ -125,54 +124,58 @@ def own_names() -> set[str]:
 
 
 def is_here(host: str) -> bool:
-    """Whether a listed host is this machine: by name, or because its address is one of ours (as horovodrun decides)."""
-    return host in own_names() or any(map(net.is_own, _address(host)))
+    """Whether a listed host is this machine, by its name or its address (as horovodrun decides)."""
+    return host in own_names() or any(map(net.is_own, _addresses(host)))
 
 
 @dataclasses.dataclass
 class Hosts:
-    """The hosts that answer, by the name they are listed under, and their facts; how they are asked, who is told."""
+    """The hosts of an examination, by the names under which they are listed, and their facts."""
 
     here: str
+    """Name of this machine."""
     several: bool
-    """Whether there are others than this machine"""
+    """Whether other hosts than this machine are listed."""
     python: str
-    """The one that `python -m hvdtrain.resnet` starts"""
+    """The Python that `python -m hvdtrain.resnet` starts."""
     options: argparse.Namespace
     report: Report
     agents: dict[str, Agent] = dataclasses.field(default_factory=dict)
+    """Hosts that answer."""
     facts: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     clocks: dict[str, list[tuple[float, float, float]]] = dataclasses.field(default_factory=dict)
+    """Clock samples, as `host_checks.clock_offset` takes them."""
     lost: dict[str, Check] = dataclasses.field(default_factory=dict)
+    """Hosts that do not answer, each with the failed check."""
 
 
 @contextlib.contextmanager
 def connected(listed: Sequence[Slots], options: argparse.Namespace, report: Report) -> Iterator[Hosts]:
-    """An agent on each host and one here; hosts that do not answer are in `lost`. All are ended on the way out."""
+    """Start an agent on each host and on this machine. All end with the block."""
     ssh = [*(["-p", str(options.ssh_port)] if options.ssh_port else [])]
     ssh += ["-i", options.ssh_identity_file] if options.ssh_identity_file else []
     local = [slot.host for slot in listed if is_here(slot.host)]
     own = own_names()
     here = next((host for host in local if host in own), None) or (local[0] if len(listed) == 1 and local else None)
     here = here or next(
-        (host for host in local if not any(map(host_checks.is_loopback, _address(host)))), socket.gethostname()
+        (host for host in local if not any(map(host_checks.is_loopback, _addresses(host)))), socket.gethostname()
     )
     several = len(listed) > 1 or len(local) < len(listed)
     hosts = Hosts(here, several, shutil.which("python") or sys.executable, options, report)
     with contextlib.ExitStack() as stack:
-        started = {here: stack.enter_context(Agent(here, LOCAL))}
+        agents = {here: stack.enter_context(Agent(here, LOCAL))}
         for slot in listed:
             if slot.host == here:
                 continue
-            strange = host_checks.listed_name(slot.host, _address(slot.host)) if slot.host in local else None
-            if strange:
-                hosts.lost[slot.host] = strange
+            misleading = host_checks.listed_name(slot.host, _addresses(slot.host)) if slot.host in local else None
+            if misleading:
+                hosts.lost[slot.host] = misleading
             elif shutil.which("ssh") is None:
                 missing = Unreachable("no ssh program on this machine", "apt-get install openssh-client")
                 hosts.lost[slot.host] = unreachable(slot.host, missing)
             else:
-                started[slot.host] = stack.enter_context(Agent(slot.host, ssh_command(slot.host, hosts.python, ssh)))
-        for host, agent in started.items():
+                agents[slot.host] = stack.enter_context(Agent(slot.host, ssh_command(slot.host, hosts.python, ssh)))
+        for host, agent in agents.items():
             try:
                 agent.hello()
                 hosts.agents[host] = agent
@@ -182,18 +185,19 @@ def connected(listed: Sequence[Slots], options: argparse.Namespace, report: Repo
 
 
 def unreachable(host: str, problem: Unreachable) -> Check:
-    return Check(name="ssh", status=FAIL, where=host, what=f"no way in by ssh: {problem.reason}", fix=problem.fix)
+    return Check(name="ssh", status=FAIL, where=host, what=f"ssh login failed: {problem.reason}", fix=problem.fix)
 
 
-def _address(host: str) -> list[str]:
+def _addresses(host: str) -> list[str]:
+    """The host's first IPv4 address. Empty if the name is unknown."""
     try:
-        return [socket.gethostbyname(host)]
+        return net.ipv4_addresses(host)[:1]
     except OSError:
         return []
 
 
 def ask_all(hosts: Hosts, needed: list[str]) -> None:
-    """Facts and clock samples of every host, at the same time; those that fail to answer become lost."""
+    """Collect facts and clock samples from all hosts at the same time. Hosts that do not answer become lost."""
     waiting: dict[str, Future[Any]] = {}
     for host, agent in hosts.agents.items():
         waiting[host] = agent.start(
@@ -210,9 +214,7 @@ def ask_all(hosts: Hosts, needed: list[str]) -> None:
             if host != hosts.here:
                 hosts.clocks[host] = [_clock_sample(hosts.agents[host]) for _ in range(CLOCK_SAMPLES)]
         except TimeoutError:
-            problem = Unreachable(
-                "it let us in, but gave no answer in 30 s", "look at its load and its disks (df, NFS)"
-            )
+            problem = Unreachable("it did not answer within 30 s of the login", "check its load and disks (df, NFS)")
             hosts.lost[host] = unreachable(host, problem)
         except Unreachable as problem:
             hosts.lost[host] = unreachable(host, problem)
@@ -220,21 +222,21 @@ def ask_all(hosts: Hosts, needed: list[str]) -> None:
         hosts.agents.pop(host, None)
     if hosts.here in hosts.lost:
         raise Failure(f"this machine: {hosts.lost[hosts.here].what}", exits.FAILED)
-    hosts.facts[hosts.here]["ssh_connection"] = []  # the user's own login to this machine says nothing of the job
+    hosts.facts[hosts.here]["ssh_connection"] = []  # the user's login to this machine is unrelated to the job
 
 
 def _clock_sample(agent: Agent) -> tuple[float, float, float]:
     asked = time.time()
-    theirs = float(agent.ask("clock"))
-    return asked, theirs, time.time()
+    remote = float(agent.ask("clock"))
+    return asked, remote, time.time()
 
 
 # --- the examination -------------------------------------------------------------------------------------------------
 
 
 def examine(listed: Sequence[Slots], options: argparse.Namespace, report: Report) -> None:
-    """Makes all checks, in the order in which a user would repair what they find."""
-    report.tell("connecting to " + (", ".join(slot.host for slot in listed) or "this machine"))
+    """Run all checks, in the order in which a user would fix the problems."""
+    report.progress("connecting to " + (", ".join(slot.host for slot in listed) or "this machine"))
     with connected(listed, options, report) as hosts:
         ask_all(hosts, launcher_programs())
         software(hosts)
@@ -248,13 +250,13 @@ def examine(listed: Sequence[Slots], options: argparse.Namespace, report: Report
         if hosts.several and hosts.here not in [slot.host for slot in listed]:
             examine_host(Slots(hosts.here, 0), hosts, used[hosts.here])
         report.add(*host_checks.same_addresses(hosts.facts, options.nic))
-        reachable = {host: found["address"] for host, found in used.items() if found}
+        reachable = {host: nic["address"] for host, nic in used.items() if nic}
         if hosts.several and len(reachable) > 1:
             links(hosts, reachable, [slot.host for slot in listed])
 
 
 def launcher_programs() -> list[str]:
-    """What mpirun starts on each host: Open MPI's daemon, by the path or name it will use."""
+    """Programs that mpirun starts on each host: Open MPI's daemon, by the path or name that it will use."""
     if shutil.which("mpirun") is None:
         return []
     known = checks.mpi_version(checks.read_output(["mpirun", "--version"])[1])
@@ -265,47 +267,46 @@ def launcher_programs() -> list[str]:
 
 
 def software(hosts: Hosts) -> None:
-    """Python, Horovod, MPI, GPUs and energy counters of this machine."""
+    """Check Python, Horovod, MPI and the sensors of this machine."""
     here, facts, report, quick = hosts.here, hosts.facts[hosts.here], hosts.report, hosts.options.quick
     built = facts["environment"]["horovod_for"] if facts["environment"] else []
     report.add(*checks.environment(here, facts, hosts.python))
-    nvml = checks.nvml(here)
     if built and not quick:
-        report.tell(f"loading Horovod for {' and '.join(built)}")
+        report.progress(f"loading Horovod for {' and '.join(built)}")
     loaded = {} if quick else checks.load(hosts.python, built)
+    sensors = [] if quick else checks.sensors(here, hosts.python)
     if facts["environment"] and "horovod" in facts["environment"]["packages"]:
-        report.add(*checks.horovod(here, built, loaded, nvml.facts["gpus"]))
+        report.add(*checks.horovod(here, built, loaded, sensors[0].facts["gpus"] if sensors else None))
     report.add(*checks.mpi(here, loaded), *checks.wheel_settings(here, facts, os.environ, hosts.several))
-    report.add(*checks.exposed(here, os.environ), *host_checks.tensorflow_server(here, facts))
-    report.add(nvml, checks.rapl(here))
+    report.add(*checks.exposed(here, os.environ), *host_checks.tensorflow_server(here, facts), *sensors)
 
 
 def nic_of(host: str, hosts: Hosts) -> dict[str, Any] | None:
-    """The interface a host's data takes. This machine's is the one the others see us come from.
+    """The interface that a host's data uses. For this machine, the one whose address the other hosts see.
 
-    ssh may come by IPv6 or through another host; then this machine's is the one that leads to the others (or to
-    anywhere), and theirs the one of the address they are listed by.
+    ssh may use IPv6, or pass through another host. In that case it is the interface of this machine's route to the
+    other hosts, and for another host the interface of the address under which it is listed.
     """
     facts, towards = hosts.facts[host], None
     own = {entry["address"]: entry["name"] for entry in facts["interfaces"]}
     if host == hosts.here:
         others = [other for other in hosts.agents if other != hosts.here]
         seen = [by for other in others for by in hosts.facts[other]["ssh_connection"][:1] if by in own]
-        towards = max(seen, key=seen.count, default=None)  # what most hosts see
+        towards = max(seen, key=seen.count, default=None)  # the address that most hosts see
         if towards is None:
-            leaves = net.route_device(next((to for other in others for to in _address(other)), "192.0.2.1"))
-            towards = next((address for address, name in own.items() if name == leaves), None)
+            device = net.route_device(next((to for other in others for to in _addresses(other)), "192.0.2.1"))
+            towards = next((address for address, name in own.items() if name == device), None)
     elif not own.keys() & set(facts["ssh_connection"][2:3]):
-        towards = next(iter(_address(host)), None)
+        towards = next(iter(_addresses(host)), None)
     return host_checks.data_nic(facts, hosts.options.nic, towards)
 
 
 def examine_host(slot: Slots, hosts: Hosts, used: Mapping[str, Any] | None) -> None:
-    """Checks one host, which may be this machine."""
+    """Check one host, which may be this machine."""
     host, facts, here, report = slot.host, hosts.facts[slot.host], hosts.facts[hosts.here], hosts.report
     if host != hosts.here:
         login_s = hosts.agents[host].login_s
-        what = f"ssh lets us in without a prompt, in {login_s:.2f} s"
+        what = f"ssh login without a prompt, in {login_s:.2f} s"
         report.add(Check(name="ssh", status=OK, where=host, what=what, facts={"login_s": login_s}))
         report.add(*host_checks.shell(host, hosts.agents[host].noise))
         report.add(host_checks.same_environment(host, facts, here, hosts.python))
@@ -321,25 +322,25 @@ def examine_host(slot: Slots, hosts: Hosts, used: Mapping[str, Any] | None) -> N
 
 
 def links(hosts: Hosts, addresses: dict[str, str], listed: list[str]) -> None:
-    """Ports between all hosts, this machine included, and bandwidth between those that will compute."""
+    """Check ports between all hosts and this machine, and bandwidth between the hosts that will compute."""
     report = hosts.report
-    report.tell("high ports between " + ", ".join(addresses))
+    report.progress("high ports between " + ", ".join(addresses))
     agents = {host: hosts.agents[host] for host in addresses}
     try:
-        found = link_checks.try_ports(agents, addresses)
+        tried = link_checks.try_ports(agents, addresses)
     except (Unreachable, TimeoutError) as problem:
-        fix = "run the doctor again; if it stays, look at the ssh connections"
+        fix = "run the doctor again; if that fails too, check the ssh connections"
         what = f"ports could not be tried: {problem}"
         report.add(Check(name="ports", status=FAIL, where=", ".join(agents), what=what, fix=fix))
         return
-    report.add(*link_checks.judge_ports(found, addresses), *link_checks.judge_congestion(found))
-    fit = {host: agents[host] for host in listed if host in agents}
-    if len(fit) > 1 and not hosts.options.quick:
-        link_checks.speeds(fit, addresses, found, report.tell, report.add)
+    report.add(*link_checks.judge_ports(tried, addresses), *link_checks.judge_congestion(tried))
+    computing = {host: agents[host] for host in listed if host in agents}
+    if len(computing) > 1 and not hosts.options.quick:
+        link_checks.speeds(computing, addresses, tried, report.progress, report.add)
 
 
 def main(arguments: list[str]) -> int:
-    """The command. Returns 0, or 1 after a failed check. Raises Failure (2, 65, 78) for hosts that cannot be read."""
+    """Run the command. Returns 0, or 1 after a failed check. Raises Failure (2, 65, 78) if the hosts are malformed."""
     options = parser().parse_args(arguments)
     if options.hosts is not None:
         listed = parse_hosts(options.hosts)
@@ -349,7 +350,7 @@ def main(arguments: list[str]) -> int:
     try:
         examine(listed, options, report)
     finally:
-        report.tell("")
+        report.progress("")
     return report.end(listed)
 
 

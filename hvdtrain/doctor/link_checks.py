@@ -1,4 +1,4 @@
-"""What the doctor measures between hosts: whether high ports are open, how long a byte takes, how fast data goes."""
+"""Measurements between hosts: open ports, round-trip times and bandwidth."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from hvdtrain.doctor.checks import FAIL, OK, WARN, Check
 
 PATIENCE_S = 3.0
 SETTLE_S, COUNT_S = 0.3, 1.0
-"""Of a measurement; TCP finds the rate in the first part"""
+"""Parts of a measurement. In the first one TCP finds the rate."""
 GRADIENT_BYTES = 85.13e6
-"""ResNet-34 with 10 classes in float32"""
+"""Gradients of ResNet-34 with 10 classes in float32."""
 SLOW_MBIT = 100.0
 UNEVEN = 2.0
 FAR_MS = 10.0
 ALL_PAIRS_UP_TO = 8
-"""More hosts than this are measured in a ring, as the data of an allreduce goes"""
+"""More hosts than this are measured along a ring, the path of an all-reduce."""
 
 
 def rounds(hosts: Sequence[str]) -> list[list[tuple[str, str]]]:
-    """Pairs of hosts in rounds in which no host appears twice, so that measurements do not disturb each other.
+    """Rounds of host pairs. No host appears twice in a round, so that measurements do not disturb each other.
 
-    Up to ALL_PAIRS_UP_TO hosts every pair is there once (a round-robin tournament, the circle method), beyond only
-    the neighbours of a ring.
+    Up to ALL_PAIRS_UP_TO hosts, every pair appears once (circle method of a round-robin tournament). For more hosts,
+    only neighbours in a ring do.
     """
     count = len(hosts)
     if count > ALL_PAIRS_UP_TO:
         ring = [(hosts[i], hosts[(i + 1) % count]) for i in range(count)]
         parts = [ring[0 : count - count % 2 : 2], ring[1::2], ring[count - count % 2 :]]
         return [part for part in parts if part]
-    seats = list(range(count + count % 2))  # an odd count leaves one host out in each round
+    seats = list(range(count + count % 2))  # with an odd count one host rests in each round
     result = []
     for _ in range(len(seats) - 1):
         pairs = sorted(tuple(sorted((seats[i], seats[-1 - i]))) for i in range(len(seats) // 2))
@@ -42,7 +42,7 @@ def rounds(hosts: Sequence[str]) -> list[list[tuple[str, str]]]:
 
 
 def allreduce_s(mbit: float, hosts: int) -> float:
-    """Seconds that ResNet-34's gradients take at least in a ring over p hosts: 2(p-1)/p of them pass each link."""
+    """Shortest time of a ring all-reduce of ResNet-34's gradients over p hosts: 2(p-1)/p of them pass each link."""
     return 2 * (hosts - 1) / hosts * GRADIENT_BYTES * 8 / (mbit * 1e6)
 
 
@@ -54,56 +54,59 @@ def show_rate(mbit: float) -> str:
 
 
 def try_ports(agents: Mapping[str, Agent], addresses: Mapping[str, str]) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    """(from, to) -> what came of connecting to one port of each range; all hosts at the same time."""
+    """Connect from each host to one port of each range on every other host, all hosts at the same time.
+
+    Returns the results by (from, to).
+    """
     listening = {host: agent.start("listen", address=addresses[host]) for host, agent in agents.items()}
     ports = {host: future.result(timeout=10) for host, future in listening.items()}
-    asked = {}
+    connecting = {}
     for host, agent in agents.items():
         others = [other for other in agents if other != host]
         targets = [(addresses[other], port) for other in others for port in ports[other]]
-        asked[host] = (others, agent.start("connect", targets=targets, patience_s=PATIENCE_S))
-    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for host, (others, future) in asked.items():
+        connecting[host] = (others, agent.start("connect", targets=targets, patience_s=PATIENCE_S))
+    result: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for host, (others, future) in connecting.items():
         results = iter(future.result(timeout=30))
         for other in others:
-            found[host, other] = [{"port": port, **next(results)} for port in ports[other]]
-    return found
+            result[host, other] = [{"port": port, **next(results)} for port in ports[other]]
+    return result
 
 
-def judge_ports(found: Mapping[tuple[str, str], list[dict[str, Any]]], addresses: Mapping[str, str]) -> list[Check]:
-    """One line for all that is open, one for each direction that is not."""
+def judge_ports(tried: Mapping[tuple[str, str], list[dict[str, Any]]], addresses: Mapping[str, str]) -> list[Check]:
+    """One check for all open directions, and one for each closed one. `tried` is the result of `try_ports`."""
     checks = []
-    for (a, b), results in found.items():
+    for (a, b), results in tried.items():
         if is_open(results):
             continue
         closed = [result for result in results if result["result"] != "open"]
         shown = ", ".join(f"{result['port']} ({result['result']})" for result in closed)
-        what = f"TCP to {addresses[b]} port {shown} does not get through"
+        what = f"TCP connections to {addresses[b]} port {shown} fail"
         fix = (
             f"open TCP 1024-65535 from {addresses[a]} in {b}'s firewall (ufw allow from {addresses[a]}; firewall-cmd "
             f"--zone=trusted --add-source={addresses[a]}): Horovod and MPI choose ports at random"
         )
         data = {"from": a, "to": b, "address": addresses[b], "ports": results}
         checks.append(Check(name="ports", status=FAIL, where=f"{a} -> {b}", what=what, fix=fix, facts=data))
-    good = len(found) - len(checks)
+    good = len(tried) - len(checks)
     if good:
         hosts = ", ".join(addresses)
-        what = f"high ports are open in {good} of {len(found)} directions"
+        what = f"high ports are open in {good} of {len(tried)} directions"
         return [
-            Check(name="ports", status=OK, where=hosts, what=what, facts={"open": good, "tried": len(found)}),
+            Check(name="ports", status=OK, where=hosts, what=what, facts={"open": good, "tried": len(tried)}),
             *checks,
         ]
     return checks
 
 
-def judge_congestion(found: Mapping[tuple[str, str], list[dict[str, Any]]]) -> list[Check]:
-    """Warns of BBR, which sent thousands of packets twice on slow links: see docs/LOG.md."""
+def judge_congestion(tried: Mapping[tuple[str, str], list[dict[str, Any]]]) -> list[Check]:
+    """Warn of BBR, which sent thousands of packets twice on slow links (docs/LOG.md)."""
     senders = [
-        a for (a, _), results in found.items() if any("bbr" in result.get("congestion", "") for result in results)
+        a for (a, _), results in tried.items() if any("bbr" in result.get("congestion", "") for result in results)
     ]
     if not senders:
         return []
-    what = "TCP is controlled by BBR: at 10 Mbit/s exact sums took 10 to 14 % longer than with CUBIC, bf16 32 to 43 %"
+    what = "TCP uses BBR: at 10 Mbit/s, exact sums took 10 to 14 % longer than with CUBIC, and bf16 sums 32 to 43 %"
     fix = "as root: sysctl -w net.ipv4.tcp_congestion_control=cubic"
     return [Check(name="congestion", status=WARN, where=", ".join(dict.fromkeys(senders)), what=what, fix=fix)]
 
@@ -113,7 +116,7 @@ def is_open(results: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def round_trip_ms(results: Sequence[Mapping[str, Any]]) -> float | None:
-    """The shortest of the medians over the open ports; None if none was open."""
+    """The shortest of the median round trips to the open ports. None if no port was open."""
     return min((result["round_trip_ms"] for result in results if "round_trip_ms" in result), default=None)
 
 
@@ -121,11 +124,11 @@ def round_trip_ms(results: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def measure(a: Agent, b: Agent, address: str) -> float | str:
-    """Mbit/s of TCP data from a to b or why there is no figure."""
+    """TCP payload from a to b in Mbit/s, or the reason why it could not be measured."""
     try:
         port = b.ask("serve_stream", address=address)
-        found = a.ask("measure_stream", address=address, port=port, settle_s=SETTLE_S, count_s=COUNT_S)
-        return float(found["bit_s"]) / 1e6
+        result = a.ask("measure_stream", address=address, port=port, settle_s=SETTLE_S, count_s=COUNT_S)
+        return float(result["bit_s"]) / 1e6
     except Unreachable as problem:
         return problem.reason
 
@@ -134,14 +137,14 @@ def speeds(
     agents: Mapping[str, Agent],
     addresses: Mapping[str, str],
     tried: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]],
-    tell: Callable[[str], None],
+    progress: Callable[[str], None],
     report: Callable[[Check], None],
 ) -> None:
-    """Measures each pair both ways, one direction after the other, and reports each as it is known.
+    """Measure each pair in both directions, one after the other, and report each pair when it is done.
 
-    A pair that looks slow or uneven is measured once more, and the best of each direction counts: what else runs on the
-    hosts only takes away from what a link can do. `tried` is what came of the ports; pairs with a closed one are left
-    out, they have been reported.
+    A pair that looks slow or uneven is measured again, and the better result counts for each direction: other load on
+    the hosts can only make a link look slower. `tried` is the result of `try_ports`. Pairs with a closed port are
+    skipped, because they have been reported already.
     """
     hosts = list(agents)
     with ThreadPoolExecutor(max_workers=len(hosts)) as pool:
@@ -155,7 +158,7 @@ def speeds(
             pairs = [(a, b) for a, b in chosen if is_open(tried[a, b]) and is_open(tried[b, a])]
             if not pairs:
                 continue
-            tell("bandwidth between " + ", ".join(f"{a} and {b}" for a, b in pairs))
+            progress("bandwidth between " + ", ".join(f"{a} and {b}" for a, b in pairs))
             rates = dict(zip(pairs, both_ways(pairs), strict=True))
             doubtful = [pair for pair in pairs if judge_speed(*pair, *rates[pair], None, len(hosts)).status != OK]
             for pair, (there, back) in zip(doubtful, both_ways(doubtful), strict=True):
@@ -165,12 +168,12 @@ def speeds(
 
 
 def better(one: float | str, other: float | str) -> float | str:
-    """The higher rate; a rate before a reason for none."""
+    """The higher of two rates. A rate wins over an error message."""
     return max(one, other, key=lambda rate: rate if isinstance(rate, float) else -1.0)
 
 
 def judge_speed(a: str, b: str, there: float | str, back: float | str, delay_ms: float | None, hosts: int) -> Check:
-    """One line for a pair: both rates, the delay, and what to expect of them."""
+    """Judge a pair of hosts by both rates and the delay. A rate that could not be measured is an error message."""
     where = f"{a} <-> {b}"
     data = {
         "hosts": [a, b],
@@ -181,7 +184,7 @@ def judge_speed(a: str, b: str, there: float | str, back: float | str, delay_ms:
     for way, result in ((f"{a} to {b}", there), (f"{b} to {a}", back)):
         if isinstance(result, str):
             what = f"bandwidth from {way} could not be measured: {result}"
-            fix = "run the doctor again; if it stays, try by hand with iperf3"
+            fix = "run the doctor again; if that fails too, measure with iperf3"
             return Check(name="speed", status=WARN, where=where, what=what, fix=fix, facts=data)
     assert isinstance(there, float) and isinstance(back, float)
     what = f"{show_rate(there)} there, {show_rate(back)} back"
@@ -192,13 +195,15 @@ def judge_speed(a: str, b: str, there: float | str, back: float | str, delay_ms:
         seconds = allreduce_s(slowest, hosts)
         data["allreduce_s"] = seconds
         what += f"; ResNet-34's gradients (85 MB) take at least {seconds:.3g} s per step over {hosts} hosts"
-        fixes.append("use a faster interface (--nic) or a smaller model; a throttle left over? tools/throttle.sh show")
+        fixes.append("use a faster interface (--nic) or a smaller model; check for a throttle: tools/throttle.sh show")
     if max(there, back) > UNEVEN * slowest:
         slow_way = f"{a} to {b}" if there < back else f"{b} to {a}"
         what += f"; {slow_way} is {max(there, back) / slowest:.1f} times slower than the other way"
-        fixes.append("a ring is as slow as its slowest direction: look at cable, duplex (ethtool) and throttles")
+        fixes.append("check the cable, the duplex mode (ethtool) and throttles: a ring is as slow as its slowest link")
     if delay_ms is not None and delay_ms > FAR_MS:
-        what += "; each exchange waits for several round trips"
-        fixes.append("far apart or a full queue on the way: send fewer, larger messages (HOROVOD_CYCLE_TIME)")
+        what += (
+            "; the hosts are far apart or a queue between them is full, and each exchange waits for several round trips"
+        )
+        fixes.append("send fewer, larger messages (HOROVOD_CYCLE_TIME)")
     status = WARN if fixes else OK
     return Check(name="speed", status=status, where=where, what=what, fix="; ".join(fixes), facts=data)

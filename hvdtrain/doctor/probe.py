@@ -1,10 +1,10 @@
-"""What the doctor runs on each host: answers questions about that host, one JSON line each, until its input ends.
+"""The script that the doctor runs on each host. It answers questions about that host until its input ends.
 
-`agent` sends this file's text through ssh to a bare `python3` (3.7 or newer, standard library), so nothing is
-installed or written there. Requests are lines `{"id": 1, "do": "facts", "with": {...}}` on standard input; answers
-are lines on standard output that begin with MARK, because login shells print things of their own. Each request has
-a thread, so that a host can listen and connect at once. When the input ends (the doctor or the connection is gone)
-everything started here is ended too.
+`agent` sends this file's text over ssh to a bare `python3` (3.7 or newer, standard library), so nothing is installed or
+written there. Requests are lines `{"id": 1, "do": "facts", "with": {...}}` on standard input. Answers are lines on
+standard output that begin with MARK, because a login shell may print other text. Each request has its own thread, so a
+host can listen and connect at the same time. When the input ends (the doctor or the connection is gone), the script
+and its threads end.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import threading
 import time
 import typing
 
-if typing.TYPE_CHECKING:  # its text comes before this one
+if typing.TYPE_CHECKING:  # the agent sends the text of link_probe before this one
     from hvdtrain.system.link_probe import ask, listening, serve
 
 MARK = "@hvdtrain-doctor "
 PORT_RANGES = ((1024, 32767), (32768, 60999), (61000, 65535))
-"""Horovod's runner takes ports from 1024 up at random, Gloo and Open MPI what the kernel gives (the middle one)"""
+"""Ranges of ports. Horovod's runner uses random ones from 1024; Gloo and Open MPI use the kernel's (the second)."""
 
 VERSIONS = """
 import importlib.metadata, importlib.util, json, pathlib, platform, sys
@@ -48,11 +48,11 @@ built = sorted({p.parent.name for p in pathlib.Path(horovod).glob("*/mpi_lib*.so
 print(json.dumps({"python": platform.python_version(), "prefix": sys.prefix, "packages": found,
                   "horovod_for": built, "code": folder("hvdtrain")}))
 """
-"""Asked of the environment's own Python: what is installed there. Imports none of it."""
+"""Program for the environment's own Python: prints the installed packages without importing them."""
 
 
 def output(command: list[str], **options: typing.Any) -> str | None:
-    """The command's standard output; None if it failed, is missing or took more than 10 s."""
+    """The command's standard output. None if it failed, is missing or took more than 10 s."""
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=10, **options)
     except (OSError, subprocess.SubprocessError):
@@ -61,32 +61,33 @@ def output(command: list[str], **options: typing.Any) -> str | None:
 
 
 def interfaces() -> list[dict[str, typing.Any]]:
-    """Name, first IPv4 address and state of each interface but loopback, as the kernel's ioctls tell (netdevice(7))."""
-    found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as door:
+    """Name, first IPv4 address and state of each interface except loopback (netdevice(7))."""
+    result = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])
             try:
-                flags = struct.unpack("H", fcntl.ioctl(door, 0x8913, request)[16:18])[0]  # SIOCGIFFLAGS
-                address = socket.inet_ntoa(fcntl.ioctl(door, 0x8915, request)[20:24])  # SIOCGIFADDR
+                flags = struct.unpack("H", fcntl.ioctl(control, 0x8913, request)[16:18])[0]  # SIOCGIFFLAGS
+                address = socket.inet_ntoa(fcntl.ioctl(control, 0x8915, request)[20:24])  # SIOCGIFADDR
             except OSError:
                 continue  # no IPv4 address
             if not flags & 0x8:  # IFF_LOOPBACK
-                found.append({"name": name, "address": address, "up": bool(flags & 0x1), "carrier": bool(flags & 0x40)})
-    return found
+                state = {"up": bool(flags & 0x1), "carrier": bool(flags & 0x40)}
+                result.append({"name": name, "address": address, **state})
+    return result
 
 
 def resolve(name: str) -> list[str]:
-    """The IPv4 addresses of a name, in the resolver's order; empty if there are none."""
+    """The IPv4 addresses of a name, in the resolver's order. Empty if the name is unknown."""
     try:
-        found = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
     except OSError:
         return []
-    return [str(entry[4][0]) for entry in found]
+    return [str(entry[4][0]) for entry in entries]
 
 
 def code(folder: str) -> dict[str, typing.Any]:
-    """SHA-256 of the package's Python files, and the commit they come from where git knows it."""
+    """SHA-256 of the package's Python files, and their commit if git knows it."""
     digest = hashlib.sha256()
     for path in sorted(pathlib.Path(folder).rglob("*.py")):
         digest.update(str(path.relative_to(folder)).encode())
@@ -97,17 +98,17 @@ def code(folder: str) -> dict[str, typing.Any]:
 
 
 def disk(folder: pathlib.Path) -> dict[str, typing.Any]:
-    """Where a run folder would be made, and what is free there."""
-    place = next(path for path in (folder, *folder.parents) if os.path.isdir(str(path)))  # noqa: PTH112 (is_dir raises)
-    free = shutil.disk_usage(str(place)).free
-    return {"folder": str(place), "free_bytes": free, "writable": os.access(str(place), os.W_OK)}
+    """The existing folder in which a run folder would be created, and its free space."""
+    parent = next(path for path in (folder, *folder.parents) if os.path.isdir(str(path)))  # noqa: PTH112 (is_dir raises)
+    free = shutil.disk_usage(str(parent)).free
+    return {"folder": str(parent), "free_bytes": free, "writable": os.access(str(parent), os.W_OK)}
 
 
 def facts(python: str, packages: list[str], folder: str, run_folder: str, needed: list[str]) -> dict[str, typing.Any]:
-    """All that is judged about this host. `needed` are programs; `folder` is where the job starts."""
+    """Facts about this host. `needed` are names of programs, `folder` is the folder in which the job starts."""
     here = folder if pathlib.Path(folder).is_dir() else None
-    found = output([python, "-P", "-c", VERSIONS, *packages], cwd=here) if os.access(python, os.X_OK) else None
-    environment = json.loads(found) if found else None
+    versions = output([python, "-P", "-c", VERSIONS, *packages], cwd=here) if os.access(python, os.X_OK) else None
+    environment = json.loads(versions) if versions else None
     try:
         throttle = json.loads(pathlib.Path("/run/hvdtrain/self/throttle.json").read_text())
     except (OSError, ValueError):
@@ -130,65 +131,69 @@ def facts(python: str, packages: list[str], folder: str, run_folder: str, needed
 # --- links -----------------------------------------------------------------------------------------------------------
 
 
-MOST_VISITORS = 64
-"""At once, on all ports: a host asks three of each other's, and a stranger must not cost a thread each"""
-VISIT_S = 10.0
-VISITORS = threading.BoundedSemaphore(MOST_VISITORS)
+MOST_CLIENTS = 64
+"""Maximum number of simultaneous clients on all ports. Other machines must not be able to start unlimited threads."""
+CLIENT_S = 10.0
+CLIENTS = threading.BoundedSemaphore(MOST_CLIENTS)
 
 
 def listen(address: str) -> list[int]:
-    """One listening port of each range on this address, open until the input ends; who connects gets his bytes back."""
+    """Listen on one port of each range until the input ends, and echo the bytes of each client. Returns the ports."""
     ports = []
     for low, high in PORT_RANGES:
         for _ in range(20):
-            door = socket.socket()
+            listener = socket.socket()
             try:
-                door.bind((address, random.randint(low, high)))
-                door.listen(socket.SOMAXCONN)
+                listener.bind((address, random.randint(low, high)))
+                listener.listen(socket.SOMAXCONN)
             except OSError:
-                door.close()
+                listener.close()
                 continue
-            ports.append(door.getsockname()[1])
-            threading.Thread(target=_accept, args=(door,), daemon=True).start()
+            ports.append(listener.getsockname()[1])
+            threading.Thread(target=_accept, args=(listener,), daemon=True).start()
             break
     return ports
 
 
-def _accept(door: socket.socket) -> None:
+def _accept(listener: socket.socket) -> None:
     while True:
-        VISITORS.acquire()
+        CLIENTS.acquire()
         try:
-            visitor, _ = door.accept()
-        except OSError:  # no descriptor is left
-            VISITORS.release()
+            client, _ = listener.accept()
+        except OSError:  # no file descriptor is free
+            CLIENTS.release()
             time.sleep(0.1)
             continue
-        threading.Thread(target=_echo, args=(visitor,), daemon=True).start()
+        threading.Thread(target=_echo, args=(client,), daemon=True).start()
 
 
-def _echo(visitor: socket.socket) -> None:
-    """Echoes bytes to one visitor, then frees the place that `_accept` took for it."""
-    until_s = time.monotonic() + VISIT_S
+def _echo(client: socket.socket) -> None:
+    """Echo bytes to one client, then release the semaphore that `_accept` has acquired."""
+    until_s = time.monotonic() + CLIENT_S
     try:
-        with visitor:
-            visitor.settimeout(5)  # an agent sends at once
+        with client:
+            client.settimeout(5)  # a probe sends at once
             while time.monotonic() < until_s:
-                byte = visitor.recv(1)
+                byte = client.recv(1)
                 if not byte:
                     return
-                visitor.sendall(byte)
+                client.sendall(byte)
     except OSError:
         return
     finally:
-        VISITORS.release()
+        CLIENTS.release()
 
 
 def connect(targets: list[list[typing.Any]], patience_s: float) -> list[dict[str, typing.Any]]:
-    """Tries each (address, port) at once: how it went, the median of 9 round trips of a byte in ms, TCP's control."""
+    """Connect to each (address, port) at the same time.
+
+    A result has the outcome, and for an open port the median of 9 round trips of a byte (ms) and TCP's congestion
+    control.
+    """
     results: list[dict[str, typing.Any]] = [{} for _ in targets]
     threads = [
         threading.Thread(target=_try, args=(address, port, patience_s, result))
-        for (address, port), result in zip(targets, results)  # noqa: B905  (strict is not known to Python 3.9)
+        for (address, port), result in zip(targets, results)  # noqa: B905  (Python 3.9 has no `strict`)
     ]
     for thread in threads:
         thread.start()
@@ -200,31 +205,32 @@ def connect(targets: list[list[typing.Any]], patience_s: float) -> list[dict[str
 def _try(address: str, port: int, patience_s: float, result: dict[str, typing.Any]) -> None:
     result["result"] = "no answer"
     try:
-        with socket.create_connection((address, port), patience_s) as door:
-            door.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with socket.create_connection((address, port), patience_s) as connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             times = []
             for _ in range(9):
                 start_s = time.perf_counter()
-                door.sendall(b".")
-                if not door.recv(1):
+                connection.sendall(b".")
+                if not connection.recv(1):
                     return
                 times.append(time.perf_counter() - start_s)
-            control = door.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)  # the route may say another
+            # A route can set another congestion control than the system's default.
+            control = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
             result.update(
                 result="open", round_trip_ms=sorted(times)[4] * 1e3, congestion=control.split(b"\0")[0].decode()
             )
     except ConnectionRefusedError:
         result["result"] = "refused"
     except OSError as error:
-        said = (error.strerror or str(error)).lower()
-        result["result"] = "no answer" if "timed out" in said else said
+        reason = (error.strerror or str(error)).lower()
+        result["result"] = "no answer" if "timed out" in reason else reason
 
 
 def serve_stream(address: str) -> int:
-    """Serves one measurement on that address; the port."""
-    door = listening(address)
-    threading.Thread(target=serve, args=(door,), daemon=True).start()
-    return int(door.getsockname()[1])
+    """Serve one measurement on this address. Returns the port."""
+    listener = listening(address)
+    threading.Thread(target=serve, args=(listener,), daemon=True).start()
+    return int(listener.getsockname()[1])
 
 
 # --- questions and answers -------------------------------------------------------------------------------------------
@@ -235,31 +241,31 @@ QUESTIONS: dict[str, typing.Callable[..., typing.Any]] = {
     "listen": listen,
     "connect": connect,
     "serve_stream": serve_stream,
-    "measure_stream": lambda **asked: ask(**asked),
+    "measure_stream": lambda **arguments: ask(**arguments),
 }
 
 
 def answer_questions() -> None:
-    """Says hello and answers until the input ends."""
+    """Announce that the probe runs, then answer until the input ends."""
     lock = threading.Lock()
 
-    def say(**answer: typing.Any) -> None:
+    def send(**answer: typing.Any) -> None:
         with lock:
             sys.stdout.write(MARK + json.dumps(answer) + "\n")
             sys.stdout.flush()
 
-    def work(request: dict[str, typing.Any]) -> None:
+    def handle(request: dict[str, typing.Any]) -> None:
         try:
-            say(id=request["id"], answer=QUESTIONS[request["do"]](**request["with"]))
+            send(id=request["id"], answer=QUESTIONS[request["do"]](**request["with"]))
         except Exception as error:
-            say(id=request["id"], error=type(error).__name__ + ": " + str(error))
+            send(id=request["id"], error=type(error).__name__ + ": " + str(error))
 
     try:
-        say(id=0, answer="hello")
+        send(id=0, answer="hello")
         while True:
             line = sys.stdin.readline()
             if not line:
                 break
-            threading.Thread(target=work, args=(json.loads(line),), daemon=True).start()
+            threading.Thread(target=handle, args=(json.loads(line),), daemon=True).start()
     finally:
         os._exit(0)

@@ -97,17 +97,17 @@ def exactly(connection: socket.socket, size: int) -> bytes:
 
 def listening(address: str) -> socket.socket:
     """Listen on a free port."""
-    door = socket.socket()
-    door.bind((address, 0))
-    door.listen(socket.SOMAXCONN)
-    return door
+    listener = socket.socket()
+    listener.bind((address, 0))
+    listener.listen(socket.SOMAXCONN)
+    return listener
 
 
-def serve(door: socket.socket) -> None:
+def serve(listener: socket.socket) -> None:
     """Serve one client until it disconnects. Silent or greedy clients are dropped and do not count."""
     served = False
     while not served:
-        connection, _ = door.accept()
+        connection, _ = listener.accept()
         connection.settimeout(PATIENCE_S)
         with connection, contextlib.suppress(OSError):
             while True:

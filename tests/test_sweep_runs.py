@@ -209,7 +209,7 @@ def test_energy_runs_have_sensors_on_and_what_is_lacking_is_told(sweep: Command)
     assert code == 0
     assert [(run["kind"], run["state"]) for run in document["runs"]] == [
         *(("timing", "done"), ("energy", "done")),
-        *(("timing", "lacking"), ("energy", "lacking")),
+        *(("timing", "skipped"), ("energy", "skipped")),
     ]
     assert "this needs 99" in document["runs"][2]["reason"]
     monitors = [
@@ -255,7 +255,7 @@ def test_a_full_disk_ends_the_sweep_in_one_line_and_it_goes_on_when_there_is_roo
     try:
         code, _, err = sweep.run()
         assert code in (73, 74)
-        assert "the same command goes on" in err.splitlines()[-1] or "--root" in err.splitlines()[-1]
+        assert "run the same command again" in err.splitlines()[-1] or "--root" in err.splitlines()[-1]
         subprocess.run(["mount", "-o", "remount,size=200m", sweep.root], check=True)
         assert sweep.run()[0] == 0
     finally:

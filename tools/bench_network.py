@@ -28,7 +28,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from hvdtrain.sweep.process import whole  # noqa: E402
+from hvdtrain.sweep.process import run_uninterrupted  # noqa: E402
 from hvdtrain.system import exits, net  # noqa: E402
 from hvdtrain.system.arguments import Parser  # noqa: E402
 from hvdtrain.system.commands import need_root  # noqa: E402
@@ -98,11 +98,11 @@ def rank_program(work: Sequence[tuple[int, int]], idle_s: float) -> None:
 
 
 def cluster(*arguments: str) -> None:
-    whole([f"{ROOT}/tools/cluster.sh", *arguments], os.environ)
+    run_uninterrupted([f"{ROOT}/tools/cluster.sh", *arguments], os.environ)
 
 
 def throttle(name: str, rate_bit_s: int) -> None:
-    whole([f"{ROOT}/tools/throttle.sh", show_rate(rate_bit_s), "--name", name], os.environ)
+    run_uninterrupted([f"{ROOT}/tools/throttle.sh", show_rate(rate_bit_s), "--name", name], os.environ)
 
 
 def starter(kind: str, hosts: str, ranks: int) -> list[str]:

@@ -8,24 +8,25 @@ import os
 import shlex
 import sys
 import time
+from collections import Counter
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from hvdtrain.observe.progress import duration
-from hvdtrain.sweep import command, execute, file, lacking, network, plan, preview, show
-from hvdtrain.sweep.estimate import FORMULA, Estimator
+from hvdtrain.sweep import command, execute, file, grid, missing, network, show
+from hvdtrain.sweep.dry_run import DryRun, dry_runs, known_flags, run_flags
+from hvdtrain.sweep.estimate import Estimator
 from hvdtrain.sweep.execute import Task
-from hvdtrain.sweep.network import cluster_name
-from hvdtrain.sweep.preview import Preview
 from hvdtrain.sweep.process import Children
 from hvdtrain.sweep.show import Outcome
 from hvdtrain.system import exits
 from hvdtrain.system.arguments import Parser
+from hvdtrain.system.commands import Command
 from hvdtrain.system.exits import Failure
 from hvdtrain.system.redaction import without_secrets
 
-PURPOSE = """Runs a grid of experiments that a TOML file describes, point by point: sets the rate of the links,
-measures it, launches, checks the record. What is done is not done again: the same command goes on after a stop.
+PURPOSE = """Run a grid of experiments described by a TOML file. For each run, the sweep sets and measures the rate of
+the links, launches the job and checks its records. Run the same command again to continue after an interruption.
 
 examples:
   hvdtrain sweep launch/sweeps/quick.toml --dry-run
@@ -33,168 +34,174 @@ examples:
   hvdtrain sweep launch/sweeps/bandwidth_digits.toml --only '*allreduce*' --set seed=1
   hvdtrain sweep launch/sweeps/cruz2021_devices.toml --set data=fish
 """
-
-
 SECTIONS = {
-    "at the top of the file": file.TOP,
-    "[cluster]: one of virtual, existing, hostfile; without it all runs on this machine": file.CLUSTER,
-    "[[grid]], any number of them; [defaults] for all of them: a value, or a list of values to go through": file.OWN,
-    "[[grid]] only": file.GRID_ONLY,
+    "Keys at the top of the file": file.TOP,
+    "Keys of [cluster] (set one of virtual, existing, hostfile; without [cluster], this machine is used)": file.CLUSTER,
+    "Keys of [[grid]] and [defaults] (a value, or a list of values to combine)": file.OWN,
+    "Keys of [[grid]] only": file.GRID_ONLY,
 }
-REST = """Every other key of a grid is a flag of the workload: batch_size = [16, 32] is --batch-size 16, then 32.
-Of a command: lr = 0.1 is --lr 0.1, OMP_NUM_THREADS = 1 a variable, strategy is HVDTRAIN_STRATEGY.
+REST = """Any other key of a grid is a flag of the workload: batch_size = [16, 32] means --batch-size 16, then 32.
+With a command, lr = 0.1 means --lr 0.1, OMP_NUM_THREADS = 1 is a variable, and strategy sets HVDTRAIN_STRATEGY.
 
-Exit codes: 0 all runs that this machine can do are done; 1 a run failed (twice), was refused or marked; 2 usage;
-69 nothing could be run here; 73, 74 nothing can be written; 75 stopped, call it again; 78 bad file."""
+Exit codes: 0 all runs are done, except for skipped ones; 1 a run failed twice or is marked; 2 usage; 69 all runs were
+skipped; 73, 74 cannot write; 75 stopped, run again to continue; 78 bad file."""
 
 
-def keys() -> str:
-    """The manual of the file, for --help."""
+def manual() -> str:
+    """Describes the file's keys for --help."""
     lines = []
     for title, known in SECTIONS.items():
-        lines += [f"{title}:", *(f"  {key:<16}{about}" for key, (about, _) in known.items())]
+        lines += [f"{title}:", *(f"  {key:<16}{text}" for key, (text, _) in known.items())]
     return "\n".join([*lines, REST])
 
 
 def parser() -> Parser:
-    top = Parser(prog="hvdtrain sweep", description=PURPOSE, epilog=keys())
+    top = Parser(prog="hvdtrain sweep", description=PURPOSE, epilog=manual())
     add = top.add_argument
-    add("file", metavar="FILE.toml", type=Path, help="the sweep; launch/sweeps/ has some")
-    add("--root", type=Path, default=Path("results"), metavar="DIR", help="where its folder goes (results)")
-    add("--dry-run", action="store_true", help="list runs, commands and how long they take; run nothing")
-    add("--only", action="append", default=[], metavar="GLOB", help="only runs whose name fits (repeatable)")
-    add("--set", action="append", default=[], metavar="KEY=VALUE", help="in place of the file's value(s)")
-    add("--json", action="store_true", help="one JSON document on stdout")
+    add("file", metavar="FILE.toml", type=Path, help="the sweep; see launch/sweeps/ for examples")
+    add("--root", type=Path, default=Path("results"), metavar="DIR", help="parent of the sweep's folder (results)")
+    add("--dry-run", action="store_true", help="list runs, commands and expected durations; run nothing")
+    add("--only", action="append", default=[], metavar="GLOB", help="only runs with matching names (repeatable)")
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the file (repeatable)")
+    add("--json", action="store_true", help="print one JSON document on stdout")
     return top
 
 
-def prepare(asked: argparse.Namespace) -> tuple[Task, int]:
-    """The task, and how many combinations were dropped because they are the same run as another.
+def prepare(options: argparse.Namespace) -> tuple[Task, int]:
+    """Expands the file into runs. Returns the task and the number of duplicate combinations.
 
-    Every workload checks its settings here, so that an error appears before the first run and not after hours. Raises
-    Failure (2, 69, 78).
+    Every workload checks its settings here, so errors appear before the first run. Raises Failure (2, 69, 78).
     """
-    file.read(asked.file, asked.set)  # before the workloads are asked for their flags, which takes seconds
-    sweep = file.read(asked.file, asked.set, preview.flags)
-    found, merged = plan.points(sweep, lacking.gpus() if lacking.asks_for_gpus(sweep) else None)
-    runs = [run for run in plan.runs(found, sweep.order, sweep.order_seed) if _chosen(run, asked.only)]
+    file.read(options.file, options.set)  # find errors before asking workloads for their flags, which takes seconds
+    sweep = file.read(options.file, options.set, known_flags)
+    experiments, duplicates = grid.experiments(sweep, missing.gpus() if missing.depends_on_gpus(sweep) else None)
+    runs = [run for run in grid.runs(experiments, sweep.order) if _selected(run, options.only)]
     if not runs:
-        raise Failure(f"--only {' '.join(asked.only)}: no run of {asked.file} fits; --dry-run lists them", exits.USAGE)
-    points = list({run.point.name: run.point for run in runs}.values())
-    reasons = {point.name: why for point in points if (why := lacking.reason(point, sweep.cluster))}
-    known = [point for point in points if _is_known(point)]
-    told = preview.previews([point for point in known if "command" not in point.settings])
-    bad = [(point, told[point.name]) for point in points if isinstance(told.get(point.name), Failure)]
-    if bad:
-        more = f" (and {len(bad) - 1} more points)" if len(bad) > 1 else ""
-        raise Failure(f"{bad[0][0].where}: point {bad[0][0].name}: {bad[0][1]}{more}", exits.BAD_CONFIG)
-    previews = {name: one for name, one in told.items() if isinstance(one, Preview)}
-    root, names = asked.root / sweep.name, {point.name for point in known}
-    estimator = Estimator(previews, sweep.cluster)
-    estimator.read(asked.root)
+        hint = "hint: --dry-run without --only lists the runs"
+        raise Failure(f"--only {' '.join(options.only)}: matches no run of {options.file}; {hint}", exits.USAGE)
+    experiments = list({run.experiment.name: run.experiment for run in runs}.values())
+    skipped = {one.name: reason for one in experiments if (reason := missing.reason(one, sweep.cluster))}
+    launchable = [one for one in experiments if _launchable(one)]
+    answers = dry_runs([one for one in launchable if "command" not in one.settings])
+    failures = [(one, answers[one.name]) for one in experiments if isinstance(answers.get(one.name), Failure)]
+    if failures:
+        experiment, failure = failures[0]
+        more = f" (and {len(failures) - 1} more experiments)" if len(failures) > 1 else ""
+        raise Failure(f"{experiment.where}: experiment {experiment.name}: {failure}{more}", exits.BAD_CONFIG)
+    root, names = options.root / sweep.name, {one.name for one in launchable}
+    estimator = Estimator()
+    estimator.read(options.root)
     task = Task(
         sweep=sweep,
         root=root,
         outcomes=[Outcome(run=run, folder=root / run.name) for run in runs],
-        previews=previews,
+        dry_runs={name: answer for name, answer in answers.items() if isinstance(answer, DryRun)},
         estimator=estimator,
-        flags={run.name: preview.typed_flags(run) for run in runs if run.point.name in names},
+        flags={run.name: run_flags(run) for run in runs if run.experiment.name in names},
     )
-    execute.classify(task, reasons)
-    return task, merged
+    execute.classify(task, skipped)
+    return task, duplicates
 
 
-def _chosen(run: plan.Run, globs: list[str]) -> bool:
-    return not globs or any(fnmatchcase(run.name, one) or fnmatchcase(run.point.name, one) for one in globs)
+def _selected(run: grid.Run, globs: list[str]) -> bool:
+    names = (run.name, run.experiment.name)
+    return not globs or any(fnmatchcase(name, glob) for name in names for glob in globs)
 
 
-def _is_known(point: plan.Point) -> bool:
-    """Whether its number of ranks is known, and its workload, which a command has none of, can make a dry run here."""
-    settings = point.settings
-    return isinstance(settings["ranks_per_host"], int) and ("command" in settings or lacking.framework(point) is None)
+def _launchable(experiment: grid.Experiment) -> bool:
+    """Whether its command line can be built here: the number of ranks is known, and the workload has its framework."""
+    settings = experiment.settings
+    has_framework = "command" in settings or missing.framework(experiment) is None
+    return isinstance(settings["ranks_per_host"], int) and has_framework
 
 
-def dry_run(task: Task, merged: int, as_json: bool) -> int:
-    """Prints the runs, their commands and durations; returns the exit code."""
-    name, spec = cluster_name(task.sweep, task.root), task.sweep.cluster
+def dry_run(task: Task, duplicates: int, as_json: bool) -> int:
+    """Prints the runs with their commands and expected durations. Returns the exit code."""
+    name, waiting = network.cluster_name(task.sweep, task.root), task.waiting()
+    remaining_s = task.remaining_s(waiting)
     words = {o.run.name: execute.command_of(task, o, name) if o.run.name in task.flags else [] for o in task.outcomes}
-    waiting = task.waiting()
-    left_s = task.left_s(waiting)
     if as_json:
         rows = [(o, words[o.run.name], task.estimator.of(o.run)) for o in task.outcomes]
-        print(json.dumps(show.plan_document(task.sweep.name, task.root, rows, left_s), indent=2))
+        print(json.dumps(show.dry_run_document(task.sweep.name, task.root, rows, remaining_s), indent=2))
         return exits.OK
-    rate, up, guessed = None, False, False
+    rate = None
     for outcome in task.outcomes:
-        point = outcome.run.point
+        number = f"{outcome.run.order + 1:4d}"
+        reason = f"; {outcome.reason}" if outcome.reason else ""
         if outcome.state != "waiting":
-            print(f"{outcome.run.order + 1:4d}  {outcome.run.name}: {show.STATES[outcome.state]}", end="")
-            print(f": {outcome.reason}" if outcome.reason else "")
+            print(f"{number}  {outcome.run.name}: {show.STATES[outcome.state]}{reason}")
             continue
-        if point.on_cluster and spec:
-            if spec.virtual and not up:
-                print(f"      {shlex.join(command.up(spec, name))}")
-            up = True
-            if point.rate is not None and point.rate != rate:
-                rate = point.rate
-                print(f"      {shlex.join(command.throttle(rate, spec, name))}")
-                most = network.hosts(spec, name, execute.most_hosts(waiting[waiting.index(outcome) :]))
-                for words_ in command.verify(most, spec, name, task.sweep.off_percent) if point.rate_bit_s else []:
-                    print(f"      {shlex.join(words_)}")
+        for line in _network_commands(task, waiting[waiting.index(outcome) :], name, rate):
+            print(f"      {shlex.join(line)}")
+        rate = outcome.run.experiment.rate or rate
         estimate = task.estimator.of(outcome.run)
-        guessed = guessed or estimate.basis == "guess"
-        takes = "duration unknown" if estimate.seconds is None else f"{duration(estimate.seconds)} ({estimate.basis})"
-        print(
-            f"{outcome.run.order + 1:4d}  {outcome.run.name}: {takes}{f'; {outcome.reason}' if outcome.reason else ''}"
+        time_text = (
+            "duration unknown" if estimate.seconds is None else f"{duration(estimate.seconds)}, {estimate.basis}"
         )
+        print(f"{number}  {outcome.run.name}: {time_text}{reason}")
         print(f"      {shlex.join(without_secrets(words[outcome.run.name]))}")
-    if up and spec and spec.virtual:
+    spec = task.sweep.cluster
+    if spec and spec.virtual and any(outcome.run.experiment.on_cluster for outcome in waiting):
         print(f"      {shlex.join(command.down(name))}")
-    counts = f"{len(task.outcomes)} runs: {len(waiting)} to do"
-    for state in ("kept", "lacking"):
-        number = sum(outcome.state == state for outcome in task.outcomes)
-        counts += f", {number} {show.STATES[state]}" if number else ""
-    if merged:
-        why = "(one host has no link, so it is the same at all rates; repeats = 2 makes each run twice)"
-        print(f"{merged} combinations are the same run as another and are left out {why}")
-    if guessed:
-        print(FORMULA)
-    print(counts + f"; {duration(left_s) if left_s is not None else 'unknown time'} to go, into {task.root}")
+    if duplicates:
+        hint = "hint: repeats = 2 makes each run twice"
+        print(f"{duplicates} duplicate combinations left out (the rate has no effect on a single host; {hint})")
+    counts = Counter(outcome.state for outcome in task.outcomes)
+    totals = "".join(f", {counts[state]} {show.STATES[state]}" for state in ("kept", "skipped") if counts[state])
+    time_text = "duration unknown" if remaining_s is None else f"about {duration(remaining_s)}"
+    print(f"{len(task.outcomes)} runs: {len(waiting)} to run{totals}; {time_text}; results in {task.root}")
     return exits.OK
 
 
+def _network_commands(task: Task, waiting: list[Outcome], name: str, rate: str | None) -> list[Command]:
+    """The commands that start the cluster and change the rate before the first of the waiting runs."""
+    spec, experiment = task.sweep.cluster, waiting[0].run.experiment
+    if spec is None or not experiment.on_cluster:
+        return []
+    commands = []
+    on_cluster = [outcome for outcome in task.waiting() if outcome.run.experiment.on_cluster]
+    if spec.virtual and waiting[0] is on_cluster[0]:
+        commands.append(command.up(spec, name))
+    if experiment.rate is not None and experiment.rate != rate:
+        commands.append(command.throttle(experiment.rate, spec, name))
+        if experiment.rate_bit_s:
+            hosts = network.host_names(spec, name, execute.most_hosts(waiting))
+            commands += command.verify(hosts, spec, name, task.sweep.off_percent)
+    return commands
+
+
 def run(task: Task, as_json: bool) -> int:
-    """Executes the waiting runs and prints the outcome; returns the exit code."""
-    began = time.monotonic()
+    """Executes the waiting runs and prints the results. Returns the exit code."""
+    began_s = time.monotonic()
     dropped = sorted(name for name in os.environ if name.startswith("HVDTRAIN_"))
     if dropped:
-        show.say(f"{', '.join(dropped)}: not passed on; a sweep's settings are its file's, or --set")
+        show.say(f"ignoring {', '.join(dropped)}; hint: use the sweep file or --set")
     children = Children(command.environment())
-    with execute.alone(task.root) as handles, children.listening():
-        children.kept_open = handles
-        execute.classify(task, {o.run.point.name: o.reason or "" for o in task.outcomes if o.state == "lacking"})
+    with execute.exclusive(task.root) as handles, children.handle_signals():
+        children.lock_handles = handles
+        execute.classify(task, {o.run.experiment.name: o.reason or "" for o in task.outcomes if o.state == "skipped"})
         with show.Display(len(task.waiting())) as display:
             children.tick = display.tick
-            stopped = execute.Executor(task, children, display).run()
-    seconds = time.monotonic() - began
+            failure = execute.Executor(task, children, display).run()
+    seconds = time.monotonic() - began_s
     if as_json:
         print(json.dumps(show.end_document(task.sweep.name, task.root, task.outcomes, seconds), indent=2))
     else:
         print(show.end_text(task.root, task.outcomes, seconds))
     sys.stdout.flush()
-    if stopped:
-        raise stopped
+    if failure:
+        raise failure
     states = {outcome.state for outcome in task.outcomes}
-    if states & {"failed", "refused", "marked"}:
+    if states & {"failed", "marked"}:
         return exits.FAILED
-    return exits.UNREACHABLE if states == {"lacking"} else exits.OK
+    return exits.UNREACHABLE if states == {"skipped"} else exits.OK
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit code; raises Failure, whose message is for the user."""
-    asked = parser().parse_args(arguments)
-    task, merged = prepare(asked)
-    return dry_run(task, merged, asked.json) if asked.dry_run else run(task, asked.json)
+    """Returns the exit code. Raises Failure, whose message is for the user."""
+    options = parser().parse_args(arguments)
+    task, duplicates = prepare(options)
+    return dry_run(task, duplicates, options.json) if options.dry_run else run(task, options.json)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The command line and environment of each run. A dry run prints the same lists of words that are executed."""
+"""Builds the command line and environment of each run. A dry run prints exactly the commands that a sweep executes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 from hvdtrain.config import workloads
 from hvdtrain.lab import enter
 from hvdtrain.sweep import file
+from hvdtrain.sweep.dry_run import MONITORS
 from hvdtrain.sweep.file import ClusterSpec
-from hvdtrain.sweep.plan import UNLIMITED, Run
-from hvdtrain.sweep.preview import MONITORS
+from hvdtrain.sweep.grid import UNLIMITED, Run
 from hvdtrain.system.commands import CHECKOUT, Command, as_user, calling_user
 
 SCRIPTS = {
@@ -22,69 +22,77 @@ SCRIPTS = {
     "launch/mpirun.sh": ["hvdtrain.launch", "mpirun"],
     "launch/horovodrun.sh": ["hvdtrain.launch", "horovodrun"],
 }
-"""The checkout's scripts, and the modules they stand for"""
+"""Scripts of the checkout, and the modules that they call"""
 
 
 def script(name: str) -> Command:
-    """The words that call a script of the checkout; an installed package without a checkout calls its module."""
+    """Calls a script of the checkout, or its module if the package is installed without a checkout."""
     if not (CHECKOUT / name).is_file():
-        return [sys.executable, "-P", "-m", *SCRIPTS[name]]  # -P: nothing is imported from the current folder, as root
+        # -P prevents root from importing modules from the current folder.
+        return [sys.executable, "-P", "-m", *SCRIPTS[name]]
     return [name if Path.cwd() == CHECKOUT else str(CHECKOUT / name)]
 
 
 def as_root(command: Command) -> Command:
-    """The command through sudo, which must not ask for a password; unchanged for root."""
+    """Adds sudo, which must not ask for a password. Returns the command unchanged for root."""
     return command if os.geteuid() == 0 else ["sudo", "-n", *command]
 
 
 def environment() -> dict[str, str]:
-    """Environment of a run on this machine: as on a virtual host, without HVDTRAIN_*, which would override the file."""
+    """The environment of a run on this machine. It has the variables of a virtual host and SSH and Slurm settings.
+
+    HVDTRAIN_* are omitted because they would override the sweep file.
+    """
     try:
         user = pwd.getpwnam(calling_user())
-    except KeyError:  # as in a container that runs as any number
-        about = (calling_user(), "x", os.geteuid(), os.getegid(), "", os.environ.get("HOME", "/"), "/bin/sh")
-        user = pwd.struct_passwd(about)
+    except KeyError:  # a container may use a user ID without a name
+        entry = (calling_user(), "x", os.geteuid(), os.getegid(), "", os.environ.get("HOME", "/"), "/bin/sh")
+        user = pwd.struct_passwd(entry)
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("HVDTRAIN_")}
-    more = ("SUDO_*", "SSH_AUTH_SOCK", "SLURM_*", "HOSTNAME")
-    kept = enter.environment(inherited, user, more)  # SUDO_*: cluster.sh makes and enters the caller's cluster
+    # cluster.sh uses SUDO_* to create and enter the cluster of the calling user.
+    variables = enter.environment(inherited, user, ("SUDO_*", "SSH_AUTH_SOCK", "SLURM_*", "HOSTNAME"))
     folder = str(Path(sys.executable).parent)
-    if folder not in kept["PATH"].split(os.pathsep):
-        kept["PATH"] = os.pathsep.join([folder, kept["PATH"]])
-    return kept
+    if folder not in variables["PATH"].split(os.pathsep):
+        variables["PATH"] = os.pathsep.join([folder, variables["PATH"]])
+    return variables
 
 
-def launch(run: Run, flags: Command, folder: Path, *, hosts: Sequence[str], inside: str | None) -> Command:
-    """The whole command of a run on these hosts; `inside`: the virtual cluster that they are of."""
-    asked = run.point.settings
-    if "command" in asked:
-        program = ["env", *_variables(run, folder), *file.program(asked["command"]), *flags]
+def launch(run: Run, flags: Command, folder: Path, *, hosts: Sequence[str], cluster: str | None) -> Command:
+    """The full command of a run on these hosts. `cluster` is the virtual cluster they belong to, if any."""
+    settings = run.experiment.settings
+    if "command" in settings:
+        program = ["env", *_variables(run, folder), *file.program(settings["command"]), *flags]
     else:
-        program = ["python", "-m", workloads.known()[asked["workload"]], *flags, "--run-dir", str(folder), "--json"]
-    listed = ",".join(f"{host}:{int(asked['ranks_per_host'])}" for host in hosts)
-    placed = ["-np", str(run.point.ranks), "-H", listed]
-    start = {
-        "launch/mpirun.sh": [*script("launch/mpirun.sh"), "-H", listed],
-        "launch/horovodrun.sh": [*script("launch/horovodrun.sh"), "-H", listed],
-        "horovodrun": ["horovodrun", *placed],
-        # Gloo would give up a transfer after 30 s; the limit changes no speed.
-        "horovodrun --gloo": ["horovodrun", "--gloo", "--gloo-timeout-seconds", "1800", *placed],
+        module = workloads.known()[settings["workload"]]
+        program = ["python", "-m", module, *flags, "--run-dir", str(folder), "--json"]
+    slots = ",".join(f"{host}:{int(settings['ranks_per_host'])}" for host in hosts)
+    placement = ["-np", str(run.experiment.ranks), "-H", slots]
+    launcher = {
+        "launch/mpirun.sh": [*script("launch/mpirun.sh"), "-H", slots],
+        "launch/horovodrun.sh": [*script("launch/horovodrun.sh"), "-H", slots],
+        "horovodrun": ["horovodrun", *placement],
+        # By default Gloo gives up a transfer after 30 s. A longer limit does not change the speed.
+        "horovodrun --gloo": ["horovodrun", "--gloo", "--gloo-timeout-seconds", "1800", *placement],
         "none": [],
-    }[asked["launcher"]]
-    enter = [*script("tools/cluster.sh"), "exec", "--name", inside, hosts[0], "--"] if inside else _rights()
-    return [*enter, *start, *program]
+    }[settings["launcher"]]
+    if cluster:
+        return [*script("tools/cluster.sh"), "exec", "--name", cluster, hosts[0], "--", *launcher, *program]
+    return [*_as_caller(), *launcher, *program]
 
 
-def _rights() -> Command:
-    """The words by which a sweep under sudo trains as its caller."""
+def _as_caller() -> Command:
+    """Under sudo, the words that run a command as the calling user."""
     return as_user(pwd.getpwnam(calling_user())) if os.geteuid() == 0 else []
 
 
 def _variables(run: Run, folder: Path) -> list[str]:
-    """Those of a command, for env(1), which sets them on every host."""
-    asked = {key: value for key, value in run.flags.items() if key.isupper()}
-    asked |= {"HVDTRAIN_STRATEGY": run.flags["strategy"]} if "strategy" in run.flags else {}
-    asked |= {"HVDTRAIN_MONITOR": MONITORS[run.kind]} if MONITORS[run.kind] != "none" else {}
-    return [f"{name}={value}" for name, value in {**asked, "HVDTRAIN_RUN_DIR": folder}.items()]
+    """Variables of a command, passed through env(1) so that they are set on every host."""
+    variables = {key: value for key, value in run.flags.items() if key.isupper()}
+    if "strategy" in run.flags:
+        variables["HVDTRAIN_STRATEGY"] = run.flags["strategy"]
+    if MONITORS[run.kind] != "none":
+        variables["HVDTRAIN_MONITOR"] = MONITORS[run.kind]
+    return [f"{name}={value}" for name, value in {**variables, "HVDTRAIN_RUN_DIR": folder}.items()]
 
 
 def up(cluster: ClusterSpec, name: str) -> Command:
@@ -98,16 +106,18 @@ def down(name: str) -> Command:
 
 
 def throttle(rate: str, cluster: ClusterSpec, name: str) -> Command:
-    """Sets the rate of every link; `unlimited` restores the links as they were."""
-    where = ["--name", name]
+    """Sets the rate of all links. `unlimited` restores their original state."""
+    target = ["--name", name]
     if cluster.hostfile:
-        where = ["--hostfile", cluster.hostfile, "--dev", cluster.dev or ""]
-    return [*script("tools/throttle.sh"), "clear" if rate == UNLIMITED else rate, *where]
+        target = ["--hostfile", cluster.hostfile, "--dev", cluster.dev or ""]
+    return [*script("tools/throttle.sh"), "clear" if rate == UNLIMITED else rate, *target]
 
 
 def verify(hosts: Sequence[str], cluster: ClusterSpec, name: str, off_percent: float) -> list[Command]:
-    """Commands that measure the links of these hosts: one for a virtual cluster, one per host for real machines, each
-    against the next host."""
+    """Commands that measure the links of these hosts.
+
+    A virtual cluster needs one command. Real machines need one each, to measure against the next machine.
+    """
     words = [*script("tools/throttle.sh"), "verify", "--json", "--tolerance", f"{off_percent:g}", "--seconds", "2"]
     if not cluster.hostfile:
         return [[*words, "--name", name, "--host", ",".join(hosts)]]

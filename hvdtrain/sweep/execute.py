@@ -1,4 +1,4 @@
-"""Runs a sweep: brings hosts up, sets and measures the rate, launches jobs, checks their records, retries once."""
+"""Executes a sweep: starts hosts, sets and measures rates, launches jobs, checks records, and retries failures once."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pathlib import Path
 from hvdtrain import records
 from hvdtrain.observe.progress import duration
 from hvdtrain.sweep import command, folder
-from hvdtrain.sweep.estimate import CLUSTER_S, VERIFY_S, Estimator
+from hvdtrain.sweep.dry_run import DryRun
+from hvdtrain.sweep.estimate import Estimator
 from hvdtrain.sweep.file import Sweep
-from hvdtrain.sweep.network import Network, Verified, cluster_name, hosts
-from hvdtrain.sweep.plan import Run
-from hvdtrain.sweep.preview import Preview
+from hvdtrain.sweep.grid import Run
+from hvdtrain.sweep.network import LinkCheck, Network, cluster_name, host_names
 from hvdtrain.sweep.process import Children, Stopped, Timeout
 from hvdtrain.sweep.show import STATES, Display, Outcome
 from hvdtrain.system import exits, files
@@ -31,57 +31,52 @@ MACHINE_LOCK = "hvdtrain-sweep.lock"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-    """A sweep as planned, before its first run."""
+    """All runs of a sweep, with everything needed to execute them."""
 
     sweep: Sweep
     root: Path
-    """The sweep's own folder"""
+    """The folder of the sweep"""
     outcomes: list[Outcome]
-    """One per run, in order; `state` tells which are done and which cannot run here"""
-    previews: dict[str, Preview]
+    """The state of each run, in order"""
+    dry_runs: dict[str, DryRun]
+    """By name of the experiment"""
     estimator: Estimator
     flags: dict[str, Command]
-    """Name of the run -> flags of its workload"""
+    """Flags of the workload, by name of the run"""
 
     def waiting(self) -> list[Outcome]:
         return [outcome for outcome in self.outcomes if outcome.state == "waiting"]
 
-    def left_s(self, left: list[Outcome], rate: str | None = None) -> float | None:
-        """Expected seconds of these runs with throttling and cool-down; None if one of them is unknown.
-
-        `rate`: the current rate of the links.
-        """
-        total, first = 0.0, rate is None
-        for outcome in left:
+    def remaining_s(self, outcomes: Sequence[Outcome]) -> float | None:
+        """Expected seconds of these runs with cool-down; None if the duration of some run is unknown."""
+        total = 0.0
+        for outcome in outcomes:
             seconds = self.estimator.of(outcome.run).seconds
             if seconds is None:
                 return None
             total += seconds + self.sweep.cooldown_s
-            point = outcome.run.point
-            total += CLUSTER_S if first and point.on_cluster else 0.0
-            first = first and not point.on_cluster
-            if point.rate is not None and point.rate != rate:
-                rate = point.rate
-                total += VERIFY_S * (point.hosts + (point.hosts > 1)) if point.rate_bit_s else 0.0
         return total
 
 
-def classify(task: Task, lacking: dict[str, str]) -> None:
-    """Sets the state of each outcome: done before, lacking something here, or waiting. Changes nothing on disk."""
+def classify(task: Task, skipped: dict[str, str]) -> None:
+    """Sets the state of each run: kept, skipped or waiting. Changes nothing on disk.
+
+    `skipped` maps the names of experiments that cannot run here to the reason.
+    """
     for outcome in task.outcomes:
-        point = outcome.run.point
-        state, reason = folder.state(outcome.folder, outcome.run, task.previews.get(point.name))
+        name = outcome.run.experiment.name
+        state, reason = folder.state(outcome.folder, outcome.run, task.dry_runs.get(name))
         if state == "done":
             outcome.state = "kept"
-        elif point.name in lacking:
-            outcome.state, outcome.reason = "lacking", lacking[point.name]
+        elif name in skipped:
+            outcome.state, outcome.reason = "skipped", skipped[name]
         elif state != "absent":
             outcome.reason = f"{state}, will be renamed and run again: {reason}"
 
 
 @contextlib.contextmanager
-def alone(root: Path) -> Iterator[tuple[int, ...]]:
-    """Locks the machine and the folder against other sweeps; yields the locks' descriptors. Raises Failure (1, 73)."""
+def exclusive(root: Path) -> Iterator[tuple[int, ...]]:
+    """Locks the machine and the folder against other sweeps. Yields the descriptors. Raises Failure (1, 73)."""
     handles: list[int] = []
     path = Path(tempfile.gettempdir()) / MACHINE_LOCK
     try:
@@ -91,23 +86,21 @@ def alone(root: Path) -> Iterator[tuple[int, ...]]:
         except OSError as error:
             raise folder.cannot_write(root, error) from error
         if not os.access(root, os.W_OK):
-            raise Failure(f"{root}: not writable; choose another --root", exits.CANNOT_WRITE)
+            raise Failure(f"{root}: not writable; hint: choose another --root", exits.CANNOT_WRITE)
         try:
             handles.append(files.open_lock(path))
         except OSError as error:
-            hint = "remove it, or set TMPDIR to a folder of your own"
+            hint = "hint: remove it, or set TMPDIR to a folder of your own"
             raise files.refused(path, error, exits.CANNOT_WRITE, hint) from error
         for handle, what in zip(handles, (f"a sweep into {root}", "another sweep"), strict=True):
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
-                told = os.pread(handles[1], 200, 0).decode(errors="replace").strip()
-                raise Failure(
-                    f"{what} is running on this machine, or its last job ({told or 'it does not say which'}): "
-                    "they would spoil each other's figures; wait for it, or end it"
-                ) from error
-        if os.pread(handles[1], 8, 0) in (b"", b"process "):  # else the file is not our lock
-            with contextlib.suppress(OSError):  # the file may be another user's
+                owner = os.pread(handles[1], 200, 0).decode(errors="replace").strip() or "unknown owner"
+                hint = "hint: wait for it or stop it, since two sweeps would distort each other's measurements"
+                raise Failure(f"{what} or its last job is running on this machine ({owner}); {hint}") from error
+        if os.pread(handles[1], 8, 0) in (b"", b"process "):  # never overwrite a file that is not our lock
+            with contextlib.suppress(OSError):  # the file may belong to another user
                 os.ftruncate(handles[1], 0)
                 os.pwrite(handles[1], f"process {os.getpid()}, {root}".encode(), 0)
         yield tuple(handles)
@@ -116,152 +109,145 @@ def alone(root: Path) -> Iterator[tuple[int, ...]]:
             os.close(handle)
 
 
-def most_hosts(left: Sequence[Outcome]) -> int:
-    """The largest number of hosts among the next runs of equal rate; their links are measured together."""
-    found = 1
-    rate = left[0].run.point.rate
-    for point in (outcome.run.point for outcome in left if outcome.run.point.hosts > 1):
-        if point.rate != rate:
+def most_hosts(outcomes: Sequence[Outcome]) -> int:
+    """The largest number of hosts in the next runs with the same rate, whose links are measured together."""
+    most = 1
+    rate = outcomes[0].run.experiment.rate
+    for experiment in (outcome.run.experiment for outcome in outcomes if outcome.run.experiment.hosts > 1):
+        if experiment.rate != rate:
             break
-        found = max(found, point.hosts)
-    return found
+        most = max(most, experiment.hosts)
+    return most
 
 
 class Executor:
-    """Executes a task's waiting runs in order."""
+    """Executes the waiting runs of a sweep in order."""
 
     def __init__(self, task: Task, children: Children, display: Display) -> None:
         self._task, self._children, self._display = task, children, display
         self._name = cluster_name(task.sweep, task.root)
         self._network = Network(task.sweep, self._name, children) if task.sweep.cluster else None
-        self._rate: str | None = None
         self._launched = False
 
     def run(self) -> Failure | None:
-        """Executes all and restores the network; returns the Failure that stopped it (signal, full disk) or None."""
-        stopped_by: Failure | None = None
+        """Executes all runs and restores the network. Returns the Failure that stopped the sweep, or None."""
+        failure: Failure | None = None
         try:
             waiting = self._task.waiting()
             for index, outcome in enumerate(waiting):
                 self._children.check()
-                left = waiting[index:]
-                self._display.begin(outcome.run.name, self._task.left_s(left, self._rate))
-                self._do(outcome, left)
-                self._rate = outcome.run.point.rate or self._rate
-                self._display.end(self._told(outcome))
+                self._display.begin(outcome.run.name, self._task.remaining_s(waiting[index:]))
+                self._execute(outcome, most_hosts(waiting[index:]))
+                self._display.end(self._describe(outcome))
         except Stopped:
-            stopped_by = Failure("stopped; the same command goes on", exits.RESUMABLE)
-        except Failure as failure:
-            stopped_by = failure
+            failure = Failure("stopped; hint: run the same command again to continue", exits.RESUMABLE)
+        except Failure as error:
+            failure = error
         finally:
-            problems = self._network.close() if self._network else []
-        if problems:
-            told = f"the network could not be put back: {'; '.join(problems)}"
-            stopped_by = Failure(f"{stopped_by}; {told}", stopped_by.code) if stopped_by else Failure(told)
-        return stopped_by
+            errors = self._network.close() if self._network else []
+        if errors:
+            message = f"cannot restore the network: {'; '.join(errors)}"
+            failure = Failure(f"{failure}; {message}", failure.code) if failure else Failure(message)
+        return failure
 
-    def _told(self, outcome: Outcome) -> str:
+    def _describe(self, outcome: Outcome) -> str:
         text = f"{STATES[outcome.state]}: {outcome.run.name}"
         if outcome.seconds is not None:
             text += f", {duration(outcome.seconds)}"
-        end = folder.summary(outcome.folder) if outcome.state in ("done", "marked") else None
-        if end:
-            rate, scores = end.get("samples_per_s"), end.get("test_scores", {})
+        summary = folder.summary(outcome.folder) if outcome.state in ("done", "marked") else None
+        if summary:
+            rate, scores = summary.get("samples_per_s"), summary.get("test_scores", {})
             text += "" if rate is None else f", {rate:.1f} samples/s"
             text += "".join(f", test {name} {value:.4f}" for name, value in list(scores.items())[:1])
-        about = outcome.marked or outcome.reason
-        return f"{text} ({about})" if about else text
+        note = outcome.marked or outcome.reason
+        return f"{text} ({note})" if note else text
 
-    def _do(self, outcome: Outcome, left: list[Outcome]) -> None:
-        """Executes one run; repeats it once if it fails."""
-        began = time.monotonic()
+    def _execute(self, outcome: Outcome, most_hosts: int) -> None:
+        """Executes one run, and repeats it once if it fails."""
         for attempt in range(1, ATTEMPTS + 1):
             if self._launched and self._task.sweep.cooldown_s:
-                self._children.rest(self._task.sweep.cooldown_s)
+                self._children.sleep(self._task.sweep.cooldown_s)
             try:
-                cluster = self._network if outcome.run.point.on_cluster else None
-                verified = cluster.ready(outcome.run.point, most_hosts(left)) if cluster else Verified()
+                network = self._network if outcome.run.experiment.on_cluster else None
+                check = network.prepare(outcome.run.experiment, most_hosts) if network else LinkCheck()
             except Failure as failure:
-                outcome.state = "lacking" if failure.code in (exits.UNREACHABLE, exits.NO_PERMISSION) else "failed"
+                outcome.state = "skipped" if failure.code in (exits.UNREACHABLE, exits.NO_PERMISSION) else "failed"
                 outcome.reason = str(failure)
                 return
-            outcome.marked, outcome.reason = verified.marked, None
-            if verified.marked and self._task.sweep.when_off == "refuse":
-                outcome.state, outcome.reason, outcome.marked = "refused", verified.marked, None
-                return
-            began = time.monotonic()
-            code, problem = self._launch(outcome, verified, attempt)
-            outcome.seconds = round(time.monotonic() - began, 2)
+            outcome.marked, outcome.reason = check.marked, None
+            began_s = time.monotonic()
+            code, problem = self._launch(outcome, check, attempt)
+            outcome.seconds = round(time.monotonic() - began_s, 2)
             if problem is None:
                 outcome.state = "marked" if outcome.marked else "done"
                 self._task.estimator.learn(outcome.run, outcome.seconds)
                 return
-            kept = folder.aside(outcome.folder, "failed")
-            outcome.log, outcome.reason = kept / folder.LOG, problem
+            renamed = folder.set_aside(outcome.folder, "failed")
+            outcome.log, outcome.reason = renamed / folder.LOG, problem
             outcome.lines = folder.tail(outcome.log)
             if code in (exits.CANNOT_WRITE, exits.IO_ERROR):
                 outcome.state = "failed"
-                raise Failure(f"{kept}: {problem}: {' '.join(outcome.lines[-1:])}; the same command goes on", code)
+                hint = "hint: make room, then run the same command again to continue"
+                raise Failure(f"{renamed}: {problem}: {' '.join(outcome.lines[-1:])}; {hint}", code)
             if attempt < ATTEMPTS:
-                self._display.end(f"{problem}: {outcome.run.name}, once more (log: {outcome.log})", 0)
+                self._display.end(f"{problem}: {outcome.run.name}, trying once more (log: {outcome.log})", 0)
         outcome.state, outcome.marked = "failed", None
 
-    def _launch(self, outcome: Outcome, verified: Verified, attempt: int) -> tuple[int, str | None]:
-        """Launches the job; returns its exit code, and what is wrong with the run or None."""
-        run, where = outcome.run, outcome.folder
+    def _launch(self, outcome: Outcome, check: LinkCheck, attempt: int) -> tuple[int, str | None]:
+        """Launches the job. Returns its exit code, and what is wrong with the run or None."""
+        run, target, sweep = outcome.run, outcome.folder, self._task.sweep
         words = command_of(self._task, outcome, self._name)
-        if where.exists():
-            folder.aside(where, "unfinished" if not (where / "COMPLETE").exists() else "other")
-        rate = run.point.rate_bit_s
-        point = records.Point(
-            sweep=self._task.sweep.name,
-            point=run.point.name,
+        if target.exists():
+            folder.set_aside(target, "other" if (target / "COMPLETE").exists() else "unfinished")
+        rate = run.experiment.rate_bit_s
+        request = records.Point(
+            sweep=sweep.name,
+            point=run.experiment.name,
             repeat=run.repeat,
             kind=run.kind,
             attempt=attempt,
             order=run.order,
-            settings=run.point.settings,
+            settings=run.experiment.settings,
             command=words,
             rate_mbit=rate / 1e6 if rate else None,
-            rate_off_percent=verified.off_percent,
-            marked=verified.marked,
+            rate_off_percent=check.off_percent,
+            marked=check.marked,
         )
-        folder.make(where, point)
+        folder.make(target, request)
         self._launched = True
         try:
-            log = (where / folder.LOG).open("wb")
-            folder.own(where / folder.LOG)
+            log = (target / folder.LOG).open("wb")
+            folder.set_owner(target / folder.LOG)
         except OSError as error:
-            raise folder.cannot_write(where, error) from error
+            raise folder.cannot_write(target, error) from error
         with log, tempfile.TemporaryDirectory(prefix="hvdtrain-sweep-") as scratch:
             if os.geteuid() == 0:
-                os.chown(scratch, where.stat().st_uid, -1)  # the hosts run as that user
+                os.chown(scratch, target.stat().st_uid, -1)  # the hosts run as that user
             try:
-                timeout_s = self._task.sweep.timeout_s
-                with self._children.beside(self._others(run, Path(scratch))):
-                    code = self._children.job(words, log, timeout_s)
+                with self._children.background(self._fill_commands(run, Path(scratch))):
+                    code = self._children.job(words, log, sweep.timeout_s)
             except Timeout:
-                return exits.FAILED, f"it was ended after {self._task.sweep.timeout_s:g} s (timeout_s)"
+                return exits.FAILED, f"exceeded timeout_s = {sweep.timeout_s:g}"
             except Failure as failure:
                 return failure.code, str(failure)
-        self._children.check()  # a signal to the terminal's process group reaches the job as well
+        self._children.check()  # a signal to the terminal's process group also reaches the job
         if code:
             return code, f"exit code {code}"
-        return code, folder.unfit(where, run, self._task.previews.get(run.point.name))
+        return code, folder.mismatch(target, run, self._task.dry_runs.get(run.experiment.name))
 
-    def _others(self, run: Run, scratch: Path) -> list[Command]:
-        """What the cluster's other hosts do beside a run on one host ([cluster] fill): the same, each by itself."""
+    def _fill_commands(self, run: Run, scratch: Path) -> list[Command]:
+        """Commands that keep the other hosts busy during a run on one host ([cluster] fill)."""
         spec = self._task.sweep.cluster
-        if spec is None or "fill" not in run.point.settings.get("cluster", {}):
+        if spec is None or "fill" not in run.experiment.settings.get("cluster", {}):
             return []
         flags, name = self._task.flags[run.name], self._name
-        return [command.launch(run, flags, scratch / host, hosts=[host], inside=name) for host in spec.virtual[1:]]
+        return [command.launch(run, flags, scratch / host, hosts=[host], cluster=name) for host in spec.virtual[1:]]
 
 
 def command_of(task: Task, outcome: Outcome, name: str) -> Command:
-    """The command line of a run; `name`: of the virtual cluster."""
-    run, spec = outcome.run, task.sweep.cluster
-    on = spec if run.point.on_cluster else None
-    names = hosts(on, name, run.point.hosts) if on else ["localhost"]
-    inside = name if on and not on.hostfile else None
-    return command.launch(run, task.flags[run.name], outcome.folder, hosts=names, inside=inside)
+    """The command line of a run. `name` is that of the virtual cluster."""
+    experiment = outcome.run.experiment
+    spec = task.sweep.cluster if experiment.on_cluster else None
+    hosts = host_names(spec, name, experiment.hosts) if spec else ["localhost"]
+    cluster = name if spec and not spec.hostfile else None
+    return command.launch(outcome.run, task.flags[outcome.run.name], outcome.folder, hosts=hosts, cluster=cluster)

@@ -1,4 +1,4 @@
-"""Brings up a sweep's hosts when they are first needed, throttles and measures their links, and restores both."""
+"""Starts the hosts of a sweep when they are first needed, throttles and measures their links, and restores both."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 from hvdtrain.lab import virtual
 from hvdtrain.sweep import command
 from hvdtrain.sweep.file import ClusterSpec, Sweep
-from hvdtrain.sweep.plan import UNLIMITED, Point
-from hvdtrain.sweep.process import Children, told, whole
+from hvdtrain.sweep.grid import UNLIMITED, Experiment
+from hvdtrain.sweep.process import Children, error_message, run_uninterrupted
 from hvdtrain.system.exits import Failure
 from hvdtrain.system.rates import show_rate
 
 
 @dataclasses.dataclass(frozen=True)
-class Verified:
+class LinkCheck:
     """Result of measuring the links: the fields rate_off_percent and marked of `point.json`."""
 
     off_percent: float | None = None
@@ -26,127 +26,130 @@ class Verified:
 
 
 def cluster_name(sweep: Sweep, root: Path) -> str:
-    """Name of the virtual cluster: the existing one's, or one derived from the sweep, the same after a stop."""
+    """Name of the virtual cluster: the existing one, or a name derived from the sweep and its folder.
+
+    The derived name is the same when an interrupted sweep continues.
+    """
     if sweep.cluster and sweep.cluster.existing:
         return sweep.cluster.existing
     return "s" + hashlib.sha256(f"{sweep.name}\0{root.resolve()}".encode()).hexdigest()[:7]
 
 
-def hosts(spec: ClusterSpec, name: str, count: int) -> list[str]:
-    """Names of the first `count` hosts; of an existing cluster that is not up those that it might have."""
-    known = spec.virtual or spec.machines or [chr(ord("a") + number) for number in range(count)]
+def host_names(spec: ClusterSpec, name: str, count: int) -> list[str]:
+    """Names of the first `count` hosts. For an existing cluster that is not running, the default names."""
+    names = spec.virtual or spec.machines or [chr(ord("a") + number) for number in range(count)]
     if spec.existing and name in virtual.clusters():
-        known = [host.name for host in virtual.load(name).hosts]
-    return list(known[:count])
+        names = [host.name for host in virtual.load(name).hosts]
+    return list(names[:count])
 
 
 class Network:
-    """The hosts that are up and the current rate of their links."""
+    """The running hosts and the current rate of their links."""
 
     def __init__(self, sweep: Sweep, name: str, children: Children) -> None:
         assert sweep.cluster is not None
         self._sweep, self._spec, self._name = sweep, sweep.cluster, name
         self._children, self._environment = children, children.environment
-        self._up = False
-        self._broken: Failure | None = None
-        self._changed = False
+        self._running = False
+        self._start_error: Failure | None = None
+        self._throttled = False
         self._rate: str | None = None
-        """Set by this sweep; None: the links are as they were found, or a change failed"""
-        self._measured: dict[str, dict[str, Any]] = {}
+        """The rate that this sweep has set; None if it has set none or the last change failed"""
+        self._measurements: dict[str, dict[str, Any]] = {}
         """Link `a -> b` -> its measurement at the current rate"""
-        self._unmeasured: str | None = None
+        self._measure_error: str | None = None
 
-    def ready(self, point: Point, most: int) -> Verified:
-        """Brings the hosts up and sets the point's rate; measures the links of `most` hosts once for the next runs too.
+    def prepare(self, experiment: Experiment, most_hosts: int) -> LinkCheck:
+        """Starts the hosts, sets the experiment's rate and measures the links.
 
-        Raises Stopped, and Failure if the hosts cannot be brought up (also on every later call) or the rate be set.
+        Measures `most_hosts` hosts at once, so that the following runs need no measurement. Raises Stopped, and Failure
+        if the hosts cannot be started (again on every later call) or the rate cannot be set.
         """
-        self._bring_up()
-        if point.hosts == 1:
-            return Verified()
-        wanted = point.rate if point.rate is not None or not self._changed else UNLIMITED
-        if wanted is not None and wanted != self._rate:
-            self._set(wanted)
-        if not point.rate_bit_s:
-            return Verified()
-        names = hosts(self._spec, self._name, point.hosts)
-        if not self._unmeasured and not all(any(link.startswith(f"{n} -> ") for link in self._measured) for n in names):
-            self._measure(hosts(self._spec, self._name, max(most, point.hosts)))
-        return self._judge(names, point)
+        self._start()
+        if experiment.hosts == 1:
+            return LinkCheck()
+        rate = experiment.rate if experiment.rate is not None or not self._throttled else UNLIMITED
+        if rate is not None and rate != self._rate:
+            self._set_rate(rate)
+        if not experiment.rate_bit_s:
+            return LinkCheck()
+        names = host_names(self._spec, self._name, experiment.hosts)
+        senders = {link.partition(" -> ")[0] for link in self._measurements}
+        if not self._measure_error and not senders.issuperset(names):
+            self._measure(host_names(self._spec, self._name, max(most_hosts, experiment.hosts)))
+        return self._judge(names, experiment)
 
     def close(self) -> list[str]:
-        """Clears the throttle and takes the sweep's own cluster down, in whatever state; returns the errors."""
-        problems = []
-        steps = []
-        if self._changed and not self._spec.virtual:
-            steps.append(command.throttle(UNLIMITED, self._spec, self._name))
-        if self._up:
-            steps.append(command.down(self._name))
-        for words in steps:
+        """Restores the links and removes the sweep's own cluster, whatever state they are in. Returns the errors."""
+        errors = []
+        commands = []
+        if self._throttled and not self._spec.virtual:
+            commands.append(command.throttle(UNLIMITED, self._spec, self._name))
+        if self._running:
+            commands.append(command.down(self._name))
+        for words in commands:
             try:
-                whole(words, self._environment)
+                run_uninterrupted(words, self._environment)
             except Failure as failure:
-                problems.append(str(failure))
-        self._up = self._changed = False
-        return problems
+                errors.append(str(failure))
+        self._running = self._throttled = False
+        return errors
 
-    def _bring_up(self) -> None:
-        if self._up or not self._spec.virtual:
+    def _start(self) -> None:
+        if self._running or not self._spec.virtual:
             return
-        if self._broken:
-            raise self._broken
+        if self._start_error:
+            raise self._start_error
         try:
-            # A killed sweep leaves its cluster behind. The name belongs to this sweep alone.
-            whole(command.down(self._name), self._environment)
-            whole(command.up(self._spec, self._name), self._environment)
+            # A killed sweep leaves its cluster behind. Only this sweep uses the name.
+            run_uninterrupted(command.down(self._name), self._environment)
+            run_uninterrupted(command.up(self._spec, self._name), self._environment)
         except Failure as failure:
-            self._broken = failure
+            self._start_error = failure
             raise
-        self._up, self._rate = True, UNLIMITED
+        self._running, self._rate = True, UNLIMITED
 
-    def _set(self, rate: str) -> None:
-        words = command.throttle(rate, self._spec, self._name)
-        self._measured, self._unmeasured = {}, None
-        self._rate = None  # unknown if the command fails
+    def _set_rate(self, rate: str) -> None:
+        self._measurements, self._measure_error = {}, None
+        self._rate = None  # stays unknown if the command fails
         try:
-            whole(words, self._environment)
+            run_uninterrupted(command.throttle(rate, self._spec, self._name), self._environment)
         except Failure as failure:
-            raise Failure(f"rate {rate} cannot be set: {failure}", failure.code) from failure
-        self._rate, self._changed = rate, True
+            raise Failure(f"cannot set rate {rate}: {failure}", failure.code) from failure
+        self._rate, self._throttled = rate, True
 
     def _measure(self, names: list[str]) -> None:
-        """Measures the links of these hosts; all once more if one is off its rate."""
+        """Measures the links of these hosts, and all of them once more if one is off its rate."""
         for _ in range(2):
             for words in command.verify(names, self._spec, self._name, self._sweep.off_percent):
-                code, out, err = self._children.said(words)
+                code, out, err = self._children.output(words)
                 try:
                     document = json.loads(out)
                 except ValueError:
                     document = {"links": []}
-                parts = document.get("hosts", [document])
-                found = [(part.get("host"), link) for part in parts for link in part["links"]]
-                if not found:
-                    self._unmeasured = f"rate not verified: {told(err) or f'exit code {code}'}"
+                hosts = document.get("hosts", [document])
+                links = [(host.get("host"), link) for host in hosts for link in host["links"]]
+                if not links:
+                    self._measure_error = f"rate not verified: {error_message(err) or f'exit code {code}'}"
                     return
-                for host, link in found:
-                    self._measured[link["link"].replace("here", host) if host else link["link"]] = link
-            if all(link["ok"] for link in self._measured.values()):
+                for host, link in links:
+                    self._measurements[link["link"].replace("here", host) if host else link["link"]] = link
+            if all(link["ok"] for link in self._measurements.values()):
                 return
 
-    def _judge(self, names: list[str], point: Point) -> Verified:
-        if self._unmeasured:
-            return Verified(None, self._unmeasured)
-        ends = {name: set(name.split(" -> ")) & set(names) for name in self._measured}
-        links = {name: link for name, link in self._measured.items() if ends[name]}
-        worst = max(links.values(), key=lambda link: abs(link["off_percent"]))
-        off = worst["off_percent"]
-        bad = [(name, link) for name, link in links.items() if not link["ok"]]
-        if not bad:
-            return Verified(off)
-        name, link = max(bad, key=lambda pair: abs(pair[1]["off_percent"]))
-        figures = (
+    def _judge(self, names: list[str], experiment: Experiment) -> LinkCheck:
+        """Checks only the links of these hosts."""
+        if self._measure_error:
+            return LinkCheck(None, self._measure_error)
+        links = {name: link for name, link in self._measurements.items() if set(name.split(" -> ")) & set(names)}
+        worst = max(links.values(), key=lambda link: abs(link["off_percent"]))["off_percent"]
+        failed = [(name, link) for name, link in links.items() if not link["ok"]]
+        if not failed:
+            return LinkCheck(worst)
+        name, link = max(failed, key=lambda pair: abs(pair[1]["off_percent"]))
+        problem = (
             f"{link['goodput_mbit']:.4g} Mbit/s instead of {link['expected_mbit']:.4g} ({link['off_percent']:+.1f} %)"
         )
         if abs(link["off_percent"]) <= self._sweep.off_percent:
-            figures = "lets short messages through faster than its rate"
-        return Verified(off, f"{name} at {show_rate(point.rate_bit_s or 0)}: {figures}")
+            problem = "short messages pass faster than the rate"
+        return LinkCheck(worst, f"{name} at {show_rate(experiment.rate_bit_s or 0)}: {problem}")

@@ -17,7 +17,7 @@ from runs import read_run
 
 from hvdtrain import records
 from hvdtrain.comm.world import connect
-from hvdtrain.horovod_api import record, shown
+from hvdtrain.horovod_api import record, script
 from hvdtrain.results import load as results
 from hvdtrain.results.__main__ import main
 from hvdtrain.strategies import parse
@@ -109,8 +109,10 @@ ENDS = [
 @pytest.mark.parametrize("module", [False, True])
 def test_how_an_interpreter_ends(module: bool, tmp_path: Path) -> None:
     """Normally or not, whether it runs a file or `python -m`."""
-    watched = "import atexit, sys, threading\nfrom sys import exit as leave\nfrom hvdtrain.horovod_api import ending\n"
-    watched += "ending.watch()\natexit.register(lambda: print('ends', ending.failure() is None))\n"
+    watched = (
+        "import atexit, sys, threading\nfrom sys import exit as leave\nfrom hvdtrain.horovod_api import exit_status\n"
+    )
+    watched += "exit_status.watch()\natexit.register(lambda: print('ends', exit_status.failure() is None))\n"
 
     def ended(case: tuple[int, tuple[str, bool]]) -> str:
         script = tmp_path / f"script{case[0]}.py"
@@ -163,14 +165,14 @@ def test_a_script_that_starts_again_has_a_folder_beside_the_first(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     first = str(tmp_path / "run")
-    assert shown.free(None, again=True) is None
+    assert script.free(None, again=True) is None
     for name in ("run", "run-2", "run-3"):
-        assert shown.free(f"{first}/", again=True).rstrip("/") == str(tmp_path / name)
-        assert shown.free(first, again=False) == first, "which is refused if it holds a run"
+        assert script.free(f"{first}/", again=True).rstrip("/") == str(tmp_path / name)
+        assert script.free(first, again=False) == first, "which is refused if it holds a run"
         (tmp_path / name).mkdir()
         (tmp_path / name / "manifest.json").touch()
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert shown.free(first, again=False) == str(tmp_path / "run-4")
+    assert script.free(first, again=False) == str(tmp_path / "run-4")
 
 
 @pytest.mark.parametrize(
@@ -188,12 +190,12 @@ def test_what_is_no_number_or_name_is_refused(told: dict[str, object], words: st
 
 
 def test_scores_declare_what_they_can_be() -> None:
-    assert shown.score("accuracy", 0.5).share
-    assert not shown.score("accuracy", 93.5).share
-    assert not shown.score("rmse", 0.5).higher_is_better
-    assert shown.finite(math.nan) is None
+    assert script.score("accuracy", 0.5).share
+    assert not script.score("accuracy", 93.5).share
+    assert not script.score("rmse", 0.5).higher_is_better
+    assert script.finite(math.nan) is None
     words, rest = ["a.py", "--x=y", "--seed=4", "--lr", "1"], ["--x=y", "--lr", "1"]
-    assert (shown.seed_and_rest(words), shown.seed_and_rest([*words, "--seed", "5"])) == ((4, rest), (5, rest))
-    assert shown.seed_and_rest(["a.py", "--seed"]) == (None, [])
+    assert (script.seed_and_rest(words), script.seed_and_rest([*words, "--seed", "5"])) == ((4, rest), (5, rest))
+    assert script.seed_and_rest(["a.py", "--seed"]) == (None, [])
     with pytest.raises(Failure):
         record.TrainConfig(monitor="nothing")

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from hvdtrain.comm.backends.base import Communicator, TorchStep
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.data import Batch
 from hvdtrain.frameworks import Profiler, statistics_of
+from hvdtrain.frameworks.flat_torch import Flat
 from hvdtrain.records.metrics import Metric
 from hvdtrain.strategies import Strategy
 from hvdtrain.system import exits
@@ -40,53 +41,6 @@ def prepare(asked: str, local_rank: int, threads: int, *, one_each: bool = False
     if asked == "gpu":
         raise Failure("--device gpu: PyTorch sees no GPU here; use --device cpu or auto", exits.BAD_CONFIG)
     return "cpu"
-
-
-class Flat:
-    """Weights and gradients of a model as two vectors, of which its parameters become views: nothing is copied to
-    exchange them; behind the gradients is room for a tail. On a GPU they are copied to host memory and back, if they
-    are asked for.
-    """
-
-    def __init__(self, parameters: list[torch.nn.Parameter], tail: int, device: torch.device) -> None:
-        sizes = [parameter.numel() for parameter in parameters]
-        self._size = sum(sizes)
-        self.weights = torch.empty(self._size, device=device)
-        self._whole = torch.zeros(self._size + tail, device=device)
-        self._host = self._whole if device.type == "cpu" else torch.zeros(self._size + tail, pin_memory=True)
-        self._in_host = False
-        self.memory = self._host.numpy()
-        self.gradients = self._whole[: self._size]
-        pieces = zip(parameters, self.weights.split(sizes), self.gradients.split(sizes), strict=True)
-        for parameter, weight, gradient in pieces:
-            weight.copy_(parameter.detach().reshape(-1))
-            parameter.data, parameter.grad = weight.view(parameter.shape), gradient.view(parameter.shape)
-
-    def vector(self, tail: torch.Tensor) -> np.ndarray:
-        self.set_tail(tail)
-        if self._host is not self._whole:
-            self._host.copy_(self._whole)
-            self._in_host = True
-        return self.memory
-
-    def set_tail(self, tail: torch.Tensor) -> None:
-        self._whole[self._size :] = tail
-
-    def piece(self, begin: int, end: int | None) -> Callable[[], None] | None:
-        """Starts to copy the vector's numbers from `begin` to `end` to host memory. Returns what waits for the end of
-        the copy, or None if they are in host memory already."""
-        if self._host is self._whole:
-            return None
-        self._host[begin:end].copy_(self._whole[begin:end], non_blocking=True)
-        self._in_host = True
-        arrived = torch.cuda.Event()
-        arrived.record()
-        return arrived.synchronize
-
-    def take_gradients(self) -> None:
-        if self._in_host:
-            self._whole.copy_(self._host, non_blocking=True)
-            self._in_host = False
 
 
 class Announcer:

@@ -1,8 +1,8 @@
-"""What a collective call does with the arrays of its ranks, once it is agreed: sums, averages, cuts and joins.
+"""The data movement and arithmetic of each collective call, once all members have agreed on it.
 
-The members of a call are the hosts of `comm.backends.tcp.TcpLeaderGroup`, one rank each. Short inputs of
-all members come with the answer to the call (`inputs`), so that nothing more is sent; what is longer goes round a ring
-(sums) or from each to each (all else). Every rank folds in the same order, so all have the same bits.
+Each member of a call takes the role of a host in the TCP backend. Short inputs arrive with the response from rank 0
+(`inputs`), so nothing else is sent. Longer sums use the backend's all-reduce, everything else its all-to-all.
+Every rank adds the inputs in the same order, so all ranks get the same bits.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from hvdtrain.comm.backends.tcp import NOTHING, TcpLeaderGroup
 from hvdtrain.strategies.reducers.bfloat16 import from_bf16, to_bf16
 
 BFLOAT16 = np.dtype([("bfloat16", "<u2")])
-"""NumPy has no bfloat16: view its bits as this; arrays of ml_dtypes.bfloat16 are taken as they are"""
+"""NumPy has no bfloat16: view the bits as this type. Arrays of ml_dtypes.bfloat16 can be passed directly"""
 
 
 class Op(enum.IntEnum):
-    """Horovod's numbers."""
+    """Horovod's numbers for its reductions."""
 
     AVERAGE = 0
     SUM = 1
@@ -31,7 +31,7 @@ class Op(enum.IntEnum):
     PRODUCT = 5
 
 
-FOLDS: dict[Op, Callable[..., np.ndarray]] = {
+REDUCTIONS: dict[Op, Callable[..., np.ndarray]] = {
     Op.AVERAGE: np.add,
     Op.SUM: np.add,
     Op.MIN: np.minimum,
@@ -40,111 +40,82 @@ FOLDS: dict[Op, Callable[..., np.ndarray]] = {
 }
 
 
-class Members(TcpLeaderGroup):
-    """The ranks of a call, in order; `index` is this rank's."""
-
-    def trade(self, other: int, mine: np.ndarray) -> np.ndarray:
-        """Sends a vector to one other member, which sends one of the same length here."""
-        return self._swap(other, mine, other, np.empty_like(mine))
-
-
 def type_name(dtype: np.dtype) -> str:
     return "bfloat16" if dtype == BFLOAT16 else dtype.name
 
 
-def zeros(name: str, shape: Sequence[int]) -> np.ndarray:
-    """What a rank that has joined adds to a sum."""
-    return np.zeros(shape, BFLOAT16 if name == "bfloat16" else np.dtype(name))
-
-
-def reducible(dtype: np.dtype) -> bool:
+def is_reducible(dtype: np.dtype) -> bool:
     return dtype.kind in "biuf" or type_name(dtype) == "bfloat16"
-
-
-def rows(first: int, count: int) -> list[int]:
-    """How many of `first` rows each member gets of a reducescatter: the first ones get one more."""
-    return [first // count + (member < first % count) for member in range(count)]
 
 
 # --- arithmetic in place ----------------------------------------------------------------------------------------------
 
 
-def _widened(flat: np.ndarray) -> np.ndarray:
-    """A copy to calculate with: bfloat16 as float32."""
+def _working_copy(flat: np.ndarray) -> np.ndarray:
+    """A copy to calculate with; bfloat16 becomes float32."""
     if flat.dtype == BFLOAT16:
         return from_bf16(flat.view(np.uint16))
     return flat.astype(np.float32) if flat.dtype.kind == "V" else flat.copy()
 
 
-def _narrowed(flat: np.ndarray, dtype: np.dtype) -> np.ndarray:
+def _convert_back(flat: np.ndarray, dtype: np.dtype) -> np.ndarray:
     if dtype == BFLOAT16:
         return to_bf16(flat).view(BFLOAT16)
     return flat.astype(dtype, copy=False)
 
 
 def _scale(values: np.ndarray, factor: float) -> None:
-    """Integers are multiplied in float64 and cut, float16 in float32, as in Horovod."""
+    """Scales as Horovod does: integers in float64 and then truncated, float16 in float32."""
     if factor != 1.0:
         wide = np.float32(factor) if values.dtype.kind == "f" and values.itemsize <= 4 else np.float64(factor)
         np.multiply(values, wide, out=values, casting="unsafe")
 
 
-def _finish(values: np.ndarray, op: Op, count: int, postscale: float) -> None:
+def _average_and_scale(values: np.ndarray, op: Op, count: int, postscale: float) -> None:
     if op is not Op.AVERAGE:
         _scale(values, postscale)
     elif postscale != 1.0:
         _scale(values, postscale / count)
     elif values.dtype.kind == "f":
         values /= count
-    elif values.dtype.kind != "b":  # towards zero, as a C cast
+    elif values.dtype.kind != "b":  # round towards zero, like a C cast
         values -= np.fmod(values, count).astype(values.dtype, copy=False)
         values //= count
 
 
-def _folded(parts: Sequence[np.ndarray], op: Op) -> np.ndarray:
-    total = parts[0].copy()
-    for part in parts[1:]:
-        FOLDS[op](total, part, out=total)
+def _combine(inputs: Sequence[np.ndarray], op: Op) -> np.ndarray:
+    total = inputs[0].copy()
+    for array in inputs[1:]:
+        REDUCTIONS[op](total, array, out=total)
     return total
 
 
-def _pieces(flat: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
+def _split(flat: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
+    """Views of consecutive pieces."""
     borders = [0, *itertools.accumulate(lengths)]
     return [flat[begin:end] for begin, end in itertools.pairwise(borders)]
 
 
-def _traded(members: TcpLeaderGroup, parts: Sequence[np.ndarray], *, even: bool = False) -> list[np.ndarray]:
-    """parts[j] to member j; what each sent here. Any type."""
-    found = members.all_to_all([part.view(np.uint8) for part in parts], even=even)
-    return [each.view(parts[0].dtype) for each in found]
+def _even_lengths(size: int, count: int) -> list[int]:
+    """Splits `size` into `count` lengths that differ by at most one."""
+    return [size // count + (index < size % count) for index in range(count)]
+
+
+def _all_to_all(members: TcpLeaderGroup, pieces: Sequence[np.ndarray], *, even: bool = False) -> list[np.ndarray]:
+    """Sends pieces[j] to member j and returns what each member sent to this one. Works for any type."""
+    received = members.all_to_all([piece.view(np.uint8) for piece in pieces], even=even)
+    return [array.view(pieces[0].dtype) for array in received]
 
 
 def _reduce(flat: np.ndarray, op: Op, members: TcpLeaderGroup) -> None:
-    """In place."""
-    if FOLDS[op] is np.add:
+    """Reduces over all members, in place."""
+    if REDUCTIONS[op] is np.add:
         members.all_reduce(flat)
-    else:
-        lengths = rows(flat.size, members.count)
-        mine = _folded(_traded(members, _pieces(flat, lengths)), op)
-        for piece, theirs in zip(_pieces(flat, lengths), _traded(members, [mine] * members.count), strict=True):
-            piece[:] = theirs
-
-
-def _adasum(flat: np.ndarray, lengths: Sequence[int], members: Members) -> None:
-    """Maleki et al. 2020 (arXiv:2006.02924): two gradients are added less the part in which they agree, array by array;
-    by recursive doubling, so that 2^n ranks need n rounds."""
-    level = 1
-    while level < members.count:
-        theirs = members.trade(members.index ^ level, flat)
-        first, second = (flat, theirs) if members.index & level == 0 else (theirs, flat)
-        for a, b, into in zip(*(_pieces(each, lengths) for each in (first, second, flat)), strict=True):
-            x, y = a.astype(np.float64), b.astype(np.float64)
-            dot, xx, yy = x @ y, x @ x, y @ y
-            into[:] = x * (1 - dot / xx / 2 if xx >= TINY else 1) + y * (1 - dot / yy / 2 if yy >= TINY else 1)
-        level *= 2
-
-
-TINY = float(np.sqrt(np.finfo(np.float64).tiny))
+        return
+    pieces = _split(flat, _even_lengths(flat.size, members.count))
+    reduced = _combine(_all_to_all(members, pieces), op)
+    for piece, result in zip(pieces, _all_to_all(members, [reduced] * members.count), strict=True):
+        piece[:] = result
 
 
 # --- the calls --------------------------------------------------------------------------------------------------------
@@ -155,36 +126,33 @@ def allreduce(
     out: Sequence[np.ndarray] | None,
     op: Op,
     scales: tuple[float, float],
-    members: Members,
+    members: TcpLeaderGroup,
     inputs: Sequence[np.ndarray] | None,
 ) -> list[np.ndarray]:
-    """Arrays of one type go together. `out` may be the arrays themselves."""
-    found = list(arrays)
+    """Reduces arrays over all members; arrays of one type travel together. `out` may be the arrays themselves."""
+    results = list(arrays)
     for dtype in dict.fromkeys(array.dtype for array in arrays):
-        places = [place for place, array in enumerate(arrays) if array.dtype == dtype]
-        lengths = [arrays[place].size for place in places]
-        flat = _one_vector([arrays[place] for place in places], out if len(places) == 1 else None, dtype)
+        indices = [index for index, array in enumerate(arrays) if array.dtype == dtype]
+        lengths = [arrays[index].size for index in indices]
+        flat = _flatten([arrays[index] for index in indices], out if len(indices) == 1 else None, dtype)
         if inputs is not None:
-            parts = [_widened(each) for each in inputs]
-            for part in parts:
-                _scale(part, scales[0])
-            flat[:] = _folded(parts, op)
+            copies = [_working_copy(array) for array in inputs]
+            for copy in copies:
+                _scale(copy, scales[0])
+            flat[:] = _combine(copies, op)
         else:
             _scale(flat, scales[0])
-            if op is Op.ADASUM:
-                _adasum(flat, lengths, members)
-            else:
-                _reduce(flat, op, members)
-        _finish(flat, op, members.count, scales[1])
-        for place, piece in zip(places, _pieces(_narrowed(flat, dtype), lengths), strict=True):
-            found[place] = piece.reshape(arrays[place].shape)
-    return found
+            _reduce(flat, op, members)
+        _average_and_scale(flat, op, members.count, scales[1])
+        for index, piece in zip(indices, _split(_convert_back(flat, dtype), lengths), strict=True):
+            results[index] = piece.reshape(arrays[index].shape)
+    return results
 
 
-def _one_vector(arrays: Sequence[np.ndarray], out: Sequence[np.ndarray] | None, dtype: np.dtype) -> np.ndarray:
-    """A copy of the arrays to calculate in, or `out` itself where it can be calculated in."""
+def _flatten(arrays: Sequence[np.ndarray], out: Sequence[np.ndarray] | None, dtype: np.dtype) -> np.ndarray:
+    """One vector to calculate in: a copy of the arrays, or the memory of `out` if its layout permits."""
     if dtype.kind == "V":
-        return np.concatenate([_widened(array.reshape(-1)) for array in arrays])
+        return np.concatenate([_working_copy(array.reshape(-1)) for array in arrays])
     if out is not None and len(out) == 1 and out[0].flags.c_contiguous:
         if out[0] is not arrays[0]:
             np.copyto(out[0], arrays[0])
@@ -192,71 +160,55 @@ def _one_vector(arrays: Sequence[np.ndarray], out: Sequence[np.ndarray] | None, 
     return np.concatenate([array.reshape(-1) for array in arrays])
 
 
-def reducescatter(
-    array: np.ndarray, op: Op, scales: tuple[float, float], members: Members, inputs: Sequence[np.ndarray] | None
-) -> np.ndarray:
-    row = array[:1].size if array.shape[0] else 0
-    lengths = [each * row for each in rows(array.shape[0], members.count)]
-
-    def cut(flat: np.ndarray) -> list[np.ndarray]:
-        if scales[0] == 1.0 and flat.dtype.kind != "V":
-            return _pieces(flat, lengths)
-        wide = _widened(flat)
-        _scale(wide, scales[0])
-        return _pieces(wide, lengths)
-
-    if inputs is None:
-        parts = _traded(members, cut(array.reshape(-1)), even=len(set(lengths)) == 1)
-    else:
-        parts = [cut(each)[members.index] for each in inputs]
-    mine = _folded(parts, op)
-    _finish(mine, op, members.count, scales[1])
-    return _narrowed(mine, array.dtype).reshape(rows(array.shape[0], members.count)[members.index], *array.shape[1:])
-
-
 def allgather(
-    array: np.ndarray, firsts: Sequence[int], members: Members, inputs: Sequence[np.ndarray] | None
+    array: np.ndarray, rows: Sequence[int], members: TcpLeaderGroup, inputs: Sequence[np.ndarray] | None
 ) -> np.ndarray:
-    """`firsts`: every member's first dimension."""
+    """Concatenates the members' arrays along the first dimension, which `rows` gives for each member."""
     if inputs is None:
-        inputs = _traded(members, [array.reshape(-1)] * members.count, even=len(set(firsts)) == 1)
-    return np.concatenate(inputs).reshape(sum(firsts), *array.shape[1:])
+        inputs = _all_to_all(members, [array.reshape(-1)] * members.count, even=len(set(rows)) == 1)
+    return np.concatenate(inputs).reshape(sum(rows), *array.shape[1:])
 
 
 def alltoall(
-    array: np.ndarray, splits: Sequence[Sequence[int]], members: Members, inputs: Sequence[np.ndarray] | None
+    array: np.ndarray, splits: Sequence[Sequence[int]], members: TcpLeaderGroup, inputs: Sequence[np.ndarray] | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`splits`: every member's."""
-    row = int(np.prod(array.shape[1:]))
+    """Sends consecutive rows to each member, as many as this rank's `splits` say. `splits` has one list per member.
 
-    def cut(flat: np.ndarray, member: int) -> list[np.ndarray]:
-        return _pieces(flat, [each * row for each in splits[member]])
+    Returns the rows received, and how many came from each member (int32).
+    """
+    row_size = int(np.prod(array.shape[1:]))
+
+    def split(flat: np.ndarray, member: int) -> list[np.ndarray]:
+        return _split(flat, [rows * row_size for rows in splits[member]])
 
     if inputs is None:
-        parts = _traded(members, cut(array.reshape(-1), members.index))
+        pieces = _all_to_all(members, split(array.reshape(-1), members.index))
     else:
-        parts = [cut(each, member)[members.index] for member, each in enumerate(inputs)]
-    received = np.array([each[members.index] for each in splits], np.int32)
-    return np.concatenate(parts).reshape(int(received.sum()), *array.shape[1:]), received
+        pieces = [split(flat, member)[members.index] for member, flat in enumerate(inputs)]
+    received = np.array([rows[members.index] for rows in splits], np.int32)
+    return np.concatenate(pieces).reshape(int(received.sum()), *array.shape[1:]), received
 
 
 def broadcast(
-    array: np.ndarray, out: np.ndarray | None, root: int, members: Members, inputs: Sequence[np.ndarray] | None
+    array: np.ndarray, out: np.ndarray | None, root: int, members: TcpLeaderGroup, inputs: Sequence[np.ndarray] | None
 ) -> np.ndarray:
-    """`root`: its index. It sends each member a part, which the members then send each other."""
-    found = np.empty_like(array) if out is None or not out.flags.c_contiguous else out
-    flat = found.reshape(-1).view(np.uint8)
-    mine = members.index == root
-    if mine and out is not array:
+    """Copies the array of the member with index `root` to all members.
+
+    A long array is scattered first: the root sends one piece to each member, and the members exchange their pieces.
+    """
+    result = np.empty_like(array) if out is None or not out.flags.c_contiguous else out
+    flat = result.reshape(-1).view(np.uint8)
+    is_root = members.index == root
+    if is_root and out is not array:
         flat[:] = array.reshape(-1).view(np.uint8)
     if inputs is not None:
         flat[:] = inputs[root].view(np.uint8)
-        return found
-    pieces = _pieces(flat, rows(flat.size, members.count))
-    first = members.all_to_all(pieces if mine else [NOTHING] * members.count)
-    own = first[root]
-    rest = members.all_to_all([NOTHING if member == root else own for member in range(members.count)])
-    if not mine:
+        return result
+    pieces = _split(flat, _even_lengths(flat.size, members.count))
+    scattered = members.all_to_all(pieces if is_root else [NOTHING] * members.count)
+    own_piece = scattered[root]
+    gathered = members.all_to_all([NOTHING if member == root else own_piece for member in range(members.count)])
+    if not is_root:
         for member, piece in enumerate(pieces):
-            piece[:] = own if member == members.index else rest[member]
-    return found
+            piece[:] = own_piece if member == members.index else gathered[member]
+    return result

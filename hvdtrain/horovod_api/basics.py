@@ -1,8 +1,8 @@
-"""What stands in for Horovod's C library below `horovod.common.basics` while streams carry: who is here.
+"""A stand-in for Horovod's C library while hvdtrain's TCP backend carries the calls: ranks, sizes and process sets.
 
-Horovod's Python functions (`rank`, `cross_size`, `ProcessSet` ...) ask a library of C functions and raise their errors
-by its answers. This one has the same functions with the same answers; what it does not know is the real library's, such
-as what Horovod was built with.
+Horovod's Python functions (`rank`, `cross_size`, `ProcessSet` ...) call a library of C functions and turn its error
+codes into exceptions. `Basics` has the same functions with the same return values. Anything else, such as what Horovod
+was built with, comes from the real library.
 """
 
 from __future__ import annotations
@@ -11,91 +11,87 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from hvdtrain.horovod_api.calls import needs_horovod
+
 if TYPE_CHECKING:
     from hvdtrain.horovod_api.job import Job
 
 NOT_DYNAMIC, UNKNOWN_SET, FOREIGN_SET, EXISTING_SET = -2, -3, -4, -6
-"""Answers that are errors; their texts are Horovod's"""
-TOLD = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size", "is_homogeneous")
-"""What of a job they ask for"""
-FIXED = {"is_initialized": True, "mpi_enabled": False, "gloo_enabled": False, "stop_timeline": 0}
-"""What every job answers"""
+"""Horovod's error codes: sets cannot be added or removed; no such set; this rank is not in it; it exists already"""
+JOB_ATTRIBUTES = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size", "is_homogeneous")
+"""Functions that return an attribute of the job"""
+CONSTANTS = {"is_initialized": True, "mpi_enabled": False, "gloo_enabled": False, "stop_timeline": 0}
+"""Functions that return the same value in every job"""
 
 
 class Basics:
-    """Each method is called by `horovod.common.basics.HorovodBasics`, which states what it means."""
+    """The methods that `horovod.common.basics.HorovodBasics` calls, which documents their meaning."""
 
     def __init__(self, job: Job, real: Any, shutdown: Callable[[], None]) -> None:
-        """`shutdown`: ends the job, and takes this library away."""
+        """`real` is Horovod's library. `shutdown` ends the job and puts `real` back in place."""
         self._job, self._real, self._shutdown = job, real, shutdown
 
     def __getattr__(self, name: str) -> Any:
-        what = name.removeprefix("horovod_")
-        if what in FIXED:
-            return lambda: FIXED[what]
-        if what in TOLD:
-            return lambda: getattr(self._job, what)
+        function = name.removeprefix("horovod_")
+        if function in CONSTANTS:
+            return lambda: CONSTANTS[function]
+        if function in JOB_ATTRIBUTES:
+            return lambda: getattr(self._job, function)
         return getattr(self._real, name)
 
     def horovod_init(self, comm: Any, comm_size: Any, ranks: Any, sizes: Any, count: Any) -> bool:
         job = self._job
         if comm_size.value and list(comm) != list(range(job.size)):
-            raise NotImplementedError(
-                f"hvd.init(comm={list(comm)}): on streams a job is all the ranks that were started; give process_sets "
-                "to let some of them work together"
-            )
-        at = 0
+            raise needs_horovod(f"hvd.init(comm={list(comm)}), a job of some of the ranks that were started,")
+        begin = 0
         for size in sizes[: count.value]:
-            self._add(ranks[at : at + size])
-            at += size
+            self._add(ranks[begin : begin + size])
+            begin += size
         return True
 
     @property
     def horovod_init_multi_comm(self) -> NoReturn:
-        """Horovod sets the types of its arguments before it calls it."""
-        raise NotImplementedError(
-            "hvd.init(comm=<MPI communicator>): on streams there is none; call hvd.init() and give process_sets as "
-            "lists of ranks"
-        )
+        """A property, because Horovod sets the argument types before it calls the function."""
+        raise needs_horovod("hvd.init(comm=<MPI communicator>)")
 
     def horovod_shutdown(self) -> None:
         self._shutdown()
 
     def horovod_start_timeline(self, *arguments: Any) -> int:
-        raise NotImplementedError("hvd.start_timeline: no Horovod runs beside a strategy; use the framework's profiler")
+        raise needs_horovod("hvd.start_timeline")
 
     # --- process sets -------------------------------------------------------------------------------------------
 
     def _add(self, ranks: Sequence[int]) -> int:
-        asked, sets = tuple(sorted(ranks)), self._job.sets
-        if unknown := [rank for rank in asked if not 0 <= rank < self._job.size]:
-            raise ValueError(f"process set {list(asked)}: there is no rank {unknown[0]} among {self._job.size}")
-        if asked in sets.values():
+        members, sets = tuple(sorted(ranks)), self._job.sets
+        if unknown := [rank for rank in members if not 0 <= rank < self._job.size]:
+            raise ValueError(f"process set {list(members)}: rank {unknown[0]} does not exist among {self._job.size}")
+        if members in sets.values():
             return EXISTING_SET
         number = max(sets) + 1
-        sets[number] = asked
+        sets[number] = members
         return number
 
     def horovod_add_process_set(self, ranks: Any, count: Any) -> int:
-        return self._add(list(ranks)) if _dynamic() else NOT_DYNAMIC
+        return self._add(list(ranks)) if _sets_are_dynamic() else NOT_DYNAMIC
 
     def horovod_remove_process_set(self, number: Any) -> int:
-        if not _dynamic():
+        if not _sets_are_dynamic():
             return NOT_DYNAMIC
         return UNKNOWN_SET if self._job.sets.pop(number.value, None) is None else int(number.value)
 
     def horovod_number_of_process_sets(self) -> int:
         return len(self._job.sets)
 
-    def horovod_process_set_ids(self, into: Any) -> None:
-        into[:] = list(self._job.sets)
+    def horovod_process_set_ids(self, out: Any) -> None:
+        out[:] = list(self._job.sets)
 
     def horovod_process_set_size(self, number: Any) -> int:
         ranks = self._job.sets.get(number.value)
         return UNKNOWN_SET if ranks is None else len(ranks)
 
-    def horovod_process_set_ranks(self, number: Any, into: Any) -> int:
-        into[:] = list(self._job.sets[number.value])
+    def horovod_process_set_ranks(self, number: Any, out: Any) -> int:
+        out[:] = list(self._job.sets[number.value])
         return 0
 
     def horovod_process_set_rank(self, number: Any) -> int:
@@ -105,6 +101,6 @@ class Basics:
         return ranks.index(self._job.rank) if self._job.rank in ranks else FOREIGN_SET
 
 
-def _dynamic() -> bool:
-    """Whether process sets may come and go, as Horovod reads its variable."""
+def _sets_are_dynamic() -> bool:
+    """Whether process sets may be added and removed, by Horovod's environment variable."""
     return os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS", "0") not in ("", "0")

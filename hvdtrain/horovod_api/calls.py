@@ -1,15 +1,17 @@
-"""Horovod's collective calls on NumPy arrays over TCP streams of our own: nothing polls, idle ranks send nothing.
+"""Horovod's collective calls on NumPy arrays, over the TCP backend.
 
-    calls = Calls(meeting, reach)          # by all ranks together, some milliseconds
+    calls = Calls(meeting, reach)          # all ranks together; takes some milliseconds
     handle = calls.start("allreduce", array, name="loss", op=Op.AVERAGE)
     ...
     mean = calls.finish(handle)
 
-Ranks may start calls in any order and from any thread. One thread of each rank carries them out: it tells rank 0 what
-is asked for, rank 0 answers when all members have asked (`coordinator`), and the members carry out the answered calls
-in rank 0's order (`arithmetic`). An array of at most SMALL_BYTES travels with the request and the answer: one round
-trip. What is meant by each call, and which errors it raises, is Horovod 0.28's (horovod.readthedocs.io, API); where an
-error is found by all ranks together, it is raised by `finish` on all of them alike.
+Ranks may start calls in any order and from any thread. One thread per rank carries them out: it sends a request to
+rank 0, rank 0 responds when all members have asked (`coordinator`), and the members carry out the calls in the order of
+the responses (`arithmetic`). An array of at most SMALL_BYTES travels with the request and the response, in one round
+trip. Idle ranks neither poll nor send.
+
+The meaning and the errors of each call follow Horovod 0.28 (horovod.readthedocs.io, API). When the ranks disagree about
+a call, `finish` raises the same error on all of them. Adasum, reducescatter and join need Horovod's own backend.
 """
 
 from __future__ import annotations
@@ -30,32 +32,37 @@ import numpy as np
 
 from hvdtrain.comm.backends.base import Endpoint, Rendezvous
 from hvdtrain.comm.backends.horovod import internal_error
-from hvdtrain.comm.backends.tcp import SMALL_BYTES
+from hvdtrain.comm.backends.tcp import SMALL_BYTES, TcpLeaderGroup
 from hvdtrain.comm.errors import PeerLost
 from hvdtrain.comm.stream import Stream
 from hvdtrain.horovod_api import arithmetic
-from hvdtrain.horovod_api.arithmetic import Members, Op
-from hvdtrain.horovod_api.coordinator import Answer, Asked, Coordinator, packed, said, unpacked
-from hvdtrain.horovod_api.wires import Wire, connected
+from hvdtrain.horovod_api.arithmetic import Op
+from hvdtrain.horovod_api.connections import MessageConnection, connect_all
+from hvdtrain.horovod_api.coordinator import Coordinator, Request, Response, pack, unpack
 from hvdtrain.sentinel import waiting
 
-ENDED = "no call can be made any more: {}; what ended the job is in the output of the rank that ended first"
-PATIENCE_S = 10.0
-"""For what is still to be sent when a rank shuts down"""
-LIVING: weakref.WeakSet[Calls] = weakref.WeakSet()
+SHUTDOWN = "no more calls are possible: {}; hint: the output of the rank that ended first says why"
+FLUSH_TIMEOUT_S = 10.0
+"""How long `close` waits for messages that are still to be sent"""
+INSTANCES: weakref.WeakSet[Calls] = weakref.WeakSet()
 
 Arrays = np.ndarray | Sequence[np.ndarray]
 
 
+def needs_horovod(what: str) -> NotImplementedError:
+    """The error for what only Horovod's own backend can do."""
+    return NotImplementedError(f"{what} needs Horovod's own backend; hint: unset HVDTRAIN_STRATEGY and strategy=")
+
+
 @dataclasses.dataclass
 class Call:
-    """One that was started and not yet finished."""
+    """A call that was started and is not finished yet."""
 
-    asked: Asked
+    request: Request
     arrays: list[np.ndarray]
     out: list[np.ndarray] | None
     grouped: bool
-    ended: threading.Event = dataclasses.field(default_factory=threading.Event)
+    completed: threading.Event = dataclasses.field(default_factory=threading.Event)
     result: Any = None
     error: BaseException | None = None
 
@@ -64,26 +71,26 @@ class Calls:
     """The calls of one rank. Its methods may be called from several threads."""
 
     def __init__(self, meeting: Rendezvous, reach: Endpoint) -> None:
-        """By all ranks together: connects each to each. Raises Failure (69) if one cannot be reached."""
+        """Connects every rank to every other. Collective. Raises Failure (69) if a rank cannot be reached."""
         self.rank, self.size = meeting.rank, meeting.size
-        self._everyone = tuple(range(self.size))
-        self._streams, self._wires = connected(meeting, reach)
+        self._all_ranks = tuple(range(self.size))
+        self._streams, self._connections = connect_all(meeting, reach)
         self._coordinator = Coordinator(waiting.limit_s)
-        self._groups: dict[tuple[int, ...], Members] = {}
-        self._answers: collections.deque[tuple[Answer, bytes]] = collections.deque()
+        self._groups: dict[tuple[int, ...], TcpLeaderGroup] = {}
+        self._responses: collections.deque[tuple[Response, bytes]] = collections.deque()
         self._lock = threading.Lock()
         self._handles = itertools.count()
         self._calls: dict[int, Call] = {}
-        self._under_way: dict[str, Call] = {}
-        self._taken: dict[str, Call] = {}
-        """Calls by key until someone finishes them or finds them done: whether a name may be used again must not depend
-        on how quick the ranks are"""
+        self._in_progress: dict[str, Call] = {}
+        self._reserved: dict[str, Call] = {}
+        """Calls by key until the user finishes them or polls them as done. Otherwise it would depend on the speed of
+        the ranks whether a name may be used again"""
         self._new: collections.deque[Call] = collections.deque()
         self._unnamed: collections.Counter[tuple[int, ...]] = collections.Counter()
         self._closing = False
-        self._over = ""
-        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        LIVING.add(self)
+        self._shutdown_reason = ""
+        self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        INSTANCES.add(self)
         self._thread = threading.Thread(target=self._run, name="hvdtrain calls", daemon=True)
         self._thread.start()
 
@@ -103,125 +110,122 @@ class Calls:
         ranks: Sequence[int] | None = None,
         out: Arrays | None = None,
     ) -> int:
-        """Starts a call and returns its handle, at once. The arrays must stay as they are until it is done.
+        """Starts a call and returns its handle at once. The arrays must not change until the call is done.
 
-        `kind`: allreduce, allgather, broadcast, alltoall, reducescatter, barrier or join. `arrays`: one, or a list for
-        a grouped call (allreduce, allgather, reducescatter). `root`: the rank that broadcasts. `ranks`: the members, if
-        not all. `out`: where the results of allreduce and broadcast go (the arrays themselves, to work in place).
-        Raises ValueError (a wrong argument; the same name is under way), TypeError (a type that cannot be summed),
-        NotImplementedError (Adasum of ranks that are no power of two) and Horovod's HorovodInternalError.
+        Args:
+            kind: allreduce, allgather, broadcast, alltoall or barrier.
+            arrays: One array, or a list for a grouped call (allreduce, allgather).
+            root: The rank that broadcasts.
+            ranks: The members; all ranks if None.
+            out: Where the results of allreduce and broadcast go; `arrays` itself to work in place.
+
+        Raises ValueError for a wrong argument or a name that is in use, TypeError for a type that cannot be reduced,
+        NotImplementedError for what needs Horovod, and Horovod's HorovodInternalError after a shutdown.
         """
-        grouped = not isinstance(arrays, np.ndarray) and kind not in ("barrier", "join")
-        given = [np.asarray(array, order="C") for array in ([arrays] if isinstance(arrays, np.ndarray) else arrays)]
-        into = None if out is None else [out] if isinstance(out, np.ndarray) else list(out)
-        members = self._everyone if ranks is None else tuple(sorted(ranks))
-        self._check(kind, given, Op(op), root, members)
-        asked = Asked(
+        grouped = not isinstance(arrays, np.ndarray) and kind != "barrier"
+        inputs = [np.asarray(array, order="C") for array in ([arrays] if isinstance(arrays, np.ndarray) else arrays)]
+        outputs = None if out is None else [out] if isinstance(out, np.ndarray) else list(out)
+        members = self._all_ranks if ranks is None else tuple(sorted(ranks))
+        self._check(kind, inputs, Op(op), root, members)
+        request = Request(
             kind=kind,
             name=kind,
             ranks=list(members),
-            types=[arithmetic.type_name(array.dtype) for array in given],
-            shapes=[list(array.shape) for array in given],
-            op=int(op) if kind in ("allreduce", "reducescatter") else 0,
+            types=[arithmetic.type_name(array.dtype) for array in inputs],
+            shapes=[list(array.shape) for array in inputs],
+            op=int(op) if kind == "allreduce" else 0,
             root=members.index(root) if kind == "broadcast" else 0,
             scales=[float(prescale), float(postscale)],
-            splits=_checked_splits(given[0], splits, len(members)) if kind == "alltoall" else None,
-            short=bool(given) and not grouped and op != Op.ADASUM and given[0].nbytes <= SMALL_BYTES,
+            splits=_check_splits(inputs[0], splits, len(members)) if kind == "alltoall" else None,
+            inline=bool(inputs) and not grouped and inputs[0].nbytes <= SMALL_BYTES,
         )
-        prefix = f"grouped_{kind}" if grouped else kind
-        call = Call(asked, given, into, grouped)
+        call = Call(request, inputs, outputs, grouped)
         with self._lock:
-            if self._over:
-                raise internal_error()(ENDED.format(self._over))
-            if kind == "join":
-                call.asked = dataclasses.replace(asked, unnamed=self._unnamed[members])
-            elif kind != "barrier":
-                if name is None:  # without its kind, so that ranks which do different things are told so
+            if self._shutdown_reason:
+                raise internal_error()(SHUTDOWN.format(self._shutdown_reason))
+            if kind != "barrier":
+                if name is None:  # without the kind, so that ranks that make different calls get an error
                     self._unnamed[members] += 1
-                name = f"noname.{self._unnamed[members]}" if name is None else f"{prefix}.{name}"
-                call.asked = dataclasses.replace(asked, name=name)
-            if call.asked.key in self._taken:
-                raise ValueError(
-                    f"{said(call.asked)} is under way already: finish it before another of the same name is started, "
-                    "or use another name"
-                )
+                    name = f"noname.{self._unnamed[members]}"
+                else:
+                    name = f"{'grouped_' if grouped else ''}{kind}.{name}"
+                call.request = dataclasses.replace(request, name=name)
+            key = call.request.key
+            if key in self._reserved:
+                raise ValueError(f"{call.request.label} is in progress already; hint: finish it, or use another name")
             handle = next(self._handles)
-            self._calls[handle] = self._under_way[call.asked.key] = self._taken[call.asked.key] = call
+            self._calls[handle] = self._in_progress[key] = self._reserved[key] = call
             self._new.append(call)
-            os.eventfd_write(self._bell, 1)
+            os.eventfd_write(self._wakeup, 1)
         return handle
 
     def done(self, handle: int) -> bool:
         """Whether `finish` would return at once. Raises ValueError for an unknown handle."""
-        call = self._known(handle)
-        if done := call.ended.is_set():
-            self._free(call)
+        call = self._find(handle)
+        if done := call.completed.is_set():
+            self._release_name(call)
         return done
 
     def finish(self, handle: int) -> Any:
-        """Waits for a call's end. Returns new arrays, or `out`: one, or a list for a grouped call; of alltoall the
-        array and the rows received of each member (int32); of join the last rank to join; None of barrier.
+        """Waits for a call and returns its result; a handle can be finished once.
 
-        Raises HorovodInternalError if ranks do not agree about the call, if it cannot be had of all of them together,
-        or if another rank has ended. Raises ValueError for an unknown handle: one can be finished once.
+        The result is a new array or `out`, or a list of them for a grouped call. alltoall returns the array and the
+        number of rows received from each member (int32), barrier None.
+
+        Raises HorovodInternalError if the ranks disagree about the call, the call is impossible, or another rank has
+        ended. Raises ValueError for an unknown handle.
         """
-        call = self._known(handle)
+        call = self._find(handle)
         began = time.monotonic()
-        while not call.ended.wait(waiting.every_s):
+        while not call.completed.wait(waiting.every_s):
             waiting.report_wait(time.monotonic() - began)
         self._calls.pop(handle, None)
-        self._free(call)
+        self._release_name(call)
         if call.error is not None:
             raise call.error
         return call.result
 
     def call(self, kind: str, arrays: Arrays = (), **settings: Any) -> Any:
-        """Starts and finishes one."""
+        """Starts a call and finishes it."""
         return self.finish(self.start(kind, arrays, **settings))
 
     def gather_bytes(self, own: bytes) -> list[bytes]:
-        """What every rank gave, in rank order, on all ranks."""
+        """The bytes of every rank, in rank order, on all ranks."""
         lengths = self.call("allgather", np.array([len(own)]))
-        whole = self.call("allgather", np.frombuffer(own, np.uint8)).tobytes()
+        joined = self.call("allgather", np.frombuffer(own, np.uint8)).tobytes()
         ends = list(itertools.accumulate(int(length) for length in lengths))
-        return [whole[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+        return [joined[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 
     def close(self) -> None:
-        """Shuts this rank's part down: as with Horovod, no rank can make calls after that. Harmless twice."""
+        """Shuts down the calls of this rank. As in Horovod, no rank can make calls after that. Idempotent."""
         with self._lock:
             self._closing = True
-            if not self._over:
-                os.eventfd_write(self._bell, 1)
-        self._thread.join(PATIENCE_S)
+            if not self._shutdown_reason:
+                os.eventfd_write(self._wakeup, 1)
+        self._thread.join(FLUSH_TIMEOUT_S)
 
-    def _free(self, call: Call) -> None:
-        """Its name may be used again."""
+    def _release_name(self, call: Call) -> None:
         with self._lock:
-            if self._taken.get(call.asked.key) is call:
-                del self._taken[call.asked.key]
+            if self._reserved.get(call.request.key) is call:
+                del self._reserved[call.request.key]
 
-    def _known(self, handle: int) -> Call:
+    def _find(self, handle: int) -> Call:
         try:
             return self._calls[handle]
         except KeyError:
-            raise ValueError(f"there is no call of handle {handle}, or it was finished before") from None
+            raise ValueError(f"handle {handle} is unknown, or its call was finished before") from None
 
     def _check(self, kind: str, arrays: list[np.ndarray], op: Op, root: int, members: tuple[int, ...]) -> None:
         if self.rank not in members:
-            raise ValueError(f"rank {self.rank} is not in the process set {list(members)} whose {kind} it calls")
+            raise ValueError(f"rank {self.rank} called {kind} for the process set {list(members)}, which lacks it")
         if kind == "broadcast" and root not in members:
             raise ValueError(f"root rank {root} is not in the process set {list(members)}")
-        if kind == "allreduce" and op is Op.ADASUM:
-            if members != self._everyone:
-                raise NotImplementedError("Adasum works on all ranks together, not on a process set")
-            if self.size & (self.size - 1):
-                raise NotImplementedError(f"Adasum needs 1, 2, 4, 8, ... ranks; this job has {self.size}")
-        if kind == "reducescatter" and op not in (Op.SUM, Op.AVERAGE):
-            raise internal_error()(f"reducescatter can sum and average; {op.name.lower()} is not supported")
-        if kind in ("allreduce", "reducescatter"):
+        if kind == "allreduce":
+            if op is Op.ADASUM:
+                raise needs_horovod("Adasum")
             for array in arrays:
-                if not arithmetic.reducible(array.dtype):
-                    raise TypeError(f"{kind} of {array.dtype} is not possible: convert it to float32 or int64")
+                if not arithmetic.is_reducible(array.dtype):
+                    raise TypeError(f"allreduce cannot reduce {array.dtype}; hint: convert it to float32 or int64")
 
     # --- the thread ---------------------------------------------------------------------------------------------
 
@@ -229,171 +233,155 @@ class Calls:
         cause: BaseException | None = None
         try:
             self._serve()
-            over = f"rank {self.rank} has shut down"
+            reason = f"rank {self.rank} has shut down"
         except PeerLost as error:
-            over, cause = str(error), error
+            reason, cause = str(error), error
         except Exception as error:
-            over, cause = f"rank {self.rank}: {type(error).__name__}: {error}", error
+            reason, cause = f"rank {self.rank}: {type(error).__name__}: {error}", error
         with self._lock:
-            self._over = over
-            lost = list(self._under_way.values())
-            self._under_way.clear()
-            os.close(self._bell)
+            self._shutdown_reason = reason
+            unfinished = list(self._in_progress.values())
+            self._in_progress.clear()
+            os.close(self._wakeup)
         self._disconnect()
-        for call in lost:
-            call.error = internal_error()(ENDED.format(f"{said(call.asked)}: {over}"))
+        for call in unfinished:
+            call.error = internal_error()(SHUTDOWN.format(f"{call.request.label}: {reason}"))
             call.error.__cause__ = cause
-            call.ended.set()
+            call.completed.set()
 
     def _disconnect(self) -> None:
-        streams: list[Stream | Wire] = [*self._streams.values(), *self._wires.values()]
-        for stream in streams:
-            stream.socket.close()
+        connections: list[Stream | MessageConnection] = [*self._streams.values(), *self._connections.values()]
+        for connection in connections:
+            connection.socket.close()
 
     def _serve(self) -> None:
-        """Until `close`. Raises PeerLost."""
+        """Carries out calls until `close`. Raises PeerLost."""
         poll = select.poll()
-        poll.register(self._bell, select.POLLIN)
-        wires = {wire.socket.fileno(): wire for wire in self._wires.values()}
-        awaited = dict[int, int]()
+        poll.register(self._wakeup, select.POLLIN)
+        connections = {connection.socket.fileno(): connection for connection in self._connections.values()}
+        registered = dict[int, int]()
         while True:
-            for descriptor, wire in wires.items():
-                events = select.POLLIN | (select.POLLOUT if wire.unsent else 0)
-                if awaited.get(descriptor) != events:
-                    awaited[descriptor] = events
+            for descriptor, connection in connections.items():
+                events = select.POLLIN | (select.POLLOUT if connection.unsent else 0)
+                if registered.get(descriptor) != events:
+                    registered[descriptor] = events
                     poll.register(descriptor, events)
-            due_s = self._coordinator.due_s()
-            for descriptor, _ in poll.poll(None if due_s is None else 1000 * due_s + 1):
-                if descriptor == self._bell:
-                    os.eventfd_read(self._bell)
+            report_s = self._coordinator.seconds_to_next_report()
+            for descriptor, _ in poll.poll(None if report_s is None else 1000 * report_s + 1):
+                if descriptor == self._wakeup:
+                    os.eventfd_read(self._wakeup)
                 else:
-                    wires[descriptor].flush()
-                    self._listen(wires[descriptor])
-            for line in self._coordinator.stalled():
+                    connections[descriptor].flush()
+                    self._receive(connections[descriptor])
+            for line in self._coordinator.report_stalled():
                 print(f"hvdtrain: {line}", file=sys.stderr, flush=True)
             while self._new:
                 call = self._new.popleft()
-                asked = call.asked
-                sends = (
-                    call.arrays and asked.short and (asked.kind != "broadcast" or asked.ranks[asked.root] == self.rank)
-                )
-                self._ask(self.rank, asked, call.arrays[0].tobytes() if sends else b"")
-            # What was answered is carried out when all have the answer: until then a rank may wait for it elsewhere.
-            while self._answers and not any(wire.unsent for wire in wires.values()):
-                self._carry(*self._answers.popleft())
-            if self._closing and not any(wire.unsent for wire in wires.values()):
+                request = call.request
+                sends = request.inline and (request.kind != "broadcast" or request.ranks[request.root] == self.rank)
+                self._request(self.rank, request, call.arrays[0].tobytes() if sends else b"")
+            # A call runs only after its response has been sent to all members: some may be waiting for it.
+            while self._responses and not any(connection.unsent for connection in connections.values()):
+                self._carry_out(*self._responses.popleft())
+            if self._closing and not any(connection.unsent for connection in connections.values()):
                 return
 
-    def _ask(self, rank: int, asked: Asked, payload: bytes) -> None:
-        """Brings a rank's call before rank 0, and what follows from it to all it concerns."""
+    def _request(self, rank: int, request: Request, payload: bytes) -> None:
+        """Passes a rank's request to rank 0, which responds once the call is complete."""
         if self.rank != 0:
-            self._wires[0].send(packed(asked, payload))
-            return
-        for ranks, answer, inputs in self._coordinator.heard(rank, asked, payload):
-            self._answer(ranks, answer, inputs)
+            self._connections[0].send(pack(request, payload))
+        elif complete := self._coordinator.add(rank, request, payload):
+            self._respond(*complete)
 
-    def _answer(self, ranks: Sequence[int], answer: Answer, payload: bytes) -> None:
-        message = packed(answer, payload)
+    def _respond(self, ranks: Sequence[int], response: Response, payload: bytes) -> None:
+        message = pack(response, payload)
         for rank in ranks:
             if rank == self.rank:
-                self._answers.append((answer, payload))
+                self._responses.append((response, payload))
             else:
-                self._wires[rank].send(message)
+                self._connections[rank].send(message)
 
-    def _listen(self, wire: Wire) -> None:
-        for message in wire.hear():
-            told, payload = unpacked(message)
+    def _receive(self, connection: MessageConnection) -> None:
+        for message in connection.receive():
+            fields, payload = unpack(message)
             if self.rank == 0:
-                self._ask(wire.rank, Asked(**told), payload)
+                self._request(connection.rank, Request(**fields), payload)
             else:
-                self._answers.append((Answer(**told), payload))
-        if wire.ended:
-            self._answer([*self._wires, self.rank] if self.rank == 0 else [self.rank], Answer(ended=wire.ended), b"")
+                self._responses.append((Response(**fields), payload))
+        if connection.closed_because:
+            affected = [*self._connections, self.rank] if self.rank == 0 else [self.rank]
+            self._respond(affected, Response(shutdown=connection.closed_because), b"")
 
-    def _carry(self, answer: Answer, payload: bytes) -> None:
-        if answer.ended:
-            raise PeerLost(answer.ended)
+    def _carry_out(self, response: Response, payload: bytes) -> None:
+        if response.shutdown:
+            raise PeerLost(response.shutdown)
         with self._lock:
-            call = self._under_way.get(answer.key)
-        if call is None:  # this rank has joined
-            if answer.call is None or answer.error:
-                return
-            asked = Asked(**answer.call)
-            nothing = [arithmetic.zeros(*each) for each in zip(asked.types, asked.shapes, strict=True)]
-            call = Call(asked, nothing, None, True)
-        if answer.error:
-            call.error = internal_error()(answer.error)
+            call = self._in_progress[response.key]
+        if response.error:
+            call.error = internal_error()(response.error)
         else:
-            results = self._results(call, answer, payload)
+            results = self._results(call, response, payload)
             if call.out is not None:
-                for into, found in zip(call.out, results, strict=True):
-                    if into is not found:
-                        np.copyto(into, found)
+                for output, result in zip(call.out, results, strict=True):
+                    if output is not result:
+                        np.copyto(output, result)
                 results = call.out
             call.result = results if call.grouped else results[0]
         with self._lock:
-            self._under_way.pop(answer.key, None)
-        call.ended.set()
+            del self._in_progress[response.key]
+        call.completed.set()
 
-    def _results(self, call: Call, answer: Answer, payload: bytes) -> Sequence[Any]:
-        asked, arrays, op = call.asked, call.arrays, Op(call.asked.op)
-        ranks = tuple(asked.ranks)
-        members = self._group(ranks)
-        scales = (asked.scales[0], asked.scales[1])
+    def _results(self, call: Call, response: Response, payload: bytes) -> Sequence[Any]:
+        request, arrays = call.request, call.arrays
+        members = self._group(tuple(request.ranks))
         inputs = None
-        if answer.lengths:
-            ends = list(itertools.accumulate(answer.lengths))
-            whole = np.frombuffer(payload, np.uint8)
-            inputs = [whole[end - n : end].view(arrays[0].dtype) for end, n in zip(ends, answer.lengths, strict=True)]
-        match asked.kind:
-            case "join":
-                with self._lock:
-                    self._unnamed[ranks] = max(self._unnamed[ranks], answer.unnamed)
-                return [answer.last]
+        if response.lengths:
+            ends = list(itertools.accumulate(response.lengths))
+            flat = np.frombuffer(payload, np.uint8)
+            inputs = [flat[end - n : end].view(arrays[0].dtype) for end, n in zip(ends, response.lengths, strict=True)]
+        match request.kind:
             case "allreduce":
-                return arithmetic.allreduce(arrays, call.out, op, scales, members, inputs)
-            case "reducescatter":
-                return [arithmetic.reducescatter(array, op, scales, members, inputs) for array in arrays]
+                scales = (request.scales[0], request.scales[1])
+                return arithmetic.allreduce(arrays, call.out, Op(request.op), scales, members, inputs)
             case "allgather":
-                firsts = zip(*answer.sizes, strict=True)
-                return [arithmetic.allgather(a, each, members, inputs) for a, each in zip(arrays, firsts, strict=True)]
+                rows = zip(*response.sizes, strict=True)
+                return [arithmetic.allgather(a, each, members, inputs) for a, each in zip(arrays, rows, strict=True)]
             case "alltoall":
-                return [arithmetic.alltoall(arrays[0], answer.sizes, members, inputs)]
+                return [arithmetic.alltoall(arrays[0], response.sizes, members, inputs)]
             case "broadcast":
-                into = None if call.out is None else call.out[0]
-                return [arithmetic.broadcast(arrays[0], into, asked.root, members, inputs)]
+                output = None if call.out is None else call.out[0]
+                return [arithmetic.broadcast(arrays[0], output, request.root, members, inputs)]
         return [None]  # a barrier
 
-    def _group(self, ranks: tuple[int, ...]) -> Members:
+    def _group(self, ranks: tuple[int, ...]) -> TcpLeaderGroup:
         if ranks not in self._groups:
-            streams = [None if rank == self.rank else self._streams[rank] for rank in ranks]
-            self._groups[ranks] = Members(streams)
+            self._groups[ranks] = TcpLeaderGroup([None if rank == self.rank else self._streams[rank] for rank in ranks])
         return self._groups[ranks]
 
 
-def _checked_splits(array: np.ndarray, splits: Sequence[int] | None, count: int) -> list[int]:
-    """How many rows each member gets. Raises ValueError."""
-    first = array.shape[0] if array.ndim else 0
+def _check_splits(array: np.ndarray, splits: Sequence[int] | None, count: int) -> list[int]:
+    """The number of rows for each member. Raises ValueError."""
+    rows = array.shape[0] if array.ndim else 0
     if splits is None or not len(splits):
-        if first % count:
-            raise ValueError(f"alltoall without splits: {first} rows cannot be shared out evenly to {count} ranks")
-        return [first // count] * count
+        if rows % count:
+            raise ValueError(f"alltoall cannot split {rows} rows evenly over {count} ranks; hint: pass splits=")
+        return [rows // count] * count
     if np.ndim(splits) != 1 or np.asarray(splits).dtype.kind not in "iu":
-        raise ValueError("alltoall takes its splits as one list of whole numbers (int32)")
-    shares = [int(each) for each in splits]
-    if len(shares) != count:
-        raise ValueError(f"alltoall has {len(shares)} splits for {count} ranks")
-    if min(shares) < 0 or sum(shares) > first:
-        raise ValueError(f"alltoall's splits {shares} are more than the {first} rows there are, or less than 0")
-    return shares
+        raise ValueError("alltoall takes splits as one list of whole numbers (int32)")
+    checked = [int(split) for split in splits]
+    if len(checked) != count:
+        raise ValueError(f"alltoall got {len(checked)} splits for {count} ranks")
+    if min(checked) < 0 or sum(checked) > rows:
+        raise ValueError(f"alltoall: splits {checked} exceed the {rows} rows, or are negative")
+    return checked
 
 
-def _forked() -> None:
-    """In a child of fork: the job is its parent's. Locks may be held by threads that the child does not have."""
-    for calls in list(LIVING):
+def _after_fork() -> None:
+    """Disconnects a forked child from its parent's job. Locks may be held by threads that the child does not have."""
+    for calls in list(INSTANCES):
         calls._lock = threading.Lock()
-        calls._over = "this process was forked from a rank and is none itself"
+        calls._shutdown_reason = "this process was forked from a rank and is not a rank itself"
         calls._disconnect()
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_after_fork)

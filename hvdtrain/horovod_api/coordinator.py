@@ -1,7 +1,7 @@
-"""Which call comes next: rank 0 hears what each rank asks for and answers when all members of a call have asked.
+"""Decides which call runs next: rank 0 collects requests and responds once all members of a call have asked for it.
 
-Pure bookkeeping: `calls` carries the messages. Ranks may ask in different orders; all carry out their calls in the
-order of the answers, so no two ranks ever wait for each other in two calls.
+This is bookkeeping only; `calls` transports the messages. Ranks may start calls in different orders. They all carry
+them out in the order of rank 0's responses, so two ranks never wait for each other in two different calls.
 """
 
 from __future__ import annotations
@@ -10,222 +10,182 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from hvdtrain.horovod_api.arithmetic import Op
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Asked:
-    """A call, as a rank asks for it."""
+class Request:
+    """One rank's request for a call."""
 
     kind: str
-    """allreduce, allgather, broadcast, alltoall, reducescatter, barrier or join"""
+    """allreduce, allgather, broadcast, alltoall or barrier"""
     name: str
     ranks: list[int]
-    """The members, in order"""
+    """The members of the call, in ascending order"""
     types: list[str] = dataclasses.field(default_factory=list)
     shapes: list[list[int]] = dataclasses.field(default_factory=list)
     op: int = Op.AVERAGE
     scales: list[float] = dataclasses.field(default_factory=lambda: [1.0, 1.0])
     root: int = 0
+    """Index of the broadcasting rank among the members"""
     splits: list[int] | None = None
-    short: bool = False
-    """Whether its array's bytes come with it"""
-    unnamed: int = 0
-    """Of a join: how many unnamed calls this rank has made"""
+    inline: bool = False
+    """Whether the array's bytes travel with the request"""
 
     @property
     def key(self) -> str:
-        return f"{spelt(self.ranks)} {self.name}"
+        return f"{format_ranks(self.ranks)} {self.name}"
+
+    @property
+    def label(self) -> str:
+        """The call's name in messages."""
+        return self.name if self.name.startswith(self.kind) else f"{self.kind}.{self.name}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Answer:
-    """To the members of a call, or of why there will be none any more (`ended`)."""
+class Response:
+    """Rank 0's response to the members of a call, or the reason why there will be no more calls (`shutdown`)."""
 
     key: str = ""
     error: str = ""
-    ended: str = ""
-    call: dict[str, Any] | None = None
-    """What was asked for, for those who have joined"""
+    shutdown: str = ""
     sizes: list[Any] = dataclasses.field(default_factory=list)
-    """Of each member: its first dimensions (allgather), its splits (alltoall)"""
+    """For each member: the first dimension of each array (allgather), or its splits (alltoall)"""
     lengths: list[int] = dataclasses.field(default_factory=list)
-    """Of each member's bytes, if they come with this"""
-    last: int = 0
-    """Of a join: who came last"""
-    unnamed: int = 0
+    """Bytes from each member, if they travel with the response"""
 
 
-ASKED, ANSWER = Asked(kind="", name="", ranks=[]), Answer()
+EMPTY_REQUEST, EMPTY_RESPONSE = Request(kind="", name="", ranks=[]), Response()
 
 
-def packed(message: Asked | Answer, payload: bytes = b"") -> bytes:
-    usual = vars(ASKED if isinstance(message, Asked) else ANSWER)
-    told = {key: value for key, value in vars(message).items() if value != usual[key]}
-    if "ranks" in told:
-        told["ranks"] = spelt(told["ranks"])
-    return json.dumps(told, separators=(",", ":")).encode() + b"\0" + payload
+def pack(message: Request | Response, payload: bytes = b"") -> bytes:
+    """A message as JSON without default values, a zero byte, and the payload."""
+    defaults = vars(EMPTY_REQUEST if isinstance(message, Request) else EMPTY_RESPONSE)
+    fields = {key: value for key, value in vars(message).items() if value != defaults[key]}
+    if "ranks" in fields:
+        fields["ranks"] = format_ranks(fields["ranks"])
+    return json.dumps(fields, separators=(",", ":")).encode() + b"\0" + payload
 
 
-def unpacked(message: bytes) -> tuple[dict[str, Any], bytes]:
-    said, _, payload = message.partition(b"\0")
-    told = json.loads(said)
-    if "ranks" in told:
-        first, row, last = told["ranks"].partition("-")
-        told["ranks"] = [*range(int(first), int(last) + 1)] if row else [int(each) for each in first.split(",")]
-    return told, payload
+def unpack(message: bytes) -> tuple[dict[str, Any], bytes]:
+    """The fields and the payload of a packed message."""
+    header, _, payload = message.partition(b"\0")
+    fields = json.loads(header)
+    if "ranks" in fields:
+        first, is_range, last = fields["ranks"].partition("-")
+        fields["ranks"] = [*range(int(first), int(last) + 1)] if is_range else [int(rank) for rank in first.split(",")]
+    return fields, payload
 
 
-def spelt(ranks: Sequence[int]) -> str:
-    """`0-511` of ranks in a row, `0,2,5` of others."""
+def format_ranks(ranks: Sequence[int]) -> str:
+    """`0-511` for consecutive ranks, `0,2,5` for others."""
     first, last = ranks[0], ranks[-1]
     return f"{first}-{last}" if [*ranks] == [*range(first, last + 1)] else ",".join(map(str, ranks))
 
 
-Outcome = tuple[list[int], Answer, bytes]
-"""To whom, what, and the bytes with it"""
-
-
-class Waiting:
+class PendingCall:
     """A call that not all members have asked for yet."""
 
     def __init__(self) -> None:
-        self.asked: dict[int, tuple[Asked, bytes]] = {}
-        self.since, self.told = time.monotonic(), False
+        self.requests: dict[int, tuple[Request, bytes]] = {}
+        self.since, self.reported = time.monotonic(), False
 
 
 class Coordinator:
     def __init__(self, stall_limit_s: float) -> None:
-        """A call that some ranks have not made after `stall_limit_s` is reported, once; 0: never."""
+        """A call that some ranks have not made after `stall_limit_s` is reported once; 0 turns the reports off."""
         self._limit_s = stall_limit_s or math.inf
-        self._waiting: dict[str, Waiting] = {}
-        self._joined: dict[tuple[int, ...], dict[int, Asked]] = {}
+        self._pending: dict[str, PendingCall] = {}
 
-    def heard(self, rank: int, asked: Asked, payload: bytes) -> list[Outcome]:
-        """What follows from a rank's call."""
-        members = tuple(asked.ranks)
-        joined = self._joined.setdefault(members, {})
-        if asked.kind == "join":
-            joined[rank] = asked
-            possible = [key for key, call in self._waiting.items() if key != asked.key and _members(call) == members]
-            self._waiting.setdefault(asked.key, Waiting()).asked[rank] = asked, payload  # only to be told
-            outcomes = [outcome for key in possible for outcome in self._answered(key, joined)]
-            if set(joined) == set(members):
-                unnamed = max(each.unnamed for each in joined.values())
-                outcomes.append((asked.ranks, Answer(key=asked.key, last=rank, unnamed=unnamed), b""))
-                del self._joined[members], self._waiting[asked.key]
-            return outcomes
-        self._waiting.setdefault(asked.key, Waiting()).asked[rank] = asked, payload
-        return self._answered(asked.key, joined)
-
-    def _answered(self, key: str, joined: Collection[int]) -> list[Outcome]:
-        waiting = self._waiting[key].asked
-        first = next(iter(waiting.values()))[0]
-        if len(waiting) + len(joined) < len(first.ranks):
-            return []
-        absent = [rank for rank in first.ranks if rank not in waiting]
-        if not set(absent) <= set(joined):
-            return []
-        del self._waiting[key]
-        calls = {rank: asked for rank, (asked, _) in sorted(waiting.items())}
-        error = disagreement(calls) or unsupported(first, absent)
-        answer = Answer(
-            key=key,
-            error=error,
-            call={**vars(first), "short": False} if absent else None,
-            sizes=[_sizes(asked) for asked in calls.values()] if first.kind in ("allgather", "alltoall") else [],
+    def add(self, rank: int, request: Request, payload: bytes) -> tuple[list[int], Response, bytes] | None:
+        """Adds one rank's request. After the last one it returns the members, the response and its payload."""
+        requests = self._pending.setdefault(request.key, PendingCall()).requests
+        requests[rank] = request, payload
+        if len(requests) < len(request.ranks):
+            return None
+        del self._pending[request.key]
+        by_rank = {rank: requests[rank][0] for rank in sorted(requests)}
+        first = by_rank[request.ranks[0]]
+        response = Response(
+            key=request.key,
+            error=find_disagreement(by_rank) or find_unsupported(first),
+            sizes=[_sizes(each) for each in by_rank.values()] if first.kind in ("allgather", "alltoall") else [],
         )
         payload = b""
-        sender = {first.ranks[first.root]} if first.kind == "broadcast" else set(first.ranks)
-        if not error and not absent and all(calls[rank].short for rank in sender):
-            parts = [waiting[rank][1] if rank in sender else b"" for rank in first.ranks]
-            answer = dataclasses.replace(answer, lengths=[len(part) for part in parts])
-            payload = b"".join(parts)
-        return [(first.ranks, answer, payload)]
+        senders = {first.ranks[first.root]} if first.kind == "broadcast" else set(first.ranks)
+        if not response.error and all(by_rank[rank].inline for rank in senders):
+            payloads = [requests[rank][1] if rank in senders else b"" for rank in first.ranks]
+            response = dataclasses.replace(response, lengths=[len(each) for each in payloads])
+            payload = b"".join(payloads)
+        return first.ranks, response, payload
 
-    def due_s(self) -> float | None:
-        """Seconds until there may be something to tell; None if nothing waits."""
-        untold = [waiting.since for waiting in self._waiting.values() if not waiting.told]
-        if not untold or self._limit_s == math.inf:
+    def seconds_to_next_report(self) -> float | None:
+        """Seconds until a stalled call may have to be reported; None if no call is pending."""
+        starts = [call.since for call in self._pending.values() if not call.reported]
+        if not starts or self._limit_s == math.inf:
             return None
-        return max(0.0, min(untold) + self._limit_s - time.monotonic())
+        return max(0.0, min(starts) + self._limit_s - time.monotonic())
 
-    def stalled(self) -> list[str]:
-        """Lines about calls that some ranks have waited long for; each is told once."""
+    def report_stalled(self) -> list[str]:
+        """One line for each call that has waited longer than the limit. A call is reported once."""
         lines = []
-        for waiting in self._waiting.values():
-            if not waiting.told and waiting.since + self._limit_s <= time.monotonic():
-                waiting.told = True
-                first = next(iter(waiting.asked.values()))[0]
-                absent = [rank for rank in first.ranks if rank not in waiting.asked]
-                why = "every rank must make the same calls"
-                if first.kind == "join":
-                    why = "make as many steps on every rank: those of a strategy wait for ranks that have joined"
-                ranks = ", ".join(map(str, absent))
-                lines.append(f"{said(first)} has waited {self._limit_s:g} s for rank {ranks}: {why}")
+        for call in self._pending.values():
+            if not call.reported and call.since + self._limit_s <= time.monotonic():
+                call.reported = True
+                request = next(iter(call.requests.values()))[0]
+                absent = ", ".join(str(rank) for rank in request.ranks if rank not in call.requests)
+                waited = f"{request.label} has waited {self._limit_s:g} s for rank {absent}"
+                lines.append(f"{waited}; hint: every rank must make the same calls")
         return lines
 
 
-def _members(waiting: Waiting) -> tuple[int, ...]:
-    return tuple(next(iter(waiting.asked.values()))[0].ranks)
+def _sizes(request: Request) -> Any:
+    if request.kind == "alltoall":
+        return request.splits
+    return [shape[0] if shape else 1 for shape in request.shapes]
 
 
-def _sizes(asked: Asked) -> Any:
-    if asked.kind == "alltoall":
-        return asked.splits
-    return [shape[0] if shape else 1 for shape in asked.shapes]
-
-
-def said(asked: Asked) -> str:
-    """A call's name for people."""
-    return asked.name if asked.name.startswith(asked.kind) else f"{asked.kind}.{asked.name}"
-
-
-def _compared(asked: Asked) -> dict[str, Any]:
-    """What all members must agree about, in words."""
-    free_first = asked.kind in ("allgather", "alltoall")
+def _properties(request: Request) -> dict[str, Any]:
+    """Everything that all members must agree on, by its name in error messages."""
+    rows_may_differ = request.kind in ("allgather", "alltoall")
     return {
-        "operation": asked.kind,
-        "number of arrays": len(asked.shapes),
-        "data type": asked.types,
-        "number of dimensions": [len(shape) for shape in asked.shapes],
-        "shape after the first dimension" if free_first else "shape": (
-            [shape[1:] for shape in asked.shapes] if free_first else asked.shapes
+        "operation": request.kind,
+        "number of arrays": len(request.shapes),
+        "data type": request.types,
+        "number of dimensions": [len(shape) for shape in request.shapes],
+        "shape after the first dimension" if rows_may_differ else "shape": (
+            [shape[1:] for shape in request.shapes] if rows_may_differ else request.shapes
         ),
-        "reduction": Op(asked.op).name.lower(),
-        "prescale and postscale factor": asked.scales,
-        "root rank": asked.ranks[asked.root],
+        "reduction": Op(request.op).name.lower(),
+        "prescale and postscale factor": request.scales,
+        "root rank": request.ranks[request.root],
     }
 
 
-def disagreement(calls: dict[int, Asked]) -> str:
-    """The first thing in which the ranks' calls differ; empty if there is none."""
-    (first, asked), *others = calls.items()
-    mine = _compared(asked)
+def find_disagreement(requests: dict[int, Request]) -> str:
+    """Describes the first difference between the ranks' requests; empty if they agree."""
+    (first, request), *others = requests.items()
+    expected = _properties(request)
     for rank, other in others:
-        theirs = _compared(other)
-        for what, value in mine.items():
-            if theirs.get(what, value) != value:
+        actual = _properties(other)
+        for name, value in expected.items():
+            if actual.get(name, value) != value:
                 return (
-                    f"ranks do not agree about {said(asked)}: {what} is {_plain(value)} on rank {first} and "
-                    f"{_plain(theirs[what])} on rank {rank}"
+                    f"ranks do not agree about {request.label}: {name} is {_format(value)} on rank {first} and "
+                    f"{_format(actual[name])} on rank {rank}"
                 )
     return ""
 
 
-def _plain(value: Any) -> str:
+def _format(value: Any) -> str:
     return str(value[0] if isinstance(value, list) and len(value) == 1 else value)
 
 
-def unsupported(asked: Asked, joined: list[int]) -> str:
-    """Why all members together cannot have it; empty if they can."""
-    if asked.kind in ("allgather", "alltoall", "reducescatter") and [] in asked.shapes:
-        return f"{said(asked)}: a scalar has no first dimension to put together or cut; reshape it to (1,)"
-    additive = asked.kind == "allreduce" and asked.op in (Op.SUM, Op.AVERAGE, Op.ADASUM)
-    if joined and not additive and asked.kind != "barrier":
-        what = f"allreduce with {Op(asked.op).name.lower()}" if asked.kind == "allreduce" else asked.kind
-        return f"{said(asked)}: {what} is not supported while rank {', '.join(map(str, joined))} has joined"
+def find_unsupported(request: Request) -> str:
+    """The reason why no rank can have this call; empty if it is possible."""
+    if request.kind in ("allgather", "alltoall") and [] in request.shapes:
+        return f"{request.label}: a scalar has no first dimension; hint: reshape it to (1,)"
     return ""

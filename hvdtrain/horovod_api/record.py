@@ -27,7 +27,7 @@ from typing import Any
 from hvdtrain import records
 from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.config.options import TrainConfig
-from hvdtrain.horovod_api import ending, shown
+from hvdtrain.horovod_api import exit_status, script
 from hvdtrain.observe.timing import WARMUP_STEPS, Spent, process_age_s, step_shares
 from hvdtrain.records.metrics import Score
 from hvdtrain.strategies import Exchange
@@ -61,7 +61,7 @@ def begin(
         config = TrainConfig(
             framework=world.framework,  # type: ignore[arg-type]
             strategy=str(exchange),
-            run_dir=shown.free(asked["RUN_DIR"], again=asked["RESUME"] not in (None, "", "0", "false")),
+            run_dir=script.free(asked["RUN_DIR"], again=asked["RESUME"] not in (None, "", "0", "false")),
             monitor=asked["MONITOR"] or "none",
             monitor_ms=int(asked["MONITOR_MS"] or TrainConfig.monitor_ms),
             monitor_idle_s=float(asked["MONITOR_IDLE_S"] or 0),
@@ -78,7 +78,7 @@ def begin(
         _say(world, f"the script goes on without a run folder: {told}")
         return None
     world.set_run_folder(str(folder), "")
-    seed, rest = shown.seed_and_rest(sys.argv)
+    seed, rest = script.seed_and_rest(sys.argv)
     manifest = records.Manifest(
         workload=name,
         argv=sys.argv,
@@ -98,7 +98,7 @@ def begin(
     )
     run_folder.keep(manifest, folder, {}, world)
     _recorder = Recorder(world, config, manifest, folder, device, gather)
-    ending.watch()
+    exit_status.watch()
     atexit.register(_ended)
     return steps()
 
@@ -118,7 +118,7 @@ def log(**told: Any) -> None:
     Numbers by name. `loss` is the training's mean, `samples` this rank's. Other names are scores: of the validation, or
     as the prefix says, train_, val_, validation_ or test_. Raises ValueError for what is no number or no name.
     """
-    numbers = {name: shown.number(name, value) for name, value in told.items()}
+    numbers = {name: script.number(name, value) for name, value in told.items()}
     if _recorder is not None:
         _recorder.log(numbers)
 
@@ -126,12 +126,12 @@ def log(**told: Any) -> None:
 def finish() -> None:
     """Writes the run's end, unless the script is handling an exception. Waits for the other ranks to end, never raises,
     and does nothing the second time. COMPLETE follows when the process ends normally."""
-    _finish(ending.handling())
+    _finish(exit_status.handling())
 
 
 def _ended() -> None:
     """What is left to do when the process ends."""
-    failure = ending.failure()
+    failure = exit_status.failure()
     _finish(failure)
     if _finished is not None:
         _finished.mark(failure)
@@ -275,7 +275,7 @@ class Recorder:
         if epoch is None and (before := self._waiting) is not None:
             self._waiting = dataclasses.replace(
                 before,
-                loss=before.loss if loss is None else shown.finite(loss),
+                loss=before.loss if loss is None else script.finite(loss),
                 samples=before.samples if samples is None else int(samples),
             )
         by_part: dict[str, dict[str, float]] = {"train": {}, "validation": {}, "test": {}}
@@ -284,7 +284,7 @@ class Recorder:
             part = {"val": "validation"}.get(part, part)
             in_part = part in by_part and rest
             by_part[part if in_part else "validation"][rest if in_part else name] = value
-        losses = {part: shown.finite(scores.pop("loss", None)) for part, scores in by_part.items()}
+        losses = {part: script.finite(scores.pop("loss", None)) for part, scores in by_part.items()}
         found = {part: {name: v for name, v in each.items() if math.isfinite(v)} for part, each in by_part.items()}
         self._declare(found)
         self._test |= found["test"]
@@ -292,7 +292,7 @@ class Recorder:
         if epoch is None:
             self._last |= found["validation"]
         else:
-            self._end_epoch(int(epoch), shown.finite(loss), losses["validation"], found)
+            self._end_epoch(int(epoch), script.finite(loss), losses["validation"], found)
 
     def _end_epoch(
         self, epoch: int, loss: float | None, validation_loss: float | None, scores: dict[str, dict[str, float]]
@@ -344,7 +344,7 @@ class Recorder:
         """The manifest names every score that was told; the first one is the primary metric."""
         told = [(name, value) for scores in found.values() for name, value in scores.items()]
         known = self._scores
-        new = {name: shown.score(name, v) for name, v in told if name not in known or not known[name].possible(v)}
+        new = {name: script.score(name, v) for name, v in told if name not in known or not known[name].possible(v)}
         if not new:
             return
         self._scores |= new
@@ -366,7 +366,7 @@ class Recorder:
         if self._world.rank == 0 and failure is None:
             summary = self._summary(facts, ended_unix_s)
             self._writer.write(summary)
-            _say(self._world, shown.words(summary))
+            _say(self._world, script.words(summary))
             if tip := run_folder.advised(self._config, summary, self._world.links):
                 _say(self._world, tip.replace("--strategy ", "HVDTRAIN_STRATEGY=", 1))
         self._writer.close()

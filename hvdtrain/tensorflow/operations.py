@@ -1,8 +1,8 @@
-"""What stands in for Horovod's TensorFlow operations (`MPI_LIB`) while streams carry: the engine does their work.
+"""A stand-in for Horovod's TensorFlow operations (`MPI_LIB`) while hvdtrain's TCP backend carries the calls.
 
-Horovod's Python functions choose names, take sparse tensors apart, compress and average; below them is one operation
-for each call, whose arguments are those of Horovod's C++. Eagerly an operation runs at once; in a graph it is a
-`numpy_function`, of which TensorFlow runs one at a time, in the program's order. Gradients are Horovod's own functions.
+Horovod's Python functions choose names, split sparse tensors, compress and average. They call one C++ operation per
+call; the methods here take the same arguments. An eager operation runs at once. In a graph it is a `numpy_function`;
+TensorFlow runs these one at a time, in program order. The gradients are Horovod's own functions.
 """
 
 from __future__ import annotations
@@ -18,32 +18,33 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.tensorflow import mpi_ops
 from tensorflow.python.ops.resource_variable_ops import get_eager_safe_handle_data
 
+from hvdtrain.horovod_api.calls import needs_horovod
 from hvdtrain.horovod_api.job import Job
 
 SETTINGS = {"reduce_op": "op", "root_rank": "root", "prescale_factor": "prescale", "postscale_factor": "postscale"}
-"""Horovod's names of what a call is given, and those of `Calls.start`"""
+"""Horovod's argument names and those of `Calls.start`"""
 
 
 def _operation(name: str) -> Any:
-    """`Operations.horovod_NAME`, of a tensor or, if it is grouped, of several."""
+    """Makes the method `Operations.horovod_NAME`, which takes one tensor, or several if it is grouped."""
     kind, gradient = name.removeprefix("grouped_"), getattr(mpi_ops, f"_{name}_grad")
-    grouped, shapes = kind != name, _same if kind in ("allreduce", "broadcast") else _rows
+    grouped, specs = kind != name, _same_shapes if kind in ("allreduce", "broadcast") else _unknown_rows
 
-    def operation(self: Operations, given: Any, **attributes: Any) -> Any:
-        settings = {ours: attributes[theirs] for theirs, ours in SETTINGS.items() if theirs in attributes}
-        carried = self._carried(kind, attributes, grouped=grouped, **settings)
-        found = _with_gradient(carried, given if grouped else [given], shapes, attributes, gradient)
-        return found if grouped else found[0]
+    def operation(self: Operations, inputs: Any, **attributes: Any) -> Any:
+        settings = {ours: attributes[horovods] for horovods, ours in SETTINGS.items() if horovods in attributes}
+        call = self._as_function(kind, attributes, grouped=grouped, **settings)
+        results = _with_gradient(call, inputs if grouped else [inputs], specs, attributes, gradient)
+        return results if grouped else results[0]
 
     return operation
 
 
-def _same(*tensors: Any) -> list[Any]:
+def _same_shapes(*tensors: Any) -> list[Any]:
     return [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
 
 
-def _rows(*tensors: Any) -> list[Any]:
-    """As many rows as there turn out to be."""
+def _unknown_rows(*tensors: Any) -> list[Any]:
+    """Specs whose number of rows is known only when the call has run."""
     return [
         tf.TensorSpec([None, *tensor.shape[1:]] if tensor.shape.rank else tensor.shape, tensor.dtype)
         for tensor in tensors
@@ -51,9 +52,11 @@ def _rows(*tensors: Any) -> list[Any]:
 
 
 class Operations:
-    """`horovod_<operation>` for what Horovod's functions use. Errors between ranks are TensorFlow's
-    FailedPreconditionError, wrong arguments its InvalidArgumentError; from within a graph the former are its
-    UnknownError."""
+    """`horovod_<operation>` for the operations that Horovod's functions use.
+
+    Errors between ranks are TensorFlow's FailedPreconditionError, or UnknownError inside a graph. Wrong arguments raise
+    InvalidArgumentError.
+    """
 
     def __init__(self, job: Job, real: Any) -> None:
         self._job = job
@@ -65,59 +68,55 @@ class Operations:
     horovod_allgather = _operation("allgather")
     horovod_grouped_allgather = _operation("grouped_allgather")
     horovod_broadcast = _operation("broadcast")
-    horovod_reducescatter = _operation("reducescatter")
-    horovod_grouped_reducescatter = _operation("grouped_reducescatter")
 
     def horovod_alltoall(self, tensor: Any, *, splits: Any, **attributes: Any) -> Any:
-        def carried(array: np.ndarray, splits: np.ndarray) -> Sequence[np.ndarray]:
-            return self._carried("alltoall", attributes, splits=splits.tolist() or None)(array)[0]
+        def call(array: np.ndarray, splits: np.ndarray) -> Sequence[np.ndarray]:
+            return self._as_function("alltoall", attributes, splits=splits.tolist() or None)(array)[0]
 
-        def shapes(tensor: Any, _: Any) -> list[Any]:
-            return [*_rows(tensor), tf.TensorSpec([None], tf.int32)]
+        def specs(tensor: Any, _: Any) -> list[Any]:
+            return [*_unknown_rows(tensor), tf.TensorSpec([None], tf.int32)]
 
-        return _with_gradient(carried, [tensor, splits], shapes, attributes, mpi_ops._alltoall_grad)
+        return _with_gradient(call, [tensor, splits], specs, attributes, mpi_ops._alltoall_grad)
+
+    def horovod_reducescatter(self, *_: Any, **__: Any) -> Any:
+        raise needs_horovod("hvd.reducescatter")
+
+    horovod_grouped_reducescatter = horovod_reducescatter
 
     def horovod_join(self) -> Any:
-        def carried() -> Sequence[Any]:
-            return [np.int32(self._job.calls.call("join"))]
-
-        return _run(carried, [], [tf.TensorSpec([], tf.int32)])[0]
+        raise needs_horovod("hvd.join")
 
     def horovod_broadcast_inplace_resource(self, handles: Any, *, variable_names: Any, name: Any, **rest: Any) -> Any:
-        made = []
+        assignments = []
         for handle, variable in zip(handles, variable_names, strict=True):
-            kind = tf.as_dtype(get_eager_safe_handle_data(handle).shape_and_type[0].dtype)
-            value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=kind)
-            found = self.horovod_broadcast(value, name=f"{name or 'broadcast'}.{variable}", **rest)
-            made.append(tf.raw_ops.AssignVariableOp(resource=handle, value=found))
-        return None if tf.executing_eagerly() else tf.group(*made)
+            dtype = tf.as_dtype(get_eager_safe_handle_data(handle).shape_and_type[0].dtype)
+            value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)
+            result = self.horovod_broadcast(value, name=f"{name or 'broadcast'}.{variable}", **rest)
+            assignments.append(tf.raw_ops.AssignVariableOp(resource=handle, value=result))
+        return None if tf.executing_eagerly() else tf.group(*assignments)
 
     def horovod_broadcast_inplace(self, *_: Any, **__: Any) -> Any:
-        raise NotImplementedError(
-            "hvd.broadcast_ of reference variables: on streams give resource variables (TensorFlow 2's), or take "
-            "Horovod's own exchange (HVDTRAIN_STRATEGY=allreduce)"
-        )
+        raise needs_horovod("hvd.broadcast_ of reference variables (resource variables, TensorFlow 2's, can be given)")
 
     def broadcast_variables(self, variables: Sequence[Any], root_rank: int, process_set_id: int) -> None:
-        """Variables of one rank to all, unless a checksum says that all have the same bytes. Eagerly only."""
-        arrays, digest = [np.array(each) for each in variables], hashlib.sha256()
+        """Broadcasts variables from one rank, unless checksums show that all ranks hold the same bytes. Eager only."""
+        arrays, digest = [np.array(variable) for variable in variables], hashlib.sha256()
         for array in arrays:
             digest.update(array.tobytes())
-        calls, ranks = self._job.calls, self._job.sets[process_set_id]
-        of: dict[str, Any] = {"ranks": ranks if process_set_id else None}
-        mine = np.frombuffer(digest.digest(), np.uint8)[None]
-        every = calls.call("allgather", mine, name="broadcast_variables.checksum", **of)
-        if (every == every[0]).all():
+        calls = self._job.calls
+        ranks = self._job.sets[process_set_id] if process_set_id else None
+        own = np.frombuffer(digest.digest(), np.uint8)[None]
+        checksums = calls.call("allgather", own, name="broadcast_variables.checksum", ranks=ranks)
+        if (checksums == checksums[0]).all():
             return
-        of["root"] = root_rank
         handles = [
-            calls.start("broadcast", array, name=f"broadcast_variables.{number}", out=array, **of)
-            for number, array in enumerate(arrays)
+            calls.start("broadcast", array, name=f"broadcast_variables.{n}", out=array, root=root_rank, ranks=ranks)
+            for n, array in enumerate(arrays)
         ]
         for variable, handle in zip(variables, handles, strict=True):
             variable.assign(calls.finish(handle))
 
-    # --- who is here --------------------------------------------------------------------------------------------
+    # --- sizes and ranks ----------------------------------------------------------------------------------------
 
     def horovod_size(self, process_set_id: int = 0, name: Any = None) -> Any:
         return tf.constant(len(self._job.sets[process_set_id]), name=name)
@@ -136,66 +135,63 @@ class Operations:
 
     # ------------------------------------------------------------------------------------------------------------
 
-    def _carried(
+    def _as_function(
         self, kind: str, attributes: dict[str, Any], *, grouped: bool = False, **settings: Any
     ) -> Callable[..., Sequence[Any]]:
-        """The call as a function of arrays."""
+        """The call as a function from arrays to a list of results."""
         name, number = attributes["name"], attributes["process_set_id"]
         ranks = self._job.sets.get(number)
         if ranks is None:
-            raise tf.errors.InvalidArgumentError(None, None, f"there is no process set {number}")
+            raise tf.errors.InvalidArgumentError(None, None, f"process set {number} does not exist")
 
-        def carried(*arrays: np.ndarray) -> Sequence[Any]:
-            given = [np.asarray(each) for each in arrays]  # from a graph scalars come as numbers
-            found = self._job.calls.call(
-                kind, given if grouped else given[0], name=name, ranks=ranks if number else None, **settings
+        def call(*arrays: np.ndarray) -> Sequence[Any]:
+            inputs = [np.asarray(array) for array in arrays]  # a graph passes scalars as Python numbers
+            result = self._job.calls.call(
+                kind, inputs if grouped else inputs[0], name=name, ranks=ranks if number else None, **settings
             )
-            return found if grouped else [found]
+            return result if grouped else [result]
 
-        return carried
+        return call
 
 
 for _name, _function in [*vars(Operations).items()]:
-    if _name.startswith("horovod_"):  # AutoGraph would take seconds to translate them
+    if _name.startswith("horovod_"):  # AutoGraph would take seconds to convert them
         setattr(Operations, _name, tf.autograph.experimental.do_not_convert(_function))
 
 
 def _with_gradient(
-    carried: Callable[..., Sequence[Any]],
+    call: Callable[..., Sequence[Any]],
     tensors: Sequence[Any],
-    shapes: Callable[..., list[Any]],
+    specs: Callable[..., list[Any]],
     attributes: dict[str, Any],
     gradient: Callable[..., Any],
 ) -> list[Any]:
-    """What a call gives, as an operation that can be differentiated. `shapes`: of the inputs those of the outputs."""
-    given = [tf.convert_to_tensor(tensor) for tensor in tensors]
+    """The results of a call that can be differentiated. `specs` computes the outputs' specs from the inputs."""
 
     @tf.custom_gradient
     def operation(*inputs: Any) -> Any:
-        outputs = _run(carried, inputs, shapes(*inputs))
-        # the operation as Horovod's gradient functions look at it
-        made = types.SimpleNamespace(inputs=inputs, outputs=outputs, get_attr=attributes.__getitem__)
-        return outputs, lambda *upstream: gradient(made, *upstream)
+        outputs = _run(call, inputs, specs(*inputs))
+        # Horovod's gradient functions read these attributes of an operation.
+        op = types.SimpleNamespace(inputs=inputs, outputs=outputs, get_attr=attributes.__getitem__)
+        return outputs, lambda *upstream: gradient(op, *upstream)
 
-    return list(operation(*given))
+    return list(operation(*(tf.convert_to_tensor(tensor) for tensor in tensors)))
 
 
-def _run(carried: Callable[..., Sequence[Any]], inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
-    """The results of a function of arrays, with these specs."""
+def _run(call: Callable[..., Sequence[Any]], inputs: Sequence[Any], specs: Sequence[Any]) -> list[Any]:
+    """Calls a function of arrays, now or when the graph runs. Returns tensors with these specs."""
     if not tf.executing_eagerly():
         if not tf.compat.v1.get_default_graph().building_function:
-            raise NotImplementedError(
-                "a session of tf.compat.v1 has an order of operations of its own on each rank and would hang: "
-                "call hvd in a tf.function, or take Horovod's own exchange (HVDTRAIN_STRATEGY=allreduce)"
-            )
-        found = tf.numpy_function(carried, list(inputs), [each.dtype for each in outputs])
-        for tensor, each in zip(found, outputs, strict=True):
-            tensor.set_shape(each.shape)
-        return list(found)
+            # Each rank's session would run the operations in an order of its own, and the ranks would hang.
+            raise needs_horovod("a call of hvd in a session of tf.compat.v1, not in a tf.function,")
+        outputs = tf.numpy_function(call, list(inputs), [spec.dtype for spec in specs])
+        for output, spec in zip(outputs, specs, strict=True):
+            output.set_shape(spec.shape)
+        return list(outputs)
     try:
-        results = carried(*(np.asarray(each) for each in inputs))
+        results = call(*(np.asarray(tensor) for tensor in inputs))
     except HorovodInternalError as error:
         raise tf.errors.FailedPreconditionError(None, None, str(error)) from error
     except (ValueError, TypeError) as error:
         raise tf.errors.InvalidArgumentError(None, None, str(error)) from error
-    return [tf.convert_to_tensor(each) for each in results]
+    return [tf.convert_to_tensor(result) for result in results]

@@ -26,7 +26,7 @@ from hvdtrain.observe.timing import Clock
 from hvdtrain.strategies import Exchange, Strategy
 from hvdtrain.strategies.registry import DEFAULT_REDUCER
 from hvdtrain.torch.recorded import rate, watched
-from hvdtrain.torch.vectors import Parameters, strangers, unscale
+from hvdtrain.torch.vectors import Parameters, has_unknown_gradients, unscale
 
 STATE = "exchange"
 """The key of a state_dict that holds the strategy's"""
@@ -252,7 +252,7 @@ class Exchanging(torch.optim.Optimizer):
         raise ValueError("the strategy was made for the parameters there were: add groups before DistributedOptimizer")
 
     def _exchange(self) -> None:
-        if strangers(self.param_groups, self._named):
+        if has_unknown_gradients(self.param_groups, self._named):
             raise ValueError(
                 "a parameter has a gradient that was frozen when DistributedOptimizer was called: call it again, round "
                 "the optimizer of what is trained now"

@@ -1,4 +1,4 @@
-"""What a strategy sees of a script's optimizer: its parameters' gradients and weights as vectors."""
+"""The parameters of a script's optimizer, in the form that a strategy exchanges."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from hvdtrain.frameworks.flat_torch import FlatGradients
+
 TAIL = 3
-"""Numbers behind the gradients: loss (not known here), samples, and whether a rank's gradients were not finite"""
+"""Numbers behind the gradients: the loss (unknown here), the samples, and whether a rank's gradients were not finite"""
 
 
 class Parameters:
-    """See `strategies.Vectors`. Ranks weigh the same, as in Horovod's Average.
+    """Gradients and weights as vectors; see `strategies.Vectors`. All ranks have equal weight, as in Horovod's Average.
 
-    A gradient is copied into the vector unless it is there: from the first exchange on `parameter.grad` is a view of
-    it, which `zero_grad(set_to_none=False)` keeps. On a GPU the vector has a twin in host memory.
+    After the first exchange `parameter.grad` is a view of the vector, which `zero_grad(set_to_none=False)` keeps. Other
+    gradients are copied into the vector.
     """
 
     def __init__(
@@ -29,46 +31,39 @@ class Parameters:
         divided: bool,
         careful: bool,
     ) -> None:
-        """`named`: what is trained; `update`: the optimizer's own step. `divided`: gradients are divided by the number
-        of ranks, so that their sum is the mean. `careful`: what is not finite must not reach the strategy."""
+        """Allocates the vector.
+
+        Args:
+            named: The trained parameters.
+            update: The optimizer's own step.
+            divided: Whether gradients are divided by the number of ranks, so that their sum is the mean.
+            careful: Whether gradients that are not finite must be kept from the strategy.
+        """
         self._update = update
         self._ranks, self._divided, self._careful = ranks, divided, careful
         self._parameters = list(named.values())
-        self._sizes = [parameter.numel() for parameter in self._parameters]
-        self._size = sum(self._sizes)
         devices = {parameter.device for parameter in self._parameters}
         device = devices.pop() if len(devices) == 1 else torch.device("cpu")
-        self._whole = torch.zeros(self._size + TAIL, dtype=torch.float32, device=device)
-        on_cpu = device.type == "cpu"
-        self._host = self._whole if on_cpu else torch.zeros_like(self._whole, device="cpu", pin_memory=True)
-        self._views = self._cut(self._whole)
-        self._layouts: dict[int, int] = {}
-        """Of gradients that are sparse, and travel dense: the number of sparse dimensions"""
-        self._asked = self._came = False
-        """Whether the gradients are in the vector; whether they came back from it"""
+        self._flat = FlatGradients(self._parameters, TAIL, device)
+        self._sparse_dims: dict[int, int] = {}
+        """Number of sparse dimensions of each gradient that is sparse but exchanged as a dense one, by index"""
+        self._requested = self._exchanged = False
+        """Whether the strategy asked for the vector in this step; whether the gradients came from it"""
         self.not_finite = False
-        """Whether this rank's gradients are known not to be"""
-
-    def _cut(self, vector: torch.Tensor) -> list[torch.Tensor]:
-        pieces = vector[: self._size].split(self._sizes)
-        return [piece.view(parameter.shape) for piece, parameter in zip(pieces, self._parameters, strict=True)]
+        """Whether this rank's gradients are known to be not finite"""
 
     # --- for the strategy ---------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def vector(self) -> np.ndarray:
-        gradients = self._whole[: self._size]
-        self._gather()
+        self._collect()
         lost = self.not_finite or (self._careful and not self._finite())
         if lost:
-            gradients.zero_()
+            self._flat.gradients.zero_()
         elif self._divided:
-            gradients.div_(self._ranks)
-        self._whole[self._size :] = torch.from_numpy(self._tail(lost))
-        self._asked = True
-        if self._host is not self._whole:
-            self._host.copy_(self._whole)
-        return np.asarray(self._host.numpy())
+            self._flat.gradients.div_(self._ranks)
+        self._requested = True
+        return self._flat.vector(torch.from_numpy(self._tail(lost)))
 
     def tail(self) -> np.ndarray:
         return self._tail(False)
@@ -81,30 +76,30 @@ class Parameters:
         return 1, self._ranks
 
     def apply(self, lr: float) -> None:
-        self._hand_back()
+        self._return_gradients()
         self._update()
 
     @torch.no_grad()
     def weights(self) -> np.ndarray:
-        flat = torch.empty(self._size, dtype=torch.float32, device="cpu")
-        torch._foreach_copy_(self._cut(flat), self._parameters)
+        flat = torch.empty(self._flat.size, dtype=torch.float32, device="cpu")
+        torch._foreach_copy_(self._flat.split(flat), self._parameters)
         return np.asarray(flat.numpy())
 
     @torch.no_grad()
     def set_weights(self, weights: np.ndarray) -> None:
-        torch._foreach_copy_(self._parameters, self._cut(torch.from_numpy(weights)))
+        torch._foreach_copy_(self._parameters, self._flat.split(torch.from_numpy(weights)))
 
     # --- gradients ----------------------------------------------------------------------------------------------
 
-    def _gather(self) -> None:
-        """The gradients into the vector; zeros for a parameter that has none, as in Horovod."""
+    def _collect(self) -> None:
+        """Copies the gradients into the vector. As in Horovod, a parameter without a gradient counts as zeros."""
         missing, views, gradients = [], [], []
-        for index, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
+        for index, (parameter, view) in enumerate(zip(self._parameters, self._flat.views, strict=True)):
             gradient = parameter.grad
             if gradient is None:
                 missing.append(view)
             elif gradient.is_sparse:
-                self._layouts[index] = gradient.sparse_dim()
+                self._sparse_dims[index] = gradient.sparse_dim()
                 views.append(view)
                 gradients.append(gradient.to_dense())
             elif gradient.data_ptr() != view.data_ptr():
@@ -116,31 +111,30 @@ class Parameters:
             torch._foreach_copy_(views, gradients)
 
     @torch.no_grad()
-    def _hand_back(self) -> None:
-        """The vector's gradients to the parameters, if it was asked for."""
-        self._came, self._asked = self._asked, False
-        if not self._came:
+    def _return_gradients(self) -> None:
+        """Gives the vector's gradients to the parameters, if the strategy has asked for the vector."""
+        self._exchanged, self._requested = self._requested, False
+        if not self._exchanged:
             return
-        if self._host is not self._whole:
-            self._whole.copy_(self._host, non_blocking=True)
-        if self._whole[-1] > 0:  # of a rank: all do alike, as if it had been added
-            self._whole[: self._size].fill_(torch.inf)
-        for index, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
-            if index in self._layouts:
-                parameter.grad = view.to(parameter.dtype).to_sparse(self._layouts[index])
+        self._flat.take_gradients()
+        if self._flat.tail[-1] > 0:  # some rank's gradients were not finite, so all ranks treat the sum as infinite
+            self._flat.gradients.fill_(torch.inf)
+        for index, (parameter, view) in enumerate(zip(self._parameters, self._flat.views, strict=True)):
+            if index in self._sparse_dims:
+                parameter.grad = view.to(parameter.dtype).to_sparse(self._sparse_dims[index])
             elif parameter.grad is None or parameter.grad.data_ptr() != view.data_ptr():
                 gradient = view.detach().to(device=parameter.device, dtype=parameter.dtype)
-                if gradient.stride() != parameter.stride():  # fused optimizers go by memory: channels_last, say
+                if gradient.stride() != parameter.stride():  # fused optimizers rely on equal strides (channels_last)
                     gradient = torch.empty_like(parameter).copy_(gradient)
                 parameter.grad = gradient
 
     def lost(self) -> bool:
-        """Whether the gradients are not finite: those that came from the exchange, or this rank's own."""
-        return not self._finite() if self._came else self.not_finite
+        """Whether the gradients are not finite: the exchanged ones, or this rank's own if nothing was exchanged."""
+        return not self._finite() if self._exchanged else self.not_finite
 
     def _finite(self) -> bool:
-        gradients = self._whole[: self._size]
-        return not self._size or math.isfinite(float(torch.linalg.vector_norm(gradients, ord=torch.inf)))
+        gradients = self._flat.gradients
+        return not gradients.numel() or math.isfinite(float(torch.linalg.vector_norm(gradients, ord=torch.inf)))
 
 
 def unscale(gradients: Sequence[torch.Tensor], scale: torch.Tensor) -> None:
@@ -150,7 +144,8 @@ def unscale(gradients: Sequence[torch.Tensor], scale: torch.Tensor) -> None:
         gradient.mul_(inverse.to(gradient.device))
 
 
-def strangers(groups: list[dict[str, Any]], known: Mapping[str, torch.nn.Parameter]) -> bool:
-    """Whether a parameter got a gradient that is none of the known ones."""
-    ours = set(map(id, known.values()))
-    return any(parameter.grad is not None and id(parameter) not in ours for g in groups for parameter in g["params"])
+def has_unknown_gradients(groups: list[dict[str, Any]], known: Mapping[str, torch.nn.Parameter]) -> bool:
+    """Whether a parameter outside `known` has a gradient."""
+    ids = set(map(id, known.values()))
+    parameters = (parameter for group in groups for parameter in group["params"])
+    return any(parameter.grad is not None and id(parameter) not in ids for parameter in parameters)

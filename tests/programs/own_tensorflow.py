@@ -21,6 +21,7 @@ import hvdtrain.keras
 import hvdtrain.tensorflow as hvd
 from hvdtrain.system.exits import Failure
 
+RANK_1 = hvd.ProcessSet([1])
 STREAMS = "HVDTRAIN_STRATEGY" in os.environ
 BATCH = 16
 REFUSALS = (Failure, NotImplementedError, ValueError, tf.errors.OpError)
@@ -58,8 +59,6 @@ def calls() -> dict[str, Any]:
         "broadcast": lambda matrix, rows: hvd.broadcast(matrix, root_rank=1),
         "alltoall": lambda matrix, rows: hvd.alltoall(matrix),
         "splits": lambda matrix, rows: hvd.alltoall(matrix, splits=tf.constant([3 - rank, 1 + rank])),
-        "scatter": lambda matrix, rows: hvd.reducescatter(matrix, op=hvd.Sum),
-        "grouped_scatter": lambda matrix, rows: hvd.grouped_reducescatter([matrix, matrix]),
     }
 
     def at_once(matrix: Any, rows: Any) -> Any:
@@ -74,7 +73,6 @@ def calls() -> dict[str, Any]:
         "gather": lambda: hvd.allgather(weights[: rank + 1]),
         "broadcast": lambda: hvd.broadcast(weights, root_rank=1),
         "alltoall": lambda: hvd.alltoall(weights, splits=tf.constant([3 - rank, 1 + rank]))[0],
-        "scatter": lambda: hvd.reducescatter(weights, op=hvd.Sum),
         "grouped": lambda: hvd.grouped_allreduce([weights, 2 * weights])[1],
     }
 
@@ -95,11 +93,7 @@ def calls() -> dict[str, Any]:
     found["in place"] = tolist(hvd.broadcast_([weights], root_rank=1))
     found["objects"] = [hvd.broadcast_object({"rank": rank}, root_rank=1), hvd.allgather_object(["rank", rank])]
     found["sizes"] = [*tolist([hvd.size_op(), hvd.local_size_op()]), hvd.size(), hvd.local_size(), hvd.cross_size()]
-    even = hvd.add_process_set([1])
-    found["set"] = tolist(hvd.allreduce(matrix, process_set=even)) if rank else None
-    if rank == 0:
-        hvd.allreduce(tf.ones(1))  # when rank 1 has joined: so it is not the last
-    found["joined"] = tolist(hvd.join())
+    found["set"] = tolist(hvd.allreduce(matrix, process_set=RANK_1)) if rank else None
     return found
 
 
@@ -314,6 +308,9 @@ def refusals() -> dict[str, str]:
         "shapes": lambda: hvd.allreduce(tf.zeros(2 + hvd.rank()), name="shapes"),
     }
     if STREAMS:
+        asked["join"] = hvd.join
+        asked["reducescatter"] = lambda: hvd.reducescatter(tf.ones(2))
+        asked["adasum"] = lambda: hvd.allreduce(tf.ones(2), op=hvd.Adasum)
         asked["weights"] = lambda: _apart(distributed(plain(), strategy="local-sgd"))
     found = {}
     for name, call in asked.items():
@@ -351,7 +348,7 @@ def _compiled(optimizer: Any) -> None:
 
 
 def main() -> None:
-    hvd.init()
+    hvd.init(process_sets=[RANK_1])
     hvd.init()
     tf.config.threading.set_intra_op_parallelism_threads(1)  # TensorFlow has not begun yet
     folder = Path(sys.argv[1])

@@ -1,0 +1,77 @@
+"""Gradients, and weights, of PyTorch parameters as one vector each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+
+class FlatGradients:
+    """One float32 vector for the gradients of all parameters, followed by a tail of a few numbers.
+
+    On a GPU the vector has a copy in pinned host memory, which is updated when it is asked for. On a CPU `memory` is
+    the vector itself.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], tail: int, device: torch.device) -> None:
+        self.parameters = list(parameters)
+        self._sizes = [parameter.numel() for parameter in self.parameters]
+        self.size = sum(self._sizes)
+        self._whole = torch.zeros(self.size + tail, dtype=torch.float32, device=device)
+        on_cpu = device.type == "cpu"
+        self._host = self._whole if on_cpu else torch.zeros_like(self._whole, device="cpu", pin_memory=True)
+        self._host_is_newer = False
+        self.memory: np.ndarray = self._host.numpy()
+        """Gradients and tail in host memory"""
+        self.gradients = self._whole[: self.size]
+        self.tail = self._whole[self.size :]
+        self.views = self.split(self._whole)
+        """The gradient of each parameter, in its shape"""
+
+    def split(self, vector: torch.Tensor) -> list[torch.Tensor]:
+        """Views of a vector in the shapes of the parameters."""
+        pieces = vector[: self.size].split(self._sizes)
+        return [piece.view(parameter.shape) for piece, parameter in zip(pieces, self.parameters, strict=True)]
+
+    def set_tail(self, tail: torch.Tensor) -> None:
+        self.tail.copy_(tail)
+
+    def vector(self, tail: torch.Tensor) -> np.ndarray:
+        """Sets the tail and returns gradients and tail in host memory. Waits for the GPU."""
+        self.set_tail(tail)
+        if self._host is not self._whole:
+            self._host.copy_(self._whole)
+            self._host_is_newer = True
+        return self.memory
+
+    def piece(self, begin: int, end: int | None) -> Callable[[], None] | None:
+        """Starts to copy the numbers from `begin` to `end` to host memory.
+
+        Returns a function that waits for the copy, or None if the numbers are in host memory already.
+        """
+        if self._host is self._whole:
+            return None
+        self._host[begin:end].copy_(self._whole[begin:end], non_blocking=True)
+        self._host_is_newer = True
+        copied = torch.cuda.Event()
+        copied.record()
+        return copied.synchronize
+
+    def take_gradients(self) -> None:
+        """Copies the vector back to the GPU, if host memory was asked for since the last time."""
+        if self._host_is_newer:
+            self._whole.copy_(self._host, non_blocking=True)
+            self._host_is_newer = False
+
+
+class Flat(FlatGradients):
+    """Also holds the weights as one vector. Parameters and their gradients become views, so exchanges copy nothing."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], tail: int, device: torch.device) -> None:
+        super().__init__(parameters, tail, device)
+        self.weights = torch.empty(self.size, dtype=torch.float32, device=device)
+        for parameter, weight, gradient in zip(self.parameters, self.split(self.weights), self.views, strict=True):
+            weight.copy_(parameter.detach())
+            parameter.data, parameter.grad = weight, gradient

@@ -45,7 +45,8 @@ from hvdtrain.comm.channel import AHEAD, Channel, neighbours
 from hvdtrain.comm.errors import PeerLost
 from hvdtrain.comm.launch_env import LaunchEnv
 from hvdtrain.comm.world import connect
-from hvdtrain.config.options import TrainConfig, parse
+from hvdtrain.config.options import TrainConfig
+from hvdtrain.config.parser import parse
 from hvdtrain.data import Batch
 from hvdtrain.models.layers import Layer
 from hvdtrain.pipeline import partition as cuts

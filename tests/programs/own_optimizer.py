@@ -26,7 +26,9 @@ from hvdtrain.torch.vectors import Parameters
 
 met_at = world.RankGroup.launched
 world.RankGroup.launched = classmethod(
-    lambda cls, where: dataclasses.replace(met_at(where), endpoint=Endpoint(f"127.0.0.{1 + where.rank}", "lo", True))
+    lambda cls, where, *_: dataclasses.replace(
+        met_at(where), endpoint=Endpoint(f"127.0.0.{1 + where.rank}", "lo", True)
+    )
 )
 STRATEGIES = [
     *("hierarchical", "fp16", "bf16", "int8", "int4", "powersgd:rank=2", "topk", "onebit"),

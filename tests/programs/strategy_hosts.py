@@ -42,7 +42,7 @@ def joined(per_host: int) -> Rendezvous:
     socket.gethostname = lambda: f"host{host}"
     reach = Endpoint(f"127.0.0.{1 + host}", "lo", loopback=True)
 
-    def met(ranks: Rendezvous) -> world.RankGroup:
+    def met(ranks: Rendezvous, stall_limit_s: float = 0.0) -> world.RankGroup:
         return world.RankGroup(ranks, None, reach)
 
     world.join = lambda *place: Kept(meeting)

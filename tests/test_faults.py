@@ -147,7 +147,7 @@ def test_a_transfer_of_many_stall_limits_is_not_one(cluster: Cluster) -> None:
 
 
 def sent_by_the_sentinel(output: str) -> list[str]:
-    return re.findall(r"hvdtrain: .*; ending the job, .*", output)
+    return re.findall(r"hvdtrain: .*; ending the job; .*", output)
 
 
 def test_a_stopped_rank_ends_the_job_and_so_does_a_killed_launcher(start: Callable[..., Job]) -> None:

@@ -24,10 +24,10 @@ from hvdtrain.horovod_api import job
 from hvdtrain.observe.timing import Clock
 from hvdtrain.torch.vectors import Parameters
 
-launched = world.RankGroup.launched
+met_at = world.RankGroup.launched
 world.RankGroup.launched = classmethod(
-    lambda cls, where, *limit: dataclasses.replace(
-        launched(where, *limit), endpoint=Endpoint(f"127.0.0.{1 + where.rank}", "lo", True)
+    lambda cls, where, *_: dataclasses.replace(
+        met_at(where), endpoint=Endpoint(f"127.0.0.{1 + where.rank}", "lo", True)
     )
 )
 STRATEGIES = [
@@ -326,7 +326,7 @@ def exact(ranks: hvd.ProcessSet) -> None:
 def twice() -> None:
     """A name is taken until its call is finished, however quick the other ranks are."""
     handle = hvd.allreduce_async(torch.zeros(2), name="twice")
-    refused(ValueError, "in progress already", lambda: hvd.allreduce_async(torch.zeros(2), name="twice"))
+    refused(ValueError, "under way already", lambda: hvd.allreduce_async(torch.zeros(2), name="twice"))
     hvd.synchronize(handle)
     hvd.allreduce(torch.zeros(2), name="twice")
 

@@ -71,8 +71,8 @@ def make_run(folder: Path, spec: CaptionerSpec, **model: Any) -> Path:
         data={},
         model={"name": "captioner", "spec": dataclasses.asdict(spec), **model},
         ranks=[],
-        collectives="none",
-        measure=Captions().as_json(),
+        backend="none",
+        metric=Captions().as_json(),
         versions={},
         git_commit=None,
     )

@@ -257,7 +257,7 @@ def test_a_run_of_before_goes_on_and_another_momentum_of_rounds_is_refused(tmp_p
     path = tmp_path / "manifest.json"
     manifest = json.loads(path.read_text())
     assert manifest["config"]["strategy"] == asked
-    assert manifest["exchange"] == {"behind": "", "exact": False}
+    assert manifest["exchange"] == {"overlaps_with": "", "exact": False}
     manifest["config"] |= THEN | {"strategy": "local-sgd", "every": 3, "outer_momentum": 0.6}
     path.write_text(json.dumps({key: value for key, value in manifest.items() if key != "exchange"}))
     with failing(78, f"strategy: '{asked}' there, 'local-sgd:every=3' here"):

@@ -17,6 +17,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from hvdtrain import records, strategies
 from hvdtrain.comm.world import World
 from hvdtrain.config import workloads
@@ -219,7 +221,7 @@ def write_manifest(
         plan=dataclasses.asdict(run.plan),
         data=run.data,
         model=run.model,
-        measure=measure.as_json(),
+        metric=measure.as_json(),
         **surroundings(device, threads, world),
     )
     keep(manifest, folder, documents, world)
@@ -233,7 +235,7 @@ def surroundings(device: str, threads: int, world: World) -> dict[str, Any]:
         "ranks": world.gather(here | {"cpu": cpu(), "cores": cgroup.host_cores()}),
         "links": world.links or world.measure_links(),
         "started_utc": records.utc_now(),
-        "collectives": world.collectives,
+        "backend": world.collectives,
         "launch": launched_by.heard(),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
         "git_commit": git_commit(),
@@ -261,7 +263,7 @@ def _keep(manifest: records.Manifest, folder: Path, documents: Mapping[str, Any]
     argv, more = kept.argv, flags(manifest.argv)
     if more and flags(argv)[-len(more) :] != more:  # a job that starts again and again gives the same ones
         argv = [*argv, *more]
-    now = records.as_json(dataclasses.replace(kept, argv=argv, config=config, plan=manifest.plan))
+    now = records.as_json(msgspec.structs.replace(kept, argv=argv, config=config, plan=manifest.plan))
     if json.dumps(now) != json.dumps(records.as_json(kept)):
         records.write_document(path, now)
 

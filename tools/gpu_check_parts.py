@@ -302,7 +302,7 @@ def study_jobs(check: Check) -> list[Job]:
     if check.device == "gpu":  # last, because it takes longest
         jobs.append(train(check, "study", "cpu", *flags, "--device", "cpu"))
     energy = [str(check.python), "-m", "hvdtrain.results", "energy", str(check.folder / "study")]
-    energy += ["--reference", "cruz2021", "--format"]
+    energy += ["--format"]
     return [*jobs, *(Job(f"energy-{form}", [*energy, form]) for form in ("table", "json"))]
 
 

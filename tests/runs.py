@@ -1,4 +1,4 @@
-"""Writes run folders like those of the training loop, the monitors and a sweep, and reads the records of real ones."""
+"""Writes run folders as the training loop, the monitors and a sweep do, and reads the records of real ones."""
 
 from __future__ import annotations
 

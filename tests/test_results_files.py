@@ -235,7 +235,7 @@ def test_memory_does_not_grow_with_the_length_of_a_run(folder: Path) -> None:
         finally:
             tracemalloc.stop()
 
-    peak_bytes(10)  # what the first call imports
+    peak_bytes(10)  # imports modules
     assert peak_bytes(20_000) < 1.5 * peak_bytes(200)
 
 
@@ -278,7 +278,7 @@ def test_of_a_resumed_run_the_later_record_counts(folder: Path) -> None:
 
 
 def test_a_script_that_starts_again_in_its_folder_counts_from_the_last_start(folder: Path) -> None:
-    """It was killed in its second epoch and has no checkpoints, so there is no `resumed` record."""
+    """It was killed in its second epoch and has no checkpoints, so it wrote no `resumed` record."""
     whole = lines(folder)
     row, before = load([folder]).runs.iloc[0], frame.epochs(folder)
     first = [json.loads(line) for line in whole[:9]]

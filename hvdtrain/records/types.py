@@ -58,8 +58,8 @@ class Manifest(_Record, frozen=True, kw_only=True):
     """The library that connects the ranks: none, gloo, mpi, nccl, grpc, streams or servers"""
     links: list[dict[str, Any]] = []
     """For each of several hosts: host, nic, address, speed_mbit (negotiated by the NIC), throttle (the settings of
-    `tools/throttle.sh` there, or null), goodput_to and goodput_mbit (TCP payload from this host to that one before
-    step 0, while every host sends to the next), reason (why goodput is null). Empty for a single host"""
+    `tools/throttle.sh`, or null), goodput_to, goodput_mbit and reason (why it is null). Goodput is the TCP payload to
+    the host `goodput_to` before step 0, while every host sends to the next. Empty for a single host"""
     launch: dict[str, Any] = {}
     """Written by launch/mpirun.sh and horovodrun.sh: launcher (the command line with its hosts) and settings (name,
     value, reason, and mca: whether it is a parameter of Open MPI). Empty for other launchers"""
@@ -184,7 +184,7 @@ class Summary(_Record, frozen=True, kw_only=True):
     """For each of several hosts: host, nic, and sent_bytes and received_bytes over its link, from the loop's start in
     this process to the end of the test evaluation, including headers and all other traffic. Empty for a single host"""
     tested_step: Count | None = None
-    """Step of the tested weights: the last one, or that of the best epoch"""
+    """Step of the tested weights: the last one, or the last step of the best epoch"""
     step_shares: dict[str, Amount] = {}
     """Where the time of a step went, as shares of 1, mean over ranks and over this process's steps after warm-up: data
     (waiting for the batch), compute, exchange (waiting for it, and for slower ranks), and exchange_least (of the rank
@@ -245,7 +245,7 @@ class Sample(_Record, frozen=True, kw_only=True):
 
 
 class Point(_Record, frozen=True, kw_only=True):
-    """What a sweep requested: `point.json`, written into the run's folder before the launch."""
+    """A sweep's request: `point.json`, written into the run's folder before the launch."""
 
     schema: str = SCHEMA
     sweep: str
@@ -263,7 +263,7 @@ class Point(_Record, frozen=True, kw_only=True):
     rate_mbit: Amount | None
     """Requested from the throttle; null: unlimited"""
     rate_off_percent: Signed | None
-    """Deviation of the slowest link's goodput from that of the rate, measured before the run; null: not measured"""
+    """Deviation of the slowest link's goodput from the expected one, measured before the run; null: not measured"""
     marked: str | None
     """Why the measurements of this run cannot be trusted; null: no objection"""
 

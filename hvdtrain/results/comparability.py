@@ -1,4 +1,4 @@
-"""Which runs may be compared, and in what they differ: one rule for every ratio of two runs.
+"""The rules of comparison: which runs may be compared, and their differences. Every ratio of two runs follows them.
 
 A ratio shows the effect of more hosts, or of another strategy, only if nothing else differs. Each comparison names the
 columns that must be equal, and one of the batches must be equal: the global batch (strong scaling) or the batch per
@@ -64,7 +64,7 @@ def batch_kinds(a: Group, b: Group) -> list[Kind]:
 
 
 def obstacles(a: Group, b: Group, names: Sequence[str]) -> list[str]:
-    """The columns that forbid a comparison: those of `names` that differ, and both batches if neither is equal."""
+    """The columns that forbid a comparison: any of `names` that differ, and both batches if neither is equal."""
     return differing(a, b, names) + ([] if batch_kinds(a, b) else list(BATCH.values()))
 
 

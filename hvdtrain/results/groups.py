@@ -29,7 +29,7 @@ class Group:
         return len(self._runs)
 
     def column(self, name: str, *, timing: bool = False) -> list[Any]:
-        """The column in all runs, or in those of kind timing, including missing values."""
+        """The column in all runs, or in timing runs only, including missing values."""
         return (self._timing if timing else self._runs)[name].tolist()
 
     def values(self, name: str) -> list[Any]:

@@ -1,7 +1,7 @@
 """The scores of runs, as their manifests declare them.
 
-A run's primary score is in the columns `test_score` and `best_validation_score`. Each score also has columns of its
-own: `test_accuracy`, `best_validation_mae` ...
+A run's primary score is in the columns `test_score` and `best_validation_score`. Each score also has its own
+columns: `test_accuracy`, `best_validation_mae` ...
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def check_target(runs: pd.DataFrame, value: float) -> None:
 
 
 def all_columns(runs: pd.DataFrame) -> dict[str, columns.Column]:
-    """Every column of the data frame of runs: those of `columns.RUNS`, and two for each score."""
+    """Every column of the data frame of runs: `columns.RUNS`, and two for each score."""
     found = dict(columns.RUNS)
     for name, score in of(runs).items():
         label, unit = printable(score.label), printable(score.unit)

@@ -2,8 +2,8 @@
 
 The interval of a mean is Student's: mean +- t(0.975; n - 1) s / sqrt(n), where s is the sample's standard deviation. It
 assumes independent and roughly normal runs, and needs at least two. Ratios and differences use Welch's standard error
-and degrees of freedom (Welch, 1947), so the two sides may differ in spread and in number. The interval of a ratio is
-that of the difference of logarithms (delta method).
+and degrees of freedom (Welch, 1947), so the two sides may differ in spread and in number. The interval of a ratio
+is computed on the difference of logarithms (delta method).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Statistic:
 
     @property
     def span(self) -> tuple[float, float] | None:
-        """The spread to print: the 95 % interval, but for n = 2 both values, because the interval of two values is 12.7
-        times as wide as their distance. None for n < 2."""
+        """The spread to print: the 95 % interval. For n = 2 it is both values, because their interval is 12.7 times as
+        wide as their distance. None for n < 2."""
         if self.low is None or self.high is None:
             return None
         return (self.min, self.max) if self.n == 2 else (self.low, self.high)

@@ -1,7 +1,7 @@
 """`hvdtrain results compare A B`: whether B is worse than A, for each experiment and measurement.
 
 Two groups are the same experiment if they agree in everything that both have recorded. If each side has a single group,
-these are compared if they differ only in what a user may want to compare (strategy, hosts, ...). A measurement is worse
+these are compared if they differ only in strategy, framework, hosts, ranks or settings. A measurement is worse
 if B's mean is worse than A's by more than the threshold AND the spread of the runs does not explain it: the 95 %
 interval of the difference of the means (Welch) excludes 0. Beyond the threshold but within the spread it is unclear,
 which is not a failure; more repeats would decide. A single run has no spread, so the threshold alone decides.

@@ -36,7 +36,7 @@ class Energy:
 
 
 def of(group: Group) -> Energy:
-    """Times are those of the timing runs; without timing runs, those of the energy runs."""
+    """Times come from timing runs, or from the energy runs if there are no others."""
     timed = group.values("end_to_end_s")
     joules = group.column("energy_j")
     measured = [not groups.is_missing(each) for each in joules]
@@ -157,7 +157,7 @@ def _words(group: Group, shown: Sequence[str]) -> str:
 
 
 def _absent(loaded: Loaded) -> list[str]:
-    """What was not measured and why, each reason once."""
+    """Notes on devices without energy, each reason once."""
     notes = [f"not measured: {reason}" for reason in dict.fromkeys(loaded.complete["energy_absent"].dropna())]
     more = [f"not measured: {len(notes) - 5} more devices; see `hvdtrain results show RUN`"] if len(notes) > 5 else []
     return notes[:5] + more

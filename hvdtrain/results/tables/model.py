@@ -41,7 +41,7 @@ class Table:
     rows: list[dict[str, Any]]
     """By column key: str, int, float, bool, Statistic, Interval or None (not measured)"""
     notes: list[str] = dataclasses.field(default_factory=list)
-    """Definitions, and what was left out"""
+    """Definitions, warnings, and runs that do not count"""
     section: str | None = None
     """Key of the title that successive rows share; it is not a column"""
     readings: dict[str, str] = dataclasses.field(default_factory=dict)

@@ -13,16 +13,13 @@ from typing import Any
 from xml.etree import ElementTree
 
 import matplotlib
-import pandas as pd
 import pytest
 import runs
 from conftest import failing
-from hypothesis import given
-from hypothesis import strategies as st
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from hvdtrain.results import figures
-from hvdtrain.results.figures import resources, style
+from hvdtrain.results.figures import style
 from hvdtrain.results.read.frame import Loaded, load
 from hvdtrain.results.tables import strategies
 from hvdtrain.system import exits
@@ -61,9 +58,9 @@ def make(folder: Path, strategy: str = "allreduce", **changes: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
-    """Two strategies, three seeds and monitors: data for every figure."""
+    """Two strategies and three seeds: data for every figure."""
     folder = tmp_path_factory.mktemp("runs")
-    make(folder, energy_w={"cpu0": 30.0, "dram0": 4.0}, interval_s=5.0)
+    make(folder)
     make(folder, "native")
     return load([folder])
 
@@ -130,7 +127,6 @@ def test_a_single_run_is_drawn_or_the_error_names_the_missing_data(kind: str, on
     missing = {
         "speedup": "one host and on more",
         "strategies": "no run reached 95 % validation accuracy; the best reached 90 %; hint: set --target",
-        "resources": "--monitor power,resources",
     }
     if kind not in missing:
         assert style.encode(figures.draw(kind, one), "svg")
@@ -141,7 +137,7 @@ def test_a_single_run_is_drawn_or_the_error_names_the_missing_data(kind: str, on
 
 @pytest.mark.parametrize("kind", figures.KINDS)
 def test_unfinished_runs_are_in_no_figure(kind: str, tmp_path: Path) -> None:
-    runs.make(tmp_path / "run", complete=False, hosts=2, rate_mbit=10.0, energy_w={"cpu0": 30.0})
+    runs.make(tmp_path / "run", complete=False, hosts=2, rate_mbit=10.0)
     with failing(exits.BAD_DATA):
         figures.draw(kind, load([tmp_path]))
 
@@ -237,37 +233,6 @@ def test_a_rate_and_a_number_of_hosts_look_the_same_in_all_figures(loaded: Loade
     assert {len(found) for found in looks.values()} == {1}, looks
 
 
-def test_power_is_energy_by_time(loaded: Loaded) -> None:
-    figure = figures.draw("resources", loaded)
-    power = [axis for axis in figure.axes if axis.get_subplotspec().is_first_row()]
-    titles = [axis.get_title("left").splitlines()[1] for axis in power]
-    assert titles == ["1 host", "2 hosts, 10 Mbit/s", "4 hosts, 10 Mbit/s"]
-    values = [sorted({round(float(y), 6) for y in line.get_ydata()}) for line in power[1].lines]
-    assert values == [[30.0], [4.0]] * 2, "cpu0 and dram0 of each host"
-    assert "mean 34.0 W" in [text.get_text() for text in power[1].texts]
-    chosen = figures.draw("resources", loaded, figures.Options(runs=("allreduce-h2-1000.0-s1",)))
-    assert chosen.axes[0].get_title("left") == "torch allreduce\n2 hosts, 1000 Mbit/s"
-    with failing(exits.USAGE, "no such run"):
-        figures.draw("resources", loaded, figures.Options(runs=("nothing",)))
-
-
-@given(
-    st.lists(st.tuples(st.floats(0.1, 2), st.floats(0, 100), st.none() | st.floats(0, 100)), min_size=1, max_size=2000)
-)
-def test_thinning_keeps_time_and_weighted_means(rows: list[tuple[float, float, float | None]]) -> None:
-    seconds, watts, percent = zip(*rows, strict=True)
-    samples = pd.DataFrame({"seconds": seconds, "power_w.cpu0": watts, "cpu_percent": pd.Series(percent, dtype=float)})
-    samples["unix_s"] = samples["seconds"].cumsum()
-    thin = resources.thinned(samples)
-    assert len(thin) <= resources.POINTS
-    assert thin["seconds"].sum() == pytest.approx(sum(seconds))
-    assert thin["unix_s"].iloc[-1] == samples["unix_s"].iloc[-1]
-    for name in ("power_w.cpu0", "cpu_percent"):
-        if samples[name].notna().all():
-            whole = (samples[name] * samples["seconds"]).sum()
-            assert (thin[name] * thin["seconds"]).sum() == pytest.approx(whole)
-
-
 # --- limits -----------------------------------------------------------------------------------------------------------
 
 
@@ -275,7 +240,7 @@ def test_thinning_keeps_time_and_weighted_means(rows: list[tuple[float, float, f
 def crowded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     """Long names, many numbers of hosts and many rates."""
     folder = tmp_path_factory.mktemp("runs")
-    more: dict[str, Any] = {"test_accuracy": 0.96, "energy_w": {"cpu0": 9.0}, "interval_s": 20.0}
+    more: dict[str, Any] = {"test_accuracy": 0.96}
     for strategy in ("local-sgd:every=16,staleness=2,outer_lr=0.7+powersgd:rank=12,bits=4", "hierarchical"):
         for hosts, rate in ((1, None), *itertools.product((2, 3, 4), (10.0, 50.0, 100.0, 1000.0))):
             name = f"{strategy}-{hosts}-{rate}"
@@ -297,8 +262,8 @@ def test_titles_do_not_overlap(kind: str, crowded: Loaded) -> None:
 
 def test_names_with_special_characters_are_drawn(tmp_path: Path) -> None:
     hostile = "$x^{<b>&\x1b[31m"
-    runs.make(tmp_path / "run", strategy=hostile, energy_w={hostile: 3.0})
-    for kind in ("time", "phases", "accuracy", "resources"):
+    runs.make(tmp_path / "run", strategy=hostile)
+    for kind in ("time", "phases", "accuracy"):
         svg = style.encode(figures.draw(kind, load([tmp_path])), "svg", letters="none")
         assert r"$x^{<b>&\x1b[31m" in "".join(ElementTree.fromstring(svg).itertext())
 

@@ -185,7 +185,7 @@ def test_text_from_records_is_escaped_and_secrets_are_hidden(tmp_path: Path) -> 
 def test_a_page_without_comparable_runs_says_what_is_missing(tmp_path: Path) -> None:
     runs.make(tmp_path / "run")
     text = Page(document.page(load([tmp_path]))).text()
-    assert "Not shown" in text and "--monitor power" in text
+    assert "Not shown" in text and "needs complete timing runs on one host and on more" in text
     assert "None: every run is complete" in text
     assert "Missing: 2 hosts like run." in text
     (tmp_path / "run" / "COMPLETE").unlink()

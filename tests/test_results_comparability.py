@@ -170,11 +170,14 @@ def test_runs_of_different_launchers_are_never_averaged(launched: Path, capsys: 
     assert sorted(curves.values()) == [[10], [12, 13], [12, 17], [12, 30, 31]]
     assert sum("baseline 1 host with 3 busy neighbours" in title for title in curves) == 3
     loaded = load([launched])
-    drawn = [(one.title, mbit) for one in panels.curves(loaded.runs, "hosts", "speedup", "") for mbit, _ in one.curves]
+    drawn = [(one.title, mbit) for one in panels.curves(loaded, "hosts", "speedup", "") for mbit, _ in one.curves]
     assert len(drawn) == len(set(drawn)) == 3
-    parts = list(panels.split(groups.usable(loaded.runs)))
-    assert len({title for title, _ in parts}) == len(parts)
-    assert all(same["train_s"].nunique() == 1 for _, part in parts for _, same in part.groupby("hosts"))
+    keys = [
+        (title, group.key["hosts"], group.key["rate_mbit"])
+        for title, members in panels.split(loaded, "step_s", "").items()
+        for group in members
+    ]
+    assert len(keys) == len(set(keys)) == 6
 
 
 def test_energy_runs_alone_are_not_a_baseline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,9 +14,7 @@ import pytest
 import runs
 
 from hvdtrain.captioning import Captions
-from hvdtrain.results import figures
 from hvdtrain.results.__main__ import main
-from hvdtrain.results.read.frame import load
 from hvdtrain.results.tables.model import Column, Table
 from hvdtrain.results.text import terminal
 from hvdtrain.system.exits import Failure
@@ -114,16 +112,10 @@ def test_a_run_is_found_by_the_start_of_its_name(
         assert main([*words, "--json"]) == 0
         json.loads(capsys.readouterr().out)
     assert main(["compare", "alpha", "beta"]) == 0
-    assert main(["plot", "resources", "beta", "-o", "beta.svg"]) == 0
+    assert main(["plot", "time", "beta", "-o", "beta.svg"]) == 0
     with pytest.raises(Failure, match=r"ambiguous, 2 runs match .*alpha.*alpine"):
         main(["show", "alp"])
     with pytest.raises(Failure, match=r"no such run in results, did you mean alpha\?"):
         main(["show", "alpho"])
     with pytest.raises(Failure, match="did you mean strategy"):
         main(["table", "--group-by", "stategy"])
-
-
-@pytest.mark.parametrize("changes", [{"complete": False}, {"kind": "timing", "marked": "the rate was off"}])
-def test_the_figure_of_resources_shows_the_named_run_in_any_state(changes: dict[str, Any], tmp_path: Path) -> None:
-    folder = runs.make(tmp_path / "r", energy_w={"cpu0": 3.0}, **changes)
-    assert figures.draw("resources", load([folder])).axes

@@ -129,7 +129,7 @@ def test_the_end_of_a_run_shows_the_matrix_in_80_columns(runs: Path, capsys: pyt
         dataclasses.replace(found, run_dir="run"), Confusion(("a", "b", "a class of a long name")), as_json=False
     )
     shown = capsys.readouterr().out
-    matrix = shown.partition("Confusion matrix (rows: true class, columns: predicted class), test\n")[2].splitlines()[1:4]
+    matrix = shown.partition("Confusion matrix (rows: true class, columns: prediction), test\n")[2].splitlines()[1:4]
     assert [[float(x) for x in row.split()[-3:]] for row in matrix] == found.test_sums["confusion"]
     assert "f1_class" not in shown
     assert "F1 of" not in shown

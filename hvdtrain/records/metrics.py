@@ -256,7 +256,7 @@ class Confusion(Measure):
         answers += [[name, *(f"{each:.0f}" for each in row)] for name, row in zip(names, matrix, strict=True)]
         return [
             ("Scores of each class", scores),
-            ("Confusion matrix (rows: true class, columns: predicted class)", answers),
+            ("Confusion matrix (rows: true class, columns: prediction)", answers),
         ]
 
 

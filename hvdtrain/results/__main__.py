@@ -49,6 +49,7 @@ REMOVED = {
     "inference": "use launch/studies/martin2019.py",
     "--detail": "use --format csv or --format json",
     "--reference": "use launch/studies/cruz2021.py",
+    "--runs": "use launch/studies/resources.py",
 }
 """Command or flag -> its replacement"""
 
@@ -115,7 +116,6 @@ def parser() -> Parser:
         if one is plot:
             add_roots(one)
             one.add_argument("--count", choices=("hosts", "ranks"), default="hosts", help="default: hosts")
-            one.add_argument("--runs", metavar="A,B,..", default="", help="names of the runs for resources")
         one.add_argument("-o", "--output", type=Path, required=True, metavar="FILE")
     return top
 
@@ -291,8 +291,7 @@ def compare(options: argparse.Namespace) -> int:
 def write(options: argparse.Namespace, loaded: Loaded) -> None:
     """Writes the file of `plot`, `report` or `export`."""
     if options.command == "plot":
-        names = tuple(name for name in options.runs.split(",") if name)
-        settings = figures.Options(count=options.count, runs=names, target=options.target[1])
+        settings = figures.Options(count=options.count, target=options.target[1])
         figures.save(figures.draw(options.kind, loaded, settings), options.output)
     elif options.command == "report":
         from hvdtrain.results.report import document

@@ -20,21 +20,21 @@ class Group:
 
     def __init__(self, key: dict[str, Any], runs: pd.DataFrame) -> None:
         self.key = key
-        self._runs = runs
-        self._timing = runs[runs["kind"] == "timing"]
+        self.runs = runs
+        self.timing = runs[runs["kind"] == "timing"]
 
     @property
     def n(self) -> int:
         """The number of runs."""
-        return len(self._runs)
+        return len(self.runs)
 
     def column(self, name: str, *, timing: bool = False) -> list[Any]:
         """The column in all runs, or in timing runs only, including missing values."""
-        return (self._timing if timing else self._runs)[name].tolist()
+        return (self.timing if timing else self.runs)[name].tolist()
 
     def values(self, name: str) -> list[Any]:
         """The column's values without missing ones; only timing runs have times."""
-        if name not in self._runs:  # a score of other runs
+        if name not in self.runs:  # a score of other runs
             return []
         return [value for value in self.column(name, timing=name in TIMING) if not is_missing(value)]
 

@@ -4,7 +4,8 @@
     hvdtrain results export results/martin2019_pyramids -o runs.csv
     launch/studies/martin2019.py runs.csv time.svg
 
-Each curve is a device and a number of hidden layers (p1 to p3); a point is the median over its runs. Prints from which size on the GPU is faster.
+Each curve is a device and a number of hidden layers (p1 to p3); a point is the median over its runs. The script prints
+the size from which the GPU is faster.
 """
 
 from __future__ import annotations

@@ -26,8 +26,6 @@ FORMATS = ("svg", "png", "pdf")
 class Options:
     count: Literal["hosts", "ranks"] = "hosts"
     """The horizontal axis of `time` and `speedup`"""
-    runs: tuple[str, ...] = ()
-    """Names of the runs that `resources` shows; empty: one for each number of hosts"""
     target: float = 0.95
     """Target of `strategies`, a value of the primary score"""
     columns: int = 2
@@ -42,14 +40,14 @@ KINDS = {
     "phases": ("data, compute and waiting for the exchange per step", "phases", "phases"),
     "accuracy": ("accuracy after each epoch, over epochs", "training", "by_epoch"),
     "accuracy-time": ("accuracy after each epoch, over time", "training", "by_time"),
-    "resources": ("power, CPU, RAM, GPU and network of each host over time", "resources", "resources"),
 }
 REMOVED = {
     "efficiency": "`hvdtrain results scaling` prints it",
     "wire": "`hvdtrain results scaling` prints the bytes and the limit",
     "layers": "use launch/studies/martin2019.py",
     "crossover": "use launch/studies/martin2019.py",
-    "power": "use `hvdtrain results plot resources`",
+    "power": "use launch/studies/resources.py",
+    "resources": "use launch/studies/resources.py",
 }
 
 

@@ -23,7 +23,7 @@ MISSING = (
 
 def time(loaded: Loaded, options: Options) -> Figure:
     """Seconds of the training phase over hosts. Raises Failure (65) without timing runs."""
-    drawn = curves(loaded.runs, options.count, "train_s", "no times: needs complete timing runs that are not marked")
+    drawn = curves(loaded, options.count, "train_s", "no times: needs complete timing runs that are not marked")
     values = [row.train_s.mean for row in points(drawn) if row.train_s]
     figure, axes = draw(drawn, "train_s", options, Looks(loaded))
     for axis in axes:
@@ -39,7 +39,7 @@ def time(loaded: Loaded, options: Options) -> Figure:
 
 def speedup(loaded: Loaded, options: Options) -> Figure:
     """Speed-up of the training phase over the baseline. Raises Failure (65) without comparable runs."""
-    drawn = curves(loaded.runs, options.count, "speedup", f"no speed-up: {MISSING}")
+    drawn = curves(loaded, options.count, "speedup", f"no speed-up: {MISSING}")
     figure, axes = draw(drawn, "speedup", options, Looks(loaded))
     for panel, axis in zip(drawn, axes, strict=True):
         counts = [row.count for row in points([panel])]

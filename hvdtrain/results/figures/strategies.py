@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -79,8 +78,7 @@ def _panel(axis: Any, rows: dict[str, list[dict[str, Any]]], looks: Looks, heigh
         for row in members:
             time, hosts = row["train_to_target_s"], row["hosts"] or 1
             if time is not None:
-                mbit = math.nan if row["rate_mbit"] is None else row["rate_mbit"]
-                look = {"color": looks.line(mbit, hosts)["color"], "linewidth": 1, **looks.marker(hosts)}
+                look = {"color": looks.line(row["rate_mbit"], hosts)["color"], "linewidth": 1, **looks.marker(hosts)}
                 axis.errorbar(time.mean, y - ROW_IN / 2, xerr=style.bars([time]), **look)
     single = [row["train_to_target_s"] for members in rows.values() for row in members if row["hosts"] == 1]
     if known := [one.mean for one in single if one is not None]:

@@ -1,4 +1,4 @@
-"""Adds up a run's monitors/<host>.jsonl into joules per device, and reads them as time series for figures.
+"""Adds up a run's monitors/<host>.jsonl into joules per device.
 
 A device counts only if every interval has its energy, because a sum with gaps would look like a saving. For the same
 reason a host counts only if its samples cover at least 95 % of the run.
@@ -12,11 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
 from hvdtrain import records
 from hvdtrain.results.read.folders import Problem
-from hvdtrain.results.read.values import numbers
 from hvdtrain.system.exits import printable
 
 COVERED = 0.95
@@ -135,36 +132,3 @@ def _totals(hosts: Sequence[HostEnergy]) -> dict[str, Any]:
         "idle_devices": printable(",".join(sorted(unused))),
         "energy_by_device": {printable(name): joules for name, joules in by_device.items()},
     }
-
-
-def series(run_dir: Path | str) -> pd.DataFrame:
-    """One row per interval and host: host, unix_s, seconds, cpu_percent, ram_used_bytes, gpu_percent (mean over GPUs),
-    sent_mbit and received_mbit (all NICs), and power_w.DEVICE for each device. NaN: not measured."""
-    rows = []
-    for path in _files(run_dir):
-        host = path.stem
-        for _, record in records.read_lines(path):
-            if isinstance(record, records.Sensors):
-                host = record.host
-            elif isinstance(record, records.Sample):
-                rows.append({"host": host, **_sample(record)})
-    names = ["host", "unix_s", "seconds", "cpu_percent", "ram_used_bytes", "gpu_percent", "sent_mbit", "received_mbit"]
-    frame = pd.DataFrame(rows, columns=list(dict.fromkeys([*names, *(name for row in rows for name in row)])))
-    return frame.astype(dict.fromkeys(frame.columns[1:], float))
-
-
-def _sample(sample: records.Sample) -> dict[str, float | None]:
-    gpus = numbers(gpu.get("utilisation_percent") for gpu in sample.gpus)
-    row: dict[str, float | None] = {
-        "unix_s": sample.unix_s,
-        "seconds": sample.seconds,
-        "cpu_percent": sample.cpu_percent,
-        "ram_used_bytes": sample.ram_used_bytes,
-        "gpu_percent": sum(gpus) / len(gpus) if gpus else None,
-    }
-    if not sample.seconds:
-        return row
-    for direction in ("sent", "received"):
-        sizes = numbers(nic.get(f"{direction}_bytes") for nic in sample.nics)
-        row[f"{direction}_mbit"] = sum(sizes) * 8e-6 / sample.seconds if sizes else None
-    return row | {f"power_w.{name}": energy_j / sample.seconds for name, energy_j in sample.energy_j.items()}

@@ -50,7 +50,6 @@ CAPTIONS = {
         "Accuracy over time",
         "The same over seconds of training, validation and checkpoints. The curve furthest to the left is best.",
     ),
-    "resources": ("Power and use of each host over time", "One run in each column; means are over hosts and time."),
 }
 
 METHOD = {

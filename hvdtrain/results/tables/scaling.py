@@ -13,7 +13,7 @@ from hvdtrain.results.groups import Group, short
 from hvdtrain.results.read.frame import Loaded
 from hvdtrain.results.scaling import MOST_EFFICIENCY, Row
 from hvdtrain.results.statistics import ratio
-from hvdtrain.results.tables.columns import FIGURES, SPREAD_NOTE, N, common, left_out, varying
+from hvdtrain.results.tables.columns import FIGURES, SPREAD_NOTE, N, common, key_cells, left_out, varying
 from hvdtrain.results.tables.model import Column, Table, number
 
 SPARE = ("limit_bytes_per_step", "network_bytes_per_step", "speedup_end_to_end", "communication_share", "n")
@@ -97,17 +97,28 @@ def rate_words(mbit: float | None) -> str:
     return "no throttle" if mbit is None or math.isnan(mbit) else f"{mbit:g} Mbit/s"
 
 
+def settings_of(found: Sequence[Group], skip: Sequence[str] = ()) -> list[list[str]]:
+    """For each group, the settings that differ between the groups, as `threads per rank 2`; without hosts and rate,
+    strategy and framework, and `skip`."""
+    shown = ("hosts", "ranks_per_host", "rate_mbit", "strategy", "framework", *skip)
+    names = [name for name in varying(found) if name not in shown]
+    cells = [key_cells(group, names) for group in found]
+    return [[f"{label(name)} {value}" for name, value in each.items() if value is not None] for each in cells]
+
+
+def curve_settings(curves: Sequence[Sequence[Row]]) -> list[list[str]]:
+    """For each curve, the settings that differ between the curves, without the batch that differs inside it."""
+    last = [curve[-1].group for curve in curves]
+    by_kind = {kind: settings_of(last, [name]) for kind, name in {**VARIES_INSIDE, "other": ""}.items()}
+    return [by_kind[curve[-1].kind][place] for place, curve in enumerate(curves)]
+
+
 def _titles(curves: Sequence[Sequence[Row]], count: Count) -> list[str]:
     """A different title for each curve, from its settings and its baseline."""
-    shown = ("hosts", "ranks_per_host", "rate_mbit", "strategy", "framework")
-    different = [name for name in varying([curve[-1].group for curve in curves]) if name not in shown]
     titles: list[str] = []
-    for place, curve in enumerate(curves, start=1):
+    for place, (curve, settings) in enumerate(zip(curves, curve_settings(curves), strict=True), start=1):
         group, base = curve[-1].group, curve[0].group
-        words = [str(group.key["strategy"]), str(group.key["framework"])]
-        names = [name for name in different if name != VARIES_INSIDE.get(curve[-1].kind)]
-        values = [(label(name), short(name, group.value(name))) for name in names]
-        words += [f"{name} {value}" for name, value in values if value is not None]
+        words = [str(group.key["strategy"]), str(group.key["framework"]), *settings]
         if len(curve) == 1:
             title = f"{', '.join(words)}, only {many(curve[0].count, count)}"
         else:

@@ -383,15 +383,6 @@ def test_a_device_with_unknown_use_counts_as_used(tmp_path: Path) -> None:
     assert (found, row["idle_devices"]) == (pytest.approx([35 * watts, 10 * watts]), "h0:gpu0")
 
 
-def test_a_host_without_a_valid_name_counts(folder: Path) -> None:
-    path = Path("manifest.json")
-    for odd in ([], {"a": 1}, None, 7):
-        manifest = json.loads((folder / path).read_text())
-        manifest["ranks"][0]["host"] = odd
-        put(folder, [json.dumps(manifest)], path)
-        assert load([folder]).runs.iloc[0]["hosts"] == 2
-
-
 def test_energy_with_gaps_is_ignored(folder: Path) -> None:
     path = Path("monitors") / "h1.jsonl"
     row = load([folder]).runs.iloc[0]
@@ -446,7 +437,7 @@ VALUES = st.recursive(
 FILES = [Path("manifest.json"), Path("point.json"), METRICS, Path("monitors/h0.jsonl")]
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_any_value_in_any_field_ends_without_a_traceback(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]

@@ -2,13 +2,11 @@
 
 Comparisons are NAME OPERATOR VALUE, joined by and, or, not and brackets. A name is a column of the runs or a setting of
 their configs. A value is a number, true, false, null, or text, which needs quotes if it contains blanks, brackets or
-quotes. Missing values equal null and nothing else, and are neither less nor greater than anything. Python's parser
-reads the structure, but nothing is evaluated by Python.
+quotes. Missing values equal null and nothing else, and are neither less nor greater than anything.
 """
 
 from __future__ import annotations
 
-import ast
 import operator
 import re
 from collections.abc import Callable, Mapping
@@ -19,10 +17,10 @@ from hvdtrain.system.arguments import near
 from hvdtrain.system.exits import Failure
 
 LONGEST = 1000
-EXPECTED = "expected a comparison, or `and` or `or` between two"
-COMPARISON = re.compile(
-    r"(?P<name>[A-Za-z_]\w*)(?:\s*(?P<sign>==|!=|<=|>=|=|<|>)\s*(?P<value>'[^']*'|\"[^\"]*\"|[^\s()'\"]+)?)?"
-)
+DEEPEST = 50
+NAME = re.compile(r"[A-Za-z_]\w*")
+SIGN = re.compile(r"\s*(==|!=|<=|>=|=|<|>)\s*")
+VALUE = re.compile(r"'[^']*'|\"[^\"]*\"|[^\s()'\"]+")
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
     "=": operator.eq,
@@ -45,79 +43,88 @@ class Where:
     def __init__(self, text: str, kinds: Mapping[str, str], option: str = "--where") -> None:
         """`kinds`: column -> number, text, flag or any (a setting)."""
         self._text, self._kinds, self._option = text, kinds, option
+        self._place = self._depth = 0
         if len(text) > LONGEST:
             raise Failure(f"{option}: longer than {LONGEST} characters", exits.USAGE)
         self.names: set[str] = set()
         """The columns that it tests"""
-        self._tests: dict[int, Test] = {}
-        frame = self._frame()
-        lead = len(frame) - len(frame.lstrip())
-        try:
-            self.test: Test = self._joined(ast.parse(frame.lstrip(), mode="eval").body, lead)
-        except SyntaxError as error:
-            unclosed = "never closed" in error.msg
-            what = "the bracket is not closed" if unclosed else EXPECTED
-            raise self._error(what, lead + error.offset - 1 if error.offset else len(text)) from None
+        self.test = self._or()
+        if self._place < len(text):
+            raise self._error("expected `and` or `or`", self._place)
 
-    def _frame(self) -> str:
-        """The text with `_` instead of each comparison. Its test is stored in `_tests` by position."""
-        frame, place = [" "] * len(self._text), 0
-        while place < len(self._text):
-            found = COMPARISON.match(self._text, place)
-            if found is None:
-                if self._text[place] not in "()" and not self._text[place].isspace():
-                    raise self._error("expected the name of a column", place)
-                frame[place] = self._text[place] if self._text[place] in "()" else " "
-                place += 1
-                continue
-            if found["sign"] is None and found["name"].lower() in ("and", "or", "not"):
-                frame[place : found.end()] = found["name"].lower()
-            else:
-                frame[place] = "_"
-                self._tests[place] = self._comparison(found)
-            place = found.end()
-        return "".join(frame)
+    def _or(self) -> Test:
+        tests = [self._and()]
+        while self._skip(r"or\b"):
+            tests.append(self._and())
+        return tests[0] if len(tests) == 1 else lambda row: any(test(row) for test in tests)
 
-    def _joined(self, node: ast.expr, lead: int) -> Test:
-        if isinstance(node, ast.BoolOp):
-            joined = any if isinstance(node.op, ast.Or) else all
-            tests = [self._joined(one, lead) for one in node.values]
-            return lambda row: joined(test(row) for test in tests)
-        if isinstance(node, ast.UnaryOp):
-            inner = self._joined(node.operand, lead)
-            return lambda row: not inner(row)
-        if isinstance(node, ast.Name):
-            return self._tests[lead + node.col_offset]
-        raise self._error(EXPECTED, lead + node.col_offset)
+    def _and(self) -> Test:
+        tests = [self._not()]
+        while self._skip(r"and\b"):
+            tests.append(self._not())
+        return tests[0] if len(tests) == 1 else lambda row: all(test(row) for test in tests)
+
+    def _not(self) -> Test:
+        self._depth += 1
+        start = self._place
+        if self._depth > DEEPEST:
+            raise self._error("nested too deeply", start)
+        if self._skip(r"not\b"):
+            negated = self._not()
+            test: Test = lambda row: not negated(row)  # noqa: E731
+        elif self._skip(r"\("):
+            test = self._or()
+            if not self._skip(r"\)"):
+                what = "the bracket is not closed" if self._place == len(self._text) else "expected `)`"
+                raise self._error(what, self._place)
+        else:
+            test = self._comparison()
+        self._depth -= 1
+        return test
+
+    def _skip(self, pattern: str) -> bool:
+        """Moves past a keyword or bracket and the blanks around it. A keyword before an operator is a name."""
+        found = re.compile(rf"\s*{pattern}\s*(?![=<>!])", re.IGNORECASE).match(self._text, self._place)
+        if found:
+            self._place = found.end()
+        return found is not None
+
+    def _comparison(self) -> Test:
+        self._skip_blanks()
+        start, name = self._place, self._next(NAME, "expected the name of a column")
+        if name not in self._kinds:
+            begun = [known for known in self._kinds if known.startswith(name.lower())]
+            hint = f", did you mean {begun[0]}?" if begun else near(name, self._kinds)
+            raise self._error(f"no column {name!r}{hint}", start)
+        place = self._place
+        sign = self._next(SIGN, f"expected one of {' '.join(OPERATORS)} after {name}").strip()
+        start, text = self._place, self._next(VALUE, "expected a number, 'text' or null")
+        self._skip_blanks()
+        value: Any = text[1:-1] if text[0] in "'\"" else CONSTANTS.get(text.lower(), text)
+        value = float(text) if NUMBER.fullmatch(text) else value
+        if (value is None or isinstance(value, bool)) and sign not in ("=", "==", "!="):
+            raise self._error(f"{text} needs = or !=", place)
+        kind = self._kinds[name]
+        if value is not None and kind not in ("any", {bool: "flag", float: "number", str: "text"}[type(value)]):
+            wanted = {"flag": "true or false", "number": "a number", "text": "text, such as 'torch'"}[kind]
+            raise self._error(f"{name} is {wanted}, but {text} is not", start)
+        self.names.add(name)
+        return _comparison(name, sign, value)
+
+    def _skip_blanks(self) -> None:
+        self._place = len(self._text) - len(self._text[self._place :].lstrip())
+
+    def _next(self, pattern: re.Pattern[str], expected: str) -> str:
+        found = pattern.match(self._text, self._place)
+        if found is None:
+            raise self._error(expected, self._place)
+        self._place = found.end()
+        return found[0]
 
     def _error(self, what: str, place: int) -> Failure:
         shown = "".join(c if c.isprintable() else " " for c in self._text)
         known = ", ".join(sorted(self._kinds))
         return Failure(f"{self._option}, column {place + 1}: {what}, in `{shown}`; known columns: {known}", exits.USAGE)
-
-    def _comparison(self, found: re.Match[str]) -> Test:
-        """The test of one comparison. Raises Failure (2) if its value does not fit the column."""
-        name, sign, text = found.group("name", "sign", "value")
-        if name not in self._kinds:
-            begun = [known for known in self._kinds if known.startswith(name.lower())]
-            hint = f", did you mean {begun[0]}?" if begun else near(name, self._kinds)
-            raise self._error(f"no column {name!r}{hint}", found.start())
-        if sign is None:
-            raise self._error(f"expected one of {' '.join(OPERATORS)} after {name}", found.end())
-        if text is None:
-            unclosed = self._text[found.end() : found.end() + 1] in ("'", '"')
-            what = "the quote is not closed" if unclosed else "expected a number, 'text' or null"
-            raise self._error(what, found.end())
-        value: Any = text[1:-1] if text[0] in "'\"" else CONSTANTS.get(text.lower(), text)
-        value = float(text) if NUMBER.fullmatch(text) else value
-        if (value is None or isinstance(value, bool)) and sign not in ("=", "==", "!="):
-            raise self._error(f"{text} needs = or !=", found.start("sign"))
-        kind = self._kinds[name]
-        if value is not None and kind not in ("any", {bool: "flag", float: "number", str: "text"}[type(value)]):
-            wanted = {"flag": "true or false", "number": "a number", "text": "text, such as 'torch'"}[kind]
-            raise self._error(f"{name} is {wanted}, but {text} is not", found.start("value"))
-        self.names.add(name)
-        return _comparison(name, sign, value)
 
 
 def _comparison(name: str, sign: str, value: Any) -> Test:

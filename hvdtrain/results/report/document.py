@@ -89,13 +89,12 @@ def page(loaded: Loaded, target: float = 0.95) -> str:
     goal = scores.goal(loaded.runs, target)
     first = _first_screen(shown, drawn.pop(main, ""), numbers, goal) if shown else "<p>No complete timing run.</p>"
     not_shown = f"<h3>Not shown</h3>\n{html.bullets(missing, 'findings')}" if missing else ""
-    environment = [one for one in (facts.environment(loaded), facts.links(loaded.runs)) if one.rows]
     sections = [
         ("Figures", "\n".join([*drawn.values(), not_shown])),
         ("Tables", _main_tables(shown, numbers)),
         ("Definitions", _definitions(shown, scores.all_columns(loaded.runs))),
         ("Method", html.definitions(METHOD.items())),
-        ("Environment", "\n".join(html.table(one, next(numbers)) for one in environment)),
+        ("Environment", html.table(facts.environment(loaded), next(numbers))),
         ("Problems", _problems(loaded)),
         ("Commands", _commands(loaded, target)),
         ("All runs", html.table(overview.listing(loaded), next(numbers))),

@@ -1,4 +1,4 @@
-"""The surroundings of the runs: software and machines, links, and commands, from their manifests and points."""
+"""The surroundings of the runs: software, machines and commands, from their manifests and points."""
 
 from __future__ import annotations
 
@@ -7,14 +7,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import pandas as pd
-
 from hvdtrain import records
 from hvdtrain.config import workloads
 from hvdtrain.results import groups
 from hvdtrain.results.read import frame
 from hvdtrain.results.read.frame import Loaded
-from hvdtrain.results.read.run import PAYLOAD_SHARE
 from hvdtrain.results.tables.model import Column, Table
 from hvdtrain.system.arguments import without_secrets
 
@@ -55,34 +52,6 @@ def _named(about: Mapping[str, Any], numbers: Sequence[str]) -> str:
     """`digits, 1,437 train, 126 validation`."""
     known = [f"{about[name]:,} {name}" for name in numbers if isinstance(about.get(name), int)]
     return ", ".join([str(about.get("name")), *known])
-
-
-def links(runs: pd.DataFrame) -> Table:
-    """The rates of the throttle, and the goodput of the slowest link of each run."""
-    rows: list[dict[str, Any]] = []
-    for group in groups.by(runs[(runs["state"] == "complete") & (runs["hosts"] > 1)], ("rate_mbit",)):
-        rate, goodput = group.key["rate_mbit"], group.statistic("goodput_mbit")
-        expected = None if rate is None else PAYLOAD_SHARE * rate
-        off = None if goodput is None or expected is None else goodput.mean / expected - 1
-        row = {"rate": "no throttle" if rate is None else f"{rate:g}", "runs": group.n, "expected": expected}
-        rows.append(
-            row | {"goodput": goodput, "min": goodput and goodput.min, "max": goodput and goodput.max, "off": off}
-        )
-    columns = [
-        Column("rate", "rate (Mbit/s)"),
-        Column("runs", "runs"),
-        Column("expected", "expected goodput", "Mbit/s"),
-        Column("goodput", "goodput", "Mbit/s"),
-        Column("min", "min", "Mbit/s"),
-        Column("max", "max", "Mbit/s"),
-        Column("off", "deviation of the mean", "%", 100),
-    ]
-    notes = [
-        "goodput: TCP payload of each run's slowest link before step 0, while every host sends to the next",
-        f"a link with both directions busy carries {PAYLOAD_SHARE} of its rate as payload; the rest is headers and "
-        "acknowledgements",
-    ]
-    return Table("links", "Links: rate of the throttle and measured goodput", columns, rows, notes)
 
 
 def commands(loaded: Loaded) -> Iterator[tuple[str, str]]:

@@ -40,7 +40,7 @@ def row(folder: Path, problems: list[Problem]) -> dict[str, Any]:
                 found["marked"] = found["marked"] or "set aside by its sweep"
         if found["hosts"] == 1:
             found["rate_mbit"] = None  # uses no link, and is therefore the baseline of every rate
-        found |= _measured(folder, manifest, declared, found["rate_mbit"], problems)
+        found |= _measured(folder, manifest, declared, found, problems)
     except Failure as failure:
         problems.append(_problem(failure))
         found["state"] = "refused"
@@ -138,7 +138,7 @@ def _measured(
     folder: Path,
     manifest: records.Manifest,
     declared: Mapping[str, Score],
-    rate_mbit: float | None,
+    settings: Mapping[str, Any],
     problems: list[Problem],
 ) -> dict[str, Any]:
     path = metrics_file(folder)
@@ -162,8 +162,8 @@ def _measured(
         sums = steps.Sums()
     found = _from_summary(summary, metrics.checkpoint_s) | _batch(summary, manifest)
     found |= {"state": "complete", "resumed": metrics.resumed} | _resumed_elsewhere(metrics, manifest)
-    found |= _scores(summary, manifest.metric.get("headline"), declared)
-    found |= _per_step(sums) | _network(summary, metrics, sums, manifest, rate_mbit)
+    found |= _scores(summary, settings["primary_metric"], declared)
+    found |= _per_step(sums) | _network(summary, metrics, sums, manifest, settings["rate_mbit"])
     # The clocks are of the last start, the sums and the samples of all starts.
     began, ended = summary.began_unix_s, summary.ended_unix_s
     expected_s = max(found["end_to_end_s"], 0.0 if began is None or ended is None else ended - began)
@@ -215,7 +215,7 @@ def _resumed_elsewhere(metrics: steps.RankMetrics, manifest: records.Manifest) -
     return {"marked": marked, "hosts": None, "ranks": None, "ranks_per_host": None, "rank_batch": None}
 
 
-def _scores(summary: records.Summary, primary: Any, declared: Mapping[str, Score]) -> dict[str, float | None]:
+def _scores(summary: records.Summary, primary: str | None, declared: Mapping[str, Score]) -> dict[str, float | None]:
     """Scores of the test and of the best epoch by the primary score (the last one if several are equal)."""
     if primary is None:  # a script without scores
         return {}

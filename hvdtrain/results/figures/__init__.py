@@ -28,8 +28,6 @@ class Options:
     """The horizontal axis of `time` and `speedup`"""
     target: float = 0.95
     """Target of `strategies`, a value of the primary score"""
-    columns: int = 2
-    """Most panels next to each other"""
 
 
 # Figure -> description, and the module and the function that draw it.

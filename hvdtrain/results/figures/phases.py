@@ -1,6 +1,6 @@
 """Where the time of a step goes: data, compute and waiting for the exchange.
 
-Bars are means over the repeats of a group. Each rate has axes of its own, because a step at 10 Mbit/s can take a
+Bars are means over the repeats of a group. Each rate has separate axes, because a step at 10 Mbit/s can take a
 hundred times as long as at 1 Gbit/s. A single host appears in all of them.
 """
 

@@ -59,7 +59,7 @@ def speedup(loaded: Loaded, options: Options) -> Figure:
 def draw(drawn: list[Panel], column: str, options: Options, looks: Looks) -> tuple[Figure, list[Any]]:
     """A panel per setting, in which each rate is a curve with error bars."""
     counts = sorted({int(row.count) for row in points(drawn)})
-    figure, axes = style.grid(len(drawn), columns=options.columns, sharey=True)
+    figure, axes = style.grid(len(drawn), sharey=True)
     for axis, panel in zip(axes, drawn, strict=True):
         for mbit, rows in panel.curves:
             values = [getattr(row, column) for row in rows]

@@ -105,13 +105,9 @@ def encode(figure: Figure, kind: str, *, letters: str = "path") -> bytes:
     return stream.getvalue()
 
 
-def colour(index: int) -> str:
-    return COLOURS[index % len(COLOURS)]
-
-
 def line(index: int) -> dict[str, Any]:
     """Colour and style of the index-th line. The first thirty differ."""
-    return {"color": colour(index), "linestyle": LINES[index % len(LINES)]}
+    return {"color": COLOURS[index % len(COLOURS)], "linestyle": LINES[index % len(LINES)]}
 
 
 def marker(index: int) -> dict[str, Any]:

@@ -90,7 +90,7 @@ def test_what_a_measure_says_comes_back_and_nothing_else_is_taken() -> None:
     for wrong in ({}, {"headline": "x", "scores": {}}, {**value, "headline": "f2"}, {**value, "scores": {"f1": {}}}):
         with pytest.raises(ValueError, match="score"):
             metrics.read(wrong)
-    with pytest.raises(Failure, match="gives the sums wrong, and its measure adds up correct"):
+    with pytest.raises(Failure, match="returns the sums wrong, but its measure declares correct"):
         metrics.Accuracy().in_order({"wrong": 1})
 
 

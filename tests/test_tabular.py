@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import csv
-import dataclasses
 import json
 import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from conftest import PROGRAMS, alone, document, failing, here, launch, refused
@@ -126,7 +126,7 @@ def test_without_data_it_takes_those_of_breast_cancer() -> None:
 def test_the_end_of_a_run_shows_the_matrix_in_80_columns(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = summary(runs / "torch" / "allreduce")
     show_summary(
-        dataclasses.replace(found, run_dir="run"), Confusion(("a", "b", "a class of a long name")), as_json=False
+        msgspec.structs.replace(found, run_dir="run"), Confusion(("a", "b", "a class of a long name")), as_json=False
     )
     shown = capsys.readouterr().out
     matrix = shown.partition("Confusion matrix (rows: true class, columns: prediction), test\n")[2].splitlines()[1:4]

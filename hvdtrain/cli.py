@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hvdtrain import __version__
-from hvdtrain.config import options as config
+from hvdtrain.config.options import TrainConfig
+from hvdtrain.config.parser import OptionParser, parse
 from hvdtrain.system import exits
 from hvdtrain.system.arguments import Parser, near
 from hvdtrain.system.exits import Failure
@@ -34,9 +35,9 @@ examples:
   hvdtrain data vgg16 vgg16-397923af.pth vgg16.safetensors
 """
 
-IMAGES = """Prepare a folder of pictures, one folder per class, for training.
+IMAGES = """Prepare a folder of images, one folder per class, for training.
 
-Every picture is decoded, turned upright, resized and stored once in memory-mapped arrays, so that a run reads them at
+Every image is decoded, turned upright, resized and stored once in memory-mapped arrays, so that a run reads them at
 once. An interrupted preparation goes on where it was when the same command is given again.
 
 examples:
@@ -46,7 +47,7 @@ examples:
 """
 
 
-CAPTIONS = """Prepare pictures with sentences, Flickr8k as it is distributed for one, for training a captioning model.
+CAPTIONS = """Prepare images with sentences, Flickr8k as it is distributed for one, for training a captioning model.
 
 The source may hold Flickr8k.token.txt with its three lists, a captions.txt table, or COCO's or Karpathy's JSON. What
 is wrong with it is told by file and line. An interrupted preparation goes on when the same command is given again.
@@ -113,12 +114,12 @@ class Training:
 
         module = workloads.module(self.name)
         own = (each for each in vars(module).values() if _is_config_of(each, module.__name__))
-        cls, prog = next(own, config.TrainConfig), f"python -m {module.__name__}"
-        return config.parser_for(cls, prog=prog, purpose=module.__doc__ or "")
+        cls, prog = next(own, TrainConfig), f"python -m {module.__name__}"
+        return OptionParser(cls, prog=prog, purpose=module.__doc__ or "")
 
 
 def _is_config_of(thing: Any, module: str) -> bool:
-    return isinstance(thing, type) and issubclass(thing, config.TrainConfig) and thing.__module__ == module
+    return isinstance(thing, type) and issubclass(thing, TrainConfig) and thing.__module__ == module
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,24 +139,24 @@ class Preparation:
 
     def run(self, arguments: list[str]) -> int:
         module, settings = self._about()
-        asked = config.parse(getattr(module, self.config), arguments, **settings)
+        asked = parse(getattr(module, self.config), arguments, **settings)
         print(json.dumps(getattr(module, self.function)(asked), indent=2))
         return exits.OK
 
     def parser(self) -> ArgumentParser:
         module, settings = self._about()
-        return config.parser_for(getattr(module, self.config), **settings)
+        return OptionParser(getattr(module, self.config), **settings)
 
 
 # words -> (purpose, the command that takes the arguments after them)
 COMMANDS: dict[tuple[str, ...], tuple[str, Part | Preparation]] = {
     ("data", "list"): ("what data there is: size, licence, source, how to get it", Part("data.listed")),
     ("data", "images"): (
-        "prepare a folder of pictures for training",
+        "prepare a folder of images for training",
         Preparation("images", "data.images", "ImagesConfig", "prepare", IMAGES),
     ),
     ("data", "captions"): (
-        "prepare pictures with sentences",
+        "prepare images with sentences",
         Preparation("captions", "captions.prepare", "CaptionsConfig", "prepare", CAPTIONS),
     ),
     ("data", "solar"): (
@@ -166,8 +167,11 @@ COMMANDS: dict[tuple[str, ...], tuple[str, Part | Preparation]] = {
         "VGG16's published weights as --weights takes them",
         Preparation("vgg16", "models.vgg16_weights", "Vgg16Config", "import_weights", VGG16),
     ),
-    ("caption",): ("caption pictures with a trained model", Part("captions.command")),
-    ("tabular",): ("test a trained classifier on a CSV file, or write its answers: test, predict", Part("training.predict")),
+    ("caption",): ("caption images with a trained model", Part("captions.command")),
+    ("tabular",): (
+        "test a trained CSV classifier, or predict classes: test, predict",
+        Part("training.predict"),
+    ),
     ("cluster",): ("virtual hosts on this machine: up, down, status, exec, shell, hostfile", Part("lab.__main__")),
     ("throttle",): ("limit the bandwidth of links, show it, verify it, put it back", Part("lab.throttle.__main__")),
     ("doctor",): ("find what would make a job hang or crawl, before it starts", Part("doctor.__main__")),

@@ -252,8 +252,7 @@ def alone(module: str, *words: str, extra: Mapping[str, str] | None = None) -> s
         warnings.filterwarnings("ignore", "'hvdtrain.* found in sys.modules")
         runpy.run_module(f"hvdtrain.{module}", run_name="__main__", alter_sys=True)
 
-    for late in (f"hvdtrain.{module}", "jsonargparse"):
-        importlib.import_module(late)
+    importlib.import_module(f"hvdtrain.{module}")
     return forked(program)
 
 
@@ -287,7 +286,7 @@ def refused(module: str, *words: str, code: int, said: str, extra: Mapping[str, 
     assert said in done.stderr
 
 
-def installed(folder: Path, entry: str, group: str = "hvdtrain.config.workloads") -> dict[str, str]:
+def installed(folder: Path, entry: str, group: str = "hvdtrain.workloads") -> dict[str, str]:
     """The variables with which Python finds a workload in the folder, `name = module`, as an installed package's; or
     what another group of entry points names. Called again, it renames it."""
     about = folder / "mine-1.0.dist-info"

@@ -5,9 +5,11 @@ Ranks are real processes joined by pipes; a host with a disk of its own is a roo
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import hashlib
 import json
+import math
 import multiprocessing
 import os
 import resource
@@ -34,6 +36,7 @@ from hvdtrain.records import arrays_file
 from hvdtrain.system.exits import BAD_CONFIG, CANNOT_WRITE, FAILED, IO_ERROR, NO_PERMISSION, Failure
 from hvdtrain.training import checkpoint
 from hvdtrain.training.checkpoint import Checkpoints, Loaded
+from hvdtrain.training.train_state import Position
 
 IDENTITY = {"workload": "resnet", "framework": "torch", "parameters": "ab12", "width": 0.25}
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # for the laws with many examples and no need of a disk
@@ -394,6 +397,46 @@ def test_what_is_wrong_is_refused_with_the_reason_and_the_one_before_is_used(tmp
     assert "refused: " in lines[0]
     assert reason in lines[0]
     assert "\n" not in lines[0]
+
+
+POSITION = {"epoch": 2, "consumed": 8, "totals": [0.5, 8.0], "validation_scores": [{"accuracy": 0.5}, {}]}
+FORGED_PROGRESS: list[dict[str, Any]] = [
+    {"step": -5},
+    {"step": 10**9},
+    {"step": 19},
+    {"step": "6"},
+    {"step": 20.0},
+    {"step": None},
+    {"epoch": True},
+    {"epoch": 10**400},
+    {"epoch": 0, "validation_scores": []},
+    {"consumed": 17},
+    {"rated_s": math.nan},
+    {"total_rated_s": math.inf},
+    {"train_s": -1.0},
+    {"epoch_s": "1"},
+    {"best_step": 21},
+    {"totals": 1.0},
+    {"totals": ["1"]},
+    {"validation_scores": [{"accuracy": "high"}, {}]},
+    {"validation_scores": [[], []]},
+    {"validation_scores": [{}]},
+    {"unknown": 1},
+]
+
+
+@pytest.mark.parametrize("forged", FORGED_PROGRESS, ids=str)
+def test_progress_that_no_run_can_have_made_is_refused(tmp_path: Path, forged: dict[str, Any]) -> None:
+    lines: list[str] = []
+    check = partial(Position.loaded, epoch_samples=16)
+    checkpoints = make(tmp_path, check=check, report=lines.append)
+    for step in (10, 20):
+        progress = dataclasses.asdict(Position(step=step, best_step=10, **POSITION))
+        checkpoints.save(step, {}, {}, progress)
+    assert found(checkpoints).step == 20
+    edit(tmp_path / names(20)[0] / "checkpoint.json", progress=progress | forged)
+    assert found(checkpoints).step == 10
+    assert ["its progress " in line for line in lines] == [True]
 
 
 def test_nothing_valid_is_none_and_says_why(tmp_path: Path) -> None:

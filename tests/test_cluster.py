@@ -24,7 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.lab import enter, lifecycle, topology, virtual
-from hvdtrain.system import hosts
+from hvdtrain.system import hosts, variables
 from hvdtrain.system.exits import Failure
 from hvdtrain.system.hosts import Slots
 
@@ -66,11 +66,13 @@ def test_a_hostfile_in_either_notation(tmp_path: Path) -> None:
         (f"a slots={'9' * 5000}\n", ":1:"),
         ("a:²\n", ":1:"),
         ("\x1b]0;x\x07\n", r"\x1b]0;x\x07"),
+        *((f"a{end}b\n", ":1:") for end in ("\r", "\v", "\f", "\x85", "\u2028")),
+        ("# a comment\rb slots=2\n", ":1:"),
     ],
 )
 def test_a_bad_hostfile_names_the_line(tmp_path: Path, text: str, where: str) -> None:
     file = tmp_path / "hosts"
-    file.write_text(text)
+    file.write_text(text, newline="")
     with failing(65, re.escape(str(file))) as failure:
         hosts.read_hostfile(file)
     assert where in str(failure.value)
@@ -139,6 +141,8 @@ def test_a_topology_file_gives_each_host_its_own(tmp_path: Path) -> None:
         "[hosts.a]\nslots = '2'",
         "[hosts.a]\nup = '10mbps'",
         "slots = true\n[hosts.a]",
+        f"[hosts.a]\ncpus = '0-{'9' * 5000}'",
+        "[hosts.a]\ncpus = '٣'",
     ],
 )
 def test_a_bad_topology_file_is_one_line_that_names_it(tmp_path: Path, text: str) -> None:
@@ -166,7 +170,7 @@ def test_a_bad_topology_file_is_one_line_that_names_it(tmp_path: Path, text: str
     ],
 )
 def test_bad_requests_are_refused_before_anything_is_made(flags: list[str], reason: str) -> None:
-    refused("cluster", "up", "--dry-run", *flags, code=2, said=reason)
+    refused("lab", "up", "--dry-run", *flags, code=2, said=reason)
 
 
 def test_every_command_names_only_what_is_the_clusters() -> None:
@@ -187,6 +191,11 @@ def test_up_without_root_changes_nothing_and_says_so() -> None:
     assert not virtual.folder("tnoroot").exists()
 
 
+VARIABLES = """CONDA_PREFIX GLOO_SOCKET_IFNAME KERAS_BACKEND NVIDIA_VISIBLE_DEVICES OPAL_PREFIX OPENBLAS_NUM_THREADS
+PYTHONFAULTHANDLER TF_CPP_MIN_LOG_LEVEL XDG_CACHE_HOME XLA_FLAGS"""
+"""Some of those that launchers and `cluster exec` pass on"""
+
+
 def test_the_environment_on_a_host_is_an_allow_list(tmp_path: Path) -> None:
     user = pwd.getpwuid(os.geteuid())
     asked = {
@@ -196,9 +205,14 @@ def test_the_environment_on_a_host_is_an_allow_list(tmp_path: Path) -> None:
         "LC_ALL": "C",
         "OMPI_COMM_WORLD_RANK": "1",
     }
-    kept = enter.environment({**asked, "VIRTUAL_ENV": str(tmp_path)}, user)
+    passed = dict.fromkeys(VARIABLES.split(), "x")
+    secret = dict.fromkeys(("TF_API_KEY", "HVDTRAIN_TOKEN", "TORCH_HUB_TOKEN", "OMPI_MCA_PASS"), "x")
+    kept = enter.environment({**asked, **passed, **secret, "VIRTUAL_ENV": str(tmp_path)}, user)
     assert kept["HVDTRAIN_EPOCHS"] == "2" and kept["LC_ALL"] == "C" and kept["HOME"] == user.pw_dir
-    assert not {"AWS_SECRET_ACCESS_KEY", "OMPI_COMM_WORLD_RANK"} & kept.keys()
+    assert not {"AWS_SECRET_ACCESS_KEY", "OMPI_COMM_WORLD_RANK", *secret} & kept.keys()
+    assert passed.items() <= kept.items()
+    for patterns in (variables.FOR_RANKS, variables.FOR_LAUNCHERS):
+        assert {name for name in (*passed, *secret) if variables.passes(name, patterns)} == passed.keys()
     assert "AWS_SECRET_ACCESS_KEY" in enter.environment(asked, user, ["AWS_SECRET_ACCESS_KEY"])
 
 
@@ -301,7 +315,7 @@ def test_the_users_own_line_trains_on_two_hosts(
 def test_a_host_gets_its_share_and_its_cores() -> None:
     """As the kernel's groups say; who comes by ssh is held to them too."""
     made = Cluster(f"t{secrets.token_hex(3)}")
-    tell = "import os; from hvdtrain.lab import quota; print(quota.limit().cores, *os.sched_getaffinity(0))"
+    tell = "import os; from hvdtrain.system import cgroup; print(cgroup.limit().cores, *os.sched_getaffinity(0))"
     python = shlex.join([sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); {tell}"])
     try:
         done = made.run("up", "--hosts", "a", "--cpu-share", "0.25", "--cpus", "0")
@@ -368,11 +382,12 @@ def test_down_cleans_whatever_a_killed_up_left() -> None:
 @pytest.mark.root
 def test_down_ends_stubborn_and_stopped_processes() -> None:
     made = Cluster(f"t{secrets.token_hex(3)}")
-    assert made.run("up", "--hosts", "a").returncode == 0
-    scripts = [f"{trap} echo ready; sleep 60; sleep 60" for trap in ("trap '' TERM;", "")]
+    assert made.run("up", "--hosts", "a", "--cpu-share", "0.5").returncode == 0
+    deaf = "trap '' TERM; echo ready; sleep 60; sleep 60"
+    commands = [["sh", "-c", deaf], ["sh", "-c", "echo ready; sleep 60"], ["unshare", "--net", "sh", "-c", deaf]]
     sleepers = [
-        subprocess.Popen(made.command("exec", "a", "--", "sh", "-c", script), env=environment(), stdout=subprocess.PIPE)
-        for script in scripts
+        subprocess.Popen(made.command("exec", "a", "--", *words), env=environment(), stdout=subprocess.PIPE)
+        for words in commands
     ]
     try:
         for sleeper in sleepers:
@@ -383,6 +398,31 @@ def test_down_ends_stubborn_and_stopped_processes() -> None:
     for sleeper in sleepers:
         assert sleeper.wait(LIMIT_S) < 0
         sleeper.stdout.close()  # type: ignore[union-attr]
+    assert footprint(made.name) == set()
+
+
+@pytest.mark.root
+def test_down_names_a_process_that_it_cannot_end_and_the_next_down_removes_it() -> None:
+    freezer = virtual.CGROUPS / "freezer"
+    if not freezer.is_dir():
+        pytest.skip("no cgroup v1 freezer here: nothing else keeps a process from SIGKILL")
+    made, frozen = Cluster(f"t{secrets.token_hex(3)}"), freezer / f"hvdtrain-test-{secrets.token_hex(3)}"
+    assert made.run("up", "--hosts", "a").returncode == 0
+    sleeper = subprocess.Popen(made.command("exec", "a", "--", "sleep", "60"), env=environment())
+    frozen.mkdir()
+    try:
+        until(lambda: Path(f"/proc/{sleeper.pid}/comm").read_text() == "sleep\n")
+        (frozen / "cgroup.procs").write_text(str(sleeper.pid))
+        (frozen / "freezer.state").write_text("FROZEN")
+        until(lambda: (frozen / "freezer.state").read_text() == "FROZEN\n")
+        done = made.run("down")
+        assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+        assert f"{sleeper.pid} (sleep)" in done.stderr
+    finally:
+        (frozen / "freezer.state").write_text("THAWED")
+        assert made.run("down").returncode == 0
+        assert sleeper.wait(LIMIT_S) < 0
+        frozen.rmdir()
     assert footprint(made.name) == set()
 
 

@@ -11,7 +11,7 @@ import pytest
 from conftest import alone, document, finished, installed
 
 from hvdtrain import cli
-from hvdtrain.config import options
+from hvdtrain.config import options, parser
 from hvdtrain.system import exits
 from hvdtrain.system.arguments import Parser
 from hvdtrain.system.exits import Failure
@@ -69,7 +69,7 @@ def test_choices_with_and_without_quotes(quote: str) -> None:
 
 @pytest.mark.parametrize(
     ("line", "told"),
-    [("--print-completion", "--print-completion: give one of bash, zsh"), ("data images a b", "required: --size (WxH")],
+    [("--print-completion", "--print-completion: give one of bash, zsh"), ("data images a b", "--size is missing")],
 )
 def test_what_is_missing(line: str, told: str) -> None:
     assert told in hvdtrain(*line.split()).stderr
@@ -114,14 +114,19 @@ def test_a_bad_workload_of_another_package_is_told_in_a_line(
 def test_training_s_help_groups_flags() -> None:
     told = hvdtrain("train", "resnet", "--help").stdout
     groups = dict(re.findall(r"^(\w+):\n((?:  .*\n|\n)*)", told, re.MULTILINE))
-    assert list(groups)[-6:] == ["data", "model", "optimisation", "exchange", "run", "measuring"]
-    for title, word in {"data": "image-size", "model": "width", "exchange": "strategy", "measuring": "monitor"}.items():
+    assert list(groups)[-6:] == ["data", "model", "optimization", "communication", "run", "measurement"]
+    for title, word in {
+        "data": "image-size",
+        "model": "width",
+        "communication": "strategy",
+        "measurement": "monitor",
+    }.items():
         assert f"--{word} " in groups[title]
 
 
 def test_what_was_meant_by_a_flag_of_training() -> None:
     with pytest.raises(Failure, match=r"did you mean --batch-size\?"):
-        options.parse(options.TrainConfig, ["--batchsize", "3"], prog="x", purpose="")
+        parser.parse(options.TrainConfig, ["--batchsize", "3"], prog="x", purpose="")
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,7 @@ import pytest
 from conftest import ROOT
 
 from hvdtrain import cli, strategies
-from hvdtrain.config import options
+from hvdtrain.config import parser
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("*/README.md")])
 
@@ -99,7 +96,7 @@ def parse(words: list[str]) -> None:
         return
     module = importlib.import_module(program)
     made = next(value for name, value in vars(module).items() if name.endswith("Config") and name != "TrainConfig")
-    asked: Any = options.parse(made, arguments, prog=program, purpose="")
+    asked: Any = parser.parse(made, arguments, prog=program, purpose="")
     if not asked.strategy.startswith("help"):
         strategies.chosen(asked)
 
@@ -126,21 +123,3 @@ def test_the_readme_is_short_and_ci_runs_its_commands() -> None:
     assert readme.count("\n") <= 130
     assert {"    make demo ", "    make test "} <= {line[:14] for line in readme.splitlines()}
     assert "\nstep make test\n" in (ROOT / ".ci" / "run").read_text()
-
-
-def test_the_figures_are_those_of_the_tables(tmp_path: Path) -> None:
-    draw = [sys.executable, ROOT / "tools" / "figures.py"]
-    subprocess.run([*draw, tmp_path], check=True)
-    refused = subprocess.run([*draw, tmp_path / "no"], stderr=subprocess.PIPE, text=True)
-    assert refused.returncode == 73 and refused.stderr.count("\n") == 1
-    for drawn, page in (("time_to_accuracy.svg", "README.md"), ("stages.svg", "docs/STAGES.md")):
-        figure = ROOT / "docs" / "figures" / drawn
-        assert (tmp_path / drawn).read_text() == figure.read_text(), "a table has changed: run python tools/figures.py"
-        assert drawn in (ROOT / page).read_text()
-
-
-def test_contributing_names_every_test() -> None:
-    named = re.findall(r"`(test_[\w*]+)`", (ROOT / "CONTRIBUTING.md").read_text())
-    here = [path.stem for path in (ROOT / "tests").glob("test_*.py")]
-    assert [name for name in here if not any(fnmatchcase(name, each) for each in named)] == []
-    assert [each for each in named if not any(fnmatchcase(name, each) for name in here)] == []

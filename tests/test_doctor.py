@@ -401,4 +401,4 @@ def test_lines_for_people() -> None:
     ],
 )
 def test_usage(flags: list[str], code: int, words: str) -> None:
-    refused("cluster.doctor", *flags, code=code, said=words)
+    refused("doctor", *flags, code=code, said=words)

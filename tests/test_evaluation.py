@@ -15,7 +15,8 @@ from runs import read_run
 
 from hvdtrain import data, strategies
 from hvdtrain.comm.world import World
-from hvdtrain.config.options import TrainConfig, parse
+from hvdtrain.config.options import TrainConfig
+from hvdtrain.config.parser import parse
 from hvdtrain.data.loader import Loader
 from hvdtrain.models import resnet
 from hvdtrain.pipeline.schedule import Pipe

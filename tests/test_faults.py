@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import LIMIT_S, PROGRAMS, ROOT, SMALL, Cluster, command, document, environment, until
+from conftest import LIMIT_S, PROGRAMS, ROOT, SMALL, Cluster, command, document, environment, finished, until
 from runs import read_run
 
 from hvdtrain import records
@@ -27,6 +27,7 @@ from hvdtrain.sentinel.watch import SILENCE_S
 from hvdtrain.strategies.advice import WORTH
 
 WAITING = str(PROGRAMS / "waiting.py")
+STALLING = str(PROGRAMS / "stalling.py")
 
 
 class Job:
@@ -104,6 +105,45 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     yield begin
     for job in jobs:
         job.close()
+
+
+@pytest.mark.parametrize(
+    ("launcher", "what", "reported", "ends"),
+    [
+        ("mpirun", "sleep", [1], "rank 1 on "),
+        ("torchrun", "sleep", [1], "rank 1 on "),
+        ("mpirun", "call", [1], "rank 1 on "),
+        ("mpirun", "differ", [0, 1], "all ranks: "),
+        ("mpirun", "compute", [1], ""),
+        ("mpirun", "write", [1], ""),
+    ],
+)
+def test_a_rank_that_others_wait_for_is_reported_with_its_stack_and_ends_the_job_unless_it_is_busy(
+    launcher: str, what: str, reported: list[int], ends: str
+) -> None:
+    words = command(2, [STALLING, what, "1"], launcher)
+    if launcher == "mpirun":
+        words = ["launch/mpirun.sh", "-np", "2", sys.executable, STALLING, what, "1"]
+    done = finished(words, extra={"HVDTRAIN_STALL_LIMIT": "1", "HVDTRAIN_STRATEGY": "hierarchical"})
+    assert done.returncode == (1 if ends else 0), done.stderr
+    assert ("done" in done.stdout) == (not ends)
+    ranks = re.findall(r"hvdtrain: rank (\d) on .* have waited 1 s for .*; its stack:\n.*most recent call", done.stderr)
+    assert sorted(map(int, ranks)) == reported, done.stderr
+    assert f'"{STALLING}", line' in done.stderr, "where it is"
+    said = sent_by_the_sentinel(done.stderr)
+    assert len(said) == bool(ends) and all(line.startswith(f"hvdtrain: {ends}") for line in said), done.stderr
+
+
+@pytest.mark.root
+def test_a_transfer_of_many_stall_limits_is_not_one(cluster: Cluster) -> None:
+    """Rank 2 waits for the first rank of its host all the time."""
+    throttle(cluster, "10mbit")
+    try:
+        done = cluster.on("a", "launch/mpirun.sh", "-H", "a:1,b:2", sys.executable, STALLING, "send", "1")
+    finally:
+        throttle(cluster, "clear")
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+    assert "hvdtrain: " not in done.stderr
 
 
 def sent_by_the_sentinel(output: str) -> list[str]:

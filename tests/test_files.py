@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from hvdtrain import records
 from hvdtrain.captions.load import load
-from hvdtrain.config import options
+from hvdtrain.config import options, parser
 from hvdtrain.data.prepared import open_images
 from hvdtrain.lab import throttle, topology
 from hvdtrain.lab.throttle.watchdog import Store
@@ -61,7 +61,7 @@ def captioned(path: Path) -> Any:
 
 
 def with_config(path: Path) -> Any:
-    return options.parse(options.TrainConfig, ["--config", str(path)], prog="x", purpose="")
+    return parser.parse(options.TrainConfig, ["--config", str(path)], prog="x", purpose="")
 
 
 def journal(path: Path) -> Any:
@@ -96,6 +96,10 @@ def endless(path: Path) -> None:
     path.symlink_to("/dev/zero")
 
 
+def kernels(path: Path) -> None:
+    path.symlink_to("/proc/kmsg")  # calls itself a plain file of 0 bytes, and reading it does not end
+
+
 def large(path: Path) -> None:
     with path.open("wb") as file:
         file.truncate(1 << 40)  # sparse: a terabyte of zeros
@@ -117,7 +121,7 @@ def escapes(path: Path) -> None:
     path.write_bytes(b"\x1b]0;owned\x07\x1b[2J\r")
 
 
-HOSTILE = [a_pipe, a_socket, endless, large, deep, deep_object, dotted, escapes]
+HOSTILE = [a_pipe, a_socket, endless, kernels, large, deep, deep_object, dotted, escapes]
 
 
 @pytest.mark.parametrize("reader", READERS)
@@ -128,7 +132,10 @@ def test_a_file_that_is_not_what_it_claims_is_refused_in_one_line(tmp_path: Path
     with pytest.raises(Failure) as refused:
         READERS[reader](path)
     assert str(refused.value).isprintable()
-    assert refused.value.code in (exits.USAGE, exits.BAD_DATA, exits.UNREACHABLE, exits.IO_ERROR, exits.BAD_CONFIG)
+    codes = [exits.USAGE, exits.BAD_DATA, exits.UNREACHABLE, exits.IO_ERROR, exits.BAD_CONFIG]
+    if hostile is kernels and os.geteuid():
+        codes = [exits.NO_PERMISSION]
+    assert refused.value.code in codes
 
 
 @given(st.text())
@@ -283,11 +290,11 @@ NO_HEADS = [b"nothing", *map(head, (b"(" * 65535, b"(" * 5000, b"-" * 8000 + b"1
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (member((2**40,), bytes(16)), "does not fit"),
-        (member((2**70,), bytes(16)), "does not fit"),
-        (member((4,), bytes(16), "|O"), "does not fit|Object"),
-        (member((4,), bytes(32), "<i8"), "does not fit"),
-        *((content, "damaged .its head cannot be read.") for content in NO_HEADS),
+        (member((2**40,), bytes(16)), "does not match"),
+        (member((2**70,), bytes(16)), "does not match"),
+        (member((4,), bytes(16), "|O"), "does not match|Object"),
+        (member((4,), bytes(32), "<i8"), "does not match"),
+        *((content, "damaged .its header cannot be read.") for content in NO_HEADS),
     ],
 )
 def test_an_npz_that_claims_more_than_it_holds_is_refused_before_it_is_unpacked(

@@ -344,7 +344,7 @@ def test_a_bad_line_of_a_hostfile_is_named(tmp_path: Path) -> None:
 
 def test_without_mpirun_one_line_says_so() -> None:
     bare = environment({"PATH": "/usr/bin:/bin", "VIRTUAL_ENV": "/"})
-    words = [sys.executable, "-m", "hvdtrain.launch.__main__", "mpirun", "-H", "localhost", "true"]
+    words = [sys.executable, "-m", "hvdtrain.launch", "mpirun", "-H", "localhost", "true"]
     done = subprocess.run(words, cwd=ROOT, env=bare, capture_output=True, text=True, timeout=LIMIT_S)
     if Path("/usr/bin/mpirun").exists():
         assert done.returncode == 0
@@ -366,7 +366,7 @@ echo "$rank" >{pid}
 FOR_EVER = "mkfifo $0.fifo; exec 3<>$0.fifo; read line <&3"  # with no process below it
 FOR_6_S = FOR_EVER.replace("read", "read -t 6") + "; exit 3"
 RANK = (
-    "{python} -c 'import signal, sys, time; signal.signal(10, lambda *_: sys.exit(75));"
+    "{python} -c 'import signal, sys, time; signal.signal(10, lambda *_: time.sleep(1) or sys.exit(75));"
     ' open("{pid}.ready", "x"); time.sleep(600)\''
 )
 
@@ -378,19 +378,39 @@ def starts(tmp_path: Path, *, rest: str = "wait $rank") -> tuple[subprocess.Pope
     fake.chmod(0o755)
     variables = environment()
     variables |= {"PATH": f"{tmp_path}{os.pathsep}{variables['PATH']}"}
-    words = [sys.executable, "-m", "hvdtrain.launch.__main__", "mpirun", "-H", "localhost:1", "true"]
+    words = [sys.executable, "-m", "hvdtrain.launch", "mpirun", "-H", "localhost:1", "true"]
     with (tmp_path / "said").open("w") as said:
         job = subprocess.Popen(words, cwd=ROOT, env=variables, stderr=said)
     until(lambda: Path(f"{pid}.ready").exists() and pid.exists() and pid.read_text().endswith("\n"))
     return job, pid
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_a_signal_becomes_usr1_and_the_ranks_own_code(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize("name", ["TERM", "INT", "USR1", "USR1 TERM"])
+def test_a_signal_becomes_usr1_and_the_ranks_own_code(tmp_path: Path, name: str) -> None:
+    """As Slurm sends USR1 before the end of the time limit, and TERM then."""
     job, pid = starts(tmp_path)
-    job.send_signal(number)
+    for each in name.split():
+        job.send_signal(signal.Signals[f"SIG{each}"])
+        until(lambda: "the ranks are asked for a checkpoint" in (tmp_path / "said").read_text())
     assert job.wait(timeout=LIMIT_S) == 75, (tmp_path / "said").read_text()
     assert proc.ended(int(pid.read_text()))
+
+
+@pytest.mark.parametrize("launcher", [["mpirun.sh"], ["horovodrun.sh"], ["horovodrun.sh", "--gloo"]])
+@pytest.mark.parametrize("raised", ["Failure('no such data', 65)", "ValueError('no such data')"])
+def test_the_reason_of_a_rank_is_the_last_line(launcher: list[str], raised: str) -> None:
+    """Below what mpirun and horovodrun print when a rank fails."""
+    program = f"from hvdtrain.comm.world import Failure, guard\nguard(debug=False)\nraise {raised}"
+    done = finished([f"launch/{launcher[0]}", *launcher[1:], "--quiet", "-np", "2", sys.executable, "-c", program])
+    assert done.returncode == (65 if "Failure" in raised and "--gloo" not in launcher else 1), done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("hvdtrain: ") and last.endswith("no such data"), done.stderr
+
+
+def test_a_job_whose_ranks_gave_no_reason_ends_with_its_launchers_words(tmp_path: Path) -> None:
+    done = finished(["launch/mpirun.sh", "--quiet", "-np", "2", sys.executable, "-c", "raise SystemExit(3)"])
+    assert done.returncode == 3
+    assert "hvdtrain: " not in done.stderr
 
 
 def test_a_killed_launcher_leaves_no_job(tmp_path: Path) -> None:

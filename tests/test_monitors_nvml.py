@@ -90,6 +90,21 @@ def test_a_gpu_that_may_not_be_read_is_absent_beside_one_that_may(driver: Driver
     ]
 
 
+@pytest.mark.parametrize("error", ["GpuIsLost", "ValueError"])
+@pytest.mark.parametrize("what", ["handle", "name", "uuid", "energy_mj", "power_mw", "utilisation", "memory_bytes"])
+def test_a_fault_of_one_gpu_leaves_the_others_as_they_are(what: str, error: str, driver: Driver) -> None:
+    faulty = gpu(1, **{what: error}) | ({"energy_mj": "NotSupported"} if what == "power_mw" else {})
+    nvml = driver(gpu(0), faulty, gpu(2))
+    sensors = nvml.sensors()
+    assert [sensor.device for sensor in sensors] == ["gpu0", "gpu1", "gpu2"]
+    assert [sensor.source for sensor in sensors[::2]] == ["nvml-energy"] * 2
+    assert (sensors[1].source is None) == (what in ("handle", "power_mw")) == bool(sensors[1].reason)
+    assert {"device": "gpu0", "utilisation_percent": 50, "memory_used_bytes": 2**30} in nvml.figures()
+    rank = {"rank": 0, "device": "cuda:2", "visible": None, "order": None}
+    told = None if what in ("handle", "name") else False  # CUDA counts GPUs of other models in another order
+    assert list(nvml.used([rank]).values()) == [told, told, None if told is None else True]
+
+
 MIG = "MIG-5c8b0b4f-1111-2222-3333-444455556666"
 SAME = (gpu(0), gpu(1, mig=[MIG]), gpu(2))
 MIXED = (gpu(0, name="NVIDIA T4"), gpu(1))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
+import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import PROGRAMS, launch
+from conftest import PROGRAMS, ROOT, launch
 from runs import read_run
 
 from hvdtrain import records
@@ -19,7 +21,6 @@ from hvdtrain.horovod_api import record, shown
 from hvdtrain.results.__main__ import main
 from hvdtrain.results.read import frame as results
 from hvdtrain.strategies import parse
-from hvdtrain.system.arguments import without_secrets
 from hvdtrain.system.exits import Failure
 
 STREAMS = "local-sgd:every=2,staleness=1+powersgd:rank=1"
@@ -34,19 +35,22 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("one", 1, "allreduce", ["--api-token", "hunter2"]),
         ("two", 2, "allreduce", ["--api-token", "hunter2"]),
         ("quiet", 2, STREAMS, ["--quiet", "--seed", "3"]),
-        ("failed", 1, "allreduce", ["--fail"]),
-        ("ended", 1, "hierarchical", ["--exit", "3"]),
+        ("failed", 1, "allreduce", ["--end", "raise ValueError('own mistake')"]),
+        ("late", 1, "hierarchical", ["--end", "hvd.shutdown(); raise SystemExit(3)"]),
+        ("other", 2, "allreduce", ["--end", "raise SystemExit(3 * hvd.rank())"]),
     ]
 
     def begun(job: tuple[str, int, str, list[str]]) -> Any:
         name, ranks, strategy, flags = job
         variables = {"HVDTRAIN_RUN_DIR": str(folder / name), "HVDTRAIN_STRATEGY": strategy}
-        return launch(ranks, [SCRIPT, *flags], extra=variables)
+        words = [str(PROGRAMS / "on_hosts.py"), "own_recorded"] if name == "quiet" else [SCRIPT]
+        return launch(ranks, [*words, *flags], extra=variables)
 
     with ThreadPoolExecutor(3) as pool:
         for (name, *_), done in zip(jobs, pool.map(begun, jobs), strict=True):
-            assert done.returncode == {"failed": 1, "ended": 3}.get(name, 0), done.stderr[-3000:]
-            assert (f"run folder {folder / name}: 16 steps" in done.stderr) == (done.returncode == 0)
+            assert done.returncode == {"failed": 1, "late": 3, "other": 3}.get(name, 0), done.stderr[-3000:]
+            assert (f"run folder {folder / name}: 16 steps" in done.stderr) == (name not in ("failed", "other"))
+            assert (f"run folder {folder / name}: unfinished" in done.stderr) == (name in ("late", "other"))
     return folder
 
 
@@ -54,7 +58,7 @@ def test_the_folder_has_what_was_measured_and_told(made: Path) -> None:
     manifest = records.read_document(made / "two" / "manifest.json", records.Manifest)
     assert (manifest.workload, manifest.config["strategy"]) == ("own_recorded", "allreduce")
     assert "hunter2" not in (made / "two" / "manifest.json").read_text()
-    assert (len(manifest.ranks), manifest.model["parameters"], manifest.metric["headline"]) == (2, 650, "accuracy")
+    assert (len(manifest.ranks), manifest.model["parameters"], manifest.metric["primary"]) == (2, 650, "accuracy")
     for rank in range(2):
         steps = read_run(made / "two", rank)["step"]
         assert [step.step for step in steps] == list(range(16))
@@ -72,16 +76,61 @@ def test_the_folder_has_what_was_measured_and_told(made: Path) -> None:
         assert exchanged == [2, 4, 6, 7, 10, 12, 14, 15], "synchronize_weights() belongs to the step before it"
     (summary,) = read_run(made / "two")["summary"]
     assert (summary.steps, summary.global_batch, summary.ranks, summary.bytes_sent) == (16, 64, 2, 16 * 2624)
+    assert (summary.bytes_sent_source, summary.local_bytes_sent) == ("computed", None)
+    (quiet,) = read_run(made / "quiet")["summary"]
+    assert (quiet.bytes_sent_source, quiet.local_bytes_sent) == ("counted", 0)
     assert set(summary.step_shares) == {"compute", "exchange", "exchange_least"}
-    assert not (made / "failed" / "COMPLETE").exists()
+
+
+ENDS = [
+    ("pass", True),
+    ("raise SystemExit", True),
+    ("raise SystemExit(0)", True),
+    ("exit()", True),
+    ("sys.exit(None)", True),
+    ("leave(0)", True),
+    ("try: sys.exit(1)\nexcept SystemExit as end: print(end.code)", True),
+    ("threading.Thread(target=sys.exit, args=[1]).start()", True),
+    ("raise SystemExit(1)", False),
+    ("raise SystemExit('words')", False),
+    ("raise SystemExit('')", False),
+    ("class Mine(SystemExit): pass\nraise Mine(1)", False),
+    ("exit(1)", False),
+    ("quit(3)", False),
+    ("sys.exit(2)", False),
+    ("leave(2)", False),
+    ("raise ValueError", False),
+    ("raise KeyboardInterrupt", False),
+    ("threading.Thread(target=lambda: 1 / 0).start()", False),
+    ("sys.excepthook = lambda *_: None\nraise ValueError", False),
+]
+
+
+@pytest.mark.parametrize("module", [False, True])
+def test_how_an_interpreter_ends(module: bool, tmp_path: Path) -> None:
+    """Normally or not, whether it runs a file or `python -m`."""
+    watched = "import atexit, sys, threading\nfrom sys import exit as leave\nfrom hvdtrain.horovod_api import ending\n"
+    watched += "ending.watch()\natexit.register(lambda: print('ends', ending.failure() is None))\n"
+
+    def ended(case: tuple[int, tuple[str, bool]]) -> str:
+        script = tmp_path / f"script{case[0]}.py"
+        script.write_text(watched + case[1][0])
+        how = ["-m", script.stem] if module else [str(script)]
+        environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
+        done = subprocess.run([sys.executable, *how], env=environment, capture_output=True, text=True, timeout=60)
+        return done.stdout.splitlines()[-1]
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(ended, enumerate(ENDS)))
+    assert dict(zip([code for code, _ in ENDS], found, strict=True)) == {code: f"ends {well}" for code, well in ENDS}
 
 
 def test_results_show_scripts_like_workloads(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = results.load([made]).runs.set_index("run")
     assert dict(runs["state"]) == {
-        name: "unfinished" if name in ("failed", "ended") else "complete" for name in runs.index
+        name: "unfinished" if name in ("failed", "late", "other") else "complete" for name in runs.index
     }
-    assert len(runs) == 5
+    assert len(runs) == 6
     assert runs.loc["two", "samples_per_s"] > 0
     assert (runs.loc["two", "rank_batch"], runs.loc["quiet", "seed"]) == (32, 3)
     assert runs.loc["two", "step_s"] == pytest.approx(runs.loc["two", "compute_s"] + runs.loc["two", "communication_s"])
@@ -143,12 +192,8 @@ def test_scores_declare_what_they_can_be() -> None:
     assert not shown.score("accuracy", 93.5).share
     assert not shown.score("rmse", 0.5).higher_is_better
     assert shown.finite(math.nan) is None
-    argv = ["a.py", "--token=x", "--password", "y", "--seed=4", "--lr", "1"]
-    words = without_secrets(argv)
-    assert words == ["a.py", "--token=***", "--password", "***", "--seed=4", "--lr", "1"]
-    rest = ["--token=***", "--password", "***", "--lr", "1"]
+    words, rest = ["a.py", "--x=y", "--seed=4", "--lr", "1"], ["--x=y", "--lr", "1"]
     assert (shown.seed_and_rest(words), shown.seed_and_rest([*words, "--seed", "5"])) == ((4, rest), (5, rest))
     assert shown.seed_and_rest(["a.py", "--seed"]) == (None, [])
-    assert json.dumps(words)
     with pytest.raises(Failure):
         record.TrainConfig(monitor="nothing")

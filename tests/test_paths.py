@@ -26,7 +26,7 @@ from runs import make
 
 from hvdtrain import captioning, cli, resnet
 from hvdtrain.comm import world
-from hvdtrain.config import options
+from hvdtrain.config.parser import OptionParser
 from hvdtrain.lab.throttle import request
 from hvdtrain.launch import __main__ as launch
 from hvdtrain.system import exits
@@ -96,7 +96,7 @@ def parser(name: str) -> argparse.ArgumentParser:
         return launch.parser(name)
     if name in ("resnet", "captioning"):
         cls = {"resnet": resnet.ResNetConfig, "captioning": captioning.CaptioningConfig}[name]
-        return options.parser_for(cls, prog=name, purpose="")
+        return OptionParser(cls, prog=name, purpose="")
     if name == "throttle":
         return request.parser()
     return cli.COMMANDS[tuple(name.split())][1].parser()

@@ -19,7 +19,7 @@ from runs import read_run
 from test_resnet_train import started, wait_for_steps
 
 from hvdtrain import records
-from hvdtrain.config.options import flag
+from hvdtrain.config.parser import flag
 from hvdtrain.observe.timing import WARMUP_STEPS
 from hvdtrain.resnet import ResNetConfig
 from hvdtrain.system.exits import Failure

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PROGRAMS, document, first_of, launch, refused
+from conftest import PROGRAMS, document, failing, first_of, launch, refused
 from test_strategies import Simulated, simulated_delayed
 
 from hvdtrain.comm import world
@@ -85,7 +85,7 @@ def test_a_rank_that_raises_ends_the_job_and_its_traceback_is_shown_last(
     output = done.stderr + done.stdout
     assert output.count("hvdtrain: ") == 1, "peers that only lost contact stay silent"
     assert "hvdtrain: rank 1 on " in output
-    assert "ZeroDivisionError: the cause" in output[output.index("hvdtrain: ") :]
+    assert "ZeroDivisionError: the cause, not Horovod" in output[output.index("hvdtrain: ") :]
 
 
 def test_a_failure_of_one_rank_is_one_line_with_its_rank() -> None:
@@ -138,3 +138,27 @@ def test_programs_that_do_not_know_of_each_other_are_refused_by_the_first(
 
 def test_programs_started_by_pmi_end_with_a_usage_error() -> None:
     refused("resnet", code=2, said="by PMI", extra=PMI)
+
+
+SRUN = {"PMIX_RANK": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("good", "name", "value"),
+    [
+        ({"HOROVOD_RANK": ""}, "HOROVOD_SIZE", ""),
+        (MPIRUN, "OMPI_COMM_WORLD_RANK", "x"),
+        (MPIRUN, "OMPI_COMM_WORLD_RANK", "3"),
+        (MPIRUN, "OMPI_COMM_WORLD_LOCAL_RANK", "-1"),
+        (MPIRUN, "OMPI_COMM_WORLD_SIZE", "0"),
+        (MPIRUN, "OMPI_COMM_WORLD_SIZE", "99999999"),
+        (MPIRUN, "OMPI_COMM_WORLD_SIZE", "9" * 5000),
+        (SRUN, "SLURM_STEP_TASKS_PER_NODE", "2(xZ)"),
+        (SRUN, "SLURM_STEP_TASKS_PER_NODE", ",".join(["1(x999999)"] * 1000)),
+        (SRUN, "SLURM_NODEID", "q"),
+    ],
+)
+def test_a_launchers_variable_out_of_its_bounds_is_one_line(good: dict[str, str], name: str, value: str) -> None:
+    with failing(78, f"{name}="):
+        world.place(good | {name: value})
+    refused("resnet", "--dry-run", code=78, said=f"{name}=", extra=good | {name: value})

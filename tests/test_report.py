@@ -147,6 +147,18 @@ def test_the_first_screen_has_the_conclusions(page: Page, tmp_path: Path) -> Non
     assert "Figure 1. Time to the target" in raced and "Table 1. Strategies: time to 95 %" in raced
 
 
+def test_runs_on_one_machine_are_compared_by_their_ranks(tmp_path: Path) -> None:
+    """As the first sweep, launch/sweeps/quick.toml, makes them."""
+    for ranks, train_s in ((1, 10.0), (2, 6.0)):
+        for seed in range(3):
+            asked = {"ranks_per_host": ranks, "rank_batch": 64 // ranks, "seed": seed}
+            runs.make(tmp_path / f"{ranks}-{seed}", train_s=train_s * (1 + 0.01 * seed), **asked)
+    text = Page(document.page(load([tmp_path]))).text()
+    assert "Each added rank makes training faster: 2 ranks are 1.67 x as fast" in text
+    assert "Figure 1. Training time over ranks." in text and "Table 1. Scaling over ranks" in text
+    assert "Nothing to compare with" not in text
+
+
 def test_runs_that_do_not_count_are_listed(page: Page, folder: Path) -> None:
     text = page.text()
     assert "stopped: unfinished" in text

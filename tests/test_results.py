@@ -132,7 +132,7 @@ def test_a_target_without_a_common_score_names_none(root: Path) -> None:
     both = pd.concat([other, frame])
     assert scores.goal(frame, 0.95) == "95 % validation accuracy"
     assert scores.goal(other, 61.5) == "validation MAE 61.5 W/m2"
-    assert (scores.target(both, 0.95), scores.goal(both, 1)) == ("primary score 0.95", "validation primary score 1")
+    assert (scores.target(both, 0.95), scores.goal(both, 1)) == ("primary metric 0.95", "validation primary metric 1")
     assert scores.best(both) == "MAE 60 W/m2 and 96 %"
     scores.check_target(both, 61.5)
 
@@ -197,7 +197,7 @@ def test_runs_with_different_settings_are_never_averaged(tmp_path: Path, capsys:
 
 
 def test_missing_runs_and_removed_options_are_errors_with_hints(tmp_path: Path) -> None:
-    with failing(1, "no runs in .*hint: start one"):
+    with failing(65, "no runs in .*hint: start one"):
         main(["list", str(tmp_path)])
     with failing(65, "no runs in"):
         main(["compare", str(tmp_path), str(tmp_path)])
@@ -242,6 +242,10 @@ def test_compare_exits_with_1_if_anything_is_worse(tmp_path: Path, capsys: pytes
     assert main(["compare", b, a]) == 0
     with failing(65, "nothing to compare"):
         main(["compare", a, c])
+    (tmp_path / "empty").mkdir()
+    for command in (["compare", a, str(tmp_path / "empty")], ["compare", a, b, "--where", "hosts>7"]):
+        with failing(65, "no runs? in "):
+            main(command)
 
 
 def test_compare_knows_the_direction_of_each_measurement(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

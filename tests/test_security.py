@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import LIMIT_S, PROGRAMS, ROOT, command, document, environment, failing, launch, until
+from conftest import LIMIT_S, PROGRAMS, ROOT, command, document, environment, failing, forked, launch, until
 from thread_ranks import at_once
 
 from hvdtrain.comm import rendezvous, signed_store
@@ -257,6 +257,27 @@ def test_a_flood_does_not_reach_the_queue_of_heartbeats() -> None:
         door.recv(100)
     for one in (door, friend, stranger, other):
         one.close()
+
+
+def test_strangers_reach_the_decoy_of_a_shared_port_for_any_user() -> None:
+    def program() -> None:
+        os.getuid() or os.setuid(65534)
+        decoy, server = socket.socket(), socket.socket()
+        decoy.bind(("127.0.0.1", 0))
+        socket_filter.only_strangers(decoy, ["127.0.0.1", "127.0.0.3"])
+        decoy.listen()
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        server.bind(decoy.getsockname())
+        server.listen()
+        for source, reached in 5 * [("127.0.0.1", server), ("127.0.0.2", decoy), ("127.0.0.3", server)]:
+            with socket.socket() as made:
+                made.settimeout(LIMIT_S), reached.settimeout(LIMIT_S)
+                made.bind((source, 0))
+                made.connect(decoy.getsockname())
+                assert reached.accept()[1] == made.getsockname()
+
+    done = forked(program)
+    assert done.returncode == 0, done.stderr
 
 
 # --- what a job listens on ------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from conftest import until
 from hvdtrain.sentinel import auth, goodput, interfaces
 from hvdtrain.sentinel.auth import Party
 from hvdtrain.sentinel.processes import Process, launchers
+from hvdtrain.sentinel.stalls import ENDS, MOVES, WAITS
 from hvdtrain.sentinel.watch import ASLEEP_S, PURPOSE, REFUSED_S, SILENCE_S, STOPPED_S, RankWords, Watch
 from hvdtrain.system import link_probe
 
@@ -28,7 +29,7 @@ SECRET = b"s" * 32
 class Sentinels:
     """The sentinels of some hosts, in this process, each with one rank that only sleeps; and a clock to turn."""
 
-    def __init__(self, hosts: int) -> None:
+    def __init__(self, hosts: int, stall_limit_s: float = 0.0) -> None:
         self.now = 1000.0
         self.sleepers = [subprocess.Popen(["sleep", "600"]) for _ in range(hosts)]
         self.ranks = [udp() for _ in range(hosts)]
@@ -45,6 +46,7 @@ class Sentinels:
             Watch(
                 {
                     "secret": SECRET.hex(),
+                    "stall_limit_s": stall_limit_s,
                     "host": i,
                     "hosts": about,
                     "ranks": [{"rank": i, "pid": sleeper.pid, "port": self.ranks[i].getsockname()[1]}],
@@ -89,11 +91,11 @@ def udp() -> socket.socket:
 
 
 @pytest.fixture
-def sentinels() -> Iterator[Callable[[int], Sentinels]]:
+def sentinels() -> Iterator[Callable[..., Sentinels]]:
     made: list[Sentinels] = []
 
-    def make(hosts: int) -> Sentinels:
-        made.append(Sentinels(hosts))
+    def make(hosts: int, stall_limit_s: float = 0.0) -> Sentinels:
+        made.append(Sentinels(hosts, stall_limit_s))
         return made[-1]
 
     yield make
@@ -169,6 +171,46 @@ def test_a_stopped_rank_is_a_fault_unless_the_whole_job_is_stopped(
     job.turn(8)
     assert job.left(False, False)
     assert "hvdtrain: rank 1 on host1: stopped (SIGSTOP)" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_ranks_that_wait_for_another_end_with_it_unless_bytes_move_somewhere(
+    moves: bool, sentinels: Callable[..., Sentinels], capfd: pytest.CaptureFixture[str]
+) -> None:
+    limit_s = 60.0
+    job = sentinels(3, limit_s)
+    for waited in range(10, int(ENDS * limit_s) + 40, 10):
+        job.turn(10)
+        for rank in (0, 2):
+            job.ranks[rank].send(WAITS + str(waited).encode())
+        if moves:
+            job.ranks[1].send(MOVES)
+        if waited < ENDS * limit_s - 10:
+            assert all(sleeper.poll() is None for sleeper in job.sleepers)
+    assert job.left(moves, moves, moves)
+    said = capfd.readouterr().err.splitlines()
+    assert [line[:24] for line in said] == ([] if moves else ["hvdtrain: rank 1 on host"] * 2), said
+    if not moves:
+        assert "host1: other ranks have waited 60 s for it; its stack cannot be shown" in said[0]
+        assert "no rank has made progress; ending the job" in said[1]
+
+
+@pytest.mark.parametrize("seconds", [2000, 0])
+def test_a_job_that_was_suspended_has_not_stalled(seconds: int, sentinels: Callable[..., Sentinels]) -> None:
+    """Its ranks find that they have waited for all that time; 0: the machine was."""
+    job = sentinels(2, 60.0)
+    job.turn(5)
+    if seconds:
+        job.stop(0, 1)
+        job.turn(seconds)
+        for sleeper in job.sleepers:
+            os.kill(sleeper.pid, signal.SIGCONT)
+            os.waitid(os.P_PID, sleeper.pid, os.WCONTINUED)
+    else:
+        job.now += 2000
+    job.ranks[0].send(WAITS + b"2000")
+    job.turn(20)
+    assert job.left(True, True)
 
 
 @pytest.mark.parametrize(

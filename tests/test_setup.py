@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from conftest import LIMIT_S, ROOT
+from conftest import LIMIT_S, ROOT, finished
 
 from hvdtrain.system import cgroup
 
@@ -352,3 +352,12 @@ def test_pins_cover_the_requirements() -> None:
     wanted = [settings["options"]["install_requires"], extras["horovod"], extras["dev"], extras["torch"]]
     asked = {re.split("[<>=]", line)[0].lower() for line in "\n".join(wanted).split()}
     assert asked and asked <= pinned, asked - pinned
+
+
+def test_a_test_worker_that_dies_ends_make_test_with_a_failure(tmp_path: Path) -> None:
+    (options,) = re.findall(r"pytest (.*) \$\(TEST_ARGS\)", (ROOT / "Makefile").read_text())
+    (tmp_path / "test_a.py").write_text("import os\ndef test_one(): pass\ndef test_two(): os.abort()\n")
+    for name in "bcd":
+        (tmp_path / f"test_{name}.py").write_text("def test_one(): pass\ndef test_two(): pass\n")
+    done = finished([sys.executable, "-m", "pytest", *options.split()], cwd=tmp_path)
+    assert done.returncode == 1 and "1 failed, " in done.stdout, done.stdout

@@ -7,7 +7,8 @@ import os
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -195,12 +196,15 @@ def test_srun_without_pmix_is_refused(nodes: SlurmCluster, tmp_path: Path) -> No
 
 LAUNCHER = """#!/usr/bin/env bash
 printf '%s\\n' "${HVDTRAIN_RUN_DIR:-theirs} ${HVDTRAIN_RESUME:-anew}" "$@" >started.part
-stop() { echo "$1" >signal; exit "$CODE"; }
+stop() {
+    echo "$1" >>signal
+    if [[ $1 == "$LAST" ]]; then exit "$CODE"; fi
+}
 trap 'stop USR1' USR1
 trap 'stop TERM' TERM
 if [[ ${SAVES:-} ]]; then mkdir -p "$HVDTRAIN_RUN_DIR/checkpoints/step-00000020"; fi
 mv started.part started
-while [[ $WAIT ]]; do sleep 0.05; done
+while [[ $LAST ]]; do sleep 0.05; done
 exit "$CODE"
 """
 SCONTROL = """#!/usr/bin/env bash
@@ -214,17 +218,23 @@ def program(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
-def script(
-    *words: str, cwd: Path = ROOT, number: signal.Signals | None = None, **variables: str
-) -> tuple[int, list[str]]:
-    """Runs the batch script as a plain program, signals it once its launcher runs: its exit code, its stderr."""
+def has_lines(file: Path, count: int) -> bool:
+    return file.exists() and file.read_text().count("\n") == count
+
+
+def script(*words: str, cwd: Path = ROOT, signals: Sequence[str] = (), **variables: str) -> tuple[int, list[str]]:
+    """Runs the batch script as a plain program and sends it these signals, in turn, once its launcher runs: its exit
+    code, its stderr."""
     environment = {"PATH": f"{cwd / 'bin'}:{SYSTEM_PATH}", "SLURM_JOB_ID": "7", **variables}
     with subprocess.Popen(
         [str(SCRIPT), *words], env=environment, cwd=cwd, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     ) as running:
-        if number is not None:
+        if signals:
             until((cwd / "started").exists, what=lambda: "its launcher")
-            running.send_signal(number)
+        passed = cwd / "signal"
+        for count, name in enumerate(signals, 1):
+            running.send_signal(signal.Signals[f"SIG{name}"])
+            until(partial(has_lines, passed, count), what=lambda: "it is passed on")
         try:
             said = running.communicate(timeout=LIMIT_S)[1]
         finally:
@@ -234,7 +244,7 @@ def script(
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A folder with all that the script looks for; the launcher ends as CODE says, after a signal if WAIT is set."""
+    """A folder with all that the script looks for; the launcher ends as CODE says, after the signal LAST if set."""
     program(tmp_path / "launch" / "mpirun.sh", LAUNCHER)
     program(tmp_path / "bin" / "scontrol", SCONTROL)
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
@@ -243,40 +253,42 @@ def checkout(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("code", "number", "restarts", "checkpoints", "requeued"),
+    ("code", "signals", "restarts", "checkpoints", "requeued"),
     [
-        (0, None, 0, "new", False),
-        (1, None, 0, "", False),
-        (1, None, 0, "new", True),  # a fault: the launcher's sentinel ended the job after its last checkpoint
-        (1, None, 1, "old", False),  # it fails where it failed before
-        (1, None, 5, "new", False),  # the sixth time it is no accident
-        (1, signal.SIGTERM, 0, "new", False),
-        (75, None, 0, "", True),  # only the ranks were signalled
-        (75, None, 5, "", False),
-        (75, signal.SIGUSR1, 9, "", True),  # the time limit, as often as it takes
-        (75, signal.SIGTERM, 0, "", False),
-        (75, signal.SIGINT, 0, "", False),
-        (138, signal.SIGUSR1, 0, "", False),  # before the first step: nothing to resume
-        (138, signal.SIGUSR1, 9, "old", True),
+        (0, [], 0, "new", False),
+        (1, [], 0, "", False),
+        (1, [], 0, "new", True),  # a fault: the launcher's sentinel ended the job after its last checkpoint
+        (1, [], 1, "old", False),  # it fails where it failed before
+        (1, [], 5, "new", False),  # the sixth time it is no accident
+        (1, ["TERM"], 0, "new", False),
+        (75, [], 0, "", True),  # only the ranks were signalled
+        (75, [], 5, "", False),
+        (75, ["USR1"], 9, "", True),  # the time limit, as often as it takes
+        (75, ["USR1", "TERM"], 9, "", True),  # the time limit, and a long step before the checkpoint
+        (75, ["TERM"], 0, "", False),
+        (75, ["TERM", "USR1"], 0, "", False),
+        (75, ["INT"], 0, "", False),
+        (138, ["USR1"], 0, "", False),  # before the first step: nothing to resume
+        (138, ["USR1"], 9, "old", True),
     ],
 )
 def test_what_goes_back_to_the_queue(
-    checkout: Path, code: int, number: signal.Signals | None, restarts: int, checkpoints: str, requeued: bool
+    checkout: Path, code: int, signals: list[str], restarts: int, checkpoints: str, requeued: bool
 ) -> None:
     """`checkpoints`: old, of an earlier start; new, of this one."""
     if checkpoints == "old":
         (checkout / "results" / "slurm-7" / "checkpoints" / "step-00000010").mkdir(parents=True)
-    about = {"CODE": str(code), "WAIT": "" if number is None else "yes", "SLURM_RESTART_COUNT": str(restarts)}
+    passed = ["TERM" if name == "INT" else name for name in signals]
+    about = {"CODE": str(code), "LAST": passed[-1] if passed else "", "SLURM_RESTART_COUNT": str(restarts)}
     saves = "yes" if checkpoints == "new" else ""
-    ended, lines = script("train", cwd=checkout, number=number, SAVES=saves, **about)
+    ended, lines = script("train", cwd=checkout, signals=signals, SAVES=saves, **about)
     assert ended == code, lines
-    if (code, number) == (75, signal.SIGTERM):
+    if (code, signals) == (75, ["TERM"]):
         assert lines[-1].endswith("sbatch [the same options] launch/slurm.sbatch train --resume results/slurm-7")
     called = checkout / "scontrol.called"
     assert (called.read_text() if called.exists() else None) == ("requeue 7\n" if requeued else None), lines
-    if number is not None:
-        expected = "USR1" if number is signal.SIGUSR1 else "TERM"
-        assert (checkout / "signal").read_text() == f"{expected}\n"
+    if passed:
+        assert (checkout / "signal").read_text().split() == passed
 
 
 @pytest.mark.parametrize(
@@ -294,7 +306,7 @@ def test_what_goes_back_to_the_queue(
 def test_the_run_folder_is_the_jobs_unless_the_command_names_one(
     checkout: Path, words: list[str], restarts: int, folder: str
 ) -> None:
-    code, _ = script(*words, cwd=checkout, CODE="0", WAIT="", SLURM_RESTART_COUNT=str(restarts))
+    code, _ = script(*words, cwd=checkout, CODE="0", LAST="", SLURM_RESTART_COUNT=str(restarts))
     assert code == 0
     assert (checkout / "started").read_text().splitlines() == [folder, *words]
 

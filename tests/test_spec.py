@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
-from conftest import ROOT, SMALL, alone, document, failing, finished, here, installed, refused
+from conftest import ROOT, SMALL, alone, document, failing, finished, here, installed
 from hypothesis import given
 from hypothesis import strategies as some
 
 from hvdtrain.comm.world import CARRIERS
 from hvdtrain.config import constraints, workloads
 from hvdtrain.config.options import TrainConfig
-from hvdtrain.strategies import FLAT, REDUCERS, SCHEDULES, Layout, parse, translated
+from hvdtrain.strategies import REDUCERS, SCHEDULES, Layout, parse
 from hvdtrain.strategies.algorithms.local_sgd import LocalSGD
 from hvdtrain.strategies.algorithms.native import Native
 
@@ -175,82 +175,7 @@ def test_factors_are_sent_where_they_are_smaller() -> None:
         assert cost.sent_bytes == 4 * numbers
 
 
-# --- the flags of before ----------------------------------------------------------------------------------------------
-
-THEN: dict[str, Any] = {
-    "inner": "hierarchical",
-    "rank": 2,
-    "bits": 8,
-    "density": 0.01,
-    "every": 8,
-    "local_start": 0,
-    "outer_lr": 1.0,
-    "outer_momentum": 0.0,
-    "staleness": None,
-    "servers": 0,
-    "shares": None,
-    "ddp_hook": "none",
-}
-"""The defaults of the last version that had them"""
-
-
-@pytest.mark.parametrize(
-    ("flat", "now"),
-    [
-        ({"strategy": "allreduce", "rank": 4}, "allreduce"),
-        ({"strategy": "native", "ddp_hook": "fp16"}, "native:hook=fp16"),
-        ({"strategy": "native", "ddp_hook": "powersgd", "rank": 4}, "native:hook=powersgd,rank=4"),
-        ({"strategy": "powersgd", "rank": 1, "inner": "topk"}, "powersgd:rank=1"),
-        ({"strategy": "delayed", "inner": "powersgd", "bits": 4}, "delayed+powersgd:bits=4"),
-        ({"strategy": "delayed", "inner": "onebit", "staleness": 2}, "delayed:staleness=2+onebit"),
-        ({"strategy": "delayed", "staleness": 0}, "delayed:staleness=0"),
-        ({"strategy": "topk", "density": 0.005}, "topk:density=0.005"),
-        (
-            {"strategy": "local-sgd", "every": 4, "outer_lr": 0.7, "outer_momentum": 0.9, "local_start": 40}
-            | {"inner": "powersgd", "rank": 4},
-            "local-sgd:every=4,start=40,outer_lr=0.7,outer_momentum=0.9+powersgd:rank=4",
-        ),
-        ({"strategy": "async-ps", "servers": 2}, "async-ps:servers=2"),
-        ({"strategy": "hybrid", "shares": "3,1", "inner": "bf16"}, "hybrid:shares=3:1+bf16"),
-        ({"strategy": "a new one", "inner": "topk"}, "a new one"),
-    ],
-)
-def test_a_flat_config_of_before_reads_as_a_string(flat: dict[str, Any], now: str) -> None:
-    assert translated(THEN | flat) == now
-    assert translated(flat) == now, "what an older config lacks is its default"
-    assert translated({"strategy": now}) == now
-
-
-@pytest.mark.parametrize(
-    ("flags", "told"),
-    [
-        (
-            ["--strategy", "powersgd", "--rank", "4"],
-            "--rank 4: the strategy's settings stand in its name now; give --strategy powersgd:rank=4",
-        ),
-        (["--every=6", "--strategy=local-sgd", "--inner", "powersgd"], "give --strategy local-sgd:every=6+powersgd"),
-        (["--bits", "4"], "give --strategy powersgd:bits=4"),
-        (["--inner", "int8"], "give --strategy local-sgd+int8 or --strategy delayed+int8 or --strategy hybrid+int8"),
-        (["--strategy", "hybrid", "--shares", "3,1"], "give --strategy hybrid:shares=3:1"),
-    ],
-)
-def test_a_flag_of_before_is_answered_with_the_string(flags: list[str], told: str) -> None:
-    refused("resnet", *flags, code=2, said=told)
-
-
-def test_so_are_a_variable_and_a_key(tmp_path: Path) -> None:
-    file = tmp_path / "c.toml"
-    file.write_text('strategy = "native"\nddp_hook = "fp16"\n')
-    done = alone("resnet", "--config", str(file))
-    assert (done.returncode, f"{file}: ddp_hook = fp16: " in done.stderr) == (2, True), done.stderr
-    assert "give --strategy native:hook=fp16" in done.stderr
-    done = alone("resnet", "--strategy", "delayed", extra={"HVDTRAIN_STALENESS": "2"})
-    assert done.returncode == 2
-    assert "HVDTRAIN_STALENESS=2: " in done.stderr and "give --strategy delayed:staleness=2" in done.stderr
-
-
-def test_a_run_of_before_goes_on_and_another_momentum_of_rounds_is_refused(tmp_path: Path) -> None:
-    """The manifest is rewritten as an earlier version wrote it."""
+def test_a_run_is_resumed_with_its_own_strategy_only(tmp_path: Path) -> None:
     flags = [*SMALL, "--framework", "torch", "--run-dir", str(tmp_path)]
     asked = "local-sgd:every=3,outer_momentum=0.6"
     here("resnet", *flags, "--epochs", "1", "--strategy", asked)
@@ -258,15 +183,12 @@ def test_a_run_of_before_goes_on_and_another_momentum_of_rounds_is_refused(tmp_p
     manifest = json.loads(path.read_text())
     assert manifest["config"]["strategy"] == asked
     assert manifest["exchange"] == {"overlaps_with": "", "exact": False}
-    manifest["config"] |= THEN | {"strategy": "local-sgd", "every": 3, "outer_momentum": 0.6}
-    path.write_text(json.dumps({key: value for key, value in manifest.items() if key != "exchange"}))
     with failing(78, f"strategy: '{asked}' there, 'local-sgd:every=3' here"):
         here("resnet", *flags, "--epochs", "2", "--resume", "--strategy", "local-sgd:every=3")
     with failing(78, "was last trained with torch, in whose order"):
         here("resnet", *flags, "--epochs", "2", "--resume", "--framework", "tensorflow")
     again = here("resnet", *flags, "--epochs", "2", "--resume")
     assert (again["strategy"], again["epochs"]) == (asked, 2)
-    assert not set(FLAT) & set(json.loads(path.read_text())["config"])
 
 
 def test_the_momentum_of_rounds_is_never_switched_off_by_a_checkpoint() -> None:
@@ -372,8 +294,8 @@ def test_only_its_own_file_and_the_table_know_a_strategys_name() -> None:
 
 def test_only_its_own_file_and_the_table_know_a_workloads_name() -> None:
     """And what is one workload's own: captioning's room, the command that asks tabular's runs, the names of commands
-    and the list of data sets; and what reads records of version 1, in which captioning's runs had other scores."""
-    own = ("workloads.py", "version1.py", "cli.py", "answers.py", "listed.py")
+    and the list of data sets."""
+    own = ("workloads.py", "cli.py", "answers.py", "listed.py")
     for path in (ROOT / "hvdtrain").rglob("*.py"):
         known = set() if path.name in own else workloads.OURS.keys() - {path.stem}
         assert not known & set(strings(path)) or path.parent.name == "captions", path

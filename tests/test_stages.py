@@ -44,15 +44,16 @@ from hvdtrain import strategies
 from hvdtrain.comm.backends.base import PeerLost
 from hvdtrain.comm.channel import AHEAD, Channel, neighbours
 from hvdtrain.comm.world import Place, World
-from hvdtrain.config.options import TrainConfig, parse
+from hvdtrain.config.options import TrainConfig
+from hvdtrain.config.parser import parse
 from hvdtrain.data import Batch
 from hvdtrain.models.layers import Layer
 from hvdtrain.pipeline import partition as cuts
 from hvdtrain.pipeline.mesh import Grid
 from hvdtrain.pipeline.plan import Stages, most_bytes
 from hvdtrain.pipeline.schedule import NUMBER_BYTES, Coding, Order, Pipe, order, packed, unpacked
-from hvdtrain.records import metrics as measures
-from hvdtrain.records.metrics import Measure
+from hvdtrain.records import metrics
+from hvdtrain.records.metrics import Metric
 from hvdtrain.system.exits import Failure
 from hvdtrain.training import job as workload
 
@@ -235,7 +236,7 @@ def channels(count: int) -> list[list[Channel | None]]:
 
 
 def stepped(
-    framework: str, make: Callable[[range | None], Any], row: list[Layer], border: int, batch: Batch, measure: Measure
+    framework: str, make: Callable[[range | None], Any], row: list[Layer], border: int, batch: Batch, metric: Metric
 ) -> np.ndarray:
     """Gradients of all parameters and the totals of a step of two stages, cut before layer `border` of the row; 0: of
     the whole model at once."""
@@ -248,10 +249,10 @@ def stepped(
         pipe = Pipe(stage, count, before=before, after=after, inputs=shapes[0], outputs=shapes[1])
         model = make(cut.part(stage) if border else None)
         strategy = strategies.chosen(config).make(config, ranks, [(1,)])
-        replicas.append(workload.replica_of(model, config, ranks, strategy, "cpu", measure, pipe))
+        replicas.append(workload.replica_of(model, config, ranks, strategy, "cpu", metric, pipe))
     at_once([functools.partial(each.backward, batch, 0.1, False) for each in replicas])
     vectors = [each.vector() for each in replicas]
-    tail = measure.size + 1
+    tail = metric.size + 1
     assert all(np.array_equal(vector[-tail:], vectors[0][-tail:]) for vector in vectors), "all stages know the totals"
     return np.concatenate([*(vector[:-tail] for vector in vectors), vectors[0][-tail:]])
 
@@ -335,7 +336,9 @@ def test_a_pipeline_learns_what_one_process_learns(how: Order, stages: int, size
         assert (seen is None) == (stage < stages - 1)
     np.testing.assert_allclose(told[-1][1], [loss, len(x)], rtol=1e-5)
     sent = [(stage > 0) + (stage < stages - 1) for stage in range(stages)]
-    assert all(bool(pipe.take_sent_bytes()) == bool(neighbours_) for pipe, neighbours_ in zip(pipes, sent, strict=True))
+    assert all(
+        bool(pipe.take_sent_bytes()[0]) == bool(neighbours_) for pipe, neighbours_ in zip(pipes, sent, strict=True)
+    )
 
 
 def test_a_steps_bytes_and_waiting_are_its_own() -> None:
@@ -349,7 +352,7 @@ def test_a_steps_bytes_and_waiting_are_its_own() -> None:
         for late_s in (0.5, 0.0):
             time.sleep(late_s * (stage == 0))
             pipe.train(part, batch, stop=False)
-            told.append((pipe.take_sent_bytes(), pipe.waited_s))
+            told.append((pipe.take_sent_bytes()[0], pipe.waited_s))
             pipe.see(part, batch, training=False)
         return told
 
@@ -432,7 +435,7 @@ def test_going_forward_anew_draws_the_same_masks_and_counts_statistics_once() ->
         model: Any = Dropping()
         strategy = strategies.chosen(config).make(config, ranks, [tuple(each.shape) for each in model.parameters()])
         pipe = Pipe(order="gpipe", recompute=recompute)
-        replica = workload.replica_of(model, config, ranks, strategy, "cpu", measures.Accuracy(), pipe)
+        replica = workload.replica_of(model, config, ranks, strategy, "cpu", metrics.Accuracy(), pipe)
         replica.backward(Batch(arrays=(), weight=12, total_weight=12, parts=parts), 0.1, stop=False)
         gradients = [each.grad.clone() for each in model.parameters()]
         found.append([*gradients, *model.buffers(), torch.rand(2), torch.from_numpy(replica.tail())])
@@ -453,7 +456,7 @@ def test_a_stage_may_begin_with_a_layer_that_works_in_place() -> None:
 
     row = [Layer(name=f"l{width}", arrays=(), output=(width,), multiply_adds=1) for width in (5, 3)]
     batch = Batch(arrays=(np.random.default_rng(1).standard_normal((8, 4), np.float32),), weight=8, total_weight=8)
-    whole, cut = [stepped("torch", make, row, border, batch, measures.Accuracy()) for border in (0, 1)]
+    whole, cut = [stepped("torch", make, row, border, batch, metrics.Accuracy()) for border in (0, 1)]
     assert np.array_equal(whole, cut)
 
 

@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from conftest import (
     command,
     document,
     environment,
+    failing,
     here,
     launch,
     resnet,
@@ -40,13 +41,19 @@ from conftest import (
 from runs import cut_off, read_run
 from test_faults import Job, is_rank
 from test_resnet_train import assert_same_arrays, newest_arrays, started, wait_for_steps
+from thread_ranks import ThreadMeeting, at_once, meetings, reach
 
 from hvdtrain import strategies
+from hvdtrain.comm.world import Met, World
+from hvdtrain.config.options import TrainConfig
+from hvdtrain.data import Batch
 from hvdtrain.models.resnet import ResNetSpec, parameters
+from hvdtrain.observe.timing import Clock
 from hvdtrain.records.metrics import Accuracy
 from hvdtrain.strategies import REDUCERS, SCHEDULES
 from hvdtrain.strategies.algorithms.local_sgd import LocalSGD
 from hvdtrain.strategies.cost import elements
+from hvdtrain.training import job as workload
 
 FRAMEWORKS = ("torch", "tensorflow")
 LAUNCHED = {"torch": (3, 2, "mpirun"), "tensorflow": (2, 1, "horovodrun --gloo")}
@@ -185,8 +192,9 @@ def test_hierarchical_trains_as_allreduce_does(runs: Runs) -> None:
 def test_hierarchical_sends_the_sum_of_its_host_once(runs: Runs) -> None:
     """Two hosts send 2(h-1)/h = 1 of the payload; rank 0 also gives the sum to the other rank of its host."""
     _, per_host, _ = LAUNCHED[runs.framework]
-    sent = [step.bytes_sent for step in runs.read("hierarchical", "step")]
-    assert sent == [per_host * (PAYLOAD + 4 * TAIL)] * 16
+    sent = [(step.bytes_sent, step.local_bytes_sent) for step in runs.read("hierarchical", "step")]
+    vector = PAYLOAD + 4 * TAIL
+    assert sent == [(vector, (per_host - 1) * vector)] * 16
 
 
 @pytest.mark.parametrize("runs", ["torch"], indirect=True)
@@ -426,13 +434,95 @@ def test_factors_cross_the_network_once_for_each_host(linear: dict[str, Any]) ->
     assert linear["factors"]["sent_bytes"][-1] == LINEAR_STEPS * per_step
 
 
-def test_the_centre_sends_the_weights_to_every_other_rank(linear: dict[str, Any]) -> None:
-    each = LINEAR_STEPS * 4 * (18 + TAIL)
-    assert linear["central"]["sent_bytes"] == [(linear["ranks"] - 1) * each, *[each] * (linear["ranks"] - 1)]
+def test_the_centre_sends_the_weights_to_every_rank_of_other_hosts(runs: Runs, linear: dict[str, Any]) -> None:
+    each, (ranks, per_host, _) = LINEAR_STEPS * 4 * (18 + TAIL), LAUNCHED[runs.framework]
+    elsewhere = [rank >= per_host for rank in range(ranks)]
+    assert linear["central"]["sent_bytes"] == [sum(elsewhere) * each, *(each * other for other in elsewhere[1:])]
 
 
 def test_what_is_not_late_is_the_same_bits(linear: dict[str, Any]) -> None:
     assert linear["delayed by 0"] == linear["hierarchical"]
+
+
+# --- gradients sent during backward -----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def host(
+    meeting: ThreadMeeting, text: str, model: Any, shapes: list[tuple[int, int]]
+) -> Iterator[tuple[Any, Callable[[float], None]]]:
+    """A host of one rank, as a thread: its replica of a PyTorch model, which begins with the same weights on all, and a
+    function that makes a step of this learning rate, on rows of 128 numbers that differ between ranks."""
+    world = World("torch", carrier="streams", met=Met(meeting, None, reach(meeting.rank)))
+    config = TrainConfig(framework="torch", device="cpu", strategy=text)
+    strategy = strategies.chosen(config).make(config, world, shapes)
+    replica = workload.replica_of(model, config, world, strategy, "cpu", Accuracy())
+    replica.set_weights(np.random.default_rng(0).normal(0, 0.1, elements(shapes)).astype(np.float32))
+    rows = np.random.default_rng(meeting.rank).normal(size=(4, 128)).astype(np.float32)
+
+    def step(lr: float) -> None:
+        replica.backward(Batch(arrays=(rows,), weight=4, total_weight=8), lr, stop=False)
+        strategy.step(replica, lr, Clock())
+
+    try:
+        yield replica, step
+    finally:
+        world.leave()
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True], ids=["no checkpoints", "checkpoints", "reentrant ones"])
+def test_a_shared_weight_is_sent_when_its_gradient_is_complete(reentrant: bool | None) -> None:
+    """Reentrant checkpoints add to the gradient once for each use, so it may have been sent incomplete: an error."""
+    torch = pytest.importorskip("torch")
+    from torch.utils.checkpoint import checkpoint
+
+    class Shared(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(128, 128, bias=False) for _ in range(3))
+
+        def loss(self, x: Any) -> Any:
+            first, shared, last = self.layers
+            x = first(x.requires_grad_())
+            for _ in range(2):
+                x = shared(x) if reentrant is None else checkpoint(shared, x, use_reentrant=reentrant)
+            loss = last(x).square().mean()
+            return loss, {"correct": 0 * loss}
+
+    def trained(meeting: ThreadMeeting) -> bytes:
+        with host(meeting, "hierarchical", Shared(), [(128, 128)] * 3) as (replica, step):
+            step(0.1)
+            return bytes(replica.weights().tobytes())
+
+    ranks = [functools.partial(trained, meeting) for meeting in meetings(2)]
+    with failing(1, "layers.1.weight: its gradient arrived twice") if reentrant else contextlib.nullcontext():
+        one, other = at_once(ranks)
+        assert one == other
+
+
+@pytest.mark.parametrize("reducer", [name for name, reducer in REDUCERS.items() if reducer.remembers])
+def test_what_was_left_out_of_gradients_changes_no_weights_later(reducer: str) -> None:
+    """So the first local step, at a learning rate of 0, leaves them as they are."""
+    torch = pytest.importorskip("torch")
+
+    class Linear(torch.nn.Linear):
+        def loss(self, x: Any) -> Any:
+            loss = self(x).square().mean()
+            return loss, {"correct": 0 * loss}
+
+    def changed(meeting: ThreadMeeting) -> tuple[float, float]:
+        text, model = f"local-sgd:every=1,start=1+{reducer}", Linear(128, 128, bias=False)
+        with host(meeting, text, model, [(128, 128)]) as (replica, step):
+            weights = [replica.weights().copy()]
+            for lr in (0.1, 0.0):
+                step(lr)
+                weights.append(replica.weights().copy())
+        first, second = np.abs(np.diff(weights, axis=0)).max(axis=1)
+        return float(first), float(second)
+
+    for first, second in at_once([functools.partial(changed, meeting) for meeting in meetings(2)]):
+        assert first > 0
+        assert second == 0
 
 
 # --- as users start it ------------------------------------------------------------------------------------------------
@@ -523,6 +613,8 @@ def test_the_wire_carries_each_hosts_data_once(cluster: Cluster, tmp_path: Path)
     assert (summary["hosts"], summary["ranks"], summary["steps"]) == (2, 4, 16)
     totals = 4 * TAIL
     payload = 16 * (REDUCERS["hierarchical"].cost(SHAPES, 2).sent_bytes + totals)
+    assert summary["bytes_sent"] == pytest.approx(payload, rel=1e-3)
+    assert (summary["bytes_sent_source"], summary["local_bytes_sent"]) == ("counted", 16 * (PAYLOAD + totals))
     assert len(summary["nic_bytes"]) == 2
     for host in summary["nic_bytes"]:
         for way in ("sent_bytes", "received_bytes"):

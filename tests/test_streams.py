@@ -5,6 +5,7 @@ Real ranks under both launchers, and threads of this process with real sockets.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import functools
 import json
@@ -28,6 +29,7 @@ from thread_ranks import ThreadMeeting, at_once, meetings, reach
 from hvdtrain import strategies
 from hvdtrain.comm.backends import tcp
 from hvdtrain.comm.backends.base import PeerLost, lost_peer
+from hvdtrain.comm.backends.horovod import internal_error
 from hvdtrain.comm.backends.tcp import QUEUE_BYTES, SMALL_BYTES, Stream, StreamHosts, StreamRanks
 from hvdtrain.comm.world import Met, World
 from hvdtrain.config.options import TrainConfig
@@ -58,15 +60,16 @@ def test_ranks_sum_as_numpy_does_and_send_what_the_formula_says(ranks: int, per_
         assert case["identical"], case
         rounding = 0 if case["dtype"] == "int64" else 4 * ranks * np.finfo(case["dtype"]).eps * ranks
         assert case["error"] <= rounding, case
-        for rank, sent in enumerate(case["sent_bytes"]):
+        for rank, (sent, local) in enumerate(case["sent_bytes"]):
             if rank % per_host:
-                assert sent == case["bytes"], "a member hands its vector to its leader"
+                assert (sent, local) == (0, case["bytes"]), "a member hands its vector to its leader"
                 continue
             members = min(per_host, ranks - rank) - 1
             least, most = host_sends(hosts, case["size"], np.dtype(case["dtype"]).itemsize)
-            assert least <= sent - members * case["bytes"] <= most, case
+            assert least <= sent <= most, case
+            assert local == members * case["bytes"]
         if case["size"] == 1_330_000 and per_host == 1:
-            assert case["sent_bytes"][0] == pytest.approx(2 * (hosts - 1) / hosts * case["bytes"], rel=1e-5)
+            assert case["sent_bytes"][0][0] == pytest.approx(2 * (hosts - 1) / hosts * case["bytes"], rel=1e-5)
     assert all(report["between_hosts"])
     assert report["gathered"] == ["x" * 1000 * rank for rank in range(ranks)]
     assert report["sum"] == [[ranks, sum(range(ranks))]]
@@ -212,6 +215,29 @@ def test_a_closed_stream_is_a_lost_peer(size: int) -> None:
     assert isinstance(error, PeerLost)
     assert str(error).startswith("rank 1")
     assert lost_peer(error)
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (RuntimeError("Horovod has been shut down"), False),
+        (ValueError("PeerLost: no such file"), False),
+        (concurrent.futures.CancelledError(), False),
+        (type("UnavailableError", (Exception,), {"__module__": "__main__"})("the database"), False),
+        (internal_error()("Horovod has been shut down"), True),
+        (internal_error()("Mismatched allreduce tensor shapes"), False),
+        (PeerLost("rank 1 closed its connection"), True),
+    ],
+    ids=repr,
+)
+def test_only_the_libraries_own_errors_are_a_lost_peer(error: Exception, lost: bool) -> None:
+    """A script's own errors keep their traceback, whatever their text says."""
+    with pytest.raises(type(error)) as raised:
+        raise error
+    assert lost_peer(raised.value) is lost
+    with pytest.raises(OSError, match="wrapped") as wrapped:
+        raise OSError("wrapped") from error
+    assert lost_peer(wrapped.value) is lost
 
 
 def segments(stream: Stream | None) -> tuple[int, int]:

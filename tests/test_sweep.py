@@ -249,6 +249,8 @@ def test_a_run_is_kept_only_if_it_was_made_as_it_is_asked_for(
             ":3: rank = 1: the strategy's settings stand in its name now; give --strategy powersgd:rank=1",
         ),
         ("[[grid]]\nlr = nan\n", "lr = nan"),
+        (f"[[grid]]\nepochs = {10**24}\n", ":2: epochs: give a whole number of at most"),
+        (f"[[grid]]\nlabel = 0x{'f' * 5000}\n", ":2: label: give a whole number of at most"),
         ("[[grid]]\nhosts = true\n", "give a whole number"),
         ("[[grid]]\nlauncher = 'srun'\n", "give one of launch/mpirun.sh"),
         ("[[grid]]\nlauncher = 'none'\nranks_per_host = 2\n", "one process"),

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import LIMIT_S, ROOT, environment, failing, until
+from conftest import LIMIT_S, ROOT, environment, failing, finished, until
 
 from hvdtrain.lab import topology, virtual
 from hvdtrain.sweep import file
@@ -165,12 +165,13 @@ def test_a_command_of_ones_own_is_swept_like_a_workload(tmp_path: Path) -> None:
     """Its flags as they are written, its variables on every rank; what is done is not done again."""
     text = f"""protocol = "E"
 [[grid]]
-command = "{ROOT / "tests" / "programs" / "own_recorded.py"}"
+command = "{ROOT / "tests" / "programs" / "own_recorded.py"} --private-key hunter2"
 ranks_per_host = 2
 strategy = "allreduce"
 seed = 7
 quiet = true
-api-token = "hunter2"
+wandb-key = "hunter2"
+HUB_TOKEN = "hunter2"
 HVDTRAIN_MONITOR_MS = 100
 """
     sweep = Command(tmp_path, text)
@@ -179,7 +180,14 @@ HVDTRAIN_MONITOR_MS = 100
         assert code == 0, out + err
         [name] = sweep.complete()
         manifest = json.loads((sweep.root / "tried" / name / "manifest.json").read_text())
-        assert manifest["argv"][1:] == ["--seed", "7", "--quiet", "--api-token", "***"]
+        secret = ["--private-key", "***", "--seed", "7", "--quiet", "--wandb-key", "***"]
+        assert manifest["argv"][1:] == secret
+        report = tmp_path / "results" / "report.html"
+        done = finished([sys.executable, "-m", "hvdtrain.results", "report", str(sweep.root), "-o", str(report)])
+        assert done.returncode == 0, done.stderr
+        kept = [path for path in sweep.root.rglob("*") if path.is_file()]
+        assert [path for path in kept if b"hunter2" in path.read_bytes()] == []
+        assert "HUB_TOKEN=" in report.read_text(), "the command stands there, without its secrets"
         assert (len(manifest["ranks"]), manifest["config"]["strategy"]) == (2, "allreduce")
         assert manifest["config"]["monitor"] == "power,resources"
         [sensors, *_] = (sweep.root / "tried" / name / "monitors").glob("*.jsonl")
@@ -187,7 +195,7 @@ HVDTRAIN_MONITOR_MS = 100
         code, told = sweep.document()
     finally:
         shutil.rmtree(sweep.locks, ignore_errors=True)
-    assert code == 0
+    assert code == 0 and "hunter2" not in json.dumps(told)
     assert [run["state"] for run in told["runs"]] == ["kept"]
 
 
@@ -257,7 +265,7 @@ def test_a_full_disk_ends_the_sweep_in_one_line_and_it_goes_on_when_there_is_roo
 @pytest.mark.root
 def test_a_sweep_brings_hosts_up_throttles_them_and_leaves_nothing(sweep: Command) -> None:
     sweep.file.write_text(
-        f'{SMALL}checkpoint_epochs = 0\n[cluster]\nvirtual = ["a", "b"]\n'
+        f'off_percent = 50\n{SMALL}checkpoint_epochs = 0\n[cluster]\nvirtual = ["a", "b"]\n'
         '[[grid]]\nhosts = 2\nrate = ["20mbit", "unlimited"]\nbatch_size = 360\nlauncher = "launch/horovodrun.sh"\n'
     )
     code, document = sweep.document()
@@ -272,15 +280,21 @@ def test_a_sweep_brings_hosts_up_throttles_them_and_leaves_nothing(sweep: Comman
         asked[point["rate_mbit"]] = throttles
         assert {rank["host"] for rank in manifest["ranks"]} == {"a", "b"}
         if point["rate_mbit"]:
-            assert point["marked"] or abs(point["rate_off_percent"]) <= 5
+            assert point["marked"] is None and abs(point["rate_off_percent"]) <= 50
     assert asked == {20.0: {"20.0"}, None: {"null"}}
 
-    # No link is that exact.
-    strict = ["--set", "off_percent=0.00001", "--set", "when_off=refuse", "--set", "seed=1", "--only", "*20mbit*"]
-    code, document = sweep.document(*strict)
-    assert (code, [run["state"] for run in document["runs"]]) == (1, ["refused"])
-    assert "Mbit/s instead of" in document["runs"][0]["reason"]
-    assert not Path(document["runs"][0]["run_dir"]).exists()
+    one = ["--set", "seed=1", "--only", "*20mbit*"]
+    strict = [*one, "--set", "off_percent=0.00001"]  # no link is that exact
+    refusing = [*strict, "--set", "when_off=refuse"]
+    folders = []
+    for flags, state in ((strict, "marked"), (refusing, "refused"), (one, "done")):
+        code, document = sweep.document(*flags)
+        assert (code, document["runs"][0]["state"]) == (int(state != "done"), state)
+        about = document["runs"][0]["reason"] if state == "refused" else document["runs"][0]["marked"]
+        assert about is None if state == "done" else "Mbit/s instead of" in about
+        folders.append(sum(name.startswith(Path(document["runs"][0]["run_dir"]).name) for name in sweep.folders()))
+    assert folders == [1, 1, 2], "the marked run is kept beside the one that replaced it"
+    assert sweep.document(*one)[1]["counts"]["kept"] == 1
     assert not sweep.has_hosts()
 
 

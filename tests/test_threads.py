@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import LIMIT_S, ROOT, command, environment
+from conftest import LIMIT_S, ROOT, command, environment, failing
 
 from hvdtrain.comm.world import Place
 from hvdtrain.models import resnet
@@ -35,6 +35,8 @@ BOUND = {"OMPI_MCA_orte_bound_at_launch": "1"}
         (16, 4, 2, {"SLURM_CPU_BIND_LIST": ""}, 2),
         (2, 2, 1000, {}, 1),
         (16, 16, 4, {"OMP_NUM_THREADS": "5"}, 5),
+        (16, 16, 4, {"OMP_NUM_THREADS": "5,2"}, 5),  # 2 for nested regions
+        (16, 16, 4, {"OMP_NUM_THREADS": ""}, 4),
         (0.5, 0.5, 1, {"OMP_NUM_THREADS": "2"}, 2),
         (0.5, 0.5, 1, {"OMP_NUM_THREADS": "2", cgroup.LAUNCHERS_OWN: "1"}, 1),
     ],
@@ -47,6 +49,12 @@ def test_each_rank_has_its_part_of_the_host(
     where = Place(launcher="mpirun", size=ranks, local_size=ranks)
     assert threads.per_rank(0, where, math.inf, variables).count == expected
     assert threads.per_rank(3, where, math.inf, variables).count == 3
+
+
+@pytest.mark.parametrize("given", ["-3", "0", "x", "²", "99999", "9" * 5000])
+def test_a_number_of_threads_out_of_its_bounds_is_refused(given: str) -> None:
+    with failing(78, "OMP_NUM_THREADS="):
+        threads.per_rank(0, Place(launcher="alone"), math.inf, {"OMP_NUM_THREADS": given})
 
 
 def test_small_layers_get_fewer_threads(monkeypatch: pytest.MonkeyPatch) -> None:

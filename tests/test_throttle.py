@@ -167,7 +167,7 @@ MISTAKES = [
 @pytest.mark.parametrize(("arguments", "code", "reason"), MISTAKES)
 def test_a_mistake_is_one_line_with_its_code(arguments: str, code: int, reason: str) -> None:
     """--dry-run keeps those that need root from being stopped for that first."""
-    refused("cluster.throttle", *arguments.split(), "--dry-run", code=code, said=reason)
+    refused("lab.throttle", *arguments.split(), "--dry-run", code=code, said=reason)
 
 
 def test_without_root_it_says_so_and_a_dry_run_still_shows_the_commands(iproute2: None) -> None:

@@ -68,6 +68,12 @@ EDITS = [
         "TensorFlow no longer ships the XLA headers that this file includes",
     ),
     (
+        "cmake/Modules/FindPytorch.cmake",
+        "((torch.version.cuda is not None) and (CUDA_HOME is not None))",
+        "'HOROVOD_GPU_OPERATIONS' in __import__('os').environ",
+        "without NCCL the wheel is for CPUs; any nvcc in PATH would ask for a whole CUDA toolkit",
+    ),
+    (
         "horovod/common/util.py",
         "EXTENSIONS = ['tensorflow', 'torch', 'mxnet']",
         "EXTENSIONS = ['torch', 'tensorflow', 'mxnet']",

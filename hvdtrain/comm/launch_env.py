@@ -6,6 +6,8 @@ import dataclasses
 import os
 from collections.abc import Mapping
 
+from hvdtrain.system.environment import MOST_TASKS, number, task_counts
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Place:
@@ -32,30 +34,32 @@ def place(environment: Mapping[str, str] = os.environ) -> Place:
     """This process's place. horovodrun on MPI starts mpirun and so appears as mpirun.
 
     torchrun is recognised by TORCHELASTIC_RUN_ID, because other programs set RANK too. It wins over mpirun and srun,
-    which may have started it.
+    which may have started it. Raises Failure (78) for a variable that is not a number within its bounds.
     """
     torchrun = "TORCHELASTIC_RUN_ID" in environment
     if torchrun and environment.get("WORLD_SIZE") == "1":
         return Place(launcher="alone")
     for launcher, rank, size, local_rank, local_size in LAUNCHERS if torchrun else LAUNCHERS[1:]:
         if rank in environment and size in environment:
+            hint = f"start the ranks with {launcher}, or unset {rank} and {size}"
+            count = number(size, environment[size], hint, least=1)
+            here = environment.get(local_size)
             return Place(
                 launcher=launcher,
-                rank=int(environment[rank]),
-                size=int(environment[size]),
-                local_rank=int(environment.get(local_rank, 0)),
-                local_size=int(environment.get(local_size, 0)) or tasks_here(environment),
+                rank=number(rank, environment[rank], hint, most=count - 1),
+                size=count,
+                local_rank=number(local_rank, environment.get(local_rank, "0"), hint, most=count - 1),
+                local_size=tasks_here(environment) if here is None else number(local_size, here, hint, least=1),
             )
     return Place(launcher="alone")
 
 
 def tasks_here(environment: Mapping[str, str]) -> int:
-    """Tasks of this Slurm step on this node. SLURM_STEP_TASKS_PER_NODE is `2(x3),1`, an item per node (srun(1))."""
-    counts: list[int] = []
-    for part in environment.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
-        tasks, _, nodes = part.rstrip(")").partition("(x")
-        counts += [int(tasks or 1)] * int(nodes or 1)
-    return counts[min(int(environment.get("SLURM_NODEID", 0)), len(counts) - 1)]
+    """Tasks of this Slurm step on this node; 1 outside of Slurm."""
+    name = "SLURM_STEP_TASKS_PER_NODE"
+    counts = task_counts(name, environment.get(name, "1"))
+    node = number("SLURM_NODEID", environment.get("SLURM_NODEID", "0"), "unset it", most=MOST_TASKS)
+    return counts[min(node, len(counts) - 1)]
 
 
 # variables of size and rank set by starters that do not connect ranks for us, who sets them, what to do

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import abc
 import atexit
+import contextlib
 import datetime
 import json
 import os
@@ -29,6 +30,7 @@ from hvdtrain.comm.launch_env import Place
 from hvdtrain.comm.signed_store import Sealed
 from hvdtrain.sentinel.auth import SECRET_BYTES
 from hvdtrain.system import exits
+from hvdtrain.system.environment import number
 from hvdtrain.system.exits import Failure
 
 PATIENCE_S = 300.0
@@ -152,7 +154,10 @@ class HorovodrunMeeting(StoreMeeting):
     """horovodrun's store: PUT, GET and DELETE of /scope/key, 404 while there is no value."""
 
     def __init__(self, where: Place, environment: Mapping[str, str] = os.environ) -> None:
-        host, port = (environment[f"HOROVOD_GLOO_RENDEZVOUS_{part}"] for part in ("ADDR", "PORT"))
+        names = [f"HOROVOD_GLOO_RENDEZVOUS_{part}" for part in ("ADDR", "PORT")]
+        hint = "start the ranks with horovodrun, which sets it"
+        host, port = (environment.get(name, "") for name in names)
+        number(names[1], port, hint, least=1, most=65535)
         self._address = f"http://{host}:{port}"
         super().__init__(where, f"horovodrun's store at {self._address}")
         self._open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
@@ -182,7 +187,9 @@ class TorchrunMeeting(StoreMeeting):
     and then still holds what the ranks before have put there; so rank 0 gives each start a name of its own."""
 
     def __init__(self, where: Place) -> None:
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        hint = "start the ranks with torchrun, which sets MASTER_ADDR and MASTER_PORT"
+        host = os.environ.get("MASTER_ADDR", "")
+        port = number("MASTER_PORT", os.environ.get("MASTER_PORT", ""), hint, least=1, most=65535)
         super().__init__(where, f"torchrun's store at {host}:{port}")
         try:
             from torch.distributed import TCPStore
@@ -251,10 +258,14 @@ class Along:
 
 
 def reserved_port(first: int) -> socket.socket:
-    """A socket bound to the first free port from `first` on. Raises Failure (69) if all are taken."""
+    """A socket bound to the first port from `first` on that is free on all addresses. If the host has IPv6, the socket
+    takes IPv6 and IPv4, like gRPC's. Raises Failure (69) if all ports are taken."""
+    family = socket.AF_INET6 if _has_ipv6() else socket.AF_INET
     for port in range(first, FIRST_PORT + PORTS):
-        held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        held = socket.socket(family, socket.SOCK_STREAM)
         try:
+            if family == socket.AF_INET6:
+                held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
             held.bind(("", port))
         except OSError:
             held.close()
@@ -264,3 +275,11 @@ def reserved_port(first: int) -> socket.socket:
         f"no free TCP port from {first} to {FIRST_PORT + PORTS - 1} on {socket.gethostname()}: see `ss -ltn`",
         exits.UNREACHABLE,
     )
+
+
+def _has_ipv6() -> bool:
+    """Whether IPv6's loopback address is there, by which gRPC decides as well."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET6) as tried:
+        tried.bind(("::1", 0))
+        return True
+    return False

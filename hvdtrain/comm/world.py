@@ -34,6 +34,7 @@ from hvdtrain.comm.launch_env import place as place
 from hvdtrain.comm.launch_env import separate_programs as separate_programs
 from hvdtrain.comm.rendezvous import Along, meet
 from hvdtrain.sentinel.rank import Sentinel
+from hvdtrain.sentinel.waiting import LIMIT_S
 from hvdtrain.system import exits, survive
 from hvdtrain.system.exits import Failure
 
@@ -73,12 +74,14 @@ class Met:
     reach: Reach
 
     @classmethod
-    def by(cls, meeting: Meeting) -> Met:
+    def by(cls, meeting: Meeting, stall_limit_s: float = LIMIT_S) -> Met:
         """Starts the sentinel. Collective."""
         global _sentinel
         if meeting.size == 1:
             return cls(meeting, None, Reach("127.0.0.1", "lo", loopback=True))
-        sentinel = _sentinel = Sentinel(meeting.rank, first=meeting.local_rank == 0, secret=meeting.secret)
+        first = meeting.local_rank == 0
+        sentinel = Sentinel(meeting.rank, first=first, secret=meeting.secret, stall_limit_s=stall_limit_s)
+        _sentinel = sentinel
         atexit.register(sentinel.left)
         sentinel.join(lambda mine: [json.loads(each) for each in meeting.gather(json.dumps(mine).encode())])
         if way := sentinel.way:
@@ -88,10 +91,10 @@ class Met:
         return cls(meeting, sentinel, Reach("127.0.0.1", "lo", loopback=True))
 
     @classmethod
-    def at(cls, where: Place) -> Met:
+    def at(cls, where: Place, stall_limit_s: float = LIMIT_S) -> Met:
         """The ranks that the launcher started, found without Horovod. Collective. Raises Failure (69, 77) if they
         cannot find each other."""
-        return cls.by(meet(where))
+        return cls.by(meet(where), stall_limit_s)
 
     def along(self, ranks: Sequence[int]) -> Met:
         """The ranks `ranks`, of which this is one. Collective: each rank of the whole gives those that it is among."""
@@ -112,9 +115,10 @@ class World:
 
     `carrier`: what connects the ranks: horovod, native (the framework's own collectives), streams or servers.
     `framework`: "torch" or "tensorflow". `gpu`: whether gradients are on a GPU. `timeline`: whether Horovod's timeline
-    may be started. `met`: the ranks, if they have met before and go on after this world. `rank` and `size` count the
-    ranks alive in the last collective; with servers ranks may die. `collectives` names the library in use: none, gloo,
-    mpi, nccl, grpc, streams or servers. Raises Failure (69) if Horovod is missing or the ranks cannot be connected.
+    may be started. `met`: the ranks, if they have met before and go on after this world. `stall_limit_s`: see
+    `sentinel.stalls`; 0 for none. `rank` and `size` count the ranks alive in the last collective; with servers ranks
+    may die. `collectives` names the library in use: none, gloo, mpi, nccl, grpc, streams or servers. Raises Failure
+    (69) if Horovod is missing or the ranks cannot be connected.
     """
 
     def __init__(
@@ -125,6 +129,7 @@ class World:
         carrier: Carrier = "horovod",
         timeline: bool = False,
         met: Met | None = None,
+        stall_limit_s: float = LIMIT_S,
     ) -> None:
         self.place = place()
         self.host = socket.gethostname()
@@ -133,15 +138,20 @@ class World:
         self.ranks: Alone
         self._met_before = met is not None
         if carrier == "horovod":
+            if stall_limit_s:  # Horovod's own check names the ranks; it takes whole seconds
+                os.environ.setdefault("HOROVOD_STALL_CHECK_TIME_SECONDS", str(max(1, round(stall_limit_s))))
             alone = self.place.launcher == "alone"
-            self.met = met or Met.by(Alone() if alone else HorovodRanks(framework, gpu=gpu, timeline=timeline))
+            self.met = met or Met.by(
+                Alone() if alone else HorovodRanks(framework, gpu=gpu, timeline=timeline), stall_limit_s
+            )
             self.ranks = cast(Alone, self.met.meeting)
         else:
-            self.met = met or Met.at(self.place)
+            self.met = met or Met.at(self.place, stall_limit_s)
             self.ranks = CARRIERS[carrier](framework, self.met.meeting, self.met.reach, gpu)
         self._sentinel = self.met.sentinel
         self.local_rank, self.local_size = self.ranks.local_rank, self.ranks.local_size
         self.collectives = self.ranks.carrier
+        self._local_sent_bytes = 0
 
     @property
     def rank(self) -> int:
@@ -150,6 +160,11 @@ class World:
     @property
     def size(self) -> int:
         return self.ranks.size
+
+    def take_local_sent_bytes(self) -> int:
+        """Payload that this rank gave to other ranks of its host since the last call."""
+        before, self._local_sent_bytes = self._local_sent_bytes, self.ranks.local_sent_bytes
+        return self._local_sent_bytes - before
 
     def leave(self) -> None:
         """Disconnects from the other ranks; a rank may wait here for the slowest."""
@@ -273,11 +288,11 @@ class StopSignal:
 def run(program: Callable[[StopSignal], int], *, debug: bool) -> None:
     """Runs a rank's program and ends the process so that the whole job ends, with the cause as its last output.
 
-    A Failure is one line, printed once per job; another exception is a traceback. After an error the process ends at
-    once without leaving the world, because a rank that stayed in its exit handlers would keep its peers waiting for
-    ever. A rank that only lost a peer prints nothing unless its launcher leaves it alive.
+    A Failure is one line, printed once per job; another exception is a traceback, and its last line again. After an
+    error the process ends at once without leaving the world, because a rank that stayed in its exit handlers would keep
+    its peers waiting for ever. A rank that only lost a peer prints nothing unless its launcher leaves it alive.
     """
-    _refuse_separate_programs()
+    _refuse_wrong_start()
     stop = StopSignal()
     try:
         code = program(stop)
@@ -291,7 +306,7 @@ def run(program: Callable[[StopSignal], int], *, debug: bool) -> None:
 def guard(*, debug: bool) -> None:
     """From here on an exception that ends this process ends the whole job, as `run` does it: for a user's script. In a
     process by itself only a Failure is told so."""
-    _refuse_separate_programs()
+    _refuse_wrong_start()
 
     def uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         ours = isinstance(error, Failure) or place().launcher != "alone"
@@ -303,12 +318,18 @@ def guard(*, debug: bool) -> None:
     sys.excepthook = uncaught
 
 
-def _refuse_separate_programs() -> None:
-    if problem := separate_programs():
+def _refuse_wrong_start() -> None:
+    """Ends this process if its environment does not make it a rank of one job."""
+    try:
+        place()
+        problem, code = separate_programs(), exits.USAGE
+    except Failure as failure:
+        problem, code = (str(failure), True), failure.code
+    if problem:
         what, first = problem
         if first:
             print(f"hvdtrain: {what}", file=sys.stderr, flush=True)
-        raise SystemExit(exits.USAGE)
+        raise SystemExit(code)
 
 
 def _line_of_script(trace: TracebackType | None) -> str:
@@ -337,7 +358,8 @@ def _told(error: Exception, debug: bool, at: str = "") -> int:
         print(f"hvdtrain: {_who(where)}lost contact with another rank: {error}", file=sys.stderr, flush=True)
     else:
         trace = "".join(traceback.format_exception(error))
-        sys.stderr.write(f"hvdtrain: {_who(where)}failed:\n{trace}")
+        first_line = exits.printable(str(error).partition("\n")[0])
+        sys.stderr.write(f"{trace}hvdtrain: {_who(where)}failed: {type(error).__name__}: {first_line}\n")
         sys.stderr.flush()
     return exits.FAILED
 

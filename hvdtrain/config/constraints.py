@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 import itertools
 import math
+import re
 import textwrap
 import types
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -14,6 +15,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
 
+LARGEST = 1 << 53
+"""The largest whole number of a setting: up to here floats and every reader of JSON keep whole numbers exactly"""
 SIGNS = {
     "least": (">=", float.__ge__),
     "above": (">", float.__gt__),
@@ -51,9 +54,17 @@ def problem(settings: Any, name: Any = str) -> str | None:
         if bounds is None or value is None:
             continue
         for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, int) and abs(number) > LARGEST:
+                return f"{name(field.name)}: give a whole number of at most {LARGEST:,}"
             if not (math.isfinite(number) and all(SIGNS[key][1](float(number), bounds[key]) for key in bounds)):
                 return f"{name(field.name)} is {number}: {wanted(field, types_[field.name])}"
     return None
+
+
+def counts(text: str, separator: str = ",") -> tuple[int, ...]:
+    """The numbers of `30,10`, each from 1 to 999,999,999; none for any other text."""
+    parts = [part.strip() for part in text.split(separator)]
+    return tuple(map(int, parts)) if all(re.fullmatch(r"0{0,8}[1-9]\d{0,8}", part, re.ASCII) for part in parts) else ()
 
 
 def wanted(field: dataclasses.Field[Any], hint: Any) -> str:

@@ -1,7 +1,7 @@
 """The names of all workloads: a new one is its own file and one word here.
 
 Or none: a package that is installed beside this one names its module as an entry point of the group
-`hvdtrain.config.workloads` (`NAME = package.module`). What the module has: see `workload`.
+`hvdtrain.workloads` (`NAME = package.module`). What the module has: see `workload`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hvdtrain.system.exits import Failure
 OURS = {name: f"hvdtrain.{name}" for name in ("resnet", "captioning", "solar", "tabular")}
 DEFAULT = "resnet"
 """Of a sweep that names none"""
-GROUP = "hvdtrain.config.workloads"
+GROUP = "hvdtrain.workloads"
 
 
 @functools.cache

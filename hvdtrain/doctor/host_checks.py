@@ -35,15 +35,15 @@ def disk(where: str, facts: Facts) -> Check:
 
 
 def tensorflow_server(where: str, facts: Facts) -> list[Check]:
-    """Whether the kernel takes the filter that closes TensorFlow's gRPC server to strangers (see SECURITY.md)."""
+    """Whether the kernel can keep strangers from TensorFlow's gRPC server (see SECURITY.md)."""
     found = facts["environment"]
     if not found or not {"tensorflow", "tensorflow-cpu"} & set(found["packages"]):
         return []
     try:
-        with socket.socket() as door:
-            socket_filter.only_networks(door, [("127.0.0.0", "255.0.0.0")])
+        with socket.socket() as decoy:
+            socket_filter.only_strangers(decoy, ["127.0.0.1"])
     except OSError as error:
-        what = f"the kernel refuses socket filters ({error.strerror}), so TensorFlow's gRPC server is open to all"
+        what = f"the kernel cannot keep strangers from TensorFlow's gRPC server ({error.strerror})"
         fix = "with TensorFlow use a --strategy other than native, which refuses to start here"
         return [Check(name="grpc-filter", status=WARN, where=where, what=what, fix=fix)]
     what = "TensorFlow's gRPC server (--strategy native) can be closed to strangers"

@@ -37,14 +37,14 @@ class Replica(Factored, Protocol):
         the exchange is waited for outside, None where it cannot be told apart.
         """
 
-    def sent_bytes(self) -> int:
-        """Payload that the last `backward` sent to other stages of the model."""
+    def sent_bytes(self) -> tuple[int, int]:
+        """Payload that the last `backward` sent to other stages of the model: over the network, and inside the host."""
 
     def observe(self, batch: Batch) -> None:
         """Forward as in training: running statistics see the batch, and nothing else is learnt."""
 
     def evaluate(self, batch: Batch) -> np.ndarray:
-        """Of this rank's batch, (measure.size,) float64: the sum of losses, the measure's sums, and samples. Nothing is
+        """Of this rank's batch, (metric.size,) float64: the sum of losses, the metric's sums, and samples. Nothing is
         learnt from it. Zeros from a stage that is not the last."""
 
     def state(self) -> dict[str, np.ndarray]:

@@ -17,8 +17,7 @@ from hvdtrain.comm.world import World
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.data import Batch
 from hvdtrain.frameworks import Profiler, statistics_of
-from hvdtrain.models.dense_torch import Kept
-from hvdtrain.records.metrics import Measure
+from hvdtrain.records.metrics import Metric
 from hvdtrain.strategies import Strategy
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
@@ -95,25 +94,36 @@ class Announcer:
     """Gives the strategy each of its `parts` during backward, as soon as all gradients of that part are computed.
 
     Parts go in their order: one that is ready early waits for those before it. PyTorch does not call the hooks of
-    arrays that the loss does not use, so `finish` gives what is left when backward is done.
+    arrays that the loss does not use, so `finish` gives what is left when backward is done. Reentrant checkpoints call
+    the hook of a shared weight once for each use: that raises Failure, because the first call may have sent the part.
     """
 
-    def __init__(self, strategy: Strategy, parts: Sequence[range], flat: Flat, parameters: Sequence[Any]) -> None:
+    def __init__(
+        self, strategy: Strategy, parts: Sequence[range], flat: Flat, named: Sequence[tuple[str, torch.nn.Parameter]]
+    ) -> None:
         self._strategy, self._parts, self._flat = strategy, parts, flat
-        self._borders = [0, *itertools.accumulate(parameter.numel() for parameter in parameters)]
-        self._missing: list[int] = []
+        self._names = [name for name, _ in named]
+        self._borders = [0, *itertools.accumulate(parameter.numel() for _, parameter in named)]
+        self._missing: list[set[int]] = []
+        """Of each part: the places of the arrays whose gradients are not computed yet"""
         self._next = 0
         for number, part in enumerate(parts):
             for place in part:
-                parameters[place].register_post_accumulate_grad_hook(functools.partial(self._computed, number))
+                named[place][1].register_post_accumulate_grad_hook(functools.partial(self._computed, number, place))
 
     def begin(self) -> None:
-        self._missing = [len(part) for part in self._parts]
+        self._missing = [set(part) for part in self._parts]
         self._next = 0
 
-    def _computed(self, number: int, parameter: torch.nn.Parameter) -> None:
-        self._missing[number] -= 1
-        while self._next < len(self._parts) and self._missing[self._next] == 0:
+    def _computed(self, number: int, place: int, parameter: torch.nn.Parameter) -> None:
+        if place not in self._missing[number]:
+            raise Failure(
+                f"{self._names[place]}: its gradient arrived twice in one backward pass, so an incomplete one may have "
+                "been sent; a shared weight cannot be used inside reentrant checkpoints; "
+                "hint: torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+            )
+        self._missing[number].remove(place)
+        while self._next < len(self._parts) and not self._missing[self._next]:
             self._announce()
 
     def finish(self) -> None:
@@ -128,7 +138,7 @@ class Announcer:
 
 
 class TorchReplica:
-    """See `frameworks.Replica`. `model.loss(*arrays)` returns the sum of losses and, by name, the measure's sums."""
+    """See `frameworks.Replica`. `model.loss(*arrays)` returns the sum of losses and, by name, the metric's sums."""
 
     _announcer: Announcer | None = None
     """None where the strategy reads the gradients after backward"""
@@ -143,9 +153,9 @@ class TorchReplica:
         config: TrainConfig,
         world: World,
         strategy: Strategy,
-        measure: Measure,
+        metric: Metric,
     ) -> None:
-        self.device, self._measure = device, measure
+        self.device, self._metric = device, metric
         self._device = torch.device(device)
         self._model = model.to(self._device)
         self._world = world
@@ -157,18 +167,16 @@ class TorchReplica:
             if config.precision == "fp32"
             else torch.autocast(self._device.type, PRECISIONS[config.precision])
         )
-        trained = [each for each in self._parameters.values() if each.requires_grad]
-        optimizer = _optimizer(trained, config)
+        trained = [(name, each) for name, each in self._parameters.items() if each.requires_grad]
+        optimizer = _optimizer([each for _, each in trained], config)
         self._step = TorchStep(self._model, optimizer)
         self._local, self._flat = strategy.local, None
-        parameters = dict(enumerate(trained))
-        self._kept = Kept({place: parameters.pop(place) for place in strategy.factored})
         if strategy.in_backward:
             self._step = world.ranks.overlapped(self._model, optimizer, strategy.settings)
         else:
-            self._flat = Flat(list(parameters.values()), measure.size + 1, self._device)
+            self._flat = Flat([each for _, each in trained], metric.size + 1, self._device)
             if self.one_backward and (parts := strategy.parts()):
-                self._announcer = Announcer(strategy, parts, self._flat, list(parameters.values()))
+                self._announcer = Announcer(strategy, parts, self._flat, trained)
         self._optimizer: torch.optim.Optimizer = self._step.optimizer
         # PyTorch's first scale, so that what backward sees is the same whatever the exchange divides by.
         first_scale = 2.0**16 / self._step.loss_factor
@@ -182,8 +190,7 @@ class TorchReplica:
             self._optimizer.zero_grad()
         else:
             self._flat.gradients.zero_()
-        self._kept.clear()
-        with self._autocast, self._kept if self._kept.weights else contextlib.nullcontext():
+        with self._autocast:
             loss, sums = self._step.loss(*self._tensors(batch.arrays))
         tail = torch.cat([*self._numbers(loss, sums), torch.tensor([batch.weight, stop]).to(loss)])
         self._tail = self._world.ranks.start_sum(tail, "step.totals")
@@ -203,12 +210,6 @@ class TorchReplica:
     def vector(self) -> np.ndarray:
         assert self._flat is not None
         return self._flat.memory if self._announcer else self._flat.vector(self._tail)
-
-    def factors(self) -> Mapping[int, tuple[np.ndarray, np.ndarray]]:
-        return self._kept.pairs()
-
-    def multiply(self, factors: Mapping[int, tuple[Sequence[np.ndarray], Sequence[np.ndarray]]]) -> None:
-        self._kept.multiply(factors)
 
     def tail(self) -> np.ndarray:
         return np.asarray(self._world.ranks.finish_sum(self._tail).cpu().numpy(), dtype=np.float64)
@@ -236,8 +237,8 @@ class TorchReplica:
     def waited_s(self) -> float | None:
         return self._step.waited_s()
 
-    def sent_bytes(self) -> int:
-        return 0
+    def sent_bytes(self) -> tuple[int, int]:
+        return 0, 0
 
     @torch.no_grad()
     def observe(self, batch: Batch) -> None:
@@ -294,8 +295,8 @@ class TorchReplica:
         return TorchProfiler()
 
     def _numbers(self, loss: torch.Tensor, sums: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """The loss and the measure's sums as vectors of the loss' type."""
-        return [part.detach().to(loss).reshape(-1) for part in (loss, *self._measure.in_order(sums))]
+        """The loss and the metric's sums as vectors of the loss' type."""
+        return [part.detach().to(loss).reshape(-1) for part in (loss, *self._metric.in_order(sums))]
 
     def _tensors(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
         return [torch.from_numpy(array).to(self._device, non_blocking=True) for array in arrays]

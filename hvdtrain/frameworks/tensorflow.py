@@ -23,7 +23,7 @@ from hvdtrain.comm.world import World
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.data import Batch
 from hvdtrain.frameworks import Profiler, statistics_of
-from hvdtrain.records.metrics import Measure
+from hvdtrain.records.metrics import Metric
 from hvdtrain.strategies import Strategy
 from hvdtrain.system import exits, stderr
 from hvdtrain.system.exits import Failure
@@ -53,7 +53,7 @@ with stderr.without(BUILD_NOTES), without_modules(KERAS_EXTRAS):
     import tensorflow as tf
 
     from hvdtrain.frameworks.optimizers_tensorflow import OPTIMIZERS
-    from hvdtrain.models.layers_tf import turned, turned_back
+    from hvdtrain.models.layers_tf import to_pytorch, to_tensorflow
 
 PRECISIONS = {"fp32": tf.float32, "bf16": tf.bfloat16, "fp16": tf.float16}
 # Dynamic loss scaling with the constants of torch.amp.GradScaler, so that both frameworks scale alike.
@@ -121,7 +121,7 @@ def _pair(gradient: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor] | None:
 
 class TensorFlowReplica:
     """See `frameworks.Replica`. `model.loss(*arrays, training=...)` returns the sum of losses and, by name, the
-    measure's sums; `model.weights` are its trained variables by name. A model may have `buffers`, variables by name
+    metric's sums; `model.weights` are its trained variables by name. A model may have `buffers`, variables by name
     that are not trained, and `sequences`, the arguments of `loss` whose second axis has another length from batch to
     batch."""
 
@@ -129,9 +129,9 @@ class TensorFlowReplica:
     """Whether a step has one backward, so that a gradient that appears is final"""
 
     def __init__(
-        self, model: Any, *, device: str, config: TrainConfig, world: World, strategy: Strategy, measure: Measure
+        self, model: Any, *, device: str, config: TrainConfig, world: World, strategy: Strategy, metric: Metric
     ) -> None:
-        self.device, self._measure = device, measure
+        self.device, self._metric = device, metric
         self._model, self._ranks = model, world.ranks
         self._in_backward, self._local = strategy.in_backward, strategy.local
         self._weights: dict[str, tf.Variable] = model.weights
@@ -203,7 +203,7 @@ class TensorFlowReplica:
         They run in the order of the parts; the first copies the tail too."""
         sizes = [math.prod(weight.shape) for weight in self._weights.values()]
         borders = [0, *itertools.accumulate(sizes)]
-        self._vector = _aligned(borders[-1] + self._measure.size + 1)
+        self._vector = _aligned(borders[-1] + self._metric.size + 1)
         before: list[tf.Operation] = []
         for number, part in enumerate(self._parts):
             given = [gradients[place] for place in part] + ([tail] if number == 0 else [])
@@ -280,8 +280,8 @@ class TensorFlowReplica:
     def waited_s(self) -> float | None:
         return None if self._in_backward else 0.0
 
-    def sent_bytes(self) -> int:
-        return 0
+    def sent_bytes(self) -> tuple[int, int]:
+        return 0, 0
 
     def observe(self, batch: Batch) -> None:
         self._forward(batch, training=True)
@@ -302,23 +302,23 @@ class TensorFlowReplica:
         return self._forward_graphs[training](arrays)
 
     def _numbers(self, found: tuple[tf.Tensor, Mapping[str, tf.Tensor]], kind: tf.DType) -> tf.Tensor:
-        """What a model's loss returns as one vector: the loss and the measure's sums."""
+        """What a model's loss returns as one vector: the loss and the metric's sums."""
         loss, sums = found
-        return tf.concat([tf.reshape(tf.cast(x, kind), [-1]) for x in (loss, *self._measure.in_order(sums))], 0)
+        return tf.concat([tf.reshape(tf.cast(x, kind), [-1]) for x in (loss, *self._metric.in_order(sums))], 0)
 
     def state(self) -> dict[str, np.ndarray]:
-        arrays = {f"parameter.{name}": turned_back(weight.numpy()) for name, weight in self._weights.items()}
-        arrays |= {name: turned_back(slot.numpy()) for name, slot in self._optimizer.slots.items()}
+        arrays = {f"parameter.{name}": to_pytorch(weight.numpy()) for name, weight in self._weights.items()}
+        arrays |= {name: to_pytorch(slot.numpy()) for name, slot in self._optimizer.slots.items()}
         if self._scaled:
             arrays["loss_scale"] = np.array([self._scale.numpy(), self._good_steps.numpy()], dtype=np.float64)
         return arrays
 
     def load(self, state: dict[str, np.ndarray]) -> None:
         for name, weight in self._weights.items():
-            weight.assign(turned(state[f"parameter.{name}"]))
+            weight.assign(to_tensorflow(state[f"parameter.{name}"]))
         for name, slot in self._optimizer.slots.items():
             if name in state:
-                slot.assign(turned(state[name]))
+                slot.assign(to_tensorflow(state[name]))
         if self._scaled and "loss_scale" in state:
             scale, steps = state["loss_scale"]
             self._scale.assign(scale)

@@ -21,6 +21,7 @@ import os
 import select
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -34,6 +35,7 @@ from hvdtrain.horovod_api import arithmetic
 from hvdtrain.horovod_api.arithmetic import Members, Op
 from hvdtrain.horovod_api.coordinator import Answer, Asked, Coordinator, packed, said, unpacked
 from hvdtrain.horovod_api.wires import Wire, connected
+from hvdtrain.sentinel import waiting
 
 ENDED = "no call can be made any more: {}; what ended the job is in the output of the rank that ended first"
 PATIENCE_S = 10.0
@@ -64,7 +66,7 @@ class Calls:
         self.rank, self.size = meeting.rank, meeting.size
         self._everyone = tuple(range(self.size))
         self._streams, self._wires = connected(meeting, reach)
-        self._coordinator = Coordinator()
+        self._coordinator = Coordinator(waiting.limit_s)
         self._groups: dict[tuple[int, ...], Members] = {}
         self._answers: collections.deque[tuple[Answer, bytes]] = collections.deque()
         self._lock = threading.Lock()
@@ -162,7 +164,9 @@ class Calls:
         or if another rank has ended. Raises ValueError for an unknown handle: one can be finished once.
         """
         call = self._known(handle)
-        call.ended.wait()
+        began = time.monotonic()
+        while not call.ended.wait(waiting.every_s):
+            waiting.waits(time.monotonic() - began)
         self._calls.pop(handle, None)
         self._free(call)
         if call.error is not None:

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
 from hvdtrain.horovod_api.arithmetic import Op
-
-STALL_S = 60.0
-"""After which a call that some ranks have not made is told, once"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,7 +98,9 @@ class Waiting:
 
 
 class Coordinator:
-    def __init__(self) -> None:
+    def __init__(self, stall_limit_s: float) -> None:
+        """A call that some ranks have not made after `stall_limit_s` is reported, once; 0: never."""
+        self._limit_s = stall_limit_s or math.inf
         self._waiting: dict[str, Waiting] = {}
         self._joined: dict[tuple[int, ...], dict[int, Asked]] = {}
 
@@ -149,20 +149,23 @@ class Coordinator:
     def due_s(self) -> float | None:
         """Seconds until there may be something to tell; None if nothing waits."""
         untold = [waiting.since for waiting in self._waiting.values() if not waiting.told]
-        return max(0.0, min(untold) + STALL_S - time.monotonic()) if untold else None
+        if not untold or self._limit_s == math.inf:
+            return None
+        return max(0.0, min(untold) + self._limit_s - time.monotonic())
 
     def stalled(self) -> list[str]:
         """Lines about calls that some ranks have waited long for; each is told once."""
         lines = []
         for waiting in self._waiting.values():
-            if not waiting.told and waiting.since + STALL_S <= time.monotonic():
+            if not waiting.told and waiting.since + self._limit_s <= time.monotonic():
                 waiting.told = True
                 first = next(iter(waiting.asked.values()))[0]
                 absent = [rank for rank in first.ranks if rank not in waiting.asked]
                 why = "every rank must make the same calls"
                 if first.kind == "join":
                     why = "make as many steps on every rank: those of a strategy wait for ranks that have joined"
-                lines.append(f"{said(first)} has waited {STALL_S:g} s for rank {', '.join(map(str, absent))}: {why}")
+                ranks = ", ".join(map(str, absent))
+                lines.append(f"{said(first)} has waited {self._limit_s:g} s for rank {ranks}: {why}")
         return lines
 
 

@@ -12,7 +12,9 @@ Horovod once more, connect, and shut Horovod down.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
 import os
 import socket
 import sys
@@ -165,6 +167,15 @@ def wanted(strategy: str | None = None) -> Exchange | None:
     return exchange
 
 
+def stall_limit_s() -> float:
+    """HVDTRAIN_STALL_LIMIT, else the workloads' default. Raises Failure (78)."""
+    text = os.environ.get("HVDTRAIN_STALL_LIMIT", str(TrainConfig.stall_limit))
+    with contextlib.suppress(ValueError):
+        if 0 <= (seconds := float(text)) < math.inf:
+            return seconds
+    raise Failure(f"HVDTRAIN_STALL_LIMIT={text}: give seconds >= 0, as in 60", exits.BAD_CONFIG)
+
+
 def init(front: Front, comm: Any = None, process_sets: Any = None, strategy: str | None = None) -> None:
     """What `hvd.init()` does; a second time does nothing. Collective. `strategy`: if it is known already.
 
@@ -182,7 +193,7 @@ def init(front: Front, comm: Any = None, process_sets: Any = None, strategy: str
             _meet(front)
     else:
         if _met is None:
-            _met = Met.at(place())
+            _met = Met.at(place(), stall_limit_s())
             if _met.meeting.rank == 0 and strategy is None and os.environ.get(VARIABLE) is None:
                 _tell(f"Horovod cannot connect torchrun's ranks: {exchange} carries; {VARIABLE} names another strategy")
         _job = _job or Job(_met, front.framework)
@@ -214,7 +225,7 @@ def _meet(front: Front) -> None:
     """The ranks that Horovod connects get to know each other, once. Collective."""
     global _met
     if _met is None and front.module.size() > 1:
-        _met = Met.by(HorovodRanks(front.framework, gpu=False, timeline=False))
+        _met = Met.by(HorovodRanks(front.framework, gpu=False, timeline=False), stall_limit_s())
 
 
 def recorder(

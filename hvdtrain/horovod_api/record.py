@@ -22,24 +22,24 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 
 from hvdtrain import records
 from hvdtrain.comm.world import World
 from hvdtrain.config.options import TrainConfig
-from hvdtrain.horovod_api import shown
+from hvdtrain.horovod_api import ending, shown
 from hvdtrain.observe.timing import WARMUP_STEPS, Spent, process_age_s, step_shares
 from hvdtrain.records.metrics import Score
 from hvdtrain.strategies import Exchange
-from hvdtrain.system import arguments, exits, locks
+from hvdtrain.system import exits, locks
 from hvdtrain.system.exits import Failure
 from hvdtrain.training import observers, run_folder
 
 VARIABLES = ("RECORD", "RUN_DIR", "RESUME", "MONITOR", "MONITOR_MS", "MONITOR_IDLE_S")
-PATIENCE_S = 60.0
-"""At the end, for the ranks that are not there yet"""
+FAILED_PATIENCE_S = 2.0
+"""How long a rank that failed waits for others to hear of it: they may still be training"""
 Gather = Callable[[bytes], list[bytes]]
 
 
@@ -80,11 +80,10 @@ def begin(
         _say(world, f"the script goes on without a run folder: {told}")
         return None
     world.keeps(str(folder), "")
-    argv = arguments.without_secrets(sys.argv)
-    seed, rest = shown.seed_and_rest(argv)
+    seed, rest = shown.seed_and_rest(sys.argv)
     manifest = records.Manifest(
         workload=name,
-        argv=argv,
+        argv=sys.argv,
         config={
             "framework": world.framework,
             "strategy": str(exchange),
@@ -101,8 +100,8 @@ def begin(
     )
     run_folder.keep(manifest, folder, {}, world)
     _recorder = Recorder(world, config, manifest, folder, device, gather)
-    atexit.register(finish)
-    sys.exit = _exit
+    ending.watch()
+    atexit.register(_ended)
     return steps()
 
 
@@ -127,29 +126,34 @@ def log(**told: Any) -> None:
 
 
 def finish() -> None:
-    """Writes the run's end, and COMPLETE if the script has not failed. Waits PATIENCE_S at most for other ranks, never
-    raises, and does nothing the second time."""
-    global _recorder
+    """Writes the run's end, unless the script is handling an exception. Waits for the other ranks to end, never raises,
+    and does nothing the second time. COMPLETE follows when the process ends normally."""
+    _finish(ending.handling())
+
+
+def _ended() -> None:
+    """What is left to do when the process ends."""
+    failure = ending.failure()
+    _finish(failure)
+    if _finished is not None:
+        _finished.mark(failure)
+
+
+def _finish(failure: str | None) -> None:
+    global _recorder, _finished
     recorder, _recorder = _recorder, None
     if recorder is not None:
-        failed = sys.exc_info()[0] is not None or getattr(sys, "last_value", None) is not None or bool(_status)
+        _finished = recorder
         try:
-            recorder.end(failed=failed)
+            recorder.end(failure)
         except Exception as error:
             print(f"hvdtrain: the run's records end early: {error}", file=sys.stderr, flush=True)
 
 
-def _exit(status: Any = None) -> NoReturn:
-    """`sys.exit`, whose status nothing tells when the process ends."""
-    global _status
-    _status = status
-    raise SystemExit(status)
-
-
 _recorder: Recorder | None = None
+_finished: Recorder | None = None
 begun = False
 """Whether this process was to be recorded once"""
-_status: Any = None
 
 
 class Steps:
@@ -158,15 +162,18 @@ class Steps:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
 
-    def done(self, *, lr: float | None, exchange_s: float | None, sent_bytes: int) -> None:
-        """A step is done, just now. `exchange_s`: waited for the exchange; None: cannot be told apart."""
+    def done(
+        self, *, lr: float | None, exchange_s: float | None, sent_bytes: int, local_sent_bytes: int | None
+    ) -> None:
+        """A step is done, just now. `exchange_s`: waited for the exchange; None: cannot be told apart.
+        `local_sent_bytes`: None if `sent_bytes` is computed, and not counted."""
         if self._recorder is _recorder:  # else its records have ended
-            self._recorder.step(self, lr, exchange_s, sent_bytes)
+            self._recorder.step(self, lr, exchange_s, sent_bytes, local_sent_bytes)
 
-    def exchanged(self, waited_s: float, sent_bytes: int) -> None:
+    def exchanged(self, waited_s: float, sent_bytes: int, local_sent_bytes: int) -> None:
         """Ranks made their weights the same between two steps, just now: the first one has it, as in a workload."""
         if self._recorder is _recorder:
-            self._recorder.step(None, None, waited_s, sent_bytes)
+            self._recorder.step(None, None, waited_s, sent_bytes, local_sent_bytes)
 
 
 class Recorder:
@@ -179,6 +186,8 @@ class Recorder:
         self._gather = gather
         self._writer = records.Writer(folder / "metrics" / f"rank{world.rank:04d}.jsonl")
         self._spent, self._steps, self._sent_bytes = Spent(), 0, 0
+        self._local_sent_bytes: int | None = 0
+        """None as soon as bytes are computed, and not counted"""
         self._first: Steps | None = None
         self._latest: Steps | None = None
         self._waiting: records.Step | None = None
@@ -202,13 +211,21 @@ class Recorder:
             self._watching.enter_context(observers.monitoring(config, folder, world, device, say))
         self._began_unix_s, self._nic_began = time.time(), world.nic_counters()
         self._epoch_began = self._stepped = time.perf_counter()
+        self._failure: str | None = "its records end early"
         self._mine: Any = None
         self._told: list[Any] = []
         self._ending = threading.Event()
         self._ender = threading.Thread(target=self._tell, daemon=True)  # Python 3.12 starts none while it ends
         self._ender.start()
 
-    def step(self, of: Steps | None, lr: float | None, exchange_s: float | None, sent_bytes: int) -> None:
+    def step(
+        self,
+        of: Steps | None,
+        lr: float | None,
+        exchange_s: float | None,
+        sent_bytes: int,
+        local_sent_bytes: int | None,
+    ) -> None:
         """See `Steps`; `of` is None between two. Where optimizers take turns, as in a GAN, the first one's steps count,
         and each holds what the others do next; one that makes two steps on end is the first from there on."""
         mine = of is not None and of in (self._first or of, self._latest)
@@ -219,6 +236,7 @@ class Recorder:
         if not mine:
             if (before := self._waiting) is None:  # it is written
                 self._sent_bytes += sent_bytes
+                self._local_sent_bytes = _sum(self._local_sent_bytes, local_sent_bytes)
             else:
                 so_far_s = before.communication_s
                 self._waiting = msgspec.structs.replace(
@@ -226,6 +244,7 @@ class Recorder:
                     compute_s=before.compute_s + whole_s - waited_s,
                     communication_s=None if so_far_s is None or exchange_s is None else so_far_s + waited_s,
                     bytes_sent=before.bytes_sent + sent_bytes,
+                    local_bytes_sent=_sum(before.local_bytes_sent, local_sent_bytes),
                 )
             return
         self._first = of
@@ -240,6 +259,7 @@ class Recorder:
             compute_s=whole_s - waited_s,
             communication_s=None if exchange_s is None else waited_s,
             bytes_sent=sent_bytes,
+            local_bytes_sent=local_sent_bytes,
             warmup=self._steps < WARMUP_STEPS,
         )
         self._first_step_s = self._first_step_s or process_age_s()
@@ -306,6 +326,7 @@ class Recorder:
         self._writer.write(record)
         self._spent.add(record)
         self._sent_bytes += record.bytes_sent
+        self._local_sent_bytes = _sum(self._local_sent_bytes, record.local_bytes_sent)
         if record.loss is not None:
             self._losses, self._loss_sum = self._losses + 1, self._loss_sum + record.loss
         if record.samples is None:
@@ -316,7 +337,7 @@ class Recorder:
             self._rated_s += record.compute_s + (record.communication_s or 0.0)
 
     def _declare(self, found: dict[str, dict[str, float]]) -> None:
-        """The manifest names every score that was told; the first one is the headline."""
+        """The manifest names every score that was told; the first one is the primary metric."""
         told = [(name, value) for scores in found.values() for name, value in scores.items()]
         known = self._scores
         new = {name: shown.score(name, v) for name, v in told if name not in known or not known[name].possible(v)}
@@ -324,37 +345,41 @@ class Recorder:
             return
         self._scores |= new
         scores = {name: dataclasses.asdict(score) for name, score in self._scores.items()}
-        metric = {"headline": next(iter(scores)), "scores": scores}
+        metric = {"primary": next(iter(scores)), "scores": scores}
         self._manifest = msgspec.structs.replace(self._manifest, metric=metric)
         if self._world.rank == 0:
             records.write_document(self._folder / "manifest.json", records.as_json(self._manifest))
 
     # --- the end ------------------------------------------------------------------------------------------------
 
-    def end(self, *, failed: bool) -> None:
+    def end(self, failure: str | None) -> None:
+        """Ends this rank's records, as a `failure` if that is why; rank 0 writes the summary if no rank has failed.
+        Collective, but a rank that failed does not wait long."""
         self._flush()
         ended_unix_s = time.time()
         self._watching.close()
-        if not failed:
-            summary = self._summary(ended_unix_s)
-            if self._world.rank == 0:
-                self._writer.write(summary)
-                records.write_document(self._folder / "COMPLETE", {"schema": records.SCHEMA, "utc": records.utc_now()})
-                _say(self._world, shown.words(summary))
-                if tip := run_folder.advised(self._config, summary, self._world.links):
-                    _say(self._world, tip.replace("--strategy ", "HVDTRAIN_STRATEGY=", 1))
+        facts, failure = self._of_all(failure)
+        if self._world.rank == 0 and failure is None:
+            summary = self._summary(facts, ended_unix_s)
+            self._writer.write(summary)
+            _say(self._world, shown.words(summary))
+            if tip := run_folder.advised(self._config, summary, self._world.links):
+                _say(self._world, tip.replace("--strategy ", "HVDTRAIN_STRATEGY=", 1))
         self._writer.close()
         locks.release()
+        self._failure = failure
 
-    def _summary(self, ended_unix_s: float) -> records.Summary:
-        rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        nic = self._world.nic_bytes(self._nic_began)
-        batch = self._batches.most_common(1)[0][0] if self._batches else None
-        facts = self._of_all([rss, nic, dataclasses.asdict(self._spent), self._rated_samples, batch])
-        whole = len(facts) == self._world.size
-        shares = step_shares([Spent(**spent) for _, _, spent, *_ in facts]) if whole else {}
+    def mark(self, failure: str | None) -> None:
+        """Marks the run COMPLETE if all its records are there and the process ends without a `failure`."""
+        if failure := self._failure or failure:
+            _say(self._world, f"run folder {self._folder}: unfinished, because {failure}")
+        elif self._world.rank == 0:
+            records.write_document(self._folder / "COMPLETE", {"schema": records.SCHEMA, "utc": records.utc_now()})
+
+    def _summary(self, facts: list[list[Any]], ended_unix_s: float) -> records.Summary:
+        shares = step_shares([Spent(**spent) for _, _, spent, *_ in facts])
         shares.pop("data", None)  # a script does not tell
-        samples = sum(rated for *_, rated, _ in facts) if whole else 0
+        samples = sum(rated for *_, rated, _ in facts)
         rate = samples / self._rated_s if samples and self._rated_s else None
         batches = [each for *_, each in facts if each]
         return records.Summary(
@@ -379,6 +404,8 @@ class Recorder:
             samples_per_s_per_rank=rate / self._world.size if rate else None,
             data_share=None,
             bytes_sent=self._sent_bytes,
+            bytes_sent_source="computed" if self._local_sent_bytes is None else "counted",
+            local_bytes_sent=self._local_sent_bytes,
             first_step_s=self._first_step_s,
             peak_rss_bytes=max(rss for rss, *_ in facts),
             nic_bytes=[nic for _, nic, *_ in facts if nic],
@@ -387,17 +414,27 @@ class Recorder:
             ended_unix_s=ended_unix_s,
         )
 
-    def _of_all(self, mine: Any) -> list[Any]:
-        """What every rank brings, in rank order; only this rank's where another one has ended, or does not come."""
-        self._mine = mine
+    def _of_all(self, failure: str | None) -> tuple[list[list[Any]], str | None]:
+        """What every rank contributes to the summary, in rank order, and the first failure of a rank."""
+        rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        nic = self._world.nic_bytes(self._nic_began)
+        batch = self._batches.most_common(1)[0][0] if self._batches else None
+        self._mine = (failure, [rss, nic, dataclasses.asdict(self._spent), self._rated_samples, batch])
         self._ending.set()
-        self._ender.join(PATIENCE_S)
-        return self._told if len(self._told) == self._world.size else [mine]
+        self._ender.join(None if failure is None else FAILED_PATIENCE_S)
+        if failure is None and not self._told:
+            failure = "a rank was gone before its records ended"
+        failures = [f"on rank {rank} {each}" for rank, (each, _) in enumerate(self._told) if each]
+        return [facts for _, facts in self._told], failure or next(iter(failures), None)
 
     def _tell(self) -> None:
         self._ending.wait()
         with contextlib.suppress(Exception):  # a rank that is gone
             self._told = [json.loads(each) for each in self._gather(json.dumps(self._mine).encode())]
+
+
+def _sum(one: int | None, other: int | None) -> int | None:
+    return None if one is None or other is None else one + other
 
 
 def _say(world: World, text: str) -> None:

@@ -17,8 +17,8 @@ from hvdtrain.tensorflow.step import tensor
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
-    """Gives all ranks the variables of model and optimizer that one has, before the first step; where `fit` has not
-    built them by then, after it.
+    """Gives all ranks the variables of model and optimizer that one has, before the first step. If `fit` builds the
+    model in that step, the broadcast follows it; with a strategy that averages weights, ranks exchange nothing before.
 
     With a strategy that lets weights differ for a while it makes them the same again at the end of each epoch. Ranks
     that loaded their own exchange's state (`load_exchange_state`) go on from what they have: nothing is broadcast. It
@@ -46,6 +46,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             if not optimizer.built:
                 optimizer.build(self.model.trainable_variables)
             self._broadcast()
+        elif not (self._done or getattr(optimizer, "restored", False)):
+            self._postpone(True)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._broadcast()
@@ -66,12 +68,19 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         unique = {id(each): each for each in variables if id(each) not in self._local}
         with tf.device(self._device):
             broadcast_variables(list(unique.values()), root_rank=self._root_rank)
+        self._postpone(False)
+
+    def _postpone(self, postponed: bool) -> None:
+        for optimizer in self._optimizers():
+            optimizer.postpone_exchange(postponed)
 
     def _synchronize(self) -> None:
+        for optimizer in self._optimizers():
+            optimizer.synchronize_weights()
+
+    def _optimizers(self) -> list[Distributed]:
         every = {id(each): each for each in (self.model.optimizer, *vars(self.model).values())}  # a GAN has two
-        for optimizer in every.values():
-            if isinstance(optimizer, Distributed):
-                optimizer.synchronize_weights()
+        return [each for each in every.values() if isinstance(each, Distributed)]
 
 
 class MetricAverageCallback(keras.callbacks.Callback):

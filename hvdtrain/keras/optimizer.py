@@ -168,6 +168,12 @@ class Distributed:
             if self._hvd_state.recorded is not None:
                 self._hvd_state.recorded.exchanged()
 
+    def postpone_exchange(self, postponed: bool) -> None:
+        """Whether steps update this rank's weights by its own gradients for now, because the weights that all ranks
+        begin with are broadcast later. Changes nothing with strategies that exchange gradients."""
+        if self._hvd_state.step is not None:
+            self._hvd_state.step.postponed = postponed
+
     def exchange_state(self) -> dict[str, np.ndarray]:
         """What this rank's exchange needs to go on after the very step: each rank saves and loads its own."""
         state = self._hvd_state

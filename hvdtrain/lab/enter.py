@@ -12,7 +12,6 @@ import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NoReturn
 
@@ -21,22 +20,16 @@ from hvdtrain.lab.topology import Cluster
 from hvdtrain.system import exits
 from hvdtrain.system.commands import CHECKOUT, SEARCHED, Command, as_user, become_root, caller, find
 from hvdtrain.system.exits import Failure
-
-KEPT = (
-    *("COLUMNS", "LANG", "LC_*", "LD_LIBRARY_PATH", "NO_COLOR", "PATH", "TERM", "TMPDIR", "TZ", "VIRTUAL_ENV"),
-    *("CUDA_*", "HOROVOD_*", "HVDTRAIN_*", "KERAS_*", "KMP_*", "MALLOC_*", "MKL_*", "NCCL_*", "OMP_*", "OMPI_*"),
-    *("OPAL_*", "OPENBLAS_NUM_THREADS", "PYTHON*", "PYTORCH_*", "SLURM_CONF", "TF_*", "TORCH_*"),
-)
-"""Variables that a command on a host keeps; nothing else, so that no secret of the caller's shell gets there"""
+from hvdtrain.system.variables import ON_A_HOST, passes
 
 UNSAFE = {f"HVDTRAIN_KEPT_{name}": name for name in ("LD_LIBRARY_PATH", "TMPDIR")}
 """Names under which variables get through sudo that glibc removes from programs such as sudo (ld.so(8))"""
 
 
 def environment(inherited: Mapping[str, str], user: pwd.struct_passwd, extra: Sequence[str] = ()) -> dict[str, str]:
-    """What the command gets: the allow-list, `extra`, the user's own, and the checkout's .venv if there is one."""
-    names = [name for name in inherited if any(fnmatchcase(name, kept) for kept in (*KEPT, *extra))]
-    kept = {UNSAFE.get(name, name): inherited[name] for name in names if not name.startswith("OMPI_COMM_")}
+    """What the command gets: the listed variables, `extra`, the user's own, and the checkout's .venv if it exists."""
+    names = [name for name in inherited if passes(name, (*ON_A_HOST, *extra))]
+    kept = {UNSAFE.get(name, name): inherited[name] for name in names}
     kept |= {"HOME": user.pw_dir, "USER": user.pw_name, "LOGNAME": user.pw_name, "SHELL": user.pw_shell or "/bin/sh"}
     kept.setdefault("PATH", SEARCHED)
     venv = Path(kept.get("VIRTUAL_ENV", CHECKOUT / ".venv"))
@@ -76,8 +69,7 @@ def become(cluster: Cluster, host: str, words: Sequence[str], *, extra: Sequence
 
 def through_sudo(arguments: Sequence[str], extra: Sequence[str] = ()) -> NoReturn:
     """`tools/cluster.sh ARGUMENTS` as root, where sudo asks nothing. Raises Failure (77) elsewhere."""
-    patterns = (*KEPT, *extra)
     os.environ.update({kept: os.environ[name] for kept, name in UNSAFE.items() if name in os.environ})
-    names = [name for name in os.environ if any(fnmatchcase(name, kept) for kept in patterns) and name != "PATH"]
+    names = [name for name in os.environ if passes(name, (*ON_A_HOST, *extra)) and name != "PATH"]
     refusal = "entering a virtual host needs root: run it with sudo (it changes back to you on the host)"
     become_root(refusal, "cluster.sh", arguments, f"--preserve-env={','.join(names)}")

@@ -20,6 +20,7 @@ from hvdtrain.lab.virtual import PINS, SELF, STATE
 from hvdtrain.system import exits
 from hvdtrain.system.commands import find, need_root, run, run_all
 from hvdtrain.system.exits import Failure
+from hvdtrain.system.proc import stat
 
 PATIENCE_S = 3.0
 
@@ -176,22 +177,41 @@ def processes(netns: str) -> list[int]:
         return []
 
 
+def groups(cluster: str) -> list[Path]:
+    """Control groups of the cluster, the outermost last; a program on a host may have made some of its own."""
+    top = virtual.cgroup(cluster)
+    return [*sorted(top.rglob("*/"), reverse=True), top] if top.is_dir() else []
+
+
+def members(cluster: str) -> set[int]:
+    """Processes in the cluster's network namespaces or control groups: a process may have left one of them."""
+    found = {pid for netns in namespaces(cluster) for pid in processes(netns)}
+    for group in groups(cluster):
+        with contextlib.suppress(OSError):  # removed meanwhile
+            found.update(map(int, (group / "cgroup.procs").read_text().split()))
+    return found - {0}  # 0 stands for a process outside this PID namespace; kill(0) would end this process instead
+
+
 def down(cluster: str, *, dry_run: bool = False) -> bool:
-    """Removes what `up` made, whole or in part, with every process on its hosts; False if there was nothing."""
+    """Removes what `up` made, whole or in part, with every process on its hosts; False if there was nothing.
+
+    Raises Failure (1) that names what is left, which the next `down` tries to remove again.
+    """
     topology.Cluster(name=cluster, hosts=(Host(name="a"),))  # checks the name
     if dry_run:
-        for netns in namespaces(cluster):
-            print(f"# ends the processes {' '.join(map(str, processes(netns))) or '(none)'} in {netns}")
+        print(f"# ends the processes {' '.join(map(str, sorted(members(cluster)))) or '(none)'}")
         for path in leftovers(cluster):
             print(f"# removes {path}")
         return bool(leftovers(cluster))
     need_root("taking a virtual cluster down")
-    if not STATE.is_dir():
+    if not STATE.is_dir() and not leftovers(cluster):
         return False
     with _alone():
         virtual.choose(cluster)  # once more: another user's `up` may have ended meanwhile
         there = bool(leftovers(cluster))
         _remove(cluster)
+        if left := leftovers(cluster):
+            raise Failure(f"cluster {cluster} is not down: could not remove {', '.join(left)}; run this command again")
     return there
 
 
@@ -206,7 +226,7 @@ def _remove(cluster: str) -> None:
         pin.unlink()
     for netns in namespaces(cluster):
         run(["ip", "netns", "delete", netns])
-    for group in (*sorted(virtual.cgroup(cluster).glob("*/")), virtual.cgroup(cluster), virtual.cgroup(cluster).parent):
+    for group in (*groups(cluster), virtual.cgroup("")):
         _remove_group(group)
     shutil.rmtree(here, ignore_errors=True)
     if not any(path.is_dir() and path not in (PINS, SELF) for path in STATE.iterdir()):
@@ -219,16 +239,23 @@ def _remove(cluster: str) -> None:
 
 
 def _end_processes(cluster: str) -> None:
-    """TERM, and KILL for those that are still there after a while."""
+    """Sends SIGTERM, then SIGKILL to the processes that remain. Raises Failure (1) if some survive even that.
+
+    The namespaces and groups then stay, because without them the next `down` could not find these processes.
+    """
     for number in (signal.SIGTERM, signal.SIGKILL):
-        deadline = time.monotonic() + PATIENCE_S
-        pids = [pid for netns in namespaces(cluster) for pid in processes(netns)]
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
-                os.kill(pid, signal.SIGCONT)
-        while any(processes(netns) for netns in namespaces(cluster)) and time.monotonic() < deadline:
+        deadline, sent = time.monotonic() + PATIENCE_S, set[int]()
+        while (left := members(cluster)) and time.monotonic() < deadline:
+            for pid in left - sent:  # also those that a shell starts when its command is killed
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+                    os.kill(pid, signal.SIGCONT)
+            sent |= left
             time.sleep(0.02)
+    if left:
+        names = ", ".join(f"{pid} ({stat(pid).name})" for pid in sorted(left))
+        what = f"cluster {cluster} is not down: SIGKILL did not end process {names}"
+        raise Failure(f"{what}; hint: see what holds it (frozen? waiting for a disk?), then run this command again")
 
 
 def _remove_group(group: Path) -> None:

@@ -31,6 +31,7 @@ MAX_HOSTS = 64
 NETWORK = "10.77.0.0/24"
 LEAST_SHARE = 0.05
 """Of a core: the kernel gives no less than 1 ms in a period of 20 ms"""
+CORES = re.compile(r"\d{1,5}(-\d{1,5})?(,\d{1,5}(-\d{1,5})?)*", re.ASCII)
 HOST_KEYS = ("slots", "cpu_share", "cpus", "rate", "up", "down")
 
 
@@ -61,8 +62,8 @@ class Host:
                 f"host {self.name}: CPU share {self.cpu_share:g}; give the cores it may use, at least {LEAST_SHARE}",
                 exits.USAGE,
             )
-        if self.cpus is not None and not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", self.cpus):
-            raise Failure(f"host {self.name}: cpus {self.cpus!r}; give cores as 0-1,3", exits.USAGE)
+        if self.cpus is not None and not CORES.fullmatch(self.cpus):
+            raise Failure(f"host {self.name}: cpus {self.cpus[:40]!r}; give cores as 0-1,3", exits.USAGE)
         for rate in (self.up, self.down):
             if rate is not None:
                 parse_rate(rate)

@@ -20,7 +20,6 @@ import shutil
 import socket
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 from hvdtrain.lab import throttle
@@ -30,23 +29,13 @@ from hvdtrain.launch.tuning import GLOO, MPI, Setting
 from hvdtrain.system import cgroup as quota
 from hvdtrain.system import exits, hosts, net
 from hvdtrain.system.arguments import Parser
-from hvdtrain.system.commands import Command, find, is_secret, run
+from hvdtrain.system.commands import Command, find, run
 from hvdtrain.system.exits import Failure
 from hvdtrain.system.hosts import Slots
 from hvdtrain.system.rates import parse_rate, show_rate
+from hvdtrain.system.redaction import is_secret, redacted, without_secrets
+from hvdtrain.system.variables import FOR_LAUNCHERS, FOR_RANKS, passes
 
-# What ranks get to see, by name. Secrets (tokens, keys, passwords) are not among them.
-FOR_RANKS = (
-    *("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "PYTHONHASHSEED"),
-    *("VIRTUAL_ENV", "CONDA_PREFIX", "OPAL_PREFIX", "HOROVOD_*", "HVDTRAIN_*", "OMP_*", "MKL_*", "KMP_*", "MALLOC_*"),
-    *("GLOO_*", "NCCL_*", "CUDA_*", "NVIDIA_VISIBLE_DEVICES", "TF_*", "XLA_FLAGS", "TORCH_*", "PYTORCH_*", "KERAS_*"),
-    *("OPENBLAS_NUM_THREADS", "TMPDIR", "LANG", "LC_*", "TZ", "NO_COLOR", "XDG_CACHE_HOME"),
-)
-# What mpirun, horovodrun and ssh need besides, on this host.
-FOR_LAUNCHERS = (
-    *("HOME", "USER", "LOGNAME", "SHELL", "TERM", "HOSTNAME", "SSH_AUTH_SOCK", "KRB5CCNAME", "SSL_CERT_FILE"),
-    *("OMPI_MCA_*", "OMPI_ALLOW_*", "SLURM_*"),
-)
 HOROVODRUNS = {"pml", "btl_tcp_if_include"}  # parameters of Open MPI that horovodrun itself gives
 SURVIVE = ("python3", "-P", "-m", "hvdtrain.system.survive")
 SLEEPER = Path(sys.prefix, "lib", "sleep_when_idle.so")
@@ -232,17 +221,9 @@ def overridden(chosen: Sequence[Setting], options: argparse.Namespace, environme
     return result + [Setting(name, value, "--mca", mca=True) for name, value in parameters.items()]
 
 
-def allowed(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, one) for one in patterns) and not is_secret(name)
-
-
 def child_environment(plan: Plan, environment: Mapping[str, str]) -> dict[str, str]:
-    """What mpirun or horovodrun gets: the allow-lists, what -x names, and the settings."""
-    kept = {
-        name: value
-        for name, value in environment.items()
-        if allowed(name, (*FOR_RANKS, *FOR_LAUNCHERS)) or name in plan.passed
-    }
+    """What mpirun or horovodrun gets: the listed variables, what -x names, and the settings."""
+    kept = {name: value for name, value in environment.items() if passes(name, (*FOR_LAUNCHERS, *plan.passed))}
     if os.geteuid() == 0:  # in a container everybody is root, and mpirun wants to be told twice
         kept |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return kept | {setting.name: setting.value for setting in plan.settings if not setting.mca}
@@ -257,8 +238,9 @@ def mpirun_command(plan: Plan, variables: Sequence[str]) -> Command:
     """mpirun with each of the ranks' variables by name only."""
     words = ["mpirun", "-np", str(plan.ranks), "-H", hosts.as_argument(plan.hosts)]
     words += ["--bind-to", "none", "--map-by", "slot", *mca_words(plan)]
+    own = [setting.name for setting in plan.settings if not setting.mca]
     for name in sorted(variables):
-        if allowed(name, FOR_RANKS) or name in plan.passed or name in {s.name for s in plan.settings if not s.mca}:
+        if passes(name, (*FOR_RANKS, *plan.passed, *own)):
             words += ["-x", name]
     return [*words, *plan.command]
 
@@ -335,7 +317,8 @@ def make_plan(launcher: str, options: argparse.Namespace, environment: Mapping[s
 
 def _private(setting: Setting, passed: Collection[str]) -> bool:
     """Whether the value is nobody's business: of a secret, or given by -x."""
-    return not setting.mca and (setting.name in passed or is_secret(setting.name))
+    named = setting.name in passed or is_secret(setting.name)
+    return not setting.mca and (named or redacted(setting.value) != setting.value)
 
 
 def typed(plan: Plan, options: argparse.Namespace) -> str:
@@ -359,7 +342,7 @@ def typed(plan: Plan, options: argparse.Namespace) -> str:
         words += ["--mca", name, value]
     for name in plan.passed:
         words += ["-x", name]
-    return shlex.join(words)
+    return shlex.join(without_secrets(words))
 
 
 def start(launcher: str, arguments: list[str], environment: Mapping[str, str]) -> int:

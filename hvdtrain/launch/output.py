@@ -20,6 +20,7 @@ from pathlib import Path
 
 from hvdtrain.system import exits
 from hvdtrain.system.commands import Command
+from hvdtrain.system.environment import number
 from hvdtrain.system.exits import Failure
 
 PROGRAM = ("python3", "-P", "-m", "hvdtrain.launch.output")
@@ -56,8 +57,8 @@ def to_both(file: int, stream: int) -> int:
         if os.fork():  # and the rank must not find a child that it did not start
             os._exit(0)
         os.close(sink)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)
+        for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+            signal.signal(ignored, signal.SIG_IGN)
         while data := os.read(source, 1 << 16):
             for target in (file, stream):
                 with contextlib.suppress(OSError), open(target, "wb", buffering=0, closefd=False) as out:
@@ -77,7 +78,8 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if not options.command:
         parser.error("no command")
-    rank = next((int(os.environ[name]) for name in RANKS if name in os.environ), 0)
+    hint = "start it with launch/mpirun.sh or launch/horovodrun.sh"
+    rank = next((number(name, os.environ[name], hint) for name in RANKS if name in os.environ), 0)
     shown = options.show is None or str(rank) in options.show.split(",")
     folder = options.logs and options.logs / f"rank{rank:04d}"
     try:

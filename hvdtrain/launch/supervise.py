@@ -6,13 +6,15 @@ around mpirun. So a signal to the launcher becomes SIGUSR1 to mpirun (or, on Glo
 rank is told, all hear at the end of the step), the ranks save a checkpoint, and the job ends with 75.
 
 A second process, the keeper, waits at a pipe for the end of the launcher: if that is killed, the keeper stops the job
-in its place.
+in its place. The job's stderr passes through it, so that it can print a rank's reason again, below what mpirun or
+horovodrun prints after it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import signal
 import socket
@@ -37,6 +39,12 @@ REPEAT_S = 5.0
 """Between two SIGUSR1: what arrives while ranks are being started is lost, and one more does no harm"""
 LOOK_S, LOOK_AT_FIRST_S, FIRST_S = 2.0, 0.5, 10.0
 """Between two looks at what runs here. In the first seconds, and when the job is to stop, more often."""
+TAIL_BYTES = 1 << 14
+"""Of stderr: the ranks' last lines, and what their launcher prints after them"""
+OURS = re.compile(rb"^hvdtrain: (.*)$", re.MULTILINE)
+TAG = re.compile(rb"\[[\d,]+\]<stderr>:")
+"""What horovodrun puts before a line, and mpirun's --tag-output before each part of it"""
+SECOND_HAND = b"lost contact with another rank"
 LAST_WORDS_S = 3.0
 """Between SIGTERM and SIGKILL"""
 
@@ -122,13 +130,17 @@ class Job:
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self._arrived)
-        self.keeper, self.line = start_keeper(grace_s)
+        self.keeper, self.line, stderr = start_keeper(grace_s)
         # A group of its own: Ctrl-C reaches this process alone, which knows what to make of it.
-        self.child = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, process_group=0)
+        self.child = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stderr=stderr, process_group=0
+        )
+        os.close(stderr)
         os.write(self.line, f"{self.child.pid}\n".encode())
 
     def _arrived(self, number: int, frame: FrameType | None) -> None:
-        again = bool(self.asked) and number != signal.SIGUSR1
+        # SIGUSR1 may be Slurm's notice of the SIGTERM to come, which then gives the grace that it gives alone.
+        again = number != signal.SIGUSR1 and any(before != signal.SIGUSR1 for before in self.asked)
         self.asked.append(signal.Signals(number))
         if number == signal.SIGTERM and self.deadline is None:
             self.deadline = time.monotonic() + self.grace_s
@@ -150,7 +162,7 @@ class Job:
                 what = f"host {host} does not answer, and the ranks here have ended: ending the job"
                 return self._end_now(what, exits.RESUMABLE if self.asked else exits.FAILED)
         code = self.child.wait()
-        self._dismiss_keeper()
+        self._dismiss_keeper(b"failed" if code else b"done")
         code = 128 - code if code < 0 else code
         if self.asked and code == 128 + signal.SIGUSR1:
             return 128 + self.asked[0]  # told before they had anything to save
@@ -182,42 +194,89 @@ class Job:
         _say(why)
         end(self.child.pid)
         self.child.wait()
-        self._dismiss_keeper()
+        self._dismiss_keeper(b"done")
         return code
 
-    def _dismiss_keeper(self) -> None:
-        os.write(self.line, b"done\n")
+    def _dismiss_keeper(self, how: bytes) -> None:
+        os.write(self.line, how)
         os.close(self.line)
         os.waitpid(self.keeper, 0)
 
 
-def start_keeper(grace_s: float) -> tuple[int, int]:
-    """(the keeper's process, the pipe to it)."""
-    listen, speak = os.pipe()
+def start_keeper(grace_s: float) -> tuple[int, int, int]:
+    """(the keeper's process, the pipe to it, the pipe for the job's stderr)."""
+    (listen, speak), (source, stderr) = os.pipe(), os.pipe()
     pid = os.fork()
     if pid == 0:
         os.setsid()
         os.close(speak)
+        os.close(stderr)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
-        keep(listen, grace_s)
+        keep(listen, Passage(source), grace_s)
     os.close(listen)
-    return pid, speak
+    os.close(source)
+    return pid, speak, stderr
 
 
-def keep(listen: int, grace_s: float) -> NoReturn:
-    """The keeper: reads the job's process number, then waits for `done`, or for the pipe's end without it."""
-    with os.fdopen(listen, "rb") as pipe:
-        said = pipe.read().split()
-    if said and said[-1] != b"done":
-        root = int(said[0])
+class Passage:
+    """From a pipe to this process's stderr."""
+
+    def __init__(self, source: int) -> None:
+        self._source: int | None = source
+        self._tail = b""
+
+    def wait(self, patience_s: float | None, *others: int) -> list[int]:
+        """Waits until something can be passed on, which it does, or one of the others can be read, or for so long. What
+        could be read."""
+        sources = [*others, *([] if self._source is None else [self._source])]
+        ready = select.select(sources, [], [], patience_s)[0]
+        if self._source is not None and self._source in ready:
+            self._pass_on(self._source)
+        return ready
+
+    def _pass_on(self, source: int) -> None:
+        data = os.read(source, 1 << 16)
+        if not data:
+            self._source = None
+        self._tail = (self._tail + data)[-TAIL_BYTES:]
+        while data:
+            try:
+                data = data[os.write(2, data) :]
+            except OSError:  # nobody reads it any more
+                return
+
+    def reason(self) -> str | None:
+        """The line of ours that says why a rank ended; None if there is none, or nothing stands below it."""
+        tail = TAG.sub(b"", self._tail)
+        lines = list(OURS.finditer(tail))
+        first_hand = [line for line in lines if SECOND_HAND not in line[0]]
+        line = next(reversed(first_hand or lines), None)
+        if line is None or not tail[line.end() :].strip():
+            return None
+        return line[1].decode(errors="replace")
+
+
+def keep(listen: int, stderr: Passage, grace_s: float) -> NoReturn:
+    """The keeper: reads the job's process number, then waits for a word, or for the pipe's end without it."""
+    told, more = b"", True
+    while more:
+        if listen in stderr.wait(None, listen):
+            more = bool(data := os.read(listen, 64))
+            told += data
+    root, _, word = told.decode().partition("\n")
+    if root and not word:
         _say("the launcher was killed: stopping its job")
-        ask_to_stop(root)
+        ask_to_stop(int(root))
         deadline = time.monotonic() + grace_s
-        while not ended(root) and time.monotonic() < deadline:
-            time.sleep(0.2)
-        if not ended(root):
-            end(root)
+        while not ended(int(root)) and time.monotonic() < deadline:
+            stderr.wait(0.2)
+        if not ended(int(root)):
+            end(int(root))
+    while stderr.wait(0):
+        pass
+    if word == "failed" and (reason := stderr.reason()):
+        _say(reason)
     os._exit(0)
 
 

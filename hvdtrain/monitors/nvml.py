@@ -2,6 +2,7 @@
 
 From Volta on the driver counts each GPU's energy in millijoules; before, its power is integrated over the samples
 (trapezoids), which misses what changes faster than they come. Both are of the whole board, MIG instances included.
+Each device fails alone: whatever exception a call raises, the others are read all the same.
 Source: NVML API Reference, nvmlDeviceGetTotalEnergyConsumption and nvmlDeviceGetPowerUsage.
 """
 
@@ -76,35 +77,38 @@ class Nvml:
         self.reason: str | None = None
         try:
             import pynvml
-        except ImportError as error:
+        except Exception as error:
             self.reason = f"{error}: pip install nvidia-ml-py"
             return
         self._nvml = pynvml
         try:
             pynvml.nvmlInit()
-            self.gpus = [self._open(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        except pynvml.NVMLError as error:
+            count = pynvml.nvmlDeviceGetCount()
+        except Exception as error:
             self.reason = self._why(error)
             return
+        self.gpus = [self._open(index) for index in range(count)]
         if not self.gpus:
             self.reason = "NVML: NVIDIA's driver shows this process no GPU"
 
     def _open(self, index: int) -> Gpu:
-        device = f"gpu{index}"
+        handle, reason = None, None
         try:
             handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
-        except self._nvml.NVMLError as error:
-            return Gpu(device=device, name=None, uuid=None, handle=None, reason=self._why(error))
-        name, uuid = self._nvml.nvmlDeviceGetName(handle), self._nvml.nvmlDeviceGetUUID(handle)
-        return Gpu(device=device, name=name, uuid=uuid, handle=handle, reason=None)
+        except Exception as error:
+            reason = self._why(error)
+        name, uuid = self._read("nvmlDeviceGetName", handle), self._read("nvmlDeviceGetUUID", handle)
+        return Gpu(device=f"gpu{index}", name=name, uuid=uuid, handle=handle, reason=reason)
 
     def _why(self, error: Exception) -> str:
-        kind = type(error).__name__.removeprefix("NVMLError_")
-        return f"NVML: {error}" + (f"; {FIXES[kind]}" if kind in FIXES else "")
+        name = type(error).__name__
+        kind = name.removeprefix("NVMLError_")
+        what = f"NVML: {error}" if isinstance(error, self._nvml.NVMLError) else f"NVML: {name}: {error}"
+        return what + (f"; {FIXES[kind]}" if kind in FIXES else "")
 
     def _read(self, function: str, handle: Any) -> Any:
-        """What NVML says, None where it says nothing."""
-        with contextlib.suppress(self._nvml.NVMLError):
+        """NVML's answer; None if there is none."""
+        with contextlib.suppress(Exception):
             return getattr(self._nvml, function)(handle) if handle is not None else None
         return None
 
@@ -123,7 +127,7 @@ class Nvml:
             for function, kind in kinds.items():
                 try:
                     getattr(self._nvml, function)(gpu.handle)
-                except self._nvml.NVMLError as error:
+                except Exception as error:
                     reason = f"{function[13:]}: {self._why(error)}"
                     continue
                 return kind(gpu, functools.partial(self._read, function, gpu.handle))
@@ -163,7 +167,8 @@ class Nvml:
         CUDA_VISIBLE_DEVICES lists numbers, or UUIDs that may be cut short, and ends at the first invalid one. Numbers
         count the fastest GPU first unless CUDA_DEVICE_ORDER is PCI_BUS_ID, which is the same if all are of one model.
         """
-        numbered = order == "PCI_BUS_ID" or len({gpu.name for gpu in self.gpus}) == 1
+        names = {gpu.name for gpu in self.gpus}
+        numbered = order == "PCI_BUS_ID" or len(self.gpus) == 1 or (len(names) == 1 and None not in names)
         if visible is None:
             return [gpu.device for gpu in self.gpus] if numbered else []
         found: list[str] = []
@@ -182,7 +187,7 @@ class Nvml:
         """UUID of the GPU that a MIG instance is part of."""
         if mig.startswith("MIG-GPU-"):  # drivers before R470: MIG-GPU-<UUID>/<instance>/<compute instance>
             return mig.removeprefix("MIG-").partition("/")[0]
-        with contextlib.suppress(self._nvml.NVMLError):
+        with contextlib.suppress(Exception):
             instance = self._nvml.nvmlDeviceGetHandleByUUID(mig.encode())
             return self._nvml.nvmlDeviceGetUUID(self._nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(instance))
         return "none"

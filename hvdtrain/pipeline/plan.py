@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from hvdtrain.comm.channel import neighbours
 from hvdtrain.comm.launch_env import Place
 from hvdtrain.comm.world import World
-from hvdtrain.config import options as configuration
+from hvdtrain.config import batch_plan
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.models.layers import Layer
 from hvdtrain.pipeline import partition as cuts
@@ -71,7 +71,7 @@ class Stages:
     @property
     def parted(self) -> bool:
         """Whether a step goes through the model in parts."""
-        return self.grid.stages > 1 or configuration.micro_batches(self.config) > 1
+        return self.grid.stages > 1 or batch_plan.micro_batches(self.config) > 1
 
     def check(self, exchange: Exchange) -> None:
         """Raises Failure (78) for a strategy that replicas of a stage cannot have, and for what needs Horovod."""
@@ -81,7 +81,7 @@ class Stages:
         strategy, several = exchange.strategy, self.grid.replicas > 1
         alone = strategy.divides or strategy.carrier == "servers"
         if self.parted and (alone or (several and (strategy.in_backward or strategy.carrier != "streams"))):
-            stages, parts = self.grid.stages, configuration.micro_batches(self.config)
+            stages, parts = self.grid.stages, batch_plan.micro_batches(self.config)
             what = f"--stages {stages}" if stages > 1 else f"--micro-batches {parts}"
             raise Failure(
                 f"--strategy {exchange} does not go with {what} on {self.grid.ranks} ranks: it needs a step's only "
@@ -96,7 +96,7 @@ class Stages:
 
     def parts(self, rank_batch: int) -> int:
         """Micro-batches of a step: fewer than asked where they would have one sample, as the loader makes them."""
-        return max(1, min(configuration.micro_batches(self.config), rank_batch // 2))
+        return max(1, min(batch_plan.micro_batches(self.config), rank_batch // 2))
 
     def held(self, stage: int, rank_batch: int) -> int:
         """Micro-batches that have gone forward through a stage and not yet backward, at most."""

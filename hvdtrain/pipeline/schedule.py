@@ -42,7 +42,7 @@ class Part(Protocol):
         """From the gradient of what `forward` returned to that of its inputs; None at the ends."""
 
     def totals(self) -> np.ndarray:
-        """Of the last stage, since it was asked last: the sums of losses and the measure's sums."""
+        """Of the last stage, since it was asked last: the sums of losses and the metric's sums."""
 
     def see(self, batch: Batch, inputs: np.ndarray | None, training: bool) -> np.ndarray:
         """Forward alone. In `training` running statistics learn from it. The last stage's totals, else its outputs."""
@@ -104,12 +104,12 @@ class Parted:
 
     def evaluate(self: Any, batch: Batch) -> np.ndarray:
         found = self._pipe.see(self, batch, training=False)
-        return np.zeros(self._measure.size) if found is None else found
+        return np.zeros(self._metric.size) if found is None else found
 
     def waited_s(self) -> float | None:
         return self._pipe.waited_s
 
-    def sent_bytes(self) -> int:
+    def sent_bytes(self) -> tuple[int, int]:
         return self._pipe.take_sent_bytes()
 
 
@@ -140,19 +140,20 @@ class Pipe:
         """Whether micro-batches go forward anew; not where only one is held, which would save nothing"""
         self.waited_s = 0.0
         """That this rank waited for its neighbours in the last step"""
-        self._sent_bytes = 0
+        self._sent_bytes = 0, 0
 
-    def take_sent_bytes(self) -> int:
-        """Payload given to the neighbours since it was asked last, or a step began."""
-        before, self._sent_bytes = (
-            self._sent_bytes,
-            sum(each.sent_bytes for each in (self._before, self._after) if each),
+    def take_sent_bytes(self) -> tuple[int, int]:
+        """Payload given to neighbours on other hosts and on this one, since it was asked last, or a step began."""
+        neighbours, (network, local) = [each for each in (self._before, self._after) if each], self._sent_bytes
+        self._sent_bytes = (
+            sum(each.sent_bytes for each in neighbours),
+            sum(each.local_sent_bytes for each in neighbours),
         )
-        return self._sent_bytes - before
+        return self._sent_bytes[0] - network, self._sent_bytes[1] - local
 
     def train(self, part: Part, batch: Batch, stop: bool) -> np.ndarray:
-        """Forward and backward of a step's micro-batches; its totals, float32 (measure.size + 1,): losses, the
-        measure's sums, samples, whether to stop. The gradients are the part's."""
+        """Forward and backward of a step's micro-batches; its totals, float32 (metric.size + 1,): losses, the
+        metric's sums, samples, whether to stop. The gradients are the part's."""
         self.waited_s = 0.0
         self.take_sent_bytes()
         micros = batch.parts or (batch,)

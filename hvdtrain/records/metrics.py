@@ -1,13 +1,13 @@
 """Scores of a model, and the sums over samples that they are computed from.
 
-A model's `loss` returns the sum of its losses over a batch, and the sums that its measure declares:
+A model's `loss` returns the sum of its losses over a batch, and the sums that its metric declares:
 
     return loss, {"correct": (logits.argmax(1) == labels).sum()}
 
 Sums add up over batches and ranks, so the score of a split is exactly equal to a single process, however the split
 was divided. A mean of scores would not be: the mean F1 of two halves is not the F1 of the whole. A regression declares
 the sums of absolute and squared errors, and computes MAE and RMSE. A classifier with rare classes declares the
-confusion matrix, and computes F1 (`Confusion`). The headline score selects the best epoch and appears in tables and
+confusion matrix, and computes F1 (`Confusion`). The primary metric selects the best epoch and appears in tables and
 figures; any score can be a run's `--target`.
 """
 
@@ -79,14 +79,14 @@ class Score:
         return value if self.higher_is_better else -value
 
 
-class Measure(abc.ABC):
+class Metric(abc.ABC):
     """The sums to add up over samples, and the scores that follow from them."""
 
     sums: Mapping[str, tuple[int, ...]]
     """Name and shape of each sum; () is a number"""
     scores: Mapping[str, Score]
     """Every score that a run may record, by name, in display order"""
-    headline: str
+    primary: str
     """The score that selects the best epoch and appears in tables and figures"""
 
     @abc.abstractmethod
@@ -102,7 +102,7 @@ class Measure(abc.ABC):
         """A model's sums in the order of the totals. Raises Failure (78) if they are not the declared ones."""
         if set(given) != set(self.sums):
             raise Failure(
-                f"the model's loss returns the sums {', '.join(given) or 'none'}, but its measure declares "
+                f"the model's loss returns the sums {', '.join(given) or 'none'}, but its metric declares "
                 f"{', '.join(self.sums) or 'none'}; hint: use the same names",
                 exits.BAD_CONFIG,
             )
@@ -130,10 +130,10 @@ class Measure(abc.ABC):
         name, _, text = asked.partition("=")
         score = self.scores.get(name)
         if score is None:
-            known, example = ", ".join(self.scores), 0.95 if self.scores[self.headline].share else 10
+            known, example = ", ".join(self.scores), 0.95 if self.scores[self.primary].share else 10
             raise Failure(
                 f"--target {asked}: no score {name!r}{near(name, self.scores)}; this workload has {known}; hint: "
-                f"use SCORE=VALUE, e.g. {self.headline}={example}",
+                f"use SCORE=VALUE, e.g. {self.primary}={example}",
                 exits.BAD_CONFIG,
             )
         try:
@@ -159,18 +159,18 @@ class Measure(abc.ABC):
     def as_json(self) -> dict[str, Any]:
         """The declaration for the manifest; see `read`."""
         return {
-            "headline": self.headline,
+            "primary": self.primary,
             "scores": {name: dataclasses.asdict(score) for name, score in self.scores.items()},
         }
 
 
 def read(value: Mapping[str, Any]) -> tuple[str, dict[str, Score]]:
-    """The headline and the scores of a declaration by `Measure.as_json`. Raises ValueError if it is invalid."""
+    """The primary metric and the scores of a declaration by `Metric.as_json`. Raises ValueError if it is invalid."""
     kinds: dict[str, tuple[type, ...]] = {"str": (str,), "bool": (bool,)}
     kinds |= {"bool | None": (bool, type(None)), "float | None": (int, float, type(None))}
-    headline, given = value.get("headline"), value.get("scores")
-    if not isinstance(given, dict) or not isinstance(headline, str) or headline not in given:
-        raise ValueError("no scores, or no headline among the scores")
+    primary, given = value.get("primary"), value.get("scores")
+    if not isinstance(given, dict) or not isinstance(primary, str) or primary not in given:
+        raise ValueError("no scores, or no primary metric among the scores")
     for name, fields in given.items():
         if not NAME.fullmatch(name) or not isinstance(fields, dict):
             raise ValueError(f"{name!r:.60} is not a valid score")
@@ -178,27 +178,27 @@ def read(value: Mapping[str, Any]) -> tuple[str, dict[str, Score]]:
             if type(fields.get(field.name)) not in kinds[str(field.type)]:
                 raise ValueError(f"score {name}: missing or invalid {field.name}")
     names = [field.name for field in dataclasses.fields(Score)]
-    return headline, {name: Score(**{each: fields[each] for each in names}) for name, fields in given.items()}
+    return primary, {name: Score(**{each: fields[each] for each in names}) for name, fields in given.items()}
 
 
-class Accuracy(Measure):
+class Accuracy(Metric):
     """The share of samples whose most likely class is correct."""
 
     sums: Mapping[str, tuple[int, ...]] = {"correct": ()}
     scores: Mapping[str, Score] = {"accuracy": Score(label="accuracy", least=0, most=1)}
-    headline = "accuracy"
+    primary = "accuracy"
 
     def score(self, sums: Sums, samples: float) -> dict[str, float]:
         return {"accuracy": float(sums["correct"]) / samples}
 
 
-class Confusion(Measure):
+class Confusion(Metric):
     """Accuracy, and precision, recall and F1 of each class, with their plain mean over classes (macro) and their mean
     weighted by the classes' samples. As in scikit-learn, precision is 0 for a class that was never predicted, and a
     class without samples and predictions is left out. One sum: the confusion matrix, with the number of samples of
     class i that were predicted as class j at [i, j]."""
 
-    headline = "accuracy"
+    primary = "accuracy"
 
     def __init__(self, classes: Sequence[str]) -> None:
         """`classes`: their names, as printed."""
@@ -260,11 +260,11 @@ class Confusion(Measure):
         ]
 
 
-class Regression(Measure):
+class Regression(Metric):
     """MAE, RMSE and bias in the targets' unit, and R2, over all numbers of a target."""
 
     sums: Mapping[str, tuple[int, ...]] = dict.fromkeys(("absolute", "squared", "signed", "truth", "truth_squared"), ())
-    headline = "mae"
+    primary = "mae"
 
     def __init__(self, unit: str = "") -> None:
         self.scores: Mapping[str, Score] = {

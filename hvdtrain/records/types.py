@@ -1,4 +1,8 @@
-"""The record types, with the meaning and the unit of every field. msgspec checks types and bounds on reading."""
+"""The record types, with the meaning and the unit of every field.
+
+msgspec checks types and bounds on reading. Manifests and points hide the secrets of command lines whenever they are
+built: before they are written, and when a file that holds secrets is read.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,8 @@ from typing import Annotated, Any, TypeAlias, get_args
 
 import msgspec
 from msgspec import Meta
+
+from hvdtrain.system.redaction import without_secret_values, without_secrets
 
 SCHEMA = "hvdtrain/3"
 
@@ -66,6 +72,12 @@ class Manifest(_Record, frozen=True, kw_only=True):
     versions: dict[str, str | None]
     git_commit: str | None
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        msgspec.structs.force_setattr(self, "argv", without_secrets(self.argv))
+        if isinstance(arguments := self.config.get("arguments"), list):  # of a script
+            msgspec.structs.force_setattr(self, "config", self.config | {"arguments": without_secrets(arguments)})
+
     @property
     def hosts(self) -> list[str]:
         """The hosts of the ranks, each once, in the order of their first ranks."""
@@ -92,12 +104,14 @@ class Step(_Record, frozen=True, kw_only=True):
     communication_s: Amount | None
     """Waiting for the exchange after backward; null if the framework runs both in one graph, or waits on a GPU"""
     bytes_sent: Count
-    """Payload that this rank gave to the exchange, without headers, inside its host and to other hosts"""
+    """Payload that this rank gave to the network, without headers; see `Summary.bytes_sent_source`"""
     warmup: bool
     """Excluded from rates: one of the first steps of the process, or a step that the profiler distorts"""
     staleness: Amount | None = None
     """With parameter servers: updates by other ranks between the pull and the push of this one (mean over servers)"""
     staleness_max: Count | None = None
+    local_bytes_sent: Count | None = None
+    """Payload that this rank gave to other ranks of its host during the step; null if bytes_sent is computed"""
 
 
 class Epoch(_Record, frozen=True, kw_only=True):
@@ -175,7 +189,7 @@ class Summary(_Record, frozen=True, kw_only=True):
     data_share: Amount | None
     """Share of the training time that rank 0 waited for data, without warm-up steps"""
     bytes_sent: Count
-    """By rank 0, over the whole run"""
+    """By rank 0 to the network, over the whole run"""
     first_step_s: Amount | None
     """From the start of the process to the end of its first step (rank 0); null if it made none"""
     peak_rss_bytes: Count
@@ -195,6 +209,11 @@ class Summary(_Record, frozen=True, kw_only=True):
     began_unix_s: Amount | None = None
     """Start of the loop in this process and end of the test evaluation, by rank 0's clock"""
     ended_unix_s: Amount | None = None
+    bytes_sent_source: str | None = None
+    """counted: payload given to other hosts. computed: what a ring of all ranks sends, because neither Horovod nor the
+    frameworks' own exchange counts it. Null if it was not recorded"""
+    local_bytes_sent: Count | None = None
+    """By rank 0 to other ranks of its host, over the whole run; null if bytes_sent is computed"""
     test_sums: dict[str, Any] = {}
     """The sums behind the test scores by name, such as a confusion matrix, as lists. Empty for a script"""
 
@@ -266,6 +285,11 @@ class Point(_Record, frozen=True, kw_only=True):
     """Deviation of the slowest link's goodput from the expected one, measured before the run; null: not measured"""
     marked: str | None
     """Why the measurements of this run cannot be trusted; null: no objection"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        msgspec.structs.force_setattr(self, "settings", without_secret_values(self.settings))
+        msgspec.structs.force_setattr(self, "command", without_secrets(self.command))
 
 
 Record: TypeAlias = Manifest | Step | Epoch | Saved | Resumed | Summary | Sensors | Sample | Point

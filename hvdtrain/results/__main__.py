@@ -44,7 +44,7 @@ FORMATS = ("table", "csv", "json", "markdown")
 SHOWN_PROBLEMS = 10
 RESULTS = Path("results")
 TARGET = (None, 0.95)
-"""The name of a score (None: the primary one), and its value"""
+"""The name of a score (None: the primary metric), and its value"""
 REMOVED = {
     "inference": "use launch/studies/martin2019.py",
     "--detail": "use --format csv or --format json",
@@ -75,7 +75,7 @@ def parser() -> Parser:
         one.add_argument("--group-by", metavar="A,B,..", help="columns or settings of a group (default: all)")
 
     def add_target(one: argparse.ArgumentParser, what: str) -> None:
-        words = f"{what}: 0.95 or 95%% (default) of the primary score, or SCORE=VALUE"
+        words = f"{what}: 0.95 or 95%% (default) of the primary metric, or SCORE=VALUE"
         one.add_argument("--target", type=target, default=TARGET, help=words)
 
     def add_baseline(one: argparse.ArgumentParser) -> None:
@@ -98,7 +98,7 @@ def parser() -> Parser:
     words = "compare each strategy and one host at their fastest batch, learning rate and epochs"
     strategies.add_argument("--best", action="store_true", help=words)
     add_group_by(add("phases", "where the time goes"))
-    compare = add("compare", "whether B is worse than A (exit code 1 if it is)", roots=False)
+    compare = add("compare", "whether B is worse than A (exit code 1; 65: nothing to compare)", roots=False)
     compare.add_argument("a", type=Path, metavar="A", help="a run folder, a folder of runs, or the name of a run")
     compare.add_argument("b", type=Path, metavar="B")
     compare.add_argument("--threshold", type=fraction, default=0.05, help="smallest relevant change (default: 5%%)")
@@ -257,9 +257,10 @@ def print_problems(problems: Sequence[Problem], *, everything: bool = False) -> 
 def no_runs(loaded: Loaded, where: str | None) -> Failure:
     roots = ", ".join(map(str, loaded.roots))
     if where is not None and loaded.where:
-        return Failure(f"--where {where!r} selects no run in {roots}; hint: see `hvdtrain results list`", exits.FAILED)
+        what = f"--where {where!r} selects no run in {roots}; hint: see `hvdtrain results list`"
+        return Failure(what, exits.BAD_DATA)
     hint = "start one with `python -m hvdtrain.resnet --epochs 1`, or name a folder that contains runs"
-    return Failure(f"no runs in {roots}; hint: {hint}", exits.FAILED)
+    return Failure(f"no runs in {roots}; hint: {hint}", exits.BAD_DATA)
 
 
 def show(options: argparse.Namespace) -> int:
@@ -281,8 +282,7 @@ def compare(options: argparse.Namespace) -> int:
     for side in (before, after):
         if side.runs.empty:
             print_problems(side.problems)
-            failure = no_runs(side, options.where)
-            raise Failure(str(failure), exits.BAD_DATA)  # 1 means worse
+            raise no_runs(side, options.where)
     table, worse = compare_runs(before, after, options.threshold)
     print_tables([table], options, [*before.problems, *after.problems])
     return exits.FAILED if worse else exits.OK

@@ -71,7 +71,9 @@ RUNS: dict[str, Column] = {
     "compute_s": _number("forward, backward and update, per step, including the exchange that backward hides", "s"),
     "communication_s": _number("waiting for the exchange after backward, per step; null: not separable", "s"),
     "communication_share": _number("communication_s / step_s"),
-    "bytes_per_step": _number("payload that rank 0 gave to the exchange, per step", "B"),
+    "bytes_per_step": _number(
+        "payload that rank 0 gave to the network, per step; for allreduce and native: what a ring sends", "B"
+    ),
     "network_bytes_per_step": _number("bytes of the busiest NIC (sent or received) per step, including headers", "B"),
     "limit_bytes_per_step": _number("2 (h - 1) / h x payload: the least of an fp32 all-reduce over h hosts", "B"),
     "limit_s_per_step": _number("time of limit_bytes_per_step at 0.936 of the rate", "s"),

@@ -1,6 +1,6 @@
 """The scores of runs, as their manifests declare them.
 
-A run's primary score is in the columns `test_score` and `best_validation_score`. Each score also has its own
+A run's primary metric is in the columns `test_score` and `best_validation_score`. Each score also has its own
 columns: `test_accuracy`, `best_validation_mae` ...
 """
 
@@ -61,7 +61,7 @@ def of(runs: pd.DataFrame) -> dict[str, Score]:
 
 
 def primary(runs: pd.DataFrame) -> list[str]:
-    """The names of the runs' primary scores, or accuracy if there are none."""
+    """The names of the runs' primary metrics, or accuracy if there are none."""
     return [str(name) for name in runs["primary_metric"].dropna().unique()] or [*ACCURACY.scores][:1]
 
 
@@ -72,7 +72,7 @@ def shown(runs: pd.DataFrame) -> list[str]:
 
 
 def judge_by(runs: pd.DataFrame, name: str) -> pd.DataFrame:
-    """The runs that have this score, with it as their primary score. Raises Failure (2) if none has it."""
+    """The runs that have this score, with it as their primary metric. Raises Failure (2) if none has it."""
     known = of(runs)
     if name not in known:
         raise Failure(f"--target: no score {name!r}{near(name, known)}; these runs have {', '.join(known)}", USAGE)
@@ -82,7 +82,7 @@ def judge_by(runs: pd.DataFrame, name: str) -> pd.DataFrame:
 
 
 def check_target(runs: pd.DataFrame, value: float) -> None:
-    """Raises Failure (2) for a value that no primary score of the runs can have."""
+    """Raises Failure (2) for a value that no primary metric of the runs can have."""
     known = [of(runs)[name] for name in primary(runs)]
     if not any(score.possible(value) for score in known):
         bounds = " or ".join(f"{printable(score.label)} {printable(score.bounds)}" for score in known)
@@ -100,10 +100,10 @@ def all_columns(runs: pd.DataFrame) -> dict[str, columns.Column]:
 
 
 def target(runs: pd.DataFrame, value: float) -> str:
-    """A value of the runs' primary score as text: `95 %`, `MAE 61.5 W/m2`; `primary score 0.95` if it differs between
+    """A value of the runs' primary metric as text: `95 %`, `MAE 61.5 W/m2`; `primary metric 0.95` if it differs between
     runs."""
     score, *others = (of(runs)[name] for name in primary(runs))
-    return f"primary score {value:g}" if others else words(score, value)
+    return f"primary metric {value:g}" if others else words(score, value)
 
 
 def goal(runs: pd.DataFrame, value: float) -> str:
@@ -114,7 +114,7 @@ def goal(runs: pd.DataFrame, value: float) -> str:
 
 
 def best(runs: pd.DataFrame) -> str | None:
-    """The best value of each primary score on a validation split, as text; None if there is none."""
+    """The best value of each primary metric on a validation split, as text; None if there is none."""
     known, parts = of(runs), []
     for name in primary(runs):
         column = f"best_validation_{name}"

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-from hvdtrain.sentinel import interfaces
+from hvdtrain.sentinel import interfaces, waiting
 from hvdtrain.sentinel.watch import RankWords
 from hvdtrain.system import net
 
@@ -29,9 +29,10 @@ class Sentinel:
     Whatever goes wrong here costs the watch, never the run.
     """
 
-    def __init__(self, rank: int, *, first: bool, secret: bytes) -> None:
-        """`first` for the one rank of each host that starts the process; `secret` is the job's."""
-        self._rank, self._secret = rank, secret
+    def __init__(self, rank: int, *, first: bool, secret: bytes, stall_limit_s: float) -> None:
+        """`first` for the one rank of each host that starts the process; `secret` is the job's; `stall_limit_s`: see
+        `stalls`, 0 for none."""
+        self._rank, self._secret, self._stall_limit_s = rank, secret, stall_limit_s
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._socket.bind(("127.0.0.1", 0))
         self._process: subprocess.Popen[bytes] | None = None
@@ -76,6 +77,7 @@ class Sentinel:
             # Signals reach the sentinel as one byte each, written by the C handler: also while Python cannot run.
             with contextlib.suppress(ValueError):  # not the main thread
                 signal.set_wakeup_fd(self._socket.fileno(), warn_on_full_buffer=False)
+            waiting.begin(self._tell, self._stall_limit_s)
         if mine == self._rank:
             self._send(self._table(offers, doors))
 
@@ -126,7 +128,8 @@ class Sentinel:
         ours = [(rank, o) for rank, o in enumerate(offers) if o["sees"] == offers[self._rank]["sees"]]
         ranks_here = [{"rank": rank, "pid": offer["pid"], "port": offer["port"]} for rank, offer in ours]
         index = leaders.index(self._rank)
-        return {"secret": self._secret.hex(), "host": index, "hosts": hosts, "ranks": ranks_here}
+        told = {"secret": self._secret.hex(), "host": index, "hosts": hosts, "ranks": ranks_here}
+        return {**told, "stall_limit_s": self._stall_limit_s}
 
     # --- the rank's words ---------------------------------------------------------------------------------------
 
@@ -144,8 +147,11 @@ class Sentinel:
 
     def _say(self, word: int) -> None:
         for _ in range(3):  # UDP may lose one
-            with contextlib.suppress(OSError):
-                self._socket.send(bytes([word]))
+            self._tell(bytes([word]))
+
+    def _tell(self, message: bytes) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.send(message)
 
     def keeps(self, folder: str, command: str) -> None:
         """The run's folder, and the command for the advice how to continue."""

@@ -3,12 +3,13 @@
     each second:  look at the ranks of this host and at the launcher they hang on; tell the other hosts "I am here"
     a fault:      say it once, tell the other hosts, end the ranks, then what of the launcher would wait for ever
 
-Faults are: a rank that died without a word, a rank that stays stopped while others run, a launcher that is gone, a
-host that is silent. A rank tells how it ends (`RankWords`), and a signal sent to it is told by the kernel even while
-it is stuck in C++, so that an ordinary end is never taken for a fault. Heartbeats are UDP: they pass a saturated link
-where they may lose some, and outlive a flap; a host is watched only once it has been heard, so that a firewall costs
-the watch and not the job. They carry a code by the job's secret and a number that only grows (`trust`). They have a
-socket on the link, and ranks' words one on loopback; the kernel keeps both free of what no sentinel and no rank sent.
+Faults are: a rank that died without a word, a rank that stays stopped while others run, a launcher that is gone, a host
+that is silent, ranks that wait for one that makes no progress (`stalls`). A rank tells how it ends (`RankWords`), and a
+signal sent to it is told by the kernel even while it is stuck in C++, so that an ordinary end is never taken for a
+fault. Heartbeats are UDP: they pass a saturated link where they may lose some, and outlive a flap; a host is watched
+only once it has been heard, so that a firewall costs the watch and not the job. They carry a code by the job's secret
+and a number that only grows (`trust`). They have a socket on the link, and ranks' words one on loopback; the kernel
+keeps both free of what no sentinel and no rank sent.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.sentinel import auth, ending, goodput
+from hvdtrain.sentinel import auth, ending, goodput, stalls
 from hvdtrain.sentinel.processes import CHATTER, Process, launchers
+from hvdtrain.sentinel.stalls import numbers
 from hvdtrain.system import socket_filter
 
 BEAT_S = 1.0
@@ -46,7 +48,7 @@ PURPOSE = b"heartbeat"
 
 
 class RankWords:
-    """What a rank tells its sentinel, one byte each; signal numbers are below."""
+    """What a rank tells its sentinel, one byte each; signal numbers are below, and `stalls` has two more."""
 
     LEFT = 76
     """It ends as it should; nothing that comes from its port later counts, since others may bind that"""
@@ -82,6 +84,8 @@ class Peer:
         self.known_since = now
         self.left = self.idle = self.knows = self.warned = False
         self.refused_since: float | None = None
+        self.stall: dict[str, Any] = {}
+        """See `Stalls.about`"""
 
 
 class Watch:
@@ -96,6 +100,8 @@ class Watch:
         self._ranks = {("127.0.0.1", r["port"]): Rank(r["rank"], r["pid"]) for r in table["ranks"]}
         chains = [rank.launchers for rank in self._ranks.values()]
         self._launchers = list({p.pid: p for chain in chains for p in chain}.values())
+        pids = {r["rank"]: r["pid"] for r in table["ranks"]}
+        self._stalls = stalls.Stalls(table.get("stall_limit_s", 0.0), self._name, pids, now)
         self.folder: str | None = None
         self.command: str | None = None
         self._last_tick = self._next_beat = now
@@ -129,7 +135,8 @@ class Watch:
         else:
             more = bool(alive)
         if now >= self._next_beat or not more:
-            self._beat(leaving=not more)
+            self._beat(now, leaving=not more)
+            self._stalls.show(write)
             self._next_beat = now + (BEAT_S if self._fault is None else BEAT_S / 5)
         return more
 
@@ -147,6 +154,7 @@ class Watch:
             peer.known_since = now
         for rank in self._ranks.values():
             rank.stopped_since = rank.stopped_since and now
+        self._stalls.resume(now)
 
     # --- faults -------------------------------------------------------------------------------------------------
 
@@ -164,12 +172,14 @@ class Watch:
             if lost is not None and not rank.process.gone():
                 text = f"{lost.name} (process {lost.pid}) on {self._name}, which started rank {rank.number}, is gone"
                 return {"kind": "launcher", "text": text}
-        return self._stopped(now) or self._silent(now)
+        return self._stopped(now) or self._silent(now) or self._stalled()
 
     def _stopped(self, now: float) -> dict[str, Any] | None:
         here = [rank for rank in self._ranks.values() if not rank.process.gone()]
         for rank in here:
             rank.stopped_since = (rank.stopped_since or now) if rank.process.state() == "T" else None
+            if rank.process.state() in "Tt":
+                self._stalls.resume(now, [rank.number])
         if self._idle() and all(peer.idle or peer.left for peer in self._peers):  # somebody suspended the job
             for rank in here:
                 rank.stopped_since = now
@@ -177,9 +187,13 @@ class Watch:
         still = [rank for rank in here if rank.stopped_since is not None and now - rank.stopped_since > STOPPED_S]
         if not still:
             return None
-        numbers = _numbers([rank.number for rank in still])
-        text = f"{numbers} on {self._name}: stopped (SIGSTOP) for {STOPPED_S:g} s while others wait"
+        who = numbers([rank.number for rank in still])
+        text = f"{who} on {self._name}: stopped (SIGSTOP) for {STOPPED_S:g} s while others wait"
         return {"kind": "stopped", "text": text}
+
+    def _stalled(self) -> dict[str, Any] | None:
+        text = self._stalls.judge([peer.stall for peer in self._peers if not peer.left])
+        return {"kind": "stopped", "text": text} if text else None
 
     def _idle(self) -> bool:
         """Whether all ranks here are stopped."""
@@ -194,7 +208,7 @@ class Watch:
         if len(lost) == len(self._peers) > 1:
             text = f"{self._name} has heard none of the other hosts for {SILENCE_S:g} s (its link is down?)"
         else:
-            names = " and ".join(f"{peer.name} ({_numbers(peer.ranks)})" for peer in lost)
+            names = " and ".join(f"{peer.name} ({numbers(peer.ranks)})" for peer in lost)
             text = f"host {names}: nothing heard for {SILENCE_S:g} s (host or link down, seen from {self._name})"
         return {"kind": "lost", "text": text}
 
@@ -239,10 +253,11 @@ class Watch:
 
     # --- messages -----------------------------------------------------------------------------------------------
 
-    def _beat(self, leaving: bool) -> None:
+    def _beat(self, now: float, leaving: bool) -> None:
         self._beats += 1
         message = {"number": self._beats, "host": self._index, "idle": self._idle(), "left": leaving}
-        data = auth.sealed(self._secret, PURPOSE, json.dumps({**message, "fault": self._fault}).encode())
+        told = {"fault": self._fault, "stall": self._stalls.about(now)}
+        data = auth.sealed(self._secret, PURPOSE, json.dumps({**message, **told}).encode())
         for peer in self._peers:
             if self._door is not None and not peer.left:
                 for _ in range(3 if leaving else 1):
@@ -252,7 +267,9 @@ class Watch:
     def _hear(self, now: float) -> None:
         for data, sender in _arrived(self._words):
             rank = self._ranks.get(sender)
-            if rank and data and data[-1] not in CHATTER and rank.last_word != RankWords.LEFT:
+            if rank and data[:1] in (stalls.WAITS, stalls.MOVES):
+                self._stalls.heard(rank.number, data, now)
+            elif rank and data and data[-1] not in CHATTER and rank.last_word != RankWords.LEFT:
                 rank.last_word = data[-1]
         if self._door is not None:
             self._refused(self._door, now)
@@ -269,7 +286,7 @@ class Watch:
                 for peer in self._peers:
                     if refused and address == peer.address and peer.heard is not None:
                         # The machine lives, its sentinel does not: no silence to be judged.
-                        peer.heard, peer.refused_since = None, now
+                        peer.heard, peer.refused_since, peer.stall = None, now, {}
                         peer.known_since = float("inf")
 
     def _read(self, message: dict[str, Any], now: float) -> None:
@@ -277,7 +294,7 @@ class Watch:
         if peer is None or message["number"] <= peer.number:  # sent again, by the network or by someone who heard it
             return
         peer.number, peer.heard, peer.refused_since = message["number"], now, None
-        peer.idle, peer.left = message["idle"], message["left"]
+        peer.idle, peer.left, peer.stall = message["idle"], message["left"], message.get("stall", {})
         fault = message["fault"]
         peer.knows = fault is not None and bool(fault["text"])
         if fault and self._fault is None:
@@ -293,10 +310,6 @@ def _arrived(door: socket.socket) -> Iterator[tuple[bytes, tuple[str, int]]]:
             return
         except OSError:  # an earlier message was not delivered; the error queue says which
             continue
-
-
-def _numbers(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, sorted(ranks)))}"
 
 
 def _has_checkpoint(folder: str) -> bool:

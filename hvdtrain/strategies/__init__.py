@@ -11,10 +11,6 @@ from hvdtrain.config.options import TrainConfig
 from hvdtrain.strategies.base import Strategy as Strategy
 from hvdtrain.strategies.cost import Cost as Cost
 from hvdtrain.strategies.cost import Layout as Layout
-from hvdtrain.strategies.flat import FLAT as FLAT
-from hvdtrain.strategies.flat import lasting as lasting
-from hvdtrain.strategies.flat import refuse as refuse
-from hvdtrain.strategies.flat import translated as translated
 from hvdtrain.strategies.reducers.base import Reducer as Reducer
 from hvdtrain.strategies.registry import REDUCERS as REDUCERS
 from hvdtrain.strategies.registry import SCHEDULES as SCHEDULES
@@ -22,7 +18,9 @@ from hvdtrain.strategies.replicas import Exchanged as Exchanged
 from hvdtrain.strategies.replicas import Factored as Factored
 from hvdtrain.strategies.replicas import Vectors as Vectors
 from hvdtrain.strategies.spec import Exchange as Exchange
+from hvdtrain.strategies.spec import canonical as canonical
 from hvdtrain.strategies.spec import parse as parse
+from hvdtrain.strategies.spec import resumable as resumable
 
 
 def chosen(config: TrainConfig) -> Exchange:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hvdtrain.config.options import TrainConfig, micro_batches
+from hvdtrain.config.batch_plan import micro_batches
+from hvdtrain.config.options import TrainConfig
 from hvdtrain.strategies.registry import RUNGS, UNEQUAL
 from hvdtrain.strategies.spec import Exchange, parse
 from hvdtrain.system.exits import Failure

@@ -14,8 +14,8 @@ class Exchanged:
     """What one step, or settling, brought."""
 
     totals: np.ndarray | None = None
-    """(measure.size,) float64 over all ranks, of all steps that have become known just now: the sum of losses, the sums
-    of the run's measure, samples; None if there are none"""
+    """(metric.size,) float64 over all ranks, of all steps that have become known just now: the sum of losses, the sums
+    of the run's metric, samples; None if there are none"""
     stop: bool = False
     """Whether a rank was asked to stop"""
     loss: float = 0.0
@@ -39,7 +39,7 @@ class Vectors(Protocol):
         nothing is to be exchanged `tail` saves copying them."""
 
     def tail(self) -> np.ndarray:
-        """(measure.size + 1,) of the last backward: totals, and behind them whether to stop (0 or 1). Over all ranks if
+        """(metric.size + 1,) of the last backward: totals, and behind them whether to stop (0 or 1). Over all ranks if
         the world's own step exchanged them, else this rank's."""
 
     def share(self) -> tuple[int, int]:

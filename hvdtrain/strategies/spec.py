@@ -148,6 +148,28 @@ def parse(text: str) -> Exchange:
     )
 
 
+def canonical(text: str) -> str:
+    """The canonical form of a strategy string; the text itself if it names a strategy that is not installed."""
+    try:
+        return str(parse(text))
+    except Failure:
+        return text
+
+
+def resumable(text: str) -> str:
+    """The canonical form without the settings that a resumed run may change."""
+    try:
+        exchange = parse(text)
+    except Failure:
+        return text
+    if exchange.schedule is None:
+        return str(exchange)
+    settings = exchange.schedule.settings
+    defaults = {field.name: field.default for field in dataclasses.fields(settings) if field.metadata.get("may_change")}
+    schedule = dataclasses.replace(exchange.schedule, settings=dataclasses.replace(settings, **defaults))
+    return str(dataclasses.replace(exchange, schedule=schedule))
+
+
 def part(name: str, given: str = "") -> Part:
     """A name of the table and the settings behind its colon. Raises Failure (78)."""
     cls = registry.found(name)

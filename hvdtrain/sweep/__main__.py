@@ -22,13 +22,14 @@ from hvdtrain.sweep.show import Outcome
 from hvdtrain.system import exits
 from hvdtrain.system.arguments import Parser
 from hvdtrain.system.exits import Failure
+from hvdtrain.system.redaction import without_secrets
 
 PURPOSE = """Runs a grid of experiments that a TOML file describes, point by point: sets the rate of the links,
 measures it, launches, checks the record. What is done is not done again: the same command goes on after a stop.
 
 examples:
   hvdtrain sweep launch/sweeps/quick.toml --dry-run
-  hvdtrain sweep launch/sweeps/quick.toml && hvdtrain results scaling results/
+  hvdtrain sweep launch/sweeps/quick.toml && hvdtrain results scaling results/quick
   hvdtrain sweep launch/sweeps/bandwidth_digits.toml --only '*allreduce*' --set seed=1
   hvdtrain sweep launch/sweeps/cruz2021_devices.toml --set data=fish
 """
@@ -43,7 +44,7 @@ SECTIONS = {
 REST = """Every other key of a grid is a flag of the workload: batch_size = [16, 32] is --batch-size 16, then 32.
 Of a command: lr = 0.1 is --lr 0.1, OMP_NUM_THREADS = 1 a variable, strategy is HVDTRAIN_STRATEGY.
 
-Exit codes: 0 all runs that this machine can do are done; 1 a run failed (twice) or was refused; 2 usage;
+Exit codes: 0 all runs that this machine can do are done; 1 a run failed (twice), was refused or marked; 2 usage;
 69 nothing could be run here; 73, 74 nothing can be written; 75 stopped, call it again; 78 bad file."""
 
 
@@ -146,7 +147,7 @@ def dry_run(task: Task, merged: int, as_json: bool) -> int:
         print(
             f"{outcome.run.order + 1:4d}  {outcome.run.name}: {takes}{f'; {outcome.reason}' if outcome.reason else ''}"
         )
-        print(f"      {shlex.join(words[outcome.run.name])}")
+        print(f"      {shlex.join(without_secrets(words[outcome.run.name]))}")
     if up and spec and spec.virtual:
         print(f"      {shlex.join(command.down(name))}")
     counts = f"{len(task.outcomes)} runs: {len(waiting)} to do"
@@ -184,7 +185,7 @@ def run(task: Task, as_json: bool) -> int:
     if stopped:
         raise stopped
     states = {outcome.state for outcome in task.outcomes}
-    if states & {"failed", "refused"}:
+    if states & {"failed", "refused", "marked"}:
         return exits.FAILED
     return exits.UNREACHABLE if states == {"lacking"} else exits.OK
 

@@ -19,8 +19,8 @@ from hvdtrain.system.commands import CHECKOUT, Command, as_user, caller
 SCRIPTS = {
     "tools/cluster.sh": ["hvdtrain.lab"],
     "tools/throttle.sh": ["hvdtrain.lab.throttle"],
-    "launch/mpirun.sh": ["hvdtrain.launch.__main__", "mpirun"],
-    "launch/horovodrun.sh": ["hvdtrain.launch.__main__", "horovodrun"],
+    "launch/mpirun.sh": ["hvdtrain.launch", "mpirun"],
+    "launch/horovodrun.sh": ["hvdtrain.launch", "horovodrun"],
 }
 """The checkout's scripts, and the modules they stand for"""
 
@@ -45,7 +45,7 @@ def environment() -> dict[str, str]:
         about = (caller(), "x", os.geteuid(), os.getegid(), "", os.environ.get("HOME", "/"), "/bin/sh")
         user = pwd.struct_passwd(about)
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("HVDTRAIN_")}
-    more = ("SUDO_*", "SSH_AUTH_SOCK", "NVIDIA_*", "XDG_CACHE_HOME", "SLURM_*", "HOSTNAME")
+    more = ("SUDO_*", "SSH_AUTH_SOCK", "SLURM_*", "HOSTNAME")
     kept = enter.environment(inherited, user, more)  # SUDO_*: cluster.sh makes and enters the caller's cluster
     folder = str(Path(sys.executable).parent)
     if folder not in kept["PATH"].split(os.pathsep):

@@ -16,6 +16,7 @@ from hvdtrain.sweep.folder import document, summary
 from hvdtrain.sweep.plan import Point, Run
 from hvdtrain.sweep.preview import Preview
 from hvdtrain.system.rates import goodput_both_ways, parse_rate
+from hvdtrain.system.redaction import without_secret_values
 
 START_S = {"torch": (2.0, 2.5), "tensorflow": (4.0, 7.0)}
 """Seconds from launch to first step: a fixed part, and a part to divide by the rank's cores if it has less than one"""
@@ -152,7 +153,8 @@ def _wire_s(settings: dict[str, Any], sent_bytes: float) -> float:
 
 
 def _without(settings: dict[str, Any], keys: tuple[str, ...]) -> str:
-    return json.dumps({key: value for key, value in settings.items() if key not in keys}, sort_keys=True)
+    kept = {key: value for key, value in settings.items() if key not in keys}
+    return json.dumps(without_secret_values(kept), sort_keys=True)  # as in records
 
 
 def _distance(one: dict[str, Any], other: dict[str, Any]) -> tuple[int, int]:

@@ -72,12 +72,11 @@ def classify(task: Task, lacking: dict[str, str]) -> None:
         point = outcome.run.point
         state, reason = folder.state(outcome.folder, outcome.run, task.previews.get(point.name))
         if state == "done":
-            about = folder.document(outcome.folder / "point.json") or {}
-            outcome.state, outcome.marked = "kept", about.get("marked")
+            outcome.state = "kept"
         elif point.name in lacking:
             outcome.state, outcome.reason = "lacking", lacking[point.name]
         elif state != "absent":
-            outcome.reason = f"{state}, is renamed and run anew: {reason}"
+            outcome.reason = f"{state}, will be renamed and run again: {reason}"
 
 
 @contextlib.contextmanager
@@ -165,7 +164,7 @@ class Executor:
         text = f"{STATES[outcome.state]}: {outcome.run.name}"
         if outcome.seconds is not None:
             text += f", {duration(outcome.seconds)}"
-        end = folder.summary(outcome.folder) if outcome.state == "done" else None
+        end = folder.summary(outcome.folder) if outcome.state in ("done", "marked") else None
         if end:
             rate, scores = end.get("samples_per_s"), end.get("test_scores", {})
             text += "" if rate is None else f", {rate:.1f} samples/s"
@@ -194,7 +193,7 @@ class Executor:
             code, problem = self._launch(outcome, verified, attempt)
             outcome.seconds = round(time.monotonic() - began, 2)
             if problem is None:
-                outcome.state = "done"
+                outcome.state = "marked" if outcome.marked else "done"
                 self._task.estimator.learn(outcome.run, outcome.seconds)
                 return
             kept = folder.aside(outcome.folder, "failed")

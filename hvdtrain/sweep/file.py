@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.config import workloads
-from hvdtrain.config.options import TrainConfig
+from hvdtrain.config.constraints import LARGEST
 from hvdtrain.lab import topology
 from hvdtrain.system import exits, files, hosts
 from hvdtrain.system.exits import Failure
@@ -36,7 +36,10 @@ TOP: dict[str, tuple[str, Any]] = {
     "order": ("as-written, interleaved (a run of each point in turn) or random (default: interleaved)", str),
     "order_seed": ("seed of order = random (default: 0)", int),
     "off_percent": ("how far a link may be off its rate, in percent (default: 5)", NUMBER),
-    "when_off": ("a run over a link that is off: mark it, or refuse to run it (default: mark)", str),
+    "when_off": (
+        "over a link that is off: mark the run and repeat it next time, or refuse it (default: mark)",
+        str,
+    ),
     "timeout_s": ("a run that takes longer is ended and counts as failed (default: no end)", NUMBER),
 }
 OWN: dict[str, tuple[str, Any]] = {
@@ -152,6 +155,8 @@ def _bad(where: str, what: str) -> Failure:
 
 def _typed(where: str, key: str, value: Any, kinds: Any) -> None:
     accepted = kinds if isinstance(kinds, tuple) else (kinds,)
+    if isinstance(value, int) and abs(value) > LARGEST:  # first: Python does not print a number of 5,000 digits
+        raise _bad(where, f"{key}: give a whole number of at most {LARGEST:,}")
     wrong = not isinstance(value, kinds) or (isinstance(value, bool) and bool not in accepted)
     if wrong or (isinstance(value, float) and not math.isfinite(value)):
         told = {
@@ -317,9 +322,6 @@ def _exchanges(values: dict[str, list[Any]], place: Any) -> None:
     from hvdtrain import strategies
 
     named = values.get("strategy", [])
-    flat = {key: values[key][0] for key in strategies.FLAT if key in values and "command" not in values}
-    how = {key: f"{place(key)}: {key} = {value}" for key, value in flat.items()}
-    strategies.refuse(flat, str((named or [TrainConfig.strategy])[0]), how, exits.BAD_CONFIG)
     try:
         values |= {"strategy": [str(strategies.parse(str(one))) for one in named]} if named else {}
     except Failure as failure:

@@ -1,7 +1,8 @@
 """A run's folder in a sweep: whether the run is done and its records fit the settings; other folders are renamed.
 
-A run is done when its folder has COMPLETE, point.json has the same settings, and the manifest agrees with the
-workload's dry run of these settings. Any other folder of that name is renamed; it is never used and never deleted.
+A run is done when its folder has COMPLETE, point.json has the same settings, the manifest agrees with the workload's
+dry run of these settings, and no link was off its rate. Any other folder of that name is renamed; it is never used and
+never deleted.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from hvdtrain.sweep.preview import MONITORS, Preview
 from hvdtrain.system import exits, files
 from hvdtrain.system.commands import caller
 from hvdtrain.system.exits import Failure
+from hvdtrain.system.redaction import without_secret_values
 
 NOT_COMPARED = {"run_dir", "resume", "verify_data", "json", "dry_run", "debug", "monitor"}
 LOG = Path("logs") / "launch.log"
@@ -25,7 +27,7 @@ TAIL_LINES = 6
 
 
 def state(folder: Path, run: Run, preview: Preview | None) -> tuple[str, str | None]:
-    """absent, done, unfinished or other; for the last two also the reason."""
+    """absent, done, unfinished, marked (a link was off its rate) or other; for the last three also the reason."""
     if not folder.is_dir():
         return "absent", None
     if not (folder / "COMPLETE").is_file():
@@ -33,11 +35,14 @@ def state(folder: Path, run: Run, preview: Preview | None) -> tuple[str, str | N
     point = document(folder / "point.json")
     if point is None:
         return "other", "no point.json"
-    for name, wanted in (("settings", run.point.settings), ("kind", run.kind), ("repeat", run.repeat)):
+    settings = without_secret_values(run.point.settings)
+    for name, wanted in (("settings", settings), ("kind", run.kind), ("repeat", run.repeat)):
         if point.get(name) != wanted:
             return "other", f"{name} differ"
-    problem = unfit(folder, run, preview)
-    return ("other", problem) if problem else ("done", None)
+    if problem := unfit(folder, run, preview):
+        return "other", problem
+    marked = point.get("marked")
+    return ("marked", str(marked)) if marked else ("done", None)
 
 
 def document(path: Path) -> dict[str, Any] | None:

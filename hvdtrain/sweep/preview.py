@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from hvdtrain.config import workloads
-from hvdtrain.config.options import flag
+from hvdtrain.config.parser import flag
 from hvdtrain.sweep import process
 from hvdtrain.sweep.plan import Point, Run
 from hvdtrain.system import cgroup, exits

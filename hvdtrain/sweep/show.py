@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 from hvdtrain.observe.progress import duration, on_terminal, started_bar, whole
 from hvdtrain.sweep.estimate import Estimate
 from hvdtrain.sweep.plan import Run
+from hvdtrain.system.redaction import without_secret_values, without_secrets
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 SCHEMA = "hvdtrain/sweep/1"
 STATES = {
     "done": "done",
+    "marked": "marked",
     "kept": "done before",
     "failed": "FAILED",
     "refused": "refused",
@@ -110,7 +112,7 @@ def plan_document(
     """The dry run as one JSON document."""
     listed = []
     for outcome, words, estimate in rows:
-        about = {"command": list(words), "estimate_s": estimate.seconds, "estimate_basis": estimate.basis}
+        about = {"command": without_secrets(words), "estimate_s": estimate.seconds, "estimate_basis": estimate.basis}
         listed.append(_run_document(outcome) | about)
     estimate_s = None if seconds is None else round(seconds, 1)
     return {"schema": SCHEMA, "sweep": name, "root": str(root), "estimate_s": estimate_s, "runs": listed}
@@ -137,7 +139,7 @@ def _run_document(outcome: Outcome) -> dict[str, Any]:
         "run_dir": str(outcome.folder),
         "seconds": outcome.seconds,
         "log": str(outcome.log) if outcome.log else None,
-        "settings": run.point.settings,
+        "settings": without_secret_values(run.point.settings),
     }
 
 
@@ -151,9 +153,10 @@ def end_text(root: Path, outcomes: Sequence[Outcome], seconds: float) -> str:
             lines += [f"    log: {outcome.log}"] if outcome.log else []
     for reason, count in Counter(o.reason for o in outcomes if o.state == "lacking").items():
         lines.append(f"lacking: {reason} ({count} runs)")
-    for outcome in outcomes:
-        if outcome.marked:
-            lines.append(f"marked: {outcome.run.name}: {outcome.marked}")
+    marked = [outcome for outcome in outcomes if outcome.state == "marked"]
+    lines += [f"marked: {outcome.run.name}: {outcome.marked}" for outcome in marked]
+    if marked:
+        lines.append("hint: the same command repeats marked runs; --set off_percent=10 accepts links up to 10 % off")
     counts = Counter(outcome.state for outcome in outcomes)
     told = ", ".join(f"{counts[state]} {text}" for state, text in STATES.items() if counts[state])
     lines.append(f"{len(outcomes)} runs: {told}; {duration(seconds)}; records in {root}")

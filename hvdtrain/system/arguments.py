@@ -1,30 +1,14 @@
-"""The parser of all commands but training, suggestions for misspelt words, command lines without secrets."""
+"""The parser of all commands but training, and suggestions for misspelt words."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
 from hvdtrain.system.exits import USAGE, Failure
-
-SECRET = re.compile(r"(?i)(token(?!s|i[sz])|secret|passw|credential|api[-_]?key)")  # not --max-tokens, --tokenizer
-HIDDEN = "***"
-
-
-def without_secrets(argv: Sequence[str]) -> list[str]:
-    """A command line as records keep it: `***` for what may be secret."""
-    words, hide = [], False
-    for word in argv:
-        name, equals, _ = word.partition("=")
-        if hide or (equals and SECRET.search(name)):
-            words.append(f"{name}={HIDDEN}" if equals and not hide else HIDDEN)
-        else:
-            words.append(word)
-        hide = word.startswith("-") and not equals and bool(SECRET.search(word))
-    return words
 
 
 def near(word: str, known: Iterable[str]) -> str:

@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NoReturn
 
@@ -36,9 +35,6 @@ PACKAGES = {
 
 SEARCHED = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 """Where root looks for programs while it acts for a user"""
-
-SECRETS = ("*SECRET*", "*TOKEN*", "*PASS*", "*PRIVATE*", "*CREDENTIAL*", "*API_KEY*", "*ACCESS_KEY*", "*_JWT")
-"""Variables whose values are nobody else's to read, in small letters or large"""
 
 PATIENCE_S = 60
 _DENIED = ("operation not permitted", "permission denied")
@@ -126,11 +122,6 @@ def rights_of_caller() -> Iterator[None]:
         os.setgroups(groups)
 
 
-def is_secret(variable: str) -> bool:
-    """Whether a variable of that name is likely to hold a secret."""
-    return any(fnmatchcase(variable.upper(), pattern) for pattern in SECRETS)
-
-
 def need_root(purpose: str) -> None:
     """Raises Failure (77) unless this process is root."""
     if os.geteuid():
@@ -141,6 +132,6 @@ def become_root(refusal: str, script: str, arguments: Sequence[str], *options: s
     """Turns this process into the checkout's script, through sudo. Raises Failure (77) if that asks for a password."""
     if not succeeds(["sudo", "-n", "true"]):
         raise Failure(refusal, exits.NO_PERMISSION)
-    tool, module = CHECKOUT / "tools" / script, {"cluster.sh": "cluster", "throttle.sh": "cluster.throttle"}[script]
+    tool, module = CHECKOUT / "tools" / script, {"cluster.sh": "lab", "throttle.sh": "lab.throttle"}[script]
     words = [str(tool)] if tool.is_file() else [sys.executable, "-I", "-m", f"hvdtrain.{module}"]
     os.execv(find("sudo"), ["sudo", "-n", *options, *words, *arguments])

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hvdtrain.system import exits, files
+from hvdtrain.system.environment import task_counts
 from hvdtrain.system.exits import Failure
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}(\.[A-Za-z0-9_-]{1,63})*\.?")
@@ -18,6 +19,8 @@ HOSTFILE_LINE = re.compile(
     r"(?P<host>[^\s:]+)(?::(?P<colon>\d{1,6})|\s+slots\s*=\s*(?P<slots>\d{1,6})(\s+max[_-]slots\s*=\s*\d+)?)?",
     re.ASCII,
 )
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Control characters but tab and newline"""
 MOST_HOSTS = 65536
 """In a node list: a slip of the keyboard must not fill the memory"""
 
@@ -59,7 +62,7 @@ def read_hostfile(path: Path) -> list[Slots]:
     Raises Failure (2) if the file cannot be read and (65), naming file:line, for a line that is none of these.
     """
     try:
-        lines = files.read(path, files.SETTINGS_BYTES).decode("utf-8-sig").splitlines()
+        lines = files.read(path, files.SETTINGS_BYTES).decode("utf-8-sig").split("\n")
     except OSError as error:
         raise files.refused(f"hostfile {path}", error, exits.USAGE, "name another with --hostfile") from error
     except UnicodeDecodeError as error:
@@ -67,6 +70,9 @@ def read_hostfile(path: Path) -> list[Slots]:
         raise Failure(what, exits.BAD_DATA) from error
     found = []
     for number, line in enumerate(lines, start=1):
+        if CONTROL.search(line.removesuffix("\r")):  # an editor may show it as the end of a line
+            what = f"{path}:{number}: {line[:100]!r} holds a control character"
+            raise Failure(f"{what}; hint: end each line with a newline", exits.BAD_DATA)
         text = line.partition("#")[0].strip()
         if not text:
             continue
@@ -136,13 +142,8 @@ def from_slurm(environment: Mapping[str, str]) -> list[Slots] | None:
         what = f"a heterogeneous Slurm job (SLURM_HET_SIZE={parts[:100]!r}): only its first part would be used"
         raise Failure(f"{what}; name all hosts with -H, or submit it as one part", exits.BAD_CONFIG)
     names = expand_nodelist(nodelist)
-    tasks: list[int] = []
-    counts = environment.get("SLURM_TASKS_PER_NODE") or "1" + f"(x{len(names)})"
-    for part in counts.split(","):
-        match = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part, re.ASCII)
-        if match is None or len(tasks) > len(names):
-            raise Failure(f"SLURM_TASKS_PER_NODE={counts[:100]!r} does not fit; e.g. 2(x3),1", exits.BAD_CONFIG)
-        tasks += [int(match[1])] * int(match[2] or 1)
+    counts = environment.get("SLURM_TASKS_PER_NODE") or f"1(x{len(names)})"
+    tasks = task_counts("SLURM_TASKS_PER_NODE", counts)
     if len(tasks) != len(names):
         raise Failure(
             f"SLURM_JOB_NODELIST={nodelist!r} names {len(names)} hosts, SLURM_TASKS_PER_NODE={counts!r} {len(tasks)}; "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ class Stat(NamedTuple):
     """Clock ticks since boot: tells it from a later process with the same number"""
 
 
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 GONE = Stat("", "X", 0, 0)
 
 
@@ -58,6 +60,28 @@ def children(pid: int) -> list[int]:
 def tree(pid: int) -> list[int]:
     """The process and all below it."""
     return [pid, *(below for child in children(pid) for below in tree(child))]
+
+
+def used(pid: int) -> tuple[float, int]:
+    """Processor seconds, and bytes of files read and written so far, by a process and those below it in its session."""
+    seconds, size = 0.0, 0
+    for each in tree(pid):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if os.getsid(each) == os.getsid(pid):
+                fields = Path(f"/proc/{each}/stat").read_text(errors="replace").rpartition(")")[2].split()
+                seconds += sum(map(int, fields[11:15])) / TICKS_PER_S
+                lines = Path(f"/proc/{each}/io").read_text().splitlines()
+                size += sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar")))
+    return seconds, size
+
+
+def catches(pid: int, number: int) -> bool:
+    """Whether the process has a handler for this signal."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
 
 
 def processor() -> str | None:

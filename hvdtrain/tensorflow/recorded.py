@@ -35,8 +35,9 @@ class Recorded:
     def done(self, lr: float | None = None) -> None:
         """A step is done, just now."""
         if self._steps is not None:
-            waited_s, sent_bytes = self._exchange.spent() if self._exchange else (None, self._ring_bytes)
-            self._steps.done(lr=lr, exchange_s=waited_s, sent_bytes=sent_bytes)
+            spent = self._exchange.spent() if self._exchange else (None, self._ring_bytes, None)
+            waited_s, sent_bytes, local_sent_bytes = spent
+            self._steps.done(lr=lr, exchange_s=waited_s, sent_bytes=sent_bytes, local_sent_bytes=local_sent_bytes)
 
     def exchanged(self) -> None:
         """The weights were made the same between two steps, just now."""

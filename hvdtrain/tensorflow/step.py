@@ -48,6 +48,8 @@ class Step:
         self._events: queue.SimpleQueue[bool | BaseException] = queue.SimpleQueue()
         self._resume = threading.Semaphore(0)
         self._due = False
+        self.postponed = False
+        """Whether a strategy that averages weights leaves the steps to each rank, as all do not begin alike yet"""
 
     def in_graph(self, gradients: Sequence[Any], variables: Sequence[Any], update: Callable[[list[Any]], Any]) -> None:
         """Exchanges dense gradients, and updates by `update(gradients)` if any are due. Collective when it runs.
@@ -94,6 +96,8 @@ class Step:
     # --- within the graph's two operations ----------------------------------------------------------------------
 
     def _begin(self, vector: np.ndarray) -> tuple[np.ndarray, np.bool_]:
+        if self.postponed and self.exchange.strategy.local:
+            return vector, np.bool_(True)
         self._vector, self._due = vector, False
         strategy = self._made()
         if strategy.local:
@@ -173,10 +177,11 @@ class Step:
         if self._new is not None:
             self._assign(tf.constant(self._new))
 
-    def spent(self) -> tuple[float, int]:
-        """Seconds waited for the exchange, and bytes sent, since the last call."""
+    def spent(self) -> tuple[float, int, int]:
+        """Since the last call: seconds waited for the exchange, bytes sent to other hosts, and to ranks of this one."""
         sent_bytes, self._sent_bytes = self._sent_bytes, 0
-        return self._clock.take("communication"), sent_bytes
+        local_sent_bytes = self.world.take_local_sent_bytes() if self.world else 0
+        return self._clock.take("communication"), sent_bytes, local_sent_bytes
 
     def state(self) -> dict[str, np.ndarray]:
         """What this rank's exchange must have to go on as if never interrupted; empty before the first step."""

@@ -233,7 +233,8 @@ class Exchanging(torch.optim.Optimizer):
             self.take_loaded()
         told = self._strategy.synchronize(self._parameters, self._clock)
         if self._recorded is not None:
-            self._recorded.exchanged(self._clock.take("communication"), told.sent_bytes)
+            local_sent_bytes = self._world.take_local_sent_bytes()
+            self._recorded.exchanged(self._clock.take("communication"), told.sent_bytes, local_sent_bytes)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Changes nothing: a step exchanges whatever has been accumulated."""
@@ -265,7 +266,12 @@ class Exchanging(torch.optim.Optimizer):
         told = self._strategy.step(self._parameters, 0.0, self._clock)
         if self._recorded is not None:
             waited_s = self._clock.take("communication")
-            self._recorded.done(lr=rate(self), exchange_s=waited_s, sent_bytes=told.sent_bytes)
+            self._recorded.done(
+                lr=rate(self),
+                exchange_s=waited_s,
+                sent_bytes=told.sent_bytes,
+                local_sent_bytes=self._world.take_local_sent_bytes(),
+            )
 
     def _own_step(self) -> None:
         """The wrapped optimizer's; later if `synchronize` asked for the exchange, never with infinite gradients if a

@@ -45,7 +45,7 @@ def watched(optimizer: Any) -> Any:
     def timed_step(self: Any, closure: Any = None) -> Any:
         nonlocal waited_s
         found = step(closure)
-        steps.done(lr=rate(self), exchange_s=waited_s, sent_bytes=sent_bytes)
+        steps.done(lr=rate(self), exchange_s=waited_s, sent_bytes=sent_bytes, local_sent_bytes=None)
         waited_s = 0.0
         return found
 

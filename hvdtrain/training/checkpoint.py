@@ -13,8 +13,8 @@ On disk, on every file system that a rank of the job writes to:
     checkpoints/.removing-step-00000120-<token>/    an old one on its way out
 
 The files are in the safetensors format, for any safetensors library to read. `hvdtrain.records.arrays_file` writes,
-reads and hashes them in one pass; the library wants contiguous arrays, holds two copies while it loads, and needs a second
-pass.
+reads and hashes them in one pass; the library wants contiguous arrays, holds two copies while it loads, and needs a
+second pass.
 
 A save is three small gathers. (1) All ranks learn rank 0's token, and each tries to make the temp folder of that name:
 one rank per file system succeeds and is its writer, whether all hosts share a disk, some or none. No state crosses the
@@ -95,8 +95,9 @@ class Checkpoints:
 
     `identity` is what a checkpoint must fit (see `records.identity`), `layout` the local rank of each rank, `stages`
     the stage of each and `cut` where they begin, which may be other than those that saved it; all are equal on all
-    ranks. The last `keep` and the last one saved as best stay. `report` gets one line for each checkpoint that newest()
-    refuses; it is called on rank 0 only. One job at a time may use the folder (`lock`).
+    ranks. The last `keep` and the last one saved as best stay. `check` raises ValueError for progress that no
+    checkpoint of its step can hold. `report` gets one line for each checkpoint that newest() refuses; it is called on
+    rank 0 only. One job at a time may use the folder (`lock`).
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class Checkpoints:
         layout: Sequence[int] = (),
         stages: Sequence[int] = (),
         cut: Sequence[str] = (),
+        check: Callable[[dict[str, JSON], int], object] = lambda progress, step: None,
         report: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
     ) -> None:
         if keep < 1:
@@ -120,7 +122,10 @@ class Checkpoints:
         self._stages = list(stages) if cut else []
         self._shared = f"stage{self._stages[group.rank]}.safetensors" if cut else _SHARED
         self._identity: dict[str, JSON] = json.loads(json.dumps(identity))
+        self._check = check
         self._refused: set[int] = set()
+        self.others = False
+        """Whether newest() refused a checkpoint on this host because it is of another run"""
 
     def save(self, step: int, shared: Arrays, local: Arrays, progress: dict[str, JSON], best: bool = False) -> Path:
         """Save this rank's part of step `step` (>= 0) and return the checkpoint's folder. Collective.
@@ -234,7 +239,9 @@ class Checkpoints:
         if manifest["step"] != step:
             raise ValueError(f"the folder's name disagrees with the step in its {_MANIFEST}, {manifest['step']}")
         if (old := manifest["identity"]) != (new := self._identity):
+            self.others = True
             raise ValueError(f"it does not fit this run: {'; '.join(differing(old, new))}")
+        self._check(manifest["progress"], step)
         return manifest
 
     def _load(self, name: str, step: int) -> tuple[Loaded | None, str | None]:

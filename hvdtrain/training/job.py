@@ -21,7 +21,7 @@ import msgspec
 from hvdtrain import records, strategies
 from hvdtrain.comm import world
 from hvdtrain.comm.backends.base import Alone
-from hvdtrain.config import options as configuration
+from hvdtrain.config import batch_plan, parser
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.data.loader import Loader
 from hvdtrain.frameworks import Replica, in_vector, resolve
@@ -30,7 +30,7 @@ from hvdtrain.pipeline.partition import Cut, timed
 from hvdtrain.pipeline.plan import Stages
 from hvdtrain.pipeline.schedule import Part, Pipe
 from hvdtrain.records.arrays_file import Arrays
-from hvdtrain.records.metrics import Measure
+from hvdtrain.records.metrics import Metric
 from hvdtrain.strategies import Reducer, Strategy, catalog, registry
 from hvdtrain.strategies.cost import elements
 from hvdtrain.system import exits, locks
@@ -49,8 +49,8 @@ def begin(cls: type[C], name: str, purpose: str, argv: Sequence[str] | None = No
     that are not accepted.
     """
     config, place = resume.parse(cls, name, purpose, argv), world.place()
-    for told in configuration.misspelt(cls) if place.rank == 0 else ():
-        print(f"hvdtrain: nothing reads {told}", file=sys.stderr)
+    for name in parser.misspelled_variables(cls) if place.rank == 0 else ():
+        print(f"hvdtrain: warning: unknown variable {name}", file=sys.stderr)
     return dataclasses.replace(config, framework=resolve(config.framework)), place
 
 
@@ -73,7 +73,7 @@ class Workload:
     """The model's name and size, for people"""
     shapes: Mapping[str, tuple[int, ...]]
     """Of the trained arrays, in the model's order and PyTorch's layout"""
-    measure: Measure
+    metric: Metric
     """What is added up over samples, and the scores made of it"""
     multiply_adds: float
     """Of a layer of mean size for one sample, forward"""
@@ -109,13 +109,13 @@ class Workload:
             size=replicas,
             seed=config.seed,
             shares=shares,
-            micro_batches=configuration.micro_batches(config),
+            micro_batches=batch_plan.micro_batches(config),
             epoch_samples=config.epoch_samples,
         )
-        plan = configuration.batch_plan(config, replicas, batch, loader.steps_per_epoch, shares)
+        plan = batch_plan.batch_plan(config, replicas, batch, loader.steps_per_epoch, shares)
         observers.check(config, plan.steps, place)
         if config.goal:
-            self.measure.target(config.goal)
+            self.metric.target(config.goal)
             if not len(getattr(self.dataset, config.evaluate_on)):
                 told = f"--target {config.goal} is looked for in the {config.evaluate_on} data: give some"
                 raise Failure(told, exits.BAD_DATA)
@@ -159,7 +159,7 @@ class Workload:
             facts,
             self.dataset,
             loader,
-            self.measure,
+            self.metric,
             ranks,
             strategy,
             device,
@@ -188,7 +188,7 @@ class Job:
     """Shown before step 0"""
     dataset: Any
     loader: Loader
-    measure: Measure
+    metric: Metric
     ranks: world.World
     strategy: Strategy
     device: str
@@ -244,7 +244,7 @@ class Job:
             strategy = strategies.parse(registry.DEFAULT_REDUCER).make(config, alone, shapes)
             pipe = Pipe(int(number == len(layers) - 1), 2)
             made = model(range(number, number + 1))
-            return cast(Part, replica_of(made, config, alone, strategy, self.device, self.measure, pipe))
+            return cast(Part, replica_of(made, config, alone, strategy, self.device, self.metric, pipe))
 
         batch = self.loader.first_of(None)
         return timed(part, layers, (batch.parts or (batch,))[0])
@@ -252,7 +252,7 @@ class Job:
     def replica(self, model: Any, state: Arrays) -> Replica:
         """The model on its device with its optimizer, in the state that all ranks agree on: arrays by name, all
         parameters and perhaps some that are each rank's own. Collective. Raises Failure (78): see `statistics_of`."""
-        replica = replica_of(model, self.about.config, self.data, self.strategy, self.device, self.measure, self.pipe)
+        replica = replica_of(model, self.about.config, self.data, self.strategy, self.device, self.metric, self.pipe)
         agreed = self.data.agreed(state)
         own = agreed.keys() & replica.local_state().keys()
         replica.load({f"parameter.{name}": array for name, array in agreed.items() if name not in own})
@@ -307,7 +307,7 @@ class Job:
         facts |= run_folder.write_manifest(
             about,
             folder,
-            measure=self.measure,
+            metric=self.metric,
             device=device,
             threads=self.threads,
             world=ranks,
@@ -326,7 +326,7 @@ class Job:
             replica=replica,
             strategy=self.strategy,
             stop=stop,
-            measure=self.measure,
+            metric=self.metric,
             judge=judge,
             precise_bn=precise_bn,
         ).run()
@@ -335,7 +335,7 @@ class Job:
                 again = run_folder.command(folder, about.workload, ranks)
                 print(f"hvdtrain: stopped; continue {again}", file=sys.stderr, flush=True)
             else:
-                run_folder.show_summary(summary, self.measure, as_json=config.json)
+                run_folder.show_summary(summary, self.metric, as_json=config.json)
                 if tip := run_folder.advised(config, summary, ranks.links):
                     print(f"hvdtrain: {tip}", file=sys.stderr, flush=True)
         if summary is None:
@@ -366,7 +366,13 @@ def connected(
     else:
         from hvdtrain.frameworks.tensorflow import prepare
     device = prepare(config.device, place.local_rank, used.count, one_each=strategy.divides)
-    ranks = world.World(config.framework, gpu=device != "cpu", carrier=carrier, timeline=config.horovod_timeline)
+    ranks = world.World(
+        config.framework,
+        gpu=device != "cpu",
+        carrier=carrier,
+        timeline=config.horovod_timeline,
+        stall_limit_s=config.stall_limit,
+    )
     if ranks.size != place.size:
         told = f"{place.launcher} started {place.size} ranks, of which {ranks.size} found each other"
         raise Failure(f"{told}: is it of another MPI than what is loaded here? See hvdtrain doctor", exits.UNREACHABLE)
@@ -380,12 +386,12 @@ def replica_of(
     ranks: world.World,
     strategy: Strategy,
     device: str,
-    measure: Measure,
+    metric: Metric,
     pipe: Pipe | None = None,
 ) -> Any:
     """The model on its device with its optimizer, as the framework of the config makes it: a `frameworks.Replica`, and
     a `stages.pipe.Part` with a `pipe`."""
-    told = {"device": device, "config": config, "world": ranks, "strategy": strategy, "measure": measure}
+    told = {"device": device, "config": config, "world": ranks, "strategy": strategy, "metric": metric}
     made: Any
     if config.framework == "torch":
         from hvdtrain.frameworks.pytorch import TorchReplica as made

@@ -28,7 +28,7 @@ from hvdtrain.data.loader import Loader
 from hvdtrain.frameworks import Replica
 from hvdtrain.observe.progress import Progress
 from hvdtrain.observe.timing import WARMUP_STEPS, Clock, Spent, process_age_s, step_shares
-from hvdtrain.records.metrics import Measure
+from hvdtrain.records.metrics import Metric
 from hvdtrain.strategies import Strategy
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
@@ -39,7 +39,7 @@ from hvdtrain.training.run_folder import Run
 from hvdtrain.training.train_state import Position
 
 Judge = Callable[[Any], dict[str, float]]
-"""Scores what a model makes of a split as a whole, its captions, say: those of the run's measure that no sums over
+"""Scores what a model makes of a split as a whole, its captions, say: those of the run's metric that no sums over
 samples give. Collective; all ranks get the same"""
 
 
@@ -63,12 +63,12 @@ class Loop:
         replica: Replica,
         strategy: Strategy,
         stop: StopSignal,
-        measure: Measure,
+        metric: Metric,
         judge: Judge | None = None,
         precise_bn: int = 0,
     ) -> None:
-        self._measure, self._judge, self._precise_bn = measure, judge, precise_bn
-        self._target = measure.target(run.config.goal) if run.config.goal else None
+        self._metric, self._judge, self._precise_bn = metric, judge, precise_bn
+        self._target = metric.target(run.config.goal) if run.config.goal else None
         self._about, self._config, self._plan = run, run.config, run.plan
         self._dataset, self._loader, self._world, self._data = dataset, loader, world, data
         self._replica, self._strategy = replica, strategy
@@ -81,6 +81,7 @@ class Loop:
             layout=world.gather(world.local_rank),
             cut=[*run.plan.cut],
             stages=world.gather(stage),
+            check=self._position,
             report=self._say,
         )
         self._writer = observers.writer(run.config, folder, world.rank)
@@ -91,6 +92,8 @@ class Loop:
         self._at = Position()
         self._stopping = self._save_due = self._check_due = False
         self._steps_here = 0
+        self._computed = strategy.in_backward
+        """Whether bytes are computed, because what exchanges does not count them"""
         self._spent = Spent()
         self._first_step_s: float | None = None
 
@@ -103,7 +106,7 @@ class Loop:
         with contextlib.ExitStack() as watching:
             watching.enter_context(self._observers.watching(self._at.step))
             self._began_unix_s, self._nic_began = time.time(), self._world.nic_counters()
-            while self._at.epoch < self._config.epochs and not self._at.reached(self._target, self._measure):
+            while self._at.epoch < self._config.epochs and not self._at.reached(self._target, self._metric):
                 if not self._epoch(self._at.epoch):
                     return None
             return self._finish(watching)
@@ -157,6 +160,7 @@ class Loop:
                 f"lengthen --warmup-epochs; checkpoints of earlier steps are in {self._folder / 'checkpoints'}"
             )
         compute_s, exchange_s, waited_s = clock.take("compute"), clock.take("communication"), self._replica.waited_s()
+        stages_bytes, local_stages_bytes = self._replica.sent_bytes()
         record = records.Step(
             step=at.step,
             epoch=epoch,
@@ -166,7 +170,8 @@ class Loop:
             data_s=clock.take("data"),
             compute_s=compute_s - (waited_s or 0.0),
             communication_s=None if waited_s is None else exchange_s + waited_s,
-            bytes_sent=self._replica.sent_bytes() + sum(each.sent_bytes for each in done),
+            bytes_sent=stages_bytes + sum(each.sent_bytes for each in done),
+            local_bytes_sent=None if self._computed else local_stages_bytes + self._world.take_local_sent_bytes(),
             **done[0].notes,
             warmup=self._steps_here < WARMUP_STEPS or self._observers.distort(at.step),
         )
@@ -191,7 +196,7 @@ class Loop:
             loss, scores, _ = self._evaluate(split, most)
         record, is_best = self._at.end_epoch(
             epoch,
-            self._measure,
+            self._metric,
             scores,
             validation_loss=loss,
             validation_s=self._clock.take("validation"),
@@ -202,7 +207,7 @@ class Loop:
             rate = "" if record.samples_per_s is None else f", {record.samples_per_s:.0f} samples/s"
             self._say(
                 f"epoch {epoch + 1}/{self._config.epochs}: train loss {record.train_loss:.4f} "
-                f"{self._measure.words(record.train_scores)}, validation {self._measure.words(scores)}, "
+                f"{self._metric.words(record.train_scores)}, validation {self._metric.words(scores)}, "
                 f"{record.train_s:.1f} s{rate}"
             )
         every = self._config.checkpoint_epochs
@@ -236,6 +241,8 @@ class Loop:
             test_scores=test_scores,
             test_sums={name: each.tolist() for name, each in test_sums.items()},
             tested_step=tested_step,
+            bytes_sent_source="computed" if self._computed else "counted",
+            local_bytes_sent=None if self._computed else self._at.local_bytes_sent,
             test_s=self._clock.take("test"),
             first_step_s=self._first_step_s,
             peak_rss_bytes=max(rss for _, rss, *_ in facts),
@@ -253,8 +260,8 @@ class Loop:
 
     def _evaluate(self, split: Split, most: int | None = None) -> tuple[float | None, dict[str, float], dict[str, Any]]:
         """What `evaluate` returns, with the judge's scores."""
-        plan, measure = self._plan, self._measure
-        found = evaluate(self._replica, measure, split, plan.rank_batch, self._world, self._data, plan.shares, most)
+        plan, metric = self._plan, self._metric
+        found = evaluate(self._replica, metric, split, plan.rank_batch, self._world, self._data, plan.shares, most)
         loss, scores, sums = found
         return loss, scores | self._judge(split) if self._judge and len(split) else scores, sums
 
@@ -282,21 +289,23 @@ class Loop:
         loaded = self._checkpoints.newest()
         if loaded is None:
             folder = self._folder / "checkpoints"
-            if any(self._world.gather(any(folder.glob("step-*")))):
+            there = any(self._world.gather(any(folder.glob("step-*"))))
+            others = any(self._world.gather(self._checkpoints.others))
+            if others:
                 raise Failure(
                     f"{folder}: no checkpoint there fits this run (reasons above); give the settings that it was made "
                     "with, or choose another --run-dir",
                     exits.BAD_CONFIG,
                 )
+            if there:
+                raise Failure(
+                    f"{folder}: no valid checkpoint there (reasons above); hint: restore one from a copy, or begin "
+                    "again with another --run-dir",
+                    exits.BAD_DATA,
+                )
             self._say("starting at step 0")
             return
-        if loaded.progress.keys() != vars(self._at).keys():
-            raise Failure(
-                f"{self._folder}: its checkpoint of step {loaded.step} is of another version of hvdtrain, which kept "
-                "other sums: go on with that version, or choose another --run-dir",
-                exits.BAD_CONFIG,
-            )
-        self._at = Position(**loaded.progress)
+        self._at = self._position(loaded.progress, loaded.step)
         snapshot.restore(loaded, self._replica, self._strategy)
         hosts = len(set(self._world.gather(self._world.host)))
         self._writer.write(
@@ -305,6 +314,10 @@ class Loop:
             )
         )
         self._say(f"resumed at step {self._at.step} of {self._plan.steps}")
+
+    def _position(self, progress: dict[str, Any], step: int) -> Position:
+        samples = self._config.epoch_samples or len(self._dataset.train)
+        return Position.loaded(progress, step, epoch_samples=samples)
 
     def _say(self, message: str) -> None:
         if self._world.rank == 0:

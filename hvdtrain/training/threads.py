@@ -14,11 +14,15 @@ from collections.abc import Mapping, MutableMapping
 
 from hvdtrain.comm.world import Place
 from hvdtrain.system import cgroup
+from hvdtrain.system.environment import number
 
 LEAST_WORK = 16e6
 """Least multiply-adds of a layer per thread: a quarter to half a millisecond of a core, several times what waking a
 sleeping thread takes. On two cores two sleeping threads were no faster than one with 4 million per layer; with 65
 million they were a fifth faster alone and a third slower beside a copy of the run (figures in docs/LOG.md)"""
+
+MOST = 4096
+"""Threads of a rank; more than the cores of any host only fill its memory"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,13 +45,15 @@ class Threads:
 def per_rank(asked: int, where: Place, work: float, environment: Mapping[str, str] = os.environ) -> Threads:
     """`asked` if not 0, else the user's OMP_NUM_THREADS, else what this host's cores, its ranks and the model allow.
 
-    `work`: multiply-adds of the mean layer for the samples of one step.
+    `work`: multiply-adds of the mean layer for the samples of one step. Raises Failure (78) for an OMP_NUM_THREADS that
+    is not a number of threads.
     """
     if asked:
         return Threads(asked, "--threads")
-    given = environment.get("OMP_NUM_THREADS", "")
-    if given.isdigit() and cgroup.LAUNCHERS_OWN not in environment:
-        return Threads(max(1, int(given)), "OMP_NUM_THREADS")
+    given = environment.get("OMP_NUM_THREADS", "").partition(",")[0]  # `4,2`: 4, and 2 for each in nested regions
+    if given and cgroup.LAUNCHERS_OWN not in environment:
+        hint = "give the threads of each rank, or unset it"
+        return Threads(number("OMP_NUM_THREADS", given, hint, least=1, most=MOST), "OMP_NUM_THREADS")
     cores, ranks = cgroup.process_cores(), where.local_size
     if bound := _bound(environment, ranks):  # each rank to cores, which ranks may share
         count = min(cgroup.threads(cores, 1), cgroup.threads(cgroup.host_cores(), ranks))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import math
+from collections.abc import Mapping
+from typing import Any, Self
 
 import numpy as np
 
 from hvdtrain import records
-from hvdtrain.records.metrics import Measure
+from hvdtrain.records.metrics import Metric
 
 
 @dataclasses.dataclass
@@ -34,10 +36,41 @@ class Position:
     validation_s: float = 0.0
     checkpoint_s: float = 0.0
     bytes_sent: int = 0
+    local_bytes_sent: int = 0
     validation_scores: list[dict[str, float]] = dataclasses.field(default_factory=list)
     """Of each epoch; empty without a validation split"""
     best_step: int = 0
-    """Steps done at the end of the epoch with the best headline score"""
+    """Steps done at the end of the epoch with the best primary metric"""
+
+    @classmethod
+    def loaded(cls, progress: Mapping[str, Any], step: int, *, epoch_samples: int) -> Self:
+        """The position that a checkpoint of step `step` holds, of a run with `epoch_samples` samples in an epoch.
+
+        Raises ValueError for one that no run of this version can have reached.
+        """
+        if other := sorted(progress.keys() ^ vars(cls()).keys()):
+            raise ValueError(
+                f"its progress is of another version of hvdtrain ({', '.join(other)[:80]}): use that version"
+            )
+        at = cls(**progress)
+        for name, value in progress.items():
+            kind = type(getattr(cls(), name))
+            wrong = type(value) is not kind and (kind, type(value)) != (float, int)
+            if wrong or (kind in (int, float) and not 0 <= value < math.inf):
+                raise ValueError(f"its progress has {name} = {value!r:.80}")
+        scores = [value for each in at.validation_scores for value in (each.values() if type(each) is dict else [each])]
+        if not all(type(value) in (int, float) for value in [*at.totals, *scores]):
+            raise ValueError("its progress has totals or validation_scores that are not numbers")
+        if at.step != step:
+            raise ValueError(f"its progress is of step {at.step}, the checkpoint of step {step}")
+        samples = at.epoch * epoch_samples + at.consumed
+        possible = at.best_step <= step <= samples and at.consumed <= epoch_samples
+        if not possible or len(at.validation_scores) != at.epoch:
+            raise ValueError(
+                f"its progress contradicts itself: step {step} after {at.epoch} epochs of {epoch_samples} samples and "
+                f"{at.consumed} samples, best step {at.best_step}, {len(at.validation_scores)} validations"
+            )
+        return at
 
     def learn(self, totals: np.ndarray) -> None:
         """Adds totals of all ranks that have become known: of one step, or several."""
@@ -49,6 +82,7 @@ class Position:
         samples, self.consumed = consumed - self.consumed, consumed
         self.epoch_s += seconds
         self.bytes_sent += step.bytes_sent
+        self.local_bytes_sent += step.local_bytes_sent or 0
         if not step.warmup:
             self.rated_samples += samples
             self.rated_s += seconds
@@ -56,20 +90,20 @@ class Position:
             self.total_rated_s += seconds
             self.total_data_s += step.data_s or 0.0
 
-    def reached(self, target: tuple[str, float] | None, measure: Measure) -> bool:
+    def reached(self, target: tuple[str, float] | None, metric: Metric) -> bool:
         """Whether the last epoch's score is at least as good as the target."""
         if target is None or not self.validation_scores:
             return False
         name, least = target
         value = self.validation_scores[-1].get(name)
-        return value is not None and not measure.scores[name].better(least, value)
+        return value is not None and not metric.scores[name].better(least, value)
 
     def end_epoch(
-        self, epoch: int, measure: Measure, scores: dict[str, float], **measured: Any
+        self, epoch: int, metric: Metric, scores: dict[str, float], **measured: Any
     ) -> tuple[records.Epoch, bool]:
-        """The epoch's record (`measured` are its fields that are not sums), and whether its headline score among
+        """The epoch's record (`measured` are its fields that are not sums), and whether its primary metric among
         `scores`, of the evaluated split, is the best so far: of equals, the longest trained is."""
-        loss, train_scores = measure.means(np.array(self.totals))
+        loss, train_scores = metric.means(np.array(self.totals))
         record = records.Epoch(
             epoch=epoch,
             step=self.step,
@@ -81,9 +115,9 @@ class Position:
             samples_per_s=self.rated_samples / self.rated_s if self.rated_s else None,
             **measured,
         )
-        found = scores.get(measure.headline)
-        before = [each[measure.headline] for each in self.validation_scores if measure.headline in each]
-        better = measure.scores[measure.headline].better
+        found = scores.get(metric.primary)
+        before = [each[metric.primary] for each in self.validation_scores if metric.primary in each]
+        better = metric.scores[metric.primary].better
         is_best = found is not None and not any(better(each, found) for each in before)
         if is_best:
             self.best_step = self.step

@@ -46,7 +46,7 @@ def main() -> None:
         "weights": ranks.gather(replica.state()["parameter.weight"].tolist()),
         "pushed": ranks.sum(pushed, "pushed").tolist(),
         "notes": ranks.gather(notes),
-        "sent_bytes": ranks.gather(sent_bytes + last.sent_bytes),
+        "sent_bytes": ranks.gather(sent_bytes + last.sent_bytes + ranks.take_local_sent_bytes()),
         "in_sync": ranks.gather(in_sync),
         "totals": None if last.totals is None else last.totals.tolist(),
         "again": strategy.synchronize(replica, Clock()).totals is None,

@@ -26,7 +26,7 @@ def main(stop: world.StopSignal) -> int:
     ranks.gather("and nobody is still reading what was said")
     if ranks.rank == ranks.size - 1:
         if how == "raise":
-            raise ZeroDivisionError("the cause")
+            raise ZeroDivisionError("the cause, not Horovod")
         if how == "failure":
             raise Failure("photo.jpg: truncated; remove it", BAD_DATA)
         Path(how).write_text("now")

@@ -2,7 +2,7 @@
 
 argv: JSON with `images`, and `steps`: each a list with the cache folder of every rank; ranks with one folder are taken
 to be on one host. A step may be {"caches": [...], "cut": folder} to cut off what that cache holds first, or
-{"caches": [...], "seeds": [...]} to give ranks different pictures.
+{"caches": [...], "seeds": [...]} to give ranks different images.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hvdtrain.system.exits import Failure
 SIDE = 8
 
 
-def pictures(count: int, seed: int) -> np.ndarray:
+def images(count: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (count, SIDE, SIDE, 3), dtype=np.uint8)
 
 
@@ -56,7 +56,7 @@ def step(world: World, count: int, caches: list[str], cut: str = "", seeds: list
 
     try:
         features = extract(
-            pictures(count, seeds[world.rank] if seeds else 0), encoder, key={"encoder": "whole"}, world=world
+            images(count, seeds[world.rank] if seeds else 0), encoder, key={"encoder": "whole"}, world=world
         )
         digest = hashlib.sha256(np.ascontiguousarray(features).data).hexdigest()
     except Failure as failure:

@@ -17,7 +17,7 @@ from exchange import FEATURES
 
 from hvdtrain import strategies
 from hvdtrain.comm.world import World
-from hvdtrain.config import options as configuration
+from hvdtrain.config import batch_plan
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.data import Batch, ImageSplit
 from hvdtrain.data.loader import Loader
@@ -46,7 +46,7 @@ def trained(config: TrainConfig, ranks: World, device: str) -> dict[str, Any]:
     given = strategies.chosen(config).shares(ranks.size)
     loader = Loader(
         split,
-        global_batch=configuration.global_batch(config, ranks.size),
+        global_batch=batch_plan.global_batch(config, ranks.size),
         rank=ranks.rank,
         size=ranks.size,
         seed=SEED,

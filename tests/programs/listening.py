@@ -2,7 +2,7 @@
 
     listening.py FRAMEWORK CARRIER
 
-A stranger connects from each address of this machine that is not loopback to each TCP socket on every address.
+A stranger connects from each address of this machine that is not loopback to each TCP port on every address.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def listening(inodes: set[str]) -> list[tuple[str, str, int]]:
 
 
 def connects(source: str, target: str, port: int) -> bool:
-    with contextlib.suppress(OSError):
-        socket.create_connection((target, port), 1, (source, 0)).close()
-        return True
+    """Whether the server greets who connects, as TensorFlow's does."""
+    with contextlib.suppress(OSError), socket.create_connection((target, port), 1, (source, 0)) as made:
+        return made.recv(1) != b""
     return False
 
 
@@ -56,7 +56,7 @@ def main() -> None:
     total = world.sum(np.array([1.0, world.rank]), "sum").tolist()
     mine = os.getpid()
     inodes = set().union(*(sockets(process) for process in (mine, *children(mine))))
-    report = {"sum": total, "listening": listening(inodes), "strangers": [], "ranks": []}
+    report = {"sum": total, "listening": sorted(set(listening(inodes))), "strangers": [], "ranks": []}
     own = [address.partition("/")[0] for address in interfaces.addresses().values()]
     for protocol, address, port in report["listening"] if world.rank == 0 else ():
         if protocol == "tcp" and address == "0.0.0.0":

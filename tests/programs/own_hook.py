@@ -16,7 +16,9 @@ from hvdtrain.comm.backends.base import Reach
 
 met_at = world.Met.at
 world.Met.at = classmethod(
-    lambda cls, where: dataclasses.replace(met_at(where), reach=Reach(f"127.0.0.{1 + where.rank}", "lo", True))
+    lambda cls, where, *limit: dataclasses.replace(
+        met_at(where, *limit), reach=Reach(f"127.0.0.{1 + where.rank}", "lo", True)
+    )
 )
 dist.init_process_group("gloo")
 rank, size = dist.get_rank(), dist.get_world_size()

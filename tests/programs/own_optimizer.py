@@ -26,7 +26,9 @@ from hvdtrain.torch.vectors import Parameters
 
 met_at = world.Met.at
 world.Met.at = classmethod(
-    lambda cls, where: dataclasses.replace(met_at(where), reach=Reach(f"127.0.0.{1 + where.rank}", "lo", True))
+    lambda cls, where, *limit: dataclasses.replace(
+        met_at(where, *limit), reach=Reach(f"127.0.0.{1 + where.rank}", "lo", True)
+    )
 )
 STRATEGIES = [
     *("hierarchical", "fp16", "bf16", "int8", "int4", "powersgd:rank=2", "topk", "onebit"),

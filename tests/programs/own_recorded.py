@@ -1,6 +1,6 @@
 """A user's small training script, which tells what it can; used by test_own_record.py.
 
-own_recorded.py [--seed N] [--quiet] [--fail] [--exit N]
+own_recorded.py [--seed N] [--quiet] [--end STATEMENTS]
 """
 
 from __future__ import annotations
@@ -40,7 +40,5 @@ for epoch in range(2):
         right = (model(images).argmax(1) == labels).float().mean()
         hvd.log(epoch=epoch, accuracy=right, val_loss=loss.detach(), train_accuracy=right)
     scheduler.step()
-if "--fail" in sys.argv:
-    raise ValueError("the script's own mistake")
-if "--exit" in sys.argv:
-    sys.exit(int(sys.argv[-1]))
+if "--end" in sys.argv:
+    exec(sys.argv[-1])

@@ -145,10 +145,11 @@ class Decay(keras.optimizers.schedules.ExponentialDecay):
     """A schedule that Keras has not been told of."""
 
 
-def model(optimizer: Any, seed: int = 3, *between: Any) -> Any:
+def model(optimizer: Any, seed: int = 3, *between: Any, built_by_fit: bool = False) -> Any:
     keras.utils.set_random_seed(seed)
     dense = keras.layers.Dense
-    built = keras.Sequential([keras.layers.Input((12,)), dense(8, activation="tanh"), *between, dense(4)])
+    first = [] if built_by_fit else [keras.layers.Input((12,))]
+    built = keras.Sequential([*first, dense(8, activation="tanh"), *between, dense(4)])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     top = keras.metrics.SparseTopKCategoricalAccuracy(2, name="Top-2")
     built.compile(optimizer, loss, metrics=["accuracy", top, Each(name="each")])
@@ -197,6 +198,8 @@ def fits(folder: Path) -> dict[str, Any]:
         made["alone, plain"] = lambda: alone(plain())
         made["alone, late"] = late
         made["kept"] = lambda: fitted(model(distributed(sgd(), strategy=kept)))
+        late_built = lambda: model(distributed(sgd(), strategy=kept), 3 + hvd.rank(), built_by_fit=True)  # noqa: E731
+        made["built by fit"] = lambda: fitted(late_built())
         made["kept, resumed"] = lambda: resumed(folder, strategy=kept)
     else:
         made["resumed"] = lambda: resumed(folder)

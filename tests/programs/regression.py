@@ -1,4 +1,4 @@
-"""A workload outside the package: a line through noise, in PyTorch, judged by its errors. For test_measures.py."""
+"""A workload outside the package: a line through noise, in PyTorch, judged by its errors. For test_metrics.py."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def main(stop: world.StopSignal) -> int:
         model={"name": "line", "spec": {}},
         model_words="line",
         shapes={"weight": (FEATURES,)},
-        measure=Regression("W/m2"),
+        metric=Regression("W/m2"),
         multiply_adds=FEATURES,
     ).connect()
     if job is None:

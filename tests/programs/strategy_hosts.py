@@ -41,7 +41,7 @@ def joined(per_host: int) -> Meeting:
     socket.gethostname = lambda: f"host{host}"
     reach = Reach(f"127.0.0.{1 + host}", "lo", loopback=True)
 
-    def met(ranks: Meeting) -> world.Met:
+    def met(ranks: Meeting, stall_limit_s: float = 0.0) -> world.Met:
         return world.Met(ranks, None, reach)
 
     world.meet = lambda *place: Kept(meeting)

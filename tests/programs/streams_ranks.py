@@ -33,11 +33,11 @@ def drawn(dtype: str, size: int, rank: int) -> np.ndarray:
 def summed(ranks: StreamRanks, dtype: str, size: int) -> dict:
     """A vector's sum over ranks, compared with NumPy's; what each rank sent."""
     values = drawn(dtype, size, ranks.rank)
-    before = ranks.sent_bytes
+    before = np.array([ranks.sent_bytes, ranks.local_sent_bytes])
     with ranks.hosts(values) as hosts:
         if hosts is not None:
             hosts.sum(values)
-    sent = ranks.sent_bytes - before
+    sent = (np.array([ranks.sent_bytes, ranks.local_sent_bytes]) - before).tolist()
     exact = np.int64 if dtype == "int64" else np.float64
     expected = np.sum([drawn(dtype, size, rank) for rank in range(ranks.size)], axis=0, dtype=exact)
     error = float(np.max(np.abs(values - expected), initial=0))
@@ -49,7 +49,7 @@ def summed(ranks: StreamRanks, dtype: str, size: int) -> dict:
         "bytes": values.nbytes,
         "identical": len(set(digests)) == 1,
         "error": max(errors),
-        "sent_bytes": sent_bytes,
+        "sent_bytes": sent_bytes,  # to the network, and inside the host
     }
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -81,7 +82,7 @@ class TorchStep:
         self.optimizer = optimizer
 
     def loss(self, *arrays: Any) -> Any:
-        """Sum of losses of this rank's batch, and by name the sums of the run's measure."""
+        """Sum of losses of this rank's batch, and by name the sums of the run's metric."""
         return self.model.loss(*arrays)
 
     def backward(self, loss: Any) -> None:
@@ -108,7 +109,9 @@ class Alone:
     carrier = "none"
     """none, gloo, mpi, nccl, grpc, streams or servers"""
     sent_bytes = 0
-    """Payload that this rank gave to others for vectors so far"""
+    """Payload that this rank gave to the network so far, for a strategy's exchanges: `sum` is not counted"""
+    local_sent_bytes = 0
+    """Payload that it gave to other ranks of its host"""
 
     def gather(self, mine: bytes) -> list[bytes]:
         return [mine]
@@ -194,12 +197,14 @@ class PeerLost(OSError):
     """A stream to another rank ended."""
 
 
-# What the libraries raise when another rank is gone: the exception's class, and words of its text.
+# What libraries raise when another rank is gone: the exception's class, and words of its text.
 PEER_ERRORS = (
     ("PeerLost", ""),
-    ("", "PeerLost: "),  # as PyTorch and TensorFlow tell what a function of ours has raised
+    ("RuntimeError", "PeerLost: "),  # as PyTorch and TensorFlow pass on what a function of ours has raised
+    ("UnknownError", "PeerLost: "),
     ("HorovodInternalError", ""),
-    ("", "Horovod"),
+    ("RuntimeError", "Horovod has been shut down"),
+    *(("UnknownError", f"Horovod{kind}") for kind in ("Allreduce", "Allgather", "Broadcast")),  # names of operations
     ("DistBackendError", ""),
     ("DistNetworkError", ""),
     ("DistStoreError", ""),
@@ -210,18 +215,27 @@ PEER_ERRORS = (
     ("CancelledError", ""),
     ("InternalError", "Collective ops is aborted"),
 )
+LIBRARIES = ("hvdtrain", "horovod", "torch", "tensorflow")
 
 # What they raise when a script is wrong: the ranks do not call the same, or nobody can have what is asked for.
 MISTAKES = ("ismatch", "do not agree", "is not supported")
-MISTAKEN = (ValueError, TypeError, AssertionError, NotImplementedError)
 
 
 def lost_peer(error: BaseException | None) -> bool:
     """Whether a library raised this because another rank went away."""
     while error is not None:
         kind, text = type(error).__name__, str(error)
-        mistake = isinstance(error, MISTAKEN) or any(words in text for words in MISTAKES)
-        if not mistake and any(name in ("", kind) and words in text for name, words in PEER_ERRORS):
+        known = any(name == kind and words in text for name, words in PEER_ERRORS)
+        if known and not any(words in text for words in MISTAKES) and _origin(error) in LIBRARIES:
             return True
         error = error.__cause__
     return False
+
+
+def _origin(error: BaseException) -> str:
+    """The package that defines the exception's class; for Python's own classes, the package whose code raised it."""
+    module = type(error).__module__
+    if module == "builtins":
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        module = frames[-1].f_globals["__name__"] if frames else ""
+    return module.partition(".")[0]

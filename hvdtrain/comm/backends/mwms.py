@@ -5,8 +5,9 @@ reserves a port, all tell each other through the meeting, and then each starts i
 the strategy's all_reduce in the replica's context, as Keras' optimizers do. Small host arrays go the same way, in one
 graph per type, since TensorFlow traces its own `gather` anew each time.
 
-That server listens on every address of its host, whatever address it is given, and does all that it is asked to. So the
-kernel is told to let only packets from the job's hosts through to it (`cluster.admission`), as soon as it listens.
+That server listens on every address of its host, whatever address it is given, and does all that it is asked to. So it
+shares its port with a decoy socket, and the kernel gives the decoy each connection that does not come from one of the
+job's hosts (`cluster.admission`).
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -43,18 +44,17 @@ class MwmsRanks(Alone):
         self.rank, self.size = meeting.rank, meeting.size
         self.local_rank, self.local_size = meeting.local_rank, meeting.local_size
         self._meeting = meeting
-        reserved = reserved_port(FIRST_PORT + self.local_rank)
-        port = reserved.getsockname()[1]
+        decoy = reserved_port(FIRST_PORT + self.local_rank)
+        port = decoy.getsockname()[1]
         mine = [f"{reach.address}:{port}", *([] if reach.loopback else interfaces.addresses().values())]
         told = [each.decode().split() for each in meeting.gather(" ".join(mine).encode())]
         addresses = [address for address, *_ in told]
         hosts = {each.partition("/")[0] for _, *more in told for each in more}
-        reserved.close()
         resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
             tf.train.ClusterSpec({"worker": addresses}), task_type="worker", task_id=self.rank, rpc_layer="grpc"
         )
         try:
-            with stderr.without(START_NOTES), _guarded(port, hosts):
+            with stderr.without(START_NOTES), _closed_to_strangers(decoy, hosts):
                 self._strategy = tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=resolver)
         except tf.errors.OpError as error:
             reason = str(error).splitlines()[0]
@@ -111,69 +111,51 @@ class MwmsRanks(Alone):
 
 # --- who may speak to TensorFlow's server -----------------------------------------------------------------------------
 
-LOOK_S = 0.002
+LOOPBACK, STRANGER = "127.0.0.1", "127.0.0.2"
+PATIENCE_S = 10.0
+PAUSE_S = 0.01
+"""Between two connections to the decoy: a flood of them takes no processor time from the training"""
 
 
 @contextlib.contextmanager
-def _guarded(port: int, hosts: set[str]) -> Iterator[None]:
-    """While TensorFlow starts its server on this port: closes it to all but this host and these IPv4 addresses.
+def _closed_to_strangers(decoy: socket.socket, hosts: set[str]) -> Iterator[None]:
+    """TensorFlow's server, started inside, shares the port of the decoy, which gets all connections but those from this
+    host and these IPv4 addresses. The decoy stays open until the process ends, like the server.
 
-    Raises Failure (69) if that cannot be done.
+    Raises Failure (69) if strangers cannot be kept out.
     """
-    networks = [("127.0.0.0", "255.0.0.0"), *((host, "255.255.255.255") for host in sorted(hosts))]
-    guarded: set[str] = set()
-    started, problems = threading.Event(), list[OSError]()
-
-    def watch() -> None:
-        while not started.wait(LOOK_S):
-            look()
-
-    def look() -> None:
-        for name, own in _sockets():
-            with own:
-                if name in guarded or not own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    continue
-                if own.getsockname()[1] == port:
-                    try:
-                        socket_filter.only_networks(own, networks)
-                        guarded.add(name)
-                    except OSError as error:
-                        problems.append(error)
-
-    watching = threading.Thread(target=watch, daemon=True)
-    watching.start()
+    port = decoy.getsockname()[1]
     try:
-        yield
-    finally:
-        started.set()
-        watching.join()
-    look()
-    for _, own in _sockets():  # who was faster than we
-        with own, contextlib.suppress(OSError):
-            if own.getsockname()[1] == port and not _is_one_of(own.getpeername()[0], hosts):
-                own.shutdown(socket.SHUT_RDWR)
-    if not guarded:
-        why = problems[0].strerror if problems else "it is not to be found"
-        raise Failure(
-            f"TensorFlow's server on {socket.gethostname()}, port {port}, would obey any machine that reaches it, and "
-            f"cannot be closed to strangers ({why}): use another --strategy",
-            exits.UNREACHABLE,
-        )
+        socket_filter.only_strangers(decoy, {LOOPBACK, *hosts})
+    except OSError as error:
+        raise _open_to_all(port, f"the kernel says: {error.strerror}") from error
+    decoy.listen()
+    threading.Thread(target=_turn_away, args=[decoy], daemon=True).start()
+    os.environ["TF_GRPC_REUSE_PORT"] = "true"
+    yield
+    with socket.socket() as stranger:
+        stranger.settimeout(PATIENCE_S)
+        try:
+            stranger.bind((STRANGER, 0))
+            stranger.connect((LOOPBACK, port))
+            greeting = stranger.recv(1)
+        except OSError as error:
+            raise _open_to_all(port, f"a trial connection from {STRANGER} failed: {error}") from error
+    if greeting:
+        raise _open_to_all(port, f"a trial connection from {STRANGER} reached it")
 
 
-def _is_one_of(peer: str, hosts: set[str]) -> bool:
-    address = peer.removeprefix("::ffff:")
-    return address in hosts or address.startswith("127.")
-
-
-def _sockets() -> Iterator[tuple[str, socket.socket]]:
-    """This process's TCP sockets, each by a descriptor of its own, with the name that /proc knows it by."""
-    for entry in Path("/proc/self/fd").iterdir():
+def _turn_away(decoy: socket.socket) -> None:
+    """Closes what arrives: strangers' connections, and those of ranks that are faster than our server and try again."""
+    while True:
         with contextlib.suppress(OSError):
-            name = str(entry.readlink())
-            if name.startswith("socket:"):
-                own = socket.socket(fileno=os.dup(int(entry.name)))
-                if own.family in (socket.AF_INET, socket.AF_INET6) and own.type == socket.SOCK_STREAM:
-                    yield name, own
-                else:
-                    own.close()
+            decoy.accept()[0].close()
+        time.sleep(PAUSE_S)
+
+
+def _open_to_all(port: int, reason: str) -> Failure:
+    return Failure(
+        f"TensorFlow's server on {socket.gethostname()}, port {port}, obeys every machine that reaches it and cannot "
+        f"be closed to strangers ({reason}); hint: use another --strategy",
+        exits.UNREACHABLE,
+    )

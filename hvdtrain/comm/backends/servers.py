@@ -18,7 +18,7 @@ import itertools
 import socket
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
@@ -97,7 +97,7 @@ class ServerRanks(Alone):
         self._number, self._reach = meeting.rank, reach
         """This rank's number, however many others are left"""
         self.sent_bytes = 0
-        """Payload given to other ranks, gradients and weights"""
+        """Gradients and weights given to ranks of other hosts; `local_sent_bytes`: of this host"""
         self._counting = threading.Lock()
         self._ranks = range(meeting.size)
         self._leaving = False
@@ -124,6 +124,8 @@ class ServerRanks(Alone):
         reached, arrived = joined(told, self._me, targets, listener, awaited)
         if listener:
             listener.close()
+        for stream in (reached | arrived).values():  # a holder's threads always wait for questions
+            stream.awaited = False
         self._streams |= reached
         for stream in arrived.values():
             self._threads.append(threading.Thread(target=self._attend, args=(stream,), daemon=True))
@@ -180,7 +182,7 @@ class ServerRanks(Alone):
             swap(stream, _question(PULL if mine is None else PUSH, numbers.view(np.uint8)), None)
             if mine is not None:
                 swap(stream, mine, None)
-                self._count(mine.nbytes)
+                self._count(stream, mine.nbytes)
             answer = swap(None, None, stream, np.empty(NUMBERS))
             swap(None, None, stream, weights)
             return answer
@@ -220,15 +222,22 @@ class ServerRanks(Alone):
             swap(None, None, stream, gradients)
         swap(stream, self._store.answer(stream.rank, numbers, gradients if pushed else None, weights), None)
         swap(stream, weights, None)
-        self._count(weights.nbytes)
+        self._count(stream, weights.nbytes)
 
-    def _count(self, sent_bytes: int) -> None:
+    def _count(self, stream: Stream, sent_bytes: int) -> None:
         with self._counting:
-            self.sent_bytes += sent_bytes
+            if stream.local:
+                self.local_sent_bytes += sent_bytes
+            else:
+                self.sent_bytes += sent_bytes
 
     def _lost(self, holder: int, error: Exception) -> PeerLost:
         part = f"part {self._holders.index(holder) + 1} of {len(self._holders)} of the parameters"
         return PeerLost(f"rank {holder} on {self._host(holder)}, which holds {part}, is gone ({error})")
+
+    def elsewhere(self, ranks: Iterable[int]) -> int:
+        """How many of these ranks are on other hosts."""
+        return sum(self._hosts[rank] != self._hosts[self._number] for rank in ranks)
 
     def _host(self, rank: int) -> str:
         return self._hosts[rank].split()[0]

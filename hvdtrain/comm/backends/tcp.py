@@ -18,17 +18,21 @@ A message is its length (8 bytes) and its bytes; one that is longer than its rec
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import itertools
 import select
 import socket
+import struct
+import termios
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
 from hvdtrain.comm.backends.base import Alone, Hosts, Meeting, PeerLost, Reach
-from hvdtrain.sentinel import auth
+from hvdtrain.sentinel import auth, waiting
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
 
@@ -51,13 +55,19 @@ SLACK_BYTES = 1 << 16
 
 
 class Stream:
-    """One connection to another rank."""
+    """One connection to another rank. `local`: that rank is on this host."""
 
-    def __init__(self, connected: socket.socket, rank: int) -> None:
+    def __init__(self, connected: socket.socket, rank: int, *, local: bool = False) -> None:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connected.setblocking(False)
-        self.socket, self.rank = connected, rank
+        self.socket, self.rank, self.local = connected, rank, local
+        self.awaited = True
+        """Whether the rank does nothing else while a thread waits at this stream"""
+
+    def queued(self, which: int) -> int:
+        """Bytes that have arrived and are unread (FIONREAD), or are still to be sent (TIOCOUTQ); tcp(7)."""
+        return int(struct.unpack("i", fcntl.ioctl(self.socket, which, bytes(4)))[0])
 
 
 class StreamHosts:
@@ -202,9 +212,11 @@ class StreamRanks(Alone):
 
     def sum(self, values: np.ndarray, name: str) -> np.ndarray:
         flat = np.array(values).reshape(-1)
+        counted = self.sent_bytes, self.local_sent_bytes
         with self.hosts(flat) as hosts:
             if hosts is not None:
                 hosts.sum(flat)
+        self.sent_bytes, self.local_sent_bytes = counted  # which are those of the strategy's exchanges
         return flat.reshape(values.shape)
 
     # --- vectors ------------------------------------------------------------------------------------------------
@@ -213,10 +225,10 @@ class StreamRanks(Alone):
         before = 0 if self.network is None else self.network.sent_bytes
         found = self._everyones(mine.view(np.uint8), StreamHosts.collected)
         if self.network is None:
-            self.sent_bytes += mine.nbytes
+            self.local_sent_bytes += mine.nbytes
         else:
-            whole = sum(each.nbytes for each in found)
-            self.sent_bytes += self.network.sent_bytes - before + whole * len(self._members)
+            self.sent_bytes += self.network.sent_bytes - before
+            self.local_sent_bytes += sum(each.nbytes for each in found) * len(self._members)
         return found
 
     @contextlib.contextmanager
@@ -226,7 +238,7 @@ class StreamRanks(Alone):
             swap(self._leader, vector, None)
             yield None
             swap(None, None, self._leader, vector)
-            self.sent_bytes += vector.nbytes
+            self.local_sent_bytes += vector.nbytes
             return
         assert self.network is not None
         before = self.network.sent_bytes
@@ -238,7 +250,8 @@ class StreamRanks(Alone):
         yield self.network
         for member in self._members:
             swap(member, vector, None)
-        self.sent_bytes += self.network.sent_bytes - before + vector.nbytes * len(self._members)
+        self.sent_bytes += self.network.sent_bytes - before
+        self.local_sent_bytes += vector.nbytes * len(self._members)
 
 
 def connect(
@@ -273,7 +286,8 @@ def joined(
 
     accepting = threading.Thread(target=accept, daemon=True)  # two ranks may each wait for the other to accept
     accepting.start()
-    found = {rank: Stream(_connected(told[rank], me, rank), rank) for rank in targets}
+    here = told[me.number][:2]
+    found = {rank: Stream(_connected(told[rank], me, rank), rank, local=told[rank][:2] == here) for rank in targets}
     accepting.join()
     if missing := ", ".join(str(rank) for rank in sorted(awaited - set(arrived))):
         raise Failure(
@@ -281,7 +295,7 @@ def joined(
             "hosts, see `hvdtrain doctor`",
             exits.UNREACHABLE,
         )
-    return found, {rank: Stream(connection, rank) for rank, connection in arrived.items()}
+    return found, {rank: Stream(each, rank, local=told[rank][:2] == here) for rank, each in arrived.items()}
 
 
 def _connected(told: Sequence[str], me: auth.Party, rank: int) -> socket.socket:
@@ -373,4 +387,20 @@ def _wait(target: Stream | None, source: Stream | None, missing: int) -> None:
     poll = select.poll()
     for connection, event in events.items():
         poll.register(connection, event)
-    poll.poll()
+    every_ms = None if waiting.every_s is None else 1000 * waiting.every_s
+    if not poll.poll(every_ms):
+        _wait_long(poll, every_ms, target, source)
+    waiting.moves()
+
+
+def _wait_long(poll: select.poll, every_ms: float | None, target: Stream | None, source: Stream | None) -> None:
+    """Tells the sentinel that this rank waits, or that bytes move, though fewer than poll(2) wakes it for."""
+    began, before = time.monotonic(), None
+    while not poll.poll(every_ms):
+        queued = (target and target.queued(termios.TIOCOUTQ), source and source.queued(termios.FIONREAD))
+        if queued != before and before is not None:
+            began = time.monotonic()
+            waiting.moves()
+        elif all(stream is None or stream.awaited for stream in (source, target)):
+            waiting.waits(time.monotonic() - began)
+        before = queued

@@ -27,7 +27,7 @@ class Options:
     count: Literal["hosts", "ranks"] = "hosts"
     """The horizontal axis of `time` and `speedup`"""
     target: float = 0.95
-    """Target of `strategies`, a value of the primary score"""
+    """Target of `strategies`, a value of the primary metric"""
 
 
 # Figure -> description, and the module and the function that draw it.

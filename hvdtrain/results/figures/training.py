@@ -1,4 +1,4 @@
-"""Training curves: the primary score over epochs and over time, one panel per framework and strategy.
+"""Training curves: the primary metric over epochs and over time, one panel per framework and strategy.
 
 A curve is the mean over the repeats of a group, its band their spread.
 """
@@ -25,7 +25,7 @@ from hvdtrain.system.exits import Failure
 
 
 def figure(loaded: Loaded, _: Options, *, x: str, label: str) -> Figure:
-    """The primary score of validation over x. Raises Failure (65) if no run has validated."""
+    """The primary metric of validation over x. Raises Failure (65) if no run has validated."""
     missing = "no validation score: needs complete timing runs with a validation split"
     split = panels.split(loaded, "best_validation_score", missing)
     shown = [score_columns(members[0].runs)[0] for members in split.values()]
@@ -70,7 +70,7 @@ by_time = functools.partial(figure, x="time_s", label="time since step 0 (s)")
 
 
 def _curve(group: Group) -> pd.DataFrame:
-    """The primary score of validation after each epoch that all timing runs reached: epoch (from 1), time_s (mean),
+    """The primary metric of validation after each epoch that all timing runs reached: epoch (from 1), time_s (mean),
     mean, low, high, n."""
     name = f"validation_{scores.primary(group.runs)[0]}"
     frames = [found for folder in group.column("run_dir", timing=True) if name in (found := frame.epochs(folder))]

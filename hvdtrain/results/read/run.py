@@ -216,7 +216,7 @@ def _resumed_elsewhere(metrics: steps.RankMetrics, manifest: records.Manifest) -
 
 
 def _scores(summary: records.Summary, primary: str | None, declared: Mapping[str, Score]) -> dict[str, float | None]:
-    """Scores of the test and of the best epoch by the primary score (the last one if several are equal)."""
+    """Scores of the test and of the best epoch by the primary metric (the last one if several are equal)."""
     if primary is None:  # a script without scores
         return {}
     best: dict[str, float] = {}

@@ -17,11 +17,12 @@ from hvdtrain.results.columns import Column
 from hvdtrain.results.read.frame import Loaded
 from hvdtrain.results.report import facts, html
 from hvdtrain.results.report.html import text
+from hvdtrain.results.scaling import what_varies
 from hvdtrain.results.tables import accuracy, energy, overview, scaling, strategies
 from hvdtrain.results.tables.model import Table
 from hvdtrain.system.exits import Failure
 
-TITLE = "How training scales over the network"
+TITLE = "How training scales"
 
 # Figure, in the order of the page -> heading and explanation.
 CAPTIONS = {
@@ -68,7 +69,7 @@ METHOD = {
 
 
 def write(loaded: Loaded, path: Path, target: float = 0.95) -> None:
-    """Writes the page. `target` is a value of the primary score. Raises Failure (73)."""
+    """Writes the page. `target` is a value of the primary metric. Raises Failure (73)."""
     export.write(path, page(loaded, target).encode("utf-8", "replace"))
 
 
@@ -76,7 +77,7 @@ def tables(loaded: Loaded, target: float = 0.95) -> list[Table]:
     """The tables of the page in order. Strategies are compared only if a run over several hosts reached the target."""
     race = strategies.table(loaded, target)
     raced = any(row["train_to_target_s"] is not None and row["hosts"] != 1 for row in race.rows)
-    made = [*([race] if raced else []), scaling.table(loaded, "hosts"), overview.overview(loaded)]
+    made = [*([race] if raced else []), scaling.table(loaded), overview.overview(loaded)]
     return [*made, accuracy.table(loaded, target), *energy.tables(loaded), overview.phases(loaded)]
 
 
@@ -85,7 +86,8 @@ def page(loaded: Loaded, target: float = 0.95) -> str:
     numbers = iter(range(1, 1000))
     shown = [one for one in tables(loaded, target) if one.rows] if not groups.usable(loaded.runs).empty else []
     main = "strategies" if shown and shown[0].name == "strategies" else "time"
-    drawn, missing = _figures(loaded, figures.Options(target=target), main)
+    count = what_varies(groups.by(groups.usable(loaded.runs)))
+    drawn, missing = _figures(loaded, figures.Options(target=target, count=count), main)
     goal = scores.goal(loaded.runs, target)
     first = _first_screen(shown, drawn.pop(main, ""), numbers, goal) if shown else "<p>No complete timing run.</p>"
     not_shown = f"<h3>Not shown</h3>\n{html.bullets(missing, 'findings')}" if missing else ""
@@ -128,6 +130,8 @@ def _figures(loaded: Loaded, options: figures.Options, main: str) -> tuple[dict[
     missing: list[tuple[str, str]] = []
     for kind in sorted(CAPTIONS, key=lambda kind: kind != main):
         heading, caption = CAPTIONS[kind]
+        if kind in ("time", "speedup"):
+            heading, caption = (words.replace("hosts", options.count) for words in (heading, caption))
         try:
             figure = figures.draw(kind, loaded, options)
         except Failure as failure:

@@ -13,7 +13,7 @@ from hvdtrain.results import groups
 from hvdtrain.results.read import frame
 from hvdtrain.results.read.frame import Loaded
 from hvdtrain.results.tables.model import Column, Table
-from hvdtrain.system.arguments import without_secrets
+from hvdtrain.system.redaction import without_secrets
 
 
 def environment(loaded: Loaded) -> Table:

@@ -67,7 +67,7 @@ def reached(run_dir: str, score: str, target: float, problems: list[Problem]) ->
 
 
 def table(loaded: Loaded, target: float = 0.95, group_by: Sequence[str] | None = None) -> Table:
-    """The scores of each group and its times to the target, a value of the primary score."""
+    """The scores of each group and its times to the target, a value of the primary metric."""
     found, shown = grouped(loaded.runs, group_by)
     primary, more = scores.primary(loaded.runs), scores.shown(loaded.runs)
     best = score_columns(loaded.runs, "best_validation")

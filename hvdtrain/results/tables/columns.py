@@ -49,7 +49,7 @@ def key_cells(group: Group, names: Sequence[str]) -> dict[str, Any]:
 
 
 def score_columns(runs: pd.DataFrame, part: str = "test", names: Sequence[str] = ()) -> list[Column]:
-    """Columns of the primary scores of the runs, or of the scores `names`. Shares are printed in percent."""
+    """Columns of the primary metrics of the runs, or of the scores `names`. Shares are printed in percent."""
     known, chosen = scores.of(runs), names or scores.primary(runs)
     made = []
     for name in chosen:

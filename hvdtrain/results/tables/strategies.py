@@ -37,7 +37,7 @@ TUNED = ("global_batch", "epochs")
 """May differ with --best, which uses the best of each side"""
 NOTES = (
     "time to target: seconds of training (without evaluation and checkpoints) until the end of the first epoch whose "
-    "primary score reaches the target, on the split evaluated after each epoch; interpolated: until a straight line "
+    "primary metric reaches the target, on the split evaluated after each epoch; interpolated: until a straight line "
     "from the epoch before crosses it, because one sample can cost a whole epoch. Times, steps and bytes are means "
     "over the runs that reached the target, so they flatter a strategy with failures",
     "speed-up: T / T_n compared with one host of the same model, data, epochs, global batch, precision, cores and "
@@ -78,7 +78,7 @@ Measured = dict[int, dict[str, Any]]
 def table(loaded: Loaded, target: float = 0.95, best: bool = False) -> Table:
     """A section for each rate: the single host, then every strategy, fastest to the target first.
 
-    `target` is a value of the primary score. `best` keeps one line for each strategy, with the batch and settings that
+    `target` is a value of the primary metric. `best` keeps one line for each strategy, with the batch and settings that
     reached it first, compared with the single host at its best.
     """
     same = tuple(name for name in ALIKE if not best or name not in TUNED)

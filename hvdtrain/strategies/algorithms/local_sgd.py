@@ -14,7 +14,8 @@ McMahan et al., "Communication-efficient learning of deep networks from decentra
 converges fast and communicates little", 2019. `start` exchanges gradients in each of the first steps, when weights
 change fastest (post-local SGD: Lin et al., 2020). `outer_lr` and `outer_momentum` take the mean change for a gradient
 and make Nesterov steps with it (DiLoCo: Douillard et al., 2023). A reducer that compresses adds what it left out to the
-next change.
+next change. What it left out of the first steps' gradients is dropped at the end of `start`: a gradient does not belong
+in a change of weights, and adding it times -lr trains no better (docs/LOG.md).
 """
 
 from __future__ import annotations
@@ -108,7 +109,10 @@ class LocalSGD(Synchronous):
         if self._steps <= self.settings.start:
             vector = replica.vector()
             vector[: self._size] *= np.float32(samples / all_samples)  # it was a mean over this rank's samples
-            return self._summed(replica, vector, lr, clock)
+            exchanged = self._summed(replica, vector, lr, clock)
+            if self._steps == self.settings.start:
+                self._reducer.drop_residual()  # of gradients: it does not belong to changes of weights
+            return exchanged
         with clock.span("compute"):
             if self.in_sync:
                 self._began = self._anchor = replica.weights().copy()

@@ -55,8 +55,13 @@ class Reducer(abc.ABC):
         if hosts.count > 1:
             self.sum_between_hosts(values, hosts)
         elif self._owes:
+            values += self.state()[self.remembers]
+            self.drop_residual()
+
+    def drop_residual(self) -> None:
+        """Forgets what earlier rounds left out: the vectors to come are of another kind."""
+        if self.remembers:
             state = self.state()
-            values += state[self.remembers]
             self.load(state | {self.remembers: np.zeros_like(state[self.remembers])})
             self._owes = False
 

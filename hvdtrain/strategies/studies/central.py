@@ -67,8 +67,11 @@ class Central(Strategy):
                 self._centre.tell(self._answer)
             else:
                 replica.set_weights(self._answer[: self._size])
-        messages = self._world.size - 1 if self._centre else 1  # its threads may still be sending
-        return Exchanged.of(self._answer[self._size :], messages * vector.nbytes)
+        return Exchanged.of(self._answer[self._size :], vector.nbytes * self._messages())
+
+    def _messages(self) -> int:
+        """That this rank sends to other hosts in a step; the threads of rank 0 may still be sending them."""
+        return self._world.servers.elsewhere(range(1, self._world.size) if self._centre else [0])
 
     def _begin(self, vector: np.ndarray) -> None:
         """Collective."""

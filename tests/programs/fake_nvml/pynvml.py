@@ -2,8 +2,8 @@
 
 The JSON file that FAKE_NVML names says what the driver does, and is read at every call:
 {"init": "DriverNotLoaded" or null, "gpus": [{"name", "uuid", "energy_mj", "power_mw", "utilisation", "memory_bytes",
-"mig": [UUIDs of its instances]}]}. In place of a value, a string is the NVML error that asking for it raises; "handle"
-may be one too. It follows pynvml 13: same names, results and errors.
+"mig": [UUIDs of its instances]}]}. In place of a value, the name of an error is what asking for it raises: one of
+NVML's, or ValueError; "handle" may be one too. It follows pynvml 13: same names, results and errors.
 """
 
 import json
@@ -23,8 +23,9 @@ MESSAGES = {
     "NotSupported": "Not Supported",
     "GpuIsLost": "GPU is lost",
     "NotFound": "Not Found",
+    "ValueError": "not an error of NVML's",
 }
-ERRORS = {name: type(f"NVMLError_{name}", (NVMLError,), {}) for name in MESSAGES}
+ERRORS = {name: type(f"NVMLError_{name}", (NVMLError,), {}) for name in MESSAGES} | {"ValueError": ValueError}
 
 
 def failure(name):

@@ -1,0 +1,286 @@
+"""Turn an options dataclass into command line flags, environment variables and the keys of a TOML file.
+
+A field `batch_size` is the flag `--batch-size`, the variable `HVDTRAIN_BATCH_SIZE` and the key `batch_size` of a
+`--config FILE.toml`. Flags take precedence over the file, the file over variables, and variables over defaults. The
+docstring below a field is its help: `--help` shows the first line, `--help NAME` all of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import inspect
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+
+from hvdtrain.config import constraints
+from hvdtrain.config.constraints import field_docs
+from hvdtrain.system import exits, files
+from hvdtrain.system.arguments import Parser, near
+from hvdtrain.system.exits import Failure
+
+C = TypeVar("C")
+PREFIX = "HVDTRAIN_"
+SWITCH = {"true": True, "false": False, "1": True, "0": False}
+EPILOG = (
+    "--help NAME explains an option in full. Variables set options too: HVDTRAIN_BATCH_SIZE=64 is --batch-size 64.\n"
+    "Precedence: flags, then the file of --config, then variables, then defaults."
+)
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def variable(name: str) -> str:
+    return PREFIX + name.upper()
+
+
+class OptionParser(Parser):
+    """A flag per field of an options class. Parsed values contain only the flags that were given."""
+
+    def __init__(self, cls: type, *, prog: str, purpose: str, positionals: Sequence[str] = ()) -> None:
+        super().__init__(
+            prog=prog,
+            usage=argparse.SUPPRESS,  # the help starts with the purpose
+            description=purpose,
+            epilog=EPILOG,
+            allow_abbrev=False,  # launchers look for --run-dir and --resume in a command line
+            argument_default=argparse.SUPPRESS,
+            add_help=False,
+        )
+        self.cls, self.positionals = cls, positionals
+        self.names = [field.name for field in dataclasses.fields(cls)]
+        hints = get_type_hints(cls)
+        general = self.add_argument_group("options")
+        general.add_argument(
+            "-h", "--help", metavar="NAME", nargs="?", const="", help="show this help, or all about NAME"
+        )
+        general.add_argument("--config", metavar="FILE", action="append", help="TOML file with values of options")
+        for title, fields in _groups(cls).items():
+            group = self.add_argument_group(title or None)
+            for field in fields:
+                _add(group, field, hints[field.name], positional=field.name in positionals)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        arguments = list(sys.argv[1:] if args is None else args)
+        for place, word in enumerate(arguments):
+            if word.split("=")[0] in ("-h", "--help"):
+                asked = word.partition("=")[2] or "".join(arguments[place + 1 : place + 2])
+                self._help(asked.lstrip("-").replace("-", "_"))
+        return super().parse_args(arguments, namespace)
+
+    def _help(self, name: str) -> NoReturn:
+        if name in self.names:
+            print(f"{flag(name)}\n\n{inspect.cleandoc(field_docs(self.cls)[name])}")
+        else:
+            self.print_help()
+        raise SystemExit(exits.OK)
+
+    def format_help(self) -> str:
+        """One line per flag, with its default."""
+        docs, hints = field_docs(self.cls), get_type_hints(self.cls)
+        lines = [self.description or ""]
+        rows: list[tuple[str, str]] = [("-h, --help [NAME]", "show this help, or all about one option")]
+        rows.append(("--config FILE", "TOML file with values of options"))
+        sections = {"options": rows}
+        for title, fields in _groups(self.cls).items():
+            sections.setdefault(title or "options", []).extend(
+                (_usage(field, hints[field.name], field.name in self.positionals), _summary(field, docs, hints))
+                for field in fields
+            )
+        left = max(len(usage) for rows in sections.values() for usage, _ in rows if len(usage) < 34)
+        for title, rows in sections.items():
+            lines += ["", f"{title}:"]
+            for usage, summary in rows:
+                if len(usage) > left:
+                    lines.append(f"  {usage}  {summary}")
+                else:
+                    lines.append(f"  {usage:<{left}}  {summary}")
+        return "\n".join([*lines, "", self.epilog or "", ""])
+
+    def error(self, message: str) -> NoReturn:
+        unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
+        if unknown and (advice := getattr(self.cls, "REMOVED", {}).get(unknown[1])):
+            raise Failure(f"{unknown[1]} was removed; hint: {advice}", exits.USAGE)
+        super().error(message.removeprefix("argument "))
+
+
+def _add(group: Any, field: dataclasses.Field[Any], hint: Any, *, positional: bool) -> None:
+    if positional:
+        group.add_argument(field.name, type=converter(field, hint))
+    elif hint is bool and field.default is False:
+        group.add_argument(flag(field.name), action="store_true")
+    else:
+        optional_value: dict[str, Any] = {"nargs": "?", "const": True} if hint == bool | str else {}
+        group.add_argument(flag(field.name), type=converter(field, hint), **optional_value)
+
+
+def _usage(field: dataclasses.Field[Any], hint: Any, positional: bool) -> str:
+    if positional:
+        return field.name
+    if hint is bool and field.default is False:
+        return flag(field.name)
+    if get_origin(hint) is Literal:
+        return f"{flag(field.name)} {'|'.join(get_args(hint))}"
+    words = {bool: "true|false", bool | str: "[DIR]", int: "N", int | None: "N", float: "X", float | None: "X"}
+    return f"{flag(field.name)} {words.get(hint, 'TEXT')}"
+
+
+def _summary(field: dataclasses.Field[Any], docs: Mapping[str, str], hints: Mapping[str, Any]) -> str:
+    """The first line of a field's documentation, and its default."""
+    text = inspect.cleandoc(docs.get(field.name, "")).partition("\n")[0]
+    default = field.default
+    if default is dataclasses.MISSING or default is None or default is False or default == "":
+        return text
+    shown = f"{default:g}" if isinstance(default, float) else str(default).lower() if default is True else str(default)
+    return f"{text} ({shown})"
+
+
+def _groups(cls: type) -> dict[str, list[dataclasses.Field[Any]]]:
+    """Fields by the title of their group in the help: `GROUP` of the class that declares them."""
+    groups: dict[str, list[dataclasses.Field[Any]]] = {}
+    for field in dataclasses.fields(cls):
+        declared = next(base for base in reversed(cls.__mro__) if field.name in inspect.get_annotations(base))
+        groups.setdefault(getattr(declared, "GROUP", ""), []).append(field)
+    order = ("data", "model", "optimization", "communication", "run", "measurement")
+    return dict(sorted(groups.items(), key=lambda item: order.index(item[0]) if item[0] in order else -1))
+
+
+def converter(field: dataclasses.Field[Any], hint: Any) -> Callable[[str], Any]:
+    """Turns the text of a flag or a variable into a value. Raises argparse.ArgumentTypeError."""
+
+    def convert(text: str) -> Any:
+        if text == "null" and type(None) in get_args(hint):
+            return None
+        if hint == bool | str:
+            return SWITCH.get(text.lower(), text)
+        if hint is bool:
+            if text.lower() not in ("true", "false"):
+                raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+            return text.lower() == "true"
+        if get_origin(hint) is Literal:
+            value: Any = text
+        else:
+            kind = next((each for each in (get_args(hint) or (hint,)) if each in (int, float)), str)
+            try:
+                value = kind(text)
+            except ValueError:
+                raise argparse.ArgumentTypeError(f"{text!r} is not a {constraints.kind(field, hint)}") from None
+        return _checked(field, hint, value)
+
+    return convert
+
+
+def _checked(field: dataclasses.Field[Any], hint: Any, value: Any) -> Any:
+    """A value of a file, a record or a converted text, if its type fits. Raises argparse.ArgumentTypeError."""
+    allowed = get_args(hint) or (hint,)
+    if get_origin(hint) is Literal:
+        if value in allowed and isinstance(value, str):
+            return value
+        choices = ", ".join(map(str, allowed))
+        raise argparse.ArgumentTypeError(f"unknown value {value!r}{near(str(value), allowed)} (choose from {choices})")
+    if type(value) is int and float in allowed:
+        value = float(value)
+    if type(value) not in allowed:
+        raise argparse.ArgumentTypeError(f"{value!r} is not a {constraints.kind(field, hint)}")
+    return value
+
+
+def checked(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of a file or a record by field name. Raises ValueError for a wrong type, KeyError for an unknown name."""
+    fields, hints = {field.name: field for field in dataclasses.fields(cls)}, get_type_hints(cls)
+    result = {}
+    for name, value in values.items():
+        try:
+            result[name] = _checked(fields[name], hints[name], value)
+        except argparse.ArgumentTypeError as error:
+            raise ValueError(f"{name}: {error}") from None
+    return result
+
+
+def parse(
+    cls: type[C],
+    argv: Sequence[str] | None = None,
+    *,
+    prog: str,
+    purpose: str,
+    positionals: Sequence[str] = (),
+    earlier: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
+) -> C:
+    """The options that flags, file, variables and defaults add up to.
+
+    `earlier` gets these values and returns other defaults, those of a run that is resumed.
+
+    Raises Failure (2) for a flag, key or value that is not accepted, Failure (78) for values that cannot be combined.
+    """
+    parser = OptionParser(cls, prog=prog, purpose=purpose, positionals=positionals)
+    given = vars(parser.parse_args(argv))
+    names = config_files(given.pop("config", []))
+    fields: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(cls)  # type: ignore[arg-type]
+    values: dict[str, Any] = {}
+    try:
+        for field in fields:
+            if (text := os.environ.get(variable(field.name))) is not None:
+                values |= _from_variable(cls, field, text)
+        for name in names:
+            values |= from_file(cls, name)
+    except ValueError as error:
+        raise Failure(f"{error} (see `{prog} --help`)", exits.USAGE) from None
+    values |= given
+    if earlier is not None:
+        defaults = {field.name: field.default for field in fields}
+        values = {**earlier({**defaults, **values}), **values}
+    for field in fields:
+        if field.default is dataclasses.MISSING and field.name not in values:
+            raise Failure(f"{flag(field.name)} is missing (see `{prog} --help`)", exits.USAGE)
+    return cls(**values)
+
+
+def _from_variable(cls: type, field: dataclasses.Field[Any], text: str) -> dict[str, Any]:
+    try:
+        return {field.name: converter(field, get_type_hints(cls)[field.name])(text)}
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(f"{variable(field.name)}={text}: {error}") from None
+
+
+def from_file(cls: type, name: str) -> dict[str, Any]:
+    """The values of a TOML file. Raises ValueError for a key or value that is not accepted, Failure for the file."""
+    try:
+        table = files.from_toml(files.read(name, files.SETTINGS_BYTES))
+    except OSError as error:
+        raise files.refused(f"--config {name}", error, exits.USAGE, "give a TOML file") from error
+    except ValueError as error:
+        raise Failure(f"--config {name}: not a TOML file ({error})", exits.BAD_CONFIG) from error
+    known = [field.name for field in dataclasses.fields(cls)]
+    for key, value in table.items():
+        if isinstance(value, dict):
+            raise ValueError(
+                f"--config {name}: tables such as [{key}] are not accepted; write the keys at the top level"
+            )
+        if key not in known:
+            raise ValueError(f"--config {name}: unknown key {key!r}{near(key, known)}")
+    try:
+        return checked(cls, table)
+    except ValueError as error:
+        raise ValueError(f"--config {name}: {error}") from None
+
+
+def config_files(given: Sequence[str]) -> list[str]:
+    """The files of --config; without the flag, the file of HVDTRAIN_CONFIG."""
+    return list(given) or [value for name, value in os.environ.items() if name == PREFIX + "CONFIG"]
+
+
+def misspelled_variables(cls: type) -> list[str]:
+    """Variables that resemble an option of `cls`, each as `HVDTRAIN_EPOCH, did you mean HVDTRAIN_EPOCHS?`.
+
+    Other workloads may have options that `cls` does not have, so a variable that resembles none is not reported.
+    """
+    names = {variable(field.name) for field in dataclasses.fields(cls)}
+    unknown = sorted(name for name in os.environ if name.startswith(PREFIX) and name not in names)
+    similar = [(name, difflib.get_close_matches(name, names, 1, 0.87)) for name in unknown]
+    return [f"{name}, did you mean {matches[0]}?" for name, matches in similar if matches]

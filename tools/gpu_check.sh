@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Runs the tests marked `gpu` with a Python that has a CUDA build of PyTorch. Needs no network and no `make setup`.
+#
+#     tools/gpu_check.sh [WHEELS] [PYTEST_OPTION...]
+#
+#   PYTHON=python3   the Python to use; nothing is installed into it
+#   WHEELS           a folder with wheels of the packages that this Python lacks, such as pytest and hypothesis.
+#                    On a machine with a network: pip download --dest WHEELS --only-binary :all: --no-deps PACKAGE...
+set -euo pipefail
+cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
+wheels=
+if [[ -d ${1:-} ]]; then
+    wheels=$(cd "$1" && pwd)
+    shift
+fi
+packages=$(mktemp -d)
+trap 'rm -rf "$packages"' EXIT
+python=${PYTHON:-python3}
+if [[ $wheels ]]; then
+    "$python" -m pip install --quiet --no-index --no-deps --target "$packages" "$wheels"/*.whl
+fi
+export PYTHONPATH=$PWD:$packages${PYTHONPATH:+:$PYTHONPATH}
+"$python" -m pytest -m gpu -rs "$@" tests

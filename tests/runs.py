@@ -1,5 +1,4 @@
-"""Makes run folders as the loop, the monitors and a sweep would leave them, through the same writer of records, and
-reads the records of real ones."""
+"""Writes run folders as the training loop, the monitors and a sweep do, and reads the records of real ones."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ CONFIG: dict[str, Any] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Made:
-    """A run to make: what differs from the smallest one. Times in seconds."""
+    """A run to write. The defaults are a small run on one host; times are in seconds."""
 
     hosts: int = 1
     ranks_per_host: int = 1
@@ -45,44 +44,45 @@ class Made:
     cores: float | None = 1.0
     threads: int | None = 1
     cpu: str = "A processor, 4 cores"
-    collectives: str | None = None
+    backend: str | None = None
     parameters: int = 1000
     rank_batch: int = 32
     epochs: int = 2
     steps_per_epoch: int = 5
     fingerprint: str = "da4c"
-    """Of the data set"""
+    """SHA-256 of the data set"""
     seed: int = 0
     started_utc: str | None = None
-    """None: a second after the run made before, since two runs that agree in everything are taken for copies"""
+    """None: one second after the previous run, because runs that agree in everything are treated as copies"""
     config: dict[str, Any] = dataclasses.field(default_factory=dict)
+    exchange: dict[str, Any] = dataclasses.field(default_factory=dict)
     argv: Sequence[str] = ()
     data_s: float = 0.01
     compute_s: float = 0.5
     communication_s: float | None = 0.2
     train_s: float | None = None
-    """None: the sum of the steps"""
+    """None: sum of the steps"""
     validation_s: float = 0.1
-    """Of each epoch"""
+    """Per epoch"""
     test_s: float = 0.2
     checkpoint_s: float = 0.05
     """After each epoch"""
     accuracies: Sequence[float | None] | None = None
-    """Validation accuracy after each epoch; None: rising to test_accuracy"""
+    """Validation accuracy after each epoch; None: rises to test_accuracy"""
     test_accuracy: float | None = 0.9
-    wire_bytes_per_step: float | None = None
-    """None: 1.05 of what an allreduce over the hosts has to send"""
+    network_bytes_per_step: float | None = None
+    """None: 1.05 times the limit of an all-reduce"""
     energy_w: dict[str, float] | None = None
-    """Power of each device of each host; None: no monitors"""
+    """Power of each device of a host; None: no monitors"""
     used: Sequence[str] = ("cpu0", "gpu0")
     idle_w: dict[str, float] = dataclasses.field(default_factory=dict)
     interval_s: float = 0.5
     inference: dict[int, float] = dataclasses.field(default_factory=dict)
-    """Samples at once -> seconds"""
+    """Batch size -> seconds"""
     kind: str | None = None
-    """Makes a point.json"""
-    asked: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Its settings beside hosts"""
+    """If set, there is a point.json"""
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Settings of the point, in addition to hosts"""
     sweep: str = "made"
     repeat: int = 0
     marked: str | None = None
@@ -114,7 +114,7 @@ class Made:
 
 
 def make(folder: Path, run: Made | None = None, **changes: Any) -> Path:
-    """Writes the run into `folder`, which it makes, and returns it."""
+    """Writes the run into the new folder `folder`, and returns it."""
     run = dataclasses.replace(run or Made(), **changes)
     if run.started_utc is None:
         started = datetime.fromtimestamp(BEGAN_UNIX_S + next(MADE), UTC)
@@ -144,7 +144,7 @@ def read_run(folder: Path, rank: int = 0) -> dict[str, list[Any]]:
 
 
 def cut_off(folder: Path, copy: Path, step: int) -> None:
-    """Copies a run's folder as a kill after the checkpoint of this step, and of no later one, would have left it."""
+    """Copies a run folder, as if the run had been killed after the checkpoint of this step."""
     shutil.copytree(folder, copy)
     (copy / "COMPLETE").unlink()
     for checkpoint in (copy / "checkpoints").glob("step-*"):
@@ -171,12 +171,13 @@ def manifest(run: Made) -> records.Manifest:
         for host in range(run.hosts)
         for local in range(run.ranks_per_host)
     ]
-    asked = {"framework": run.framework, "strategy": run.strategy}
+    chosen = {"framework": run.framework, "strategy": run.strategy}
     return records.Manifest(
         workload="resnet",
         started_utc=str(run.started_utc),
         argv=["hvdtrain/resnet.py", *run.argv],
-        config=CONFIG | asked | {"epochs": run.epochs, "seed": run.seed, "batch_size": run.rank_batch} | run.config,
+        config=CONFIG | chosen | {"epochs": run.epochs, "seed": run.seed, "batch_size": run.rank_batch} | run.config,
+        exchange=run.exchange,
         plan={
             "ranks": run.ranks,
             "rank_batch": run.rank_batch,
@@ -187,7 +188,7 @@ def manifest(run: Made) -> records.Manifest:
         model={"name": "resnet34", "parameters": run.parameters},
         metric=Accuracy().as_json(),
         ranks=ranks,
-        collectives=run.collectives or ("mpi" if run.ranks > 1 else "none"),
+        backend=run.backend or ("mpi" if run.ranks > 1 else "none"),
         links=links if run.hosts > 1 else [],
         versions={"python": "3.11.7", "torch": "2.13.0", "tensorflow": None},
         git_commit="0" * 40,
@@ -202,7 +203,7 @@ def point(run: Made) -> records.Point:
         kind=run.kind or "timing",
         attempt=1,
         order=0,
-        settings={"hosts": run.hosts} | run.asked,
+        settings={"hosts": run.hosts} | run.settings,
         command=["launch/mpirun.sh"],
         rate_mbit=run.rate_mbit,
         rate_off_percent=None if run.rate_mbit is None else 0.1,
@@ -262,8 +263,8 @@ def epoch_record(run: Made, epoch: int, unix_s: float) -> records.Epoch:
 
 
 def summary(run: Made, folder: Path, ended_unix_s: float) -> records.Summary:
-    wire = run.wire_bytes_per_step
-    nic_bytes = round((1.05 * run.limit_bytes if wire is None else wire) * run.steps)
+    given = run.network_bytes_per_step
+    nic_bytes = round((1.05 * run.limit_bytes if given is None else given) * run.steps)
     train_s = run.epoch_s * run.epochs
     rate = run.rank_batch * run.ranks * run.steps / train_s if train_s else None
     return records.Summary(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import runs
 
@@ -75,9 +75,9 @@ def test_the_wire_s_time_is_that_of_the_slowest_link() -> None:
 def test_the_wire_s_time_is_compared_with_the_computation_of_a_step() -> None:
     made = runs.Made(hosts=2, parameters=1_000_000, train_s=100.0, steps_per_epoch=50)  # two epochs: 1 s per step
     shares = {"data": 0.0, "compute": 0.5, "exchange": 0.5, "exchange_least": 0.5}
-    summary = dataclasses.replace(runs.summary(made, Path("run"), 0.0), step_shares=shares)
+    summary = msgspec.structs.replace(runs.summary(made, Path("run"), 0.0), step_shares=shares)
     for changes in ({"train_s": 300.0}, {"samples_per_s": None}):  # a long warm-up; a script that tells no samples
-        told = run_folder.advised(TrainConfig(), dataclasses.replace(summary, **changes), [{"goodput_mbit": 6.4}])
+        told = run_folder.advised(TrainConfig(), msgspec.structs.replace(summary, **changes), [{"goodput_mbit": 6.4}])
         assert told and "need 10 times as long" in told, "5 s for 4 MB"
 
 

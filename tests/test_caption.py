@@ -68,7 +68,7 @@ def make_run(folder: Path, spec: CaptionerSpec, **model: Any) -> Path:
         data={},
         model={"name": "captioner", "spec": dataclasses.asdict(spec), **model},
         ranks=[],
-        collectives="none",
+        backend="none",
         metric=Captions().as_json(),
         versions={},
         git_commit=None,

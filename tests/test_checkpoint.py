@@ -318,23 +318,23 @@ def array(shape: Any, start: Any, stop: Any, dtype: Any = "F32") -> dict[str, An
 
 FORGED: dict[str, tuple[Any, str]] = {
     "beyond": ({"a": array([4], 0, 16)}, "arrays end at byte 16 of 8"),
-    "overlap": ({"a": array([2], 0, 8), "b": array([2], 0, 8)}, "'b' of [2] does not match its offsets, bytes 0 to 8"),
+    "overlap": ({"a": array([2], 0, 8), "b": array([2], 0, 8)}, "'b' of [2] does not match its offsets, 0 to 8"),
     "gap": ({"a": array([1], 4, 8)}, "'a' of [1] does not match its offsets"),
     "other shape": ({"a": array([2**40, 2**40], 0, 8)}, "does not match its offsets"),
-    "negative": ({"a": array([-2, -1], 0, 8)}, "not non-negative integers"),
-    "no number": ({"a": array(["2"], 0, 8)}, "not non-negative integers"),
-    "text for numbers": ({"a": array([2], "0", "8")}, "not non-negative integers"),
+    "negative": ({"a": array([-2, -1], 0, 8)}, "are not whole numbers"),
+    "no number": ({"a": array(["2"], 0, 8)}, "are not whole numbers"),
+    "text for numbers": ({"a": array([2], "0", "8")}, "are not whole numbers"),
     "unknown dtype": ({"a": array([2], 0, 8, "object")}, "KeyError: 'object'"),
     "no dtype": ({"a": array([2], 0, 8, [])}, "TypeError"),
     "no dict": ({"a": 1}, "TypeError"),
-    "list": ([1, 2], "is not a safetensors file"),
+    "list": ([1, 2], "is not a valid safetensors file"),
     "deep": (b"[" * 100_000, "nested more than"),
     "escapes": ({"\x1b]0;x\x07": array([1], 4, 8)}, r"\x1b]0;x"),
 }
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "truncated": (
         lambda f: os.truncate(f / "shared.safetensors", 100),
-        "shared.safetensors has 100 bytes, should have",
+        "shared.safetensors has 100 bytes instead of",
     ),
     "longer": (lambda f: os.truncate(f / "rank0000.safetensors", 9999), "rank0000.safetensors has 9999 bytes"),
     "empty": (lambda f: os.truncate(f / "shared.safetensors", 0), "has 0 bytes"),

@@ -154,7 +154,7 @@ def test_bash_completes(typed: str, offered: str) -> None:
 def test_a_package_that_is_not_installed_is_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After `make demo` there is no pandas."""
+    """Its packages may be missing."""
     monkeypatch.setitem(sys.modules, "pandas", None)
     for name in [name for name in sys.modules if name.startswith("hvdtrain.results")]:
         monkeypatch.delitem(sys.modules, name)

@@ -26,7 +26,6 @@ from hvdtrain.data.prepared import open_images
 from hvdtrain.lab import throttle, topology
 from hvdtrain.lab.throttle.watchdog import Store
 from hvdtrain.models.vgg16_weights import Vgg16Config, import_weights, read_head
-from hvdtrain.results import reference
 from hvdtrain.sweep import execute
 from hvdtrain.sweep import file as sweep_file
 from hvdtrain.system import exits, files, hosts
@@ -78,7 +77,6 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "images": images,
     "captions": captioned,
     "record": lambda path: records.read_document(path, records.Manifest),
-    "reference": lambda path: reference.load(str(path)),
     "weights": read_head,
     "published weights": lambda path: import_weights(Vgg16Config(source=str(path), destination=f"{path}.out")),
     "journal": journal,

@@ -8,15 +8,16 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import PROGRAMS, ROOT, document, failing, launch
+from conftest import PROGRAMS, document, failing, launch
 from sklearn import metrics as known
 
 from hvdtrain import records
 from hvdtrain.records import metrics
 from hvdtrain.records.metrics import Accuracy, Confusion, Regression
-from hvdtrain.results import accuracy, load, tables
 from hvdtrain.results import scores as named
 from hvdtrain.results.__main__ import main
+from hvdtrain.results.read.frame import load
+from hvdtrain.results.tables import accuracy, overview
 from hvdtrain.system.exits import Failure
 from hvdtrain.training.train_state import Position
 
@@ -89,7 +90,7 @@ def test_what_a_measure_says_comes_back_and_nothing_else_is_taken() -> None:
     for wrong in ({}, {"primary": "x", "scores": {}}, {**value, "primary": "f2"}, {**value, "scores": {"f1": {}}}):
         with pytest.raises(ValueError, match="score"):
             metrics.read(wrong)
-    with pytest.raises(Failure, match="gives the sums wrong, and its metric adds up correct"):
+    with pytest.raises(Failure, match="returns the sums wrong, but its metric declares correct"):
         metrics.Accuracy().in_order({"wrong": 1})
 
 
@@ -147,14 +148,14 @@ def test_of_equal_epochs_the_longest_trained_is_the_best() -> None:
 
 
 def test_results_show_and_judge_it_so(line: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    loaded = load.load([line])
+    loaded = load([line])
     assert not loaded.problems
     row = loaded.runs.iloc[0]
     assert row["primary_metric"] == "mae"
     assert row["best_validation_score"] == row["best_validation_mae"] <= 0.4
-    assert "test MAE (W/m2)" in [column.heading for column in tables.overview(loaded).columns]
-    assert accuracy.accuracy(loaded, 0.4).rows[0]["reached"] == "1 of 1"
-    assert accuracy.accuracy(loaded, 0.001).rows[0]["reached"] == "0 of 1"
+    assert "test MAE (W/m2)" in [column.heading for column in overview.overview(loaded).columns]
+    assert accuracy.table(loaded, 0.4).rows[0]["reached"] == "1 of 1"
+    assert accuracy.table(loaded, 0.001).rows[0]["reached"] == "0 of 1"
     for value, reached in ((0.5, "1 of 1"), (0.001, "0 of 1")):
         assert main(["accuracy", str(line), "--target", f"rmse={value}", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["rows"][0]["reached"] == reached
@@ -175,24 +176,6 @@ def test_a_score_beyond_its_bounds_is_refused(line: Path, tmp_path: Path) -> Non
     (copy / "metrics" / "rank0000.jsonl").write_text(
         text.replace('"validation_scores":{"mae":', '"validation_scores":{"mae":-', 1)
     )
-    loaded = load.load([copy])
+    loaded = load([copy])
     assert loaded.runs.iloc[0]["state"] == "refused"
-    assert "not of 0 W/m2 or more" in loaded.problems[0].what
-
-
-@pytest.mark.parametrize(("workload", "primary"), [("resnet", "accuracy"), ("captioning", "bleu4")])
-def test_runs_of_version_1_are_read(workload: str, primary: str, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = ROOT / "tests" / "version1" / workload
-    loaded = load.load([folder])
-    row = loaded.runs.iloc[0]
-    assert (row["state"], row["primary_metric"], loaded.problems) == ("complete", primary, [])
-    raw = [json.loads(text) for text in (folder / "metrics" / "rank0000.jsonl").read_text().splitlines()]
-    summary = next(each for each in raw if each["type"] == "summary")
-    assert row["test_accuracy"] == summary["test_accuracy"]
-    if workload == "captioning":
-        assert row["test_bleu4"] == summary["test_scores"]["bleu4"]
-    validation = load.epochs(folder)["validation_accuracy"].tolist()
-    assert validation == summary["validation_accuracy"]
-    for words in (["show"], ["accuracy"], ["table"], ["export"]):
-        assert main([*words, str(folder)]) == 0
-    capsys.readouterr()
+    assert "must be of 0 W/m2 or more" in loaded.problems[0].what

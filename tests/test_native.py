@@ -64,7 +64,7 @@ def tensorflow(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_native_trains_as_allreduce_does(framework: str, carrier: str, request: pytest.FixtureRequest) -> None:
     own, horovod = (told(request.getfixturevalue(framework) / name) for name in ("native", "horovod"))
     np.testing.assert_allclose(losses(own), losses(horovod), rtol=1e-6)
-    assert own["manifest"]["collectives"] == carrier
+    assert own["manifest"]["backend"] == carrier
     assert own["summary"].bytes_sent == horovod["summary"].bytes_sent > 0
     assert own["summary"].validation_scores == horovod["summary"].validation_scores
     assert own["summary"].test_loss == pytest.approx(horovod["summary"].test_loss, rel=1e-5)

@@ -18,8 +18,8 @@ from runs import read_run
 from hvdtrain import records
 from hvdtrain.comm.world import connect
 from hvdtrain.horovod_api import record, script
-from hvdtrain.results import load as results
 from hvdtrain.results.__main__ import main
+from hvdtrain.results.read import frame as results
 from hvdtrain.strategies import parse
 from hvdtrain.system.exits import Failure
 
@@ -136,13 +136,13 @@ def test_results_show_scripts_like_workloads(made: Path, capsys: pytest.CaptureF
     assert runs.loc["two", "samples_per_s"] > 0
     assert (runs.loc["two", "rank_batch"], runs.loc["quiet", "seed"]) == (32, 3)
     assert runs.loc["two", "step_s"] == pytest.approx(runs.loc["two", "compute_s"] + runs.loc["two", "communication_s"])
-    assert (runs.loc["quiet", "strategy"], runs.loc["quiet", "collectives"]) == (STREAMS, "tcp")
+    assert (runs.loc["quiet", "strategy"], runs.loc["quiet", "backend"]) == (STREAMS, "tcp")
     assert 0 < runs.loc["quiet", "bytes_per_step"] < runs.loc["two", "bytes_per_step"]
     assert runs.loc["one", "bytes_per_step"] == 0, "there is nobody to send to"
     missing = ["data_s", "test_s", "checkpoint_s", "test_score", "train_samples"]
     assert runs[missing].isna().all(axis=None)
     assert runs.loc["quiet", ["samples_per_s", "global_batch", "epochs", "primary_metric"]].isna().all()
-    for command in ("list", "table", "scaling", "phases", "strategies", "accuracy", "energy", "inference"):
+    for command in ("list", "table", "scaling", "phases", "strategies", "accuracy", "energy"):
         assert main([command, str(made)]) == 0
         assert "nan" not in capsys.readouterr().out, command
     assert main(["report", str(made), "-o", str(made / "report.html")]) == 0

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from conftest import failing
@@ -68,8 +69,12 @@ def test_rates_leave_warm_up_out_and_times_do_not() -> None:
     sums: dict[str, Any] = {"steps": 4, "train_s": 23, "validation_s": 3, "checkpoint_s": 0, "data_share": 1 / 6}
     sums |= {"samples_per_s": 5, "samples_per_s_per_rank": 2.5, "bytes_sent": 4 * 4000}
     sums |= {"validation_scores": [{"accuracy": 0.5}], "ranks": 2}
-    others = {name: value for name, value in vars(summary(made, Path("run"), 0.0)).items() if name not in sums}
-    found = vars(at.summary(ranks=2, **others))
+    others = {
+        name: value
+        for name, value in msgspec.structs.asdict(summary(made, Path("run"), 0.0)).items()
+        if name not in sums
+    }
+    found = msgspec.structs.asdict(at.summary(ranks=2, **others))
     assert {name: found[name] for name in sums} == sums
 
 

@@ -1,4 +1,4 @@
-"""The figures of the results equal an independent calculation with exact fractions, on 250 random tables."""
+"""The statistics equal an independent calculation with exact fractions, on random tables."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from hvdtrain.results import energy, groups, load, scaling
+from hvdtrain.results import groups, scaling
 from hvdtrain.results.columns import RUNS
+from hvdtrain.results.read import frame
 from hvdtrain.results.statistics import Interval, Statistic, difference, summary, t_quantile
+from hvdtrain.results.tables import energy
 
-TABLES = 250
+TABLES = 100
 
 
 def close(found: float | None, exact: Any) -> None:
@@ -49,7 +51,7 @@ def exact(values: list[float]) -> list[Fraction]:
 
 
 def runs(rows: list[dict[str, Any]]) -> pd.DataFrame:
-    """A data frame of complete runs that differ only as `rows` say."""
+    """A data frame of complete runs with these values, and equal values otherwise."""
     base = dict.fromkeys(RUNS) | {
         "state": "complete",
         "kind": "timing",
@@ -57,7 +59,7 @@ def runs(rows: list[dict[str, Any]]) -> pd.DataFrame:
         "framework": "torch",
         "strategy": "allreduce",
         "device": "cpu",
-        "collectives": "mpi",
+        "backend": "mpi",
         "ranks_per_host": 1,
         "parameters": 1000,
         "train_samples": 6400,
@@ -65,11 +67,11 @@ def runs(rows: list[dict[str, Any]]) -> pd.DataFrame:
         "epochs_done": 2,  # --target ended the runs
         "settings": "{}",
     }
-    return load.frame([base | row for row in rows])
+    return frame.frame([base | row for row in rows])
 
 
 def random_table(seed: int) -> dict[int, list[dict[str, Any]]]:
-    """Hosts -> its runs: 1 to 6 repeats, some without energy, some of them energy runs."""
+    """Hosts -> 1 to 6 runs, some without energy, some of kind energy."""
     draw = random.Random(seed)
     strong = draw.random() < 0.5
     table: dict[int, list[dict[str, Any]]] = {}
@@ -121,7 +123,7 @@ def test_equal_values_have_no_spread() -> None:
 
 
 def check_ratio(found: Interval | None, above: list[Fraction], below: list[Fraction], by: Fraction | int = 1) -> None:
-    """Mean over mean over `by`, with Welch's interval on the logarithm."""
+    """The ratio of the means divided by `by`, with Welch's interval on the logarithm."""
     assert found is not None
     center = mean(above) / mean(below) / by
     close(found.mean, center)
@@ -138,9 +140,9 @@ def check_ratio(found: Interval | None, above: list[Fraction], below: list[Fract
 
 
 def check_scaling(table: dict[int, list[dict[str, Any]]]) -> None:
-    frame = runs([row for rows in table.values() for row in rows])
+    made = runs([row for rows in table.values() for row in rows])
     base = min(table)
-    found = scaling.rows(groups.by(groups.usable(frame)))
+    found = scaling.rows(groups.by(groups.usable(made)))
     assert {row.count for row in found} == set(table)
     for row in found:
         check_summary(row.group.statistic("train_s"), timed(table[int(row.count)], "train_s"))
@@ -158,16 +160,15 @@ def check_scaling(table: dict[int, list[dict[str, Any]]]) -> None:
 
 
 def check_energy(table: dict[int, list[dict[str, Any]]]) -> None:
-    frame = runs([row for rows in table.values() for row in rows])
-    for each in energy.energies(load.Loaded([], frame, [])):
+    made = runs([row for rows in table.values() for row in rows])
+    for each in energy.energies(frame.Loaded([], made, [])):
         rows, found = table[int(each.group.key["hosts"])], each.figures
         sampled = [row for row in rows if row["energy_j"] is not None]
         check_summary(found["energy_j"], exact([row["energy_j"] for row in sampled]))
         check_summary(found["energy_used_j"], exact([row["energy_used_j"] for row in sampled]))
         check_summary(found["samples_per_j"], [Fraction(2 * 6400) / Fraction(row["energy_j"]) for row in sampled])
         own = [row for row in rows if row["kind"] == "timing"]
-        apart = bool(own) and all(row["kind"] == "energy" for row in sampled)
-        if apart:
+        if own and all(row["kind"] == "energy" for row in sampled):
             times = mean(exact([row["end_to_end_s"] for row in own]))
             close(found["edp_used_js"].mean, times * mean(exact([row["energy_used_j"] for row in sampled])))
         else:
@@ -175,7 +176,7 @@ def check_energy(table: dict[int, list[dict[str, Any]]]) -> None:
             close(found["edp_used_js"].mean, mean(products))
 
 
-def test_figures_equal_exact_fractions_on_random_tables() -> None:
+def test_statistics_equal_exact_fractions_on_random_tables() -> None:
     for seed in range(TABLES):
         table = random_table(seed)
         check_scaling(table)
@@ -183,12 +184,11 @@ def test_figures_equal_exact_fractions_on_random_tables() -> None:
 
 
 @pytest.mark.parametrize("freedom", [1, 1.0001, 1.37, 2, 3, 4.5, 9, 30, 99.5, 1000])
-def test_the_t_quantile_is_students(freedom: float) -> None:
+def test_the_t_quantile_equals_scipys(freedom: float) -> None:
     assert math.isclose(t_quantile(freedom), stats.t.ppf(0.975, freedom), rel_tol=1e-10)
 
 
-def test_the_interval_of_a_difference_is_welchs() -> None:
-    """As scipy has it, for sides that differ in number and spread."""
+def test_the_interval_of_a_difference_equals_scipys_welch_test() -> None:
     a, b = [10.0, 10.5, 9.5], [11.5, 12.5, 11.0, 11.2, 14.0]
     above, below = summary(b), summary(a)
     assert above is not None and below is not None
@@ -197,38 +197,38 @@ def test_the_interval_of_a_difference_is_welchs() -> None:
 
 
 @pytest.mark.parametrize(("done", "speedup"), [(3, 2.0), (2, None)])
-def test_runs_that_ended_after_different_epochs_give_no_speed_up(done: int, speedup: float | None) -> None:
-    """--target has ended the two hosts after 2 of 3 epochs: their shorter time is no sharing of the work."""
+def test_runs_with_different_numbers_of_epochs_give_no_speed_up(done: int, speedup: float | None) -> None:
+    """--target ended the two hosts after 2 of 3 epochs, so their shorter time is not a speed-up."""
     one = {"hosts": 1, "rank_batch": 2, "global_batch": 2, "samples_per_s": 5.0, "epochs_done": 3}
     two = one | {"hosts": 2, "rank_batch": 1, "epochs_done": done, "train_s": 5.0, "end_to_end_s": 6.0}
-    frame = runs([one | {"train_s": 10.0, "end_to_end_s": 12.0}, two])
-    _, row = scaling.rows(groups.by(frame))
+    made = runs([one | {"train_s": 10.0, "end_to_end_s": 12.0}, two])
+    _, row = scaling.rows(groups.by(made))
     found = [row.speedup, row.speedup_end_to_end, row.efficiency]
     expected = [None] * 3 if speedup is None else [speedup, speedup, speedup / 2]
     assert [each and each.mean for each in found] == expected
 
 
-def test_of_several_baselines_the_one_most_alike_is_taken_and_then_the_fastest() -> None:
-    """Those less alike are faster here, and fewer of the better ones are there each time."""
-    mine = {"strategy": "hierarchical", "launcher": "launch/mpirun.sh", "hosts": 2, "train_s": 50.0}
+def test_the_most_similar_baseline_is_used_then_the_fastest() -> None:
+    """Less similar baselines are faster here. Each round removes the best one."""
+    two = {"strategy": "hierarchical", "launcher": "launch/mpirun.sh", "hosts": 2, "train_s": 50.0}
     best_first: list[dict[str, Any]] = [
         {},
         {"launcher": "horovodrun"},
-        {"collectives": "gloo"},
+        {"backend": "gloo"},
         {"strategy": "allreduce"},
         {"strategy": "allreduce", "launcher": "horovodrun"},
     ]
-    alone = [mine | {"hosts": 1, "train_s": 100.0 - place} | each for place, each in enumerate(best_first)]
-    for place, each in enumerate(alone):
-        found = scaling.rows(groups.by(runs([mine, *reversed(alone[place:])])))
+    single = [two | {"hosts": 1, "train_s": 100.0 - place} | each for place, each in enumerate(best_first)]
+    for place, each in enumerate(single):
+        found = scaling.rows(groups.by(runs([two, *reversed(single[place:])])))
         (row,) = [row for row in found if row.count == 2]
         assert row.train_s and row.baseline.values("train_s") == [each["train_s"]], each
     sooner, later = ({"hosts": 1, "train_s": train_s, "strategy": name} for train_s, name in ((80.0, "a"), (90.0, "b")))
-    found = scaling.rows(groups.by(runs([mine, later, sooner])))
+    found = scaling.rows(groups.by(runs([two, later, sooner])))
     assert [row.baseline.values("train_s") for row in found if row.count == 2] == [[80.0]]
 
 
-def test_nothing_and_zero_give_no_figure() -> None:
+def test_no_values_and_zeros_give_no_ratio() -> None:
     assert summary([]) is None
     assert summary([None, math.nan]) is None
     zero = {"hosts": 1, "rank_batch": 1, "global_batch": 1, "train_s": 0.0, "end_to_end_s": 0.0, "samples_per_s": None}

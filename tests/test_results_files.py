@@ -1,9 +1,8 @@
-"""Whatever is in a run's folder, it is read, refused by file and line, or passed over: never averaged in, never a
-traceback."""
+"""Every file of a run folder is read, ignored, or refused with file and line. It is never averaged in if damaged, and
+never causes a traceback."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import resource
@@ -21,8 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain import records
-from hvdtrain.results import folders, groups, load
+from hvdtrain.results import groups
 from hvdtrain.results.__main__ import main
+from hvdtrain.results.read import folders, frame
+from hvdtrain.results.read.frame import load
 from hvdtrain.system.exits import Failure
 
 METRICS = Path("metrics") / "rank0000.jsonl"
@@ -43,15 +44,15 @@ def put(folder: Path, text: list[str] | bytes, name: Path = METRICS) -> None:
 
 
 def change(folder: Path, line: int, **fields: Any) -> None:
-    """Changes fields of the record on that line (from 1) of the metrics."""
+    """Changes fields of the record in that line (from 1) of the metrics."""
     found = lines(folder)
     found[line - 1] = json.dumps(json.loads(found[line - 1]) | fields) + "\n"
     put(folder, found)
 
 
 def state(folder: Path) -> tuple[str, str]:
-    """The run's state and all that is said of its files."""
-    loaded = load.load([folder.parent])
+    """The run's state and the problems of its files."""
+    loaded = load([folder.parent])
     return str(loaded.runs.iloc[0]["state"]), "\n".join(map(str, loaded.problems))
 
 
@@ -76,64 +77,60 @@ def state(folder: Path) -> tuple[str, str]:
         ("type", None),
     ],
 )
-def test_a_wrong_value_refuses_the_run_by_file_and_line(folder: Path, field: str, value: Any) -> None:
+def test_a_wrong_value_refuses_the_run_with_file_and_line(folder: Path, field: str, value: Any) -> None:
     change(folder, 4, **{field: value})
-    found, said = state(folder)
+    found, problems = state(folder)
     assert found == "refused"
-    assert f"{METRICS}:4: " in said
-    assert load.load([folder]).runs["train_s"].isna().all()
+    assert f"{METRICS}:4: " in problems
+    assert load([folder]).runs["train_s"].isna().all()
 
 
 @pytest.mark.parametrize(
-    "text",
-    [b"[1]\n", b"null\n", b"7\n", b'"step"\n', b"{}\n", b'{"type":"step"}\n', b'{"type":"step"} {"type":"step"}\n'],
+    "text", [b"[1]\n", b"null\n", b"7\n", b'"step"\n', b"{}\n", b'{"type":"step"}\n', b"[" * 5000 + b"\n"]
 )
-def test_a_line_that_is_no_record_is_refused_or_torn(folder: Path, text: bytes) -> None:
+def test_a_line_that_is_not_a_record_refuses_the_run(folder: Path, text: bytes) -> None:
     found = [line.encode() for line in lines(folder)]
     put(folder, b"".join(found[:3]) + text + b"".join(found[3:]))
-    found_state, said = state(folder)
-    assert f"{METRICS}:4: " in said
-    assert found_state == ("complete" if "torn" in said else "refused")
+    found_state, problems = state(folder)
+    assert found_state == "refused"
+    assert f"{METRICS}:4: " in problems
 
 
-@pytest.mark.parametrize(
-    "text", [b'{"type":"st', b"\x00\x00\n", b"\xff\xfe{\n", b"[" * 5000 + b"\n", b"1" * 5000 + b"\n"]
-)
-def test_a_torn_line_costs_itself_and_what_misses_it(folder: Path, text: bytes) -> None:
-    """Here it is a step that is missing: the summary counts, the times per step do not."""
+@pytest.mark.parametrize("text", [b'{"type":"st', b"\x00\x00", b"\xff\xfe{", b'{"type":"step","st{"type":"step"}'])
+def test_an_incomplete_line_costs_only_its_own_record(folder: Path, text: bytes) -> None:
+    """Here a step is missing, so the summary counts, but times per step do not."""
     found = [line.encode() for line in lines(folder)]
     put(folder, b"".join(found[:3]) + text + b"\n" + b"".join(found[4:]))
-    loaded = load.load([folder])
+    loaded = load([folder])
     row = loaded.runs.iloc[0]
     assert row["state"] == "complete"
     assert row["train_s"] > 0
     assert loaded.runs["step_s"].isna().all()
-    said = "\n".join(map(str, loaded.problems))
-    assert f"{METRICS}:4: torn" in said
-    assert "9 of 10 steps" in said
+    problems = "\n".join(map(str, loaded.problems))
+    assert f"{METRICS}:4: incomplete" in problems
+    assert "9 of 10 steps" in problems
 
 
-def test_byte_order_mark_and_carriage_returns_are_no_matter(folder: Path) -> None:
-    before = load.load([folder]).runs
+def test_byte_order_marks_and_carriage_returns_are_accepted(folder: Path) -> None:
+    before = load([folder]).runs
     put(folder, b"\xef\xbb\xbf" + "".join(lines(folder)).replace("\n", "\r\n").encode() + b"\r\n\r\n")
     manifest = folder / "manifest.json"
     manifest.write_bytes(b"\xef\xbb\xbf" + manifest.read_bytes().replace(b"\n", b"\r\n"))
-    loaded = load.load([folder])
+    loaded = load([folder])
     assert loaded.problems == []
     assert loaded.runs.equals(before)
 
 
-def test_unknown_keys_are_ignored_and_a_newer_schema_is_refused(folder: Path) -> None:
+def test_unknown_fields_are_ignored_and_other_schemas_are_refused(folder: Path) -> None:
     change(folder, 4, of="the future")
     assert state(folder)[0] == "complete"
-    change(folder, len(lines(folder)), schema="hvdtrain/3")
-    found, said = state(folder)
+    change(folder, len(lines(folder)), schema="hvdtrain/99")
+    found, problems = state(folder)
     assert found == "refused"
-    assert "'hvdtrain/3'" in said
-    assert "update" in said
+    assert "'hvdtrain/99'" in problems
 
 
-def test_unfinished_runs_are_listed_and_in_no_figure(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unfinished_runs_are_listed_but_do_not_count(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "COMPLETE").unlink()
     assert state(folder)[0] == "unfinished"
     assert main(["table", str(folder), "--format", "json"]) == 0
@@ -143,15 +140,15 @@ def test_unfinished_runs_are_listed_and_in_no_figure(folder: Path, capsys: pytes
 
 
 @pytest.mark.parametrize(
-    ("damage", "says"),
+    ("damage", "problem"),
     [
         (lambda at: (at / "manifest.json").write_text('{"name": "a web app", "icons": []}'), "not a record"),
-        (lambda at: (at / "manifest.json").write_text('{"type": "manifest"}'), "without 'workload'"),
-        (lambda at: (at / "manifest.json").write_text("{\n\n  oops"), "manifest.json:3: no JSON"),
-        (lambda at: (at / "manifest.json").write_bytes(b"\xff\xff"), "no JSON"),
-        (lambda at: (at / "manifest.json").write_text("[" * 10_000), "no JSON"),
+        (lambda at: (at / "manifest.json").write_text('{"type": "manifest"}'), "missing required field `workload`"),
+        (lambda at: (at / "manifest.json").write_text("{\n\n  oops"), "manifest.json:3: not JSON"),
+        (lambda at: (at / "manifest.json").write_bytes(b"\xff\xff"), "not JSON"),
+        (lambda at: (at / "manifest.json").write_text("[" * 10_000), "not JSON"),
         (lambda at: (at / "manifest.json").write_bytes(b" " * (records.LONGEST_DOCUMENT_BYTES + 1)), "MiB"),
-        (lambda at: (at / "manifest.json").write_text(lines(at)[0]), "a step record"),
+        (lambda at: (at / "manifest.json").write_text(lines(at)[0]), "Invalid value 'step'"),
         (lambda at: (at / "point.json").write_text("{}"), "point.json"),
         (lambda at: (at / METRICS).unlink(), "No such file"),
         (lambda at: put(at, b""), "summary"),
@@ -162,13 +159,11 @@ def test_unfinished_runs_are_listed_and_in_no_figure(folder: Path, capsys: pytes
         (lambda at: _replace(at / METRICS, lambda path: path.symlink_to(path)), "symbolic links"),
     ],
 )
-def test_a_folder_that_is_no_run_is_refused_with_its_file(
-    folder: Path, damage: Callable[[Path], None], says: str
-) -> None:
+def test_a_damaged_file_refuses_the_run(folder: Path, damage: Callable[[Path], None], problem: str) -> None:
     damage(folder)
-    found, said = state(folder)
+    found, problems = state(folder)
     assert found == "refused"
-    assert says in said
+    assert problem in problems
 
 
 def _replace(path: Path, make: Callable[[Path], Any]) -> None:
@@ -176,24 +171,23 @@ def _replace(path: Path, make: Callable[[Path], Any]) -> None:
     make(path)
 
 
-def test_folders_without_manifest_loops_and_roots_inside_roots(folder: Path) -> None:
+def test_links_and_overlapping_roots_give_each_run_once(folder: Path) -> None:
     root = folder.parent
     (root / "loop").symlink_to(root)
-    (root / "torn" / "metrics").mkdir(parents=True)
+    (root / "damaged" / "metrics").mkdir(parents=True)
     (root / "also").symlink_to(folder)
     (root / "best").mkdir()
     (root / "best" / "one").symlink_to(folder)
-    assert list(folders.find([root], [])) == [folder], "by its own name"
-    loaded = load.load([root, folder, root])
+    assert list(folders.find([root], [])) == [folder], "under its own name"
+    loaded = load([root, folder, root])
     assert len(loaded.runs) == 1
-    assert [problem.path for problem in loaded.problems] == [str(root / "torn")]
+    assert [problem.path for problem in loaded.problems] == [str(root / "damaged")]
     for wrong in (root / "nowhere", folder / "manifest.json"):
         with failing(2):
-            load.load([wrong])
+            load([wrong])
 
 
-def test_odd_names_of_folders(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A name that is no text is refused; one that would move the cursor is shown without doing so."""
+def test_control_characters_in_names_are_escaped(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder.rename(folder.with_name(os.fsdecode(b"no\xfftext")))
     runs.make(folder.with_name("red\x1b[31m\n"), GOOD)
     assert main(["list", str(folder.parent)]) == 0
@@ -206,15 +200,15 @@ def test_odd_names_of_folders(folder: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["show", str(folder.with_name("red\x1b[31m\n"))]) == 0
 
 
-def test_a_copy_of_a_run_is_no_repeat(folder: Path) -> None:
+def test_a_copy_of_a_run_is_refused(folder: Path) -> None:
     subprocess.run(["cp", "-r", folder, folder.with_name("s")], check=True)
-    loaded = load.load([folder.parent])
+    loaded = load([folder.parent])
     assert sorted(loaded.runs["state"]) == ["complete", "refused"]
     assert "copy" in str(loaded.problems[0])
 
 
-def test_a_line_of_any_length_is_refused_with_little_memory(folder: Path) -> None:
-    """1 GB that is never read: the file is sparse. The process may have half of it."""
+def test_a_huge_line_is_refused_with_little_memory(folder: Path) -> None:
+    """The file has 1 GB (sparse), the process may use half of it."""
     with (folder / METRICS).open("r+b") as stream:
         stream.seek(0, os.SEEK_END)
         stream.truncate(stream.tell() + (1 << 30))
@@ -236,68 +230,68 @@ def test_memory_does_not_grow_with_the_length_of_a_run(folder: Path) -> None:
         put(folder, [json.dumps(step | {"step": number}) + "\n" for number in range(steps)])
         tracemalloc.start()
         try:
-            load.load([folder])
+            load([folder])
             return tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
 
-    peak_bytes(10)  # what the first call imports
+    peak_bytes(10)  # imports modules
     assert peak_bytes(20_000) < 1.5 * peak_bytes(200)
 
 
-# --- what counts twice, and what is missing ---------------------------------------------------------------------------
+# --- repeated and missing records ---------------------------------------------------------------------------
 
 
 def test_of_a_resumed_run_the_later_record_counts(folder: Path) -> None:
-    """Steps 4 to 9 are done, then the run goes on from its checkpoint of step 4 and does them again, twice as fast."""
+    """Steps 4 to 9 are repeated from the checkpoint of step 4, twice as fast."""
     whole = lines(folder)
     again = [json.loads(line) for line in whole]
     steps = [record for record in again if record["type"] == "step"]
-    saved = records.Saved(step=4, checkpoint_s=3.0, best=False)  # the position in it does not know how long it took
+    saved = records.Saved(step=4, checkpoint_s=3.0, best=False)
     whole.insert(again.index(steps[4]), json.dumps(records.as_json(saved)) + "\n")
     put(folder, whole)
     for record in steps:
         record["compute_s"] /= 2
     resumed = records.as_json(records.Resumed(step=4, utc="2026-01-01T00:00:00Z"))
     later = [resumed, *(r for r in again if r["type"] != "step" or r["step"] >= 4)]
-    before = load.epochs(folder)
+    before = frame.epochs(folder)
     put(folder, [*whole[:-1], *(json.dumps(record) + "\n" for record in later)])
-    row = load.load([folder]).runs.iloc[0]
+    row = load([folder]).runs.iloc[0]
     timed = [0.5 if step < 4 else 0.25 for step in range(2, 10)]  # the first two are warm-up
     assert row["compute_s"] == pytest.approx(sum(timed) / len(timed), rel=1e-12)
     assert row["resumed"] is True
     assert row["checkpoint_s"] == pytest.approx(2 * GOOD.checkpoint_s + 3.0)
-    assert row["wire_bytes_per_step"] == pytest.approx(1.05 * GOOD.limit_bytes * 10 / 6)  # NIC counters: 6 steps
-    assert load.epochs(folder).equals(before)
+    assert row["network_bytes_per_step"] == pytest.approx(1.05 * GOOD.limit_bytes * 10 / 6)  # counters of 6 steps
+    assert frame.epochs(folder).equals(before)
     for ranks, hosts in ((2, 2), (1, 1), (2, 1)):
         resumed |= {"ranks": ranks, "hosts": hosts}
         put(folder, [*whole[:-1], *(json.dumps(record) + "\n" for record in [resumed, *later[1:]])])
-        loaded = load.load([folder])
+        loaded = load([folder])
         row = loaded.runs.iloc[0]
         if (ranks, hosts) == (2, 2):
-            assert (row["ranks"], row["hosts"], row["marked"]) == (2, 2, None), "as before"
+            assert (row["ranks"], row["hosts"], row["marked"]) == (2, 2, None)
             continue
-        said = f"its ranks changed on the way: 2 on 2 hosts, {ranks} on {hosts} from step 4"
-        assert (row["state"], row["marked"]) == ("complete", said)
+        marked = f"its ranks changed: 2 on 2 hosts, {ranks} on {hosts} from step 4"
+        assert (row["state"], row["marked"]) == ("complete", marked)
         assert row[["ranks", "hosts", "ranks_per_host"]].isna().all()
-        assert groups.usable(loaded.runs).empty, "it enters no figure"
+        assert groups.usable(loaded.runs).empty
 
 
-def test_a_run_begun_again_in_its_folder_is_the_later_one(folder: Path) -> None:
-    """A script without checkpoints that was killed in its second epoch and started anew: no record says `resumed`."""
+def test_a_script_that_starts_again_in_its_folder_counts_from_the_last_start(folder: Path) -> None:
+    """It was killed in its second epoch and has no checkpoints, so it wrote no `resumed` record."""
     whole = lines(folder)
-    row, before = load.load([folder]).runs.iloc[0], load.epochs(folder)
+    row, before = load([folder]).runs.iloc[0], frame.epochs(folder)
     first = [json.loads(line) for line in whole[:9]]
     slower = [json.dumps(each | {"compute_s": 9.0} if each["type"] == "step" else each) + "\n" for each in first]
     put(folder, slower + whole)
-    again = load.load([folder]).runs.iloc[0]
+    again = load([folder]).runs.iloc[0]
     names = ["state", "steps", "compute_s", "step_s", "bytes_per_step", "checkpoint_s", "train_s"]
     assert again[names].equals(row[names])
     assert (again["resumed"], again["bytes_per_step"]) == (True, 4000)
-    assert load.epochs(folder).equals(before)
+    assert frame.epochs(folder).equals(before)
 
 
-def test_the_slowest_link_and_the_busiest_nic_are_told(folder: Path) -> None:
+def test_the_slowest_link_and_the_busiest_nic_count(folder: Path) -> None:
     path = Path("manifest.json")
     manifest = json.loads((folder / path).read_text())
     manifest["links"][0] |= {"goodput_mbit": 9.1, "throttle": {"up_mbit": 10.0, "down_mbit": 8.0}}
@@ -305,53 +299,52 @@ def test_the_slowest_link_and_the_busiest_nic_are_told(folder: Path) -> None:
     nics = [{"nic": "eth0", "sent_bytes": 1000, "received_bytes": 7000}, {"nic": "eth1", "sent_bytes": 6000}]
     change(folder, len(lines(folder)), nic_bytes=nics)
     (folder / "point.json").unlink()
-    row = load.load([folder]).runs.iloc[0]
+    row = load([folder]).runs.iloc[0]
     assert (row["goodput_mbit"], row["rate_mbit"]) == (9.1, 8.0)
-    assert row["wire_bytes_per_step"] == 7000 / row["steps"]
+    assert row["network_bytes_per_step"] == 7000 / row["steps"]
 
 
-def test_an_epoch_may_be_a_part_of_the_data_and_a_stage_has_no_limit_of_an_allreduce(folder: Path) -> None:
+def test_partial_epochs_and_pipeline_stages(folder: Path) -> None:
     path = Path("manifest.json")
     manifest = json.loads((folder / path).read_text())
-    assert load.load([folder]).runs.iloc[0]["limit_bytes_per_step"] == GOOD.limit_bytes
+    assert load([folder]).runs.iloc[0]["limit_bytes_per_step"] == GOOD.limit_bytes
     manifest["config"]["epoch_samples"] = 96
     manifest["plan"]["stages"] = 2
     put(folder, [json.dumps(manifest)], path)
-    found = load.load([folder]).runs
+    found = load([folder]).runs
     assert found.iloc[0]["train_samples"] == 96
     assert found[["limit_bytes_per_step", "limit_s_per_step"]].isna().all(axis=None)
 
 
-def test_what_a_sweep_has_set_aside_enters_no_figure(tmp_path: Path) -> None:
+def test_runs_that_a_sweep_set_aside_do_not_count(tmp_path: Path) -> None:
     for name in ("p-timing-r1", "p-timing-r1-failed1", "p-timing-r1-unfinished2"):
         runs.make(tmp_path / name, kind="timing")
-    found = load.load([tmp_path]).runs
+    found = load([tmp_path]).runs
     assert groups.usable(found)["run"].tolist() == ["p-timing-r1"]
-    assert set(found["marked"].dropna()) == {"its sweep has set it aside"}
+    assert set(found["marked"].dropna()) == {"set aside by its sweep"}
 
 
 @pytest.mark.parametrize(
     ("accuracies", "best"), [((0.5, 0.9, 0.7), (0.9, 2)), ((0.5, 0.9, 0.9), (0.9, 3)), ((0.9, None, 0.7), (0.9, 1))]
 )
-def test_scores_are_of_the_best_epoch_and_of_the_last_of_equals(
+def test_the_best_epoch_is_the_last_of_equals(
     accuracies: tuple[float | None, ...], best: tuple[float, int], tmp_path: Path
 ) -> None:
-    """A second score counts the epochs."""
     folder = runs.make(tmp_path / "r", epochs=3, accuracies=accuracies)
     manifest = json.loads((folder / "manifest.json").read_text())
     scores = manifest["metric"]["scores"]
     scores["epoch"] = scores["accuracy"] | {"label": "epoch", "most": None}
     put(folder, [json.dumps(manifest)], Path("manifest.json"))
-    told = [{"epoch": n} | ({} if a is None else {"accuracy": a}) for n, a in enumerate(accuracies, start=1)]
-    change(folder, len(lines(folder)), validation_scores=told)
-    row = load.load([folder]).runs.iloc[0]
+    values = [{"epoch": n} | ({} if a is None else {"accuracy": a}) for n, a in enumerate(accuracies, start=1)]
+    change(folder, len(lines(folder)), validation_scores=values)
+    row = load([folder]).runs.iloc[0]
     assert (row["best_validation_accuracy"], row["best_validation_epoch"]) == best
 
 
-def test_a_host_without_energy_of_its_own_does_not_hide_the_others(folder: Path) -> None:
-    """The first of two hosts on one machine records its counters, and a GPU that no rank uses may be without one."""
+def test_energy_of_hosts_that_share_a_machine_counts_once(folder: Path) -> None:
+    """The first of two hosts on one machine records its counters. A GPU that no rank uses needs no counter."""
     path = Path("monitors") / "h1.jsonl"
-    row = load.load([folder]).runs.iloc[0]
+    row = load([folder]).runs.iloc[0]
     assert row["power_w"] == pytest.approx(60.0)
     samples = lines(folder, path)
     sensors = json.loads(samples[0])
@@ -360,7 +353,7 @@ def test_a_host_without_energy_of_its_own_does_not_hide_the_others(folder: Path)
     here = {"source": "nvml-energy", "name": "", "reason": None, "used": True}
     elsewhere = sensors["devices"][0] | {"source": None, "reason": "recorded by host h0, on the same machine"}
     put(folder, [json.dumps(sensors | {"devices": [elsewhere]}) + "\n", *nothing], path)
-    loaded = load.load([folder])
+    loaded = load([folder])
     assert loaded.runs.iloc[0]["energy_j"] == pytest.approx(row["energy_j"] / 2)
     assert loaded.runs["energy_absent"].isna().all(), "nothing is missing"
     first = lines(folder, Path("monitors") / "h0.jsonl")
@@ -370,39 +363,29 @@ def test_a_host_without_energy_of_its_own_does_not_hide_the_others(folder: Path)
     put(folder, "\n".join([json.dumps(about), *more, ""]).encode(), Path("monitors") / "h0.jsonl")
     idle = [elsewhere, {"device": "gpu0"} | unread, {"device": "dram0"} | unread]
     put(folder, [json.dumps(sensors | {"devices": idle}) + "\n", *nothing], path)
-    row = load.load([folder]).runs.iloc[0]
+    row = load([folder]).runs.iloc[0]
     assert row["energy_j"] == pytest.approx(6.0 * len(more))
     assert row["energy_absent"] == "gpu0, dram0: no counter"
     idle[1]["used"] = True
     put(folder, [json.dumps(sensors | {"devices": idle}) + "\n", *nothing], path)
-    assert load.load([folder]).runs["energy_j"].isna().all(), "a GPU that a rank uses is missing"
+    assert load([folder]).runs["energy_j"].isna().all(), "a GPU that a rank uses is missing"
 
 
-def test_a_device_is_idle_only_if_its_record_says_so(tmp_path: Path) -> None:
-    """Of a device with null nobody knows whether a rank computes on it: it counts as used."""
+def test_a_device_with_unknown_use_counts_as_used(tmp_path: Path) -> None:
     folder = runs.make(tmp_path / "r", energy_w={"cpu0": 30.0, "gpu0": 10.0, "dram0": 5.0}, used=("cpu0",))
     samples = lines(folder, path := Path("monitors") / "h0.jsonl")
     sensors = json.loads(samples[0])
     sensors["devices"][2]["used"] = None
     put(folder, [json.dumps(sensors) + "\n", *samples[1:]], path)
-    row = load.load([folder]).runs.iloc[0]
+    row = load([folder]).runs.iloc[0]
     watts = row["energy_j"] / 45
     found = [row[f"{name}energy_{ending}"] for name, ending in (("", "used_j"), ("idle_", "j"))]
     assert (found, row["idle_devices"]) == (pytest.approx([35 * watts, 10 * watts]), "h0:gpu0")
 
 
-def test_a_host_that_is_no_name_is_still_a_host(folder: Path) -> None:
-    path = Path("manifest.json")
-    for odd in ([], {"a": 1}, None, 7):
-        manifest = json.loads((folder / path).read_text())
-        manifest["ranks"][0]["host"] = odd
-        put(folder, [json.dumps(manifest)], path)
-        assert load.load([folder]).runs.iloc[0]["hosts"] == 2
-
-
-def test_energy_is_the_sum_of_the_samples_or_nothing(folder: Path) -> None:
+def test_energy_with_gaps_is_ignored(folder: Path) -> None:
     path = Path("monitors") / "h1.jsonl"
-    row = load.load([folder]).runs.iloc[0]
+    row = load([folder]).runs.iloc[0]
     seconds = 2 * (5 * 0.71 + 0.1 + 0.05) + 0.2
     assert row["energy_j"] == pytest.approx(2 * 30 * seconds)
     samples = lines(folder, path)
@@ -419,24 +402,24 @@ def test_energy_is_the_sum_of_the_samples_or_nothing(folder: Path) -> None:
             (folder / path).unlink()
         else:
             put(folder, damaged, path)
-        loaded = load.load([folder])
+        loaded = load([folder])
         assert loaded.runs["energy_j"].isna().all()
         assert loaded.runs.iloc[0]["state"] == "complete"
-        assert "energy is left out" in str(loaded.problems[-1])
+        assert "energy ignored" in str(loaded.problems[-1])
     put(folder, samples[:5], path)
     change(folder, len(lines(folder)), began_unix_s=json.loads(lines(folder)[-1])["ended_unix_s"] - 1)
-    assert load.load([folder]).runs["energy_j"].isna().all(), "the clock is of the last start, the times are of all"
+    assert load([folder]).runs["energy_j"].isna().all()
 
 
-@pytest.mark.parametrize(("kept", "told"), [(0.96, True), (0.94, False)])
-def test_a_twentieth_of_the_time_may_lack_its_samples(kept: float, told: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kept", "counts"), [(0.96, True), (0.94, False)])
+def test_samples_must_cover_95_percent_of_the_run(kept: float, counts: bool, tmp_path: Path) -> None:
     folder = runs.make(tmp_path / "r", energy_w={"cpu0": 30.0}, interval_s=0.05)
     samples = lines(folder, path := Path("monitors") / "h0.jsonl")
     put(folder, samples[: 1 + round(kept * (len(samples) - 1))], path)
-    assert load.load([folder]).runs["energy_j"].notna().all() == told
+    assert load([folder]).runs["energy_j"].notna().all() == counts
 
 
-def test_a_zero_baseline_divides_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_zero_baseline_gives_no_ratio(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs.make(tmp_path / "one", train_s=0.0, energy_w={"cpu0": 0.0})
     runs.make(tmp_path / "two", hosts=2, rank_batch=16, train_s=10.0, energy_w={"cpu0": 3.0})
     for command in ("scaling", "energy", "phases", "accuracy"):
@@ -444,7 +427,7 @@ def test_a_zero_baseline_divides_nothing(tmp_path: Path, capsys: pytest.CaptureF
         json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
 
 
-# --- anything at all --------------------------------------------------------------------------------------------------
+# --- arbitrary values -------------------------------------------------------------------------------------------------
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(["step", "cpu0"]),
@@ -454,12 +437,12 @@ VALUES = st.recursive(
 FILES = [Path("manifest.json"), Path("point.json"), METRICS, Path("monitors/h0.jsonl")]
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(data=st.data())
-def test_any_value_in_any_field_ends_in_a_table_or_a_word(
+def test_any_value_in_any_field_ends_without_a_traceback(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every command, on a folder in which some record has some field replaced by anything."""
+    """Every command, after one field of one record was replaced."""
     folder = runs.make(tmp_path_factory.mktemp("any") / "r", GOOD)
     runs.make(folder.parent / "one", energy_w={"cpu0": 10.0})
     name = data.draw(st.sampled_from(FILES))
@@ -484,7 +467,7 @@ def test_any_value_in_any_field_ends_in_a_table_or_a_word(
 
 @settings(max_examples=60)
 @given(content=st.binary(max_size=200), cut=st.integers(0, 3000), name=st.sampled_from(FILES))
-def test_any_bytes_in_any_file_end_in_a_table_or_a_word(
+def test_any_bytes_in_any_file_end_without_a_traceback(
     content: bytes, cut: int, name: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = runs.make(tmp_path_factory.mktemp("bytes") / "r", GOOD)
@@ -495,11 +478,11 @@ def test_any_bytes_in_any_file_end_in_a_table_or_a_word(
     capsys.readouterr()
 
 
-@given(st.dictionaries(st.sampled_from([f.name for f in dataclasses.fields(records.Step)]), VALUES))
-def test_a_record_is_either_right_or_refused(fields: dict[str, Any]) -> None:
+@given(st.dictionaries(st.sampled_from(records.Step.__struct_fields__), VALUES))
+def test_a_record_is_valid_or_refused(fields: dict[str, Any]) -> None:
     value = records.as_json(runs.step(GOOD, 3, 0)) | fields
     try:
-        found = records.from_json(value, "x.jsonl:7")
+        found = records.from_json(value, "x.jsonl:7", records.Step)
     except Failure as failure:
         assert str(failure).startswith("x.jsonl:7: ")
         return

@@ -9,6 +9,7 @@ import types
 from collections.abc import Mapping
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from conftest import ROOT, SMALL, failing, here
@@ -57,7 +58,7 @@ def recorded(path: Path) -> dict[str, dict[int, float]]:
         if isinstance(record, records.Epoch):
             step -= 1  # it counts steps
         for name in curves.get(type(record), ()):
-            value = (vars(record) | records.by_score(record)).get(name)
+            value = (msgspec.structs.asdict(record) | records.by_score(record)).get(name)
             if value is not None:
                 points.setdefault(f"{record.type}/{name}", {})[step] = float(np.float32(value))
     return points

@@ -182,7 +182,7 @@ def test_a_run_is_resumed_with_its_own_strategy_only(tmp_path: Path) -> None:
     path = tmp_path / "manifest.json"
     manifest = json.loads(path.read_text())
     assert manifest["config"]["strategy"] == asked
-    assert manifest["exchange"] == {"behind": "", "exact": False}
+    assert manifest["exchange"] == {"overlaps_with": "", "exact": False}
     with failing(78, f"strategy: '{asked}' there, 'local-sgd:every=3' here"):
         here("resnet", *flags, "--epochs", "2", "--resume", "--strategy", "local-sgd:every=3")
     with failing(78, "was last trained with torch, in whose order"):
@@ -294,8 +294,8 @@ def test_only_its_own_file_and_the_table_know_a_strategys_name() -> None:
 
 def test_only_its_own_file_and_the_table_know_a_workloads_name() -> None:
     """And what is one workload's own: captioning's room, the command that asks tabular's runs, the names of commands
-    and the list of data sets; and what reads records of version 1, in which captioning's runs had other scores."""
-    own = ("workloads.py", "version1.py", "cli.py", "answers.py", "listed.py")
+    and the list of data sets."""
+    own = ("workloads.py", "cli.py", "answers.py", "listed.py")
     for path in (ROOT / "hvdtrain").rglob("*.py"):
         known = set() if path.name in own else workloads.OURS.keys() - {path.stem}
         assert not known & set(strings(path)) or path.parent.name == "captions", path

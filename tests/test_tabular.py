@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import csv
-import dataclasses
 import json
 import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from conftest import PROGRAMS, alone, document, failing, here, launch, refused
@@ -126,10 +126,10 @@ def test_the_default_data_is_breast_cancer() -> None:
 def test_the_summary_shows_the_confusion_matrix_in_80_columns(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = summary(runs / "torch" / "allreduce")
     show_summary(
-        dataclasses.replace(found, run_dir="run"), Confusion(("a", "b", "a class of a long name")), as_json=False
+        msgspec.structs.replace(found, run_dir="run"), Confusion(("a", "b", "a class of a long name")), as_json=False
     )
     shown = capsys.readouterr().out
-    matrix = shown.partition("Confusion matrix (rows: true class, columns: answer), test\n")[2].splitlines()[1:4]
+    matrix = shown.partition("Confusion matrix (rows: true class, columns: prediction), test\n")[2].splitlines()[1:4]
     assert [[float(x) for x in row.split()[-3:]] for row in matrix] == found.test_sums["confusion"]
     assert "f1_class" not in shown
     assert "F1 of" not in shown

@@ -24,6 +24,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from hvdtrain import records
 from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.config.options import TrainConfig
@@ -243,7 +245,7 @@ class Recorder:
                 self._local_sent_bytes = _sum(self._local_sent_bytes, local_sent_bytes)
             else:
                 so_far_s = before.communication_s
-                self._waiting = dataclasses.replace(
+                self._waiting = msgspec.structs.replace(
                     before,
                     compute_s=before.compute_s + whole_s - waited_s,
                     communication_s=None if so_far_s is None or exchange_s is None else so_far_s + waited_s,
@@ -273,7 +275,7 @@ class Recorder:
         loss, epoch = told.pop("loss", None), told.pop("epoch", None)
         samples = told.pop("samples", None)
         if epoch is None and (before := self._waiting) is not None:
-            self._waiting = dataclasses.replace(
+            self._waiting = msgspec.structs.replace(
                 before,
                 loss=before.loss if loss is None else script.finite(loss),
                 samples=before.samples if samples is None else int(samples),
@@ -350,7 +352,7 @@ class Recorder:
         self._scores |= new
         scores = {name: dataclasses.asdict(score) for name, score in self._scores.items()}
         metric = {"primary": next(iter(scores)), "scores": scores}
-        self._manifest = dataclasses.replace(self._manifest, metric=metric)
+        self._manifest = msgspec.structs.replace(self._manifest, metric=metric)
         if self._world.rank == 0:
             records.write_document(self._folder / "manifest.json", records.as_json(self._manifest))
 

@@ -8,13 +8,14 @@ ignores points of earlier files at that step and later.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import os
 import socket
 import time
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from hvdtrain import records
 from hvdtrain.system import exits
@@ -80,7 +81,7 @@ def numbers(record: records.Record) -> dict[str, float]:
     """Tag -> number: the points of a record."""
     if not isinstance(record, TYPES):
         return {}
-    fields = {f.name: getattr(record, f.name) for f in dataclasses.fields(record) if f.name not in LEFT_OUT}
+    fields = {name: value for name, value in msgspec.structs.asdict(record).items() if name not in LEFT_OUT}
     fields |= records.by_score(record)
     return {f"{record.type}/{name}": float(value) for name, value in fields.items() if isinstance(value, int | float)}
 

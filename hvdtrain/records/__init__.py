@@ -1,21 +1,20 @@
-"""What a run leaves behind: the record types, and the JSONL files that hold them.
+"""The record types of a run, and the JSONL files that hold them.
 
-A run folder holds `manifest.json` (what was asked and where it ran), `metrics/rank0000.jsonl` (one line per record)
-and, written last, `COMPLETE`; with monitors `monitors/<host>.jsonl`, from a sweep `point.json` too. The loop writes
-only records and `hvdtrain results` reads only records; nobody scrapes a log. Every line is one JSON object whose "type"
-is a key of RECORDS. Times are in seconds, sizes in bytes; `null` means not measured, never 0. A resumed run appends: of
-two records for the same step or epoch the later one counts.
+A run folder holds `manifest.json` (settings and surroundings), `metrics/rank0000.jsonl` (one record per line) and,
+written last, `COMPLETE`. Monitors add `monitors/<host>.jsonl`, a sweep adds `point.json`. The training loop writes
+records and `hvdtrain results` reads them; nothing parses logs. Each line is a JSON object whose "type" is a key of
+RECORDS. Times are in seconds, sizes in bytes; `null` means not measured and is never replaced by 0. A resumed run
+appends: of two records of the same step or epoch, the later one counts.
 """
 
-from hvdtrain.records.checks import from_json as from_json
-from hvdtrain.records.checks import make as make
 from hvdtrain.records.files import LONGEST_DOCUMENT_BYTES as LONGEST_DOCUMENT_BYTES
 from hvdtrain.records.files import LONGEST_LINE_BYTES as LONGEST_LINE_BYTES
 from hvdtrain.records.files import Writer as Writer
+from hvdtrain.records.files import from_json as from_json
 from hvdtrain.records.files import open_plain as open_plain
 from hvdtrain.records.files import read as read
 from hvdtrain.records.files import read_document as read_document
-from hvdtrain.records.files import read_values as read_values
+from hvdtrain.records.files import read_lines as read_lines
 from hvdtrain.records.files import write_document as write_document
 from hvdtrain.records.types import RECORDS as RECORDS
 from hvdtrain.records.types import SCHEMA as SCHEMA

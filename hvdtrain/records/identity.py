@@ -1,9 +1,8 @@
-"""What a run is: what must be equal for a checkpoint to continue it, and in what two descriptions of it differ.
+"""The identity of a run: the settings that must be equal to resume it from a checkpoint.
 
-Must match: workload, model, data, optimizer, exchange, the size of the global batch, micro-batches, the samples
-of an epoch where they are told, seed. May change:
-everything else, such as the learning rate, the number of epochs, the framework; and who trains: the number of ranks,
-their hosts, their shares of a batch, the stages that the model is cut into, wherever the exchange can hand its state on
+These are workload, model, data, optimizer, exchange, global batch, micro-batches, samples per epoch and seed. All
+other settings may change, such as the learning rate, the number of epochs and the framework. The number of ranks, their
+hosts, their shares of a batch and the pipeline stages may change if the exchange can reshard its state
 (`strategies.Strategy.bound`).
 """
 
@@ -13,7 +12,7 @@ from typing import Any
 
 
 def differing(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
-    """`width: 0.125 there, 1.0 here` for each setting in which two descriptions differ, nested ones included."""
+    """`width: 0.125 there, 1.0 here` for each setting that differs, including nested ones."""
     found = []
     for name in there | here:
         old, new = there.get(name), here.get(name)

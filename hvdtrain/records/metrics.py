@@ -1,14 +1,14 @@
-"""How good a model is: the sums that it adds up over samples, and the scores that are made of them.
+"""Scores of a model, and the sums over samples that they are computed from.
 
-A model's `loss` returns the sum of its losses over a batch, and the sums that its metric names:
+A model's `loss` returns the sum of its losses over a batch, and the sums that its metric declares:
 
     return loss, {"correct": (logits.argmax(1) == labels).sum()}
 
-Sums add over batches and over ranks, so a score that is made of the sums of a whole split is exactly that of one
-process, however the split was cut. A mean of scores would not be: F1 of two halves is not F1 of the whole. A regression
-would name the sums of absolute and squared errors and make MAE and RMSE of them, a classifier with rare classes the
-confusion matrix, and F1 (`Confusion`). The primary metric tells which epoch is best and stands in tables and figures;
-any score can be a run's `--target`.
+Sums add up over batches and ranks, so the score of a split is exactly equal to a single process, however the split
+was divided. A mean of scores would not be: the mean F1 of two halves is not the F1 of the whole. A regression declares
+the sums of absolute and squared errors, and computes MAE and RMSE. A classifier with rare classes declares the
+confusion matrix, and computes F1 (`Confusion`). The primary metric selects the best epoch and appears in tables and
+figures; any score can be a run's `--target`.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ from hvdtrain.system.arguments import near
 from hvdtrain.system.exits import Failure, printable
 
 NAME = re.compile(r"(?!(loss|scores?|sums)$)[a-z][a-z0-9_]+")
-"""Of a score: it makes the name of a column, test_NAME"""
+"""The name of a score, which becomes a column, test_NAME"""
 T = TypeVar("T")
 Sums = Mapping[str, NDArray[np.float64]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Score:
-    """What one number says of a model, and which numbers it may be."""
+    """The meaning and the bounds of one number about a model."""
 
     label: str
-    """For people: accuracy, MAE ..."""
+    """As printed: accuracy, MAE ..."""
     unit: str = ""
-    """W/m2, s ...; none for a share or a count"""
+    """W/m2, s ...; empty for a share or a count"""
     least: float | None = None
     most: float | None = None
-    """Bounds that no right value is beyond; None: there is none"""
+    """Bounds of valid values; None: unbounded"""
     higher_is_better: bool | None = True
-    """None: the nearer to 0, from either side"""
+    """None: a value closer to 0 is better, from either side"""
     shown: bool = True
-    """Whether progress lines and tables name it; records hold it in any case"""
+    """Whether progress lines and tables show it; records always contain it"""
 
     @property
     def share(self) -> bool:
-        """Whether it is a share of 1, which tables print in percent."""
+        """Whether it is a share of 1, printed in percent."""
         return (self.least, self.most, self.unit) == (0, 1, "")
 
     @property
@@ -73,37 +73,37 @@ class Score:
         return self.merit(value) > self.merit(than)
 
     def merit(self, value: float) -> float:
-        """Grows as the value gets better."""
+        """A number that is larger for a better value."""
         if self.higher_is_better is None:
             return -abs(value)
         return value if self.higher_is_better else -value
 
 
 class Metric(abc.ABC):
-    """What is added up over samples, and which scores follow from it."""
+    """The sums to add up over samples, and the scores that follow from them."""
 
     sums: Mapping[str, tuple[int, ...]]
     """Name and shape of each sum; () is a number"""
     scores: Mapping[str, Score]
-    """All that a run may record, by name, in the order in which they are shown"""
+    """Every score that a run may record, by name, in display order"""
     primary: str
-    """The score by which the best epoch is told, and that tables and figures show"""
+    """The score that selects the best epoch and appears in tables and figures"""
 
     @abc.abstractmethod
     def score(self, sums: Sums, samples: float) -> Mapping[str, float]:
-        """The scores of `samples` samples (at least one) with these sums. One that is not finite is left out."""
+        """The scores of `samples` samples (at least one) with these sums. Scores that are not finite are left out."""
 
     @property
     def size(self) -> int:
-        """Numbers in the totals of a step: the sum of losses, every sum, and samples, in this order."""
+        """Length of the totals of a step: the sum of losses, every sum, and samples, in this order."""
         return 2 + sum(math.prod(shape) for shape in self.sums.values())
 
     def in_order(self, given: Mapping[str, T]) -> list[T]:
-        """A model's sums in the order of the totals; raises Failure (78) if it gives others than are named here."""
+        """A model's sums in the order of the totals. Raises Failure (78) if they are not the declared ones."""
         if set(given) != set(self.sums):
             raise Failure(
-                f"the model's loss gives the sums {', '.join(given) or 'none'}, and its metric adds up "
-                f"{', '.join(self.sums) or 'none'}: let both name the same",
+                f"the model's loss returns the sums {', '.join(given) or 'none'}, but its metric declares "
+                f"{', '.join(self.sums) or 'none'}; hint: use the same names",
                 exits.BAD_CONFIG,
             )
         return [given[name] for name in self.sums]
@@ -121,19 +121,19 @@ class Metric(abc.ABC):
         return {name: part.reshape(shape) for (name, shape), part in zip(self.sums.items(), parts, strict=True)}
 
     def report(self, sums: Mapping[str, Any]) -> list[tuple[str, list[list[str]]]]:
-        """Tables for people, each with its title, that tell more of a split than the scores that are not `shown`, and
-        stand for these at the end of a run; none: those scores are listed."""
+        """Tables with titles, printed at the end of a run instead of the scores that are not `shown`. Empty: these
+        scores are listed."""
         return []
 
     def target(self, asked: str) -> tuple[str, float]:
-        """The score and the value of `SCORE=VALUE`; raises Failure (78) if that is no score, or no value of it."""
+        """The score and the value of `SCORE=VALUE`. Raises Failure (78) if either is invalid."""
         name, _, text = asked.partition("=")
         score = self.scores.get(name)
         if score is None:
             known, example = ", ".join(self.scores), 0.95 if self.scores[self.primary].share else 10
             raise Failure(
-                f"--target {asked}: no score {name!r}{near(name, self.scores)}; this workload has {known}. Give one as "
-                f"SCORE=VALUE, e.g. {self.primary}={example}",
+                f"--target {asked}: no score {name!r}{near(name, self.scores)}; this workload has {known}; hint: "
+                f"use SCORE=VALUE, e.g. {self.primary}={example}",
                 exits.BAD_CONFIG,
             )
         try:
@@ -141,21 +141,23 @@ class Metric(abc.ABC):
         except ValueError:
             value = math.nan
         if not score.possible(value):
-            raise Failure(f"--target {asked}: give {name} a value {score.bounds}, as {name}=VALUE", exits.BAD_CONFIG)
+            raise Failure(
+                f"--target {asked} is out of range; hint: give {name} a value {score.bounds}", exits.BAD_CONFIG
+            )
         return name, value
 
     def words(self, found: Mapping[str, float]) -> str:
-        """The scores that are shown, for people: `accuracy 0.9444, bleu4 0.91`; `none` behind one without a value."""
+        """The shown scores as text: `accuracy 0.9444, bleu4 0.91`; `none` for a missing value."""
         shown = [name for name, score in self.scores.items() if score.shown]
         known = [name for name in shown if name in found] or shown[:1]
         return ", ".join(f"{self.scores[name].label} {self.number(name, found.get(name))}" for name in known)
 
     def number(self, name: str, value: float | None) -> str:
-        """A score's value with its unit, for people."""
+        """A score's value with its unit, as text."""
         return "none" if value is None else f"{value:.4f} {self.scores[name].unit}".rstrip()
 
     def as_json(self) -> dict[str, Any]:
-        """What a manifest says of it."""
+        """The declaration for the manifest; see `read`."""
         return {
             "primary": self.primary,
             "scores": {name: dataclasses.asdict(score) for name, score in self.scores.items()},
@@ -163,24 +165,24 @@ class Metric(abc.ABC):
 
 
 def read(value: Mapping[str, Any]) -> tuple[str, dict[str, Score]]:
-    """The primary metric and the scores of what `Metric.as_json` made; raises ValueError if it is anything else."""
+    """The primary metric and the scores of a declaration by `Metric.as_json`. Raises ValueError if it is invalid."""
     kinds: dict[str, tuple[type, ...]] = {"str": (str,), "bool": (bool,)}
     kinds |= {"bool | None": (bool, type(None)), "float | None": (int, float, type(None))}
     primary, given = value.get("primary"), value.get("scores")
     if not isinstance(given, dict) or not isinstance(primary, str) or primary not in given:
-        raise ValueError("no scores, or none of them is the primary metric")
+        raise ValueError("no scores, or no primary metric among the scores")
     for name, fields in given.items():
         if not NAME.fullmatch(name) or not isinstance(fields, dict):
-            raise ValueError(f"{name!r:.60} is no score")
+            raise ValueError(f"{name!r:.60} is not a valid score")
         for field in dataclasses.fields(Score):
             if type(fields.get(field.name)) not in kinds[str(field.type)]:
-                raise ValueError(f"score {name}: no {field.name}, or a wrong one")
+                raise ValueError(f"score {name}: missing or invalid {field.name}")
     names = [field.name for field in dataclasses.fields(Score)]
     return primary, {name: Score(**{each: fields[each] for each in names}) for name, fields in given.items()}
 
 
 class Accuracy(Metric):
-    """The share of samples whose likeliest class is the right one."""
+    """The share of samples whose most likely class is correct."""
 
     sums: Mapping[str, tuple[int, ...]] = {"correct": ()}
     scores: Mapping[str, Score] = {"accuracy": Score(label="accuracy", least=0, most=1)}
@@ -191,14 +193,15 @@ class Accuracy(Metric):
 
 
 class Confusion(Metric):
-    """Accuracy, and precision, recall and F1 of each class, as their plain mean over classes (macro) and weighted by
-    the classes' samples; 0 where a class was never the answer, as scikit-learn has it, which leaves out a class that no
-    sample has either. One sum: how many samples of class i were taken for class j, at [i, j]."""
+    """Accuracy, and precision, recall and F1 of each class, with their plain mean over classes (macro) and their mean
+    weighted by the classes' samples. As in scikit-learn, precision is 0 for a class that was never predicted, and a
+    class without samples and predictions is left out. One sum: the confusion matrix, with the number of samples of
+    class i that were predicted as class j at [i, j]."""
 
     primary = "accuracy"
 
     def __init__(self, classes: Sequence[str]) -> None:
-        """`classes`: their names, for people."""
+        """`classes`: their names, as printed."""
         self._classes = [printable(name) for name in classes]
         self.sums: Mapping[str, tuple[int, ...]] = {"confusion": (len(classes), len(classes))}
         kinds = {"f1": "F1", "precision": "precision", "recall": "recall"}
@@ -222,11 +225,11 @@ class Confusion(Metric):
 
     @staticmethod
     def _seen(matrix: NDArray[np.float64]) -> NDArray[np.bool_]:
-        """Which classes some sample has, or was taken for."""
+        """Which classes have samples or predictions."""
         return matrix.sum(axis=0) + matrix.sum(axis=1) > 0
 
     def _means(self, matrix: NDArray[np.float64]) -> dict[str, tuple[str, NDArray[Any]]]:
-        """Ending of a score's name -> what people call it, the weights of classes in it."""
+        """Suffix of a score's name -> its label, and the weights of the classes."""
         return {"": ("mean (macro)", self._seen(matrix)), "_weighted": ("weighted", matrix.sum(axis=1))}
 
     def score(self, sums: Sums, samples: float) -> dict[str, float]:
@@ -251,11 +254,14 @@ class Confusion(Metric):
             scores.append([name, *(f"{mean:.4f}" for mean in means), f"{counts.sum():.0f}"])
         answers = [["", *names]]
         answers += [[name, *(f"{each:.0f}" for each in row)] for name, row in zip(names, matrix, strict=True)]
-        return [("Scores of each class", scores), ("Confusion matrix (rows: true class, columns: answer)", answers)]
+        return [
+            ("Scores of each class", scores),
+            ("Confusion matrix (rows: true class, columns: prediction)", answers),
+        ]
 
 
 class Regression(Metric):
-    """MAE, RMSE and bias in the targets' unit, and R2: over all numbers, where a target is several."""
+    """MAE, RMSE and bias in the targets' unit, and R2, over all numbers of a target."""
 
     sums: Mapping[str, tuple[int, ...]] = dict.fromkeys(("absolute", "squared", "signed", "truth", "truth_squared"), ())
     primary = "mae"

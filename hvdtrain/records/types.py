@@ -1,295 +1,299 @@
-"""The record types, with the meaning and the unit of every field. All of them hide the secrets of command lines."""
+"""The record types, with the meaning and the unit of every field.
+
+msgspec checks types and bounds on reading. Manifests and points hide the secrets of command lines whenever they are
+built: before they are written, and when a file that holds secrets is read.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 from datetime import UTC, datetime
-from typing import Any, ClassVar, get_args
+from typing import Annotated, Any, TypeAlias, get_args
+
+import msgspec
+from msgspec import Meta
 
 from hvdtrain.system.redaction import without_secret_values, without_secrets
 
-SCHEMA = "hvdtrain/2"
-READ = ("hvdtrain/1", SCHEMA)
-"""Schemas that are read: see `version1`"""
+SCHEMA = "hvdtrain/3"
+
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=10**18)]
+"""A whole number of 0 or more: steps, samples, bytes"""
+Amount: TypeAlias = Annotated[float, Meta(ge=0, le=1e18)]
+"""A finite number of 0 or more: seconds, joules, shares"""
+Signed: TypeAlias = Annotated[float, Meta(ge=-1e18, le=1e18)]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Manifest:
-    """What was asked and where it ran; `manifest.json`, written by rank 0 before step 0."""
+class _Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=str.lower):
+    """A JSON object whose "type" is the class's name in lower case. Unknown fields are ignored when it is read."""
 
-    type: ClassVar[str] = "manifest"
+    @property
+    def type(self) -> str:
+        return str(self.__struct_config__.tag)
+
+    def __post_init__(self) -> None:
+        schema = getattr(self, "schema", SCHEMA)
+        if schema != SCHEMA:
+            raise ValueError(f"written as {schema!a:.40}, but this hvdtrain reads {SCHEMA}; hint: use that version")
+
+
+class Manifest(_Record, frozen=True, kw_only=True):
+    """The settings and the surroundings of a run: `manifest.json`, written by rank 0 before step 0."""
+
     schema: str = SCHEMA
     workload: str
     started_utc: str
     argv: list[str]
     config: dict[str, Any]
-    """The whole config, defaults included"""
-    exchange: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Facts of the strategy: behind (what is computed while an exchange is under way; empty: nothing) and exact
-    (whether hosts send what an allreduce does). Earlier versions wrote none"""
+    """The whole config, including defaults"""
+    exchange: dict[str, Any] = {}
+    """Facts about the strategy: overlaps_with (the computation that hides an exchange; empty: none) and exact (whether
+    hosts send the bytes of a full-precision all-reduce). Empty: not known"""
     plan: dict[str, Any]
-    """The batch arithmetic: ranks, rank_batch, global_batch, steps, base_lr ..."""
+    """Batch arithmetic: ranks, rank_batch, global_batch, steps, base_lr ..."""
     data: dict[str, Any]
     """Name, classes, sample counts and fingerprint of the data set"""
     model: dict[str, Any]
     """Parameters, bytes and spec of the model"""
     metric: dict[str, Any]
-    """What was added up over samples: primary (the score by which the best epoch is told) and scores (by name: label,
-    unit, least, most, higher_is_better and shown, see `metrics.Score`). Empty of a script that told none"""
+    """The run's scores: each one's label, unit, bounds and direction, and the name of the primary one, which selects
+    the best epoch. See `records.metrics`. Empty for a script that logs no scores"""
     ranks: list[dict[str, Any]]
     """For each rank: host, local_rank, device, threads, cpu (model and cores of the machine), cores (that its host may
-    use: fewer by a CPU quota)"""
-    collectives: str
-    """What carries the collectives: none, gloo, mpi, nccl, grpc, tcp or servers"""
-    links: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    """For each of several hosts: host, nic, address, speed_mbit (as the NIC negotiated), throttle (what was asked of
-    `tools/throttle.sh` there, null without one), goodput_to and goodput_mbit (TCP payload this host could send to that
-    one before step 0, while every host sent to its next), reason (why goodput is null). Empty on a single host"""
-    launch: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """By launch/mpirun.sh or horovodrun.sh: launcher (as typed, with its hosts) and settings (name, value, reason, and
-    mca: whether it is a parameter of Open MPI); empty if something else started the ranks"""
+    use; a CPU quota lowers it)"""
+    backend: str
+    """The library that connects the ranks: none, gloo, mpi, nccl, grpc, tcp or servers"""
+    links: list[dict[str, Any]] = []
+    """For each of several hosts: host, nic, address, speed_mbit (negotiated by the NIC), throttle (the settings of
+    `tools/throttle.sh`, or null), goodput_to, goodput_mbit and reason (why it is null). Goodput is the TCP payload to
+    the host `goodput_to` before step 0, while every host sends to the next. Empty for a single host"""
+    launch: dict[str, Any] = {}
+    """Written by launch/mpirun.sh and horovodrun.sh: launcher (the command line with its hosts) and settings (name,
+    value, reason, and mca: whether it is a parameter of Open MPI). Empty for other launchers"""
     versions: dict[str, str | None]
     git_commit: str | None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "argv", without_secrets(self.argv))
-        if isinstance(rest := self.config.get("arguments"), list):  # of a script
-            object.__setattr__(self, "config", self.config | {"arguments": without_secrets(rest)})
+        super().__post_init__()
+        msgspec.structs.force_setattr(self, "argv", without_secrets(self.argv))
+        if isinstance(arguments := self.config.get("arguments"), list):  # of a script
+            msgspec.structs.force_setattr(self, "config", self.config | {"arguments": without_secrets(arguments)})
 
     @property
     def hosts(self) -> list[str]:
-        """The names of the hosts that ranks ran on, each once, in the order of their first ranks."""
+        """The hosts of the ranks, each once, in the order of their first ranks."""
         return list(dict.fromkeys(str(rank.get("host")) for rank in self.ranks))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Step:
+class Step(_Record, frozen=True, kw_only=True):
     """One training step of one rank."""
 
-    type: ClassVar[str] = "step"
-    step: int
+    step: Count
     """Counted from 0 over the whole run"""
-    epoch: int
+    epoch: Count
     loss: float | None
-    """Mean per sample over all ranks; over this rank with strategies whose ranks do not tell each other in each step;
-    null if a script did not tell"""
-    samples: int | None
-    """Samples of this rank: images, or words to be predicted (tokens); null if a script did not tell"""
-    lr: float | None
-    """Null behind a tape of TensorFlow, which does not see it"""
-    data_s: float | None
-    """Waiting for the batch; null in a script: its compute_s has it"""
-    compute_s: float
+    """Mean per sample over all ranks, or over this rank if the strategy does not share the loss in each step; null if a
+    script does not log it"""
+    samples: Count | None
+    """Samples of this rank: images, or words to predict (tokens); null if a script does not log it"""
+    lr: Amount | None
+    """Null for a TensorFlow tape, which does not see it"""
+    data_s: Amount | None
+    """Waiting for the batch; null for a script, whose compute_s includes it"""
+    compute_s: Amount
     """Forward, backward and update; with an overlapped strategy also the part of the exchange that backward hides"""
-    communication_s: float | None
-    """Waiting for the exchange after backward; null where the framework runs both in one graph, or waits on a GPU"""
-    bytes_sent: int
-    """Payload this rank gave to the network (without headers); see `Summary.bytes_sent_source`"""
+    communication_s: Amount | None
+    """Waiting for the exchange after backward; null if the framework runs both in one graph, or waits on a GPU"""
+    bytes_sent: Count
+    """Payload that this rank gave to the network, without headers; see `Summary.bytes_sent_source`"""
     warmup: bool
-    """One of the first steps since the start of the process, or one that the profiler distorts: left out of rates"""
-    staleness: float | None = None
-    """Updates by other ranks between the pull and the push of this one: mean over parameter servers, and the largest;
-    null with strategies without servers"""
-    staleness_max: int | None = None
-    local_bytes_sent: int | None = None
-    """Payload this rank gave to other ranks of its host while the step lasted; null where bytes_sent is computed"""
+    """Excluded from rates: one of the first steps of the process, or a step that the profiler distorts"""
+    staleness: Amount | None = None
+    """With parameter servers: updates by other ranks between the pull and the push of this one (mean over servers)"""
+    staleness_max: Count | None = None
+    local_bytes_sent: Count | None = None
+    """Payload that this rank gave to other ranks of its host during the step; null if bytes_sent is computed"""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Epoch:
-    """One epoch, written by rank 0. Scores are those of the manifest's metric; a missing one could not be told."""
+class Epoch(_Record, frozen=True, kw_only=True):
+    """One epoch, written by rank 0. Scores are the manifest's; a score without a value is absent."""
 
-    type: ClassVar[str] = "epoch"
-    epoch: int
-    step: int
+    epoch: Count
+    step: Count
     """Steps done since the start of the run"""
     train_loss: float | None
-    """null if a script did not tell"""
-    train_scores: dict[str, float]
+    """Null if a script does not log it"""
+    train_scores: dict[str, Signed]
     validation_loss: float | None
-    """null, and its scores empty, if that split is empty"""
-    validation_scores: dict[str, float]
-    train_s: float
-    validation_s: float
-    samples: int | None
-    """Training samples over all ranks (of captions: words, as in a step); null if a script did not tell"""
-    samples_per_s: float | None
-    """Images or captions over all ranks, warm-up steps left out; null if the epoch is warm-up only"""
-    unix_s: float | None = None
-    """When the epoch's validation was over, by rank 0's clock (seconds since 1970)"""
+    """Null, with empty scores, if the validation split is empty"""
+    validation_scores: dict[str, Signed]
+    train_s: Amount
+    validation_s: Amount
+    samples: Count | None
+    """Training samples over all ranks (words for captions, as in a step); null if a script does not log it"""
+    samples_per_s: Amount | None
+    """Images or captions over all ranks, without warm-up steps; null if the epoch is warm-up only"""
+    unix_s: Amount | None = None
+    """End of the epoch's validation by rank 0's clock (seconds since 1970)"""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Saved:
-    """A checkpoint is in place."""
+class Saved(_Record, frozen=True, kw_only=True):
+    """A checkpoint was saved."""
 
-    type: ClassVar[str] = "saved"
-    step: int
-    checkpoint_s: float
+    step: Count
+    checkpoint_s: Amount
     best: bool
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Resumed:
-    """The process started again from a checkpoint; records after it supersede those of the same step."""
+class Resumed(_Record, frozen=True, kw_only=True):
+    """The process resumed from a checkpoint; later records of a step replace earlier ones."""
 
-    type: ClassVar[str] = "resumed"
-    step: int
+    step: Count
     utc: str
-    links: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    links: list[dict[str, Any]] = []
     """As in the manifest, measured at this start"""
-    ranks: int | None = None
-    """From here on, and the hosts that they are on; null in older records: as before"""
-    hosts: int | None = None
+    ranks: Count | None = None
+    """Ranks and hosts from here on; null if unchanged"""
+    hosts: Count | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Summary:
-    """The end of a complete run, written by rank 0: also the document of `--json`."""
+class Summary(_Record, frozen=True, kw_only=True):
+    """The end of a complete run, written by rank 0; `--json` prints it too."""
 
-    type: ClassVar[str] = "summary"
     schema: str = SCHEMA
     run_dir: str
     workload: str
     framework: str
     strategy: str
-    ranks: int
-    """Alive at the end: fewer than the manifest's only where a strategy goes on without a rank that died"""
-    hosts: int
-    parameters: int
-    global_batch: int | None
-    """null of a script that did not tell its samples"""
-    epochs: int
-    """Of a script: that it told the scores of"""
-    steps: int
+    ranks: Count
+    """Alive at the end: fewer than in the manifest only if the strategy tolerates the death of a rank"""
+    hosts: Count
+    parameters: Count
+    global_batch: Count | None
+    """Null for a script that does not log its samples"""
+    epochs: Count
+    """For a script: epochs whose scores it logged"""
+    steps: Count
     test_loss: float | None
-    test_scores: dict[str, float]
-    """Of the weights that were tested"""
-    validation_scores: list[dict[str, float]]
+    test_scores: dict[str, Signed]
+    validation_scores: list[dict[str, Signed]]
     """After each epoch"""
-    train_s: float
-    validation_s: float
-    """Of a script: from the last step of an epoch until it told that epoch's scores"""
-    test_s: float | None
-    """null of a script, and so the next: within the others"""
-    checkpoint_s: float | None
-    samples_per_s: float | None
-    """Training samples per second over all ranks, warm-up steps left out"""
-    samples_per_s_per_rank: float | None
-    data_share: float | None
-    """Share of the training time that rank 0 waited for data, warm-up steps left out"""
-    bytes_sent: int
+    train_s: Amount
+    validation_s: Amount
+    """For a script: from the last step of an epoch until it logged that epoch's scores"""
+    test_s: Amount | None
+    """Null for a script, as is checkpoint_s: both are part of the other times"""
+    checkpoint_s: Amount | None
+    samples_per_s: Amount | None
+    """Training samples per second over all ranks, without warm-up steps"""
+    samples_per_s_per_rank: Amount | None
+    data_share: Amount | None
+    """Share of the training time that rank 0 waited for data, without warm-up steps"""
+    bytes_sent: Count
     """By rank 0 to the network, over the whole run"""
-    first_step_s: float | None
+    first_step_s: Amount | None
     """From the start of the process to the end of its first step (rank 0); null if it made none"""
-    peak_rss_bytes: int
+    peak_rss_bytes: Count
     """Largest over the ranks"""
-    nic_bytes: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    """For each of several hosts: host, nic, and sent_bytes and received_bytes over its link from the loop's start in
-    this process to the end of the test evaluation, with headers and whatever else used the NIC. Empty on a single
-    host"""
-    tested_step: int | None = None
-    """Steps after which the weights were as they were tested: the last ones, or those of the best epoch"""
-    step_shares: dict[str, float] = dataclasses.field(default_factory=dict)
-    """Where the time of a step went, as shares of 1, mean over ranks, of the steps in this process that are no warm-up:
-    data (waiting for the batch), compute, exchange (waiting for it, and for slower ranks), and exchange_least (of the
-    rank that waited least: what the network takes at most). Empty where the framework does not tell them apart"""
-    inference: list[dict[str, float]] = dataclasses.field(default_factory=list)
-    """Of the model on rank 0's device, for each number of samples at once that --inference asked for: samples, passes,
-    and of these median_s, least_s and most_s: from samples in host memory to their loss and scores there"""
-    began_unix_s: float | None = None
-    """When the loop began in this process, and when the test evaluation was over, by rank 0's clock"""
-    ended_unix_s: float | None = None
+    nic_bytes: list[dict[str, Any]] = []
+    """For each of several hosts: host, nic, and sent_bytes and received_bytes over its link, from the loop's start in
+    this process to the end of the test evaluation, including headers and all other traffic. Empty for a single host"""
+    tested_step: Count | None = None
+    """Step of the tested weights: the last one, or the last step of the best epoch"""
+    step_shares: dict[str, Amount] = {}
+    """Where the time of a step went, as shares of 1, mean over ranks and over this process's steps after warm-up: data
+    (waiting for the batch), compute, exchange (waiting for it, and for slower ranks), and exchange_least (of the rank
+    that waited least: an upper bound of the network's share). Empty if the framework cannot separate them"""
+    inference: list[dict[str, Amount]] = []
+    """Inference on rank 0's device for each batch size of --inference: samples, passes, and over these median_s,
+    least_s and most_s, from samples in host memory to their loss and scores there"""
+    began_unix_s: Amount | None = None
+    """Start of the loop in this process and end of the test evaluation, by rank 0's clock"""
+    ended_unix_s: Amount | None = None
     bytes_sent_source: str | None = None
     """counted: payload given to other hosts. computed: what a ring of all ranks sends, because neither Horovod nor the
-    frameworks' own exchange counts. null of older versions, whose bytes_sent has bytes inside the host too"""
-    local_bytes_sent: int | None = None
+    frameworks' own exchange counts it. Null if it was not recorded"""
+    local_bytes_sent: Count | None = None
     """By rank 0 to other ranks of its host, over the whole run; null if bytes_sent is computed"""
-    test_sums: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """What the test scores are made of, by name: a confusion matrix, say, as lists. Empty of a script"""
+    test_sums: dict[str, Any] = {}
+    """The sums behind the test scores by name, such as a confusion matrix, as lists. Empty for a script"""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sensors:
-    """What the sampler of one host can read, and whence: opens `monitors/<host>.jsonl`, again after each resume."""
+class Sensors(_Record, frozen=True, kw_only=True):
+    """The sensors of one host: first line of `monitors/<host>.jsonl`, repeated after each resume."""
 
-    type: ClassVar[str] = "sensors"
     schema: str = SCHEMA
     host: str
-    unix_s: float
-    interval_s: float
-    """Asked; each sample tells how long it really was"""
+    unix_s: Amount
+    interval_s: Amount
+    """Requested; each sample has the actual length"""
     monitors: list[str]
-    """Of power, resources"""
+    """power, resources"""
     devices: list[dict[str, Any]]
-    """What takes energy there: device (`cpu0`, `dram0`, `gpu0` ...), name, source (`rapl`, `nvml-energy`, `nvml-power`;
-    null without a reading), reason (why there is none, else null), used (whether a rank of this run computes on it;
-    null: cannot be told)"""
-    idle_s: float | None = None
-    """Length of the idle baseline taken before the run; null if none was asked for"""
-    idle_w: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Consumers of energy: device (`cpu0`, `dram0`, `gpu0` ...), name, source (`rapl`, `nvml-energy`, `nvml-power`;
+    null without a sensor), reason (why there is none, else null), used (whether a rank of this run computes on it; null
+    if unknown)"""
+    idle_s: Amount | None = None
+    """Length of the idle baseline before the run; null without one"""
+    idle_w: dict[str, Amount] = {}
     """Mean power of each device in that time"""
-    resources: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """What the resources are counted of: cores (that cpu_percent is a share of), cpu (`machine`, or the control group
-    whose quota limits this host), ram_bytes (of the machine), disks (names of the physical ones that are summed)"""
+    resources: dict[str, Any] = {}
+    """The scope of the resources: cores (100 cpu_percent), cpu (`machine`, or the control group whose quota limits this
+    host), ram_bytes (of the machine), disks (names of the physical disks that are added up)"""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sample:
-    """One interval of one host, closed at `unix_s` by that host's clock. What was not measured is null or absent."""
+class Sample(_Record, frozen=True, kw_only=True):
+    """One interval of one host, which ended at `unix_s` by that host's clock. Missing values are null or absent."""
 
-    type: ClassVar[str] = "sample"
-    unix_s: float
-    seconds: float
-    """Length of the interval, by the monotonic clock"""
-    energy_j: dict[str, float] = dataclasses.field(default_factory=dict)
-    """By device, over the interval"""
-    cpu_percent: float | None = None
-    """Of all cores of the host: 100 is all of them busy"""
-    ranks: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    unix_s: Amount
+    seconds: Amount
+    """Length of the interval by the monotonic clock"""
+    energy_j: dict[str, Amount] = {}
+    """By device"""
+    cpu_percent: Amount | None = None
+    """100 means that all cores of the host are busy"""
+    ranks: list[dict[str, Any]] = []
     """For each rank on the host: rank, cpu_percent (100 is one core), rss_bytes"""
-    ram_used_bytes: int | None = None
-    gpus: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    ram_used_bytes: Count | None = None
+    gpus: list[dict[str, Any]] = []
     """For each GPU: device, utilisation_percent, memory_used_bytes"""
-    nics: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    """For each NIC but loopback: nic, sent_bytes and received_bytes over the interval"""
-    disk_read_bytes: int | None = None
-    """Of all disks, over the interval"""
-    disk_written_bytes: int | None = None
+    nics: list[dict[str, Any]] = []
+    """For each NIC except loopback: nic, sent_bytes and received_bytes in the interval"""
+    disk_read_bytes: Count | None = None
+    """All disks together"""
+    disk_written_bytes: Count | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Point:
-    """What a sweep asked of a run: `point.json`, written into the run's folder before it is launched."""
+class Point(_Record, frozen=True, kw_only=True):
+    """A sweep's request: `point.json`, written into the run's folder before the launch."""
 
-    type: ClassVar[str] = "point"
     schema: str = SCHEMA
     sweep: str
     point: str
     """Its settings as a short name; equal for repeats"""
-    repeat: int
+    repeat: Count
     kind: str
-    """timing or energy (a run with power sampling, whose times are left out of timing figures)"""
-    attempt: int
+    """timing, or energy (with power sampling, so its times do not count)"""
+    attempt: Count
     """1, or 2 after a failure"""
-    order: int
+    order: Count
     """Place in the sweep's order of launches, from 0"""
     settings: dict[str, Any]
     command: list[str]
-    rate_mbit: float | None
-    """Asked of the throttle; null: unlimited"""
-    rate_off_percent: float | None
-    """The worst link's goodput against what that rate allows, as verified before the run; null: not verified"""
+    rate_mbit: Amount | None
+    """Requested from the throttle; null: unlimited"""
+    rate_off_percent: Signed | None
+    """Deviation of the slowest link's goodput from the expected one, measured before the run; null: not measured"""
     marked: str | None
-    """Why the figures of this run are not to be trusted; null: nothing known against them"""
+    """Why the measurements of this run cannot be trusted; null: no objection"""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "settings", without_secret_values(self.settings))
-        object.__setattr__(self, "command", without_secrets(self.command))
+        super().__post_init__()
+        msgspec.structs.force_setattr(self, "settings", without_secret_values(self.settings))
+        msgspec.structs.force_setattr(self, "command", without_secrets(self.command))
 
 
-Record = Manifest | Step | Epoch | Saved | Resumed | Summary | Sensors | Sample | Point
-RECORDS: dict[str, type[Record]] = {cls.type: cls for cls in get_args(Record)}
+Record: TypeAlias = Manifest | Step | Epoch | Saved | Resumed | Summary | Sensors | Sample | Point
+RECORDS: dict[str, type[Record]] = {cls.__name__.lower(): cls for cls in get_args(Record)}
 
 
 def utc_now() -> str:
@@ -297,20 +301,20 @@ def utc_now() -> str:
 
 
 def as_json(record: Record) -> dict[str, Any]:
-    return {"type": record.type, **{f.name: getattr(record, f.name) for f in dataclasses.fields(record)}}
+    return {"type": record.type, **msgspec.structs.asdict(record)}
 
 
 def by_score(record: Record) -> dict[str, Any]:
-    """A record's scores, each as a value of its own: train_accuracy, test_accuracy, validation_accuracy (a list of all
-    epochs' in a summary) ..."""
-    found: dict[str, Any] = {}
-    for field in dataclasses.fields(record):
-        value, prefix = getattr(record, field.name), field.name.removesuffix("scores")
-        if prefix == field.name:
+    """A record's scores as separate values: train_accuracy, test_accuracy, validation_accuracy (in a summary a list
+    over the epochs) ..."""
+    flat: dict[str, Any] = {}
+    for field, value in msgspec.structs.asdict(record).items():
+        prefix = field.removesuffix("scores")
+        if prefix == field:
             continue
         if isinstance(value, dict):
-            found |= {prefix + name: score for name, score in value.items()}
+            flat |= {prefix + name: score for name, score in value.items()}
         else:
             names = dict.fromkeys(name for scores in value for name in scores)
-            found |= {prefix + name: [scores.get(name) for scores in value] for name in names}
-    return found
+            flat |= {prefix + name: [scores.get(name) for scores in value] for name in names}
+    return flat

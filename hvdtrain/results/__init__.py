@@ -1,7 +1,11 @@
-"""What runs left behind, as tables, figures and a report: `hvdtrain results ...`. Reads records, nothing else.
+"""Tables, figures and a report from the records of runs: `hvdtrain results ...`.
 
-`folders` finds run folders, `metrics` and `power` stream their files into sums, `runs` makes one row of each run and
-`load` a data frame of all; `where` chooses rows, `groups` puts repeats together, `statistics`, `scaling`, `energy`,
-`accuracy` and `strategies` do the arithmetic, `tables` and `show` say what is printed and `output` how. `plots` names
-the figures that `figures/` draws, `report*` put tables and figures on one page; `__main__` is the command.
+read/            run folders -> a data frame with one row per run; filtered with --where
+columns, scores  the columns of that frame, and the scores that runs declare
+groups           repeats of one experiment; statistics: means, intervals, ratios
+comparability    which groups may be compared; scaling: speed-up and efficiency of comparable groups
+tables/          one module per table
+text, export     tables as text; the data frame for other programs
+figures/         figures of the tables' numbers
+report/          tables and figures on one HTML page
 """

@@ -1,18 +1,18 @@
-"""`hvdtrain results export`: the data frame of runs, every column in base units, for other programs."""
+"""`hvdtrain results export`: every column of the data frame of runs, in base units, for other programs."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
 import pandas as pd
 
 from hvdtrain.results import groups
-from hvdtrain.results.output import SCHEMA, harmless
-from hvdtrain.results.plots import write
 from hvdtrain.results.scores import all_columns
-from hvdtrain.system import exits
+from hvdtrain.results.text import SCHEMA, harmless
+from hvdtrain.system import exits, files
 from hvdtrain.system.exits import Failure
 
 
@@ -20,7 +20,7 @@ def export(runs: pd.DataFrame, form: str, path: Path | None) -> None:
     """Writes csv, json or parquet to the path, or csv and json to standard output. Raises Failure (2, 73)."""
     if form == "parquet":
         if path is None:
-            raise Failure("parquet is binary: name a file, -o runs.parquet", exits.USAGE)
+            raise Failure("parquet is binary; hint: name a file, as in -o runs.parquet", exits.USAGE)
         write(path, _parquet(runs))
         return
     text = _csv(runs) if form == "csv" else _json(runs)
@@ -28,6 +28,11 @@ def export(runs: pd.DataFrame, form: str, path: Path | None) -> None:
         sys.stdout.write(text)
     else:
         write(path, text.encode())
+
+
+def write(path: Path, content: bytes) -> None:
+    """Writes a file atomically. Raises Failure (73)."""
+    files.put(Path(os.path.realpath(path)), content, "hint: name a writable folder")
 
 
 def _csv(runs: pd.DataFrame) -> str:
@@ -39,11 +44,11 @@ def _csv(runs: pd.DataFrame) -> str:
 
 
 def _flat(runs: pd.DataFrame) -> pd.DataFrame:
-    """The column of dictionaries as JSON text."""
-    found = runs.copy()
+    """The frame with dictionaries as JSON text."""
+    flat = runs.copy()
     for name in ("energy_by_device", "inference"):
-        found[name] = [json.dumps(value) if value else None for value in found[name]]
-    return found
+        flat[name] = [json.dumps(value) if value else None for value in flat[name]]
+    return flat
 
 
 def _json(runs: pd.DataFrame) -> str:

@@ -1,4 +1,4 @@
-"""Repeats of one experiment put together: runs that agree in the group's columns, and what is taken from them."""
+"""Groups of repeats: runs that agree in all settings, and the statistics over them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from hvdtrain.results.columns import GROUP, RUNS, TIMING
@@ -17,111 +16,114 @@ from hvdtrain.system.exits import printable
 
 
 class Group:
-    """Some rows of the data frame of runs that have the same `key`: column -> value, None for a missing one."""
+    """Rows of the data frame of runs with the same `key`: column -> value, None for a missing one."""
 
-    def __init__(self, key: dict[str, Any], columns: dict[str, np.ndarray], rows: np.ndarray) -> None:
+    def __init__(self, key: dict[str, Any], runs: pd.DataFrame) -> None:
         self.key = key
-        self._columns, self._rows = columns, rows
-        self._timing = rows[columns["kind"][rows] == "timing"]
+        self.runs = runs
+        self.timing = runs[runs["kind"] == "timing"]
 
     @property
     def n(self) -> int:
         """The number of runs."""
-        return len(self._rows)
-
-    def values(self, column: str) -> list[Any]:
-        """The column's values that are there; runs of kind energy give none of their times."""
-        if column not in self._columns:  # a score that none of these runs has
-            return []
-        return [value for value in self.column(column, timing=column in TIMING) if not is_missing(value)]
+        return len(self.runs)
 
     def column(self, name: str, *, timing: bool = False) -> list[Any]:
-        """The column in the group's runs, or in those of kind timing; missing values as they are."""
-        return self._columns[name][self._timing if timing else self._rows].tolist()
+        """The column in all runs, or in timing runs only, including missing values."""
+        return (self.timing if timing else self.runs)[name].tolist()
 
-    def statistic(self, column: str) -> Statistic | None:
-        """None if no run of the group has the figure."""
-        return summary(self.values(column))
+    def values(self, name: str) -> list[Any]:
+        """The column's values without missing ones; only timing runs have times."""
+        if name not in self.runs:  # a score of other runs
+            return []
+        return [value for value in self.column(name, timing=name in TIMING) if not is_missing(value)]
+
+    def statistic(self, name: str) -> Statistic | None:
+        """None if no run of the group has a value."""
+        return summary(self.values(name))
 
     @functools.cached_property
     def settings(self) -> dict[str, Any]:
-        """The rest of the runs' config; empty if the group is not by settings."""
+        """Settings without a column; empty if `settings` is not part of the key."""
         return settings(self.key.get("settings"))
 
     @functools.cached_property
     def facts(self) -> dict[str, Any]:
-        """What an expression may ask of a group: its key, its settings, and ranks."""
+        """The values that an expression can test: key, settings and ranks."""
         hosts, per_host = self.key.get("hosts"), self.key.get("ranks_per_host")
         ranks = None if hosts is None or per_host is None else round(hosts * per_host)
         return self.settings | self.key | {"ranks": ranks}
 
+    def value(self, name: str) -> Any:
+        """The value of a column of the key, or of a setting."""
+        return self.key[name] if name in self.key else self.settings.get(name)
+
 
 @functools.lru_cache(maxsize=1024)
 def settings(text: str | None) -> dict[str, Any]:
-    """The column `settings`, read."""
+    """The parsed column `settings`."""
     found = json.loads(text, parse_constant=str) if text else {}
-    return {printable(key): printable(each) if isinstance(each, str) else each for key, each in found.items()}
+    return {printable(key): printable(value) if isinstance(value, str) else value for key, value in found.items()}
 
 
-def usable(frame: pd.DataFrame) -> pd.DataFrame:
-    """The runs that may enter figures: complete, and not marked."""
-    return frame[(frame["state"] == "complete") & frame["marked"].isna()]
+def usable(runs: pd.DataFrame) -> pd.DataFrame:
+    """The runs that count: complete and not marked."""
+    return runs[(runs["state"] == "complete") & runs["marked"].isna()]
 
 
-def by(frame: pd.DataFrame, columns: Sequence[str] = GROUP) -> list[Group]:
-    """Groups of the frame's rows, in the order of their keys (missing values last)."""
-    arrays = {name: frame[name].to_numpy() for name in frame.columns}
-    keys = [[None if is_missing(value) else value for value in resolve(frame, name)] for name in columns]
-    members: dict[tuple[Any, ...], list[int]] = {}
-    for row, key in enumerate(zip(*keys, strict=True)):
-        members.setdefault(key, []).append(row)
-    ordered = sorted(members.items(), key=lambda item: [(value is None, str(type(value)), value) for value in item[0]])
-    return [Group(dict(zip(columns, key, strict=True)), arrays, np.array(rows)) for key, rows in ordered]
+def by(runs: pd.DataFrame, columns: Sequence[str] = GROUP) -> list[Group]:
+    """Groups of runs that agree in these columns or settings, sorted by their values, missing values last."""
+    keys = pd.DataFrame({name: resolve(runs, name) for name in columns}, dtype=object)
+    numbers = keys.groupby(list(columns), dropna=False, sort=False).ngroup()
+    groups = []
+    for rows in numbers.groupby(numbers).indices.values():
+        values = [None if is_missing(value) else value for value in keys.iloc[rows[0]]]
+        groups.append(Group(dict(zip(columns, values, strict=True)), runs.iloc[rows]))
+    return sorted(groups, key=lambda group: [(v is None, str(type(v)), v) for v in group.key.values()])
 
 
 def is_missing(value: Any) -> bool:
     return value is None or (isinstance(value, float) and value != value)
 
 
-def setting_names(frame: pd.DataFrame) -> list[str]:
-    """Keys of the runs' configs that are no columns of their own, e.g. lr."""
-    found = {name for text in set(frame["settings"].dropna()) for name in settings(text)}
+def short(name: str, value: Any) -> Any:
+    """A value of a key as printed."""
+    if name == "data_fingerprint" and isinstance(value, str):
+        return value[:8]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def setting_names(runs: pd.DataFrame) -> list[str]:
+    """Settings without a column, such as lr."""
+    found = {name for text in set(runs["settings"].dropna()) for name in settings(text)}
     return sorted(found - set(RUNS))
 
 
-def resolve(frame: pd.DataFrame, name: str) -> list[Any]:
-    """A column's values, or those of a setting such as lr; None where the run has none."""
-    if name in frame.columns:
-        return frame[name].tolist()
-    found = [settings(text).get(name) for text in frame["settings"]]
+def resolve(runs: pd.DataFrame, name: str) -> list[Any]:
+    """The values of a column, or of a setting such as lr; None if a run does not have it."""
+    if name in runs.columns:
+        return runs[name].tolist()
+    found = [settings(text).get(name) for text in runs["settings"]]
     return [json.dumps(value) if isinstance(value, list | dict) else value for value in found]
 
 
-def kinds(frame: pd.DataFrame) -> dict[str, str]:
-    """Every name an expression may use for a run: columns and settings -> number, text, flag or any."""
-    known = {
-        name: column.kind
-        for name, column in all_columns(frame).items()
-        if column.kind != "object" and name != "settings"
-    }
-    return dict.fromkeys(setting_names(frame), "any") | known
+def kinds(runs: pd.DataFrame) -> dict[str, str]:
+    """Names that an expression may use for a run: column or setting -> number, text, flag or any."""
+    columns = {name: column.kind for name, column in all_columns(runs).items()}
+    known = {name: kind for name, kind in columns.items() if kind != "object" and name != "settings"}
+    return dict.fromkeys(setting_names(runs), "any") | known
 
 
 def fact_kinds(names: Sequence[str] = ()) -> dict[str, str]:
-    """Every name an expression may use for a group; `names` are those of settings."""
+    """Names that an expression may use for a group. `names` are settings."""
     known = {name: RUNS[name].kind for name in (*GROUP, "ranks") if name != "settings"}
     return dict.fromkeys(names, "any") | known
 
 
 def varying(groups: Sequence[Group]) -> list[str]:
-    """What tells the groups apart: columns of their keys, and settings, that have more than one value."""
+    """The columns of the key, and the settings, that differ between the groups."""
     if not groups:
         return []
     names = [name for name in groups[0].key if name != "settings" and len({group.key[name] for group in groups}) > 1]
     inner = sorted({name for group in groups for name in group.settings})
     return names + [name for name in inner if len({json.dumps(group.settings.get(name)) for group in groups}) > 1]
-
-
-def value(group: Group, name: str) -> Any:
-    """The value of a column of the group's key, or of a setting."""
-    return group.key[name] if name in group.key else group.settings.get(name)

@@ -1,9 +1,9 @@
 """Mean, median, range and 95 % interval of repeated measurements, and of ratios and differences of two means.
 
-The interval of a mean is Student's: mean +- t(0.975; n - 1) s / sqrt(n), with s the standard deviation of the sample;
-it takes the runs as independent and roughly normal, and needs two at least. Ratios and differences use Welch's
-standard error and degrees of freedom (Welch, 1947), so the two sides may differ in spread and in number; a ratio's
-interval is that of the difference of logarithms (delta method).
+The interval of a mean is Student's: mean +- t(0.975; n - 1) s / sqrt(n), where s is the sample's standard deviation. It
+assumes independent and roughly normal runs, and needs at least two. Ratios and differences use Welch's standard error
+and degrees of freedom (Welch, 1947), so the two sides may differ in spread and in number. The interval of a ratio
+is computed on the difference of logarithms (delta method).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LEVEL = 0.95
 
 @dataclasses.dataclass(frozen=True)
 class Statistic:
-    """Statistics of n values; `low` and `high` bound the mean's 95 % interval, None for n < 2."""
+    """Statistics of n values. `low` and `high` bound the 95 % interval of the mean; None for n < 2."""
 
     mean: float
     median: float
@@ -28,12 +28,12 @@ class Statistic:
     high: float | None
     n: int
     sd: float | None
-    """Standard deviation of the sample, None for n < 2"""
+    """Standard deviation of the sample; None for n < 2"""
 
     @property
     def span(self) -> tuple[float, float] | None:
-        """The spread to show: the 95 % interval, or both values of two (whose interval is 12.7 times as wide as they
-        are apart); None for n < 2."""
+        """The spread to print: the 95 % interval. For n = 2 it is both values, because their interval is 12.7 times as
+        wide as their distance. None for n < 2."""
         if self.low is None or self.high is None:
             return None
         return (self.min, self.max) if self.n == 2 else (self.low, self.high)
@@ -41,25 +41,28 @@ class Statistic:
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
-    """An estimate made of two means, and its 95 % interval (None where a side has less than two values)."""
+    """An estimate from two means and its 95 % interval, which is None if a side has less than two values."""
 
     mean: float
-    low: float | None
-    high: float | None
+    low: float | None = None
+    high: float | None = None
 
     @property
     def span(self) -> tuple[float, float] | None:
-        """The interval; None without one."""
         return None if self.low is None or self.high is None else (self.low, self.high)
+
+    def __truediv__(self, divisor: float) -> Interval:
+        low, high = (None if bound is None else bound / divisor for bound in (self.low, self.high))
+        return Interval(self.mean / divisor, low, high)
 
 
 def summary(values: Iterable[float | None]) -> Statistic | None:
-    """The statistics of the values that are not None or NaN; None if there is no such value."""
+    """The statistics of the values that are neither None nor NaN; None if there is no such value."""
     found = sorted(float(value) for value in values if value is not None and not math.isnan(value))
     n = len(found)
     if not n:
         return None
-    mean = found[0] if found[0] == found[-1] else math.fsum(found) / n  # rounded, it would make a spread of equals
+    mean = found[0] if found[0] == found[-1] else math.fsum(found) / n  # rounding would give equal values a spread
     median = (found[(n - 1) // 2] + found[n // 2]) / 2
     if n < 2:
         return Statistic(mean, median, found[0], found[-1], None, None, n, None)
@@ -69,12 +72,12 @@ def summary(values: Iterable[float | None]) -> Statistic | None:
 
 
 def ratio(above: Statistic | None, below: Statistic | None) -> Interval | None:
-    """above.mean / below.mean; None if a side is missing or not positive (a zero baseline has no ratio)."""
+    """above.mean / below.mean; None if a side is missing or not positive."""
     return _on_logarithms(above, below, lambda a, b: a / b)
 
 
 def product(a: Statistic | None, b: Statistic | None) -> Interval | None:
-    """a.mean x b.mean of independent measurements; the interval as that of a ratio."""
+    """a.mean x b.mean of independent measurements, with the interval of a ratio."""
     return _on_logarithms(a, b, lambda a, b: a * b)
 
 
@@ -85,7 +88,7 @@ def _on_logarithms(
         return None
     mean = combined(a.mean, b.mean)
     if a.sd is None or b.sd is None:
-        return Interval(mean, None, None)
+        return Interval(mean)
     half = _half_width([(a.sd / a.mean) ** 2 / a.n, (b.sd / b.mean) ** 2 / b.n], [a.n, b.n])
     return Interval(mean, mean * math.exp(-half), mean * math.exp(half))
 
@@ -94,21 +97,21 @@ def difference(a: Statistic, b: Statistic) -> Interval:
     """a.mean - b.mean."""
     mean = a.mean - b.mean
     if a.sd is None or b.sd is None:
-        return Interval(mean, None, None)
+        return Interval(mean)
     half = _half_width([a.sd**2 / a.n, b.sd**2 / b.n], [a.n, b.n])
     return Interval(mean, mean - half, mean + half)
 
 
 @functools.lru_cache(maxsize=4096)
 def t_quantile(freedom: float) -> float:
-    """t such that a Student variable of that many degrees of freedom (> 0) is within +-t with probability LEVEL."""
-    from scipy.special import stdtrit  # here, since loading it takes longer than printing a list of runs
+    """t such that a Student variable with `freedom` > 0 degrees lies within +-t with probability LEVEL."""
+    from scipy.special import stdtrit  # slow to load, and a list of runs does not need it
 
     return float(stdtrit(freedom, (1 + LEVEL) / 2))
 
 
 def _half_width(variances: list[float], counts: list[int]) -> float:
-    """Half of the 95 % interval of a sum of two estimates with these variances (Welch-Satterthwaite)."""
+    """Half of the 95 % interval of the sum of two estimates with these variances (Welch-Satterthwaite)."""
     total = math.fsum(variances)
     if total == 0:
         return 0.0

@@ -94,9 +94,9 @@ class Exchange:
         return f"{self}: {cost.sent_bytes / 1e6:.2f} MB sent {where} in {cost.rounds:g} rounds{behind}"
 
     def facts(self, *, in_parts: bool) -> dict[str, Any]:
-        """What of the cost holds for every model and layout, for the records: behind and exact."""
+        """What of the cost holds for every model and layout, for the records: overlaps_with and exact."""
         cost = self.cost([(1,)], Layout(ranks=2, hosts=2), in_parts=in_parts)
-        return {"behind": cost.behind, "exact": cost.exact}
+        return {"overlaps_with": cost.behind, "exact": cost.exact}
 
     def shares(self, ranks: int) -> tuple[float, ...] | None:
         """Of each rank in a step; None: equal ones, or still to be measured. Raises Failure (78) if they are not one

@@ -16,6 +16,8 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
+import msgspec
+
 from hvdtrain import records, strategies
 from hvdtrain.comm import lifecycle, world
 from hvdtrain.comm.backends.base import Communicator
@@ -339,7 +341,7 @@ class Job:
                     print(f"hvdtrain: {tip}", file=sys.stderr, flush=True)
         if summary is None:
             return None
-        return records.Summary(**ranks.gather(dataclasses.asdict(summary) if ranks.rank == 0 else None)[0])
+        return records.Summary(**ranks.gather(msgspec.structs.asdict(summary) if ranks.rank == 0 else None)[0])
 
 
 def connected(

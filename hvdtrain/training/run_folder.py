@@ -17,6 +17,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from hvdtrain import records, strategies
 from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.comm.launch_env import launch_env
@@ -236,7 +238,7 @@ def surroundings(device: str, threads: int, world: Communicator) -> dict[str, An
         "ranks": world.gather(here | {"cpu": cpu(), "cores": cgroup.host_cores()}),
         "links": world.links or world.measure_links(),
         "started_utc": records.utc_now(),
-        "collectives": world.library,
+        "backend": world.library,
         "launch": launched_by.from_environment(),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
         "git_commit": git_commit(),
@@ -263,7 +265,7 @@ def _keep(manifest: records.Manifest, folder: Path, documents: Mapping[str, Any]
     argv, more = kept.argv, flags(manifest.argv)
     if more and flags(argv)[-len(more) :] != more:  # a job that starts again and again gives the same ones
         argv = [*argv, *more]
-    now = records.as_json(dataclasses.replace(kept, argv=argv, config=config, plan=manifest.plan))
+    now = records.as_json(msgspec.structs.replace(kept, argv=argv, config=config, plan=manifest.plan))
     if json.dumps(now) != json.dumps(records.as_json(kept)):
         records.write_document(path, now)
 

@@ -16,8 +16,8 @@ from hvdtrain.comm.backends.base import Endpoint
 
 met_at = world.RankGroup.launched
 world.RankGroup.launched = classmethod(
-    lambda cls, where, *_: dataclasses.replace(
-        met_at(where), endpoint=Endpoint(f"127.0.0.{1 + where.rank}", "lo", True)
+    lambda cls, where, *limit: dataclasses.replace(
+        met_at(where, *limit), endpoint=Endpoint(f"127.0.0.{1 + where.rank}", "lo", True)
     )
 )
 dist.init_process_group("gloo")

@@ -26,8 +26,8 @@ from hvdtrain.torch.vectors import Parameters
 
 met_at = world.RankGroup.launched
 world.RankGroup.launched = classmethod(
-    lambda cls, where, *_: dataclasses.replace(
-        met_at(where), endpoint=Endpoint(f"127.0.0.{1 + where.rank}", "lo", True)
+    lambda cls, where, *limit: dataclasses.replace(
+        met_at(where, *limit), endpoint=Endpoint(f"127.0.0.{1 + where.rank}", "lo", True)
     )
 )
 STRATEGIES = [

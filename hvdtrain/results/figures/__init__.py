@@ -1,1 +1,75 @@
-"""The figures of `hvdtrain results plot`, a file for each sort."""
+"""The figures of `hvdtrain results plot`, by name. Each draws the numbers of a table.
+
+Importing this package loads nothing heavy; matplotlib is loaded with the first figure. The same runs give the same
+file, to the byte.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from hvdtrain.system import exits
+from hvdtrain.system.exits import Failure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from hvdtrain.results.read.frame import Loaded
+
+FORMATS = ("svg", "png", "pdf")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    count: Literal["hosts", "ranks"] = "hosts"
+    """The horizontal axis of `time` and `speedup`"""
+    target: float = 0.95
+    """Target of `strategies`, a value of the primary metric"""
+
+
+# Figure -> description, and the module and the function that draw it.
+KINDS = {
+    "strategies": ("time to the target, for all strategies on one axis", "strategies", "to_target"),
+    "time": ("training time over hosts, one curve per rate (as in Lucero, 2022)", "scaling", "time"),
+    "speedup": ("speed-up over one host, with the ideal line", "scaling", "speedup"),
+    "phases": ("data, compute and waiting for the exchange per step", "phases", "phases"),
+    "accuracy": ("accuracy after each epoch, over epochs", "training", "by_epoch"),
+    "accuracy-time": ("accuracy after each epoch, over time", "training", "by_time"),
+}
+REMOVED = {
+    "efficiency": "`hvdtrain results scaling` prints it",
+    "wire": "`hvdtrain results scaling` prints the bytes and the limit",
+    "layers": "use launch/studies/martin2019.py",
+    "crossover": "use launch/studies/martin2019.py",
+    "power": "use launch/studies/resources.py",
+    "resources": "use launch/studies/resources.py",
+}
+
+
+def draw(kind: str, loaded: Loaded, options: Options | None = None) -> Figure:
+    """The figure `kind`. Raises Failure (2) for an unknown name, Failure (65) if data are missing."""
+    if kind not in KINDS:
+        known = f"does not exist; known: {', '.join(KINDS)}"
+        what = f"was removed; hint: {REMOVED[kind]}" if kind in REMOVED else known
+        raise Failure(f"figure {kind!r} {what}", exits.USAGE)
+    from hvdtrain.results.figures import style
+
+    _, name, function = KINDS[kind]
+    module = importlib.import_module(f"hvdtrain.results.figures.{name}")
+    with style.settings():
+        figure: Figure = getattr(module, function)(loaded, options or Options())
+    return figure
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Writes the figure in the format of the path's ending. Raises Failure (2, 73)."""
+    ending = path.suffix.lower().removeprefix(".")
+    if ending not in FORMATS:
+        raise Failure(f"-o {path}: unknown format; hint: use a name that ends in .{', .'.join(FORMATS)}", exits.USAGE)
+    from hvdtrain.results import export
+    from hvdtrain.results.figures import style
+
+    export.write(path, style.encode(figure, ending))

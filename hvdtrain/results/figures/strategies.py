@@ -1,23 +1,19 @@
-"""Which strategy gets to the target accuracy soonest: a row per strategy, all rates on one axis of time.
-
-The figure draws the rows that `hvdtrain results strategies` prints, and is narrow, so that a phone shows it whole.
-"""
+"""Time to the target: a row per strategy, all rates on one axis. It draws the rows of `hvdtrain results strategies`."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from matplotlib.figure import Figure
 
 from hvdtrain.results import scores
-from hvdtrain.results.figures import panels, style
+from hvdtrain.results.comparability import many
+from hvdtrain.results.figures import Options, panels, style
 from hvdtrain.results.figures.panels import Looks
-from hvdtrain.results.load import Loaded
-from hvdtrain.results.plots import Options
-from hvdtrain.results.scaling import many
-from hvdtrain.results.strategies import soonness, strategies
-from hvdtrain.results.table import Table, cell
+from hvdtrain.results.read.frame import Loaded
+from hvdtrain.results.tables import strategies
+from hvdtrain.results.tables.model import Table, cell
+from hvdtrain.results.tables.strategies import time_to_target
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
 
@@ -26,15 +22,16 @@ LETTERS = 54
 
 
 def to_target(loaded: Loaded, options: Options) -> Figure:
-    """Seconds of training until the target accuracy, with a panel per rate. Raises Failure (65) if no run got there."""
-    table = strategies(loaded, options.target)
+    """Seconds of training until the target, a panel per rate. Raises Failure (65) if no run reached it."""
+    table = strategies.table(loaded, options.target)
     times = [row["train_to_target_s"] for row in table.rows if row["train_to_target_s"] is not None]
+    goal = scores.goal(loaded.runs, options.target)
     if not times:
         best = scores.best(loaded.complete)
-        reached = "no run has validated" if best is None else f"the best reached {best}: try --target"
-        raise Failure(f"no run reached {scores.goal(loaded.runs, options.target)}; {reached}", exits.BAD_DATA)
+        reached = "no run has validated" if best is None else f"the best reached {best}; hint: set --target"
+        raise Failure(f"no run reached {goal}; {reached}", exits.BAD_DATA)
     looks = Looks(loaded)
-    drawn = [(title, by_strategy(table, rows)) for title, rows in table.sections()]
+    drawn = [(title, _by_label(table, rows)) for title, rows in table.sections()]
     panels.check(sum(len(rows) for _, rows in drawn), panels.MOST_BARS, "rows")
     heights = [sum(ROW_IN + LINE_IN * (label.count("\n") + 1) for label in rows) + 0.1 for _, rows in drawn]
     figure = Figure((WIDTH_IN, sum(heights) + 0.3 * len(drawn) + 0.9), layout="constrained")
@@ -42,54 +39,49 @@ def to_target(loaded: Loaded, options: Options) -> Figure:
     looks.legend(axes[0], (row["hosts"] for row in table.rows if row["hosts"]))
     for axis, (title, rows), height in zip(axes, drawn, heights, strict=True):
         style.title(axis, title)
-        panel(axis, rows, looks, height)
+        _panel(axis, rows, looks, height)
     if max(one.mean for one in times) > style.WIDE * min(one.mean for one in times):
         style.log_scale(axes[0], "x")
     else:
         axes[0].set_xlim(left=0)
-    axes[-1].set_xlabel(f"training until {scores.goal(loaded.runs, options.target)} (s)")
+    axes[-1].set_xlabel(f"training until {goal} (s)")
     style.legend(figure, list(axes), style.repeats([one.n for one in times]))
     return figure
 
 
-def by_strategy(table: Table, rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Label -> rows of one section, the soonest first; the label tells too in what else rows differ and who failed."""
+def _by_label(table: Table, rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Label -> rows of one section, fastest first. The label names the other differences, and failures."""
     keys = [column.key for column in table.columns]
     others = [column for column in table.columns[1 : keys.index("n")] if column.key != "hosts"]
     found: dict[str, list[dict[str, Any]]] = {}
-    for row in sorted(rows, key=soonness):
+    for row in sorted(rows, key=time_to_target):
         words = [row["strategy"], *(f"{column.label} {cell(row.get(column.key), column)}" for column in others)]
         found.setdefault(", ".join(words), []).append(row)
-    return {style.wrapped(label + missed(members), LETTERS): members for label, members in found.items()}
+    return {style.wrapped(label + _failures(members), LETTERS): members for label, members in found.items()}
 
 
-def missed(rows: list[dict[str, Any]]) -> str:
-    """` (2 of 3 reached it on 4 hosts)`, where not all runs got there."""
+def _failures(rows: list[dict[str, Any]]) -> str:
+    """` (2 of 3 reached it on 4 hosts)` if some runs did not reach the target."""
     some = [row for row in rows if row["reached"] != f"{row['n']} of {row['n']}"]
     words = [f"{row['reached']} reached it on {many(row['hosts'], 'hosts')}" for row in some]
     return f" ({', '.join(words)})" if words else ""
 
 
-def panel(axis: Any, rows: dict[str, list[dict[str, Any]]], looks: Looks, height_in: float) -> None:
-    """The rows of one rate from above, each label above its marks; a line at the soonest single host."""
+def _panel(axis: Any, rows: dict[str, list[dict[str, Any]]], looks: Looks, height_in: float) -> None:
+    """The rows of one rate, each label above its marks, and a line at the fastest single host."""
     y = 0.0
     for label, members in rows.items():
         text_in = LINE_IN * (label.count("\n") + 1)
-        axis.text(
-            0, y + text_in, label, transform=axis.get_yaxis_transform(), va="bottom", fontsize=8, linespacing=1.1,
-            bbox={"facecolor": style.PAPER, "edgecolor": "none", "pad": 0.5},
-        )  # fmt: skip
+        place = {"transform": axis.get_yaxis_transform(), "va": "bottom", "fontsize": 8, "linespacing": 1.1}
+        axis.text(0, y + text_in, label, bbox={"facecolor": style.PAPER, "edgecolor": "none", "pad": 0.5}, **place)
         y += text_in + ROW_IN
         for row in members:
             time, hosts = row["train_to_target_s"], row["hosts"] or 1
             if time is not None:
-                mbit = math.nan if row["rate_mbit"] is None else row["rate_mbit"]
-                colour = looks.line(mbit, hosts)["color"]
-                axis.errorbar(
-                    time.mean, y - ROW_IN / 2, xerr=style.bars([time]), color=colour, **looks.marker(hosts), linewidth=1
-                )
-    alone = [row["train_to_target_s"] for members in rows.values() for row in members if row["hosts"] == 1]
-    if known := [one.mean for one in alone if one is not None]:
+                look = {"color": looks.line(row["rate_mbit"], hosts)["color"], "linewidth": 1, **looks.marker(hosts)}
+                axis.errorbar(time.mean, y - ROW_IN / 2, xerr=style.bars([time]), **look)
+    single = [row["train_to_target_s"] for members in rows.values() for row in members if row["hosts"] == 1]
+    if known := [one.mean for one in single if one is not None]:
         axis.axvline(min(known), color=style.INK, linewidth=0.8, linestyle=":", label="one host")
     axis.set_ylim(height_in, 0)
     axis.set_yticks([])

@@ -1,8 +1,8 @@
-"""How every figure looks: colours, markers, sizes, axes; and how it becomes bytes that are the same each time.
+"""The look of all figures (colours, markers, sizes, axes), and their encoding into reproducible bytes.
 
-Colours are Okabe and Ito's ("Color universal design", 2008), which colour-blind readers tell apart; each comes with its
-own marker, line style or hatch, so that a figure printed in grey still reads. Nothing of a reader's own matplotlib
-settings enters. Figures are objects of their own: pyplot and its global state are not used.
+Colour-blind readers can distinguish the colours, which are Okabe and Ito's ("Color universal design", 2008). Each has
+its own marker, line style or hatch, so that a figure is also legible in grey. The user's matplotlib settings have no
+effect, and pyplot with its global state is not used.
 """
 
 from __future__ import annotations
@@ -18,20 +18,18 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator
 
 INK, SOFT, GRID, PAPER = "#1b1f24", "#5c6670", "#d8dce1", "#ffffff"
-LIGHT, DARK = "#fefefe", "#111111"
-"""Letters on a coloured cell, which stay as they are on dark paper too"""
 BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"
 COLOURS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY)
 MARKERS = ("o", "s", "^", "D", "v", "X", "P")
 LINES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 LONG = (0, (9, 3))
-"""Dashes of a line that shows no measurement"""
+"""Dashes of a line that is not a measurement"""
 
 WIDE = 10.0
-"""Values that differ by more than this factor are shown on a logarithmic scale"""
+"""Values that differ by more than this factor get a logarithmic scale"""
 
 WIDTH_IN = 6.7
-"""The text width of an A4 page, so that a figure enters a report unscaled, its 8-point letters legible"""
+"""The text width of an A4 page, so that a figure needs no scaling"""
 
 SETTINGS: Any = {
     "font.family": "sans-serif",
@@ -67,7 +65,7 @@ SETTINGS: Any = {
     "patch.linewidth": 0.5,
     "savefig.dpi": 200,
     "text.color": INK,
-    "text.parse_math": False,  # a host's name may hold a $
+    "text.parse_math": False,  # a host's name may contain a $
     "xtick.color": SOFT,
     "ytick.color": SOFT,
     "xtick.labelcolor": INK,
@@ -77,7 +75,7 @@ SETTINGS: Any = {
     "pdf.fonttype": 42,
 }
 
-# What would differ from one call to the next, or from one machine to another, stays out of the file.
+# Metadata that differ between calls or machines are left out of the file.
 UNDATED: dict[str, dict[str, None]] = {
     "svg": {"Date": None, "Creator": None, "Format": None, "Type": None},
     "png": {"Software": None},
@@ -87,7 +85,7 @@ UNDATED: dict[str, dict[str, None]] = {
 
 @contextmanager
 def settings(extra: Any = None) -> Iterator[None]:
-    """Within it our settings of matplotlib hold, after it the user's again."""
+    """Uses our matplotlib settings inside the block."""
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(SETTINGS)
@@ -96,10 +94,10 @@ def settings(extra: Any = None) -> Iterator[None]:
 
 
 def encode(figure: Figure, kind: str, *, letters: str = "path") -> bytes:
-    """The figure as a file of `kind` (a key of UNDATED); equal figures give equal bytes.
+    """The figure as a file of `kind` (a key of UNDATED). Equal figures give equal bytes.
 
-    `letters` of an SVG: "path" draws them, so that they look the same everywhere; "none" leaves them text, which
-    readers can select, search and have read to them.
+    `letters` of an SVG: "path" draws them, so that they look the same everywhere; "none" keeps them as text that
+    readers can select and search.
     """
     stream = io.BytesIO()
     with settings({"svg.hashsalt": "hvdtrain", "svg.fonttype": letters}):
@@ -107,29 +105,25 @@ def encode(figure: Figure, kind: str, *, letters: str = "path") -> bytes:
     return stream.getvalue()
 
 
-def colour(index: int) -> str:
-    return COLOURS[index % len(COLOURS)]
-
-
 def line(index: int) -> dict[str, Any]:
-    """Colour and style of the index-th kind of line; the first thirty differ."""
-    return {"color": colour(index), "linestyle": LINES[index % len(LINES)]}
+    """Colour and style of the index-th line. The first thirty differ."""
+    return {"color": COLOURS[index % len(COLOURS)], "linestyle": LINES[index % len(LINES)]}
 
 
 def marker(index: int) -> dict[str, Any]:
-    """The index-th marker, in the colour of its line; the first seven differ."""
+    """The index-th marker. The first seven differ."""
     return {"marker": MARKERS[index % len(MARKERS)], "markeredgecolor": PAPER, "markeredgewidth": 0.5}
 
 
 def bars(values: Sequence[Any]) -> list[list[float]]:
-    """Below and above each Statistic or Interval, what its error bar is long."""
+    """Lengths of the error bars below and above each Statistic or Interval."""
     spans = [one.span or (one.mean, one.mean) for one in values]
     below = [one.mean - low for one, (low, _) in zip(values, spans, strict=True)]
     return [below, [high - one.mean for one, (_, high) in zip(values, spans, strict=True)]]
 
 
 def grid(panels: int, *, columns: int = 2, height_in: float = 2.5, **shared: Any) -> tuple[Figure, list[Any]]:
-    """A figure with `panels` axes, at most `columns` beside each other, and its axes in reading order."""
+    """A figure with `panels` axes, at most `columns` next to each other, and its axes in reading order."""
     across = min(panels, columns)
     rows = -(-panels // across)
     width = WIDTH_IN if across > 1 else 0.7 * WIDTH_IN
@@ -139,17 +133,17 @@ def grid(panels: int, *, columns: int = 2, height_in: float = 2.5, **shared: Any
     for spare in flat[panels:]:
         spare.remove()
     for above in range(panels - across, panels - (panels % across or across)):
-        flat[above].tick_params(labelbottom=True)  # nothing is below it, so its own labels must show
+        flat[above].tick_params(labelbottom=True)  # no panel is below it
     return figure, flat[:panels]
 
 
 def first_column(axes: Sequence[Any]) -> list[Any]:
-    """Those of the axes that stand at the left edge of the figure."""
+    """The axes at the left edge of the figure."""
     return [axis for axis in axes if axis.get_subplotspec().is_first_col()]
 
 
 def wrapped(text: str, letters: int) -> str:
-    """The text on lines of at most so many letters, parted at spaces, commas and plus signs where it can be."""
+    """The text in lines of at most `letters` letters, split at spaces, commas and plus signs if possible."""
     lines = [""]
     for part in re.findall(rf"\n|[^\s,+]{{1,{letters}}}[ ,+]*|[ ,+]+", text):
         if part == "\n" or (lines[-1] and len(lines[-1] + part.rstrip()) > letters):
@@ -159,41 +153,25 @@ def wrapped(text: str, letters: int) -> str:
 
 
 def title(axis: Any, text: str) -> None:
-    """Sets a panel's title, wrapped to the panel's width."""
+    """Sets a panel's title, wrapped to its width."""
     across = axis.get_subplotspec().get_gridspec().ncols
     axis.set_title(wrapped(text, int((72 * axis.figure.get_figwidth() - 50) / across / 6.4)))
 
 
-def across_figure(figure: Figure, text: str) -> str:
-    """The text on lines as wide as the figure, in letters of 8 points."""
-    return wrapped(text, int(72 * figure.get_figwidth() / 4.6))
-
-
-def barh(axis: Any, values: Sequence[Any], **look: Any) -> None:
-    """A horizontal bar per Statistic, from above, with its spread; no bar for None."""
-    for index, one in enumerate(values):
-        if one is not None:
-            label = look.pop("label", None)
-            axis.barh(
-                index, one.mean, xerr=bars([one]) if one.span else None, height=0.7, edgecolor=PAPER, ecolor=INK,
-                label=label, error_kw={"elinewidth": 0.9, "capsize": 2}, **look,
-            )  # fmt: skip
-
-
 def legend(figure: Figure, axes: Sequence[Any], title: str) -> None:
-    """One legend below the figure for all axes, each label once, in as many columns as fit."""
+    """One legend below the figure for all axes, with each label once."""
     found: dict[str, Any] = {}
     for one in axes:
         for handle, label in zip(*one.get_legend_handles_labels(), strict=True):
             found.setdefault(label, handle)
     width = 40 + 4.6 * max(map(len, found), default=0)
     across = max(1, min(len(found), int(72 * figure.get_figwidth() / width)))
-    title = across_figure(figure, title)
+    title = wrapped(title, int(72 * figure.get_figwidth() / 4.6))
     figure.legend(found.values(), found.keys(), loc="outside lower center", ncols=across, title=title)
 
 
 def log_scale(axis: Any, which: str) -> None:
-    """A logarithmic x or y axis with plain numbers, also between the powers of ten where there is room."""
+    """A logarithmic x or y axis with plain numbers, also between the powers of ten if there is room."""
     axis.set(**{f"{which}scale": "log"})
     scale, most = (axis.xaxis, 200) if which == "x" else (axis.yaxis, 1e4)
 
@@ -208,18 +186,18 @@ def log_scale(axis: Any, which: str) -> None:
 
 
 def count(counts: Sequence[int]) -> str:
-    """`n = 3`, `n = 2 to 3`: how many runs are behind each mean, those without any left out."""
+    """`n = 3`, `n = 2 to 3`: the number of runs behind each mean."""
     some = [number for number in counts if number]
     least, most = min(some), max(some)
     return f"n = {least}" if least == most else f"n = {least} to {most}"
 
 
 def repeats(counts: Sequence[int], what: str = "bars") -> str:
-    """`bars: 95 % interval of the mean, n = 3`: what the error bars are, for a legend's title."""
+    """`bars: 95 % interval of the mean, n = 3`: the meaning of the error bars."""
     if max(counts) < 2:
         return f"{count(counts)}: no spread"
     several = max(counts) > 2
     words = ["95 % interval of the mean"] if several else []
-    words += ["both values where n = 2" if several else "from one value to the other"] if 2 in counts else []
-    words += ["none where n = 1"] if 1 in counts else []
+    words += ["both values if n = 2" if several else "both values"] if 2 in counts else []
+    words += ["none if n = 1"] if 1 in counts else []
     return f"{what}: {'; '.join(words)}, {count(counts)}"

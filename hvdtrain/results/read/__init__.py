@@ -1,0 +1,1 @@
+"""From run folders to a data frame with one row per run."""

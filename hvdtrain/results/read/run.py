@@ -1,0 +1,282 @@
+"""Reads one run folder into one row of the data frame. Its columns are declared in `columns.RUNS`."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hvdtrain import records
+from hvdtrain.records.metrics import Score
+from hvdtrain.results import scores
+from hvdtrain.results.columns import NOT_SETTINGS, RUNS
+from hvdtrain.results.read import energy, steps
+from hvdtrain.results.read.folders import Problem, exists
+from hvdtrain.results.read.values import mean, number, numbers, text
+from hvdtrain.system.exits import Failure, printable
+
+PAYLOAD_SHARE = 0.936
+"""Share of a link's rate that TCP payload gets with both directions busy: 1448 of 1514 bytes, minus acknowledgements"""
+FP32_BYTES = 4
+SET_ASIDE = re.compile(r".*-r\d+-(failed|other|unfinished)\d+")
+"""New name of a run folder when a sweep repeats the run"""
+
+
+def row(folder: Path, problems: list[Problem]) -> dict[str, Any]:
+    """The run's row; None for values that were not measured. A run that cannot be read becomes a refused row."""
+    found: dict[str, Any] = dict.fromkeys(RUNS)
+    found |= {"run_dir": str(folder), "run": printable(folder.name), "kind": "timing", "state": "refused"}
+    try:
+        manifest = records.read_document(folder / "manifest.json", records.Manifest)
+        found |= _settings_of(manifest)
+        score_columns, declared = scores.row(manifest.metric, str(folder / "manifest.json"))
+        found |= score_columns
+        if exists(folder / "point.json"):
+            found |= _point(records.read_document(folder / "point.json", records.Point))
+            if SET_ASIDE.fullmatch(folder.name):
+                found["marked"] = found["marked"] or "set aside by its sweep"
+        if found["hosts"] == 1:
+            found["rate_mbit"] = None  # uses no link, and is therefore the baseline of every rate
+        found |= _measured(folder, manifest, declared, found, problems)
+    except Failure as failure:
+        problems.append(_problem(failure))
+        found["state"] = "refused"
+    return found
+
+
+def _problem(failure: Failure) -> Problem:
+    """Splits the message `path:line: what` of a Failure."""
+    head, _, what = str(failure).partition(": ")
+    path, _, line = head.rpartition(":")
+    if line.isdigit():
+        return Problem(printable(path), int(line), printable(what))
+    return Problem(printable(head), None, printable(what))
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+
+def _settings_of(manifest: records.Manifest) -> dict[str, Any]:
+    config, plan, hosts = manifest.config, manifest.plan, manifest.hosts
+    devices = {"cpu" if rank.get("device") == "cpu" else "gpu" for rank in manifest.ranks}
+    cpu_ranks = [rank for rank in manifest.ranks if rank.get("device") == "cpu"]
+    cores = {str(rank.get("host")): rank.get("cores") for rank in cpu_ranks}
+    processors = sorted({str(rank["cpu"]) for rank in manifest.ranks if rank.get("cpu")})
+    parameters = number(manifest.model.get("parameters"))
+    return {
+        "started_utc": printable(manifest.started_utc),
+        "workload": printable(manifest.workload),
+        "framework": text(config.get("framework")),
+        "strategy": text(config.get("strategy")),
+        "backend": printable(manifest.backend),
+        "hosts": len(hosts) or None,
+        "ranks": len(manifest.ranks) or None,
+        "ranks_per_host": len(manifest.ranks) / len(hosts) if hosts else None,
+        "device": None if not devices else devices.pop() if len(devices) == 1 else "mixed",
+        "cores": mean(cores.values()),
+        "threads": mean(rank.get("threads") for rank in cpu_ranks),
+        "processor": printable(" and ".join(processors)) or None,
+        "precision": text(config.get("precision")),
+        "rate_mbit": _rate_mbit(manifest.links),
+        "goodput_mbit": min(numbers(link.get("goodput_mbit") for link in manifest.links), default=None),
+        "parameters": parameters,
+        "payload_bytes": parameters and FP32_BYTES * parameters,
+        "rank_batch": number(plan.get("rank_batch")),
+        "global_batch": number(plan.get("global_batch")),
+        "epochs": number(config.get("epochs")),
+        "steps": number(plan.get("steps")),
+        "seed": number(config.get("seed")),
+        "train_samples": number(config.get("epoch_samples") or manifest.data.get("train")),
+        "data_fingerprint": text(manifest.data.get("fingerprint")),
+        "marked": _observed(config),
+        "settings": json.dumps(_other_settings(config, plan)),
+    }
+
+
+def _other_settings(config: Mapping[str, Any], plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings without a column. A resumed run records the micro-batches that others leave to the default."""
+    found = {key: config[key] for key in sorted(config) if key not in NOT_SETTINGS}
+    if found.get("micro_batches", 1) is None:
+        found["micro_batches"] = plan.get("micro_batches")
+    return found
+
+
+def _observed(config: Mapping[str, Any]) -> str | None:
+    """Why the times of a profiled run cannot be trusted."""
+    flags = [f"--{key.replace('_', '-')}" for key in ("profile", "horovod_timeline") if config.get(key)]
+    return f"slowed by {' and '.join(flags)}" if flags else None
+
+
+def _rate_mbit(links: list[dict[str, Any]]) -> float | None:
+    """The lowest rate of any link's throttle; None without a throttle."""
+    throttles = [link["throttle"] for link in links if isinstance(link.get("throttle"), dict)]
+    return min(numbers(each.get(key) for each in throttles for key in ("up_mbit", "down_mbit")), default=None)
+
+
+def _point(point: records.Point) -> dict[str, Any]:
+    cluster = point.settings.get("cluster")
+    found: dict[str, Any] = {
+        "fill": number(cluster.get("fill")) if isinstance(cluster, dict) else None,
+        "sweep": printable(point.sweep),
+        "point": printable(point.point),
+        "repeat": point.repeat,
+        "launcher": text(point.settings.get("launcher")),
+        "kind": printable(point.kind),
+    }
+    if point.marked is not None:
+        found["marked"] = printable(point.marked)
+    return found if point.rate_mbit is None else found | {"rate_mbit": point.rate_mbit}
+
+
+# --- measurements -----------------------------------------------------------------------------------------------------
+
+
+def _measured(
+    folder: Path,
+    manifest: records.Manifest,
+    declared: Mapping[str, Score],
+    settings: Mapping[str, Any],
+    problems: list[Problem],
+) -> dict[str, Any]:
+    path = metrics_file(folder)
+    complete = exists(folder / "COMPLETE")
+    if not exists(path) and not complete:
+        return {"state": "unfinished"}
+
+    def incomplete(line: int) -> None:
+        problems.append(Problem(str(path), line, "incomplete line ignored"))
+
+    metrics = steps.read(path, incomplete, declared)
+    summary = metrics.summary
+    if not complete:
+        return {"state": "unfinished", "resumed": metrics.resumed}
+    if summary is None:
+        raise Failure(f"{path}: no summary at the end of the file, although COMPLETE exists")
+    sums = metrics.sums
+    if sums.steps != summary.steps:
+        what = f"has {sums.steps} of {summary.steps} steps, so times and bytes per step are ignored"
+        problems.append(Problem(str(path), None, what))
+        sums = steps.Sums()
+    found = _from_summary(summary, metrics.checkpoint_s) | _batch(summary, manifest)
+    found |= {"state": "complete", "resumed": metrics.resumed} | _resumed_elsewhere(metrics, manifest)
+    found |= _scores(summary, settings["primary_metric"], declared)
+    found |= _per_step(sums) | _network(summary, metrics, sums, manifest, settings["rate_mbit"])
+    # The clocks are of the last start, the sums and the samples of all starts.
+    began, ended = summary.began_unix_s, summary.ended_unix_s
+    expected_s = max(found["end_to_end_s"], 0.0 if began is None or ended is None else ended - began)
+    return found | energy.columns(folder, manifest, expected_s, problems)
+
+
+def metrics_file(run_dir: Path | str) -> Path:
+    """The file of rank 0's records."""
+    return Path(run_dir) / "metrics" / "rank0000.jsonl"
+
+
+def _from_summary(summary: records.Summary, saved_s: float) -> dict[str, Any]:
+    checkpoint_s = None if summary.checkpoint_s is None else max(summary.checkpoint_s, saved_s)
+    phases = (summary.train_s, summary.validation_s, summary.test_s, checkpoint_s)
+    timed = [(number(each.get("samples")), number(each.get("median_s"))) for each in summary.inference]
+    return {
+        "ranks": summary.ranks,
+        "epochs": summary.epochs or None,
+        "epochs_done": len(summary.validation_scores) or None,
+        "steps": summary.steps,
+        "train_s": summary.train_s,
+        "validation_s": summary.validation_s,
+        "test_s": summary.test_s,
+        "checkpoint_s": checkpoint_s,
+        "end_to_end_s": math.fsum(phase for phase in phases if phase is not None),
+        "samples_per_s": summary.samples_per_s,
+        "peak_rss_bytes": summary.peak_rss_bytes,
+        "first_step_s": summary.first_step_s,
+        "inference": {int(samples): median_s for samples, median_s in timed if samples and median_s} or None,
+    }
+
+
+def _batch(summary: records.Summary, manifest: records.Manifest) -> dict[str, Any]:
+    """The batch of a script, which its manifest does not contain."""
+    batch = summary.global_batch
+    if batch is None or "global_batch" in manifest.plan:
+        return {}
+    return {"global_batch": batch, "rank_batch": batch / summary.ranks if summary.ranks else None}
+
+
+def _resumed_elsewhere(metrics: steps.RankMetrics, manifest: records.Manifest) -> dict[str, Any]:
+    """Marks a run whose number of ranks or hosts changed, because its times describe neither."""
+    first = (len(manifest.ranks), len(manifest.hosts))
+    moves = [each for each in metrics.starts if each.ranks and each.hosts and (each.ranks, each.hosts) != first]
+    if not moves:
+        return {}
+    later = [f"{each.ranks} on {each.hosts} from step {each.step}" for each in moves]
+    marked = f"its ranks changed: {first[0]} on {first[1]} host{'s' * (first[1] != 1)}, {', '.join(later)}"
+    return {"marked": marked, "hosts": None, "ranks": None, "ranks_per_host": None, "rank_batch": None}
+
+
+def _scores(summary: records.Summary, primary: str | None, declared: Mapping[str, Score]) -> dict[str, float | None]:
+    """Scores of the test and of the best epoch by the primary metric (the last one if several are equal)."""
+    if primary is None:  # a script without scores
+        return {}
+    best: dict[str, float] = {}
+    for epoch in summary.validation_scores:
+        if primary in epoch and (not best or not declared[primary].better(best[primary], epoch[primary])):
+            best = epoch
+    found = {"test_score": summary.test_scores.get(primary), "best_validation_score": best.get(primary)}
+    for name in declared:
+        found |= {f"test_{name}": summary.test_scores.get(name), f"best_validation_{name}": best.get(name)}
+    return found
+
+
+def _per_step(sums: steps.Sums) -> dict[str, Any]:
+    found: dict[str, Any] = {"bytes_per_step": sums.bytes_sent / sums.steps if sums.steps else None}
+    if not sums.timed:
+        return found | dict.fromkeys(("step_s", "communication_s"))
+    communication_s = None if sums.communication_s is None else sums.communication_s / sums.timed
+    step_s = ((sums.data_s or 0.0) + sums.compute_s + (sums.communication_s or 0.0)) / sums.timed
+    return found | {
+        "step_s": step_s,
+        "data_s": None if sums.data_s is None else sums.data_s / sums.timed,
+        "compute_s": sums.compute_s / sums.timed,
+        "communication_s": communication_s,
+        "communication_share": None if communication_s is None or not step_s else communication_s / step_s,
+    }
+
+
+def _network(
+    summary: records.Summary,
+    metrics: steps.RankMetrics,
+    sums: steps.Sums,
+    manifest: records.Manifest,
+    rate_mbit: float | None,
+) -> dict[str, Any]:
+    """Bytes on the network, the limits, and how close the exchange comes to the limit of its strategy.
+
+    A NIC's counters start with the process, so they cover the steps since the last start.
+    """
+    found: dict[str, Any] = {}
+    hosts, since_start = len(manifest.hosts), summary.steps - metrics.last_start
+    busiest = numbers(nic.get(key) for nic in summary.nic_bytes for key in ("sent_bytes", "received_bytes"))
+    if busiest and since_start > 0:
+        found["network_bytes_per_step"] = max(busiest) / since_start
+    parameters = number(manifest.model.get("parameters"))
+    limit_bytes = None
+    if hosts > 1 and parameters is not None and manifest.plan.get("stages", 1) == 1:  # stages send activations
+        limit_bytes = found["limit_bytes_per_step"] = 2 * (hosts - 1) / hosts * FP32_BYTES * parameters
+    # With several ranks per host, rank 0's bytes are not the host's: only exact strategies have a known limit.
+    one_rank_per_host = len(manifest.ranks) <= hosts
+    sent_bytes = sums.timed_bytes_sent / sums.timed if sums.timed else None
+    if not one_rank_per_host:
+        sent_bytes = limit_bytes if manifest.exchange.get("exact") else None
+    if not rate_mbit:
+        return found
+    bytes_per_s = PAYLOAD_SHARE * rate_mbit * 1e6 / 8
+    if limit_bytes is not None:
+        found["limit_s_per_step"] = limit_bytes / bytes_per_s
+    if sent_bytes is None:
+        return found
+    limit_s = found["strategy_limit_s_per_step"] = sent_bytes / bytes_per_s
+    per_step = _per_step(sums)
+    exchange_s = per_step["step_s" if manifest.exchange.get("overlaps_with") else "communication_s"]
+    return found | {"network_efficiency": limit_s / exchange_s if exchange_s else None}

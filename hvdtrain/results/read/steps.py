@@ -1,0 +1,159 @@
+"""Adds up a rank's metrics file in a memory that does not depend on the number of steps.
+
+Of two records of the same step, the later one counts. A run that was resumed, or started again in the same folder,
+repeats steps: the earlier records of these steps do not count. Such a file is read a second time, once the repeated
+steps are known.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from hvdtrain import records
+from hvdtrain.records.metrics import Score
+from hvdtrain.results import scores
+
+
+@dataclasses.dataclass
+class Sums:
+    """Sums over the steps that count. Sums of times exclude warm-up steps."""
+
+    steps: int = 0
+    timed: int = 0
+    data_s: float | None = 0.0
+    """None if any step has none, like communication_s"""
+    compute_s: float = 0.0
+    communication_s: float | None = 0.0
+    bytes_sent: int = 0
+    timed_bytes_sent: int = 0
+
+    def add(self, step: records.Step) -> None:
+        self.steps += 1
+        self.bytes_sent += step.bytes_sent
+        if step.warmup:
+            return
+        self.timed += 1
+        self.timed_bytes_sent += step.bytes_sent
+        self.compute_s += step.compute_s
+        self.data_s = _add(self.data_s, step.data_s)
+        self.communication_s = _add(self.communication_s, step.communication_s)
+
+
+def _add(sum_s: float | None, seconds: float | None) -> float | None:
+    return None if sum_s is None or seconds is None else sum_s + seconds
+
+
+class Restarts:
+    """The lines at which a file returns to an earlier step, and these steps, both in ascending order."""
+
+    def __init__(self) -> None:
+        self._lines: list[int] = []
+        self._steps: list[int] = []
+        self._expected = 0  # the step after the last one
+
+    def add(self, line: int, record: records.Step | records.Resumed) -> bool:
+        """Call it with each Step and Resumed record in order. Returns whether the file returns to an earlier step."""
+        step = record.step
+        restarted, self._expected = step < self._expected, step + isinstance(record, records.Step)
+        if restarted:
+            while self._steps and self._steps[-1] >= step:
+                self._steps.pop()
+                self._lines.pop()
+            self._lines.append(line)
+            self._steps.append(step)
+        return restarted
+
+    def __bool__(self) -> bool:
+        return bool(self._lines)
+
+    def superseded(self, line: int, step: int) -> bool:
+        """Whether the record of `step` (from 0) on that line was replaced later."""
+        later = bisect.bisect_right(self._lines, line)
+        return later < len(self._steps) and step >= self._steps[later]
+
+
+@dataclasses.dataclass
+class RankMetrics:
+    """The content of a rank's metrics file."""
+
+    sums: Sums
+    restarts: Restarts
+    last_start: int = 0
+    """First step of the last process"""
+    resumed: bool = False
+    checkpoint_s: float = 0.0
+    """Time of every checkpoint that counts. The summary's sum excludes those that a run was resumed from"""
+    starts: list[records.Resumed] = dataclasses.field(default_factory=list)
+    """Every resume from a checkpoint"""
+    summary: records.Summary | None = None
+
+
+def read(path: Path, incomplete: Callable[[int], None], declared: Mapping[str, Score]) -> RankMetrics:
+    """Reads the file, twice if steps were repeated. `declared` are the scores that its records may contain.
+
+    Raises Failure (65, 74, 77) with file:line.
+    """
+    metrics = RankMetrics(Sums(), Restarts())
+    for line, record in records.read_lines(path, incomplete):
+        match record:
+            case records.Step() | records.Resumed():
+                metrics.summary = None
+                restarted = metrics.restarts.add(line, record)
+                if isinstance(record, records.Step):
+                    metrics.sums.add(record)
+                else:
+                    metrics.starts.append(record)
+                if restarted or isinstance(record, records.Resumed):
+                    metrics.last_start, metrics.resumed = record.step, True
+            case records.Saved():
+                metrics.checkpoint_s += record.checkpoint_s
+            case records.Summary():
+                metrics.summary = record
+                for by_name in (record.test_scores, *record.validation_scores):
+                    scores.check(by_name, declared, f"{path}:{line}")
+            case records.Epoch():
+                for by_name in (record.train_scores, record.validation_scores):
+                    scores.check(by_name, declared, f"{path}:{line}")
+    if metrics.restarts:
+        metrics.sums, metrics.checkpoint_s = Sums(), 0.0
+        for line, record in records.read_lines(path):
+            if isinstance(record, records.Step) and not metrics.restarts.superseded(line, record.step):
+                metrics.sums.add(record)
+            elif isinstance(record, records.Saved) and not metrics.restarts.superseded(line, record.step - 1):
+                metrics.checkpoint_s += record.checkpoint_s
+    return metrics
+
+
+@dataclasses.dataclass(frozen=True)
+class TimedEpoch:
+    epoch: records.Epoch
+    trained_s: float
+    """Seconds of training until the end of the epoch"""
+    elapsed_s: float
+    """Seconds until the end of its validation, including earlier validations and checkpoints"""
+
+
+def epochs(path: Path) -> list[TimedEpoch]:
+    """The epochs that count, in order. Raises Failure."""
+    restarts = Restarts()
+    kept: list[tuple[int, records.Epoch | records.Saved]] = []
+    for line, record in records.read_lines(path):
+        if isinstance(record, records.Epoch | records.Saved):
+            kept.append((line, record))
+        elif isinstance(record, records.Step | records.Resumed):
+            restarts.add(line, record)
+    timed: list[TimedEpoch] = []
+    trained_s = other_s = 0.0
+    for line, each in kept:
+        if restarts.superseded(line, each.step - 1):
+            continue
+        if isinstance(each, records.Saved):
+            other_s += each.checkpoint_s
+        else:
+            trained_s += each.train_s
+            other_s += each.validation_s
+            timed.append(TimedEpoch(each, trained_s, trained_s + other_s))
+    return timed

@@ -1,0 +1,1 @@
+"""`hvdtrain results report`: one HTML page about a set of runs."""

@@ -1,0 +1,183 @@
+"""`hvdtrain results energy`: joules, energy-delay product and samples per joule.
+
+    EDP = t sum_d(e_d)
+
+t is the end-to-end time and e_d the energy of device d. One column adds up the devices that ranks compute on, another
+all measured devices. Both are relative to a baseline (as in Cruz Varona, 2021, whose baseline is one GPU).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from hvdtrain.results import groups
+from hvdtrain.results.columns import label
+from hvdtrain.results.comparability import DEVICES, Baseline, describe, obstacles
+from hvdtrain.results.groups import Group
+from hvdtrain.results.read.frame import Loaded
+from hvdtrain.results.statistics import Interval, Statistic, product, ratio, summary
+from hvdtrain.results.tables.columns import SPREAD_NOTE, N, common, key_cells, key_column, left_out, ordered, varying
+from hvdtrain.results.tables.model import Column, Table
+from hvdtrain.system import exits
+from hvdtrain.system.exits import Failure
+
+SPARE = ("samples_per_j", "edp", "energy_j", "n")
+
+
+@dataclasses.dataclass(frozen=True)
+class Energy:
+    """The energy of a group's runs."""
+
+    group: Group
+    figures: dict[str, Any]
+    """Cells of the table, and the EDP: `edp_js` of all devices, `edp_used_js` of those that ranks compute on"""
+
+
+def of(group: Group) -> Energy:
+    """Times come from timing runs, or from the energy runs if there are no others."""
+    timed = group.values("end_to_end_s")
+    joules = group.column("energy_j")
+    measured = [not groups.is_missing(each) for each in joules]
+    kinds = [kind for kind, known in zip(group.column("kind"), measured, strict=True) if known]
+    separate = bool(timed) and "timing" not in kinds
+    own_s = [time for time, known in zip(group.column("end_to_end_s"), measured, strict=True) if known]
+    time_s = summary(timed if separate else own_s)
+    trained = zip(group.column("epochs_done"), group.column("train_samples"), joules, strict=True)
+
+    def edp(name: str) -> Statistic | Interval | None:
+        if separate:
+            return product(time_s, group.statistic(name))
+        return summary(t * e for t, e in zip(group.column("end_to_end_s"), group.column(name), strict=True))
+
+    figures = {
+        "n": sum(measured),
+        "end_to_end_s": time_s,
+        "energy_j": group.statistic("energy_j"),
+        "energy_used_j": group.statistic("energy_used_j"),
+        "edp_js": edp("energy_j"),
+        "edp_used_js": edp("energy_used_j"),
+        "samples_per_j": summary(done * samples / energy_j for done, samples, energy_j in trained if energy_j > 0),
+    }
+    return Energy(group, figures)
+
+
+def energies(loaded: Loaded) -> list[Energy]:
+    """The groups with at least one run whose energy was measured."""
+    return [of(group) for group in ordered(groups.by(groups.usable(loaded.runs))) if group.values("energy_j")]
+
+
+def choose_baseline(found: Sequence[Energy], baseline: Baseline | None) -> Energy:
+    """The group that the user selects; by default the one with the fewest ranks, preferably on a GPU.
+
+    Raises Failure (2) if the user selects no group, or several.
+    """
+    if baseline is None:
+        return min(found, key=_size)
+    fitting = [each for each in found if baseline.test(each.group)]
+    if len(fitting) != 1:
+        names = ", ".join(groups.varying([each.group for each in fitting]))
+        what = f"{len(fitting)} groups, which differ in {names}" if fitting else "no group with energy"
+        raise Failure(f"--baseline selects {what}; hint: select one", exits.USAGE)
+    return fitting[0]
+
+
+def _size(each: Energy) -> tuple[bool, float, bool]:
+    key = each.group.key
+    return key["device"] != "gpu", (key["hosts"] or 0) * (key["ranks_per_host"] or 0), key["backend"] != "none"
+
+
+def tables(loaded: Loaded, baseline: Baseline | None = None) -> list[Table]:
+    """A row for each group, and a second table by device. Raises Failure (2) for a bad baseline."""
+    found = energies(loaded)
+    notes = [*_absent(loaded), *left_out(loaded.runs, timing=False)]
+    if not found:
+        note = "no complete run has its energy measured; hint: train with --monitor power on a machine with sensors"
+        return [Table("energy", "Energy", [], [], [note, *notes])]
+    base = choose_baseline(found, baseline)
+    shown = varying([each.group for each in found])
+    unit, scale = _unit([each.figures["energy_j"].mean for each in found])
+    freed = baseline.names if baseline else frozenset()
+    rows = []
+    refused = []
+    for each in found:
+        names = [name for name in obstacles(each.group, base.group, DEVICES) if name not in freed]
+        edp = {name: None if names else _relative(each, base, f"{name}_js") for name in ("edp_used", "edp")}
+        rows.append(key_cells(each.group, shown) | each.figures | edp)
+        if names:
+            refused.append(
+                f"no EDP of {_words(each.group, shown)}: it differs from the baseline in "
+                f"{describe(each.group, base.group, names)}; hint: select another with --baseline"
+            )
+    columns = [
+        *map(key_column, shown),
+        N,
+        Column("end_to_end_s", "end to end", "s"),
+        Column("energy_used_j", "energy of used devices", unit, scale),
+        Column("energy_j", "energy", unit, scale),
+        Column("edp_used", "EDP of used devices", spread=False),
+        Column("edp", "EDP", spread=False),
+        Column("samples_per_j", "samples", "1/J", spread=False),
+    ]
+    notes = [
+        SPREAD_NOTE,
+        "EDP: end-to-end time x energy, relative to the baseline; used devices: those that a rank computes on",
+        f"baseline: {_words(base.group, shown)}",
+        *refused,
+        "end to end: of timing runs, or else of energy runs; samples: training samples per joule of all devices",
+        *_resumed(found),
+        *common([each.group for each in found], shown),
+        *notes,
+    ]
+    table = Table("energy", "Energy and energy-delay product", columns, rows, notes, spare=SPARE)
+    return [table, _by_device(found, shown)]
+
+
+def _relative(each: Energy, base: Energy, name: str) -> Interval | None:
+    """The value relative to the baseline's, with an interval if both are statistics."""
+    value, one = each.figures[name], base.figures[name]
+    if value is None or one is None or value.mean <= 0 or one.mean <= 0:
+        return None
+    if each is base:
+        return Interval(1.0)
+    if isinstance(value, Statistic) and isinstance(one, Statistic):
+        return ratio(value, one)
+    return Interval(value.mean / one.mean)
+
+
+def _unit(joules: Sequence[float]) -> tuple[str, float]:
+    largest = max(joules)
+    return ("MJ", 1e-6) if largest >= 1e6 else ("kJ", 1e-3) if largest >= 1e4 else ("J", 1.0)
+
+
+def _words(group: Group, shown: Sequence[str]) -> str:
+    cells = key_cells(group, shown)
+    return ", ".join(f"{label(name)} {value}" for name, value in cells.items() if value is not None)
+
+
+def _absent(loaded: Loaded) -> list[str]:
+    """Notes on devices without energy, each reason once."""
+    notes = [f"not measured: {reason}" for reason in dict.fromkeys(loaded.complete["energy_absent"].dropna())]
+    more = [f"not measured: {len(notes) - 5} more devices; see `hvdtrain results show RUN`"] if len(notes) > 5 else []
+    return notes[:5] + more
+
+
+def _resumed(found: Sequence[Energy]) -> list[str]:
+    count = sum(sum(map(bool, each.group.column("resumed"))) for each in found)
+    return [f"{count} runs were resumed: their energy includes repeated steps, their times do not"] if count else []
+
+
+def _by_device(found: Sequence[Energy], shown: Sequence[str]) -> Table:
+    rows = []
+    for each in found:
+        measured = [devices for devices in each.group.column("energy_by_device") if devices]
+        idle = {name for text in each.group.values("idle_devices") for name in text.split(",")}
+        for device in dict.fromkeys(name for devices in measured for name in devices):
+            joules = summary(devices[device] for devices in measured if device in devices)
+            about = {"host_device": device, "use": "idle" if device in idle else "used", "energy_j": joules}
+            rows.append(key_cells(each.group, shown) | about | {"n": joules.n if joules else 0})
+    unit, scale = _unit([row["energy_j"].mean for row in rows])
+    columns = [*map(key_column, shown), Column("host_device", "host:device"), Column("use", "use"), N]
+    columns.append(Column("energy_j", "energy", unit, scale))
+    return Table("energy_by_device", "Energy by device", columns, rows, spare=("n", "use"))

@@ -1,0 +1,145 @@
+"""`hvdtrain results list`, `show`, `table` and `phases`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from hvdtrain.results import groups, scores
+from hvdtrain.results.columns import RUNS
+from hvdtrain.results.groups import short
+from hvdtrain.results.read import frame
+from hvdtrain.results.read.folders import Problem
+from hvdtrain.results.read.frame import Loaded
+from hvdtrain.results.tables.columns import (
+    FIGURES,
+    SPREAD_NOTE,
+    N,
+    group_notes,
+    grouped,
+    key_cells,
+    key_column,
+    score_columns,
+)
+from hvdtrain.results.tables.model import Column, Table, number
+from hvdtrain.system.exits import Failure, printable
+
+
+def listing(loaded: Loaded) -> Table:
+    """All runs, including those that do not count, and why not."""
+    names = ["run", "state", "started_utc", "hosts", "ranks", "rate_mbit"]
+    names += [name for name in ("workload", "framework", "strategy", "kind") if loaded.runs[name].nunique() > 1]
+    shown = [FIGURES["train_s"], *score_columns(loaded.runs)]
+    columns = [key_column(name) for name in names] + shown
+    runs = loaded.runs.sort_values(["started_utc", "run_dir"], na_position="last")
+    rows = []
+    for values in runs[[*names, *(one.key for one in shown), "marked"]].to_dict("records"):
+        row = {str(key): None if groups.is_missing(value) else short(str(key), value) for key, value in values.items()}
+        row["state"] = f"{row['state']}, marked" if row["marked"] and row["state"] == "complete" else row["state"]
+        rows.append(row)
+    notes = [f"{row['run']} is marked: {row['marked']}" for row in rows if row["marked"]]
+    spare = ("started_utc", "ranks", "kind", "workload", *(one.key for one in shown[1:]))
+    return Table("list", f"{len(rows)} runs", columns, rows, notes, spare=spare)
+
+
+def overview(loaded: Loaded, group_by: Sequence[str] | None = None) -> Table:
+    """The main measurements of each group of repeats."""
+    runs = groups.usable(loaded.runs)
+    found, shown = grouped(loaded.runs, group_by)
+    end_to_end = dataclasses.replace(FIGURES["end_to_end_s"], spread=False)  # to fit a terminal
+    figures = [FIGURES["train_s"], end_to_end, FIGURES["samples_per_s"], FIGURES["communication_share"]]
+    figures += score_columns(runs)
+    if runs["energy_j"].notna().any():
+        figures.append(FIGURES["energy_j"])
+    rows = [
+        key_cells(group, shown) | {"n": group.n} | {each.key: group.statistic(each.key) for each in figures}
+        for group in found
+    ]
+    columns = [key_column(name) for name in shown] + [N, *figures]
+    notes = [
+        SPREAD_NOTE,
+        *group_notes(loaded.runs, found, shown, group_by),
+        "train: training phase; end to end: with validation, test and checkpoints; waiting for exchange: share of a "
+        "step that rank 0 waits after backward",
+    ]
+    spare = ("end_to_end_s", "communication_share", "n", "samples_per_s")
+    return Table("table", f"{len(found)} groups of runs", columns, rows, notes, spare=spare)
+
+
+def phases(loaded: Loaded, group_by: Sequence[str] | None = None) -> Table:
+    """The phases of a run, and the parts of a step."""
+    found, shown = grouped(loaded.runs, group_by)
+    names = ["train_s", "validation_s", "test_s", "checkpoint_s", "data_s", "compute_s", "communication_s"]
+    rows = [
+        key_cells(group, shown) | {"n": len(group.values("train_s"))} | {name: group.statistic(name) for name in names}
+        for group in found
+    ]
+    columns = [key_column(name) for name in shown] + [N] + [FIGURES[name] for name in names]
+    notes = [
+        SPREAD_NOTE,
+        "train, validation, test, checkpoint: seconds per run, without loading and initialisation (MLPerf's rule)",
+        "data, compute, waiting for exchange: milliseconds per step of rank 0, without warm-up. Communication that "
+        "backward hides counts as compute. -: the framework cannot separate them",
+        *group_notes(loaded.runs, found, shown, group_by),
+    ]
+    spare = ("n", "checkpoint_s", "test_s", "validation_s", "data_s")
+    return Table("phases", "Where the time goes", columns, rows, notes, spare=spare)
+
+
+def run_facts(loaded: Loaded) -> Table:
+    """Every column of a single run, with unit and meaning."""
+    run = loaded.runs.iloc[0]
+    known = scores.all_columns(loaded.runs)
+    rows: list[dict[str, Any]] = [
+        {"what": name, "value": _text(run[name], column.unit), "meaning": column.meaning}
+        for name, column in known.items()
+        if not groups.is_missing(run[name]) and name not in ("settings", "scores", "energy_by_device", "inference")
+    ]
+    rows += [
+        {"what": name, "value": "null" if value is None else str(value), "meaning": "setting"}
+        for name, value in groups.settings(run["settings"]).items()
+    ]
+    rows += [
+        {"what": f"energy of {device}", "value": _text(joules, "J"), "meaning": "over the whole run"}
+        for device, joules in (run["energy_by_device"] or {}).items()
+    ]
+    rows += [
+        {"what": f"inference of {samples} samples", "value": _text(seconds, "s"), "meaning": RUNS["inference"].meaning}
+        for samples, seconds in (run["inference"] or {}).items()
+    ]
+    columns = [Column("what", "what"), Column("value", "value", prose=True), Column("meaning", "meaning", prose=True)]
+    missing = [name for name, column in known.items() if column.kind == "number" and groups.is_missing(run[name])]
+    notes = [f"not measured: {', '.join(missing)}"] if missing else []
+    return Table("show", str(run["run"]), columns, rows, notes, spare=("meaning",))
+
+
+def _text(value: Any, unit: str) -> str:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return printable(str(value))
+    return f"{number(float(value))} {unit}".strip()
+
+
+def run_epochs(loaded: Loaded) -> Table:
+    """The epochs of a single run that count, in order."""
+    columns = [
+        Column("epoch", "epoch"),
+        Column("train_loss", "train loss"),
+        Column("train_s", "train", "s"),
+        Column("elapsed_s", "elapsed", "s"),
+    ]
+    table = Table("epochs", "Epochs", columns, [], spare=("elapsed_s", "train_loss"))
+    run_dir = str(loaded.runs.iloc[0]["run_dir"])
+    try:
+        found = frame.epochs(run_dir)
+    except Failure as failure:
+        loaded.problems.append(Problem(run_dir, None, str(failure)))
+        return table
+    for part in ("validation", "train"):
+        names = [name for name in scores.shown(loaded.runs) if f"{part}_{name}" in found]
+        table.columns[2:2] = score_columns(loaded.runs, part, names) if names else []
+    for values in found.to_dict("records"):
+        row = {str(name): None if groups.is_missing(value) else value for name, value in values.items()}
+        table.rows.append(row | {"epoch": int(values["epoch"]) + 1})
+    table.notes = ["elapsed: training, validation and checkpoints until the end of the epoch's validation"]
+    return table

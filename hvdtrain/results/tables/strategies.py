@@ -1,0 +1,224 @@
+"""`hvdtrain results strategies`: which strategy reaches a target first at each rate, and at what cost."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from hvdtrain.results import groups, scores
+from hvdtrain.results.columns import label
+from hvdtrain.results.comparability import PER_HOST, classes, differing, why_no_single_host
+from hvdtrain.results.groups import Group
+from hvdtrain.results.read.folders import Problem
+from hvdtrain.results.read.frame import Loaded
+from hvdtrain.results.scaling import MOST_EFFICIENCY
+from hvdtrain.results.statistics import Interval, Statistic, ratio, summary
+from hvdtrain.results.tables.accuracy import reached
+from hvdtrain.results.tables.columns import (
+    FIGURES,
+    SPREAD_NOTE,
+    N,
+    common,
+    key_cells,
+    key_column,
+    left_out,
+    score_columns,
+    varying,
+)
+from hvdtrain.results.tables.model import Column, Table, number
+from hvdtrain.results.tables.scaling import rate_words
+
+ALIKE = (*PER_HOST, "global_batch")
+"""Must be equal within a section and in its single host"""
+TUNED = ("global_batch", "epochs")
+"""May differ with --best, which uses the best of each side"""
+NOTES = (
+    "time to target: seconds of training (without evaluation and checkpoints) until the end of the first epoch whose "
+    "primary metric reaches the target, on the split evaluated after each epoch; interpolated: until a straight line "
+    "from the epoch before crosses it, because one sample can cost a whole epoch. Times, steps and bytes are means "
+    "over the runs that reached the target, so they flatter a strategy with failures",
+    "speed-up: T / T_n compared with one host of the same model, data, epochs, global batch, precision, cores and "
+    "threads, with its 95 % interval (Welch, on logarithms)",
+    "network to target: bytes of the busiest host's NIC (sent or received) over the whole run, including headers, "
+    "other traffic and evaluations, times the share of its steps until the target",
+    "network limit: time of the strategy's payload per step (rank 0's, without warm-up) at 0.936 of the rate; network "
+    "efficiency: network limit / time of the exchange, which includes waiting for slower hosts. If the exchange "
+    "overlaps with computation, its time is at most a step, so the efficiency is a lower bound",
+    "waiting for exchange: share of a step of rank 0; final: score of the test split at the end of the run",
+    "fp32 all-reduce / compute: time of a full-precision all-reduce at 0.936 of the rate, compared with a step's "
+    "computation: how demanding the model, batch and rate are",
+)
+BEST_NOTE = (
+    "--best: each line uses the batch, learning rate and other settings with the shortest interpolated time to target "
+    "(if possible, settings whose seeds all reached it), and so does the single host; speed-up compares interpolated "
+    "times"
+)
+FIGURE_COLUMNS = (
+    Column("train_to_target_s", "time to target", "s"),
+    Column("speedup", "speed-up"),
+    Column("interpolated_s", "time to target, interpolated", "s", spread=False),
+    Column("steps_to_target", "steps to target", spread=False),
+    Column("bytes_to_target", "network to target", "MB", 1e-6, spread=False),
+    Column("strategy_limit_s_per_step", "network limit", "ms", 1e3, spread=False),
+    Column("network_efficiency", "network efficiency", "%", 100, spread=False),
+    FIGURES["communication_share"],
+    Column("allreduce_ratio", "fp32 all-reduce / compute", "x", spread=False),
+)
+SPARE = (
+    *("allreduce_ratio", "strategy_limit_s_per_step", "network_efficiency", "steps_to_target", "n"),
+    *("communication_share", "bytes_to_target", "interpolated_s"),
+)
+Measured = dict[int, dict[str, Any]]
+"""id of a group -> its cells"""
+
+
+def table(loaded: Loaded, target: float = 0.95, best: bool = False) -> Table:
+    """A section for each rate: the single host, then every strategy, fastest to the target first.
+
+    `target` is a value of the primary metric. `best` keeps one line for each strategy, with the batch and settings that
+    reached it first, compared with the single host at its best.
+    """
+    same = tuple(name for name in ALIKE if not best or name not in TUNED)
+    final, percent = score_columns(loaded.runs), scores.target(loaded.runs, target)
+    found = [group for group in groups.by(groups.usable(loaded.runs)) if group.key["hosts"]]
+    measured = {id(group): _measure(group, target, final, loaded.problems) for group in found}
+    shown = [name for name in varying(found) if name not in ("strategy", "rate_mbit", "launcher")]
+    found = _fastest(found, measured, same) if best else found
+    single = [group for group in found if group.key["hosts"] == 1]
+    rows: list[dict[str, Any]] = []
+    readings: dict[str, str] = {}
+    for title, members in _sections([group for group in found if group.key["hosts"] != 1], same):
+        bases = [group for group in single if not members or any(not differing(group, each, same) for each in members)]
+        names = _names([*bases, *members])
+        cells = [
+            key_cells(group, shown)
+            | {"rate": title, "strategy": names[id(group)], "speedup": _speedup(group, single, measured, same, best)}
+            | {name: group.key[name] for name in ("hosts", "rate_mbit")}
+            | measured[id(group)]
+            for group in [*bases, *members]
+        ]
+        ordered = sorted(cells[len(bases) :], key=lambda row: (time_to_target(row), row["strategy"]))
+        rows += [*cells[: len(bases)], *ordered]
+        readings[title] = reading(ordered, percent)
+        if members and single and not bases:
+            readings[title] += f" {why_no_single_host(members[0], single, same)}"
+    columns = [Column("strategy", "strategy"), *(key_column(name) for name in shown), N]
+    columns += [Column("reached", f"reached {percent}"), *FIGURE_COLUMNS]
+    columns += [dataclasses.replace(one, label=one.label.replace("test", "final", 1)) for one in final]
+    notes = [SPREAD_NOTE, *([BEST_NOTE] if best else []), *NOTES]
+    notes += [*common(found, [*shown, "strategy", "rate_mbit", "launcher"]), *left_out(loaded.runs)]
+    spare = (*SPARE, *(one.key for one in final))
+    title = f"Strategies: time to {percent}{', each at its best' if best else ''}"
+    return Table("strategies", title, columns, rows, notes, "rate", readings, spare)
+
+
+def _fastest(found: Sequence[Group], measured: Measured, same: Sequence[str]) -> list[Group]:
+    """For each strategy and rate, the fastest to the target of the groups that agree in `same`."""
+
+    def lateness(group: Group) -> tuple[bool, float]:
+        time, timed = measured[id(group)]["interpolated_s"], len(group.values("train_s"))
+        return (time is None or time.n < timed, math.inf if time is None else time.mean)
+
+    rows: dict[Any, list[Group]] = {}
+    for group in found:
+        key = tuple(group.key[name] for name in ("hosts", "rate_mbit", "strategy", "launcher", "fill"))
+        rows.setdefault(key, []).append(group)
+    return [min(members, key=lateness) for row in rows.values() for members in classes(row, same)]
+
+
+def _sections(several: Sequence[Group], same: Sequence[str]) -> list[tuple[str, list[Group]]]:
+    """(title, groups on several hosts) by rate, and by other settings that forbid a comparison; at least one."""
+    rates = sorted({group.key["rate_mbit"] for group in several}, key=lambda rate: (rate is None, rate or 0))
+    found = []
+    for rate in rates or [None]:
+        sets = classes([group for group in several if group.key["rate_mbit"] == rate], same)
+        first = [members[0] for members in sets]
+        names = [name for name in same if any(differing(first[0], other, (name,)) for other in first[1:])]
+        for members in sets or [[]]:
+            cells = key_cells(members[0], names) if members else {}
+            words = [f"{label(name)} {value}" for name, value in cells.items()]
+            found.append((", ".join([rate_words(rate), *words]), members))
+    return found
+
+
+def reading(ordered: Sequence[dict[str, Any]], target: str) -> str:
+    """The conclusion from the rows of one rate, whose first is the fastest."""
+    if not ordered or ordered[0]["train_to_target_s"] is None:
+        return f"No run over several hosts reached {target}."
+    best = ordered[0]
+    words = f"Fastest: {best['strategy']}, {number(best['train_to_target_s'].mean)} s"
+    if best["speedup"] is not None:
+        words += f", {number(best['speedup'].mean)} x as fast as one host"
+        if best["speedup"].mean > MOST_EFFICIENCY * best["hosts"]:
+            words += f" (suspect: more than {best['hosts']:g} hosts can explain; see `hvdtrain results scaling`)"
+    return f"{words}."
+
+
+def time_to_target(row: dict[str, Any]) -> float:
+    """Seconds to the target; infinite if it was not reached."""
+    time = row["train_to_target_s"]
+    return math.inf if time is None else float(time.mean)
+
+
+def _names(found: Sequence[Group]) -> dict[int, str]:
+    """The strategies' names, followed by the launcher if it alone distinguishes them."""
+
+    def others(group: Group) -> tuple[Any, ...]:
+        return tuple(group.key[name] for name in group.key if name not in ("launcher", "settings"))
+
+    times = Counter(map(others, found))
+    return {
+        id(group): f"{group.key['strategy']} ({group.key['launcher']})"
+        if group.key["launcher"] and times[others(group)] > 1
+        else str(group.key["strategy"])
+        for group in found
+    }
+
+
+def _speedup(
+    group: Group, single: Sequence[Group], measured: Measured, same: Sequence[str], best: bool
+) -> Interval | None:
+    """The speed-up over the single host with the most similar settings; None without a comparable single host."""
+    bases = sorted(
+        (base for base in single if not differing(base, group, same)),
+        key=lambda base: tuple(base.key[name] != group.key[name] for name in ("settings", "strategy", "launcher")),
+    )
+    if not bases:
+        return None
+    time = "interpolated_s" if best else "train_to_target_s"
+    if bases[0] is group:
+        return Interval(1.0) if measured[id(group)][time] else None
+    return ratio(measured[id(bases[0])][time], measured[id(group)][time])
+
+
+def _measure(group: Group, target: float, final: Sequence[Column], problems: list[Problem]) -> dict[str, Any]:
+    """The group's cells. Energy runs have no times."""
+    times, interpolated, steps, sent = [], [], [], []
+    several, count = (group.key["hosts"] or 1) > 1, 0
+    columns = ("run_dir", "primary_metric", "kind", "network_bytes_per_step")
+    for run_dir, score, kind, network_bytes in zip(*(group.column(name) for name in columns), strict=True):
+        there = reached(run_dir, score, target, problems)
+        if there is None:
+            continue
+        count += 1
+        steps.append(float(there.steps))
+        if kind == "timing":
+            times.append(there.train_s)
+            interpolated.append(there.interpolated_s)
+        if several and not groups.is_missing(network_bytes):
+            sent.append(network_bytes * there.steps)
+    pairs = zip(*(group.column(name, timing=True) for name in ("limit_s_per_step", "compute_s")), strict=True)
+    own = ("strategy_limit_s_per_step", "network_efficiency", "communication_share", *(one.key for one in final))
+    figures: dict[str, Statistic | None] = {
+        "train_to_target_s": summary(times),
+        "interpolated_s": summary(interpolated),
+        "steps_to_target": summary(steps),
+        "bytes_to_target": summary(sent),
+        "allreduce_ratio": summary(
+            limit_s / compute_s for limit_s, compute_s in pairs if not groups.is_missing(limit_s) and compute_s
+        ),
+    }
+    return {"n": group.n, "reached": f"{count} of {group.n}"} | figures | {name: group.statistic(name) for name in own}

@@ -1,0 +1,298 @@
+"""Figures show the numbers of the tables, are the same to the byte each time, and report missing data."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import matplotlib
+import pytest
+import runs
+from conftest import failing
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+from hvdtrain.results import figures
+from hvdtrain.results.figures import style
+from hvdtrain.results.read.frame import Loaded, load
+from hvdtrain.results.tables import strategies
+from hvdtrain.system import exits
+from hvdtrain.system.exits import Failure
+
+T_2 = 4.302652729911275  # Student's t at 97.5 % for 2 degrees of freedom
+SEEDS = range(3)
+
+
+def train_s(hosts: int, rate_mbit: float | None, seed: int) -> float:
+    """The hosts share the computation; the network takes longer at a lower rate."""
+    network_s = 0.0 if rate_mbit is None else 2 * (hosts - 1) / hosts * 1000 / rate_mbit
+    return (100 / hosts + network_s) * (1 + 0.01 * seed)
+
+
+def make(folder: Path, strategy: str = "allreduce", **changes: Any) -> Path:
+    """1, 2 and 4 hosts at 10 and 1000 Mbit/s with a global batch of 64."""
+    for hosts, rate_mbit in ((1, None), (2, 10.0), (2, 1000.0), (4, 10.0), (4, 1000.0)):
+        for seed in SEEDS:
+            runs.make(
+                folder / f"{strategy}-h{hosts}-{rate_mbit}-s{seed}",
+                hosts=hosts,
+                rate_mbit=rate_mbit,
+                seed=seed,
+                strategy=strategy,
+                rank_batch=64 // hosts,
+                steps_per_epoch=4,
+                train_s=train_s(hosts, rate_mbit, seed),
+                compute_s=0.5 / hosts + 0.01 * seed,
+                communication_s=0.0 if hosts == 1 else 5 / (rate_mbit or 1),
+                test_accuracy=0.97 - 0.01 * seed,
+                **changes,
+            )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    """Two strategies and three seeds: data for every figure."""
+    folder = tmp_path_factory.mktemp("runs")
+    make(folder)
+    make(folder, "native")
+    return load([folder])
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    """A single run on one host without monitors."""
+    return load([runs.make(tmp_path_factory.mktemp("runs") / "one")])
+
+
+def curves(axis: Any) -> dict[str, tuple[list[float], list[float], list[tuple[float, float]]]]:
+    """Label -> x, y and ends of the error bars of each curve."""
+    found = {}
+    for container in axis.containers:
+        line, _, (bars,) = container.lines
+        ends = [(float(bar[0][1]), float(bar[1][1])) for bar in bars.get_segments()]
+        found[container.get_label()] = (list(line.get_xdata()), list(map(float, line.get_ydata())), ends)
+    return found
+
+
+# --- every figure -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", figures.KINDS)
+def test_the_same_runs_give_the_same_bytes_whatever_the_users_settings(kind: str, loaded: Loaded) -> None:
+    figure = figures.draw(kind, loaded)
+    first = style.encode(figure, "svg")
+    with matplotlib.rc_context({"lines.linewidth": 9, "font.size": 30, "savefig.bbox": "tight"}):
+        before = dict(matplotlib.rcParams)
+        second = style.encode(figures.draw(kind, loaded), "svg")
+        assert dict(matplotlib.rcParams) == before
+    assert first == second
+    ElementTree.fromstring(first)
+    assert not re.search(rb"<dc:date>|Matplotlib v|matplotlib.org", first)
+    assert figure.get_figwidth() <= 7  # an A4 page
+    labels = " ".join(axis.get_xlabel() + axis.get_ylabel() for axis in figure.axes)
+    assert re.search(r"hosts|epoch|\(m?s\)|MB|%|s per", labels)
+
+
+def test_formats_are_reproducible(loaded: Loaded, tmp_path: Path) -> None:
+    for ending, start in {"svg": b"<?xml", "png": b"\x89PNG", "pdf": b"%PDF"}.items():
+        for name in ("a", "b"):
+            figures.save(figures.draw("time", loaded), tmp_path / f"{name}.{ending}")
+        content = (tmp_path / f"a.{ending}").read_bytes()
+        assert content == (tmp_path / f"b.{ending}").read_bytes()
+        assert content.startswith(start)
+        assert b"Software" not in content and b"CreationDate" not in content
+
+
+@pytest.mark.parametrize("kind", ["time", "speedup", "accuracy"])
+def test_curves_differ_in_more_than_colour(kind: str, loaded: Loaded) -> None:
+    lines = [line for line, _ in labelled(figures.draw(kind, loaded).axes[0])]
+    looks = [(str(line.get_marker()), str(line.get_linestyle()), str(line._unscaled_dash_pattern)) for line in lines]
+    assert len(set(looks)) == len(looks)
+
+
+def labelled(axis: Any) -> list[tuple[Any, str]]:
+    handles, labels = axis.get_legend_handles_labels()
+    return [(getattr(handle, "lines", [handle])[0], label) for handle, label in zip(handles, labels, strict=True)]
+
+
+@pytest.mark.parametrize("kind", figures.KINDS)
+def test_a_single_run_is_drawn_or_the_error_names_the_missing_data(kind: str, one: Loaded) -> None:
+    missing = {
+        "speedup": "one host and on more",
+        "strategies": "no run reached 95 % validation accuracy; the best reached 90 %; hint: set --target",
+    }
+    if kind not in missing:
+        assert style.encode(figures.draw(kind, one), "svg")
+        return
+    with failing(exits.BAD_DATA, missing[kind]):
+        figures.draw(kind, one)
+
+
+@pytest.mark.parametrize("kind", figures.KINDS)
+def test_unfinished_runs_are_in_no_figure(kind: str, tmp_path: Path) -> None:
+    runs.make(tmp_path / "run", complete=False, hosts=2, rate_mbit=10.0)
+    with failing(exits.BAD_DATA):
+        figures.draw(kind, load([tmp_path]))
+
+
+@pytest.mark.parametrize("kind", figures.KINDS)
+def test_missing_values_cause_no_traceback(kind: str, tmp_path: Path) -> None:
+    for hosts in (1, 2):
+        runs.make(
+            tmp_path / f"h{hosts}",
+            hosts=hosts,
+            rate_mbit=10.0 if hosts > 1 else None,
+            rank_batch=32 // hosts,
+            steps_per_epoch=4,
+            communication_s=None,
+            accuracies=[None, None],
+            test_accuracy=None,
+            network_bytes_per_step=0.0,
+        )
+    found = load([tmp_path])
+    found.runs.loc[found.runs["hosts"] == 2, ["global_batch", "ranks_per_host", "goodput_mbit"]] = math.nan
+    try:
+        style.encode(figures.draw(kind, found), "svg")
+    except Failure as failure:
+        assert failure.code == exits.BAD_DATA
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+def test_time_shows_mean_and_interval_of_each_group(loaded: Loaded) -> None:
+    axes = figures.draw("time", loaded).axes
+    assert [axis.get_title("left") for axis in axes] == ["torch allreduce", "torch native"]
+    for axis in axes:
+        drawn = curves(axis)
+        assert list(drawn) == ["10 Mbit/s", "1000 Mbit/s"]
+        for rate_mbit in (10.0, 1000.0):
+            x, y, bars = drawn[f"{rate_mbit:g} Mbit/s"]
+            assert x == [1, 2, 4]
+            for hosts, mean, ends in zip(x, y, bars, strict=True):
+                values = [train_s(int(hosts), None if hosts == 1 else rate_mbit, seed) for seed in SEEDS]
+                center, half = statistics.fmean(values), T_2 * statistics.stdev(values) / math.sqrt(3)
+                assert (mean, *ends) == pytest.approx((center, center - half, center + half), rel=1e-9)
+
+
+def test_speedup_has_the_ideal_line_and_the_ratio_of_the_means(loaded: Loaded) -> None:
+    axis = figures.draw("speedup", loaded).axes[0]
+    base = statistics.fmean(train_s(1, None, seed) for seed in SEEDS)
+    for rate_mbit in (10.0, 1000.0):
+        _, y, _ = curves(axis)[f"{rate_mbit:g} Mbit/s"]
+        expected = [base / statistics.fmean(train_s(h, rate_mbit, s) for s in SEEDS) for h in (2, 4)]
+        assert y == pytest.approx([1, *expected], rel=1e-9)
+    ideal = next(line for line in axis.lines if line.get_label() == "ideal")
+    assert list(ideal.get_xdata()) == list(ideal.get_ydata()) == [1, 4]
+
+
+def test_phases_add_up_to_the_step(loaded: Loaded) -> None:
+    figure = figures.draw("phases", loaded)
+    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    place = labels.index("torch native, 4 hosts")
+    frame = loaded.runs
+    same = frame[(frame["strategy"] == "native") & (frame["hosts"] == 4) & (frame["rate_mbit"] == 10)]
+    parts = [bar.patches[place].get_width() for bar in figure.axes[0].containers]
+    assert sum(parts) == pytest.approx(same["step_s"].mean(), rel=1e-9)
+
+
+def test_accuracy_is_the_mean_of_the_repeats_after_each_epoch(loaded: Loaded) -> None:
+    for kind in ("accuracy", "accuracy-time"):
+        line = figures.draw(kind, loaded).axes[0].lines[0]
+        final = 100 * statistics.fmean(0.97 - 0.01 * seed for seed in SEEDS)
+        assert list(line.get_ydata()) == pytest.approx([final / 2, final])
+        if kind == "accuracy-time":  # two epochs with validation (0.1 s), and a checkpoint (0.05 s) between them
+            trained = statistics.fmean(train_s(1, None, seed) for seed in SEEDS)
+            assert list(line.get_xdata()) == pytest.approx([trained / 2 + 0.1, trained + 0.25])
+
+
+def test_strategies_draws_the_times_of_the_table_on_one_axis(loaded: Loaded) -> None:
+    rows = strategies.table(loaded).rows
+    axes = figures.draw("strategies", loaded).axes
+    assert [axis.get_title("left") for axis in axes] == ["10 Mbit/s", "1000 Mbit/s"]
+    assert len({axis.get_xlim() for axis in axes}) == 1
+    drawn = sorted(float(container.lines[0].get_xdata()[0]) for axis in axes for container in axis.containers)
+    assert drawn == sorted(row["train_to_target_s"].mean for row in rows)
+    assert {text.get_text() for text in axes[0].texts} == {"allreduce", "native"}
+
+
+def test_a_rate_and_a_number_of_hosts_look_the_same_in_all_figures(loaded: Loaded) -> None:
+    looks: dict[str, set[str]] = {}
+    for kind in ("time", "speedup", "accuracy", "accuracy-time", "strategies"):
+        for line, label in labelled(figures.draw(kind, loaded).axes[0]):
+            look = line.get_marker() if "host" in label and label != "one host" else line.get_color()
+            looks.setdefault(label, set()).add(str(look))
+    assert {"1 host", "2 hosts", "4 hosts", "10 Mbit/s", "1000 Mbit/s"} <= set(looks)
+    assert {len(found) for found in looks.values()} == {1}, looks
+
+
+# --- limits -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def crowded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    """Long names, many numbers of hosts and many rates."""
+    folder = tmp_path_factory.mktemp("runs")
+    more: dict[str, Any] = {"test_accuracy": 0.96}
+    for strategy in ("local-sgd:every=16,staleness=2,outer_lr=0.7+powersgd:rank=12,bits=4", "hierarchical"):
+        for hosts, rate in ((1, None), *itertools.product((2, 3, 4), (10.0, 50.0, 100.0, 1000.0))):
+            name = f"{strategy}-{hosts}-{rate}"
+            runs.make(folder / name, hosts=hosts, rate_mbit=rate, strategy=strategy, rank_batch=48 // hosts, **more)
+    return load([folder])
+
+
+@pytest.mark.parametrize("kind", figures.KINDS)
+def test_titles_do_not_overlap(kind: str, crowded: Loaded) -> None:
+    figure = figures.draw(kind, crowded)
+    with style.settings():
+        FigureCanvasAgg(figure).draw()
+    boxes = [axis._left_title.get_window_extent() for axis in figure.axes if axis.get_title("left")]
+    for index, box in enumerate(boxes):
+        assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1
+        assert not any(box.overlaps(other) for other in boxes[index + 1 :])
+        assert not any(box.overlaps(axis.bbox) for axis in figure.axes)
+
+
+def test_names_with_special_characters_are_drawn(tmp_path: Path) -> None:
+    hostile = "$x^{<b>&\x1b[31m"
+    runs.make(tmp_path / "run", strategy=hostile)
+    for kind in ("time", "phases", "accuracy"):
+        svg = style.encode(figures.draw(kind, load([tmp_path])), "svg", letters="none")
+        assert r"$x^{<b>&\x1b[31m" in "".join(ElementTree.fromstring(svg).itertext())
+
+
+def test_a_file_that_cannot_be_written_is_an_error(loaded: Loaded, tmp_path: Path) -> None:
+    figure = figures.draw("time", loaded)
+    for name, code in (("x.jpg", exits.USAGE), ("x", exits.USAGE), ("missing/x.svg", exits.CANNOT_WRITE)):
+        with failing(code):
+            figures.save(figure, tmp_path / name)
+    with failing(exits.USAGE, "'pie' does not exist"):
+        figures.draw("pie", loaded)
+
+
+def test_too_many_settings_are_an_error_with_a_hint(tmp_path: Path) -> None:
+    for number in range(13):
+        runs.make(tmp_path / str(number), hosts=2, rate_mbit=10.0, config={"lr": number / 10})
+    for kind in ("time", "phases", "accuracy"):
+        with failing(exits.USAGE, r"13 settings exceed the 12 of one figure; hint: .*--where"):
+            figures.draw(kind, load([tmp_path]))
+
+
+def test_pyplot_is_never_loaded(one: Loaded) -> None:
+    code = """
+import sys
+from pathlib import Path
+from hvdtrain.results import figures
+assert "matplotlib" not in sys.modules and "pandas" not in sys.modules
+from hvdtrain.results.read.frame import load
+figures.draw("time", load([Path(sys.argv[1])]))
+assert "matplotlib" in sys.modules and "matplotlib.pyplot" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code, str(one.roots[0])], check=True, cwd=Path(__file__).parent.parent)

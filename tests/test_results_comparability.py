@@ -1,0 +1,213 @@
+"""Runs that are not comparable give no ratio and no mean in any table, figure or sentence; a reason is printed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+from test_results import json_of
+
+from hvdtrain.results import comparability, figures, groups
+from hvdtrain.results.__main__ import main
+from hvdtrain.results.figures import panels
+from hvdtrain.results.read.frame import load
+from hvdtrain.results.report import document
+from hvdtrain.system.exits import Failure
+
+UNLIKE: dict[str, dict[str, Any]] = {
+    "threads": {"threads": 2},
+    "cores": {"cores": 2.0},
+    "device": {"device": "cuda:0"},
+    "precision": {"config": {"precision": "bf16"}},
+    "batch": {"rank_batch": 128},
+    "parameters": {"parameters": 2000},
+    "data set": {"fingerprint": "0ff1"},
+    "training samples": {"steps_per_epoch": 6},
+    "epochs": {"epochs": 3},
+}
+
+
+def pair(folder: Path, **one: Any) -> Path:
+    """Two hosts that train eight times as fast as one, which differs in `one`. All reach 95 %, with power sampling."""
+    for hosts, changes in ((1, {"rank_batch": 32} | one), (2, {"rank_batch": 16})):
+        for seed in range(2):
+            runs.make(
+                folder / f"h{hosts}-s{seed}",
+                hosts=hosts,
+                seed=seed,
+                energy_w={"cpu0": 10.0},
+                train_s=900.0 / hosts**3 + seed,
+                test_accuracy=0.96,
+                **changes,
+            )
+    return folder
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_unlike_runs_give_no_ratio_anywhere(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = pair(tmp_path / "runs", **UNLIKE[name])
+    label = {"cores": "cores per host", "threads": "threads per rank", "batch": "batch per rank"}.get(name, name)
+    scaling = json_of(capsys, "scaling", str(root))
+    assert all(row["speedup"] is row["efficiency"] is None for row in scaling["rows"])
+    assert all(text.startswith("Nothing to compare with: ") for text in scaling["readings"].values())
+    assert all(label in text for text in scaling["readings"].values())
+    strategies = json_of(capsys, "strategies", str(root))
+    assert {row["speedup"] for row in strategies["rows"] if row["hosts"] == 2} == {None}
+    what = "batch" if name == "batch" else label  # the global batch
+    assert any(what in text for text in strategies["readings"].values())
+    energy, _ = json_of(capsys, "energy", str(root))["tables"]
+    refused = [row for row in energy["rows"] if row["edp"] is None]
+    assert bool(refused) == (name != "device"), "energy compares devices"
+    assert any(note.startswith("no EDP of") and label in note for note in energy["notes"]) == (name != "device")
+    with pytest.raises(Failure, match=rf"nothing to compare: .* differ in .*{label}"):
+        main(["compare", str(root / "h1-s0"), str(root / "h2-s0")])
+    loaded = load([root])
+    with pytest.raises(Failure, match="results scaling"):
+        figures.draw("speedup", loaded)
+    readings = repr([table.readings for table in document.tables(loaded)])
+    assert "Nothing to compare with" in readings
+    assert not any(words in readings for words in ("x as fast", "x as long", "makes training"))
+
+
+def test_an_efficiency_above_110_percent_is_suspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = pair(tmp_path, threads=1)
+    table = json_of(capsys, "scaling", str(root))
+    assert [row["suspect"] for row in table["rows"]] == [False, True]
+    ((title, reading),) = table["readings"].items()
+    assert "strong scaling: equal global batch" in title
+    assert reading.startswith("Suspect: an efficiency of 398 % with 2 hosts")
+    assert all(cause in reading for cause in ("spin", "busy", "unequal", "cache"))
+    (words,) = [text.get_text() for axis in figures.draw("speedup", load([root])).axes for text in axis.texts]
+    assert words == "suspect"
+    assert "suspect" in next(iter(json_of(capsys, "strategies", str(root))["readings"].values()))
+
+
+def test_a_missing_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs.make(tmp_path / "two", hosts=2)
+    (text,) = json_of(capsys, "scaling", str(tmp_path))["readings"].values()
+    assert text.endswith("only one number of hosts was timed. Missing: 1 host like two.")
+
+
+def test_values_that_one_side_did_not_record_are_assumed_equal_with_a_note(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = pair(tmp_path, threads=None, config={"precision": None})
+    table = json_of(capsys, "scaling", str(root))
+    assert table["rows"][1]["speedup"] is not None
+    assert any("did not record precision, threads per rank" in note for note in table["notes"])
+
+
+def test_the_users_baseline_may_differ_in_the_columns_it_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = pair(tmp_path, threads=2)
+    for test, compared in (("hosts=1", False), ("hosts=1 and threads=2", True)):
+        table = json_of(capsys, "scaling", str(root), "--baseline", test)
+        assert any(row["speedup"] and row["count"] == 2 for row in table["rows"]) is compared
+
+
+def test_unequal_hosts_are_not_comparable_with_a_single_one(tmp_path: Path) -> None:
+    folder = runs.make(tmp_path / "two", hosts=2, cores=0.5)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["ranks"][1]["cores"] = 2.0
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    runs.make(tmp_path / "one", cores=0.5, rank_batch=64)
+    one, two = groups.by(load([tmp_path]).runs)
+    assert comparability.differing(one, two, comparability.SAME) == ["cores"]
+
+
+def test_hosts_with_different_cores_have_their_own_baselines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for hosts, cores in ((1, 2.0), (1, 0.5), (2, 0.5)):
+        runs.make(tmp_path / f"{hosts}-{cores}", hosts=hosts, cores=cores, compute_s=1 / cores)
+    rows = json_of(capsys, "scaling", str(tmp_path))["rows"]
+    compared = [row for row in rows if row["count"] == 2]
+    assert [row["count"] for row in rows].count(1) == 1 + len(compared)
+    assert all("cores per host 0.5" in row["curve"] for row in compared)
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One config with three launchers and two backends, and on one host with busy and with idle neighbours."""
+    root = tmp_path_factory.mktemp("launched")
+    for hosts, launcher, backend, fill, train_s in (
+        (1, "launch/mpirun.sh", "none", 3, 12.0),
+        (1, "launch/mpirun.sh", "none", None, 10.0),
+        (2, "launch/mpirun.sh", "mpi", None, 13.0),
+        (2, "horovodrun", "mpi", None, 17.0),
+        (2, "horovodrun --gloo", "gloo", None, 30.0),
+        (4, "horovodrun --gloo", "gloo", None, 31.0),
+    ):
+        for seed in range(2):
+            runs.make(
+                root / f"{train_s}-{seed}",
+                hosts=hosts,
+                rate_mbit=10.0 if hosts > 1 else None,
+                backend=backend,
+                rank_batch=128 // hosts,
+                train_s=train_s,
+                accuracies=(0.5, 0.96),
+                seed=seed,
+                kind="timing",
+                settings={"launcher": launcher, "cluster": {"fill": fill} if fill else {}},
+            )
+    return root
+
+
+def test_runs_of_different_launchers_are_never_averaged(launched: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither in a table nor in a figure. Of two equal baselines, the one with busy neighbours is used."""
+    table = json_of(capsys, "table", str(launched))["rows"]
+    assert sorted(row["train_s"]["mean"] for row in table) == [10, 12, 13, 17, 30, 31]
+    assert all(row["train_s"]["min"] == row["train_s"]["max"] and row["n"] == 2 for row in table)
+    assert len({(row["launcher"], row["fill"], row["hosts"]) for row in table}) == 6
+    curves: dict[str, list[float]] = {}
+    for row in json_of(capsys, "scaling", str(launched))["rows"]:
+        curves.setdefault(row["curve"], []).append(row["train_s"]["mean"])
+    assert sorted(curves.values()) == [[10], [12, 13], [12, 17], [12, 30, 31]]
+    assert sum("baseline 1 host with 3 busy neighbours" in title for title in curves) == 3
+    loaded = load([launched])
+    drawn = [(one.title, mbit) for one in panels.curves(loaded, "hosts", "speedup", "") for mbit, _ in one.curves]
+    assert len(drawn) == len(set(drawn)) == 3
+    keys = [
+        (title, group.key["hosts"], group.key["rate_mbit"])
+        for title, members in panels.split(loaded, "step_s", "").items()
+        for group in members
+    ]
+    assert len(keys) == len(set(keys)) == 6
+
+
+def test_energy_runs_alone_are_not_a_baseline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for hosts, kind in ((1, "energy"), (2, "timing"), (4, "timing")):
+        runs.make(tmp_path / str(hosts), hosts=hosts, rank_batch=32 // hosts, kind=kind, rate_mbit=10.0)
+    rows = json_of(capsys, "scaling", str(tmp_path))["rows"]
+    assert [row["count"] for row in rows if row["speedup"]] == [2, 4]
+
+
+def test_different_processors_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for hosts, device, cpu in ((1, "cpu", "new"), (2, "cpu", "new"), (1, "cuda:0", "new"), (2, "cuda:0", "old")):
+        cores = 1.0 if device == "cpu" else None
+        made = runs.Made(hosts=hosts, device=device, cpu=cpu, cores=cores, rank_batch=32 // hosts)
+        runs.make(tmp_path / f"{hosts}{device}", made)
+    warning = "warning: the runs used different processors: new; old"
+    table = json_of(capsys, "scaling", str(tmp_path))
+    assert not any("None" in row["curve"] for row in table["rows"])
+    assert warning in table["notes"]
+    assert warning not in json_of(capsys, "scaling", str(tmp_path), "--where", "device=cpu")["notes"]
+    runs.make(tmp_path / "other", hosts=2, cpu="old", rank_batch=16)
+    assert main(["compare", str(tmp_path / "2cpu"), str(tmp_path / "other")]) == 0
+    assert warning in capsys.readouterr().out
+
+
+def test_a_resumed_run_is_a_repeat(tmp_path: Path) -> None:
+    """Its config contains the micro-batches that the other run leaves to the default."""
+    for seed, micro_batches in enumerate((None, 1)):
+        folder = runs.make(tmp_path / str(seed), seed=seed, config={"micro_batches": micro_batches})
+        manifest = json.loads((folder / "manifest.json").read_text())
+        manifest["plan"]["micro_batches"] = 1
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+    (group,) = groups.by(load([tmp_path]).runs)
+    assert group.n == 2

@@ -1,0 +1,121 @@
+"""Tables on a terminal, and runs selected by name."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import runs
+
+from hvdtrain.captioning import Captions
+from hvdtrain.results.__main__ import main
+from hvdtrain.results.tables.model import Column, Table
+from hvdtrain.results.text import terminal
+from hvdtrain.system.exits import Failure
+from hvdtrain.training import run_folder
+
+TABLES = ("list", "table", "scaling", "accuracy", "strategies", "energy", "phases", "show", "compare")
+NUMBER = r"[+-]?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Long names, large numbers, several strategies, rates and devices."""
+    folder = tmp_path_factory.mktemp("results")
+    same: dict[str, Any] = {"energy_w": {"cpu0": 31234.5, "dram0": 4.0}, "accuracies": (0.5, 0.96)}
+    for seed in range(2):
+        for hosts, rate in ((1, None), (2, 10.0), (4, 1000.0)):
+            for strategy in ("allreduce", "local-sgd:every=6+powersgd:rank=12,bits=4") if hosts > 1 else ("allreduce",):
+                runs.make(
+                    folder / f"20261121T16344{seed}Z-resnet-{strategy}-{hosts}-5f0c21",
+                    hosts=hosts,
+                    rate_mbit=rate,
+                    rank_batch=32 // hosts,
+                    strategy=strategy,
+                    seed=seed,
+                    parameters=21_283_530,
+                    compute_s=(1 + seed / 100) / hosts,
+                    **same,
+                )
+    return folder
+
+
+def shown(command: str, root: Path, width: int | None, monkeypatch: Any, capsys: Any) -> str:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if width:
+        monkeypatch.setenv("COLUMNS", str(width))
+    names = sorted(map(str, root.iterdir()))
+    words = {"show": names[:1], "compare": names[:2]}.get(command, [str(root)])
+    assert main([command, *words]) in (0, 1)
+    return str(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("command", TABLES)
+def test_narrow_terminals_drop_columns_and_break_no_number(
+    command: str, width: int, root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wide = shown(command, root, None, monkeypatch, capsys)
+    text = shown(command, root, width, monkeypatch, capsys)
+    assert "not shown at" not in wide, "a pipe has all columns"
+    for line in text.splitlines():
+        sentence = "  " not in line and "\u2500" not in line
+        assert len(line) <= width or not sentence or " " not in line, line
+    numbers = {word for word in text.split() if re.fullmatch(NUMBER, word)}
+    assert numbers <= {*wide.split(), str(width)}
+    missing = {word for word in wide.split() if "\u2500" not in word} - {*text.split()}
+    assert "not shown at" in text or not missing
+
+
+def test_columns_are_as_wide_as_their_cells() -> None:
+    table = Table("t", "T", [Column("a", "a"), Column("b", "b")], [{"a": "走る", "b": "x"}, {"a": "abc", "b": "y"}])
+    wide, narrow = terminal(table).splitlines()[-2:]
+    assert (wide, narrow) == ("走る  x", "abc   y")
+
+
+def test_an_ascii_terminal_shows_tables(root: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "hvdtrain.results", "scaling", str(root)],
+        capture_output=True,
+        text=True,
+        env={"COLUMNS": "100", "PYTHONIOENCODING": "ascii"},
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_summary_has_every_score(capsys: pytest.CaptureFixture[str]) -> None:
+    names = [f"{search}bleu{order}" for search in ("", "beam_") for order in range(1, 5)]
+    scores = {name: 0.1234 + number / 1000 for number, name in enumerate(names)}
+    fields = {"test_scores": scores, "validation_scores": [scores] * 2, "tested_step": 3}
+    record = msgspec.structs.replace(runs.summary(runs.Made(), Path("r"), 0.0), **fields)
+    run_folder.show_summary(record, Captions(), as_json=False)
+    text = capsys.readouterr().out
+    for name, score in scores.items():
+        assert re.search(rf"\b{name}\b", text)
+        assert text.split().count(f"{score:.4f}") == 3
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_a_run_is_found_by_the_start_of_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("alpha", "alpine", "beta"):
+        runs.make(tmp_path / "results" / "sweep" / name, energy_w={"cpu0": 3.0})
+    monkeypatch.chdir(tmp_path)
+    for words in (["show", "beta"], ["show", "b"], ["show", "alpha", "results/sweep"], ["table", "alpi"]):
+        assert main([*words, "--json"]) == 0
+        json.loads(capsys.readouterr().out)
+    assert main(["compare", "alpha", "beta"]) == 0
+    assert main(["plot", "time", "beta", "-o", "beta.svg"]) == 0
+    with pytest.raises(Failure, match=r"ambiguous, 2 runs match .*alpha.*alpine"):
+        main(["show", "alp"])
+    with pytest.raises(Failure, match=r"no such run in results, did you mean alpha\?"):
+        main(["show", "alpho"])
+    with pytest.raises(Failure, match="did you mean strategy"):
+        main(["table", "--group-by", "stategy"])

@@ -1,6 +1,6 @@
-"""A rank dies or is stopped, a launcher or ssh session dies, a link is cut: the job ends, says why, leaves nothing.
+"""After the loss of a rank, launcher, ssh session or link, the job ends with a reason and leaves no processes behind.
 
-Real ranks, hosts and links; the rules of the watch are in test_sentinel.py.
+These tests use real ranks, hosts and links; test_sentinel.py tests the rules of the watch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STALLING = str(PROGRAMS / "stalling.py")
 
 
 class Job:
-    """Ranks of waiting.py in the background, which sleep while they wait, and what is left of them."""
+    """Ranks of waiting.py in the background. They sleep while they wait."""
 
     def __init__(self, start: list[str], folder: Path) -> None:
         folder.mkdir()
@@ -55,16 +55,16 @@ class Job:
         return [int(file.read_text()) for file in files]
 
     def launcher(self, rank: int) -> int:
-        """The process that a user would kill: the topmost that starts ranks."""
+        """The topmost launcher, which a user would kill."""
         return launchers(rank)[-1].pid
 
     def end(self) -> int:
-        """Waits until the command has ended and none of the ranks, sentinels and daemons is left; its exit code."""
+        """Wait until the command, its ranks, sentinels and daemons have ended. Returns the exit code."""
         until(lambda: self.process.poll() is not None and not self.left(), what=self.output)
         return self.process.returncode
 
     def left(self) -> list[str]:
-        """Processes that belong to this job: all have its folder on the command line or in the environment."""
+        """The processes of this job: its folder is on their command line or in their environment."""
         found = []
         for path in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -130,13 +130,13 @@ def test_a_rank_that_others_wait_for_is_reported_with_its_stack_and_ends_the_job
     ranks = re.findall(r"hvdtrain: rank (\d) on .* have waited 1 s for .*; its stack:\n.*most recent call", done.stderr)
     assert sorted(map(int, ranks)) == reported, done.stderr
     assert f'"{STALLING}", line' in done.stderr, "where it is"
-    said = sent_by_the_sentinel(done.stderr)
+    said = fault_messages(done.stderr)
     assert len(said) == bool(ends) and all(line.startswith(f"hvdtrain: {ends}") for line in said), done.stderr
 
 
 @pytest.mark.root
 def test_a_transfer_of_many_stall_limits_is_not_one(cluster: Cluster) -> None:
-    """Rank 2 waits for the first rank of its host all the time."""
+    """Rank 2 waits for the first rank of its host during the whole transfer."""
     throttle(cluster, "10mbit")
     try:
         done = cluster.on("a", "launch/mpirun.sh", "-H", "a:1,b:2", sys.executable, STALLING, "send", "1")
@@ -146,12 +146,12 @@ def test_a_transfer_of_many_stall_limits_is_not_one(cluster: Cluster) -> None:
     assert "hvdtrain: " not in done.stderr
 
 
-def sent_by_the_sentinel(output: str) -> list[str]:
+def fault_messages(output: str) -> list[str]:
     return re.findall(r"hvdtrain: .*; ending the job; .*", output)
 
 
 def test_a_stopped_rank_ends_the_job_and_so_does_a_killed_launcher(start: Callable[..., Job]) -> None:
-    """Ranks whose launcher was killed end while the stopped ones are given their time."""
+    """The jobs with a killed launcher run while the deadline of the stopped ranks passes."""
     stopped = [start("mpirun"), start("horovodrun --gloo")]
     for job in stopped:
         os.kill(job.ranks(2)[1], signal.SIGSTOP)
@@ -161,7 +161,7 @@ def test_a_stopped_rank_ends_the_job_and_so_does_a_killed_launcher(start: Callab
         assert job.end() != 0, launcher
     for job, code in zip(stopped, (137, 1), strict=True):  # mpirun ends with its killed rank's code
         assert job.end() == code
-        (said,) = sent_by_the_sentinel(job.output())
+        (said,) = fault_messages(job.output())
         assert f"rank 1 on {socket.gethostname()}: stopped" in said
 
 
@@ -170,9 +170,9 @@ def test_a_stopped_rank_ends_the_job_and_so_does_a_killed_launcher(start: Callab
 def test_a_killed_rank_ends_the_job_on_all_hosts(launcher: str, cluster: Cluster, start: Callable[..., Job]) -> None:
     job = start(launcher, cluster)
     os.kill(job.ranks(3)[2], signal.SIGKILL)
-    # Our own launch scripts make 1 of Open MPI's 128 + 9.
+    # The launch scripts turn Open MPI's 128 + 9 into 1.
     assert job.end() == (1 if "gloo" in launcher else 137)
-    (said,) = sent_by_the_sentinel(job.output())
+    (said,) = fault_messages(job.output())
     assert "rank 2 on b died unexpectedly" in said
 
 
@@ -194,7 +194,7 @@ def test_a_killed_ssh_session_ends_the_job_on_all_hosts(
 def test_a_flap_and_a_long_slow_transfer_raise_no_alarm_and_a_cut_link_ends_jobs_on_both_sides(
     cluster: Cluster, start: Callable[..., Job]
 ) -> None:
-    """The wire is full for longer than the silence that would be a fault, and is pulled out for a while meanwhile."""
+    """The link is saturated for longer than a silent host may be silent, and interrupted for a while."""
     throttle(cluster, "10mbit")
     megabytes = 22
     assert megabytes * 8 / 10 > SILENCE_S
@@ -214,20 +214,20 @@ def test_a_flap_and_a_long_slow_transfer_raise_no_alarm_and_a_cut_link_ends_jobs
     assert "hvdtrain: " not in slow.output()
     fast.ranks(3)
     before = datagrams(cluster, "InDatagrams")
-    # Of the two jobs each host hears one a second: after so many, each sentinel has heard the other of its job.
+    # Each host receives one heartbeat per second and job. After ten, each sentinel has heard its peer.
     until(lambda: all(now - then >= 10 for now, then in zip(datagrams(cluster, "InDatagrams"), before, strict=True)))
     try:
         link(cluster, "down")
         for job, ranks in ((slow, "rank 1"), (fast, "ranks 1, 2")):
             assert job.end() == 1
-            (said,) = sent_by_the_sentinel(job.output())
+            (said,) = fault_messages(job.output())
             assert f"host b ({ranks}): silent for {SILENCE_S:g} s" in said
     finally:
         link(cluster, "up")
 
 
 def datagrams(cluster: Cluster, way: str) -> list[int]:
-    """How many each host has sent or taken so far; nothing but sentinels sends any."""
+    """The number of UDP datagrams that each host has sent or received. Only sentinels send any."""
     found = []
     for host in "ab":
         words = ["ip", "netns", "exec", f"hvd-{cluster.name}-{host}", "cat", "/proc/net/snmp"]
@@ -303,7 +303,7 @@ def is_rank(path: Path, folder: Path) -> bool:
 
 
 def link(cluster: Cluster, state: str) -> None:
-    """Pulls the cable of host b out of the switch, or puts it back."""
+    """Set the link of host b up or down."""
     switch = f"hvd-{cluster.name}"
     subprocess.run(["ip", "-n", switch, "link", "set", "p2", state], check=True)
 

@@ -1,4 +1,4 @@
-"""Laws of real ranks together: sums equal NumPy's, evaluation equals one process's, a failure ends the job."""
+"""Laws of real ranks: training and evaluation equal a single process's, and a failure of one rank ends the job."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from test_strategies import Simulated, simulated_delayed
 from hvdtrain.comm.launch_env import launch_env, separate_programs
 
 RANKS = {"torch": 3, "tensorflow": 2}
-"""Of each framework"""
+"""Number of ranks for each framework"""
 
 
 @pytest.fixture(scope="module")
 def exchanged() -> Callable[..., Any]:
-    """What rank 0 of exchange.py told."""
+    """The report of exchange.py's rank 0."""
 
     @functools.cache
     def report(framework: str, ranks: int, strategy: str, launcher: str) -> Any:

@@ -1,7 +1,4 @@
-"""Attacks by other machines, users and files, tried on real processes; SECURITY.md says what must hold.
-
-docs/LOG.md counts them.
-"""
+"""Attacks by other machines, users and files on real processes. SECURITY.md states the guarantees."""
 
 from __future__ import annotations
 
@@ -50,7 +47,7 @@ def descriptors() -> Iterator[None]:
 
 @pytest.mark.parametrize("kind", ["tcp", "servers"])
 def test_a_crowd_of_strangers_does_not_keep_ranks_apart(kind: str, tmp_path: Path, descriptors: None) -> None:
-    """Silent ones, loud ones, some that claim to be rank 1: more than select(2) can count, and than rank 0 can hold."""
+    """Some are silent, some talk, some claim to be rank 1. They exceed select(2)'s limit and rank 0's descriptors."""
     words = command(2, [str(PROGRAMS / "attacked.py"), kind, str(tmp_path)])
     job = subprocess.Popen(
         words, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -63,7 +60,7 @@ def test_a_crowd_of_strangers_does_not_keep_ranks_apart(kind: str, tmp_path: Pat
         loud = [b"", b"GET / HTTP/1.0\r\n\r\n" * 9, DEEP, b"\xff" * 64, claim, claim + b"p" * auth.CODE_BYTES]
         for count in range(STRANGERS):
             strangers.append(socket.create_connection((address, int(port)), LIMIT_S))
-            with contextlib.suppress(OSError):  # shown the door already
+            with contextlib.suppress(OSError):  # closed by rank 0 already
                 strangers[-1].sendall(loud[count % len(loud)])
         (tmp_path / "go").touch()
         out, errors = job.communicate(timeout=LIMIT_S)
@@ -77,7 +74,7 @@ def test_a_crowd_of_strangers_does_not_keep_ranks_apart(kind: str, tmp_path: Pat
 
 
 def handshake(port: int, me: auth.Party, to: int, said: list[bytes]) -> bytes:
-    """Says the hello and proof of someone else's handshake again; what came back after them."""
+    """Replay the hello and proof of another handshake; return the bytes that follow."""
     with socket.create_connection(("127.0.0.1", port), 5) as connection:
         connection.sendall(said[0])
         link_probe.exactly(connection, auth.NONCE_BYTES + auth.CODE_BYTES)
@@ -88,7 +85,7 @@ def handshake(port: int, me: auth.Party, to: int, said: list[bytes]) -> bytes:
 
 
 def test_a_handshake_that_was_overheard_lets_nobody_in() -> None:
-    """Rank 1's own words, said again; the acceptor's proof, reflected; a proof for another purpose or another rank."""
+    """Replays rank 1's messages, reflects the acceptor's proof, and uses proofs for other purposes and ranks."""
     secret = os.urandom(auth.KEY_BYTES)
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
@@ -102,7 +99,7 @@ def test_a_handshake_that_was_overheard_lets_nobody_in() -> None:
         return thread
 
     heard: list[bytes] = []
-    with socket.create_server(("127.0.0.1", 0)) as tap:  # one in between, who passes everything on
+    with socket.create_server(("127.0.0.1", 0)) as tap:  # a relay that forwards everything
         accepting = accept(10)
         joining = threading.Thread(target=lambda: auth.connect("127.0.0.1", tap.getsockname()[1], rank1, 0, 10).close())
         joining.start()
@@ -136,12 +133,12 @@ def test_a_handshake_that_was_overheard_lets_nobody_in() -> None:
 
 
 class Host:
-    """A real sentinel with an address of its own, and a rank that only sleeps."""
+    """A real sentinel with its own address, and a rank that only sleeps."""
 
     def __init__(self, index: int) -> None:
         self.address, self.index = f"127.0.0.{2 + index}", index
         program = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from hvdtrain.sentinel import watch as w; "
-        program += "w.SILENCE_S = 6.0; w.main()"  # its 15 s are tried on a real link in test_faults.py
+        program += "w.SILENCE_S = 6.0; w.main()"  # test_faults.py uses the real 15 s
         self.process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", program, "sentinel of the tests", self.address],
             stdin=subprocess.PIPE,
@@ -170,7 +167,7 @@ class Host:
 
 
 def test_nothing_a_stranger_sends_ends_the_watch_or_hides_that_a_host_is_lost() -> None:
-    """Floods, nesting that json cannot read, forged and empty datagrams; then a host falls silent, and is missed."""
+    """Sends floods, deeply nested JSON, forged and empty datagrams. Then a host falls silent, and this is noticed."""
     secret, hosts = os.urandom(auth.KEY_BYTES), [Host(0), Host(1)]
     forged = {"number": 10**9, "host": 1, "idle": False, "finished": True, "fault": {"kind": "lost", "text": "made up"}}
     datagrams = [
@@ -181,7 +178,7 @@ def test_nothing_a_stranger_sends_ends_the_watch_or_hides_that_a_host_is_lost() 
         json.dumps({**forged, "token": "?"}).encode(),
         auth.sign(b"guess", PURPOSE, json.dumps(forged).encode()),
         auth.sign(b"", PURPOSE, DEEP),
-        bytes([76]),  # the word of a rank that ends
+        bytes([76]),  # the report of a rank that finished
     ]
     stranger = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     try:
@@ -194,7 +191,7 @@ def test_nothing_a_stranger_sends_ends_the_watch_or_hides_that_a_host_is_lost() 
                 for data in datagrams:
                     for target in ((hosts[0].address, hosts[0].ports["udp"]), ("127.0.0.1", hosts[0].ports["reports"])):
                         stranger.sendto(data, target)
-                time.sleep(0.004)  # still more than MOST_MESSAGES in a round
+                time.sleep(0.004)  # still more than MAX_MESSAGES in a round
 
         attack(4)
         assert [host.process.poll() for host in hosts] == [None, None]
@@ -282,18 +279,18 @@ def test_strangers_reach_the_decoy_of_a_shared_port_for_any_user() -> None:
 
 
 @pytest.mark.parametrize(
-    ("framework", "carrier"),
+    ("framework", "backend"),
     [("torch", "tcp"), ("torch", "servers"), ("torch", "native"), ("tensorflow", "native")],
 )
-def test_a_job_on_one_host_listens_on_loopback_or_lets_in_no_stranger(framework: str, carrier: str) -> None:
-    report = document(launch(2, [str(PROGRAMS / "listening.py"), framework, carrier], "horovodrun --gloo"))
+def test_a_job_on_one_host_listens_on_loopback_or_lets_in_no_stranger(framework: str, backend: str) -> None:
+    report = document(launch(2, [str(PROGRAMS / "listening.py"), framework, backend], "horovodrun --gloo"))
     assert report["sum"] == [2.0, 1.0]
     everywhere = [one for one in report["listening"] if not one[1].startswith("127.")]
     assert len(everywhere) == (framework == "tensorflow"), everywhere
     assert any(one[0] == "udp" for one in report["listening"]), "the sentinel's"
     assert not any(report["strangers"])
     assert all(report["ranks"])
-    if carrier in {"tcp", "servers"}:
+    if backend in {"tcp", "servers"}:
         assert not any(one[0] == "tcp" for one in report["listening"]), "nobody is awaited any more"
 
 
@@ -301,7 +298,7 @@ def test_a_job_on_one_host_listens_on_loopback_or_lets_in_no_stranger(framework:
 
 
 class OpenStore:
-    """horovodrun's own, as it serves it; `seen` is what a reader of all requests sees."""
+    """horovodrun's own store. `seen` holds the requests that an eavesdropper reads."""
 
     def __init__(self) -> None:
         from horovod.runner.http.http_server import RendezvousServer
@@ -323,7 +320,7 @@ class OpenStore:
         return {scope: keys for scope, keys in http.cache.items() if keys}
 
     def ranks(self, program: Any) -> list[Any]:
-        """What `program` returned or raised for each of two ranks."""
+        """The result or exception of `program` on each of two ranks."""
         where = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": str(self.port)}
 
         def rank(number: int) -> Any:
@@ -361,7 +358,7 @@ def test_nothing_in_the_open_store_gives_the_secret_away_and_nothing_stays(store
 
 @pytest.mark.parametrize("replayed", [False, True])
 def test_what_others_write_into_the_open_store_is_refused(replayed: bool, store: OpenStore) -> None:
-    """In rank 1's place another address, so that rank 0 would connect to the attacker; or an old message again."""
+    """An attacker replaces rank 1's address by another one, or replays an old message."""
 
     def program(ranks: signed_store.SignedRendezvous) -> list[bytes]:
         ranks.gather_bytes(b"a 10.0.0.1 1")
@@ -429,7 +426,7 @@ def test_the_doctors_ports_cost_no_thread_for_each_stranger(descriptors: None) -
 
 
 def test_strangers_do_not_stop_a_measurement() -> None:
-    """Whoever announces more memory or time than there is, or says nothing that is a request."""
+    """Strangers request too much memory or time, or send malformed requests."""
     with link_probe.listening("127.0.0.1") as door:
         server = threading.Thread(target=link_probe.serve, args=(door,), daemon=True)
         server.start()

@@ -1,4 +1,4 @@
-"""The rules of the watch over ranks, tried with a clock of the test's own, and what it sees of a host and of a link."""
+"""The rules of the sentinel, with a simulated clock, and its view of processes, interfaces and links."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KEY = b"s" * 32
 
 
 class Sentinels:
-    """The sentinels of some hosts, in this process, each with one rank that only sleeps; and a clock to turn."""
+    """The sentinels of some hosts in this process, each with one sleeping rank, and a simulated clock."""
 
     def __init__(self, hosts: int, stall_limit_s: float = 0.0) -> None:
         self.now = 1000.0
@@ -61,7 +61,7 @@ class Sentinels:
             rank.connect(words.getsockname())
 
     def turn(self, seconds: float, *, without: tuple[int, ...] = (), step_s: float = 1.0) -> None:
-        """Lets time pass in steps; the sentinels `without` do not run."""
+        """Let time pass in steps. The sentinels in `without` do not run."""
         end = self.now + seconds
         while self.now < end:
             self.now += step_s
@@ -70,14 +70,14 @@ class Sentinels:
                     watch.round(self.now)
 
     def stop(self, *which: int) -> None:
-        """Stops ranks, and waits until they are."""
+        """Stop ranks, and wait until they have stopped."""
         for sleeper in (self.sleepers[i] for i in which):
             os.kill(sleeper.pid, signal.SIGSTOP)
             os.waitid(os.P_PID, sleeper.pid, os.WSTOPPED)
 
     def left(self, *alive: bool) -> bool:
-        """Whether these ranks are left, once the others have ended."""
-        time.sleep(0.05)  # for one that was killed and should not be
+        """Whether exactly these ranks still run once the others have ended."""
+        time.sleep(0.05)  # in case one was killed by mistake
         until(
             lambda: all(left or sleeper.poll() is not None for left, sleeper in zip(alive, self.sleepers, strict=True))
         )
@@ -114,11 +114,11 @@ def test_a_silent_host_is_named_and_the_ranks_that_wait_for_it_are_ended(
     job.turn(5)
     job.turn(SILENCE_S - 3, without=(1,))
     job.turn(5)
-    assert job.left(True, True, True), "a flap is no fault"
+    assert job.left(True, True, True), "a short interruption is not a fault"
     job.turn(SILENCE_S + 8, without=(1,))
     assert job.left(False, True, False)
     said = capfd.readouterr().err
-    assert said.count("hvdtrain: ") == 1, "once, whoever saw it first"
+    assert said.count("hvdtrain: ") == 1, "printed once per job"
     assert f"host host1 (rank 1): silent for {SILENCE_S:g} s" in said
     assert "no checkpoint was written yet" in said
 
@@ -159,8 +159,8 @@ def test_a_stopped_rank_is_a_fault_unless_the_whole_job_is_stopped(
     job = sentinels(2)
     job.stop(0, 1)
     job.turn(2 * STOPPED_S)
-    assert job.left(True, True), "somebody suspended the job"
-    for sleeper in job.sleepers:  # he goes from host to host
+    assert job.left(True, True), "the user suspended the job"
+    for sleeper in job.sleepers:  # resumed host by host
         os.kill(sleeper.pid, signal.SIGCONT)
         os.waitid(os.P_PID, sleeper.pid, os.WCONTINUED)
         job.turn(3)
@@ -197,7 +197,7 @@ def test_ranks_that_wait_for_another_end_with_it_unless_bytes_move_somewhere(
 
 @pytest.mark.parametrize("seconds", [2000, 0])
 def test_a_job_that_was_suspended_has_not_stalled(seconds: int, sentinels: Callable[..., Sentinels]) -> None:
-    """Its ranks find that they have waited for all that time; 0: the machine was."""
+    """Its ranks report that they waited all that time. With 0, the machine was suspended instead of the ranks."""
     job = sentinels(2, 60.0)
     job.turn(5)
     if seconds:
@@ -260,7 +260,7 @@ def test_messages_of_strangers_are_nothing(sentinels: Callable[[int], Sentinels]
 
 
 def test_a_heartbeat_that_is_sent_again_is_not_a_sign_of_life(sentinels: Callable[[int], Sentinels]) -> None:
-    """Someone who reads the network and repeats what a host has said must not hide that it is gone."""
+    """Replayed heartbeats must not hide that a host is gone."""
     job = sentinels(2)
     heard: list[bytes] = []
     real = job.doors[0]
@@ -309,7 +309,7 @@ def test_a_launcher_is_what_starts_ranks_and_not_the_users_shell(tmp_path: Path)
 
 @pytest.mark.root
 def test_a_launcher_that_proc_hides_is_not_watched() -> None:
-    """hidepid: a rank's parent is root's slurmstepd, say."""
+    """With hidepid, for example, root's slurmstepd is invisible to the rank that it started."""
     program = "import os; from hvdtrain.sentinel.processes import launchers; print(launchers(os.getpid()))"
     as_nobody = "setpriv --reuid=65534 --regid=65534 --clear-groups"
     script = f'mount -t proc -o hidepid=2 proc /proc && {as_nobody} "$0" -c "$1"; exit $?'  # the shell stays its parent
@@ -359,7 +359,7 @@ def test_the_way_to_another_host_is_over_a_common_network(
 
 
 def test_who_has_proved_itself_is_heard_whatever_it_says() -> None:
-    """While it proves itself its socket wakes nobody for less than the whole proof."""
+    """During the handshake a socket becomes readable only for a whole proof; afterwards for any byte."""
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
         one, other = Party(KEY, b"test", 0), Party(KEY, b"test", 1)
         coming = pool.submit(auth.connect, "127.0.0.1", listener.getsockname()[1], other, 0, 10)

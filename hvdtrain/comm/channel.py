@@ -72,7 +72,7 @@ class Channel:
         while True:
             try:
                 self._incoming.put(swap(None, None, self._stream))
-            except Exception as error:  # of any kind: the receiver must not wait for ever
+            except Exception as error:  # of any kind: the receiver must not block
                 return self._incoming.put(error)
 
 

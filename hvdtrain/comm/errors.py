@@ -1,4 +1,4 @@
-"""How to tell that a peer was lost from the exceptions of Horovod, PyTorch, TensorFlow and the TCP backend."""
+"""Recognises a lost peer from the exceptions of Horovod, PyTorch, TensorFlow and the TCP backend."""
 
 from __future__ import annotations
 

@@ -20,13 +20,13 @@ from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
 
 PEER_PATIENCE_S = 2.0
-"""Before it prints, a rank that lost a peer, or failed and is not rank 0, gives the launcher this long to end it"""
+"""A rank that lost a peer, or failed and is not rank 0, prints only if the launcher has not ended it by then"""
 
 _sentinel: Sentinel | None = None
 
 
 def report_to(sentinel: Sentinel) -> None:
-    """From now on, tell this sentinel if the process fails, so that it can tell failures from ordinary ends."""
+    """From now on, report a failure of this process to this sentinel."""
     global _sentinel
     _sentinel = sentinel
 
@@ -85,7 +85,7 @@ def guard(*, debug: bool) -> None:
     def on_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         handled = isinstance(error, Failure) or launch_env().launcher != "alone"
         if handled and isinstance(error, Exception):
-            sys.stderr = sys.__stderr__  # torch.distributed's hook calls this one and captures what it writes
+            sys.stderr = sys.__stderr__  # torch.distributed's hook calls this hook and captures its output
             _end(_report(error, debug, _script_line(trace)))
         sys.__excepthook__(kind, error, trace)
 
@@ -139,7 +139,7 @@ def _report(error: Exception, debug: bool, script_line: str = "") -> int:
 
 
 def _end(code: int) -> NoReturn:
-    """End this process. After an error, end the job: the sentinel tells the other ranks."""
+    """End this process. After an error, end the job through the sentinel."""
     if code and launch_env().launcher != "alone":
         if _sentinel is not None and code != exits.RESUMABLE:
             _sentinel.report_failed()

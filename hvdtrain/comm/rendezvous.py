@@ -1,8 +1,8 @@
 """How ranks find each other without Horovod: through MPI, or through the launcher's key-value store.
 
-Backends need a way to tell all ranks where each one listens. mpirun, srun and `horovodrun --mpi` start MPI programs,
-so MPI carries these few bytes; after that it sends nothing more. `horovodrun --gloo` serves a small key-value store
-over HTTP, which Horovod uses for the same purpose. torchrun serves PyTorch's TCPStore.
+Before a backend can connect the ranks, every rank must learn the addresses of the others. mpirun, srun and `horovodrun
+--mpi` start MPI programs, so MPI carries these few bytes; after that it sends nothing more. `horovodrun --gloo` serves
+a small key-value store over HTTP, which Horovod uses for the same purpose. torchrun serves PyTorch's TCPStore.
 
 A rendezvous also gives the ranks a job key. Rank 0 draws it, and MPI distributes it. A store is open to everyone who
 can reach it; there the job key is derived from the user's key (`signed_store`) and never sent.
@@ -152,7 +152,7 @@ class StoreRendezvous(abc.ABC):
 
 
 class HorovodrunRendezvous(StoreRendezvous):
-    """horovodrun's store: PUT, GET and DELETE of /scope/key; 404 if there is no value yet."""
+    """horovodrun's store: PUT, GET and DELETE of /scope/key; 404 while a value is missing."""
 
     def __init__(self, environment: LaunchEnv, variables: Mapping[str, str] = os.environ) -> None:
         names = [f"HOROVOD_GLOO_RENDEZVOUS_{part}" for part in ("ADDR", "PORT")]

@@ -63,7 +63,7 @@ class Listening(NamedTuple):
 
     @property
     def machine(self) -> tuple[str, str]:
-        """Equal for ranks of the same host, which tests on one machine tell apart by address."""
+        """Equal for ranks of the same host, which tests on one machine distinguish by address."""
         return self.host, self.address
 
 
@@ -155,7 +155,7 @@ def swap(
     into: np.ndarray | None = None,
     max_bytes: int = MAX_MESSAGE_BYTES,
 ) -> np.ndarray:
-    """Send a message to one rank while receiving one from another; either may be None. Return what was received.
+    """Send a message to one rank while receiving one from another; either may be None. Return the received message.
 
     Raises RuntimeError if a message does not have the length of `into`, or without `into` exceeds `max_bytes`: then
     the ranks disagree on what they do. Raises PeerLost.

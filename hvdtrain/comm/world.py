@@ -86,7 +86,7 @@ class RankGroup:
         return cls.watched(join(environment), stall_limit_s)
 
     def subgroup(self, ranks: Sequence[int]) -> RankGroup:
-        """The group of these ranks. Collective: every rank of the whole passes the ranks of its own subgroup."""
+        """The group of these ranks. Collective: every rank of the whole group passes the ranks of its subgroup."""
         return dataclasses.replace(self, rendezvous=Subgroup(self.rendezvous, ranks))
 
 

@@ -2,8 +2,8 @@
 
 A rank that waits in a collective cannot run Python, so it can only be killed. When a rank is killed, its launcher ends
 the other ranks everywhere, leaves no files behind, and does not return 0. (horovodrun on Gloo may return 0 if it is
-asked to end.) An `mpirun` that cannot reach one of its daemons waits for ever, so it gets SIGTERM; a second one within
-five seconds makes it give up. A daemon (`orted`) that lost its `mpirun` to a dead link waits for ever too.
+asked to end.) An `mpirun` that cannot reach one of its daemons would never end, so it gets SIGTERM; a second one within
+five seconds makes it give up. A daemon (`orted`) that lost its `mpirun` to a dead link would never end either.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Ending:
     """Signals the ranks and launchers of this host at the times of TIMES."""
 
     def __init__(self, kind: str, ranks: list[Process], launchers: list[Process]) -> None:
-        # Only these would wait for ever. Shells, sshd, Slurm steps and the launch scripts end by themselves after them.
+        # Only these would never end. Shells, sshd, Slurm steps and the launch scripts end after them.
         lasting = [p for p in launchers if p.name.startswith((*MPIRUN, "orted", "prted", "horovodrun"))]
         mpirun = [p for p in launchers if p.name.startswith(MPIRUN)]
         times = TIMES["lost, no mpirun here" if kind == "lost" and not mpirun else kind]

@@ -24,7 +24,7 @@ PURPOSE = b"goodput"
 
 
 class Receiver:
-    """Listens on a port of its own, and measures once, for one sender."""
+    """Listens on its own port, and measures once, for one sender."""
 
     def __init__(self, address: str) -> None:
         self._listener = socket.create_server((address, 0), backlog=socket.SOMAXCONN)

@@ -24,7 +24,7 @@ class Process:
         self.pid = pid
         self._started = proc.stat(pid).started
         self.name = _name(pid)
-        # Readable once the process has ended. Kernels before 5.3 and conda's Python lack pidfds; then polling must do.
+        # Readable once the process has ended. Kernels before 5.3 and conda's Python have none.
         self.pidfd: int | None = None
         with contextlib.suppress(OSError, AttributeError):
             self.pidfd = os.pidfd_open(pid)
@@ -85,7 +85,7 @@ def _starts_ranks(process: Process) -> bool:
 
 
 def _name(pid: int) -> str:
-    """The name of the program. For a script with a `#!` line it is the script's, otherwise that of argument 0."""
+    """The name of the program. For a script with a `#!` line, the script's name; otherwise argument 0."""
     name, words = proc.stat(pid).name, proc.strings(pid, "cmdline")
     # sshd overwrites argument 0 with its state: "sshd: root@notty"
     return name if not words or name.startswith(("sshd", "horovodrun")) else PurePath(words[0].rstrip(":")).name

@@ -82,7 +82,7 @@ class Sentinel:
             self._order(self._job_table(offers, ports))
 
     def _offer(self) -> dict[str, Any]:
-        """What the other ranks need to know about this one."""
+        """Host, process and addresses of this rank, for the other ranks."""
         host = socket.gethostname()
         return {
             "host": host,
@@ -95,8 +95,8 @@ class Sentinel:
 
     def _start(self) -> dict[str, Any] | None:
         """Start the sentinel process and return its address and ports; None if it does not start."""
-        # Isolated from the environment and without site-packages, it starts in 20 ms and takes 10 MB. It has a session
-        # of its own because launchers signal a rank's whole process group.
+        # Isolated from the environment and without site-packages, it starts in 20 ms and takes 10 MB. It has its own
+        # session because launchers signal a rank's whole process group.
         program = f"import sys; sys.path.insert(0, {ROOT!r}); from hvdtrain.sentinel.watch import main; main()"
         command = [sys.executable, "-I", "-S", "-c", program, f"hvdtrain-sentinel of rank {self._rank}"]
         try:

@@ -1,8 +1,8 @@
-"""Two ranks that join while somebody disturbs them; rank 0 prints as JSON what they then summed. For test_security.py.
+"""Two ranks that connect while strangers disturb them. Rank 0 prints their sum as JSON. Used by test_security.py.
 
     attacked.py tcp|servers FOLDER
 
-Rank 0 has few descriptors and leaves its address in FOLDER; rank 1 comes once FOLDER/go is there.
+Rank 0 has few descriptors and writes its address to FOLDER/door. Rank 1 connects once FOLDER/go exists.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The last of the ranks ends as told, while the others wait for it in a collective.
+"""The last rank ends in the given way while the others wait for it in a collective.
 
     failing.py torch|tensorflow STRATEGY raise|failure|FILE
 
@@ -23,7 +23,7 @@ def main(stop: lifecycle.StopSignal) -> int:
     framework, strategy, how = sys.argv[1:]
     ranks, _ = exchange.joined(exchange.config_of(framework, "{}", strategy=strategy))
     ranks.gather("all are here")
-    ranks.gather("and nobody is still reading what was said")
+    ranks.gather("a barrier: all have read the first message")
     if ranks.rank == ranks.size - 1:
         if how == "raise":
             raise ZeroDivisionError("the cause, not Horovod")

@@ -1,8 +1,8 @@
-"""What a job listens on, printed by rank 0 as JSON; and whether strangers get in. For test_security.py.
+"""Rank 0 prints as JSON the sockets that a job listens on, and whether strangers get in. Used by test_security.py.
 
-    listening.py FRAMEWORK CARRIER
+    listening.py FRAMEWORK BACKEND
 
-A stranger connects from each address of this machine that is not loopback to each TCP port on every address.
+A stranger connects from each address of this machine, except loopback, to each TCP port that is open on every address.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def sockets(process: int) -> set[str]:
 
 
 def listening(inodes: set[str]) -> list[tuple[str, str, int]]:
-    """(protocol, address, port) of what these listen on, by /proc/net (proc(5)); a whole host's `*` is 0.0.0.0."""
+    """(protocol, address, port) of these sockets if they listen, from /proc/net (proc(5)). Every address is 0.0.0.0."""
     found = []
     for protocol, state in (("tcp", "0A"), ("tcp6", "0A"), ("udp", "07"), ("udp6", "07")):
         for line in Path(f"/proc/net/{protocol}").read_text().splitlines()[1:]:
@@ -44,15 +44,15 @@ def listening(inodes: set[str]) -> list[tuple[str, str, int]]:
 
 
 def connects(source: str, target: str, port: int) -> bool:
-    """Whether the server greets who connects, as TensorFlow's does."""
+    """Whether the server greets a client, as TensorFlow's does."""
     with contextlib.suppress(OSError), socket.create_connection((target, port), 1, (source, 0)) as made:
         return made.recv(1) != b""
     return False
 
 
 def main() -> None:
-    framework, carrier = sys.argv[1:]
-    world = connect(framework, backend=carrier)
+    framework, backend = sys.argv[1:]
+    world = connect(framework, backend=backend)
     total = world.sum(np.array([1.0, world.rank]), "sum").tolist()
     mine = os.getpid()
     inodes = set().union(*(sockets(process) for process in (mine, *children(mine))))

@@ -2,7 +2,7 @@
 
     tcp_ranks.py RANKS_PER_HOST
 
-One machine plays several hosts: each group of ranks has a loopback address of its own (127.0.0.1, 127.0.0.2, ...), and
+One machine plays several hosts: each group of ranks has its own loopback address (127.0.0.1, 127.0.0.2, ...), and
 ranks with different addresses count as different hosts.
 """
 
@@ -61,7 +61,7 @@ def part(source: int, target: int) -> np.ndarray:
 
 
 def leaders_exchange(ranks: TcpCommunicator) -> bool:
-    """Whether all_to_all and all_gather of the leaders deliver what was sent."""
+    """Whether all_to_all and all_gather of the leaders deliver the parts that were sent."""
     hosts = ranks.leaders
     if hosts is None:
         return True

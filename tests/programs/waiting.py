@@ -1,9 +1,9 @@
-"""Ranks that wait for each other again and again until something ends them, as told by test_faults.py.
+"""Ranks that wait for each other repeatedly until a test ends them. Used by test_faults.py.
 
     waiting.py FOLDER MEGABYTES
 
-Each rank writes its process number to FOLDER/rank<number>. Unless MEGABYTES is 0 the ranks first sum so much, once;
-rank 0 writes to FOLDER/summed whether it was right.
+Each rank writes its process number to FOLDER/rank<number>. Unless MEGABYTES is 0, the ranks first sum a vector of
+this size, and rank 0 writes to FOLDER/summed whether the sum was right.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hvdtrain.comm import lifecycle, world
 
 
 def write(path: Path, text: str) -> None:
-    """A file that is whole as soon as it is there."""
+    """Write a file atomically."""
     part = path.with_name(f".{path.name}")
     part.write_text(text)
     part.rename(path)

@@ -1,7 +1,7 @@
 """torch.distributed (Gloo between CPUs, NCCL between GPUs) and DistributedDataParallel.
 
-Rank 0 opens PyTorch's TCP store on the address of the link, and the rendezvous tells the other ranks where it is. Gloo
-and NCCL use the interface of the link unless GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names another.
+Rank 0 opens PyTorch's TCP store on the address of the link, and sends its address to the other ranks through the
+rendezvous. Gloo and NCCL use the interface of the link unless GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names another.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ def _closed_to_strangers(decoy: socket.socket, hosts: set[str]) -> Iterator[None
 
 
 def _turn_away(decoy: socket.socket) -> None:
-    """Close every connection: those of strangers, and those of ranks that came before the server and will try again."""
+    """Close every connection: strangers, and ranks that came before the server started and will try again."""
     while True:
         with contextlib.suppress(OSError):
             decoy.accept()[0].close()

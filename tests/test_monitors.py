@@ -18,11 +18,11 @@ import pytest
 from conftest import LIMIT_S, PROGRAMS, ROOT, environment, until
 
 from hvdtrain import records
-from hvdtrain.monitors import cgroup, sampler
+from hvdtrain.monitors import sampler
 from hvdtrain.monitors.nvml import Nvml
-from hvdtrain.monitors.resources import TICK_S, Resources, _difference, _growth
+from hvdtrain.monitors.resources import TICK_S, Resources, _difference, _growth, group_cpu_s
 from hvdtrain.monitors.sensors import Sensor
-from hvdtrain.system import cgroup as quota
+from hvdtrain.system import cgroup
 
 
 def command(folder: Path, *words: str) -> list[str]:
@@ -108,13 +108,13 @@ def test_a_folder_that_cannot_be_written_costs_the_samples_only(tmp_path: Path) 
     done = subprocess.run(command(tmp_path, "sleep=0.1"), env=settings(), capture_output=True, text=True)
     assert done.returncode == 0
     assert done.stderr.count("\n") == 1
-    assert "sampling stops, the run goes on" in done.stderr
+    assert "sampling stops, the run continues" in done.stderr
 
 
 def test_a_killed_and_a_hanging_sampler_leave_the_run_alone(tmp_path: Path) -> None:
     _, found, said = watched(tmp_path / "killed", "samples=2", f"kill={signal.SIGKILL:d}")
     assert samples(found)
-    assert "ended early (-9); samples are missing" in said
+    assert "ended early (-9); later samples are missing" in said
     _, _, said = watched(tmp_path / "hangs", f"kill={signal.SIGSTOP:d}", "impatient=")
     assert "did not end" in said
     # signals that launchers send to all processes are the rank's to obey
@@ -184,7 +184,7 @@ def test_energy_from_sensor_to_file_and_replayed(hardware: dict[str, str], tmp_p
     assert gpu[-2:] == [None, None]
     assert rest[0].gpus == [{"device": "gpu0", "utilisation_percent": 7, "memory_used_bytes": 5}]
     assert rest[-1].gpus == [{"device": "gpu0", "utilisation_percent": None, "memory_used_bytes": None}]
-    assert said.count("gpu0 gave no reading") == 1
+    assert said.count("gpu0 has no reading") == 1
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_nothing_to_measure_is_said(tmp_path: Path) -> None:
     (tmp_path / "nvml.json").write_text(json.dumps({"gpus": [], "init": "DriverNotLoaded"}))
     extra["PYTHONPATH"] = f"{PROGRAMS / 'fake_nvml'}{os.pathsep}{ROOT}"
     facts, (sensors, *_), _ = watched(tmp_path, "sleep=0.15", extra=extra, names="power")
-    assert facts["nothing"].startswith("power: nothing can be read on ")
+    assert facts["nothing"].startswith("power: no sensor can be read on ")
     assert "Driver Not Loaded" in facts["nothing"]
     assert all(device["source"] is None and device["reason"] for device in sensors.devices)
     assert all(sample.energy_j == {} for sample in samples(recorded(tmp_path)))
@@ -253,7 +253,7 @@ def test_the_quota_that_limits_a_host(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text + "\n")
     (tmp_path / "own").write_text(own + "\n")
-    found = quota.limit(tmp_path / "own", tmp_path)
+    found = cgroup.limit(tmp_path / "own", tmp_path)
     assert (found and found.cores) == cores
     assert found is None or found.folder == tmp_path / folder
 
@@ -261,11 +261,11 @@ def test_the_quota_that_limits_a_host(
 def test_cpu_time_of_a_group_is_the_kernels_sum_if_it_has_one(tmp_path: Path) -> None:
 
     (tmp_path / "cgroup.procs").write_text(f"{os.getpid()}\n")
-    assert cgroup.used_s(tmp_path) == pytest.approx(sum(os.times()[:4]), abs=3 * TICK_S)
+    assert group_cpu_s(tmp_path) == pytest.approx(sum(os.times()[:4]), abs=3 * TICK_S)
     (tmp_path / "cpuacct.usage").write_text("2500000000\n")
-    assert cgroup.used_s(tmp_path) == 2.5
+    assert group_cpu_s(tmp_path) == 2.5
     (tmp_path / "cpu.stat").write_text("nr_periods 3\nusage_usec 1500000\n")
-    assert cgroup.used_s(tmp_path) == 1.5
+    assert group_cpu_s(tmp_path) == 1.5
 
 
 @pytest.mark.root

@@ -58,7 +58,7 @@ def test_a_full_disk_stops_the_samples_and_nothing_else(tmp_path: Path) -> None:
     """A limit on file sizes is a full disk that needs no root."""
     facts, _, said = watched(tmp_path, "busy=0.4", before=("sh", "-c", 'ulimit -f 0; exec "$@"', "sh"))
     assert said.count("\n") == 1
-    assert "File too large; sampling stops, the run goes on" in said
+    assert "File too large; sampling stops, the run continues" in said
     assert set(facts["children"].values()) == {"S"}, "a zombie beside the run"
 
 

@@ -70,7 +70,7 @@ def test_without_a_driver_there_is_one_absent_gpu(error: str, fix: str, driver: 
     (sensor,) = driver(init=error).sensors()
     assert (sensor.device, sensor.source, sensor.take(0.0)) == ("gpu", None, None)
     assert fix in (sensor.reason or "")
-    assert driver(init=error).figures() == []
+    assert driver(init=error).utilisation() == []
 
 
 def test_a_gpu_that_may_not_be_read_is_absent_beside_one_that_may(driver: Driver) -> None:
@@ -83,7 +83,7 @@ def test_a_gpu_that_may_not_be_read_is_absent_beside_one_that_may(driver: Driver
     assert "Not Supported" in (sensors[0].reason or "")
     assert "Insufficient Permissions" in (sensors[1].reason or "")
     assert "GPU is lost" in (sensors[3].reason or "")
-    assert nvml.figures()[1:] == [
+    assert nvml.utilisation()[1:] == [
         {"device": "gpu1", "utilisation_percent": None, "memory_used_bytes": 2**30},
         {"device": "gpu2", "utilisation_percent": 50, "memory_used_bytes": 2**30},
         {"device": "gpu3", "utilisation_percent": None, "memory_used_bytes": None},
@@ -99,7 +99,7 @@ def test_a_fault_of_one_gpu_leaves_the_others_as_they_are(what: str, error: str,
     assert [sensor.device for sensor in sensors] == ["gpu0", "gpu1", "gpu2"]
     assert [sensor.source for sensor in sensors[::2]] == ["nvml-energy"] * 2
     assert (sensors[1].source is None) == (what in ("handle", "power_mw")) == bool(sensors[1].reason)
-    assert {"device": "gpu0", "utilisation_percent": 50, "memory_used_bytes": 2**30} in nvml.figures()
+    assert {"device": "gpu0", "utilisation_percent": 50, "memory_used_bytes": 2**30} in nvml.utilisation()
     rank = {"rank": 0, "device": "cuda:2", "visible": None, "order": None}
     told = None if what in ("handle", "name") else False  # CUDA counts GPUs of other models in another order
     assert list(nvml.used([rank]).values()) == [told, told, None if told is None else True]

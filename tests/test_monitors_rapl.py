@@ -200,7 +200,11 @@ def test_a_zone_that_goes_and_comes_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("energy", "range_uj", "reason"),
-    [("", RANGE_UJ, "invalid literal"), ("abc", RANGE_UJ, "invalid literal"), ("5", 0, "range is not known")],
+    [
+        ("", RANGE_UJ, "invalid literal"),
+        ("abc", RANGE_UJ, "invalid literal"),
+        ("5", 0, "range of its counter is unknown"),
+    ],
 )
 def test_zones_that_make_no_sense_are_absent(energy: str, range_uj: int, reason: str, tmp_path: Path) -> None:
     tree = Tree(tmp_path)
@@ -237,7 +241,7 @@ def test_the_power_shown_is_the_mean_over_the_seconds(tmp_path: Path, monkeypatc
     tree.zone("intel-rapl:0", "package-0")
     sleep, began_s = time.sleep, time.monotonic()
     monkeypatch.setattr(time, "sleep", lambda seconds: (tree.set("intel-rapl:0", 4_000_000), sleep(seconds)))
-    power_w = shown.sensors(tree.root, 0.25)["devices"][0]["power_w"]
+    power_w = shown.measure(tree.root, 0.25)["devices"][0]["power_w"]
     assert 4 / (time.monotonic() - began_s) <= power_w <= 4 / 0.25
 
 

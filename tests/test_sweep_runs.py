@@ -1,4 +1,4 @@
-"""Sweeps for real: on ranks of this machine, and on virtual hosts with a throttle."""
+"""Real sweeps: ranks on this machine, and virtual hosts with throttled links."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hvdtrain.sweep.network import cluster_name
 from hvdtrain.system.commands import calling_user
 
 SMALL = '[defaults]\nframework = "torch"\nwidth = 0.125\nimage_size = "16"\nbatch_size = 96\nepochs = 1\nthreads = 1\n'
-# Two runs that end well, and one that no workload refuses but that cannot end well.
+# Two runs that succeed, and one with valid settings that diverges.
 LOCAL = f"""{SMALL}checkpoint_epochs = 0
 [[grid]]
 label = "alone"
@@ -41,17 +41,17 @@ lr = 1e30
 
 
 class Command:
-    """`hvdtrain sweep` on a file, with locks of its own."""
+    """Runs `hvdtrain sweep` on a file, with its own lock files."""
 
     def __init__(self, folder: Path, text: str) -> None:
         self.file, self.root = folder / "tried.toml", folder / "results"
         self.file.write_text(text)
-        self.locks = tempfile.mkdtemp(prefix="hs", dir="/tmp")  # Open MPI wants a short one
+        self.locks = tempfile.mkdtemp(prefix="hs", dir="/tmp")  # Open MPI needs a short path
 
     def start(self, *flags: str) -> subprocess.Popen[str]:
         words = [sys.executable, "-m", "hvdtrain.sweep", str(self.file), "--root", str(self.root), *flags]
         variables = environment({"TMPDIR": self.locks})
-        del variables["HVDTRAIN_RECORD"]  # a sweep says that it does not pass it on
+        del variables["HVDTRAIN_RECORD"]  # a sweep prints a line about such variables
         return subprocess.Popen(
             words,
             cwd=ROOT,
@@ -74,9 +74,9 @@ class Command:
         return code, json.loads(out)
 
     def has_hosts(self) -> bool:
-        """Whether its virtual cluster is up."""
-        about = file.Sweep(path=self.file, name="tried", grids=[])
-        return cluster_name(about, self.root / "tried") in virtual.clusters()
+        """Whether its virtual cluster is running."""
+        sweep = file.Sweep(path=self.file, name="tried", grids=[])
+        return cluster_name(sweep, self.root / "tried") in virtual.clusters()
 
     def folders(self) -> list[str]:
         return sorted(path.name for path in (self.root / "tried").iterdir())
@@ -107,25 +107,25 @@ def await_file(pattern: str, root: Path, process: subprocess.Popen[str]) -> None
 
 
 @pytest.mark.root
-def test_under_sudo_it_trains_as_its_caller_who_owns_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_sudo_runs_and_records_belong_to_the_calling_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SUDO_USER", "nobody")
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # pytest's own is closed to others
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # other users cannot enter pytest's folder
         Path(folder).chmod(0o755)
         sweep = Command(Path(folder), '[[grid]]\nlabel = "who"\nlauncher = "none"\ncommand = "id -un"\n')
         code, _, _ = sweep.run()
         shutil.rmtree(sweep.locks)
-        assert code == 1, "it records nothing"
+        assert code == 1, "id records nothing"
         for log in sweep.root.glob("tried/who-*/logs/launch.log"):
             assert log.read_text() == "nobody\n"
         assert {path.owner() for path in (sweep.root, *sweep.root.rglob("*"))} == {"nobody"}
 
 
-def test_stopped_and_continued_each_point_is_run_once_and_a_failure_is_told(sweep: Command) -> None:
+def test_a_continued_sweep_repeats_no_finished_run_and_reports_failures(sweep: Command) -> None:
     process = sweep.start()
     await_file("tried/ranks-*/logs/launch.log", sweep.root, process)
-    code, _, said = sweep.run()
+    code, _, err = sweep.run()
     assert code == 1
-    assert f"process {process.pid}" in said, "two sweeps at once"
+    assert f"process {process.pid}" in err, "a second sweep at the same time"
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 75
@@ -137,7 +137,7 @@ def test_stopped_and_continued_each_point_is_run_once_and_a_failure_is_told(swee
     code, out, _ = sweep.run()
     assert code == 1
     assert "1 done, 1 done before, 1 FAILED" in out
-    assert "the loss is" in out  # the last lines of its log, and where that is
+    assert "the loss is" in out  # the last lines of the log, followed by its path
     log = Path(next(line.split()[1] for line in out.splitlines() if line.strip().startswith("log: ")))
     assert "the loss is" in log.read_text()
     names = sweep.folders()
@@ -145,11 +145,11 @@ def test_stopped_and_continued_each_point_is_run_once_and_a_failure_is_told(swee
     assert kinds == {"r1": 2, "failed1": 1, "failed2": 1, "unfinished1": 1}
     assert [name for name in sweep.complete() if name in before] == before
     assert len(sweep.complete()) == 2
-    points = [json.loads((sweep.root / "tried" / name / "point.json").read_text()) for name in names]
-    assert {point["attempt"] for point in points if "failed2" in names[points.index(point)]} == {2}
-    assert all(point["kind"] == "timing" and point["rate_mbit"] is None for point in points)
+    requests = [json.loads((sweep.root / "tried" / name / "point.json").read_text()) for name in names]
+    assert {request["attempt"] for request, name in zip(requests, names, strict=True) if "failed2" in name} == {2}
+    assert all(request["kind"] == "timing" and request["rate_mbit"] is None for request in requests)
 
-    # A record that does not fit is not taken for the point's; what is done and fits is not run again.
+    # A run whose records do not match is repeated; the other one is kept.
     manifest = sweep.root / "tried" / before[0] / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"momentum": 0.9', '"momentum": 0.8'))
     both = ["--only", "alone-*", "--only", "ranks-*"]
@@ -161,8 +161,7 @@ def test_stopped_and_continued_each_point_is_run_once_and_a_failure_is_told(swee
     assert sweep.folders() == sorted([*names, f"{before[0]}-other1"])
 
 
-def test_a_command_of_ones_own_is_swept_like_a_workload(tmp_path: Path) -> None:
-    """Its flags as they are written, its variables on every rank; what is done is not done again."""
+def test_a_sweep_of_a_command_passes_flags_and_variables_and_hides_secrets(tmp_path: Path) -> None:
     text = f"""protocol = "E"
 [[grid]]
 command = "{ROOT / "tests" / "programs" / "own_recorded.py"} --private-key hunter2"
@@ -187,19 +186,19 @@ HVDTRAIN_MONITOR_MS = 100
         assert done.returncode == 0, done.stderr
         kept = [path for path in sweep.root.rglob("*") if path.is_file()]
         assert [path for path in kept if b"hunter2" in path.read_bytes()] == []
-        assert "HUB_TOKEN=" in report.read_text(), "the command stands there, without its secrets"
+        assert "HUB_TOKEN=" in report.read_text(), "the report shows the command without its secrets"
         assert (len(manifest["ranks"]), manifest["config"]["strategy"]) == (2, "allreduce")
         assert manifest["config"]["monitor"] == "power,resources"
         [sensors, *_] = (sweep.root / "tried" / name / "monitors").glob("*.jsonl")
         assert json.loads(sensors.read_text().splitlines()[0])["interval_s"] == 0.1
-        code, told = sweep.document()
+        code, document = sweep.document()
     finally:
         shutil.rmtree(sweep.locks, ignore_errors=True)
-    assert code == 0 and "hunter2" not in json.dumps(told)
-    assert [run["state"] for run in told["runs"]] == ["kept"]
+    assert code == 0 and "hunter2" not in json.dumps(document)
+    assert [run["state"] for run in document["runs"]] == ["kept"]
 
 
-def test_energy_runs_have_sensors_on_and_what_is_lacking_is_told(sweep: Command) -> None:
+def test_energy_runs_use_sensors_and_experiments_without_gpus_are_skipped(sweep: Command) -> None:
     sweep.file.write_text(
         f'protocol = "T,E"\ncooldown_s = 0.2\norder = "as-written"\n{SMALL}'
         '[[grid]]\nlauncher = "none"\nmonitor_idle_s = 0.3\nimage_size = 16\n'
@@ -211,14 +210,14 @@ def test_energy_runs_have_sensors_on_and_what_is_lacking_is_told(sweep: Command)
         *(("timing", "done"), ("energy", "done")),
         *(("timing", "skipped"), ("energy", "skipped")),
     ]
-    assert "this needs 99" in document["runs"][2]["reason"]
+    assert "99 are needed" in document["runs"][2]["reason"]
     monitors = [
         json.loads((Path(run["run_dir"]) / "manifest.json").read_text())["config"]["monitor"]
         for run in document["runs"][:2]
     ]
     assert monitors == ["none", "power,resources"]
     code, document = sweep.document("--only", "gpu-*")
-    assert code == 69, "nothing of it could be run"
+    assert code == 69, "all runs were skipped"
 
 
 @pytest.mark.parametrize(
@@ -232,7 +231,7 @@ def test_energy_runs_have_sensors_on_and_what_is_lacking_is_told(sweep: Command)
         ("[[grid]]\n", 73, "choose another --root"),
     ],
 )
-def test_what_cannot_work_is_told_before_anything_is_run(sweep: Command, change: str, code: int, expected: str) -> None:
+def test_errors_are_found_before_the_first_run(sweep: Command, change: str, code: int, expected: str) -> None:
     sweep.file.write_text(change)
     if not change:
         sweep.file.unlink()
@@ -247,11 +246,11 @@ def test_what_cannot_work_is_told_before_anything_is_run(sweep: Command, change:
 
 
 @pytest.mark.root
-def test_a_full_disk_ends_the_sweep_in_one_line_and_it_goes_on_when_there_is_room(sweep: Command) -> None:
+def test_a_full_disk_stops_the_sweep_and_it_continues_when_there_is_space(sweep: Command) -> None:
     sweep.root.mkdir()
     sweep.file.write_text(f'{SMALL}[[grid]]\nlauncher = "none"\n')
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", sweep.root], check=False).returncode:
-        pytest.skip("this machine lets nobody mount a tmpfs")
+        pytest.skip("this machine does not allow mounting a tmpfs")
     try:
         code, _, err = sweep.run()
         assert code in (73, 74)
@@ -263,7 +262,7 @@ def test_a_full_disk_ends_the_sweep_in_one_line_and_it_goes_on_when_there_is_roo
 
 
 @pytest.mark.root
-def test_a_sweep_brings_hosts_up_throttles_them_and_leaves_nothing(sweep: Command) -> None:
+def test_a_sweep_starts_hosts_throttles_their_links_and_removes_them(sweep: Command) -> None:
     sweep.file.write_text(
         f'off_percent = 50\n{SMALL}checkpoint_epochs = 0\n[cluster]\nvirtual = ["a", "b"]\n'
         '[[grid]]\nhosts = 2\nrate = ["20mbit", "unlimited"]\nbatch_size = 360\nlauncher = "launch/horovodrun.sh"\n'
@@ -272,41 +271,40 @@ def test_a_sweep_brings_hosts_up_throttles_them_and_leaves_nothing(sweep: Comman
     assert code == 0, document
     assert Counter(run["state"] for run in document["runs"]) == {"done": 2}
     assert not sweep.has_hosts()
-    asked = {}
+    throttled = {}
     for run in document["runs"]:
         folder = Path(run["run_dir"])
-        point, manifest = (json.loads((folder / name).read_text()) for name in ("point.json", "manifest.json"))
+        request, manifest = (json.loads((folder / name).read_text()) for name in ("point.json", "manifest.json"))
         throttles = {json.dumps((link["throttle"] or {}).get("up_mbit")) for link in manifest["links"]}
-        asked[point["rate_mbit"]] = throttles
+        throttled[request["rate_mbit"]] = throttles
         assert {rank["host"] for rank in manifest["ranks"]} == {"a", "b"}
-        if point["rate_mbit"]:
-            assert point["marked"] is None and abs(point["rate_off_percent"]) <= 50
-    assert asked == {20.0: {"20.0"}, None: {"null"}}
+        if request["rate_mbit"]:
+            assert request["marked"] is None and abs(request["rate_off_percent"]) <= 50
+    assert throttled == {20.0: {"20.0"}, None: {"null"}}
 
     one = ["--set", "seed=1", "--only", "*20mbit*"]
-    strict = [*one, "--set", "off_percent=0.00001"]  # no link is that exact
-    refusing = [*strict, "--set", "when_off=refuse"]
+    strict = [*one, "--set", "off_percent=0.00001"]  # no link is so exact
     folders = []
-    for flags, state in ((strict, "marked"), (refusing, "refused"), (one, "done")):
+    for flags, state in ((strict, "marked"), (one, "done")):
         code, document = sweep.document(*flags)
         assert (code, document["runs"][0]["state"]) == (int(state != "done"), state)
-        about = document["runs"][0]["reason"] if state == "refused" else document["runs"][0]["marked"]
-        assert about is None if state == "done" else "Mbit/s instead of" in about
+        marked = document["runs"][0]["marked"]
+        assert marked is None if state == "done" else "Mbit/s instead of" in marked
         folders.append(sum(name.startswith(Path(document["runs"][0]["run_dir"]).name) for name in sweep.folders()))
-    assert folders == [1, 1, 2], "the marked run is kept beside the one that replaced it"
+    assert folders == [1, 2], "the marked run is renamed and kept"
     assert sweep.document(*one)[1]["counts"]["kept"] == 1
     assert not sweep.has_hosts()
 
 
 @pytest.mark.root
-def test_one_host_is_run_among_busy_ones_and_a_stopped_sweep_takes_all_down(sweep: Command) -> None:
+def test_fill_keeps_the_other_hosts_busy_and_a_stopped_sweep_removes_all_hosts(sweep: Command) -> None:
     text = SMALL.replace("epochs = 1", "epochs = 50") + '[cluster]\nvirtual = ["a", "b"]\nfill = true\n'
     sweep.file.write_text(text + "[[grid]]\nhosts = 1\n")
     process = sweep.start()
     await_file("tried/*/metrics/rank0000.jsonl", sweep.root, process)
     await_file("hvdtrain-sweep-*/b/metrics/rank0000.jsonl", Path(sweep.locks), process)
-    (beside,) = Path(sweep.locks).glob("hvdtrain-sweep-*/b/manifest.json")
-    assert [rank["host"] for rank in json.loads(beside.read_text())["ranks"]] == ["b"]
+    (manifest,) = Path(sweep.locks).glob("hvdtrain-sweep-*/b/manifest.json")
+    assert [rank["host"] for rank in json.loads(manifest.read_text())["ranks"]] == ["b"]
     assert sweep.has_hosts()
     os.kill(process.pid, signal.SIGTERM)
     process.communicate(timeout=LIMIT_S)
@@ -315,7 +313,7 @@ def test_one_host_is_run_among_busy_ones_and_a_stopped_sweep_takes_all_down(swee
     assert processes_on(sweep.root) == processes_on(Path(sweep.locks)) == []
 
 
-def test_a_sweeps_own_cluster_is_taken_by_its_name_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cluster_of_a_sweep_must_be_named_explicitly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(virtual, "STATE", tmp_path)
     (tmp_path / "s.toml").write_text('[cluster]\nvirtual = ["a", "b"]\n[[grid]]\n')
     own = cluster_name(file.read(tmp_path / "s.toml"), tmp_path)

@@ -1,9 +1,9 @@
-"""Power and resource monitors: one sampler process per host, whatever the number of ranks.
+"""Power and resource monitors: one sampler process per host, for any number of ranks.
 
-This front is all that a rank loads: it starts the sampler, tells it on its standard input what to watch, and ends it.
-The sampler (`sampler.py`) reads sensors (`rapl.py`, `nvml.py`) and counters (`resources.py`) and writes
-`monitors/<host>.jsonl`. It is a process of its own, so that training shares neither thread nor interpreter lock with
-it; whatever goes wrong in it costs samples, never the run. `python -m hvdtrain.monitors` shows what can be measured.
+A rank loads only this module. It starts the sampler, sends commands to its standard input, and ends it. The sampler
+(`sampler.py`) reads sensors (`rapl.py`, `nvml.py`) and counters (`resources.py`) and writes `monitors/<host>.jsonl`. It
+is a separate process, so it shares neither a thread nor the interpreter lock with training. If it fails, samples are
+missing, but the run continues. `python -m hvdtrain.monitors` shows what this host can measure.
 """
 
 from __future__ import annotations
@@ -22,65 +22,67 @@ from typing import Any
 
 POWERCAP = "/sys/class/powercap"
 START_S = 20.0
-"""How long the sampler may take to find its sensors: without its persistence daemon an NVIDIA driver needs seconds"""
+"""Time limit for the sampler to open its sensors. Without its persistence daemon, an NVIDIA driver needs seconds"""
 END_S = 5.0
 ROOT = str(Path(__file__).resolve().parent.parent.parent)
 
 
 def powercap_root() -> str:
-    """Where the kernel's power zones are: HVDTRAIN_POWERCAP for containers that have them elsewhere."""
+    """Folder of the kernel's power zones. Containers with another mount point set HVDTRAIN_POWERCAP."""
     return os.environ.get("HVDTRAIN_POWERCAP") or POWERCAP
 
 
-def offer(rank: int, device: str) -> dict[str, Any]:
-    """What a sampler must know of this rank. `device` is as its framework names it: `cpu`, `cuda:0`, `gpu:0`."""
+def describe_rank(rank: int, device: str) -> dict[str, Any]:
+    """Describes this rank to a sampler. `device` is the framework's name: `cpu`, `cuda:0`, `gpu:0`."""
     return {
         "host": socket.gethostname(),
         "rank": rank,
         "pid": os.getpid(),
         "device": device,
-        # what the device's number counts
+        # These variables map the device number to a GPU.
         "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
         "order": os.environ.get("CUDA_DEVICE_ORDER"),
-        # whose energy it is: hosts may be parts of one machine, and containers there have GPUs of their own
+        # Several hosts may share one machine. Containers on it may have different GPUs.
         "machine": _boot_id(),
         "gpus": _gpus(),
     }
 
 
 def _boot_id() -> str:
-    """Tells machines apart; equal for all virtual hosts and containers on one."""
+    """Identifies the machine. All virtual hosts and containers on a machine have the same ID."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return socket.gethostname()
 
 
 def _gpus() -> list[str]:
-    """The NVIDIA GPUs that this host sees, by PCI address."""
+    """PCI addresses of the NVIDIA GPUs that this host sees."""
     with contextlib.suppress(OSError):
         return sorted(path.name for path in Path("/proc/driver/nvidia/gpus").iterdir())
     return []
 
 
-def parts(host: str, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What the sampler of `host` has to do with `ranks`, the offers of the whole job in rank order.
+def assign(host: str, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The tasks of the sampler on `host`. `ranks` has the description of every rank of the job, in order.
 
-    `ranks` of this host, `neighbours` on its machine and `sharing` its GPUs, both with themselves; and which host's
-    sampler records the energy of the CPUs and of the GPUs, the first that has them, so that each joule is counted once.
+    Returns `ranks` on this host, `neighbours` on the same machine, and the neighbours `sharing` its GPUs. `recorder`
+    names the hosts that record the energy of the CPUs and of the GPUs. This is the first host that sees them, so that
+    each joule is counted once.
     """
-    mine = [rank for rank in ranks if rank["host"] == host]
-    neighbours = [rank for rank in ranks if rank["machine"] == mine[0]["machine"]]
-    sharing = [rank for rank in neighbours if rank["gpus"] == mine[0]["gpus"]]
+    local = [rank for rank in ranks if rank["host"] == host]
+    neighbours = [rank for rank in ranks if rank["machine"] == local[0]["machine"]]
+    sharing = [rank for rank in neighbours if rank["gpus"] == local[0]["gpus"]]
     recorder = {"cpu": neighbours[0]["host"], "gpu": sharing[0]["host"]}
-    return {"ranks": mine, "neighbours": neighbours, "sharing": sharing, "recorder": recorder}
+    return {"ranks": local, "neighbours": neighbours, "sharing": sharing, "recorder": recorder}
 
 
 class Monitor:
-    """The sampler of this host, told by one of its ranks; a context manager whose block is what is measured.
+    """Controls the sampler of this host. One rank per host uses it as a context manager around the measured code.
 
-    Making it starts the sampler and, with `idle_s`, waits so many seconds while it measures the idle power: the ranks
-    should do nothing then. The first reading is taken when the block is entered, the last one when it is left, so the
-    samples tile the block. `ranks`: the offers of all ranks of the job, in order.
+    The constructor starts the sampler. With `idle_s`, it also waits that many seconds while the sampler measures idle
+    power; the ranks should do nothing during this time. The sampler takes its first reading when the block is entered
+    and its last one when the block is left, so the samples cover the block without gaps. `ranks` has the descriptions
+    of all ranks of the job, in order.
     """
 
     def __init__(
@@ -94,32 +96,32 @@ class Monitor:
             "interval_s": interval_ms / 1000,
             "idle_s": idle_s,
             "powercap": powercap_root(),
-            **parts(self._host, ranks),
+            **assign(self._host, ranks),
         }
         program = f"import sys; sys.path.append({ROOT!r}); from hvdtrain.monitors.sampler import main; main()"
         command = [sys.executable, "-P", "-c", program, f"hvdtrain-monitor of process {os.getpid()}"]
-        self.nothing: str | None = None
-        """What was asked for and cannot be measured here at all, and why: a line for people"""
+        self.unavailable: str | None = None
+        """One line for the user if a requested monitor has nothing to measure on this host"""
         self._process: subprocess.Popen[bytes] | None = None
         try:
-            # In a session of its own, since launchers and terminals signal a rank's whole process group.
+            # It has its own session, since launchers and terminals signal the whole process group of a rank.
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
             )
         except OSError as error:
             say(self._host, f"cannot start: {error.strerror}")
             return
-        self._tell(json.dumps(order))
-        self.nothing = self._await("ready", START_S + idle_s) or None
+        self._send(json.dumps(order))
+        self.unavailable = self._wait_for("ready", START_S + idle_s) or None
 
     def __enter__(self) -> Monitor:
-        self._tell("begin")
-        self._await("began", END_S)
+        self._send("begin")
+        self._wait_for("began", END_S)
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Takes the last reading and ends the sampler; waits 5 s at most."""
-        self._tell("end")
+        """Takes the last reading and ends the sampler. Waits at most 5 s."""
+        self._send("end")
         process, self._process = self._process, None
         if process is None:
             return
@@ -129,42 +131,45 @@ class Monitor:
             say(self._host, f"did not end within {END_S:g} s; its last samples are missing")
             _kill(process)
         else:
-            if process.returncode:  # the kernel's out-of-memory killer, say
-                say(self._host, f"ended early ({process.returncode}); samples are missing from then on")
+            if process.returncode:  # for example, killed when the machine ran out of memory
+                say(self._host, f"ended early ({process.returncode}); later samples are missing")
         for stream in (process.stdin, process.stdout):
             if stream is not None:
                 stream.close()
 
-    def _tell(self, word: str) -> None:
+    def _send(self, line: str) -> None:
         if self._process is not None and self._process.stdin is not None:
             with contextlib.suppress(OSError):
-                self._process.stdin.write(word.encode() + b"\n")
+                self._process.stdin.write(line.encode() + b"\n")
 
-    def _await(self, word: str, patience_s: float) -> str:
-        """Waits for the sampler's word; what it adds. One that has failed has said so on stderr and closed its end."""
+    def _wait_for(self, word: str, timeout_s: float) -> str:
+        """Waits for a line that starts with `word` and returns its rest.
+
+        A sampler that has failed has already printed the reason and closed its output.
+        """
         if self._process is None or self._process.stdout is None:
             return ""
-        stream, deadline_s, heard = self._process.stdout, time.monotonic() + patience_s, b""
-        while not heard.endswith(b"\n"):
+        stream, deadline_s, received = self._process.stdout, time.monotonic() + timeout_s, b""
+        while not received.endswith(b"\n"):
             if not select.select([stream], [], [], max(0.0, deadline_s - time.monotonic()))[0]:
-                late = f"not {word} within {patience_s:g} s (a sensor's driver hangs?)"
-                say(self._host, f"{late}; the run goes on without it")
+                problem = f"not {word} within {timeout_s:g} s (is the driver of a sensor blocked?)"
+                say(self._host, f"{problem}; the run continues without it")
                 _kill(self._process)
                 self._process = None
                 return ""
             part = stream.read(4096)
             if not part:
                 return ""
-            heard += part
-        return heard.decode().removeprefix(word).strip()
+            received += part
+        return received.decode().removeprefix(word).strip()
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
     process.kill()
-    with contextlib.suppress(subprocess.TimeoutExpired):  # a driver that hangs holds it even then
+    with contextlib.suppress(subprocess.TimeoutExpired):  # a blocked driver delays even SIGKILL
         process.wait(1.0)
 
 
 def say(host: str, message: str) -> None:
-    with contextlib.suppress(OSError):  # stderr may have gone with the rank
+    with contextlib.suppress(OSError):  # stderr may be closed if the rank has ended
         print(f"hvdtrain: monitor on {host}: {message}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Shows what the monitors can measure on this host: `hvdtrain monitors`."""
+"""Lists the sensors of this host: `hvdtrain monitors`."""
 
 from __future__ import annotations
 
@@ -16,44 +16,44 @@ from hvdtrain.system import exits
 from hvdtrain.system.arguments import Parser
 from hvdtrain.system.exits import Failure
 
-PURPOSE = """Show which sensors this host has, what their readings come from, and what keeps the others from being read.
+PURPOSE = """List the power sensors and resource counters of this host, and the reason if a sensor cannot be read.
 
 examples:
   hvdtrain monitors
   hvdtrain monitors --seconds 10 --json
   python -m hvdtrain.resnet --monitor power,resources --monitor-idle-s 30
 """
-FOR_GOOD = """To let every user read RAPL after each boot, write this line to /etc/udev/rules.d/90-rapl.rules
-(it has been root's alone since CVE-2020-8694, because it can betray what other users compute):
+UDEV_RULE = """To let all users read RAPL after every boot, add this line to /etc/udev/rules.d/90-rapl.rules.
+Only root can read it since CVE-2020-8694, because it can reveal the computations of other users:
 SUBSYSTEM=="powercap", ACTION=="add", RUN+="/bin/chmod a+r /sys%p/energy_uj"
 """
 
 
 def parser() -> Parser:
     top = Parser(prog="hvdtrain monitors", description=PURPOSE)
-    top.add_argument("--json", action="store_true", help="one JSON document")
-    top.add_argument("--seconds", type=float, default=1.0, help="how long to measure the power shown (default: 1)")
+    top.add_argument("--json", action="store_true", help="print one JSON document")
+    top.add_argument("--seconds", type=float, default=1.0, help="how long to measure power (default: 1)")
     return top
 
 
-def sensors(root: Path, seconds: float) -> dict[str, Any]:
-    """The document of `--json`. Power is the mean over `seconds`, null where there is no reading."""
+def measure(root: Path, seconds: float) -> dict[str, Any]:
+    """The document of `--json`. Power is the mean over `seconds`, or null without a reading."""
     from hvdtrain.monitors import rapl
     from hvdtrain.monitors.nvml import Nvml
     from hvdtrain.monitors.resources import Resources
 
     nvml = Nvml()
-    found = [*rapl.sensors(root, seconds), *nvml.sensors()]
+    sensors = [*rapl.sensors(root, seconds), *nvml.sensors()]
     began_s = time.monotonic()
-    for sensor in found:
+    for sensor in sensors:
         sensor.take(began_s)
     time.sleep(seconds)
     ended_s = time.monotonic()
     devices = []
-    for sensor in found:
+    for sensor in sensors:
         joules = sensor.take(ended_s)
-        about = {"device": sensor.device, "name": sensor.name, "source": sensor.source, "reason": sensor.reason}
-        devices.append({**about, "power_w": None if joules is None else joules / (ended_s - began_s)})
+        facts = {"device": sensor.device, "name": sensor.name, "source": sensor.source, "reason": sensor.reason}
+        devices.append({**facts, "power_w": None if joules is None else joules / (ended_s - began_s)})
     resources = Resources([], nvml)
     counts = resources.take(0.0)
     return {
@@ -73,44 +73,46 @@ def sensors(root: Path, seconds: float) -> dict[str, Any]:
     }
 
 
-def say(text: str, head: str) -> None:
-    """A line that begins with `head`; on a narrow terminal several, whose words are whole."""
+def print_wrapped(text: str, head: str) -> None:
+    """Prints `head` and `text`, wrapped at the width of the terminal."""
     width = shutil.get_terminal_size((sys.maxsize, 0)).columns
     wrapper = textwrap.TextWrapper(width, head, " " * len(head), break_long_words=False, break_on_hyphens=False)
     print(wrapper.fill(text) or head.rstrip())
 
 
 def show(document: dict[str, Any]) -> None:
-    rows = [("device", "source", "power", "name; what keeps it from being read")]
+    rows = [("device", "source", "power", "name; why it cannot be read")]
     for device in document["devices"]:
         power = "-" if device["power_w"] is None else f"{device['power_w']:.1f} W"
         text = "; ".join(part for part in (device["name"], device["reason"]) if part)
         rows.append((device["device"], device["source"] or "absent", power, text))
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    print(f"--monitor power on {document['host']}: energy, each device once")
+    print(f"--monitor power on {document['host']}: energy of each device")
     for row in rows:
         head = "  " + "".join(f"{cell.ljust(width)}  " for cell, width in zip(row, widths, strict=False))
-        say(row[3], head)
+        print_wrapped(row[3], head)
     for zone in document["zones_left_out"]:
-        say(f"{zone['zone']} ({zone['name']}): {zone['reason']}", "  not counted: ")
+        print_wrapped(f"{zone['zone']} ({zone['name']}): {zone['reason']}", "  not counted: ")
     if any("chmod" in (device["reason"] or "") for device in document["devices"]):
-        print(FOR_GOOD, end="")
-    counted = document["resources"]
-    of = "the machine's" if counted["cpu"] == "machine" else f"by the CPU quota of {counted['cpu']}"
+        print(UDEV_RULE, end="")
+    counters = document["resources"]
+    scope = "the machine" if counters["cpu"] == "machine" else f"the CPU quota of {counters['cpu']}"
     print("--monitor resources")
-    say(f"CPU percent of {counted['cores']:g} cores, {of}; of each rank with its threads and children", "  ")
-    print(f"  RAM of {counted['ram_bytes'] / 2**30:.1f} GiB, the machine's")
-    for what, names in (("NICs", counted["nics"]), ("disks", counted["disks"]), ("GPUs", counted["gpus"])):
-        say(", ".join(names) or "none", f"  {what}: ")
+    print_wrapped(
+        f"CPU: percent of {counters['cores']:g} cores ({scope}), also per rank with its child processes", "  "
+    )
+    print(f"  RAM: {counters['ram_bytes'] / 2**30:.1f} GiB (the machine)")
+    for what, names in (("NICs", counters["nics"]), ("disks", counters["disks"]), ("GPUs", counters["gpus"])):
+        print_wrapped(", ".join(names) or "none", f"  {what}: ")
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit code; raises Failure, whose message is for the user."""
-    asked = parser().parse_args(arguments)
-    if not 0 < asked.seconds <= 60:  # within that no counter starts again twice
-        raise Failure(f"--seconds {asked.seconds:g}: give a number above 0, at most 60", exits.USAGE)
-    document = sensors(Path(monitors.powercap_root()), asked.seconds)
-    print(json.dumps(document, indent=2)) if asked.json else show(document)
+    """Returns the exit code. Raises Failure, whose message is for the user."""
+    options = parser().parse_args(arguments)
+    if not 0 < options.seconds <= 60:  # no counter can wrap twice within a minute
+        raise Failure(f"--seconds {options.seconds:g}: not above 0 and at most 60", exits.USAGE)
+    document = measure(Path(monitors.powercap_root()), options.seconds)
+    print(json.dumps(document, indent=2)) if options.json else show(document)
     return exits.OK
 
 

@@ -1,8 +1,8 @@
-"""NVIDIA GPUs through NVML (pynvml): their energy, utilisation and memory, and which of them the ranks compute on.
+"""NVIDIA GPUs through NVML (pynvml): energy, utilisation and memory, and the GPUs that the ranks use.
 
-From Volta on the driver counts each GPU's energy in millijoules; before, its power is integrated over the samples
-(trapezoids), which misses what changes faster than they come. Both are of the whole board, MIG instances included.
-Each device fails alone: whatever exception a call raises, the others are read all the same.
+Since Volta, the driver counts the energy of each GPU in millijoules. For older GPUs, power is integrated over the
+samples (trapezoidal rule), which misses faster changes. Both values cover the whole board, including MIG instances.
+If a call for one GPU fails with any exception, the other GPUs are still read.
 Source: NVML API Reference, nvmlDeviceGetTotalEnergyConsumption and nvmlDeviceGetPowerUsage.
 """
 
@@ -17,29 +17,29 @@ from typing import Any
 from hvdtrain.monitors.sensors import Sensor
 
 FIXES = {
-    "LibraryNotFound": "install NVIDIA's driver, if this host has such a GPU",
-    "DriverNotLoaded": "sudo modprobe nvidia, then nvidia-smi should show the GPU",
-    "LibRmVersionMismatch": "the driver was updated: reboot",
-    "NoPermission": "this user may not open /dev/nvidia*: ask for access (often a group), or for GPUs in the Slurm job",
+    "LibraryNotFound": "install the NVIDIA driver, if this host has an NVIDIA GPU",
+    "DriverNotLoaded": "run sudo modprobe nvidia; nvidia-smi should then show the GPU",
+    "LibRmVersionMismatch": "reboot, since the driver was updated",
+    "NoPermission": "ask for access to /dev/nvidia* (often through a group), or for GPUs in the Slurm job",
 }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One GPU in NVML's order, that of the PCI bus."""
+    """One GPU. NVML orders GPUs by their PCI bus."""
 
     device: str
     """`gpu0` ..."""
     name: str | None
     uuid: str | None
     handle: Any
-    """NVML's; None if the GPU cannot be opened"""
+    """NVML's handle; None if the GPU cannot be opened"""
     reason: str | None
     """Why it cannot be opened"""
 
 
 class Counter(Sensor):
-    """The GPU's own energy counter. It never wraps (64 bits); a smaller reading means that it was reset."""
+    """The energy counter of a GPU. It has 64 bits and never wraps; a smaller reading means that it was reset."""
 
     source = "nvml-energy"
 
@@ -56,7 +56,7 @@ class Counter(Sensor):
 
 
 class Integral(Counter):
-    """The GPU's power in milliwatts, which counts nothing: integrated over the samples."""
+    """The power of a GPU, read in milliwatts and integrated over the samples."""
 
     source = "nvml-power"
     _before_s = 0.0
@@ -70,7 +70,7 @@ class Integral(Counter):
 
 
 class Nvml:
-    """The GPUs of this host; none, and `reason`, where there is no NVML."""
+    """The GPUs of this host. If NVML is missing, `gpus` is empty and `reason` explains why."""
 
     def __init__(self) -> None:
         self.gpus: list[Gpu] = []
@@ -78,7 +78,7 @@ class Nvml:
         try:
             import pynvml
         except Exception as error:
-            self.reason = f"{error}: pip install nvidia-ml-py"
+            self.reason = f"{error}; hint: pip install nvidia-ml-py"
             return
         self._nvml = pynvml
         try:
@@ -89,7 +89,7 @@ class Nvml:
             return
         self.gpus = [self._open(index) for index in range(count)]
         if not self.gpus:
-            self.reason = "NVML: NVIDIA's driver shows this process no GPU"
+            self.reason = "NVML: the NVIDIA driver shows no GPU to this process"
 
     def _open(self, index: int) -> Gpu:
         handle, reason = None, None
@@ -104,10 +104,10 @@ class Nvml:
         name = type(error).__name__
         kind = name.removeprefix("NVMLError_")
         what = f"NVML: {error}" if isinstance(error, self._nvml.NVMLError) else f"NVML: {name}: {error}"
-        return what + (f"; {FIXES[kind]}" if kind in FIXES else "")
+        return what + (f"; hint: {FIXES[kind]}" if kind in FIXES else "")
 
     def _read(self, function: str, handle: Any) -> Any:
-        """NVML's answer; None if there is none."""
+        """The result of an NVML function; None if it fails."""
         with contextlib.suppress(Exception):
             return getattr(self._nvml, function)(handle) if handle is not None else None
         return None
@@ -115,7 +115,7 @@ class Nvml:
     # --- energy -------------------------------------------------------------------------------------------------
 
     def sensors(self) -> list[Sensor]:
-        """One for each GPU; without NVML a single absent one, whatever GPUs there may be."""
+        """One sensor for each GPU. Without NVML, a single sensor without readings."""
         if not self.gpus:
             return [Sensor("gpu", None, self.reason)]
         return [self._sensor(gpu) for gpu in self.gpus]
@@ -133,45 +133,46 @@ class Nvml:
                 return kind(gpu, functools.partial(self._read, function, gpu.handle))
         return Sensor(gpu.device, gpu.name, reason)
 
-    # --- use ----------------------------------------------------------------------------------------------------
+    # --- utilisation ------------------------------------------------------------------------------------------
 
-    def figures(self) -> list[dict[str, Any]]:
-        """For `records.Sample.gpus`. NVML's memory figure includes what the driver keeps for itself."""
-        found = []
+    def utilisation(self) -> list[dict[str, Any]]:
+        """Values for `records.Sample.gpus`. NVML's memory use includes the driver's own."""
+        values = []
         for gpu in self.gpus:
             rates = self._read("nvmlDeviceGetUtilizationRates", gpu.handle)
             memory = self._read("nvmlDeviceGetMemoryInfo", gpu.handle)
             used = {"utilisation_percent": rates and rates.gpu, "memory_used_bytes": memory and memory.used}
-            found.append({"device": gpu.device, **used})
-        return found
+            values.append({"device": gpu.device, **used})
+        return values
 
     def used(self, ranks: Sequence[Mapping[str, Any]]) -> dict[str, bool | None]:
-        """For each GPU whether one of the ranks (offers) computes on it; None if that cannot be told."""
+        """For each GPU, whether one of the ranks uses it; None if unknown."""
         certain: set[str] = set()
         unclear = False
         for rank in ranks:
             kind, _, number = rank["device"].partition(":")
             if kind == "cpu":
                 continue
-            mine = self._visible(rank["visible"], rank["order"])
-            if number.isdigit() and int(number) < len(mine):
-                certain.add(mine[int(number)])
+            visible = self._visible(rank["visible"], rank["order"])
+            if number.isdigit() and int(number) < len(visible):
+                certain.add(visible[int(number)])
             else:
                 unclear = True
-        without = None if unclear else False
-        return {gpu.device: True if gpu.device in certain else without for gpu in self.gpus}
+        otherwise = None if unclear else False
+        return {gpu.device: True if gpu.device in certain else otherwise for gpu in self.gpus}
 
     def _visible(self, visible: str | None, order: str | None) -> list[str]:
-        """The GPUs that CUDA shows a process, in CUDA's order; empty if that order cannot be told.
+        """The GPUs that a process sees, in CUDA's order; empty if the order is unknown.
 
-        CUDA_VISIBLE_DEVICES lists numbers, or UUIDs that may be cut short, and ends at the first invalid one. Numbers
-        count the fastest GPU first unless CUDA_DEVICE_ORDER is PCI_BUS_ID, which is the same if all are of one model.
+        CUDA_VISIBLE_DEVICES lists numbers or prefixes of UUIDs; CUDA ignores the list from the first invalid entry. By
+        default CUDA numbers the fastest GPU first. With CUDA_DEVICE_ORDER=PCI_BUS_ID, or if all GPUs are of the same
+        model, the numbers are those of NVML.
         """
         names = {gpu.name for gpu in self.gpus}
         numbered = order == "PCI_BUS_ID" or len(self.gpus) == 1 or (len(names) == 1 and None not in names)
         if visible is None:
             return [gpu.device for gpu in self.gpus] if numbered else []
-        found: list[str] = []
+        devices: list[str] = []
         for word in (word.strip() for word in visible.split(",")):
             if word.isdigit():
                 matching = [gpu.device for gpu in self.gpus[int(word) :][:1] if numbered]
@@ -180,11 +181,11 @@ class Nvml:
                 matching = [gpu.device for gpu in self.gpus if word and gpu.uuid and gpu.uuid.startswith(uuid)]
             if len(matching) != 1:
                 break
-            found += matching
-        return found
+            devices += matching
+        return devices
 
     def _board(self, mig: str) -> str:
-        """UUID of the GPU that a MIG instance is part of."""
+        """UUID of the GPU that contains a MIG instance."""
         if mig.startswith("MIG-GPU-"):  # drivers before R470: MIG-GPU-<UUID>/<instance>/<compute instance>
             return mig.removeprefix("MIG-").partition("/")[0]
         with contextlib.suppress(Exception):

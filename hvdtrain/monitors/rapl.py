@@ -1,10 +1,10 @@
-"""Energy of CPU packages and their DRAM: RAPL counters (Intel, AMD) as Linux's powercap shows them.
+"""Energy of CPU packages and their DRAM: RAPL counters (Intel, AMD) through Linux powercap.
 
-`/sys/class/powercap` has a folder per zone, `intel-rapl:0` and, for a part of it, `intel-rapl:0:1`, with `name`,
-`energy_uj` (a counter in microjoules) and `max_energy_range_uj` (the largest value it shows before it starts again at
-0). Not every zone is energy of its own: a package contains its core and uncore, psys contains the packages, and
-intel-rapl-mmio shows the packages of intel-rapl once more. Counted are packages, one per die where a package has
-several, and DRAM, which no package contains.
+`/sys/class/powercap` has a folder for each zone, such as `intel-rapl:0`, and for its parts, such as `intel-rapl:0:1`.
+A folder contains `name`, `energy_uj` (a counter in microjoules) and `max_energy_range_uj` (its largest value before it
+wraps to 0). Zones overlap: a package contains its core and uncore, psys contains the packages, and intel-rapl-mmio
+repeats the packages of intel-rapl. This module counts packages (or the dies of a package) and DRAM, which is not part
+of a package.
 Source: Linux, Documentation/power/powercap/powercap.rst and drivers/powercap/intel_rapl_common.c.
 """
 
@@ -19,15 +19,15 @@ from hvdtrain.system import proc
 
 ZONE = re.compile(r"intel-rapl(-mmio)?(:\d+)+")
 PACKAGE = re.compile(r"package-(\d+)(-die-\d+)?")
-# As flat links in sysfs, or as the tree that they lead to
-PLACES = ("intel-rapl*:*", "intel-rapl*/intel-rapl*:*", "intel-rapl*/intel-rapl*/intel-rapl*:*")
+# Flat links in sysfs, or the tree that they point to
+PATTERNS = ("intel-rapl*:*", "intel-rapl*/intel-rapl*:*", "intel-rapl*/intel-rapl*/intel-rapl*:*")
 LARGEST_W = 1000.0
-"""More than any one package or its DRAM takes: tells how soon a counter may pass its whole range"""
+"""Upper limit of the power of a package or its DRAM. Determines how soon a counter may wrap"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Zone:
-    """One power zone: a device of its own, or left out for a reason."""
+    """One power zone. Either `device` or `left_out` (the reason for not counting it) is set."""
 
     path: Path
     name: str
@@ -36,9 +36,9 @@ class Zone:
 
 
 def difference_uj(before: int, after: int, range_uj: int) -> int:
-    """Microjoules from one reading to the next, of a counter that shows 0 to `range_uj` and then 0 again.
+    """Microjoules between two readings of a counter that wraps after `range_uj`.
 
-    Exact if it wrapped at most once in between; see `Rapl.safe_s`.
+    Exact if the counter wrapped at most once; see `Rapl.safe_s`.
     """
     return after - before if after >= before else after - before + range_uj + 1
 
@@ -53,7 +53,7 @@ class Rapl(Sensor):
         self._path = zone.path / "energy_uj"
         self.range_uj = int(_text(zone.path / "max_energy_range_uj"))
         if self.range_uj <= 0:
-            raise ValueError("its range is not known, so a wrap-around cannot be told")
+            raise ValueError("the range of its counter is unknown")
         int(_text(self._path))
         self.safe_s = self.range_uj / 1e6 / LARGEST_W
         self._before: int | None = None
@@ -72,17 +72,17 @@ class Rapl(Sensor):
 
 
 def zones(root: Path) -> list[Zone]:
-    """All zones that can be seen, each with its device or why it is left out; intel-rapl before intel-rapl-mmio."""
+    """All visible zones. intel-rapl comes before intel-rapl-mmio."""
     paths: dict[str, Path] = {}
-    for place in PLACES:
-        for path in root.glob(place):
+    for pattern in PATTERNS:
+        for path in root.glob(pattern):
             if ZONE.fullmatch(path.name):
                 paths.setdefault(path.name, path)
     names = {key: name for key, path in paths.items() if (name := _text_or_none(path / "name"))}
     order = sorted(names, key=lambda key: ("-mmio" in key, [int(number) for number in key.split(":")[1:]]))
-    labels: dict[str, str] = {}  # of package zones: 0, 0-die1
-    keys: dict[str, str] = {}  # the zone that each device is
-    found = []
+    labels: dict[str, str] = {}  # package zone -> 0, 0-die1 ...
+    keys: dict[str, str] = {}  # device -> zone
+    result = []
     for key in order:
         name, above = names[key], key.rpartition(":")[0]
         device: str | None = None
@@ -90,49 +90,49 @@ def zones(root: Path) -> list[Zone]:
         if package := PACKAGE.fullmatch(name):
             labels[key] = package[1] + (package[2] or "").replace("die-", "die")
             if keys.get(f"cpu{labels[key]}", "").partition(":")[0] == key.partition(":")[0]:
-                labels[key] += f"-zone{key.rpartition(':')[2]}"  # kernels before 5.3 call every die package-0
+                labels[key] += f"-zone{key.rpartition(':')[2]}"  # before Linux 5.3, every die is called package-0
             device = f"cpu{labels[key]}"
         elif name == "dram" and above in labels:
             device = f"dram{labels[above]}"
         else:
-            whole = "contains the packages" if name.startswith("psys") else "no kind of zone that is known here"
+            whole = "contains the packages" if name.startswith("psys") else "unknown kind of zone"
             left_out = f"part of {names[above]}" if above in labels else whole
         if device is not None and device in keys:
             left_out = f"the same energy as {keys[device]}"
             device = None
         elif device is not None:
             keys[device] = key
-        found.append(Zone(path=paths[key], name=name, device=device, left_out=left_out))
-    return found
+        result.append(Zone(path=paths[key], name=name, device=device, left_out=left_out))
+    return result
 
 
 def sensors(root: Path, interval_s: float) -> list[Sensor]:
-    """A sensor for each package and its DRAM, absent ones with the reason; read every `interval_s`."""
+    """A sensor for each package and its DRAM, to be read every `interval_s`. Missing sensors have a reason."""
     model = proc.processor() or "CPU"
-    found: list[Sensor] = []
+    result: list[Sensor] = []
     counted = {zone.device: zone for zone in zones(root) if zone.device}
     for device, zone in counted.items():
         if device.startswith("cpu"):
-            found.append(_sensor(zone, device, f"{model}, {zone.name}", interval_s))
+            result.append(_sensor(zone, device, f"{model}, {zone.name}", interval_s))
             memory, name = device.replace("cpu", "dram"), f"DRAM of {zone.name}"
             if memory in counted:
-                found.append(_sensor(counted[memory], memory, name, interval_s))
+                result.append(_sensor(counted[memory], memory, name, interval_s))
             else:
-                found.append(Sensor(memory, name, "this CPU's RAPL has no dram zone"))
-    if found:
-        return found
+                result.append(Sensor(memory, name, "this CPU's RAPL has no dram zone"))
+    if result:
+        return result
     reason = _why_no_zones(root)
     for number in _packages():
-        found.append(Sensor(f"cpu{number}", model, reason))
-        found.append(Sensor(f"dram{number}", f"DRAM of package-{number}", reason))
-    return found
+        result.append(Sensor(f"cpu{number}", model, reason))
+        result.append(Sensor(f"dram{number}", f"DRAM of package-{number}", reason))
+    return result
 
 
 def _sensor(zone: Zone, device: str, name: str, interval_s: float) -> Sensor:
     try:
         sensor = Rapl(zone, device, name)
     except PermissionError as error:
-        reason = f"{error.filename}: only root may read it; sudo chmod a+r {zone.path.parent}/*/energy_uj allows all"
+        reason = f"{error.filename}: only root can read it; hint: sudo chmod a+r {zone.path.parent}/*/energy_uj"
         return Sensor(device, name, reason)
     except OSError as error:
         return Sensor(device, name, f"{error.filename}: {error.strerror}")
@@ -140,8 +140,8 @@ def _sensor(zone: Zone, device: str, name: str, interval_s: float) -> Sensor:
         return Sensor(device, name, f"{zone.path}: {error}")
     if interval_s > sensor.safe_s:
         reason = (
-            f"its counter starts again after {sensor.range_uj / 1e6:.0f} J, perhaps twice in {interval_s:g} s: "
-            f"lower --monitor-ms to {sensor.safe_s * 1000:.0f}"
+            f"its counter wraps after {sensor.range_uj / 1e6:.0f} J, perhaps twice in {interval_s:g} s; "
+            f"hint: lower --monitor-ms to {sensor.safe_s * 1000:.0f}"
         )
         return Sensor(device, name, reason)
     return sensor
@@ -149,13 +149,10 @@ def _sensor(zone: Zone, device: str, name: str, interval_s: float) -> Sensor:
 
 def _why_no_zones(root: Path) -> str:
     if not root.is_dir():
-        return f"no {root}: this kernel shows no power zones (usual in a virtual machine)"
+        return f"no {root}: the kernel provides no power zones (as usual in a virtual machine)"
     if any(ZONE.fullmatch(path.name) for path in root.iterdir()):
-        return (
-            f"the zones in {root} lead nowhere: this container hides them (Docker: --security-opt "
-            "systempaths=unconfined)"
-        )
-    return f"no RAPL zone in {root}: sudo modprobe intel_rapl_msr, if the CPU is Intel's or AMD's and no virtual one"
+        return f"this container hides the zones in {root}; hint: with Docker, use --security-opt systempaths=unconfined"
+    return f"no RAPL zone in {root}; hint: on a physical Intel or AMD CPU, run sudo modprobe intel_rapl_msr"
 
 
 def _packages() -> list[int]:

@@ -1,12 +1,13 @@
-"""What every energy sensor is, whether hardware is behind it or nothing."""
+"""The interface of energy sensors."""
 
 from __future__ import annotations
 
 
 class Sensor:
-    """One device that takes energy: this one without a reading, `reason` says why. The four facts are those of
-    `records.Sensors.devices`. `take`: joules since the last call, at `now_s` of the monotonic clock; None at the first,
-    or where not measured."""
+    """A device that consumes energy. This base class has no reading, and `reason` explains why.
+
+    device, name, source and reason are the fields of `records.Sensors.devices`.
+    """
 
     source: str | None = None
 
@@ -14,4 +15,5 @@ class Sensor:
         self.device, self.name, self.reason = device, name, reason
 
     def take(self, now_s: float) -> float | None:
+        """Joules since the last call, at `now_s` of the monotonic clock; None at first and without a reading."""
         return None

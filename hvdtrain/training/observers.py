@@ -71,14 +71,14 @@ def monitoring(
     from hvdtrain import monitors
 
     monitor: Any = None
-    offers = world.gather(monitors.offer(world.rank, device))
+    offers = world.gather(monitors.describe_rank(world.rank, device))
     if world.local_rank == 0:
         monitor = monitors.Monitor(
             config.monitor, folder, interval_ms=config.monitor_ms, idle_s=config.monitor_idle_s, ranks=offers
         )
     else:
         time.sleep(config.monitor_idle_s)
-    for nothing in world.gather(monitor and monitor.nothing):
+    for nothing in world.gather(monitor and monitor.unavailable):
         if nothing:
             say(f"warning: --monitor {nothing}")
     return monitor or UNSEEN

@@ -80,7 +80,7 @@ def do(word):
 
 options = json.loads(os.environ.get("MONITORED", "{}"))
 names = options.pop("names", "power,resources")
-ranks = [monitors.offer(0, "cpu") | rank for rank in options.pop("ranks", [{}])]
+ranks = [monitors.describe_rank(0, "cpu") | rank for rank in options.pop("ranks", [{}])]
 before = counters()
 monitor = monitors.Monitor(names, FOLDER, **({"interval_ms": 100, "idle_s": 0, "ranks": ranks} | options))
 ready = counters()
@@ -91,4 +91,4 @@ with monitor:
     ended, seen = counters(), children()
 after = counters()
 facts = {"before": before, "ready": ready, "began": began, "ended": ended, "after": after, "children": seen}
-print(json.dumps(facts | {"left": children(), "nothing": monitor.nothing}))
+print(json.dumps(facts | {"left": children(), "nothing": monitor.unavailable}))

@@ -1,1 +1,1 @@
-"""Starts a job's ranks with settings that suit the network, and stays with them until the job has ended."""
+"""Start a job's ranks with settings that suit the network, and supervise the job until it ends."""

@@ -1,10 +1,11 @@
-"""Starts ranks with settings that suit the link between their hosts: launch/mpirun.sh and launch/horovodrun.sh.
+"""Start ranks with settings that suit the link between their hosts: launch/mpirun.sh and launch/horovodrun.sh.
 
-Hosts come from -H, a hostfile or the Slurm allocation, the network interface from the routes to them, the link's rate
-from --rate, from the throttle, from tc or from the hardware. What follows from these (`tuning`) is printed, each value
-with its reason, kept in the run's manifest, and gives way to --set, --mca and variables that are set already. The
-environment of the ranks is an allow-list, and no value of it stands on a command line of ours (Horovod writes them on
-ssh's with --gloo).
+Hosts come from -H, a hostfile or the Slurm allocation; the network interface from the routes to them; the link's rate
+from --rate, the throttle, tc or the hardware. `tuning` derives settings from these. Each setting is printed with its
+reason and stored in the run's manifest. --set, --mca and variables that are already set override it.
+
+Ranks get an allow-list of variables. Their values never appear on this launcher's command lines, but with --gloo
+Horovod writes them on the command line of ssh.
 """
 
 from __future__ import annotations
@@ -23,11 +24,10 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from hvdtrain.lab import throttle
-from hvdtrain.launch import launched_by, output, tuning
+from hvdtrain.launch import launched_by, tuning
 from hvdtrain.launch.supervise import Job, lost_host
 from hvdtrain.launch.tuning import GLOO, MPI, Setting
-from hvdtrain.system import cgroup as quota
-from hvdtrain.system import exits, hosts, net
+from hvdtrain.system import cgroup, exits, hosts, net
 from hvdtrain.system.arguments import Parser
 from hvdtrain.system.commands import Command, find, run
 from hvdtrain.system.environment import FOR_LAUNCHERS, FOR_RANKS, passes
@@ -36,23 +36,25 @@ from hvdtrain.system.hosts import Slots
 from hvdtrain.system.rates import parse_rate, show_rate
 from hvdtrain.system.redaction import is_secret, redacted, without_secrets
 
-HOROVODRUNS = {"pml", "btl_tcp_if_include"}  # parameters of Open MPI that horovodrun itself gives
+HOROVODRUNS = {"pml", "btl_tcp_if_include"}
+"""Parameters of Open MPI that horovodrun sets itself."""
 SURVIVE = ("python3", "-P", "-m", "hvdtrain.launch.survive")
 SLEEPER = Path(sys.prefix, "lib", "sleep_when_idle.so")
 EXAMPLES = """examples:
   launch/mpirun.sh -np 2 python -m hvdtrain.resnet        on this machine
-  launch/mpirun.sh -H a:2,b:2 --logs logs --show-rank 0 python -m hvdtrain.resnet --epochs 1
+  launch/mpirun.sh -H a:2,b:2 --logs logs python -m hvdtrain.resnet --epochs 1
   launch/horovodrun.sh -np 4 --hostfile hostfiles/virtual4.txt python -m hvdtrain.resnet
   launch/mpirun.sh python -m hvdtrain.resnet              in a Slurm allocation
   launch/mpirun.sh --dry-run -H a:2,b:2 --rate 10mbit python -m hvdtrain.resnet
 
-SIGTERM, SIGINT and SIGUSR1 make the ranks save a checkpoint and end with 75; a second SIGTERM or SIGINT ends them now.
+SIGTERM, SIGINT and SIGUSR1 make the ranks save a checkpoint and exit with 75. A second SIGTERM or SIGINT ends them
+immediately.
 """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What will be started."""
+    """The job to start."""
 
     launcher: str
     backend: str
@@ -61,48 +63,77 @@ class Plan:
     interface: str | None
     settings: list[Setting]
     passed: list[str]
-    """Variables that -x names"""
+    """Variables named by -x."""
     command: Command
+    logs: Path | None
+    """Folder for the output of each rank."""
 
 
 def parser(launcher: str) -> Parser:
     top = Parser(
         prog=f"launch/{launcher}.sh",
         usage=f"launch/{launcher}.sh [options] COMMAND [ARGUMENT ...]",
-        description=f"Starts COMMAND on every rank with {launcher}; its settings suit the link between the hosts.",
+        description=f"Start COMMAND on every rank with {launcher} and settings that suit the link between the hosts.",
         epilog=EXAMPLES,
         allow_abbrev=False,
     )
     add = top.add_argument
-    add("-np", "-n", "--np", type=int, metavar="N", help="ranks (default: all slots); without hosts: on this machine")
+    add(
+        "-np",
+        "-n",
+        "--np",
+        type=int,
+        metavar="N",
+        help="number of ranks (default: all slots); without hosts, on this machine",
+    )
     add("-H", "--hosts", "--host", metavar="a:2,b:2", help="hosts and their slots")
-    add("--hostfile", "-hostfile", "--machinefile", type=Path, metavar="FILE", help="one `host slots=2` per line")
-    add("--nic", metavar="DEVICE", help="network interface between the hosts (default: that of the route to them)")
-    add("--rate", metavar="RATE", help="rate of the link, as 10mbit (default: as throttled, or as the hardware says)")
-    add("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of yours in place of ours")
-    add("--mca", action="append", default=[], nargs=2, metavar=("NAME", "VALUE"), help="a parameter of Open MPI")
-    add("-x", action="append", default=[], metavar="NAME[=VALUE]", help="pass this variable to the ranks too")
-    add("--grace", type=float, default=25, metavar="SECONDS", help="for the checkpoint after SIGTERM (default: 25)")
+    add(
+        "--hostfile",
+        "-hostfile",
+        "--machinefile",
+        type=Path,
+        metavar="FILE",
+        help="file with one `host slots=2` per line",
+    )
+    add("--nic", metavar="DEVICE", help="network interface between the hosts (default: from the route to them)")
+    add("--rate", metavar="RATE", help="rate of the link, e.g. 10mbit (default: from the throttle or the hardware)")
+    add("--set", action="append", default=[], metavar="NAME=VALUE", help="override a setting")
+    add("--mca", action="append", default=[], nargs=2, metavar=("NAME", "VALUE"), help="set a parameter of Open MPI")
+    add("-x", action="append", default=[], metavar="NAME[=VALUE]", help="also pass this variable to the ranks")
+    add("--grace", type=float, default=25, metavar="SECONDS", help="time for a checkpoint after SIGTERM (default: 25)")
     if launcher == "horovodrun":
-        add("--gloo", action="store_true", help="Horovod on Gloo and not on MPI")
-    add("--survive", action="store_true", help="a rank that the strategy can do without may die")
-    add("--logs", type=Path, metavar="DIR", help="add each rank's output to DIR/rank0000/stdout, stderr on its host")
-    add("--show-rank", metavar="N,...", help="only the output of these ranks comes here (default: of all)")
-    add("--quiet", action="store_true", help="do not print the settings (the run's manifest keeps them)")
-    add("--dry-run", action="store_true", help="print the command, start nothing")
-    add("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="what each rank runs")
+        add("--gloo", action="store_true", help="run Horovod on Gloo instead of MPI")
+    add("--survive", action="store_true", help="keep running if a rank dies that the strategy can do without")
+    add(
+        "--logs",
+        type=Path,
+        metavar="DIR",
+        help=f"also write each rank's output to files ({launcher}'s --output-filename)",
+    )
+    add("--show-rank", action=ShowRank, help=argparse.SUPPRESS)
+    add("--quiet", action="store_true", help="do not print the settings (the run's manifest has them)")
+    add("--dry-run", action="store_true", help="print the command and start nothing")
+    add("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="the command of each rank")
     return top
+
+
+class ShowRank(argparse.Action):
+    """Reject a removed option."""
+
+    def __call__(self, *_: object) -> None:
+        hint = "use --logs DIR, and read the files of the rank, e.g. DIR/1/rank.0/stdout"
+        raise Failure(f"--show-rank no longer exists; hint: {hint}", exits.USAGE)
 
 
 # --- hosts and link --------------------------------------------------------------------------------------------------
 
 
 def find_hosts(options: argparse.Namespace, environment: Mapping[str, str]) -> tuple[list[Slots], str]:
-    """The hosts and where they come from."""
+    """(hosts, their source)."""
     if options.np is not None and options.np < 1:
-        raise Failure(f"-np {options.np}: give 1 or more", exits.USAGE)
+        raise Failure(f"-np is {options.np}; hint: give 1 or more", exits.USAGE)
     if options.hosts is not None and options.hostfile:
-        raise Failure("-H and --hostfile both name hosts; give one of them", exits.USAGE)
+        raise Failure("-H and --hostfile cannot be combined; hint: give one of them", exits.USAGE)
     if options.hosts is not None:
         return hosts.parse_hosts(options.hosts), "-H"
     if options.hostfile:
@@ -112,16 +143,14 @@ def find_hosts(options: argparse.Namespace, environment: Mapping[str, str]) -> t
         return from_slurm, f"Slurm job {environment.get('SLURM_JOB_ID', '?')}"
     if options.np is not None:
         return [Slots("localhost", options.np)], "-np: this machine"
-    raise Failure(
-        "no hosts: give -H a:2,b:2, --hostfile FILE, or -np 2 for this machine, or start it in a Slurm allocation",
-        exits.USAGE,
-    )
+    hint = "give -H a:2,b:2, --hostfile FILE, or -np 2 for this machine, or start it in a Slurm allocation"
+    raise Failure(f"no hosts given; hint: {hint}", exits.USAGE)
 
 
-def placed(found: Sequence[Slots], ranks: int) -> list[Slots]:
-    """The ranks of each host that gets some, filled in order."""
+def assign(slots: Sequence[Slots], ranks: int) -> list[Slots]:
+    """Fill the hosts' slots with ranks, in order. Hosts without ranks are omitted."""
     result, left = [], ranks
-    for slot in found:
+    for slot in slots:
         if left > 0:
             result.append(Slots(slot.host, min(slot.slots, left)))
             left -= slot.slots
@@ -131,113 +160,115 @@ def placed(found: Sequence[Slots], ranks: int) -> list[Slots]:
 def address_of(host: str) -> str:
     """The IPv4 address of a host. Raises Failure (69)."""
     try:
-        return str(socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
+        return net.ipv4_addresses(host)[0]
     except OSError as error:
-        raise Failure(
-            f"host {host} has no IPv4 address ({error.strerror or error}); check the spelling, or add it to /etc/hosts",
-            exits.UNREACHABLE,
-        ) from error
+        message = f"host {host} has no IPv4 address ({error.strerror or error})"
+        raise Failure(f"{message}; hint: check the spelling, or add it to /etc/hosts", exits.UNREACHABLE) from error
 
 
-def choose_interface(names: Sequence[str], asked: str | None) -> tuple[str | None, str]:
-    """The interface to the other hosts and why this one; None if all hosts are this one.
+def choose_interface(names: Sequence[str], nic: str | None) -> tuple[str | None, str]:
+    """(interface to the other hosts, reason for it). None if all ranks are on this host.
 
     Raises Failure: 69 for a host without address or route, 78 for an unknown interface.
     """
     others = [name for name in names if not net.is_own(address_of(name))]
-    if not others and not asked:
+    if not others and not nic:
         return None, "all ranks are on this host"
-    find("ip")  # says what to install
-    if asked:
+    find("ip")  # raises if it is missing
+    if nic:
         known = [name for _, name in socket.if_nameindex()]
-        if asked not in known:
-            raise Failure(f"no network interface {asked} here; there are {', '.join(known)}", exits.BAD_CONFIG)
-        return asked, "--nic"
-    ways: dict[str, str] = {}
+        if nic not in known:
+            raise Failure(f"no network interface {nic} here; hint: choose one of {', '.join(known)}", exits.BAD_CONFIG)
+        return nic, "--nic"
+    devices: dict[str, str] = {}
     for name in others:
         device = net.route_device(address_of(name))
         if device is None:
-            raise Failure(f"host {name} ({address_of(name)}): no route to it from here", exits.UNREACHABLE)
-        ways.setdefault(device, name)
-    first, host = next(iter(ways.items()))
-    more = [f"{device} to {name}" for device, name in ways.items() if device != first]
-    return first, f"the route to {host}" + (f"; also {', '.join(more)}: choose with --nic" if more else "")
+            raise Failure(f"no route from this machine to host {name} ({address_of(name)})", exits.UNREACHABLE)
+        devices.setdefault(device, name)
+    first, host = next(iter(devices.items()))
+    more = [f"{device} to {name}" for device, name in devices.items() if device != first]
+    return first, f"route to {host}" + (f"; also {', '.join(more)}: choose with --nic" if more else "")
 
 
 def network_of(device: str, names: Sequence[str]) -> str:
-    """For Open MPI: the network, if all others are in it (interfaces may be named otherwise there), or the name."""
+    """Open MPI's name for the interface: its network if it contains all hosts, else the device.
+
+    The network is better, because the interface may have another name on other hosts.
+    """
     network = net.network(device)
-    # This host's own name leads to 127.0.1.1 on Debian.
+    # On Debian this host's own name resolves to 127.0.1.1.
     others = [address for address in map(address_of, names) if not net.is_own(address)]
     inside = network is not None and all(ipaddress.ip_address(address) in network for address in others)
     return str(network) if inside else device
 
 
-def find_rate(asked: str | None, device: str) -> tuple[int | None, str]:
-    """The link's rate in bit/s, the slower direction, and who says so."""
-    if asked:
-        return parse_rate(asked), "--rate"
+def find_rate(rate: str | None, device: str) -> tuple[int | None, str]:
+    """(rate of the link's slower direction in bit/s, its source). None if the rate is unknown."""
+    if rate:
+        return parse_rate(rate), "--rate"
     shape = throttle.requested()
     if shape and shape.get("dev") in (device, None):
         rates = [shape[key] for key in ("up_mbit", "down_mbit") if shape.get(key)]
         if rates:
-            return round(min(rates) * 1e6), "as throttled"
+            return round(min(rates) * 1e6), "the throttle"
     with contextlib.suppress(Failure, ValueError):
         for queue in json.loads(run(["tc", "-json", "qdisc", "show", "dev", device]) or "[]"):
-            rate = queue.get("options", {}).get("rate")
-            if queue.get("kind") == "tbf" and isinstance(rate, int):
-                return rate * 8, f"tc on {device}"
-    # A veth, which is no device of the machine, says 10000 whatever it is.
+            bytes_per_s = queue.get("options", {}).get("rate")
+            if queue.get("kind") == "tbf" and isinstance(bytes_per_s, int):
+                return bytes_per_s * 8, f"tc on {device}"
+    # A virtual interface (veth) always reports 10000, so only real devices count.
     if Path(f"/sys/class/net/{device}/device").exists() and (speed := net.speed_mbit(device)):
         return speed * 1_000_000, f"{device}'s hardware"
-    return None, f"nobody says; settings for {show_rate(tuning.ASSUMED_BIT_S)} (--rate tells it)"
+    return None, f"assuming {show_rate(tuning.ASSUMED_BIT_S)} (override with --rate)"
 
 
 # --- settings and command --------------------------------------------------------------------------------------------
 
 
 def overridden(chosen: Sequence[Setting], options: argparse.Namespace, environment: Mapping[str, str]) -> list[Setting]:
-    """The settings after what the user set: by --set and --mca, by -x NAME=VALUE, or in the environment."""
-    mine = {}
+    """Apply the user's values: from --set, --mca, -x NAME=VALUE and the environment."""
+    given = {}
     for text in [*options.set, *(text for text in options.x if "=" in text)]:
         name, equals, value = text.partition("=")
         if not equals or not name.replace("_", "").isalnum():
-            raise Failure(f"--set {text}: expected NAME=VALUE, as in --set HOROVOD_CYCLE_TIME=5", exits.USAGE)
-        mine[name] = value
+            message = f"--set {text} is not NAME=VALUE"
+            raise Failure(f"{message}; hint: write it as in --set HOROVOD_CYCLE_TIME=5", exits.USAGE)
+        given[name] = value
     parameters = dict(options.mca)
     result = []
     for setting in chosen:
         if setting.mca and setting.name in parameters:
             result.append(dataclasses.replace(setting, value=parameters.pop(setting.name), reason="--mca"))
-        elif setting.name in mine:
-            result.append(dataclasses.replace(setting, value=mine.pop(setting.name), reason="--set"))
+        elif setting.name in given:
+            result.append(dataclasses.replace(setting, value=given.pop(setting.name), reason="--set"))
         elif setting.variable in environment:
-            reason = f"the environment's {setting.variable}"
+            reason = f"environment variable {setting.variable}"
             result.append(dataclasses.replace(setting, value=environment[setting.variable], reason=reason))
         else:
             result.append(setting)
-    # By the way: what --set names and we do not is a variable of the ranks.
-    result += [Setting(name, value, "--set") for name, value in mine.items()]
+    # An unknown name given with --set becomes a variable of the ranks.
+    result += [Setting(name, value, "--set") for name, value in given.items()]
     return result + [Setting(name, value, "--mca", mca=True) for name, value in parameters.items()]
 
 
 def child_environment(plan: Plan, environment: Mapping[str, str]) -> dict[str, str]:
-    """What mpirun or horovodrun gets: the listed variables, what -x names, and the settings."""
+    """The variables of mpirun or horovodrun: the allow-list, the ones named by -x, and the settings."""
     kept = {name: value for name, value in environment.items() if passes(name, (*FOR_LAUNCHERS, *plan.passed))}
-    if os.geteuid() == 0:  # in a container everybody is root, and mpirun wants to be told twice
+    if os.geteuid() == 0:  # in containers the user is root, and mpirun requires both variables
         kept |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return kept | {setting.name: setting.value for setting in plan.settings if not setting.mca}
 
 
-def mca_words(plan: Plan, but: Collection[str] = ()) -> Command:
-    told = [setting for setting in plan.settings if setting.mca and setting.name not in but]
-    return [word for setting in told for word in ("--mca", setting.name, setting.value)]
+def mca_words(plan: Plan, omit: Collection[str] = ()) -> Command:
+    settings = [setting for setting in plan.settings if setting.mca and setting.name not in omit]
+    return [word for setting in settings for word in ("--mca", setting.name, setting.value)]
 
 
 def mpirun_command(plan: Plan, variables: Sequence[str]) -> Command:
-    """mpirun with each of the ranks' variables by name only."""
+    """mpirun's command line. It names the ranks' variables without their values."""
     words = ["mpirun", "-np", str(plan.ranks), "-H", hosts.as_argument(plan.hosts)]
-    words += ["--bind-to", "none", "--map-by", "slot", *mca_words(plan)]
+    words += ["--bind-to", "none", "--map-by", "slot", *log_words(plan), *mca_words(plan)]
     own = [setting.name for setting in plan.settings if not setting.mca]
     for name in sorted(variables):
         if passes(name, (*FOR_RANKS, *plan.passed, *own)):
@@ -245,10 +276,15 @@ def mpirun_command(plan: Plan, variables: Sequence[str]) -> Command:
     return [*words, *plan.command]
 
 
+def log_words(plan: Plan) -> Command:
+    return ["--output-filename", str(plan.logs.absolute())] if plan.logs else []
+
+
 def horovodrun_command(plan: Plan) -> Command:
-    """horovodrun, which passes on all of its own (by then filtered) environment."""
+    """horovodrun's command line. It passes on all of its own environment, which is already filtered."""
     words = ["horovodrun", "--gloo" if plan.backend == GLOO else "--mpi"]
     words += ["-np", str(plan.ranks), "-H", hosts.as_argument(plan.hosts)]
+    words += log_words(plan)
     if plan.interface:
         words += ["--network-interfaces", plan.interface]
     if plan.backend == MPI:
@@ -257,39 +293,38 @@ def horovodrun_command(plan: Plan) -> Command:
 
 
 def make_plan(launcher: str, options: argparse.Namespace, environment: Mapping[str, str]) -> tuple[Plan, list[str]]:
-    """The plan, and what is to be said of it."""
+    """(the plan, the lines that describe it)."""
     if not options.command:
-        raise Failure(f"no command given; for example launch/{launcher}.sh -H a:2,b:2 python -m hvdtrain.resnet", 2)
+        example = f"launch/{launcher}.sh -H a:2,b:2 python -m hvdtrain.resnet"
+        raise Failure(f"no command given; hint: for example {example}", exits.USAGE)
     if launcher == "horovodrun" and (own := HOROVODRUNS & dict(options.mca).keys()):
-        what = f"--mca {min(own)}: horovodrun sets it itself; give --nic for the interface, or use launch/mpirun.sh"
-        raise Failure(what, exits.USAGE)
-    found, source = find_hosts(options, environment)
-    slots = sum(slot.slots for slot in found)
+        hint = "give --nic for the interface, or use launch/mpirun.sh"
+        raise Failure(f"--mca {min(own)}: horovodrun sets this parameter itself; hint: {hint}", exits.USAGE)
+    available, source = find_hosts(options, environment)
+    slots = sum(slot.slots for slot in available)
     ranks = slots if options.np is None else options.np
     if ranks > slots:
-        raise Failure(f"-np {ranks}: {source} has {slots} slots ({hosts.as_argument(found)})", exits.USAGE)
-    used = placed(found, ranks)
+        raise Failure(f"-np {ranks}: {source} has {slots} slots ({hosts.as_argument(available)})", exits.USAGE)
+    used = assign(available, ranks)
     names = [slot.host for slot in used]
-    interface, why = choose_interface(names, options.nic)
-    rate, said = find_rate(options.rate, interface) if interface else (None, "")
+    interface, reason = choose_interface(names, options.nic)
+    rate, rate_source = find_rate(options.rate, interface) if interface else (None, "")
     link = tuning.Link(
         hosts=len(used),
         ranks=ranks,
         most_ranks=max(slot.slots for slot in used),
-        cores=quota.process_cores(),
+        cores=cgroup.process_cores(),
         rate_bit_s=rate,
         network=network_of(interface, names) if interface else None,
-        quota=quota.process_cores() < len(os.sched_getaffinity(0)),
+        quota=cgroup.process_cores() < len(os.sched_getaffinity(0)),
         sleeper=str(SLEEPER) if SLEEPER.is_file() else None,
     )
     backend = GLOO if getattr(options, "gloo", False) else MPI
     passed = [text.partition("=")[0] for text in options.x]
-    ours = tuning.settings(link, backend)
-    settings = overridden(ours, options, environment)
-    if any(setting.name == "OMP_NUM_THREADS" and setting in ours for setting in settings):
-        settings.append(
-            Setting(quota.LAUNCHERS_OWN, "1", "so that ranks of hvdtrain go by the cores of their own host")
-        )
+    chosen = tuning.settings(link, backend)
+    settings = overridden(chosen, options, environment)
+    if any(setting.name == "OMP_NUM_THREADS" and setting in chosen for setting in settings):
+        settings.append(Setting(cgroup.LAUNCHERS_OWN, "1", "ranks of hvdtrain count the cores of their own host"))
     plan = Plan(
         launcher=launcher,
         backend=backend,
@@ -298,33 +333,29 @@ def make_plan(launcher: str, options: argparse.Namespace, environment: Mapping[s
         interface=interface,
         settings=settings,
         passed=passed,
-        command=output.wrapped(
-            [*SURVIVE, *options.command] if options.survive else options.command,
-            ranks,
-            options.logs,
-            options.show_rank,
-        ),
+        command=[*SURVIVE, *options.command] if options.survive else options.command,
+        logs=options.logs,
     )
-    told = [f"hosts={hosts.as_argument(used)}  # {ranks} ranks; from {source}"]
-    told.append(f"nic={plan.interface or 'none'}  # {why}")
-    told.append(f"backend={backend}  # {tuning.BACKENDS[backend]}")
+    lines = [f"hosts={hosts.as_argument(used)}  # {ranks} ranks; from {source}"]
+    lines.append(f"nic={plan.interface or 'none'}  # {reason}")
+    lines.append(f"backend={backend}  # {tuning.BACKENDS[backend]}")
     if interface:
-        told.append(f"rate={show_rate(rate) if rate else 'unknown'}  # {said}")
-    told += [f"{one.name}=...  # {one.reason}" if _private(one, passed) else str(one) for one in plan.settings]
-    slower = tuning.advice(link, backend)
-    return plan, [*told, slower] if slower else told
+        lines.append(f"rate={show_rate(rate) if rate else 'unknown'}  # {rate_source}")
+    lines += [f"{one.name}=...  # {one.reason}" if _private(one, passed) else str(one) for one in plan.settings]
+    faster = tuning.advice(link, backend)
+    return plan, [*lines, faster] if faster else lines
 
 
 def _private(setting: Setting, passed: Collection[str]) -> bool:
-    """Whether the value is nobody's business: of a secret, or given by -x."""
+    """Whether the value must not be shown: it may be a secret, or was given by -x."""
     named = setting.name in passed or is_secret(setting.name)
     return not setting.mca and (named or redacted(setting.value) != setting.value)
 
 
 def typed(plan: Plan, options: argparse.Namespace) -> str:
-    """The launcher as one would type it to start the same ranks again; in a Slurm allocation that has the hosts.
+    """The command line that starts the same ranks again. In a Slurm allocation it does not name the hosts.
 
-    Values of -x and of secrets, which may be nobody's business, are left out: their variables stand there by name.
+    Variables of -x and secrets appear by name, without their values.
     """
     words = [f"launch/{plan.launcher}.sh"]
     words += ["--gloo"] if plan.launcher == "horovodrun" and plan.backend == GLOO else []
@@ -348,33 +379,34 @@ def typed(plan: Plan, options: argparse.Namespace) -> str:
 def start(launcher: str, arguments: list[str], environment: Mapping[str, str]) -> int:
     options = parser(launcher).parse_args(arguments)
     options.command = options.command[options.command[:1] == ["--"] :]
-    plan, told = make_plan(launcher, options, environment)
-    for line in told if not options.quiet else []:
+    plan, lines = make_plan(launcher, options, environment)
+    for line in lines if not options.quiet else []:
         print(f"{launcher}.sh: {line}", file=sys.stderr)
     inner = child_environment(plan, environment)
-    if not options.dry_run:  # of no interest to who reads the command
+    if not options.dry_run:  # it would only obscure the command
         kept = [one for one in plan.settings if not _private(one, plan.passed)]
         inner |= launched_by.to_environment(typed(plan, options), kept)
     command = mpirun_command(plan, list(inner)) if launcher == "mpirun" else horovodrun_command(plan)
     if options.dry_run:
-        made = [f"{name}={value}" for name, value in sorted(inner.items()) if environment.get(name) != value]
-        print(shlex.join(["env", *made, *command] if made else command))
+        new = [f"{name}={value}" for name, value in sorted(inner.items()) if environment.get(name) != value]
+        print(shlex.join(["env", *new, *command] if new else command))
         return exits.OK
     for program in {command[0], "mpirun" if plan.backend == MPI else command[0]}:
         if shutil.which(program, path=inner.get("PATH", os.defpath)) is None:
-            raise Failure(f"no {program} in PATH; run `make setup`, or load your cluster's MPI", exits.UNREACHABLE)
+            hint = "run `make setup`, or load your cluster's MPI"
+            raise Failure(f"no {program} in PATH; hint: {hint}", exits.UNREACHABLE)
     sys.stderr.flush()
     names = [slot.host for slot in plan.hosts]
-    job = Job(command, inner, options.grace, lost=lambda: lost_host(names), tells_code=plan.backend == MPI)
+    job = Job(command, inner, options.grace, lost=lambda: lost_host(names), passes_code=plan.backend == MPI)
     return job.wait()
 
 
 def main(arguments: list[str]) -> int:
-    """`mpirun` or `horovodrun`, then its options and the command to start. The exit code is the job's."""
+    """Run `mpirun` or `horovodrun`, followed by options and the ranks' command. Returns the job's exit code."""
     if not arguments or arguments[0] not in ("mpirun", "horovodrun"):
-        asked = arguments in (["--help"], ["-h"])
-        print(f"{__doc__}\nSee launch/mpirun.sh --help.", file=sys.stdout if asked else sys.stderr)
-        return exits.OK if asked else exits.USAGE
+        wants_help = arguments in (["--help"], ["-h"])
+        print(f"{__doc__}\nSee launch/mpirun.sh --help.", file=sys.stdout if wants_help else sys.stderr)
+        return exits.OK if wants_help else exits.USAGE
     return start(arguments[0], arguments[1:], os.environ)
 
 

@@ -1,4 +1,4 @@
-"""What the launch scripts tell the ranks of themselves: for the run's manifest, and for the advice how to go on."""
+"""Pass facts about the launcher to its ranks, for the run's manifest and for messages that say how to resume."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ LONGEST_BYTES = 1 << 16
 
 
 def to_environment(launcher: str, settings: Sequence[Setting]) -> dict[str, str]:
-    """The variable for the ranks: how to type the launcher with its hosts, and each setting with its reason."""
-    about = {"launcher": launcher, "settings": [dataclasses.asdict(one) for one in settings]}
-    return {VARIABLE: json.dumps(about, separators=(",", ":"))}
+    """The variable for the ranks: the launcher's command line, and each setting with its reason."""
+    document = {"launcher": launcher, "settings": [dataclasses.asdict(one) for one in settings]}
+    return {VARIABLE: json.dumps(document, separators=(",", ":"))}
 
 
 def from_environment(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """In a rank: what was told; nothing if no launch script of ours started it."""
+    """The launcher's facts, read by a rank. Empty if no hvdtrain launcher started it."""
     text = environment.get(VARIABLE, "")
     try:
-        about = json.loads(text) if len(text) <= LONGEST_BYTES else None
+        document = json.loads(text) if len(text) <= LONGEST_BYTES else None
     except (ValueError, RecursionError):
-        about = None
-    return about if isinstance(about, dict) and isinstance(about.get("launcher"), str) else {}
+        document = None
+    return document if isinstance(document, dict) and isinstance(document.get("launcher"), str) else {}

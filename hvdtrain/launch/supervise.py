@@ -1,13 +1,14 @@
-"""Stays the parent of mpirun or horovodrun, so that a signal becomes a checkpoint and nothing outlives its job.
+"""Supervise mpirun or horovodrun: a signal leads to a checkpoint, and no process outlives its job.
 
-Open MPI's mpirun gives its ranks about a second after SIGTERM or SIGINT and ends with 1; SIGUSR1 it hands on with no
-deadline, and ends with the ranks' own code (mpirun(1), "Signal Propagation"). horovodrun on MPI turns into a shell
-around mpirun. So a signal to the launcher becomes SIGUSR1 to mpirun (or, on Gloo, to the ranks that run here: what one
-rank is told, all hear at the end of the step), the ranks save a checkpoint, and the job ends with 75.
+After SIGTERM or SIGINT Open MPI's mpirun gives its ranks about one second and exits with 1. It forwards SIGUSR1 without
+a deadline and exits with the ranks' own code (mpirun(1), "Signal Propagation"). horovodrun on MPI becomes a shell
+around mpirun. The launcher therefore translates every signal to SIGUSR1 for mpirun. On Gloo it sends SIGUSR1 to the
+ranks on this machine, which inform all other ranks at the end of the step. The ranks save a checkpoint, and the job
+exits with 75.
 
-A second process, the keeper, waits at a pipe for the end of the launcher: if that is killed, the keeper stops the job
-in its place. The job's stderr passes through it, so that it can print a rank's reason again, below what mpirun or
-horovodrun prints after it.
+A second process, the keeper, waits on a pipe for the end of the launcher. If the launcher is killed, the keeper stops
+the job. The job's stderr passes through the keeper, which finally repeats a rank's error message below the messages
+that mpirun or horovodrun prints after it.
 """
 
 from __future__ import annotations
@@ -25,28 +26,30 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType
 from typing import NoReturn
 
-from hvdtrain.system import exits
-from hvdtrain.system.commands import Command, run
-from hvdtrain.system.exits import Failure
+from hvdtrain.system import exits, ssh
+from hvdtrain.system.commands import Command
 from hvdtrain.system.proc import children, ended, stat, strings, tree
 
 STARTERS = ("mpirun", "orterun", "orterun_wrapper", "mpiexec")  # the wheel's mpirun is a wrapper
 REMOTE_SHELLS = ("ssh", "rsh", "srun", "orted")
 ORPHAN_S = 5.0
-"""How long mpirun may go on after the last of its ranks here has ended, before its other hosts are asked for"""
+"""How long mpirun may run after its last rank here has ended, before the launcher checks the other hosts."""
 ANSWER_S = 3.0
 REPEAT_S = 5.0
-"""Between two SIGUSR1: what arrives while ranks are being started is lost, and one more does no harm"""
-LOOK_S, LOOK_AT_FIRST_S, FIRST_S = 2.0, 0.5, 10.0
-"""Between two looks at what runs here. In the first seconds, and when the job is to stop, more often."""
+"""Interval of SIGUSR1. A signal that arrives while ranks start is lost, and a further one does no harm."""
+POLL_S, FIRST_POLL_S, FIRST_S = 2.0, 0.5, 10.0
+"""Interval of checks of the job's processes; shorter interval; seconds at the start with the shorter interval.
+
+The shorter interval also applies while the job stops.
+"""
 TAIL_BYTES = 1 << 14
-"""Of stderr: the ranks' last lines, and what their launcher prints after them"""
+"""End of stderr that is kept: the ranks' last lines and their launcher's messages after them."""
 OURS = re.compile(rb"^hvdtrain: (.*)$", re.MULTILINE)
 TAG = re.compile(rb"\[[\d,]+\]<stderr>:")
-"""What horovodrun puts before a line, and mpirun's --tag-output before each part of it"""
+"""Prefix that horovodrun adds to a line, and mpirun's --tag-output to each part of one."""
 SECOND_HAND = b"lost contact with another rank"
-LAST_WORDS_S = 3.0
-"""Between SIGTERM and SIGKILL"""
+TERM_S = 3.0
+"""Time between SIGTERM and SIGKILL."""
 
 
 def signal_all(pids: Iterable[int], number: signal.Signals) -> None:
@@ -56,37 +59,37 @@ def signal_all(pids: Iterable[int], number: signal.Signals) -> None:
 
 
 def is_rank(pid: int) -> bool:
-    """Whether horovodrun on Gloo gave this process a rank."""
+    """Whether this process is a rank of horovodrun on Gloo."""
     return any(word.startswith("HOROVOD_RANK=") for word in strings(pid, "environ"))
 
 
 def starters(root: int) -> list[int]:
-    """The mpiruns among a process and all below it."""
+    """The mpirun processes among a process and its descendants."""
     return [pid for pid in tree(root) if stat(pid).name in STARTERS and not ended(pid)]
 
 
 def ask_to_stop(root: int) -> None:
-    """SIGUSR1 to mpirun, or to the ranks on this machine if there is none."""
-    told = starters(root) or [pid for pid in tree(root) if is_rank(pid) and not is_rank(stat(pid).parent)]
-    signal_all(told, signal.SIGUSR1)
+    """Send SIGUSR1 to mpirun, or to the ranks on this machine if there is no mpirun."""
+    receivers = starters(root) or [pid for pid in tree(root) if is_rank(pid) and not is_rank(stat(pid).parent)]
+    signal_all(receivers, signal.SIGUSR1)
 
 
 def end(root: int) -> None:
-    """Ends a job now: SIGTERM to what started it, then SIGKILL to all that is left of it here."""
-    found = set(tree(root))
+    """End a job immediately: SIGTERM to its launcher, then SIGKILL to the remaining processes on this machine."""
+    pids = set(tree(root))
     signal_all(starters(root) or [root], signal.SIGTERM)
-    deadline = time.monotonic() + LAST_WORDS_S
-    while time.monotonic() < deadline and not all(map(ended, found)):
+    deadline = time.monotonic() + TERM_S
+    while time.monotonic() < deadline and not all(map(ended, pids)):
         time.sleep(0.1)
-        found |= set(tree(root))
-    signal_all((pid for pid in found if not ended(pid)), signal.SIGKILL)
+        pids |= set(tree(root))
+    signal_all((pid for pid in pids if not ended(pid)), signal.SIGKILL)
 
 
 def lost_host(names: Sequence[str]) -> str | None:
-    """The first host that does not even refuse a connection, None if all answer."""
+    """The first host that does not answer at its ssh port. None if all do; a refused connection is an answer."""
     for name in names:
         try:
-            socket.create_connection(_door(name), timeout=ANSWER_S).close()
+            socket.create_connection(ssh.endpoint(name), timeout=ANSWER_S).close()
         except ConnectionRefusedError:
             continue
         except OSError:
@@ -94,16 +97,8 @@ def lost_host(names: Sequence[str]) -> str | None:
     return None
 
 
-def _door(name: str) -> tuple[str, int]:
-    """Where ssh would connect to."""
-    with contextlib.suppress(Failure):
-        settings = dict(line.partition(" ")[::2] for line in run(["ssh", "-G", name]).splitlines())
-        return settings["hostname"], int(settings["port"])
-    return name, 22
-
-
 class Job:
-    """A launcher's child, from its start to its end."""
+    """A running mpirun or horovodrun."""
 
     def __init__(
         self,
@@ -112,130 +107,133 @@ class Job:
         grace_s: float,
         *,
         lost: Callable[[], str | None] = lambda: None,
-        tells_code: bool = True,
+        passes_code: bool = True,
     ) -> None:
         self.grace_s = grace_s
         self.lost = lost
-        """Says which host does not answer, if any"""
-        self.tells_code = tells_code
-        """Whether the launcher ends with its ranks' exit code; horovodrun on Gloo ends with 1 whatever theirs is"""
-        self.asked: list[signal.Signals] = []
+        """Returns a host that does not answer, if there is one."""
+        self.passes_code = passes_code
+        """Whether the child exits with its ranks' exit code. horovodrun on Gloo always exits with 1 after a failure."""
+        self.signals: list[signal.Signals] = []
+        """Signals that the launcher has received."""
         self.deadline: float | None = None
-        self.told_at = 0.0
+        self.stop_sent_at = 0.0
         self.ranks_seen = False
         self.ranks_gone_since: float | None = None
         self.woken, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        """Can be read when a signal has come, SIGCHLD included"""
+        """Becomes readable when a signal arrives, including SIGCHLD."""
         signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            signal.signal(number, self._arrived)
+            signal.signal(number, self._on_signal)
         self.keeper, self.line, stderr = start_keeper(grace_s)
-        # A group of its own: Ctrl-C reaches this process alone, which knows what to make of it.
+        # In its own process group, so that Ctrl-C reaches only this process.
         self.child = subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stderr=stderr, process_group=0
         )
         os.close(stderr)
         os.write(self.line, f"{self.child.pid}\n".encode())
 
-    def _arrived(self, number: int, frame: FrameType | None) -> None:
-        # SIGUSR1 may be Slurm's notice of the SIGTERM to come, which then gives the grace that it gives alone.
-        again = number != signal.SIGUSR1 and any(before != signal.SIGUSR1 for before in self.asked)
-        self.asked.append(signal.Signals(number))
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        # SIGUSR1 may be Slurm's warning before SIGTERM. SIGTERM then still gives the full grace period.
+        again = number != signal.SIGUSR1 and any(before != signal.SIGUSR1 for before in self.signals)
+        self.signals.append(signal.Signals(number))
         if number == signal.SIGTERM and self.deadline is None:
             self.deadline = time.monotonic() + self.grace_s
         if again:
             self.deadline = 0.0
-        elif len(self.asked) == 1:
-            _say("stopping: the ranks are asked for a checkpoint (a second SIGTERM or Ctrl-C ends them now)")
+        elif len(self.signals) == 1:
+            _say("stopping: the ranks save a checkpoint (a second SIGTERM or Ctrl-C ends them immediately)")
 
     def wait(self) -> int:
-        """Until the job has ended; its exit code."""
+        """Wait until the job has ended. Returns its exit code."""
         began = time.monotonic()
-        while not self._ended(LOOK_AT_FIRST_S if self.asked or time.monotonic() < began + FIRST_S else LOOK_S):
-            if self.asked and time.monotonic() - self.told_at > REPEAT_S:
+        while not self._ended(FIRST_POLL_S if self.signals or time.monotonic() < began + FIRST_S else POLL_S):
+            if self.signals and time.monotonic() - self.stop_sent_at > REPEAT_S:
                 ask_to_stop(self.child.pid)
-                self.told_at = time.monotonic()
+                self.stop_sent_at = time.monotonic()
             if self.deadline is not None and time.monotonic() > self.deadline:
-                return self._end_now("the ranks were given no more time", 128 + self.asked[-1])
+                return self._end_now("ending the ranks without a checkpoint", 128 + self.signals[-1])
             if self._outlived() and (host := self.lost()):
-                what = f"host {host} does not answer, and the ranks here have ended: ending the job"
-                return self._end_now(what, exits.RESUMABLE if self.asked else exits.FAILED)
+                message = f"host {host} does not answer, and the ranks here have ended: ending the job"
+                return self._end_now(message, exits.RESUMABLE if self.signals else exits.FAILED)
         code = self.child.wait()
         self._dismiss_keeper(b"failed" if code else b"done")
         code = 128 - code if code < 0 else code
-        if self.asked and code == 128 + signal.SIGUSR1:
-            return 128 + self.asked[0]  # told before they had anything to save
-        if self.asked and code == exits.FAILED and not self.tells_code:
+        if self.signals and code == 128 + signal.SIGUSR1:
+            return 128 + self.signals[0]  # the ranks had nothing to save yet
+        if self.signals and code == exits.FAILED and not self.passes_code:
             return exits.RESUMABLE
-        if not self.asked and code >= 128:  # a rank that was killed, mpirun's own trouble: it says which
+        if not self.signals and code >= 128:  # a rank was killed or mpirun failed; mpirun has printed which
             return exits.FAILED
         return code
 
     def _ended(self, patience_s: float) -> bool:
-        """Waits until the child has ended, a signal has come, or this long; whether it has ended."""
+        """Wait for the child's end, a signal or the timeout. Returns whether the child has ended."""
         if self.child.poll() is None and select.select([self.woken], [], [], patience_s)[0]:
             os.read(self.woken, 4096)
         return self.child.poll() is not None
 
     def _outlived(self) -> bool:
-        """Whether mpirun has outlived the ranks on this machine: it may wait for a host that does not answer."""
-        here = starters(self.child.pid)
-        if not here:
+        """Whether mpirun has outlived the ranks on this machine. It may wait for a host that does not answer."""
+        launchers = starters(self.child.pid)
+        if not launchers:
             return False
-        others = (*REMOTE_SHELLS, *STARTERS)
-        if any(stat(pid).name not in others and not ended(pid) for top in here for pid in children(top)):
+        helpers = (*REMOTE_SHELLS, *STARTERS)
+        if any(stat(pid).name not in helpers and not ended(pid) for top in launchers for pid in children(top)):
             self.ranks_seen, self.ranks_gone_since = True, None
         elif self.ranks_seen and self.ranks_gone_since is None:
             self.ranks_gone_since = time.monotonic()
         return self.ranks_gone_since is not None and time.monotonic() - self.ranks_gone_since > ORPHAN_S
 
-    def _end_now(self, why: str, code: int) -> int:
-        _say(why)
+    def _end_now(self, message: str, code: int) -> int:
+        _say(message)
         end(self.child.pid)
         self.child.wait()
         self._dismiss_keeper(b"done")
         return code
 
-    def _dismiss_keeper(self, how: bytes) -> None:
-        os.write(self.line, how)
+    def _dismiss_keeper(self, outcome: bytes) -> None:
+        os.write(self.line, outcome)
         os.close(self.line)
         os.waitpid(self.keeper, 0)
 
 
 def start_keeper(grace_s: float) -> tuple[int, int, int]:
-    """(the keeper's process, the pipe to it, the pipe for the job's stderr)."""
-    (listen, speak), (source, stderr) = os.pipe(), os.pipe()
+    """Start the keeper. Returns its process id, the pipe to it, and the pipe for the job's stderr."""
+    (listen, line), (source, stderr) = os.pipe(), os.pipe()
     pid = os.fork()
     if pid == 0:
         os.setsid()
-        os.close(speak)
+        os.close(line)
         os.close(stderr)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
-        keep(listen, Passage(source), grace_s)
+        keep(listen, StderrRelay(source), grace_s)
     os.close(listen)
     os.close(source)
-    return pid, speak, stderr
+    return pid, line, stderr
 
 
-class Passage:
-    """From a pipe to this process's stderr."""
+class StderrRelay:
+    """Copies a pipe to this process's stderr and keeps the end of the text."""
 
     def __init__(self, source: int) -> None:
         self._source: int | None = source
         self._tail = b""
 
     def wait(self, patience_s: float | None, *others: int) -> list[int]:
-        """Waits until something can be passed on, which it does, or one of the others can be read, or for so long. What
-        could be read."""
+        """Wait until the pipe or one of `others` is readable, or for the timeout, and copy the pipe's data.
+
+        Returns the readable descriptors.
+        """
         sources = [*others, *([] if self._source is None else [self._source])]
         ready = select.select(sources, [], [], patience_s)[0]
         if self._source is not None and self._source in ready:
-            self._pass_on(self._source)
+            self._copy(self._source)
         return ready
 
-    def _pass_on(self, source: int) -> None:
+    def _copy(self, source: int) -> None:
         data = os.read(source, 1 << 16)
         if not data:
             self._source = None
@@ -243,11 +241,11 @@ class Passage:
         while data:
             try:
                 data = data[os.write(2, data) :]
-            except OSError:  # nobody reads it any more
+            except OSError:  # stderr has no reader any more
                 return
 
     def reason(self) -> str | None:
-        """The line of ours that says why a rank ended; None if there is none, or nothing stands below it."""
+        """hvdtrain's line that says why a rank ended. None if there is none, or if it is the last line anyway."""
         tail = TAG.sub(b"", self._tail)
         lines = list(OURS.finditer(tail))
         first_hand = [line for line in lines if SECOND_HAND not in line[0]]
@@ -257,15 +255,15 @@ class Passage:
         return line[1].decode(errors="replace")
 
 
-def keep(listen: int, stderr: Passage, grace_s: float) -> NoReturn:
-    """The keeper: reads the job's process number, then waits for a word, or for the pipe's end without it."""
-    told, more = b"", True
+def keep(listen: int, stderr: StderrRelay, grace_s: float) -> NoReturn:
+    """Run the keeper: read the job's process id, then wait for the outcome, or for the end of the pipe without one."""
+    message, more = b"", True
     while more:
         if listen in stderr.wait(None, listen):
             more = bool(data := os.read(listen, 64))
-            told += data
-    root, _, word = told.decode().partition("\n")
-    if root and not word:
+            message += data
+    root, _, outcome = message.decode().partition("\n")
+    if root and not outcome:
         _say("the launcher was killed: stopping its job")
         ask_to_stop(int(root))
         deadline = time.monotonic() + grace_s
@@ -275,7 +273,7 @@ def keep(listen: int, stderr: Passage, grace_s: float) -> NoReturn:
             end(int(root))
     while stderr.wait(0):
         pass
-    if word == "failed" and (reason := stderr.reason()):
+    if outcome == "failed" and (reason := stderr.reason()):
         _say(reason)
     os._exit(0)
 

@@ -143,7 +143,6 @@ def main(stop: world.StopSignal) -> int:
         shapes=captioner.parameters(spec),
         measure=Captions(),
         multiply_adds=captioner.multiply_adds(spec),
-        dense=captioner.dense(spec, math.ceil(dataset.train.lengths.mean())),
         layers=captioner.layers(spec, math.ceil(dataset.train.lengths.mean())),
     ).connect()
     if job is None:

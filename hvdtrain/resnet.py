@@ -89,7 +89,6 @@ def main(stop: world.StopSignal) -> int:
         shapes=resnet.parameters(spec),
         measure=metrics.Accuracy(),
         multiply_adds=resnet.multiply_adds(spec, height, width),
-        dense={"fc.weight": 1},
         layers=resnet.layers(spec, height, width),
     ).connect()
     if job is None:

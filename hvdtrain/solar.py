@@ -177,7 +177,6 @@ def main(stop: world.StopSignal) -> int:
         shapes=numbers.parameters(spec),
         measure=Forecast(about["deviation_w_m2"]),
         multiply_adds=numbers.multiply_adds(spec),
-        dense=numbers.dense(spec),
         layers=numbers.layers(spec),
     ).connect()
     if job is None:

@@ -87,7 +87,6 @@ def main(stop: world.StopSignal) -> int:
         shapes=mlp.parameters(spec),
         measure=metrics.Confusion(columns.classes),
         multiply_adds=mlp.multiply_adds(spec),
-        dense=mlp.dense(spec),
         layers=mlp.layers(spec),
     ).connect()
     if job is None:

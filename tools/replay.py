@@ -104,7 +104,7 @@ def main(stop: world.StopSignal) -> int:
 
     device = prepare("cpu", place.local_rank, used.count)
     exchange = strategies.chosen(config)
-    ranks = world.World("torch", carrier=exchange.strategy.carrier)
+    ranks = world.World("torch", carrier=exchange.capabilities.backend)
     strategy = exchange.make(config, ranks, shapes)
     model = stand_in(shapes, config.compute_s)
     replica = TorchReplica(model, device=device, config=config, world=ranks, strategy=strategy, measure=Accuracy())

@@ -131,10 +131,10 @@ def exchange(config: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, A
     name = strategies.canonical(str(config["strategy"]))
     if not facts:
         with contextlib.suppress(Failure):
-            facts = strategies.parse(name).facts(in_parts=False)
+            facts = strategies.parse(name).facts(buckets=False)
     return {
         "strategy": printable(name),
-        "beside": bool(facts["behind"]) if "behind" in facts else None,
+        "beside": bool(facts["overlaps_with"]) if "overlaps_with" in facts else None,
         "exact": facts.get("exact"),
     }
 

@@ -300,7 +300,7 @@ def crowded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     config = {"every": 16, "outer_lr": 0.7, "outer_momentum": 0.9, "inner": "powersgd", "rank": 12, "bits": 4}
     more: dict[str, Any] = {"config": config, "test_accuracy": 0.96, "energy_w": {"cpu0": 9.0}, "interval_s": 20.0}
     more["inference"] = {2: 0.01, 1024: 0.5}
-    for strategy in ("local-sgd", "delayed"):
+    for strategy in ("local-sgd", "powersgd"):
         for hosts, rate in ((1, None), *itertools.product((2, 3, 4), (10.0, 50.0, 100.0, 1000.0))):
             name = f"{strategy}-{hosts}-{rate}"
             runs.make(folder / name, hosts=hosts, rate_mbit=rate, strategy=strategy, rank_batch=48 // hosts, **more)

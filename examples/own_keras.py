@@ -1,19 +1,19 @@
-"""A Keras script of one's own on several ranks: `mpirun -np 2 python examples/own_keras.py`.
+"""A Keras script on several ranks: `mpirun -np 2 python examples/own_keras.py`.
 
 HVDTRAIN_STRATEGY, as in `HVDTRAIN_STRATEGY=local-sgd:every=4+powersgd:rank=2`, says what the ranks exchange.
 """
 
 import keras
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 
+import hvdtrain.data
 import hvdtrain.tensorflow.keras as hvd
 
 hvd.init()
 keras.utils.set_random_seed(1)
-images, labels = load_digits(return_X_y=True)
-x, test_x, y, test_y = train_test_split(images / 16, labels, test_size=360, random_state=1)
-x, y = x[: len(x) // hvd.size() * hvd.size()], y[: len(y) // hvd.size() * hvd.size()]  # as many steps on each rank
+digits = hvdtrain.data.load("digits", (8, 8))
+x, y = digits.train.samples.reshape(-1, 64), digits.train.labels
+test_x, test_y = digits.test.samples.reshape(-1, 64), digits.test.labels
+count = len(x) // hvd.size() * hvd.size()  # the same number of steps on each rank
 
 model = keras.Sequential(
     [keras.layers.Input((64,)), keras.layers.Dense(64, activation="relu"), keras.layers.Dense(10, activation="softmax")]
@@ -21,8 +21,8 @@ model = keras.Sequential(
 optimizer = keras.optimizers.SGD(0.1 * hvd.size(), momentum=0.9)
 model.compile(hvd.DistributedOptimizer(optimizer), "sparse_categorical_crossentropy", metrics=["accuracy"])
 model.fit(
-    x[hvd.rank() :: hvd.size()],
-    y[hvd.rank() :: hvd.size()],
+    x[hvd.rank() : count : hvd.size()],
+    y[hvd.rank() : count : hvd.size()],
     batch_size=32,
     epochs=8,
     callbacks=[

@@ -1,4 +1,4 @@
-"""A model and data of one's own, on any number of ranks: a small network learns scikit-learn's digits.
+"""Train your own model and data on any number of ranks: a small network learns handwritten digits.
 
 python examples/own_model.py
 mpirun -np 2 python examples/own_model.py --strategy powersgd:rank=4
@@ -7,12 +7,14 @@ mpirun -np 2 python examples/own_model.py --strategy powersgd:rank=4
 import sys
 
 import torch
-from sklearn.datasets import load_digits
 
 import hvdtrain
+import hvdtrain.data
 
-digits = load_digits()
-pictures, labels = (digits.data / 16).astype("float32"), digits.target
+digits = hvdtrain.data.load("digits", (8, 8))
+train, validation, test = (
+    (split.samples.reshape(-1, 64), split.labels) for split in (digits.train, digits.validation, digits.test)
+)
 
 torch.manual_seed(0)
 model = torch.nn.Sequential(
@@ -25,9 +27,9 @@ model = torch.nn.Sequential(
 hvdtrain.train(
     model,
     loss=torch.nn.functional.cross_entropy,
-    train=(pictures[:1200], labels[:1200]),
-    validation=(pictures[1200:1500], labels[1200:1500]),
-    test=(pictures[1500:], labels[1500:]),
+    train=train,
+    validation=validation,
+    test=test,
     epochs=6,
     argv=sys.argv[1:],
 )

@@ -7,8 +7,8 @@ examples:
   mpirun -np 2 python -m hvdtrain.captioning --framework tensorflow --json
   hvdtrain caption photo.jpg --run results/RUN
 
-Without --data it trains on drawn scenes of coloured shapes, made on the fly. `hvdtrain data captions` prepares pictures
-with sentences, `hvdtrain data vgg16` the encoder's weights; `caption` tells what a trained model sees in a picture.
+Without --data it trains on 5,000 drawn scenes of coloured shapes. `hvdtrain data captions` prepares images with
+sentences, and `hvdtrain data vgg16` the encoder's weights. `caption` describes images with a trained model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from typing import Any, Literal
 from hvdtrain.captions import bleu, features, frozen, generation
 from hvdtrain.captions.dataset import CaptionDataset, CaptionSplit
 from hvdtrain.captions.load import load
-from hvdtrain.comm import world
+from hvdtrain.comm import lifecycle
+from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.config import options
 from hvdtrain.config.constraints import bounded
 from hvdtrain.models import captioner
@@ -38,53 +39,53 @@ WORKLOAD = "captioning"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CaptioningData(options.Data):
-    """Pictures with sentences."""
+    """Images with sentences."""
 
     data: str = "shapes"
-    """'shapes', 'flickr8k:DIR' (as distributed: prepared once), or a folder made by `hvdtrain data captions`"""
+    """'shapes', 'flickr8k:DIR' (prepared once from the original files), or a folder made by `hvdtrain data captions`"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CaptioningConfig(CaptioningData, options.TrainConfig):
-    """What this workload is told besides."""
+    """Options of this workload."""
 
     encoder: Literal["auto", "small", "vgg16", "none"] = "auto"
-    """What sees the pictures: a small CNN trained with the rest, VGG16 as its --weights are, or nothing (words alone);
-    auto: vgg16 if --weights are given, else small"""
+    """Image encoder: a small CNN that is trained too, frozen VGG16 with --weights, or none (words alone); auto: vgg16
+    if --weights is given, else small"""
     weights: str | None = None
-    """VGG16's, a file made by `hvdtrain data vgg16`; 'random' only to try the way"""
+    """VGG16 weights, a file made by `hvdtrain data vgg16`; 'random' only for testing"""
     embedding: int = bounded(256, least=1)
-    """Values per word"""
+    """Size of a word's embedding"""
     hidden: int = bounded(256, least=1)
-    """Size of the LSTM and of the layers round it"""
+    """Size of the LSTM and of the adjacent layers"""
     dropout: float = bounded(0.5, least=0, below=1)
-    """Share of the picture's and the words' values that each step leaves out"""
+    """Dropout of image features and word embeddings"""
     beam: int = bounded(3, least=1)
-    """Width of the beam search; captions are also written greedily"""
+    """Beam width; captions are also written greedily"""
     optimizer: Literal["sgd", "adam"] = "adam"
     """SGD with --momentum, or Adam with its usual constants (0.9, 0.999, 1e-8)"""
     lr: float = bounded(2e-3, above=0)
-    """Learning rate for a global batch of the size given (--batch-size or --global-batch-size)"""
+    """Learning rate for the global batch set by --batch-size or --global-batch-size"""
     epochs: int = bounded(8, least=1)
     """Passes over the training captions"""
 
     @property
-    def sees(self) -> Literal["small", "vgg16", "none"]:
-        """The encoder, chosen; raises Failure (78) if it lacks its weights."""
+    def chosen_encoder(self) -> Literal["small", "vgg16", "none"]:
+        """--encoder with 'auto' resolved. Raises Failure (78) if it does not match --weights."""
         chosen = self.encoder if self.encoder != "auto" else "vgg16" if self.weights else "small"
         if chosen == "vgg16" and self.weights is None:
             raise Failure(
-                "--encoder vgg16 needs --weights FILE: `hvdtrain data vgg16 --help` tells how to make it from "
-                "torchvision's or Keras' weights; or train --encoder small from the start",
+                "--encoder vgg16 needs --weights FILE; hint: `hvdtrain data vgg16 --help` says how to make it from "
+                "torchvision's or Keras' weights; --encoder small needs none",
                 exits.BAD_CONFIG,
             )
         if chosen != "vgg16" and self.weights is not None:
-            raise Failure(f"--weights means nothing to --encoder {chosen}: leave it out", exits.BAD_CONFIG)
+            raise Failure(f"--weights cannot be combined with --encoder {chosen}", exits.BAD_CONFIG)
         return chosen
 
 
 class Captions(metrics.Accuracy):
-    """The share of words that are right when all words before are given, and corpus BLEU of what the model writes."""
+    """Accuracy of each word given all previous words, and corpus BLEU of the captions that the model writes."""
 
     scores: Mapping[str, metrics.Score] = {
         **metrics.Accuracy.scores,
@@ -94,35 +95,35 @@ class Captions(metrics.Accuracy):
             for order in range(1, 5)
         },
     }
-    headline = "bleu4"
+    primary = "bleu4"
 
 
-def judged(
-    writer: generation.Writer, split: CaptionSplit, dataset: CaptionDataset, ranks: world.World, beam: int
+def bleu_scores(
+    writer: generation.Writer, split: CaptionSplit, dataset: CaptionDataset, ranks: Communicator, beam: int
 ) -> dict[str, float]:
-    """Corpus BLEU-1..4 of a split, of captions written greedily and by beam search. Collective."""
-    scores = generation.judge(writer, split, dataset.vocabulary, ranks, 1)
+    """Corpus BLEU-1 to BLEU-4 of a split, for captions written greedily and by beam search. Collective."""
+    scores = generation.bleu_scores(writer, split, dataset.vocabulary, ranks, 1)
     if beam == 1:
         return scores
-    searched = generation.judge(writer, split, dataset.vocabulary, ranks, beam)
+    searched = generation.bleu_scores(writer, split, dataset.vocabulary, ranks, beam)
     return scores | {f"beam_{name}": value for name, value in searched.items()}
 
 
-def main(stop: world.StopSignal) -> int:
-    # 1. Config: flags, file, variables; then what the launcher says of our place among the ranks.
+def main(stop: lifecycle.StopSignal) -> int:
+    # 1. Options: flags, file, environment; and this process's rank from the launcher.
     config, place = workload.begin(CaptioningConfig, WORKLOAD, __doc__ or "")
-    config = dataclasses.replace(config, encoder=config.sees)
+    config = dataclasses.replace(config, encoder=config.chosen_encoder)
 
-    # 2. Data: pictures and captions; a batch is captions of nearly one length, and counts as its words.
+    # 2. Data: images and captions. A batch has captions of similar length, and is weighted by its number of words.
     dataset = load(config.data, verify=config.verify_data and place.local_rank == 0)
-    height, width = dataset.pictures.shape[1:3]
+    height, width = dataset.images.shape[1:3]
     splits = {name: getattr(dataset, name) for name in ("train", "validation", "test")}
-    counts = ", ".join(f"{len(each):,} {name} captions of {len(each.names):,}" for name, each in splits.items())
+    counts = ", ".join(f"{len(split):,} {name} captions of {len(split.names):,}" for name, split in splits.items())
 
-    # 3. Model: numbers first, so that a dry run needs no framework.
+    # 3. Model: only its sizes, since a dry run needs no framework.
     spec = captioner.CaptionerSpec(
         vocabulary=len(dataset.vocabulary),
-        encoder=config.sees,
+        encoder=config.chosen_encoder,
         image_size=(width, height),
         embedding=config.embedding,
         hidden=config.hidden,
@@ -130,32 +131,33 @@ def main(stop: world.StopSignal) -> int:
     )
     weights = frozen.digest(config.weights, (width, height)) if config.weights else None
 
-    # 4. Ranks: the arithmetic of batches and of the exchange; then they connect.
+    # 4. Metric: accuracy per word during training; BLEU, which is computed for whole splits.
+    metric, signature = Captions(), bleu.signature()
+
+    # 5. Job: connect the ranks, compute a frozen encoder's features once, build the model on each rank with the same
+    # weights from the seed, train.
     job = workload.Workload(
         name=WORKLOAD,
         config=config,
         place=place,
         dataset=dataset,
-        data={"words": len(dataset.vocabulary), "image_shape": dataset.pictures.shape[1:], "bleu": bleu.signature()},
-        data_words=f"{counts} pictures of {width}x{height}, {len(dataset.vocabulary):,} words",
+        data={"words": len(dataset.vocabulary), "image_shape": dataset.images.shape[1:], "bleu": signature},
+        data_words=f"{counts} images of {width}x{height}, {len(dataset.vocabulary):,} words",
         model={"name": "captioner", "spec": dataclasses.asdict(spec), "encoder": weights},
         model_words=f"captioner, encoder {config.encoder}",
         shapes=captioner.parameters(spec),
-        measure=Captions(),
+        metric=metric,
         multiply_adds=captioner.multiply_adds(spec),
         layers=captioner.layers(spec, math.ceil(dataset.train.lengths.mean())),
     ).connect()
-    if job is None:
+    if job is None:  # a dry run
         return exits.OK
-
-    # 5. Features of a frozen encoder, once; then the replica: the same weights from the same seed on every rank, or
-    # those of its part of the layers.
     if config.weights:
         make = functools.partial(frozen.encoder, config.weights, config.framework, job.device)
         key = {"encoder": config.encoder, "weights": weights}
-        dataset = dataset.with_inputs(features.extract(dataset.pictures, make, key=key, world=job.ranks))
+        dataset = dataset.with_inputs(features.extract(dataset.images, make, key=key, world=job.ranks))
         job = job.over(dataset)
-    scope = job.data.ranks.scope
+    scope = job.data.scope
 
     def model(part: range | None) -> Any:
         if config.framework == "torch":
@@ -167,19 +169,16 @@ def main(stop: world.StopSignal) -> int:
         return CaptionerTF(spec, workload.compute_dtype(config), scope(), part)
 
     job = job.staged(model)
-    mine = model(job.part)
-    replica = job.replica(mine, captioner.initial_state(spec, config.seed, job.part))
-
-    # 6. Train, evaluate, save: every record goes to the run's folder; then the results, on stdout, once.
-    writer = mine if job.part is None else model(None)
+    network = model(job.part)
+    replica = job.replica(network, captioner.initial_state(spec, config.seed, job.part))
+    writer = network if job.part is None else model(None)
 
     def judge(split: CaptionSplit) -> dict[str, float]:
         if job.part is not None:
             trained.fill(writer, job.whole(replica), config.framework)
-        return judged(writer, split, dataset, job.ranks, config.beam)
+        return bleu_scores(writer, split, dataset, job.ranks, config.beam)
 
-    words = {"vocabulary.json": dataset.vocabulary.as_json()}
-    return job.train(replica, stop, judge=judge, documents=words)
+    return job.train(replica, stop, judge=judge, documents={"vocabulary.json": dataset.vocabulary.as_json()})
 
 
 if __name__ == "__main__":
@@ -187,4 +186,4 @@ if __name__ == "__main__":
         from hvdtrain.captions import command
 
         exits.end(command.main, sys.argv[2:])
-    world.run(main, debug="--debug" in sys.argv)
+    lifecycle.run(main, debug="--debug" in sys.argv)

@@ -35,9 +35,9 @@ examples:
   hvdtrain data vgg16 vgg16-397923af.pth vgg16.safetensors
 """
 
-IMAGES = """Prepare a folder of pictures, one folder per class, for training.
+IMAGES = """Prepare a folder of images, one folder per class, for training.
 
-Every picture is decoded, turned upright, resized and stored once in memory-mapped arrays, so that a run reads them at
+Every image is decoded, turned upright, resized and stored once in memory-mapped arrays, so that a run reads them at
 once. An interrupted preparation goes on where it was when the same command is given again.
 
 examples:
@@ -47,7 +47,7 @@ examples:
 """
 
 
-CAPTIONS = """Prepare pictures with sentences, Flickr8k as it is distributed for one, for training a captioning model.
+CAPTIONS = """Prepare images with sentences, Flickr8k as it is distributed for one, for training a captioning model.
 
 The source may hold Flickr8k.token.txt with its three lists, a captions.txt table, or COCO's or Karpathy's JSON. What
 is wrong with it is told by file and line. An interrupted preparation goes on when the same command is given again.
@@ -98,15 +98,15 @@ class Training:
     name: str
 
     def run(self, arguments: list[str]) -> int:
-        from hvdtrain.comm import world
+        from hvdtrain.comm import lifecycle
         from hvdtrain.config import workloads
 
-        def main(stop: world.StopSignal) -> int:
+        def main(stop: lifecycle.StopSignal) -> int:
             module = workloads.module(self.name)
             sys.argv = [module.__file__, *arguments]
             return module.main(stop)
 
-        world.run(main, debug="--debug" in arguments)  # ends the process
+        lifecycle.run(main, debug="--debug" in arguments)  # ends the process
         return exits.OK
 
     def parser(self) -> ArgumentParser:
@@ -152,11 +152,11 @@ class Preparation:
 COMMANDS: dict[tuple[str, ...], tuple[str, Part | Preparation]] = {
     ("data", "list"): ("what data there is: size, licence, source, how to get it", Part("data.listed")),
     ("data", "images"): (
-        "prepare a folder of pictures for training",
+        "prepare a folder of images for training",
         Preparation("images", "data.images", "ImagesConfig", "prepare", IMAGES),
     ),
     ("data", "captions"): (
-        "prepare pictures with sentences",
+        "prepare images with sentences",
         Preparation("captions", "captions.prepare", "CaptionsConfig", "prepare", CAPTIONS),
     ),
     ("data", "solar"): (
@@ -167,7 +167,7 @@ COMMANDS: dict[tuple[str, ...], tuple[str, Part | Preparation]] = {
         "VGG16's published weights as --weights takes them",
         Preparation("vgg16", "models.vgg16_weights", "Vgg16Config", "import_weights", VGG16),
     ),
-    ("caption",): ("caption pictures with a trained model", Part("captions.command")),
+    ("caption",): ("caption images with a trained model", Part("captions.command")),
     ("tabular",): (
         "test a trained CSV classifier, or predict classes: test, predict",
         Part("training.predict"),

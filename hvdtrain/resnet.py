@@ -6,8 +6,8 @@ examples:
   mpirun -np 2 python -m hvdtrain.resnet --framework tensorflow --json
   python -m hvdtrain.resnet --config launch/presets/cruz2021_resnet34.toml --data PREPARED --dry-run
 
-Without --data it trains on scikit-learn's handwritten digits; `hvdtrain data list` names what else there is, and
-`hvdtrain data images` prepares a folder of pictures.
+Without --data it trains on handwritten digits that come with hvdtrain. `hvdtrain data list` shows other data sets, and
+`hvdtrain data images` prepares a folder of images.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 from typing import Any
 
 from hvdtrain import data
-from hvdtrain.comm import world
+from hvdtrain.comm import lifecycle
 from hvdtrain.config import options
 from hvdtrain.config.constraints import bounded, counts
 from hvdtrain.models import resnet
@@ -31,40 +31,40 @@ WORKLOAD = "resnet"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResNetData(options.Data):
-    """Images, and their size."""
+    """Images and their size."""
 
     data: str = "digits"
-    """'digits', 'fashion-mnist', 'idx:DIR' with files in MNIST's form, or a folder made by `hvdtrain data images`"""
+    """'digits', 'fashion-mnist', 'idx:DIR' with files like MNIST's, or a folder made by `hvdtrain data images`"""
     image_size: str | None = None
-    """N or WIDTHxHEIGHT that pictures are resized to (default: digits 32, others as they are); a prepared folder has
-    its own"""
+    """N or WIDTHxHEIGHT to which images are resized (default: 32 for digits, otherwise unchanged); a prepared folder
+    has a fixed size"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResNetConfig(ResNetData, options.TrainConfig):
-    """What this workload is told besides."""
+    """Options of this workload."""
 
     width: float = 1.0
-    """Channels relative to ResNet-34"""
+    """Number of channels relative to ResNet-34"""
     zero_gamma: bool = True
-    """Start the last BatchNorm's scale of each block at 0, so that blocks start as the identity (Goyal et al., 2017)"""
+    """Start each block's last BatchNorm scale at 0, so that blocks start as the identity (Goyal et al., 2017)"""
     precise_bn: int = bounded(0, least=0)
-    """Evaluate with BatchNorm statistics that each rank recomputes from its last N batches of the epoch (precise
-    BN: Wu and Johnson, 2021); 0: with running ones, which lag behind weights that change fast"""
+    """Recompute BatchNorm statistics from each rank's last N batches of the epoch before evaluation (precise BN: Wu and
+    Johnson, 2021); 0: use running statistics, which lag behind fast-changing weights"""
 
     def size(self) -> tuple[int, int] | None:
-        """(width, height) as asked; raises Failure (78) if it is no size."""
+        """(width, height) of --image-size. Raises Failure (78) if it cannot be parsed."""
         if self.image_size is None:
             return None
         sides = counts(self.image_size.lower(), "x")
         if len(sides) not in (1, 2) or sides[0] * sides[-1] > data.MAX_PIXELS:
-            what = f"--image-size {self.image_size}: give N or WIDTHxHEIGHT, e.g. 32 or 197x148, with at most"
-            raise Failure(f"{what} {data.MAX_PIXELS:,} pixels", exits.BAD_CONFIG)
+            message = f"--image-size {self.image_size} is not N or WIDTHxHEIGHT with at most {data.MAX_PIXELS:,} pixels"
+            raise Failure(f"{message}; hint: for example 32 or 197x148", exits.BAD_CONFIG)
         return sides[0], sides[-1]
 
 
-def main(stop: world.StopSignal) -> int:
-    # 1. Config: flags, file, variables; then what the launcher says of our place among the ranks.
+def main(stop: lifecycle.StopSignal) -> int:
+    # 1. Options: flags, file, environment; and this process's rank from the launcher.
     config, place = workload.begin(ResNetConfig, WORKLOAD, __doc__ or "")
 
     # 2. Data: memory-mapped splits.
@@ -72,10 +72,13 @@ def main(stop: world.StopSignal) -> int:
     height, width, channels = dataset.image_shape
     classes = len(dataset.classes)
 
-    # 3. Model: numbers first, so that a dry run needs no framework.
+    # 3. Model: only its sizes, since a dry run needs no framework.
     spec = resnet.ResNetSpec(channels=channels, classes=classes, width=config.width, zero_gamma=config.zero_gamma)
 
-    # 4. Ranks: the arithmetic of batches and of the exchange; then they connect.
+    # 4. Metric
+    metric = metrics.Accuracy()
+
+    # 5. Job: connect the ranks, build the model on each with the same weights from the seed, train.
     job = workload.Workload(
         name=WORKLOAD,
         config=config,
@@ -87,19 +90,19 @@ def main(stop: world.StopSignal) -> int:
         model={"name": "resnet34", "spec": dataclasses.asdict(spec)},
         model_words=f"ResNet-34, width {config.width:g}",
         shapes=resnet.parameters(spec),
-        measure=metrics.Accuracy(),
+        metric=metric,
         multiply_adds=resnet.multiply_adds(spec, height, width),
         layers=resnet.layers(spec, height, width),
     ).connect()
-    if job is None:
+    if job is None:  # a dry run
         return exits.OK
     plan, (rows, columns, _) = job.about.plan, job.work.layers[-2].output
     if plan.global_batch // plan.ranks * rows * columns == 1:
-        told = f"{plan.global_batch} samples per step leave a rank one, and the last maps have one pixel"
-        raise Failure(f"{told}: BatchNorm needs two values; give a larger batch or --image-size", exits.BAD_CONFIG)
+        message = f"with {plan.global_batch} samples per step a rank has one, and the last feature maps have one pixel"
+        hint = "BatchNorm needs two values: increase the batch size or --image-size"
+        raise Failure(f"{message}; hint: {hint}", exits.BAD_CONFIG)
 
-    # 5. Replica: the same weights from the same seed on every rank, or those of its part of the layers.
-    scope = job.data.ranks.scope
+    scope = job.data.scope
 
     def model(part: range | None) -> Any:
         if config.framework == "torch":
@@ -115,9 +118,8 @@ def main(stop: world.StopSignal) -> int:
         job = job.over(dataset.labels_only())
     replica = job.replica(model(job.part), resnet.initial_state(spec, config.seed, job.part))
 
-    # 6. Train, evaluate, save: every record goes to the run's folder; then the results, on stdout, once.
     return job.train(replica, stop, precise_bn=config.precise_bn)
 
 
 if __name__ == "__main__":
-    world.run(main, debug="--debug" in sys.argv)
+    lifecycle.run(main, debug="--debug" in sys.argv)

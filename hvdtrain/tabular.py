@@ -7,8 +7,8 @@ examples:
   python -m hvdtrain.tabular test --run results/RUN --data other.csv
   python -m hvdtrain.tabular predict --run results/RUN --data new.csv --out answers.csv
 
-Without --data it trains on scikit-learn's breast-cancer data. `test` and `predict` need the run's folder and a CSV file
-with the same columns.
+Without --data it trains on the breast-cancer data that comes with hvdtrain. `test` and `predict` need the run's folder
+and a CSV file with the same columns.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import dataclasses
 import sys
 from typing import Any, Literal
 
-from hvdtrain.comm import world
+from hvdtrain.comm import lifecycle
 from hvdtrain.config import options
 from hvdtrain.config.constraints import bounded, counts
 from hvdtrain.data import tabular
@@ -33,47 +33,50 @@ WORKLOAD = "tabular"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TabularData(options.Data):
-    """Rows of a table."""
+    """Table and its missing values."""
 
     data: str = "breast-cancer"
-    """A CSV file, or one that scikit-learn brings: 'breast-cancer', 'iris', 'wine'"""
+    """A CSV file, or a data set that comes with hvdtrain: 'breast-cancer', 'iris', 'wine'"""
     missing: Missing = "refuse"
-    """What to do about a value that is not there: refuse the file, take the training part's mean, or drop the row"""
+    """How to handle missing values: stop with an error, use the training part's mean, or drop the row"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TabularConfig(TabularData, options.TrainConfig):
-    """What this workload is told besides."""
+    """Options of this workload."""
 
     layers: str = "30,10"
-    """Units of the hidden layers, first to last, with commas between them"""
+    """Units of each hidden layer, separated by commas"""
     optimizer: Literal["sgd", "adam"] = "adam"
     """SGD with --momentum, or Adam with its usual constants (0.9, 0.999, 1e-8)"""
     lr: float = bounded(5e-3, above=0)
-    """Learning rate for a global batch of the size given (--batch-size or --global-batch-size)"""
+    """Learning rate for the global batch set by --batch-size or --global-batch-size"""
 
     @property
     def hidden(self) -> tuple[int, ...]:
-        """Raises Failure (78) for what are no layers."""
+        """Units of each hidden layer. Raises Failure (78) if --layers cannot be parsed."""
         if not (units := counts(self.layers)):
-            raise Failure(f"--layers {self.layers}: give units of each hidden layer, e.g. 30,10", exits.BAD_CONFIG)
+            message = f"--layers {self.layers} is not a list of sizes; hint: give units per hidden layer, e.g. 30,10"
+            raise Failure(message, exits.BAD_CONFIG)
         return units
 
 
-def main(stop: world.StopSignal) -> int:
-    # 1. Config: flags, file, variables; then what the launcher says of our place among the ranks.
+def main(stop: lifecycle.StopSignal) -> int:
+    # 1. Options: flags, file, environment; and this process's rank from the launcher.
     config, place = workload.begin(TabularConfig, WORKLOAD, __doc__ or "")
-    hidden = config.hidden
 
-    # 2. Data: rows of the file, cut and standardised.
+    # 2. Data: the rows of the file, split and standardized.
     dataset = tabular.load(config.data, config.missing)
     columns = dataset.columns
     features, classes = len(columns.mean), len(columns.classes)
 
-    # 3. Model: numbers first, so that a dry run needs no framework.
-    spec = mlp.MLPSpec(inputs=features, hidden=hidden, outputs=classes)
+    # 3. Model: only its sizes, since a dry run needs no framework.
+    spec = mlp.MLPSpec(inputs=features, hidden=config.hidden, outputs=classes)
 
-    # 4. Ranks: the arithmetic of batches and of the exchange; then they connect.
+    # 4. Metric: accuracy, and precision, recall and F1 of each class.
+    metric = metrics.Confusion(columns.classes)
+
+    # 5. Job: connect the ranks, build the model on each with the same weights from the seed, train.
     job = workload.Workload(
         name=WORKLOAD,
         config=config,
@@ -81,19 +84,17 @@ def main(stop: world.StopSignal) -> int:
         dataset=dataset,
         data={"classes": classes, "class_names": columns.classes, "features": features},
         data_words=f"{len(dataset.train):,} training, {len(dataset.validation):,} validation, {len(dataset.test):,} "
-        f"test rows of {features} features, {classes} classes ({dataset.words})",
+        f"test rows of {features} features, {classes} classes ({dataset.file_format})",
         model={"name": "mlp", "spec": dataclasses.asdict(spec)},
         model_words=f"multilayer perceptron {'-'.join(map(str, spec.sizes))}",
         shapes=mlp.parameters(spec),
-        measure=metrics.Confusion(columns.classes),
+        metric=metric,
         multiply_adds=mlp.multiply_adds(spec),
         layers=mlp.layers(spec),
     ).connect()
-    if job is None:
+    if job is None:  # a dry run
         return exits.OK
-
-    # 5. Replica: the same weights from the same seed on every rank, or those of its part of the layers.
-    scope = job.data.ranks.scope
+    scope = job.data.scope
 
     def model(part: range | None) -> Any:
         if config.framework == "torch":
@@ -106,9 +107,7 @@ def main(stop: world.StopSignal) -> int:
 
     job = job.staged(model)
     replica = job.replica(model(job.part), mlp.initial_state(spec, config.seed, job.part))
-
-    # 6. Train, evaluate, save: every record goes to the run's folder; then the results, on stdout, once.
-    return job.train(replica, stop, documents={tabular.KEPT: columns.as_json()})
+    return job.train(replica, stop, documents={tabular.COLUMNS_FILE: columns.as_json()})
 
 
 if __name__ == "__main__":
@@ -116,4 +115,4 @@ if __name__ == "__main__":
         from hvdtrain.training import predict
 
         exits.end(predict.main, sys.argv[1:])
-    world.run(main, debug="--debug" in sys.argv)
+    lifecycle.run(main, debug="--debug" in sys.argv)

@@ -258,9 +258,10 @@ def alone(module: str, *words: str, extra: Mapping[str, str] | None = None) -> s
 
 def here(workload: str, *flags: str) -> Any:
     """What `python -m hvdtrain.WORKLOAD --json FLAGS` prints. This process runs it, which has imported frameworks."""
-    from hvdtrain.comm import world  # not above: it imports NumPy, which reads the variables there
 
-    shown, stop = io.StringIO(), world.StopSignal()
+    from hvdtrain.comm import lifecycle  # not above: it imports NumPy, which reads the variables there
+
+    shown, stop = io.StringIO(), lifecycle.StopSignal()
     try:
         with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(shown):
             for name in os.environ.keys() - environment().keys():

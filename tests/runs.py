@@ -185,7 +185,7 @@ def manifest(run: Made) -> records.Manifest:
         },
         data={"name": "digits", "classes": 10, "fingerprint": run.fingerprint, "train": run.samples_per_epoch},
         model={"name": "resnet34", "parameters": run.parameters},
-        measure=Accuracy().as_json(),
+        metric=Accuracy().as_json(),
         ranks=ranks,
         collectives=run.collectives or ("mpi" if run.ranks > 1 else "none"),
         links=links if run.hosts > 1 else [],

@@ -20,7 +20,7 @@ from conftest import LIMIT_S, until
 
 from hvdtrain.lab import lifecycle, topology, virtual
 from hvdtrain.lab.topology import Cluster
-from hvdtrain.system.commands import caller
+from hvdtrain.system.commands import calling_user
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -223,7 +223,9 @@ def tail(path: Path) -> str:
 @contextlib.contextmanager
 def slurm(folder: Path, *, name: str, nodes: str = "a,b") -> Iterator[SlurmCluster]:
     """A virtual cluster with Slurm on it; afterwards nothing of either is left."""
-    cluster = topology.from_names(nodes, cluster=name, user=caller(), slots=2, cpu_share=None, cpus=None, rate=None)
+    cluster = topology.from_names(
+        nodes, cluster=name, user=calling_user(), slots=2, cpu_share=None, cpus=None, rate=None
+    )
     lifecycle.up(cluster)
     try:
         made = SlurmCluster(cluster, folder)

@@ -21,20 +21,21 @@ from hypothesis import strategies as some
 from runs import cut_off, read_run
 from test_resnet_train import assert_same_arrays, newest_arrays, started, wait_for_steps
 from test_strategies import Simulated, simulated_sync
-from thread_ranks import ThreadMeeting, at_once, meetings
+from thread_ranks import ThreadRendezvous, at_once, meetings
 
 from hvdtrain import strategies
-from hvdtrain.comm.backends.base import PeerLost, Reach
-from hvdtrain.comm.backends.servers import NUMBERS, ServerRanks
+from hvdtrain.comm.backends.base import Endpoint
+from hvdtrain.comm.backends.servers import NUMBERS, ServerCommunicator
+from hvdtrain.comm.errors import PeerLost
 from hvdtrain.config.options import TrainConfig
+from hvdtrain.launch import survive
 from hvdtrain.strategies import Layout
 from hvdtrain.strategies.studies.async_ps import AsyncPS
 from hvdtrain.strategies.studies.server import Server
-from hvdtrain.system import survive
 from hvdtrain.system.exits import Failure
 
 DRAW = np.random.default_rng(3)
-SURVIVE = ["-m", "hvdtrain.system.survive", sys.executable]
+SURVIVE = ["-m", "hvdtrain.launch.survive", sys.executable]
 ASYNC = ["--strategy", "async-ps", *SMALL]
 SERVED = ["--strategy", "async-ps:servers=2", *SMALL]
 VALIDATION = 126
@@ -152,17 +153,17 @@ def test_what_does_not_go_together_is_refused() -> None:
         assert refused.value.code == 78
     done = resnet(2, "--strategy", "async-ps:servers=3", "--epochs", "1")
     assert done.returncode == 78
-    assert "3 servers: there are 2 ranks" in done.stderr
+    assert "3 servers, but there are 2 ranks" in done.stderr
 
 
 # --- ranks as threads ------------------------------------------------------------------------------------------------
 
 
-def joined(addresses: list[str], program: Callable[[ServerRanks], Any]) -> list[Any]:
+def joined(addresses: list[str], program: Callable[[ServerCommunicator], Any]) -> list[Any]:
     """What `program` returned on each rank; a rank for each address, hosts by address."""
 
-    def rank(meeting: ThreadMeeting, address: str) -> Any:
-        return program(ServerRanks(meeting, Reach(address, "lo", loopback=True)))
+    def rank(meeting: ThreadRendezvous, address: str) -> Any:
+        return program(ServerCommunicator(meeting, Endpoint(address, "lo", loopback=True)))
 
     pairs = zip(meetings(len(addresses)), addresses, strict=True)
     return at_once([functools.partial(rank, *pair) for pair in pairs])
@@ -182,7 +183,7 @@ class Echo:
 
 
 def test_parts_are_held_by_the_first_rank_of_each_host_then_by_the_second_ones() -> None:
-    def program(ranks: ServerRanks, parts: int) -> Any:
+    def program(ranks: ServerCommunicator, parts: int) -> Any:
         made: list[slice] = []
         ranks.serve(parts, 5, lambda part: made.append(part) or Echo(part))
         weights = np.empty(5, np.float32)
@@ -191,7 +192,7 @@ def test_parts_are_held_by_the_first_rank_of_each_host_then_by_the_second_ones()
         ranks.ask(np.zeros(NUMBERS), None, weights)
         assert weights.tolist() == [0, 1, 2, 3, 4]
         assert answers.tolist() == [[rank + ranks.rank for rank in range(4)]] * len(answers)
-        ranks.leave()
+        ranks.shutdown()
         return [(part.start, part.stop) for part in made]
 
     addresses = ["127.0.0.1", "127.0.0.1", "127.0.0.2"]
@@ -202,21 +203,21 @@ def test_parts_are_held_by_the_first_rank_of_each_host_then_by_the_second_ones()
 
 
 def test_the_collectives_go_on_among_the_living(capsys: pytest.CaptureFixture[str]) -> None:
-    def program(ranks: ServerRanks) -> Any:
+    def program(ranks: ServerCommunicator) -> Any:
         ranks.serve(1, 3, Echo)
         number = ranks.rank
-        assert ranks.gather(b"%d" % number) == [b"0", b"1", b"2", b"3"]
+        assert ranks.gather_bytes(b"%d" % number) == [b"0", b"1", b"2", b"3"]
         if number == 1:  # dies
             ranks._streams[0].socket.close()
             return None
-        seen = [(ranks.gather(b"%d" % number), ranks.size, ranks.rank)]
+        seen = [(ranks.gather_bytes(b"%d" % number), ranks.size, ranks.rank)]
         seen.append((ranks.sum(np.array([1.0, number]), "").tolist(), ranks.size, ranks.rank))
         seen.append((ranks.broadcast(np.full(2, number), "").tolist(), ranks.size, ranks.rank))
-        with pytest.raises(NotImplementedError, match="joined by servers cannot sum vectors"), ranks.hosts(np.ones(1)):
-            pass
+        with pytest.raises(NotImplementedError, match="joined by servers cannot sum vectors"):
+            ranks.local_reduce(np.ones(1))
         weights = np.empty(3, np.float32)
         ranks.ask(np.zeros(NUMBERS), None, weights)
-        ranks.leave()
+        ranks.shutdown()
         return [*seen, weights.tolist()]
 
     left = [0, 2, 3]
@@ -229,7 +230,7 @@ def test_the_collectives_go_on_among_the_living(capsys: pytest.CaptureFixture[st
             [0.0, 1.0, 2.0],
         ]
     assert "rank 1 on " in (said := capsys.readouterr().err)
-    assert said.count("is gone; 3 ranks go on") == 1
+    assert said.count("is gone; 3 ranks continue") == 1
 
 
 class Dying(Echo):
@@ -238,13 +239,13 @@ class Dying(Echo):
 
 
 def test_the_loss_of_a_holder_is_told() -> None:
-    def program(ranks: ServerRanks) -> Any:
+    def program(ranks: ServerCommunicator) -> Any:
         ranks.serve(1, 3, Dying)
         if ranks.rank == 1:
             with pytest.raises(PeerLost, match=r"rank 0 on .*, which holds part 1 of 1 of the parameters, is gone"):
                 ranks.ask(np.zeros(NUMBERS), None, np.empty(3, np.float32))
             with pytest.raises(PeerLost, match="rank 0 on"):
-                ranks.gather(b"")
+                ranks.gather_bytes(b"")
             ranks._streams[0].socket.close()
         return ranks.rank
 
@@ -297,7 +298,7 @@ def test_a_dead_worker_does_not_stop_the_rest(launcher: str, tmp_path: Path) -> 
     done = launch(3, [*dying(2, 25), *flags], launcher)
     summary = document(done)
     assert "rank 2 on " in done.stderr
-    assert "is gone; 2 ranks go on" in done.stderr
+    assert "is gone; 2 ranks continue" in done.stderr
     assert (tmp_path / "COMPLETE").exists()
     assert (summary["ranks"], summary["steps"]) == (2, 40)
     manifest = json.loads((tmp_path / "manifest.json").read_text())
@@ -335,7 +336,7 @@ def test_a_host_whose_only_rank_dies_is_left_out(cluster: Cluster, tmp_path: Pat
     words += ["--strategy", "async-ps:servers=1", "--epochs", "2", "--json", "--run-dir", str(tmp_path)]
     done = cluster.on("a", *words, timeout_s=300)
     summary = document(done)
-    assert "rank 1 on b is gone; 1 rank goes on" in done.stderr
+    assert "rank 1 on b is gone; 1 rank continues" in done.stderr
     assert (summary["hosts"], summary["ranks"]) == (1, 1)
 
 

@@ -113,8 +113,8 @@ def test_perfect_captions_score_one_and_silence_scores_nothing() -> None:
     assert set(bleu.scores(bleu.statistics([], [])).values()) == {0.0}
 
 
-def test_a_picture_without_references_is_named() -> None:
-    with failing(BAD_DATA, "number 2 of 2"):
+def test_an_image_without_references_is_an_error() -> None:
+    with failing(BAD_DATA, "caption 2 of 2"):
         bleu.statistics(["a", "b"], [["a"], []])
 
 

@@ -26,7 +26,7 @@ from hvdtrain.models import vgg16
 
 FRAMEWORKS = ("torch", "tensorflow")
 CUT = 15
-"""The step of the checkpoint from which runs go on, of 24 in two epochs"""
+"""Step of the checkpoint from which runs resume, of 24 in two epochs"""
 TINY = ["--encoder", "small", "--hidden", "32", "--embedding", "32", "--beam", "2"]
 PLACES = ("at the top", "above the middle", "in the middle", "below the middle", "at the bottom")
 SIDES = ("far left", "left", "centre", "right", "far right")
@@ -75,8 +75,8 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> str:
     return made
 
 
-def test_one_process_and_two_ranks_and_both_frameworks_learn_the_same(small: str, tmp_path: Path) -> None:
-    """The loss is the mean per word over all ranks, though captions, and so ranks' words, are not of one length.
+def test_ranks_and_frameworks_learn_the_same(small: str, tmp_path: Path) -> None:
+    """The loss is the mean per word over all ranks, although captions differ in length.
 
     A run that stopped within an epoch and resumed with another number of ranks learns the same.
     """
@@ -154,9 +154,7 @@ def runs(small: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_a_run_that_was_cut_off_goes_on_as_if_it_never_was(
-    framework: str, small: str, runs: Path, tmp_path: Path
-) -> None:
+def test_resumed_equals_uninterrupted(framework: str, small: str, runs: Path, tmp_path: Path) -> None:
     whole, cut = runs / "allreduce", runs / "cut"
     if framework == "tensorflow":
         whole, cut = tmp_path / "whole", tmp_path / "cut"
@@ -174,8 +172,8 @@ def test_a_run_that_was_cut_off_goes_on_as_if_it_never_was(
     assert resumed.validation_scores[-1] == expected.validation_scores[-1]
 
 
-def test_captions_need_the_picture_and_the_best_epoch_is_tested(tmp_path: Path) -> None:
-    """Pictures of two squares, each of one of six colours: who sees none can but guess two words of five."""
+def test_captions_need_the_image_and_the_best_epoch_is_tested(tmp_path: Path) -> None:
+    """Images of two squares, each of one of six colours: who sees none can but guess two words of five."""
     draw, source, prepared = np.random.default_rng(1), tmp_path / "source", str(tmp_path / "prepared")
     scenes = [
         Scene(
@@ -189,8 +187,8 @@ def test_captions_need_the_picture_and_the_best_epoch_is_tested(tmp_path: Path) 
     with (source / "captions.txt").open("w") as file:
         table = csv.writer(file)
         table.writerow(["image", "caption"])
-        for number, (scene, picture) in enumerate(zip(scenes, shapes.draw(scenes, draw), strict=True)):
-            Image.fromarray(picture).save(source / f"{number}.png")
+        for number, (scene, image) in enumerate(zip(scenes, shapes.draw(scenes, draw), strict=True)):
+            Image.fromarray(image).save(source / f"{number}.png")
             table.writerow([f"{number}.png", f"{scene.first.colour} square beside {scene.second.colour} square"])
     size = ["--size", "32x32", "--split", "70/15/15", "--min-count", "1"]
     hvdtrain("data", "captions", str(source), prepared, *size)
@@ -207,8 +205,8 @@ def test_captions_need_the_picture_and_the_best_epoch_is_tested(tmp_path: Path) 
         assert summary["tested_step"] == (best + 1) * summary["steps"] // 12
 
 
-def test_two_stages_learn_what_one_process_does_and_write_the_same(small: str, tmp_path: Path) -> None:
-    """Bit for bit, with dropout and captions of unequal length; and what they saved `caption` reads."""
+def test_two_stages_equal_one_process(small: str, tmp_path: Path) -> None:
+    """Bit for bit, with dropout and captions of unequal length; `caption` reads their checkpoint."""
     flags = ["--data", small, *TINY, "--global-batch-size", "60", "--micro-batches", "3", "--epochs", "2"]
     flags += ["--framework", "torch", "--run-dir"]
     one = here("captioning", *flags, str(tmp_path / "one"))
@@ -222,7 +220,7 @@ def test_two_stages_learn_what_one_process_does_and_write_the_same(small: str, t
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_strategies_are_the_same_as_for_images(strategy: str, runs: Path) -> None:
+def test_every_strategy_trains(strategy: str, runs: Path) -> None:
     found = read_run(runs / strategy)
     epochs = found["epoch"]
     assert epochs[1].train_loss < epochs[0].train_loss
@@ -255,9 +253,9 @@ def test_photographs_from_end_to_end_with_vgg16(
     monkeypatch.setenv("XDG_CACHE_HOME", cache["XDG_CACHE_HOME"])
     here("captioning", *flags, "--epochs", "1", "--run-dir", str(tmp_path / "again"))
     assert "features of 12 images: read" in capsys.readouterr().err
-    pictures, told = sorted(str(path) for path in (photographs / "Images").iterdir())[:3], {}
+    images, told = sorted(str(path) for path in (photographs / "Images").iterdir())[:3], {}
     for framework in FRAMEWORKS:
-        assert command.main([*pictures, "--run", str(run), "--json", "--framework", framework]) == 0
+        assert command.main([*images, "--run", str(run), "--json", "--framework", framework]) == 0
         told[framework] = json.loads(capsys.readouterr().out)
     sentences = [[each["caption"] for each in found["captions"]] for found in told.values()]
     assert len(sentences[0]) == 3
@@ -278,13 +276,13 @@ def test_photographs_from_end_to_end_with_vgg16(
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_bad_settings_are_one_clear_line(flags: list[str], code: int, said: str) -> None:
+def test_invalid_options_are_one_line(flags: list[str], code: int, said: str) -> None:
     refused("captioning", "--dry-run", *flags, code=code, said=said)
 
 
-def test_a_dry_run_tells_words_and_bytes(small: str) -> None:
+def test_a_dry_run_shows_words_and_bytes(small: str) -> None:
     shown = document(alone("captioning", "--data", small, *TINY, "--dry-run", "--json"))
     assert shown["config"]["encoder"] == "small"
     assert shown["data"]["words"] > 20
     assert shown["data"]["bleu"].startswith("nrefs:var|")
-    assert "pictures of 32x32" in shown["facts"]["data"]
+    assert "images of 32x32" in shown["facts"]["data"]

@@ -317,17 +317,17 @@ def array(shape: Any, start: Any, stop: Any, dtype: Any = "F32") -> dict[str, An
 
 
 FORGED: dict[str, tuple[Any, str]] = {
-    "beyond": ({"a": array([4], 0, 16)}, "arrays up to byte 16 of 8"),
-    "overlap": ({"a": array([2], 0, 8), "b": array([2], 0, 8)}, "'b' of [2] does not fill its place, bytes 0 to 8"),
-    "gap": ({"a": array([1], 4, 8)}, "'a' of [1] does not fill its place"),
-    "other shape": ({"a": array([2**40, 2**40], 0, 8)}, "does not fill its place"),
-    "negative": ({"a": array([-2, -1], 0, 8)}, "no list of whole numbers"),
-    "no number": ({"a": array(["2"], 0, 8)}, "no list of whole numbers"),
-    "text for numbers": ({"a": array([2], "0", "8")}, "no list of whole numbers"),
+    "beyond": ({"a": array([4], 0, 16)}, "arrays end at byte 16 of 8"),
+    "overlap": ({"a": array([2], 0, 8), "b": array([2], 0, 8)}, "'b' of [2] does not match its offsets, bytes 0 to 8"),
+    "gap": ({"a": array([1], 4, 8)}, "'a' of [1] does not match its offsets"),
+    "other shape": ({"a": array([2**40, 2**40], 0, 8)}, "does not match its offsets"),
+    "negative": ({"a": array([-2, -1], 0, 8)}, "not non-negative integers"),
+    "no number": ({"a": array(["2"], 0, 8)}, "not non-negative integers"),
+    "text for numbers": ({"a": array([2], "0", "8")}, "not non-negative integers"),
     "unknown dtype": ({"a": array([2], 0, 8, "object")}, "KeyError: 'object'"),
     "no dtype": ({"a": array([2], 0, 8, [])}, "TypeError"),
     "no dict": ({"a": 1}, "TypeError"),
-    "list": ([1, 2], "is no safetensors file of ours"),
+    "list": ([1, 2], "is not a safetensors file"),
     "deep": (b"[" * 100_000, "nested more than"),
     "escapes": ({"\x1b]0;x\x07": array([1], 4, 8)}, r"\x1b]0;x"),
 }
@@ -379,7 +379,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         "which is no file of a checkpoint",
     ),
     "no bytes": (lambda f: edit(f / "checkpoint.json", files={"shared.safetensors": {"bytes": "1"}}), "neither bytes"),
-    "head too long": (lambda f: forged(f, b"{}", head_bytes=2**63), "a head of 9223372036854775808 bytes"),
+    "head too long": (lambda f: forged(f, b"{}", head_bytes=2**63), "a header of 9223372036854775808 bytes"),
     **{name: (lambda f, head=head: forged(f, head), reason) for name, (head, reason) in FORGED.items()},
 }
 

@@ -24,7 +24,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.lab import enter, lifecycle, topology, virtual
-from hvdtrain.system import hosts, variables
+from hvdtrain.system import environment as environment_variables
+from hvdtrain.system import hosts
 from hvdtrain.system.exits import Failure
 from hvdtrain.system.hosts import Slots
 
@@ -157,7 +158,7 @@ def test_a_bad_topology_file_is_one_line_that_names_it(tmp_path: Path, text: str
     ("flags", "reason"),
     [
         (["--hosts", "a,a"], "twice"),
-        (["--hosts", "a,-x"], "no host name"),
+        (["--hosts", "a,-x"], "not a host name"),
         (["--hosts", "localhost"], "localhost"),
         (["--hosts", "a", "--name", "toolongname"], "1 to 8"),
         (["--hosts", "a", "--name", "self"], "not self"),
@@ -166,11 +167,11 @@ def test_a_bad_topology_file_is_one_line_that_names_it(tmp_path: Path, text: str
         (["--hosts", "a", "--slots", "0"], "slots"),
         (["--hosts", "a", "--rate", "10mbps"], "bytes"),
         (["--topology", "missing.toml"], "missing.toml"),
-        (["--topology", "hostfiles/adsl.toml", "--rate", "10mbit"], "a topology has them in its file"),
+        (["--topology", "hostfiles/adsl.toml", "--rate", "10mbit"], "cannot be combined with --topology"),
     ],
 )
 def test_bad_requests_are_refused_before_anything_is_made(flags: list[str], reason: str) -> None:
-    refused("cluster", "up", "--dry-run", *flags, code=2, said=reason)
+    refused("lab", "up", "--dry-run", *flags, code=2, said=reason)
 
 
 def test_every_command_names_only_what_is_the_clusters() -> None:
@@ -187,7 +188,7 @@ def test_up_without_root_changes_nothing_and_says_so() -> None:
     drop = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"] if os.geteuid() == 0 else []
     done = finished([*drop, sys.executable, "-B", "-m", "hvdtrain.lab", "up", "--name", "tnoroot", "--hosts", "a"])
     assert done.returncode == 77
-    assert done.stderr == "hvdtrain: making a virtual cluster needs root: run it with sudo\n"
+    assert done.stderr == "hvdtrain: making a virtual cluster needs root; hint: run it with sudo\n"
     assert not virtual.folder("tnoroot").exists()
 
 
@@ -211,8 +212,8 @@ def test_the_environment_on_a_host_is_an_allow_list(tmp_path: Path) -> None:
     assert kept["HVDTRAIN_EPOCHS"] == "2" and kept["LC_ALL"] == "C" and kept["HOME"] == user.pw_dir
     assert not {"AWS_SECRET_ACCESS_KEY", "OMPI_COMM_WORLD_RANK", *secret} & kept.keys()
     assert passed.items() <= kept.items()
-    for patterns in (variables.FOR_RANKS, variables.FOR_LAUNCHERS):
-        assert {name for name in (*passed, *secret) if variables.passes(name, patterns)} == passed.keys()
+    for patterns in (environment_variables.FOR_RANKS, environment_variables.FOR_LAUNCHERS):
+        assert {name for name in (*passed, *secret) if environment_variables.passes(name, patterns)} == passed.keys()
     assert "AWS_SECRET_ACCESS_KEY" in enter.environment(asked, user, ["AWS_SECRET_ACCESS_KEY"])
 
 
@@ -260,10 +261,10 @@ def test_exec_gives_streams_exit_code_folder_and_signals(cluster: Cluster) -> No
 @pytest.mark.parametrize(
     ("words", "code", "reason"),
     [
-        (("exec", "z", "--", "true"), 2, "it has a, b"),
+        (("exec", "z", "--", "true"), 2, "its hosts are a, b"),
         (("exec", "a", "--"), 2, "needs a command"),
         (("exec", "a", "--", "no-such-command"), 2, "no command 'no-such-command'"),
-        (("up", "--hosts", "a"), 1, "already there"),
+        (("up", "--hosts", "a"), 1, "already exists"),
     ],
 )
 def test_mistakes_on_a_cluster_are_one_line(cluster: Cluster, words: tuple[str, ...], code: int, reason: str) -> None:

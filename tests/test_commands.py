@@ -162,4 +162,4 @@ def test_a_package_that_is_not_installed_is_one_line(
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 69
-    assert capsys.readouterr().err == "hvdtrain: this command needs the package pandas: run `make setup`\n"
+    assert capsys.readouterr().err == "hvdtrain: this command needs the package pandas; hint: run `make setup`\n"

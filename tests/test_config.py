@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.captioning import CaptioningConfig
-from hvdtrain.comm.world import Place, place
+from hvdtrain.comm.launch_env import LaunchEnv, launch_env
 from hvdtrain.config.batch_plan import batch_plan, global_batch
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.config.parser import misspelled_variables, parse
@@ -136,8 +136,8 @@ def test_the_variable_of_resume_takes_a_switch(
 
 
 def test_place_follows_the_launcher() -> None:
-    assert place({}) == Place(launcher="alone")
+    assert launch_env({}) == LaunchEnv(launcher="alone")
     gloo = {"HOROVOD_RANK": "3", "HOROVOD_SIZE": "4", "HOROVOD_LOCAL_RANK": "1", "HOROVOD_LOCAL_SIZE": "2"}
-    assert place(gloo) == Place(launcher="horovodrun", rank=3, size=4, local_rank=1, local_size=2)
+    assert launch_env(gloo) == LaunchEnv(launcher="horovodrun", rank=3, size=4, local_rank=1, local_size=2)
     mpi = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
-    assert place(mpi | {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}).local_size == 2
+    assert launch_env(mpi | {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}).local_size == 2

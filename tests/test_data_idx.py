@@ -1,4 +1,4 @@
-"""Pictures in IDX files: Fashion-MNIST where Debian's package is installed, and files that are wrong."""
+"""Images in IDX files: Fashion-MNIST where Debian's package is installed, and files that are wrong."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def packed(array: np.ndarray) -> bytes:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """60 + 12 pictures, 6 wide and 4 high, of 3 classes; the test part is not packed."""
+    """60 + 12 images, 6 wide and 4 high, of 3 classes; the test part is not packed."""
     draw = np.random.default_rng(0)
     for part, count in (("train", 60), ("t10k", 12)):
         images = packed(draw.integers(0, 256, (count, 4, 6), np.uint8))
@@ -39,7 +39,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_pictures_come_as_they_are_or_resized_and_validation_is_a_tenth_of_each_class(folder: Path) -> None:
+def test_images_come_as_they_are_or_resized_and_validation_is_a_tenth_of_each_class(folder: Path) -> None:
     dataset = data.load(f"idx:{folder}")
     assert (dataset.image_shape, dataset.classes) == ((4, 6, 1), ("0", "1", "2"))
     assert [len(dataset.train), len(dataset.validation), len(dataset.test)] == [54, 6, 12]
@@ -60,8 +60,8 @@ def test_pictures_come_as_they_are_or_resized_and_validation_is_a_tenth_of_each_
     assert larger.train.samples.nbytes == 60 * 24, "resized when they are needed"
     images = larger.train.batch(np.arange(3), np.arange(3), None).arrays[0]
     assert larger.train.rows is not None
-    picture = Image.fromarray(original[larger.train.rows[2]]).resize((9, 8), Image.Resampling.BILINEAR)
-    np.testing.assert_allclose(images[2, ..., 0], np.asarray(picture) / 255, rtol=1e-6)
+    image = Image.fromarray(original[larger.train.rows[2]]).resize((9, 8), Image.Resampling.BILINEAR)
+    np.testing.assert_allclose(images[2, ..., 0], np.asarray(image) / 255, rtol=1e-6)
     known = {dataset.fingerprint, larger.fingerprint, data.load(f"idx:{folder}", (6, 4)).fingerprint}
     for file in folder.iterdir():  # another last pixel or class
         content, packed = file.read_bytes(), file.suffix == ".gz"
@@ -76,20 +76,24 @@ def test_pictures_come_as_they_are_or_resized_and_validation_is_a_tenth_of_each_
 @pytest.mark.parametrize(
     ("name", "change", "told"),
     [
-        ("train-images-idx3-ubyte.gz", lambda content: content[:200], "damaged or cut off"),
-        ("train-images-idx3-ubyte.gz", lambda content: b"no gzip", "damaged or cut off"),
-        ("t10k-images-idx3-ubyte", lambda content: content[:-1], "ends before the 288 bytes"),
-        ("t10k-images-idx3-ubyte", lambda content: content + b"x", "goes on after the 288 bytes"),
-        ("t10k-images-idx3-ubyte", lambda content: b"\0\0\x0d" + content[3:], "no IDX file of bytes with 3 axes"),
-        ("t10k-images-idx3-ubyte", lambda content: b"", "no IDX file of bytes with 3 axes"),
-        ("t10k-images-idx3-ubyte", lambda content: content[:4] + b"\xff" * 12, "more than 4 GiB"),
+        ("train-images-idx3-ubyte.gz", lambda content: content[:200], "damaged or truncated"),
+        ("train-images-idx3-ubyte.gz", lambda content: b"no gzip", "damaged or truncated"),
+        ("t10k-images-idx3-ubyte", lambda content: content[:-1], "shorter than the 288 bytes"),
+        ("t10k-images-idx3-ubyte", lambda content: content + b"x", "longer than the 288 bytes"),
+        ("t10k-images-idx3-ubyte", lambda content: b"\0\0\x0d" + content[3:], "not an IDX file of bytes with 3 axes"),
+        ("t10k-images-idx3-ubyte", lambda content: b"", "not an IDX file of bytes with 3 axes"),
+        ("t10k-images-idx3-ubyte", lambda content: content[:4] + b"\xff" * 12, "limit of 4 GiB"),
         (
             "t10k-labels-idx1-ubyte",
             lambda content: packed(np.zeros(11, np.uint8)),
-            "12 pictures and 11 labels for t10k",
+            "12 images and 11 labels for t10k",
         ),
-        ("t10k-images-idx3-ubyte", lambda content: packed(np.zeros((12, 6, 6), np.uint8)), "of 6x4 and 6x6"),
-        ("t10k-images-idx3-ubyte", None, "is missing, with .gz and without"),
+        (
+            "t10k-images-idx3-ubyte",
+            lambda content: packed(np.zeros((12, 6, 6), np.uint8)),
+            "of 6x4, but test images of 6x6",
+        ),
+        ("t10k-images-idx3-ubyte", None, "ubyte\\.gz do not exist"),
     ],
 )
 def test_a_file_that_is_not_as_it_should_be_is_named(folder: Path, name: str, change: object, told: str) -> None:
@@ -105,7 +109,7 @@ def test_a_file_that_is_not_as_it_should_be_is_named(folder: Path, name: str, ch
 
 def test_where_the_package_is_not_installed_it_is_told_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(idx, "FASHION", Path("/nowhere"))
-    with pytest.raises(Failure, match=r"with root, apt-get install dataset-fashion-mnist; without, .* dpkg-deb -x"):
+    with pytest.raises(Failure, match=r"as root, apt-get install dataset-fashion-mnist; or .* dpkg-deb -x"):
         data.load("fashion-mnist")
 
 

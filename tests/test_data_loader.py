@@ -95,19 +95,6 @@ def test_epoch_laws_with_shares(shape: tuple[tuple[int, int, int], list[float]],
             assert max(abs(weight - part) for weight, part in zip(weights, fair, strict=True)) < 1 + 1e-9
 
 
-@settings(max_examples=40)
-@given(shapes, st.floats(1e-3, 1e3))
-def test_equal_shares_cut_as_none_do(shape: tuple[int, int, int], share: float) -> None:
-    size = shape[2]
-    given_them = loaders(*shape, 1, [share] * size)
-    for rank, (one, other) in enumerate(zip(loaders(*shape, 1), given_them, strict=True)):
-        batches = list(one.epoch(0))
-        assert seen(iter(batches)) == seen(other.epoch(0)) == seen(one.divided([share] * size).epoch(0))
-        for batch in batches:
-            total = batch.total_weight
-            assert batch.weight == (rank + 1) * total // size - rank * total // size
-
-
 @pytest.mark.parametrize(
     ("shares", "samples"),
     [
@@ -197,11 +184,6 @@ def test_short_epochs_are_a_pass_cut_into_pieces(size: int, batch: int, samples:
     assert seen(ranks[0].epoch(1, stop)) == seen(ranks[0].epoch(1))[ranks[0].step_at(stop) :]
 
 
-def test_epochs_seeds_and_steps_differ() -> None:
-    first, other = loaders(64, 8, 1, seed=1)[0], loaders(64, 8, 1, seed=2)[0]
-    assert seen(first.epoch(0)) != seen(first.epoch(1)) != seen(other.epoch(1))
-
-
 @pytest.mark.parametrize(
     ("samples", "batch_size", "size", "totals"),
     [
@@ -220,7 +202,7 @@ def test_tiny_last_batches_are_joined(samples: int, batch_size: int, size: int, 
 def test_too_few_samples_is_a_failure() -> None:
     with failing(BAD_CONFIG, "too few for 4 ranks"):
         loaders(7, 8, 4)
-    with pytest.raises(Failure, match="an epoch of 8 samples is more than the 7 in the training set"):
+    with pytest.raises(Failure, match="an epoch of 8 samples is longer than the training set of 7"):
         Loader(numbered(7), global_batch=2, rank=0, size=1, seed=0, epoch_samples=8)
 
 
@@ -304,16 +286,6 @@ def test_prefetch_stays_two_ahead_and_ends_when_closed() -> None:
     time.sleep(0.05)
     assert len(produced) <= 4, "one taken, two ready, one in hand"
     batches.close()  # type: ignore[attr-defined]
-    assert not prefetchers()
-
-
-def test_prefetch_ends_when_the_consumer_raises() -> None:
-    def consume() -> None:
-        for _ in loaders(64, 4, 1)[0].epoch(0):
-            raise RuntimeError("the consumer's")
-
-    with pytest.raises(RuntimeError):
-        consume()
     assert not prefetchers()
 
 

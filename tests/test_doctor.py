@@ -230,7 +230,7 @@ def test_a_name_that_resolves_to_loopback(cluster: Cluster, tmp_path: Path) -> N
 @pytest.mark.root
 def test_other_packages_and_other_code(cluster: Cluster, tmp_path: Path) -> None:
     metadata = next(Path(sys.prefix).glob("lib/python3*/site-packages/numpy-*.dist-info/METADATA"))
-    module = ROOT / "hvdtrain" / "exits.py"
+    module = ROOT / "hvdtrain" / "system" / "exits.py"
     with (
         mounted(cluster, "b", metadata, "Metadata-Version: 2.1\nName: numpy\nVersion: 1.9.9\n", tmp_path / "metadata"),
         mounted(cluster, "b", module, module.read_text() + "# changed\n", tmp_path / "module"),
@@ -395,10 +395,10 @@ def test_lines_for_people() -> None:
     [
         (["-H", "a:x"], 2, "not HOST or HOST:SLOTS"),
         (["-H", "-oProxyCommand=x"], 2, "expected one argument"),
-        (["-H=-oProxyCommand=x"], 2, "no host name"),
+        (["-H=-oProxyCommand=x"], 2, "not a host name"),
         (["--hostfile", "nowhere.txt"], 2, "nowhere.txt"),
         (["-H", "a", "--hostfile", "b"], 2, "not allowed with"),
     ],
 )
 def test_usage(flags: list[str], code: int, words: str) -> None:
-    refused("cluster.doctor", *flags, code=code, said=words)
+    refused("doctor", *flags, code=code, said=words)

@@ -14,8 +14,9 @@ from conftest import here
 from runs import read_run
 
 from hvdtrain import data, strategies
-from hvdtrain.comm.world import World
-from hvdtrain.config.options import TrainConfig, parse
+from hvdtrain.comm.world import connect
+from hvdtrain.config.options import TrainConfig
+from hvdtrain.config.parser import parse
 from hvdtrain.data.loader import Loader
 from hvdtrain.models import resnet
 from hvdtrain.pipeline.schedule import Pipe
@@ -32,7 +33,7 @@ SPEC = resnet.ResNetSpec(channels=1, classes=10, width=0.125)
 
 def made(framework: str, pipe: Pipe | None = None) -> Any:
     config = parse(ResNetConfig, ["--framework", framework], prog="", purpose="")
-    ranks = World(framework, carrier="streams")
+    ranks = connect(framework, backend="tcp")
     strategy = strategies.chosen(config).make(config, ranks, list(resnet.parameters(SPEC).values()))
     model: Any
     if framework == "torch":
@@ -158,7 +159,7 @@ def test_a_model_says_which_of_its_arrays_are_statistics() -> None:
             return self.slow(x * self.scale).sum() + self.quick(x).sum(), {"correct": torch.zeros(())}
 
     config = parse(TrainConfig, ["--framework", "torch"], prog="", purpose="")
-    ranks = World("torch", carrier="streams")
+    ranks = connect("torch", backend="tcp")
     model: Any = Normed()
     make = functools.partial(
         job.replica_of, model, config, ranks, strategies.chosen(config).make(config, ranks, [(2,)] * 4)
@@ -189,7 +190,7 @@ def test_tensorflow_s_models_say_so_too() -> None:
             self.mean = tf.Variable([0.0], trainable=False, name="mean")
 
     config = parse(TrainConfig, ["--framework", "tensorflow"], prog="", purpose="")
-    ranks = World("tensorflow", carrier="streams")
+    ranks = connect("tensorflow", backend="tcp")
     with pytest.raises(Failure, match=r"Shifted has arrays that are not trained \(mean:0\)"):
         job.replica_of(
             Shifted(), config, ranks, strategies.chosen(config).make(config, ranks, [(1,)]), "cpu", metrics.Accuracy()

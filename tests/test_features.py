@@ -16,7 +16,8 @@ import pytest
 from conftest import PROGRAMS, document, failing, launch
 
 from hvdtrain.captions.features import extract
-from hvdtrain.comm.world import World
+from hvdtrain.comm.backends.base import Communicator
+from hvdtrain.comm.world import connect
 from hvdtrain.data.prepared import cache_folder
 from hvdtrain.models.vgg16 import FEATURES
 from hvdtrain.system.exits import CANNOT_WRITE, IO_ERROR, Failure
@@ -27,25 +28,25 @@ KEY = {"encoder": "whole"}
 
 
 def expected(count: int) -> np.ndarray:
-    return np.asarray(PROGRAM["Encoder"]()(PROGRAM["pictures"](count, 0)))
+    return np.asarray(PROGRAM["Encoder"]()(PROGRAM["images"](count, 0)))
 
 
 @pytest.fixture
-def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Communicator:
     """A world of one rank with a cache of its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return World("torch")
+    return connect("torch")
 
 
-def made(world: World, key: dict[str, Any] = KEY, seed: int = 0) -> tuple[np.ndarray, int]:
-    """The features, and how many pictures an encoder saw for them."""
+def made(world: Communicator, key: dict[str, Any] = KEY, seed: int = 0) -> tuple[np.ndarray, int]:
+    """The features, and how many images an encoder saw for them."""
     encoders = []
 
     def encoder() -> Any:
         encoders.append(PROGRAM["Encoder"]())
         return encoders[-1]
 
-    features = extract(PROGRAM["pictures"](IMAGES, seed), encoder, key=key, world=world)
+    features = extract(PROGRAM["images"](IMAGES, seed), encoder, key=key, world=world)
     return features, sum(each.images for each in encoders)
 
 
@@ -57,7 +58,9 @@ def kept() -> list[Path]:
 # One rank.
 
 
-def test_the_second_time_they_are_read_and_no_encoder_is_made(alone: World, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_second_time_they_are_read_and_no_encoder_is_made(
+    alone: Communicator, capsys: pytest.CaptureFixture[str]
+) -> None:
     features, images = made(alone)
     assert images == IMAGES
     np.testing.assert_array_equal(features, expected(IMAGES))
@@ -71,7 +74,7 @@ def test_the_second_time_they_are_read_and_no_encoder_is_made(alone: World, caps
     np.testing.assert_array_equal(np.load(file, allow_pickle=False), features, err_msg="a .npy file for everyone")
 
 
-def test_other_pictures_or_another_key_have_features_of_their_own(alone: World) -> None:
+def test_other_images_or_another_key_have_features_of_their_own(alone: Communicator) -> None:
     assert [made(alone)[1], made(alone, seed=1)[1], made(alone, key={"encoder": "other"})[1]] == [IMAGES] * 3
     assert [made(alone)[1], made(alone, seed=1)[1], made(alone, key={"encoder": "other"})[1]] == [0] * 3
     assert len(kept()) == 3
@@ -97,7 +100,7 @@ def empty(file: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [cut, flip, foreign, empty])
-def test_what_is_not_sound_is_made_again(alone: World, damage: Any) -> None:
+def test_what_is_not_sound_is_made_again(alone: Communicator, damage: Any) -> None:
     before = np.array(made(alone)[0])
     damage(kept()[0])
     features, images = made(alone)
@@ -106,7 +109,7 @@ def test_what_is_not_sound_is_made_again(alone: World, damage: Any) -> None:
     assert made(alone)[1] == 0
 
 
-def test_an_encoder_that_fails_leaves_nothing_behind(alone: World) -> None:
+def test_an_encoder_that_fails_leaves_nothing_behind(alone: Communicator) -> None:
     def broken() -> Any:
         def encode(images: np.ndarray) -> np.ndarray:
             raise ZeroDivisionError
@@ -114,15 +117,13 @@ def test_an_encoder_that_fails_leaves_nothing_behind(alone: World) -> None:
         return encode
 
     with pytest.raises(ZeroDivisionError):
-        extract(PROGRAM["pictures"](IMAGES, 0), broken, key=KEY, world=alone)
-    with pytest.raises(ValueError, match="the encoder gave float32"):
-        extract(
-            PROGRAM["pictures"](IMAGES, 0), lambda: lambda x: np.zeros((len(x), 3), np.float32), key=KEY, world=alone
-        )
+        extract(PROGRAM["images"](IMAGES, 0), broken, key=KEY, world=alone)
+    with pytest.raises(ValueError, match="the encoder returned float32"):
+        extract(PROGRAM["images"](IMAGES, 0), lambda: lambda x: np.zeros((len(x), 3), np.float32), key=KEY, world=alone)
     assert kept() == []
 
 
-def test_what_a_killed_run_left_goes_after_a_day(alone: World) -> None:
+def test_leftovers_of_a_killed_run_are_removed_after_a_day(alone: Communicator) -> None:
     made(alone)
     (file,) = kept()
     old, new = (file.with_name(f".{file.stem}.{token}.0.part") for token in ("old", "new"))
@@ -136,7 +137,7 @@ def test_what_a_killed_run_left_goes_after_a_day(alone: World) -> None:
     assert kept() == sorted([file, new, other])
 
 
-def test_a_cache_that_cannot_be_written_is_named(alone: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unwritable_cache_is_an_error(alone: Communicator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with failing(CANNOT_WRITE, "XDG_CACHE_HOME") as failed:
@@ -144,11 +145,11 @@ def test_a_cache_that_cannot_be_written_is_named(alone: World, tmp_path: Path, m
     assert str(tmp_path / "file") in str(failed.value)
 
 
-def test_a_disk_without_room_is_named(alone: World) -> None:
+def test_a_full_disk_is_an_error(alone: Communicator) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     try:
-        with pytest.raises(Failure, match="make room") as failed:
+        with pytest.raises(Failure, match="free some space") as failed:
             made(alone)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -157,21 +158,20 @@ def test_a_disk_without_room_is_named(alone: World) -> None:
     assert kept() == []
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Ranks together: a, b, ... are the disks of hosts.
+# --- several ranks: a, b, ... are the disks of hosts ------------------------------------------------------------------
 
 
-def test_three_ranks_make_what_one_makes_each_its_part_whoever_shares_a_disk(tmp_path: Path) -> None:
+def test_three_ranks_compute_the_same_as_one_on_any_shared_disks(tmp_path: Path) -> None:
     a, b, c, d, e = (str(tmp_path / name) for name in "abcde")
     steps = [
         [a, a, a],  # one host
         [a, a, a],
         [b, b, c],  # two hosts
         [b, b, c],
-        [b, d, c],  # a new host beside two that have them
+        [b, d, c],  # a new host and two that have the file
         {"caches": [b, b, c], "cut": c},
-        {"caches": [e, e, a], "cut": a},  # none is sound
-        {"caches": [b, b, c], "seeds": [0, 0, 1]},  # hosts with different pictures
+        {"caches": [e, e, a], "cut": a},  # all are damaged
+        {"caches": [b, b, c], "seeds": [0, 0, 1]},  # hosts with different images
     ]
     count = 1000  # several messages for a part
     report = document(launch(3, [str(PROGRAMS / "features.py"), json.dumps({"images": count, "steps": steps})]))
@@ -181,8 +181,8 @@ def test_three_ranks_make_what_one_makes_each_its_part_whoever_shares_a_disk(tmp
     for step, images in zip(report["steps"], [each, nobody, each, nobody, nobody, nobody, each], strict=False):
         assert step["digest"] == [whole] * 3
         assert step["images"] == images
-        assert step["left"] == [[".npy"]] * 3, "one file on each disk, and nothing else"
+        assert step["left"] == [[".npy"]] * 3, "one file on each disk"
     last = report["steps"][-1]
     assert last["images"] == nobody
     for told in last["digest"]:
-        assert told == f"65: host-of-{b} and host-of-{c} hold different pictures: give all hosts the same data"
+        assert told == f"65: host-of-{b} and host-of-{c} have different images; hint: copy the same data to all hosts"

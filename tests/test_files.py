@@ -194,7 +194,7 @@ def test_a_throttle_that_is_none_is_none(tmp_path: Path) -> None:
     for make in (a_pipe, endless, deep):
         path = tmp_path / make.__name__
         make(path)
-        assert throttle.asked(path) is None
+        assert throttle.requested(path) is None
 
 
 # --- locks ------------------------------------------------------------------------------------------------------------
@@ -214,14 +214,14 @@ def test_a_full_disk_is_told_as_such(tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
     try:
-        with failing(CANNOT_WRITE, "x: File too large; hint$"):
+        with failing(CANNOT_WRITE, "x: File too large; hint: hint$"):
             files.put(tmp_path / "x", b"x", "hint")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     with Path("/dev/full").open("wb", buffering=0) as full, pytest.raises(OSError, match="No space") as failed:
         full.write(b"x")
     told = files.unwritable("x", failed.value, "hint")
-    assert (told.code, str(told)) == (exits.IO_ERROR, "x: No space left on device; free some room")
+    assert (told.code, str(told)) == (exits.IO_ERROR, "x: No space left on device; hint: free some space")
     assert not any(tmp_path.iterdir())
 
 
@@ -292,11 +292,11 @@ NO_HEADS = [b"nothing", *map(head, (b"(" * 65535, b"(" * 5000, b"-" * 8000 + b"1
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (member((2**40,), bytes(16)), "does not fit"),
-        (member((2**70,), bytes(16)), "does not fit"),
-        (member((4,), bytes(16), "|O"), "does not fit|Object"),
-        (member((4,), bytes(32), "<i8"), "does not fit"),
-        *((content, "damaged .its head cannot be read.") for content in NO_HEADS),
+        (member((2**40,), bytes(16)), "does not match"),
+        (member((2**70,), bytes(16)), "does not match"),
+        (member((4,), bytes(16), "|O"), "does not match|Object"),
+        (member((4,), bytes(32), "<i8"), "does not match"),
+        *((content, "damaged .its header cannot be read.") for content in NO_HEADS),
     ],
 )
 def test_an_npz_that_claims_more_than_it_holds_is_refused_before_it_is_unpacked(

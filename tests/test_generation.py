@@ -16,9 +16,9 @@ from conftest import document, failing, launch
 
 from hvdtrain.captions import bleu
 from hvdtrain.captions.dataset import CaptionSplit
-from hvdtrain.captions.generation import Floats, judge, write
+from hvdtrain.captions.generation import Floats, bleu_scores, write
 from hvdtrain.captions.vocabulary import END, PAD, START, UNKNOWN, Vocabulary
-from hvdtrain.comm.world import World
+from hvdtrain.comm.world import connect
 from hvdtrain.system.exits import BAD_CONFIG
 
 LIMIT = 4
@@ -27,7 +27,7 @@ SENTENCES = sum(WORDS**length for length in range(LIMIT + 1))
 
 
 class Tiny:
-    """hidden' = tanh(picture + A word + B hidden), cell' = its count of steps; probabilities from hidden'."""
+    """hidden' = tanh(image + A word + B hidden), cell' = its count of steps; probabilities from hidden'."""
 
     def __init__(self, seed: int, words: int = WORDS, hidden: int = 5, sharpness: float = 2.0) -> None:
         draw = np.random.default_rng(seed)
@@ -55,16 +55,16 @@ class Tiny:
         return log_probs, hidden, cell + 1
 
 
-def pictures(count: int, seed: int = 3, hidden: int = 5) -> np.ndarray:
+def images(count: int, seed: int = 3, hidden: int = 5) -> np.ndarray:
     """As a memory map is: not to be written to."""
     seen = np.random.default_rng(seed).normal(size=(count, hidden))
     seen.setflags(write=False)
     return seen
 
 
-def greedy(writer: Tiny, picture: np.ndarray, limit: int) -> list[int]:
-    """One picture, one word at a time."""
-    encoded = writer.encode(picture[None].copy())
+def greedy(writer: Tiny, image: np.ndarray, limit: int) -> list[int]:
+    """One image, one word at a time."""
+    encoded = writer.encode(image[None].copy())
     hidden, cell, words = np.zeros_like(encoded), np.zeros_like(encoded), [START]
     while len(words) <= limit:
         log_probs, hidden, cell = writer.step(encoded, np.array(words[-1:]), hidden, cell)
@@ -75,9 +75,9 @@ def greedy(writer: Tiny, picture: np.ndarray, limit: int) -> list[int]:
     return words[1:]
 
 
-def score(writer: Tiny, picture: np.ndarray, words: tuple[int, ...]) -> float:
+def score(writer: Tiny, image: np.ndarray, words: tuple[int, ...]) -> float:
     """The mean log-probability per token of one sentence and its END."""
-    encoded = writer.encode(picture[None].copy())
+    encoded = writer.encode(image[None].copy())
     hidden, cell, total = np.zeros_like(encoded), np.zeros_like(encoded), 0.0
     for now, following in itertools.pairwise((START, *words, END)):
         log_probs, hidden, cell = writer.step(encoded, np.array([now]), hidden, cell)
@@ -87,15 +87,15 @@ def score(writer: Tiny, picture: np.ndarray, words: tuple[int, ...]) -> float:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_beam_of_one_is_greedy_writing(seed: int) -> None:
-    writer, seen = Tiny(seed, words=20), pictures(12, seed)
+    writer, seen = Tiny(seed, words=20), images(12, seed)
     written = write(writer, seen, words_limit=9)
-    assert written == [greedy(writer, picture, 9) for picture in seen]
+    assert written == [greedy(writer, image, 9) for image in seen]
     assert all(len(words) <= 9 for words in written)
 
 
 def test_captions_of_many_lengths_were_tried() -> None:
     lengths = {
-        len(words) for seed in range(6) for words in write(Tiny(seed, words=20), pictures(12, seed), words_limit=9)
+        len(words) for seed in range(6) for words in write(Tiny(seed, words=20), images(12, seed), words_limit=9)
     }
     assert {0, 9} <= lengths
     assert len(lengths) > 5
@@ -103,10 +103,10 @@ def test_captions_of_many_lengths_were_tried() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_wide_beam_finds_the_best_of_all_sentences(seed: int) -> None:
-    writer, seen = Tiny(seed), pictures(3, seed)
+    writer, seen = Tiny(seed), images(3, seed)
     every = [words for n in range(LIMIT + 1) for words in itertools.product(range(4, 4 + WORDS), repeat=n)]
     assert len(every) == SENTENCES
-    best = [max(every, key=lambda words: score(writer, picture, words)) for picture in seen]
+    best = [max(every, key=lambda words: score(writer, image, words)) for image in seen]
     assert write(writer, seen, words_limit=LIMIT, beam=SENTENCES) == [list(words) for words in best]
 
 
@@ -115,9 +115,9 @@ def test_a_wider_beam_finds_better_captions_on_the_whole() -> None:
     for beam in (1, 2, 4, 16):
         scores = []
         for seed in range(8):
-            writer, seen = Tiny(seed, words=8), pictures(8, seed)
+            writer, seen = Tiny(seed, words=8), images(8, seed)
             written = write(writer, seen, words_limit=6, beam=beam)
-            scores += [score(writer, picture, tuple(words)) for picture, words in zip(seen, written, strict=True)]
+            scores += [score(writer, image, tuple(words)) for image, words in zip(seen, written, strict=True)]
         means.append(np.mean(scores))
     assert means == sorted(means)
     assert means[-1] > means[0] + 0.01
@@ -125,7 +125,7 @@ def test_a_wider_beam_finds_better_captions_on_the_whole() -> None:
 
 @pytest.mark.parametrize("beam", [1, 3])
 def test_a_caption_does_not_depend_on_the_others_of_its_batch(beam: int) -> None:
-    writer, seen = Tiny(1, words=20), pictures(30)
+    writer, seen = Tiny(1, words=20), images(30)
     together = write(writer, seen, words_limit=8, beam=beam)
     assert together == write(writer, seen, words_limit=8, beam=beam), "not deterministic"
     for batch_size in (1, 7):
@@ -136,7 +136,7 @@ def test_a_caption_does_not_depend_on_the_others_of_its_batch(beam: int) -> None
 
 def test_finished_captions_leave_the_batch() -> None:
     writer = Tiny(1, words=20)
-    written = write(writer, pictures(30), words_limit=8)
+    written = write(writer, images(30), words_limit=8)
     alive = [sum(len(words) >= step for words in written) for step in range(9)]
     assert writer.rows == [rows for rows in alive if rows]
 
@@ -158,39 +158,39 @@ class Fixed:
 @pytest.mark.parametrize("beam", [1, 2, 5, 100])
 def test_specials_are_never_written_and_equals_go_by_the_lower_word(beam: int) -> None:
     likely_specials = [0.0, 0.0, -9.0, 0.0, -1.0, -1.0, -1.0]
-    assert write(Fixed(likely_specials), pictures(2), words_limit=3, beam=beam) == [[4, 4, 4]] * 2
+    assert write(Fixed(likely_specials), images(2), words_limit=3, beam=beam) == [[4, 4, 4]] * 2
     end_equals_a_word = [-5.0, -5.0, -1.0, -5.0, -1.0, -1.0]
-    assert write(Fixed(end_equals_a_word), pictures(2), words_limit=3, beam=beam) == [[]] * 2
+    assert write(Fixed(end_equals_a_word), images(2), words_limit=3, beam=beam) == [[]] * 2
 
 
 @pytest.mark.parametrize("beam", [1, 3])
 def test_a_model_that_diverged_writes_nothing(beam: int) -> None:
-    assert write(Fixed([np.nan] * 8), pictures(3), words_limit=3, beam=beam) == [[]] * 3
+    assert write(Fixed([np.nan] * 8), images(3), words_limit=3, beam=beam) == [[]] * 3
 
 
 def test_long_sentences_are_not_punished_for_their_length() -> None:
     """END costs 1 at once; a sentence of three words costs 0.1 each and then END's 1: 1.3 / 4 is the better mean."""
-    assert write(Fixed([-9, -9, -1.0, -9, -0.1]), pictures(1), words_limit=3, beam=4) == [[4, 4, 4]]
+    assert write(Fixed([-9, -9, -1.0, -9, -0.1]), images(1), words_limit=3, beam=4) == [[4, 4, 4]]
 
 
-def test_no_pictures_no_captions() -> None:
-    assert write(Tiny(0), pictures(0)) == []
+def test_no_images_no_captions() -> None:
+    assert write(Tiny(0), images(0)) == []
 
 
 @pytest.mark.parametrize("wrong", ["beam", "words_limit", "batch_size"])
 def test_what_must_be_positive_is(wrong: str) -> None:
     with failing(BAD_CONFIG, f"{wrong} is 0"):
-        write(Tiny(0), pictures(1), **{wrong: 0})
+        write(Tiny(0), images(1), **{wrong: 0})
 
 
 # --- judging ----------------------------------------------------------------------------------------------------------
 
 
 def problem(count: int) -> tuple[Tiny, CaptionSplit, Vocabulary]:
-    """Pictures whose references are partly what the writer writes and partly other words, one to three of them."""
+    """Images whose references are partly what the writer writes and partly other words, one to three of them."""
     words = [f"w{number:02d}" for number in range(20)]
     vocabulary = Vocabulary.build([" ".join(words)], 1)
-    writer, seen = Tiny(4, words=20), pictures(count)
+    writer, seen = Tiny(4, words=20), images(count)
     draw = np.random.default_rng(8)
     references = []
     for number, written in enumerate(write(writer, seen)):
@@ -201,7 +201,7 @@ def problem(count: int) -> tuple[Tiny, CaptionSplit, Vocabulary]:
         inputs=seen,
         names=tuple(str(number) for number in range(count)),
         references=tuple(references),
-        picture=nothing,
+        image=nothing,
         tokens=np.zeros((0, 2), np.int32),
         lengths=nothing,
     )
@@ -210,40 +210,41 @@ def problem(count: int) -> tuple[Tiny, CaptionSplit, Vocabulary]:
 
 def test_judge_is_the_corpus_bleu_of_what_was_written() -> None:
     writer, split, vocabulary = problem(37)
-    world = World("torch")
+    world = connect("torch")
     for beam in (1, 3):
         written = [vocabulary.decode(words) for words in write(writer, split.inputs, beam=beam)]
-        found = judge(writer, split, vocabulary, world, beam)
+        found = bleu_scores(writer, split, vocabulary, world, beam)
         assert found == bleu.scores(bleu.statistics(written, split.references))
         assert all(0 < value < 1 for value in found.values())
     _, nothing, _ = problem(0)
-    assert judge(writer, nothing, vocabulary, world, 1) == {}
+    assert bleu_scores(writer, nothing, vocabulary, world, 1) == {}
 
 
 RANKS = """
 import json, sys
 sys.path.insert(0, {tests!r})
 from test_generation import problem
-from hvdtrain.captions.generation import judge
-from hvdtrain.comm.world import World
-world = World("torch", carrier="streams")
+from hvdtrain.captions.generation import bleu_scores
+from hvdtrain.comm.backends.base import Communicator
+from hvdtrain.comm.world import connect
+world = connect("torch", backend="tcp")
 found = []
 for count in (37, 1):
     writer, split, vocabulary = problem(count)
-    found += [judge(writer, split, vocabulary, world, beam) for beam in (1, 3)]
+    found += [bleu_scores(writer, split, vocabulary, world, beam) for beam in (1, 3)]
 everyones = world.gather(found)
 assert all(each == found for each in everyones)
 if world.rank == 0:
     print(json.dumps({{"ranks": world.size, "found": found}}))
-world.leave()
+world.shutdown()
 """
 
 
 def test_two_ranks_judge_as_one_does() -> None:
-    world = World("torch")
+    world = connect("torch")
     alone = []
     for count in (37, 1):
         writer, split, vocabulary = problem(count)
-        alone += [judge(writer, split, vocabulary, world, beam) for beam in (1, 3)]
+        alone += [bleu_scores(writer, split, vocabulary, world, beam) for beam in (1, 3)]
     done = launch(2, ["-c", RANKS.format(tests=str(Path(__file__).parent))])
     assert document(done) == {"ranks": 2, "found": json.loads(json.dumps(alone))}

@@ -205,11 +205,10 @@ def test_a_log_that_is_no_plain_file_is_left_as_it_is(kind: str, tmp_path: Path)
 
 
 def test_secrets_among_the_settings_are_not_for_the_manifest() -> None:
-    about = launched_by.told("launch/mpirun.sh", [])
-    assert launched_by.heard(about) == {"launcher": "launch/mpirun.sh", "settings": []}
-    assert (
-        launched_by.heard({launched_by.VARIABLE: "[" * 100_000}) == launched_by.heard({launched_by.VARIABLE: "7"}) == {}
-    )
+    about = launched_by.to_environment("launch/mpirun.sh", [])
+    assert launched_by.from_environment(about) == {"launcher": "launch/mpirun.sh", "settings": []}
+    for text in ("[" * 100_000, "7"):
+        assert launched_by.from_environment({launched_by.VARIABLE: text}) == {}
     show = f"{sys.executable} -c 'import os; print(os.environ[\"{launched_by.VARIABLE}\"])'"
     words = [
         "launch/mpirun.sh",
@@ -400,7 +399,8 @@ def test_a_signal_becomes_usr1_and_the_ranks_own_code(tmp_path: Path, name: str)
 @pytest.mark.parametrize("raised", ["Failure('no such data', 65)", "ValueError('no such data')"])
 def test_the_reason_of_a_rank_is_the_last_line(launcher: list[str], raised: str) -> None:
     """Below what mpirun and horovodrun print when a rank fails."""
-    program = f"from hvdtrain.comm.world import Failure, guard\nguard(debug=False)\nraise {raised}"
+    imports = "from hvdtrain.comm.lifecycle import guard\nfrom hvdtrain.system.exits import Failure\n"
+    program = f"{imports}guard(debug=False)\nraise {raised}"
     done = finished([f"launch/{launcher[0]}", *launcher[1:], "--quiet", "-np", "2", sys.executable, "-c", program])
     assert done.returncode == (65 if "Failure" in raised and "--gloo" not in launcher else 1), done.stderr
     last = done.stderr.splitlines()[-1]

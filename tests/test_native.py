@@ -111,7 +111,7 @@ def test_a_killed_rank_ends_the_job_and_is_named_once(framework: str, launcher: 
     output = done.stderr + done.stdout
     assert output.count("hvdtrain: ") == 1
     assert "rank 1 on " in output
-    assert "died without a word" in output
+    assert "died unexpectedly" in output
 
 
 def test_ranks_that_torchrun_starts_again_meet_beside_what_the_first_left_in_its_store() -> None:

@@ -8,9 +8,9 @@ import os
 import numpy as np
 import pytest
 from conftest import PROGRAMS, document, launch, until
-from thread_ranks import ThreadMeeting, at_once, meetings, reach
+from thread_ranks import ThreadRendezvous, at_once, meetings, reach
 
-from hvdtrain.comm.backends.base import Alone, Reach
+from hvdtrain.comm.backends.base import Communicator, Endpoint
 from hvdtrain.horovod_api import coordinator
 from hvdtrain.horovod_api.calls import Calls, Op
 from hvdtrain.horovod_api.coordinator import Asked, Coordinator, packed, unpacked
@@ -24,7 +24,7 @@ def test_every_call_gives_what_numpy_gives_on_every_rank(ranks: int, launcher: s
 
 
 def test_one_process_by_itself_has_the_same_calls() -> None:
-    calls = Calls(Alone(), Reach("127.0.0.1", "lo", loopback=True))
+    calls = Calls(Communicator(), Endpoint("127.0.0.1", "lo", loopback=True))
     given = np.arange(6, dtype=np.int32).reshape(3, 2)
     for kind in ("allreduce", "broadcast", "allgather", "reducescatter"):
         assert np.array_equal(calls.call(kind, given), given)
@@ -86,7 +86,7 @@ def test_those_who_have_joined_are_missed_by_no_call_of_a_process_set_and_count_
 
 def test_a_name_is_free_when_its_call_was_finished_or_found_done() -> None:
     """And not as soon as the call is over, which one rank may see before another."""
-    calls = Calls(Alone(), Reach("127.0.0.1", "lo", loopback=True))
+    calls = Calls(Communicator(), Endpoint("127.0.0.1", "lo", loopback=True))
     given = np.ones(3)
     first = calls.start("allreduce", given, name="loss")
     calls.call("barrier")  # behind it
@@ -105,7 +105,7 @@ def test_a_name_is_free_when_its_call_was_finished_or_found_done() -> None:
 def test_calls_of_some_ranks_and_calls_of_all_do_not_get_mixed_up() -> None:
     """However often some made unnamed ones by themselves, and in whatever order each rank names the members."""
 
-    def program(meeting: ThreadMeeting) -> list[object]:
+    def program(meeting: ThreadRendezvous) -> list[object]:
         calls = Calls(meeting, reach(meeting.rank))
         mine = np.full(2, 1.0 + meeting.rank)
         if meeting.rank == 0:
@@ -114,7 +114,7 @@ def test_calls_of_some_ranks_and_calls_of_all_do_not_get_mixed_up() -> None:
         handles += [calls.start("allreduce", mine, op=Op.SUM, ranks=[meeting.rank, 1 - meeting.rank], name="both")]
         until(lambda: all(map(calls.done, handles)), 30)
         found = [calls.finish(handle).tolist() for handle in handles]
-        told = calls.gather(b"long" * meeting.rank + b"!")
+        told = calls.gather_bytes(b"long" * meeting.rank + b"!")
         calls.call("barrier")
         calls.close()
         return [*found, told]

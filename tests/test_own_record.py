@@ -16,7 +16,7 @@ from conftest import PROGRAMS, ROOT, launch
 from runs import read_run
 
 from hvdtrain import records
-from hvdtrain.comm.world import World
+from hvdtrain.comm.world import connect
 from hvdtrain.horovod_api import record, shown
 from hvdtrain.results import load as results
 from hvdtrain.results.__main__ import main
@@ -58,7 +58,7 @@ def test_the_folder_has_what_was_measured_and_told(made: Path) -> None:
     manifest = records.read_document(made / "two" / "manifest.json", records.Manifest)
     assert (manifest.workload, manifest.config["strategy"]) == ("own_recorded", "allreduce")
     assert "hunter2" not in (made / "two" / "manifest.json").read_text()
-    assert (len(manifest.ranks), manifest.model["parameters"], manifest.measure["headline"]) == (2, 650, "accuracy")
+    assert (len(manifest.ranks), manifest.model["parameters"], manifest.metric["primary"]) == (2, 650, "accuracy")
     for rank in range(2):
         steps = read_run(made / "two", rank)["step"]
         assert [step.step for step in steps] == list(range(16))
@@ -134,12 +134,12 @@ def test_results_show_scripts_like_workloads(made: Path, capsys: pytest.CaptureF
     assert runs.loc["two", "samples_per_s"] > 0
     assert (runs.loc["two", "rank_batch"], runs.loc["quiet", "seed"]) == (32, 3)
     assert runs.loc["two", "step_s"] == pytest.approx(runs.loc["two", "compute_s"] + runs.loc["two", "communication_s"])
-    assert (runs.loc["quiet", "strategy"], runs.loc["quiet", "collectives"]) == (STREAMS, "streams")
+    assert (runs.loc["quiet", "strategy"], runs.loc["quiet", "collectives"]) == (STREAMS, "tcp")
     assert 0 < runs.loc["quiet", "bytes_per_step"] < runs.loc["two", "bytes_per_step"]
     assert runs.loc["one", "bytes_per_step"] == 0, "there is nobody to send to"
     missing = ["data_s", "test_s", "checkpoint_s", "test_score", "train_samples"]
     assert runs[missing].isna().all(axis=None)
-    assert runs.loc["quiet", ["samples_per_s", "global_batch", "epochs", "headline"]].isna().all()
+    assert runs.loc["quiet", ["samples_per_s", "global_batch", "epochs", "primary_metric"]].isna().all()
     for command in ("list", "table", "scaling", "phases", "strategies", "accuracy", "energy", "inference"):
         assert main([command, str(made)]) == 0
         assert "nan" not in capsys.readouterr().out, command
@@ -151,7 +151,7 @@ def test_results_show_scripts_like_workloads(made: Path, capsys: pytest.CaptureF
 def test_nothing_is_recorded_where_nothing_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HVDTRAIN_RECORD", "0")
     monkeypatch.chdir(tmp_path)
-    world = World("torch", carrier="streams")
+    world = connect("torch", backend="tcp")
     about = {"parameters": 1, "device": "cpu", "threads": 1, "gather": world.gather_bytes}
     assert record.begin(world, parse("hierarchical"), **about) is None
     record.log(loss=1.0)

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import PROGRAMS, ROOT, document, launch
+from hvdtrain.models.dense_torch import Kept, Seen
 from torch import nn
 
-from hvdtrain.models.dense_torch import Kept, Seen
 from hvdtrain.torch.vectors import Parameters
 
 

@@ -20,7 +20,7 @@ import hvdtrain
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.data import Batch, own
 from hvdtrain.data.loader import Loader
-from hvdtrain.records.metrics import Accuracy, Measure, Score
+from hvdtrain.records.metrics import Accuracy, Metric, Score
 from hvdtrain.system.exits import Failure
 
 torch = pytest.importorskip("torch")
@@ -28,7 +28,7 @@ torch = pytest.importorskip("torch")
 
 @pytest.fixture(autouse=True)
 def by_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """As in a process of its own: a script's name, no flags, another's hook for errors afterwards."""
+    """Runs like a separate process: with the script's name, without flags, and restores the error hook."""
     monkeypatch.setattr(sys, "argv", ["mine.py"])
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.chdir(tmp_path)
@@ -38,13 +38,13 @@ def by_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]
 
 
 def ranks(framework: str, folder: Path, launcher: str, **settings: Any) -> Any:
-    """Two ranks that train; what they are called with, and printed."""
+    """Runs training on two ranks; returns their arguments and output."""
     return launch(2, [str(PROGRAMS / "own_train.py"), framework, str(folder), json.dumps(settings)], launcher)
 
 
 @pytest.mark.parametrize(("framework", "launcher"), [("torch", "torchrun"), ("tensorflow", "mpirun")])
 def test_two_ranks_train_as_one_process_does(framework: str, launcher: str, tmp_path: Path) -> None:
-    """And one process goes on with what they began."""
+    """One process resumes the run of two."""
     pytest.importorskip(framework)
     run = tmp_path / "run"
     done = ranks(framework, tmp_path, launcher, run_dir=str(run))
@@ -64,7 +64,7 @@ def test_two_ranks_train_as_one_process_does(framework: str, launcher: str, tmp_
 
     cut_off(run, tmp_path / "cut", 3)
     sys.argv = ["own_train.py"]
-    with pytest.raises(Failure, match="made with other settings: constants"):  # what it does not train is another
+    with pytest.raises(Failure, match="made with other settings: constants"):  # parameters that are not trained differ
         own_train.trained(framework, 7, resume=str(tmp_path / "cut"))
     sys.argv.append("--api-token=hunter2")
     model, again = own_train.trained(framework, 0, resume=str(tmp_path / "cut"))
@@ -75,8 +75,8 @@ def test_two_ranks_train_as_one_process_does(framework: str, launcher: str, tmp_
 
 
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])
-def test_a_resumed_run_ends_as_the_uninterrupted_one(framework: str, tmp_path: Path) -> None:
-    """Bit for bit, with what is random in a layer."""
+def test_resumed_equals_uninterrupted(framework: str, tmp_path: Path) -> None:
+    """Bit for bit, with random layers."""
     pytest.importorskip(framework)
     whole, summary = own_train.trained(framework, 0, dropout=0.3, run_dir="whole", strategy="hierarchical")
     cut_off(tmp_path / "whole", tmp_path / "cut", 6)
@@ -88,8 +88,8 @@ def test_a_resumed_run_ends_as_the_uninterrupted_one(framework: str, tmp_path: P
     assert any((a != b).any() for a, b in zip(own_train.weights(whole), own_train.weights(other), strict=True))
 
 
-def test_a_sequential_is_cut_into_stages(tmp_path: Path) -> None:
-    """Two ranks then hold, bit for bit, what one process learns that goes through the same micro-batches."""
+def test_a_sequential_is_split_into_stages(tmp_path: Path) -> None:
+    """Two ranks learn bit for bit the same as one process with the same micro-batches."""
     told = {"dropout": 0.3, "micro_batches": 3, "seed": 1}
     done = ranks("torch", tmp_path, "mpirun", stages=2, **told)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -107,8 +107,8 @@ def test_a_keras_script_shows_the_strategies() -> None:
     assert ended.value.code == 0
 
 
-def test_the_parts_of_a_keras_sequential_are_the_whole() -> None:
-    """With a convolution, moving statistics and dropout; a layer of ours is all that follows one with weights."""
+def test_the_stages_of_a_keras_sequential_equal_the_whole() -> None:
+    """With a convolution, moving statistics and dropout."""
     keras = pytest.importorskip("keras")
     from hvdtrain.models import own_tf
 
@@ -118,20 +118,20 @@ def test_the_parts_of_a_keras_sequential_are_the_whole() -> None:
     model.add(keras.layers.Dense(10))
     x, y = (array[:32] for array in own_train.PARTS["train"])
     batch = Batch(arrays=(x.astype(np.float32), y.astype(np.int64), np.array([3, 4])), weight=32, total_weight=32)
-    loss, measure = keras.losses.SparseCategoricalCrossentropy(from_logits=True), Accuracy()
+    loss, metric = keras.losses.SparseCategoricalCrossentropy(from_logits=True), Accuracy()
     config = TrainConfig(framework="tensorflow", stages=2)
-    whole = own_tf.Own(model, loss, own_tf.correct, measure.sums, config)
+    whole = own_tf.Own(model, loss, own_tf.correct, metric.sums, config)
     whole.probe(batch.arrays)
     assert [layer.output for layer in whole.layers] == [(6, 6, 4), (144,), (10,)]
     known, *others = [
-        stepped("tensorflow", lambda part: whole.part(part) if part else whole, whole.layers, at, batch, measure)
+        stepped("tensorflow", lambda part: whole.part(part) if part else whole, whole.layers, at, batch, metric)
         for at in range(3)
     ]
     for found in others:
         np.testing.assert_allclose(found, known, rtol=1e-5, atol=1e-6)
     doubles = keras.Sequential([keras.Input((64,)), keras.layers.Dense(10, dtype="float64")])
     with pytest.raises(Failure, match="is float64; float32 weights are trained"):
-        own_tf.Own(doubles, loss, own_tf.correct, measure.sums, config)
+        own_tf.Own(doubles, loss, own_tf.correct, metric.sums, config)
     arrays = {name: 2 * array for name, array in whole.arrays().items()}
     whole.take(arrays)
     assert all(np.array_equal(array, arrays[name]) for name, array in whole.arrays().items())
@@ -160,12 +160,12 @@ def test_a_dataset_of_either_framework_gives_the_batches_of_its_arrays() -> None
         given["tf.data in batches"] = given["tf.data"].batch(40).prefetch(1)
         from hvdtrain.models import own_tf
 
-        with pytest.raises(Failure, match="train= holds no sample"):
+        with pytest.raises(Failure, match="train= has no samples"):
             own.opened(given["tf.data"].take(0), None, None)
-        with pytest.raises(Failure, match="has the parts a by name"):
+        with pytest.raises(Failure, match="is a dict with the keys a"):
             own.opened(tf.data.Dataset.from_tensor_slices(({"a": x}, y)), None, None)
         for outputs, targets in [((3, 1), (3,)), ((3, 1), (3, 1)), ((3, 2), (3, 2)), ((3,), (3,))]:
-            with pytest.raises(Failure, match="accuracy needs a score for each class"):
+            with pytest.raises(Failure, match="accuracy needs one score per class"):
                 own_tf.correct(tf.zeros(outputs), tf.zeros(targets))
     known = batches((x, y))
     assert [array.dtype.name for array in known[:3]] == ["float32", "int64", "int64"]
@@ -177,7 +177,7 @@ def test_a_dataset_of_either_framework_gives_the_batches_of_its_arrays() -> None
     assert own.opened((x, y), None, None).fingerprint != own.opened((x, y[::-1]), None, None).fingerprint
 
 
-def test_a_torch_module_may_have_sparse_gradients_and_parameters_it_does_not_use() -> None:
+def test_sparse_gradients_and_unused_parameters() -> None:
     class Odd(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -193,18 +193,18 @@ def test_a_torch_module_may_have_sparse_gradients_and_parameters_it_does_not_use
     assert not torch.equal(model.scores.weight, start)
 
 
-class Half(Measure):
-    """The share of answers that are at most half off."""
+class Half(Metric):
+    """Share of outputs with an error of less than 0.5."""
 
     sums = {"near": ()}  # noqa: RUF012
     scores = {"near": Score(label="near", least=0, most=1)}  # noqa: RUF012
-    headline = "near"
+    primary = "near"
 
     def score(self, sums: Any, samples: float) -> dict[str, float]:
         return {"near": float(sums["near"]) / samples}
 
 
-def test_a_regression_and_a_measure_of_ones_own() -> None:
+def test_a_regression_and_a_custom_metric() -> None:
     draw = np.random.default_rng(0)
     x = draw.normal(size=(300, 2, 3)).astype(np.float32)
     y = x.sum((1, 2)) + 0.1 * draw.normal(size=300)
@@ -233,7 +233,7 @@ def test_a_regression_and_a_measure_of_ones_own() -> None:
     assert summary.test_scores["r2"] == pytest.approx(1 - (error**2).mean() / y.var(), rel=1e-5)
     assert summary.test_loss == pytest.approx((error**2).mean(), rel=1e-5)
     _, summary = train(
-        measure=Half(), sums=lambda outputs, targets: {"near": abs(outputs[:, 0] - targets) < 0.5}, argv=["--epochs=1"]
+        metric=Half(), sums=lambda outputs, targets: {"near": abs(outputs[:, 0] - targets) < 0.5}, argv=["--epochs=1"]
     )
     assert (summary.epochs, [*summary.test_scores]) == (1, ["near"])
 
@@ -280,24 +280,24 @@ class Endless(torch.utils.data.IterableDataset):
         ({"strategy": "powersgd:rnak=4"}, "did you mean rank?", 78),
         ({"train": (X, Y[:-1])}, "train= holds arrays of 400, 399 samples", 65),
         ({"train": X}, "train= is a ndarray which has inputs or targets only", 65),
-        ({"train": Endless()}, "train= is a Endless which cannot be shared out between ranks", 65),
+        ({"train": Endless()}, "train= is a Endless that has no random access", 65),
         ({"train": torch.utils.data.DataLoader(Pairs())}, "give its dataset=", 65),
-        ({"train": (X[:0], Y[:0])}, "train= holds no sample", 65),
+        ({"train": (X[:0], Y[:0])}, "train= has no samples", 65),
         ({"train": (X, Y.astype(str))}, "train= has targets of <U", 65),
-        ({"train": (X.astype(object), Y)}, "unequal shape, or other values than numbers", 65),
-        ({"train": {"x": X, "y": Y}}, "a sample has the parts x, y by name: give them as a tuple", 65),
+        ({"train": (X.astype(object), Y)}, "unequal shape or values that are not numbers", 65),
+        ({"train": {"x": X, "y": Y}}, "a sample is a dict with the keys x, y; hint: give the parts as a tuple", 65),
         ({"validation": (X[:, :32], Y)}, "validation= has samples of float32 32, int64 number", 65),
         ({"target": "accuracy=0.9", "validation": None}, "looked for in the validation data", 65),
         ({"loss": lambda outputs, targets: outputs.logsumexp(1).sum()}, "loss returns a sum over samples", 78),
         ({"model": torch.nn.Linear(64, 10), "stages": 2, "dry_run": True}, "--stages 2: Linear cannot be cut", 78),
         ({"model": tied(), "stages": 2, "dry_run": True}, "0.weight is shared by the layers 0, 2, which", 78),
-        ({"model": torch.nn.Linear(64, 1), "loss": lambda outputs, y: outputs[:, 0] - y}, "a score for each class", 78),
-        ({"measure": "acuracy"}, "did you mean accuracy", 78),
-        ({"measure": Half()}, "Half needs sums=", 78),
+        ({"model": torch.nn.Linear(64, 1), "loss": lambda outputs, y: outputs[:, 0] - y}, "one score per class", 78),
+        ({"metric": "acuracy"}, "did you mean accuracy", 78),
+        ({"metric": Half()}, "Half needs sums=", 78),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_what_cannot_be_trained_is_one_clear_line(changes: dict[str, Any], said: str, code: int) -> None:
+def test_errors_are_one_line(changes: dict[str, Any], said: str, code: int) -> None:
     asked = {
         "model": own_train.made("torch", 0),
         "loss": torch.nn.functional.cross_entropy,
@@ -311,7 +311,7 @@ def test_what_cannot_be_trained_is_one_clear_line(changes: dict[str, Any], said:
 
 
 @pytest.mark.parametrize("strategy", ["hierarchical", "native"])
-def test_a_rank_with_other_data_ends_the_job_with_one_line(strategy: str, tmp_path: Path) -> None:
+def test_ranks_with_different_data_are_an_error(strategy: str, tmp_path: Path) -> None:
     done = ranks("torch", tmp_path, "mpirun", cut=True, strategy=strategy)
     assert done.returncode == 65, done.stderr[-3000:]
     assert re.search(r"own_train\.py:\d+: rank 1 on \S+ has other data than rank 0 on \S+: give every", done.stderr)

@@ -25,7 +25,7 @@ from PIL import Image
 from runs import make
 
 from hvdtrain import captioning, cli, resnet
-from hvdtrain.comm import world
+from hvdtrain.comm import lifecycle
 from hvdtrain.config.parser import OptionParser
 from hvdtrain.lab.throttle import request
 from hvdtrain.launch import __main__ as launch
@@ -84,7 +84,7 @@ def command(name: str) -> Callable[[list[str]], NoReturn]:
 
     def training(words: list[str]) -> NoReturn:
         sys.argv = [name, *words]
-        world.run({"resnet": resnet, "captioning": captioning}[name].main, debug=False)
+        lifecycle.run({"resnet": resnet, "captioning": captioning}[name].main, debug=False)
         raise AssertionError
 
     if name in ("resnet", "captioning"):

@@ -12,7 +12,7 @@ import pytest
 from conftest import PROGRAMS, document, failing, first_of, launch, refused
 from test_strategies import Simulated, simulated_sync
 
-from hvdtrain.comm import world
+from hvdtrain.comm.launch_env import launch_env, separate_programs
 
 RANKS = {"torch": 3, "tensorflow": 2}
 """Of each framework"""
@@ -114,24 +114,24 @@ MPIRUN = first_of(3)
     ],
 )
 def test_the_launcher_next_to_the_rank_counts(environment: dict[str, str], launcher: str, rank: int, size: int) -> None:
-    where = world.place(environment)
+    where = launch_env(environment)
     assert (where.launcher, where.rank, where.size) == (launcher, rank, size)
-    assert world.separate_programs(environment) is None
+    assert separate_programs(environment) is None
 
 
 @pytest.mark.parametrize(
     ("environment", "speaks", "said"),
     [
-        (PMI, True, "by PMI, as MPICH's mpiexec does, not 2 ranks: use Open MPI's mpirun"),
+        (PMI, True, "by PMI, as MPICH's mpiexec does, not 2 ranks; hint: use Open MPI's mpirun"),
         (PMI | {"PMI_RANK": "1"}, False, "by PMI"),
-        (BY_HAND, False, "with WORLD_SIZE and RANK, not 2 ranks: use torchrun"),
+        (BY_HAND, False, "with WORLD_SIZE and RANK, not 2 ranks; hint: use torchrun"),
         (PMI | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}, True, "add --mpi=pmix"),
     ],
 )
 def test_programs_that_do_not_know_of_each_other_are_refused_by_the_first(
     environment: dict[str, str], speaks: bool, said: str
 ) -> None:
-    problem = world.separate_programs(environment)
+    problem = separate_programs(environment)
     assert problem is not None
     assert said in problem[0] and problem[1] is speaks
 
@@ -160,5 +160,5 @@ SRUN = {"PMIX_RANK": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NOD
 )
 def test_a_launchers_variable_out_of_its_bounds_is_one_line(good: dict[str, str], name: str, value: str) -> None:
     with failing(78, f"{name}="):
-        world.place(good | {name: value})
+        launch_env(good | {name: value})
     refused("resnet", "--dry-run", code=78, said=f"{name}=", extra=good | {name: value})

@@ -29,7 +29,7 @@ def test_rates_as_tc_writes_them(text: str, bit_s: int) -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("10mbps", "counts bytes, 1mbps = 8mbit per second; write 10mbit for bits, or 80mbit if you mean bytes"),
+        ("10mbps", "counts bytes, 1mbps = 8mbit per second; hint: write 10mbit for bits, or 80mbit if you mean bytes"),
         ("1.5kibps", "or 12kibit if you mean bytes"),
         ("10bps", "counts bytes"),
         ("10", "write for example 10mbit"),

@@ -99,7 +99,7 @@ def changed(tmp_path_factory: pytest.TempPathFactory, mine: dict[str, str]) -> d
     return mine | {"PYTHONPATH": os.pathsep.join([str(folder), mine["PYTHONPATH"]]), "PYTHONSAFEPATH": "1"}
 
 
-def test_a_carrier(changed: dict[str, str], tmp_path: Path) -> None:
+def test_a_backend(changed: dict[str, str], tmp_path: Path) -> None:
     words = typed("mpirun -np 2 python -m hvdtrain.resnet")
     ended = run(command(2, words[4:]), tmp_path / "run", changed)
     assert json.loads((tmp_path / "run" / "manifest.json").read_text())["collectives"] == "mpi sums"

@@ -12,7 +12,7 @@ from conftest import failing
 from runs import Made, step, summary
 
 from hvdtrain import records
-from hvdtrain.records.metrics import Accuracy, Measure, Regression
+from hvdtrain.records.metrics import Accuracy, Metric, Regression
 from hvdtrain.training.train_state import Position
 
 STEP = step(Made(communication_s=None), 1, 0)
@@ -74,9 +74,9 @@ def test_rates_leave_warm_up_out_and_times_do_not() -> None:
 
 
 @pytest.mark.parametrize(
-    ("measure", "target", "short"),
+    ("metric", "target", "short"),
     [(Accuracy(), ("accuracy", 1.0), 0.99), (Accuracy(), ("accuracy", 0.9), 0.89), (Regression(), ("mae", 0.4), 0.41)],
 )
-def test_a_score_as_good_as_the_target_is_there(measure: Measure, target: tuple[str, float], short: float) -> None:
+def test_a_score_as_good_as_the_target_is_there(metric: Metric, target: tuple[str, float], short: float) -> None:
     for value, there in ((short, False), (target[1], True)):
-        assert Position(validation_scores=[{target[0]: value}]).reached(target, measure) is there
+        assert Position(validation_scores=[{target[0]: value}]).reached(target, metric) is there

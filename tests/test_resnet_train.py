@@ -457,8 +457,8 @@ def test_dry_run_prints_the_arithmetic_and_loads_no_framework(tmp_path: Path) ->
     config.write_text('global_batch_size = 64\nlr = 0.2\nlr_scaling = "linear"\nseed = 3\n')
     code = (
         "import sys; sys.argv = ['resnet', '--dry-run', '--json', '--config', sys.argv[1], '--seed', '4']\n"
-        "from hvdtrain import resnet\nfrom hvdtrain.comm import world\n"
-        "try: world.run(resnet.main, debug=False)\n"
+        "from hvdtrain import resnet\nfrom hvdtrain.comm import lifecycle\n"
+        "try: lifecycle.run(resnet.main, debug=False)\n"
         "finally: assert not {'torch', 'tensorflow', 'horovod'} & set(sys.modules)"
     )
     extra = {"HVDTRAIN_LR": "9", "HVDTRAIN_MOMENTUM": "0.5"}
@@ -472,8 +472,8 @@ def test_dry_run_prints_the_arithmetic_and_loads_no_framework(tmp_path: Path) ->
 
 def test_a_signal_before_the_first_step_has_nothing_to_resume() -> None:
     code = (
-        "import os, signal\nfrom hvdtrain.comm import world\n"
-        "world.run(lambda stop: os.kill(os.getpid(), signal.SIGTERM) or 0, debug=False)"
+        "import os, signal\nfrom hvdtrain.comm import lifecycle\n"
+        "lifecycle.run(lambda stop: os.kill(os.getpid(), signal.SIGTERM) or 0, debug=False)"
     )
     done = subprocess.run([sys.executable, "-c", code], env=environment(), cwd=ROOT, check=False)
     assert done.returncode == 143

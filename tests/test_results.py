@@ -140,14 +140,14 @@ def test_time_to_accuracy_is_the_end_of_the_first_epoch_there(root: Path, capsys
             main(["accuracy", str(root), "--target", asked])
 
 
-def test_a_target_of_several_headline_scores_names_none(root: Path) -> None:
+def test_a_target_of_several_primary_metrics_names_none(root: Path) -> None:
     frame = load([root]).runs
     mae = Regression("W/m2").as_json()
-    other = frame.assign(headline="mae", scores=json.dumps(mae), best_validation_mae=60.0)
+    other = frame.assign(primary_metric="mae", scores=json.dumps(mae), best_validation_mae=60.0)
     both = pd.concat([other, frame])
     assert scores.goal(frame, 0.95) == "95 % validation accuracy"
     assert scores.goal(other, 61.5) == "validation MAE 61.5 W/m2"
-    assert (scores.target(both, 0.95), scores.goal(both, 1)) == ("headline score 0.95", "validation headline score 1")
+    assert (scores.target(both, 0.95), scores.goal(both, 1)) == ("primary metric 0.95", "validation primary metric 1")
     assert scores.best(both) == "MAE 60 W/m2 and 96 %"
     scores.check_target(both, 61.5)
 
@@ -301,7 +301,7 @@ def test_a_score_of_either_sign_is_the_better_the_nearer_to_0(
         runs.make(tmp_path / name, train_s=20.0, accuracies=(-80.0, bias), test_accuracy=bias)
         path = tmp_path / name / "manifest.json"
         told = json.loads(path.read_text())
-        told["measure"]["scores"]["accuracy"] |= {"least": None, "most": None, "higher_is_better": None}
+        told["metric"]["scores"]["accuracy"] |= {"least": None, "most": None, "higher_is_better": None}
         path.write_text(json.dumps(told))
     for order, verdict in ((("far", "near"), "better"), (("near", "far"), "worse")):
         code = main(["compare", *(str(tmp_path / side) for side in order), "--format", "json"])

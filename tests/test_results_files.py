@@ -339,7 +339,7 @@ def test_scores_are_of_the_best_epoch_and_of_the_last_of_equals(
     """A second score counts the epochs."""
     folder = runs.make(tmp_path / "r", epochs=3, accuracies=accuracies)
     manifest = json.loads((folder / "manifest.json").read_text())
-    scores = manifest["measure"]["scores"]
+    scores = manifest["metric"]["scores"]
     scores["epoch"] = scores["accuracy"] | {"label": "epoch", "most": None}
     put(folder, [json.dumps(manifest)], Path("manifest.json"))
     told = [{"epoch": n} | ({} if a is None else {"accuracy": a}) for n, a in enumerate(accuracies, start=1)]

@@ -58,7 +58,7 @@ def test_each_figure_equals_an_independent_calculation(tmp_path: Path, capsys: p
             rank_batch=8,
             rate_mbit=RATE,
             strategy="powersgd:rank=4",
-            collectives="streams",
+            collectives="tcp",
             compute_s=four[seed],
             communication_s=0.02,
             wire_bytes_per_step=7000.0,
@@ -97,7 +97,7 @@ def test_wire_is_a_bound_where_the_exchange_runs_beside(tmp_path: Path, capsys: 
     runs.make(tmp_path / "beside", strategy="delayed", **same)
     runs.make(tmp_path / "after", strategy="hierarchical", **same)
     runs.make(tmp_path / "null", strategy="hierarchical", framework="tensorflow", **same | {"communication_s": None})
-    two = {"collectives": "streams", "ranks_per_host": 2, **same}
+    two = {"collectives": "tcp", "ranks_per_host": 2, **same}
     runs.make(tmp_path / "two", strategy="hierarchical", config={"check_replicas": 7}, **two)
     for name in ("onebit", "central", "factors"):
         runs.make(tmp_path / name, strategy=name, **two)

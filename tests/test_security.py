@@ -25,10 +25,10 @@ from conftest import LIMIT_S, PROGRAMS, ROOT, command, document, environment, fa
 from thread_ranks import at_once
 
 from hvdtrain.comm import rendezvous, signed_store
-from hvdtrain.comm.launch_env import Place
-from hvdtrain.doctor.agent import HERE, Agent
+from hvdtrain.comm.launch_env import LaunchEnv
+from hvdtrain.doctor.agent import LOCAL, Agent
 from hvdtrain.sentinel import auth
-from hvdtrain.sentinel.watch import PURPOSE, RankWords
+from hvdtrain.sentinel.watch import PURPOSE, RankReport
 from hvdtrain.system import link_probe, socket_filter
 from hvdtrain.system.exits import Failure
 
@@ -48,7 +48,7 @@ def descriptors() -> Iterator[None]:
 # --- ranks that connect ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["streams", "servers"])
+@pytest.mark.parametrize("kind", ["tcp", "servers"])
 def test_a_crowd_of_strangers_does_not_keep_ranks_apart(kind: str, tmp_path: Path, descriptors: None) -> None:
     """Silent ones, loud ones, some that claim to be rank 1: more than select(2) can count, and than rank 0 can hold."""
     words = command(2, [str(PROGRAMS / "attacked.py"), kind, str(tmp_path)])
@@ -89,24 +89,22 @@ def handshake(port: int, me: auth.Party, to: int, said: list[bytes]) -> bytes:
 
 def test_a_handshake_that_was_overheard_lets_nobody_in() -> None:
     """Rank 1's own words, said again; the acceptor's proof, reflected; a proof for another purpose or another rank."""
-    secret = os.urandom(auth.SECRET_BYTES)
+    secret = os.urandom(auth.KEY_BYTES)
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    rank0, rank1 = (auth.Party(secret, b"streams", number) for number in (0, 1))
+    rank0, rank1 = (auth.Party(secret, b"tcp", number) for number in (0, 1))
     found: list[dict[int, socket.socket]] = []
 
     def accept(patience_s: float) -> threading.Thread:
         found.clear()
-        thread = threading.Thread(target=lambda: found.append(auth.accepted(listener, rank0, {1}, patience_s)))
+        thread = threading.Thread(target=lambda: found.append(auth.accept(listener, rank0, {1}, patience_s)))
         thread.start()
         return thread
 
     heard: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as tap:  # one in between, who passes everything on
         accepting = accept(10)
-        joining = threading.Thread(
-            target=lambda: auth.connected("127.0.0.1", tap.getsockname()[1], rank1, 0, 10).close()
-        )
+        joining = threading.Thread(target=lambda: auth.connect("127.0.0.1", tap.getsockname()[1], rank1, 0, 10).close())
         joining.start()
         near, _ = tap.accept()
         with near, socket.create_connection(("127.0.0.1", port)) as far:
@@ -124,11 +122,11 @@ def test_a_handshake_that_was_overheard_lets_nobody_in() -> None:
     accepting = accept(1.5)
     for proof in (heard[1], answer[auth.NONCE_BYTES :], bytes(auth.CODE_BYTES)):
         assert handshake(port, rank1, 0, [heard[0], proof]) == b""
-    for me in (rank1._replace(purpose=b"servers"), rank1._replace(secret=b"x" * 32), rank1._replace(number=2)):
+    for me in (rank1._replace(purpose=b"servers"), rank1._replace(job_key=b"x" * 32), rank1._replace(number=2)):
         with pytest.raises(OSError):
-            auth.connected("127.0.0.1", port, me, 0, 0.3)
+            auth.connect("127.0.0.1", port, me, 0, 0.3)
     with pytest.raises(OSError):
-        auth.connected("127.0.0.1", port, rank1, 5, 0.3)
+        auth.connect("127.0.0.1", port, rank1, 5, 0.3)
     accepting.join(10)
     listener.close()
     assert found == [{}]
@@ -159,7 +157,7 @@ class Host:
     def begin(self, secret: bytes, hosts: list[Host]) -> None:
         about = [{"name": f"h{h.index}", "ranks": [h.index], "address": h.address, **h.ports} for h in hosts]
         ranks = [{"rank": self.index, "pid": self.rank.pid, "port": self.mouth.getsockname()[1]}]
-        table = {"secret": secret.hex(), "host": self.index, "hosts": about, "ranks": ranks}
+        table = {"job_key": secret.hex(), "host": self.index, "hosts": about, "ranks": ranks}
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(table).encode() + b"\n")
         self.process.stdin.flush()
@@ -173,16 +171,16 @@ class Host:
 
 def test_nothing_a_stranger_sends_ends_the_watch_or_hides_that_a_host_is_lost() -> None:
     """Floods, nesting that json cannot read, forged and empty datagrams; then a host falls silent, and is missed."""
-    secret, hosts = os.urandom(auth.SECRET_BYTES), [Host(0), Host(1)]
-    forged = {"number": 10**9, "host": 1, "idle": False, "left": True, "fault": {"kind": "lost", "text": "made up"}}
+    secret, hosts = os.urandom(auth.KEY_BYTES), [Host(0), Host(1)]
+    forged = {"number": 10**9, "host": 1, "idle": False, "finished": True, "fault": {"kind": "lost", "text": "made up"}}
     datagrams = [
         DEEP,
         b"",
         b"\xff{",
         b"\0" * 60_000,
         json.dumps({**forged, "token": "?"}).encode(),
-        auth.sealed(b"guess", PURPOSE, json.dumps(forged).encode()),
-        auth.sealed(b"", PURPOSE, DEEP),
+        auth.sign(b"guess", PURPOSE, json.dumps(forged).encode()),
+        auth.sign(b"", PURPOSE, DEEP),
         bytes([76]),  # the word of a rank that ends
     ]
     stranger = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -194,7 +192,7 @@ def test_nothing_a_stranger_sends_ends_the_watch_or_hides_that_a_host_is_lost() 
             until = time.monotonic() + seconds
             while time.monotonic() < until and hosts[0].rank.poll() is None:
                 for data in datagrams:
-                    for target in ((hosts[0].address, hosts[0].ports["udp"]), ("127.0.0.1", hosts[0].ports["words"])):
+                    for target in ((hosts[0].address, hosts[0].ports["udp"]), ("127.0.0.1", hosts[0].ports["reports"])):
                         stranger.sendto(data, target)
                 time.sleep(0.004)  # still more than MOST_MESSAGES in a round
 
@@ -205,7 +203,7 @@ def test_nothing_a_stranger_sends_ends_the_watch_or_hides_that_a_host_is_lost() 
         attack(LIMIT_S)
         assert hosts[0].rank.poll() == -signal.SIGKILL
         assert hosts[0].process.stderr is not None
-        assert "host h1 (rank 1): nothing heard" in hosts[0].process.stderr.read().decode()
+        assert "host h1 (rank 1): silent" in hosts[0].process.stderr.read().decode()
     finally:
         stranger.close()
         for host in hosts:
@@ -216,7 +214,7 @@ def test_a_flood_by_another_user_of_the_host_does_not_drown_a_ranks_last_word() 
     host = Host(0)
     stranger = udp("127.0.0.1")
     try:
-        host.begin(os.urandom(auth.SECRET_BYTES), [host])
+        host.begin(os.urandom(auth.KEY_BYTES), [host])
         assert host.process.stdin is not None
         assert host.process.stdout is not None
         assert host.process.stderr is not None
@@ -226,8 +224,8 @@ def test_a_flood_by_another_user_of_the_host_does_not_drown_a_ranks_last_word() 
         os.kill(host.process.pid, signal.SIGSTOP)  # so that the flood is faster than its reader
         os.waitpid(host.process.pid, os.WUNTRACED)
         for _ in range(5000):
-            stranger.sendto(b"flood", ("127.0.0.1", host.ports["words"]))
-        host.mouth.sendto(bytes([RankWords.LEFT]), ("127.0.0.1", host.ports["words"]))
+            stranger.sendto(b"flood", ("127.0.0.1", host.ports["reports"]))
+        host.mouth.sendto(bytes([RankReport.FINISHED]), ("127.0.0.1", host.ports["reports"]))
         host.rank.kill()
         host.rank.wait()
         os.kill(host.process.pid, signal.SIGCONT)
@@ -285,7 +283,7 @@ def test_strangers_reach_the_decoy_of_a_shared_port_for_any_user() -> None:
 
 @pytest.mark.parametrize(
     ("framework", "carrier"),
-    [("torch", "streams"), ("torch", "servers"), ("torch", "native"), ("tensorflow", "native")],
+    [("torch", "tcp"), ("torch", "servers"), ("torch", "native"), ("tensorflow", "native")],
 )
 def test_a_job_on_one_host_listens_on_loopback_or_lets_in_no_stranger(framework: str, carrier: str) -> None:
     report = document(launch(2, [str(PROGRAMS / "listening.py"), framework, carrier], "horovodrun --gloo"))
@@ -295,7 +293,7 @@ def test_a_job_on_one_host_listens_on_loopback_or_lets_in_no_stranger(framework:
     assert any(one[0] == "udp" for one in report["listening"]), "the sentinel's"
     assert not any(report["strangers"])
     assert all(report["ranks"])
-    if carrier in {"streams", "servers"}:
+    if carrier in {"tcp", "servers"}:
         assert not any(one[0] == "tcp" for one in report["listening"]), "nobody is awaited any more"
 
 
@@ -329,8 +327,8 @@ class OpenStore:
         where = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": str(self.port)}
 
         def rank(number: int) -> Any:
-            place = Place(launcher="horovodrun", rank=number, size=2, local_rank=number, local_size=2)
-            return program(signed_store.Sealed(rendezvous.HorovodrunMeeting(place, where)))
+            place = LaunchEnv(launcher="horovodrun", rank=number, size=2, local_rank=number, local_size=2)
+            return program(signed_store.SignedRendezvous(rendezvous.HorovodrunRendezvous(place, where)))
 
         return at_once([functools.partial(rank, number) for number in range(2)], Failure)
 
@@ -346,8 +344,8 @@ def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[OpenStore
 
 
 def test_nothing_in_the_open_store_gives_the_secret_away_and_nothing_stays(store: OpenStore) -> None:
-    def program(ranks: signed_store.Sealed) -> tuple[bytes, list[bytes]]:
-        return ranks.secret, ranks.gather(f"rank {ranks.rank}".encode())
+    def program(ranks: signed_store.SignedRendezvous) -> tuple[bytes, list[bytes]]:
+        return ranks.job_key, ranks.gather_bytes(f"rank {ranks.rank}".encode())
 
     (secret, told), (other, _) = store.ranks(program)
     assert secret == other
@@ -365,12 +363,12 @@ def test_nothing_in_the_open_store_gives_the_secret_away_and_nothing_stays(store
 def test_what_others_write_into_the_open_store_is_refused(replayed: bool, store: OpenStore) -> None:
     """In rank 1's place another address, so that rank 0 would connect to the attacker; or an old message again."""
 
-    def program(ranks: signed_store.Sealed) -> list[bytes]:
-        ranks.gather(b"a 10.0.0.1 1")
+    def program(ranks: signed_store.SignedRendezvous) -> list[bytes]:
+        ranks.gather_bytes(b"a 10.0.0.1 1")
         if ranks.rank == 0:
-            return ranks.gather(b"a 10.0.0.1 2")
+            return ranks.gather_bytes(b"a 10.0.0.1 2")
         old = next(value for key, value in store.seen if key == "hvdtrain.1/1")
-        return ranks._store.gather(old if replayed else b"a 10.6.6.6 1")
+        return ranks._store.gather_bytes(old if replayed else b"a 10.6.6.6 1")
 
     failure, _ = store.ranks(program)
     assert isinstance(failure, Failure)
@@ -379,8 +377,8 @@ def test_what_others_write_into_the_open_store_is_refused(replayed: bool, store:
 
 
 def test_nonces_of_an_earlier_job_said_again_make_no_secret(store: OpenStore) -> None:
-    def program(ranks: signed_store.Sealed) -> bytes:
-        return ranks.secret
+    def program(ranks: signed_store.SignedRendezvous) -> bytes:
+        return ranks.job_key
 
     secret, _ = store.ranks(program)
     http: Any = store.server._httpd
@@ -389,15 +387,15 @@ def test_nonces_of_an_earlier_job_said_again_make_no_secret(store: OpenStore) ->
         self, scope, key, earlier.get(f"{scope}/{key}", value)
     )
     for failure in store.ranks(program):
-        assert isinstance(failure, Failure) and "someone else writes into" in str(failure), secret
+        assert isinstance(failure, Failure) and "another program writes into" in str(failure), secret
 
 
 @pytest.mark.parametrize("kind", ["open", "link", "fifo", "short", "folder"])
 def test_a_key_that_others_could_know_is_refused(kind: str, tmp_path: Path) -> None:
-    path = tmp_path / signed_store.KEY
+    path = tmp_path / signed_store.USER_KEY
     path.parent.mkdir(parents=True)
     other = tmp_path / "other"
-    other.write_bytes(b"k" * auth.SECRET_BYTES)
+    other.write_bytes(b"k" * auth.KEY_BYTES)
     other.chmod(0o600)
     if kind == "link":
         path.symlink_to(other)
@@ -406,7 +404,7 @@ def test_a_key_that_others_could_know_is_refused(kind: str, tmp_path: Path) -> N
     elif kind == "folder":
         path.mkdir()
     else:
-        path.write_bytes(b"k" * (auth.SECRET_BYTES - (kind == "short")))
+        path.write_bytes(b"k" * (auth.KEY_BYTES - (kind == "short")))
         path.chmod(0o644 if kind == "open" else 0o600)
     with failing(77, "key"):
         signed_store.user_key(tmp_path)
@@ -417,7 +415,7 @@ def test_a_key_that_others_could_know_is_refused(kind: str, tmp_path: Path) -> N
 
 def test_the_doctors_ports_cost_no_thread_for_each_stranger(descriptors: None) -> None:
     strangers: list[socket.socket] = []
-    with Agent("here", HERE) as agent:
+    with Agent("here", LOCAL) as agent:
         agent.hello()
         ports = agent.ask("listen", address="127.0.0.1")
         for _ in range(100):

@@ -19,11 +19,11 @@ from conftest import until
 from hvdtrain.sentinel import auth, goodput, interfaces
 from hvdtrain.sentinel.auth import Party
 from hvdtrain.sentinel.processes import Process, launchers
-from hvdtrain.sentinel.stalls import ENDS, MOVES, WAITS
-from hvdtrain.sentinel.watch import ASLEEP_S, PURPOSE, REFUSED_S, SILENCE_S, STOPPED_S, RankWords, Watch
+from hvdtrain.sentinel.stalls import ENDS_AFTER, PROGRESS, WAIT
+from hvdtrain.sentinel.watch import ASLEEP_S, PURPOSE, REFUSED_S, SILENCE_S, STOPPED_S, RankReport, Watch
 from hvdtrain.system import link_probe
 
-SECRET = b"s" * 32
+KEY = b"s" * 32
 
 
 class Sentinels:
@@ -45,7 +45,7 @@ class Sentinels:
         self.watches = [
             Watch(
                 {
-                    "secret": SECRET.hex(),
+                    "job_key": KEY.hex(),
                     "stall_limit_s": stall_limit_s,
                     "host": i,
                     "hosts": about,
@@ -119,7 +119,7 @@ def test_a_silent_host_is_named_and_the_ranks_that_wait_for_it_are_ended(
     assert job.left(False, True, False)
     said = capfd.readouterr().err
     assert said.count("hvdtrain: ") == 1, "once, whoever saw it first"
-    assert f"host host1 (rank 1): nothing heard for {SILENCE_S:g} s" in said
+    assert f"host host1 (rank 1): silent for {SILENCE_S:g} s" in said
     assert "no checkpoint was written yet" in said
 
 
@@ -131,7 +131,7 @@ def test_a_host_that_was_never_heard_costs_a_warning_and_not_the_job(
     assert job.left(True, True)
     said = capfd.readouterr().err
     assert said.count("\n") == 1
-    assert "if host1 or the link to it fails, this job will not notice" in said
+    assert "a failure of host1 or its link will not be noticed" in said
 
 
 def test_a_sentinel_that_is_gone_from_a_living_host_costs_a_warning_and_not_the_job(
@@ -179,13 +179,13 @@ def test_ranks_that_wait_for_another_end_with_it_unless_bytes_move_somewhere(
 ) -> None:
     limit_s = 60.0
     job = sentinels(3, limit_s)
-    for waited in range(10, int(ENDS * limit_s) + 40, 10):
+    for waited in range(10, int(ENDS_AFTER * limit_s) + 40, 10):
         job.turn(10)
         for rank in (0, 2):
-            job.ranks[rank].send(WAITS + str(waited).encode())
+            job.ranks[rank].send(WAIT + str(waited).encode())
         if moves:
-            job.ranks[1].send(MOVES)
-        if waited < ENDS * limit_s - 10:
+            job.ranks[1].send(PROGRESS)
+        if waited < ENDS_AFTER * limit_s - 10:
             assert all(sleeper.poll() is None for sleeper in job.sleepers)
     assert job.left(moves, moves, moves)
     said = capfd.readouterr().err.splitlines()
@@ -208,7 +208,7 @@ def test_a_job_that_was_suspended_has_not_stalled(seconds: int, sentinels: Calla
             os.waitid(os.P_PID, sleeper.pid, os.WCONTINUED)
     else:
         job.now += 2000
-    job.ranks[0].send(WAITS + b"2000")
+    job.ranks[0].send(WAIT + b"2000")
     job.turn(20)
     assert job.left(True, True)
 
@@ -216,11 +216,11 @@ def test_a_job_that_was_suspended_has_not_stalled(seconds: int, sentinels: Calla
 @pytest.mark.parametrize(
     ("word", "fault", "said"),
     [
-        (None, True, "rank 1 on host1 died without a word"),
-        (RankWords.FAILED, True, ""),
-        (RankWords.LEFT, False, ""),
+        (None, True, "rank 1 on host1 died unexpectedly"),
+        (RankReport.FAILED, True, ""),
+        (RankReport.FINISHED, False, ""),
         (signal.SIGTERM, False, ""),
-        (signal.SIGCHLD, True, "rank 1 on host1 died without a word"),
+        (signal.SIGCHLD, True, "rank 1 on host1 died unexpectedly"),
     ],
 )
 def test_the_end_of_a_rank_is_a_fault_unless_it_told_or_was_told(
@@ -246,11 +246,11 @@ def test_the_end_of_a_rank_is_a_fault_unless_it_told_or_was_told(
 def test_messages_of_strangers_are_nothing(sentinels: Callable[[int], Sentinels]) -> None:
     job = sentinels(2)
     fault = {"kind": "lost", "text": "made up"}
-    message = {"number": 10**9, "host": 1, "idle": False, "left": False, "fault": fault}
+    message = {"number": 10**9, "host": 1, "idle": False, "finished": False, "fault": fault}
     stranger = udp()
     for secret in (b"other", b""):
-        stranger.sendto(auth.sealed(secret, PURPOSE, json.dumps(message).encode()), job.doors[0].getsockname())
-    made = auth.sealed(SECRET, b"another purpose", json.dumps(message).encode())
+        stranger.sendto(auth.sign(secret, PURPOSE, json.dumps(message).encode()), job.doors[0].getsockname())
+    made = auth.sign(KEY, b"another purpose", json.dumps(message).encode())
     for text in (made, json.dumps(message).encode(), b"\xff{", b"[" * 4096, b"", b"\0" * 65000):
         stranger.sendto(text, job.doors[0].getsockname())
         stranger.sendto(text, job.words[0].getsockname())
@@ -274,7 +274,7 @@ def test_a_heartbeat_that_is_sent_again_is_not_a_sign_of_life(sentinels: Callabl
         def __getattr__(self, name: str) -> object:
             return getattr(real, name)
 
-    job.watches[0]._door = Tap()
+    job.watches[0]._heartbeats = Tap()
     job.turn(3)
     again = udp()
     for _ in range(int(SILENCE_S) + 8):
@@ -355,15 +355,15 @@ def test_a_process_number_used_again_is_another_process() -> None:
 def test_the_way_to_another_host_is_over_a_common_network(
     ours: dict[str, str], theirs: dict[str, str], preferred: list[str], expected: tuple[str, str, str] | None
 ) -> None:
-    assert interfaces.way(ours, theirs, "no-such-host.invalid", preferred) == expected
+    assert interfaces.route(ours, theirs, "no-such-host.invalid", preferred) == expected
 
 
 def test_who_has_proved_itself_is_heard_whatever_it_says() -> None:
     """While it proves itself its socket wakes nobody for less than the whole proof."""
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
-        one, other = Party(SECRET, b"test", 0), Party(SECRET, b"test", 1)
-        coming = pool.submit(auth.connected, "127.0.0.1", listener.getsockname()[1], other, 0, 10)
-        found = auth.accepted(listener, one, {1}, 10)
+        one, other = Party(KEY, b"test", 0), Party(KEY, b"test", 1)
+        coming = pool.submit(auth.connect, "127.0.0.1", listener.getsockname()[1], other, 0, 10)
+        found = auth.accept(listener, one, {1}, 10)
         for end in (found[1], coming.result()):
             assert end.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == 1
             end.close()
@@ -371,12 +371,12 @@ def test_who_has_proved_itself_is_heard_whatever_it_says() -> None:
 
 def test_goodput_is_measured_by_the_receiver_and_strangers_are_not_served() -> None:
     receiver = goodput.Receiver("127.0.0.1")
-    receiver.open(Party(SECRET, goodput.PURPOSE, 1), 0)
+    receiver.open(Party(KEY, goodput.PURPOSE, 1), 0)
     silent = [socket.create_connection(("127.0.0.1", receiver.port)) for _ in range(5)]
-    for secret, number, to in ((b"public", 0, 1), (SECRET, 2, 1), (SECRET, 0, 2)):
+    for secret, number, to in ((b"public", 0, 1), (KEY, 2, 1), (KEY, 0, 2)):
         with pytest.raises(OSError):
             goodput.measure("127.0.0.1", receiver.port, Party(secret, goodput.PURPOSE, number), to, "127.0.0.1")
-    assert goodput.measure("127.0.0.1", receiver.port, Party(SECRET, goodput.PURPOSE, 0), 1, "127.0.0.1") > 0
+    assert goodput.measure("127.0.0.1", receiver.port, Party(KEY, goodput.PURPOSE, 0), 1, "127.0.0.1") > 0
     with pytest.raises(OSError):  # once
         socket.create_connection(("127.0.0.1", receiver.port))
     for stranger in silent:

@@ -120,7 +120,7 @@ class Ranks:
         self.rank, self.size, self._hosts = hosts.index, hosts.count, hosts
 
     def gather(self, value: float) -> list[float]:
-        return [float(each[0]) for each in self._hosts.gather(np.array([value]))]
+        return [float(each[0]) for each in self._hosts.all_gather(np.array([value]))]
 
 
 @pytest.mark.parametrize(

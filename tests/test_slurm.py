@@ -175,7 +175,7 @@ def test_srun_tells_each_rank_its_place(nodes: SlurmCluster) -> None:
     if reason := pmix_missing():
         pytest.skip(reason)
     show = (
-        "from hvdtrain.comm import world; p = world.place()\n"
+        "from hvdtrain.comm.launch_env import launch_env; p = launch_env()\n"
         "print(p.launcher, p.rank, p.size, p.local_rank, p.local_size)"
     )
     done = nodes.run(["srun", "--nodes=2", "--ntasks=3", "--mpi=pmix", PYTHON, "-c", show], cwd=ROOT)

@@ -27,7 +27,7 @@ FRAMEWORKS = ("torch", "tensorflow")
 SMALL = CNNSpec(side=11)
 
 
-def test_the_study_s_networks_have_its_sizes() -> None:
+def test_the_networks_have_the_sizes_of_the_study() -> None:
     """Thirty pyramids, whose third layers are 13, 26 ... 6656, and a CNN of 4,352,641 parameters."""
     names = [f"p{depth}-k{k}" for depth in (1, 2, 3) for k in range(10)]
     assert len({nets.pyramid(name) for name in names}) == 30
@@ -38,7 +38,7 @@ def test_the_study_s_networks_have_its_sizes() -> None:
     assert sum(map(math.prod, mlp.parameters(spec).values())) == 51 * 1600 + 1601 * 800 + 801
     assert sum(map(math.prod, nets.parameters(CNNSpec()).values())) == 4_352_641
     for name in ("p4-k0", "p1-k10", "cnn2", "p1"):
-        with failing(BAD_CONFIG, f"--net {name}: give p1, p2 or p3"):
+        with failing(BAD_CONFIG, f"--net {name} is unknown; hint: give p1, p2 or p3"):
             nets.pyramid(name)
 
 
@@ -49,10 +49,10 @@ def drawn(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def loss_and_gradients(framework: str, arrays: tuple[np.ndarray, ...], *, training: bool) -> Found:
-    """Of the CNN with one set of initial values; gradients in the neutral layout."""
+    """Of the CNN with fixed initial values; gradients in PyTorch's layout."""
     state = nets.initial_state(SMALL, 1)
     state |= {name: array + np.float32(0.01) for name, array in state.items() if name.endswith("bias")}
-    model = solar.made(framework, SMALL)
+    model = solar.build(framework, SMALL)
     load(model, state)
     if framework == "torch":
         assert {name: tuple(each.shape) for name, each in model.named_parameters()} == nets.parameters(SMALL)
@@ -60,7 +60,7 @@ def loss_and_gradients(framework: str, arrays: tuple[np.ndarray, ...], *, traini
     return told(tensorflow_gradients(model, list(map(tf.constant, arrays)), training))
 
 
-def test_the_twins_are_one_cnn() -> None:
+def test_both_frameworks_compute_the_same_cnn() -> None:
     one, other = (loss_and_gradients(framework, drawn(6), training=False) for framework in FRAMEWORKS)
     assert one[0] == pytest.approx(other[0], rel=1e-5)
     assert one[1] == pytest.approx(other[1], rel=1e-5)
@@ -102,8 +102,8 @@ FLAGS += ["--warmup-epochs", "0", "--lr", "0.01", "--checkpoint-steps", "9", "--
 FLAGS += ["--inference", "2,64"]
 
 
-def test_processes_ranks_and_frameworks_learn_the_same_and_so_does_a_run_that_was_cut_off(tmp_path: Path) -> None:
-    """And persistence is beaten on readings that no training window has seen."""
+def test_ranks_frameworks_and_a_resumed_run_learn_the_same(tmp_path: Path) -> None:
+    """The forecasts beat persistence on readings that no training window contains."""
     losses = {}
     for framework, launcher, ranks in (("torch", "", 0), ("torch", "horovodrun", 2), ("tensorflow", "mpirun", 2)):
         folder = tmp_path / f"{framework}{ranks}"
@@ -133,23 +133,23 @@ def test_processes_ranks_and_frameworks_learn_the_same_and_so_does_a_run_that_wa
     assert np.square(found["torch"] - targets[:, 0]).mean() < np.square(targets[:, 1] - targets[:, 0]).mean()
 
 
-def test_tensorflow_s_parts_are_the_whole_cnn() -> None:
-    """PyTorch's are in test_stages.py."""
-    row, state, measure = nets.layers(SMALL), nets.initial_state(SMALL, 1), solar.Forecast(1.0)
+def test_tensorflow_s_stages_equal_the_whole_cnn() -> None:
+    """PyTorch's stages are tested in test_stages.py."""
+    row, state, metric = nets.layers(SMALL), nets.initial_state(SMALL, 1), solar.Forecast(1.0)
     batch = data.Batch(arrays=drawn(6), weight=6, total_weight=6)
 
     def make(part: range | None) -> Any:
-        model = solar.made("tensorflow", SMALL, part)
+        model = solar.build("tensorflow", SMALL, part)
         load(model, state)
         return model
 
-    known, *others = [stepped("tensorflow", make, row, border, batch, measure) for border in range(len(row))]
+    known, *others = [stepped("tensorflow", make, row, border, batch, metric) for border in range(len(row))]
     for found in others:
         np.testing.assert_allclose(found, known, rtol=1e-5, atol=1e-6)
 
 
-def test_the_study_s_sweeps_run_on_a_reduced_grid(tmp_path: Path) -> None:
-    """On ten minutes of the Oahu grid, as a user would: prepared, swept, and drawn."""
+def test_the_sweeps_of_the_study_run_on_a_reduced_grid(tmp_path: Path) -> None:
+    """With ten minutes of the Oahu grid, like a user: prepare, sweep, plot."""
     (tmp_path / "20100322.txt").write_text(oahu(81, 600))
     data = tmp_path / "oahu"
     hvdtrain(tmp_path, "data", "solar", str(tmp_path / "20100322.txt"), str(data))
@@ -172,7 +172,7 @@ def test_the_study_s_sweeps_run_on_a_reduced_grid(tmp_path: Path) -> None:
 
 
 def hvdtrain(folder: Path, *words: str) -> str:
-    """With locks of its own, so that no other test's sweep is in the way."""
+    """Runs the command with separate locks, so that sweeps of other tests do not interfere."""
     done = launch(0, ["-m", "hvdtrain.cli", *words], extra={"TMPDIR": str(folder)}, limit_s=300)
     assert done.returncode == 0, done.stderr + done.stdout
     return done.stdout
@@ -181,19 +181,19 @@ def hvdtrain(folder: Path, *words: str) -> str:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--net", "p4-k1"], "--net p4-k1: give p1, p2 or p3"),
-        (["--net", "cnn", "--window", "20"], "--window 20: --net cnn sees maps"),
-        (["--net", "p1-k1", "--hidden", "5"], "--net and --hidden are both given"),
-        (["--hidden", "5,x"], "--hidden 5,x: give units per layer"),
-        (["--station", "AP1"], "--station AP1: no such station; poa"),
+        (["--net", "p4-k1"], "--net p4-k1 is unknown; hint: give p1, p2 or p3"),
+        (["--net", "cnn", "--window", "20"], "--window 20 cannot be combined with --net cnn"),
+        (["--net", "p1-k1", "--hidden", "5"], "--net and --hidden cannot be combined"),
+        (["--hidden", "5,x"], "--hidden 5,x is not a list of sizes; hint: give units per layer"),
+        (["--station", "AP1"], "--station AP1: unknown station; hint: the stations are poa"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_bad_settings_are_one_clear_line(flags: list[str], said: str) -> None:
+def test_invalid_options_are_one_line(flags: list[str], said: str) -> None:
     refused("solar", "--dry-run", *flags, code=BAD_CONFIG, said=said)
 
 
-def test_a_dry_run_tells_what_was_left_out_and_why() -> None:
+def test_a_dry_run_shows_why_windows_were_left_out() -> None:
     shown = document(alone("solar", "--net", "cnn", "--dry-run", "--json"))
     assert shown["model"]["parameters"] == 4_352_641
     assert shown["config"]["batch_size"] == 100

@@ -1,4 +1,4 @@
-"""Irradiance: the rules of a good reading, windows that are views and keep to their part, and the files of stations."""
+"""Irradiance: rules for good readings, windows within the parts of the split, and files of stations."""
 
 from __future__ import annotations
 
@@ -34,11 +34,13 @@ def made(readings: np.ndarray, times: np.ndarray | None = None, places: int = 0)
     )
 
 
-def test_the_packaged_readings_are_those_and_the_impossible_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pvlib", None)  # nothing that pvanalytics depends on is needed
+def test_the_packaged_readings_without_impossible_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pvlib", None)  # pvanalytics' dependencies are not needed
     series = solar.load("pvanalytics")
     assert "pvanalytics" not in sys.modules
-    assert solar.DARK_W_M2 == 5, "another would make other windows: other studies' scores are no longer beside ours"
+    assert solar.DARK_W_M2 == 5, (
+        "another value gives other windows, and scores that cannot be compared with the study's"
+    )
     assert series.readings.shape == (165_588, 1)
     assert set(np.diff(series.times)) == {900}
     assert series.flagged == {"missing": 13_360, "out of bounds": 2_375, "near one out of bounds": 668}
@@ -46,12 +48,12 @@ def test_the_packaged_readings_are_those_and_the_impossible_is_left_out(monkeypa
     assert -10 <= np.nanmin(series.readings) < 1000 < np.nanmax(series.readings) <= 1361
 
 
-def test_what_is_not_there_tells_the_command_that_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_readings_are_an_error_with_the_command_that_installs_them(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Failure, match="'pvanalytics' or a folder made by `hvdtrain data solar`"):
         solar.load("nowhere")
     monkeypatch.setattr(solar, "PACKAGED_SHA256", "0" * 64)
     with pytest.raises(
-        Failure, match=r"is not the file we know: pip install --no-deps -c tools/constraints\.txt pvanalytics"
+        Failure, match=r"is not the expected file; hint: pip install --no-deps -c tools/constraints\.txt pvanalytics"
     ):
         solar.load("pvanalytics")
     monkeypatch.setattr(solar, "PACKAGED", "pvanalytics_that_is_absent")
@@ -68,10 +70,8 @@ def test_a_reading_that_breaks_a_rule_is_counted_once() -> None:
 
 @settings(max_examples=30)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 5), st.integers(1, 3), st.sampled_from(["window", "map"]))
-def test_windows_are_all_the_good_ones_of_each_part_and_no_others(
-    seed: int, window: int, ahead: int, look: solar.Look
-) -> None:
-    """Against a loop over all of them: nothing bad, no gap, no night, nothing that reaches over a cut."""
+def test_windows_equal_those_of_a_loop(seed: int, window: int, ahead: int, look: solar.Look) -> None:
+    """No bad reading, no gap, no night, none across a border of the split."""
     draw = np.random.default_rng(seed)
     readings = draw.uniform(0, 30, (150, 3)).astype(np.float32)
     readings[draw.random(readings.shape) < 0.02] = NAN
@@ -110,7 +110,7 @@ def test_windows_are_all_the_good_ones_of_each_part_and_no_others(
     assert len(everyone) + sum(left_out.values()) == 150 - (span - 1) - ahead
 
 
-def test_a_stack_is_fifty_windows_each_a_reading_later() -> None:
+def test_a_stack_is_fifty_windows_one_reading_apart() -> None:
     truth = np.arange(1000, dtype=np.float32)[:, np.newaxis] + 100
     found = solar.windows(made(truth), look="stack", window=50, ahead=2)
     assert found.shape == (50, 50)
@@ -123,22 +123,22 @@ def test_a_stack_is_fifty_windows_each_a_reading_later() -> None:
     )
 
 
-def test_a_map_is_each_station_at_its_place_and_between_them_never_beyond_them() -> None:
+def test_a_map_interpolates_between_the_stations() -> None:
     places = [(21.31, -158.08), (21.32, -158.08), (21.32, -158.07)]
     weights = solar.map_weights(places)
     drawn = np.array([100, 200, 700], np.float32) @ weights
-    picture = drawn.reshape(50, 50)
+    image = drawn.reshape(50, 50)
     np.testing.assert_allclose(weights.sum(axis=0), 1, rtol=1e-5)
-    np.testing.assert_allclose([picture[-1, 0], picture[0, 0], picture[0, -1]], [100, 200, 700], rtol=1e-4)
+    np.testing.assert_allclose([image[-1, 0], image[0, 0], image[0, -1]], [100, 200, 700], rtol=1e-4)
     assert drawn.min() >= 100 - 1e-3 and drawn.max() <= 700 + 1e-3
 
 
-def test_a_part_without_a_window_and_an_unknown_station_are_told() -> None:
-    with failing(BAD_CONFIG, "--station s9: no such station"):
+def test_a_part_without_windows_and_an_unknown_station_are_errors() -> None:
+    with failing(BAD_CONFIG, "--station s9: unknown station"):
         solar.windows(made(np.ones((50, 2))), look="window", window=5, ahead=1, station="s9")
-    with pytest.raises(Failure, match=r"no window is left in a part of its 50 readings .*45 at night"):
+    with pytest.raises(Failure, match=r"a part of its 50 readings has no windows.*45 at night"):
         solar.windows(made(np.zeros((50, 1))), look="window", window=5, ahead=1)
-    with pytest.raises(Failure, match="4 readings, a window takes 6"):
+    with pytest.raises(Failure, match="4 readings, but a window needs 6"):
         solar.windows(made(np.ones((4, 1))), look="window", window=5, ahead=1)
 
 
@@ -146,7 +146,7 @@ def test_a_part_without_a_window_and_an_unknown_station_are_told() -> None:
 
 
 def oahu(day: int, seconds: int, value: float = 500.0) -> str:
-    """Some seconds of a day from 10:59:58 on; what an instrument reads tells its column and its second."""
+    """Some seconds of a day from 10:59:58; each reading encodes its column and its second."""
     lines = []
     for second in range(seconds):
         clock = 10 * 3600 + 59 * 60 + 58 + second
@@ -188,7 +188,7 @@ def utc(text: str) -> int:
     return int(np.datetime64(text, "s").astype(int))
 
 
-def test_days_of_the_oahu_grid_have_seventeen_stations_in_the_order_of_time(tmp_path: Path) -> None:
+def test_days_of_the_oahu_grid(tmp_path: Path) -> None:
     source = tmp_path / "201003"
     source.mkdir()
     (source / "a.txt").write_text(oahu(81, 300))
@@ -204,7 +204,7 @@ def test_days_of_the_oahu_grid_have_seventeen_stations_in_the_order_of_time(tmp_
     assert np.flatnonzero(np.isnan(series.readings[:, 0])).tolist() == [7]
     assert np.flatnonzero(np.isnan(series.readings[:, 1])).tolist() == [5, 6, 7, 8, 9]
     assert np.isnan(series.readings).sum() == 6 == sum(series.flagged.values())
-    assert series.readings[203, 16] == 500 + 22 + 3 / 4, "DH8 is the last column, behind the tilted ones"
+    assert series.readings[203, 16] == 500 + 22 + 3 / 4, "DH8 is the last column, after the tilted instruments"
     windows = solar.windows(series, look="map", window=50, ahead=10, station="AP1")
     assert windows.shape == (50, 50) and windows.about["windows_left_out"]["over a gap"] == 10
     file = tmp_path / "oahu" / "readings.npy"
@@ -213,7 +213,7 @@ def test_days_of_the_oahu_grid_have_seventeen_stations_in_the_order_of_time(tmp_
         solar.load(str(tmp_path / "oahu"), verify=True)
 
 
-def test_a_bsrn_month_and_a_midc_export_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bsrn_month_and_a_midc_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with gzip.open(tmp_path / "pay0616.dat.gz", "wt") as file:
         file.write(bsrn(90))
     series = prepared(tmp_path / "pay0616.dat.gz", tmp_path / "payerne")
@@ -232,35 +232,35 @@ def test_a_bsrn_month_and_a_midc_export_are_read(tmp_path: Path, capsys: pytest.
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
-        ("", ":1: neither a day of the Oahu grid"),
-        ("a,b\n1,2\n", ":1: neither a day"),
-        (oahu(80, 3).replace("504.25", "x", 1), ":2: column 5: 'x' is no number"),
-        (oahu(80, 3) + "1,2010\n", ":4: 2 columns, 23 belong"),
-        (oahu(80, 3).replace("0,2010,80,1100", "0,2010,400,1100"), ":3: no time: 0, 2010, 400, 1100"),
-        (oahu(80, 3).replace("0,2010,80,1100", "57,2010,80,1059"), ":3: not later than the line before"),
-        (MIDC.replace("MST", "XYZ"), ":1: time zone 'XYZ'"),
-        (MIDC.replace("Global", "Diffuse"), ":1: no column 'Global ... [W/m^2]'; --columns takes Air"),
-        (MIDC.splitlines()[0], ": holds no reading"),
-        (bsrn(5).replace("   104", "   1x4"), ":15: no day, minute and global irradiance"),
-        (bsrn(5).replace("  2     4", " 31     4"), ":15: no time of that month: day 31"),
+        ("", ":1: unknown format; hint: supported are a day of the Oahu grid"),
+        ("a,b\n1,2\n", ":1: unknown format"),
+        (oahu(80, 3).replace("504.25", "x", 1), ":2: column 5: 'x' is not a number"),
+        (oahu(80, 3) + "1,2010\n", ":4: 2 columns, but 23 are needed"),
+        (oahu(80, 3).replace("0,2010,80,1100", "0,2010,400,1100"), ":3: 0, 2010, 400, 1100 is not a time"),
+        (oahu(80, 3).replace("0,2010,80,1100", "57,2010,80,1059"), ":3: the time is not later than on the line before"),
+        (MIDC.replace("MST", "XYZ"), ":1: unknown time zone 'XYZ'"),
+        (MIDC.replace("Global", "Diffuse"), ":1: no column 'Global ... [W/m^2]'; hint: --columns can be Air"),
+        (MIDC.splitlines()[0], " contains no readings"),
+        (bsrn(5).replace("   104", "   1x4"), ":15: '  2     4 "),
+        (bsrn(5).replace("  2     4", " 31     4"), ":15: day 31, minute 4 is not in that month"),
         (bsrn(5).replace("*U0100", "*U0200"), ": no logical record 0100"),
         (bsrn(5).replace(" 21  6 2016", " 21 13 2016"), ":2: no station, month and year"),
-        ("\x1f\x8b not gzip", ": a damaged gzip file"),
+        ("\x1f\x8b not gzip", ": the gzip file is damaged"),
     ],
     ids=lambda value: value.strip()[:40] if value.startswith(":") else "",
 )
-def test_what_is_wrong_in_a_file_is_told_with_its_line(content: str, said: str, tmp_path: Path) -> None:
+def test_errors_name_file_and_line(content: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "file.txt"
     path.write_bytes(content.encode("latin-1"))
     with pytest.raises(Failure) as failure:
         prepared(path, tmp_path / "made")
-    assert f"{path}{said}" in str(failure.value) and failure.value.code == BAD_DATA
-    assert [each.name for each in tmp_path.iterdir()] == ["file.txt"], "nothing is left behind"
+    assert f"{path}{message}" in str(failure.value) and failure.value.code == BAD_DATA
+    assert [file.name for file in tmp_path.iterdir()] == ["file.txt"], "nothing is left behind"
 
 
-def test_what_a_killed_process_left_is_no_obstacle_and_a_long_gzip_file_is_not_cut(
+def test_leftovers_of_a_killed_process_and_a_gzip_file_that_is_too_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "day.txt.gz").write_bytes(gzip.compress(oahu(80, 3).encode()))
@@ -271,17 +271,17 @@ def test_what_a_killed_process_left_is_no_obstacle_and_a_long_gzip_file_is_not_c
         prepared(tmp_path / "day.txt.gz", tmp_path / "again")
 
 
-def test_files_that_do_not_go_together_are_told(tmp_path: Path) -> None:
+def test_files_that_do_not_fit_together_are_errors(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
-    with pytest.raises(Failure, match="no file is there"):
+    with pytest.raises(Failure, match="contains no files"):
         prepared(source, tmp_path / "made")
     (source / "1.txt").write_text(oahu(80, 5))
     (source / "2.txt").write_text(oahu(80, 5))
     with pytest.raises(Failure, match=r"2\.txt and .*1\.txt overlap in time"):
         prepared(source, tmp_path / "made")
     (source / "2.txt").write_text(MIDC)
-    with pytest.raises(Failure, match=r"2\.txt: midc with .* not oahu with"):
+    with pytest.raises(Failure, match=r"2\.txt: midc with .* is oahu with"):
         prepared(source, tmp_path / "made")
     with pytest.raises(Failure, match="--least 5 is not below --most 5"):
         solar_prepare.SolarConfig(source="a", destination="b", least=5, most=5)

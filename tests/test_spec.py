@@ -227,7 +227,7 @@ class Mine(Reducer):
         return Cost(phases=all_reduce(elements(shapes), hosts))
 
     def all_reduce(self, values, leaders):
-        leaders.sum(values)
+        leaders.all_reduce(values)
         values *= self.settings.times
 '''
 

@@ -41,18 +41,20 @@ from test_resnet_train import newest_arrays
 from thread_ranks import at_once, meetings, reach
 
 from hvdtrain import strategies
-from hvdtrain.comm.backends.base import PeerLost
 from hvdtrain.comm.channel import AHEAD, Channel, neighbours
-from hvdtrain.comm.world import Place, World
-from hvdtrain.config.options import TrainConfig, parse
+from hvdtrain.comm.errors import PeerLost
+from hvdtrain.comm.launch_env import LaunchEnv
+from hvdtrain.comm.world import connect
+from hvdtrain.config.options import TrainConfig
+from hvdtrain.config.parser import parse
 from hvdtrain.data import Batch
 from hvdtrain.models.layers import Layer
 from hvdtrain.pipeline import partition
 from hvdtrain.pipeline.mesh import Mesh
 from hvdtrain.pipeline.plan import Stages
 from hvdtrain.pipeline.schedule import NUMBER_BYTES, Coding, Order, Pipe, order, packed, unpacked
-from hvdtrain.records import metrics as measures
-from hvdtrain.records.metrics import Measure
+from hvdtrain.records import metrics
+from hvdtrain.records.metrics import Metric
 from hvdtrain.system.exits import Failure
 from hvdtrain.training import job as workload
 
@@ -113,7 +115,7 @@ def test_the_plan_of_two_stages() -> None:
     row = [Layer(name=name, arrays=(), output=(size,), multiply_adds=1) for name, size in (("a", 5), ("b", 7))]
 
     def made(size: int = 2, local_size: int = 1, **more: Any) -> Stages:
-        place = Place(launcher="mpirun", size=size, local_size=local_size)
+        place = LaunchEnv(launcher="mpirun", size=size, local_size=local_size)
         return Stages.of(TrainConfig(stages=2, **more), place, row, [10, 20], "it")
 
     assert [made().held(stage, 12) for stage in range(2)] == [2, 1]
@@ -213,23 +215,23 @@ def channels(count: int) -> list[list[Channel | None]]:
 
 
 def stepped(
-    framework: str, make: Callable[[range | None], Any], row: list[Layer], border: int, batch: Batch, measure: Measure
+    framework: str, make: Callable[[range | None], Any], row: list[Layer], border: int, batch: Batch, metric: Metric
 ) -> np.ndarray:
     """Gradients of all parameters and the totals of a step of two stages, cut before layer `border` of the row; 0: of
     the whole model at once."""
     config = parse(TrainConfig, ["--framework", framework, "--strategy", "hierarchical"], prog="", purpose="")
     cut = partition.Partition(row, (0, border, len(row)) if border else (0, len(row)))
-    count, ranks = len(cut.borders) - 1, World(framework, carrier="streams")
+    count, ranks = len(cut.borders) - 1, connect(framework, backend="tcp")
     replicas = []
     for stage, (before, after) in enumerate(channels(count) if count > 1 else [(None, None)]):
         shapes = [cut.boundary(stage - 1) if stage else (), cut.boundary(stage)]
         pipe = Pipe(stage, count, before=before, after=after, inputs=shapes[0], outputs=shapes[1])
         model = make(cut.part(stage) if border else None)
         strategy = strategies.chosen(config).make(config, ranks, [(1,)])
-        replicas.append(workload.replica_of(model, config, ranks, strategy, "cpu", measure, pipe))
+        replicas.append(workload.replica_of(model, config, ranks, strategy, "cpu", metric, pipe))
     at_once([functools.partial(each.backward, batch, 0.1, False) for each in replicas])
     vectors = [each.vector() for each in replicas]
-    tail = measure.size + 1
+    tail = metric.size + 1
     assert all(np.array_equal(vector[-tail:], vectors[0][-tail:]) for vector in vectors), "all stages know the totals"
     return np.concatenate([*(vector[:-tail] for vector in vectors), vectors[0][-tail:]])
 
@@ -385,7 +387,7 @@ def test_a_sender_waits_for_a_slow_receiver_and_a_lost_one_is_told() -> None:
     assert len(sent) < 70, "what nobody takes stays with its maker"
     assert [int(other.receive()[0]) for _ in range(80)] == list(range(80))
     sending.join()
-    other.leave()
+    other.shutdown()
     with pytest.raises(PeerLost):
         one.receive()
 
@@ -404,7 +406,7 @@ def test_a_stage_may_begin_with_a_layer_that_works_in_place() -> None:
 
     row = [Layer(name=f"l{width}", arrays=(), output=(width,), multiply_adds=1) for width in (5, 3)]
     batch = Batch(arrays=(np.random.default_rng(1).standard_normal((8, 4), np.float32),), weight=8, total_weight=8)
-    whole, cut = [stepped("torch", make, row, border, batch, measures.Accuracy()) for border in (0, 1)]
+    whole, cut = [stepped("torch", make, row, border, batch, metrics.Accuracy()) for border in (0, 1)]
     assert np.array_equal(whole, cut)
 
 
@@ -488,7 +490,7 @@ def test_a_killed_stage_ends_the_job_like_any_dead_rank(tmp_path: Path) -> None:
         os.kill(int(middle.name), signal.SIGKILL)
         output, _ = job.communicate(timeout=LIMIT_S)
     assert job.returncode == 137, output
-    assert re.search(r"hvdtrain: rank 1 on \S+ died without a word.*; ending the job", output), output
+    assert re.search(r"hvdtrain: rank 1 on \S+ died unexpectedly.*; ending the job", output), output
     until(lambda: not any(is_rank(path, tmp_path / "run") for path in ranks), 100)
 
 
@@ -545,7 +547,7 @@ def test_a_dry_run_by_itself_shows_the_plan_of_as_many_ranks() -> None:
 def test_a_measured_cut_is_for_the_slowest_link_and_what_is_fastest_of_a_layer() -> None:
     sizes = zip("abc", (10**6, 1, 1), strict=True)
     row = [Layer(name=name, arrays=(), output=(size,), multiply_adds=1) for name, size in sizes]
-    made = Stages.of(TrainConfig(stages=2), Place(launcher="mpirun", size=2, local_size=1), row, [1] * 3, "it")
+    made = Stages.of(TrainConfig(stages=2), LaunchEnv(launcher="mpirun", size=2, local_size=1), row, [1] * 3, "it")
 
     def names(*rates: float | None) -> tuple[str, ...]:
         ranks: Any = SimpleNamespace(

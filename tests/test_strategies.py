@@ -41,10 +41,10 @@ from conftest import (
 from runs import cut_off, read_run
 from test_faults import Job, is_rank
 from test_resnet_train import assert_same_arrays, newest_arrays, started, wait_for_steps
-from thread_ranks import ThreadMeeting, at_once, meetings, reach
+from thread_ranks import ThreadRendezvous, at_once, meetings, reach
 
 from hvdtrain import strategies
-from hvdtrain.comm.world import Met, World
+from hvdtrain.comm.world import RankGroup, connect
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.data import Batch
 from hvdtrain.models.resnet import ResNetSpec, parameters
@@ -412,11 +412,11 @@ def test_the_central_server_sends_the_weights_to_every_rank_of_other_hosts(runs:
 
 @contextlib.contextmanager
 def host(
-    meeting: ThreadMeeting, text: str, model: Any, shapes: list[tuple[int, int]]
+    meeting: ThreadRendezvous, text: str, model: Any, shapes: list[tuple[int, int]]
 ) -> Iterator[tuple[Any, Callable[[float], None]]]:
     """Run a host with one rank as a thread. Yields its PyTorch replica, with the same initial weights on all hosts, and
     a function that makes a step with a learning rate, on rows of 128 numbers that differ between ranks."""
-    world = World("torch", carrier="streams", met=Met(meeting, None, reach(meeting.rank)))
+    world = connect("torch", backend="tcp", group=RankGroup(meeting, None, reach(meeting.rank)))
     config = TrainConfig(framework="torch", device="cpu", strategy=text)
     strategy = strategies.chosen(config).make(config, world, shapes)
     replica = workload.replica_of(model, config, world, strategy, "cpu", Accuracy())
@@ -430,7 +430,7 @@ def host(
     try:
         yield replica, step
     finally:
-        world.leave()
+        world.shutdown()
 
 
 @pytest.mark.parametrize("reentrant", [None, False, True], ids=["no checkpoints", "checkpoints", "reentrant ones"])
@@ -452,7 +452,7 @@ def test_a_shared_weight_is_sent_when_its_gradient_is_complete(reentrant: bool |
             loss = last(x).square().mean()
             return loss, {"correct": 0 * loss}
 
-    def trained(meeting: ThreadMeeting) -> bytes:
+    def trained(meeting: ThreadRendezvous) -> bytes:
         with host(meeting, "hierarchical", Shared(), [(128, 128)] * 3) as (replica, step):
             step(0.1)
             return bytes(replica.weights().tobytes())
@@ -473,7 +473,7 @@ def test_residuals_of_gradients_never_reach_weight_changes(reducer: str) -> None
             loss = self(x).square().mean()
             return loss, {"correct": 0 * loss}
 
-    def changed(meeting: ThreadMeeting) -> tuple[float, float]:
+    def changed(meeting: ThreadRendezvous) -> tuple[float, float]:
         text, model = f"local-sgd:every=1,start=1+{reducer}", Linear(128, 128, bias=False)
         with host(meeting, text, model, [(128, 128)]) as (replica, step):
             weights = [replica.weights().copy()]
@@ -524,7 +524,7 @@ def test_a_killed_rank_ends_the_job(tmp_path: Path) -> None:
         assert job.end() == 137
         (said,) = (line for line in job.output().splitlines() if "hvdtrain: " in line)
         assert "rank 1" in said
-        assert "died without a word" in said
+        assert "died unexpectedly" in said
 
 
 def number(pid: int) -> int:

@@ -22,7 +22,7 @@ from conftest import LIMIT_S, ROOT, environment, failing, finished, until
 from hvdtrain.lab import topology, virtual
 from hvdtrain.sweep import file
 from hvdtrain.sweep.network import cluster_name
-from hvdtrain.system.commands import caller
+from hvdtrain.system.commands import calling_user
 
 SMALL = '[defaults]\nframework = "torch"\nwidth = 0.125\nimage_size = "16"\nbatch_size = 96\nepochs = 1\nthreads = 1\n'
 # Two runs that end well, and one that no workload refuses but that cannot end well.
@@ -320,7 +320,9 @@ def test_a_sweeps_own_cluster_is_taken_by_its_name_only(tmp_path: Path, monkeypa
     (tmp_path / "s.toml").write_text('[cluster]\nvirtual = ["a", "b"]\n[[grid]]\n')
     own = cluster_name(file.read(tmp_path / "s.toml"), tmp_path)
     for name, chosen in ((own, None), ("lab", "lab")):
-        made = topology.from_names("a,b", cluster=name, user=caller(), slots=1, cpu_share=None, cpus=None, rate=None)
+        made = topology.from_names(
+            "a,b", cluster=name, user=calling_user(), slots=1, cpu_share=None, cpus=None, rate=None
+        )
         (tmp_path / name).mkdir()
         (tmp_path / name / "cluster.json").write_text(json.dumps(dataclasses.asdict(made)))
         with contextlib.nullcontext() if chosen else failing(2, rf"\({own} is a sweep's\); choose with --name"):

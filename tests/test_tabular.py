@@ -29,7 +29,7 @@ pytest.importorskip("tensorflow")
 FRAMEWORKS = ("torch", "tensorflow")
 FLAGS = ["--data", "wine", "--epochs", "4", "--global-batch-size", "16", "--json"]
 CUT = 21
-"""The step of the checkpoint from which runs go on, of 32 in four epochs"""
+"""Step of the checkpoint from which runs resume, of 32 in four epochs"""
 STRATEGIES = {
     "local-sgd": "local-sgd:every=3,staleness=1+powersgd:rank=2",
     "topk": "topk",
@@ -39,7 +39,7 @@ STRATEGIES = {
     "native": "native",
 }
 ALONE = {("tensorflow", "native")}
-"""Wants processes of its own: test_native.py"""
+"""Needs separate processes: see test_native.py"""
 
 
 def steps(folder: Path) -> list[float]:
@@ -48,7 +48,7 @@ def steps(folder: Path) -> list[float]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """In each framework a run of two hosts by strategy, and one with allreduce that was cut off; all in one start."""
+    """Runs of two hosts in each framework: one per strategy, and one with allreduce that is resumed; all in one job."""
     folder = tmp_path_factory.mktemp("runs")
     for framework in FRAMEWORKS:
         here = folder / framework
@@ -73,7 +73,7 @@ def summary(folder: Path) -> Any:
 def test_one_process_two_ranks_and_both_frameworks_learn_the_same(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Monitors end before inference is timed, whose energy is not the run's."""
+    """Monitors end before inference is timed, since its energy does not belong to the run."""
     timed, sampled = loop.timed_inference, []
 
     def samples(*arguments: Any) -> Any:
@@ -96,7 +96,7 @@ def test_one_process_two_ranks_and_both_frameworks_learn_the_same(
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_a_run_that_was_cut_off_goes_on_as_if_it_never_was(framework: str, runs: Path) -> None:
+def test_resumed_equals_uninterrupted(framework: str, runs: Path) -> None:
     whole, cut = runs / framework / "allreduce", runs / framework / "cut"
     (again,) = read_run(cut)["resumed"]
     assert again.step == CUT < summary(whole).steps
@@ -109,21 +109,21 @@ def test_a_run_that_was_cut_off_goes_on_as_if_it_never_was(framework: str, runs:
     ("framework", "strategy"),
     [(framework, name) for framework in FRAMEWORKS for name in STRATEGIES if (framework, name) not in ALONE],
 )
-def test_strategies_are_the_same_as_for_images(framework: str, strategy: str, runs: Path) -> None:
+def test_every_strategy_trains(framework: str, strategy: str, runs: Path) -> None:
     found = read_run(runs / framework / strategy)
     epochs = found["epoch"]
     assert epochs[-1].train_loss < epochs[0].train_loss
     assert np.sum(found["summary"][-1].test_sums["confusion"]) == 27
 
 
-def test_without_data_it_takes_those_of_breast_cancer() -> None:
+def test_the_default_data_is_breast_cancer() -> None:
     told = document(alone("tabular", "--dry-run", "--json"))
     assert told["workload"] == "tabular"
     rows = "398 training, 86 validation, 85 test rows of 30 features, 2 classes (separated by commas"
     assert rows in told["facts"]["data"]
 
 
-def test_the_end_of_a_run_shows_the_matrix_in_80_columns(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_summary_shows_the_confusion_matrix_in_80_columns(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = summary(runs / "torch" / "allreduce")
     show_summary(
         dataclasses.replace(found, run_dir="run"), Confusion(("a", "b", "a class of a long name")), as_json=False
@@ -138,19 +138,19 @@ def test_the_end_of_a_run_shows_the_matrix_in_80_columns(runs: Path, capsys: pyt
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wine data written in another way, each fifth row twice, and a file without its classes."""
+    """The wine data in another format with every fifth row twice, and files without or with bad classes."""
     folder, data = tmp_path_factory.mktemp("other"), load_wine()
     rows = [[*map(str, x), f"class_{y}"] for x, y in zip(data.data, data.target, strict=True)]
     text = "\r\n".join(";".join(row).replace(".", ",") for row in rows[::5] + rows)
     (folder / "other.csv").write_text(text)
     (folder / "bare.csv").write_text("\n".join(",".join(row[:-1]) for row in rows))
-    (folder / "unjudged.csv").write_text("\n".join(",".join([*row[:-1], "?" * (row in rows[::2])]) for row in rows))
+    (folder / "no_class.csv").write_text("\n".join(",".join([*row[:-1], "?" * (row in rows[::2])]) for row in rows))
     (folder / "unseen.csv").write_text("\n".join(map(",".join, [rows[0], [*rows[1][:-1], "class_7"]])))
     (folder / "narrow.csv").write_text("\n".join(",".join(row[2:]) for row in rows))
     return folder
 
 
-def test_scores_of_another_file_are_scikit_learns_in_either_framework(
+def test_scores_of_another_file_equal_scikit_learns_in_both_frameworks(
     runs: Path, other: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     told = {}
@@ -186,7 +186,7 @@ def test_scores_of_another_file_are_scikit_learns_in_either_framework(
         assert [scores[f"{kind}{ending}"] for kind in ("precision", "recall", "f1")] == pytest.approx(expected)
 
 
-def test_answers_need_no_classes_and_what_does_not_fit_is_told(runs: Path, other: Path, tmp_path: Path) -> None:
+def test_predictions_need_no_classes_and_other_columns_are_errors(runs: Path, other: Path, tmp_path: Path) -> None:
     run, out = str(runs / "tensorflow" / "allreduce"), tmp_path / "out.csv"
 
     def ask(command: str, name: str, *more: str) -> int:
@@ -194,20 +194,32 @@ def test_answers_need_no_classes_and_what_does_not_fit_is_told(runs: Path, other
 
     told = []
     (tmp_path / "link.csv").symlink_to(out)
-    for name in ("bare.csv", "unjudged.csv"):
+    for name in ("bare.csv", "no_class.csv"):
         assert ask("predict", name, "--out", str(tmp_path / "link.csv")) == 0
         told.append(out.read_text())
     assert told[0] == told[1]
     assert len(told[0].splitlines()) == 1 + 178
     os.mkfifo(tmp_path / "pipe")
     for words, code, told in [
-        (("test", "bare.csv"), 65, "bare.csv:1: 13 columns, and the run was trained on 13 features and their class"),
-        (("test", "unseen.csv"), 65, "unseen.csv:2:14: class 'class_7' was not in training, did you mean class_"),
-        (("predict", "narrow.csv", "--out", str(out)), 65, "12 columns, and the run was trained on 13 features"),
-        (("predict", "bare.csv", "--out", str(tmp_path / "no" / "out.csv")), 73, "No such file or directory; give"),
-        (("predict", "bare.csv", "--out", str(out / "out.csv")), 73, "Not a directory; give a file in a folder"),
-        (("predict", "bare.csv", "--out", str(tmp_path / "pipe")), 73, "not a plain file; give a file in a folder"),
-        (("test", "unjudged.csv"), 65, "unjudged.csv:1:14: no class; give it one, or train with --missing drop"),
+        (("test", "bare.csv"), 65, "bare.csv:1: 13 columns, but the run was trained on 13 features and a class"),
+        (
+            ("test", "unseen.csv"),
+            65,
+            "unseen.csv:2:14: class 'class_7' was not in the training data, did you mean class_",
+        ),
+        (("predict", "narrow.csv", "--out", str(out)), 65, "12 columns, but the run was trained on 13 features"),
+        (
+            ("predict", "bare.csv", "--out", str(tmp_path / "no" / "out.csv")),
+            73,
+            "No such file or directory",
+        ),
+        (("predict", "bare.csv", "--out", str(out / "out.csv")), 73, "Not a directory"),
+        (("predict", "bare.csv", "--out", str(tmp_path / "pipe")), 73, "not a plain file"),
+        (
+            ("test", "no_class.csv"),
+            65,
+            "no_class.csv:1:14: the class is missing; hint: fill it in, or train with --missing drop",
+        ),
         (("predict", "nothing.csv", "--out", str(out)), 65, "No such file"),
     ]:
         with failing(code, told.replace("(", r"\(")):
@@ -218,17 +230,21 @@ def test_answers_need_no_classes_and_what_does_not_fit_is_told(runs: Path, other
         (tmp_path / "run" / name).symlink_to(Path(run) / name)
     (tmp_path / "run" / "columns.json").unlink()
     (tmp_path / "run" / "columns.json").write_text('{"schema": "x"}')
-    with pytest.raises(Failure, match="not what a run keeps of its columns"):
+    with pytest.raises(Failure, match="does not describe columns"):
         predict.main(["test", "--run", str(tmp_path / "run"), "--data", str(other / "other.csv")])
 
 
 @pytest.mark.parametrize(
     ("flags", "code", "told"),
     [
-        (["--layers", "30,x"], 78, "--layers 30,x: give units of each hidden layer, e.g. 30,10"),
-        (["--data", "nothing.csv"], 65, "no data set 'nothing.csv': name breast-cancer, iris, wine, or a CSV file"),
+        (["--layers", "30,x"], 78, "--layers 30,x is not a list of sizes"),
+        (
+            ["--data", "nothing.csv"],
+            65,
+            "unknown data set 'nothing.csv'; hint: give breast-cancer, iris, wine or a CSV file",
+        ),
         (["--missing", "guess"], 2, "--missing"),
     ],
 )
-def test_what_is_not_accepted_is_one_line(flags: list[str], code: int, told: str) -> None:
+def test_invalid_options_are_one_line(flags: list[str], code: int, told: str) -> None:
     refused("tabular", *flags, code=code, said=told)

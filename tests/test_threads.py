@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import LIMIT_S, ROOT, command, environment, failing
 
-from hvdtrain.comm.world import Place
+from hvdtrain.comm.launch_env import LaunchEnv
 from hvdtrain.models import resnet
 from hvdtrain.system import cgroup
 from hvdtrain.training import threads
@@ -46,7 +46,7 @@ def test_each_rank_has_its_part_of_the_host(
 ) -> None:
     monkeypatch.setattr(cgroup, "host_cores", lambda: machine)
     monkeypatch.setattr(cgroup, "process_cores", lambda: mine)
-    where = Place(launcher="mpirun", size=ranks, local_size=ranks)
+    where = LaunchEnv(launcher="mpirun", size=ranks, local_size=ranks)
     assert threads.per_rank(0, where, math.inf, variables).count == expected
     assert threads.per_rank(3, where, math.inf, variables).count == 3
 
@@ -54,14 +54,16 @@ def test_each_rank_has_its_part_of_the_host(
 @pytest.mark.parametrize("given", ["-3", "0", "x", "²", "99999", "9" * 5000])
 def test_a_number_of_threads_out_of_its_bounds_is_refused(given: str) -> None:
     with failing(78, "OMP_NUM_THREADS="):
-        threads.per_rank(0, Place(launcher="alone"), math.inf, {"OMP_NUM_THREADS": given})
+        threads.per_rank(0, LaunchEnv(launcher="alone"), math.inf, {"OMP_NUM_THREADS": given})
 
 
 def test_small_layers_get_fewer_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cgroup, "process_cores", lambda: 16.0)
     spec = resnet.ResNetSpec(channels=3, classes=1000)
     assert 36 * resnet.multiply_adds(spec, 224, 224) == pytest.approx(3.66e9, rel=0.01), "as published for ResNet-34"
-    found = [threads.per_rank(0, Place(launcher="alone"), n * threads.LEAST_WORK, {}).count for n in (0, 0.9, 2, 99)]
+    found = [
+        threads.per_rank(0, LaunchEnv(launcher="alone"), n * threads.LEAST_WORK, {}).count for n in (0, 0.9, 2, 99)
+    ]
     assert found == [1, 1, 2, 16]
 
 

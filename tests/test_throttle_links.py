@@ -1,4 +1,4 @@
-"""The throttle on real links: network namespaces of the tests' own, the kernel's real queues. All need root."""
+"""The throttle on real links, in network namespaces of the tests. All tests need root."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from hvdtrain.lab.throttle import qdisc
 
 pytestmark = pytest.mark.root
 THROTTLE = str(ROOT / "tools" / "throttle.sh")
-# Each machine has its own /run, the folder $0, and so sees no cluster of this one. A mount on /run/hvdtrain itself
-# would not last: `cluster.sh down` of another test removes that folder, which detaches what is mounted on it elsewhere.
+# Each machine has its own /run (the folder $0), so it sees no virtual cluster. A mount on /run/hvdtrain would not last:
+# `cluster.sh down` in another test removes that folder, which detaches mounts on it.
 OWN_STATE = 'mount --bind "$0" /run && exec "$@"'
 
 
@@ -35,7 +35,7 @@ def sh(*words: str, check: bool = True) -> str:
 
 
 class Machine:
-    """A namespace that stands for a physical machine: v0 leads to a peer, `lan` is the other end."""
+    """A namespace that stands for a physical machine. Its interface v0 leads to a peer."""
 
     def __init__(self, folder: Path) -> None:
         self.netns, self.run, self.state = f"tthr{secrets.token_hex(3)}", folder, folder / "hvdtrain" / "self"
@@ -65,17 +65,17 @@ class Machine:
         return sh("tc", "-n", self.netns, *words)
 
     def rates(self) -> tuple[int | None, int | None]:
-        """Set for what v0 sends and for what it receives, in bit/s."""
-        detours = [
+        """Rates set for sending and for receiving on v0, in bit/s."""
+        ifbs = [
             entry["ifname"]
             for entry in json.loads(sh("ip", "-n", self.netns, "-json", "link", "show"))
             if entry["ifname"].startswith("hvdifb")
         ]
-        down = qdisc.rate_of(qdisc.read(self.netns, detours[0])) if detours else None
+        down = qdisc.rate_of(qdisc.read(self.netns, ifbs[0])) if ifbs else None
         return qdisc.rate_of(qdisc.read(self.netns, "v0")), down
 
     def queues(self) -> str:
-        """`tc -j`, byte for byte but for HTB's one counter."""
+        """`tc -j` without HTB's counter."""
         return re.sub(r'"direct_packets_stat":\d+,', "", self.tc("-json", "qdisc", "show", "dev", "v0"))
 
 
@@ -89,24 +89,10 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
         made.remove()
 
 
-# --- set and put back ------------------------------------------------------------------------------------------------
+# --- set and restore -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "before",
-    [
-        "",
-        "handle 5: pfifo limit 77",
-        "handle 6: bfifo limit 123456",
-        "handle 7: tbf rate 3mbit burst 9kb latency 70ms",
-        "handle 8: htb default 1 r2q 20",
-        "handle 4876: tbf rate 55mbit burst 20kb limit 90kb",
-        "handle 9: tbf rate 1gbit burst 200kb limit 1mb",
-    ],
-)
-def test_clear_puts_back_byte_for_byte_what_was_there(machine: Machine, before: str) -> None:
-    if before:
-        machine.tc("qdisc", "add", "dev", "v0", "root", *before.split())
+def test_clear_restores_the_kernels_own_queue_byte_for_byte(machine: Machine) -> None:
     found, links = machine.queues(), sh("ip", "-n", machine.netns, "link", "show")
     for arguments in (["10mbit"], ["--up", "5mbit", "--down", "20mbit"], ["7mbit", "--down", "none"], ["9mbit"]):
         done = machine.throttle(*arguments, "--dev", "v0")
@@ -128,16 +114,13 @@ def test_clear_puts_back_byte_for_byte_what_was_there(machine: Machine, before: 
     [
         (
             ["qdisc add dev v0 root handle 5: htb default 1", "class add dev v0 parent 5: classid 5:1 htb rate 10mbit"],
-            "a queue of its own (htb 5:",
+            "its own queue (htb 5:",
         ),
-        (
-            ["qdisc add dev v0 root handle 5: tbf rate 3mbit burst 9kb latency 70ms peakrate 5mbit mtu 2000"],
-            "a queue of its own (tbf 5:",
-        ),
-        (["qdisc add dev v0 ingress"], "an ingress queue of its own"),
+        (["qdisc add dev v0 root handle 5: pfifo limit 77"], "sudo tc qdisc del dev v0 root"),
+        (["qdisc add dev v0 ingress"], "sudo tc qdisc del dev v0 ingress"),
     ],
 )
-def test_what_could_not_be_put_back_is_not_touched(machine: Machine, before: list[str], reason: str) -> None:
+def test_an_interface_with_a_configured_queue_is_refused(machine: Machine, before: list[str], reason: str) -> None:
     for words in before:
         machine.tc(*words.split())
     found = machine.queues()
@@ -147,15 +130,15 @@ def test_what_could_not_be_put_back_is_not_touched(machine: Machine, before: lis
     assert not list(machine.state.glob("*"))
 
 
-def test_what_somebody_else_put_there_meanwhile_is_left_and_told(machine: Machine) -> None:
+def test_a_queue_that_another_program_has_set_since_is_reported_and_stays(machine: Machine) -> None:
     machine.throttle("10mbit", "--dev", "v0")
     machine.tc("qdisc", "replace", "dev", "v0", "root", "handle", "9:", "pfifo", "limit", "9")
     done = machine.throttle("clear")
-    assert done.returncode == 1 and "somebody else" in done.stderr
+    assert done.returncode == 1 and "another program" in done.stderr
     assert '"kind":"pfifo","handle":"9:"' in machine.queues()
 
 
-def test_a_dry_run_prints_what_a_run_does_and_does_nothing(machine: Machine) -> None:
+def test_a_dry_run_prints_the_commands_of_a_run_and_changes_nothing(machine: Machine) -> None:
     found = machine.queues()
     dry = machine.throttle("10mbit", "--dev", "v0", "--dry-run")
     assert dry.returncode == 0 and machine.queues() == found and not list(machine.state.glob("*"))
@@ -168,8 +151,8 @@ def test_a_dry_run_prints_what_a_run_does_and_does_nothing(machine: Machine) -> 
 def test_mistakes_change_nothing(machine: Machine) -> None:
     found = machine.queues()
     for arguments, code, reason in [
-        (["10mbit", "--dev", "v7"], 2, "there are: lo, v0"),
-        (["clear", "--dev", "v7"], 2, "there are: lo, v0"),
+        (["10mbit", "--dev", "v7"], 2, "choose one of: lo, v0"),
+        (["clear", "--dev", "v7"], 2, "choose one of: lo, v0"),
         (["0mbit", "--dev", "v0"], 2, "give 8kbit to 1tbit"),
         (["verify", "--dev", "v0"], 2, "--peer HOST"),
     ]:
@@ -182,7 +165,7 @@ def test_mistakes_change_nothing(machine: Machine) -> None:
 
 
 def test_netem_is_tried_before_anything_is_touched(machine: Machine) -> None:
-    """Where the kernel has it, it is there afterwards; where not, the module is named and nothing is changed."""
+    """If the kernel has netem, it is set. If not, the error names the module and nothing changes."""
     found = machine.queues()
     done = machine.throttle("10mbit", "--delay", "5ms", "--dev", "v0")
     if qdisc.has_netem():
@@ -194,15 +177,15 @@ def test_netem_is_tried_before_anything_is_touched(machine: Machine) -> None:
     assert machine.queues() == found
 
 
-# --- not locking oneself out -----------------------------------------------------------------------------------------
+# --- protection of the user's own connection -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bridged", [False, True])
 @pytest.mark.parametrize("carries", ["the default route", "the ssh session"])
-def test_the_interface_one_needs_is_refused_and_forced_only_for_a_time(
+def test_an_interface_that_the_user_needs_is_throttled_only_with_force_and_for_a_time(
     machine: Machine, carries: str, bridged: bool
 ) -> None:
-    """Also if it is a port of the bridge that has the address, and the route has several ways."""
+    """Also if it is a port of the bridge that has the address, and if the route has several hops."""
     extra = {"SSH_CONNECTION": "10.78.0.2 50000 10.78.0.1 22"} if "ssh" in carries else {}
     ip, ways = ["ip", "-n", machine.netns], ["via", "10.78.0.2"]
     if bridged:
@@ -226,7 +209,7 @@ def test_the_interface_one_needs_is_refused_and_forced_only_for_a_time(
 
 
 def test_an_ssh_session_that_sudo_hides_is_found(machine: Machine) -> None:
-    """sudo clears the variable for its child; the shell that called sudo still has it."""
+    """sudo removes the variable for its child. The shell that called sudo still has it."""
     words = ["sh", "-c", 'env -u SSH_CONNECTION "$@"; exit $?', "sh", THROTTLE, "10mbit", "--dev", "v0"]
     done = finished(machine.command(*words), extra={"SSH_CONNECTION": "10.78.0.2 50000 10.78.0.1 22"})
     assert done.returncode == 1 and "the ssh session" in done.stderr
@@ -236,16 +219,16 @@ def test_a_throttle_with_an_end_can_be_kept(machine: Machine) -> None:
     machine.throttle("10mbit", "--dev", "v0", "--for", "600s")
     assert sh("ip", "netns", "pids", machine.netns).split()
     assert machine.throttle("keep").returncode == 0
-    until(lambda: not sh("ip", "netns", "pids", machine.netns).split())  # its watchdog has nothing to end
+    until(lambda: not sh("ip", "netns", "pids", machine.netns).split())  # its watchdog exits
     assert machine.rates() == (10_000_000, 10_000_000)
     machine.throttle("clear")
 
 
-# --- whole or not at all ---------------------------------------------------------------------------------------------
+# --- atomic changes --------------------------------------------------------------------------------------------------
 
 
 def wait_for_lock(folder: Path) -> None:
-    """Until the watchdog has let go."""
+    """Wait until the watchdog has released the lock."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -258,7 +241,7 @@ def rates_of(cluster: Cluster) -> set[int | None]:
     return {qdisc.rate_of(qdisc.read(link.netns, link.dev)) for link in links}
 
 
-def asked_of(cluster: Cluster) -> set[float | None]:
+def requested_of(cluster: Cluster) -> set[float | None]:
     files = [virtual.folder(cluster.name) / "hosts" / host / "throttle.json" for host in ("a", "b")]
     return {json.loads(file.read_text())["up_mbit"] if file.exists() else None for file in files}
 
@@ -267,8 +250,8 @@ def on_cluster(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess
     return finished([THROTTLE, *arguments, "--name", cluster.name], cwd="/")
 
 
-def test_kills_leave_no_link_half_way(cluster: Cluster) -> None:
-    """At random moments of setting, changing and clearing: all links and files are as before, or all as asked."""
+def test_a_killed_command_changes_all_links_or_none(cluster: Cluster) -> None:
+    """Killed at random moments of setting, changing and clearing: all links and files are old, or all are new."""
     folder, chance = virtual.folder(cluster.name), random.Random(1)
     start = time.monotonic()
     assert on_cluster(cluster, "30mbit").returncode == 0
@@ -287,13 +270,13 @@ def test_kills_leave_no_link_half_way(cluster: Cluster) -> None:
         wait_for_lock(folder)
         (after,) = rates_of(cluster)
         assert after in {before, target}
-        assert asked_of(cluster) == {after / 1e6 if after else None}
+        assert requested_of(cluster) == {after / 1e6 if after else None}
     assert on_cluster(cluster, "clear").returncode == 0
-    assert rates_of(cluster) == {None} and asked_of(cluster) == {None}
+    assert rates_of(cluster) == {None} and requested_of(cluster) == {None}
 
 
-def test_kills_leave_no_interface_half_way(machine: Machine) -> None:
-    """The same with the detour of what arrives: its device, its queue and its filter come and go together."""
+def test_a_killed_command_changes_both_directions_of_an_interface_or_none(machine: Machine) -> None:
+    """Also for received packets: the ifb device, its queue and its filter exist together or not at all."""
     found, links, chance = machine.queues(), sh("ip", "-n", machine.netns, "link", "show"), random.Random(2)
     start = time.monotonic()
     assert machine.throttle("30mbit", "--dev", "v0").returncode == 0
@@ -319,7 +302,7 @@ def test_kills_leave_no_interface_half_way(machine: Machine) -> None:
 
 @pytest.fixture
 def slow_tc(tmp_path: Path) -> dict[str, str]:
-    """A tc that waits a second before its third change, and makes it after that: long after its caller was killed."""
+    """A tc that waits a second before its third change, and makes it long after its caller was killed."""
     real = sh("sh", "-c", "PATH=$PATH:/usr/sbin:/sbin command -v tc").strip()
     shim = tmp_path / "tc"
     shim.write_text(
@@ -332,7 +315,7 @@ def slow_tc(tmp_path: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("also", ["", "watchdog"])
 def test_killed_in_the_middle_of_a_change(cluster: Cluster, slow_tc: dict[str, str], tmp_path: Path, also: str) -> None:
-    """Two links of four are changed. The watchdog puts them back; killed as well, the next command does."""
+    """Two of four links are changed. The watchdog restores them; if it is killed too, the next command does."""
     assert on_cluster(cluster, "30mbit").returncode == 0
     command = [THROTTLE, "10mbit", "--name", cluster.name]
     process = subprocess.Popen(command, env=slow_tc, stderr=subprocess.DEVNULL)
@@ -352,9 +335,9 @@ def test_killed_in_the_middle_of_a_change(cluster: Cluster, slow_tc: dict[str, s
         assert len(rates_of(cluster)) == 2
         assert "interrupted" in on_cluster(cluster, "show").stdout
     else:
-        assert rates_of(cluster) == {30_000_000} and asked_of(cluster) == {30.0}
+        assert rates_of(cluster) == {30_000_000} and requested_of(cluster) == {30.0}
     assert on_cluster(cluster, "clear").returncode == 0
-    assert rates_of(cluster) == {None} and asked_of(cluster) == {None}
+    assert rates_of(cluster) == {None} and requested_of(cluster) == {None}
 
 
 def test_a_failure_in_the_middle_changes_nothing(cluster: Cluster, tmp_path: Path) -> None:
@@ -367,12 +350,12 @@ def test_a_failure_in_the_middle_changes_nothing(cluster: Cluster, tmp_path: Pat
     shim.chmod(0o755)
     done = finished([THROTTLE, "10mbit", "--name", cluster.name], extra={"PATH": f"{tmp_path}:{environment()['PATH']}"})
     assert done.returncode == 1 and "Boom" in done.stderr and done.stderr.count("\n") == 1
-    assert rates_of(cluster) == {30_000_000} and asked_of(cluster) == {30.0}
+    assert rates_of(cluster) == {30_000_000} and requested_of(cluster) == {30.0}
     assert on_cluster(cluster, "clear").returncode == 0
 
 
 def test_nothing_passes_unlimited_while_a_rate_changes(cluster: Cluster) -> None:
-    """The rate is changed under a stream through ssh again and again: no more arrives than the rates allow."""
+    """The rate changes repeatedly during an ssh stream, and no more data arrives than the rates allow."""
     assert on_cluster(cluster, "10mbit").returncode == 0
     count = ["cat", "/sys/class/net/eth0/statistics/rx_bytes"]
     words = cluster.command("exec", "a", "--", "ssh", "b", "cat >/dev/null")

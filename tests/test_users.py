@@ -114,7 +114,7 @@ def test_another_users_cluster_is_not_taken(users: tuple[User, User], lab: str) 
     assert "nothing was throttled" in bob.run("sudo", "-n", "tools/throttle.sh", "clear").stderr
     assert alice.run("tools/throttle.sh", "10mbit").returncode == 0  # by herself, through sudo
     assert "nothing was throttled" in bob.run("sudo", "-n", "tools/throttle.sh", "clear").stderr
-    assert "put back" in alice.run("tools/throttle.sh", "clear").stderr
+    assert "restored" in alice.run("tools/throttle.sh", "clear").stderr
 
 
 def test_a_cluster_that_came_up_while_down_waited_is_not_taken(users: tuple[User, User], lab: str) -> None:

@@ -14,14 +14,14 @@ from hvdtrain.models.vgg16_torch import Vgg16Torch
 from hvdtrain.system.exits import BAD_CONFIG
 
 
-def images(count: int, seed: int = 0) -> np.ndarray:
-    """Smooth pictures: noise alone would look the same to every channel."""
+def smooth_images(count: int, seed: int = 0) -> np.ndarray:
+    """Smooth images: noise alone would look the same to every channel."""
     coarse = np.random.default_rng(seed).integers(0, 256, (count, 14, 14, 3), dtype=np.uint8)
     return coarse.repeat(16, axis=1).repeat(16, axis=2)
 
 
 def narrow(seed: int = 0) -> Arrays:
-    """The network with a sixteenth of the channels (but the three of the pictures), and biases that are not zero."""
+    """The network with a sixteenth of the channels (but the three of the images), and biases that are not zero."""
     draw = np.random.default_rng(seed)
     arrays: Arrays = {}
     for name, shape in parameters().items():
@@ -64,10 +64,10 @@ def by_hand(arrays: Arrays) -> torch.nn.Module:
 
 
 @torch.no_grad()
-def features_by_hand(arrays: Arrays, pictures: np.ndarray) -> np.ndarray:
+def features_by_hand(arrays: Arrays, images: np.ndarray) -> np.ndarray:
     model = by_hand(arrays)
     mean, deviation = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
-    x = torch.tensor((pictures / 255 - mean) / deviation, dtype=torch.float32).permute(0, 3, 1, 2)
+    x = torch.tensor((images / 255 - mean) / deviation, dtype=torch.float32).permute(0, 3, 1, 2)
     return model["classifier"](model["features"](x).flatten(1)).numpy()
 
 
@@ -89,14 +89,14 @@ def drawn() -> Arrays:
 
 
 def test_random_weights_keep_activations_at_one_size_through_the_whole_network(drawn: Arrays) -> None:
-    arrays, pictures = drawn, images(2)
-    ours = Vgg16Torch(arrays, "torchvision")(pictures)
+    arrays, images = drawn, smooth_images(2)
+    ours = Vgg16Torch(arrays, "torchvision")(images)
     assert ours.shape == (2, FEATURES)
     assert ours.dtype == np.float32
     assert 0.1 < ours.std() < 10
     assert 0.3 < (ours > 0).mean() < 0.7
-    assert distance(ours, features_by_hand(arrays, pictures)) < 1e-4
-    assert distance(ours, Vgg16TF(arrays, "torchvision")(pictures)) < 1e-3
+    assert distance(ours, features_by_hand(arrays, images)) < 1e-4
+    assert distance(ours, Vgg16TF(arrays, "torchvision")(images)) < 1e-3
 
 
 def test_random_weights_are_a_pure_function_of_the_seed(drawn: Arrays) -> None:
@@ -104,31 +104,31 @@ def test_random_weights_are_a_pure_function_of_the_seed(drawn: Arrays) -> None:
     for name, array in drawn.items():
         assert np.array_equal(array, same[name])
         assert name.endswith("bias") or not np.array_equal(array, other[name])
-    with failing(BAD_CONFIG, "give 0 or more"):
+    with failing(BAD_CONFIG, "must not be negative"):
         random_weights(-1)
 
 
 @pytest.mark.parametrize("preprocessing", PREPROCESSING)
 def test_the_twins_are_one_network(preprocessing: str) -> None:
-    arrays, pictures = narrow(), images(5)
+    arrays, images = narrow(), smooth_images(5)
     one, other = Vgg16Torch(arrays, preprocessing), Vgg16TF(arrays, preprocessing)
-    assert distance(one(pictures), other(pictures)) < 1e-3
+    assert distance(one(images), other(images)) < 1e-3
     for twin in (one, other):
         assert twin.device == "cpu"
-        alone = np.concatenate([twin(pictures[i : i + 1]) for i in range(5)])
-        assert distance(alone, twin(pictures)) < 1e-4, "each picture alone"
-        assert (twin(pictures) >= 0).all()
+        alone = np.concatenate([twin(images[i : i + 1]) for i in range(5)])
+        assert distance(alone, twin(images)) < 1e-4, "each image alone"
+        assert (twin(images) >= 0).all()
 
 
 def test_torchvision_preprocessing_is_its_normalisation() -> None:
-    arrays, pictures = narrow(), images(3)
-    assert distance(Vgg16Torch(arrays, "torchvision")(pictures), features_by_hand(arrays, pictures)) < 1e-4
+    arrays, images = narrow(), smooth_images(3)
+    assert distance(Vgg16Torch(arrays, "torchvision")(images), features_by_hand(arrays, images)) < 1e-4
 
 
-def test_read_only_pictures_and_weights_will_do_and_stay_as_they_are() -> None:
-    arrays, pictures = narrow(), images(2)
-    expected = Vgg16Torch(arrays, "caffe")(pictures)
-    for array in (*arrays.values(), pictures):
+def test_read_only_images_and_weights_will_do_and_stay_as_they_are() -> None:
+    arrays, images = narrow(), smooth_images(2)
+    expected = Vgg16Torch(arrays, "caffe")(images)
+    for array in (*arrays.values(), images):
         array.flags.writeable = False
     for twin in (Vgg16Torch(arrays, "caffe"), Vgg16TF(arrays, "caffe")):
-        assert distance(twin(pictures), expected) < 1e-3
+        assert distance(twin(images), expected) < 1e-3

@@ -16,11 +16,11 @@ import safetensors.numpy
 import safetensors.torch
 import torch
 from conftest import failing
-from test_vgg16 import distance, images
+from test_vgg16 import distance, smooth_images
 
 from hvdtrain.models.vgg16 import STAGES, parameters
 from hvdtrain.models.vgg16_torch import Vgg16Torch
-from hvdtrain.models.vgg16_weights import Vgg16Config, import_weights, neutral, open_weights, read_head
+from hvdtrain.models.vgg16_weights import Vgg16Config, convert, import_weights, open_weights, read_head
 from hvdtrain.system.exits import BAD_DATA, CANNOT_WRITE, Failure
 
 HERE = Path("weights")
@@ -41,9 +41,9 @@ def from_keras(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path,
     keras.utils.set_random_seed(5)
     model = keras.applications.VGG16(weights=None)
     np.savez(folder / "keras.npz", **{weight.path: weight.numpy() for weight in model.weights})
-    pictures = keras.applications.vgg16.preprocess_input(images(2).astype(np.float32))
+    images = keras.applications.vgg16.preprocess_input(smooth_images(2).astype(np.float32))
     fc2 = keras.Model(model.input, model.get_layer("fc2").output)
-    theirs = np.asarray(fc2(pictures))
+    theirs = np.asarray(fc2(images))
     made = import_weights(Vgg16Config(source=str(folder / "keras.npz"), destination=str(folder / "vgg16.safetensors")))
     (folder / "keras.npz").unlink()
     assert made["values"] == 134_260_544
@@ -56,7 +56,7 @@ def test_keras_arrays_give_keras_features(from_keras: tuple[Path, np.ndarray]) -
     arrays, preprocessing, digest = open_weights(path)
     assert preprocessing == "caffe"
     assert {name: array.shape for name, array in arrays.items()} == parameters()
-    assert distance(Vgg16Torch(arrays, preprocessing)(images(2)), theirs) < 1e-3
+    assert distance(Vgg16Torch(arrays, preprocessing)(smooth_images(2)), theirs) < 1e-3
     head = read_head(path)
     assert (head["digest"], head["preprocessing"], head["source"]) == (digest, "caffe", "keras.npz")
     assert len(head["source_sha256"]) == 64
@@ -89,9 +89,9 @@ def test_a_file_that_is_cut_off_or_foreign_is_refused(tmp_path: Path) -> None:
     (tmp_path / "listed").write_bytes(len(listed).to_bytes(8, "little") + listed)
     (tmp_path / "text").write_text("no weights at all")
     for path, words in [
-        (foreign, "was not made by `hvdtrain data vgg16`"),
-        (tmp_path / "text", "was not made by `hvdtrain data vgg16`"),
-        (tmp_path / "listed", "was not made by `hvdtrain data vgg16`"),
+        (foreign, "was not made by this version"),
+        (tmp_path / "text", "was not made by this version"),
+        (tmp_path / "listed", "was not made by this version"),
         (tmp_path / "bf16", "is damaged"),
         (tmp_path / "absent", "No such file"),
         (tmp_path, "a folder, not a plain file"),
@@ -124,7 +124,7 @@ def test_names_of_keras_2_and_3(pattern: str) -> None:
 
     found = constants(rename, keras_turn)
     found[pattern.format("predictions", "kernel")] = np.zeros((4096, 1000), np.float32)
-    arrays, preprocessing = neutral(found, HERE)
+    arrays, preprocessing = convert(found, HERE)
     assert preprocessing == "caffe"
     assert {name: float(array.flat[-1]) for name, array in arrays.items()} == {
         name: float(n) for n, name in enumerate(parameters())
@@ -154,18 +154,18 @@ def changed(**arrays: np.ndarray | None) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(
     ("found", "words"),
     [
-        (changed(features_5_weight=None), "lacks features.5.weight"),
-        (changed(features_30_weight=np.zeros(3)), "also holds features.30.weight"),  # deeper, as VGG19 is
-        (changed(features_5_bias=np.zeros(64)), r"features.5.bias has shape \(64,\), VGG16's is \(128,\)"),
-        (changed(classifier_3_bias=np.full(4096, np.nan)), "classifier.3.bias holds values that are no finite"),
+        (changed(features_5_weight=None), "features.5.weight is missing"),
+        (changed(features_30_weight=np.zeros(3)), "features.30.weight is unknown"),  # deeper, as VGG19 is
+        (changed(features_5_bias=np.zeros(64)), r"features.5.bias has shape \(64,\), not \(128,\)"),
+        (changed(classifier_3_bias=np.full(4096, np.nan)), "classifier.3.bias contains infinite values or NaN"),
         ({n: a for n, a in constants().items() if n.startswith("f")}, r"\('notop'\).* get the file with the top"),
-        ({"conv1.weight": np.zeros(3)}, "is not VGG16 without batch normalisation: it lacks features.0.weight"),
-        ({}, "lacks features.0.weight"),
+        ({"conv1.weight": np.zeros(3)}, "is not VGG16 without batch normalization: features.0.weight is missing"),
+        ({}, "features.0.weight is missing"),
     ],
 )
 def test_weights_of_another_network_are_named_and_refused(found: dict[str, np.ndarray], words: str) -> None:
     with failing(BAD_DATA, f"^weights.*{words}"):
-        neutral(found, HERE)
+        convert(found, HERE)
 
 
 class Bomb:
@@ -197,13 +197,13 @@ def test_sources_that_are_no_weights(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     (tmp_path / "photo.jpg").write_bytes(b"\xff\xd8\xff\xe0" + bytes(99))
     for name, words in {
-        "list.pth": "holds list that is no state dict",
+        "list.pth": "contains list, not a state dict",
         "cut.pth": "damaged",
         "cut.npz": "damaged",
         "cut.safetensors": "damaged",
-        "keras.h5": "turn it into npz with `python -c",
-        "empty": "is none of torch.save's files, npz and safetensors",
-        "photo.jpg": "is none of torch.save's files, npz and safetensors",
+        "keras.h5": "where Keras is installed, run `python -c",
+        "empty": "is not a file of torch.save, npz or safetensors",
+        "photo.jpg": "is not a file of torch.save, npz or safetensors",
         "absent": "No such file",
     }.items():
         with pytest.raises(Failure, match=words) as failed:

@@ -8,7 +8,7 @@ from typing import Any
 
 from conftest import LIMIT_S
 
-from hvdtrain.comm.backends.base import Reach
+from hvdtrain.comm.backends.base import Endpoint
 
 PATIENCE_S = 120.0
 """For the slowest rank to come to the room"""
@@ -66,27 +66,27 @@ def at_once(programs: Sequence[Callable[[], Any]], *told: type[Exception], room:
     return results
 
 
-class ThreadMeeting:
-    """See `collectives.Meeting`: ranks of one host."""
+class ThreadRendezvous:
+    """See `comm.backends.base.Rendezvous`: ranks of one host."""
 
-    secret = b"s" * 32
+    job_key = b"s" * 32
 
     def __init__(self, rank: int, room: Room) -> None:
         self.rank = self.local_rank = rank
         self.size = self.local_size = room.size
         self._room = room
 
-    def gather(self, mine: bytes) -> list[bytes]:
-        return self._room.gather(self.rank, mine)
+    def gather_bytes(self, own: bytes) -> list[bytes]:
+        return self._room.gather(self.rank, own)
 
-    def leave(self) -> None:
+    def shutdown(self) -> None:
         pass
 
 
-def meetings(size: int, listening: Callable[[list[bytes]], None] = lambda told: None) -> list[ThreadMeeting]:
+def meetings(size: int, listening: Callable[[list[bytes]], None] = lambda told: None) -> list[ThreadRendezvous]:
     room = Room(size, listening)
-    return [ThreadMeeting(rank, room) for rank in range(size)]
+    return [ThreadRendezvous(rank, room) for rank in range(size)]
 
 
-def reach(rank: int) -> Reach:
-    return Reach(f"127.0.0.{1 + rank}", "lo", loopback=True)
+def reach(rank: int) -> Endpoint:
+    return Endpoint(f"127.0.0.{1 + rank}", "lo", loopback=True)

@@ -17,7 +17,7 @@ tf = pytest.importorskip("tensorflow")
 
 Arrays = dict[str, np.ndarray]
 Found = tuple[float, dict[str, Any], Arrays]
-"""A loss, the measure's sums, and gradients by name"""
+"""A loss, the metric's sums, and gradients by name"""
 
 
 @pytest.fixture(scope="module", autouse=True)

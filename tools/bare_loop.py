@@ -60,7 +60,7 @@ else:
 
     from hvdtrain.config.options import TrainConfig
     from hvdtrain.frameworks.optimizers_tensorflow import SGD
-    from hvdtrain.models.layers_tf import turned
+    from hvdtrain.models.layers_tf import to_tensorflow
     from hvdtrain.models.resnet_tf import ResNetTF
 
     tf.config.threading.set_intra_op_parallelism_threads(1)
@@ -68,7 +68,7 @@ else:
     hvd.init()
     model = ResNetTF(spec)
     for name, variable in (model.weights | model.buffers).items():
-        variable.assign(turned(state[name]))
+        variable.assign(to_tensorflow(state[name]))
     update = SGD(model.weights, TrainConfig(lr=LR)).update
 
     # One graph for every batch size: tracing a second one would fall into the timed steps.

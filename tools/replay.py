@@ -25,8 +25,9 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from hvdtrain import strategies
-from hvdtrain.comm import world
+from hvdtrain.comm import lifecycle, world
 from hvdtrain.comm.backends import ddp_powersgd
+from hvdtrain.comm.launch_env import launch_env
 from hvdtrain.config import parser
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.data import Batch
@@ -92,9 +93,9 @@ def stand_in(shapes: list[tuple[int, ...]], compute_s: float) -> Any:
     return StandIn()
 
 
-def main(stop: world.StopSignal) -> int:
+def main(stop: lifecycle.StopSignal) -> int:
     config = parser.parse(ReplayConfig, prog="python tools/replay.py", purpose=__doc__ or "")
-    place = world.place()
+    place = launch_env()
     used = threads.per_rank(config.threads, place, math.inf)
     used.use()
     spec = resnet.ResNetSpec(channels=1, classes=10, width=config.width)
@@ -104,10 +105,10 @@ def main(stop: world.StopSignal) -> int:
 
     device = prepare("cpu", place.local_rank, used.count)
     exchange = strategies.chosen(config)
-    ranks = world.World("torch", carrier=exchange.capabilities.backend)
+    ranks = world.connect("torch", backend=exchange.capabilities.backend)
     strategy = exchange.make(config, ranks, shapes)
     model = stand_in(shapes, config.compute_s)
-    replica = TorchReplica(model, device=device, config=config, world=ranks, strategy=strategy, measure=Accuracy())
+    replica = TorchReplica(model, device=device, config=config, world=ranks, strategy=strategy, metric=Accuracy())
     if getattr(strategy.settings, "hook", "") == "powersgd":
         strategy.load({"step": np.array(ddp_powersgd.START_STEP), "powersgd.step": np.array(ddp_powersgd.START_STEP)})
     batch = Batch(arrays=(np.zeros(1, np.float32),), weight=1, total_weight=ranks.size)
@@ -142,9 +143,9 @@ def main(stop: world.StopSignal) -> int:
     if ranks.rank == 0:
         sys.stdout.write(json.dumps(document) + "\n")
         sys.stdout.flush()
-    ranks.leave()
+    ranks.shutdown()
     return exits.OK
 
 
 if __name__ == "__main__":
-    world.run(main, debug="--debug" in sys.argv)
+    lifecycle.run(main, debug="--debug" in sys.argv)

@@ -1,13 +1,13 @@
-"""Caption pictures with a model that a run has trained, on this machine's processor.
+"""Caption images with a model that a run has trained, on this machine's CPU.
 
 examples:
   hvdtrain caption photo.jpg --run results/RUN
-  hvdtrain caption holiday/ more.png --run results/RUN --beam 5 --html
+  hvdtrain caption holiday/ more.png --run results/RUN --beam 5
   hvdtrain caption --split test --limit 100 --run results/RUN --json
 
-The run's best checkpoint is used, by either framework whichever of them trained it. A folder stands for the pictures
-that are directly in it. A picture that cannot be read is named on standard error and the others are captioned; the
-exit code is then 65.
+The run's best checkpoint is used, in either framework regardless of which one trained it. A folder stands for the
+images directly in it. Unreadable images are reported on standard error and the others are captioned; the exit code is
+then 65.
 """
 
 from __future__ import annotations
@@ -19,159 +19,152 @@ import stat
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from hvdtrain import frameworks
-from hvdtrain.captions import contact_sheet, generation
-from hvdtrain.captions.contact_sheet import Card
+from hvdtrain.captions import generation
 from hvdtrain.captions.dataset import CaptionSplit
 from hvdtrain.captions.load import load
-from hvdtrain.captions.sources import PICTURES
+from hvdtrain.captions.sources import IMAGES
 from hvdtrain.captions.trained import Encode, Pixels, model, open_run
 from hvdtrain.captions.vocabulary import Vocabulary
 from hvdtrain.data.pixels import pixels, reason
 from hvdtrain.observe.progress import Progress
 from hvdtrain.system import exits
 from hvdtrain.system.arguments import Parser
-from hvdtrain.system.exits import printable
-from hvdtrain.system.files import put
+from hvdtrain.system.exits import Failure, printable
 
 SCHEMA = "hvdtrain/captions/1"
-SHEET = "captions.html"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Captioned:
+    """An image and its caption."""
+
+    image: str
+    caption: str = ""
+    references: Sequence[str] = ()
+    """Sentences that people wrote; empty if unknown"""
 
 
 def main(arguments: list[str]) -> int:
     """Runs the command and returns its exit code. Raises Failure if the run, its weights or its data are unusable."""
-    asked = parser().parse_args(arguments)
-    if bool(asked.pictures) == bool(asked.split):
-        parser().error("name pictures and folders, or else --split train, validation or test")
-    trained = open_run(asked.run)
-    framework = frameworks.resolve(asked.framework)
+    if "--html" in arguments:
+        raise Failure("--html has been removed; hint: use --json and build a page from it", exits.USAGE)
+    options = parser().parse_args(arguments)
+    if bool(options.images) == bool(options.split):
+        parser().error("give either images and folders, or --split train, validation or test")
+    trained = open_run(options.run)
+    framework = frameworks.resolve(options.framework)
     problems: list[dict[str, str]] = []
-    if asked.split:
-        split: CaptionSplit = getattr(load(trained.config["data"]), asked.split)
-        count = min(asked.limit, len(split.names))
-        pictures = of_split(split, count, sheet=asked.html)
+    if options.split:
+        split: CaptionSplit = getattr(load(trained.config["data"]), options.split)
+        count = min(options.limit, len(split.names))
+        images = from_split(split, count)
     else:
-        files = listed(asked.pictures, problems)
-        pictures, count = opened(files, trained.shape, problems, sheet=asked.html), len(files)
-    writer, encode = model(trained, framework, asked.weights)
-    cards = captioned(pictures, count, writer, encode, trained.vocabulary, asked.beam)
+        files = list_files(options.images, problems)
+        images, count = open_files(files, trained.shape, problems), len(files)
+    writer, encode = model(trained, framework, options.weights)
+    captions = write_captions(images, count, writer, encode, trained.vocabulary, options.beam)
     for problem in problems:
-        print(f"hvdtrain: {printable(problem['picture'])}: {problem['problem']}", file=sys.stderr)
-    sheet = asked.run / SHEET if asked.html and cards else None
-    if sheet:
-        about = f"by the model of {asked.run.resolve().name}, beam {asked.beam}; pictures: {len(cards)}"
-        page = contact_sheet.page("Captions", about, cards).encode(errors="replace")
-        put(sheet, page, "the run's folder must be writable for --html")
-        print(f"contact sheet: {sheet}", file=sys.stderr)
-    if asked.json:
-        told = [{"picture": card.name, "caption": card.caption, "references": list(card.references)} for card in cards]
-        document = {"schema": SCHEMA, "run": str(asked.run), "framework": framework, "beam": asked.beam}
-        document |= {"captions": told, "problems": problems, "html": sheet and str(sheet)}
-        print(json.dumps(document))
-    elif cards:
-        show(cards)
+        print(f"hvdtrain: {printable(problem['image'])}: {problem['problem']}", file=sys.stderr)
+    if options.json:
+        document = {"schema": SCHEMA, "run": str(options.run), "framework": framework, "beam": options.beam}
+        print(json.dumps({**document, "captions": list(map(dataclasses.asdict, captions)), "problems": problems}))
+    elif captions:
+        show(captions)
     return exits.BAD_DATA if problems else exits.OK
 
 
 def parser() -> Parser:
     one = Parser(prog="hvdtrain caption", description=__doc__)
-    one.add_argument("pictures", nargs="*", type=Path, metavar="PICTURE", help="a picture, or a folder of pictures")
+    one.add_argument("images", nargs="*", type=Path, metavar="IMAGE", help="an image, or a folder of images")
     one.add_argument("--run", type=Path, required=True, metavar="RUN", help="the run's folder")
     one.add_argument("--beam", type=at_least_one, default=3, metavar="N", help="beam width; 1: greedy (default: 3)")
     one.add_argument("--framework", choices=("auto", "torch", "tensorflow"), default="auto", help="default: auto")
     one.add_argument("--split", choices=("train", "validation", "test"), help="caption the run's own data instead")
-    one.add_argument("--limit", type=at_least_one, default=24, metavar="N", help="pictures of --split (default: 24)")
-    one.add_argument("--weights", metavar="FILE", help="VGG16's, if they are no longer where the run had them")
+    one.add_argument("--limit", type=at_least_one, default=24, metavar="N", help="images of --split (default: 24)")
+    one.add_argument("--weights", metavar="FILE", help="VGG16 weights, if the file has moved since the run")
     one.add_argument("--json", action="store_true", help="print one JSON document")
-    one.add_argument("--html", action="store_true", help=f"write a contact sheet, RUN/{SHEET}")
     return one
 
 
 def at_least_one(text: str) -> int:
-    """A whole number from 1 on."""
+    """A positive whole number."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is no number of 1 or more")
+        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
     return int(text)
 
 
-# --- the pictures -----------------------------------------------------------------------------------------------------
+# --- the images -------------------------------------------------------------------------------------------------------
 
 
-def of_split(split: CaptionSplit, count: int, *, sheet: bool) -> Iterator[tuple[Pixels, Card]]:
-    """The first `count` pictures of a split, as the model wants them, and what is shown of each but its caption."""
+def from_split(split: CaptionSplit, count: int) -> Iterator[tuple[Pixels, Captioned]]:
+    """The first `count` images of a split, as the model's input, with their names and references."""
     for number in range(count):
-        seen = split.inputs[number]
-        jpeg = contact_sheet.jpeg(seen) if sheet else b""
-        yield seen, Card(name=split.names[number], caption="", references=split.references[number], jpeg=jpeg)
+        yield split.inputs[number], Captioned(image=split.names[number], references=split.references[number])
 
 
-def listed(paths: Sequence[Path], problems: list[dict[str, str]]) -> list[Path]:
-    """The files that paths name, folders by the pictures in them, in order of name."""
+def list_files(paths: Sequence[Path], problems: list[dict[str, str]]) -> list[Path]:
+    """The image files at these paths; a folder is replaced by the images in it, ordered by name."""
     files: list[Path] = []
     for path in paths:
         if not path.is_dir():
             files.append(path)
             continue
         try:
-            inside = sorted(each for each in path.iterdir() if each.suffix.lower() in PICTURES and each.is_file())
+            inside = sorted(file for file in path.iterdir() if file.suffix.lower() in IMAGES and file.is_file())
         except OSError as error:
-            problems.append({"picture": str(path), "problem": error.strerror or str(error)})
+            problems.append({"image": str(path), "problem": error.strerror or str(error)})
             continue
         if not inside:
-            problems.append({"picture": str(path), "problem": f"no pictures in this folder ({', '.join(PICTURES)})"})
+            problems.append({"image": str(path), "problem": f"no images in this folder ({', '.join(IMAGES)})"})
         files += inside
     return files
 
 
-def opened(
-    files: Sequence[Path], shape: tuple[int, int, int], problems: list[dict[str, str]], *, sheet: bool
-) -> Iterator[tuple[Pixels, Card]]:
-    """Yields the pictures that can be read, as `of_split` does; the others are added to `problems`."""
+def open_files(
+    files: Sequence[Path], shape: tuple[int, int, int], problems: list[dict[str, str]]
+) -> Iterator[tuple[Pixels, Captioned]]:
+    """Yields the readable images like `from_split`, and adds the others to `problems`."""
     for path in files:
         try:
             if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe may never end
                 raise ValueError("not a plain file")
             with warnings.catch_warnings():
-                warnings.simplefilter(
-                    "ignore"
-                )  # Pillow's are about metadata, and about the bombs that `pixels` refuses
-                seen = pixels(str(path), shape)
-                jpeg = contact_sheet.thumbnail(path) if sheet else b""
-        except Exception as error:  # a damaged file makes Pillow raise nearly anything
-            problems.append({"picture": str(path), "problem": reason(error, str(path))})
+                warnings.simplefilter("ignore")  # Pillow warns about metadata, and about bombs, which `pixels` rejects
+                image = pixels(str(path), shape)
+        except Exception as error:  # Pillow raises almost any exception for a damaged file
+            problems.append({"image": str(path), "problem": reason(error, str(path))})
             continue
-        yield seen, Card(name=str(path), caption="", references=(), jpeg=jpeg)
+        yield image, Captioned(image=str(path))
 
 
-def captioned(
-    pictures: Iterator[tuple[Pixels, Card]],
+def write_captions(
+    images: Iterator[tuple[Pixels, Captioned]],
     count: int,
     writer: generation.Writer,
     encode: Encode,
     vocabulary: Vocabulary,
     beam: int,
-) -> list[Card]:
-    """Captions `count` pictures or fewer, in their order. Only the pictures of one batch are in memory."""
-    cards: list[Card] = []
-    with Progress("captioning", count, "pictures") as progress:
-        while some := [picture for _, picture in zip(range(generation.BATCH_SIZE), pictures, strict=False)]:
-            inputs = encode(np.stack([seen for seen, _ in some]))
-            for (_, card), words in zip(some, generation.write(writer, inputs, beam=beam), strict=True):
-                cards.append(dataclasses.replace(card, caption=vocabulary.decode(words)))
-            progress.advance(len(some))
-    return cards
+) -> list[Captioned]:
+    """Captions up to `count` images, in order. Only one batch of images is in memory at a time."""
+    captions: list[Captioned] = []
+    with Progress("captioning", count, "images") as progress:
+        while batch := [pair for _, pair in zip(range(generation.BATCH_SIZE), images, strict=False)]:
+            inputs = encode(np.stack([image for image, _ in batch]))
+            for (_, caption), words in zip(batch, generation.write(writer, inputs, beam=beam), strict=True):
+                captions.append(dataclasses.replace(caption, caption=vocabulary.decode(words)))
+            progress.advance(len(batch))
+    return captions
 
 
-# --- what is shown ----------------------------------------------------------------------------------------------------
-
-
-def show(cards: Sequence[Card]) -> None:
-    """A line for each picture on stdout: its name, its caption."""
-    names = ["picture", *(printable(card.name) for card in cards)]
-    told = ["caption", *(printable(card.caption) or "(no words)" for card in cards)]
+def show(captions: Sequence[Captioned]) -> None:
+    """Prints one line per image on stdout: its name and its caption."""
+    names = ["image", *(printable(caption.image) for caption in captions)]
+    texts = ["caption", *(printable(caption.caption) or "(no words)" for caption in captions)]
     width = max(map(len, names))
-    print("\n".join(f"{name:<{width}}  {text}" for name, text in zip(names, told, strict=True)))
+    print("\n".join(f"{name:<{width}}  {text}" for name, text in zip(names, texts, strict=True)))

@@ -7,24 +7,24 @@ from hvdtrain.models import vgg16, vgg16_weights
 from hvdtrain.system.exits import BAD_CONFIG, Failure
 
 RANDOM = "random"
-"""In place of a file: random weights, to try everything without the real ones"""
+"""Instead of a file: random weights, for testing"""
 
 
 def digest(weights: str, image_size: tuple[int, int]) -> str:
-    """A digest of the weights and their preprocessing. Raises Failure: 65 for a file that is missing or foreign, 78 for
-    pictures (width, height) that VGG16 does not take."""
+    """A digest of the weights and their preprocessing. Raises Failure: 65 for a missing or foreign file, 78 for an
+    image size (width, height) that VGG16 does not support."""
     if image_size != vgg16.IMAGE_SIZE:
-        asked, given = ("{}x{}".format(*size) for size in (vgg16.IMAGE_SIZE, image_size))
+        wanted, size = ("{}x{}".format(*pair) for pair in (vgg16.IMAGE_SIZE, image_size))
         raise Failure(
-            f"--encoder vgg16 sees pictures of {asked}, not {given}: prepare them with `hvdtrain data captions ... "
-            f"--size {asked}`, or train --encoder small",
+            f"--encoder vgg16 needs images of {wanted}, not {size}; hint: prepare them with "
+            f"`hvdtrain data captions ... --size {wanted}`, or use --encoder small",
             BAD_CONFIG,
         )
     return RANDOM if weights == RANDOM else vgg16_weights.read_head(weights)["digest"]
 
 
 def encoder(weights: str, framework: str, device: str = "cpu") -> Encoder:
-    """Features (n, 4096) float32 of pictures (n, 224, 224, 3) uint8. Raises Failure (65) for a damaged file."""
+    """Features (n, 4096) float32 of images (n, 224, 224, 3) uint8. Raises Failure (65) for a damaged file."""
     if weights == RANDOM:
         arrays, preprocessing = vgg16.random_weights(0), "torchvision"
     else:

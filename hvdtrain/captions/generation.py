@@ -1,19 +1,19 @@
-"""Beam search: writes captions word by word with a model of either framework, and scores a split's captions.
+"""Beam search: write captions word by word with a model of either framework, and score the captions of a split.
 
-Which caption: the one whose mean log-probability per token is highest, END counted as a token, among those that the
-search below finishes. That is the sum of its words' log-probabilities and END's, divided by its words + 1; the plain
-sum would favour short captions. The words PAD, START and UNKNOWN are never written, and what the model gives them is
-not shared out among the others.
+**Objective**: the highest mean log-probability per token, with END counted as a token, among the captions that the
+search finishes. It is the sum of the log-probabilities of all words and END, divided by the number of words + 1. The
+plain sum would favour short captions. PAD, START and UNKNOWN are never written, and their probabilities are not
+redistributed.
 
-The search of beam B (Show and Tell's: Vinyals et al., CVPR 2015, section 4.2) has B places. It begins with the empty
-caption. In each step every beginning is continued by every word, and the best by sum of log-probabilities get the
-places; one that ends takes its place out of the search for good. The search is over when no place is left, or when no
-beginning could still beat the best caption even if all its further words were certain. After the last word allowed
-only END may follow. Ties go to the better place, then to the lower word. With B = 1 this is greedy
-writing; with B as large as the number of all captions it finds the best of them.
+**Search** with beam width B (Show and Tell: Vinyals et al., CVPR 2015, section 4.2). It starts with the empty caption.
+Each step extends every partial caption by every word and keeps the best B by sum of log-probabilities. A caption that
+ends is removed from the beam and reduces its width by one. The search stops when the width is 0, or when no partial
+caption could beat the best finished one even if all its further words were certain. After the last allowed word only
+END may follow. Ties are resolved by beam position, then by word number. B = 1 is greedy search; a B as large as the
+number of all captions finds the best one.
 
-All pictures of a batch take a step together, and those that are done leave the batch. Each is searched by itself, so
-its caption does not depend on the others, but for what a framework's sums differ by in batches of another size.
+All images of a batch take a step together, and finished images leave the batch. An image's caption does not depend on
+the others, except that a framework's sums may round differently for another batch size.
 """
 
 from __future__ import annotations
@@ -27,31 +27,32 @@ from numpy.typing import NDArray
 from hvdtrain.captions import bleu
 from hvdtrain.captions.dataset import CaptionSplit
 from hvdtrain.captions.vocabulary import END, PAD, START, UNKNOWN, Vocabulary
-from hvdtrain.comm.world import World
+from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.observe.progress import Progress
 from hvdtrain.system.exits import BAD_CONFIG, Failure
 
 Floats = NDArray[np.float32]
 
 UNWRITTEN = (PAD, START, UNKNOWN)
-"""What no caption contains"""
+"""Tokens that no caption contains"""
 WORDS_LIMIT = 34
-"""Words in the longest caption (Lucero, 2022)"""
+"""Maximum number of words in a caption (Lucero, 2022)"""
 BATCH_SIZE = 256
-"""Pictures captioned together: on one core 4 to 8 times as fast as one by one in PyTorch, 25 times in TensorFlow"""
+"""Images captioned together. On one core this is 4 to 8 times as fast as one by one in PyTorch, 25 times in
+TensorFlow."""
 
 
 class Writer(Protocol):
-    """A captioning model in evaluation, which gives one word at a time."""
+    """A captioning model in evaluation mode that predicts one word at a time."""
 
     def encode(self, inputs: NDArray[Any], /) -> Floats:
-        """The encoded pictures, (N, H)."""
+        """The encoded images, (N, H)."""
 
     def step(
         self, encoded: Floats, words: NDArray[np.int64], hidden: Floats, cell: Floats, /
     ) -> tuple[Floats, Floats, Floats]:
-        """One word on for each of n captions: log-probabilities (n, V) of the word behind `words` (n,), and the new
-        hidden and cell state (n, H); both are zeros before START."""
+        """Advances n captions by one word: returns log-probabilities (n, V) of the word after `words` (n,), and the new
+        hidden and cell states (n, H). Both states are zeros before START."""
 
 
 def write(
@@ -61,95 +62,98 @@ def write(
     words_limit: int = WORDS_LIMIT,
     beam: int = 1,
     batch_size: int = BATCH_SIZE,
-    done: Callable[[int], None] = lambda pictures: None,
+    done: Callable[[int], None] = lambda images: None,
 ) -> list[list[int]]:
-    """The caption of each of the inputs, as words without START and END; one that the model ends at once is empty.
+    """The caption of each input, as word numbers without START and END; empty if the model ends at once.
 
-    `inputs` (N, ...) are what the model's encoder takes; they may be a memory map. `done` is called with the number
-    of pictures captioned since its last call. Raises Failure (78) for a beam or limit below 1.
+    `inputs` (N, ...) are inputs of the model's encoder and may be a memory map. `done` is called with the number of
+    images captioned since its last call. Raises Failure (78) for a beam or limit below 1.
     """
     for name, value in (("beam", beam), ("words_limit", words_limit), ("batch_size", batch_size)):
         if value < 1:
-            raise Failure(f"{name} is {value}: give 1 or more", BAD_CONFIG)
+            raise Failure(f"{name} is {value}, but must be at least 1", BAD_CONFIG)
     captions: list[list[int]] = []
     for start in range(0, len(inputs), batch_size):
-        some = np.array(inputs[start : start + batch_size])  # a copy: PyTorch complains of a memory map's read-only one
-        captions += _search(writer, writer.encode(some), words_limit, beam)
+        batch = np.array(inputs[start : start + batch_size])  # copied, since PyTorch warns about read-only memory maps
+        captions += _search(writer, writer.encode(batch), words_limit, beam)
         done(len(captions) - start)
     return captions
 
 
-def judge(writer: Writer, split: CaptionSplit, vocabulary: Vocabulary, world: World, beam: int) -> dict[str, float]:
-    """Corpus BLEU-1..4 of the captions of a split's pictures, {"bleu1": 0..1, ...}; empty for an empty split.
+def bleu_scores(
+    writer: Writer, split: CaptionSplit, vocabulary: Vocabulary, world: Communicator, beam: int
+) -> dict[str, float]:
+    """Corpus BLEU-1 to BLEU-4 of captions for a split's images, {"bleu1": 0..1, ...}; empty for an empty split.
 
-    Each rank captions its own contiguous part of the pictures, and the counts are summed, so the result is that of one
-    process and the same on all ranks. Collective. Raises Failure (65) for a picture without references.
+    Each rank captions a contiguous part of the images, and the counts are summed. The result equals that of one process
+    and is the same on all ranks. Collective. Raises Failure (65) for an image without references.
     """
-    pictures = len(split.references)
-    if not pictures:
+    images = len(split.references)
+    if not images:
         return {}
-    start, end = (pictures * part // world.size for part in (world.rank, world.rank + 1))
-    with Progress(f"captioning, beam {beam}", end - start, "pictures", enabled=world.rank == 0) as progress:
+    start, end = (images * part // world.size for part in (world.rank, world.rank + 1))
+    with Progress(f"captioning, beam {beam}", end - start, "images", enabled=world.rank == 0) as progress:
         written = write(writer, split.inputs[start:end], beam=beam, done=progress.advance)
     counts = bleu.statistics([vocabulary.decode(words) for words in written], split.references[start:end])
-    return bleu.scores(world.sum(counts, f"judge.{beam}"))
+    return bleu.scores(world.sum(counts, f"bleu.{beam}"))
 
 
 def _search(writer: Writer, encoded: Floats, words_limit: int, beam: int) -> list[list[int]]:
     """The captions of one batch, `encoded` (N, H).
 
-    A row is a beginning that is still searched: `owner` says of which picture, `total` its sum of log-probabilities,
-    `words` what it has so far behind START. Rows of a picture are together, the best first.
+    Each row is a partial caption: `owner` is its image, `total` its sum of log-probabilities, `words` its words
+    including START. Rows of an image are consecutive, the best first.
     """
-    pictures = len(encoded)
-    captions: list[list[int]] = [[] for _ in range(pictures)]
-    best, places = np.full(pictures, -np.inf), np.full(pictures, beam)
-    owner, total = np.arange(pictures), np.zeros(pictures)
-    words = np.full((pictures, 1), START, np.int64)
+    images = len(encoded)
+    captions: list[list[int]] = [[] for _ in range(images)]
+    best, width = np.full(images, -np.inf), np.full(images, beam)
+    owner, total = np.arange(images), np.zeros(images)
+    words = np.full((images, 1), START, np.int64)
     hidden, cell = np.zeros_like(encoded), np.zeros_like(encoded)
     for length in range(words_limit + 1):
         log_probs, hidden, cell = writer.step(encoded[owner], words[:, -1], hidden, cell)
-        nexts, gains = _best_words(log_probs, beam) if length < words_limit else _only_end(log_probs)
-        parent = np.repeat(np.arange(len(owner)), nexts.shape[1])
-        sums, nexts = (total[:, None] + gains).ravel(), nexts.ravel()
+        following, gains = _best_words(log_probs, beam) if length < words_limit else _only_end(log_probs)
+        parent = np.repeat(np.arange(len(owner)), following.shape[1])
+        sums, following = (total[:, None] + gains).ravel(), following.ravel()
 
-        # The best of each picture get its places; lexsort keeps ties in the order of their places and words.
+        # Keep the best rows of each image. lexsort keeps ties in the order of beam positions and words.
         order = np.lexsort((-sums, owner[parent]))
         order = order[sums[order] > -np.inf]
-        whose = owner[parent[order]]
-        place = np.arange(len(order)) - np.searchsorted(whose, whose)
-        order = order[place < places[whose]]
-        parent, sums, nexts, owner = parent[order], sums[order], nexts[order], owner[parent[order]]
+        image_of = owner[parent[order]]
+        position = np.arange(len(order)) - np.searchsorted(image_of, image_of)
+        order = order[position < width[image_of]]
+        parent, sums, following, owner = parent[order], sums[order], following[order], owner[parent[order]]
 
-        ended = nexts == END
+        ended = following == END
         for row in np.flatnonzero(ended):
-            picture, score = owner[row], sums[row] / (length + 1)
-            places[picture] -= 1
-            if score > best[picture]:
-                best[picture], captions[picture] = score, words[parent[row], 1:].tolist()
+            image, score = owner[row], sums[row] / (length + 1)
+            width[image] -= 1
+            if score > best[image]:
+                best[image], captions[image] = score, words[parent[row], 1:].tolist()
 
-        # A picture goes on while its best beginning, whose sum can only fall, may still end with a better mean.
-        hope = np.full(pictures, -np.inf)
-        np.maximum.at(hope, owner[~ended], sums[~ended] / (words_limit + 1))
-        on = ~ended & (hope > best)[owner]
-        if not on.any():
+        # An image continues while its best partial caption, whose sum can only fall, may still end with a better mean.
+        bound = np.full(images, -np.inf)
+        np.maximum.at(bound, owner[~ended], sums[~ended] / (words_limit + 1))
+        active = ~ended & (bound > best)[owner]
+        if not active.any():
             break
-        parent, total, owner = parent[on], sums[on], owner[on]
-        words = np.column_stack([words[parent], nexts[on]])
+        parent, total, owner = parent[active], sums[active], owner[active]
+        words = np.column_stack([words[parent], following[active]])
         hidden, cell = hidden[parent], cell[parent]
     return captions
 
 
 def _best_words(log_probs: Floats, count: int) -> tuple[NDArray[np.int64], Floats]:
-    """The `count` likeliest words of each row and their log-probabilities, (n, count) each; ties go to the lower word.
+    """The `count` most likely words of each row and their log-probabilities, (n, count) each; ties go to the lower
+    word.
 
-    Words that are never written, and NaN, count as -inf.
+    Words that are never written, and NaN, are treated as -inf.
     """
-    left = np.fmax(log_probs, np.float32(-np.inf))  # a copy; frameworks lend memory that is theirs
+    left = np.fmax(log_probs, np.float32(-np.inf))  # a copy, since the memory may belong to the framework
     left[:, UNWRITTEN] = -np.inf
     rows, count = np.arange(len(left)), min(count, left.shape[1])
     words, values = np.empty((len(left), count), np.int64), np.empty((len(left), count), left.dtype)
-    for place in range(count):  # argmax gives the first of equal values, a partial sort need not
+    for place in range(count):  # argmax returns the first of equal values; a partial sort may not
         words[:, place] = chosen = left.argmax(axis=1)
         values[:, place] = left[rows, chosen]
         left[rows, chosen] = -np.inf
@@ -157,5 +161,5 @@ def _best_words(log_probs: Floats, count: int) -> tuple[NDArray[np.int64], Float
 
 
 def _only_end(log_probs: Floats) -> tuple[NDArray[np.int64], Floats]:
-    """END behind every row, and its log-probability."""
+    """END as the only word of every row, and its log-probability."""
     return np.full((len(log_probs), 1), END), np.fmax(log_probs[:, END : END + 1], np.float32(-np.inf))

@@ -1,7 +1,7 @@
-"""Captioning data by name.
+"""Open captioning data by name.
 
-dataset = load("shapes")                     # drawn on the fly, no download: hvdtrain.captions.shapes
-dataset = load("flickr8k:/path/to/Flickr8k") # as it is distributed; prepared once, into the cache
+dataset = load("shapes")                     # drawn on the fly: hvdtrain.captions.shapes
+dataset = load("flickr8k:/path/to/Flickr8k") # the original files, prepared once in the cache
 dataset = load("prepared")                   # a folder made by `hvdtrain data captions`
 """
 
@@ -19,20 +19,20 @@ RAW = "flickr8k:"
 
 
 def load(name: str, *, verify: bool = False) -> CaptionDataset:
-    """The data set called `name`: 'shapes', 'flickr8k:DIR', or the path of a folder made by `hvdtrain data captions`.
+    """The data set with this name: 'shapes', 'flickr8k:DIR', or the path of a folder made by `hvdtrain data captions`.
 
-    DIR is a prepared folder too, or the data as distributed (hvdtrain.captions.sources): the first process of the host
-    that asks prepares it once, into `hvdtrain/captions` of the user's cache, and the others wait for it.
-    `verify` compares the SHA-256 of a folder's large array even if this host has done so before.
-    Preparing starts worker processes, so a script that calls this must guard its main program.
-    Raises Failure: BAD_DATA for a folder that is missing, foreign or damaged, CANNOT_WRITE for the cache.
+    DIR is a prepared folder or contains the original files (hvdtrain.captions.sources). Original files are prepared
+    once by the first process on the host, into `hvdtrain/captions` of the user's cache, while other processes wait.
+    With `verify` the SHA-256 of a folder's large array is checked even if this host has checked it before. Preparing
+    starts worker processes, so a script that calls this function must guard its main program. Raises Failure: BAD_DATA
+    for a missing, foreign or damaged folder, CANNOT_WRITE for the cache.
     """
     if name == "shapes":
         return shapes.load()
     folder = Path(name.removeprefix(RAW))
     if not folder.is_dir():
         known = "'shapes', 'flickr8k:DIR' or a folder made by `hvdtrain data captions`"
-        raise Failure(f"no captions '{name}', {folder} is no folder: name {known}", BAD_DATA)
+        raise Failure(f"unknown captions '{name}': {folder} is not a folder; hint: give {known}", BAD_DATA)
     if name.startswith(RAW) and not (folder / "index.json").exists():
         folder = cached(folder)
     return open_captions(folder, verify=verify)

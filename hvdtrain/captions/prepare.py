@@ -1,19 +1,19 @@
-"""Pictures with captions -> one folder of arrays: `hvdtrain data captions Flickr8k prepared`.
+"""Convert images with captions to a folder of arrays: `hvdtrain data captions Flickr8k prepared`.
 
-**In**: what hvdtrain.captions.sources reads. **Out**: DST with
-  * `pictures.npy` (N, height, width, 3) uint8, made of the files as hvdtrain.data.images tells;
-  * `captions.json`: of each picture, in the same order, its name and its cleaned sentences;
-  * `vocabulary.json`: of the training captions, hvdtrain.captions.vocabulary;
-  * `index.json`: what all this is, statistics, every bad sample with its reason, sizes and SHA-256 of the files.
+**Input**: the formats of hvdtrain.captions.sources. **Output**: DST with
+  * `images.npy` (N, height, width, 3) uint8, converted as hvdtrain.data.images describes;
+  * `captions.json`: name and cleaned sentences of each image, in the same order;
+  * `vocabulary.json`: the words of the training captions, see hvdtrain.captions.vocabulary;
+  * `index.json`: description, statistics, every bad sample with its reason, sizes and SHA-256 of the files.
 
-**The cut** into train, validation and test is the source's own if it has one (Flickr8k's three lists, Karpathy's
-`split`); else `--split` says how pictures, never captions, are shared out, by lots of the seed and the picture's name.
-Rows are train | validation | test.
+**The split** into train, validation and test is the source's own if it has one (Flickr8k's three lists, Karpathy's
+`split`). Otherwise images are split in the proportions of `--split`, by a hash of the seed and the image's name. Rows
+are in the order train | validation | test.
 
-**Bad samples**, captions and pictures alike, end the work with file and line, or are left out, counted and listed. A
-picture that cannot be decoded takes its captions along.
+**Bad samples** may be captions or images. The first one stops the work with file and line, or they are skipped, counted
+and listed. The captions of an undecodable image are skipped with it.
 
-**Safe at any moment**, as hvdtrain.data.images is and by its means: killed half way, the same command continues.
+**Interruptions** are safe at any time, as in hvdtrain.data.images: after a kill, the same command continues.
 """
 
 from __future__ import annotations
@@ -48,35 +48,35 @@ from hvdtrain.system import files
 from hvdtrain.system.exits import BAD_CONFIG, BAD_DATA, Failure, printable
 
 SUMMARY = "hvdtrain.data.captions/1"
-AUTOMATIC_MAX_BAD = 400  # 1 % of Flickr8k's captions: with more than that, somebody should look
+AUTOMATIC_MAX_BAD = 400  # 1 % of Flickr8k's captions; with more, the user should have a look
 
 
 @dataclass(frozen=True, kw_only=True)
 class CaptionsConfig:
-    """What `hvdtrain data captions` does."""
+    """Options of `hvdtrain data captions`."""
 
     source: str
-    """Folder with pictures and captions: Flickr8k as it is distributed, a captions.txt table, or COCO's JSON."""
+    """Folder with images and captions: the original Flickr8k, a captions.txt table, or COCO's JSON."""
     destination: str
-    """Folder to make; must not exist."""
+    """Folder to create; must not exist."""
     size: str = "224x224"
-    """Width x height of the prepared pictures in pixels."""
+    """Width x height of the prepared images in pixels."""
     min_count: int = bounded(5, least=1)
-    """How often the training captions must have a word for the vocabulary to have it."""
+    """Minimum number of occurrences in the training captions for a word to enter the vocabulary."""
     max_words: int = bounded(34, least=1)
-    """A caption with more words than this is a bad sample."""
+    """A caption with more words is a bad sample."""
     split: str = "6000/1000/1000"
-    """Shares of the pictures for train/validation/test, where the source has no cut of its own."""
+    """Proportions of train/validation/test images, for a source without a split."""
     seed: int = 0
-    """Which pictures go where, and the order of rows; the same seed gives the same bytes."""
+    """Decides the part and the position of each image; the same seed gives the same bytes."""
     on_bad_sample: Literal["fail", "skip"] = "fail"
-    """What to do about an unusable caption or picture: stop and name it, or leave it out and list it."""
+    """How to handle an unusable caption or image: stop and name it, or skip and list it."""
     max_bad_samples: int = 100
-    """With skip: stop when there are more than this many."""
+    """With skip: stop if there are more bad samples than this."""
     workers: int = 0
-    """Processes; 0 takes all cores."""
+    """Number of processes; 0 uses all cores."""
     dry_run: bool = False
-    """Only list what would be made."""
+    """Only report the result; write nothing."""
 
     def __post_init__(self) -> None:
         if wrong := problem(self, flag):
@@ -88,23 +88,23 @@ class CaptionsConfig:
                 " example 6000/1000/1000",
                 BAD_CONFIG,
             )
-        _ = self.images  # its constructor checks the fields that both have
+        _ = self.images  # its constructor checks the common options
 
     @property
     def shares(self) -> tuple[Fraction, ...]:
-        """Of train, validation and test, exact."""
+        """Shares of train, validation and test, exact."""
         parts = [int(part) for part in self.split.split("/")]
         return tuple(Fraction(part, sum(parts)) for part in parts)
 
     @property
     def images(self) -> ImagesConfig:
-        """What is done to the pictures."""
+        """Options of the image conversion."""
         names = ("source", "destination", "size", "seed", "on_bad_sample", "max_bad_samples", "workers", "dry_run")
         return ImagesConfig(dtype="uint8", **{name: getattr(self, name) for name in names})
 
 
 def _plan(config: CaptionsConfig) -> tuple[Source, Tree]:
-    """The captions; and the pictures in the order of rows, labelled by part, with unusable captions as bad samples."""
+    """The captions; and the images in row order, labelled by part, with unusable captions as bad samples."""
     source = sources.find(Path(config.source), config.max_words)
     files = sorted(source.captions)
     lots = np.array([draw_lot(config.seed, file) for file in files], np.uint64)
@@ -115,7 +115,7 @@ def _plan(config: CaptionsConfig) -> tuple[Source, Tree]:
         parts = np.array([source.parts[file] for file in files], np.int64)
         order = np.lexsort((lots, parts))
         parts = parts[order]
-    # All that the result depends on besides the source.
+    # Everything besides the source that the result depends on.
     settings = [SCHEMA, PIL.__version__, config.size, config.min_count, config.max_words, config.split, config.seed]
     digest = hashlib.sha256(json.dumps([source.digest, settings]).encode()).hexdigest()
     tree = Tree(
@@ -133,8 +133,8 @@ def _plan(config: CaptionsConfig) -> tuple[Source, Tree]:
 def prepare(config: CaptionsConfig) -> dict[str, Any]:
     """Prepares the data and returns a summary fit for JSON.
 
-    Raises Failure: BAD_DATA for a source, a caption or a picture that is unusable, NO_PERMISSION for a folder that
-    cannot be read, CANNOT_WRITE if the destination exists, IO_ERROR for a full disk, RESUMABLE when interrupted.
+    Raises Failure: BAD_DATA for an unusable source, caption or image, NO_PERMISSION for an unreadable folder,
+    CANNOT_WRITE if the destination exists, IO_ERROR if the disk is full, RESUMABLE if interrupted.
     """
     check_destination(config.source, config.destination)
     source, tree = _plan(config)
@@ -145,41 +145,41 @@ def prepare(config: CaptionsConfig) -> dict[str, Any]:
 
 
 def _finish(config: CaptionsConfig, source: Source, tree: Tree, result: Path, bad: Bad) -> dict[str, Any]:
-    """Drops the bad rows, writes the words and the index."""
+    """Removes the bad rows, writes words and index."""
     good = np.setdiff1d(np.arange(len(tree.files)), list(bad))
     drop_bad_rows(result / "samples.npy", config.images, good)
     described = _describe(config, source, tree, good, bad)  # raises if a part is empty
-    pictures = [{"name": tree.files[row], "captions": source.captions[tree.files[row]]} for row in good]
-    write_json(result / "captions.json", {"schema": SCHEMA, "pictures": pictures})
+    images = [{"name": tree.files[row], "captions": source.captions[tree.files[row]]} for row in good]
+    write_json(result / "captions.json", {"schema": SCHEMA, "images": images})
     write_json(result / "vocabulary.json", _vocabulary(config, source, tree, good).as_json())
-    names = {name: "samples.npy" if name == "pictures.npy" else name for name in FILES}
+    names = {name: "samples.npy" if name == "images.npy" else name for name in FILES}
     index = seal(result, {"schema": SCHEMA, **described}, names)
-    (result / "samples.npy").rename(result / "pictures.npy")  # last: a restart looks for the old name
+    (result / "samples.npy").rename(result / "images.npy")  # last, since a restart looks for the old name
     files.sync(result)
     return index
 
 
 def _vocabulary(config: CaptionsConfig, source: Source, tree: Tree, rows: NDArray[np.int64]) -> Vocabulary:
     """The vocabulary of the training captions among `rows`."""
-    told = (source.captions[tree.files[row]] for row in rows if tree.labels[row] == 0)
-    return Vocabulary.build((sentence for sentences in told for sentence in sentences), config.min_count)
+    images = (source.captions[tree.files[row]] for row in rows if tree.labels[row] == 0)
+    return Vocabulary.build((sentence for sentences in images for sentence in sentences), config.min_count)
 
 
 def _describe(config: CaptionsConfig, source: Source, tree: Tree, rows: NDArray[np.int64], bad: Bad) -> dict[str, Any]:
-    """What the index says of the data. Raises Failure (BAD_DATA) if a part has no picture."""
+    """Contents of the index. Raises Failure (BAD_DATA) if a part has no image."""
     vocabulary = _vocabulary(config, source, tree, rows)
     parts: dict[str, dict[str, Any]] = {}
     for number, part in enumerate(PARTS):
-        told = [source.captions[tree.files[row]] for row in rows if tree.labels[row] == number]
-        if not told:
-            raise Failure(f"{tree.root}: no picture is left for {part}: more pictures, or another --split", BAD_DATA)
-        words = [word for sentences in told for sentence in sentences for word in sentence.split()]
+        images = [source.captions[tree.files[row]] for row in rows if tree.labels[row] == number]
+        if not images:
+            raise Failure(f"{tree.root}: no images for {part}; hint: add images, or change --split", BAD_DATA)
+        words = [word for sentences in images for sentence in sentences for word in sentence.split()]
         known = set(vocabulary.words)
-        lengths = [len(sentence.split()) for sentences in told for sentence in sentences]
+        lengths = [len(sentence.split()) for sentences in images for sentence in sentences]
         parts[part] = {
-            "pictures": len(told),
+            "images": len(images),
             "captions": len(lengths),
-            "captions_per_picture": dict(sorted(Counter(map(len, told)).items())),
+            "captions_per_image": dict(sorted(Counter(map(len, images)).items())),
             "words": len(words),
             "words_per_caption": {"least": min(lengths), "mean": len(words) / len(lengths), "most": max(lengths)},
             "unknown_words_share": sum(word not in known for word in words) / len(words),
@@ -187,8 +187,8 @@ def _describe(config: CaptionsConfig, source: Source, tree: Tree, rows: NDArray[
     height, width, channels = config.images.row_shape
     return {
         "made_by": f"hvdtrain {__version__}, Pillow {PIL.__version__}",
-        "pictures": len(rows),
-        "counts": [parts[part]["pictures"] for part in PARTS],
+        "images": len(rows),
+        "counts": [parts[part]["images"] for part in PARTS],
         "vocabulary": len(vocabulary),
         "min_count": config.min_count,
         "max_words": config.max_words,
@@ -204,43 +204,43 @@ def _describe(config: CaptionsConfig, source: Source, tree: Tree, rows: NDArray[
             "captions": source.file,
             "crlf_lines": source.crlf_lines,
             "non_ascii_captions": source.non_ascii_captions,
-            "pictures_in_no_part": source.uncut_pictures,
+            "images_in_no_part": source.unassigned_images,
         },
         "bad_samples": [{"file": name, "reason": reason} for name, reason in named(tree, bad).items()],
     }
 
 
 def cached(source: Path) -> Path:
-    """The prepared folder of `source`, in the user's cache: made by the first process of the host that asks.
+    """The prepared folder of `source` in the user's cache, made by the first process on this host that needs it.
 
-    The others wait for it, also those of other runs. Bad samples are left out, and told on stderr, when it is made.
-    Raises Failure as `prepare` does.
+    Other processes and other runs wait. Bad samples are skipped and reported on stderr when the folder is made. Raises
+    Failure like `prepare`.
     """
     home = cache_folder("captions")
-    asked: dict[str, Any] = {"source": str(source.resolve()), "on_bad_sample": "skip"}
-    asked["max_bad_samples"] = AUTOMATIC_MAX_BAD
-    key = _plan(CaptionsConfig(destination=str(home), **asked))[1].digest[:32]
+    options: dict[str, Any] = {"source": str(source.resolve()), "on_bad_sample": "skip"}
+    options["max_bad_samples"] = AUTOMATIC_MAX_BAD
+    key = _plan(CaptionsConfig(destination=str(home), **options))[1].digest[:32]
     destination = home / key
-    if destination.exists():  # it is renamed into place, so it is whole
+    if destination.exists():  # complete, since it is renamed into place
         return destination
     with caching(home), files.locked(home / f"{key}.lock"):
         if not destination.exists():
-            print(f"{source}: preparing it once, into {destination}", file=sys.stderr, flush=True)
-            _tell(source, prepare(CaptionsConfig(destination=str(destination), **asked)))
+            print(f"{source}: preparing once into {destination}", file=sys.stderr, flush=True)
+            _report(source, prepare(CaptionsConfig(destination=str(destination), **options)))
     return destination
 
 
-def _tell(source: Path, made: dict[str, Any]) -> None:
+def _report(source: Path, made: dict[str, Any]) -> None:
     captions = sum(part["captions"] for part in made["statistics"].values())
     print(
-        f"{source}: {made['pictures']:,} pictures ({'/'.join(map(str, made['counts']))}), {captions:,} captions,"
+        f"{source}: {made['images']:,} images ({'/'.join(map(str, made['counts']))}), {captions:,} captions,"
         f" {made['vocabulary']:,} words, {made['seconds']:.0f} s",
         file=sys.stderr,
     )
     if made["bad_samples"]:
-        worst = made["bad_samples"][0]
+        first = made["bad_samples"][0]
         print(
-            f"{source}: bad samples, left out: {len(made['bad_samples'])}, listed in {made['destination']}/index.json;"
-            f" the first is {printable(worst['file'])}: {printable(worst['reason'])}",
+            f"{source}: skipped {len(made['bad_samples'])} bad samples, listed in {made['destination']}/index.json; the"
+            f" first is {printable(first['file'])}: {printable(first['reason'])}",
             file=sys.stderr,
         )

@@ -1,15 +1,15 @@
-"""The embedded captioning data: 5,000 drawn scenes with five true sentences each, no download.
+"""The default captioning data: 5,000 drawn scenes with five true sentences each, no download.
 
-A scene is 64x64 RGB: a dark, slightly noisy ground with two groups, either left and right or at the top and at the
-bottom. A group is one, two or three equal things: small or large, of one of six colours and four shapes. That makes
-2 * (3 * 2 * 6 * 4)^2 = 41,472 scenes, of which 5,000 different ones are drawn: no scene is in two splits, nor twice in
-one, so a model can score in the test split only by what it sees, not by what it remembers.
+A scene is 64x64 RGB: a dark, slightly noisy background with two groups, side by side or one above the other. A group
+contains one, two or three equal shapes: small or large, of one of six colours and four kinds. That makes
+2 * (3 * 2 * 6 * 4)^2 = 41,472 scenes, of which 5,000 different ones are drawn. No scene occurs twice, so a model can
+score in the test split only by seeing, not by memorizing.
 
-The five sentences tell the same facts in five orders, 9 to 14 words each. Nearly every word is a fact, so that a model
-that knows the language and not the picture scores low: of the four words in a row that BLEU-4 counts, at least one is
-a fact in every wording and nearly always two or more are.
+The five sentences give the same facts in five orders, with 9 to 14 words each. Nearly every word is a fact, so a model
+that knows the language but not the image scores low: any four consecutive words, which BLEU-4 counts, contain at least
+one fact and nearly always two or more.
 
-Everything follows from one fixed seed, drawn with NumPy alone: the same bytes on every host.
+Everything follows from one fixed seed and is drawn with NumPy alone: the same bytes on every host.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hvdtrain.captions.vocabulary import Vocabulary
 
 SEED = 20220
 SIZE = 64
-COUNTS = (4000, 500, 500)  # of scenes in train, validation and test
+COUNTS = (4000, 500, 500)  # scenes in train, validation and test
 NUMBERS = ("one", "two", "three", "four", "five", "six")
 SIZES = {"small": 5, "large": 8}  # half the width in pixels
 COLOURS = {
@@ -38,15 +38,15 @@ COLOURS = {
 }
 SHAPES = {"circle": "circles", "square": "squares", "triangle": "triangles", "cross": "crosses"}
 GROUPS = 3 * len(SIZES) * len(COLOURS) * len(SHAPES)
-ALONG = {1: (32,), 2: (20, 44), 3: (11, 32, 53)}  # where a group's things are on its long side, in pixels
-ACROSS = (16, 48)  # where the two groups are
-JITTER = (1, 3)  # how far a thing may be displaced along and across, in pixels; three large ones never touch
-GROUND, NOISE = 50, 12  # the ground's brightest gray, and the height of the noise on it
+ALONG = {1: (32,), 2: (20, 44), 3: (11, 32, 53)}  # centres of a group's shapes along its long side, in pixels
+ACROSS = (16, 48)  # centres of the two groups
+JITTER = (1, 3)  # largest displacement of a shape along and across, in pixels; three large ones never touch
+GROUND, NOISE = 50, 12  # brightest gray of the background, and amplitude of its noise
 
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Equal things side by side."""
+    """Equal shapes next to each other."""
 
     count: int
     size: str
@@ -55,7 +55,7 @@ class Group:
 
     @property
     def noun(self) -> str:
-        """The shape's name, in the plural if there are several."""
+        """The name of the shape, in the plural if there are several."""
         return self.shape if self.count == 1 else SHAPES[self.shape]
 
     @property
@@ -70,7 +70,7 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class Scene:
-    """Two groups: the first left of the second, or above it."""
+    """Two groups: the first is left of the second, or above it."""
 
     first: Group
     second: Group
@@ -78,14 +78,14 @@ class Scene:
 
     @classmethod
     def of(cls, number: int) -> Scene:
-        """Scene `number` of the 2 * GROUPS^2 different ones."""
+        """Scene `number` of the 2 * GROUPS^2 different scenes."""
         stacked, pair = divmod(number, GROUPS**2)
         first, second = (_group(part) for part in divmod(pair, GROUPS))
         return cls(first=first, second=second, stacked=bool(stacked))
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        """Five true ones, each in its own order of facts."""
+        """Five true sentences, each with its own order of facts."""
         first, second = self.first, self.second
         before, after = ("above", "below") if self.stacked else ("left of", "right of")
         here, there = ("at the top", "at the bottom") if self.stacked else ("on the left", "on the right")
@@ -108,18 +108,18 @@ def _group(number: int) -> Group:
 
 
 def load() -> CaptionDataset:
-    """The data set: pictures uint8 (N, 64, 64, 3), 4,000 for training, 500 for validation, 500 for the test."""
+    """The data set: images uint8 (N, 64, 64, 3), 4,000 for training, 500 for validation, 500 for testing."""
     stream = np.random.Generator(np.random.PCG64(SEED))
     numbers = stream.choice(2 * GROUPS**2, size=sum(COUNTS), replace=False)
     scenes = [Scene.of(int(number)) for number in numbers]
-    pictures = draw(scenes, stream)
+    images = draw(scenes, stream)
     references = [scene.sentences for scene in scenes]
-    digest = hashlib.sha256(pictures.data)
+    digest = hashlib.sha256(images.data)
     digest.update(repr((COUNTS, references)).encode())
     return assemble(
         name="shapes",
-        vocabulary=Vocabulary.build(sentence for told in references[: COUNTS[0]] for sentence in told),
-        pictures=pictures,
+        vocabulary=Vocabulary.build(sentence for sentences in references[: COUNTS[0]] for sentence in sentences),
+        images=images,
         names=[f"scene-{number}" for number in numbers],
         references=references,
         counts=COUNTS,
@@ -128,23 +128,23 @@ def load() -> CaptionDataset:
 
 
 def draw(scenes: list[Scene], stream: np.random.Generator) -> NDArray[np.uint8]:
-    """Pictures of the scenes, uint8 (N, 64, 64, 3); ground, noise and small displacements come from `stream`."""
+    """Images of the scenes, uint8 (N, 64, 64, 3); background, noise and displacements come from `stream`."""
     gray = stream.integers(GROUND, size=(len(scenes), 1, 1, 1), dtype=np.uint8)
-    pictures = stream.integers(NOISE, size=(len(scenes), SIZE, SIZE, 3), dtype=np.uint8) + gray
+    images = stream.integers(NOISE, size=(len(scenes), SIZE, SIZE, 3), dtype=np.uint8) + gray
     reach = np.array(JITTER)
     moved = stream.integers(-reach, reach + 1, size=(len(scenes), 2, 3, 2)).tolist()
     stamps = {(shape, size): _stamp(shape, SIZES[size]) for shape in SHAPES for size in SIZES}
-    for picture, scene, moves in zip(pictures, scenes, moved, strict=True):
+    for image, scene, moves in zip(images, scenes, moved, strict=True):
         for group, across, steps in zip((scene.first, scene.second), ACROSS, moves, strict=True):
             half, stamp = SIZES[group.size], stamps[group.shape, group.size]
             for along, (on, aside) in zip(ALONG[group.count], steps, strict=False):
                 y, x = (across + aside, along + on) if scene.stacked else (along + on, across + aside)
-                picture[y - half : y + half + 1, x - half : x + half + 1][stamp] = COLOURS[group.colour]
-    return pictures
+                image[y - half : y + half + 1, x - half : x + half + 1][stamp] = COLOURS[group.colour]
+    return images
 
 
 def _stamp(shape: str, half: int) -> NDArray[np.bool_]:
-    """Where a thing is in its square of 2 half + 1 pixels a side."""
+    """The pixels of a shape in its square of 2 half + 1 pixels per side."""
     y, x = np.mgrid[-half : half + 1, -half : half + 1]
     inside: NDArray[np.bool_] = {
         "circle": x**2 + y**2 <= (half + 0.4) ** 2,

@@ -1,8 +1,8 @@
-"""Opens the trained model of a captioning run's folder, on the CPU.
+"""Load the trained model of a captioning run, on the CPU.
 
-The folder's manifest holds the model's sizes, vocabulary.json the words, the best checkpoint the parameters. Either
-framework can load them, whichever trained them. Only the weights of a frozen encoder are elsewhere; the manifest names
-their file and its digest.
+The run's manifest contains the model's sizes, vocabulary.json the words, and the best checkpoint the parameters. Either
+framework can load models of both. The weights of a frozen encoder are in a separate file; the manifest contains its
+path and digest.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hvdtrain.training import trained
 TRAINED_BY = "captioning"
 WORDS_BYTES = 64 * files.MIB
 FEATURES_BATCH = 16
-"""Pictures that VGG16 sees together"""
+"""Batch size of VGG16"""
 
 Pixels = NDArray[np.uint8]
 Encode = Callable[[Pixels], NDArray[Any]]
@@ -39,31 +39,32 @@ class Trained:
     config: dict[str, Any]
     spec: captioner.CaptionerSpec
     encoder: str | None
-    """Digest of the frozen encoder's weights, None for an encoder that the checkpoint holds"""
+    """Digest of the frozen encoder's weights; None for an encoder that is part of the checkpoint"""
     vocabulary: Vocabulary
     parameters: Arrays
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(height, width, 3) of the pictures it was trained on."""
+        """(height, width, 3) of the training images."""
         width, height = self.spec.image_size
         return height, width, 3
 
 
 def open_run(folder: Path) -> Trained:
-    """The trained model of a run's folder. Raises Failure (65, 74, 77) for anything else."""
+    """The trained model in a run folder. Raises Failure (65, 74, 77) for any other folder."""
     manifest, parameters = trained.opened(folder, TRAINED_BY)
     spec = trained.spec(folder, manifest, captioner.CaptionerSpec)
     words = folder / "vocabulary.json"
     try:
         vocabulary = Vocabulary.from_json(files.from_json(files.read(words, WORDS_BYTES)), words)
     except OSError as error:
-        raise files.refused(words, error, exits.BAD_DATA, "the run's folder is not whole") from None
+        raise files.refused(words, error, exits.BAD_DATA, "the run folder is incomplete") from None
     except ValueError as error:
-        raise Failure(f"{words}: no JSON ({error})", exits.BAD_DATA) from None
-    found = {name: array.shape for name, array in parameters.items()}
-    if found != captioner.parameters(spec) or len(vocabulary) != spec.vocabulary:
-        raise Failure(f"{folder}: manifest, vocabulary and checkpoint are not of one model", exits.BAD_DATA)
+        raise Failure(f"{words} is not JSON ({error})", exits.BAD_DATA) from None
+    shapes = {name: array.shape for name, array in parameters.items()}
+    if shapes != captioner.parameters(spec) or len(vocabulary) != spec.vocabulary:
+        message = "manifest, vocabulary and checkpoint do not belong to the same model"
+        raise Failure(f"{folder}: {message}", exits.BAD_DATA)
     return Trained(
         config=manifest.config,
         spec=spec,
@@ -74,7 +75,8 @@ def open_run(folder: Path) -> Trained:
 
 
 def model(run: Trained, framework: str, weights: str | None) -> tuple[generation.Writer, Encode]:
-    """The trained model on the CPU, and the function that makes its inputs of pictures (N, height, width, 3) uint8."""
+    """The trained model on the CPU, and the function that computes its inputs from images (N, height, width, 3)
+    uint8."""
     trained.begin(framework)
     writer: Any
     if framework == "torch":
@@ -86,18 +88,19 @@ def model(run: Trained, framework: str, weights: str | None) -> tuple[generation
 
         writer = CaptionerTF(run.spec)
     trained.fill(writer, run.parameters, framework)
-    return writer, (vgg16(run, framework, weights) if run.spec.encoder == "vgg16" else lambda seen: seen)
+    return writer, (vgg16(run, framework, weights) if run.spec.encoder == "vgg16" else lambda images: images)
 
 
 def vgg16(run: Trained, framework: str, weights: str | None) -> Encode:
-    """The frozen encoder whose features the model was trained on. Raises Failure (65) for other weights."""
+    """The frozen encoder that the model was trained with. Raises Failure (65) for other weights."""
     path = weights or run.config["weights"]
     if frozen.digest(path, run.spec.image_size) != run.encoder:
-        raise Failure(f"{path}: not the weights that the run was trained with; name those by --weights", exits.BAD_DATA)
+        message = f"{path} does not contain the weights that the run was trained with"
+        raise Failure(f"{message}; hint: give their file with --weights", exits.BAD_DATA)
     network = frozen.encoder(path, framework)
 
-    def encode(seen: Pixels) -> NDArray[Any]:
-        parts = range(0, len(seen), FEATURES_BATCH)
-        return np.concatenate([network(seen[start : start + FEATURES_BATCH]) for start in parts])
+    def encode(images: Pixels) -> NDArray[Any]:
+        parts = range(0, len(images), FEATURES_BATCH)
+        return np.concatenate([network(images[start : start + FEATURES_BATCH]) for start in parts])
 
     return encode

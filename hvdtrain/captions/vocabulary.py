@@ -1,12 +1,12 @@
-"""Sentences as numbers: what counts as a word, and which number it has.
+"""Convert sentences to numbers: the definition of a word, and the numbering of words.
 
-**A caption is cleaned** before anything else is done with it: lower case, composed characters (NFC), and then only its
-words, joined by single spaces. A word is an unbroken row of letters and digits of any script; an apostrophe between
-two of them belongs to it, straight or curly, and becomes straight. All else (full stops, quotes, hyphens, symbols)
-ends a word and is dropped. No word is dropped for being short: "A dog's well-known ball." is "a dog's well known ball".
+**Cleaning** comes first: a caption becomes lower case and composed characters (NFC), and only its words remain, joined
+by single spaces. A word is a sequence of letters and digits of any script. An apostrophe between two of them belongs to
+the word; a curly one becomes straight. Everything else (full stops, quotes, hyphens, symbols) ends a word and is
+removed. Short words are kept: "A dog's well-known ball." becomes "a dog's well known ball".
 
-**Numbers**: 0 pads, 1 starts a sentence, 2 ends it, 3 stands for every word that was too rare to be learnt; from 4 on
-words by falling count, those of equal count by alphabet. So the same sentences give the same numbers in any order.
+**Numbers**: 0 is padding, 1 starts a sentence, 2 ends it, and 3 stands for words that are too rare. From 4 on, words
+are sorted by decreasing count and then alphabetically, so the order of the sentences does not matter.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from hvdtrain.system.exits import BAD_DATA, Failure
 
 SCHEMA = "hvdtrain.vocabulary/1"
 PAD, START, END, UNKNOWN = 0, 1, 2, 3
-SPECIALS = ("<pad>", "<start>", "<end>", "<unknown>")  # no word looks like these: brackets are dropped
+SPECIALS = ("<pad>", "<start>", "<end>", "<unknown>")  # cannot collide with words, which contain no brackets
 
 
-@functools.cache  # only who cleans captions needs it, and it takes 15 ms
+@functools.cache  # it takes 15 ms, and only cleaning needs it
 def _word() -> re.Pattern[str]:
-    """Letters and digits of any script, with their marks (vowels in Devanagari, say, which \\w leaves out), and
-    apostrophes between them."""
-    marks = "".join(each for each in map(chr, range(0x300, 0xFE00)) if unicodedata.category(each) in ("Mn", "Mc"))
+    """Letters and digits of any script with their marks, such as Devanagari vowels, which \\w omits; and apostrophes
+    between them."""
+    marks = "".join(mark for mark in map(chr, range(0x300, 0xFE00)) if unicodedata.category(mark) in ("Mn", "Mc"))
     letters = rf"(?:[^\W_][{marks}]*)+"
     return re.compile(rf"{letters}(?:'{letters})*")
 
 
 def clean(caption: str) -> str:
-    """The caption's words in lower case, joined by single spaces; '' if it has none. Cleaning twice changes nothing."""
+    """The caption's words in lower case, joined by single spaces; '' if there are none. Idempotent."""
     text = unicodedata.normalize("NFC", caption.lower()).replace("’", "'")
     return " ".join(_word().findall(text))
 
@@ -50,27 +50,27 @@ class Vocabulary:
 
     @classmethod
     def build(cls, sentences: Iterable[str], min_count: int = 1) -> Self:
-        """The words that cleaned `sentences` have at least `min_count` times altogether."""
+        """The vocabulary of all words that occur at least `min_count` times in cleaned `sentences`."""
         counts = Counter(word for sentence in sentences for word in sentence.split())
         often = (word for word, count in counts.items() if count >= min_count)
         return cls(sorted(often, key=lambda word: (-counts[word], word)))
 
     @classmethod
     def from_json(cls, document: Any, path: object) -> Self:
-        """What `as_json` gave. Raises Failure (BAD_DATA), which names `path`, if it is anything else."""
+        """The inverse of `as_json`. Raises Failure (BAD_DATA), naming `path`, for any other document."""
         words = document.get("words") if isinstance(document, dict) and document.get("schema") == SCHEMA else None
         if not isinstance(words, list) or not all(isinstance(word, str) and word.isprintable() for word in words):
-            raise Failure(f"{path} is no vocabulary of schema {SCHEMA}: copy or prepare it again", BAD_DATA)
+            raise Failure(f"{path} is not a vocabulary of schema {SCHEMA}; hint: copy or prepare it again", BAD_DATA)
         if tuple(words[: len(SPECIALS)]) != SPECIALS or len(set(words)) < len(words):
             raise Failure(
-                f"{path} is damaged: it must begin with {', '.join(SPECIALS)} and name each word once", BAD_DATA
+                f"{path} is damaged: it must begin with {', '.join(SPECIALS)} and list each word once", BAD_DATA
             )
         if len(words) == len(SPECIALS):
-            raise Failure(f"{path} holds no words: prepare it again with a smaller --min-count", BAD_DATA)
+            raise Failure(f"{path} contains no words; hint: prepare it again with a smaller --min-count", BAD_DATA)
         return cls(words[len(SPECIALS) :])
 
     def as_json(self) -> dict[str, Any]:
-        """A document fit for JSON, for `from_json`."""
+        """A JSON-serializable document for `from_json`."""
         return {"schema": SCHEMA, "words": list(self.words)}
 
     def __len__(self) -> int:
@@ -81,7 +81,7 @@ class Vocabulary:
         return [START, *(self._numbers.get(word, UNKNOWN) for word in sentence.split()), END]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The sentence up to END, without the other specials, but with "<unknown>" where a word is not known."""
+        """The sentence up to END, without the other special tokens, and with "<unknown>" for unknown words."""
         words = []
         for number in ids:
             if number == END:

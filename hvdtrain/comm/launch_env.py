@@ -1,4 +1,4 @@
-"""This process's place among the ranks that a launcher started, as its environment variables tell it."""
+"""The launcher's environment variables: which rank this process is, and of how many."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hvdtrain.system.environment import MOST_TASKS, number, task_counts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Place:
-    """A rank's place, read from its launcher's environment variables before anything heavy is imported."""
+class LaunchEnv:
+    """What the launcher's environment variables say about this rank. Read before anything heavy is imported."""
 
     launcher: str
     """alone, torchrun, horovodrun, mpirun or srun"""
@@ -21,7 +21,7 @@ class Place:
     local_size: int = 1
 
 
-# launcher, then the variables of rank, size, local rank, local size
+# launcher, then its variables for rank, size, local rank and local size
 LAUNCHERS: list[tuple[str, ...]] = [
     ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     ("mpirun", *(f"OMPI_COMM_WORLD_{what}" for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
@@ -30,39 +30,39 @@ LAUNCHERS: list[tuple[str, ...]] = [
 ]
 
 
-def place(environment: Mapping[str, str] = os.environ) -> Place:
-    """This process's place. horovodrun on MPI starts mpirun and so appears as mpirun.
+def launch_env(environment: Mapping[str, str] = os.environ) -> LaunchEnv:
+    """Read the launcher's variables. `horovodrun --mpi` starts mpirun, so it appears as mpirun.
 
-    torchrun is recognised by TORCHELASTIC_RUN_ID, because other programs set RANK too. It wins over mpirun and srun,
-    which may have started it. Raises Failure (78) for a variable that is not a number within its bounds.
+    torchrun is recognised by TORCHELASTIC_RUN_ID, because other programs set RANK too. It takes precedence over mpirun
+    and srun, which may have started it. Raises Failure (78) if a variable is not a number within its bounds.
     """
     torchrun = "TORCHELASTIC_RUN_ID" in environment
     if torchrun and environment.get("WORLD_SIZE") == "1":
-        return Place(launcher="alone")
+        return LaunchEnv(launcher="alone")
     for launcher, rank, size, local_rank, local_size in LAUNCHERS if torchrun else LAUNCHERS[1:]:
         if rank in environment and size in environment:
             hint = f"start the ranks with {launcher}, or unset {rank} and {size}"
             count = number(size, environment[size], hint, least=1)
-            here = environment.get(local_size)
-            return Place(
+            local = environment.get(local_size)
+            return LaunchEnv(
                 launcher=launcher,
                 rank=number(rank, environment[rank], hint, most=count - 1),
                 size=count,
                 local_rank=number(local_rank, environment.get(local_rank, "0"), hint, most=count - 1),
-                local_size=tasks_here(environment) if here is None else number(local_size, here, hint, least=1),
+                local_size=_tasks_on_node(environment) if local is None else number(local_size, local, hint, least=1),
             )
-    return Place(launcher="alone")
+    return LaunchEnv(launcher="alone")
 
 
-def tasks_here(environment: Mapping[str, str]) -> int:
-    """Tasks of this Slurm step on this node; 1 outside of Slurm."""
+def _tasks_on_node(environment: Mapping[str, str]) -> int:
+    """The number of tasks of this Slurm step on this node; 1 outside Slurm."""
     name = "SLURM_STEP_TASKS_PER_NODE"
     counts = task_counts(name, environment.get(name, "1"))
     node = number("SLURM_NODEID", environment.get("SLURM_NODEID", "0"), "unset it", most=MOST_TASKS)
     return counts[min(node, len(counts) - 1)]
 
 
-# variables of size and rank set by starters that do not connect ranks for us, who sets them, what to do
+# Launchers that start processes without connecting them as ranks: size and rank variables, who sets them, what to do
 SEPARATE = [
     ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "by srun", "add --mpi=pmix, or sbatch launch/slurm.sbatch"),
     ("PMI_SIZE", "PMI_RANK", "by PMI, as MPICH's mpiexec does", "use Open MPI's mpirun, horovodrun or torchrun"),
@@ -71,11 +71,13 @@ SEPARATE = [
 
 
 def separate_programs(environment: Mapping[str, str] = os.environ) -> tuple[str, bool] | None:
-    """The error if a starter made several programs that are not ranks of one job, and whether this one (the first)
-    prints it; None if there is no such error."""
-    for size, rank, starter, advice in SEPARATE:
+    """The error if a launcher started several processes that are not ranks of one job; None if it did not.
+
+    Returns the message, and whether this process (the first) prints it.
+    """
+    for size, rank, source, advice in SEPARATE:
         count = environment.get(size, "1")
-        if rank in environment and count != "1" and place(environment).launcher == "alone":
-            what = f"{count} separate programs were started {starter}, not {count} ranks: {advice}"
-            return what, environment[rank] == "0"
+        if rank in environment and count != "1" and launch_env(environment).launcher == "alone":
+            message = f"{count} separate processes were started {source}, not {count} ranks; hint: {advice}"
+            return message, environment[rank] == "0"
     return None

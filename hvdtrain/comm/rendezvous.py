@@ -1,12 +1,11 @@
-"""How ranks find each other when no Horovod runs: through MPI, or through the launcher's own key-value store.
+"""How ranks find each other without Horovod: through MPI, or through the launcher's key-value store.
 
-Native strategies bring their own collectives, but someone must tell all ranks where rank 0 listens. mpirun, srun and
-`horovodrun --mpi` start MPI programs, and there MPI carries these few bytes; once they are told it sends nothing more.
-`horovodrun --gloo` serves a small key-value store over HTTP to its ranks, which Horovod uses for the same purpose;
-torchrun serves PyTorch's TCPStore, which PyTorch uses so.
+Backends need a way to tell all ranks where each one listens. mpirun, srun and `horovodrun --mpi` start MPI programs,
+so MPI carries these few bytes; after that it sends nothing more. `horovodrun --gloo` serves a small key-value store
+over HTTP, which Horovod uses for the same purpose. torchrun serves PyTorch's TCPStore.
 
-A meeting also gives the ranks a secret of their own. MPI carries one that rank 0 has drawn. A store is open to all who
-can reach it, so there the secret is made of the user's key (`sealed`) and never sent.
+A rendezvous also gives the ranks a job key. Rank 0 draws it, and MPI distributes it. A store is open to everyone who
+can reach it; there the job key is derived from the user's key (`signed_store`) and never sent.
 """
 
 from __future__ import annotations
@@ -25,186 +24,191 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hvdtrain.comm.backends.base import Alone, Meeting
-from hvdtrain.comm.launch_env import Place
-from hvdtrain.comm.signed_store import Sealed
-from hvdtrain.sentinel.auth import SECRET_BYTES
+from hvdtrain.comm.backends.base import Communicator, Rendezvous
+from hvdtrain.comm.launch_env import LaunchEnv
+from hvdtrain.comm.signed_store import SignedRendezvous
+from hvdtrain.sentinel.auth import KEY_BYTES
 from hvdtrain.system import exits
 from hvdtrain.system.environment import number
 from hvdtrain.system.exits import Failure
 
 PATIENCE_S = 300.0
-"""For the slowest rank to arrive"""
+"""How long to wait for the slowest rank"""
 POLL_S = 0.05
-MOST_BYTES = 1 << 16
-"""Of what a rank tells the others"""
+MAX_BYTES = 1 << 16
+"""Longest message of a rank"""
 FIRST_PORT, PORTS = 20_000, 10_000
-"""Below those that systems give to connections, so that none of these takes the port between its choice and its use"""
+"""Below the ephemeral ports, so that no connection takes the port between its reservation and its use"""
 
 
-def meet(where: Place) -> Meeting:
-    """Joins the other ranks that the launcher started. Raises Failure (69) if that is impossible."""
-    if where.launcher == "alone":
-        return Alone()
-    if where.launcher == "horovodrun":
-        return Sealed(HorovodrunMeeting(where))
-    if where.launcher == "torchrun":
-        return Sealed(TorchrunMeeting(where))
-    return MPIMeeting(where)
+def join(environment: LaunchEnv) -> Rendezvous:
+    """Find the other ranks that the launcher started. Collective. Raises Failure (69) if that is impossible."""
+    if environment.launcher == "alone":
+        return Communicator()
+    if environment.launcher == "horovodrun":
+        return SignedRendezvous(HorovodrunRendezvous(environment))
+    if environment.launcher == "torchrun":
+        return SignedRendezvous(TorchrunRendezvous(environment))
+    return MpiRendezvous(environment)
 
 
-class MPIMeeting:
-    def __init__(self, where: Place) -> None:
+class MpiRendezvous:
+    """Ranks that MPI connects."""
+
+    def __init__(self, environment: LaunchEnv) -> None:
         try:
             from mpi4py import MPI
         except (ImportError, RuntimeError) as error:  # RuntimeError: no MPI library found
             raise Failure(
-                f"{error}; all strategies but Horovod's own need mpi4py under mpirun: run `make setup`",
+                f"{error}; under mpirun every strategy except Horovod's own needs mpi4py; hint: run `make setup`",
                 exits.UNREACHABLE,
             ) from error
         if not MPI.Is_initialized():  # a script may have set mpi4py.rc.initialize = False, for Horovod to do it
             MPI.Init()
-            atexit.register(self.leave)
+            atexit.register(self.shutdown)
         self._mpi: Any = MPI
         self.rank, self.size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-        self.local_rank, self.local_size = where.local_rank, where.local_size
-        drawn = bytearray(secrets.token_bytes(SECRET_BYTES))
-        MPI.COMM_WORLD.Bcast(drawn, root=0)
-        self.secret = bytes(drawn)
+        self.local_rank, self.local_size = environment.local_rank, environment.local_size
+        key = bytearray(secrets.token_bytes(KEY_BYTES))
+        MPI.COMM_WORLD.Bcast(key, root=0)
+        self.job_key = bytes(key)
 
-    def gather(self, mine: bytes) -> list[bytes]:
+    def gather_bytes(self, own: bytes) -> list[bytes]:
         lengths = bytearray(8 * self.size)
-        self._mpi.COMM_WORLD.Allgather(len(mine).to_bytes(8, "little"), lengths)
+        self._mpi.COMM_WORLD.Allgather(len(own).to_bytes(8, "little"), lengths)
         counts = [int.from_bytes(lengths[i : i + 8], "little") for i in range(0, len(lengths), 8)]
         joined = bytearray(sum(counts))
-        self._mpi.COMM_WORLD.Allgatherv(mine, [joined, counts, self._mpi.BYTE])
+        self._mpi.COMM_WORLD.Allgatherv(own, [joined, counts, self._mpi.BYTE])
         ends = [sum(counts[: rank + 1]) for rank in range(self.size)]
         return [bytes(joined[end - count : end]) for end, count in zip(ends, counts, strict=True)]
 
-    def leave(self) -> None:
+    def shutdown(self) -> None:
         if not self._mpi.Is_finalized():
             self._mpi.Finalize()
 
 
-class StoreMeeting(abc.ABC):
-    """Ranks that share a key-value store: each puts its part there, rank 0 reads them all and puts the whole there.
+class StoreRendezvous(abc.ABC):
+    """Ranks that share a key-value store. Each puts its message there; rank 0 reads them all and puts the list there.
 
-    Rank 0 deletes all of it when all have read. Whoever can reach the store can read and change what is there.
+    Rank 0 deletes everything once all ranks have read it. Anyone who can reach the store can read and change it.
     """
 
-    def __init__(self, where: Place, store: str) -> None:
-        """`store`: whose it is and where, for people."""
-        self.rank, self.size = where.rank, where.size
-        self.local_rank, self.local_size = where.local_rank, where.local_size
-        self._name, self._scope, self._meetings = store, "hvdtrain", 0
+    def __init__(self, environment: LaunchEnv, store: str) -> None:
+        """`store`: owner and address of the store, for error messages."""
+        self.rank, self.size = environment.rank, environment.size
+        self.local_rank, self.local_size = environment.local_rank, environment.local_size
+        self._name, self._scope, self._gathers = store, "hvdtrain", 0
 
     @abc.abstractmethod
     def _put(self, key: str, value: bytes) -> None: ...
 
     @abc.abstractmethod
-    def _found(self, key: str) -> bytes | None:
-        """The value, None while there is none."""
+    def _get(self, key: str) -> bytes | None:
+        """The value; None if there is none yet."""
 
     @abc.abstractmethod
     def _delete(self, key: str) -> None: ...
 
-    def gather(self, mine: bytes) -> list[bytes]:
-        scope = f"{self._scope}.{self._meetings}"
-        self._meetings += 1
+    def gather_bytes(self, own: bytes) -> list[bytes]:
+        scope = f"{self._scope}.{self._gathers}"
+        self._gathers += 1
         try:
-            self._put(f"{scope}/{self.rank}", mine)
-            if self.rank == 0:  # who alone asks for all, so that a meeting is not size x size questions to one store
-                found = [self._value(f"{scope}/{rank}", f"rank {rank}") for rank in range(self.size)]
-                self._put(f"{scope}/all", json.dumps([each.hex() for each in found]).encode())
+            self._put(f"{scope}/{self.rank}", own)
+            if self.rank == 0:  # only rank 0 reads every key; otherwise one store would serve size x size requests
+                messages = [self._wait_for(f"{scope}/{rank}", f"rank {rank}") for rank in range(self.size)]
+                self._put(f"{scope}/all", json.dumps([message.hex() for message in messages]).encode())
             else:
-                found = [bytes.fromhex(each) for each in json.loads(self._value(f"{scope}/all", "rank 0"))]
-            if len(found) != self.size:
-                raise RuntimeError("someone else writes into it")
+                messages = [bytes.fromhex(text) for text in json.loads(self._wait_for(f"{scope}/all", "rank 0"))]
+            if len(messages) != self.size:
+                raise RuntimeError("another program writes into it")
             self._put(f"{scope}.read/{self.rank}", b"")
             if self.rank == 0:
                 for rank in range(self.size):
-                    self._value(f"{scope}.read/{rank}", f"rank {rank}")
+                    self._wait_for(f"{scope}.read/{rank}", f"rank {rank}")
                 keys = [f"{part}/{rank}" for part in (scope, f"{scope}.read") for rank in range(self.size)]
                 for key in [f"{scope}/all", *keys]:
                     self._delete(key)
-            return found
-        except (OSError, RuntimeError, ValueError) as error:  # PyTorch's are RuntimeError
+            return messages
+        except (OSError, RuntimeError, ValueError) as error:  # PyTorch raises RuntimeError
             raise self._unreachable(error) from error
 
-    def _value(self, key: str, whose: str) -> bytes:
+    def _wait_for(self, key: str, sender: str) -> bytes:
         deadline = time.monotonic() + PATIENCE_S
-        while (value := self._found(key)) is None:
+        while (value := self._get(key)) is None:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"nothing from {whose} for {PATIENCE_S:g} s")
-            time.sleep(POLL_S * max(1, self.size // 16))  # all of them ask one store
+                raise TimeoutError(f"nothing from {sender} for {PATIENCE_S:g} s")
+            time.sleep(POLL_S * max(1, self.size // 16))  # all ranks poll the same store
         return value
 
     def _unreachable(self, error: Exception) -> Failure:
         reason = str(error).splitlines()[0]
         return Failure(
-            f"{self._name} does not answer ({reason}); check that its host can be reached from the others",
+            f"{self._name} does not answer ({reason}); hint: check that its host can be reached from the others",
             exits.UNREACHABLE,
         )
 
-    def leave(self) -> None:  # noqa: B027 (the store is the launcher's: there is nothing to close)
+    def shutdown(self) -> None:  # noqa: B027 (the store belongs to the launcher: there is nothing to close)
         pass
 
 
-class HorovodrunMeeting(StoreMeeting):
-    """horovodrun's store: PUT, GET and DELETE of /scope/key, 404 while there is no value."""
+class HorovodrunRendezvous(StoreRendezvous):
+    """horovodrun's store: PUT, GET and DELETE of /scope/key; 404 if there is no value yet."""
 
-    def __init__(self, where: Place, environment: Mapping[str, str] = os.environ) -> None:
+    def __init__(self, environment: LaunchEnv, variables: Mapping[str, str] = os.environ) -> None:
         names = [f"HOROVOD_GLOO_RENDEZVOUS_{part}" for part in ("ADDR", "PORT")]
         hint = "start the ranks with horovodrun, which sets it"
-        host, port = (environment.get(name, "") for name in names)
+        host, port = (variables.get(name, "") for name in names)
         number(names[1], port, hint, least=1, most=65535)
         self._address = f"http://{host}:{port}"
-        super().__init__(where, f"horovodrun's store at {self._address}")
+        super().__init__(environment, f"horovodrun's store at {self._address}")
         self._open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 
     def _put(self, key: str, value: bytes) -> None:
-        self._ask("PUT", key, value)
+        self._request("PUT", key, value)
 
     def _delete(self, key: str) -> None:
-        self._ask("DELETE", key)
+        self._request("DELETE", key)
 
-    def _ask(self, method: str, key: str, value: bytes | None = None) -> None:
+    def _request(self, method: str, key: str, value: bytes | None = None) -> None:
         request = urllib.request.Request(f"{self._address}/{key}", data=value, method=method)
         self._open(request, timeout=PATIENCE_S).close()
 
-    def _found(self, key: str) -> bytes | None:
+    def _get(self, key: str) -> bytes | None:
         try:
             with self._open(f"{self._address}/{key}", timeout=PATIENCE_S) as answer:
-                return answer.read(2 * MOST_BYTES * self.size)
+                return answer.read(2 * MAX_BYTES * self.size)
         except urllib.error.HTTPError as error:
             if error.code != 404:
                 raise
             return None
 
 
-class TorchrunMeeting(StoreMeeting):
-    """torchrun's store, PyTorch's TCPStore. It outlives a restart of the ranks (--max-restarts, or a host that joins),
-    and then still holds what the ranks before have put there; so rank 0 gives each start a name of its own."""
+class TorchrunRendezvous(StoreRendezvous):
+    """torchrun's store, PyTorch's TCPStore.
 
-    def __init__(self, where: Place) -> None:
+    The store outlives a restart of the ranks (--max-restarts, or a host that joins) and then still holds the values of
+    the previous ranks. So rank 0 gives each start a scope of its own.
+    """
+
+    def __init__(self, environment: LaunchEnv) -> None:
         hint = "start the ranks with torchrun, which sets MASTER_ADDR and MASTER_PORT"
         host = os.environ.get("MASTER_ADDR", "")
         port = number("MASTER_PORT", os.environ.get("MASTER_PORT", ""), hint, least=1, most=65535)
-        super().__init__(where, f"torchrun's store at {host}:{port}")
+        super().__init__(environment, f"torchrun's store at {host}:{port}")
         try:
             from torch.distributed import TCPStore
         except ImportError as error:
             raise Failure(
-                f"{error}; ranks of torchrun meet in its store, for which they need PyTorch: run `make setup`, or "
-                "start them with horovodrun or mpirun",
+                f"{error}; under torchrun, ranks need PyTorch to find each other; hint: run `make setup`, or start "
+                "them with horovodrun or mpirun",
                 exits.UNREACHABLE,
             ) from error
-        # TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 leaves it to rank 0.
-        serves = where.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        # With TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 rank 0 serves the store.
+        serves = environment.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         patience = datetime.timedelta(seconds=PATIENCE_S)
         try:
             self._store: Any = TCPStore(host, port, is_master=serves, wait_for_workers=False, timeout=patience)
-            self._scope += f".{self._this_start()}"
+            self._scope += f".{self._name_of_start()}"
         except (OSError, RuntimeError) as error:
             raise self._unreachable(error) from error
 
@@ -214,52 +218,57 @@ class TorchrunMeeting(StoreMeeting):
     def _delete(self, key: str) -> None:
         self._store.delete_key(key)
 
-    def _found(self, key: str) -> bytes | None:
+    def _get(self, key: str) -> bytes | None:
         return bytes(self._store.get(key)) if self._store.check([key]) else None
 
-    def _this_start(self) -> str:
-        """Rank 0's random word. It answers each word that it finds of another rank, which may be one of an earlier
-        start, until all ranks of this one have heard it."""
-        mine = secrets.token_hex(8)
+    def _name_of_start(self) -> str:
+        """Rank 0's random word.
+
+        Every other rank puts a word of its own, and rank 0 answers each word. A word that it finds may belong to an
+        earlier start, so rank 0 repeats this until all ranks of this start have acknowledged its answer.
+        """
+        own = secrets.token_hex(8)
         if self.rank:
-            self._put(f"{self._scope}.word/{self.rank}", mine.encode())
-            first = self._value(f"{self._scope}.answer/{mine}", "rank 0").decode()
+            self._put(f"{self._scope}.word/{self.rank}", own.encode())
+            first = self._wait_for(f"{self._scope}.answer/{own}", "rank 0").decode()
             self._put(f"{self._scope}.{first}.heard/{self.rank}", b"")
             return first
         deadline, missing = time.monotonic() + PATIENCE_S, set(range(1, self.size))
         while missing:
             for rank in missing:
-                if word := self._found(f"{self._scope}.word/{rank}"):
-                    self._put(f"{self._scope}.answer/{word.decode()}", mine.encode())
+                if word := self._get(f"{self._scope}.word/{rank}"):
+                    self._put(f"{self._scope}.answer/{word.decode()}", own.encode())
             time.sleep(POLL_S)
-            missing = {rank for rank in missing if self._found(f"{self._scope}.{mine}.heard/{rank}") is None}
+            missing = {rank for rank in missing if self._get(f"{self._scope}.{own}.heard/{rank}") is None}
             if time.monotonic() > deadline:
                 raise TimeoutError(f"nothing from ranks {sorted(missing)} for {PATIENCE_S:g} s")
-        return mine
+        return own
 
 
-class Along:
-    """Some ranks of a meeting, in this order, as a meeting of their own. All ranks of the whole make one, each with
-    the ranks among which it is, and gather at the same times."""
+class Subgroup:
+    """Some ranks of a rendezvous, in the given order. All ranks of the whole create one, with the ranks of their own
+    subgroup, and gather at the same times."""
 
-    def __init__(self, whole: Meeting, ranks: Sequence[int]) -> None:
+    def __init__(self, whole: Rendezvous, ranks: Sequence[int]) -> None:
         self._whole, self._ranks = whole, ranks
-        self.rank, self.size, self.secret = ranks.index(whole.rank), len(ranks), whole.secret
-        names = self.gather(socket.gethostname().encode())
-        here = [rank for rank, name in enumerate(names) if name == names[self.rank]]
-        self.local_rank, self.local_size = here.index(self.rank), len(here)
+        self.rank, self.size, self.job_key = ranks.index(whole.rank), len(ranks), whole.job_key
+        hosts = self.gather_bytes(socket.gethostname().encode())
+        local = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
+        self.local_rank, self.local_size = local.index(self.rank), len(local)
 
-    def gather(self, mine: bytes) -> list[bytes]:
-        found = self._whole.gather(mine)
-        return [found[rank] for rank in self._ranks]
+    def gather_bytes(self, own: bytes) -> list[bytes]:
+        messages = self._whole.gather_bytes(own)
+        return [messages[rank] for rank in self._ranks]
 
-    def leave(self) -> None:
-        """The whole is left by whoever made it."""
+    def shutdown(self) -> None:
+        """Nothing to do: the owner of the whole shuts it down."""
 
 
 def reserved_port(first: int) -> socket.socket:
-    """A socket bound to the first port from `first` on that is free on all addresses. If the host has IPv6, the socket
-    takes IPv6 and IPv4, like gRPC's. Raises Failure (69) if all ports are taken."""
+    """A socket bound to the first port, from `first` on, that is free on all addresses.
+
+    If the host has IPv6, the socket takes IPv6 and IPv4, like gRPC's. Raises Failure (69) if all ports are taken.
+    """
     family = socket.AF_INET6 if _has_ipv6() else socket.AF_INET
     for port in range(first, FIRST_PORT + PORTS):
         held = socket.socket(family, socket.SOCK_STREAM)
@@ -272,14 +281,14 @@ def reserved_port(first: int) -> socket.socket:
             continue
         return held
     raise Failure(
-        f"no free TCP port from {first} to {FIRST_PORT + PORTS - 1} on {socket.gethostname()}: see `ss -ltn`",
+        f"no free TCP port from {first} to {FIRST_PORT + PORTS - 1} on {socket.gethostname()}; hint: see `ss -ltn`",
         exits.UNREACHABLE,
     )
 
 
 def _has_ipv6() -> bool:
-    """Whether IPv6's loopback address is there, by which gRPC decides as well."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET6) as tried:
-        tried.bind(("::1", 0))
+    """Whether the host has IPv6's loopback address; gRPC decides the same way."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET6) as probe:
+        probe.bind(("::1", 0))
         return True
     return False

@@ -1,9 +1,10 @@
-"""A meeting in a store that others can read and change, made safe by a key that only this user has.
+"""A rendezvous in a store that others can read and change, authenticated by a key that only this user has.
 
-The key is a file in the user's home folder, made at the first use: 32 random bytes, for him alone to read. The ranks
-exchange nonces through the store and make the job's secret of those and the key, so nobody can work it out from what is
-in the store, and each job has another. From then on each message carries a code by it. Hosts that share the home folder
-share the key; to others the user copies it, as he did with his ssh key.
+The key is a file of 32 random bytes in the user's home folder, created at first use and readable by this user only.
+The ranks exchange nonces through the store and derive the job key from the nonces and the user's key. Nobody can
+compute it from the contents of the store, and each job has a different one. From then on every message carries an HMAC
+under the job key. Hosts that share the home folder share the user's key; to other hosts the user copies it, as with an
+ssh key.
 """
 
 from __future__ import annotations
@@ -17,86 +18,89 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.sentinel import auth
-from hvdtrain.sentinel.auth import NONCE_BYTES, SECRET_BYTES
+from hvdtrain.sentinel.auth import KEY_BYTES, NONCE_BYTES
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
 
-KEY = Path(".config", "hvdtrain", "key")
+USER_KEY = Path(".config", "hvdtrain", "key")
 
 
-class Sealed:
-    """See `collectives.Meeting`. Raises Failure (77) if another user could read the key, or a message is not sealed."""
+class SignedRendezvous:
+    """Signs and verifies the messages of a store's rendezvous.
+
+    Raises Failure (77) if another user could read the key, or if a message is not signed by a rank of this job.
+    """
 
     def __init__(self, store: Any) -> None:
-        """`store`: a meeting without a secret."""
+        """`store`: a rendezvous without a job key."""
         self.rank, self.size = store.rank, store.size
         self.local_rank, self.local_size = store.local_rank, store.local_size
-        self._store, self._meetings = store, 0
-        mine = secrets.token_bytes(NONCE_BYTES)
-        nonces = store.gather(mine)
+        self._store, self._gathers = store, 0
+        own = secrets.token_bytes(NONCE_BYTES)
+        nonces = store.gather_bytes(own)
         if any(len(nonce) != NONCE_BYTES for nonce in nonces):
-            raise self._foreign([len(nonce) == NONCE_BYTES for nonce in nonces].index(False))
-        if nonces[self.rank] != mine:  # those of an earlier job, said again, would make its secret
-            raise self._foreign(self.rank)
-        self.secret = auth.code(user_key(), b"hvdtrain job", b"".join(nonces))
+            raise self._not_signed([len(nonce) == NONCE_BYTES for nonce in nonces].index(False))
+        if nonces[self.rank] != own:  # nonces replayed from an earlier job would give its job key
+            raise self._not_signed(self.rank)
+        self.job_key = auth.code(user_key(), b"hvdtrain job", b"".join(nonces))
 
-    def gather(self, mine: bytes) -> list[bytes]:
-        self._meetings += 1
-        told = self._store.gather(auth.sealed(self.secret, self._purpose(self.rank), mine))
-        found = []
-        for rank, message in enumerate(told):
-            text = auth.opened(self.secret, self._purpose(rank), message)
-            if text is None:
-                raise self._foreign(rank)
-            found.append(text)
-        return found
+    def gather_bytes(self, own: bytes) -> list[bytes]:
+        self._gathers += 1
+        signed = self._store.gather_bytes(auth.sign(self.job_key, self._purpose(self.rank), own))
+        messages = []
+        for rank, message in enumerate(signed):
+            content = auth.verify(self.job_key, self._purpose(rank), message)
+            if content is None:
+                raise self._not_signed(rank)
+            messages.append(content)
+        return messages
 
     def _purpose(self, rank: int) -> bytes:
-        return f"meeting {self._meetings} of rank {rank}".encode()
+        return f"gather {self._gathers} of rank {rank}".encode()
 
-    def _foreign(self, rank: int) -> Failure:
+    def _not_signed(self, rank: int) -> Failure:
         host = socket.gethostname()
         return Failure(
-            f"rank {rank} does not have the key of {host}, ~/{KEY}, or someone else writes into the launcher's store: "
-            f"if the hosts do not share the home folder, copy the key to each (ssh HOST mkdir -p .config/hvdtrain; scp "
-            f"-p ~/{KEY} HOST:{KEY}), or start with launch/mpirun.sh",
+            f"rank {rank} does not have the key of {host}, ~/{USER_KEY}, or another program writes into the launcher's "
+            "store; hint: if the hosts do not share the home folder, copy the key to each (ssh HOST mkdir -p "
+            f".config/hvdtrain; scp -p ~/{USER_KEY} HOST:{USER_KEY}), or start with launch/mpirun.sh",
             exits.NO_PERMISSION,
         )
 
-    def leave(self) -> None:
-        self._store.leave()
+    def shutdown(self) -> None:
+        self._store.shutdown()
 
 
 def user_key(home: Path | None = None) -> bytes:
-    """This user's key, made if there is none. Raises Failure (77) if it cannot be kept, or others can read it."""
+    """This user's key, created if there is none. Raises Failure (77) if it cannot be stored or others can read it."""
     try:
-        path = (home or Path.home()) / KEY
+        path = (home or Path.home()) / USER_KEY
         if not path.exists():
-            _make(path)
+            _create(path)
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with os.fdopen(descriptor, "rb") as file:
-            about, key = os.fstat(descriptor), file.read(SECRET_BYTES + 1)
+            status, key = os.fstat(descriptor), file.read(KEY_BYTES + 1)
     except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
         raise Failure(
-            f"~/{KEY}: {getattr(error, 'strerror', None) or error}; ranks that meet in the launcher's store need a key "
-            "there: make the home folder writable, or start with launch/mpirun.sh",
+            f"~/{USER_KEY}: {getattr(error, 'strerror', None) or error}; ranks that use the launcher's store need a "
+            "key there; hint: make the home folder writable, or start with launch/mpirun.sh",
             exits.NO_PERMISSION,
         ) from error
-    private = stat.S_ISREG(about.st_mode) and about.st_uid == os.geteuid() and not about.st_mode & 0o077
-    if not private or len(key) != SECRET_BYTES:
-        wrong = f"has {len(key)} bytes, not {SECRET_BYTES}" if private else "is not a file that you alone can read"
-        raise Failure(f"{path} {wrong}: remove it, and the next job makes another", exits.NO_PERMISSION)
+    private = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
+    if not private or len(key) != KEY_BYTES:
+        problem = f"has {len(key)} bytes, not {KEY_BYTES}" if private else "is not a file that only you can read"
+        raise Failure(f"{path} {problem}; hint: remove it, and the next job creates another", exits.NO_PERMISSION)
     return key
 
 
-def _make(path: Path) -> None:
-    """Under another name first, since other ranks may do the same and nobody must read half a key."""
+def _create(path: Path) -> None:
+    """Write the key under a temporary name first: other ranks may create it too, and none may read half a key."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    made = path.with_name(f".key-{secrets.token_hex(8)}")
-    with os.fdopen(os.open(made, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
-        file.write(secrets.token_bytes(SECRET_BYTES))
+    temporary = path.with_name(f".key-{secrets.token_hex(8)}")
+    with os.fdopen(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
+        file.write(secrets.token_bytes(KEY_BYTES))
     try:
         with contextlib.suppress(FileExistsError):
-            os.link(made, path)
+            os.link(temporary, path)
     finally:
-        made.unlink()
+        temporary.unlink()

@@ -155,6 +155,8 @@ def converter(field: dataclasses.Field[Any], hint: Any) -> Callable[[str], Any]:
     """Turns the text of a flag or a variable into a value. Raises argparse.ArgumentTypeError."""
 
     def convert(text: str) -> Any:
+        if text == "null" and type(None) in get_args(hint):
+            return None
         if hint == bool | str:
             return SWITCH.get(text.lower(), text)
         if hint is bool:

@@ -1,12 +1,12 @@
-"""Data sets as plain NumPy arrays, the same for every framework.
+"""Data sets as plain NumPy arrays, equal for every framework.
 
     dataset = load("digits", (32, 32))                          # bundled, no download
     dataset = load("fish", None)                                # a folder made by `hvdtrain data images`
     loader = Loader(dataset.train, global_batch=512, rank=0, size=4, seed=1)   # hvdtrain.data.loader
     for batch in loader.epoch(0): ...
 
-A batch of images holds them as float32 in 0..1, laid out (samples, height, width, channels), and labels as int64; one
-of captions (hvdtrain.captions.dataset) holds what the model sees of their pictures, and tokens.
+Image batches are float32 in 0..1, laid out (samples, height, width, channels), with int64 labels. Caption batches hold
+images or their features, and tokens; see hvdtrain.captions.dataset.
 """
 
 from __future__ import annotations
@@ -25,40 +25,46 @@ from numpy.typing import NDArray
 
 from hvdtrain.system.exits import BAD_CONFIG, BAD_DATA, Failure
 
+SHIPPED = Path(__file__).parent / "files"
+"""Folder with the data sets that come with hvdtrain"""
 MAX_PIXELS = 89_478_485
-"""Of a picture: Pillow's own bound for a decompression bomb, 256 MiB of RGB"""
+"""Limit for an image: Pillow's own for decompression bombs, 256 MiB of RGB"""
 SPLIT_SEED = 0
-"""Of how data sets without parts of their own are cut: no seed of a run changes it, so accuracies of runs compare"""
+"""Seed of the splits of data sets without a split. It is not the run's seed, so accuracies of runs are comparable."""
 
 
 class Split(Protocol):
-    """One part of a data set, as a loader needs it."""
+    """One part of a data set: the interface that the loader needs."""
 
     def __len__(self) -> int:
-        """Items that batches are made of: images, or captions."""
+        """The number of items that batches are made of: images, captions, rows ..."""
 
     def order(self, stream: np.random.Generator, borders: Sequence[int]) -> NDArray[np.int64]:
-        """A permutation of all items for one epoch, drawn from `stream` alone; order[borders[k] : borders[k + 1]] is
-        the global batch of step k (the last of which a loader may cut in another way)."""
+        """A permutation of all items for one epoch, a function of `stream` alone.
+
+        order[borders[k] : borders[k + 1]] is the global batch of step k; a loader may divide the last one differently.
+        """
         return stream.permutation(len(self))
 
-    def batch(self, mine: NDArray[np.int64], everyones: NDArray[np.int64], key: int | None) -> Batch:
-        """The items `mine` of a step whose items on all ranks are `everyones`. From `key`, 64 bits, a model draws what
-        is random in this rank's step; None in evaluation."""
+    def batch(self, items: NDArray[np.int64], global_items: NDArray[np.int64], key: int | None) -> Batch:
+        """This rank's `items` of a step whose items over all ranks are `global_items`.
+
+        A model derives the step's random numbers on this rank from `key`, 64 bits; it is None in evaluation.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageSplit(Split):
-    """Images and their classes; see `Split`."""
+    """Images and their classes."""
 
     samples: NDArray[Any]
     """(N, height, width, channels); uint8 in 0..255, or float16 or float32 in 0..1. May be a memory map."""
     labels: NDArray[np.int64]
-    """(N,), the index of each sample's class."""
+    """(N,), class of each sample."""
     rows: NDArray[np.int64] | None = None
-    """Those of the samples that are in this part; None: all."""
+    """Indices of the samples in this split; None: all samples."""
     size: tuple[int, int] | None = None
-    """(width, height) that gray uint8 samples are resized to when a batch is made; None: they are as they should be."""
+    """(width, height) to which gray uint8 samples are resized when a batch is made; None: no resizing."""
 
     def __len__(self) -> int:
         return len(self.labels if self.rows is None else self.rows)
@@ -70,19 +76,19 @@ class ImageSplit(Split):
         return (height, width, channels) if self.size is None else (*self.size[::-1], channels)
 
     def labels_only(self) -> ImageSplit:
-        """The same items without pixels, for a rank whose part of the model does not see them."""
+        """The same items without pixels, for a rank whose pipeline stage does not need them."""
         return dataclasses.replace(self, samples=np.empty((len(self.labels), 0, 0, 0), np.float32), size=None)
 
-    def batch(self, mine: NDArray[np.int64], everyones: NDArray[np.int64], key: int | None) -> Batch:
-        images = np.empty((len(mine), *self.image_shape), np.float32)
-        rows = mine if self.rows is None else self.rows[mine]
+    def batch(self, items: NDArray[np.int64], global_items: NDArray[np.int64], key: int | None) -> Batch:
+        images = np.empty((len(items), *self.image_shape), np.float32)
+        rows = items if self.rows is None else self.rows[items]
         (gather if self.size is None else _resize)(self.samples, rows, images)
-        return Batch(arrays=(images, self.labels[rows]), weight=len(mine), total_weight=len(everyones))
+        return Batch(arrays=(images, self.labels[rows]), weight=len(items), total_weight=len(global_items))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dataset:
-    """A data set cut into its three parts; each sample is in exactly one."""
+    """A data set split into three disjoint parts."""
 
     name: str
     classes: tuple[str, ...]
@@ -91,7 +97,7 @@ class Dataset:
     validation: ImageSplit
     test: ImageSplit
     fingerprint: str
-    """SHA-256 that changes whenever a sample, a label, a class name or the cut does."""
+    """SHA-256 that changes if a sample, a label, a class name or the split changes."""
 
     def labels_only(self) -> Dataset:
         """See `ImageSplit.labels_only`."""
@@ -106,31 +112,32 @@ class Dataset:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """What one rank works on in one step."""
+    """One rank's batch of a step."""
 
     arrays: tuple[NDArray[Any], ...]
-    """What the model's loss is called with. Of images: float32 (n, height, width, channels) in 0..1, and labels, int64
-    (n,); of captions see `hvdtrain.captions.dataset`."""
+    """Arguments of the model's loss. For images: float32 (n, height, width, channels) in 0..1, and int64 labels (n,).
+    For captions see `hvdtrain.captions.dataset`."""
     weight: int
-    """Samples of this rank in this step: images (n), or tokens to be predicted."""
+    """This rank's samples in this step: n images, or the number of tokens to predict."""
     total_weight: int
-    """Samples of all ranks in this step: a sum of losses divided by it, summed over ranks, is the exact mean."""
+    """All ranks' samples in this step. Losses summed over all ranks and divided by it are the exact mean."""
     parts: tuple[Batch, ...] = ()
-    """The micro-batches that this batch is cut into, which then hold its arrays; empty: it is whole."""
+    """Micro-batches, which hold the arrays instead of this batch; empty if the batch is not split."""
 
 
 def halves(key: int | None) -> NDArray[np.int64]:
-    """A step's 64-bit key as two halves of 32 bits, int64 (2,), zeros without a key: what a model draws from."""
+    """A step's 64-bit key as two 32-bit halves, int64 (2,); zeros without a key. Models seed their random numbers with
+    it."""
     return np.array([0, 0] if key is None else divmod(key, 2**32), np.int64)
 
 
 def load(name: str, image_size: tuple[int, int] | None = None, *, verify: bool = False) -> Dataset:
-    """The data set called `name`: 'digits', 'fashion-mnist', 'idx:DIR' (see `idx`), or the path of a folder made by
+    """The data set with this name: 'digits', 'fashion-mnist', 'idx:DIR' (see `idx`), or the path of a folder made by
     `hvdtrain data images`.
 
-    `image_size` is (width, height) in pixels; None means 32x32 for digits and otherwise the size that pictures have.
-    `verify` reads a folder's large array too, though this host has done so before, and compares its SHA-256.
-    Raises Failure: BAD_DATA for a folder that is missing, foreign or damaged, BAD_CONFIG for a size it does not have.
+    `image_size` is (width, height) in pixels; None means 32x32 for the digits, and otherwise the images' own size. With
+    `verify` the SHA-256 of a prepared folder's large array is checked even if this host has checked it before. Raises
+    Failure: BAD_DATA for a missing, foreign or damaged folder, BAD_CONFIG if a folder has images of another size.
     """
     if name == "digits":
         from hvdtrain.data import digits
@@ -146,47 +153,47 @@ def load(name: str, image_size: tuple[int, int] | None = None, *, verify: bool =
 
     if not Path(name).is_dir():
         known = "'digits', 'fashion-mnist', 'idx:DIR' or a folder made by `hvdtrain data images`"
-        raise Failure(f"no data set '{name}': name {known}", BAD_DATA)
+        raise Failure(f"unknown data set '{name}'; hint: give {known}", BAD_DATA)
     dataset = open_images(name, verify=verify)
     height, width, _ = dataset.image_shape
     if image_size not in (None, (width, height)):
         asked = "{}x{}".format(*image_size)
         raise Failure(
-            f"{name} holds images of {width}x{height}, and {asked} is asked for (--image-size, a --config file, or "
-            f"HVDTRAIN_IMAGE_SIZE): add --image-size {width}x{height} to train on them as they are, or prepare them "
-            f"anew with `hvdtrain data images PICTURES {name}-{asked} --size {asked}`",
+            f"{name} contains images of {width}x{height}, not {asked} (--image-size, --config or HVDTRAIN_IMAGE_SIZE); "
+            f"hint: use --image-size {width}x{height}, or prepare them again with "
+            f"`hvdtrain data images SOURCE {name}-{asked} --size {asked}`",
             BAD_CONFIG,
         )
     return dataset
 
 
 def packaged(package: str, file: str) -> Path | None:
-    """A file of an installed package, which is not imported; None if it is not there."""
+    """Path of a file in an installed package, without importing the package; None if it does not exist."""
     spec = importlib.util.find_spec(package)
-    places = (spec and spec.submodule_search_locations) or []
-    return next((path for place in places if (path := Path(place, file)).is_file()), None)
+    folders = (spec and spec.submodule_search_locations) or []
+    return next((path for folder in folders if (path := Path(folder, file)).is_file()), None)
 
 
 def drawn_lots(count: int) -> NDArray[np.uint64]:
-    """The lots of so many samples in `stratify`, by SPLIT_SEED."""
+    """Random numbers for `stratify`, one per sample; a function of SPLIT_SEED."""
     return np.random.Generator(np.random.PCG64(SPLIT_SEED)).integers(2**63, size=count, dtype=np.uint64)
 
 
 def apportion(counts: Sequence[int], shares: Sequence[Fraction]) -> NDArray[np.int64]:
-    """Cuts each class into parts: how many of its `counts[c]` samples go to each part, as (classes, parts).
+    """Splits each class: how many of its `counts[c]` samples go to each part, as (classes, parts).
 
-    `shares` are fractions that sum to 1. What rounding owes a part in one class it gets back in the next ones, so that
-    a part's total is never two or more away from its share of all samples, and is exact where that share is whole:
-    2 % of 50 classes with 10 samples each are 10 samples, not 0.
+    `shares` are fractions with the sum 1. Rounding errors of one class are compensated in the next ones. A part's total
+    is therefore less than two samples away from its share, and exact if the share is a whole number: 2 % of 50 classes
+    with 10 samples each are 10 samples, not 0.
     """
     scale = math.lcm(*(share.denominator for share in shares))
-    owed = [0] * len(shares)  # in 1/scale of a sample, exact
+    owed = [0] * len(shares)  # in units of 1/scale samples, exact
     table = np.zeros((len(counts), len(shares)), np.int64)
     for row, count in zip(table, counts, strict=True):
         owed = [debt + count * int(share * scale) for debt, share in zip(owed, shares, strict=True)]
-        # Most of the samples at once, the last few one by one to the part that is owed most.
+        # Assign most samples at once, then the last few one by one to the part that is owed most.
         row[:] = [max(0, debt // scale - len(shares)) for debt in owed]
-        owed = [debt - int(given) * scale for debt, given in zip(owed, row, strict=True)]
+        owed = [debt - int(assigned) * scale for debt, assigned in zip(owed, row, strict=True)]
         for _ in range(count - int(row.sum())):
             part = owed.index(max(owed))
             row[part] += 1
@@ -197,11 +204,11 @@ def apportion(counts: Sequence[int], shares: Sequence[Fraction]) -> NDArray[np.i
 def stratify(
     labels: NDArray[np.int64], lots: NDArray[np.uint64], classes: int, shares: Sequence[Fraction]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Cuts samples into parts, class by class, by the lots they drew; returns (order, table).
+    """Splits the samples of each class into parts by their random numbers `lots`; returns (order, table).
 
-    `order` lists the samples part after part, and within a part by lot, so classes are mixed there;
-    `table` is `apportion`'s, (classes, parts). Each sample's lot is its own, so a sample that is taken out moves no
-    others except across the borders of parts.
+    `order` lists the samples part by part, sorted by lot within a part, so that classes are mixed. `table` is the
+    result of `apportion`, (classes, parts). Lots belong to samples: removing a sample moves others only between
+    neighbouring parts.
     """
     table = apportion(np.bincount(labels, minlength=classes).tolist(), shares)
     by_class = np.lexsort((lots, labels))
@@ -210,14 +217,14 @@ def stratify(
 
 
 def cut(samples: NDArray[Any], labels: NDArray[np.int64], table: NDArray[np.int64]) -> dict[str, ImageSplit]:
-    """Train, validation and test as views of arrays that are already in `stratify`'s order."""
+    """Train, validation and test split as views of arrays that are in the order of `stratify`."""
     first, second = table.sum(axis=0).cumsum()[:2]
     parts = {"train": slice(None, first), "validation": slice(first, second), "test": slice(second, None)}
     return {name: ImageSplit(samples=samples[part], labels=labels[part]) for name, part in parts.items()}
 
 
 def _resize(samples: NDArray[np.uint8], indices: NDArray[np.int64], images: NDArray[np.float32]) -> None:
-    """As `gather`, by Pillow's bilinear filter."""
+    """Like `gather`, with Pillow's bilinear filter."""
     from PIL import Image
 
     for image, index in zip(images[..., 0], indices, strict=True):
@@ -226,13 +233,13 @@ def _resize(samples: NDArray[np.uint8], indices: NDArray[np.int64], images: NDAr
 
 
 def gather(samples: NDArray[Any], indices: NDArray[np.int64], images: NDArray[np.float32]) -> None:
-    """Copies and converts sample by sample, which stays in the cache and needs no second array."""
+    """Copies and converts sample by sample, which stays in the processor's cache and needs no second array."""
     if samples.dtype == np.uint8:
         for image, index in zip(images, indices, strict=True):
             np.multiply(samples[index], np.float32(1 / 255), out=image)
     elif samples.dtype == np.float16:
-        # A half that is not negative becomes a float by a shift of its bits and a change of the exponent's bias
-        # (15 to 127): exact for 0..1, and 2.5 times as fast as NumPy's conversion.
+        # Shift the bits and change the exponent's bias from 15 to 127. This is exact for 0..1, and 2.5 times as fast as
+        # NumPy's conversion.
         halves, bits = samples.view(np.uint16), images.view(np.uint32)
         for image, word, index in zip(images, bits, indices, strict=True):
             word[...] = halves[index]

@@ -1,13 +1,14 @@
-"""Pictures in IDX files, as MNIST and its successors are distributed: `--data fashion-mnist`, or `--data idx:DIR`.
+"""Images in IDX files, the format of MNIST and its successors: `--data fashion-mnist`, or `--data idx:DIR`.
 
-DIR holds train-images-idx3-ubyte, train-labels-idx1-ubyte and the same of t10k, each with or without .gz. A file is a
-head of big-endian numbers (0, 0, type 8 for bytes, number of axes, length of each axis) and the bytes.
+DIR contains train-images-idx3-ubyte, train-labels-idx1-ubyte and the corresponding t10k files, with or without .gz. A
+file consists of big-endian 32-bit numbers (magic number, with type 8 for bytes and the number of axes; length of each
+axis) and the bytes.
 
-The t10k pictures are the test part. Of the others 10 % of each class, by lots of a fixed seed, are the validation part
-and the rest the training part. All stay as bytes in memory (55 MB of Fashion-MNIST); another --image-size is made batch
-by batch, by Pillow's bilinear filter.
+The t10k images are the test part. 10 % of each class of the other images are for validation and the rest for training;
+the split is fixed. All images stay in memory as bytes (55 MB for Fashion-MNIST). Another --image-size is made batch by
+batch, with Pillow's bilinear filter.
 
-Fashion-MNIST: 60,000 + 10,000 gray pictures of 28x28 in 10 classes (Xiao, Rasul, Vollgraf, arXiv:1708.07747; MIT).
+Fashion-MNIST: 60,000 + 10,000 gray images of 28x28 in 10 classes (Xiao, Rasul, Vollgraf, arXiv:1708.07747; MIT).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import hashlib
+import math
 import zlib
 from fractions import Fraction
 from pathlib import Path
@@ -34,17 +36,19 @@ MOST_BYTES = 4 << 30
 
 
 def load(name: str, image_size: tuple[int, int] | None = None) -> Dataset:
-    """'fashion-mnist' or 'idx:DIR', resized to `image_size` (width, height) if that is given. Raises Failure (BAD_DATA;
-    NO_PERMISSION), which names the file."""
+    """'fashion-mnist' or 'idx:DIR', resized to `image_size` (width, height) if given. Raises Failure (BAD_DATA;
+    NO_PERMISSION) with the file's name."""
     fashion = name == "fashion-mnist"
     folder = FASHION if fashion else Path(name.removeprefix("idx:"))
     if not folder.is_dir():
-        told = listed.GET_FASHION if fashion else "give one with the four files of MNIST's form"
-        raise Failure(f"{name}: no folder {folder}: {told}", BAD_DATA)
+        hint = listed.GET_FASHION if fashion else "give a folder with four files in the format of MNIST"
+        raise Failure(f"{name}: {folder} is not a folder; hint: {hint}", BAD_DATA)
     (images, labels), (test_images, test_labels) = _part(folder, "train"), _part(folder, "t10k")
     if images.shape[1:] != test_images.shape[1:]:
-        told = "training and test pictures of {}x{} and {}x{}".format(*images.shape[2:0:-1], *test_images.shape[2:0:-1])
-        raise Failure(f"{folder}: {told}; give both the same", BAD_DATA)
+        message = "training images of {}x{}, but test images of {}x{}".format(
+            *images.shape[2:0:-1], *test_images.shape[2:0:-1]
+        )
+        raise Failure(f"{folder}: {message}", BAD_DATA)
     count = int(max(labels.max(), test_labels.max())) + 1
     order, table = stratify(labels, drawn_lots(len(labels)), count, SHARES)
     digest = hashlib.sha256(str((image_size, SHARES, SPLIT_SEED)).encode())
@@ -63,24 +67,24 @@ def load(name: str, image_size: tuple[int, int] | None = None) -> Dataset:
 
 
 def _part(folder: Path, part: str) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Pictures (n, height, width, 1) and their classes (n,)."""
+    """Images (n, height, width, 1) and their classes (n,)."""
     images = read(_found(folder / f"{part}-images-idx3-ubyte"), 3)
     labels = read(_found(folder / f"{part}-labels-idx1-ubyte"), 1)
     if len(images) != len(labels) or not images.size:
-        told = f"{len(images)} pictures and {len(labels)} labels"
-        raise Failure(f"{folder}: {told} for {part}; give as many, and some", BAD_DATA)
+        message = f"{len(images)} images and {len(labels)} labels for {part}"
+        raise Failure(f"{folder}: {message}; hint: their numbers must be equal and positive", BAD_DATA)
     return images[..., np.newaxis], labels.astype(np.int64)
 
 
 def _found(path: Path) -> Path:
-    packed = path.with_name(f"{path.name}.gz")
-    if not path.exists() and not packed.exists():
-        raise Failure(f"{path} is missing, with .gz and without; give the four files of MNIST's form", BAD_DATA)
-    return path if path.exists() else packed
+    compressed = path.with_name(f"{path.name}.gz")
+    if not path.exists() and not compressed.exists():
+        raise Failure(f"{path} and {path}.gz do not exist; hint: give four files in the format of MNIST", BAD_DATA)
+    return path if path.exists() else compressed
 
 
 def read(path: Path, axes: int) -> NDArray[np.uint8]:
-    """The bytes of an IDX file, packed or not, which has so many axes. Raises Failure (65, 77) that names it."""
+    """The bytes of an IDX file with this number of axes. Raises Failure (65, 77) with the file's name."""
     with contextlib.ExitStack() as stack:
         try:
             file: IO[bytes] = stack.enter_context(files.open_plain(path))
@@ -89,18 +93,18 @@ def read(path: Path, axes: int) -> NDArray[np.uint8]:
             head = file.read(4 * (1 + axes))
             numbers = np.frombuffer(head[: len(head) // 4 * 4], ">u4").tolist()
             if len(numbers) <= axes or numbers[0] != 0x800 + axes:
-                told = f"no IDX file of bytes with {axes} axes (its first bytes: {head[:4].hex() or 'none'})"
-                raise Failure(f"{path}: {told}", BAD_DATA)
+                message = f"not an IDX file of bytes with {axes} axes (first bytes: {head[:4].hex() or 'none'})"
+                raise Failure(f"{path}: {message}", BAD_DATA)
             shape = tuple(numbers[1:])
-            size = int(np.prod([int(each) for each in shape], dtype=object))
+            size = math.prod(shape)
             if size > MOST_BYTES:
-                raise Failure(f"{path}: {size:,} bytes of pictures are more than {MOST_BYTES >> 30} GiB", BAD_DATA)
+                raise Failure(f"{path}: {size:,} bytes of data exceed the limit of {MOST_BYTES >> 30} GiB", BAD_DATA)
             data = file.read(size)
             if len(data) < size or file.read(1):
-                told = "ends before" if len(data) < size else "goes on after"
-                raise Failure(f"{path}: {told} the {size:,} bytes that its head tells; copy it again", BAD_DATA)
+                what = "shorter" if len(data) < size else "longer"
+                raise Failure(f"{path} is {what} than the {size:,} bytes in its header; hint: copy it again", BAD_DATA)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise Failure(f"{path}: damaged or cut off ({error}); copy it again", BAD_DATA) from None
+            raise Failure(f"{path} is damaged or truncated ({error}); hint: copy it again", BAD_DATA) from None
         except OSError as error:
             raise files.refused(path, error, BAD_DATA, "copy it again") from None
     return np.frombuffer(data, np.uint8).reshape(shape)

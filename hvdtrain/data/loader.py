@@ -1,20 +1,21 @@
-"""Batches for training and evaluation: sharded over ranks, planned from the seed, prepared while the step computes.
+"""Batches for training and evaluation: sharded over ranks, ordered by the seed, prepared while the step computes.
 
-**The order of an epoch** is a pure function of (seed, epoch, size of the global batch): every rank draws the same
-permutation of all samples. A step takes the next global batch of it, and each rank a contiguous part of that: even to
-within a sample, or its share, where ranks are of unequal speed. So ranks are disjoint, together they cover each sample
-exactly once, and all make the same number of steps. Neither the number of ranks nor their shares change the order or
-the global batch: what is left of an epoch after its first n samples is the same for whoever goes on.
+**The order of an epoch** is a pure function of (seed, epoch, global batch size). Every rank draws the same permutation
+of all samples. Each step takes the next global batch of it, and each rank a contiguous part of that batch. The parts
+are equal to within one sample, or proportional to `shares` for ranks of unequal speed. So ranks never share a sample,
+together they cover each sample exactly once, and all make the same number of steps. Neither the number of ranks nor
+their shares change the order or the global batch. A run resumed on other ranks therefore sees the same remaining
+samples.
 
-**Short epochs**: with `epoch_samples` an epoch is that many samples of the permutation, and the next epoch takes the
-next ones. What is left of a pass at its end, fewer than an epoch, is not used; other samples are left in each pass.
+**Short epochs**: with `epoch_samples`, an epoch is that many samples of the permutation, and the next epoch takes the
+following ones. The remainder of a permutation is not used if it is shorter than an epoch.
 
-**The last global batch** is often short. It is kept and shared out too, and the weights of a batch make the mean over
-ranks exact. If it is so short that it has fewer than two samples for each rank (BatchNorm has no variance of one), it
-joins the batch before it, and the two are halved unless the halves were too short again. A rank whose share is less
-than two samples gets two.
+**The last global batch** is often short. It is kept and sharded too, and the weights of a batch make the mean over
+ranks exact. BatchNorm needs two samples per rank. If the last batch has fewer, it is merged with the batch before it
+and the result is split in half, unless the halves would be too short again. A rank whose share is less than two samples
+gets two.
 
-**Memory**: images are gathered and converted in one go, from the memory map into the batch's own array.
+**Memory**: images are gathered and converted in one pass, from the memory map into the batch's own array.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ T = TypeVar("T")
 class Loader:
     """Training batches of one rank.
 
-    `global_batch` is the number of samples in a step of all `size` ranks; where a short end was joined it is up to two
-    per rank more. An epoch is the whole split, or `epoch_samples`. With `shares`, one positive number per rank, ranks
-    get samples in the proportion of their shares. Each batch comes in `micro_batches` parts, in fewer where they would
-    have less than two samples (BatchNorm). Raises Failure (BAD_CONFIG) when a step, or the split, has too few samples
-    for so many ranks, or for an epoch.
+    `global_batch` is the number of samples per step over all `size` ranks. A merged short batch has up to two more per
+    rank. An epoch is the whole split, or `epoch_samples`. `shares` has one positive number per rank; ranks get samples
+    in proportion to their shares. Each batch is split into `micro_batches` parts, or into fewer if they would have less
+    than two samples (BatchNorm). Raises Failure (BAD_CONFIG) if a step or the split has too few samples for the ranks,
+    or the split too few for an epoch.
     """
 
     def __init__(
@@ -63,11 +64,12 @@ class Loader:
     ) -> None:
         if global_batch < size:
             raise Failure(
-                f"a step of {global_batch} samples is too few for {size} ranks: use at most {global_batch}", BAD_CONFIG
+                f"a global batch of {global_batch} is too small for {size} ranks; hint: use at most {global_batch}",
+                BAD_CONFIG,
             )
         if epoch_samples is not None and epoch_samples > len(split):
-            told = f"an epoch of {epoch_samples} samples is more than the {len(split)} in the training set"
-            raise Failure(f"{told}: use at most that", BAD_CONFIG)
+            message = f"an epoch of {epoch_samples} samples is longer than the training set of {len(split)}"
+            raise Failure(f"{message}; hint: give at most {len(split)}", BAD_CONFIG)
         self._split, self._rank, self._size, self._seed = split, rank, size, seed
         self._samples = epoch_samples or len(split)
         self._micro_batches = micro_batches
@@ -76,67 +78,68 @@ class Loader:
         self._parts = _parts(size, shares)
 
     def divided(self, shares: Sequence[float] | None) -> Loader:
-        """The same epochs, of which this rank takes another share."""
+        """The same epochs with other shares."""
         other = copy.copy(self)
         other._parts = _parts(self._size, shares)
         return other
 
     def over(self, split: Split) -> Loader:
-        """The same epochs of the same items, seen in another way."""
+        """The same epochs over another view of the same items."""
         other = copy.copy(self)
         other._split = split
         return other
 
     @property
     def steps_per_epoch(self) -> int:
-        """The same on every rank."""
+        """Equal on every rank."""
         return len(self._ends)
 
     def ends(self, start: int = 0) -> list[int]:
-        """How many samples of an epoch are consumed after each of the steps that follow its first `start` samples.
+        """The number of samples consumed at the end of each step after the first `start` samples of an epoch.
 
-        Raises Failure (BAD_CONFIG) if too few are left for the ranks.
+        Raises Failure (BAD_CONFIG) if too few samples remain for the ranks.
         """
         return _ends(self._samples, start, self._global_batch, self._size)
 
     def step_at(self, consumed: int) -> int:
-        """Which step of an epoch comes after its first `consumed` samples."""
+        """The step that follows the first `consumed` samples of an epoch."""
         return bisect.bisect_right(self._ends, consumed)
 
     @property
     def rank_samples(self) -> list[int]:
-        """Of each rank, in the first step and all others of a whole global batch."""
+        """Samples per rank in each step with a full global batch."""
         cuts = _cuts(self._ends[0], self._parts, self._least)
         return [end - begin for begin, end in itertools.pairwise(cuts)]
 
     def first_of(self, shares: Sequence[float] | None) -> Batch:
-        """The first batch of all at these shares."""
+        """The first batch of epoch 0 with these shares."""
         return next(self.divided(shares)._batches(0, 0))
 
     def epoch(self, number: int, start: int = 0) -> Generator[Batch]:
-        """The batches of epoch `number` after its first `start` samples, prepared by a thread that ends with the
-        iterator."""
+        """The batches of epoch `number` after its first `start` samples. A thread prepares them and ends together with
+        the iterator."""
         return _prefetch(self._batches(number, start))
 
     def _batches(self, number: int, start: int) -> Iterator[Batch]:
         whole, samples = len(self._split), self._samples
-        through, part = divmod(number, whole // samples)
-        stream = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self._seed, through])))
+        permutation, part = divmod(number, whole // samples)
+        stream = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self._seed, permutation])))
         steps = range(0, samples, self._global_batch)
         borders = [begin + step for begin in range(0, whole - samples + 1, samples) for step in steps]
         order = self._split.order(stream, [*borders, whole])[part * samples : (part + 1) * samples]
         first = self.step_at(start)
         for step, (begin, end) in enumerate(itertools.pairwise([start, *self.ends(start)]), start=first):
-            everyones = order[begin:end]
-            cuts = _cuts(len(everyones), self._parts, self._least)
-            mine, name = everyones[cuts[self._rank] : cuts[self._rank + 1]], [self._seed, number, step, self._rank]
-            count = max(1, min(self._micro_batches, len(mine) // 2))
+            global_items = order[begin:end]
+            cuts = _cuts(len(global_items), self._parts, self._least)
+            items = global_items[cuts[self._rank] : cuts[self._rank + 1]]
+            name = [self._seed, number, step, self._rank]
+            count = max(1, min(self._micro_batches, len(items) // 2))
             if count == 1:
-                yield self._split.batch(mine, everyones, _key(name))
+                yield self._split.batch(items, global_items, _key(name))
                 continue
-            borders = [len(mine) * part // count for part in range(count + 1)]
+            borders = [len(items) * part // count for part in range(count + 1)]
             parts = tuple(
-                self._split.batch(mine[begin:end], everyones, _key([*name, part]))
+                self._split.batch(items[begin:end], global_items, _key([*name, part]))
                 for part, (begin, end) in enumerate(itertools.pairwise(borders))
             )
             weight = sum(part.weight for part in parts)
@@ -144,7 +147,7 @@ class Loader:
 
 
 def _key(name: Sequence[int]) -> int:
-    """64 bits that depend on all these numbers."""
+    """64 bits derived from these numbers."""
     return int(np.random.SeedSequence(name).generate_state(1, np.uint64)[0])
 
 
@@ -157,11 +160,10 @@ def shard(
     shares: Sequence[float] | None = None,
     most: int | None = None,
 ) -> Iterator[Batch]:
-    """Evaluation: rank `rank`'s contiguous part of `split`, or of its first `most` samples, in order, in batches of at
-    most `batch_size`.
+    """Evaluation batches of one rank: a contiguous part of `split`, or of its first `most` samples, in order.
 
-    Parts are disjoint, cover the split and differ by at most one sample, or are each rank's share, so a rank may have
-    nothing (or fewer batches than another): sum counts over ranks at the end, not in each step.
+    Parts are disjoint, cover the split and differ by at most one sample, or follow `shares`. A rank may have fewer
+    batches than another, or none, so add counts over ranks at the end and not in each step.
     """
     samples = len(split) if most is None else min(most, len(split))
     return _prefetch(_in_order(split, batch_size, rank, _cuts(samples, _parts(size, shares), 0)))
@@ -169,19 +171,19 @@ def shard(
 
 def _in_order(split: Split, batch_size: int, rank: int, cuts: Sequence[int]) -> Iterator[Batch]:
     for done in range(0, cuts[rank + 1] - cuts[rank], batch_size):
-        everyones = [np.arange(a + done, min(a + done + batch_size, b)) for a, b in itertools.pairwise(cuts)]
-        yield split.batch(everyones[rank], np.concatenate(everyones), None)
+        global_items = [np.arange(a + done, min(a + done + batch_size, b)) for a, b in itertools.pairwise(cuts)]
+        yield split.batch(global_items[rank], np.concatenate(global_items), None)
 
 
 def _ends(samples: int, start: int, global_batch: int, size: int) -> list[int]:
-    """Where the global batches end into which `size` ranks cut the samples from `start` on."""
+    """The end of each global batch after the first `start` samples, over `size` ranks."""
     left, least = samples - start, _least(global_batch, size) * size
     if left < least and (left or not start):
         enough = next((fewer for fewer in range(size, 1, -1) if _least(global_batch, fewer) * fewer <= left), 1)
         where = "left in the epoch" if start else "in the training set"
-        hint = f"for {size} ranks: use {enough} or fewer"
+        hint = f"for {size} ranks; hint: use {enough} or fewer"
         if left < min(2, global_batch):
-            hint = "for a step, which has two (BatchNorm): give more, or --batch-size 1"
+            hint = "for a step, since BatchNorm needs two; hint: give more samples, or --batch-size 1"
         raise Failure(f"{left} samples {where} are too few {hint}", BAD_CONFIG)
     ends = [*range(start + global_batch, samples, global_batch), *([samples] if left else [])]
     if len(ends) > 1 and samples - ends[-2] < least:
@@ -192,20 +194,21 @@ def _ends(samples: int, start: int, global_batch: int, size: int) -> list[int]:
 
 
 def _least(global_batch: int, size: int) -> int:
-    """Samples that each of `size` ranks must have in a step."""
+    """The minimum number of samples per rank and step."""
     return min(2, global_batch // size)
 
 
 def _parts(size: int, shares: Sequence[float] | None) -> list[int]:
-    """The shares added up from rank to rank, in a unit that makes them whole: what follows from them is exact."""
+    """Cumulative shares as integers, so that all results are exact."""
     exact = [Fraction(share) for share in shares or [1] * size]
     unit = math.lcm(*(share.denominator for share in exact))
     return [0, *itertools.accumulate(int(share * unit) for share in exact)]
 
 
 def _cuts(samples: int, parts: Sequence[int], least: int) -> list[int]:
-    """Where `samples` in a row are cut between ranks, both ends included: each rank gets what `parts` gives it to
-    within less than a sample, unless it or a neighbour had less than `least`. There must be `least` for each.
+    """Borders between the ranks' parts of `samples` consecutive samples, both ends included.
+
+    Each rank gets its share to within less than a sample, and at least `least` samples. There must be enough for all.
     """
     cuts, ranks = [0], len(parts) - 1
     for rank, part in enumerate(parts[1:], start=1):
@@ -217,8 +220,8 @@ def _cuts(samples: int, parts: Sequence[int], least: int) -> list[int]:
 def _prefetch(items: Iterable[T]) -> Generator[T]:
     """Yields `items`, produced ahead by a thread.
 
-    The thread starts with the first `next` and is gone when the iterator is exhausted, closed or collected; what it
-    raises is raised here.
+    The thread starts with the first `next` and ends when the iterator is exhausted, closed or collected. Its exceptions
+    are raised here.
     """
     ready: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(PREFETCHED)
     stop = threading.Event()
@@ -244,10 +247,10 @@ def _prefetch(items: Iterable[T]) -> Generator[T]:
             if error is not None:
                 raise error
             yield item  # type: ignore[misc]
-            del item  # or the batch would outlive its step by one
+            del item  # otherwise the batch would stay in memory during the next step
     finally:
         stop.set()
-        while thread.is_alive():  # makes room for a put that waits
+        while thread.is_alive():  # make room for a waiting put
             try:
                 ready.get(timeout=0.01)
             except queue.Empty:

@@ -1,7 +1,4 @@
-"""One picture -> one row of an array, and the processes that do it on all cores.
-
-The docstring of hvdtrain.data.images says what is done to a picture.
-"""
+"""Convert images to rows of an array, on all cores. `hvdtrain.data.images` describes the conversion."""
 
 from __future__ import annotations
 
@@ -23,22 +20,22 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from hvdtrain.data import MAX_PIXELS
 
-FORMATS = ("JPEG", "PNG", "GIF", "BMP", "TIFF", "WEBP")  # never PostScript, which Pillow gives to Ghostscript
+FORMATS = ("JPEG", "PNG", "GIF", "BMP", "TIFF", "WEBP")  # never PostScript, which Pillow passes to Ghostscript
 
-Bad = dict[int, str]  # row -> what is wrong with its file
+Bad = dict[int, str]  # row -> reason why its file is unusable
 
 
 def pixels(path: str, shape: tuple[int, int, int], fast_jpeg: bool = False) -> NDArray[np.uint8]:
-    """The picture at `path` as uint8 (height, width, channels = 1 or 3). Raises any exception for an unusable file."""
+    """The image at `path` as uint8 (height, width, channels = 1 or 3). Raises any exception for an unusable file."""
     height, width, channels = shape
     mode = "L" if channels == 1 else "RGB"
     with Image.open(path, formats=FORMATS) as image:
         if image.width * image.height > MAX_PIXELS:
-            raise ValueError(f"{image.width}x{image.height} pixels are more than {MAX_PIXELS:,}: a decompression bomb?")
+            raise ValueError(f"{image.width}x{image.height} pixels exceed {MAX_PIXELS:,}: a decompression bomb?")
         if min(image.size) < 2:
-            raise ValueError(f"{image.width}x{image.height} pixels are no picture")
+            raise ValueError(f"{image.width}x{image.height} pixels are too small for an image")
         if fast_jpeg:
-            image.draft(mode, (max(width, height),) * 2)  # a square, as the picture may still have to be turned
+            image.draft(mode, (max(width, height),) * 2)  # a square, since the image may still be rotated
         ImageOps.exif_transpose(image, in_place=True)
         small = _eight_bit(image, mode).resize((width, height), Image.Resampling.BILINEAR)
     return np.asarray(small).reshape(shape)
@@ -49,7 +46,7 @@ def _eight_bit(image: Image.Image, mode: str) -> Image.Image:
         # Pillow's own conversion clips at 255.
         image = Image.fromarray(((np.asarray(image).astype(np.uint32) * 255 + 32767) // 65535).astype(np.uint8))
     elif image.mode in ("I", "F"):
-        raise ValueError("32 bits per pixel, of which nobody says what is white")
+        raise ValueError("32 bits per pixel, whose white level is undefined")
     elif image.mode == "CMYK":
         image = image.convert("RGB")
     return image if image.mode == mode else image.convert(mode)
@@ -57,7 +54,7 @@ def _eight_bit(image: Image.Image, mode: str) -> Image.Image:
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """Neighbouring rows, one worker's next piece of work."""
+    """Consecutive rows, the next task of one worker."""
 
     array: str
     first: int
@@ -74,14 +71,14 @@ def convert(chunk: Chunk) -> Bad:
     rows = np.zeros((len(chunk.files), *chunk.shape), chunk.dtype)
     bad: Bad = {}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Pillow's are about metadata, and about the bombs that we refuse
+        warnings.simplefilter("ignore")  # Pillow warns about metadata, and about bombs, which `pixels` rejects
         for number, file in enumerate(chunk.files):
             try:
                 rows[number] = table[pixels(file, chunk.shape, chunk.fast_jpeg)]
-            except Exception as error:  # a damaged file makes Pillow raise nearly anything
+            except Exception as error:  # Pillow raises almost any exception for a damaged file
                 bad[chunk.first + number] = reason(error, file)
     start = len(npy_header(0, chunk.shape, chunk.dtype)) + chunk.first * rows[:1].nbytes
-    with open(chunk.array, "r+b", buffering=0) as array:  # noqa: PTH123  (a plain path travels lighter)
+    with open(chunk.array, "r+b", buffering=0) as array:  # noqa: PTH123  (a plain string is cheaper to send)
         array.seek(start)
         left = rows.data.cast("B")
         while left:
@@ -90,15 +87,15 @@ def convert(chunk: Chunk) -> Bad:
 
 
 def reason(error: Exception, file: str) -> str:
-    """Why `file` is no usable picture, in one line."""
+    """One line that says why `file` is unusable."""
     if isinstance(error, UnidentifiedImageError):
-        return "empty file" if Path(file).stat().st_size == 0 else "no JPEG, PNG, GIF, BMP, TIFF or WebP picture"
+        return "empty file" if Path(file).stat().st_size == 0 else "not a JPEG, PNG, GIF, BMP, TIFF or WebP image"
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return " ".join((text or type(error).__name__).split())[:200]
 
 
 def npy_header(rows: int, shape: tuple[int, ...], dtype: str) -> bytes:
-    """The head of an .npy file; NumPy pads it, so that it is as long for any number of rows."""
+    """The header of an .npy file. NumPy pads it to the same length for any number of rows."""
     head = io.BytesIO()
     description = {"descr": np.dtype(dtype).str, "fortran_order": False, "shape": (rows, *shape)}
     np.lib.format.write_array_header_1_0(head, description)
@@ -107,7 +104,7 @@ def npy_header(rows: int, shape: tuple[int, ...], dtype: str) -> bytes:
 
 @contextmanager
 def workers(count: int) -> Iterator[Callable[[Callable[[Chunk], Bad], Iterable[Chunk]], Iterator[Bad]]]:
-    """A `map` over `count` processes (0: one per core; 1: this one) with results in order; leaving cancels the rest."""
+    """A `map` over `count` processes (0: one per core, 1: this one) with ordered results; leaving cancels the rest."""
     count = count or len(os.sched_getaffinity(0))
     if count == 1:
         yield map
@@ -120,7 +117,7 @@ def workers(count: int) -> Iterator[Callable[[Callable[[Chunk], Bad], Iterable[C
 
 
 def _start_worker() -> None:
-    """Leaves Ctrl-C to the parent, and ends the worker if its parent is killed."""
+    """Ignores Ctrl-C, which the parent handles, and ends the worker if its parent is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = parent_process()
     assert parent is not None

@@ -1,20 +1,17 @@
-"""Measured irradiance in W/m2, and the windows of it that a model learns to look ahead from.
+"""Measured irradiance in W/m2, and windows of it from which a model learns to forecast.
 
-A **series** is what one or several stations measured, on a clock that ticks every `step_s` seconds. A reading that
-breaks one of the rules below is NaN from then on, is counted by the rule it breaks, and is never filled in:
+A **series** contains the readings of one or more stations, at times that are `step_s` seconds apart. A reading that
+breaks one of these rules becomes NaN, is counted, and is never filled in:
   * missing: no number was recorded;
-  * out of bounds: more or less than the sun and the instrument's offset at night allow;
-  * near one out of bounds: within `spoils_s` seconds of it, where an instrument that reports the impossible is trusted
-    no sooner.
+  * out of bounds: outside the range that the sun and the instrument's offset at night allow;
+  * near one out of bounds: within `spoils_s` seconds of such a reading, since the instrument is not reliable then.
 
-A **window** is what a model sees up to one reading; its target is the reading `ahead` ticks later. It is left out, and
-counted, if a reading in it, or its target, is bad; if the clock skips a tick between its first reading and its target;
-and if it is night, that is, neither its last reading nor its target reaches DARK_W_M2. Windows are views of the series,
-and a batch copies its own.
+A **window** is the model's input, up to some reading; its target is the reading `ahead` steps later. Some windows are
+left out and counted: those with a bad reading or target, those over a gap in the times, and those at night, when
+neither the last reading nor the target reaches DARK_W_M2. Windows are views of the series; each batch copies its own.
 
-**The cut** is by time: the first 70 % of the readings train, the next 15 % validate, the last 15 % test. A window that
-would reach over a cut is left out. Mean and deviation, with which inputs and targets are scaled, are those of the
-training part alone.
+**The split** is by time: the first 70 % of the readings train, the next 15 % validate, the last 15 % test. A window
+across a border is left out. Inputs and targets are scaled by mean and deviation of the training part.
 """
 
 from __future__ import annotations
@@ -41,7 +38,7 @@ from hvdtrain.system.exits import BAD_CONFIG, BAD_DATA, Failure
 DARK_W_M2 = 5.0
 SHARES = (0.70, 0.15, 0.15)
 SIDE = 50
-"""Pixels of a map's side; readings of a window, and windows, of a stack"""
+"""Width and height of a map in pixels; also the readings per window, and windows, of a stack"""
 SCHEMA = "hvdtrain.solar/1"
 COMMAND = "hvdtrain data solar"
 
@@ -49,35 +46,37 @@ PACKAGED = "pvanalytics"
 PACKAGED_FILE = "data/system_15_poa_irradiance.parquet"
 PACKAGED_SHA256 = "92e6c30404ce64cf4aecf38adc1ab7b2ea81fc68bfc198c5b951f481eceec361"
 PACKAGED_BOUNDS = (-10.0, 1361.0)
-"""W/m2; in a mean of 15 minutes nothing exceeds the sun outside the atmosphere"""
+"""W/m2; no mean of 15 minutes exceeds the sun's radiation outside the atmosphere"""
 
 Look = Literal["window", "stack", "map"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """Readings of one or several stations at the same times."""
+    """Readings of one or more stations at the same times."""
 
     name: str
     stations: tuple[str, ...]
     places: tuple[tuple[float, float], ...]
-    """(latitude, longitude) of each station in degrees; () where a file does not tell"""
+    """(latitude, longitude) of each station in degrees; () if unknown"""
     times: NDArray[np.int64]
-    """(T,) seconds since 1970, rising"""
+    """(T,) seconds since 1970, increasing"""
     readings: NDArray[np.float32]
-    """(T, stations) W/m2; NaN where a rule was broken. May be a memory map."""
+    """(T, stations) W/m2; NaN for a reading that breaks a rule. May be a memory map."""
     step_s: int
-    """Seconds from one tick of the clock to the next"""
+    """Seconds between two readings"""
     flagged: Mapping[str, int]
-    """Readings by the rule that they broke"""
+    """Number of readings that break each rule"""
     fingerprint: str
 
 
 def flag(
     readings: NDArray[np.float32], bounds: tuple[float, float], spoilt: int
 ) -> tuple[NDArray[np.float32], dict[str, int]]:
-    """The readings (T, stations) with NaN for those that break a rule, and how many break which; `spoilt` is how many
-    readings before and after one out of bounds are bad, too."""
+    """The readings (T, stations) with NaN for those that break a rule, and the number that break each rule.
+
+    `spoilt` is the number of readings before and after one out of bounds that are bad too.
+    """
     least, most = bounds
     missing = ~np.isfinite(readings)
     with np.errstate(invalid="ignore"):
@@ -93,34 +92,36 @@ def flag(
 
 
 def load(name: str, *, verify: bool = False) -> Series:
-    """The series called `name`: 'pvanalytics', or a folder made by `hvdtrain data solar`. Raises Failure (65, 77)."""
+    """The series with this name: 'pvanalytics', or a folder made by `hvdtrain data solar`. Raises Failure (65, 77)."""
     if name == PACKAGED:
         return shipped()
     if not Path(name).is_dir():
-        raise Failure(f"no readings '{name}': name '{PACKAGED}' or a folder made by `{COMMAND}`", BAD_DATA)
+        raise Failure(f"unknown readings '{name}'; hint: give '{PACKAGED}' or a folder made by `{COMMAND}`", BAD_DATA)
     return open_series(Path(name), verify=verify)
 
 
 def shipped() -> Series:
-    """Global irradiance in the plane of an array of NREL in Golden, Colorado: means of 15 minutes, from February 2019
-    to October 2023 (system 15 of PVDAQ, doi:10.25984/1846021), as pvanalytics (MIT) ships it.
+    """Global irradiance in the plane of a solar array at NREL in Golden, Colorado: means of 15 minutes, from February
+    2019 to October 2023 (system 15 of PVDAQ, doi:10.25984/1846021). The file comes with the package pvanalytics (MIT).
 
-    Neither pvanalytics nor what it depends on is imported. In May to July 2023 the instrument reports up to 5,627 W/m2,
-    several times too much from morning to evening, so a reading out of bounds spoils a day on each side of it.
-    Raises Failure (65) if the file, or pyarrow, which reads it, is not there.
+    Neither pvanalytics nor its dependencies are imported. In May to July 2023 the instrument reports up to 5,627 W/m2,
+    several times too much from morning to evening, so a reading out of bounds spoils a day before and after it.
+    Raises Failure (65) without the file, or without pyarrow, which reads it.
     """
     install = "pip install --no-deps -c tools/constraints.txt pvanalytics pyarrow"
     path = packaged(PACKAGED, PACKAGED_FILE)
     if path is None or importlib.util.find_spec("pyarrow") is None:
-        raise Failure(f"the readings come with {PACKAGED}, which pyarrow reads: {install}", BAD_DATA)
+        raise Failure(f"{PACKAGED} and pyarrow are not installed; hint: {install}", BAD_DATA)
     data = files.read(path, 16 * files.MIB)
     if hashlib.sha256(data).hexdigest() != PACKAGED_SHA256:
-        raise Failure(f"{path} is not the file we know: {install} --force-reinstall", BAD_DATA)
+        raise Failure(f"{path} is not the expected file; hint: {install} --force-reinstall", BAD_DATA)
     import pyarrow
     from pyarrow import parquet
 
     times, values = parquet.ParquetFile(pyarrow.BufferReader(data)).read().columns
-    numbers = values.combine_chunks().fill_null(pyarrow.scalar(np.nan, pyarrow.float32()))  # a float loads pandas
+    numbers = values.combine_chunks().fill_null(
+        pyarrow.scalar(np.nan, pyarrow.float32())
+    )  # a float would import pandas
     kept, flagged = flag(np.asarray(np.from_dlpack(numbers), np.float32)[:, np.newaxis], PACKAGED_BOUNDS, 24 * 4)
     return Series(
         name=PACKAGED,
@@ -147,9 +148,9 @@ def open_series(folder: Path, *, verify: bool = False) -> Series:
         )
         flagged = {str(rule): int(count) for rule, count in index["flagged"].items()}
         if len(places) not in (0, len(stations)) or step_s < 1:
-            raise ValueError("its stations are not those of its places, or its clock has no step")
+            raise ValueError("its numbers of stations and places differ, or its time step is not positive")
     if not (times[1:] > times[:-1]).all():
-        raise Failure(f"{folder / 'times.npy'}: its times do not rise: prepare it again", BAD_DATA)
+        raise Failure(f"{folder / 'times.npy'}: the times do not increase; hint: prepare it again", BAD_DATA)
     return Series(
         name=folder.name,
         stations=stations,
@@ -164,29 +165,29 @@ def open_series(folder: Path, *, verify: bool = False) -> Series:
 
 @dataclass(frozen=True, kw_only=True)
 class WindowSplit(Split):
-    """One part of the windows; see `hvdtrain.data.Split`."""
+    """One part of the windows."""
 
     views: NDArray[np.float32]
-    """(T - span + 1, ...) views: what a model sees from each reading on"""
+    """(T - span + 1, ...), views of the readings: the input that begins at each reading"""
     truth: NDArray[np.float32]
-    """(T,) the station's readings"""
+    """(T,), readings of the station to forecast"""
     starts: NDArray[np.int64]
-    """(N,) the first reading of each window"""
+    """(N,), first reading of each window"""
     span: int
-    """Readings from a window's first to its last"""
+    """Number of readings from a window's first to its last"""
     ahead: int
     weights: NDArray[np.float32] | None
-    """(stations, SIDE * SIDE) that make a map of the stations' readings"""
+    """(stations, SIDE * SIDE), which turn the stations' readings into a map"""
     mean: float
     deviation: float
 
     def __len__(self) -> int:
         return len(self.starts)
 
-    def batch(self, mine: NDArray[np.int64], everyones: NDArray[np.int64], key: int | None) -> Batch:
-        """arrays: what is seen, float32 (n, window) or (n, SIDE, SIDE); targets float32 (n, 2), the reading that is to
-        be found and the last one seen; behind (n, SIDE, SIDE) the step's key, too (see `data.halves`). All scaled."""
-        first = self.starts[mine]
+    def batch(self, items: NDArray[np.int64], global_items: NDArray[np.int64], key: int | None) -> Batch:
+        """Arrays, all scaled: inputs, float32 (n, window) or (n, SIDE, SIDE); targets, float32 (n, 2): the reading to
+        forecast and the last reading of the window. Inputs (n, SIDE, SIDE) add the step's key (see `data.halves`)."""
+        first = self.starts[items]
         last = first + (self.span - 1)
         seen = self.views[first]
         if self.weights is not None:
@@ -196,43 +197,45 @@ class WindowSplit(Split):
             values -= np.float32(self.mean)
             values /= np.float32(self.deviation)
         arrays = (seen, targets) if seen.ndim == 2 else (seen, targets, halves(key))
-        return Batch(arrays=arrays, weight=len(mine), total_weight=len(everyones))
+        return Batch(arrays=arrays, weight=len(items), total_weight=len(global_items))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Windows:
-    """The windows of a series, cut by time."""
+    """The windows of a series, split by time."""
 
     name: str
     fingerprint: str
-    """SHA-256 that changes whenever a reading, a window or the cut does"""
+    """SHA-256 that changes if a reading, a window or the split changes"""
     train: WindowSplit
     validation: WindowSplit
     test: WindowSplit
     shape: tuple[int, ...]
-    """Of what a model sees"""
+    """Shape of one input"""
     about: Mapping[str, Any]
-    """For the manifest: station, unit, scale, and how many windows were left out for which reason"""
+    """For the manifest: station, unit, scale, and how many windows were left out for each reason"""
 
 
 def windows(series: Series, *, look: Look, window: int, ahead: int, station: str | None = None) -> Windows:
-    """All good windows of a station (default: the first), seen in one of three ways:
+    """All good windows of a station (default: the first), in one of three forms:
 
-    * window: its last `window` readings;
-    * stack: of its last 2 SIDE - 1 readings a matrix whose row i is the window of SIDE readings that ends i ticks
-      after the first one does;
-    * map: what all stations read at that moment, interpolated to SIDE x SIDE pixels (see `map_weights`).
+    * window: the station's last `window` readings;
+    * stack: its last 2 SIDE - 1 readings as a matrix. Row i is the window of SIDE readings that ends i readings after
+      the
+      first row's window;
+    * map: the readings of all stations at that moment, interpolated to SIDE x SIDE pixels (see `map_weights`).
 
-    Raises Failure: BAD_CONFIG for an unknown station, BAD_DATA if a part has no window.
+    Raises Failure: BAD_CONFIG for an unknown station, BAD_DATA if a part has no windows.
     """
     if station is not None and station not in series.stations:
         known = ", ".join(series.stations)
-        raise Failure(f"--station {station}: no such station{near(station, series.stations)}; {known}", BAD_CONFIG)
+        message = f"--station {station}: unknown station{near(station, series.stations)}"
+        raise Failure(f"{message}; hint: the stations are {known}", BAD_CONFIG)
     chosen = station or series.stations[0]
     truth = series.readings[:, series.stations.index(chosen)]
     span = {"window": window, "stack": 2 * SIDE - 1, "map": 1}[look]
     if len(truth) < span + ahead:
-        raise Failure(f"{series.name}: {len(truth):,} readings, a window takes {span + ahead}: give more", BAD_DATA)
+        raise Failure(f"{series.name}: {len(truth):,} readings, but a window needs {span + ahead}", BAD_DATA)
     views, weights = truth, None
     if look == "map":
         views, weights = series.readings, map_weights(series.places)
@@ -248,10 +251,9 @@ def windows(series: Series, *, look: Look, window: int, ahead: int, station: str
     for name, (begin, end) in zip(PARTS, itertools.pairwise(borders), strict=True):
         inside = starts[(starts >= begin) & (starts + (span - 1 + ahead) < end)]
         if not len(inside):
-            told = ", ".join(f"{count:,} {reason}" for reason, count in left_out.items())
-            raise Failure(
-                f"{series.name}: no window is left in a part of its {len(truth):,} readings ({told})", BAD_DATA
-            )
+            reasons = ", ".join(f"{count:,} {reason}" for reason, count in left_out.items())
+            message = f"{series.name}: a part of its {len(truth):,} readings has no windows"
+            raise Failure(f"{message}; left out: {reasons}", BAD_DATA)
         parts[name] = WindowSplit(
             views=views,
             truth=truth,
@@ -263,10 +265,10 @@ def windows(series: Series, *, look: Look, window: int, ahead: int, station: str
             deviation=deviation,
         )
     left_out["over a cut"] = len(starts) - sum(map(len, parts.values()))
-    asked = [series.fingerprint, look, window, ahead, chosen, SHARES, DARK_W_M2, SIDE]
+    identity = [series.fingerprint, look, window, ahead, chosen, SHARES, DARK_W_M2, SIDE]
     return Windows(
         name=series.name,
-        fingerprint=hashlib.sha256(json.dumps(asked).encode()).hexdigest(),
+        fingerprint=hashlib.sha256(json.dumps(identity).encode()).hexdigest(),
         shape=views.shape[1:] if weights is None else (SIDE, SIDE),
         about={
             **({} if look == "window" else {"image_shape": (SIDE, SIDE, 1)}),
@@ -285,7 +287,7 @@ def windows(series: Series, *, look: Look, window: int, ahead: int, station: str
 def _starts(
     series: Series, good: NDArray[np.bool_], truth: NDArray[np.float32], span: int, ahead: int
 ) -> tuple[NDArray[np.int64], dict[str, int]]:
-    """First readings of the good windows, and how many others there are for which reason."""
+    """The first readings of the good windows, and the number of other windows for each reason."""
     count = len(truth) - (span - 1) - ahead
     first = np.arange(count)
     last, target = slice(span - 1, span - 1 + count), slice(span - 1 + ahead, None)
@@ -294,15 +296,15 @@ def _starts(
     skips = ~bad & (series.times[target] - series.times[:count] != (span - 1 + ahead) * series.step_s)
     night = ~(bad | skips) & (truth[last] < DARK_W_M2) & (truth[target] < DARK_W_M2)
     reasons = {"with a bad reading": bad, "over a gap": skips, "at night": night}
-    return first[~(bad | skips | night)], {reason: int(found.sum()) for reason, found in reasons.items()}
+    return first[~(bad | skips | night)], {reason: int(windows.sum()) for reason, windows in reasons.items()}
 
 
 def map_weights(places: Sequence[tuple[float, float]]) -> NDArray[np.float32]:
-    """(stations, SIDE * SIDE): what each station counts for in each pixel, by inverse square distance (Shepard, "A
-    two-dimensional interpolation function for irregularly-spaced data", 1968). A pixel at a station is that station's.
+    """(stations, SIDE * SIDE), each station's weight in each pixel, by inverse square distance.
 
-    Pixels go from north to south and from west to east over the box of the stations, whose degrees of longitude are
-    shortened by the cosine of its latitude.
+    From Shepard, "A two-dimensional interpolation function for irregularly-spaced data", 1968. A pixel at a station has
+    the station's value. Pixels go from north to south and from west to east over the stations' bounding box. Degrees of
+    longitude are shortened by the cosine of the box's latitude.
     """
     latitudes, longitudes = np.array(places, np.float64).T
     x, y = longitudes * np.cos(np.deg2rad(latitudes.mean())), latitudes

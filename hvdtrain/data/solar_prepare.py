@@ -1,18 +1,20 @@
-"""Files of irradiance stations -> memory-mapped readings: `hvdtrain data solar SRC DST`.
+"""Convert files of irradiance stations to memory-mapped arrays: `hvdtrain data solar SRC DST`.
 
-**In**: a file, or a folder whose files (names with a dot in front aside) are all of one kind, each perhaps gzipped:
-  * a day of NREL's Oahu Solar Measurement Grid: every second, no header, 23 columns: second, year, day of the year,
-    HHMM in Hawaii's time, and W/m2 of 17 horizontal instruments and 2 tilted ones, which are left out; -99999: missing;
-  * a raw export of NREL's Measurement and Instrumentation Data Center (MIDC): every minute, a header that names any
-    column, Year, DOY, the time zone (whose column holds HHMM) and quantities; -7999: missing;
-  * a month of a BSRN station ("station-to-archive"): every minute, global irradiance from the logical record 0100;
-    -999: missing.
+**Input**: a file, or a folder whose files are all of the same kind. Files may be gzipped; hidden files are ignored.
+  * A day of NREL's Oahu Solar Measurement Grid: one line per second, no header, 23 columns. They are second, year, day
+    of the year, HHMM in Hawaii's time, and W/m2 of 17 horizontal and 2 tilted instruments. The tilted ones are not
+    used. -99999 means missing.
+  * A raw export of NREL's Measurement and Instrumentation Data Center (MIDC): one line per minute. The header names an
+    arbitrary first column, Year, DOY, the time zone (a column with HHMM) and the quantities. -7999 means missing.
+  * A month of a BSRN station ("station-to-archive"): one value per minute, global irradiance from logical record 0100.
+    -999 means missing.
 
-**Out**: DST with `times.npy` (T,) int64, seconds since 1970; `readings.npy` (T, stations) float32, W/m2, NaN where a
-reading broke one of the rules that hvdtrain.data.solar tells; and `index.json`, with how many broke which.
+**Output**: DST with three files. `times.npy` is int64 (T,), seconds since 1970. `readings.npy` is float32
+(T, stations) in W/m2, with NaN for readings that break a rule of hvdtrain.data.solar. `index.json` says how many
+readings broke each rule.
 
-Files are read in the order of their times. What is wrong with one is told by file and line. DST appears when it is
-whole; until then the work is in `.DST.unfinished`.
+Files are ordered by their times. Errors name the file and the line. DST appears when it is complete; until then the
+work is in `.DST.unfinished`.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from hvdtrain.system.exits import BAD_CONFIG, BAD_DATA, Failure
 
 SUMMARY = "hvdtrain.data.solar/1"
 MOST_BYTES = 1024 * files.MIB
-"""Of a file, unpacked; a day of the Oahu grid has 8 MB"""
+"""Limit for an unpacked file; a day of the Oahu grid has 8 MB"""
 ZONES = {"HST": -10, "PST": -8, "MST": -7, "CST": -6, "EST": -5, "AST": -4, "GMT": 0, "UTC": 0}
 """Hours from UTC"""
 OAHU_COLUMNS = 23
@@ -72,22 +74,22 @@ OAHU: dict[int, tuple[str, float, float]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class SolarConfig:
-    """What `hvdtrain data solar` does."""
+    """Options of `hvdtrain data solar`."""
 
     source: str
     """A file, or a folder of files: days of the Oahu grid, raw exports of MIDC, or BSRN station-to-archive files."""
     destination: str
-    """Folder to make; must not exist."""
+    """Folder to create; must not exist."""
     columns: str | None = None
-    """Of a MIDC export: names of the columns to take, separated by ';' (default: all called Global in W/m^2)."""
+    """Columns of a MIDC export, separated by ';' (default: all named Global in W/m^2)."""
     least: float = -10.0
-    """W/m2; a reading below is bad. An instrument's offset at night is a few W/m2."""
+    """W/m2; lower readings are bad. An instrument's offset at night is a few W/m2."""
     most: float = 2000.0
-    """W/m2; a reading above is bad. Clouds that reflect the sun make up to 1,900 for seconds."""
+    """W/m2; higher readings are bad. Clouds that reflect the sun reach 1,900 for seconds."""
     spoils_s: int = bounded(0, least=0)
-    """Seconds before and after a reading out of these bounds, within its file, that are bad too."""
+    """Seconds before and after a reading outside these bounds, in the same file, that are bad too."""
     dry_run: bool = False
-    """Read everything and tell what would be made, and write nothing."""
+    """Read everything and report the result, but write nothing."""
 
     def __post_init__(self) -> None:
         if wrong := problem(self, as_flag):
@@ -98,7 +100,7 @@ class SolarConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What one file holds."""
+    """Contents of one file."""
 
     path: Path
     kind: str
@@ -110,8 +112,8 @@ class Part:
 def prepare(config: SolarConfig) -> dict[str, Any]:
     """Prepares the data and returns a summary fit for JSON.
 
-    Raises Failure: BAD_DATA for a file that is unusable, NO_PERMISSION for one that cannot be read, CANNOT_WRITE if the
-    destination exists, IO_ERROR for a full disk.
+    Raises Failure: BAD_DATA for an unusable file, NO_PERMISSION for an unreadable one, CANNOT_WRITE if the destination
+    exists, IO_ERROR if the disk is full.
     """
     check_destination(config.source, config.destination)
     paths, destination = _listed(Path(config.source)), Path(config.destination).absolute()
@@ -119,7 +121,7 @@ def prepare(config: SolarConfig) -> dict[str, Any]:
         return {**_written(config, paths, None), "destination": str(destination), "dry_run": True, "schema": SUMMARY}
     with making(destination) as unfinished:
         result = unfinished / "result"
-        shutil.rmtree(result, ignore_errors=True)  # what a killed process left
+        shutil.rmtree(result, ignore_errors=True)  # left behind by a killed process
         result.mkdir()
         about = _written(config, paths, result)
         index = seal(result, {"schema": SCHEMA, **about}, {name: name for name in ("times.npy", "readings.npy")})
@@ -127,18 +129,18 @@ def prepare(config: SolarConfig) -> dict[str, Any]:
 
 
 def _listed(source: Path) -> list[Path]:
-    """The files, in the order of their names."""
+    """The files, ordered by name."""
     try:
         inside = sorted(source.iterdir()) if source.is_dir() else [source]
     except OSError as error:
         raise files.refused(source, error, BAD_DATA, "give a file, or a folder of files") from error
-    if found := [path for path in inside if path.is_file() and not path.name.startswith(".")]:
-        return found
-    raise Failure(f"{source}: no file is there; give a file, or a folder of files", BAD_DATA)
+    if paths := [path for path in inside if path.is_file() and not path.name.startswith(".")]:
+        return paths
+    raise Failure(f"{source} contains no files; hint: give a file, or a folder of files", BAD_DATA)
 
 
 def _written(config: SolarConfig, paths: Sequence[Path], result: Path | None) -> dict[str, Any]:
-    """What the index says, after all files were read and, with a folder, written."""
+    """Reads all files, writes the arrays if a folder is given, and returns the contents of the index."""
     first = read(paths[0], config.columns)
     steps, counts = np.unique(np.diff(first.times), return_counts=True)
     step_s = int(steps[counts.argmax()]) if len(steps) else 1
@@ -149,8 +151,9 @@ def _written(config: SolarConfig, paths: Sequence[Path], result: Path | None) ->
         for path in paths:
             part = first if path == first.path else read(path, config.columns)
             if (part.kind, part.stations) != (first.kind, first.stations):
-                told = f"{part.kind} with {', '.join(part.stations)}, not {first.kind} with {', '.join(first.stations)}"
-                raise Failure(f"{path}: {told} as {first.path}: prepare them apart", BAD_DATA)
+                expected = f"{first.kind} with {', '.join(first.stations)}"
+                message = f"{path}: {part.kind} with {', '.join(part.stations)}, but {first.path} is {expected}"
+                raise Failure(f"{message}; hint: prepare them separately", BAD_DATA)
             kept, broken = flag(part.readings, (config.least, config.most), config.spoils_s // step_s)
             flagged = {rule: flagged.get(rule, 0) + count for rule, count in broken.items()}
             spans.append((int(part.times[0]), int(part.times[-1]), path))
@@ -161,7 +164,7 @@ def _written(config: SolarConfig, paths: Sequence[Path], result: Path | None) ->
     order = sorted(range(len(spans)), key=lambda number: spans[number][0])
     for before, after in itertools.pairwise(order):
         if spans[after][0] <= spans[before][1]:
-            raise Failure(f"{spans[after][2]} and {spans[before][2]} overlap in time: keep one of them", BAD_DATA)
+            raise Failure(f"{spans[after][2]} and {spans[before][2]} overlap in time; hint: keep one", BAD_DATA)
     if result is not None:
         _joined(result, order, len(first.stations), ticks)
     return {
@@ -180,7 +183,7 @@ def _written(config: SolarConfig, paths: Sequence[Path], result: Path | None) ->
 
 
 def _joined(result: Path, order: Sequence[int], stations: int, ticks: int) -> None:
-    """Makes the two arrays of the parts, which it removes."""
+    """Joins the parts of all files into the two arrays, and removes the parts."""
     with (result / "times.npy").open("wb") as times, (result / "readings.npy").open("wb") as readings:
         times.write(npy_header(ticks, (), "int64"))
         readings.write(npy_header(ticks, (stations,), "float32"))
@@ -193,11 +196,11 @@ def _joined(result: Path, order: Sequence[int], stations: int, ticks: int) -> No
             part.unlink()
 
 
-# The three kinds of file.
+# --- the three kinds of file ------------------------------------------------------------------------------------------
 
 
 def read(path: Path, columns: str | None = None) -> Part:
-    """The readings of a file, whose kind its first line tells. Raises Failure (65, 77), which names file and line."""
+    """The readings of a file; its first line shows its kind. Raises Failure (65, 77) with file and line."""
     try:
         data = files.read(path, MOST_BYTES)
         if data[:2] == b"\x1f\x8b":
@@ -206,9 +209,9 @@ def read(path: Path, columns: str | None = None) -> Part:
             if len(data) > MOST_BYTES:
                 raise OSError(errno.EFBIG, f"unpacks to more than {MOST_BYTES // files.MIB:,} MiB", str(path))
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise Failure(f"{path}: a damaged gzip file ({error}): copy it again", BAD_DATA) from None
+        raise Failure(f"{path}: the gzip file is damaged ({error}); hint: copy it again", BAD_DATA) from None
     except OSError as error:
-        raise files.refused(path, error, BAD_DATA, "give files of a station") from error
+        raise files.refused(path, error, BAD_DATA, "give the files of a station") from error
     lines = data.decode("utf-8-sig", errors="replace").splitlines()
     head = lines[0].split(",") if lines else [""]
     stations: tuple[str, ...]
@@ -222,27 +225,27 @@ def read(path: Path, columns: str | None = None) -> Part:
         times, readings = _clock(path, numbers, values, ZONES["HST"]), values[:, 4:]
         readings[readings == -99999] = np.nan
     else:
-        told = "a day of the Oahu grid (23 columns), a raw MIDC export (,Year,DOY,...) nor a BSRN file (*U0001)"
-        raise Failure(f"{path}:1: neither {told}", BAD_DATA)
+        known = "a day of the Oahu grid (23 columns), a raw MIDC export (,Year,DOY,...) and a BSRN file (*U0001)"
+        raise Failure(f"{path}:1: unknown format; hint: supported are {known}", BAD_DATA)
     return Part(path=path, kind=kind, stations=stations, times=times, readings=readings.astype(np.float32))
 
 
 def _midc(
-    path: Path, lines: Sequence[str], head: Sequence[str], asked: str | None
+    path: Path, lines: Sequence[str], head: Sequence[str], columns: str | None
 ) -> tuple[tuple[str, ...], NDArray[np.int64], NDArray[np.float64]]:
-    """A raw export: the names of its columns, times and readings."""
+    """A raw MIDC export: column names, times and readings."""
     names = [word.strip() for word in head]
     if names[3] not in ZONES:
-        raise Failure(f"{path}:1: time zone {names[3]!r}: known are {', '.join(ZONES)}", BAD_DATA)
+        raise Failure(f"{path}:1: unknown time zone {names[3]!r}; hint: supported are {', '.join(ZONES)}", BAD_DATA)
     chosen = (
-        [word.strip() for word in asked.split(";")]
-        if asked
+        [word.strip() for word in columns.split(";")]
+        if columns
         else [name for name in names[4:] if re.fullmatch(r"Global(?!.*stdev).*\[W/m\^2\]", name)]
     )
-    if lacking := [name for name in chosen if name not in names[4:]] or ([] if chosen else ["Global ... [W/m^2]"]):
-        raise Failure(f"{path}:1: no column {lacking[0]!r}; --columns takes {'; '.join(names[4:])}", BAD_DATA)
+    if missing := [name for name in chosen if name not in names[4:]] or ([] if chosen else ["Global ... [W/m^2]"]):
+        raise Failure(f"{path}:1: no column {missing[0]!r}; hint: --columns can be {'; '.join(names[4:])}", BAD_DATA)
     numbers, values = _table(path, lines, 1, [0, 1, 2, 3, *map(names.index, chosen)])
-    values[:, 0] = 0  # a number of the logger's, not seconds
+    values[:, 0] = 0  # the logger's number, not seconds
     readings = values[:, 4:]
     readings[readings == -7999] = np.nan
     return tuple(chosen), _clock(path, numbers, values, ZONES[names[3]]), readings
@@ -251,11 +254,11 @@ def _midc(
 def _table(
     path: Path, lines: Sequence[str], skipped: int, columns: Sequence[int]
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Line numbers, and the numbers in some columns of the lines that are not empty."""
+    """Line numbers, and the values of some columns, of the lines that are not empty."""
     numbers = [number for number, line in enumerate(lines, start=1) if number > skipped and line.strip()]
     rows = [lines[number - 1] for number in numbers]
     if not rows:
-        raise Failure(f"{path}: holds no reading: remove it", BAD_DATA)
+        raise Failure(f"{path} contains no readings; hint: remove it", BAD_DATA)
     try:
         values = np.loadtxt(rows, delimiter=",", usecols=columns, comments=None, ndmin=2)
     except ValueError:
@@ -263,26 +266,28 @@ def _table(
             words = row.split(",")
             for column in columns:
                 if column >= len(words):
-                    told = f"{len(words)} columns, {max(columns) + 1} belong"
-                    raise Failure(f"{path}:{number}: {told}", BAD_DATA) from None
+                    message = f"{len(words)} columns, but {max(columns) + 1} are needed"
+                    raise Failure(f"{path}:{number}: {message}", BAD_DATA) from None
                 try:
                     float(words[column])
                 except ValueError:
-                    told = f"column {column + 1}: {words[column]!r:.40} is no number"
-                    raise Failure(f"{path}:{number}: {told}", BAD_DATA) from None
+                    message = f"column {column + 1}: {words[column]!r:.40} is not a number"
+                    raise Failure(f"{path}:{number}: {message}", BAD_DATA) from None
         raise
     return np.array(numbers), values
 
 
 def _clock(path: Path, lines: NDArray[np.int64], values: NDArray[np.float64], zone: int) -> NDArray[np.int64]:
-    """Seconds since 1970 of columns second, year, day of the year, HHMM. Raises Failure (65) for what is no time."""
+    """Seconds since 1970 from the columns second, year, day of the year, HHMM. Raises Failure (65) for invalid
+    times."""
     second, year, day, clock = values[:, :4].T
     hour, minute = np.divmod(clock, 100)
-    right = np.isin(year, range(1970, 2200)) & np.isin(day, range(1, 367)) & np.isin(hour, range(24))
-    right &= np.isin(minute, range(60)) & np.isin(second, range(60))
-    if not right.all():
-        first = int(np.flatnonzero(~right)[0])
-        raise Failure(f"{path}:{lines[first]}: no time: {', '.join(f'{v:g}' for v in values[first, :4])}", BAD_DATA)
+    valid = np.isin(year, range(1970, 2200)) & np.isin(day, range(1, 367)) & np.isin(hour, range(24))
+    valid &= np.isin(minute, range(60)) & np.isin(second, range(60))
+    if not valid.all():
+        first = int(np.flatnonzero(~valid)[0])
+        fields = ", ".join(f"{value:g}" for value in values[first, :4])
+        raise Failure(f"{path}:{lines[first]}: {fields} is not a time", BAD_DATA)
     since = (year.astype(np.int64) - 1970).astype("datetime64[Y]").astype("datetime64[s]").astype(np.int64)
     times = since + ((day - 1) * 86400 + (hour - zone) * 3600 + minute * 60 + second).astype(np.int64)
     return _rising(path, lines, times)
@@ -290,28 +295,30 @@ def _clock(path: Path, lines: NDArray[np.int64], values: NDArray[np.float64], zo
 
 def _rising(path: Path, lines: NDArray[np.int64], times: NDArray[np.int64]) -> NDArray[np.int64]:
     if len(wrong := np.flatnonzero(np.diff(times) <= 0)):
-        raise Failure(f"{path}:{lines[wrong[0] + 1]}: not later than the line before", BAD_DATA)
+        raise Failure(f"{path}:{lines[wrong[0] + 1]}: the time is not later than on the line before", BAD_DATA)
     return times
 
 
 def _bsrn(path: Path, lines: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Times and global irradiance (T, 1) of record 0100, which has two lines for each minute."""
+    """Times, and global irradiance (T, 1), of record 0100, which has two lines for each minute."""
     begin = next((n for n, line in enumerate(lines) if re.match(r"\*[UC]0100", line)), None)
     if begin is None:
-        raise Failure(f"{path}: no logical record 0100, which holds global irradiance", BAD_DATA)
+        raise Failure(f"{path}: no logical record 0100 with global irradiance", BAD_DATA)
     month, year, days = _month(path, lines)
     end = next((n for n in range(begin + 1, len(lines)) if lines[n].startswith("*")), len(lines))
     if (end - begin - 1) % 2 or end == begin + 1:
-        raise Failure(f"{path}:{end}: record 0100 has {end - begin - 1} lines, two for each minute belong", BAD_DATA)
+        message = f"record 0100 has {end - begin - 1} lines, but needs two for each minute"
+        raise Failure(f"{path}:{end}: {message}", BAD_DATA)
     start = int(np.datetime64(f"{year:04d}-{month:02d}-01", "s").astype(np.int64))
     numbers, times, readings = [], [], []
     for number, line in zip(range(begin + 2, end + 1, 2), lines[begin + 1 : end : 2], strict=True):
         try:
             day, minute, value = int(line[0:3]), int(line[4:9]), float(line[10:16])
         except ValueError:
-            raise Failure(f"{path}:{number}: no day, minute and global irradiance: {line[:16]!r}", BAD_DATA) from None
+            message = f"{line[:16]!r} is not a day, a minute and a global irradiance"
+            raise Failure(f"{path}:{number}: {message}", BAD_DATA) from None
         if not (1 <= day <= days and 0 <= minute < 1440):
-            raise Failure(f"{path}:{number}: no time of that month: day {day}, minute {minute}", BAD_DATA)
+            raise Failure(f"{path}:{number}: day {day}, minute {minute} is not in that month", BAD_DATA)
         numbers.append(number)
         times.append(start + (day - 1) * 86400 + minute * 60)
         readings.append(np.nan if value == -999 else value)
@@ -319,7 +326,7 @@ def _bsrn(path: Path, lines: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[
 
 
 def _month(path: Path, lines: Sequence[str]) -> tuple[int, int, int]:
-    """Month, year, and days of it, from the second line: station, month, year, version."""
+    """Month, year and number of days, from the second line: station, month, year, version."""
     try:
         _, month, year, *_ = map(int, lines[1].split())
         return month, year, calendar.monthrange(year, month)[1]

@@ -1,13 +1,13 @@
-"""A CSV file as a data set for a classifier: cut into three parts, standardised as its training part is.
+"""A CSV file as a data set for a classifier: split into three parts and standardized by the training part.
 
-    table = load("measured.csv", "refuse")        # features first, the class last: see hvdtrain.data.csv_rows
+    table = load("readings.csv", "refuse")        # features first, the class last: see hvdtrain.data.csv_rows
 
-Rows are cut class by class, 70 % for training, 15 % for validation, 15 % for the test, by lots of a fixed seed, so that
-scores of different runs compare. A feature is standardised by mean and deviation of the training part alone; a missing
-value (`mean`) is that mean, which is 0 then.
+Each class is split separately: 70 % training, 15 % validation, 15 % test. The split does not depend on the run's seed,
+so scores of different runs are comparable. Features are standardized with the mean and the standard deviation of the
+training part. With `--missing mean` a missing value becomes that mean, which is 0 after standardization.
 
-A file of more than 4 MiB is parsed once per host, into `hvdtrain/tables` of the user's cache, and mapped from there:
-8 bytes per number on disk. Only what belongs to a row as a whole (class, lot, place in the order) is held in memory.
+A file of more than 4 MiB is parsed once per host and then memory-mapped from `hvdtrain/tables` in the user's cache
+folder, 8 bytes per number. Only the class and the position of each row are held in memory.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.data import Batch, Split, csv_rows, drawn_lots, packaged, stratify
+from hvdtrain.data import SHIPPED, Batch, Split, csv_rows, drawn_lots, stratify
 from hvdtrain.data.csv_rows import Missing
 from hvdtrain.data.prepared import PARTS, cache_folder, caching
 from hvdtrain.system import files
 from hvdtrain.system.exits import BAD_DATA, Failure
 
-OURS = {"breast-cancer": "breast_cancer.csv", "iris": "iris.csv", "wine": "wine_data.csv"}
-"""Data sets of the UCI Machine Learning Repository (CC BY 4.0) that scikit-learn brings: name -> file"""
+NAMES = ("breast-cancer", "iris", "wine")
+"""Data sets shipped with hvdtrain"""
 SHARES = (Fraction(70, 100), Fraction(15, 100), Fraction(15, 100))
 IN_MEMORY_BYTES = 4 * files.MIB
 MOST_CLASSES = 256
-"""A confusion matrix of 256 KiB in every step's sums; more look like a number, which is no class"""
-KEPT = "columns.json"
-"""The file of a run's folder that holds `Columns`"""
+"""More classes look like a numeric target; 256 already add a confusion matrix of 256 KiB to the sums of each step"""
+COLUMNS_FILE = "columns.json"
+"""Name of the file in the run folder that holds `Columns`"""
 SCHEMA = "hvdtrain.table/1"
 INDEX_BYTES = 16 * files.MIB
 BLOCK_BYTES = 1 << 20
@@ -48,40 +48,40 @@ BLOCK_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """What a model must know of the columns to be used: kept with the run."""
+    """Everything about the columns that is needed to use a trained model; saved in the run folder."""
 
     names: tuple[str, ...] | None
-    """Of the features, if the file named them"""
+    """Names of the features; None if the file has no header"""
     classes: tuple[str, ...]
     mean: NDArray[np.float64]
-    """(features,), of the training part"""
+    """(features,), mean of the training part"""
     scale: NDArray[np.float64]
-    """(features,), its standard deviation; 1 where that is 0"""
+    """(features,), standard deviation of the training part; 1 for a constant feature"""
     missing: Missing
 
-    def standard(self, features: NDArray[np.float64]) -> NDArray[np.float32]:
-        """(n, features) as the model takes them."""
+    def standardize(self, features: NDArray[np.float64]) -> NDArray[np.float32]:
+        """Features (n, features) as the model expects them."""
         values = (features - self.mean) / self.scale
         values[np.isnan(values)] = 0
         return values.astype(np.float32)
 
     def as_json(self) -> dict[str, Any]:
-        kept = {"names": self.names, "classes": self.classes, "missing": self.missing}
-        return {"schema": SCHEMA, **kept, "mean": self.mean.tolist(), "scale": self.scale.tolist()}
+        about = {"names": self.names, "classes": self.classes, "missing": self.missing}
+        return {"schema": SCHEMA, **about, "mean": self.mean.tolist(), "scale": self.scale.tolist()}
 
     @classmethod
     def from_json(cls, value: Any) -> Columns:
-        """Raises ValueError for anything but what `as_json` made."""
+        """The inverse of `as_json`. Raises ValueError for any other value."""
         try:
             mean, scale = (np.array(value[name], np.float64) for name in ("mean", "scale"))
             names, classes = value["names"], tuple(map(str, value["classes"]))
             if value["schema"] != SCHEMA or value["missing"] not in ("refuse", "mean", "drop"):
                 raise ValueError(f"schema {value['schema']!r:.80}, missing {value['missing']!r:.80}")
             if mean.ndim != 1 or mean.shape != scale.shape or not (np.isfinite(mean) & (scale > 0)).all():
-                raise ValueError("mean and scale are not those of columns")
+                raise ValueError("mean and scale do not fit any columns")
             names = None if names is None else tuple(map(str, names))
             if names is not None and len(names) != len(mean):
-                raise ValueError("not as many names as columns")
+                raise ValueError(f"{len(names)} names for {len(mean)} columns")
         except (KeyError, TypeError) as error:
             raise ValueError(f"no {error}") from None
         return cls(names=names, classes=classes, mean=mean, scale=scale, missing=value["missing"])
@@ -89,22 +89,23 @@ class Columns:
 
 @dataclass(frozen=True, kw_only=True)
 class TableSplit(Split):
-    """See `data.Split`. A batch is (n, features) float32 and (n,) int64."""
+    """See `data.Split`. A batch is float32 (n, features) and int64 (n,)."""
 
     features: NDArray[np.float64]
-    """Of all rows of the file"""
+    """Features of all rows of the file"""
     labels: NDArray[np.int64]
+    """Classes of all rows of the file"""
     rows: NDArray[np.int64]
-    """Those of this part"""
+    """Rows of this split"""
     columns: Columns
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def batch(self, mine: NDArray[np.int64], everyones: NDArray[np.int64], key: int | None) -> Batch:
-        rows = self.rows[mine]
-        arrays = self.columns.standard(self.features[rows]), self.labels[rows]
-        return Batch(arrays=arrays, weight=len(mine), total_weight=len(everyones))
+    def batch(self, items: NDArray[np.int64], global_items: NDArray[np.int64], key: int | None) -> Batch:
+        rows = self.rows[items]
+        arrays = self.columns.standardize(self.features[rows]), self.labels[rows]
+        return Batch(arrays=arrays, weight=len(items), total_weight=len(global_items))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,133 +117,135 @@ class Table:
     train: TableSplit
     validation: TableSplit
     test: TableSplit
-    words: str
+    file_format: str
     """How the file is written, for people"""
     fingerprint: str
-    """SHA-256 of features, classes and what was made of missing values"""
+    """SHA-256 of the features, the classes and the treatment of missing values"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parsed:
-    """All of a file but its features."""
+    """The contents of a file except for its features."""
 
     columns: Columns
     labels: NDArray[np.int64]
-    words: str
+    file_format: str
     digest: str
     """SHA-256 of features and classes"""
 
 
 def load(name: str, missing: Missing = "refuse") -> Table:
-    """The data set of OURS, or the CSV file, called `name`. Raises Failure: BAD_DATA (65) for what is wrong with the
-    file, NO_PERMISSION (77); CANNOT_WRITE (73), IO_ERROR (74) for the cache."""
-    path = _ours(name) if name in OURS else Path(name)
+    """The data set with this name: one of NAMES, or the path of a CSV file.
+
+    Raises Failure: BAD_DATA (65) for a bad file, NO_PERMISSION (77) for an unreadable one, CANNOT_WRITE (73) and
+    IO_ERROR (74) for the cache.
+    """
+    path = SHIPPED / f"{name}.csv" if name in NAMES else Path(name)
     if not path.exists():
-        raise Failure(f"no data set '{name}': name {', '.join(OURS)}, or a CSV file", BAD_DATA)
+        raise Failure(f"unknown data set '{name}'; hint: give {', '.join(NAMES)} or a CSV file", BAD_DATA)
     if path.stat().st_size <= IN_MEMORY_BYTES:
-        target = io.BytesIO()
-        parsed = _parse(path, missing, target.write, lambda: np.frombuffer(target.getbuffer()))
-        features = np.frombuffer(target.getbuffer()).reshape(len(parsed.labels), -1)
+        buffer = io.BytesIO()
+        parsed = _parse(path, missing, buffer.write, lambda: np.frombuffer(buffer.getbuffer()))
+        features = np.frombuffer(buffer.getbuffer()).reshape(len(parsed.labels), -1)
     else:
         features, parsed = _cached(path, missing)
-    parts = {
+    splits = {
         part: TableSplit(features=features, labels=parsed.labels, rows=rows, columns=parsed.columns)
-        for part, rows in zip(PARTS, _parts(path, parsed.labels, parsed.columns.classes), strict=True)
+        for part, rows in zip(PARTS, _split(path, parsed.labels, parsed.columns.classes), strict=True)
     }
     return Table(
-        name=name if name in OURS else path.stem,
+        name=name if name in NAMES else path.stem,
         columns=parsed.columns,
-        words=parsed.words,
+        file_format=parsed.file_format,
         fingerprint=hashlib.sha256(f"{parsed.digest} {missing}".encode()).hexdigest(),
-        **parts,
+        **splits,
     )
-
-
-def _ours(name: str) -> Path:
-    if (path := packaged("sklearn", f"datasets/data/{OURS[name]}")) is not None:
-        return path
-    raise Failure(f"{name} comes with scikit-learn, which is not installed: pip install scikit-learn", BAD_DATA)
 
 
 def _parse(
     path: Path, missing: Missing, write: Callable[[Any], Any], written: Callable[[], NDArray[np.float64]]
 ) -> Parsed:
-    """Gives all features, float64 row after row, to `write`; `written` are they all. Raises Failure (65, 77)."""
-    form = csv_rows.form(path)
+    """Parses the file and passes its features to `write`, as float64 in row order.
+
+    `written` returns all features that have been written. Raises Failure (65, 77).
+    """
+    form = csv_rows.detect(path)
     if form.columns < 2:
-        raise Failure(f"{path}:{form.first}: one column; give features, and the class in the last one", BAD_DATA)
-    known: dict[str, int] = {}
-    digest, labels, rows = hashlib.sha256(), [np.empty(0, np.int64)], 0
+        raise Failure(f"{path}:{form.first}: only one column; hint: give features, then the class", BAD_DATA)
+    numbers: dict[str, int] = {}  # class -> number, in the order of appearance
+    digest, labels, line = hashlib.sha256(), [np.empty(0, np.int64)], 0
     for block in csv_rows.rows(path, form, missing):
         data = np.ascontiguousarray(block.features).data
         digest.update(data)
         write(data)
-        labels.append(np.array([known.setdefault(name, len(known)) for name in block.classes], np.int64))
-        rows = int(block.lines[-1]) if len(block.lines) else rows
-        if len(known) > MOST_CLASSES:
-            told = f"{path}:{rows}: more than {MOST_CLASSES} classes in the last column"
-            raise Failure(f"{told}; is it a number? This is a classifier", BAD_DATA)
-    if len(known) < 2:
-        told = f"has one class, {next(iter(known))!r}" if known else "has no row"
-        raise Failure(f"{path}: {told}; give rows of two classes or more, the class in the last column", BAD_DATA)
-    classes = sorted(known, key=_by_number)
-    places = np.argsort([known[name] for name in classes])
-    every = places[np.concatenate(labels)]
-    digest.update(every.data)
+        labels.append(np.array([numbers.setdefault(name, len(numbers)) for name in block.classes], np.int64))
+        line = int(block.lines[-1]) if len(block.lines) else line
+        if len(numbers) > MOST_CLASSES:
+            message = f"{path}:{line}: more than {MOST_CLASSES} classes in the last column"
+            raise Failure(f"{message}; hint: this workload is a classifier; the last column must be a class", BAD_DATA)
+    if len(numbers) < 2:
+        message = f"only one class, {next(iter(numbers))!r}" if numbers else "no rows"
+        raise Failure(f"{path}: {message}; hint: give rows of two or more classes, the class last", BAD_DATA)
+    classes = sorted(numbers, key=_numbers_first)
+    final_number = np.argsort([numbers[name] for name in classes])
+    all_labels = final_number[np.concatenate(labels)]
+    digest.update(all_labels.data)
     digest.update(json.dumps(classes).encode())
-    features = written().reshape(len(every), -1)
-    mean, scale = _statistics(features, _parts(path, every, classes)[0])
+    features = written().reshape(len(all_labels), -1)
+    mean, scale = _statistics(features, _split(path, all_labels, classes)[0])
     names = form.names and form.names[:-1]
     columns = Columns(names=names, classes=tuple(classes), mean=mean, scale=scale, missing=missing)
-    return Parsed(columns=columns, labels=every, words=str(form), digest=digest.hexdigest())
+    return Parsed(columns=columns, labels=all_labels, file_format=str(form), digest=digest.hexdigest())
 
 
-def _by_number(name: str) -> tuple[float, str]:
-    """Classes that are numbers in their order, others behind in that of the alphabet."""
+def _numbers_first(name: str) -> tuple[float, str]:
+    """Sort key: whole numbers in numerical order, then other names in alphabetical order."""
     return (int(name) if name.isdecimal() else float("inf")), name
 
 
-def _parts(path: Path, labels: NDArray[np.int64], classes: Sequence[str]) -> list[NDArray[np.int64]]:
-    """The rows of the training, validation and test part. Raises Failure (65) for a class too rare to be learnt."""
+def _split(path: Path, labels: NDArray[np.int64], classes: Sequence[str]) -> list[NDArray[np.int64]]:
+    """The rows of the training, validation and test part. Raises Failure (65) if a class has no training row."""
     order, table = stratify(labels, drawn_lots(len(labels)), len(classes), SHARES)
     for label in np.flatnonzero(table[:, 0] == 0).tolist():
-        told = f"{path}: class {classes[label]!r} has {table[label].sum()} rows, and none fell to the training part"
-        raise Failure(f"{told}; give it more, or leave it out", BAD_DATA)
+        message = f"{path}: class {classes[label]!r} has {table[label].sum()} rows, none of them in the training part"
+        raise Failure(f"{message}; hint: add rows of this class, or remove it", BAD_DATA)
     return np.split(order, table.sum(axis=0).cumsum()[:2])
 
 
 def _statistics(features: NDArray[np.float64], training: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Mean and standard deviation of the training rows, block by block (Chan, Golub, LeVeque 1979), NaN left out."""
+    """Mean and standard deviation of the training rows without NaN, block by block (Chan, Golub, LeVeque 1979)."""
     count, mean, squares = np.zeros((3, features.shape[1]))
     chosen = np.zeros(len(features), bool)
     chosen[training] = True
     step = max(1, BLOCK_BYTES // features[0].nbytes)
     for start in range(0, len(features), step):
         block = features[start : start + step][chosen[start : start + step]]
-        here = np.sum(~np.isnan(block), axis=0)
-        its_mean = np.nansum(block, axis=0) / np.maximum(here, 1)
-        off, share = its_mean - mean, here / np.maximum(count + here, 1)
-        squares += np.nansum((block - its_mean) ** 2, axis=0) + off**2 * count * share
-        mean += off * share
-        count += here
+        block_count = np.sum(~np.isnan(block), axis=0)
+        block_mean = np.nansum(block, axis=0) / np.maximum(block_count, 1)
+        difference, share = block_mean - mean, block_count / np.maximum(count + block_count, 1)
+        squares += np.nansum((block - block_mean) ** 2, axis=0) + difference**2 * count * share
+        mean += difference * share
+        count += block_count
     scale = np.sqrt(squares / np.maximum(count, 1))
-    return mean, np.where(scale > 1e-12 * np.abs(mean), scale, 1.0)  # a column may be constant, but for rounding
+    return mean, np.where(scale > 1e-12 * np.abs(mean), scale, 1.0)  # a column may be constant except for rounding
 
 
-# --- files that are too large to be parsed at every start -------------------------------------------------------------
+# --- large files: parsed once, then memory-mapped ---------------------------------------------------------------------
 
 
 def _cached(path: Path, missing: Missing) -> tuple[NDArray[np.float64], Parsed]:
-    """Features as a memory map, and the rest: parsed by the first process of the host that asks, when it first asks or
-    when the file has changed. The others wait for it."""
+    """The features as a memory map, and the rest of the file.
+
+    The first process on this host parses the file, and again after the file has changed. Other processes wait.
+    """
     home = cache_folder("tables")
-    place = [os.uname().nodename, os.path.realpath(path), missing]  # hosts may share the cache, and not the file
-    key = hashlib.sha256(json.dumps(place).encode()).hexdigest()[:32]
+    identity = [os.uname().nodename, os.path.realpath(path), missing]  # hosts may share the cache but not the file
+    key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
     with caching(home), files.locked(home / f"{key}.lock"):
-        about = path.stat()
-        state = {"schema": SCHEMA, "bytes": about.st_size, "mtime_ns": about.st_mtime_ns}
-        if (found := _open(home / key, state)) is None:
-            print(f"{path}: parsing it once, into {home / key}", file=sys.stderr, flush=True)
+        status = path.stat()
+        state = {"schema": SCHEMA, "bytes": status.st_size, "mtime_ns": status.st_mtime_ns}
+        if (cached := _open(home / key, state)) is None:
+            print(f"{path}: parsing once into {home / key}", file=sys.stderr, flush=True)
             shutil.rmtree(home / key, ignore_errors=True)
             unfinished = home / f".{key}.unfinished"
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -256,13 +259,13 @@ def _cached(path: Path, missing: Missing) -> tuple[NDArray[np.float64], Parsed]:
 
                     parsed = _parse(path, missing, file.write, written)
                 np.save(unfinished / "labels.npy", parsed.labels)
-                rest = {"words": parsed.words, "digest": parsed.digest, "columns": parsed.columns.as_json()}
+                rest = {"file_format": parsed.file_format, "digest": parsed.digest, "columns": parsed.columns.as_json()}
                 (unfinished / "index.json").write_text(json.dumps(state | rest))
                 unfinished.rename(home / key)
             finally:
                 shutil.rmtree(unfinished, ignore_errors=True)
-            found = _mapped(home / key).reshape(len(parsed.labels), -1), parsed
-    return found
+            cached = _mapped(home / key).reshape(len(parsed.labels), -1), parsed
+    return cached
 
 
 def _mapped(folder: Path) -> NDArray[np.float64]:
@@ -270,7 +273,7 @@ def _mapped(folder: Path) -> NDArray[np.float64]:
 
 
 def _open(folder: Path, state: dict[str, Any]) -> tuple[NDArray[np.float64], Parsed] | None:
-    """What is in the folder; None if that is nothing whole, or not of the file as it is now."""
+    """The cached table in this folder; None if it is missing, damaged or out of date."""
     try:
         index = files.from_json(files.read(folder / "index.json", INDEX_BYTES))
         if {name: index[name] for name in state} != state:
@@ -278,6 +281,7 @@ def _open(folder: Path, state: dict[str, Any]) -> tuple[NDArray[np.float64], Par
         columns = Columns.from_json(index["columns"])
         labels = np.load(folder / "labels.npy", allow_pickle=False)
         features = _mapped(folder).reshape(len(labels), len(columns.mean))
+        parsed = Parsed(columns=columns, labels=labels, file_format=index["file_format"], digest=index["digest"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return features, Parsed(columns=columns, labels=labels, words=index["words"], digest=index["digest"])
+    return features, parsed

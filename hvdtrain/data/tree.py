@@ -1,4 +1,4 @@
-"""What is in a source folder, and in which order its pictures become rows."""
+"""List the images in a source folder, in the order in which they become rows."""
 
 from __future__ import annotations
 
@@ -19,25 +19,26 @@ from hvdtrain.system.exits import BAD_DATA, IO_ERROR, NO_PERMISSION, Failure
 
 @dataclass(frozen=True, kw_only=True)
 class Tree:
-    """The pictures of a source folder, in the order of rows that they have if all of them are good."""
+    """The images of a source folder, in row order if all of them are usable."""
 
     root: Path
     classes: list[str]
     files: list[str]
-    """Relative to `root`."""
+    """Paths relative to `root`."""
     labels: NDArray[np.int64]
     lots: NDArray[np.uint64]
-    """What decides a file's place: hash of the seed and its name."""
+    """Hash of seed and name, which decides a file's position."""
     bad: dict[str, str]
-    """Files that need not be opened to be refused -> why."""
+    """Files rejected without opening them -> reason."""
     digest: str
-    """SHA-256 over names, sizes and times of change."""
+    """SHA-256 of names, sizes and modification times."""
 
 
 def find(root: Path, seed: int, shares: Sequence[Fraction]) -> Tree:
-    """Lists `root`. Raises Failure if it cannot be read (NO_PERMISSION) or has not one folder per class (BAD_DATA)."""
+    """Lists `root`. Raises Failure if it is unreadable (NO_PERMISSION) or has no class folders (BAD_DATA)."""
     if not root.is_dir():
-        raise Failure(f"{root} is no folder: give the folder that holds one folder of pictures per class", BAD_DATA)
+        hint = "give the folder that contains one folder of images per class"
+        raise Failure(f"{root} is not a folder; hint: {hint}", BAD_DATA)
     files: list[str] = []
     labels: list[int] = []
     digest = hashlib.sha256()
@@ -52,12 +53,12 @@ def find(root: Path, seed: int, shares: Sequence[Fraction]) -> Tree:
                 files.append(file)
                 labels.append(label)
             if label not in labels[-1:]:
-                raise Failure(f"{root / name} holds no pictures: remove the folder or fill it", BAD_DATA)
+                raise Failure(f"{root / name} contains no images; hint: remove the folder or fill it", BAD_DATA)
     except OSError as error:
         code = NO_PERMISSION if isinstance(error, PermissionError) else IO_ERROR
-        raise Failure(f"{error.filename}: {error.strerror}: every folder must be readable", code) from None
+        raise Failure(f"{error.filename}: {error.strerror}; hint: make every folder readable", code) from None
     if len(classes) < 2:
-        raise Failure(f"{root} holds {len(classes)} class folder(s): a classifier needs at least two", BAD_DATA)
+        raise Failure(f"{root} contains {len(classes)} class folder(s), but a classifier needs two or more", BAD_DATA)
     lots = np.array([draw_lot(seed, file) for file in files], np.uint64)
     order, _ = stratify(np.array(labels, np.int64), lots, len(classes), shares)
     return Tree(
@@ -72,17 +73,17 @@ def find(root: Path, seed: int, shares: Sequence[Fraction]) -> Tree:
 
 
 def _classes(root: Path) -> tuple[list[str], dict[str, str]]:
-    """Names of the class folders, and links to folders, which could lead anywhere, as bad samples."""
+    """Names of the class folders. Links to folders are bad samples, since they could lead anywhere."""
     with os.scandir(root) as entries:
         folders = sorted((e for e in entries if e.is_dir() and not e.name.startswith(".")), key=lambda e: e.name)
     if wrong := next((e.name for e in folders if CONTROL.search(e.name)), None):
-        raise Failure(f"{root}: the folder {wrong!r} has a control character in its name: rename it", BAD_DATA)
+        raise Failure(f"{root}: the folder {wrong!r} has a control character in its name; hint: rename it", BAD_DATA)
     links = {e.name: "a link to a folder" for e in folders if e.is_symlink()}
     return [e.name for e in folders if not e.is_symlink()], links
 
 
 def walk(root: Path, folder: Path) -> Iterator[tuple[str, os.stat_result, str]]:
-    """(path relative to root, its status, why it is refused or '') of everything below `folder`, by name."""
+    """(path relative to root, status, reason to reject it or '') of everything below `folder`, ordered by name."""
     inside = Path(os.path.realpath(root))
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         if entry.name.startswith("."):

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.doctor import checks, host_checks, link_checks
-from hvdtrain.doctor.agent import HERE, Agent, Unreachable, ssh_command
+from hvdtrain.doctor.agent import LOCAL, Agent, Unreachable, ssh_command
 from hvdtrain.doctor.checks import FAIL, OK, WARN, Check
 from hvdtrain.system import exits, net
 from hvdtrain.system.arguments import Parser
@@ -160,7 +160,7 @@ def connected(listed: Sequence[Slots], options: argparse.Namespace, report: Repo
     several = len(listed) > 1 or len(local) < len(listed)
     hosts = Hosts(here, several, shutil.which("python") or sys.executable, options, report)
     with contextlib.ExitStack() as stack:
-        started = {here: stack.enter_context(Agent(here, HERE))}
+        started = {here: stack.enter_context(Agent(here, LOCAL))}
         for slot in listed:
             if slot.host == here:
                 continue

@@ -26,7 +26,7 @@ SSH_PATIENCE_S = 5.0
 LOGIN_S = 20.0
 """And let us in within this one: a busy host, or one that looks up its users elsewhere, takes its time"""
 BOOT = "import sys, json; [exec(text, globals()) for text in json.loads(sys.stdin.readline())]"
-HERE = [sys.executable, "-ISuc", BOOT]
+LOCAL = [sys.executable, "-ISuc", BOOT]
 """Starts a probe on this machine"""
 ANSWER_S = 30.0
 

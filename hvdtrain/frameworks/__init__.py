@@ -44,7 +44,7 @@ class Replica(Vectors, Protocol):
         """Forward as in training: running statistics see the batch, and nothing else is learnt."""
 
     def evaluate(self, batch: Batch) -> np.ndarray:
-        """Of this rank's batch, (measure.size,) float64: the sum of losses, the measure's sums, and samples. Nothing is
+        """Of this rank's batch, (metric.size,) float64: the sum of losses, the metric's sums, and samples. Nothing is
         learnt from it. Zeros from a stage that is not the last."""
 
     def state(self) -> dict[str, np.ndarray]:

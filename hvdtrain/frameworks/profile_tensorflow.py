@@ -25,7 +25,7 @@ class TensorFlowProfiler:
 
     def start(self, folder: Path) -> None:
         self._folder = folder
-        with stderr.without(NOTES):
+        with stderr.suppress(NOTES):
             tf.profiler.experimental.start(str(folder))
 
     def step(self, number: int) -> contextlib.AbstractContextManager[Any]:
@@ -34,7 +34,7 @@ class TensorFlowProfiler:
     def stop(self, name: str) -> Path:
         before = set(self._folder.rglob("*.xplane.pb"))
         try:
-            with stderr.without(NOTES):
+            with stderr.suppress(NOTES):
                 tf.profiler.experimental.stop()
         except tf.errors.OpError as error:
             raise OSError(error.message) from error

@@ -20,7 +20,7 @@ class TorchProfiler:
     def start(self, folder: Path) -> None:
         self._folder = folder
         self._profile: Any = profile(activities=supported_activities())
-        with stderr.without(NOTES):
+        with stderr.suppress(NOTES):
             self._profile.start()
 
     def step(self, number: int) -> contextlib.AbstractContextManager[Any]:
@@ -30,7 +30,7 @@ class TorchProfiler:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         path = self._folder / f"{name}.pt.trace.json.gz"
-        with stderr.without(NOTES):
+        with stderr.suppress(NOTES):
             self._profile.stop()
             self._profile.export_chrome_trace(str(path))
         self._profile = None

@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvdtrain.comm.backends.base import TorchStep
-from hvdtrain.comm.world import World
+from hvdtrain.comm.backends.base import Communicator, TorchStep
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.data import Batch
 from hvdtrain.frameworks import Profiler, statistics_of
-from hvdtrain.records.metrics import Measure
+from hvdtrain.records.metrics import Metric
 from hvdtrain.strategies import Strategy
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
@@ -138,7 +137,7 @@ class GradientHooks:
 
 
 class TorchReplica:
-    """See `frameworks.Replica`. `model.loss(*arrays)` returns the sum of losses and, by name, the measure's sums."""
+    """See `frameworks.Replica`. `model.loss(*arrays)` returns the sum of losses and, by name, the metric's sums."""
 
     _hooks: GradientHooks | None = None
     """None where the strategy reads the gradients after backward"""
@@ -151,11 +150,11 @@ class TorchReplica:
         *,
         device: str,
         config: TrainConfig,
-        world: World,
+        world: Communicator,
         strategy: Strategy,
-        measure: Measure,
+        metric: Metric,
     ) -> None:
-        self.device, self._measure = device, measure
+        self.device, self._metric = device, metric
         self._device = torch.device(device)
         self._model = model.to(self._device)
         self._world = world
@@ -172,9 +171,9 @@ class TorchReplica:
         self._step = TorchStep(self._model, optimizer)
         self._local, self._flat = strategy.capabilities.local_updates, None
         if strategy.capabilities.in_backward:
-            self._step = world.ranks.overlapped(self._model, optimizer, strategy.settings)
+            self._step = world.overlapped(self._model, optimizer, strategy.settings)
         else:
-            self._flat = Flat([each for _, each in trained], measure.size + 1, self._device)
+            self._flat = Flat([each for _, each in trained], metric.size + 1, self._device)
             if self.one_backward and (buckets := strategy.buckets()):
                 self._hooks = GradientHooks(strategy, buckets, self._flat, trained)
         self._optimizer: torch.optim.Optimizer = self._step.optimizer
@@ -193,7 +192,7 @@ class TorchReplica:
         with self._autocast:
             loss, sums = self._step.loss(*self._tensors(batch.arrays))
         tail = torch.cat([*self._numbers(loss, sums), torch.tensor([batch.weight, stop]).to(loss)])
-        self._tail = self._world.ranks.start_sum(tail, "step.totals")
+        self._tail = self._world.start_sum(tail, "step.totals")
         self._samples = batch.weight, batch.total_weight
         mean_of = batch.weight if self._local else batch.total_weight
         if self._hooks and self._flat:
@@ -212,7 +211,7 @@ class TorchReplica:
         return self._flat.memory if self._hooks else self._flat.vector(self._tail)
 
     def tail(self) -> np.ndarray:
-        return np.asarray(self._world.ranks.finish_sum(self._tail).cpu().numpy(), dtype=np.float64)
+        return np.asarray(self._world.finish_sum(self._tail).cpu().numpy(), dtype=np.float64)
 
     def share(self) -> tuple[int, int]:
         return self._samples
@@ -295,8 +294,8 @@ class TorchReplica:
         return TorchProfiler()
 
     def _numbers(self, loss: torch.Tensor, sums: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """The loss and the measure's sums as vectors of the loss' type."""
-        return [part.detach().to(loss).reshape(-1) for part in (loss, *self._measure.in_order(sums))]
+        """The loss and the metric's sums as vectors of the loss' type."""
+        return [part.detach().to(loss).reshape(-1) for part in (loss, *self._metric.in_order(sums))]
 
     def _tensors(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
         return [torch.from_numpy(array).to(self._device, non_blocking=True) for array in arrays]

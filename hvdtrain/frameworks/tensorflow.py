@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.comm.world import World
+from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.data import Batch
 from hvdtrain.frameworks import Profiler, statistics_of
-from hvdtrain.records.metrics import Measure
+from hvdtrain.records.metrics import Metric
 from hvdtrain.strategies import Strategy
 from hvdtrain.system import exits, stderr
 from hvdtrain.system.exits import Failure
@@ -49,11 +49,11 @@ def without_modules(names: tuple[str, ...]) -> Iterator[None]:
 
 # TensorFlow takes oneDNN by itself with AVX-512 alone; with AVX2 small maps take many times as long without (LOG.md).
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
-with stderr.without(BUILD_NOTES), without_modules(KERAS_EXTRAS):
+with stderr.suppress(BUILD_NOTES), without_modules(KERAS_EXTRAS):
     import tensorflow as tf
 
     from hvdtrain.frameworks.optimizers_tensorflow import OPTIMIZERS
-    from hvdtrain.models.layers_tf import turned, turned_back
+    from hvdtrain.models.layers_tf import to_pytorch, to_tensorflow
 
 PRECISIONS = {"fp32": tf.float32, "bf16": tf.bfloat16, "fp16": tf.float16}
 # Dynamic loss scaling with the constants of torch.amp.GradScaler, so that both frameworks scale alike.
@@ -109,7 +109,7 @@ def _dense(gradients: list[Any], weights: list[tf.Variable]) -> list[tf.Tensor]:
 
 class TensorFlowReplica:
     """See `frameworks.Replica`. `model.loss(*arrays, training=...)` returns the sum of losses and, by name, the
-    measure's sums; `model.weights` are its trained variables by name. A model may have `buffers`, variables by name
+    metric's sums; `model.weights` are its trained variables by name. A model may have `buffers`, variables by name
     that are not trained, and `sequences`, the arguments of `loss` whose second axis has another length from batch to
     batch."""
 
@@ -117,10 +117,10 @@ class TensorFlowReplica:
     """Whether a step has one backward, so that a gradient that appears is final"""
 
     def __init__(
-        self, model: Any, *, device: str, config: TrainConfig, world: World, strategy: Strategy, measure: Measure
+        self, model: Any, *, device: str, config: TrainConfig, world: Communicator, strategy: Strategy, metric: Metric
     ) -> None:
-        self.device, self._measure = device, measure
-        self._model, self._ranks = model, world.ranks
+        self.device, self._metric = device, metric
+        self._model, self._ranks = model, world
         self._in_backward = strategy.capabilities.in_backward
         self._local = strategy.capabilities.local_updates
         self._weights: dict[str, tf.Variable] = model.weights
@@ -188,7 +188,7 @@ class TensorFlowReplica:
         """
         sizes = [math.prod(weight.shape) for weight in self._weights.values()]
         borders = [0, *itertools.accumulate(sizes)]
-        self._vector = _aligned(borders[-1] + self._measure.size + 1)
+        self._vector = _aligned(borders[-1] + self._metric.size + 1)
         before: list[tf.Operation] = []
         for number, bucket in enumerate(self._buckets):
             given = [gradients[place] for place in bucket] + ([tail] if number == 0 else [])
@@ -277,23 +277,23 @@ class TensorFlowReplica:
         return self._forward_graphs[training](arrays)
 
     def _numbers(self, found: tuple[tf.Tensor, Mapping[str, tf.Tensor]], kind: tf.DType) -> tf.Tensor:
-        """What a model's loss returns as one vector: the loss and the measure's sums."""
+        """What a model's loss returns as one vector: the loss and the metric's sums."""
         loss, sums = found
-        return tf.concat([tf.reshape(tf.cast(x, kind), [-1]) for x in (loss, *self._measure.in_order(sums))], 0)
+        return tf.concat([tf.reshape(tf.cast(x, kind), [-1]) for x in (loss, *self._metric.in_order(sums))], 0)
 
     def state(self) -> dict[str, np.ndarray]:
-        arrays = {f"parameter.{name}": turned_back(weight.numpy()) for name, weight in self._weights.items()}
-        arrays |= {name: turned_back(slot.numpy()) for name, slot in self._optimizer.slots.items()}
+        arrays = {f"parameter.{name}": to_pytorch(weight.numpy()) for name, weight in self._weights.items()}
+        arrays |= {name: to_pytorch(slot.numpy()) for name, slot in self._optimizer.slots.items()}
         if self._scaled:
             arrays["loss_scale"] = np.array([self._scale.numpy(), self._good_steps.numpy()], dtype=np.float64)
         return arrays
 
     def load(self, state: dict[str, np.ndarray]) -> None:
         for name, weight in self._weights.items():
-            weight.assign(turned(state[f"parameter.{name}"]))
+            weight.assign(to_tensorflow(state[f"parameter.{name}"]))
         for name, slot in self._optimizer.slots.items():
             if name in state:
-                slot.assign(turned(state[name]))
+                slot.assign(to_tensorflow(state[name]))
         if self._scaled and "loss_scale" in state:
             scale, steps = state["loss_scale"]
             self._scale.assign(scale)

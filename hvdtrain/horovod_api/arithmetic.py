@@ -1,6 +1,6 @@
 """What a collective call does with the arrays of its ranks, once it is agreed: sums, averages, cuts and joins.
 
-The members of a call are the hosts of `streams.StreamHosts`, one rank each. Short inputs of
+The members of a call are the hosts of `comm.backends.tcp.TcpLeaderGroup`, one rank each. Short inputs of
 all members come with the answer to the call (`inputs`), so that nothing more is sent; what is longer goes round a ring
 (sums) or from each to each (all else). Every rank folds in the same order, so all have the same bits.
 """
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from hvdtrain.comm.backends.tcp import NOTHING, StreamHosts
+from hvdtrain.comm.backends.tcp import NOTHING, TcpLeaderGroup
 from hvdtrain.strategies.reducers.bfloat16 import from_bf16, to_bf16
 
 BFLOAT16 = np.dtype([("bfloat16", "<u2")])
@@ -40,7 +40,7 @@ FOLDS: dict[Op, Callable[..., np.ndarray]] = {
 }
 
 
-class Members(StreamHosts):
+class Members(TcpLeaderGroup):
     """The ranks of a call, in order; `index` is this rank's."""
 
     def trade(self, other: int, mine: np.ndarray) -> np.ndarray:
@@ -113,16 +113,16 @@ def _pieces(flat: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
     return [flat[begin:end] for begin, end in itertools.pairwise(borders)]
 
 
-def _traded(members: StreamHosts, parts: Sequence[np.ndarray], *, even: bool = False) -> list[np.ndarray]:
+def _traded(members: TcpLeaderGroup, parts: Sequence[np.ndarray], *, even: bool = False) -> list[np.ndarray]:
     """parts[j] to member j; what each sent here. Any type."""
-    found = members.exchange([part.view(np.uint8) for part in parts], even=even)
+    found = members.all_to_all([part.view(np.uint8) for part in parts], even=even)
     return [each.view(parts[0].dtype) for each in found]
 
 
-def _reduce(flat: np.ndarray, op: Op, members: StreamHosts) -> None:
+def _reduce(flat: np.ndarray, op: Op, members: TcpLeaderGroup) -> None:
     """In place."""
     if FOLDS[op] is np.add:
-        members.sum(flat)
+        members.all_reduce(flat)
     else:
         lengths = rows(flat.size, members.count)
         mine = _folded(_traded(members, _pieces(flat, lengths)), op)
@@ -253,9 +253,9 @@ def broadcast(
         flat[:] = inputs[root].view(np.uint8)
         return found
     pieces = _pieces(flat, rows(flat.size, members.count))
-    first = members.exchange(pieces if mine else [NOTHING] * members.count)
+    first = members.all_to_all(pieces if mine else [NOTHING] * members.count)
     own = first[root]
-    rest = members.exchange([NOTHING if member == root else own for member in range(members.count)])
+    rest = members.all_to_all([NOTHING if member == root else own for member in range(members.count)])
     if not mine:
         for member, piece in enumerate(pieces):
             piece[:] = own if member == members.index else rest[member]

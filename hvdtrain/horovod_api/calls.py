@@ -28,9 +28,11 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.comm.backends.base import Meeting, PeerLost, Reach
+from hvdtrain.comm.backends.base import Endpoint, Rendezvous
 from hvdtrain.comm.backends.horovod import internal_error
-from hvdtrain.comm.backends.tcp import SMALL_BYTES, Stream
+from hvdtrain.comm.backends.tcp import SMALL_BYTES
+from hvdtrain.comm.errors import PeerLost
+from hvdtrain.comm.stream import Stream
 from hvdtrain.horovod_api import arithmetic
 from hvdtrain.horovod_api.arithmetic import Members, Op
 from hvdtrain.horovod_api.coordinator import Answer, Asked, Coordinator, packed, said, unpacked
@@ -61,7 +63,7 @@ class Call:
 class Calls:
     """The calls of one rank. Its methods may be called from several threads."""
 
-    def __init__(self, meeting: Meeting, reach: Reach) -> None:
+    def __init__(self, meeting: Rendezvous, reach: Endpoint) -> None:
         """By all ranks together: connects each to each. Raises Failure (69) if one cannot be reached."""
         self.rank, self.size = meeting.rank, meeting.size
         self._everyone = tuple(range(self.size))
@@ -166,7 +168,7 @@ class Calls:
         call = self._known(handle)
         began = time.monotonic()
         while not call.ended.wait(waiting.every_s):
-            waiting.waits(time.monotonic() - began)
+            waiting.report_wait(time.monotonic() - began)
         self._calls.pop(handle, None)
         self._free(call)
         if call.error is not None:
@@ -177,10 +179,10 @@ class Calls:
         """Starts and finishes one."""
         return self.finish(self.start(kind, arrays, **settings))
 
-    def gather(self, mine: bytes) -> list[bytes]:
+    def gather_bytes(self, own: bytes) -> list[bytes]:
         """What every rank gave, in rank order, on all ranks."""
-        lengths = self.call("allgather", np.array([len(mine)]))
-        whole = self.call("allgather", np.frombuffer(mine, np.uint8)).tobytes()
+        lengths = self.call("allgather", np.array([len(own)]))
+        whole = self.call("allgather", np.frombuffer(own, np.uint8)).tobytes()
         ends = list(itertools.accumulate(int(length) for length in lengths))
         return [whole[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 

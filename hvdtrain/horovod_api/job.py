@@ -24,11 +24,12 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from hvdtrain.comm.backends.base import Alone
-from hvdtrain.comm.backends.horovod import HorovodRanks
-from hvdtrain.comm.backends.tcp import StreamRanks
-from hvdtrain.comm.launch_env import place
-from hvdtrain.comm.world import Met, World, guard
+from hvdtrain.comm.backends.base import Communicator
+from hvdtrain.comm.backends.horovod import HorovodCommunicator
+from hvdtrain.comm.backends.tcp import TcpCommunicator
+from hvdtrain.comm.launch_env import launch_env
+from hvdtrain.comm.lifecycle import guard
+from hvdtrain.comm.world import RankGroup, connect
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.horovod_api import record
 from hvdtrain.horovod_api.basics import Basics
@@ -83,7 +84,7 @@ class Elastic:
         )
 
 
-def fresh(exchange: Exchange, world: World, shapes: Sequence[Shape]) -> Strategy:
+def fresh(exchange: Exchange, world: Communicator, shapes: Sequence[Shape]) -> Strategy:
     """A strategy for arrays of these shapes that has exchanged nothing yet."""
     return exchange.make(TrainConfig(strategy=str(exchange)), world, shapes)
 
@@ -91,13 +92,15 @@ def fresh(exchange: Exchange, world: World, shapes: Sequence[Shape]) -> Strategy
 class Job:
     """The ranks of this process's job while streams carry its calls."""
 
-    def __init__(self, met: Met, framework: str) -> None:
+    def __init__(self, met: RankGroup, framework: str) -> None:
         """Collective."""
-        self.met, self._framework = met, framework
-        meeting = met.meeting
+        self.group, self._framework = met, framework
+        meeting = met.rendezvous
         self.rank, self.size = meeting.rank, meeting.size
         self.local_rank, self.local_size = meeting.local_rank, meeting.local_size
-        told = [each.decode().split() for each in meeting.gather(f"{socket.gethostname()} {self.local_rank}".encode())]
+        told = [
+            each.decode().split() for each in meeting.gather_bytes(f"{socket.gethostname()} {self.local_rank}".encode())
+        ]
         hosts = list(dict.fromkeys(host for host, _ in told))
         alike = [hosts.index(host) for host, local_rank in told if int(local_rank) == self.local_rank]
         self.cross_rank, self.cross_size = alike.index(hosts.index(told[self.rank][0])), len(alike)
@@ -105,32 +108,32 @@ class Job:
         self.is_homogeneous = len(set(counts)) == 1
         self.sets: dict[int, tuple[int, ...]] = {0: tuple(range(self.size))}
         """Process sets by their number"""
-        self._worlds = weakref.WeakSet[World]()
+        self._worlds = weakref.WeakSet[Communicator]()
         """Each lives as long as whoever exchanges in it"""
-        self.calls = Calls(meeting, met.reach)
+        self.calls = Calls(meeting, met.endpoint)
         """The engine of the script's calls"""
 
-    def strategy(self, exchange: Exchange, shapes: Sequence[Shape]) -> tuple[Strategy, World]:
+    def strategy(self, exchange: Exchange, shapes: Sequence[Shape]) -> tuple[Strategy, Communicator]:
         """A strategy for arrays of these shapes, on streams of its own. Collective."""
         world = self.world()
         return fresh(exchange, world, shapes), world
 
-    def world(self) -> World:
+    def world(self) -> Communicator:
         """The ranks, joined by streams that nobody else uses. Collective."""
         with _connecting:
-            world = World(self._framework, carrier="streams", met=self.met)
+            world = connect(self._framework, backend="tcp", group=self.group)
         self._worlds.add(world)
         return world
 
     def close(self) -> None:
         """Closes all streams. A rank that still waits for this one learns that it is gone."""
         for world in self._worlds:
-            world.leave()
+            world.shutdown()
         self.calls.close()
 
 
 _connecting = threading.Lock()
-_met: Met | None = None
+_met: RankGroup | None = None
 """Once in a process: a job may be shut down and initialised again"""
 _job: Job | None = None
 _fronts: dict[str, Front] = {}
@@ -144,7 +147,7 @@ def wanted(strategy: str | None = None) -> Exchange | None:
 
     Raises Failure (78) for one that is unknown, or that a script cannot have.
     """
-    launcher = place().launcher
+    launcher = launch_env().launcher
     text = strategy or os.environ.get(VARIABLE)
     if text is None and launcher == "torchrun":
         text = DEFAULT_REDUCER
@@ -158,7 +161,7 @@ def wanted(strategy: str | None = None) -> Exchange | None:
     why = ""
     if able.backend == "native":
         why = f"it is PyTorch's DistributedDataParallel or Keras' own; take {DEFAULT_REDUCER}, or hvd.ddp_hook(...)"
-    elif able.backend != "streams":
+    elif able.backend != "tcp":
         why = f"its servers update the weights in place of the script's optimizer; take {DEFAULT_REDUCER}"
     if why:
         raise Failure(f"strategy {exchange}: a script cannot have it: {why}", exits.BAD_CONFIG)
@@ -191,8 +194,8 @@ def init(front: Front, comm: Any = None, process_sets: Any = None, strategy: str
             _meet(front)
     else:
         if _met is None:
-            _met = Met.at(place(), stall_limit_s())
-            if _met.meeting.rank == 0 and strategy is None and os.environ.get(VARIABLE) is None:
+            _met = RankGroup.launched(launch_env(), stall_limit_s())
+            if _met.rendezvous.rank == 0 and strategy is None and os.environ.get(VARIABLE) is None:
                 _tell(f"Horovod cannot connect torchrun's ranks: {exchange} carries; {VARIABLE} names another strategy")
         _job = _job or Job(_met, front.framework)
         _carry(front, _job)
@@ -223,11 +226,11 @@ def _meet(front: Front) -> None:
     """The ranks that Horovod connects get to know each other, once. Collective."""
     global _met
     if _met is None and front.module.size() > 1:
-        _met = Met.by(HorovodRanks(front.framework, gpu=False, timeline=False), stall_limit_s())
+        _met = RankGroup.watched(HorovodCommunicator(front.framework, gpu=False, timeline=False), stall_limit_s())
 
 
 def recorder(
-    exchange: Exchange | None, world: World | None, *, parameters: int, device: str, threads: int
+    exchange: Exchange | None, world: Communicator | None, *, parameters: int, device: str, threads: int
 ) -> record.Steps | None:
     """What the steps of an optimizer are told to; None if the script is not to be recorded. The first one opens the run
     folder. Collective.
@@ -237,9 +240,9 @@ def recorder(
     if record.begun:
         return record.steps()
     if _job is not None:
-        ranks, gather, own = world or _job.world(), _job.calls.gather, DEFAULT_REDUCER
+        ranks, gather, own = world or _job.world(), _job.calls.gather_bytes, DEFAULT_REDUCER
     else:
-        ranks = World(next(iter(_fronts)), met=_met or Met.by(Alone()))
+        ranks = connect(next(iter(_fronts)), group=_met or RankGroup.watched(Communicator()))
         gather, own = ranks.gather_bytes, TrainConfig.strategy
     exchange = exchange or parse(own)
     return record.begin(ranks, exchange, parameters=parameters, device=device, threads=threads, gather=gather)
@@ -252,7 +255,7 @@ def job() -> Job:
     return _job
 
 
-def check_beginning(world: World, weights: int, how: str) -> None:
+def check_beginning(world: Communicator, weights: int, how: str) -> None:
     """Raises ValueError, which says `how` to mend it, if ranks that are to train by themselves begin with different
     weights, of which these are each rank's checksum. Collective."""
     told = world.gather(weights)
@@ -266,9 +269,9 @@ def _change_over() -> None:
     global _met, _job
     front = next(iter(_fronts.values()))
     sets = front.module._basics._get_process_set_ids_and_ranks()
-    met = _met or Met.by(Alone())
-    base = StreamRanks(met.meeting, met.reach) if met.meeting.size > 1 else met.meeting
-    _met = dataclasses.replace(met, meeting=base)  # what connects later meets over that
+    met = _met or RankGroup.watched(Communicator())
+    base = TcpCommunicator(met.rendezvous, met.endpoint) if met.rendezvous.size > 1 else met.rendezvous
+    _met = dataclasses.replace(met, rendezvous=base)  # what connects later meets over that
     _job = Job(_met, front.framework)  # all ranks have come here now, and need Horovod no more
     _job.sets = {number: tuple(ranks) for number, ranks in sets.items()}
     for one in _fronts.values():

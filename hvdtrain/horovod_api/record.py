@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain import records
-from hvdtrain.comm.world import World
+from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.horovod_api import ending, shown
 from hvdtrain.observe.timing import WARMUP_STEPS, Spent, process_age_s, step_shares
@@ -42,7 +42,7 @@ Gather = Callable[[bytes], list[bytes]]
 
 
 def begin(
-    world: World, exchange: Exchange, *, parameters: int, device: str, threads: int, gather: Gather
+    world: Communicator, exchange: Exchange, *, parameters: int, device: str, threads: int, gather: Gather
 ) -> Steps | None:
     """Opens the run's folder, measures the links and writes the manifest, once in a process; None if the script is not
     to be recorded. Collective.
@@ -77,7 +77,7 @@ def begin(
             raise Failure(told, failure.code) from None
         _say(world, f"the script goes on without a run folder: {told}")
         return None
-    world.keeps(str(folder), "")
+    world.set_run_folder(str(folder), "")
     seed, rest = shown.seed_and_rest(sys.argv)
     manifest = records.Manifest(
         workload=name,
@@ -93,7 +93,7 @@ def begin(
         plan={"ranks": world.size},
         data={},
         model={"parameters": parameters},
-        measure={},
+        metric={},
         **run_folder.surroundings(device, threads, world),
     )
     run_folder.keep(manifest, folder, {}, world)
@@ -178,7 +178,13 @@ class Recorder:
     """One rank's records."""
 
     def __init__(
-        self, world: World, config: TrainConfig, manifest: records.Manifest, folder: Path, device: str, gather: Gather
+        self,
+        world: Communicator,
+        config: TrainConfig,
+        manifest: records.Manifest,
+        folder: Path,
+        device: str,
+        gather: Gather,
     ) -> None:
         self._world, self._config, self._manifest, self._folder = world, config, manifest, folder
         self._gather = gather
@@ -335,7 +341,7 @@ class Recorder:
             self._rated_s += record.compute_s + (record.communication_s or 0.0)
 
     def _declare(self, found: dict[str, dict[str, float]]) -> None:
-        """The manifest names every score that was told; the first one is the headline."""
+        """The manifest names every score that was told; the first one is the primary metric."""
         told = [(name, value) for scores in found.values() for name, value in scores.items()]
         known = self._scores
         new = {name: shown.score(name, v) for name, v in told if name not in known or not known[name].possible(v)}
@@ -343,8 +349,8 @@ class Recorder:
             return
         self._scores |= new
         scores = {name: dataclasses.asdict(score) for name, score in self._scores.items()}
-        measure = {"headline": next(iter(scores)), "scores": scores}
-        self._manifest = dataclasses.replace(self._manifest, measure=measure)
+        metric = {"primary": next(iter(scores)), "scores": scores}
+        self._manifest = dataclasses.replace(self._manifest, metric=metric)
         if self._world.rank == 0:
             records.write_document(self._folder / "manifest.json", records.as_json(self._manifest))
 
@@ -435,6 +441,6 @@ def _sum(one: int | None, other: int | None) -> int | None:
     return None if one is None or other is None else one + other
 
 
-def _say(world: World, text: str) -> None:
+def _say(world: Communicator, text: str) -> None:
     if world.rank == 0:
         print(f"hvdtrain: {text}", file=sys.stderr, flush=True)

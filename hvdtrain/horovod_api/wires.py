@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import resource
 
-from hvdtrain.comm.backends.base import Meeting, Reach
-from hvdtrain.comm.backends.tcp import Stream, connect
+from hvdtrain.comm.backends.base import Endpoint, Rendezvous
+from hvdtrain.comm.stream import Stream, connect_ranks
 
 CHUNK_BYTES = 1 << 16
 OTHER_FILES = 512
@@ -63,7 +63,7 @@ class Wire:
         self.ended = f"rank {self.rank} has ended ({cause})"
 
 
-def connected(meeting: Meeting, reach: Reach) -> tuple[dict[int, Stream], dict[int, Wire]]:
+def connected(meeting: Rendezvous, reach: Endpoint) -> tuple[dict[int, Stream], dict[int, Wire]]:
     """By rank: the streams, and the wires, of which all but rank 0 have one. By all ranks together.
 
     Raises Failure (69) if one cannot be reached.
@@ -75,6 +75,6 @@ def connected(meeting: Meeting, reach: Reach) -> tuple[dict[int, Stream], dict[i
     if 0 <= soft < (wanted := 2 * size + OTHER_FILES):  # 1024 are usual
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard < 0 else min(wanted, hard), hard))
     later = set(range(rank + 1, size))
-    streams = connect(meeting, reach, b"calls", range(rank), later)
-    wires = connect(meeting, reach, b"calls' order", range(min(rank, 1)), later if rank == 0 else set())
+    streams = connect_ranks(meeting, reach, b"calls", range(rank), later)
+    wires = connect_ranks(meeting, reach, b"calls' order", range(min(rank, 1)), later if rank == 0 else set())
     return streams, {other: Wire(stream) for other, stream in wires.items()}

@@ -1,4 +1,4 @@
-"""The command line of the virtual cluster: `hvdtrain cluster ...`, `tools/cluster.sh ...`."""
+"""The command `hvdtrain cluster ...`, `tools/cluster.sh ...`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 
 from hvdtrain.lab import enter, lifecycle, throttle, topology, virtual
 from hvdtrain.lab.throttle import qdisc
-from hvdtrain.lab.throttle.__main__ import main as limit
+from hvdtrain.lab.throttle.__main__ import main as run_throttle
 from hvdtrain.lab.throttle.request import reachable
 from hvdtrain.system import exits
 from hvdtrain.system.arguments import Parser
-from hvdtrain.system.commands import caller, rights_of_caller, run, succeeds
+from hvdtrain.system.commands import as_calling_user, calling_user, run, succeeds
 from hvdtrain.system.exits import Failure
 
-PURPOSE = """Virtual hosts on this machine, joined by a network of their own, to try what a real cluster would do.
+PURPOSE = """Create virtual hosts on this machine, on a separate network, to try out a cluster.
 
 examples:
   sudo hvdtrain cluster up --hosts a,b,c,d --cpu-share 0.5
@@ -29,7 +29,7 @@ examples:
   hvdtrain cluster status --json
   sudo hvdtrain cluster down
 
-Where sudo does not find hvdtrain: sudo tools/cluster.sh up ..., the same with the system's own python3.
+If sudo does not find hvdtrain, use `sudo tools/cluster.sh up ...`, which runs with the system's own python3.
 """
 
 
@@ -39,35 +39,39 @@ def parser() -> Parser:
 
     def add(name: str, purpose: str, *, dry_run: bool = True) -> argparse.ArgumentParser:
         one = commands.add_parser(name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".")
-        one.add_argument("--name", help="the cluster's name (default: lab, or your only one that is up)")
+        one.add_argument("--name", help="the cluster's name (default: lab, or your only running one)")
         if dry_run:
             one.add_argument("--dry-run", action="store_true", help="print the exact commands and change nothing")
         return one
 
-    up = add("up", "make a cluster (root)")
+    up = add("up", "create a cluster (root)")
     which = up.add_mutually_exclusive_group(required=True)
     which.add_argument("--hosts", metavar="A,B,..", help="names of the hosts")
-    which.add_argument("--topology", metavar="FILE.toml", type=Path, help="hosts that differ, as hostfiles/adsl.toml")
+    which.add_argument(
+        "--topology", metavar="FILE.toml", type=Path, help="hosts that differ, as in hostfiles/adsl.toml"
+    )
     up.add_argument("--slots", type=int, default=2, help="ranks per host in the hostfile (default: 2)")
     up.add_argument("--cpu-share", type=float, metavar="CORES", help="cores each host may use, e.g. 0.5 (default: all)")
     up.add_argument("--cpus", metavar="LIST", help="cores the hosts may run on, e.g. 0-1,3 (default: all)")
     up.add_argument("--rate", metavar="RATE", help="rate of every link, e.g. 10mbit (default: unlimited)")
 
-    add("down", "remove a cluster and end what runs on its hosts (root); nothing to remove is no error")
+    add("down", "remove a cluster and end all processes on its hosts (root); succeeds if there is none")
     add("status", "hosts, addresses, rates, CPU shares, processes", dry_run=False).add_argument(
         "--json", action="store_true", help="one JSON document"
     )
     add("hostfile", "print the hosts as `a slots=2` lines", dry_run=False)
-    run = add("exec", "run a command on a host, as the calling user")
-    run.add_argument("--env", action="append", default=[], metavar="NAME", help="keep this variable too (repeatable)")
-    run.add_argument("host")
-    run.add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the command and its arguments")
+    execute = add("exec", "run a command on a host, as the calling user")
+    execute.add_argument(
+        "--env", action="append", default=[], metavar="NAME", help="also pass this variable (repeatable)"
+    )
+    execute.add_argument("host")
+    execute.add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the command and its arguments")
     add("shell", "open a shell on a host").add_argument("host")
     return top
 
 
 def limits(cluster: topology.Cluster) -> list[list[str]]:
-    """The arguments of the throttle that give each link the topology's rate."""
+    """Arguments for the throttle that give each link the topology's rate."""
     groups: dict[tuple[str | None, str | None], list[str]] = {}
     for host in cluster.hosts:
         groups.setdefault((host.up, host.down), []).append(host.name)
@@ -78,32 +82,32 @@ def limits(cluster: topology.Cluster) -> list[list[str]]:
     ]
 
 
-def make(asked: argparse.Namespace) -> int:
-    user = caller()
-    if asked.topology:
-        if (asked.slots, asked.cpu_share, asked.cpus, asked.rate) != (2, None, None, None):
-            what = "--slots, --cpu-share, --cpus and --rate go with --hosts; a topology has them in its file"
-            raise Failure(what, exits.USAGE)
-        with rights_of_caller():
-            cluster = topology.from_toml(asked.topology, cluster=asked.name, user=user)
+def create(options: argparse.Namespace) -> int:
+    user = calling_user()
+    if options.topology:
+        if (options.slots, options.cpu_share, options.cpus, options.rate) != (2, None, None, None):
+            message = "--slots, --cpu-share, --cpus and --rate cannot be combined with --topology"
+            raise Failure(f"{message}; hint: set them in its file", exits.USAGE)
+        with as_calling_user():
+            cluster = topology.from_toml(options.topology, cluster=options.name, user=user)
     else:
         cluster = topology.from_names(
-            asked.hosts,
-            cluster="lab" if asked.name is None else asked.name,
+            options.hosts,
+            cluster="lab" if options.name is None else options.name,
             user=user,
-            slots=asked.slots,
-            cpu_share=asked.cpu_share,
-            cpus=asked.cpus,
-            rate=asked.rate,
+            slots=options.slots,
+            cpu_share=options.cpu_share,
+            cpus=options.cpus,
+            rate=options.rate,
         )
-    lifecycle.up(cluster, dry_run=asked.dry_run)
-    if asked.dry_run:
+    lifecycle.up(cluster, dry_run=options.dry_run)
+    if options.dry_run:
         for words in limits(cluster):
             print(f"tools/throttle.sh {' '.join(words)}")
     else:
         try:
             for words in limits(cluster):
-                limit(words)
+                run_throttle(words)
         except BaseException:
             lifecycle.down(cluster.name)
             raise
@@ -111,23 +115,22 @@ def make(asked: argparse.Namespace) -> int:
     return exits.OK
 
 
-def remove(asked: argparse.Namespace) -> int:
-    name = virtual.choose(asked.name) or "lab"
-    there = lifecycle.down(name, dry_run=asked.dry_run)
-    said = f"cluster {name} is down" if there else f"nothing of a cluster {name} is there"
-    if not asked.dry_run:
-        print(f"hvdtrain: {said}", file=sys.stderr)
+def remove(options: argparse.Namespace) -> int:
+    name = virtual.choose(options.name) or "lab"
+    existed = lifecycle.down(name, dry_run=options.dry_run)
+    if not options.dry_run:
+        print(f"hvdtrain: cluster {name} {'is down' if existed else 'does not exist'}", file=sys.stderr)
     return exits.OK
 
 
 def status(cluster: topology.Cluster) -> dict[str, Any]:
-    """The cluster's hosts, rates and processes. Rates and processes are null but for root outside of the hosts."""
+    """The document of `status --json`. Only root, outside of the hosts, can read the kernel's rates and processes."""
     root = os.geteuid() == 0 and cluster.name in reachable()
     hosts = []
     for host in cluster.hosts:
         here, netns = virtual.folder(cluster.name) / "hosts" / host.name, cluster.netns(host.name)
         pid = (here / "sshd.pid").read_text().strip() if (here / "sshd.pid").exists() else ""
-        asked = throttle.asked(here / "throttle.json")
+        rates = throttle.requested(here / "throttle.json")
         hosts.append(
             {
                 "host": host.name,
@@ -137,7 +140,7 @@ def status(cluster: topology.Cluster) -> dict[str, Any]:
                 "cpus": host.cpus,
                 "sshd": bool(pid) and Path(f"/proc/{pid}").exists(),
                 "link_up": succeeds(["ip", "-n", netns, "route", "get", "10.77.0.254"]) if root else None,
-                "rates_asked": None if asked is None else {way: asked.get(way) for way in ("up_mbit", "down_mbit")},
+                "rates_asked": rates and {way: rates.get(way) for way in ("up_mbit", "down_mbit")},
                 "rates_set": _rates_set(cluster, host.name) if root else None,
                 "processes": len(lifecycle.processes(netns)) if root else None,
             }
@@ -146,13 +149,13 @@ def status(cluster: topology.Cluster) -> dict[str, Any]:
 
 
 def _rates_set(cluster: topology.Cluster, host: str) -> dict[str, float | None]:
-    """The rate to which the kernel's queues limit the host's link, in Mbit/s."""
-    found: dict[str, float | None] = {}
+    """Rates at which the kernel's queues limit the host's link, in Mbit/s."""
+    result: dict[str, float | None] = {}
     for link in (link for link in virtual.links(cluster) if link.host == host):
         queues = json.loads(run(qdisc.tc(link.netns, "-json", "qdisc", "show", "dev", link.dev)))
         rates = [queue["options"]["rate"] for queue in queues if "rate" in queue.get("options", {})]
-        found[f"{link.direction}_mbit"] = rates[0] * 8 / 1e6 if rates else None  # tc reports bytes per second
-    return found
+        result[f"{link.direction}_mbit"] = rates[0] * 8 / 1e6 if rates else None  # tc reports bytes per second
+    return result
 
 
 def show_status(document: dict[str, Any]) -> None:
@@ -164,7 +167,7 @@ def show_status(document: dict[str, Any]) -> None:
             return none
         return "/".join(text(pair[f"{direction}_mbit"], "-") for direction in ("up", "down"))
 
-    rows = [("host", "address", "slots", "cores", "asked up/down", "set up/down", "link", "sshd", "processes")]
+    rows = [("host", "address", "slots", "cores", "requested up/down", "actual up/down", "link", "sshd", "processes")]
     for host in document["hosts"]:
         cores = text(host["cpu_share"], "all") + (f" of {host['cpus']}" if host["cpus"] else "")
         link = {True: "up", False: "DOWN", None: "?"}[host["link_up"]]
@@ -176,36 +179,36 @@ def show_status(document: dict[str, Any]) -> None:
             )
         )
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    print(f"cluster {document['name']} of {document['user']}; rates in Mbit/s, ?: needs root, outside of the hosts")
+    print(f"cluster {document['name']} of {document['user']}; rates in Mbit/s; ? needs root, outside of the hosts")
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit code; raises Failure, whose message is for the user."""
-    asked = parser().parse_args(arguments)
-    if asked.command == "up":
-        return make(asked)
-    if asked.command == "down":
-        return remove(asked)
-    cluster = virtual.load(asked.name)
-    if asked.command == "hostfile":
+    """Run the command and return its exit code. Raises Failure."""
+    options = parser().parse_args(arguments)
+    if options.command == "up":
+        return create(options)
+    if options.command == "down":
+        return remove(options)
+    cluster = virtual.load(options.name)
+    if options.command == "hostfile":
         print("\n".join(f"{host.name} slots={host.slots}" for host in cluster.hosts))
         return exits.OK
-    if asked.command == "status":
+    if options.command == "status":
         document = status(cluster)
-        print(json.dumps(document, indent=2)) if asked.json else show_status(document)
+        print(json.dumps(document, indent=2)) if options.json else show_status(document)
         return exits.OK
-    cluster.host(asked.host)
-    if asked.command == "shell":
-        words, kept = [pwd.getpwnam(caller()).pw_shell or "/bin/sh"], []
+    cluster.host(options.host)
+    if options.command == "shell":
+        words, extra = [pwd.getpwnam(calling_user()).pw_shell or "/bin/sh"], []
     else:
-        words, kept = asked.words[1:] if asked.words[:1] == ["--"] else asked.words, asked.env
+        words, extra = options.words[1:] if options.words[:1] == ["--"] else options.words, options.env
     if not words:
-        raise Failure("exec needs a command: hvdtrain cluster exec a -- hostname", exits.USAGE)
-    if os.geteuid() and not asked.dry_run:
-        enter.through_sudo(arguments, kept)
-    enter.become(cluster, asked.host, words, extra=kept, dry_run=asked.dry_run)
+        raise Failure("exec needs a command; hint: hvdtrain cluster exec a -- hostname", exits.USAGE)
+    if os.geteuid() and not options.dry_run:
+        enter.through_sudo(arguments, extra)
+    enter.become(cluster, options.host, words, extra=extra, dry_run=options.dry_run)
     return exits.OK
 
 

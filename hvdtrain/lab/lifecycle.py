@@ -1,10 +1,9 @@
-"""Making a virtual cluster and taking it down again, whatever was killed in between."""
+"""Create and remove virtual clusters, also after either command was killed."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 import os
 import pwd
@@ -15,9 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hvdtrain.lab import topology, virtual
-from hvdtrain.lab.topology import Cluster, Host
+from hvdtrain.lab.topology import Cluster
 from hvdtrain.lab.virtual import PINS, SELF, STATE
-from hvdtrain.system import exits
+from hvdtrain.system import exits, files
 from hvdtrain.system.commands import find, need_root, run, run_all
 from hvdtrain.system.exits import Failure
 from hvdtrain.system.proc import stat
@@ -26,9 +25,9 @@ PATIENCE_S = 3.0
 
 
 def up(cluster: Cluster, *, dry_run: bool = False) -> None:
-    """Makes the cluster. Raises Failure: 77 without root, 69 if a program is missing, 1 with what went wrong.
+    """Create the cluster. Raises Failure: 77 without root, 69 if a program is missing, 1 for other errors.
 
-    What fails half-way is taken down again; what is killed half-way is `down`'s to clean.
+    After an error, removes the parts that exist. After a kill, `down` does that.
     """
     commands = [*virtual.key_commands(cluster), *virtual.share_commands(cluster), *virtual.switch_commands(cluster)]
     for host in cluster.hosts:
@@ -39,48 +38,46 @@ def up(cluster: Cluster, *, dry_run: bool = False) -> None:
         run_all([*virtual.pin_commands(), *commands], dry_run=True)
         return
     need_root("making a virtual cluster")
-    os.umask(0o022)  # the cluster's user reads what root writes; sudo adds the caller's own umask
+    os.umask(0o022)  # the cluster's user must be able to read root's files; sudo adds the caller's own umask
     for program in ("ip", "tc", "nsenter", "unshare", "ssh", "ssh-keygen", "sshd", "taskset"):
         find(program)
     _check(cluster)
     with _alone():
         if leftovers(cluster.name):
-            raise Failure(
-                f"cluster {cluster.name} is already there, whole or in part; "
-                f"take it down first (hvdtrain cluster down --name {cluster.name}), or choose another --name"
-            )
+            hint = f"remove it (hvdtrain cluster down --name {cluster.name}), or choose another --name"
+            raise Failure(f"cluster {cluster.name} already exists, at least in part; hint: {hint}")
         try:
-            virtual.folder(cluster.name).mkdir(mode=0o711)  # who may list it could lock it
+            virtual.folder(cluster.name).mkdir(mode=0o711)  # a user who may list the folder could lock it
             _prepare(cluster)
             run_all(commands)
             _await_sshd(cluster)
-            # Last, and at once: a cluster that is listed is whole.
-            part = virtual.folder(cluster.name) / "cluster.part"
-            part.write_text(json.dumps(dataclasses.asdict(cluster), indent=2) + "\n")
-            part.rename(virtual.folder(cluster.name) / "cluster.json")
+            # Last, and in one step: a listed cluster is complete.
+            topology_file = virtual.folder(cluster.name) / "cluster.json"
+            files.replace_text(topology_file, json.dumps(dataclasses.asdict(cluster), indent=2) + "\n")
         except BaseException:
-            with contextlib.suppress(Failure):  # what went wrong first is what the user should read
+            with contextlib.suppress(Failure):  # the user should read the first error
                 _remove(cluster.name)
             raise
 
 
 def _check(cluster: Cluster) -> None:
-    """What would otherwise fail half-way, or hang later."""
+    """Reject a cluster whose creation would fail half-way, or hang later. Raises Failure."""
     for path in ("/etc/hosts", "/etc/resolv.conf", "/etc/ssh/ssh_config", "/etc/pam.d/sshd"):
         if not Path(path).exists():
-            below = path.removeprefix("/etc")  # where openSUSE has it; an empty file in /etc would hide that one
+            below = path.removeprefix("/etc")  # openSUSE has it elsewhere; an empty file in /etc would hide it
             real = next((top + below for top in ("/usr/lib", "/usr/etc") if Path(top + below).exists()), None)
-            hint = f"sudo install -D {real} {path}" if real else "create an empty one"
-            raise Failure(f"{path} is missing, so the hosts cannot have their own; {hint}", exits.FAILED)
+            hint = f"sudo install -D {real} {path}" if real else "create an empty file"
+            raise Failure(f"{path} does not exist, so hosts cannot have their own version; hint: {hint}", exits.FAILED)
     cores = os.cpu_count() or 1
     for host in cluster.hosts:
         wanted = [int(n) for part in (host.cpus or "0").split(",") for n in part.split("-")]
         if max(wanted) >= cores:
-            raise Failure(f"host {host.name}: cpus {host.cpus}, but this machine has 0 to {cores - 1}", exits.USAGE)
+            message = f"host {host.name}: cpus is {host.cpus}, but this machine has cores 0 to {cores - 1}"
+            raise Failure(message, exits.USAGE)
     if any(host.cpu_share is not None for host in cluster.hosts):
         base = virtual.CGROUPS if virtual.cgroup_version() == 2 else virtual.CGROUPS / "cpu"
         if not os.access(base, os.W_OK):
-            raise Failure(f"no writable CPU control group at {base}; leave --cpu-share out", exits.NO_PERMISSION)
+            raise Failure(f"no writable CPU control group at {base}; hint: omit --cpu-share", exits.NO_PERMISSION)
     with contextlib.suppress(KeyError, PermissionError, ImportError):
         pwd.getpwnam(cluster.user)
         return
@@ -88,9 +85,9 @@ def _check(cluster: Cluster) -> None:
 
 
 def _prepare(cluster: Cluster) -> None:
-    """Folders and files, and the mount that pins live on."""
+    """Create folders and files, and the mount that holds the pins."""
     here = virtual.folder(cluster.name)
-    Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # sshd's own demand; empty, shared with the system's sshd
+    Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # sshd requires it; shared with the system's sshd
     for path in (PINS, SELF, here / "etc", here / "ssh", *(here / "hosts" / host.name for host in cluster.hosts)):
         path.mkdir(mode=0o711, parents=True, exist_ok=True)
     for host in cluster.hosts:
@@ -103,7 +100,7 @@ def _prepare(cluster: Cluster) -> None:
 
 
 def _await_sshd(cluster: Cluster) -> None:
-    """Trusts the cluster's own host key under its hosts' names, and waits until every sshd runs."""
+    """Add the cluster's host key to known_hosts, and wait until every sshd runs."""
     ssh = virtual.folder(cluster.name) / "ssh"
     public = (ssh / "host_key.pub").read_text().strip()
     names = ",".join(name for host in cluster.hosts for name in (host.name, cluster.address(host.name)))
@@ -112,25 +109,23 @@ def _await_sshd(cluster: Cluster) -> None:
         deadline = time.monotonic() + PATIENCE_S
         while not (virtual.folder(cluster.name) / "hosts" / host.name / "sshd.pid").exists():
             if time.monotonic() > deadline:
-                raise Failure(f"sshd of host {host.name} did not start; try: sudo {find('sshd')} -t")
+                raise Failure(f"sshd of host {host.name} did not start; hint: run sudo {find('sshd')} -t")
             time.sleep(0.01)
 
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """One `up` or `down` at a time; a killed one lets go. Raises Failure (69) inside a virtual host."""
+    """Allow one `up` or `down` at a time. Raises Failure (69) inside a virtual host."""
     if is_mount(SELF):  # the host's own folder
-        raise Failure("this is a virtual host; make and take down clusters outside of it", exits.UNREACHABLE)
+        message = "this is a virtual host; hint: create and remove clusters outside of it"
+        raise Failure(message, exits.UNREACHABLE)
     while True:
         STATE.mkdir(mode=0o755, exist_ok=True)
-        handle = os.open(STATE / ".lock", os.O_RDWR | os.O_CREAT, 0o600)  # others could lock the folder
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
-            if os.fstat(handle).st_nlink:  # 0: a `down` that we waited for has removed it
+        # A file with mode 0600, because other users could lock the folder.
+        with files.locked(STATE / ".lock", mode=0o600) as handle:
+            if os.fstat(handle).st_nlink:  # 0: a `down` that held the lock has removed the file
                 yield
                 return
-        finally:
-            os.close(handle)
 
 
 def mounts() -> list[str]:
@@ -140,8 +135,11 @@ def mounts() -> list[str]:
 
 
 def is_mount(path: Path) -> bool:
-    """Whether a mount begins at the folder, told by the number of the mount that it is on (proc(5), fdinfo): also right
-    for a folder bound to itself, and where another mount covers one of that name."""
+    """Whether a mount begins at the folder, by the id of the mount that it is on (proc(5), fdinfo).
+
+    Unlike os.path.ismount, this is right for a folder that is bound to itself. It is also right if another mount covers
+    one at the same path.
+    """
     if not path.is_dir():
         return False
     handle = os.open(path, os.O_PATH)
@@ -155,16 +153,16 @@ def is_mount(path: Path) -> bool:
 
 
 def namespaces(cluster: str) -> list[str]:
-    """Network namespaces of the cluster that exist, its switch last."""
-    found = Path("/run/netns").glob(f"hvd-{cluster}*") if Path("/run/netns").is_dir() else ()
+    """The cluster's existing network namespaces, its switch last."""
+    paths = Path("/run/netns").glob(f"hvd-{cluster}*") if Path("/run/netns").is_dir() else ()
     names = sorted(
-        path.name for path in found if path.name == f"hvd-{cluster}" or path.name.startswith(f"hvd-{cluster}-")
+        path.name for path in paths if path.name == f"hvd-{cluster}" or path.name.startswith(f"hvd-{cluster}-")
     )
     return names[1:] + names[:1]
 
 
 def leftovers(cluster: str) -> list[str]:
-    """Everything of the cluster that is there: namespaces, pins, control groups, files."""
+    """All existing parts of the cluster: namespaces, pins, control groups, files."""
     paths = [*PINS.glob(f"{cluster}.*"), virtual.cgroup(cluster), virtual.folder(cluster)]
     return namespaces(cluster) + [str(path) for path in paths if path.exists()]
 
@@ -173,52 +171,53 @@ def processes(netns: str) -> list[int]:
     """Processes in the network namespace."""
     try:
         return [int(pid) for pid in run(["ip", "netns", "pids", netns]).split()]
-    except Failure:  # gone meanwhile
+    except Failure:  # it no longer exists
         return []
 
 
 def groups(cluster: str) -> list[Path]:
-    """Control groups of the cluster, the outermost last; a program on a host may have made some of its own."""
+    """The cluster's control groups, outermost last. A program on a host may have created further ones."""
     top = virtual.cgroup(cluster)
     return [*sorted(top.rglob("*/"), reverse=True), top] if top.is_dir() else []
 
 
 def members(cluster: str) -> set[int]:
     """Processes in the cluster's network namespaces or control groups: a process may have left one of them."""
-    found = {pid for netns in namespaces(cluster) for pid in processes(netns)}
+    pids = {pid for netns in namespaces(cluster) for pid in processes(netns)}
     for group in groups(cluster):
-        with contextlib.suppress(OSError):  # removed meanwhile
-            found.update(map(int, (group / "cgroup.procs").read_text().split()))
-    return found - {0}  # 0 stands for a process outside this PID namespace; kill(0) would end this process instead
+        with contextlib.suppress(OSError):  # it no longer exists
+            pids.update(map(int, (group / "cgroup.procs").read_text().split()))
+    return pids - {0}  # 0 is a process outside this PID namespace, and kill(0) would end this process
 
 
 def down(cluster: str, *, dry_run: bool = False) -> bool:
-    """Removes what `up` made, whole or in part, with every process on its hosts; False if there was nothing.
+    """Remove a cluster, complete or not, with every process on its hosts. False if nothing of it existed.
 
-    Raises Failure (1) that names what is left, which the next `down` tries to remove again.
+    Raises Failure (1) that names the parts that could not be removed. The next `down` tries them again.
     """
-    topology.Cluster(name=cluster, hosts=(Host(name="a"),))  # checks the name
+    topology.check_cluster_name(cluster)
     if dry_run:
         print(f"# ends the processes {' '.join(map(str, sorted(members(cluster)))) or '(none)'}")
         for path in leftovers(cluster):
             print(f"# removes {path}")
         return bool(leftovers(cluster))
-    need_root("taking a virtual cluster down")
+    need_root("removing a virtual cluster")
     if not STATE.is_dir() and not leftovers(cluster):
         return False
     with _alone():
-        virtual.choose(cluster)  # once more: another user's `up` may have ended meanwhile
-        there = bool(leftovers(cluster))
+        virtual.choose(cluster)  # check the owner again: another user's `up` may have finished before the lock was free
+        existed = bool(leftovers(cluster))
         _remove(cluster)
         if left := leftovers(cluster):
-            raise Failure(f"cluster {cluster} is not down: could not remove {', '.join(left)}; run this command again")
-    return there
+            message = f"cluster {cluster} is not down: could not remove {', '.join(left)}"
+            raise Failure(f"{message}; hint: run this command again")
+    return existed
 
 
 def _remove(cluster: str) -> None:
     here = virtual.folder(cluster)
     with contextlib.suppress(FileNotFoundError):
-        (here / "cluster.json").unlink()  # first: from here on it is not up
+        (here / "cluster.json").unlink()  # first: without it the cluster is not up
     _end_processes(cluster)
     for mount in reversed([mount for mount in mounts() if mount.startswith((f"{PINS}/{cluster}.", f"{here}/"))]):
         run(["umount", "--lazy", mount])
@@ -234,19 +233,19 @@ def _remove(cluster: str) -> None:
             run(["umount", "--lazy", str(PINS)])
         (STATE / ".lock").unlink()
         for path in (PINS, SELF, STATE):
-            with contextlib.suppress(OSError):  # a throttle of this machine may keep its file in self/
+            with contextlib.suppress(OSError):  # a throttle of this machine may keep its files in self/
                 path.rmdir()
 
 
 def _end_processes(cluster: str) -> None:
-    """Sends SIGTERM, then SIGKILL to the processes that remain. Raises Failure (1) if some survive even that.
+    """Send SIGTERM, then SIGKILL to the processes that remain. Raises Failure (1) if some survive.
 
-    The namespaces and groups then stay, because without them the next `down` could not find these processes.
+    In that case the namespaces and groups stay, because the next `down` needs them to find these processes.
     """
     for number in (signal.SIGTERM, signal.SIGKILL):
         deadline, sent = time.monotonic() + PATIENCE_S, set[int]()
         while (left := members(cluster)) and time.monotonic() < deadline:
-            for pid in left - sent:  # also those that a shell starts when its command is killed
+            for pid in left - sent:  # including those that a shell starts when its command is killed
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
                     os.kill(pid, signal.SIGCONT)
@@ -254,12 +253,12 @@ def _end_processes(cluster: str) -> None:
             time.sleep(0.02)
     if left:
         names = ", ".join(f"{pid} ({stat(pid).name})" for pid in sorted(left))
-        what = f"cluster {cluster} is not down: SIGKILL did not end process {names}"
-        raise Failure(f"{what}; hint: see what holds it (frozen? waiting for a disk?), then run this command again")
+        message = f"cluster {cluster} is not down: SIGKILL did not end process {names}"
+        raise Failure(f"{message}; hint: check if it is frozen or waits for a disk, then run this command again")
 
 
 def _remove_group(group: Path) -> None:
-    """A control group goes once its last process is reaped; other clusters may still need the parent."""
+    """Remove a control group as soon as its last process is reaped. Other clusters may still need the parent group."""
     deadline = time.monotonic() + PATIENCE_S
     while group.is_dir():
         try:

@@ -1,6 +1,6 @@
-"""What a virtual cluster is made of: hosts, their share of the processor and the rates of their links.
+"""Topology of a virtual cluster: its hosts, their CPU shares and the rates of their links.
 
-A topology is data: the flags of `hvdtrain cluster up`, or a TOML file for clusters whose hosts differ:
+The topology comes from the flags of `hvdtrain cluster up`, or from a TOML file if the hosts differ:
 
     name = "lab"
     slots = 2                # defaults for every host
@@ -30,7 +30,7 @@ from hvdtrain.system.rates import parse_rate
 MAX_HOSTS = 64
 NETWORK = "10.77.0.0/24"
 LEAST_SHARE = 0.05
-"""Of a core: the kernel gives no less than 1 ms in a period of 20 ms"""
+"""Smallest CPU share, in cores: the kernel grants at least 1 ms per period of 20 ms."""
 CORES = re.compile(r"\d{1,5}(-\d{1,5})?(,\d{1,5}(-\d{1,5})?)*", re.ASCII)
 HOST_KEYS = ("slots", "cpu_share", "cpus", "rate", "up", "down")
 
@@ -41,59 +41,59 @@ class Host:
 
     name: str
     slots: int = 2
-    """Ranks it takes in the hostfile"""
+    """Number of ranks in the hostfile."""
     cpu_share: float | None = None
-    """Cores it may use at most (0.5: half of one); None: all"""
+    """Number of cores that the host may use (0.5: half a core). None: all."""
     cpus: str | None = None
-    """Cores it may run on, as taskset takes them (`0-1,3`); None: all"""
+    """Cores that the host may run on, in taskset's notation (`0-1,3`). None: all."""
     up: str | None = None
-    """Rate of what it sends, as tc takes it (`10mbit`); None: unlimited"""
+    """Rate at which the host sends, in tc's notation (`10mbit`). None: unlimited."""
     down: str | None = None
-    """Rate of what it receives"""
+    """Rate at which the host receives."""
 
     def __post_init__(self) -> None:
         check_name(self.name, "host: ")
         if len(self.name) > 32:
-            raise Failure(f"host {self.name}: at most 32 characters", exits.USAGE)
+            raise Failure(f"host {self.name}: the name has more than 32 characters", exits.USAGE)
         if not 1 <= self.slots <= 1024:
-            raise Failure(f"host {self.name}: slots is {self.slots}; give 1 to 1024", exits.USAGE)
+            raise Failure(f"host {self.name}: slots is {self.slots}; hint: give 1 to 1024", exits.USAGE)
         if self.cpu_share is not None and not LEAST_SHARE <= self.cpu_share <= 1024:
-            raise Failure(
-                f"host {self.name}: CPU share {self.cpu_share:g}; give the cores it may use, at least {LEAST_SHARE}",
-                exits.USAGE,
-            )
+            hint = f"give the number of cores that it may use, at least {LEAST_SHARE}"
+            raise Failure(f"host {self.name}: CPU share is {self.cpu_share:g}; hint: {hint}", exits.USAGE)
         if self.cpus is not None and not CORES.fullmatch(self.cpus):
-            raise Failure(f"host {self.name}: cpus {self.cpus[:40]!r}; give cores as 0-1,3", exits.USAGE)
+            raise Failure(f"host {self.name}: cpus is {self.cpus[:40]!r}; hint: give cores as 0-1,3", exits.USAGE)
         for rate in (self.up, self.down):
             if rate is not None:
                 parse_rate(rate)
 
 
 def check_cluster_name(name: str) -> None:
-    """Raises Failure (2) for one that could not stand in names of namespaces and folders."""
+    """Raises Failure (2) if the name cannot be part of the names of namespaces and folders."""
     if not re.fullmatch(r"[a-z0-9]{1,8}", name) or name in {"self", "pins"}:
-        raise Failure(f"cluster name {name!r}: give 1 to 8 small letters and digits (not self, pins)", exits.USAGE)
+        hint = "give 1 to 8 lower-case letters and digits (not self, pins)"
+        raise Failure(f"{name!r} is not a valid cluster name; hint: {hint}", exits.USAGE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """A virtual cluster: one switch, one network of its own, and hosts on it."""
+    """A virtual cluster: hosts on one switch, in a separate network."""
 
     name: str = "lab"
     hosts: tuple[Host, ...]
     user: str = "root"
-    """Who made it, and is let in by ssh: nobody else"""
+    """The user who created the cluster. Only this user can log in to its hosts."""
 
     def __post_init__(self) -> None:
         check_cluster_name(self.name)
         if not 1 <= len(self.hosts) <= MAX_HOSTS:
-            raise Failure(f"{len(self.hosts)} hosts asked for; give 1 to {MAX_HOSTS}: --hosts a,b,c,d", exits.USAGE)
+            message = f"{len(self.hosts)} hosts requested"
+            raise Failure(f"{message}; hint: give 1 to {MAX_HOSTS}: --hosts a,b,c,d", exits.USAGE)
         names = [host.name for host in self.hosts]
         for name in names:
             if names.count(name) > 1:
                 raise Failure(f"host {name} is listed twice", exits.USAGE)
             if name == "localhost":
-                raise Failure("a virtual host cannot be called localhost; use a, b, ...", exits.USAGE)
+                raise Failure("a virtual host cannot be called localhost; hint: use a, b, ...", exits.USAGE)
 
     @property
     def switch(self) -> str:
@@ -101,19 +101,19 @@ class Cluster:
         return f"hvd-{self.name}"
 
     def netns(self, host: str) -> str:
-        """The host's network namespace; its interface there is always eth0."""
+        """The host's network namespace. Its interface is always eth0."""
         return f"hvd-{self.name}-{host}"
 
     def host(self, name: str) -> Host:
-        """Raises Failure (2) for a host it does not have."""
+        """The host of this name. Raises Failure (2) if there is none."""
         for host in self.hosts:
             if host.name == name:
                 return host
         known = ", ".join(host.name for host in self.hosts)
-        raise Failure(f"cluster {self.name} has no host {name!r}; it has {known}", exits.USAGE)
+        raise Failure(f"cluster {self.name} has no host {name!r}; hint: its hosts are {known}", exits.USAGE)
 
     def number(self, name: str) -> int:
-        """1 for the first host: the end of its address, and of its port's name."""
+        """Number of the host, from 1. It ends the host's address and the name of its port."""
         return self.hosts.index(self.host(name)) + 1
 
     def address(self, name: str) -> str:
@@ -127,7 +127,7 @@ class Cluster:
 def from_names(
     names: str, *, cluster: str, user: str, slots: int, cpu_share: float | None, cpus: str | None, rate: str | None
 ) -> Cluster:
-    """A cluster of equal hosts `a,b,c`. Raises Failure (2)."""
+    """Create a cluster of equal hosts from names `a,b,c`. Raises Failure (2)."""
     hosts = tuple(
         Host(name=name.strip(), slots=slots, cpu_share=cpu_share, cpus=cpus, up=rate, down=rate)
         for name in names.split(",")
@@ -136,7 +136,7 @@ def from_names(
 
 
 def from_toml(path: Path, *, cluster: str | None, user: str) -> Cluster:
-    """The cluster a TOML file describes. Raises Failure (2, 78) that names the file and the key."""
+    """Read a cluster from a TOML file. Raises Failure (2, 78) that names the file and the key."""
     try:
         document = files.from_toml(files.read(path, files.SETTINGS_BYTES))
     except OSError as error:
@@ -145,7 +145,7 @@ def from_toml(path: Path, *, cluster: str | None, user: str) -> Cluster:
         raise Failure(f"{path}: {error}", exits.BAD_CONFIG) from error
     tables = document.pop("hosts", None)
     if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
-        raise Failure(f"{path}: no hosts; add a table for each, e.g. [hosts.a]", exits.BAD_CONFIG)
+        raise Failure(f"{path}: no hosts; hint: add a table for each, e.g. [hosts.a]", exits.BAD_CONFIG)
     name = document.pop("name", "lab")
     defaults = _host_keys(document, str(path))
     try:
@@ -164,19 +164,19 @@ def _host_keys(table: Mapping[str, Any], where: str) -> dict[str, Any]:
     kinds = {"slots": int, "cpu_share": (int, float), "cpus": str, "rate": str, "up": str, "down": str}
     for key, value in table.items():
         if key not in HOST_KEYS:
-            raise Failure(f"{where}: unknown key {key!r}; known: {', '.join(HOST_KEYS)}", exits.BAD_CONFIG)
+            raise Failure(f"{where}: unknown key {key!r}; hint: use {', '.join(HOST_KEYS)}", exits.BAD_CONFIG)
         if not isinstance(value, kinds[key]) or isinstance(value, bool):  # type: ignore[arg-type]
             raise Failure(f"{where}: {key} = {value!r} has the wrong type", exits.BAD_CONFIG)
     return dict(table)
 
 
 def _rates(keys: dict[str, Any]) -> dict[str, Any]:
-    """`rate` is both directions, unless one is given."""
+    """Expand `rate` to both directions, unless `up` or `down` is given."""
     rate = keys.pop("rate", None)
     return {"up": rate, "down": rate, **keys}
 
 
 def from_json(document: Mapping[str, Any]) -> Cluster:
-    """The cluster of a document made by dataclasses.asdict."""
+    """Read a cluster from a document made by dataclasses.asdict."""
     hosts = tuple(Host(**host) for host in document["hosts"])
     return Cluster(name=document["name"], hosts=hosts, user=document["user"])

@@ -1,18 +1,19 @@
-"""A cluster of virtual hosts on this machine, made of Linux namespaces.
+"""A cluster of virtual hosts on this machine, made of Linux namespaces (namespaces(7), veth(4)).
 
-A host is a network namespace with one cable (eth0) to the cluster's switch, a host name of its own (UTS namespace), and
-a mount namespace in which /etc/hosts, /etc/resolv.conf and /etc/ssh/ssh_config are the cluster's, so that `ssh b` works
-from host a with neither prompt nor flag. The switch is a bridge in a network namespace of its own: nothing of the
-cluster shows in the machine's own network, clusters do not see each other, and removing the namespaces removes every
-interface, address and queue. Files, processes and users are the machine's.
+A host has a network namespace with one cable (eth0) to the cluster's switch, and a UTS namespace with its own name. Its
+mount namespace shows the cluster's /etc/hosts, /etc/resolv.conf and /etc/ssh/ssh_config, so `ssh b` works on host a
+without a prompt or a flag. Files, processes and users are the machine's.
 
-On disk, under /run/hvdtrain (all gone after `down`, or a reboot):
+The switch is a bridge in another network namespace. The cluster is therefore invisible in the machine's own network,
+clusters do not see each other, and removing the namespaces removes every interface, address and queue.
+
+Files under /run/hvdtrain, all removed by `down` or a reboot:
 
     <cluster>/cluster.json         the topology          <cluster>/ssh/              keys and settings
     <cluster>/hosts/<host>/        sshd, throttle        self/                       where a host finds its own folder
-    pins/<cluster>.<host>.{uts,mnt}  what keeps a host's namespaces without a process in them
+    pins/<cluster>.<host>.{uts,mnt}  mounts that keep a host's namespaces without a process in them
 
-`down` goes by these names alone, so it also cleans what a killed `up` left half made. See namespaces(7), veth(4).
+`down` uses these names only, so it also cleans up after a killed `up`.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ from pathlib import Path
 from hvdtrain.lab import topology
 from hvdtrain.lab.topology import NETWORK, Cluster
 from hvdtrain.system import exits
-from hvdtrain.system.commands import Command, caller
+from hvdtrain.system.commands import Command, calling_user
 from hvdtrain.system.exits import Failure
 
 OF_SWEEP = re.compile("s[0-9a-f]{7}")
-"""What a sweep calls the cluster that it makes for itself"""
+"""Names of clusters that a sweep creates and owns."""
 STATE = Path("/run/hvdtrain")
 PINS = STATE / "pins"
 SELF = STATE / "self"
 CGROUPS = Path("/sys/fs/cgroup")
 CONGESTION = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 PERIOD_US = 20_000
-"""Of the CPU share: short, so that half a core is not 50 ms of work and then 50 ms of silence"""
+"""Period of the CPU share. It is short, so that half a core is not 50 ms of work followed by 50 ms of waiting."""
 
 
 def folder(cluster: str) -> Path:
@@ -46,55 +47,57 @@ def folder(cluster: str) -> Path:
 
 
 def pins(cluster: str, host: str) -> tuple[Path, Path]:
-    """The files that hold the host's UTS and mount namespaces open."""
+    """The files that keep the host's UTS and mount namespaces alive."""
     return PINS / f"{cluster}.{host}.uts", PINS / f"{cluster}.{host}.mnt"
 
 
 def clusters() -> dict[str, Cluster]:
-    """The clusters that are up, whoever's they are, by name."""
-    found = {}
+    """The running clusters of all users, by name."""
+    result = {}
     for path in sorted(STATE.glob("*/cluster.json")):
-        with contextlib.suppress(FileNotFoundError):  # taken down meanwhile
-            found[path.parent.name] = topology.from_json(json.loads(path.read_text()))
-    return found
+        with contextlib.suppress(FileNotFoundError):  # it has just been removed
+            result[path.parent.name] = topology.from_json(json.loads(path.read_text()))
+    return result
 
 
-def whose() -> dict[str, str]:
-    """The owner of each cluster that is up; one that a sweep has made for itself is that sweep's."""
+def owners() -> dict[str, str]:
+    """The owner of each running cluster: its user, or "a sweep"."""
     return {name: "a sweep" if OF_SWEEP.fullmatch(name) else one.user for name, one in clusters().items()}
 
 
 def choose(name: str | None = None) -> str | None:
-    """The given name, or that of the caller's only cluster; None if no cluster is up.
+    """The name of the cluster that a command uses: `name`, or the calling user's only cluster. None if none is up.
 
-    Raises Failure: 2 if the caller has several, or none where others have some; 77 if the named one is another user's.
-    Root may take any, by its name.
+    Raises Failure: 2 if the user has several clusters, or none while other users have some; 77 if the named cluster
+    belongs to another user. Root may use any cluster by its name.
     """
-    user = caller()
+    user = calling_user()
     if name is not None:
         topology.check_cluster_name(name)
-        there = clusters().get(name)
-        if there and user not in ("root", there.user):
-            raise Failure(f"cluster {name} is {there.user}'s; make your own with another --name", exits.NO_PERMISSION)
+        cluster = clusters().get(name)
+        if cluster and user not in ("root", cluster.user):
+            message = f"cluster {name} is {cluster.user}'s; hint: make your own with another --name"
+            raise Failure(message, exits.NO_PERMISSION)
         return name
-    owners = whose()
-    mine = [known for known, owner in owners.items() if owner == user]
-    if len(mine) > 1:
-        raise Failure(f"several clusters are up ({', '.join(mine)}); choose one with --name", exits.USAGE)
-    if owners and not mine:
-        others = ", ".join(f"{known} is {owner}'s" for known, owner in owners.items())
-        raise Failure(f"none of the clusters that are up is {user}'s ({others}); choose with --name", exits.USAGE)
-    return mine[0] if mine else None
+    everyone = owners()
+    own = [known for known, owner in everyone.items() if owner == user]
+    if len(own) > 1:
+        raise Failure(f"several clusters are up ({', '.join(own)}); hint: choose one with --name", exits.USAGE)
+    if everyone and not own:
+        others = ", ".join(f"{known} is {owner}'s" for known, owner in everyone.items())
+        message = f"{user} has no running cluster ({others}); hint: choose one with --name"
+        raise Failure(message, exits.USAGE)
+    return own[0] if own else None
 
 
 def load(name: str | None = None) -> Cluster:
-    """The cluster that `choose` names. Raises Failure: as `choose`, and 69 if it is not up."""
+    """The cluster that `choose` names. Raises Failure as `choose` does, and 69 if it is not up."""
     chosen = choose(name)
-    found = clusters().get(chosen or "")
-    if found is None:
-        what = f"cluster {chosen} is not up" if chosen else "no virtual cluster is up"
-        raise Failure(f"{what}; make one: sudo hvdtrain cluster up --hosts a,b", exits.UNREACHABLE)
-    return found
+    cluster = clusters().get(chosen or "")
+    if cluster is None:
+        message = f"cluster {chosen} is not up" if chosen else "no virtual cluster is up"
+        raise Failure(f"{message}; hint: make one: sudo hvdtrain cluster up --hosts a,b", exits.UNREACHABLE)
+    return cluster
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,10 +106,10 @@ class Link:
 
     host: str
     netns: str | None
-    """None: this machine's own"""
+    """Network namespace of `dev`. None: this machine's own."""
     dev: str
     direction: str
-    """up: what the host sends; down: what it receives"""
+    """up: packets that the host sends; down: packets that it receives."""
 
     @property
     def key(self) -> str:
@@ -115,20 +118,20 @@ class Link:
 
 def links(cluster: Cluster) -> list[Link]:
     """Both directions of every host's cable."""
-    found = []
+    result = []
     for host in cluster.hosts:
-        found.append(Link(host.name, cluster.netns(host.name), "eth0", "up"))
-        found.append(Link(host.name, cluster.switch, cluster.port(host.name), "down"))
-    return found
+        result.append(Link(host.name, cluster.netns(host.name), "eth0", "up"))
+        result.append(Link(host.name, cluster.switch, cluster.port(host.name), "down"))
+    return result
 
 
-# --- commands, as pure lists -----------------------------------------------------------------------------------------
+# --- commands as data ------------------------------------------------------------------------------------------------
 
 
 def inside(cluster: Cluster, host: str, *, share: bool = True) -> Command:
-    """The words before a command that run it on the host, as root, in place of the caller's process.
+    """Words that run the command after them on the host, as root, in the same process.
 
-    With `share`, it first joins the host's CPU share and cores.
+    With `share`, the process first joins the host's CPU share and cores.
     """
     uts, mnt = pins(cluster.name, host)
     enter = ["nsenter", f"--net=/run/netns/{cluster.netns(host)}", f"--uts={uts}", f"--mount={mnt}", "--"]
@@ -136,7 +139,7 @@ def inside(cluster: Cluster, host: str, *, share: bool = True) -> Command:
     if share and about.cpus:
         enter = ["taskset", "-c", about.cpus, *enter]
     if share and about.cpu_share is not None:
-        joining = 'echo 0 >"$1" && shift && exec "$@"'  # 0: the writing process itself, cgroups(7)
+        joining = 'echo 0 >"$1" && shift && exec "$@"'  # 0 is the writing process (cgroups(7))
         enter = ["sh", "-c", joining, "sh", str(cgroup(cluster.name, host) / "cgroup.procs"), *enter]
     return enter
 
@@ -146,7 +149,7 @@ def cgroup_version() -> int:
 
 
 def cgroup(cluster: str, host: str = "") -> Path:
-    """The control group of a host, or that of all the cluster's hosts."""
+    """The control group of a host, or of the whole cluster."""
     return CGROUPS / ("" if cgroup_version() == 2 else "cpu") / "hvdtrain" / cluster / host
 
 
@@ -155,7 +158,7 @@ def _write(path: Path, text: str) -> Command:
 
 
 def share_commands(cluster: Cluster) -> list[Command]:
-    """Limits each host to its CPU share, in cgroup v1 or v2, whichever this machine has."""
+    """Commands that limit each host to its CPU share, for the machine's version of cgroups."""
     shared = [host for host in cluster.hosts if host.cpu_share is not None]
     if not shared:
         return []
@@ -180,19 +183,19 @@ def switch_commands(cluster: Cluster) -> list[Command]:
     return [
         ["ip", "netns", "add", switch],
         [*bridge, "add", "br0", "type", "bridge", "stp_state", "0", "forward_delay", "0", "mcast_snooping", "0"],
-        [*bridge, "set", "br0", "addrgenmode", "none", "up"],  # no IPv6 chatter on links that are to be measured
+        [*bridge, "set", "br0", "addrgenmode", "none", "up"],  # no IPv6 messages on the links to measure
     ]
 
 
 def host_commands(cluster: Cluster, host: str) -> list[Command]:
-    """Makes one host, up to its sshd."""
+    """Commands that create one host and start its sshd."""
     switch, netns, port, here = cluster.switch, cluster.netns(host), cluster.port(host), folder(cluster.name)
     uts, mnt = pins(cluster.name, host)
     cable = ["ip", "-n", switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", netns]
     enter = inside(cluster, host, share=False)
     spare = here / "hosts" / host / "cgroup"
     sshd = [shutil.which("sshd") or "/usr/sbin/sshd", "-f", str(here / "hosts" / host / "sshd_config")]
-    # Linux's own default, also where this machine's administrator chose another: ip-route(8)
+    # Linux's default congestion control, even if this machine's administrator chose another (ip-route(8)).
     route = f"ip -n {netns} route change {NETWORK} dev eth0 proto kernel scope link src {cluster.address(host)}"
     cubic = [[*route.split(), "congctl", "cubic"]] if "cubic" in CONGESTION.read_text().split() else []
     return [
@@ -206,9 +209,9 @@ def host_commands(cluster: Cluster, host: str) -> list[Command]:
         ["touch", str(uts), str(mnt)],
         ["unshare", f"--uts={uts}", f"--mount={mnt}", "--propagation", "slave", "true"],
         [*enter, "hostname", host],
-        # What keeps other hosts alive is not this one's to hold.
+        # A host must not hold the mounts that keep other hosts alive.
         [*enter, "umount", "--lazy", str(PINS), "/run/netns"],
-        # /sys shows the interfaces of the namespace that mounted it; cgroups stay as they are.
+        # /sys shows the interfaces of the namespace that mounted it. The cgroup mounts below it are kept.
         [*enter, "mount", "--rbind", str(CGROUPS), str(spare)],
         [*enter, "mount", "-t", "sysfs", "sysfs", "/sys"],
         [*enter, "mount", "--rbind", str(spare), str(CGROUPS)],
@@ -223,15 +226,15 @@ def host_commands(cluster: Cluster, host: str) -> list[Command]:
 
 
 def files(cluster: Cluster) -> dict[Path, str]:
-    """The settings the hosts see. ssh_config(5), sshd_config(5)."""
+    """Configuration files of the hosts (ssh_config(5), sshd_config(5)), by path."""
     here = folder(cluster.name)
     names = [host.name for host in cluster.hosts]
     table = "".join(f"{cluster.address(name)} {name}\n" for name in names)
     written = {
         here / "etc" / "hosts": f"127.0.0.1 localhost\n{table}",
         here / "etc" / "resolv.conf": "# no name server: unknown names fail at once\n",
-        # The key is all it takes: no session of systemd's, which would leave the host's CPU share; and accounts without
-        # a password (as on cloud images) are as good as others.
+        # The key is sufficient. A systemd session would leave the host's CPU share, and accounts without a password (as
+        # on cloud images) must be able to log in.
         here / "etc" / "pam": "".join(f"{kind} required pam_permit.so\n" for kind in ("account", "session")),
         here / "ssh" / "ssh_config": (
             f"Host *\n  IdentityFile {here}/ssh/key\n  IdentitiesOnly yes\n"
@@ -240,7 +243,8 @@ def files(cluster: Cluster) -> dict[Path, str]:
         ),
     }
     for name in names:
-        # StrictModes refuses keys where "/" is not root's own, as in a user namespace; these lie in a folder of ours.
+        # StrictModes rejects keys if "/" does not belong to root, as in a user namespace. These keys are protected by
+        # the cluster's own folder.
         written[here / "hosts" / name / "sshd_config"] = (
             f"ListenAddress {cluster.address(name)}:22\nHostKey {here}/ssh/host_key\n"
             f"AuthorizedKeysFile {here}/ssh/authorized_keys\nPidFile {here}/hosts/{name}/sshd.pid\n"
@@ -253,7 +257,7 @@ def files(cluster: Cluster) -> dict[Path, str]:
 
 
 def key_commands(cluster: Cluster) -> list[Command]:
-    """One key opens all hosts to the cluster's user, who alone may read it; all hosts show one host key."""
+    """Commands that create one key for all hosts, readable by the cluster's user only, and one common host key."""
     ssh = folder(cluster.name) / "ssh"
     make = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", f"hvdtrain cluster {cluster.name}", "-f"]
     return [
@@ -264,5 +268,5 @@ def key_commands(cluster: Cluster) -> list[Command]:
 
 
 def pin_commands() -> list[Command]:
-    """Makes a private mount, in which a mount namespace may be kept: see unshare(1)."""
+    """Commands that create a private mount, which unshare(1) requires for keeping a mount namespace."""
     return [["mount", "--bind", str(PINS), str(PINS)], ["mount", "--make-private", str(PINS)]]

@@ -30,14 +30,14 @@ from hvdtrain.system import cgroup as quota
 from hvdtrain.system import exits, hosts, net
 from hvdtrain.system.arguments import Parser
 from hvdtrain.system.commands import Command, find, run
+from hvdtrain.system.environment import FOR_LAUNCHERS, FOR_RANKS, passes
 from hvdtrain.system.exits import Failure
 from hvdtrain.system.hosts import Slots
 from hvdtrain.system.rates import parse_rate, show_rate
 from hvdtrain.system.redaction import is_secret, redacted, without_secrets
-from hvdtrain.system.variables import FOR_LAUNCHERS, FOR_RANKS, passes
 
 HOROVODRUNS = {"pml", "btl_tcp_if_include"}  # parameters of Open MPI that horovodrun itself gives
-SURVIVE = ("python3", "-P", "-m", "hvdtrain.system.survive")
+SURVIVE = ("python3", "-P", "-m", "hvdtrain.launch.survive")
 SLEEPER = Path(sys.prefix, "lib", "sleep_when_idle.so")
 EXAMPLES = """examples:
   launch/mpirun.sh -np 2 python -m hvdtrain.resnet        on this machine
@@ -177,7 +177,7 @@ def find_rate(asked: str | None, device: str) -> tuple[int | None, str]:
     """The link's rate in bit/s, the slower direction, and who says so."""
     if asked:
         return parse_rate(asked), "--rate"
-    shape = throttle.asked()
+    shape = throttle.requested()
     if shape and shape.get("dev") in (device, None):
         rates = [shape[key] for key in ("up_mbit", "down_mbit") if shape.get(key)]
         if rates:
@@ -354,7 +354,7 @@ def start(launcher: str, arguments: list[str], environment: Mapping[str, str]) -
     inner = child_environment(plan, environment)
     if not options.dry_run:  # of no interest to who reads the command
         kept = [one for one in plan.settings if not _private(one, plan.passed)]
-        inner |= launched_by.told(typed(plan, options), kept)
+        inner |= launched_by.to_environment(typed(plan, options), kept)
     command = mpirun_command(plan, list(inner)) if launcher == "mpirun" else horovodrun_command(plan)
     if options.dry_run:
         made = [f"{name}={value}" for name, value in sorted(inner.items()) if environment.get(name) != value]

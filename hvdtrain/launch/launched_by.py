@@ -14,13 +14,13 @@ VARIABLE = "HVDTRAIN_LAUNCHED_WITH"
 LONGEST_BYTES = 1 << 16
 
 
-def told(launcher: str, settings: Sequence[Setting]) -> dict[str, str]:
+def to_environment(launcher: str, settings: Sequence[Setting]) -> dict[str, str]:
     """The variable for the ranks: how to type the launcher with its hosts, and each setting with its reason."""
     about = {"launcher": launcher, "settings": [dataclasses.asdict(one) for one in settings]}
     return {VARIABLE: json.dumps(about, separators=(",", ":"))}
 
 
-def heard(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+def from_environment(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """In a rank: what was told; nothing if no launch script of ours started it."""
     text = environment.get(VARIABLE, "")
     try:

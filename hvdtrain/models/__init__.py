@@ -1,4 +1,4 @@
-"""Models: for each a neutral file (numbers, shapes, layer plan, initial values) and one thin twin per framework.
+"""Models: each has a description (sizes, shapes, layers, initial values) and one implementation per framework.
 
-Import the file you need; this package loads no framework by itself.
+Import the file you need; importing this package loads no framework.
 """

@@ -1,4 +1,4 @@
-"""The captioning model in TensorFlow: the layers of `captioner.py`, from native operations."""
+"""The captioning model in TensorFlow: the layers of `captioner.py`, built from native operations."""
 
 from __future__ import annotations
 
@@ -14,25 +14,30 @@ from hvdtrain.models.captioner import (
     PADDING,
     STRIDE,
     CaptionerSpec,
+    image_values,
+    layer_shapes,
     parameters,
-    picture_values,
-    rows,
 )
 from hvdtrain.models.layers_tf import Held, Scope, dropped
 
 
 class CaptionerTF(Held):
-    """The model of `spec`: see `layers_tf.Held`. The LSTM's state is always float32, too."""
+    """The model of `spec`: see `layers_tf.Held`. The LSTM's state is always float32."""
 
     def __init__(
-        self, spec: CaptionerSpec, compute_dtype: tf.DType = tf.float32, scope: Scope = None, part: range | None = None
+        self, spec: CaptionerSpec, compute_dtype: tf.DType = tf.float32, scope: Scope = None, stage: range | None = None
     ) -> None:
-        """`part`: these layers (`captioner.layers`) alone."""
-        super().__init__(parameters(spec, part), compute_dtype, scope)
+        """`stage`: only these layers (`captioner.layers`)."""
+        super().__init__(parameters(spec, stage), compute_dtype, scope)
         self.spec = spec
-        known = {"encoder": self._seen, "image": self._encoded, "lstm": self._merged, "words": self._said}
-        names = [list(rows(spec))[number] for number in part or range(len(rows(spec)))]
-        self._layers = [known[name] for name in names]
+        methods = {
+            "encoder": self._encoder,
+            "image": self._image_layer,
+            "lstm": self._lstm_layer,
+            "words": self._word_layer,
+        }
+        names = [list(layer_shapes(spec))[number] for number in stage or range(len(layer_shapes(spec)))]
+        self._layers = [methods[name] for name in names]
         self.sequences = ("inputs", "tokens") if names[0] == "words" else ("tokens",)
         state = [tf.TensorSpec((None, spec.hidden))] * 2
         encoded_and_words = [tf.TensorSpec((None, spec.hidden)), tf.TensorSpec((None,), tf.int64)]
@@ -40,27 +45,27 @@ class CaptionerTF(Held):
         self._encode_graph: Any = None
 
     def __call__(self, inputs: tf.Tensor, tokens: tf.Tensor, key: tf.Tensor, training: bool) -> Any:
-        """Logits (words, vocabulary) float32 and targets (words,) of every word to be said, caption after caption; of a
-        part without the last layer, what its layers make of what those before made, float32.
+        """Logits (words, vocabulary) float32 and targets (words,) of all target words, caption after caption; for a
+        stage without the last layer, its output for the previous stage's output, float32.
 
         inputs: (N, height, width, 3) uint8, or (N, features) float32; tokens (N, T + 1) int64: start, words, end,
-        padding; key (2,) int64, from which dropout draws in `training`: equal keys, equal masks.
+        padding; key (2,) int64, which determines dropout in `training`.
         """
-        x, drawn = inputs, tf.ensure_shape(key, (2,)) if training and self.spec.dropout else None
+        x, dropout_key = inputs, tf.ensure_shape(key, (2,)) if training and self.spec.dropout else None
         for layer in self._layers:
-            x = layer(x, tokens, drawn)
+            x = layer(x, tokens, dropout_key)
         return x if isinstance(x, tuple) else tf.cast(x, tf.float32)
 
     def loss(
         self, inputs: tf.Tensor, tokens: tf.Tensor, key: tf.Tensor, training: bool
     ) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
-        """Sum of the cross-entropies of all words to be said (padding aside), and how many were the likeliest one."""
+        """Sum of the cross-entropies of all target words (without padding), and the number of correct predictions."""
         logits, targets = self(inputs, tokens, key, training)
         losses = tf.nn.sparse_softmax_cross_entropy_with_logits(targets, logits)
         return tf.reduce_sum(losses), {"correct": tf.math.count_nonzero(tf.argmax(logits, 1) == targets)}
 
     def encode(self, inputs: np.ndarray) -> np.ndarray:
-        """The encoded pictures (N, hidden) float32, without dropout; inputs as in `__call__`."""
+        """The encoded images (N, hidden) float32, without dropout; inputs as in `__call__`."""
         if self.spec.encoder == "none":
             return np.zeros((len(inputs), self.spec.hidden), np.float32)
         if self._encode_graph is None:
@@ -71,13 +76,14 @@ class CaptionerTF(Held):
     def step(
         self, encoded: np.ndarray, words: np.ndarray, hidden: np.ndarray, cell: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """One word on, without dropout: log-probabilities (N, vocabulary) of the next word, and the LSTM's new state.
+        """Advances captions by one word, without dropout: log-probabilities (N, vocabulary) of the next word, and the
+        LSTM's new state.
 
-        encoded (N, hidden) of `encode`; words (N,) int64, the last ones said; hidden and cell (N, hidden), zeros before
-        the first word. All but words float32.
+        encoded (N, hidden) comes from `encode`; words (N,) int64 are the last ones; hidden and cell (N, hidden) are
+        zeros before the first word. All except words are float32.
         """
-        chances, h, c = self._step_graph(*(tf.constant(array) for array in (encoded, words, hidden, cell)))
-        return chances.numpy(), h.numpy(), c.numpy()
+        log_probabilities, h, c = self._step_graph(*(tf.constant(array) for array in (encoded, words, hidden, cell)))
+        return log_probabilities.numpy(), h.numpy(), c.numpy()
 
     def _encoding(self, x: tf.Tensor) -> tf.Tensor:
         for layer in self._layers[:-2]:
@@ -91,33 +97,33 @@ class CaptionerTF(Held):
         h, c, _ = _one_word(self._drives(embedded), hidden, cell, self._array("lstm.weight_hh"))
         return tf.nn.log_softmax(self._logits(h + encoded)), h, c
 
-    # The layers: each takes what the one before made, tokens, and the key if something is to be dropped.
+    # The layers. Each takes the output of the layer before, the tokens, and the key if dropout is on.
 
-    def _seen(self, pictures: tf.Tensor, tokens: tf.Tensor, key: tf.Tensor | None) -> tf.Tensor:
-        """(N, values) of the small encoder."""
-        x = tf.cast(pictures, self.compute_dtype) / 255
+    def _encoder(self, images: tf.Tensor, tokens: tf.Tensor, key: tf.Tensor | None) -> tf.Tensor:
+        """(N, values), output of the small encoder."""
+        x = tf.cast(images, self.compute_dtype) / 255
         for number in range(1, len(CONVOLUTIONS) + 1):
             name = f"encoder.conv{number}"
             x = tf.pad(x, [[0, 0], [PADDING, PADDING], [PADDING, PADDING], [0, 0]])
             x = tf.nn.conv2d(x, self._array(f"{name}.weight"), STRIDE, "VALID")
             x = tf.nn.relu(tf.nn.bias_add(x, self._array(f"{name}.bias")))
-        return tf.reshape(x, (-1, picture_values(self.spec)))
+        return tf.reshape(x, (-1, image_values(self.spec)))
 
-    def _encoded(self, x: tf.Tensor, tokens: tf.Tensor, key: tf.Tensor | None) -> tf.Tensor:
-        """(N, hidden) of a picture's values."""
+    def _image_layer(self, x: tf.Tensor, tokens: tf.Tensor, key: tf.Tensor | None) -> tf.Tensor:
+        """(N, hidden), the encoded image."""
         return tf.nn.relu(self._linear("image", dropped(tf.cast(x, self.compute_dtype), self.spec.dropout, key)))
 
-    def _merged(self, picture: tf.Tensor, tokens: tf.Tensor, key: tf.Tensor | None) -> tf.Tensor:
-        """(N, T, hidden) float32: what was read up to each word, and the encoded picture if there is one."""
+    def _lstm_layer(self, image: tf.Tensor, tokens: tf.Tensor, key: tf.Tensor | None) -> tf.Tensor:
+        """(N, T, hidden) float32: the LSTM's output at each word, plus the encoded image if there is one."""
         embedded = _looked_up(self._array("embedding.weight"), tokens[:, :-1])
         read = self._read(dropped(embedded, self.spec.dropout, None if key is None else key + 1))
-        return read if self.spec.encoder == "none" else read + tf.cast(picture, tf.float32)[:, tf.newaxis]
+        return read if self.spec.encoder == "none" else read + tf.cast(image, tf.float32)[:, tf.newaxis]
 
-    def _said(self, merged: tf.Tensor, tokens: tf.Tensor, key: tf.Tensor | None) -> tuple[tf.Tensor, tf.Tensor]:
-        """What `__call__` returns."""
+    def _word_layer(self, merged: tf.Tensor, tokens: tf.Tensor, key: tf.Tensor | None) -> tuple[tf.Tensor, tf.Tensor]:
+        """Logits and targets, as `__call__` returns them."""
         targets = tokens[:, 1:]
-        said = tf.where(targets != PAD)  # the widest layer is for these only
-        return self._logits(tf.gather_nd(merged, said)), tf.gather_nd(targets, said)
+        is_word = tf.where(targets != PAD)  # the widest layer is computed only for these
+        return self._logits(tf.gather_nd(merged, is_word)), tf.gather_nd(targets, is_word)
 
     def _read(self, embedded: tf.Tensor) -> tf.Tensor:
         """What the LSTM makes of the words so far, (N, T, hidden), at each of their positions."""
@@ -125,7 +131,7 @@ class CaptionerTF(Held):
         return tf.transpose(_lstm(time_first, self._array("lstm.weight_hh")), (1, 0, 2))
 
     def _drives(self, embedded: tf.Tensor) -> tf.Tensor:
-        """What the words alone put into the gates, float32."""
+        """The words' contribution to the gates, float32."""
         products = tf.matmul(embedded, self._array("lstm.weight_ih"), transpose_b=True)
         return tf.cast(products, tf.float32) + self.weights["lstm.bias"]
 
@@ -136,7 +142,7 @@ class CaptionerTF(Held):
 
 @tf.custom_gradient
 def _looked_up(table: tf.Tensor, words: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tuple[Any, None]]]:
-    """Rows `words` of the table. Its gradient is a whole table, as every exchange wants it, not TensorFlow's slices."""
+    """Rows `words` of the table. Its gradient is a dense array, as the exchange needs it, not TensorFlow's slices."""
 
     def backward(slope: tf.Tensor) -> tuple[tf.Tensor, None]:
         rows = tf.reshape(slope, (-1, table.shape[1]))
@@ -145,16 +151,16 @@ def _looked_up(table: tf.Tensor, words: tf.Tensor) -> tuple[tf.Tensor, Callable[
     return tf.gather(table, words), backward
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The LSTM. On a CPU, forward and backward take 54 % of the time of TensorFlow's own gradient of the same loop (and of
-# BlockLSTMV2, which knows no bfloat16): the gradient of the recurrent weights is one product for all positions instead
-# of one for each, and of backward only what really goes from position to position is inside the loop.
+# --- the LSTM ---------------------------------------------------------------------------------------------------------
+# On a CPU, forward and backward take 54 % of the time of TensorFlow's own gradient of the same loop. BlockLSTMV2 is as
+# slow and does not support bfloat16. The gradient of the recurrent weights is one product for all positions, and the
+# backward loop contains only operations that depend on other positions.
 
 
 def _one_word(
     drive: tf.Tensor, hidden: tf.Tensor, cell: tf.Tensor, recurrent: tf.Tensor
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """New hidden state, cell state (N, H) and the gates (N, 4H), all float32; `drive` is what the word puts in."""
+    """New hidden state, cell state (N, H) and the gates (N, 4H), all float32; `drive` is the word's contribution."""
     fed_back = tf.matmul(tf.cast(hidden, recurrent.dtype), recurrent, transpose_b=True)
     i, f, g, o = tf.split(drive + tf.cast(fed_back, tf.float32), 4, 1)
     i, f, g, o = tf.sigmoid(i), tf.sigmoid(f), tf.tanh(g), tf.sigmoid(o)
@@ -164,7 +170,8 @@ def _one_word(
 
 @tf.custom_gradient
 def _lstm(drives: tf.Tensor, recurrent: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tuple[Any, Any]]]:
-    """Hidden states (T, N, H) float32 from what the words put into the gates (T, N, 4H); recurrent weights (4H, H)."""
+    """Hidden states (T, N, H) float32 from the words' contribution to the gates (T, N, 4H); recurrent weights (4H,
+    H)."""
     size = recurrent.shape[1]
     length, start = tf.shape(drives)[0], tf.zeros((tf.shape(drives)[1], size))
 

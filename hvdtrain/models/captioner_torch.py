@@ -9,40 +9,45 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hvdtrain.models.captioner import CONVOLUTIONS, PAD, PADDING, STRIDE, CaptionerSpec, parameters, rows
+from hvdtrain.models.captioner import CONVOLUTIONS, PAD, PADDING, STRIDE, CaptionerSpec, layer_shapes, parameters
 from hvdtrain.models.layers_torch import Named, dropped
 
 
 class CaptionerTorch(Named):
-    """The model of `spec`: see `layers_torch.Named`. With `part` it is those layers (`captioner.layers`) alone."""
+    """The model of `spec`: see `layers_torch.Named`. With `stage` it has only these layers (`captioner.layers`)."""
 
-    def __init__(self, spec: CaptionerSpec, part: range | None = None) -> None:
-        super().__init__(parameters(spec, part))
+    def __init__(self, spec: CaptionerSpec, stage: range | None = None) -> None:
+        super().__init__(parameters(spec, stage))
         self.spec = spec
-        known = {"encoder": self._seen, "image": self._encoded, "lstm": self._merged, "words": self._said}
-        layers = [known[name] for name in rows(spec)]
-        self._layers = [layers[number] for number in part or range(len(layers))]
+        methods = {
+            "encoder": self._encoder,
+            "image": self._image_layer,
+            "lstm": self._lstm_layer,
+            "words": self._word_layer,
+        }
+        layers = [methods[name] for name in layer_shapes(spec)]
+        self._layers = [layers[number] for number in stage or range(len(layers))]
 
     def forward(self, inputs: Tensor, tokens: Tensor, key: Tensor) -> Any:
-        """Logits (words, vocabulary) float32 and targets (words,) of every word to be said, caption after caption; of a
-        part without the last layer, what its layers make of what those before made.
+        """Logits (words, vocabulary) float32 and targets (words,) of all target words, caption after caption; for a
+        stage without the last layer, its output for the previous stage's output.
 
         inputs: (N, height, width, 3) uint8, or (N, features) float32; tokens (N, T + 1) int64: start, words, end,
-        padding; key (2,) int64, from which dropout draws in training: equal keys, equal masks.
+        padding; key (2,) int64, which determines dropout in training.
         """
-        x, drawn = inputs, key if self.training and self.spec.dropout else None
+        x, dropout_key = inputs, key if self.training and self.spec.dropout else None
         for layer in self._layers:
-            x = layer(x, tokens, drawn)
+            x = layer(x, tokens, dropout_key)
         return x
 
     def loss(self, inputs: Tensor, tokens: Tensor, key: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Sum of the cross-entropies of all words to be said (padding aside), and how many were the likeliest one."""
+        """Sum of the cross-entropies of all target words (without padding), and the number of correct predictions."""
         logits, targets = self(inputs, tokens, key)
         return F.cross_entropy(logits, targets, reduction="sum"), {"correct": (logits.argmax(1) == targets).sum()}
 
     @torch.inference_mode()
     def encode(self, inputs: np.ndarray) -> np.ndarray:
-        """The encoded pictures (N, hidden) float32, without dropout; inputs as in `forward`."""
+        """The encoded images (N, hidden) float32, without dropout; inputs as in `forward`."""
         if self.spec.encoder == "none":
             return np.zeros((len(inputs), self.spec.hidden), np.float32)
         x = tokens = self._tensor(inputs)
@@ -54,47 +59,48 @@ class CaptionerTorch(Named):
     def step(
         self, encoded: np.ndarray, words: np.ndarray, hidden: np.ndarray, cell: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """One word on, without dropout: log-probabilities (N, vocabulary) of the next word, and the LSTM's new state.
+        """Advances captions by one word, without dropout: log-probabilities (N, vocabulary) of the next word, and the
+        LSTM's new state.
 
-        encoded (N, hidden) of `encode`; words (N,) int64, the last ones said; hidden and cell (N, hidden), zeros before
-        the first word. All but words float32.
+        encoded (N, hidden) comes from `encode`; words (N,) int64 are the last ones; hidden and cell (N, hidden) are
+        zeros before the first word. All except words are float32.
         """
-        picture, last, h, c = (self._tensor(array) for array in (encoded, words, hidden, cell))
+        image, last, h, c = (self._tensor(array) for array in (encoded, words, hidden, cell))
         embedded = F.embedding(last, self._array("embedding.weight"))
         h, c = torch.lstm_cell(embedded, (h, c), *self._lstm_arrays())
-        chances = F.log_softmax(self._logits(h + picture), dim=1)
-        return chances.cpu().numpy(), h.cpu().numpy(), c.cpu().numpy()
+        log_probabilities = F.log_softmax(self._logits(h + image), dim=1)
+        return log_probabilities.cpu().numpy(), h.cpu().numpy(), c.cpu().numpy()
 
-    # The layers: each takes what the one before made, tokens, and the key if something is to be dropped.
+    # The layers. Each takes the output of the layer before, the tokens, and the key if dropout is on.
 
-    def _seen(self, pictures: Tensor, tokens: Tensor, key: Tensor | None) -> Tensor:
-        """(N, values) of the small encoder."""
-        x = pictures.permute(0, 3, 1, 2).float().div_(255)  # a view first: channels-last in memory
+    def _encoder(self, images: Tensor, tokens: Tensor, key: Tensor | None) -> Tensor:
+        """(N, values), output of the small encoder."""
+        x = images.permute(0, 3, 1, 2).float().div_(255)  # permute makes a view: channels-last in memory
         for number in range(1, len(CONVOLUTIONS) + 1):
             x = F.relu_(F.conv2d(x, *self._layer(f"encoder.conv{number}"), STRIDE, PADDING))
         return x.permute(0, 2, 3, 1).flatten(1)
 
-    def _encoded(self, x: Tensor, tokens: Tensor, key: Tensor | None) -> Tensor:
-        """(N, hidden) of a picture's values."""
+    def _image_layer(self, x: Tensor, tokens: Tensor, key: Tensor | None) -> Tensor:
+        """(N, hidden), the encoded image."""
         return F.relu_(F.linear(dropped(x, self.spec.dropout, key), *self._layer("image")))
 
-    def _merged(self, picture: Tensor, tokens: Tensor, key: Tensor | None) -> Tensor:
-        """(N, T, hidden): what was read up to each word, and the encoded picture if there is one."""
+    def _lstm_layer(self, image: Tensor, tokens: Tensor, key: Tensor | None) -> Tensor:
+        """(N, T, hidden): the LSTM's output at each word, plus the encoded image if there is one."""
         embedded = F.embedding(tokens[:, :-1], self._array("embedding.weight"))
         read = self._read(dropped(embedded, self.spec.dropout, None if key is None else key + 1))
-        return read if self.spec.encoder == "none" else read + picture.unsqueeze(1)
+        return read if self.spec.encoder == "none" else read + image.unsqueeze(1)
 
-    def _said(self, merged: Tensor, tokens: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor]:
-        """What `forward` returns."""
+    def _word_layer(self, merged: Tensor, tokens: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Logits and targets, as `forward` returns them."""
         targets = tokens[:, 1:]
-        said = targets != PAD  # the widest layer is for these only
-        return self._logits(merged[said]), targets[said]
+        is_word = targets != PAD  # the widest layer is computed only for these
+        return self._logits(merged[is_word]), targets[is_word]
 
     def _read(self, embedded: Tensor) -> Tensor:
-        """What the LSTM makes of the words so far, (N, T, hidden), at each of their positions."""
+        """The LSTM's outputs (N, T, hidden) at each position."""
         device = embedded.device.type
         arrays = self._lstm_arrays()
-        if torch.is_autocast_enabled(device):  # which knows the LSTM on GPUs only
+        if torch.is_autocast_enabled(device):  # autocast supports the LSTM on GPUs only
             kind = torch.get_autocast_dtype(device)
             embedded, arrays = embedded.to(kind), [array.to(kind) for array in arrays]
         zeros = embedded.new_zeros(1, len(embedded), self.spec.hidden)
@@ -112,7 +118,7 @@ class CaptionerTorch(Named):
         return outputs
 
     def _lstm_arrays(self) -> list[Tensor]:
-        """As PyTorch wants them: with a second bias, which is 0 here."""
+        """The LSTM's arrays for PyTorch, which needs a second bias; it is 0 here."""
         bias = self._array("lstm.bias")
         return [self._array("lstm.weight_ih"), self._array("lstm.weight_hh"), bias, torch.zeros_like(bias)]
 
@@ -121,5 +127,6 @@ class CaptionerTorch(Named):
         return F.linear(x, *self._layer("words")).float()
 
     def _tensor(self, array: np.ndarray) -> Tensor:
-        """On the model's device; shares memory where it can. PyTorch takes no read-only arrays, such as memory maps."""
+        """A tensor on the model's device, sharing memory if possible. PyTorch rejects read-only arrays, such as memory
+        maps."""
         return torch.from_numpy(np.require(array, requirements=("C", "W"))).to(self._array("embedding.weight").device)

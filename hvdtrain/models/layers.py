@@ -1,4 +1,4 @@
-"""A model as a row of layers, which stages may be cut from, its arrays' initial values, and the terms of its errors."""
+"""Descriptions of layers, from which pipeline stages are made; initial values of arrays; terms of regression errors."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ Arrays = dict[str, NDArray[np.float32]]
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """What goes into it came out of the layer before, and nothing else did."""
+    """A layer whose only input is the output of the layer before."""
 
     name: str
     arrays: tuple[str, ...]
-    """Its parameters and running statistics, by name."""
+    """Names of its parameters and running statistics."""
     output: tuple[int, ...]
-    """Shape of what comes out for one sample: (height, width, channels) of an image, (words, values) of a sentence of
-    mean length. The first number may differ from batch to batch."""
+    """Shape of its output for one sample: (height, width, channels) of an image, (words, values) of a sentence of mean
+    length. The first number may differ between batches."""
     multiply_adds: float
-    """For one sample, forward."""
+    """Multiply-adds for one sample, forward."""
     held: float | None = None
-    """Numbers that are kept of a sample for the backward, besides what came in; None: those of the output"""
+    """Numbers per sample that are kept for the backward pass, besides the input; None: the output's"""
 
 
 def grouped(children: Iterable[tuple[Layer, bool, bool]]) -> tuple[list[Layer], list[int]]:
-    """A sequence of children as a row of layers, and which child each begins with.
+    """Groups a sequence of children into layers; returns the layers and the first child of each.
 
-    children: each as a layer by itself, whether it has something to train, and whether one tensor of floats with a
-    sample's row goes into it, and nothing else. A layer begins with a child of which both are true.
+    Each child is given as a layer, whether it has something to train, and whether its only input is one tensor of
+    floats with a row per sample. A layer begins with a child for which both are true.
     """
     layers, begins, learning = list[Layer](), list[int](), False
     for number, (child, learns, fits) in enumerate(children):
@@ -47,7 +47,7 @@ def grouped(children: Iterable[tuple[Layer, bool, bool]]) -> tuple[list[Layer], 
                 arrays=tuple(dict.fromkeys((*before.arrays, *child.arrays))),
                 output=child.output,
                 multiply_adds=before.multiply_adds + child.multiply_adds,
-                held=sum(math.prod(each.output) if each.held is None else each.held for each in (before, child)),
+                held=sum(math.prod(part.output) if part.held is None else part.held for part in (before, child)),
             )
         else:
             begins.append(number)
@@ -58,24 +58,24 @@ def grouped(children: Iterable[tuple[Layer, bool, bool]]) -> tuple[list[Layer], 
 
 
 def stream(seed: int, name: str) -> np.random.Generator:
-    """The random numbers of one array, keyed by its name, so that no array depends on the others. Raises Failure
-    (BAD_CONFIG) for a negative seed."""
+    """Random numbers for one array, keyed by its name, so that arrays are independent. Raises Failure (BAD_CONFIG) for
+    a negative seed."""
     if seed < 0:
-        raise Failure(f"model: seed is {seed}; give 0 or more", BAD_CONFIG)
+        raise Failure(f"model: seed is {seed}, but must not be negative", BAD_CONFIG)
     return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=tuple(name.encode())))
 
 
 def uniform(seed: int, name: str, shape: tuple[int, ...], bound: float) -> NDArray[np.float32]:
-    """Random values within +-bound, a pure function of `seed` and the array's name."""
+    """Uniform random values within +-bound, a pure function of `seed` and the array's name."""
     values = stream(seed, name).random(shape, np.float32)
-    values *= 2  # in place: a layer may have hundreds of millions of weights
+    values *= 2  # in place, since a layer may have hundreds of millions of weights
     values -= 1
     values *= np.float32(bound)
     return values
 
 
 def glorot(seed: int, shapes: Shapes) -> Arrays:
-    """Keras' initial values: biases 0, weights Glorot's uniform within +-sqrt(6 / (fan_in + fan_out))."""
+    """Keras' initial values: 0 for biases, Glorot's uniform within +-sqrt(6 / (fan_in + fan_out)) for weights."""
     return {
         name: np.zeros(shape, np.float32)
         if len(shape) == 1
@@ -85,6 +85,6 @@ def glorot(seed: int, shapes: Shapes) -> Arrays:
 
 
 def regression_terms(outputs: Any, targets: Any) -> dict[str, Any]:
-    """What each sample adds to the sums of `measures.Regression`, of numbers in equal shapes, in either framework."""
+    """Each sample's terms in the sums of `metrics.Regression`, for numbers of equal shapes, in either framework."""
     error = outputs - targets
     return {"absolute": abs(error), "squared": error**2, "signed": error, "truth": targets, "truth_squared": targets**2}

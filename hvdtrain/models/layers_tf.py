@@ -1,4 +1,4 @@
-"""What the models in TensorFlow are made of."""
+"""Building blocks of the models in TensorFlow."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ import tensorflow as tf
 from hvdtrain.models.layers import Shapes
 
 Scope = contextlib.AbstractContextManager[Any] | None
-"""Of a tf.distribute strategy that is to hold a model's trained variables"""
+"""Scope of a tf.distribute strategy for a model's trained variables"""
 
 
-def turned(array: np.ndarray) -> np.ndarray:
-    """A convolution's kernel from PyTorch's (out, in, h, w) to TensorFlow's (h, w, in, out); others as they are."""
+def to_tensorflow(array: np.ndarray) -> np.ndarray:
+    """Transposes a convolution kernel from PyTorch's (out, in, h, w) to TensorFlow's (h, w, in, out); others are
+    unchanged."""
     return array.transpose(2, 3, 1, 0) if array.ndim == 4 else array
 
 
-def turned_back(array: np.ndarray) -> np.ndarray:
+def to_pytorch(array: np.ndarray) -> np.ndarray:
+    """The inverse of `to_tensorflow`."""
     return array.transpose(3, 2, 0, 1) if array.ndim == 4 else array
 
 
 def variable(name: str, shape: tuple[int, ...], *, trainable: bool = True) -> tf.Variable:
-    """Zeros for an array of this neutral shape: a kernel (out, in, height, width) is (height, width, in, out) here."""
+    """A variable of zeros for an array of this PyTorch shape; a kernel (out, in, h, w) becomes (h, w, in, out)."""
     if len(shape) == 4:
         outputs, inputs, height, width = shape
         shape = (height, width, inputs, outputs)
@@ -33,9 +35,11 @@ def variable(name: str, shape: tuple[int, ...], *, trainable: bool = True) -> tf
 
 
 class Held(tf.Module):
-    """A module that holds `weights`, variables of these neutral names and shapes (but see `variable`): zeros until they
-    are assigned. They are float32; `compute_dtype` is the type of activations and of the weights at use. What models
-    return, and their losses, are always float32."""
+    """A module with variables `weights` of these names and PyTorch shapes (see `variable`), initially zero.
+
+    They are float32. `compute_dtype` is the type of activations, and of weights when they are used. Outputs and losses
+    of models are always float32.
+    """
 
     def __init__(self, parameters: Shapes, compute_dtype: tf.DType, scope: Scope) -> None:
         super().__init__()
@@ -51,28 +55,28 @@ class Held(tf.Module):
 
 
 def padded(x: tf.Tensor, count: int) -> tf.Tensor:
-    """`count` zeros on each of the four sides of images (N, H, W, channels).
-
-    With a stride, "SAME" would pad even sizes on one side only. The explicit paddings of `conv2d` say the same as this
-    function, but on CPUs they leave the fast kernels: a training step of ResNet-34 then takes 4 to 6 times as long.
+    """Images (N, H, W, channels) with `count` zeros added on each of the four sides. With a stride, "SAME" pads even
+    sizes on one side only. Explicit paddings in `conv2d` are equivalent to this function, but on CPUs they bypass the
+    fast kernels: a training step of ResNet-34 then takes 4 to 6 times as long.
     """
     return tf.pad(x, [[0, 0], [count, count], [count, count], [0, 0]]) if count else x
 
 
 def convolved(x: tf.Tensor, kernel: tf.Tensor, stride: int) -> tf.Tensor:
-    """Images (N, H, W, in) through a square kernel (side, side, in, out) of odd side, with side // 2 zeros around.
+    """Convolves images (N, H, W, in) with a square kernel (side, side, in, out) of odd side, padded with side // 2
+    zeros.
 
-    Where a single pixel comes out, it is a product of matrices: on a CPU the gradients of a convolution take ten times
-    as long there (docs/LOG.md).
+    A single output pixel is computed as a matrix product: on a CPU the gradients of such a convolution take ten times
+    as long (docs/LOG.md).
     """
     (height, width), side, padding = x.shape[1:3], kernel.shape[0], kernel.shape[0] // 2
     single = height is not None and width is not None and max(height, width) <= stride
     if single and not tf.config.get_visible_devices("GPU"):
-        met = [min(side - padding, count) for count in (height, width)]  # what meets more than padding
-        kernel = kernel[padding : padding + met[0], padding : padding + met[1]]
-        pixels = tf.reshape(x[:, : met[0], : met[1]], (-1, math.prod(kernel.shape[:3])))
+        used = [min(side - padding, count) for count in (height, width)]  # the kernel's part that covers the image
+        kernel = kernel[padding : padding + used[0], padding : padding + used[1]]
+        pixels = tf.reshape(x[:, : used[0], : used[1]], (-1, math.prod(kernel.shape[:3])))
         return tf.matmul(pixels, tf.reshape(kernel, (-1, kernel.shape[3])))[:, None, None]
-    if side == 1:  # a strided one writes outside its memory in oneDNN if it has few channels: see layers_torch
+    if side == 1:  # oneDNN's strided 1x1 convolution corrupts memory for few channels: see layers_torch
         x, stride = x[:, ::stride, ::stride], 1
     if stride == 1:
         return tf.nn.conv2d(x, kernel, 1, "SAME")
@@ -80,9 +84,9 @@ def convolved(x: tf.Tensor, kernel: tf.Tensor, stride: int) -> tf.Tensor:
 
 
 def dropped(x: tf.Tensor, share: float, key: tf.Tensor | None) -> tf.Tensor:
-    """x without a share of its values, and the others larger, so that the mean stays; x itself without a key (2,).
-    Equal keys make equal masks, at any precision."""
+    """Dropout: sets a share of x to 0 and scales the rest, so that the mean stays. Returns x itself without a key (2,).
+    The mask is a function of the key, at any precision."""
     if key is None or not share:
         return x
-    drawn = tf.random.stateless_uniform(tf.shape(x), key, alg="philox")
-    return tf.where(drawn >= share, x / (1 - share), tf.zeros((), x.dtype))
+    random = tf.random.stateless_uniform(tf.shape(x), key, alg="philox")
+    return tf.where(random >= share, x / (1 - share), tf.zeros((), x.dtype))

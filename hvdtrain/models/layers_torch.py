@@ -1,4 +1,4 @@
-"""What the models in PyTorch are made of."""
+"""Building blocks of the models in PyTorch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hvdtrain.models.layers import Shapes
 
 
 class Named(nn.Module):
-    """A module whose `state_dict()` has exactly these names and shapes: zeros until they are loaded."""
+    """A module whose `state_dict()` has exactly these names and shapes, initially zero."""
 
     def __init__(self, parameters: Shapes, buffers: Shapes | None = None) -> None:
         super().__init__()
@@ -38,18 +38,18 @@ class Named(nn.Module):
 
 
 SAFE_CHANNELS = 16
-"""Inputs that a strided 1x1 convolution must have. With fewer, in channels-last layout, its backward in oneDNN writes
-outside its memory: wrong gradients or a crash (oneDNN's issue 6035; seen with PyTorch 2.13 on AVX2, see docs/LOG.md)"""
+"""Input channels that a strided 1x1 convolution must have. With fewer, in channels-last layout, oneDNN's backward
+writes out of bounds: wrong gradients or a crash (oneDNN issue 6035; seen with PyTorch 2.13 on AVX2, see docs/LOG.md)"""
 FEW_PIXELS = 4
-"""Of an output map that is computed as a product of matrices on CPUs"""
+"""Output maps up to this size are computed as a matrix product on CPUs"""
 
 
 def convolved(x: Tensor, weight: Tensor, stride: int, padding: int) -> Tensor:
-    """F.conv2d(x, weight, None, stride, padding), by what is fastest on a CPU for small maps, and right.
+    """F.conv2d(x, weight, None, stride, padding), computed in the fastest correct way for small maps on CPUs.
 
-    oneDNN's gradient of a 512x512x3x3 kernel on maps of one pixel takes 20 times as long as one by a product of
-    matrices (docs/LOG.md). And in half precision PyTorch 2.13 leaves gradients of a strided kernel's outer columns
-    unset where the picture is one pixel wide.
+    oneDNN's gradient of a 512x512x3x3 kernel on maps of one pixel takes 20 times as long as a matrix product
+    (docs/LOG.md). In half precision PyTorch 2.13 leaves gradients of a strided kernel's outer columns unset if the
+    image is one pixel wide.
     """
     kernel = weight.shape[2]
     if kernel == 1 and weight.shape[1] < SAFE_CHANNELS:
@@ -57,27 +57,27 @@ def convolved(x: Tensor, weight: Tensor, stride: int, padding: int) -> Tensor:
     height, width = ((side + 2 * padding - kernel) // stride + 1 for side in x.shape[2:])
     if x.device.type != "cpu" or (height * width > FEW_PIXELS and width > 1):
         return F.conv2d(x, weight, None, stride, padding)
-    # Rows and columns of the kernel that meet nothing but padding are left out.
+    # Leave out the kernel's rows and columns that cover only padding.
     first = [max(0, padding - (count - 1) * stride) for count in (height, width)]
     last = [min(kernel, side + padding) for side in x.shape[2:]]
-    met = weight[:, :, first[0] : last[0], first[1] : last[1]]
+    used = weight[:, :, first[0] : last[0], first[1] : last[1]]
     around = [padding - skipped for skipped in first]
-    windows = F.unfold(x, met.shape[2:], padding=around, stride=stride)
-    return F.linear(windows.transpose(1, 2), met.flatten(1)).transpose(1, 2).unflatten(2, (height, width))
+    windows = F.unfold(x, used.shape[2:], padding=around, stride=stride)
+    return F.linear(windows.transpose(1, 2), used.flatten(1)).transpose(1, 2).unflatten(2, (height, width))
 
 
 def dropped(x: Tensor, share: float, key: Tensor | None) -> Tensor:
-    """x without a share of its values, and the others larger, so that the mean stays; x itself without a key. Equal
-    keys make equal masks, on a device and at any precision.
+    """Dropout: sets a share of x to 0 and scales the rest, so that the mean stays. Returns x itself without a key. On a
+    device the mask is a function of the key, at any precision.
 
-    key: (2,) int64 (see `hvdtrain.data.halves`), on the device of x. A model's layers have keys of their own, key + 1
-    for the second, so that what one draws does not depend on who computes the others.
+    key: (2,) int64 (see `hvdtrain.data.halves`), on the device of x. Each layer of a model uses a key of its own (key +
+    1 for the second), so the layers do not depend on each other.
     """
     if key is None or not share:
         return x
     low, high = (int(half) & 0xFFFFFFFF for half in key.tolist())
-    # PyTorch's CPU generator looks at the lower 32 bits of a seed only, so both halves must be in these.
+    # PyTorch's CPU generator uses only the lower 32 bits of a seed, so both halves must be combined in these.
     random = torch.Generator(key.device).manual_seed(high * 0x9E3779B1 + low)
-    # A third of the time of `bernoulli_`, which F.dropout uses; masks are the same at any precision.
-    kept = torch.rand(x.shape, generator=random, device=x.device).ge_(share)
-    return x * kept.div_(1 - share).to(x.dtype)
+    # This takes a third of the time of `bernoulli_`, which F.dropout uses, and gives equal masks at any precision.
+    mask = torch.rand(x.shape, generator=random, device=x.device).ge_(share)
+    return x * mask.div_(1 - share).to(x.dtype)

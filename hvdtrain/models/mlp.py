@@ -1,9 +1,9 @@
-"""A multilayer perceptron as data: its sizes, array shapes and initial values, for both frameworks.
+"""Description of a multilayer perceptron for both frameworks: sizes, array shapes and initial values.
 
     inputs (N, inputs)
       hidden layers     linear, ReLU
       last layer        linear
-    outputs (N, outputs): logits of classes, or the numbers that are to be found
+    outputs (N, outputs): logits of classes, or predicted numbers
 
 Names and shapes are PyTorch's: layers.0.weight (out, in), layers.0.bias (out,), layers.1.weight ...
 """
@@ -19,38 +19,39 @@ from hvdtrain.system.exits import BAD_CONFIG, Failure
 
 @dataclass(frozen=True, kw_only=True)
 class MLPSpec:
-    """The sizes of the network. Raises Failure (BAD_CONFIG) for a value that makes no network."""
+    """Sizes of the network. Raises Failure (BAD_CONFIG) for invalid values."""
 
     inputs: int
     """Values per sample."""
     hidden: tuple[int, ...]
-    """Units of each hidden layer; () makes it linear."""
+    """Units of each hidden layer; () makes the model linear."""
     outputs: int
-    """Classes, or numbers to be found per sample."""
+    """Number of classes, or of predicted numbers per sample."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "hidden", tuple(self.hidden))  # JSON brings a list
+        object.__setattr__(self, "hidden", tuple(self.hidden))  # JSON contains a list
         if min(self.sizes) < 1:
-            raise Failure(f"model: layers of {', '.join(map(str, self.sizes))}; give at least 1 each", BAD_CONFIG)
+            sizes = ", ".join(map(str, self.sizes))
+            raise Failure(f"model: layers of {sizes} units; hint: each needs at least 1", BAD_CONFIG)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Values between layers, inputs and outputs included."""
+        """Values between layers, including inputs and outputs."""
         return (self.inputs, *self.hidden, self.outputs)
 
 
-def parameters(spec: MLPSpec, part: range | None = None) -> Shapes:
-    """Name and shape of every trained array, in the order of the layers; `part`: of these `layers` only."""
+def parameters(spec: MLPSpec, stage: range | None = None) -> Shapes:
+    """Name and shape of every trained array, in the order of the layers; `stage`: only these layers."""
     shapes: Shapes = {}
     for number, (inputs, outputs) in enumerate(itertools.pairwise(spec.sizes)):
-        if part is None or number in part:
+        if stage is None or number in stage:
             shapes[f"layers.{number}.weight"] = (outputs, inputs)
             shapes[f"layers.{number}.bias"] = (outputs,)
     return shapes
 
 
 def layers(spec: MLPSpec) -> list[Layer]:
-    """The network as a row of layers; the ReLU behind one belongs to the next."""
+    """The network as a sequence of layers; each ReLU belongs to the next layer."""
     return [
         Layer(
             name=f"layers.{number}",
@@ -62,21 +63,16 @@ def layers(spec: MLPSpec) -> list[Layer]:
     ]
 
 
-def dense(spec: MLPSpec) -> dict[str, int]:
-    """Weights of dense layers: name -> rows of inputs per sample."""
-    return {name: 1 for name, shape in parameters(spec).items() if len(shape) > 1}
-
-
 def multiply_adds(spec: MLPSpec) -> float:
-    """Multiply-adds of one layer for one sample, forward, mean over the layers; threads are chosen by it."""
+    """Mean multiply-adds of a layer for one sample, forward; used to choose the number of threads."""
     pairs = list(itertools.pairwise(spec.sizes))
     return sum(inputs * outputs for inputs, outputs in pairs) / len(pairs)
 
 
-def initial_state(spec: MLPSpec, seed: int, part: range | None = None) -> Arrays:
-    """Parameters before the first step, float32, a pure function of `spec` and `seed`; `part`: of these layers.
+def initial_state(spec: MLPSpec, seed: int, stage: range | None = None) -> Arrays:
+    """Parameters before the first step, float32; a pure function of `spec` and `seed`. `stage`: only these layers.
 
-    Keras' distributions, which Martin (2019) used (see `layers.glorot`). Raises Failure (BAD_CONFIG) for a negative
-    seed.
+    The distributions are those of Keras, which Martin (2019) used (see `layers.glorot`). Raises Failure (BAD_CONFIG)
+    for a negative seed.
     """
-    return glorot(seed, parameters(spec, part))
+    return glorot(seed, parameters(spec, stage))

@@ -15,17 +15,17 @@ Loss = Callable[[tf.Tensor, tf.Tensor], tuple[tf.Tensor, dict[str, tf.Tensor]]]
 
 
 def cross_entropy(logits: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
-    """Sum of the cross-entropies of logits (N, classes), and what `measures.Confusion` adds up; labels (N,) int64."""
+    """Sum of the cross-entropies of logits (N, classes), and the sums of `metrics.Confusion`; labels (N,) int64."""
     classes = logits.shape[1]
-    places = tf.cast(labels * classes + tf.argmax(logits, 1), tf.int32)
-    counts = tf.math.bincount(places, minlength=classes**2, maxlength=classes**2)
+    cells = tf.cast(labels * classes + tf.argmax(logits, 1), tf.int32)
+    counts = tf.math.bincount(cells, minlength=classes**2, maxlength=classes**2)
     losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
     return tf.reduce_sum(losses), {"confusion": counts}
 
 
 def squared_error(outputs: tf.Tensor, targets: tf.Tensor) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
-    """Sum of the squared errors, and what `measures.Regression` adds up; outputs (N, 1), targets (N,) or (N, 1)."""
-    sums = {name: tf.reduce_sum(each) for name, each in errors(outputs, targets).items()}
+    """Sum of the squared errors, and the sums of `metrics.Regression`; outputs (N, 1), targets (N,) or (N, 1)."""
+    sums = {name: tf.reduce_sum(values) for name, values in errors(outputs, targets).items()}
     return tf.reduce_sum((tf.reshape(outputs, tf.shape(targets)) - targets) ** 2), sums
 
 
@@ -38,14 +38,14 @@ class MLPTF(Held):
         loss: Loss,
         compute_dtype: tf.DType = tf.float32,
         scope: Scope = None,
-        part: range | None = None,
+        stage: range | None = None,
     ) -> None:
-        """`part`: these layers (`mlp.layers`) alone."""
-        super().__init__(parameters(spec, part), compute_dtype, scope)
-        self._loss, self._numbers = loss, list(part or range(len(spec.sizes) - 1))
+        """`stage`: only these layers (`mlp.layers`)."""
+        super().__init__(parameters(spec, stage), compute_dtype, scope)
+        self._loss, self._numbers = loss, list(stage or range(len(spec.sizes) - 1))
 
     def __call__(self, x: tf.Tensor, *_: tf.Tensor, training: bool = False) -> tf.Tensor:
-        """(N, outputs) float32 of x (N, inputs); of a part, what its layers make of what those before made."""
+        """(N, outputs) float32 of x (N, inputs); for a stage, its output for the previous stage's output."""
         x = tf.cast(x, self.compute_dtype)
         for number in self._numbers:
             x = self._linear(f"layers.{number}", tf.nn.relu(x) if number else x)
@@ -56,5 +56,5 @@ class MLPTF(Held):
         return np.asarray(self(tf.constant(x)).numpy())
 
     def loss(self, x: tf.Tensor, targets: tf.Tensor, training: bool) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
-        """The sum of losses, and the measure's sums."""
+        """The sum of losses, and the metric's sums."""
         return self._loss(self(x), targets)

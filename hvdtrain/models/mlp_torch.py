@@ -19,34 +19,34 @@ Loss = Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Sum of the cross-entropies of logits (N, classes), and what `measures.Confusion` adds up; labels (N,) int64."""
+    """Sum of the cross-entropies of logits (N, classes), and the sums of `metrics.Confusion`; labels (N,) int64."""
     classes = logits.shape[1]
     counts = torch.bincount(labels * classes + logits.argmax(1), minlength=classes**2)
     return F.cross_entropy(logits, labels, reduction="sum"), {"confusion": counts}
 
 
 def squared_error(outputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Sum of the squared errors, and what `measures.Regression` adds up; outputs (N, 1), targets (N,) or (N, 1)."""
-    sums = {name: each.sum() for name, each in errors(outputs.detach(), targets).items()}
+    """Sum of the squared errors, and the sums of `metrics.Regression`; outputs (N, 1), targets (N,) or (N, 1)."""
+    sums = {name: values.sum() for name, values in errors(outputs.detach(), targets).items()}
     return F.mse_loss(outputs.reshape(targets.shape), targets, reduction="sum"), sums
 
 
 class MLPTorch(nn.Module):
     """The network of `spec`, trained by `loss`: `cross_entropy` or `squared_error`.
 
-    `state_dict()` has exactly the names and shapes of `mlp.parameters`; its values are arbitrary until they are loaded.
+    `state_dict()` has exactly the names and shapes of `mlp.parameters`. Its values are undefined until they are loaded.
     """
 
-    def __init__(self, spec: MLPSpec, loss: Loss, part: range | None = None) -> None:
-        """`part`: these layers (`mlp.layers`) alone."""
+    def __init__(self, spec: MLPSpec, loss: Loss, stage: range | None = None) -> None:
+        """`stage`: only these layers (`mlp.layers`)."""
         super().__init__()
         sizes = list(itertools.pairwise(spec.sizes))
-        numbers = part or range(len(sizes))
+        numbers = stage or range(len(sizes))
         self.layers = nn.ModuleDict({str(number): skip_init(nn.Linear, *sizes[number]) for number in numbers})
         self._loss = loss
 
     def forward(self, x: Tensor, *_: Tensor) -> Tensor:
-        """(N, outputs) float32 of x (N, inputs); of a part, what its layers make of what those before made."""
+        """(N, outputs) float32 of x (N, inputs); for a stage, its output for the previous stage's output."""
         for number, layer in self.layers.items():
             if number != "0":
                 x = F.relu(x) if x.is_leaf else F.relu_(x)
@@ -59,5 +59,5 @@ class MLPTorch(nn.Module):
         return cast(np.ndarray, self(torch.from_numpy(x)).numpy())
 
     def loss(self, x: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The sum of losses, and the measure's sums."""
+        """The sum of losses, and the metric's sums."""
         return self._loss(self(x), targets)

@@ -1,4 +1,4 @@
-"""ResNet-34 as data: its numbers, layer plan, array shapes and initial values, for both frameworks.
+"""Description of ResNet-34 for both frameworks: layer plan, array shapes and initial values.
 
 He, Zhang, Ren, Sun: "Deep residual learning for image recognition", CVPR 2016 (arXiv:1512.03385), table 1, 34 layers:
 
@@ -8,9 +8,9 @@ He, Zhang, Ren, Sun: "Deep residual learning for image recognition", CVPR 2016 (
       head      mean over all positions, linear layer
     logits (N, classes)
 
-A stage halves the image in the first convolution of its first block. Where a block changes the shape, its shortcut is
-a 1x1 convolution and BatchNorm (option B of the paper), else the identity. Every window of size k is padded by k // 2
-on each side, so that any image size from 1x1 on works. `resnet_torch.py` and `resnet_tf.py` walk the plan below.
+Each stage halves the image in the first convolution of its first block. If a block changes the shape, its shortcut is a
+1x1 convolution with BatchNorm (option B of the paper), otherwise the identity. Every window of size k is padded by
+k // 2 on each side, so any image size from 1x1 works. `resnet_torch.py` and `resnet_tf.py` follow the plan below.
 
 Names and shapes are torchvision's (`resnet34`): convolutions (out, in, height, width), linear (out, in).
 """
@@ -30,7 +30,7 @@ NORM_EPSILON = 1e-5
 """Added to the variance in every BatchNorm."""
 
 NORM_MOMENTUM = 0.1
-"""Share of the newest batch in the running statistics (PyTorch's convention; the variance is the unbiased one)."""
+"""Weight of the newest batch in the running statistics (PyTorch's convention, with the unbiased variance)."""
 
 POOL_SIZE, POOL_STRIDE = 3, 2
 """Window and stride of the stem's max pooling."""
@@ -38,40 +38,39 @@ POOL_SIZE, POOL_STRIDE = 3, 2
 
 @dataclass(frozen=True, kw_only=True)
 class ResNetSpec:
-    """The sizes of the network. Raises Failure (BAD_CONFIG) for a value that makes no network."""
+    """Sizes of the network. Raises Failure (BAD_CONFIG) for invalid values."""
 
     channels: int = 3
     """Channels of the images: 1 for gray, 3 for colour."""
     classes: int = 1000
     """Number of logits per image."""
     width: float = 1.0
-    """Factor on the channels of every layer; 1.0 is ResNet-34, 0.25 has a sixteenth of its parameters."""
+    """Factor on the channels of every layer: 1.0 is ResNet-34; 0.25 has a sixteenth of its parameters."""
     zero_gamma: bool = False
-    """Start the last BatchNorm scale of each block at 0: each block starts as its shortcut (arXiv:1706.02677)."""
+    """Start the last BatchNorm scale of each block at 0, so that blocks start as their shortcuts (arXiv:1706.02677)."""
 
     def __post_init__(self) -> None:
         for name in ("channels", "classes"):
             if (value := getattr(self, name)) < 1:
-                raise Failure(f"model: {name} is {value}; give at least 1", BAD_CONFIG)
+                raise Failure(f"model: {name} is {value}, but must be at least 1", BAD_CONFIG)
         if not 1 / STEM_CHANNELS <= self.width <= MOST_WIDTH:
-            limits = f"{1 / STEM_CHANNELS:g} (one channel) to {MOST_WIDTH}"
-            raise Failure(f"model: width is {self.width}; give {limits}, 1.0 for ResNet-34", BAD_CONFIG)
+            limits = f"from {1 / STEM_CHANNELS:g} (one channel) to {MOST_WIDTH}"
+            raise Failure(f"model: width is {self.width}; hint: give a value {limits}; 1.0 is ResNet-34", BAD_CONFIG)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The layer plan.
+# --- the layer plan ---------------------------------------------------------------------------------------------------
 
 
 STEM_CHANNELS = 64
 MOST_WIDTH = 64
-"""87 billion parameters"""
+"""Gives 87 billion parameters"""
 STAGES = {"layer1": (64, 3, 1), "layer2": (128, 4, 2), "layer3": (256, 6, 2), "layer4": (512, 3, 2)}
 """Rows of the paper's table: output channels at width 1, number of blocks, stride of the first one."""
 
 
 @dataclass(frozen=True)
 class ConvNorm:
-    """A convolution without bias and the BatchNorm behind it, with the names of the two."""
+    """A convolution without bias, followed by BatchNorm, with the names of both."""
 
     conv: str
     norm: str
@@ -86,7 +85,7 @@ class ConvNorm:
         return self.size // 2
 
     def multiply_adds(self, height: int, width: int) -> int:
-        """Multiply-adds of one image with outputs of this size."""
+        """Multiply-adds for one image with outputs of this size."""
         return self.inputs * self.outputs * self.size**2 * height * width
 
 
@@ -110,8 +109,8 @@ class Plan:
 
     @property
     def rows(self) -> tuple[tuple[str, tuple[ConvNorm, ...]], ...]:
-        """What follows each other: the stem and each block, with its convolutions in torchvision's order."""
-        blocks = [(each.name, (each.first, each.second, each.shortcut)) for each in self.blocks]
+        """The stem and each block, with their convolutions in torchvision's order."""
+        blocks = [(block.name, (block.first, block.second, block.shortcut)) for block in self.blocks]
         return (("stem", (self.stem,)), *((name, tuple(filter(None, layers))) for name, layers in blocks))
 
     @property
@@ -121,7 +120,7 @@ class Plan:
 
 
 def plan(spec: ResNetSpec) -> Plan:
-    """Lay out the network of `spec`."""
+    """The layer plan of `spec`."""
     inputs = round(STEM_CHANNELS * spec.width)
     stem = ConvNorm("conv1", "bn1", spec.channels, inputs, size=7, stride=2)
     blocks = []
@@ -143,8 +142,7 @@ def _block(name: str, inputs: int, outputs: int, stride: int) -> Block:
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The arrays.
+# --- the arrays -------------------------------------------------------------------------------------------------------
 
 
 def _trained(layer: ConvNorm) -> Shapes:
@@ -159,71 +157,71 @@ def _running(layer: ConvNorm) -> Shapes:
     return {f"{layer.norm}.running_mean": (layer.outputs,), f"{layer.norm}.running_var": (layer.outputs,)}
 
 
-def _convolutions(spec: ResNetSpec, part: range | None) -> list[ConvNorm]:
-    """Those of the layers numbered `part`, of all for None."""
+def _convolutions(spec: ResNetSpec, stage: range | None) -> list[ConvNorm]:
+    """The convolutions of these layers, or of all for None."""
     rows = plan(spec).rows
-    return [layer for number, (_, found) in enumerate(rows) if part is None or number in part for layer in found]
+    return [layer for number, (_, layers) in enumerate(rows) if stage is None or number in stage for layer in layers]
 
 
-def parameters(spec: ResNetSpec, part: range | None = None) -> Shapes:
-    """Name and shape of every trained array, in torchvision's order; `part`: of these `layers` only."""
+def parameters(spec: ResNetSpec, stage: range | None = None) -> Shapes:
+    """Name and shape of every trained array, in torchvision's order; `stage`: only these layers."""
     network, shapes = plan(spec), Shapes()
-    for layer in _convolutions(spec, part):
+    for layer in _convolutions(spec, stage):
         shapes |= _trained(layer)
-    if part is None or len(network.rows) in part:
+    if stage is None or len(network.rows) in stage:
         shapes |= {"fc.weight": (spec.classes, network.features), "fc.bias": (spec.classes,)}
     return shapes
 
 
-def buffers(spec: ResNetSpec, part: range | None = None) -> Shapes:
-    """Name and shape of every BatchNorm running statistic, in torchvision's order; `part`: of these `layers` only."""
+def buffers(spec: ResNetSpec, stage: range | None = None) -> Shapes:
+    """Name and shape of every BatchNorm running statistic, in torchvision's order; `stage`: only these layers."""
     shapes = Shapes()
-    for layer in _convolutions(spec, part):
+    for layer in _convolutions(spec, stage):
         shapes |= _running(layer)
     return shapes
 
 
 def layers(spec: ResNetSpec, height: int, width: int) -> list[Layer]:
-    """The network as a row of layers, for images of this size: the stem, each block, and `fc`."""
-    network, found = plan(spec), list[Layer]()
+    """The network as a sequence of layers, for images of this size: the stem, each block, and `fc`."""
+    network, result = plan(spec), list[Layer]()
     for name, convolutions in network.rows:
         height, width = (-(-side // convolutions[0].stride) for side in (height, width))
         work = sum(layer.multiply_adds(height, width) for layer in convolutions)
-        held = sum(2 * layer.outputs for layer in convolutions) * height * width  # of each what comes out, and normed
+        held = sum(2 * layer.outputs for layer in convolutions) * height * width  # outputs of convolutions and norms
         if name == "stem":
             height, width = (-(-side // POOL_STRIDE) for side in (height, width))
         arrays = [array for layer in convolutions for array in (*_trained(layer), *_running(layer))]
         output = (height, width, convolutions[0].outputs)
-        found.append(Layer(name=name, arrays=tuple(arrays), output=output, multiply_adds=work, held=held))
+        result.append(Layer(name=name, arrays=tuple(arrays), output=output, multiply_adds=work, held=held))
     last = Layer(
         name="fc",
         arrays=("fc.weight", "fc.bias"),
         output=(spec.classes,),
         multiply_adds=network.features * spec.classes,
     )
-    return [*found, last]
+    return [*result, last]
 
 
 def multiply_adds(spec: ResNetSpec, height: int, width: int) -> float:
-    """Multiply-adds of one convolution for one image, forward, mean over the network; threads are chosen by it."""
+    """Mean multiply-adds of a convolution for one image, forward; used to choose the number of threads."""
     work = sum(layer.multiply_adds for layer in layers(spec, height, width)[:-1])
     return work / len(plan(spec).convolutions)
 
 
-def initial_state(spec: ResNetSpec, seed: int, part: range | None = None) -> Arrays:
-    """Parameters and buffers before the first step, float32, a pure function of `spec` and `seed`; `part`: of these
+def initial_state(spec: ResNetSpec, seed: int, stage: range | None = None) -> Arrays:
+    """Parameters and buffers before the first step, float32; a pure function of `spec` and `seed`. `stage`: only these
     layers.
 
-    The distributions are torchvision's, so that published recipes carry over: convolutions from He's normal with
-    variance 2 / fan_out (arXiv:1502.01852 shows that fan_in and fan_out serve alike), the linear layer uniform within
-    +-1 / sqrt(inputs), BatchNorm scale 1 (or 0, see `zero_gamma`) and offset 0.
+    The distributions are those of torchvision, so that published recipes apply: He's normal with variance 2 / fan_out
+    for convolutions (arXiv:1502.01852 shows that fan_in and fan_out are equally good); uniform within +-1 /
+    sqrt(inputs) for the linear layer; 1 for BatchNorm scales (or 0, see `zero_gamma`) and 0 for offsets.
 
     Raises Failure (BAD_CONFIG) for a negative seed.
     """
     network = plan(spec)
     zeros = {f"{block.second.norm}.weight" for block in network.blocks if spec.zero_gamma}
     state: Arrays = {}
-    for name, shape in (parameters(spec, part) | buffers(spec, part)).items():
+    for name, shape in (parameters(spec, stage) | buffers(spec, stage)).items():
         if len(shape) == 4:
             deviation = math.sqrt(2 / (shape[0] * shape[2] * shape[3]))
             state[name] = stream(seed, name).standard_normal(shape, np.float32) * np.float32(deviation)

@@ -1,4 +1,4 @@
-"""ResNet-34 in TensorFlow: walks the plan of `resnet.py` with native operations (Keras 3 adds overhead, no layer)."""
+"""ResNet-34 in TensorFlow: follows the plan of `resnet.py` with native operations, which are faster than Keras 3."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ Layer = Callable[[tf.Tensor, bool], tf.Tensor]
 
 
 class ResNetTF(Held):
-    """The network of `spec`: see `layers_tf.Held`. `buffers` (running statistics, each rank's own) are variables like
-    `weights`, and always float32, too."""
+    """The network of `spec`: see `layers_tf.Held`. `buffers` are the running statistics, which each rank has
+    separately: variables like `weights`, always float32."""
 
     def __init__(
-        self, spec: ResNetSpec, compute_dtype: tf.DType = tf.float32, scope: Scope = None, part: range | None = None
+        self, spec: ResNetSpec, compute_dtype: tf.DType = tf.float32, scope: Scope = None, stage: range | None = None
     ) -> None:
-        """`part`: these layers (`resnet.layers`) alone."""
-        super().__init__(resnet.parameters(spec, part), compute_dtype, scope)
+        """`stage`: only these layers (`resnet.layers`)."""
+        super().__init__(resnet.parameters(spec, stage), compute_dtype, scope)
         network = resnet.plan(spec)
-        shapes = resnet.buffers(spec, part)
+        shapes = resnet.buffers(spec, stage)
         self.buffers = {name: variable(name, shape, trainable=False) for name, shape in shapes.items()}
         self.statistics = dict.fromkeys(self.buffers, resnet.NORM_MOMENTUM)
         blocks = [functools.partial(self._block, block) for block in network.blocks]
         layers: list[Layer] = [functools.partial(self._stem, network.stem), *blocks, self._head]
-        self._layers = [layers[number] for number in part or range(len(layers))]
+        self._layers = [layers[number] for number in stage or range(len(layers))]
 
     def __call__(self, images: tf.Tensor, *_: tf.Tensor, training: bool) -> tf.Tensor:
-        """Logits (N, classes) float32 of images (N, H, W, channels); of a part, what its layers make of what those
-        before made. `training` updates the running statistics."""
+        """Logits (N, classes) float32 of images (N, H, W, channels); for a stage, its output for the previous stage's
+        output. `training` updates the running statistics."""
         x = tf.cast(images, self.compute_dtype)
         for layer in self._layers:
             x = layer(x, training)
         return tf.cast(x, tf.float32)
 
     def loss(self, images: tf.Tensor, labels: tf.Tensor, training: bool) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
-        """Sum of the cross-entropies, and how many images are classified correctly; labels (N,) int64."""
+        """Sum of the cross-entropies, and the number of correctly classified images; labels (N,) int64."""
         logits = self(images, training=training)
         losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
         return tf.reduce_sum(losses), {"correct": tf.math.count_nonzero(tf.argmax(logits, 1) == labels)}
 
     def _stem(self, layer: ConvNorm, x: tf.Tensor, training: bool) -> tf.Tensor:
         x = tf.nn.relu(self._conv_norm(layer, x, training))
-        x = padded(x, resnet.POOL_SIZE // 2)  # zeros never win over what a ReLU let through
+        x = padded(x, resnet.POOL_SIZE // 2)  # zeros are never larger than outputs of a ReLU
         return tf.nn.max_pool2d(x, resnet.POOL_SIZE, resnet.POOL_STRIDE, "VALID")
 
     def _block(self, block: Block, x: tf.Tensor, training: bool) -> tf.Tensor:

@@ -1,4 +1,4 @@
-"""ResNet-34 in PyTorch: walks the plan of `resnet.py`."""
+"""ResNet-34 in PyTorch: follows the plan of `resnet.py`."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from hvdtrain.models.resnet import Block, ConvNorm, ResNetSpec
 
 
 class ResNetTorch(Named):
-    """The network of `spec`: see `layers_torch.Named`. With `part` it is those layers (`resnet.layers`) alone."""
+    """The network of `spec`: see `layers_torch.Named`. With `stage` it has only these layers (`resnet.layers`)."""
 
-    def __init__(self, spec: ResNetSpec, part: range | None = None) -> None:
-        super().__init__(resnet.parameters(spec, part), resnet.buffers(spec, part))
+    def __init__(self, spec: ResNetSpec, stage: range | None = None) -> None:
+        super().__init__(resnet.parameters(spec, stage), resnet.buffers(spec, stage))
         network = resnet.plan(spec)
-        self.statistics = dict.fromkeys(resnet.buffers(spec, part), resnet.NORM_MOMENTUM)
+        self.statistics = dict.fromkeys(resnet.buffers(spec, stage), resnet.NORM_MOMENTUM)
         blocks = [functools.partial(self._block, block) for block in network.blocks]
         layers: list[Callable[[Tensor], Tensor]] = [functools.partial(self._stem, network.stem), *blocks, self._head]
-        self._layers = [layers[number] for number in part or range(len(layers))]
+        self._layers = [layers[number] for number in stage or range(len(layers))]
 
     def forward(self, images: Tensor, *_: Tensor) -> Tensor:
-        """Logits (N, classes) float32 of images (N, H, W, channels); of a part, what its layers make of what those
-        before made, both laid out like images."""
-        # A view, no copy: PyTorch's channels-last. Activations stay so; the weights stay contiguous, so that their
-        # gradients lie in memory as strategies and checkpoints want them. On CPUs that is within 10 % of weights in
-        # channels-last, slower or faster by image size; all in channels-first loses 20 % on larger images when narrow.
-        # Where a picture is one pixel, strides do not tell the two apart, but kernels choose by them: a part gives
-        # its layers those of the whole model, or sums would be rounded in another order.
+        """Logits (N, classes) float32 of images (N, H, W, channels); for a stage, its output for the previous stage's
+        output, both laid out like images."""
+        # permute makes a view in PyTorch's channels-last format, and activations stay so. The weights stay contiguous,
+        # as strategies and checkpoints need their gradients. On CPUs this is within 10 % of channels-last weights,
+        # slower or faster depending on the image size. Channels-first loses 20 % on larger images in narrow networks.
+        # For an image of one pixel, strides do not distinguish the two formats, but kernels choose by them. A stage
+        # must give its layers the strides of the whole model, or sums would be rounded in another order.
         pixel = images.shape[1:3] == (1, 1)
         x = images.flatten(1)[:, :, None, None] if pixel else images.permute(0, 3, 1, 2)
         for layer in self._layers:
@@ -42,7 +42,7 @@ class ResNetTorch(Named):
         return x.flatten(1)[:, None, None, :] if x.shape[2:] == (1, 1) else x.permute(0, 2, 3, 1)
 
     def loss(self, images: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Sum of the cross-entropies, and how many images are classified correctly; labels (N,) int64."""
+        """Sum of the cross-entropies, and the number of correctly classified images; labels (N,) int64."""
         logits = self(images)
         return F.cross_entropy(logits, labels, reduction="sum"), {"correct": (logits.argmax(1) == labels).sum()}
 

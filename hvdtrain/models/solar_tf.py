@@ -1,4 +1,4 @@
-"""The CNN of `solar.py` in TensorFlow, and the loss of all networks there."""
+"""The CNN of `solar.py` in TensorFlow, and the loss of all solar networks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hvdtrain.models.solar import CHANNELS, POOL, CNNSpec, parameters, sides
 
 
 def forecast_error(outputs: tf.Tensor, targets: tf.Tensor) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
-    """Sum of the squared errors, and what `hvdtrain.solar.Forecast` adds up; outputs (N, 1), targets (N, 2): the
-    reading that is to be found, and the last one that was seen."""
+    """Sum of the squared errors, and the sums of `hvdtrain.solar.Forecast`; outputs (N, 1), targets (N, 2): the reading
+    to predict, and the last one of the window."""
     truth, last = tf.unstack(targets, 2, 1)
     loss, sums = squared_error(outputs, truth)
     persistence = tf.reduce_sum((tf.cast(last, tf.float64) - tf.cast(truth, tf.float64)) ** 2)
@@ -22,19 +22,19 @@ class CNNTF(Held):
     """The network of `spec`: see `layers_tf.Held`."""
 
     def __init__(
-        self, spec: CNNSpec, compute_dtype: tf.DType = tf.float32, scope: Scope = None, part: range | None = None
+        self, spec: CNNSpec, compute_dtype: tf.DType = tf.float32, scope: Scope = None, stage: range | None = None
     ) -> None:
-        """`part`: these `solar.layers` alone."""
-        super().__init__(parameters(spec, part), compute_dtype, scope)
+        """`stage`: only these layers (`solar.layers`)."""
+        super().__init__(parameters(spec, stage), compute_dtype, scope)
         self.spec = spec
         layers = [self._convolved, self._first, self._second]
-        self._layers = [layers[number] for number in part or range(len(layers))]
+        self._layers = [layers[number] for number in stage or range(len(layers))]
 
     def __call__(
         self, maps: tf.Tensor, targets: tf.Tensor = None, key: tf.Tensor = None, training: bool = False
     ) -> tf.Tensor:
-        """(N, 1) float32 of maps (N, side, side); of a part, what its layers make of what those before made. With a key
-        (2,) int64 dropout draws from it in `training`: equal keys, equal masks."""
+        """(N, 1) float32 of maps (N, side, side); for a stage, its output for the previous stage's output. In
+        `training` dropout is a function of the key (2,) int64."""
         x, drawn = tf.cast(maps, self.compute_dtype), tf.ensure_shape(key, (2,)) if training else None
         for layer in self._layers:
             x = layer(x, drawn)
@@ -56,5 +56,5 @@ class CNNTF(Held):
     def loss(
         self, maps: tf.Tensor, targets: tf.Tensor, key: tf.Tensor, training: bool
     ) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
-        """The sum of losses, and the measure's sums."""
+        """The sum of losses, and the metric's sums."""
         return forecast_error(self(maps, targets, key, training), targets)

@@ -1,4 +1,4 @@
-"""The CNN of `solar.py` in PyTorch, and the loss of all networks there."""
+"""The CNN of `solar.py` in PyTorch, and the loss of all solar networks."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from hvdtrain.models.solar import POOL, CNNSpec, parameters
 
 
 def forecast_error(outputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Sum of the squared errors, and what `hvdtrain.solar.Forecast` adds up; outputs (N, 1), targets (N, 2): the
-    reading that is to be found, and the last one that was seen."""
+    """Sum of the squared errors, and the sums of `hvdtrain.solar.Forecast`; outputs (N, 1), targets (N, 2): the reading
+    to predict, and the last one of the window."""
     truth, last = targets.unbind(1)
     loss, sums = squared_error(outputs, truth)
     return loss, sums | {"persistence": (last.double() - truth.double()).square().sum()}
 
 
 class CNNTorch(Named):
-    """The network of `spec`: see `layers_torch.Named`. With `part` it is those layers (`solar.layers`) alone."""
+    """The network of `spec`: see `layers_torch.Named`. With `stage` it has only these layers (`solar.layers`)."""
 
-    def __init__(self, spec: CNNSpec, part: range | None = None) -> None:
-        super().__init__(parameters(spec, part))
+    def __init__(self, spec: CNNSpec, stage: range | None = None) -> None:
+        super().__init__(parameters(spec, stage))
         self.spec = spec
         layers = [self._convolved, self._first, self._second]
-        self._layers = [layers[number] for number in part or range(len(layers))]
+        self._layers = [layers[number] for number in stage or range(len(layers))]
 
     def forward(self, maps: Tensor, targets: Tensor | None = None, key: Tensor | None = None) -> Tensor:
-        """(N, 1) float32 of maps (N, side, side); of a part, what its layers make of what those before made. With a key
-        (2,) int64 dropout draws from it in training: equal keys, equal masks."""
+        """(N, 1) float32 of maps (N, side, side); for a stage, its output for the previous stage's output. In training
+        dropout is a function of the key (2,) int64."""
         x = maps
         for layer in self._layers:
             x = layer(x, key if self.training else None)
@@ -48,5 +48,5 @@ class CNNTorch(Named):
         return F.linear(dropped(x, self.spec.dropout[1], None if key is None else key + 1), *self._layer("dense2"))
 
     def loss(self, maps: Tensor, targets: Tensor, key: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The sum of losses, and the measure's sums."""
+        """The sum of losses, and the metric's sums."""
         return forecast_error(self(maps, targets, key), targets)

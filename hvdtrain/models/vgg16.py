@@ -1,7 +1,7 @@
-"""VGG16 up to its second fully connected layer, as data: the layer plan, array shapes, preprocessing, random weights.
+"""Description of VGG16 up to its second fully connected layer: layer plan, array shapes, preprocessing.
 
 Simonyan, Zisserman: "Very deep convolutional networks for large-scale image recognition", ICLR 2015
-(arXiv:1409.1556), configuration D. Of 16 layers the last, which tells ImageNet's classes apart, is left out:
+(arXiv:1409.1556), configuration D. The last of its 16 layers, which classifies ImageNet, is left out:
 
     images (N, 224, 224, 3) uint8, RGB
       5 stages   of 2, 2, 3, 3, 3 convolutions 3x3 / 1, each with ReLU; a stage ends with 2x2 max pooling / 2
@@ -9,9 +9,8 @@ Simonyan, Zisserman: "Very deep convolutional networks for large-scale image rec
       2 layers   fully connected, 4096 each, each with ReLU
     features (N, 4096) float32, none negative
 
-The network is frozen: it turns pictures into features once and is never trained here, so nothing of it is exchanged
-between ranks. `vgg16_torch.py` and `vgg16_tf.py` walk `LAYERS`; `vgg16_weights.py` imports published weights.
-
+The network is frozen: it computes features once and is not trained, so nothing of it is exchanged between ranks.
+`vgg16_torch.py` and `vgg16_tf.py` follow `LAYERS`; `vgg16_weights.py` imports published weights.
 Names and shapes are torchvision's (`vgg16`): convolutions (out, in, height, width), linear (out, in).
 """
 
@@ -26,10 +25,10 @@ import numpy as np
 from hvdtrain.models.layers import Arrays, Shapes, uniform
 
 IMAGE_SIZE = (224, 224)
-"""(height, width) of the pictures; another size does not fit the first fully connected layer."""
+"""(height, width) of the images; other sizes do not fit the first fully connected layer."""
 
 FEATURES = 4096
-"""Values that describe a picture: the outputs of the second fully connected layer."""
+"""Number of features per image: outputs of the second fully connected layer."""
 
 STAGES = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))
 """Channels and number of convolutions of each stage."""
@@ -38,7 +37,7 @@ POOL = "pool"
 """In `LAYERS`: 2x2 max pooling with stride 2."""
 
 LINEAR = ("classifier.0", "classifier.3")
-"""The two fully connected layers, in order (torchvision counts ReLU and dropout as layers, too)."""
+"""The two fully connected layers, in order (torchvision counts ReLU and dropout as layers too)."""
 
 
 def _layers() -> tuple[str, ...]:
@@ -46,22 +45,22 @@ def _layers() -> tuple[str, ...]:
     for _, convolutions in STAGES:
         for _ in range(convolutions):
             names.append(f"features.{number}")
-            number += 2  # the ReLU behind it has a number of its own
+            number += 2  # the ReLU after it has its own number
         names.append(POOL)
         number += 1
     return tuple(names)
 
 
 LAYERS = _layers()
-"""What happens to an image before it is flattened, in order: names of convolutions, and `POOL`."""
+"""Operations before flattening, in order: names of convolutions, and `POOL`."""
 
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """How values 0..255 become what the first convolution expects: x * scale + shift, one of each per channel."""
+    """Conversion of values 0..255 to the first convolution's input: x * scale + shift, per channel."""
 
     reverse: bool
-    """The network sees blue, green, red. `scale` and `shift` are in the network's order."""
+    """Whether the network expects blue, green, red. `scale` and `shift` are in the network's order."""
     scale: tuple[float, ...]
     shift: tuple[float, ...]
 
@@ -74,10 +73,10 @@ PREPROCESSING = {
         scale=tuple(1 / (255 * deviation) for deviation in _DEVIATION),
         shift=tuple(-mean / deviation for mean, deviation in zip(_MEAN, _DEVIATION, strict=True)),
     ),
-    # x - mean, as the authors trained it in Caffe; Keras distributes those weights
+    # x - mean, as the authors trained the network in Caffe; Keras distributes those weights
     "caffe": Preprocessing(reverse=True, scale=(1.0, 1.0, 1.0), shift=(-103.939, -116.779, -123.68)),
 }
-"""By name. Weights need the preprocessing that they were trained with."""
+"""Preprocessing by name. Weights need the one that they were trained with."""
 
 
 def parameters() -> Shapes:
@@ -96,10 +95,10 @@ def parameters() -> Shapes:
 
 
 def random_weights(seed: int) -> Arrays:
-    """Random weights, float32, a pure function of `seed`: to try everything without a download.
+    """Random weights, float32, a pure function of `seed`, for tests without a download.
 
-    Uniform with He's variance, 2 / inputs (arXiv:1502.01852), which keeps activations at one size through all ReLUs;
-    biases 0. Raises Failure (BAD_CONFIG) for a negative seed.
+    They are uniform with He's variance, 2 / inputs (arXiv:1502.01852), which keeps the scale of activations through all
+    ReLUs; biases are 0. Raises Failure (BAD_CONFIG) for a negative seed.
     """
     return {
         name: np.zeros(shape, np.float32)

@@ -1,4 +1,4 @@
-"""VGG16's features in TensorFlow: walks the plan of `vgg16.py` with native operations."""
+"""VGG16's features in TensorFlow: follows the plan of `vgg16.py` with native operations."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from hvdtrain.models.vgg16 import LAYERS, LINEAR, POOL, PREPROCESSING
 
 
 class Vgg16TF:
-    """The frozen network of `arrays` (neutral names and shapes): tensors, no variables, so nothing can train it.
+    """The frozen network with these `arrays` (PyTorch's names and shapes): tensors, not variables, so it cannot be
+    trained.
 
-    `preprocessing` is a name of `vgg16.PREPROCESSING`, `device` what `frameworks.tensorflow.prepare` returns.
+    `preprocessing` is a name in `vgg16.PREPROCESSING`; `device` is a result of `frameworks.tensorflow.prepare`.
     """
 
     def __init__(self, arrays: Mapping[str, NDArray[Any]], preprocessing: str, device: str = "cpu") -> None:
         self.device = device
         self._about = PREPROCESSING[preprocessing]
-        # A rank sees one GPU only, which TensorFlow counts as 0 whatever its number in the machine.
+        # A rank sees only one GPU, which TensorFlow numbers 0 whatever its number in the machine.
         self._place = "/cpu:0" if device == "cpu" else "/gpu:0"
         channels = arrays[f"{[layer for layer in LAYERS if layer != POOL][-1]}.bias"].size
         with tf.device(self._place):
             self._arrays = {name: tf.constant(_turned(name, array, channels)) for name, array in arrays.items()}
-        pictures = tf.TensorSpec([None, None, None, 3], tf.uint8)
-        self._graph = tf.function(self._features, input_signature=[pictures], autograph=False)
+        images = tf.TensorSpec([None, None, None, 3], tf.uint8)
+        self._graph = tf.function(self._features, input_signature=[images], autograph=False)
 
     def __call__(self, images: NDArray[np.uint8]) -> NDArray[np.float32]:
         """Features (n, 4096) float32 of images (n, 224, 224, 3) uint8, RGB."""
@@ -52,9 +53,9 @@ class Vgg16TF:
 
 
 def _turned(name: str, array: NDArray[Any], channels: int) -> NDArray[Any]:
-    """As TensorFlow multiplies: kernels (height, width, in, out), linear (in, out).
+    """The array in TensorFlow's layout: kernels (height, width, in, out), linear (in, out).
 
-    Images are flattened with their channels last here, so the first linear layer's inputs are put into that order.
+    TensorFlow flattens images with channels last, so the inputs of the first linear layer are reordered.
     """
     if array.ndim == 4:
         return array.transpose(2, 3, 1, 0)

@@ -1,4 +1,4 @@
-"""VGG16's features in PyTorch: walks the plan of `vgg16.py`. Also reads the state dict in which weights come."""
+"""VGG16's features in PyTorch: follows the plan of `vgg16.py`. Also reads state dicts of published weights."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from hvdtrain.system.exits import BAD_DATA, Failure
 
 
 class Vgg16Torch:
-    """The frozen network of `arrays` (neutral names and shapes). No module: nothing in it can be trained by accident.
+    """The frozen network with these `arrays` (PyTorch's names and shapes): not a module, so it cannot be trained.
 
-    `preprocessing` is a name of `vgg16.PREPROCESSING`, `device` what `frameworks.pytorch.prepare` returns.
+    `preprocessing` is a name in `vgg16.PREPROCESSING`; `device` is a result of `frameworks.pytorch.prepare`.
     """
 
     def __init__(self, arrays: Mapping[str, NDArray[Any]], preprocessing: str, device: str = "cpu") -> None:
@@ -38,13 +38,13 @@ class Vgg16Torch:
     def _features(self, images: Tensor) -> Tensor:
         x = images.flip(3) if self._reverse else images
         x = x.to(torch.float32).mul_(self._scale).add_(self._shift)
-        x = x.permute(0, 3, 1, 2)  # a view, no copy: PyTorch's channels-last
+        x = x.permute(0, 3, 1, 2)  # a view in PyTorch's channels-last format
         for layer in LAYERS:
             if layer == POOL:
                 x = F.max_pool2d(x, 2)
             else:
                 x = F.relu_(F.conv2d(x, *self._layer(layer), padding=1))
-        x = x.flatten(1)  # channels first, whatever the order in memory
+        x = x.flatten(1)  # channels first, whatever the memory format
         for layer in LINEAR:
             x = F.relu_(F.linear(x, *self._layer(layer)))
         return x
@@ -54,24 +54,24 @@ class Vgg16Torch:
 
 
 def _tensor(array: NDArray[Any], device: str) -> Tensor:
-    """Kernels in channels-last, as the activations are: on a CPU that is 1.4 times as fast as channels-first."""
+    """A tensor; kernels are channels-last like the activations, which is 1.4 times as fast on a CPU."""
     order = torch.channels_last if array.ndim == 4 else torch.contiguous_format
-    with warnings.catch_warnings():  # of arrays that are read-only: nothing here writes to them
+    with warnings.catch_warnings():  # about read-only arrays, which are not written to
         warnings.simplefilter("ignore", UserWarning)
         return torch.from_numpy(array).to(device=device, memory_format=order)
 
 
 def read_state_dict(path: Path) -> dict[str, NDArray[Any]]:
-    """The tensors in a file of `torch.save`, as float32 arrays; nothing but tensors is unpickled.
+    """The tensors in a file of `torch.save`, as float32 arrays; only tensors are unpickled.
 
-    Raises Failure (BAD_DATA), which names the file, if it holds anything else or is damaged.
+    Raises Failure (BAD_DATA), naming the file, if it contains anything else or is damaged.
     """
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # of many types, by what is wrong with the pickle
+        contents = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # the type depends on the kind of damage
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise Failure(f"{path}: PyTorch reads no state dict from it ({reason:.120})", BAD_DATA) from None
-    if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
-        hint = "save model.state_dict() and give that"
-        raise Failure(f"{path}: holds {type(found).__name__} that is no state dict of tensors: {hint}", BAD_DATA)
-    return {str(name): value.detach().to(torch.float32).numpy() for name, value in found.items()}
+        raise Failure(f"{path}: PyTorch cannot read a state dict from it ({reason:.120})", BAD_DATA) from None
+    if not isinstance(contents, dict) or not all(isinstance(value, Tensor) for value in contents.values()):
+        message = f"{path} contains {type(contents).__name__}, not a state dict of tensors"
+        raise Failure(f"{message}; hint: save model.state_dict() instead", BAD_DATA)
+    return {str(name): value.detach().to(torch.float32).numpy() for name, value in contents.items()}

@@ -1,18 +1,18 @@
-"""VGG16's weights as they are published -> our own file: `hvdtrain data vgg16 WEIGHTS DST`.
+"""Import published weights of VGG16: `hvdtrain data vgg16 WEIGHTS DST`.
 
-**In** (told apart by content, not by name):
+**Input** (recognized by content, not by name):
   torchvision   its state dict, a file of `torch.save`; or safetensors or npz with the same names
   Keras         npz or safetensors with the arrays of `keras.applications.VGG16` under their paths in the model,
-                `block1_conv1/kernel`; Keras 2 wrote `:0` behind
+                such as `block1_conv1/kernel`; Keras 2 appended `:0`
 
-**Out**: safetensors with torchvision's names and shapes, float32, without the last layer; its metadata tells the
-schema, the preprocessing that the weights were trained with, the source's name and SHA-256, and a digest of the
-arrays. The same weights have the same digest whatever file they came in.
+**Output**: safetensors with torchvision's names and shapes, float32, without the last layer. Its metadata contains the
+schema, the preprocessing of the training, the source's name and SHA-256, and a digest of the arrays. Equal weights have
+equal digests, whatever file they came from.
 
-Keras keeps convolutions as (height, width, in, out) and linear layers as (in, out), and flattens images with their
-channels last; torchvision keeps (out, in, height, width) and (out, in), and flattens channels first. So the inputs of
-the first linear layer change their order. Torchvision's weights expect its own normalisation of RGB, those that Keras
-distributes Caffe's of BGR (see `vgg16.PREPROCESSING`).
+Keras stores convolutions as (height, width, in, out) and linear layers as (in, out), and flattens images with channels
+last. torchvision stores (out, in, height, width) and (out, in), and flattens channels first, so the inputs of the first
+linear layer are reordered. torchvision's weights expect its own normalization of RGB, and those from Keras expect
+Caffe's of BGR (see `vgg16.PREPROCESSING`).
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from hvdtrain.system.exits import BAD_DATA, CANNOT_WRITE, IO_ERROR, Failure
 
 SCHEMA = "hvdtrain.vgg16/1"
 SUMMARY = "hvdtrain.data.vgg16/1"
-MOST_BYTES = 2 * 10**9  # of weights: VGG16 in float64 has 1.1
-HEAD_BYTES = 2**20  # no header of ours is larger, so that a foreign file is not read as one
+MOST_BYTES = 2 * 10**9  # limit for weights; VGG16 in float64 has 1.1
+HEAD_BYTES = 2**20  # larger than any header written here
 CONVOLUTIONS = tuple(name for name in LAYERS if name != POOL)
 KERAS_LAYERS = {
     **dict(
@@ -61,34 +61,34 @@ FROM_KERAS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Vgg16Config:
-    """What `hvdtrain data vgg16` does."""
+    """Options of `hvdtrain data vgg16`."""
 
     source: str
     """File with published weights: torchvision's .pth, or torchvision's or Keras' arrays as .npz or .safetensors."""
     destination: str
-    """File to make, for example vgg16.safetensors; must not exist."""
+    """File to create, for example vgg16.safetensors; must not exist."""
     dry_run: bool = False
     """Only read and check the source."""
 
 
-# 1. Import.
+# --- 1. import --------------------------------------------------------------------------------------------------------
 
 
 def import_weights(config: Vgg16Config) -> dict[str, Any]:
     """Imports the weights and returns a summary fit for JSON.
 
-    Raises Failure: BAD_DATA for a source that is missing, foreign, damaged or lacks arrays, CANNOT_WRITE or IO_ERROR
-    if the destination exists or cannot be written.
+    Raises Failure: BAD_DATA for a missing, foreign, damaged or incomplete source, CANNOT_WRITE or IO_ERROR if the
+    destination exists or cannot be written.
     """
     source, destination = Path(config.source), Path(config.destination).absolute()
     if destination.exists():
-        raise Failure(f"{destination} exists: remove it, or choose another destination", CANNOT_WRITE)
+        raise Failure(f"{destination} exists; hint: remove it, or choose another destination", CANNOT_WRITE)
     try:
         with files.open_plain(source) as file:
             if (size := os.fstat(file.fileno()).st_size) > MOST_BYTES:
-                raise Failure(f"{source}: {size / 1e9:.1f} GB are more than VGG16 has", BAD_DATA)
+                raise Failure(f"{source}: {size / 1e9:.1f} GB, more than the weights of VGG16", BAD_DATA)
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        arrays, preprocessing = neutral(_read(source), source)
+        arrays, preprocessing = convert(_read(source), source)
     except OSError as error:
         raise files.refused(source, error, BAD_DATA, "give a file of published weights") from None
     about = {
@@ -112,31 +112,31 @@ def import_weights(config: Vgg16Config) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, NDArray[Any]]:
-    """The arrays in a file of any accepted format. Raises Failure (BAD_DATA) if it is of none."""
+    """The arrays in a file of any supported format. Raises Failure (BAD_DATA) for any other file."""
     with path.open("rb") as file:
         head = file.read(9)
     if head.startswith(b"\x89HDF"):
-        convert = FROM_KERAS.format(path=str(path))
-        raise Failure(f'{path} is HDF5: where Keras is, turn it into npz with `python -c "{convert}"`', BAD_DATA)
+        command = FROM_KERAS.format(path=str(path))
+        raise Failure(f'{path} is HDF5; hint: where Keras is installed, run `python -c "{command}"`', BAD_DATA)
     try:
         if head.startswith(b"PK") and any(name.endswith(".npy") for name in zipfile.ZipFile(path).namelist()):
             return _npz(path)
         if head[8:9] == b"{":
             return _safetensors(path)
     except (ValueError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError) as error:
-        raise Failure(f"{path} is damaged ({error}): download it again", BAD_DATA) from None
-    if not head.startswith((b"PK", b"\x80")):  # a zip of tensors, or a plain pickle as torchvision's still is
-        raise Failure(f"{path} is none of torch.save's files, npz and safetensors", BAD_DATA)
+        raise Failure(f"{path} is damaged ({error}); hint: download it again", BAD_DATA) from None
+    if not head.startswith((b"PK", b"\x80")):  # torch.save writes a zip of tensors, or a plain pickle for torchvision
+        raise Failure(f"{path} is not a file of torch.save, npz or safetensors", BAD_DATA)
     try:
         from hvdtrain.models.vgg16_torch import read_state_dict
     except ImportError:
         hint = "`pip install torch`, or give npz or safetensors"
-        raise Failure(f"{path} is a file of torch.save, which only PyTorch reads: {hint}", BAD_DATA) from None
+        raise Failure(f"{path} is a file of torch.save, which needs PyTorch; hint: {hint}", BAD_DATA) from None
     return read_state_dict(path)
 
 
 def _safetensors(path: Path) -> Arrays:
-    """The arrays of a safetensors file. Raises ValueError, also for numbers that NumPy lacks (BF16)."""
+    """The arrays of a safetensors file. Raises ValueError, also for types that NumPy does not have (BF16)."""
     from safetensors import SafetensorError
     from safetensors.numpy import load_file
 
@@ -147,7 +147,7 @@ def _safetensors(path: Path) -> Arrays:
 
 
 def _npz(path: Path) -> dict[str, NDArray[Any]]:
-    """The arrays of an npz file, each seen to be floats and as long as its head says before it is unpacked.
+    """The arrays of an npz file. Each must be floats, and its length must match its header, before it is unpacked.
 
     Raises ValueError, and what zipfile raises.
     """
@@ -159,56 +159,53 @@ def _npz(path: Path) -> dict[str, NDArray[Any]]:
             with archive.open(member) as file:
                 shape, _, kind = arrays_file.read_npy_head(file)
                 if kind.kind != "f" or file.tell() + math.prod(shape) * kind.itemsize != member.file_size:
-                    what = f"{member.filename!r:.80}, {kind!s:.80} {shape!s:.80},"
-                    raise ValueError(f"{what} does not fit its {member.file_size} bytes")
+                    array = f"{member.filename!r:.80}, {kind!s:.80} {shape!s:.80},"
+                    raise ValueError(f"{array} does not match its {member.file_size} bytes")
     with np.load(path, allow_pickle=False) as npz:
         return dict(npz)
 
 
-# 2. From published names and shapes to ours.
+# --- 2. convert published names and shapes ----------------------------------------------------------------------------
 
 
-def neutral(found: Mapping[str, NDArray[Any]], source: Path) -> tuple[Arrays, str]:
-    """Our arrays from published ones, and the name of their preprocessing.
+def convert(published: Mapping[str, NDArray[Any]], source: Path) -> tuple[Arrays, str]:
+    """Arrays with torchvision's names and shapes, and the name of their preprocessing.
 
-    Raises Failure (BAD_DATA) that names `source` and the array which is missing, too many, of the wrong shape or not
-    finite.
+    Raises Failure (BAD_DATA), naming `source` and the array, for one that is missing, unknown, of the wrong shape or
+    not finite.
     """
-    keras = any(KERAS_NAME.search(name) for name in found)
-    arrays = _from_keras(found) if keras else {n: a for n, a in found.items() if not n.startswith(IGNORED)}
+    keras = any(KERAS_NAME.search(name) for name in published)
+    arrays = _from_keras(published) if keras else {n: a for n, a in published.items() if not n.startswith(IGNORED)}
     shapes = parameters()
     missing = [name for name in shapes if name not in arrays]
     if missing and all(name.startswith("classifier.") for name in missing):
-        raise Failure(
-            f"{source} ends before the fully connected layers ('notop'), whose second one makes the features: get the"
-            " file with the top",
-            BAD_DATA,
-        )
+        message = f"{source} does not contain the fully connected layers ('notop')"
+        raise Failure(f"{message}; hint: get the file with the top", BAD_DATA)
     unknown = [name for name in arrays if name not in shapes]
     if missing or unknown:
-        what = f"lacks {missing[0]}" if missing else f"also holds {unknown[0]}"
-        raise Failure(f"{source} is not VGG16 without batch normalisation: it {what}", BAD_DATA)
+        what = f"{missing[0]} is missing" if missing else f"{unknown[0]} is unknown"
+        raise Failure(f"{source} is not VGG16 without batch normalization: {what}", BAD_DATA)
     for name, shape in shapes.items():
         if arrays[name].shape != shape:
-            raise Failure(f"{source}: {name} has shape {arrays[name].shape}, VGG16's is {shape}", BAD_DATA)
+            raise Failure(f"{source}: {name} has shape {arrays[name].shape}, not {shape}", BAD_DATA)
         arrays[name] = np.ascontiguousarray(arrays[name], np.float32)
         if not np.isfinite(arrays[name]).all():
             hint = "get weights that were trained with the top"
-            raise Failure(f"{source}: {name} holds values that are no finite numbers: {hint}", BAD_DATA)
+            raise Failure(f"{source}: {name} contains infinite values or NaN; hint: {hint}", BAD_DATA)
     return {name: arrays[name] for name in shapes}, "caffe" if keras else "torchvision"
 
 
-def _from_keras(found: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-    """Keras' arrays under our names and in our order; what is not VGG16's keeps its name."""
+def _from_keras(published: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """Keras' arrays with torchvision's names and layout; unknown arrays keep their names."""
     arrays: dict[str, NDArray[Any]] = {}
-    for name, array in found.items():
-        known = KERAS_NAME.search(name)
-        if known is None or known[1] not in KERAS_LAYERS:
-            if known is None or known[1] not in IGNORED:
+    for name, array in published.items():
+        match = KERAS_NAME.search(name)
+        if match is None or match[1] not in KERAS_LAYERS:
+            if match is None or match[1] not in IGNORED:
                 arrays[name] = array
             continue
-        layer = KERAS_LAYERS[known[1]]
-        leaf = "bias" if known[2] == "bias" else "weight"
+        layer = KERAS_LAYERS[match[1]]
+        leaf = "bias" if match[2] == "bias" else "weight"
         if array.ndim == 4:
             array = array.transpose(3, 2, 0, 1)
         elif array.ndim == 2:
@@ -218,18 +215,18 @@ def _from_keras(found: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
 
 
 def _channels_first(matrix: NDArray[Any]) -> NDArray[Any]:
-    """Rows for images flattened as (height, width, channels) -> rows for (channels, height, width)."""
+    """Reorders the rows from images flattened as (height, width, channels) to (channels, height, width)."""
     channels, positions = STAGES[-1][0], matrix.shape[0] // STAGES[-1][0]
     if matrix.shape[0] != channels * positions:
-        return matrix  # its shape will be found to be wrong
+        return matrix  # its wrong shape is reported later
     return matrix.reshape(positions, channels, -1).transpose(1, 0, 2).reshape(matrix.shape)
 
 
-# 3. Our file.
+# --- 3. hvdtrain's file -----------------------------------------------------------------------------------------------
 
 
 def _write(destination: Path, arrays: Arrays, about: dict[str, str]) -> None:
-    """Writes the file whole or not at all. Raises Failure (CANNOT_WRITE, IO_ERROR)."""
+    """Writes the complete file, or none. Raises Failure (CANNOT_WRITE, IO_ERROR)."""
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
@@ -243,21 +240,20 @@ def _write(destination: Path, arrays: Arrays, about: dict[str, str]) -> None:
     except (OSError, SafetensorError) as error:
         denied = isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise Failure(
-            f"{destination}: {reason}: make room, or choose another place", CANNOT_WRITE if denied else IO_ERROR
-        ) from None
+        hint = "free some space, or choose another destination"
+        raise Failure(f"{destination}: {reason}; hint: {hint}", CANNOT_WRITE if denied else IO_ERROR) from None
     finally:
         with contextlib.suppress(OSError):
             unfinished.unlink(missing_ok=True)
 
 
 def read_head(path: str | Path) -> dict[str, str]:
-    """The metadata of a file made by `import_weights`, without its arrays: preprocessing, digest, source ...
+    """The metadata of a file made by `import_weights`, without reading its arrays: preprocessing, digest, source.
 
-    Enough to know whether features made with it are in the cache. Raises Failure (BAD_DATA) for any other file.
+    This is enough to look up cached features. Raises Failure (BAD_DATA) for any other file.
     """
     path = Path(path)
-    hint = "import published weights first, with `hvdtrain data vgg16`"
+    hint = "import published weights with `hvdtrain data vgg16`"
     try:
         with files.open_plain(path) as file:
             length = int.from_bytes(file.read(8), "little")
@@ -269,14 +265,14 @@ def read_head(path: str | Path) -> dict[str, str]:
     if not isinstance(about, dict) or not all(isinstance(value, str) for value in about.values()):
         about = {}
     if about.get("schema") != SCHEMA or about.get("preprocessing") not in PREPROCESSING:
-        raise Failure(f"{path} was not made by `hvdtrain data vgg16` of this version: {hint}", BAD_DATA)
+        raise Failure(f"{path} was not made by this version of `hvdtrain data vgg16`; hint: {hint}", BAD_DATA)
     return about
 
 
 def open_weights(path: str | Path) -> tuple[Arrays, str, str]:
-    """(arrays, name of their preprocessing, digest) of a file made by `import_weights`, checked whole.
+    """(arrays, name of their preprocessing, digest) of a file made by `import_weights`, fully verified.
 
-    Raises Failure (BAD_DATA) if it is missing, foreign or damaged.
+    Raises Failure (BAD_DATA) for a missing, foreign or damaged file.
     """
     about = read_head(path)
     preprocessing = about["preprocessing"]
@@ -284,14 +280,15 @@ def open_weights(path: str | Path) -> tuple[Arrays, str, str]:
         arrays = _safetensors(Path(path))
         digest = _digest(arrays, preprocessing)
     except (OSError, ValueError) as error:
-        raise Failure(f"{path} is damaged ({error}): import or copy it again", BAD_DATA) from None
+        raise Failure(f"{path} is damaged ({error}); hint: import or copy it again", BAD_DATA) from None
     if digest != about.get("digest"):
-        raise Failure(f"{path} is damaged (its digest is not the one it states): import or copy it again", BAD_DATA)
+        message = f"{path} is damaged (its digest differs from its metadata)"
+        raise Failure(f"{message}; hint: import or copy it again", BAD_DATA)
     return arrays, preprocessing, digest
 
 
 def _digest(arrays: Arrays, preprocessing: str) -> str:
-    """SHA-256 of everything that features depend on. Raises ValueError for BF16, where a package lets NumPy hold it."""
+    """SHA-256 of everything that features depend on. Raises ValueError for BF16, which some packages add to NumPy."""
     sha256 = hashlib.sha256(f"{SCHEMA} {preprocessing}".encode())
     for name in sorted(arrays):
         array = arrays[name]

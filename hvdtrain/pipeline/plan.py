@@ -6,9 +6,9 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 
+from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.comm.channel import neighbours
-from hvdtrain.comm.launch_env import Place
-from hvdtrain.comm.world import World
+from hvdtrain.comm.launch_env import LaunchEnv
 from hvdtrain.config import batch_plan
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.models.layers import Layer
@@ -26,7 +26,7 @@ class Stages:
     """The stages of a run before they are connected."""
 
     config: TrainConfig
-    place: Place
+    place: LaunchEnv
     mesh: Mesh
     layers: Sequence[Layer]
     """The model's layers; empty if it cannot be partitioned"""
@@ -35,7 +35,7 @@ class Stages:
 
     @classmethod
     def of(
-        cls, config: TrainConfig, place: Place, layers: Sequence[Layer], parameters: Sequence[int], model: str
+        cls, config: TrainConfig, place: LaunchEnv, layers: Sequence[Layer], parameters: Sequence[int], model: str
     ) -> Stages:
         """Make the stages; a dry run without a launcher assumes one rank per stage.
 
@@ -94,7 +94,7 @@ class Stages:
             raise Failure(f"--shares cannot be combined with {flag}; hint: leave one of them out", exits.BAD_CONFIG)
         able = exchange.capabilities
         several = self.mesh.replicas > 1
-        if able.backend == "servers" or (several and (able.in_backward or able.backend != "streams")):
+        if able.backend == "servers" or (several and (able.in_backward or able.backend != "tcp")):
             raise Failure(
                 f"--strategy {exchange} cannot be combined with {flag} on {self.mesh.ranks} ranks; hint: hierarchical "
                 "(exact sums) or another reducer",
@@ -120,7 +120,7 @@ class Stages:
             return partition.named(self.layers, self.mesh.stages, self.config.cut_at.split(","))
         return partition.balanced(self.layers, self.mesh.stages, [layer.multiply_adds for layer in self.layers], 0.0)
 
-    def measured(self, ranks: World, kept: Sequence[str], seconds: Callable[[], Sequence[float]]) -> Partition:
+    def measured(self, ranks: Communicator, kept: Sequence[str], seconds: Callable[[], Sequence[float]]) -> Partition:
         """Return the partition of --cut-at, of an earlier start of the run (`kept`), or one by measured times.
 
         `seconds()` measures the time of each layer for one sample. Links are measured too. Collective.
@@ -133,12 +133,12 @@ class Stages:
         per_number = NUMBER_BYTES[self.config.activations] * 8e-6 / min(rates) if rates else 0.0
         return partition.balanced(self.layers, self.mesh.stages, fastest, per_number)
 
-    def connected(self, ranks: World, layers: Partition) -> Pipe:
+    def connected(self, ranks: Communicator, layers: Partition) -> Pipe:
         """Connect this rank with its neighbours in the pipeline. Collective."""
         replica, stage, last = self.data, self.stage, self.mesh.stages - 1
         before = self.mesh.rank(replica, stage - 1) if stage else None
         after = self.mesh.rank(replica, stage + 1) if stage < last else None
-        previous, following = neighbours(ranks.met.meeting, ranks.met.reach, before, after)
+        previous, following = neighbours(ranks.group.rendezvous, ranks.group.endpoint, before, after)
         return Pipe(
             stage,
             self.mesh.stages,

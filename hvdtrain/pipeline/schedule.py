@@ -88,7 +88,7 @@ class Parted:
 
     def evaluate(self: Any, batch: Batch) -> np.ndarray:
         totals = self._pipe.see(self, batch, training=False)
-        return np.zeros(self._measure.size) if totals is None else totals
+        return np.zeros(self._metric.size) if totals is None else totals
 
     def waited_s(self) -> float | None:
         return self._pipe.waited_s
@@ -174,7 +174,7 @@ class Pipe:
         """Close the connections after everything has been sent."""
         for each in (self._before, self._after):
             if each is not None:
-                each.leave()
+                each.shutdown()
 
     def _send(self, channel: Channel | None, array: np.ndarray | None) -> None:
         if channel is not None and array is not None:

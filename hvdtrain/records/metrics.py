@@ -1,13 +1,13 @@
 """How good a model is: the sums that it adds up over samples, and the scores that are made of them.
 
-A model's `loss` returns the sum of its losses over a batch, and the sums that its measure names:
+A model's `loss` returns the sum of its losses over a batch, and the sums that its metric names:
 
     return loss, {"correct": (logits.argmax(1) == labels).sum()}
 
 Sums add over batches and over ranks, so a score that is made of the sums of a whole split is exactly that of one
 process, however the split was cut. A mean of scores would not be: F1 of two halves is not F1 of the whole. A regression
 would name the sums of absolute and squared errors and make MAE and RMSE of them, a classifier with rare classes the
-confusion matrix, and F1 (`Confusion`). The headline score tells which epoch is best and stands in tables and figures;
+confusion matrix, and F1 (`Confusion`). The primary metric tells which epoch is best and stands in tables and figures;
 any score can be a run's `--target`.
 """
 
@@ -79,14 +79,14 @@ class Score:
         return value if self.higher_is_better else -value
 
 
-class Measure(abc.ABC):
+class Metric(abc.ABC):
     """What is added up over samples, and which scores follow from it."""
 
     sums: Mapping[str, tuple[int, ...]]
     """Name and shape of each sum; () is a number"""
     scores: Mapping[str, Score]
     """All that a run may record, by name, in the order in which they are shown"""
-    headline: str
+    primary: str
     """The score by which the best epoch is told, and that tables and figures show"""
 
     @abc.abstractmethod
@@ -102,7 +102,7 @@ class Measure(abc.ABC):
         """A model's sums in the order of the totals; raises Failure (78) if it gives others than are named here."""
         if set(given) != set(self.sums):
             raise Failure(
-                f"the model's loss gives the sums {', '.join(given) or 'none'}, and its measure adds up "
+                f"the model's loss gives the sums {', '.join(given) or 'none'}, and its metric adds up "
                 f"{', '.join(self.sums) or 'none'}: let both name the same",
                 exits.BAD_CONFIG,
             )
@@ -130,10 +130,10 @@ class Measure(abc.ABC):
         name, _, text = asked.partition("=")
         score = self.scores.get(name)
         if score is None:
-            known, example = ", ".join(self.scores), 0.95 if self.scores[self.headline].share else 10
+            known, example = ", ".join(self.scores), 0.95 if self.scores[self.primary].share else 10
             raise Failure(
                 f"--target {asked}: no score {name!r}{near(name, self.scores)}; this workload has {known}. Give one as "
-                f"SCORE=VALUE, e.g. {self.headline}={example}",
+                f"SCORE=VALUE, e.g. {self.primary}={example}",
                 exits.BAD_CONFIG,
             )
         try:
@@ -157,18 +157,18 @@ class Measure(abc.ABC):
     def as_json(self) -> dict[str, Any]:
         """What a manifest says of it."""
         return {
-            "headline": self.headline,
+            "primary": self.primary,
             "scores": {name: dataclasses.asdict(score) for name, score in self.scores.items()},
         }
 
 
 def read(value: Mapping[str, Any]) -> tuple[str, dict[str, Score]]:
-    """The headline and the scores of what `Measure.as_json` made; raises ValueError if it is anything else."""
+    """The primary metric and the scores of what `Metric.as_json` made; raises ValueError if it is anything else."""
     kinds: dict[str, tuple[type, ...]] = {"str": (str,), "bool": (bool,)}
     kinds |= {"bool | None": (bool, type(None)), "float | None": (int, float, type(None))}
-    headline, given = value.get("headline"), value.get("scores")
-    if not isinstance(given, dict) or not isinstance(headline, str) or headline not in given:
-        raise ValueError("no scores, or none of them is the headline")
+    primary, given = value.get("primary"), value.get("scores")
+    if not isinstance(given, dict) or not isinstance(primary, str) or primary not in given:
+        raise ValueError("no scores, or none of them is the primary metric")
     for name, fields in given.items():
         if not NAME.fullmatch(name) or not isinstance(fields, dict):
             raise ValueError(f"{name!r:.60} is no score")
@@ -176,26 +176,26 @@ def read(value: Mapping[str, Any]) -> tuple[str, dict[str, Score]]:
             if type(fields.get(field.name)) not in kinds[str(field.type)]:
                 raise ValueError(f"score {name}: no {field.name}, or a wrong one")
     names = [field.name for field in dataclasses.fields(Score)]
-    return headline, {name: Score(**{each: fields[each] for each in names}) for name, fields in given.items()}
+    return primary, {name: Score(**{each: fields[each] for each in names}) for name, fields in given.items()}
 
 
-class Accuracy(Measure):
+class Accuracy(Metric):
     """The share of samples whose likeliest class is the right one."""
 
     sums: Mapping[str, tuple[int, ...]] = {"correct": ()}
     scores: Mapping[str, Score] = {"accuracy": Score(label="accuracy", least=0, most=1)}
-    headline = "accuracy"
+    primary = "accuracy"
 
     def score(self, sums: Sums, samples: float) -> dict[str, float]:
         return {"accuracy": float(sums["correct"]) / samples}
 
 
-class Confusion(Measure):
+class Confusion(Metric):
     """Accuracy, and precision, recall and F1 of each class, as their plain mean over classes (macro) and weighted by
     the classes' samples; 0 where a class was never the answer, as scikit-learn has it, which leaves out a class that no
     sample has either. One sum: how many samples of class i were taken for class j, at [i, j]."""
 
-    headline = "accuracy"
+    primary = "accuracy"
 
     def __init__(self, classes: Sequence[str]) -> None:
         """`classes`: their names, for people."""
@@ -254,11 +254,11 @@ class Confusion(Measure):
         return [("Scores of each class", scores), ("Confusion matrix (rows: true class, columns: answer)", answers)]
 
 
-class Regression(Measure):
+class Regression(Metric):
     """MAE, RMSE and bias in the targets' unit, and R2: over all numbers, where a target is several."""
 
     sums: Mapping[str, tuple[int, ...]] = dict.fromkeys(("absolute", "squared", "signed", "truth", "truth_squared"), ())
-    headline = "mae"
+    primary = "mae"
 
     def __init__(self, unit: str = "") -> None:
         self.scores: Mapping[str, Score] = {

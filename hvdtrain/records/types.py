@@ -33,14 +33,14 @@ class Manifest:
     """Name, classes, sample counts and fingerprint of the data set"""
     model: dict[str, Any]
     """Parameters, bytes and spec of the model"""
-    measure: dict[str, Any]
-    """What was added up over samples: headline (the score by which the best epoch is told) and scores (by name: label,
-    unit, least, most, higher_is_better and shown, see `measures.Score`). Empty of a script that told none"""
+    metric: dict[str, Any]
+    """What was added up over samples: primary (the score by which the best epoch is told) and scores (by name: label,
+    unit, least, most, higher_is_better and shown, see `metrics.Score`). Empty of a script that told none"""
     ranks: list[dict[str, Any]]
     """For each rank: host, local_rank, device, threads, cpu (model and cores of the machine), cores (that its host may
     use: fewer by a CPU quota)"""
     collectives: str
-    """What carries the collectives: none, gloo, mpi, nccl, grpc, streams or servers"""
+    """What carries the collectives: none, gloo, mpi, nccl, grpc, tcp or servers"""
     links: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     """For each of several hosts: host, nic, address, speed_mbit (as the NIC negotiated), throttle (what was asked of
     `tools/throttle.sh` there, null without one), goodput_to and goodput_mbit (TCP payload this host could send to that
@@ -97,7 +97,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Epoch:
-    """One epoch, written by rank 0. Scores are those of the manifest's measure; a missing one could not be told."""
+    """One epoch, written by rank 0. Scores are those of the manifest's metric; a missing one could not be told."""
 
     type: ClassVar[str] = "epoch"
     epoch: int

@@ -1,4 +1,4 @@
-"""Records of schema hvdtrain/1, when accuracy was the only measure and captions' BLEU stood beside it."""
+"""Records of schema hvdtrain/1, when accuracy was the only metric and captions' BLEU stood beside it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def brought_up(value: dict[str, Any]) -> dict[str, Any]:
         scores = {"accuracy": {"label": "accuracy", "shown": True, **SHARE}}
         if captions:
             scores |= {name: {"label": name, "shown": name.endswith("4"), **SHARE} for name in MORE}
-        return value | {"measure": {"headline": "bleu4" if captions else "accuracy", "scores": scores}}
+        return value | {"metric": {"primary": "bleu4" if captions else "accuracy", "scores": scores}}
     return value
 
 

@@ -44,7 +44,7 @@ FORMATS = ("table", "csv", "json", "markdown", "latex")
 SHOWN_PROBLEMS = 10
 RESULTS = Path("results")
 TARGET = (None, 0.95)
-"""A score's name, None for the headline, and its value"""
+"""A score's name, None for the primary metric, and its value"""
 
 
 def parser() -> Parser:
@@ -69,7 +69,7 @@ def parser() -> Parser:
         one.add_argument("--group-by", metavar="A,B,..", help="columns or settings that make a group (default: all)")
 
     def raced(one: argparse.ArgumentParser, what: str) -> None:
-        words = f"{what}: 0.95, 95%% (default) of the headline, or SCORE=VALUE"
+        words = f"{what}: 0.95, 95%% (default) of the primary metric, or SCORE=VALUE"
         one.add_argument("--target", type=target, default=TARGET, help=words)
 
     def based(one: argparse.ArgumentParser) -> None:

@@ -41,7 +41,7 @@ def reached(run_dir: str, score: str, target: float, problems: list[Problem]) ->
     """When the run's score reached the target; None if it never did, or the run cannot be read any more (why is then
     in `problems`)."""
     try:
-        known = scores.row(load.manifest(run_dir).measure, run_dir)[1]
+        known = scores.row(load.manifest(run_dir).metric, run_dir)[1]
         epochs = metrics.epochs(load.metrics_file(run_dir)) if score in known else []  # a script told none
     except Failure as failure:
         problems.append(Problem(run_dir, None, str(failure)))
@@ -60,16 +60,16 @@ def reached(run_dir: str, score: str, target: float, problems: list[Problem]) ->
 
 
 def accuracy(loaded: Loaded, target: float = 0.95, group_by: Sequence[str] | None = None) -> Table:
-    """Each group's scores and its times to the target, a value of the headline score."""
+    """Each group's scores and its times to the target, a value of the primary metric."""
     found = in_order(groups.by(groups.usable(loaded.runs), group_by or GROUP))
     shown = list(group_by) if group_by else apart(found)
-    heads, more = scores.headlines(loaded.runs), scores.shown(loaded.runs)
+    heads, more = scores.primary_metrics(loaded.runs), scores.shown(loaded.runs)
     figures = [*scores.figures(loaded.runs), *scores.figures(loaded.runs, "best_validation")]
     others = scores.figures(loaded.runs, "test", more[len(heads) :]) if len(more) > len(heads) else []
     figures += others
     rows = []
     for group in found:
-        members = zip(group.column("run_dir"), group.column("headline"), strict=True)
+        members = zip(group.column("run_dir"), group.column("primary_metric"), strict=True)
         times = [reached(*member, target, loaded.problems) for member in members]
         timed = [time for time, kind in zip(times, group.column("kind"), strict=True) if time and kind == "timing"]
         rows.append(

@@ -82,9 +82,9 @@ RUNS: dict[str, Column] = {
         "own_limit_s_per_step / time of the exchange: communication_s, or, where it may run beside the computation, "
         "step_s (then it is a lower bound)"
     ),
-    "headline": _text("the score by which the run's best epoch is told"),
-    "test_score": _number("the headline score of the test split"),
-    "best_validation_score": _number("the headline score of the best epoch's validation"),
+    "primary_metric": _text("the score by which the run's best epoch is told"),
+    "test_score": _number("the primary metric of the test split"),
+    "best_validation_score": _number("the primary metric of the best epoch's validation"),
     "scores": _text("label, unit, bounds and direction of the run's scores, as JSON"),
     "energy_j": _number("energy of all measured devices of all hosts, idle devices too", "J"),
     "energy_used_j": _number("energy of the devices that ranks compute on", "J"),

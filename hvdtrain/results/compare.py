@@ -29,7 +29,7 @@ LESS_IS_BETTER = {
     "energy_j": True,
     "peak_rss_bytes": True,
 }
-"""And the headline scores, as they say"""
+"""And the primary metrics, as they say"""
 VERDICTS = ("worse", "unclear", "same", "better")
 
 
@@ -85,9 +85,9 @@ def compare(before: Loaded, after: Loaded, threshold: float) -> tuple[Table, boo
     shown = apart([a for a, _ in found])
     both = pd.concat([before.runs, after.runs])
     known, figures = scores.of(both), [(FIGURES[name], less) for name, less in LESS_IS_BETTER.items()]
-    for name, column in zip(scores.headlines(both), scores.figures(both), strict=True):
+    for name, column in zip(scores.primary_metrics(both), scores.figures(both), strict=True):
         figures.append((column, not known[name].higher_is_better))
-    signed = {f"test_{name}" for name in scores.headlines(both) if known[name].higher_is_better is None}
+    signed = {f"test_{name}" for name in scores.primary_metrics(both) if known[name].higher_is_better is None}
     rows = []
     for a, b in found:
         for column, less in figures:

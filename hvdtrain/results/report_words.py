@@ -165,7 +165,7 @@ def sentence(words: Sequence[str]) -> str:
 
 
 def scores_and_energy(runs: pd.DataFrame, found: Sequence[Group], names: dict[int, str]) -> Iterator[Finding]:
-    """The groups with the highest and the lowest headline score, the least and the most energy, among those that did
+    """The groups with the highest and the lowest primary metric, the least and the most energy, among those that did
     the same work."""
     asked = [
         (column, f"{column.label[0].upper()}{column.label[1:]}", "lowest with", "highest with")

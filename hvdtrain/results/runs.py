@@ -31,7 +31,7 @@ def row(folder: Path, problems: list[Problem]) -> dict[str, Any]:
     try:
         manifest = records.read_document(folder / "manifest.json", records.Manifest)
         found |= _asked(manifest)
-        about, declared = scores.row(manifest.measure, str(folder / "manifest.json"))
+        about, declared = scores.row(manifest.metric, str(folder / "manifest.json"))
         found |= about
         if there(folder / "point.json"):
             found |= _point(records.read_document(folder / "point.json", records.Point))
@@ -207,7 +207,7 @@ def _measured(
         "checkpoint_s": checkpoint_s,
         "end_to_end_s": math.fsum(phase for phase in phases if phase is not None),
         "samples_per_s": summary.samples_per_s,
-        **_scores(summary, manifest.measure.get("headline"), declared),
+        **_scores(summary, manifest.metric.get("primary"), declared),
         "peak_rss_bytes": summary.peak_rss_bytes,
         "first_step_s": summary.first_step_s,
         "inference": _inference(summary),
@@ -245,15 +245,15 @@ def _moved(starts: Sequence[records.Resumed], manifest: records.Manifest) -> dic
     return {"marked": marked, "hosts": None, "ranks": None, "ranks_per_host": None, "rank_batch": None}
 
 
-def _scores(summary: records.Summary, headline: Any, declared: Mapping[str, Score]) -> dict[str, float | None]:
-    """The test's scores, and those of the epoch that was best by the headline (the last of equals)."""
-    if headline is None:  # a script told none
+def _scores(summary: records.Summary, primary: Any, declared: Mapping[str, Score]) -> dict[str, float | None]:
+    """The test's scores, and those of the epoch that was best by the primary metric (the last of equals)."""
+    if primary is None:  # a script told none
         return {}
     best: dict[str, float] = {}
     for epoch in summary.validation_scores:
-        if headline in epoch and (not best or not declared[headline].better(best[headline], epoch[headline])):
+        if primary in epoch and (not best or not declared[primary].better(best[primary], epoch[primary])):
             best = epoch
-    found = {"test_score": summary.test_scores.get(headline), "best_validation_score": best.get(headline)}
+    found = {"test_score": summary.test_scores.get(primary), "best_validation_score": best.get(primary)}
     for name in declared:
         found |= {f"test_{name}": summary.test_scores.get(name), f"best_validation_{name}": best.get(name)}
     return found

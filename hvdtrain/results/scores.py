@@ -1,6 +1,6 @@
-"""Which scores runs have and how they are shown, from what their manifests say of the measure.
+"""Which scores runs have and how they are shown, from what their manifests say of the metric.
 
-A run's headline score is in the columns `test_score` and `best_validation_score`, and each of its scores in columns of
+A run's primary metric is in the columns `test_score` and `best_validation_score`, and each of its scores in columns of
 its own name: `test_accuracy`, `best_validation_mae` ...
 """
 
@@ -32,16 +32,16 @@ def of_run(text: str) -> dict[str, Score]:
     return metrics.read(json.loads(text))[1]
 
 
-def row(measure: Mapping[str, Any], where: str) -> tuple[dict[str, str], dict[str, Score]]:
-    """The columns `headline` and `scores` of a run whose manifest says this, and the scores; none of a script that told
-    none. Raises Failure (65)."""
-    if not measure:
+def row(metric: Mapping[str, Any], where: str) -> tuple[dict[str, str], dict[str, Score]]:
+    """The columns `primary_metric` and `scores` of a run with this metric, and its scores. Both are empty for a script
+    that recorded no scores. Raises Failure (65)."""
+    if not metric:
         return {}, {}
     try:
-        headline, scores = metrics.read(measure)
+        primary, scores = metrics.read(metric)
     except ValueError as error:
-        raise Failure(f"{where}:1: its measure is damaged: {printable(str(error))}", BAD_DATA) from error
-    return {"headline": headline, "scores": json.dumps(measure, sort_keys=True)}, scores
+        raise Failure(f"{where}:1: its metric is damaged: {printable(str(error))}", BAD_DATA) from error
+    return {"primary_metric": primary, "scores": json.dumps(metric, sort_keys=True)}, scores
 
 
 def check(found: Mapping[str, float], scores: Mapping[str, Score], where: str) -> None:
@@ -64,32 +64,32 @@ def of(runs: pd.DataFrame) -> dict[str, Score]:
     return found or dict(ACCURACY.scores)
 
 
-def headlines(runs: pd.DataFrame) -> list[str]:
-    """The names of the runs' headline scores, accuracy if there are none."""
-    return [str(name) for name in runs["headline"].dropna().unique()] or [ACCURACY.headline]
+def primary_metrics(runs: pd.DataFrame) -> list[str]:
+    """The names of the runs' primary metrics, accuracy if there are none."""
+    return [str(name) for name in runs["primary_metric"].dropna().unique()] or [ACCURACY.primary]
 
 
 def judged_by(runs: pd.DataFrame, name: str) -> pd.DataFrame:
-    """The runs that have this score, as if it were their headline. Raises Failure (2) if none has."""
+    """The runs that have this score, as if it were their primary metric. Raises Failure (2) if none has."""
     known = of(runs)
     if name not in known:
         raise Failure(f"--target: no score {name!r}{near(name, known)}; these runs have {', '.join(known)}", USAGE)
     having = [isinstance(text, str) and name in of_run(text) for text in runs["scores"]]
     parts = {f"{part}_score": runs[f"{part}_{name}"] for part in ("test", "best_validation")}
-    return runs.assign(headline=name, **parts)[having].reset_index(drop=True)
+    return runs.assign(primary_metric=name, **parts)[having].reset_index(drop=True)
 
 
 def check_target(runs: pd.DataFrame, value: float) -> None:
-    """Raises Failure (2) for a value that no headline score of the runs can have."""
-    known = [of(runs)[name] for name in headlines(runs)]
+    """Raises Failure (2) for a value that no primary metric of the runs can have."""
+    known = [of(runs)[name] for name in primary_metrics(runs)]
     if not any(score.possible(value) for score in known):
         able = " or ".join(f"{printable(score.label)} {printable(score.bounds)}" for score in known)
         raise Failure(f"--target {value:g}: give a value of {able}", USAGE)
 
 
 def figures(runs: pd.DataFrame, part: str = "test", names: Sequence[str] = ()) -> list[Column]:
-    """How the headline scores of the runs, or these, are printed: shares in percent."""
-    known, chosen = of(runs), names or headlines(runs)
+    """How the primary metrics of the runs, or these, are printed: shares in percent."""
+    known, chosen = of(runs), names or primary_metrics(runs)
     made = []
     for name in chosen:
         score, label = known[name], PARTS[part]
@@ -101,8 +101,8 @@ def figures(runs: pd.DataFrame, part: str = "test", names: Sequence[str] = ()) -
 
 
 def shown(runs: pd.DataFrame) -> list[str]:
-    """The scores that tables show, the headlines first."""
-    first = headlines(runs)
+    """The scores that tables show, the primary metrics first."""
+    first = primary_metrics(runs)
     return first + [name for name, score in of(runs).items() if score.shown and name not in first]
 
 
@@ -118,15 +118,17 @@ def all_columns(runs: pd.DataFrame) -> dict[str, columns.Column]:
 
 def goal(runs: pd.DataFrame, value: float) -> str:
     """The same with the score's name: 95 % validation accuracy."""
-    score, *others = (of(runs)[name] for name in headlines(runs))
+    score, *others = (of(runs)[name] for name in primary_metrics(runs))
     shown = target(runs, value)
     return f"{shown} validation {printable(score.label)}" if score.share and not others else f"validation {shown}"
 
 
 def best(runs: pd.DataFrame) -> str | None:
-    """The best headline score of validation of any run, for people, of each headline; None if there is none."""
+    """The best primary metric of validation of any run, for people, of each primary metric; None if there is none."""
     known = of(runs)
-    found = {name: runs.get(f"best_validation_{name}", pd.Series(dtype=float)).dropna() for name in headlines(runs)}
+    found = {
+        name: runs.get(f"best_validation_{name}", pd.Series(dtype=float)).dropna() for name in primary_metrics(runs)
+    }
     told = []
     for name, values in found.items():
         if not values.empty:
@@ -136,10 +138,10 @@ def best(runs: pd.DataFrame) -> str | None:
 
 
 def target(runs: pd.DataFrame, value: float) -> str:
-    """A value of the runs' headline score for people: 95 %, MAE 61.5 W/m2; headline score 0.95, where it is another
+    """A value of the runs' primary metric for people: 95 %, MAE 61.5 W/m2; primary metric 0.95, where it is another
     from run to run."""
-    score, *others = (of(runs)[name] for name in headlines(runs))
-    return f"headline score {value:g}" if others else words(score, value)
+    score, *others = (of(runs)[name] for name in primary_metrics(runs))
+    return f"primary metric {value:g}" if others else words(score, value)
 
 
 def words(score: Score, value: float) -> str:

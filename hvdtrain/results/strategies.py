@@ -24,7 +24,7 @@ TUNED = ("global_batch", "epochs")
 """Of these, what may be chosen for each side by itself, as settings such as lr may, where the best are compared"""
 NOTES = (
     "to target: seconds of training (evaluation and checkpoints outside) until the end of the first epoch whose "
-    "headline score (accuracy ...), on the split evaluated after each epoch, is as good as the target; between epochs: "
+    "primary metric (accuracy ...), on the split evaluated after each epoch, is as good as the target; between epochs: "
     "until a straight line from the epoch before crosses it, since one picture more or less may be an epoch. Times, "
     "steps and bytes are means over the runs that got there: where some did not, they flatter the strategy",
     "speed-up: T / T_n over one host of the same model, data, epochs, global batch, precision, cores and threads, with "
@@ -63,7 +63,7 @@ SPARE = (
 def strategies(loaded: Loaded, target: float = 0.95, best: bool = False) -> Table:
     """A section for each rate: one host first, then every strategy, the soonest at the target first.
 
-    `target`: of the headline score, a fraction of 1 where that is a share. `best`: one line for each strategy, with the
+    `target`: of the primary metric, a fraction of 1 where that is a share. `best`: one line for each strategy, with the
     batch and the settings of its own that got there soonest, against one host at its best.
     """
     same = tuple(name for name in ALIKE if not best or name not in TUNED)
@@ -187,7 +187,7 @@ def _measured(group: Group, target: float, final: Sequence[Column], problems: li
     """The group's figures; energy runs give no times."""
     times, crossed, steps, sent = [], [], [], []
     several, count = (group.key["hosts"] or 1) > 1, 0
-    columns = ("run_dir", "headline", "kind", "wire_bytes_per_step")
+    columns = ("run_dir", "primary_metric", "kind", "wire_bytes_per_step")
     for run_dir, score, kind, wire_bytes in zip(*(group.column(name) for name in columns), strict=True):
         there = reached(run_dir, score, target, problems)
         if there is None:

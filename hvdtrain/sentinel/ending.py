@@ -1,9 +1,9 @@
-"""How a job is ended after a fault, step by step, on one host.
+"""Ends a job after a fault, step by step, on one host.
 
-A rank that waits in a collective cannot run Python, so it can only be killed. A launcher whose rank was killed ends the
-others everywhere, leaves no files and returns no 0 (horovodrun on Gloo that is asked to end may return 0). `mpirun`
-that cannot reach one of its daemons waits for ever, so it is asked; a second SIGTERM within five seconds makes it give
-up. A daemon (`orted`) that lost its `mpirun` to a dead link waits too.
+A rank that waits in a collective cannot run Python, so it can only be killed. When a rank is killed, its launcher ends
+the other ranks everywhere, leaves no files behind, and does not return 0. (horovodrun on Gloo may return 0 if it is
+asked to end.) An `mpirun` that cannot reach one of its daemons waits for ever, so it gets SIGTERM; a second one within
+five seconds makes it give up. A daemon (`orted`) that lost its `mpirun` to a dead link waits for ever too.
 """
 
 from __future__ import annotations
@@ -18,28 +18,30 @@ from hvdtrain.system.proc import children, stat, tree
 TIMES: dict[str, dict[str, float]] = {
     "lost": {"ask_launcher": 0, "kill_ranks": 1.5, "insist": 2.5, "kill_launcher": 5},
     "lost, no mpirun here": {"kill_ranks": 0.3, "ask_launcher": 4, "insist": 5, "kill_launcher": 5.5},
-    # The launcher sees the ends of ranks itself; a signal while it ends the job makes mpirun crash.
+    # The launcher notices that ranks end; a signal while it ends the job makes mpirun crash.
     "stopped": {"kill_ranks": 0.3, "ask_launcher": 8, "insist": 10, "kill_launcher": 12},
     "died": {"kill_ranks": 0.3, "ask_launcher": 8, "insist": 10, "kill_launcher": 12},
     "failed": {"kill_ranks": 3.5, "ask_launcher": 8, "insist": 10, "kill_launcher": 12},
-    # Nobody else ends these ranks; those not stuck in a collective have time for a checkpoint.
+    # Nothing else ends these ranks. Those that are not blocked in a collective have time for a checkpoint.
     "launcher": {"ask_ranks": 0, "ask_launcher": 0, "kill_ranks": 3, "insist": 3.2, "kill_launcher": 3.6},
 }
 """Seconds after the fault"""
-SPREAD_S = 1.0
-"""So long at least the other hosts are told"""
+NOTIFY_S = 1.0
+"""Minimum time for which the fault is sent to other hosts"""
 
 
 class Ending:
+    """Signals the ranks and launchers of this host at the times of TIMES."""
+
     def __init__(self, kind: str, ranks: list[Process], launchers: list[Process]) -> None:
-        # What would wait for ever. Shells, sshd, a Slurm step and our launch scripts end by themselves after these.
+        # Only these would wait for ever. Shells, sshd, Slurm steps and the launch scripts end by themselves after them.
         lasting = [p for p in launchers if p.name.startswith((*MPIRUN, "orted", "prted", "horovodrun"))]
         mpirun = [p for p in launchers if p.name.startswith(MPIRUN)]
         times = TIMES["lost, no mpirun here" if kind == "lost" and not mpirun else kind]
         horovodrun = [p for p in launchers if p.name.startswith("horovodrun")]
         below = {pid for top in mpirun + horovodrun for pid in tree(top.pid)[1:]}
         helpers = [Process(pid) for pid in below - {os.getpid()}]  # ssh clients, shells
-        # The ssh sessions that the launcher opened to this host: over a dead link they wait for their client for hours.
+        # ssh sessions from the launcher to this host: over a dead link, sshd waits for its client for hours.
         self._sessions = [p for p in [*launchers, *(Process(stat(p.pid).parent) for p in launchers)] if _is_session(p)]
         self._all = ranks + lasting + helpers + self._sessions
         self._patience_s = times["kill_launcher"] + (3.0 if horovodrun and not mpirun else 0.0)
@@ -51,8 +53,8 @@ class Ending:
             (self._patience_s, lasting + helpers, signal.SIGKILL),
         ]
 
-    def go_on(self, elapsed_s: float) -> bool:
-        """Does what is due; False when nothing is left to do."""
+    def advance(self, elapsed_s: float) -> bool:
+        """Perform the steps that are due. Returns False when nothing is left to do."""
         due = [step for step in self._steps if step[0] <= elapsed_s]
         self._steps = [step for step in self._steps if step[0] > elapsed_s]
         for _, processes, number in due:
@@ -62,9 +64,9 @@ class Ending:
             if not children(process.pid):  # another command may share the connection
                 process.kill()
         waiting = not all(process.gone() for process in self._all)
-        return (waiting and elapsed_s < self._patience_s + 1) or elapsed_s < SPREAD_S
+        return (waiting and elapsed_s < self._patience_s + 1) or elapsed_s < NOTIFY_S
 
 
 def _is_session(process: Process) -> bool:
-    """Whether this sshd serves one connection; killing the one that listens would lock everybody out."""
+    """Whether this sshd serves a single connection; killing the listening one would lock everybody out."""
     return process.name.startswith("sshd") and stat(process.pid).parent > 1

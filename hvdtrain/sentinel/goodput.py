@@ -1,7 +1,7 @@
-"""How much a host can send to the next one (see `cluster.stream`), over a connection that both ends have proved.
+"""The goodput from a host to the next one (see `system.link_probe`), over an authenticated connection.
 
-The hosts of a job measure in a ring and all at once, so that both directions of each link carry data, as they do in an
-allreduce: a shaped link then gives 0.936 of its rate (acknowledgements share the way with the data).
+The hosts of a job form a ring and measure at the same time, so that both directions of each link carry data, as in an
+all-reduce. A shaped link then yields 0.936 of its rate, because acknowledgements take a part of it.
 """
 
 from __future__ import annotations
@@ -17,40 +17,40 @@ from hvdtrain.system import link_probe
 
 SETTLE_S, COUNT_S = 0.3, 0.9
 PATIENCE_S = 3.0
-"""For the connection, and for the receiver's answer"""
+"""Timeout for the connection, and for the receiver's answer"""
 OPEN_S = 3600.0
-"""So long the receiver waits for the measurement, of which there is one"""
+"""How long the receiver waits for its only measurement"""
 PURPOSE = b"goodput"
 
 
 class Receiver:
-    """Listens on a port of its own, and measures once for the host that may ask."""
+    """Listens on a port of its own, and measures once, for one sender."""
 
     def __init__(self, address: str) -> None:
         self._listener = socket.create_server((address, 0), backlog=socket.SOMAXCONN)
         self.port: int = self._listener.getsockname()[1]
 
     def open(self, me: Party, sender: int) -> None:
-        """Waits for host `sender` from now on, in a thread that ends with the process."""
+        """Wait for host `sender`, in a thread that ends with the process."""
         threading.Thread(target=self._serve, args=(me, sender), daemon=True).start()
 
     def _serve(self, me: Party, sender: int) -> None:
         with self._listener:
-            found = auth.accepted(self._listener, me, {sender}, OPEN_S)
-        for connection in found.values():
+            connections = auth.accept(self._listener, me, {sender}, OPEN_S)
+        for connection in connections.values():
             with connection, contextlib.suppress(OSError):
                 connection.settimeout(PATIENCE_S)
                 connection.sendall(struct.pack("!d", link_probe.count(connection, SETTLE_S, COUNT_S)))
-                while connection.recv(1 << 20):  # until the sender has read the answer and closes
+                while connection.recv(1 << 20):  # until the sender has read the answer and closed
                     pass
 
 
 def measure(address: str, port: int, me: Party, to: int, source: str) -> float:
-    """Mbit/s of TCP payload from here (IPv4 address `source`) to the receiver of host `to` at `address`.
+    """Mbit/s of TCP payload from the IPv4 address `source` to the receiver of host `to` at `address`.
 
     Takes 1.2 s and three round trips. Raises OSError if the receiver cannot be reached or does not answer.
     """
-    with auth.connected(address, port, me, to, PATIENCE_S, source) as connection:
+    with auth.connect(address, port, me, to, PATIENCE_S, source) as connection:
         connection.settimeout(PATIENCE_S)
         with link_probe.feeding(connection):
             (rate,) = struct.unpack("!d", link_probe.exactly(connection, 8))

@@ -1,4 +1,4 @@
-"""Which way leads to another host: the interface of ours and the address of theirs that share a network."""
+"""Finds the route to another host: a local interface and a remote address on the same network."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from typing import NamedTuple
 SIOCGIFADDR, SIOCGIFNETMASK = 0x8915, 0x891B  # netdevice(7)
 
 
-class Way(NamedTuple):
+class Route(NamedTuple):
     device: str
     source: str
-    """Our address on that device"""
+    """The local address on that device"""
     target: str
-    """Theirs"""
+    """The remote address"""
 
 
 def addresses() -> dict[str, str]:
-    """The IPv4 address and network of each interface, `{"eth0": "10.0.0.1/24"}`; loopback is left out."""
-    found = {}
+    """The IPv4 address and network of each interface except loopback, as `{"eth0": "10.0.0.1/24"}`."""
+    networks = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # no IPv4 address
@@ -35,44 +35,44 @@ def addresses() -> dict[str, str]:
                 ]
                 interface = ipaddress.IPv4Interface("/".join(parts))
                 if not interface.is_loopback:
-                    found[name] = str(interface)
-    return found
+                    networks[name] = str(interface)
+    return networks
 
 
-def asked(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """The devices, or networks such as 10.0.0.0/24, that Horovod's or Open MPI's own settings name."""
+def preferred_networks(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """The devices, or networks such as 10.0.0.0/24, named by Horovod's or Open MPI's own settings."""
     names = [environment.get("HOROVOD_GLOO_IFACE", ""), environment.get("OMPI_MCA_btl_tcp_if_include", "")]
     return [name for text in names for name in text.split(",") if name]
 
 
-def way(ours: dict[str, str], theirs: dict[str, str], their_name: str, preferred: list[str]) -> Way | None:
-    """How to reach another host; None if there is no way to be seen.
+def route(local: dict[str, str], remote: dict[str, str], remote_name: str, preferred: list[str]) -> Route | None:
+    """The route to another host; None if there is none. `local` and `remote`: see `addresses`.
 
-    Over a common network: a `preferred` one (or that of a preferred device), else the one their name resolves to, else
-    the first. Addresses that both have (a container bridge, the same on each machine) lead nowhere. Without a common
-    network, as the kernel routes to the address of their name.
+    Over a common network: a `preferred` network or device first, then the one that the remote name resolves to, then
+    any. Addresses that both hosts have, such as a container bridge's, are ignored. Without a common network, the
+    kernel's route to the address of the remote name.
     """
     named = None
     with contextlib.suppress(OSError):
-        named = socket.gethostbyname(their_name)
-    found = []
-    for device, mine in ours.items():
-        network = ipaddress.IPv4Interface(mine).network
-        for other in theirs.values():
-            source, target = mine.partition("/")[0], other.partition("/")[0]
+        named = socket.gethostbyname(remote_name)
+    routes = []
+    for device, own in local.items():
+        network = ipaddress.IPv4Interface(own).network
+        for other in remote.values():
+            source, target = own.partition("/")[0], other.partition("/")[0]
             if target != source and ipaddress.IPv4Address(target) in network:
-                wanted = device in preferred or str(network) in preferred
-                found.append(((not wanted, target != named), Way(device, source, target)))
-    if found:
-        return min(found, key=lambda each: each[0])[1]
-    known = [address.partition("/")[0] for address in theirs.values()]
+                is_preferred = device in preferred or str(network) in preferred
+                routes.append(((not is_preferred, target != named), Route(device, source, target)))
+    if routes:
+        return min(routes, key=lambda ranked: ranked[0])[1]
+    known = [address.partition("/")[0] for address in remote.values()]
     if not known:
         return None
     target = named if named is not None and named in known else known[0]
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((target, 9))  # sends nothing; the kernel chooses the route
         source = probe.getsockname()[0]
-        for device, mine in ours.items():
-            if mine.partition("/")[0] == source:
-                return Way(device, source, target)
+        for device, own in local.items():
+            if own.partition("/")[0] == source:
+                return Route(device, source, target)
     return None

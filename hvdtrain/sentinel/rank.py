@@ -1,4 +1,4 @@
-"""The rank's side of the sentinel: starts it, tells it who is who, and how this rank ends."""
+"""The rank's side of the sentinel: starts it, describes the job to it, and reports how the rank ends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from hvdtrain.sentinel import interfaces, waiting
-from hvdtrain.sentinel.watch import RankWords
+from hvdtrain.sentinel.watch import RankReport
 from hvdtrain.system import net
 
 START_S = 10.0
@@ -24,84 +24,84 @@ ROOT = str(Path(__file__).resolve().parent.parent.parent)
 
 
 class Sentinel:
-    """A rank's end of the line to its host's sentinel.
+    """A rank's connection to the sentinel of its host.
 
-    Whatever goes wrong here costs the watch, never the run.
+    Errors here disable the watch but never end the run.
     """
 
-    def __init__(self, rank: int, *, first: bool, secret: bytes, stall_limit_s: float) -> None:
-        """`first` for the one rank of each host that starts the process; `secret` is the job's; `stall_limit_s`: see
-        `stalls`, 0 for none."""
-        self._rank, self._secret, self._stall_limit_s = rank, secret, stall_limit_s
+    def __init__(self, rank: int, *, first: bool, job_key: bytes, stall_limit_s: float) -> None:
+        """`first`: whether this rank starts the sentinel process of its host. `stall_limit_s`: see `stalls`; 0 for no
+        limit."""
+        self._rank, self._job_key, self._stall_limit_s = rank, job_key, stall_limit_s
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._socket.bind(("127.0.0.1", 0))
         self._process: subprocess.Popen[bytes] | None = None
         self._addresses = interfaces.addresses() if first else None
-        self.way: interfaces.Way | None = None
-        """From this host to the next one; None on a single host, or where none is to be seen"""
+        self.route: interfaces.Route | None = None
+        """From this host to the next one; None on a single host, or if no route was found"""
         self.hosts = 1
-        """Of the job, by name"""
-        self._next: str | None = None
+        """Number of host names in the job"""
+        self._next_host: str | None = None
 
     def join(self, gather: Callable[[Any], list[Any]]) -> None:
-        """Finds the way to the other hosts, and begins the watch. `gather` brings what all ranks gave it, by rank.
+        """Find the routes to the other hosts and start the watch. Collective.
 
-        All ranks must call it. They meet twice: first to find the address of the link, then to tell the ports of the
-        sentinels that listen on it.
+        `gather` returns every rank's value, by rank. It is called twice: first to find the address of the link, then to
+        exchange the ports of the sentinels, which listen on that address.
         """
         offers = gather(self._offer())
         self.hosts = len({offer["host"] for offer in offers})
         leaders: dict[str, int] = {}
         for rank, offer in enumerate(offers):
             if offer["addresses"] is not None:
-                leaders.setdefault(offer["sees"], rank)
-        mine = leaders.get(offers[self._rank]["sees"])
-        if mine is not None:
+                leaders.setdefault(offer["machine"], rank)
+        leader = leaders.get(offers[self._rank]["machine"])
+        if leader is not None:
             order = sorted(leaders.values())
-            following = order[(order.index(mine) + 1) % len(order)]
-            if following != mine:
-                ours, theirs = offers[mine], offers[following]
-                self._next = theirs["host"]
-                self.way = interfaces.way(ours["addresses"], theirs["addresses"], self._next, interfaces.asked())
-        doors = gather(self._start() if mine == self._rank else None)
-        for leader in leaders.values() if self._rank == 0 and len(leaders) > 1 else ():
-            if not doors[leader] or not doors[leader]["address"]:
-                why = "it has no network in common with the next host" if doors[leader] else "it has no sentinel"
-                name = offers[leader]["host"]
-                print(f"hvdtrain: if {name} or the link to it fails, this job will not notice: {why}", file=sys.stderr)
-        if mine is None or doors[mine] is None:
+            following = order[(order.index(leader) + 1) % len(order)]
+            if following != leader:
+                self._next_host = offers[following]["host"]
+                local, remote = offers[leader]["addresses"], offers[following]["addresses"]
+                self.route = interfaces.route(local, remote, self._next_host, interfaces.preferred_networks())
+        ports = gather(self._start() if leader == self._rank else None)
+        for other in leaders.values() if self._rank == 0 and len(leaders) > 1 else ():
+            if not ports[other] or not ports[other]["address"]:
+                reason = "it shares no network with the next host" if ports[other] else "it has no sentinel"
+                name = offers[other]["host"]
+                print(f"hvdtrain: a failure of {name} or its link will not be noticed: {reason}", file=sys.stderr)
+        if leader is None or ports[leader] is None:
             return
         with contextlib.suppress(OSError):
-            self._socket.connect(("127.0.0.1", doors[mine]["words"]))
+            self._socket.connect(("127.0.0.1", ports[leader]["reports"]))
             self._socket.setblocking(False)
-            # Signals reach the sentinel as one byte each, written by the C handler: also while Python cannot run.
+            # The C signal handler sends each signal to the sentinel as one byte, even if Python cannot run.
             with contextlib.suppress(ValueError):  # not the main thread
                 signal.set_wakeup_fd(self._socket.fileno(), warn_on_full_buffer=False)
-            waiting.begin(self._tell, self._stall_limit_s)
-        if mine == self._rank:
-            self._send(self._table(offers, doors))
+            waiting.start(self._send_report, self._stall_limit_s)
+        if leader == self._rank:
+            self._order(self._job_table(offers, ports))
 
     def _offer(self) -> dict[str, Any]:
-        """What all ranks must know of this one."""
+        """What the other ranks need to know about this one."""
         host = socket.gethostname()
         return {
             "host": host,
-            # Which processes it can see: hosts may share a name, and containers a machine.
-            "sees": f"{host} {_identity()}",
+            # The set of processes that it can see: hosts may share a name, and containers a machine.
+            "machine": f"{host} {_machine_id()}",
             "pid": os.getpid(),
             "port": self._socket.getsockname()[1],
             "addresses": self._addresses,
         }
 
     def _start(self) -> dict[str, Any] | None:
-        """Starts the process; where it listens."""
-        # Isolated from the environment and without site-packages: 20 ms and 10 MB. In a session of its own, since
-        # launchers signal a rank's whole process group.
+        """Start the sentinel process and return its address and ports; None if it does not start."""
+        # Isolated from the environment and without site-packages, it starts in 20 ms and takes 10 MB. It has a session
+        # of its own because launchers signal a rank's whole process group.
         program = f"import sys; sys.path.insert(0, {ROOT!r}); from hvdtrain.sentinel.watch import main; main()"
         command = [sys.executable, "-I", "-S", "-c", program, f"hvdtrain-sentinel of rank {self._rank}"]
         try:
             self._process = subprocess.Popen(
-                [*command, *([self.way.source] if self.way else [])],
+                [*command, *([self.route.source] if self.route else [])],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 bufsize=0,
@@ -115,81 +115,86 @@ class Sentinel:
             self._process.kill()
             self._process = None
             return None
-        return {"address": self.way.source if self.way else None, **ports}
+        return {"address": self.route.source if self.route else None, **ports}
 
-    def _table(self, offers: list[dict[str, Any]], doors: list[dict[str, Any] | None]) -> dict[str, Any]:
-        leaders = [rank for rank, door in enumerate(doors) if door and (door["address"] or rank == self._rank)]
-        if not self.way:
+    def _job_table(self, offers: list[dict[str, Any]], ports: list[dict[str, Any] | None]) -> dict[str, Any]:
+        """The hosts and ranks of the job, for the sentinel."""
+        leaders = [rank for rank, own in enumerate(ports) if own and (own["address"] or rank == self._rank)]
+        if not self.route:
             leaders = [self._rank]
         hosts = []
         for leader in leaders:
-            ranks = [rank for rank, other in enumerate(offers) if other["sees"] == offers[leader]["sees"]]
-            hosts.append({"name": offers[leader]["host"], "ranks": ranks, **(doors[leader] or {})})
-        ours = [(rank, o) for rank, o in enumerate(offers) if o["sees"] == offers[self._rank]["sees"]]
-        ranks_here = [{"rank": rank, "pid": offer["pid"], "port": offer["port"]} for rank, offer in ours]
-        index = leaders.index(self._rank)
-        told = {"secret": self._secret.hex(), "host": index, "hosts": hosts, "ranks": ranks_here}
-        return {**told, "stall_limit_s": self._stall_limit_s}
+            ranks = [rank for rank, other in enumerate(offers) if other["machine"] == offers[leader]["machine"]]
+            hosts.append({"name": offers[leader]["host"], "ranks": ranks, **(ports[leader] or {})})
+        machine = offers[self._rank]["machine"]
+        local = [(rank, offer) for rank, offer in enumerate(offers) if offer["machine"] == machine]
+        return {
+            "job_key": self._job_key.hex(),
+            "host": leaders.index(self._rank),
+            "hosts": hosts,
+            "ranks": [{"rank": rank, "pid": offer["pid"], "port": offer["port"]} for rank, offer in local],
+            "stall_limit_s": self._stall_limit_s,
+        }
 
-    # --- the rank's words ---------------------------------------------------------------------------------------
+    # --- the rank's reports ----------------------------------------------------------------------------------------
 
-    def left(self) -> None:
-        """This rank is about to end as it should."""
-        self._say(RankWords.LEFT)
+    def report_finished(self) -> None:
+        """This rank is about to end without an error."""
+        self._report(RankReport.FINISHED)
 
-    def failed(self) -> None:
-        """This rank is about to end with an error, which it has shown."""
-        self._say(RankWords.FAILED)
+    def report_failed(self) -> None:
+        """This rank is about to end with an error, which it has printed."""
+        self._report(RankReport.FAILED)
 
     def may_die(self) -> None:
-        """The others can go on without this rank, however it ends, unless it says that it failed."""
-        self._say(RankWords.MAY_DIE)
+        """The job continues without this rank, however it ends, unless it reports a failure."""
+        self._report(RankReport.MAY_DIE)
 
-    def _say(self, word: int) -> None:
+    def _report(self, report: int) -> None:
         for _ in range(3):  # UDP may lose one
-            self._tell(bytes([word]))
+            self._send_report(bytes([report]))
 
-    def _tell(self, message: bytes) -> None:
+    def _send_report(self, message: bytes) -> None:
         with contextlib.suppress(OSError):
             self._socket.send(message)
 
-    def keeps(self, folder: str, command: str) -> None:
-        """The run's folder, and the command for the advice how to continue."""
-        self._send({"folder": folder, "command": command})
+    def set_run_folder(self, folder: str, command: str) -> None:
+        """The run folder, and the command that resumes the run, for the sentinel's message."""
+        self._order({"folder": folder, "command": command})
 
-    # --- the link -----------------------------------------------------------------------------------------------
+    # --- the link --------------------------------------------------------------------------------------------------
 
     def link(self) -> dict[str, Any] | None:
-        """This host's link for the manifest, goodput measured now; None unless this rank started the sentinel.
+        """This host's link for the manifest, with its goodput measured now. None unless this rank started the sentinel.
 
-        All hosts must do so at the same time, with nothing else on the links.
+        All hosts must measure at the same time, without other traffic on the links.
         """
-        if self._process is None or self._next is None:
+        if self._process is None or self._next_host is None:
             return None
         from hvdtrain.lab import throttle  # used once, and on several hosts only
 
-        asked = throttle.asked()
-        if asked and self.nic and asked.get("dev") not in (self.nic, None):
-            asked = None  # of another interface, which this run does not use
-        found: dict[str, Any] = {
+        throttled = throttle.requested()
+        if throttled and self.nic and throttled.get("dev") not in (self.nic, None):
+            throttled = None  # of another interface, which this run does not use
+        link: dict[str, Any] = {
             "host": socket.gethostname(),
             "nic": self.nic,
-            "address": self.way and self.way.source,
-            "speed_mbit": self.way and net.speed_mbit(self.way.device),
-            "throttle": asked,
-            "goodput_to": self._next,
+            "address": self.route and self.route.source,
+            "speed_mbit": self.route and net.speed_mbit(self.route.device),
+            "throttle": throttled,
+            "goodput_to": self._next_host,
             "goodput_mbit": None,
-            "reason": f"no common network with {self._next}",
+            "reason": f"no common network with {self._next_host}",
         }
-        if self.way:
-            self._send({"measure": True})
-            found |= self._answer(ANSWER_S) or {"reason": "the sentinel did not answer"}
-        return found
+        if self.route:
+            self._order({"measure": True})
+            link |= self._answer(ANSWER_S) or {"reason": "the sentinel did not answer"}
+        return link
 
     @property
     def nic(self) -> str | None:
         """The interface of the link; None on a single host, and unless this rank started the sentinel."""
-        return self.way.device if self.way and self._process else None
+        return self.route.device if self.route and self._process else None
 
     def nic_counters(self) -> tuple[int, int] | None:
         """Bytes sent and received so far by the link's interface; None unless this rank started the sentinel."""
@@ -197,9 +202,9 @@ class Sentinel:
             return net.counters(self.nic) if self.nic else None
         return None
 
-    # --- the process --------------------------------------------------------------------------------------------
+    # --- the process -----------------------------------------------------------------------------------------------
 
-    def _send(self, order: dict[str, Any]) -> None:
+    def _order(self, order: dict[str, Any]) -> None:
         if self._process is not None and self._process.stdin is not None:
             with contextlib.suppress(OSError):
                 self._process.stdin.write(json.dumps(order).encode() + b"\n")
@@ -217,8 +222,8 @@ class Sentinel:
         return None
 
 
-def _identity() -> str:
-    """Tells apart machines and process namespaces that share a host name."""
+def _machine_id() -> str:
+    """Distinguishes machines and process namespaces that share a host name."""
     parts = []
     with contextlib.suppress(OSError):
         parts.append(str(Path("/proc/self/ns/pid").readlink()))

@@ -1,7 +1,7 @@
-"""What a rank tells its host's sentinel about its exchanges: that it waits for other ranks, or that bytes move.
+"""A rank's reports to the sentinel of its host: that it waits for other ranks, or that bytes move.
 
-`stalls` judges. A rank tells nothing before a wait has lasted a sixth of the stall limit, so an exchange that goes well
-costs one look at the clock for each time that it sleeps.
+`stalls` evaluates them. A rank reports a wait only after a sixth of the stall limit, so an exchange without delays
+costs one clock reading per sleep.
 """
 
 from __future__ import annotations
@@ -10,39 +10,37 @@ import faulthandler
 import time
 from collections.abc import Callable
 
-from hvdtrain.sentinel.stalls import MOVES, STACK, WAITS
+from hvdtrain.sentinel.stalls import PROGRESS, STACK, WAIT
 
-SHARE = 6
-"""Messages per stall limit"""
-
+REPORTS_PER_LIMIT = 6
 LIMIT_S = 60.0
-"""The stall limit, unless another is asked for; 0: none"""
+"""Default stall limit; 0 means no limit"""
 
 limit_s = LIMIT_S
 every_s: float | None = None
-"""Seconds between two messages; None if no sentinel listens"""
-_tell: Callable[[bytes], None]
+"""Seconds between two reports; None without a sentinel"""
+_send: Callable[[bytes], None]
 _next_s = 0.0
 
 
-def begin(tell: Callable[[bytes], None], stall_limit_s: float) -> None:
-    """From here on messages go to `tell`, and the sentinel's signal writes this process's stacks to stderr."""
-    global every_s, limit_s, _tell
-    limit_s, _tell = stall_limit_s, tell
-    every_s = max(0.1, limit_s / SHARE) if limit_s else None
+def start(send: Callable[[bytes], None], stall_limit_s: float) -> None:
+    """Send reports through `send`, and write this process's stacks to stderr when the sentinel sends its signal."""
+    global every_s, limit_s, _send
+    limit_s, _send = stall_limit_s, send
+    every_s = max(0.1, limit_s / REPORTS_PER_LIMIT) if limit_s else None
     if limit_s:
         faulthandler.register(STACK, file=2)
 
 
-def waits(seconds: float) -> None:
-    """This rank has waited for so long, in which nothing has come from other ranks."""
+def report_wait(seconds: float) -> None:
+    """This rank has waited for this long without receiving anything from other ranks."""
     if every_s is not None:
-        _tell(WAITS + str(seconds).encode())
+        _send(WAIT + str(seconds).encode())
 
 
-def moves() -> None:
-    """Bytes of an exchange have just come or gone."""
+def report_progress() -> None:
+    """Bytes of an exchange have just been sent or received."""
     global _next_s
     if every_s is not None and (now := time.monotonic()) >= _next_s:
         _next_s = now + every_s
-        _tell(MOVES)
+        _send(PROGRESS)

@@ -1,15 +1,16 @@
-"""The sentinel of one host: a small process that sees what a rank stuck in a collective cannot.
+"""The sentinel of one host: a small process that observes what a rank blocked in a collective cannot.
 
-    each second:  look at the ranks of this host and at the launcher they hang on; tell the other hosts "I am here"
-    a fault:      say it once, tell the other hosts, end the ranks, then what of the launcher would wait for ever
+    each second:  check the ranks of this host and their launcher; send a heartbeat to the other hosts
+    on a fault:   report it once, tell the other hosts, end the ranks, then any launcher that would wait for ever
 
-Faults are: a rank that died without a word, a rank that stays stopped while others run, a launcher that is gone, a host
-that is silent, ranks that wait for one that makes no progress (`stalls`). A rank tells how it ends (`RankWords`), and a
-signal sent to it is told by the kernel even while it is stuck in C++, so that an ordinary end is never taken for a
-fault. Heartbeats are UDP: they pass a saturated link where they may lose some, and outlive a flap; a host is watched
-only once it has been heard, so that a firewall costs the watch and not the job. They carry a code by the job's secret
-and a number that only grows (`trust`). They have a socket on the link, and ranks' words one on loopback; the kernel
-keeps both free of what no sentinel and no rank sent.
+Faults are: a rank that dies without a report, a rank that stays stopped while others run, a launcher that is gone, a
+silent host, and ranks that wait for one without progress (`stalls`). A rank reports how it ends (`RankReport`), and the
+C handler reports each signal even while the rank is blocked in C++, so an ordinary end is never taken for a fault.
+
+Heartbeats use UDP, which passes a saturated link with some losses and survives a short interruption. A host is watched
+only after its first heartbeat, so a firewall disables the watch but does not end the job. Heartbeats are signed with
+the job key and carry an increasing number (`auth`). They use a socket on the link; the reports of ranks use one on
+loopback. The kernel filters both by sender.
 """
 
 from __future__ import annotations
@@ -30,32 +31,32 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.sentinel import auth, ending, goodput, stalls
-from hvdtrain.sentinel.processes import CHATTER, Process, launchers
+from hvdtrain.sentinel.processes import HARMLESS, Process, launchers
 from hvdtrain.sentinel.stalls import numbers
 from hvdtrain.system import socket_filter
 
 BEAT_S = 1.0
 SILENCE_S = 15.0
-"""Of a host: three times a cable pulled and put back (5 s); within 30 s the job must have ended"""
+"""Silence of a host that is a fault: three times a cable unplugged for 5 s. Within 30 s the job must have ended"""
 STOPPED_S = 15.0
-"""Of a rank, while others run; when all are stopped somebody suspended the job"""
+"""How long a rank may be stopped while others run. If all are stopped, the user suspended the job"""
 ASLEEP_S = 5.0
-"""If this process itself did not run for so long (a suspended machine), the other deadlines start anew"""
+"""If this process did not run for this long (a suspended machine), the other deadlines start again"""
 REFUSED_S = 10.0
-MOST_MESSAGES = 1000
-"""Taken in one round: a flood must not keep this process from its other duties"""
+MAX_MESSAGES = 1000
+"""Messages taken per round, so that a flood does not stop the other duties"""
 PURPOSE = b"heartbeat"
 
 
-class RankWords:
-    """What a rank tells its sentinel, one byte each; signal numbers are below, and `stalls` has two more."""
+class RankReport:
+    """What a rank reports to its sentinel, one byte each. Signal numbers are lower; `stalls` has two more."""
 
-    LEFT = 76
-    """It ends as it should; nothing that comes from its port later counts, since others may bind that"""
+    FINISHED = 76
+    """It ends without an error. Later messages from its port do not count, since others may bind the port"""
     FAILED = 70
-    """It ends with an error, which it has shown"""
+    """It ends with an error, which it has printed"""
     MAY_DIE = 77
-    """The others can go on without it: however it ends is no fault"""
+    """The job continues without it, however it ends"""
 
 
 class Rank:
@@ -65,167 +66,174 @@ class Rank:
         self.number = number
         self.process = Process(pid)
         self.launchers = launchers(pid)
-        """Each outlives the rank in an ordinary end"""
-        self.last_word: int | None = None
+        """In an ordinary end, each outlives the rank"""
+        self.last_report: int | None = None
         self.stopped_since: float | None = None
 
 
 class Peer:
     """The sentinel of another host."""
 
-    def __init__(self, index: int, about: dict[str, Any], now: float) -> None:
+    def __init__(self, index: int, host: dict[str, Any], now: float) -> None:
         self.index = index
-        self.name: str = about["name"]
-        self.ranks: list[int] = about["ranks"]
-        self.address: tuple[str, int] = (about["address"], about["udp"])
+        self.name: str = host["name"]
+        self.ranks: list[int] = host["ranks"]
+        self.address: tuple[str, int] = (host["address"], host["udp"])
         self.number = 0
-        """Of the last message heard from it"""
-        self.heard: float | None = None
+        """Number of its last message"""
+        self.heard_at: float | None = None
         self.known_since = now
-        self.left = self.idle = self.knows = self.warned = False
+        self.finished = self.idle = self.knows_fault = self.warned = False
         self.refused_since: float | None = None
         self.stall: dict[str, Any] = {}
-        """See `Stalls.about`"""
+        """See `Stalls.summary`"""
 
 
 class Watch:
-    def __init__(self, table: dict[str, Any], words: socket.socket, door: socket.socket | None, now: float) -> None:
-        """`words` hears the ranks of this host, `door` the other hosts; None if there are none, or no way to them."""
-        self._secret: bytes = bytes.fromhex(table["secret"])
+    """The rules: when there is a fault, and what follows. The caller provides the time."""
+
+    def __init__(
+        self, table: dict[str, Any], reports: socket.socket, heartbeats: socket.socket | None, now: float
+    ) -> None:
+        """`reports`: socket for the ranks of this host. `heartbeats`: socket for other hosts; None without a route."""
+        self._job_key: bytes = bytes.fromhex(table["job_key"])
         self._index: int = table["host"]
-        self._words, self._door = words, door
+        self._reports, self._heartbeats = reports, heartbeats
         self._beats = 0
-        self._name: str = table["hosts"][self._index]["name"]
-        self._peers = [Peer(i, about, now) for i, about in enumerate(table["hosts"]) if i != self._index]
+        self._host: str = table["hosts"][self._index]["name"]
+        self._peers = [Peer(i, host, now) for i, host in enumerate(table["hosts"]) if i != self._index]
         self._ranks = {("127.0.0.1", r["port"]): Rank(r["rank"], r["pid"]) for r in table["ranks"]}
         chains = [rank.launchers for rank in self._ranks.values()]
         self._launchers = list({p.pid: p for chain in chains for p in chain}.values())
         pids = {r["rank"]: r["pid"] for r in table["ranks"]}
-        self._stalls = stalls.Stalls(table.get("stall_limit_s", 0.0), self._name, pids, now)
+        self._stalls = stalls.Stalls(table.get("stall_limit_s", 0.0), self._host, pids, now)
         self.folder: str | None = None
         self.command: str | None = None
-        self._last_tick = self._next_beat = now
+        self._last_round = self._next_beat = now
         self._fault: dict[str, Any] | None = None
         self._fault_at = 0.0
-        self._said = False
+        self._fault_printed = False
         self._ending: ending.Ending | None = None
 
-    # --- one round ----------------------------------------------------------------------------------------------
+    # --- one round -------------------------------------------------------------------------------------------------
 
     def descriptors(self) -> list[int]:
-        """What to wake up for: the end of a rank or launcher."""
+        """Descriptors that become readable when a rank or launcher ends."""
         processes = [rank.process for rank in self._ranks.values()] + self._launchers
-        return [p.ended for p in processes if p.ended is not None and not p.gone()]
+        return [p.pidfd for p in processes if p.pidfd is not None and not p.gone()]
 
     def round(self, now: float) -> bool:
-        """Looks, tells, acts; False when there is nothing left to do."""
-        self._hear(now)
-        if now - self._last_tick > ASLEEP_S:
-            self._start_anew(now)
-        self._last_tick = now
+        """Receive, check, act, send. Returns False when nothing is left to do."""
+        self._receive(now)
+        if now - self._last_round > ASLEEP_S:
+            self._restart_deadlines(now)
+        self._last_round = now
         alive = [rank for rank in self._ranks.values() if not rank.process.gone()]
-        if self._fault is None and (fault := self._look(now)):
+        if self._fault is None and (fault := self._find_fault(now)):
             self._begin(fault, now)
         if self._fault is not None:
-            self._say(now)
+            self._print_fault(now)
             assert self._ending is not None
-            more = self._ending.go_on(now - self._fault_at)
-            if not alive and (self._said or not self._fault["text"]):
-                _let_go_of_stderr()  # launchers wait until nobody holds it
+            more = self._ending.advance(now - self._fault_at)
+            if not alive and (self._fault_printed or not self._fault["text"]):
+                _release_stderr()  # launchers wait until no process holds it
         else:
             more = bool(alive)
         if now >= self._next_beat or not more:
-            self._beat(now, leaving=not more)
-            self._stalls.show(write)
+            self._send_heartbeat(now, finished=not more)
+            self._stalls.report(write)
             self._next_beat = now + (BEAT_S if self._fault is None else BEAT_S / 5)
         return more
 
-    def only_heard(self, now: float) -> bool:
-        """Takes heartbeats; whether there is nothing else to do until the next beat of our own."""
-        self._hear(now)
+    def only_receive(self, now: float) -> bool:
+        """Take heartbeats. Returns whether there is nothing else to do until this host's next one."""
+        self._receive(now)
         return self._fault is None and now < self._next_beat
 
     def pause_s(self, now: float) -> float:
+        """Seconds until the next heartbeat is due."""
         return max(0.0, min(self._next_beat - now, BEAT_S))
 
-    def _start_anew(self, now: float) -> None:
+    def _restart_deadlines(self, now: float) -> None:
         for peer in self._peers:
-            peer.heard = peer.heard and now
+            peer.heard_at = peer.heard_at and now
             peer.known_since = now
         for rank in self._ranks.values():
             rank.stopped_since = rank.stopped_since and now
         self._stalls.resume(now)
 
-    # --- faults -------------------------------------------------------------------------------------------------
+    # --- faults ----------------------------------------------------------------------------------------------------
 
-    def _look(self, now: float) -> dict[str, Any] | None:
-        """The first fault in sight: how to end (see ending.py) and what to say; nothing to say if a rank said it."""
+    def _find_fault(self, now: float) -> dict[str, Any] | None:
+        """The first fault: its kind (see `ending`) and the text to print, empty if a rank has printed the error."""
         for rank in self._ranks.values():
             if rank.process.gone():
-                self._hear(now)  # its last word may have come since
-                if rank.last_word is None:
-                    what = f"rank {rank.number} on {self._name} died without a word (stopped by its launcher, as after "
-                    return {"kind": "died", "text": what + "Ctrl-C; out of memory or a crash: see dmesg there)"}
-                if rank.last_word == RankWords.FAILED:
+                self._receive(now)  # its last report may have arrived since
+                if rank.last_report is None:
+                    what = f"rank {rank.number} on {self._host} died unexpectedly"
+                    why = "killed by its launcher, as after Ctrl-C, or out of memory, or a crash; hint: see dmesg there"
+                    return {"kind": "died", "text": f"{what} ({why})"}
+                if rank.last_report == RankReport.FAILED:
                     return {"kind": "failed", "text": ""}
             lost = next((p for p in rank.launchers if p.gone()), None)
             if lost is not None and not rank.process.gone():
-                text = f"{lost.name} (process {lost.pid}) on {self._name}, which started rank {rank.number}, is gone"
+                text = f"{lost.name} (process {lost.pid}) on {self._host}, which started rank {rank.number}, is gone"
                 return {"kind": "launcher", "text": text}
-        return self._stopped(now) or self._silent(now) or self._stalled()
+        return self._find_stopped(now) or self._find_silent(now) or self._find_stalled()
 
-    def _stopped(self, now: float) -> dict[str, Any] | None:
-        here = [rank for rank in self._ranks.values() if not rank.process.gone()]
-        for rank in here:
+    def _find_stopped(self, now: float) -> dict[str, Any] | None:
+        ranks = [rank for rank in self._ranks.values() if not rank.process.gone()]
+        for rank in ranks:
             rank.stopped_since = (rank.stopped_since or now) if rank.process.state() == "T" else None
             if rank.process.state() in "Tt":
                 self._stalls.resume(now, [rank.number])
-        if self._idle() and all(peer.idle or peer.left for peer in self._peers):  # somebody suspended the job
-            for rank in here:
+        if self._all_stopped() and all(peer.idle or peer.finished for peer in self._peers):  # the job is suspended
+            for rank in ranks:
                 rank.stopped_since = now
             return None
-        still = [rank for rank in here if rank.stopped_since is not None and now - rank.stopped_since > STOPPED_S]
-        if not still:
+        stopped = [
+            rank.number for rank in ranks if rank.stopped_since is not None and now - rank.stopped_since > STOPPED_S
+        ]
+        if not stopped:
             return None
-        who = numbers([rank.number for rank in still])
-        text = f"{who} on {self._name}: stopped (SIGSTOP) for {STOPPED_S:g} s while others wait"
+        text = f"{numbers(stopped)} on {self._host}: stopped (SIGSTOP) for {STOPPED_S:g} s while others wait"
         return {"kind": "stopped", "text": text}
 
-    def _stalled(self) -> dict[str, Any] | None:
-        text = self._stalls.judge([peer.stall for peer in self._peers if not peer.left])
+    def _find_stalled(self) -> dict[str, Any] | None:
+        text = self._stalls.judge([peer.stall for peer in self._peers if not peer.finished])
         return {"kind": "stopped", "text": text} if text else None
 
-    def _idle(self) -> bool:
-        """Whether all ranks here are stopped."""
+    def _all_stopped(self) -> bool:
+        """Whether all ranks of this host are stopped."""
         return all(rank.stopped_since is not None for rank in self._ranks.values())
 
-    def _silent(self, now: float) -> dict[str, Any] | None:
-        lost = [p for p in self._peers if p.heard is not None and not p.left and now - p.heard > SILENCE_S]
+    def _find_silent(self, now: float) -> dict[str, Any] | None:
+        silent = [p for p in self._peers if p.heard_at is not None and not p.finished and now - p.heard_at > SILENCE_S]
         for peer in self._peers:
             self._warn(peer, now)
-        if not lost:
+        if not silent:
             return None
-        if len(lost) == len(self._peers) > 1:
-            text = f"{self._name} has heard none of the other hosts for {SILENCE_S:g} s (its link is down?)"
+        if len(silent) == len(self._peers) > 1:
+            text = f"{self._host} has not heard from any other host for {SILENCE_S:g} s (is its link down?)"
         else:
-            names = " and ".join(f"{peer.name} ({numbers(peer.ranks)})" for peer in lost)
-            text = f"host {names}: nothing heard for {SILENCE_S:g} s (host or link down, seen from {self._name})"
+            names = " and ".join(f"{peer.name} ({numbers(peer.ranks)})" for peer in silent)
+            text = f"host {names}: silent for {SILENCE_S:g} s (host or link down, seen from {self._host})"
         return {"kind": "lost", "text": text}
 
     def _warn(self, peer: Peer, now: float) -> None:
-        """Says once that a host is not watched: the first host tells about the others."""
-        if self._index or peer.warned or peer.left:
+        """Warn once that a host is not watched. Only the first host warns, about the others."""
+        if self._index or peer.warned or peer.finished:
             return
-        if peer.heard is None and now - peer.known_since > SILENCE_S:
-            why = f"its heartbeats (UDP port {peer.address[1]} and back) do not arrive: a firewall?"
+        if peer.heard_at is None and now - peer.known_since > SILENCE_S:
+            reason = f"its heartbeats (UDP port {peer.address[1]}, both directions) do not arrive; a firewall?"
         elif peer.refused_since is not None and now - peer.refused_since > REFUSED_S:
-            why = "its sentinel is gone"
+            reason = "its sentinel is gone"
         else:
             return
         peer.warned = True
-        write(f"hvdtrain: if {peer.name} or the link to it fails, this job will not notice: {why}")
+        write(f"hvdtrain: a failure of {peer.name} or its link will not be noticed: {reason}")
 
-    # --- what follows from a fault ------------------------------------------------------------------------------
+    # --- what follows from a fault ---------------------------------------------------------------------------------
 
     def _begin(self, fault: dict[str, Any], now: float) -> None:
         if self._fault is None:
@@ -234,81 +242,88 @@ class Watch:
         self._fault = fault
         self._next_beat = now
 
-    def _say(self, now: float) -> None:
-        """Shows the fault, once per job: by the host of rank 0, by the finder if that one does not answer."""
+    def _print_fault(self, now: float) -> None:
+        """Print the fault once per job: on the host of rank 0, or where it was found if that host does not answer."""
         assert self._fault is not None
-        if self._said or not self._fault["text"]:
+        if self._fault_printed or not self._fault["text"]:
             return
         if self._index:
-            self._said = not self._fault.get("own", True) or any(p.knows for p in self._peers if p.index == 0)
-            if self._said or now - self._fault_at < BEAT_S:
+            known = any(peer.knows_fault for peer in self._peers if peer.index == 0)
+            self._fault_printed = known or not self._fault.get("own", True)
+            if self._fault_printed or now - self._fault_at < BEAT_S:
                 return
-        self._said = True
-        advice = "no checkpoint was written yet"
+        self._fault_printed = True
+        hint = "no checkpoint was written yet"
         if self.folder and _has_checkpoint(self.folder):
-            advice = f"continue {self.command}"
-        if self.folder and not self.command:  # a user's script, which keeps its own
-            advice = f"its records are in {self.folder}"
-        write(f"hvdtrain: {self._fault['text']}; ending the job, {advice}")
+            hint = f"to continue: {self.command}"
+        if self.folder and not self.command:  # a user's script, which writes its own checkpoints
+            hint = f"its records are in {self.folder}"
+        write(f"hvdtrain: {self._fault['text']}; ending the job; {hint}")
 
-    # --- messages -----------------------------------------------------------------------------------------------
+    # --- messages --------------------------------------------------------------------------------------------------
 
-    def _beat(self, now: float, leaving: bool) -> None:
+    def _send_heartbeat(self, now: float, finished: bool) -> None:
         self._beats += 1
-        message = {"number": self._beats, "host": self._index, "idle": self._idle(), "left": leaving}
-        told = {"fault": self._fault, "stall": self._stalls.about(now)}
-        data = auth.sealed(self._secret, PURPOSE, json.dumps({**message, **told}).encode())
+        message = {
+            "number": self._beats,
+            "host": self._index,
+            "idle": self._all_stopped(),
+            "finished": finished,
+            "fault": self._fault,
+            "stall": self._stalls.summary(now),
+        }
+        data = auth.sign(self._job_key, PURPOSE, json.dumps(message).encode())
         for peer in self._peers:
-            if self._door is not None and not peer.left:
-                for _ in range(3 if leaving else 1):
-                    with contextlib.suppress(OSError):  # no route while a link is down; a refusal of the last one
-                        self._door.sendto(data, peer.address)
+            if self._heartbeats is not None and not peer.finished:
+                for _ in range(3 if finished else 1):
+                    with contextlib.suppress(OSError):  # no route while a link is down, or the last one was refused
+                        self._heartbeats.sendto(data, peer.address)
 
-    def _hear(self, now: float) -> None:
-        for data, sender in _arrived(self._words):
+    def _receive(self, now: float) -> None:
+        for data, sender in _datagrams(self._reports):
             rank = self._ranks.get(sender)
-            if rank and data[:1] in (stalls.WAITS, stalls.MOVES):
-                self._stalls.heard(rank.number, data, now)
-            elif rank and data and data[-1] not in CHATTER and rank.last_word != RankWords.LEFT:
-                rank.last_word = data[-1]
-        if self._door is not None:
-            self._refused(self._door, now)
-            for data, _ in _arrived(self._door):
-                if (text := auth.opened(self._secret, PURPOSE, data)) is not None:
-                    self._read(json.loads(text), now)
+            if rank and data[:1] in (stalls.WAIT, stalls.PROGRESS):
+                self._stalls.receive(rank.number, data, now)
+            elif rank and data and data[-1] not in HARMLESS and rank.last_report != RankReport.FINISHED:
+                rank.last_report = data[-1]
+        if self._heartbeats is not None:
+            self._check_refused(self._heartbeats, now)
+            for data, _ in _datagrams(self._heartbeats):
+                if (content := auth.verify(self._job_key, PURPOSE, data)) is not None:
+                    self._read_heartbeat(json.loads(content), now)
 
-    def _refused(self, door: socket.socket, now: float) -> None:
-        """Finds in the socket's error queue (ip(7), IP_RECVERR) who has no sentinel any more."""
+    def _check_refused(self, heartbeats: socket.socket, now: float) -> None:
+        """Find the hosts without a sentinel in the socket's error queue (ip(7), IP_RECVERR)."""
         with contextlib.suppress(OSError):
             while True:
-                _, about, _, address = door.recvmsg(4096, 4096, socket.MSG_ERRQUEUE)
-                refused = any(struct.unpack_from("=I", data)[0] == errno.ECONNREFUSED for _, _, data in about)
+                _, ancillary, _, address = heartbeats.recvmsg(4096, 4096, socket.MSG_ERRQUEUE)
+                refused = any(struct.unpack_from("=I", data)[0] == errno.ECONNREFUSED for _, _, data in ancillary)
                 for peer in self._peers:
-                    if refused and address == peer.address and peer.heard is not None:
-                        # The machine lives, its sentinel does not: no silence to be judged.
-                        peer.heard, peer.refused_since, peer.stall = None, now, {}
+                    if refused and address == peer.address and peer.heard_at is not None:
+                        # The host is alive but its sentinel is not, so its silence means nothing.
+                        peer.heard_at, peer.refused_since, peer.stall = None, now, {}
                         peer.known_since = float("inf")
 
-    def _read(self, message: dict[str, Any], now: float) -> None:
+    def _read_heartbeat(self, message: dict[str, Any], now: float) -> None:
         peer = next((peer for peer in self._peers if peer.index == message["host"]), None)
-        if peer is None or message["number"] <= peer.number:  # sent again, by the network or by someone who heard it
+        if peer is None or message["number"] <= peer.number:  # duplicated by the network, or replayed by an attacker
             return
-        peer.number, peer.heard, peer.refused_since = message["number"], now, None
-        peer.idle, peer.left, peer.stall = message["idle"], message["left"], message.get("stall", {})
+        peer.number, peer.heard_at, peer.refused_since = message["number"], now, None
+        peer.idle, peer.finished, peer.stall = message["idle"], message["finished"], message.get("stall", {})
         fault = message["fault"]
-        peer.knows = fault is not None and bool(fault["text"])
+        peer.knows_fault = fault is not None and bool(fault["text"])
         if fault and self._fault is None:
             self._begin({**fault, "own": False}, now)
 
 
-def _arrived(door: socket.socket) -> Iterator[tuple[bytes, tuple[str, int]]]:
-    """The datagrams that wait, and who sent them; not too many at once."""
-    for _ in range(MOST_MESSAGES):
+def _datagrams(receiver: socket.socket) -> Iterator[tuple[bytes, tuple[str, int]]]:
+    """The pending datagrams and their senders, at most MAX_MESSAGES."""
+    for _ in range(MAX_MESSAGES):
         try:
-            yield door.recvfrom(4096)
+            yield receiver.recvfrom(4096)
         except BlockingIOError:
             return
-        except OSError:  # an earlier message was not delivered; the error queue says which
+        except OSError:  # an earlier message was not delivered; see the error queue
             continue
 
 
@@ -320,31 +335,32 @@ def _has_checkpoint(folder: str) -> bool:
 
 
 def write(line: str, to: int = 2) -> None:
-    """One line on standard error, or another descriptor, unless whoever read it is gone or stuck."""
+    """Write a line to standard error, or another descriptor, unless its reader is gone or blocked."""
     with contextlib.suppress(OSError):
         if select.select([], [to], [], 0)[1]:
             os.write(to, f"{line}\n".encode())
 
 
-def _let_go_of_stderr() -> None:
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    os.close(nowhere)
+def _release_stderr() -> None:
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    os.close(null)
 
 
 class Orders:
-    """What the rank that started us sends on our standard input, one JSON object per line; answers go to stdout."""
+    """Orders from the rank that started this process: one JSON object per line on stdin. Answers go to stdout."""
 
     def __init__(self, table: dict[str, Any]) -> None:
         self._hosts, self._index = table["hosts"], table["host"]
-        self._me = auth.Party(bytes.fromhex(table["secret"]), goodput.PURPOSE, self._index)
+        self._me = auth.Party(bytes.fromhex(table["job_key"]), goodput.PURPOSE, self._index)
         self._rest = b""
 
     def open(self, receiver: goodput.Receiver) -> None:
+        """Let the previous host measure its goodput to this one."""
         receiver.open(self._me, (self._index - 1) % len(self._hosts))
 
     def read(self, watch: Watch) -> bool:
-        """Obeys what has arrived; False at the end of the stream."""
+        """Obey the orders that have arrived. Returns False at the end of the stream."""
         data = os.read(0, 4096)
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
@@ -356,55 +372,55 @@ class Orders:
         return bool(data)
 
     def _measure(self) -> None:
-        after = (self._index + 1) % len(self._hosts)
-        to, source = self._hosts[after], self._hosts[self._index]["address"]
+        following = (self._index + 1) % len(self._hosts)
+        target, source = self._hosts[following], self._hosts[self._index]["address"]
         try:
-            if after == self._index:
+            if following == self._index:
                 raise OSError("no sentinel there")
-            rate = goodput.measure(to["address"], to["tcp"], self._me, after, source)
-            answer: dict[str, Any] = {"goodput_to": to["name"], "goodput_mbit": round(rate, 3), "reason": None}
+            rate = goodput.measure(target["address"], target["tcp"], self._me, following, source)
+            answer: dict[str, Any] = {"goodput_to": target["name"], "goodput_mbit": round(rate, 3), "reason": None}
         except OSError as error:
-            reason = f"TCP to {to['name']} ({to['address']}:{to['tcp']}): {error.strerror or error}"
+            reason = f"TCP to {target['name']} ({target['address']}:{target['tcp']}): {error.strerror or error}"
             answer = {"goodput_mbit": None, "reason": reason}
-        write(json.dumps(answer), 1)  # a print() that the end of this process interrupts would abort the interpreter
+        write(json.dumps(answer), 1)  # if the process ended during a print(), the interpreter would abort
 
 
 def main() -> None:
-    """Tells its ports on stdout, reads the job's table on stdin, watches until the ranks of this host are gone.
+    """Print this process's ports on stdout, read the job table on stdin, and watch until the ranks of this host end.
 
-    Argument 2, if there is one, is the address of the link to other hosts.
+    The optional second argument is the address of the link to other hosts.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # meant for the job; this process ends with its ranks
-    words, door, receiver = _datagrams("127.0.0.1"), None, None
+    reports, heartbeats, receiver = _udp_socket("127.0.0.1"), None, None
     if len(sys.argv) > 2:
-        door, receiver = _datagrams(sys.argv[2]), goodput.Receiver(sys.argv[2])
-        door.setsockopt(socket.IPPROTO_IP, getattr(socket, "IP_RECVERR", 11), 1)
-    ports = {"udp": door.getsockname()[1], "tcp": receiver.port} if door and receiver else {}
-    print(json.dumps({"words": words.getsockname()[1], **ports}), flush=True)
+        heartbeats, receiver = _udp_socket(sys.argv[2]), goodput.Receiver(sys.argv[2])
+        heartbeats.setsockopt(socket.IPPROTO_IP, getattr(socket, "IP_RECVERR", 11), 1)
+    ports = {"udp": heartbeats.getsockname()[1], "tcp": receiver.port} if heartbeats and receiver else {}
+    print(json.dumps({"reports": reports.getsockname()[1], **ports}), flush=True)
     first = os.fdopen(0, "rb", buffering=0, closefd=False).readline()
     if not first.strip():
         return
     table = json.loads(first)
-    with contextlib.suppress(OSError):  # without it other users of this host can crowd out a rank's words
-        socket_filter.only_senders(words, [("127.0.0.1", rank["port"]) for rank in table["ranks"]])
+    with contextlib.suppress(OSError):  # without the filter, other users of this host can crowd out a rank's reports
+        socket_filter.only_senders(reports, [("127.0.0.1", rank["port"]) for rank in table["ranks"]])
     orders: Orders | None = Orders(table)
-    if door and receiver and orders:
-        with contextlib.suppress(OSError):  # without it strangers can crowd out others, but not pass for them
-            socket_filter.only_senders(door, [(host["address"], host["udp"]) for host in table["hosts"]])
+    if heartbeats and receiver and orders:
+        with contextlib.suppress(OSError):  # without the filter, strangers can crowd out hosts but not impersonate them
+            socket_filter.only_senders(heartbeats, [(host["address"], host["udp"]) for host in table["hosts"]])
         orders.open(receiver)
-    watch = Watch(table, words, door, time.monotonic())
+    watch = Watch(table, reports, heartbeats, time.monotonic())
     poll = select.poll()
-    for one in (words, door, 0):
+    for one in (reports, heartbeats, 0):
         if one is not None:
             poll.register(one, select.POLLIN)
     while watch.round(time.monotonic()):
-        # The ends of processes wake us at once, but only once each.
+        # The end of a process wakes the poll at once; it must not wake it again in the next round.
         ends = watch.descriptors()
         for descriptor in ends:
             poll.register(descriptor, select.POLLIN)
         events = dict(poll.poll(1000 * watch.pause_s(time.monotonic())))
-        while door and [*events] == [door.fileno()] and watch.only_heard(time.monotonic()):
+        while heartbeats and [*events] == [heartbeats.fileno()] and watch.only_receive(time.monotonic()):
             events = dict(poll.poll(1000 * watch.pause_s(time.monotonic())))
         for descriptor in ends:
             poll.unregister(descriptor)
@@ -413,8 +429,8 @@ def main() -> None:
             orders = None
 
 
-def _datagrams(address: str) -> socket.socket:
-    made = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    made.bind((address, 0))
-    made.setblocking(False)
-    return made
+def _udp_socket(address: str) -> socket.socket:
+    bound = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    bound.bind((address, 0))
+    bound.setblocking(False)
+    return bound

@@ -37,7 +37,7 @@ def advice(config: TrainConfig, step_shares: Mapping[str, float], network_ratio:
         return None
     current = parse(config.strategy)
     if step_shares["exchange_least"] <= WAITING_THRESHOLD:  # the slowest rank hardly waits: the network is fast enough
-        tcp = current.capabilities.backend == "streams"
+        tcp = current.capabilities.backend == "tcp"
         if config.shares is not None or current.capabilities.local_updates or micro_batches(config) > 1:
             return None
         flags = "--shares measured" if tcp else f"--strategy {ADVICE[0][0]} --shares measured"

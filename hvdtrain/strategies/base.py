@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from hvdtrain.comm.world import Carrier, World
+from hvdtrain.comm.backends.base import Communicator
+from hvdtrain.comm.world import Backend
 from hvdtrain.config.constraints import Checked
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.observe.timing import Clock
@@ -25,7 +26,7 @@ ReducerCost = Callable[[Sequence[Sequence[int]]], list[Cost]]
 class Capabilities:
     """What the rest of the program needs to know about a strategy."""
 
-    backend: Carrier = "streams"
+    backend: Backend = "tcp"
     """The backend that connects the ranks"""
     takes_reducer: bool = False
     """Whether a reducer may follow the plus"""
@@ -51,7 +52,7 @@ class Strategy(abc.ABC):
     capabilities: ClassVar[Capabilities] = Capabilities()
 
     def __init__(
-        self, world: World, shapes: Sequence[Shape], config: TrainConfig, settings: Any, reducer: Reducer | None
+        self, world: Communicator, shapes: Sequence[Shape], config: TrainConfig, settings: Any, reducer: Reducer | None
     ) -> None:
         """`shapes`: shapes of the trainable arrays, in the model's order. `settings`: an instance of `Settings`.
         `reducer`: the reducer, if the strategy takes one."""

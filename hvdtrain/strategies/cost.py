@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 
-from hvdtrain.comm.backends.tcp import QUEUE_BYTES, SMALL_BYTES
+from hvdtrain.comm.backends.tcp import all_reduce_hops, all_to_all_hops
 
 Shape = Sequence[int]
 
@@ -116,9 +116,10 @@ def all_reduce(numbers: int, hosts: int) -> tuple[Phase, ...]:
     nbytes = 4 * numbers
     if hosts == 1 or not numbers:
         return ()
-    if nbytes <= SMALL_BYTES or numbers < hosts:
-        return (Phase(bytes_per_peer=nbytes, peers=hosts - 1, hops=1),)
-    return (Phase(bytes_per_peer=ring_bytes(nbytes, hosts), peers=1, hops=2 * (hosts - 1)),)
+    hops = all_reduce_hops(nbytes, hosts)
+    if hops == 1:  # small vectors are sent whole to all hosts
+        return (Phase(bytes_per_peer=nbytes, peers=hosts - 1, hops=hops),)
+    return (Phase(bytes_per_peer=ring_bytes(nbytes, hosts), peers=1, hops=hops),)
 
 
 def two_phases(numbers: int, hosts: int, message_bytes: int, codec: str) -> tuple[Phase, ...]:
@@ -132,21 +133,8 @@ def two_phases(numbers: int, hosts: int, message_bytes: int, codec: str) -> tupl
     scatter = Phase(
         bytes_per_peer=message_bytes,
         peers=hosts - 1,
-        hops=all_to_all_hops(message_bytes, hosts),
+        hops=all_to_all_hops(message_bytes, hosts, even=True),
         codec=codec,
         numbers=2 * numbers * (hosts - 1) / hosts,
     )
     return scatter, dataclasses.replace(scatter, numbers=numbers * (hosts + 1) / hosts)
-
-
-def all_to_all_hops(message_bytes: int, hosts: int) -> int:
-    """Latencies of the TCP backend's exchange of messages of equal length between all hosts.
-
-    Short messages go to all hosts at once. Longer ones go to one host after the other, and a message that does not fit
-    into a slow link's queue is sent only when its receiver says that it is ready.
-    """
-    if hosts == 1:
-        return 0
-    if message_bytes <= SMALL_BYTES:
-        return 1
-    return (hosts - 1) * (2 if message_bytes > QUEUE_BYTES else 1)

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.comm.world import World
+from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.strategies.base import Strategy
 from hvdtrain.system import exits
@@ -108,7 +108,7 @@ def shares_of(trials: Sequence[Sequence[float]]) -> Measurement:
 
 
 def measure(
-    world: World, strategy: Strategy, replica: Any, batch_of: Callable[[Sequence[float] | None], Any]
+    world: Communicator, strategy: Strategy, replica: Any, batch_of: Callable[[Sequence[float] | None], Any]
 ) -> Measurement:
     """Measure the shares with which all ranks compute their part in the same time. Collective.
 
@@ -130,7 +130,7 @@ def measure(
     return found
 
 
-def _measurement(world: World, replica: Any, batch: Any) -> Measurement:
+def _measurement(world: Communicator, replica: Any, batch: Any) -> Measurement:
     """Run trials until they agree or the time is up. Decisions use gathered values, so that all ranks agree."""
     length_s = max(TRIAL_S, *world.gather(_backward_s(replica, batch)))
     trials: list[list[float]] = []

@@ -14,7 +14,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
-from hvdtrain.comm.world import World
+from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.config import constraints
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.strategies import registry
@@ -119,7 +119,7 @@ class Exchange:
             raise Failure(
                 f"--horovod-timeline: Horovod does not run with --strategy {self}; hint: --profile", exits.BAD_CONFIG
             )
-        if config.shares is not None and self.capabilities.backend != "streams":
+        if config.shares is not None and self.capabilities.backend != "tcp":
             raise Failure(
                 f"--shares needs hvdtrain's TCP backend, and --strategy {self} uses another; hint: --strategy "
                 f"{registry.DEFAULT_REDUCER}",
@@ -130,7 +130,7 @@ class Exchange:
         except Failure as failure:
             raise error(self, str(failure)) from None
 
-    def make(self, config: TrainConfig, world: World, shapes: Sequence[Shape]) -> Strategy:
+    def make(self, config: TrainConfig, world: Communicator, shapes: Sequence[Shape]) -> Strategy:
         """Make the strategy for the ranks of `world` and a model with these trainable arrays."""
         reducer = self.reducer.cls(shapes, self.reducer.settings) if self.reducer else None
         return self.strategy(world, shapes, config, self.settings, reducer)

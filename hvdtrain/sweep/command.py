@@ -14,7 +14,7 @@ from hvdtrain.sweep import file
 from hvdtrain.sweep.file import ClusterSpec
 from hvdtrain.sweep.plan import UNLIMITED, Run
 from hvdtrain.sweep.preview import MONITORS
-from hvdtrain.system.commands import CHECKOUT, Command, as_user, caller
+from hvdtrain.system.commands import CHECKOUT, Command, as_user, calling_user
 
 SCRIPTS = {
     "tools/cluster.sh": ["hvdtrain.lab"],
@@ -40,9 +40,9 @@ def as_root(command: Command) -> Command:
 def environment() -> dict[str, str]:
     """Environment of a run on this machine: as on a virtual host, without HVDTRAIN_*, which would override the file."""
     try:
-        user = pwd.getpwnam(caller())
+        user = pwd.getpwnam(calling_user())
     except KeyError:  # as in a container that runs as any number
-        about = (caller(), "x", os.geteuid(), os.getegid(), "", os.environ.get("HOME", "/"), "/bin/sh")
+        about = (calling_user(), "x", os.geteuid(), os.getegid(), "", os.environ.get("HOME", "/"), "/bin/sh")
         user = pwd.struct_passwd(about)
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("HVDTRAIN_")}
     more = ("SUDO_*", "SSH_AUTH_SOCK", "SLURM_*", "HOSTNAME")
@@ -76,7 +76,7 @@ def launch(run: Run, flags: Command, folder: Path, *, hosts: Sequence[str], insi
 
 def _rights() -> Command:
     """The words by which a sweep under sudo trains as its caller."""
-    return as_user(pwd.getpwnam(caller())) if os.geteuid() == 0 else []
+    return as_user(pwd.getpwnam(calling_user())) if os.geteuid() == 0 else []
 
 
 def _variables(run: Run, folder: Path) -> list[str]:

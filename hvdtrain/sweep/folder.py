@@ -17,7 +17,7 @@ from hvdtrain import records
 from hvdtrain.sweep.plan import UNLIMITED, Run
 from hvdtrain.sweep.preview import MONITORS, Preview
 from hvdtrain.system import exits, files
-from hvdtrain.system.commands import caller
+from hvdtrain.system.commands import calling_user
 from hvdtrain.system.exits import Failure
 from hvdtrain.system.redaction import without_secret_values
 
@@ -136,7 +136,7 @@ def make_owned(folder: Path) -> None:
 
 def own(path: Path) -> None:
     """Gives it to the user who will run in it. Raises OSError."""
-    user = pwd.getpwnam(caller()) if os.geteuid() == 0 else None
+    user = pwd.getpwnam(calling_user()) if os.geteuid() == 0 else None
     if user and user.pw_uid:  # under sudo the hosts run as whoever called it
         os.chown(path, user.pw_uid, user.pw_gid)
 

@@ -104,7 +104,7 @@ def serve() -> None:
 
 def _answer(question: Question) -> dict[str, Any] | tuple[str, int]:
     """The dry run's JSON document, or the message and the exit code that it ends with."""
-    from hvdtrain.comm.world import StopSignal  # and much else, which the sweep itself does not need
+    from hvdtrain.comm.lifecycle import StopSignal  # and much else, which the sweep itself does not need
 
     workload, typed, ranks, local = question
     place = {"RANK": 0, "SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_SIZE": local}

@@ -1,4 +1,4 @@
-"""The parser of all commands but training, and suggestions for misspelt words."""
+"""The argument parser of all commands except training, and suggestions for misspelt words."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from hvdtrain.system.exits import USAGE, Failure
 
 
 def near(word: str, known: Iterable[str]) -> str:
-    """`, did you mean --json?` if one of `known` resembles `word`, else an empty string."""
+    """Return `, did you mean --json?` if one of `known` resembles `word`, else an empty string."""
     choices = list(known)
     if word.startswith("-"):
         word = word.partition("=")[0]
     if word == "--format" and word not in choices and "--json" in choices:
         return ", did you mean --json?"
-    found = difflib.get_close_matches(word, choices, 1)
-    return f", did you mean {found[0]}?" if found else ""
+    matches = difflib.get_close_matches(word, choices, 1)
+    return f", did you mean {matches[0]}?" if matches else ""
 
 
 class Parser(argparse.ArgumentParser):
-    """Help starts with the purpose; an error is a Failure (2) of one line with a suggestion for the misspelt word."""
+    """Help starts with the purpose. An error is a one-line Failure (2) with a suggestion for the misspelt word."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter, **settings})
@@ -41,7 +41,7 @@ class Parser(argparse.ArgumentParser):
         return formatter.format_help()
 
     def flags(self) -> Iterator[str]:
-        """Option strings of this parser and of its subcommands."""
+        """Option strings of this parser and its subcommands."""
         for action in self._actions:
             yield from action.option_strings
             if isinstance(action, argparse._SubParsersAction):

@@ -1,4 +1,4 @@
-"""CPU limits: the control group whose quota makes a host of a part of a machine (virtual hosts, containers, Slurm)."""
+"""CPU limits. A control group's quota gives a virtual host, a container or a Slurm job part of a machine."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ MOUNT = Path("/sys/fs/cgroup")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limit:
-    """The group with the tightest CPU quota among those that hold this process."""
+    """The control group with the tightest CPU quota among those that hold this process."""
 
     folder: Path
     cores: float
-    """Its quota: CPU seconds per second"""
+    """The group's quota, in CPU seconds per second."""
 
 
 def limit(own: Path = Path("/proc/self/cgroup"), mount: Path = MOUNT) -> Limit | None:
-    """What limits this process; None if nothing does. cgroup v1 and v2."""
-    found: list[Limit] = []
+    """The CPU limit of this process in cgroup v1 or v2. None if it has no limit."""
+    limits: list[Limit] = []
     for line in own.read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -35,28 +35,28 @@ def limit(own: Path = Path("/proc/self/cgroup"), mount: Path = MOUNT) -> Limit |
         group = base / path.strip("/")
         for folder in (group, *(above for above in group.parents if above.is_relative_to(base))):
             with contextlib.suppress(OSError, ValueError):
-                found.append(Limit(folder=folder, cores=_cores(folder, v2=controllers == "")))
-    return min(found, key=lambda one: one.cores, default=None)
+                limits.append(Limit(folder=folder, cores=_cores(folder, v2=controllers == "")))
+    return min(limits, key=lambda one: one.cores, default=None)
 
 
 def host_cores() -> float:
-    """Cores that this host may use: those of the machine, or fewer by a quota."""
-    found, machine = limit(), float(os.cpu_count() or 1)
-    return min(found.cores, machine) if found else machine
+    """Cores that this host may use: all of the machine's, or fewer if a quota applies."""
+    quota, machine = limit(), float(os.cpu_count() or 1)
+    return min(quota.cores, machine) if quota else machine
 
 
 def process_cores() -> float:
-    """Cores that this process may use: its affinity, or less by a quota."""
+    """Cores that this process may use: its CPU affinity, or fewer if a quota applies."""
     return min(float(len(os.sched_getaffinity(0))), host_cores())
 
 
 def threads(cores: float, ranks: int) -> int:
-    """CPU threads for each of `ranks` ranks that share `cores`: whole ones, and one at least."""
+    """CPU threads for each of `ranks` ranks that share `cores`. At least one."""
     return max(1, int(cores / ranks))
 
 
 def _cores(folder: Path, *, v2: bool) -> float:
-    """Raises ValueError without a quota."""
+    """Raises ValueError if the group has no quota."""
     if v2:
         quota, period = (int(word) for word in (folder / "cpu.max").read_text().split())  # "max 100000": no quota
     else:

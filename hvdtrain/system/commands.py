@@ -1,4 +1,4 @@
-"""Running other programs: lists of words, never a shell line, and failures as one line."""
+"""Run other programs from lists of words, never from a shell line. A failed command becomes a one-line error."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hvdtrain.system.exits import Failure
 Command = list[str]
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-"""Where this package's tools/ and .venv are, if it is run from a checkout"""
+"""Folder that holds tools/ and .venv when the package runs from a checkout."""
 
 PACKAGES = {
     "ip": "iproute2",
@@ -31,46 +31,53 @@ PACKAGES = {
     "unshare": "util-linux",
     "taskset": "util-linux",
 }
-"""Debian's package of each program that this room starts"""
+"""Debian package of each program that hvdtrain starts."""
 
-SEARCHED = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-"""Where root looks for programs while it acts for a user"""
+ROOT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+"""PATH in which root looks for programs while it acts for a user."""
 
-PATIENCE_S = 60
+TIMEOUT_S = 60
 _DENIED = ("operation not permitted", "permission denied")
+_MODULES = {"cluster.sh": "hvdtrain.lab", "throttle.sh": "hvdtrain.lab.throttle"}
+"""Module that each script in tools/ runs."""
 
 
 def find(program: str) -> str:
-    """Its path; also looks in the sbin folders, which a user's PATH often leaves out. Raises Failure (69)."""
+    """Return the program's path. Raises Failure (69) if it is not installed.
+
+    Also looks in the sbin folders, which a user's PATH often omits.
+    """
     path = os.environ.get("PATH", os.defpath) + ":/usr/local/sbin:/usr/sbin:/sbin"
-    found = shutil.which(program, path=path)
-    if found is None:
+    program_path = shutil.which(program, path=path)
+    if program_path is None:
         package = PACKAGES.get(program, program)
-        raise Failure(
-            f"no {program} on this machine; install it (Debian: apt-get install {package})", exits.UNREACHABLE
-        )
-    return found
+        message = f"the program {program} is not installed; hint: install it (Debian: apt-get install {package})"
+        raise Failure(message, exits.UNREACHABLE)
+    return program_path
 
 
 def run(command: Command, *, stdin: str | None = None, pass_fds: Sequence[int] = ()) -> str:
-    """Its standard output. Raises Failure with the command and its own message: 77 if not permitted, 69 if missing."""
+    """Return the command's standard output.
+
+    Raises Failure with the command and its own message: 77 if it lacks permission, 69 if it is missing or too slow.
+    """
     words = [find(command[0]), *command[1:]]
     source = subprocess.DEVNULL if stdin is None else None
     try:
         done = subprocess.run(
-            words, input=stdin, stdin=source, pass_fds=pass_fds, capture_output=True, text=True, timeout=PATIENCE_S
+            words, input=stdin, stdin=source, pass_fds=pass_fds, capture_output=True, text=True, timeout=TIMEOUT_S
         )
     except subprocess.TimeoutExpired as error:
-        raise Failure(f"`{shlex.join(command)}` gave no answer in {PATIENCE_S} s", exits.UNREACHABLE) from error
+        raise Failure(f"`{shlex.join(command)}` did not finish within {TIMEOUT_S} s", exits.UNREACHABLE) from error
     if done.returncode:
-        said = " ".join((done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").split())
-        denied = any(word in said.lower() for word in _DENIED)
-        raise Failure(f"`{shlex.join(command)}`: {said}", exits.NO_PERMISSION if denied else exits.FAILED)
+        reason = " ".join((done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").split())
+        denied = any(words in reason.lower() for words in _DENIED)
+        raise Failure(f"`{shlex.join(command)}`: {reason}", exits.NO_PERMISSION if denied else exits.FAILED)
     return done.stdout
 
 
 def succeeds(command: Command) -> bool:
-    """Whether the command exits with 0; its output is thrown away."""
+    """Whether the command exits with 0. Its output is discarded."""
     try:
         run(command)
     except Failure:
@@ -79,7 +86,7 @@ def succeeds(command: Command) -> bool:
 
 
 def run_all(commands: Iterable[Command], *, dry_run: bool = False) -> None:
-    """Runs the commands in order, or only prints them on stdout. Raises Failure at the first that fails."""
+    """Run the commands in order, or only print them on stdout. Raises Failure at the first one that fails."""
     for command in commands:
         if dry_run:
             print(shlex.join(command))
@@ -87,30 +94,36 @@ def run_all(commands: Iterable[Command], *, dry_run: bool = False) -> None:
             run(command)
 
 
-def caller() -> str:
-    """The user who called: under sudo, whoever called sudo."""
+# --- users -----------------------------------------------------------------------------------------------------------
+
+
+def calling_user() -> str:
+    """Name of the user who started this process. Under sudo, the user who called sudo."""
     if os.geteuid() == 0 and os.environ.get("SUDO_USER"):
         return os.environ["SUDO_USER"]
     try:
         return pwd.getpwuid(os.geteuid()).pw_name
-    except KeyError:  # as in a container that runs as any number
+    except KeyError:  # a container can run as a user id without a name
         return str(os.geteuid())
 
 
 def as_user(user: pwd.struct_passwd) -> Command:
-    """The words with which root runs a command as that user; none for root."""
+    """Words that make root run the command after them as `user`. Empty for root."""
     if user.pw_uid == 0:
         return []
     return ["setpriv", f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--init-groups", "--"]
 
 
 @contextlib.contextmanager
-def rights_of_caller() -> Iterator[None]:
-    """Within it root opens files as the caller would: an error may quote one that only root may read."""
-    if os.geteuid() or caller() == "root":
+def as_calling_user() -> Iterator[None]:
+    """Inside the block, root opens files with the calling user's rights.
+
+    Otherwise an error message could quote a file that only root may read.
+    """
+    if os.geteuid() or calling_user() == "root":
         yield
         return
-    user, groups, group = pwd.getpwnam(caller()), os.getgroups(), os.getegid()
+    user, groups, group = pwd.getpwnam(calling_user()), os.getgroups(), os.getegid()
     try:
         os.setgroups(os.getgrouplist(user.pw_name, user.pw_gid))
         os.setegid(user.pw_gid)
@@ -123,15 +136,18 @@ def rights_of_caller() -> Iterator[None]:
 
 
 def need_root(purpose: str) -> None:
-    """Raises Failure (77) unless this process is root."""
+    """Raise Failure (77) unless this process runs as root."""
     if os.geteuid():
-        raise Failure(f"{purpose} needs root: run it with sudo", exits.NO_PERMISSION)
+        raise Failure(f"{purpose} needs root; hint: run it with sudo", exits.NO_PERMISSION)
 
 
 def become_root(refusal: str, script: str, arguments: Sequence[str], *options: str) -> NoReturn:
-    """Turns this process into the checkout's script, through sudo. Raises Failure (77) if that asks for a password."""
+    """Replace this process with a script of tools/, run through sudo.
+
+    Raises Failure (77) with the message `refusal` if sudo asks for a password.
+    """
     if not succeeds(["sudo", "-n", "true"]):
         raise Failure(refusal, exits.NO_PERMISSION)
-    tool, module = CHECKOUT / "tools" / script, {"cluster.sh": "cluster", "throttle.sh": "cluster.throttle"}[script]
-    words = [str(tool)] if tool.is_file() else [sys.executable, "-I", "-m", f"hvdtrain.{module}"]
+    tool = CHECKOUT / "tools" / script
+    words = [str(tool)] if tool.is_file() else [sys.executable, "-I", "-m", _MODULES[script]]
     os.execv(find("sudo"), ["sudo", "-n", *options, *words, *arguments])

@@ -1,26 +1,51 @@
-"""Numbers in the environment variables that launchers and batch systems set."""
+"""Environment variables: which ones launchers pass on, and how to read the numbers that batch systems put there."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
 
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
+from hvdtrain.system.redaction import is_secret
 
+FOR_RANKS = (
+    *("PATH", "LD_LIBRARY_PATH", "PYTHON*", "VIRTUAL_ENV", "CONDA_PREFIX", "OPAL_*", "HOROVOD_*", "HVDTRAIN_*"),
+    *("OMP_*", "MKL_*", "KMP_*", "OPENBLAS_NUM_THREADS", "MALLOC_*", "GLOO_*", "NCCL_*", "CUDA_*", "NVIDIA_*"),
+    *("TF_*", "XLA_FLAGS", "TORCH_*", "PYTORCH_*", "KERAS_*", "TMPDIR", "XDG_CACHE_HOME"),
+    *("LANG", "LC_*", "TZ", "NO_COLOR"),
+)
+"""Variables that every rank gets, from a launcher or through `cluster exec`."""
+OF_OPEN_MPI = ("OMPI_MCA_*", "OMPI_ALLOW_*")
+ON_A_HOST = (*FOR_RANKS, *OF_OPEN_MPI, "COLUMNS", "TERM", "SLURM_CONF")
+"""Variables that a command on a virtual host gets. The command may itself be a launcher."""
+FOR_LAUNCHERS = (
+    *FOR_RANKS,
+    *OF_OPEN_MPI,
+    *("HOME", "USER", "LOGNAME", "SHELL", "TERM", "HOSTNAME", "SSH_AUTH_SOCK", "KRB5CCNAME", "SSL_CERT_FILE"),
+    "SLURM_*",
+)
+"""Variables that mpirun, horovodrun and ssh need on the host where they start."""
 MOST_TASKS = 1 << 20
-"""Ranks of a job; a mistyped number must not fill the memory"""
+"""Largest accepted number of ranks. It keeps a mistyped number from filling the memory."""
+
+
+def passes(name: str, patterns: Sequence[str]) -> bool:
+    """Whether to pass a variable on: a pattern matches and the name is not a secret's, or the exact name is listed."""
+    return name in patterns or (any(fnmatchcase(name, pattern) for pattern in patterns) and not is_secret(name))
 
 
 def number(name: str, value: str, hint: str, *, least: int = 0, most: int = MOST_TASKS) -> int:
-    """The whole number that the variable `name` holds. Raises Failure (78), whose message ends in `hint`."""
+    """Parse the whole number in the variable `name`. Raises Failure (78), whose message ends in `hint`."""
     if not re.fullmatch(r"\d{1,9}", value.strip(), re.ASCII) or not least <= int(value) <= most:
-        what = f"{name}={value[:40]!r} is not a whole number from {least} to {most}"
-        raise Failure(f"{what}; hint: {hint}", exits.BAD_CONFIG)
+        message = f"{name}={value[:40]!r} is not a whole number from {least} to {most}"
+        raise Failure(f"{message}; hint: {hint}", exits.BAD_CONFIG)
     return int(value)
 
 
 def task_counts(name: str, value: str) -> list[int]:
-    """Tasks on each node in Slurm's notation (srun(1)): `2(x3),1` means 2 on each of three nodes, 1 on the fourth.
+    """Parse Slurm's tasks per node (srun(1)): `2(x3),1` means 2 on each of three nodes and 1 on the fourth.
 
     Raises Failure (78).
     """
@@ -28,6 +53,7 @@ def task_counts(name: str, value: str) -> list[int]:
     for part in value.split(","):
         match = re.fullmatch(r"([1-9]\d{0,5})(?:\(x(\d{1,6})\))?", part, re.ASCII)
         if match is None or len(counts) + int(match[2] or 1) > MOST_TASKS:
-            raise Failure(f"{name}={value[:100]!r} is not a list of tasks per node, as 2(x3),1", exits.BAD_CONFIG)
+            message = f"{name}={value[:100]!r} is not a list of tasks per node"
+            raise Failure(f"{message}; hint: write it as 2(x3),1", exits.BAD_CONFIG)
         counts += [int(match[1])] * int(match[2] or 1)
     return counts

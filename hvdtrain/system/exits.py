@@ -1,4 +1,4 @@
-"""Exit codes, the one error type whose message is written for the user, and how a command ends with them."""
+"""Exit codes, the error type whose message is written for users, and how a command ends with them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ SIGINT = 130
 class Failure(Exception):
     """An error that a user can cause and fix: one line that says what, where and how to fix it.
 
-    Entry points print the message without a traceback and end with `code` (one of this module's constants). Control
-    characters are escaped as \\x1b, say, because the message may quote anybody's file and a terminal would obey them.
-    Lines are joined, because the errors of libraries often have several.
+    Entry points print the message without a traceback and exit with `code`, one of this module's constants. The message
+    may quote an untrusted file, so control characters are escaped (`\\x1b`): a terminal would obey them. Lines are
+    joined, because library errors often have several.
     """
 
     def __init__(self, message: str, code: int = FAILED) -> None:
@@ -35,45 +35,45 @@ class Failure(Exception):
 
 
 def printable(text: str) -> str:
-    """The text with control characters, line ends and what cannot be encoded as escapes."""
+    """Escape control characters, line ends and characters that cannot be encoded."""
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 def of_system(error: OSError) -> Failure | None:
-    """An OSError about a path as a Failure; None if the error names no path."""
+    """Convert an OSError about a path to a Failure. None if the error names no path."""
     if error.filename is None:
         return None
     if isinstance(error, PermissionError):
-        return Failure(f"{error.filename}: {error.strerror}; ask its owner for access", NO_PERMISSION)
+        return Failure(f"{error.filename}: {error.strerror}; hint: ask its owner for access", NO_PERMISSION)
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    hint = "make room" if full else "check the path"
-    return Failure(f"{error.filename}: {error.strerror}; {hint}", IO_ERROR)
+    hint = "free some space" if full else "check the path"
+    return Failure(f"{error.filename}: {error.strerror}; hint: {hint}", IO_ERROR)
 
 
 def end(main: Callable[[list[str]], int], arguments: list[str], name: str = "hvdtrain") -> NoReturn:
-    """Runs a command and ends the process with its exit code; a Failure is one line on stderr after `name`."""
+    """Run a command and exit with its code. A Failure is printed on stderr as one line that starts with `name`."""
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show ± is no reason to fail
+        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show ± must not end the command
     try:
         code = main(arguments)
     except Failure as failure:
         print(f"{name}: {failure}", file=sys.stderr)
         code = failure.code
-    except ModuleNotFoundError as error:  # as after `make demo`, which installs no plots and tables
+    except ModuleNotFoundError as error:  # `make demo` installs no packages for plots and tables
         if (error.name or "hvdtrain").partition(".")[0] == "hvdtrain":
             raise
-        print(f"{name}: this command needs the package {error.name}: run `make setup`", file=sys.stderr)
+        print(f"{name}: this command needs the package {error.name}; hint: run `make setup`", file=sys.stderr)
         code = UNREACHABLE
-    except BrokenPipeError:  # the reader of our output has gone
+    except BrokenPipeError:  # the reader of the output has exited
         sys.stdout = None
         code = FAILED
     except OSError as error:
-        if (told := of_system(error)) is None:
+        if (known := of_system(error)) is None:
             raise
-        print(f"{name}: {told}", file=sys.stderr)
-        code = told.code
+        print(f"{name}: {known}", file=sys.stderr)
+        code = known.code
     except KeyboardInterrupt:
         code = SIGINT
     raise SystemExit(code)

@@ -1,8 +1,10 @@
-"""Reads files that somebody else may have written: only plain files, only up to a limit; and writes them.
+"""Read, write and lock files that other users may have written.
 
-Every reader of a file that a user names, or that lies where others can write, opens it here. A pipe or a device is
-refused before it is opened, because reading it may never end; a file beyond the reader's limit is refused before it
-fills the memory; a document nested so deeply that it would exhaust the stack is refused as malformed.
+Use these functions for each file that a user names or that lies in a folder where others can write. They reject:
+
+- pipes and devices, before opening them, because reading one may never end;
+- files larger than the reader's limit, before they fill the memory;
+- documents nested so deeply that parsing them would exhaust the stack.
 """
 
 from __future__ import annotations
@@ -24,11 +26,11 @@ from hvdtrain.system.exits import CANNOT_WRITE, IO_ERROR, NO_PERMISSION, Failure
 
 MIB = 1 << 20
 SETTINGS_BYTES = MIB
-"""Limit of a file that people write: TOML, host lists"""
+"""Size limit of files that people write, such as TOML files and host lists."""
 UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""Errors of locking on file systems without locks"""
+"""Error numbers of flock(2) on file systems without locks."""
 DEEPEST = 64
-"""Most levels of a JSON or TOML document; ours have fewer than ten"""
+"""Maximum nesting depth of a JSON or TOML document. hvdtrain's own have fewer than ten levels."""
 _NO_KEYS = re.compile(
     rb'''
     """[^"\\]*+ (?: (?: \\.? | "(?!"") ) [^"\\]*+ )* (?: "{3,5} | \Z )  # the last two of five quotes are the string's
@@ -39,9 +41,12 @@ _NO_KEYS = re.compile(
     ''',
     re.VERBOSE | re.DOTALL,
 )
-"""Matches strings and comments of TOML. One without an end matches up to where tomllib reports it, so that it cannot
-hide a key from the check. Only character classes are repeated possessively: Python before 3.11.5 loses its place in a
-group (CPython issue 106052)."""
+"""Matches strings and comments of TOML.
+
+An unterminated string matches up to the place where tomllib reports it, so it cannot hide a key from the check. Only
+character classes are repeated possessively, because Python before 3.11.5 does that wrongly for groups (CPython issue
+106052).
+"""
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a pipe",
@@ -51,12 +56,15 @@ _KINDS = {
 }
 
 _KERNELS = {"proc", "sysfs", "tracefs", "debugfs", "securityfs", "configfs", "cgroup", "cgroup2", "bpf", "pstore"}
-"""Types of file systems without files of anybody's"""
+"""File system types whose files the kernel generates."""
 
 
 def open_plain(path: str | Path) -> BufferedReader:
-    """Opens a plain file for reading. Raises OSError; for another kind its text is "a pipe, not a plain file", say."""
-    _plain(path, Path(path).stat())  # before it is opened, because opening a device may have an effect
+    """Open a plain file for reading.
+
+    Raises OSError. For other kinds of file its text names the kind, for example "a pipe, not a plain file".
+    """
+    _plain(path, Path(path).stat())  # before opening it, because opening a device may have side effects
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         _plain(path, os.fstat(file))
@@ -75,8 +83,10 @@ def _plain(path: str | Path, about: os.stat_result) -> None:
 
 
 def _of_kernel(device: int) -> bool:
-    """Whether the kernel makes up the files of this file system: /proc/kmsg, say, calls itself a plain file of 0 bytes,
-    and reading it never ends. See proc(5), mountinfo."""
+    """Whether the kernel generates the files of this file system (proc(5), mountinfo).
+
+    Reading one may never end: /proc/kmsg claims to be a plain file of 0 bytes.
+    """
     name = f"{os.major(device)}:{os.minor(device)}"
     try:
         mounts = Path("/proc/self/mountinfo").read_bytes().decode(errors="replace").split("\n")
@@ -86,21 +96,21 @@ def _of_kernel(device: int) -> bool:
 
 
 def read(path: str | Path, most_bytes: int) -> bytes:
-    """The content of a plain file. Raises OSError, also for a file of more than `most_bytes`."""
+    """Return the content of a plain file. Raises OSError, also if the file has more than `most_bytes`."""
     with open_plain(path) as file:
         data = file.read(most_bytes + 1)
     if len(data) > most_bytes:
-        raise OSError(errno.EFBIG, f"has more than {most_bytes / MIB:,.3g} MiB, the most that is read", str(path))
+        raise OSError(errno.EFBIG, f"larger than the limit of {most_bytes / MIB:,.3g} MiB", str(path))
     return data
 
 
 def put(path: Path, content: bytes, hint: str) -> None:
-    """Writes a file whole or not at all, durably. Raises Failure as `unwritable` says."""
+    """Write a file atomically and durably. Raises Failure as documented at `unwritable`."""
     part = path.parent / f".{path.name}.{os.getpid()}"
     try:
         if path.exists():
-            _plain(path, path.stat())  # a rename would put a file in the place of a device
-        part.unlink(missing_ok=True)  # of a killed process of this number, or somebody's link
+            _plain(path, path.stat())  # a rename would replace a device with a file
+        part.unlink(missing_ok=True)  # left by a killed process with this id, or planted as a link
         with part.open("xb") as file:
             file.write(content)
         sync(part)
@@ -111,8 +121,24 @@ def put(path: Path, content: bytes, hint: str) -> None:
         raise unwritable(path, error, hint) from error
 
 
+def replace_text(path: Path, text: str) -> None:
+    """Replace a file in one step (rename(2)) and let everyone read it, whatever the umask.
+
+    Not durable: for files in /run. A killed process may leave `NAME.part`, which the next call overwrites.
+    """
+    part = part_of(path)
+    part.write_text(text)
+    part.chmod(0o644)
+    part.rename(path)
+
+
+def part_of(path: Path) -> Path:
+    """The temporary file of `replace_text`."""
+    return path.with_name(path.name + ".part")
+
+
 def sync(path: str | Path) -> None:
-    """Makes the content of a file, or the entries of a folder, durable."""
+    """Flush a file's content, or a folder's entries, to disk (fsync(2))."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -121,7 +147,7 @@ def sync(path: str | Path) -> None:
 
 
 def from_json(data: str | bytes) -> Any:
-    """The value of a JSON text. Raises ValueError for malformed text and for more than DEEPEST levels."""
+    """Parse JSON. Raises ValueError if it is malformed or has more than DEEPEST levels."""
     try:
         return _shallow(json.loads(data))
     except RecursionError:
@@ -129,7 +155,7 @@ def from_json(data: str | bytes) -> Any:
 
 
 def from_toml(data: bytes) -> dict[str, Any]:
-    """The tables of a TOML file, with or without a byte order mark. Raises ValueError as `from_json` does."""
+    """Parse TOML, with or without a byte order mark. Raises ValueError as `from_json` does."""
     bare = _NO_KEYS.sub(b"", data)
     if any(part.count(b".") > DEEPEST for part in re.split(rb"[=,\n]", bare)):  # tomllib needs minutes for such a key
         raise ValueError(f"a key of more than {DEEPEST} parts")
@@ -150,35 +176,37 @@ def _shallow(value: Any) -> Any:
 
 
 def refused(path: str | Path, error: OSError, code: int, hint: str) -> Failure:
-    """The Failure for an OSError of `open_plain` or `read`: one line ending in `hint`; exit code `code`, or 77 without
-    access."""
+    """Convert an OSError of `open_plain` or `read` to a Failure with this exit code, or 77 without access."""
     denied = isinstance(error, PermissionError)
-    return Failure(f"{path}: {error.strerror or error}; {hint}", NO_PERMISSION if denied else code)
+    return Failure(f"{path}: {error.strerror or error}; hint: {hint}", NO_PERMISSION if denied else code)
 
 
 def unwritable(path: str | Path, error: OSError, hint: str) -> Failure:
-    """The Failure (73) for an OSError of writing, one line ending in `hint`; (74) for a full disk."""
+    """Convert an OSError of writing to a Failure (73), or (74) if the disk is full."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    told = f"{path}: {error.strerror}; {'free some room' if full else hint}"
-    return Failure(told, IO_ERROR if full else CANNOT_WRITE)
+    message = f"{path}: {error.strerror}; hint: {'free some space' if full else hint}"
+    return Failure(message, IO_ERROR if full else CANNOT_WRITE)
 
 
-def open_lock(path: str | Path) -> int:
-    """Opens `path` for flock(2) and returns its descriptor; makes the file if absent, never writes or truncates it.
+def open_lock(path: str | Path, mode: int = 0o644, *, write: bool = False) -> int:
+    """Open a file for flock(2) and return its descriptor.
 
-    Another user's file is opened for reading, which is enough to lock it. Raises OSError, also for a symbolic link and
-    anything else that is not a plain file.
+    Creates the file if it is missing, never writes to it and never truncates it. Another user's file is opened for
+    reading, which is enough to lock it; with `write` that is an error. Raises OSError, also if the path is a symbolic
+    link or not a plain file.
     """
     flags = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:
-        file = os.open(path, flags | os.O_RDWR | os.O_CREAT, 0o644)
+        file = os.open(path, flags | os.O_RDWR | os.O_CREAT, mode)
     except PermissionError:
+        if write:
+            raise
         file = os.open(path, flags | os.O_RDONLY)
     try:
         about = os.fstat(file)
         _plain(path, about)
         if about.st_nlink > 1:
-            raise OSError(errno.EMLINK, "has other names too, so it is no lock file of ours", str(path))
+            raise OSError(errno.EMLINK, "has several hard links, so it is not an hvdtrain lock file", str(path))
     except OSError:
         os.close(file)
         raise
@@ -186,10 +214,12 @@ def open_lock(path: str | Path) -> int:
 
 
 @contextlib.contextmanager
-def locked(path: str | Path, *, wait: bool = True) -> Iterator[int]:
-    """Holds flock(2) on the file that `open_lock` opens, and yields its descriptor. Raises OSError; BlockingIOError
-    where another holds it and this process does not `wait`."""
-    file = open_lock(path)
+def locked(path: str | Path, *, wait: bool = True, mode: int = 0o644) -> Iterator[int]:
+    """Hold flock(2) on a file and yield its descriptor.
+
+    Raises OSError as `open_lock` does, and BlockingIOError if another process holds the lock and `wait` is False.
+    """
+    file = open_lock(path, mode)
     try:
         fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield file

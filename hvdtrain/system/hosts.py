@@ -1,4 +1,4 @@
-"""Lists of hosts: `-H a:2,b:2`, hostfiles, and what Slurm says of its allocation."""
+"""Lists of hosts: `-H a:2,b:2`, hostfiles and Slurm's allocation."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ HOSTFILE_LINE = re.compile(
     re.ASCII,
 )
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""Control characters but tab and newline"""
+"""Control characters other than tab and newline."""
 MOST_HOSTS = 65536
-"""In a node list: a slip of the keyboard must not fill the memory"""
+"""Limit on the expansion of a node list, so that a typing error cannot fill the memory."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Slots:
-    """A host and how many ranks it takes."""
+    """A host and the number of ranks it takes."""
 
     host: str
     slots: int = 1
@@ -37,42 +37,42 @@ class Slots:
 
 
 def check_name(name: str, where: str = "") -> str:
-    """The name, if it is one that may stand on a command line. Raises Failure (2)."""
+    """Return the name if it is safe on a command line. Raises Failure (2) otherwise."""
     if not NAME.fullmatch(name):
-        raise Failure(
-            f"{where}{name!r} is no host name: use letters, digits, dots and dashes, e.g. node-1.lan", exits.USAGE
-        )
+        hint = "use letters, digits, dots and dashes, as in node-1.lan"
+        raise Failure(f"{where}{name!r} is not a host name; hint: {hint}", exits.USAGE)
     return name
 
 
 def parse_hosts(text: str) -> list[Slots]:
-    """`a:2,b:2` or `a,b` (one slot each), in order. Raises Failure (2) for bad names, counts and repeated hosts."""
-    found = []
+    """Parse `a:2,b:2` or `a,b` (one slot each). Raises Failure (2) for bad names, counts and repeated hosts."""
+    slots = []
     for part in text.split(","):
         host, colon, count = part.strip().partition(":")
         if not host or (colon and not re.fullmatch(r"0*[1-9]\d{0,5}", count, re.ASCII)):
-            raise Failure(f"hosts {text!r}: {part!r} is not HOST or HOST:SLOTS, as in a:2,b:2", exits.USAGE)
-        found.append(Slots(check_name(host, "hosts: "), int(count or 1)))
-    return _distinct(found, f"hosts {text!r}")
+            message = f"hosts {text!r}: {part!r} is not HOST or HOST:SLOTS"
+            raise Failure(f"{message}; hint: write them as a:2,b:2", exits.USAGE)
+        slots.append(Slots(check_name(host, "hosts: "), int(count or 1)))
+    return _distinct(slots, f"hosts {text!r}")
 
 
 def read_hostfile(path: Path) -> list[Slots]:
-    """The hosts of a file: one per line as `a slots=2`, `a:2` or `a`; `#` starts a comment.
+    """Read a file with one host per line, as `a slots=2`, `a:2` or `a`; `#` starts a comment.
 
-    Raises Failure (2) if the file cannot be read and (65), naming file:line, for a line that is none of these.
+    Raises Failure: 2 if the file cannot be read, and 65, naming file:line, for any other line.
     """
     try:
         lines = files.read(path, files.SETTINGS_BYTES).decode("utf-8-sig").split("\n")
     except OSError as error:
         raise files.refused(f"hostfile {path}", error, exits.USAGE, "name another with --hostfile") from error
     except UnicodeDecodeError as error:
-        what = f"hostfile {path}: not a text file; name another with --hostfile"
-        raise Failure(what, exits.BAD_DATA) from error
-    found = []
+        message = f"hostfile {path}: not a text file; hint: name another with --hostfile"
+        raise Failure(message, exits.BAD_DATA) from error
+    slots = []
     for number, line in enumerate(lines, start=1):
-        if CONTROL.search(line.removesuffix("\r")):  # an editor may show it as the end of a line
-            what = f"{path}:{number}: {line[:100]!r} holds a control character"
-            raise Failure(f"{what}; hint: end each line with a newline", exits.BAD_DATA)
+        if CONTROL.search(line.removesuffix("\r")):  # some editors show it as a line end
+            message = f"{path}:{number}: {line[:100]!r} contains a control character"
+            raise Failure(f"{message}; hint: end each line with a newline", exits.BAD_DATA)
         text = line.partition("#")[0].strip()
         if not text:
             continue
@@ -81,78 +81,80 @@ def read_hostfile(path: Path) -> list[Slots]:
         if match is None or count < 1:
             raise Failure(f"{path}:{number}: {text[:100]!r} is not `HOST slots=N`", exits.BAD_DATA)
         if not NAME.fullmatch(match["host"]):
-            raise Failure(f"{path}:{number}: {match['host'][:100]!r} is no host name", exits.BAD_DATA)
-        found.append(Slots(match["host"], count))
-    if not found:
-        raise Failure(f"{path}: no hosts in it; one per line, e.g. `node1 slots=2`", exits.BAD_DATA)
-    return _distinct(found, str(path), exits.BAD_DATA)
+            raise Failure(f"{path}:{number}: {match['host'][:100]!r} is not a host name", exits.BAD_DATA)
+        slots.append(Slots(match["host"], count))
+    if not slots:
+        message = f"{path}: the file lists no hosts; hint: write one per line, as in `node1 slots=2`"
+        raise Failure(message, exits.BAD_DATA)
+    return _distinct(slots, str(path), exits.BAD_DATA)
 
 
-def _distinct(found: list[Slots], where: str, code: int = exits.USAGE) -> list[Slots]:
+def _distinct(slots: list[Slots], where: str, code: int = exits.USAGE) -> list[Slots]:
     seen: set[str] = set()
-    for slot in found:
+    for slot in slots:
         if slot.host in seen:
-            raise Failure(f"{where}: host {slot.host} is listed twice; give it once with all its slots", code)
+            raise Failure(f"{where}: host {slot.host} is listed twice; hint: give it once with all its slots", code)
         seen.add(slot.host)
-    return found
+    return slots
 
 
 def expand_nodelist(text: str) -> list[str]:
-    """Host names of a Slurm node list (`hostlist` notation, scontrol(1)): `n[1-3,07],login` and several brackets.
+    """Expand a Slurm node list (`hostlist` notation, scontrol(1)), as in `n[1-3,07],login`, to host names.
 
-    A range keeps the leading zeros of its start. Raises Failure (78) if it cannot be read or has over MOST_HOSTS names.
+    A name may have several brackets. A range keeps the leading zeros of its start. Raises Failure (78) if the list is
+    malformed or has more than MOST_HOSTS names.
     """
     names: list[str] = []
-    for part in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\]|[\[\]])+", text):  # parted at commas outside brackets
+    for part in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\]|[\[\]])+", text):  # split at commas outside brackets
         pieces = re.split(r"\[([^\[\]]*)\]", part)  # literal, inside, literal, inside ... literal
         brackets = [_ranges(inside, text) for inside in pieces[1::2]]
         count = math.prod(sum(len(numbers) for numbers, _ in ranges) for ranges in brackets)
         if len(names) + count > MOST_HOSTS:
-            raise Failure(f"node list {text[:100]!r}: more than {MOST_HOSTS:,} hosts", exits.BAD_CONFIG)
+            raise Failure(f"node list {text[:100]!r} has more than {MOST_HOSTS:,} hosts", exits.BAD_CONFIG)
         filled = [[f"{n:0{width}d}" for numbers, width in ranges for n in numbers] for ranges in brackets]
         for chosen in itertools.product(*filled):
             name = pieces[0] + "".join(map(operator.add, chosen, pieces[2::2]))
             if not NAME.fullmatch(name):
-                raise Failure(f"node list {text[:100]!r}: {name[:100]!r} is no host name", exits.BAD_CONFIG)
+                raise Failure(f"node list {text[:100]!r}: {name[:100]!r} is not a host name", exits.BAD_CONFIG)
             names.append(name)
     return names
 
 
 def _ranges(inside: str, whole: str) -> list[tuple[range, int]]:
-    """The numbers between brackets, and with how many digits each is written."""
-    found = []
+    """(numbers, digits of each) for every item between the brackets."""
+    ranges = []
     for item in inside.split(","):
         match = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", item, re.ASCII)
         if match is None or (match[2] and int(match[2]) < int(match[1])):
-            raise Failure(f"node list {whole[:100]!r}: {item[:100]!r} is no number or range", exits.BAD_CONFIG)
-        found.append((range(int(match[1]), int(match[2] or match[1]) + 1), len(match[1])))
-    return found
+            raise Failure(f"node list {whole[:100]!r}: {item[:100]!r} is not a number or range", exits.BAD_CONFIG)
+        ranges.append((range(int(match[1]), int(match[2] or match[1]) + 1), len(match[1])))
+    return ranges
 
 
 def from_slurm(environment: Mapping[str, str]) -> list[Slots] | None:
-    """The hosts of the Slurm allocation this process runs in, None outside one.
+    """The hosts of the Slurm allocation that this process runs in. None outside an allocation.
 
-    Reads SLURM_JOB_NODELIST and SLURM_TASKS_PER_NODE (`2(x3),1`, sbatch(1)). Raises Failure (78) if they do not fit,
-    and for a heterogeneous job: they are those of its first component alone.
+    Reads SLURM_JOB_NODELIST and SLURM_TASKS_PER_NODE (sbatch(1)). Raises Failure (78) if they disagree, and for a
+    heterogeneous job, where they describe only its first component.
     """
     nodelist = environment.get("SLURM_JOB_NODELIST")
     if not nodelist:
         return None
     if (parts := environment.get("SLURM_HET_SIZE", "1")) != "1":
-        what = f"a heterogeneous Slurm job (SLURM_HET_SIZE={parts[:100]!r}): only its first part would be used"
-        raise Failure(f"{what}; name all hosts with -H, or submit it as one part", exits.BAD_CONFIG)
+        message = f"this Slurm job is heterogeneous (SLURM_HET_SIZE={parts[:100]!r}): only its first part would be used"
+        raise Failure(f"{message}; hint: name all hosts with -H, or submit it as one part", exits.BAD_CONFIG)
     names = expand_nodelist(nodelist)
     counts = environment.get("SLURM_TASKS_PER_NODE") or f"1(x{len(names)})"
     tasks = task_counts("SLURM_TASKS_PER_NODE", counts)
     if len(tasks) != len(names):
-        raise Failure(
-            f"SLURM_JOB_NODELIST={nodelist!r} names {len(names)} hosts, SLURM_TASKS_PER_NODE={counts!r} {len(tasks)}; "
-            "start it with sbatch or salloc, which set both",
-            exits.BAD_CONFIG,
+        message = (
+            f"SLURM_JOB_NODELIST={nodelist!r} names {len(names)} hosts, but SLURM_TASKS_PER_NODE={counts!r} describes "
+            f"{len(tasks)}; hint: start the job with sbatch or salloc, which set both"
         )
+        raise Failure(message, exits.BAD_CONFIG)
     return [Slots(name, count) for name, count in zip(names, tasks, strict=True)]
 
 
 def as_argument(hosts: Sequence[Slots]) -> str:
-    """The hosts as `-H` takes them."""
+    """Format hosts for the option `-H`."""
     return ",".join(str(slot) for slot in hosts)

@@ -1,10 +1,11 @@
-"""What a link carries: the TCP payload that arrives in a second, and the time that short messages take.
+"""Measure a link: the TCP payload that arrives per second, and the time that short messages take.
 
-The end that receives measures, since a sender only knows how fast its own queue took the bytes. It leaves out the first
-part, in which TCP finds the rate and a traffic shaper spends what it has saved up. A shaper with a bucket that is too
-large would pass that and still let short messages through unthrottled, so those are timed too.
+The receiving end measures, because a sender only knows how fast its own queue accepted the bytes. It ignores the first
+part of a stream, in which TCP finds the rate and a traffic shaper spends its saved tokens. A shaper whose bucket is too
+large passes this test but lets short messages through unthrottled, so short messages are timed as well.
 
-`doctor` and `throttle` give this text to a bare Python (3.7 or newer) on other hosts: standard library, none of ours.
+`doctor` and `throttle` send the text of this file to a bare Python (3.7 or newer) on other hosts. It therefore uses the
+standard library only and imports nothing from hvdtrain.
 """
 
 from __future__ import annotations
@@ -18,20 +19,23 @@ import typing
 
 CHUNK = bytes(1 << 16)
 QUEUE_BYTES = 1 << 18
-"""What may wait in the sender: 0.2 s at 10 Mbit/s, and enough for 10 Gbit/s at a local network's round trip"""
+"""Send buffer: 0.2 s at 10 Mbit/s, and enough for 10 Gbit/s at the round-trip time of a local network."""
 POINTS = 45
 PATIENCE_S = 10.0
-"""For the other end's next bytes"""
+"""How long to wait for the next bytes of the other end."""
 PAUSE_S = 0.3
-"""Long enough for every token bucket to be full again"""
+"""Long enough for any token bucket to fill again."""
 MOST_BYTES, MOST_S = 1 << 24, 1000.0
-"""Of a message, and of a stream"""
+"""Longest message in bytes, and longest stream in seconds."""
 REQUEST = struct.Struct("!cQdd")
-"""m: a message of so many bytes; t: a stream there, to be counted after settling; b: a stream back"""
+"""Kind, size in bytes, settling time, counting time.
+
+Kinds: m, a message of `size` bytes; t, a stream to the server; b, a stream back.
+"""
 
 
 def count(connection: socket.socket, settle_s: float, count_s: float) -> float:
-    """bit/s that arrive within `count_s` seconds, after `settle_s`. Raises OSError if the stream ends before."""
+    """Rate in bit/s over `count_s` seconds, after `settle_s` seconds. Raises OSError if the stream ends too early."""
     buffer = bytearray(1 << 20)
     arrivals: list[tuple[float, int]] = []
     received, first_s = 0, time.monotonic()
@@ -47,11 +51,10 @@ def count(connection: socket.socket, settle_s: float, count_s: float) -> float:
 
 
 def slope(points: list[tuple[float, int]]) -> float:
-    """The line through the points (Theil and Sen: the median of the slopes of all pairs).
+    """Theil-Sen estimate of the slope: the median of the slopes of all pairs of points.
 
-    A lost packet holds back all behind it until it was sent again, and then they arrive at once; a virtual machine
-    stands still for a moment. That moves a few points, and with them a mean or a least-squares line by up to a quarter,
-    but not the median.
+    A lost packet delays all later ones until it is sent again, and then they arrive together. A virtual machine may
+    pause. Both move a few points. This changes a mean or a least-squares line by up to a quarter, but not the median.
     """
     slopes = sorted((y - b) / (x - a) for i, (x, y) in enumerate(points) for a, b in points[:i])
     return slopes[len(slopes) // 2]
@@ -59,7 +62,7 @@ def slope(points: list[tuple[float, int]]) -> float:
 
 @contextlib.contextmanager
 def feeding(connection: socket.socket) -> typing.Iterator[None]:
-    """Within it, a thread sends zeros as fast as the link takes them; closing then throws away what still waits."""
+    """Inside the block, a thread sends zeros as fast as the link accepts them. Closing discards unsent bytes."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, QUEUE_BYTES)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     answered = threading.Event()
@@ -79,21 +82,21 @@ def feeding(connection: socket.socket) -> typing.Iterator[None]:
 
 
 def exactly(connection: socket.socket, size: int) -> bytes:
-    """So many bytes. Raises ConnectionError if the other end closes before."""
-    found = b""
-    while len(found) < size:
-        part = connection.recv(size - len(found))
+    """Receive `size` bytes. Raises ConnectionError if the other end closes before that."""
+    data = b""
+    while len(data) < size:
+        part = connection.recv(size - len(data))
         if not part:
             raise ConnectionResetError("the other end closed the connection")
-        found += part
-    return found
+        data += part
+    return data
 
 
-# --- the end that serves ----------------------------------------------------------------------------------------------
+# --- server -----------------------------------------------------------------------------------------------------------
 
 
 def listening(address: str) -> socket.socket:
-    """Listens on a port that is free."""
+    """Listen on a free port."""
     door = socket.socket()
     door.bind((address, 0))
     door.listen(socket.SOMAXCONN)
@@ -101,7 +104,7 @@ def listening(address: str) -> socket.socket:
 
 
 def serve(door: socket.socket) -> None:
-    """Answers one visitor until it leaves; who says nothing, or asks for too much, makes room for the next."""
+    """Serve one client until it disconnects. Silent or greedy clients are dropped and do not count."""
     served = False
     while not served:
         connection, _ = door.accept()
@@ -121,26 +124,26 @@ def serve(door: socket.socket) -> None:
                         connection.recv(1)
                 else:
                     connection.sendall(struct.pack("!d", count(connection, settle_s, count_s)))
-                    while connection.recv(1 << 20):  # until the sender has read the answer and closes
+                    while connection.recv(1 << 20):  # the sender closes when it has read the answer
                         pass
 
 
-# --- the end that asks ------------------------------------------------------------------------------------------------
+# --- client -----------------------------------------------------------------------------------------------------------
 
 
 def ask(
     address: str, port: int, settle_s: float, count_s: float, *, back: bool = False, sizes: typing.Sequence[int] = ()
 ) -> dict[str, typing.Any]:
-    """`bit_s` from here to a `serve`, or from there to here, before that `messages_s` for each size; `payload_bytes` of
-    a full frame.
+    """Measure the link to a `serve`. Raises OSError.
 
-    A message's seconds are from its first byte to the answer, after a pause. Raises OSError.
+    Returns `messages_s`, the seconds of a message of each size from its first byte to the answer; then `bit_s`, the
+    rate to the server, or from it with `back`; and `payload_bytes`, the TCP payload of a full frame.
     """
     times = []
     with socket.create_connection((address, port), PATIENCE_S) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(settle_s + count_s + 60)
-        for size in (0, *sizes):  # the first one wakes both ends
+        for size in (0, *sizes):  # the first message wakes both ends
             time.sleep(PAUSE_S)
             began_s = time.monotonic()
             connection.sendall(REQUEST.pack(b"m", size, settle_s, count_s) + bytes(size))

@@ -1,4 +1,4 @@
-"""Network interfaces of the machine (or namespace) this process is in, by what the kernel says of them."""
+"""Network interfaces of the machine, or of the namespace, that this process runs in."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from hvdtrain.system.commands import run
 
 
 def network(device: str) -> ipaddress.IPv4Network | None:
-    """The network of the interface's first IPv4 address; None without one. Raises Failure (69) without iproute2."""
-    found = json.loads(run(["ip", "-json", "-4", "address", "show", "dev", device]) or "[]")
-    first = next((address for entry in found for address in entry.get("addr_info", [])), None)
+    """Network of the interface's first IPv4 address. None if it has none. Raises Failure (69) without iproute2."""
+    entries = json.loads(run(["ip", "-json", "-4", "address", "show", "dev", device]) or "[]")
+    first = next((address for entry in entries for address in entry.get("addr_info", [])), None)
     return first and ipaddress.IPv4Network(f"{first['local']}/{first['prefixlen']}", strict=False)
 
 
 def route_device(address: str) -> str | None:
-    """The interface through which packets to `address` (IPv4) leave, None if there is no route. `lo` for our own."""
+    """Interface through which packets to `address` (IPv4) leave: `lo` for this machine, None without a route."""
     try:
         routes = json.loads(run(["ip", "-json", "route", "get", address]))
     except Exception:
@@ -27,30 +27,37 @@ def route_device(address: str) -> str | None:
 
 
 def is_own(address: str) -> bool:
-    """Whether it is an address (IPv4) of this machine: only such a one can be bound (bind(2))."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as door:
+    """Whether an IPv4 address belongs to this machine. Only such an address can be bound (bind(2))."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            door.bind((address, 0))
+            probe.bind((address, 0))
         except OSError:
             return False
     return True
 
 
-def counters(device: str) -> tuple[int, int]:
-    """(bytes sent, bytes received) by the interface since it came up, all headers but Ethernet's preamble included.
+def ipv4_addresses(host: str) -> list[str]:
+    """IPv4 addresses of a host name, in the resolver's order. Raises OSError if the name is unknown."""
+    entries = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
+    return [str(entry[4][0]) for entry in entries]
 
-    From /proc/self/net/dev (proc(5)), which is right inside a network namespace too. Raises KeyError if there is none.
+
+def counters(device: str) -> tuple[int, int]:
+    """(bytes sent, bytes received) by the interface since it came up, with all headers but Ethernet's preamble.
+
+    Reads /proc/self/net/dev (proc(5)), which is also right inside a network namespace. Raises KeyError if the
+    interface does not exist.
     """
     for line in Path("/proc/self/net/dev").read_text().splitlines()[2:]:
-        name, _, figures = line.partition(":")
+        name, _, numbers = line.partition(":")
         if name.strip() == device:
-            columns = figures.split()
+            columns = numbers.split()
             return int(columns[8]), int(columns[0])
     raise KeyError(device)
 
 
 def speed_mbit(device: str) -> int | None:
-    """The speed the hardware negotiated in Mbit/s; None where there is none to know (virtual interfaces)."""
+    """Speed that the hardware negotiated, in Mbit/s. None for virtual interfaces, which have none."""
     try:
         speed = int(Path(f"/sys/class/net/{device}/speed").read_text())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Processes as /proc shows them (proc(5)). Standard library only, as all of this room."""
+"""Processes as /proc shows them (proc(5))."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import NamedTuple
 
 
 class Stat(NamedTuple):
-    """What the kernel tells of a process."""
+    """Facts from /proc/PID/stat."""
 
     name: str
-    """Of its program, the first 15 letters"""
+    """First 15 letters of the program's name."""
     state: str
-    """R, S, D: running; T: stopped, t: held by a debugger; Z, X: ended"""
+    """R, S, D: running; T: stopped, t: held by a debugger; Z, X: ended."""
     parent: int
     started: int
-    """Clock ticks since boot: tells it from a later process with the same number"""
+    """Start time in clock ticks since boot. It distinguishes the process from a later one with the same id."""
 
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -25,22 +25,22 @@ GONE = Stat("", "X", 0, 0)
 
 
 def stat(pid: int) -> Stat:
-    """`GONE` if there is no such process."""
+    """Read a process's facts. Returns `GONE` if it does not exist."""
     try:
         before, _, after = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")
-    except OSError:  # ESRCH too, if it ends while this reads
+    except OSError:  # also ESRCH, if the process ends during the read
         return GONE
     fields = after.split()
     return Stat(before.partition("(")[2], fields[0], int(fields[1]), int(fields[19]))
 
 
 def ended(pid: int) -> bool:
-    """Whether there is no such process any more; a zombie has ended."""
+    """Whether the process has ended. A zombie counts as ended."""
     return stat(pid).state in "ZX"
 
 
 def strings(pid: int, what: str) -> list[str]:
-    """The parts of `cmdline` or `environ`; none if the process has ended or this user may not read them."""
+    """The strings of `cmdline` or `environ`. Empty if the process has ended or this user may not read them."""
     try:
         return Path(f"/proc/{pid}/{what}").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
     except OSError:
@@ -48,29 +48,32 @@ def strings(pid: int, what: str) -> list[str]:
 
 
 def children(pid: int) -> list[int]:
-    """The children of all its threads, by the kernel's own lists: looking through all of /proc takes 1 ms and more."""
-    found: list[int] = []
+    """Children of all threads of a process.
+
+    Reads the kernel's own lists, because a search through all of /proc takes 1 ms or more.
+    """
+    pids: list[int] = []
     with contextlib.suppress(OSError):  # it has ended
         for task in Path(f"/proc/{pid}/task").iterdir():
             with contextlib.suppress(OSError):
-                found += map(int, (task / "children").read_text().split())
-    return found
+                pids += map(int, (task / "children").read_text().split())
+    return pids
 
 
 def tree(pid: int) -> list[int]:
-    """The process and all below it."""
+    """The process and all of its descendants."""
     return [pid, *(below for child in children(pid) for below in tree(child))]
 
 
 def used(pid: int) -> tuple[float, int]:
-    """Processor seconds, and bytes of files read and written so far, by a process and those below it in its session."""
+    """(CPU seconds, bytes of files read and written) so far, by a process and its descendants in the same session."""
     seconds, size = 0.0, 0
-    for each in tree(pid):
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
-            if os.getsid(each) == os.getsid(pid):
-                fields = Path(f"/proc/{each}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    for member in tree(pid):
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+            if os.getsid(member) == os.getsid(pid):
+                fields = Path(f"/proc/{member}/stat").read_text(errors="replace").rpartition(")")[2].split()
                 seconds += sum(map(int, fields[11:15])) / TICKS_PER_S
-                lines = Path(f"/proc/{each}/io").read_text().splitlines()
+                lines = Path(f"/proc/{member}/io").read_text().splitlines()
                 size += sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar")))
     return seconds, size
 
@@ -85,7 +88,7 @@ def catches(pid: int, number: int) -> bool:
 
 
 def processor() -> str | None:
-    """This machine's processor, as the kernel names it; None if it does not."""
+    """Name of this machine's processor. None if the kernel does not report one."""
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)

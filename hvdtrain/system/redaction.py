@@ -1,8 +1,9 @@
-"""Hides secrets in what is kept or shown: names of variables, command lines, settings, single texts.
+"""Hide secrets in command lines, settings and other text before it is stored or shown.
 
-The name decides, by whole words: `--api-key`, `HF_TOKEN` and `Authorization:` hold secrets, `--author` and
-`--max-tokens` do not. The last word of a name weighs most, so the value of `--token-file` is a path. A name that ends
-in `key` counts as a secret's unless it is listed as harmless, because no list of services would be complete.
+The name of a variable, flag or header decides, by whole words: `--api-key`, `HF_TOKEN` and `Authorization:` hold
+secrets; `--author` and `--max-tokens` do not. The last word of a name counts most, so the value of `--token-file` is a
+path. A name that ends in `key` counts as secret unless it is listed as harmless, because a list of services would
+never be complete.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 HIDDEN = "***"
 
-# Of a name in lower case with a hyphen before, between and behind its words: `-hf-token-`.
+# Both match a name in lower case, with hyphens around and between its words: `-hf-token-`.
 _SECRET = re.compile(
     r"secret|passw|passphrase|credential"  # also within a word, as in PGPASSWORD
     r"|-(?:api|access|private)-?keys?-|-\w*token-|-(?:jwt|bearer|authorization)-"
@@ -28,14 +29,14 @@ _HARMLESS = re.compile(
     r"|-(?:public|gpg|primary|foreign|sort|group|join|label|image|text|caption|input|output|target|feature|data)-key-$"
 )
 _FOLDERS = ("PWD", "OLDPWD")
-"""Variables of every shell: `pwd` stands for a password anywhere else"""
+"""Every shell sets these variables. In any other name `pwd` stands for a password."""
 
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _FLAG = re.compile(r"--?[A-Za-z][\w.-]*")
 _HEADER = re.compile(r"([\w-]+):")
 _ASSIGNED = re.compile(r"([\w.+-]+)([=:]\s*)(?=.)", re.DOTALL)
 _SCHEMES = ("basic", "bearer", "digest", "token")
-"""Of an Authorization header; the secret is the word behind"""
+"""Schemes of an Authorization header. The secret is the word after the scheme."""
 
 _URL = re.compile(r"(?i)\b(https?://)[^/\s]+@|\b([a-z][a-z0-9+.-]{0,30}://[^/\s:@]*:)[^/\s]+@")
 _NAMED = re.compile(
@@ -46,25 +47,28 @@ _VALUE = re.compile(rf"""\\?"[^"]*"|'[^']*'|(?:(?i:{"|".join(_SCHEMES)})\s+)?[^\
 
 @functools.lru_cache(maxsize=1024)
 def is_secret(name: str) -> bool:
-    """Whether a variable, flag or header of that name is likely to hold a secret."""
+    """Whether a variable, flag or header of this name is likely to hold a secret."""
     words = f"-{'-'.join(_WORDS.findall(name)).lower()}-"
     return name not in _FOLDERS and bool(_SECRET.search(words)) and not _HARMLESS.search(words)
 
 
 def redacted(text: str) -> str:
-    """The text with `***` for passwords in URLs and for the values of secret names."""
-    text = _URL.sub(lambda found: f"{found[1] or found[2]}{HIDDEN}@", text)
+    """Replace passwords in URLs, and the values of secret names, with `***`."""
+    text = _URL.sub(lambda url: f"{url[1] or url[2]}{HIDDEN}@", text)
     kept, at = [], 0
-    for found in _NAMED.finditer(text):
-        value = _VALUE.match(text, found.end()) if found.start() >= at and is_secret(found[1] or found[2]) else None
+    for name in _NAMED.finditer(text):
+        value = _VALUE.match(text, name.end()) if name.start() >= at and is_secret(name[1] or name[2]) else None
         if value:
-            kept += [text[at : found.end()], HIDDEN]
+            kept += [text[at : name.end()], HIDDEN]
             at = value.end()
     return "".join([*kept, text[at:]])
 
 
 def without_secrets(argv: Sequence[str]) -> list[str]:
-    """A command line with `***` for what may be secret. The word after a flag is its value unless it is a flag too."""
+    """Replace possible secrets in a command line with `***`.
+
+    The word after a flag counts as its value, unless it is a flag itself.
+    """
     words, hide = [], False
     for word in map(str, argv):
         if hide and word != "--" and not _FLAG.match(word):
@@ -79,7 +83,7 @@ def without_secrets(argv: Sequence[str]) -> list[str]:
 
 
 def without_secret_values(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by name with `***` for what may be secret; a text counts as a command line."""
+    """Replace possible secrets in named settings with `***`. A string counts as a command line."""
 
     def shown(name: str, value: Any) -> Any:
         if isinstance(value, str):
@@ -90,7 +94,7 @@ def without_secret_values(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _line(text: str) -> str:
-    if not re.search(r"[\s:=]", text):  # a single word: most settings
+    if not re.search(r"[\s:=]", text):  # most settings are a single word
         return text
     try:
         words = shlex.split(text)

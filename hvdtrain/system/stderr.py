@@ -1,4 +1,4 @@
-"""Hides lines that C++ libraries print on stderr at their start, whatever their log level."""
+"""Drop lines that C++ libraries print on stderr when they start, whatever their log level."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def without(notes: tuple[bytes, ...]) -> Iterator[None]:
-    """Within it, drops lines on stderr that contain one of `notes`; other lines are printed when it ends."""
-    kept = os.dup(2)
-    with tempfile.TemporaryFile() as caught:
-        os.dup2(caught.fileno(), 2)
+def suppress(patterns: tuple[bytes, ...]) -> Iterator[None]:
+    """Inside the block, hold back stderr. At its end, print the lines that contain none of `patterns`."""
+    original = os.dup(2)
+    with tempfile.TemporaryFile() as captured:
+        os.dup2(captured.fileno(), 2)
         try:
             yield
         finally:
-            os.dup2(kept, 2)
-            os.close(kept)
-            caught.seek(0)
-            for line in caught:
-                if not any(note in line for note in notes):
+            os.dup2(original, 2)
+            os.close(original)
+            captured.seek(0)
+            for line in captured:
+                if not any(pattern in line for pattern in patterns):
                     sys.stderr.buffer.write(line)
             sys.stderr.buffer.flush()

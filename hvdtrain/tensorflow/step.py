@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.comm.world import World
+from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.horovod_api import job
 from hvdtrain.observe.timing import Clock
 from hvdtrain.strategies import Exchange, Strategy
@@ -39,7 +39,7 @@ class Step:
         self._scale = 1.0 / job.job().size if average and not exchange.capabilities.local_updates else 1.0
         self._variables: list[Any] = []
         self._strategy: Strategy | None = None
-        self.world: World | None = None
+        self.world: Communicator | None = None
         """Of the strategy, from the first step on"""
         self._clock, self._sent_bytes = Clock(), 0
         self._loaded: dict[str, np.ndarray] | None = None

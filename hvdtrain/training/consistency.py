@@ -7,11 +7,11 @@ import zlib
 
 import numpy as np
 
-from hvdtrain.comm.world import World
+from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.system.exits import Failure
 
 
-def check(state: dict[str, np.ndarray], world: World) -> None:
+def check(state: dict[str, np.ndarray], world: Communicator) -> None:
     """Compares the parameters in `state` over ranks. Collective. Raises Failure (1) naming ranks and tensors.
 
     CRC-32 detects accidents; it reads some GB/s of memory, and 12 bytes per rank cross the network.

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from hvdtrain.comm.world import World
+from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.data import Batch, Split
 from hvdtrain.data.loader import shard
 from hvdtrain.frameworks import Replica
-from hvdtrain.records.metrics import Measure
+from hvdtrain.records.metrics import Metric
 
 WARM_PASSES, LEAST_PASSES, TIMED_S = 2, 5, 0.5
 """Of inference: passes that do not count, those that count at least, and seconds that all take at least"""
@@ -19,15 +19,15 @@ WARM_PASSES, LEAST_PASSES, TIMED_S = 2, 5, 0.5
 
 def evaluate(
     replica: Replica,
-    measure: Measure,
+    metric: Metric,
     split: Split,
     batch_size: int,
-    world: World,
-    data: World,
+    world: Communicator,
+    data: Communicator,
     shares: Sequence[float] | None = None,
     most: int | None = None,
 ) -> tuple[float | None, dict[str, float], dict[str, np.ndarray]]:
-    """Mean loss, scores and the measure's sums over the whole split, or its first `most` samples, the same on all
+    """Mean loss, scores and the metric's sums over the whole split, or its first `most` samples, the same on all
     ranks; None, {} and {} for an empty split. What is not finite, as of weights that have just diverged, is left out.
     Collective.
 
@@ -36,15 +36,15 @@ def evaluate(
     statistics, weighted by the shares that they trained on, so the result does not depend on who evaluates what.
     """
     average_statistics(replica, data, shares)
-    totals = np.zeros(measure.size)
+    totals = np.zeros(metric.size)
     for batch in shard(split, batch_size=batch_size, rank=data.rank, size=data.size, shares=shares, most=most):
         totals += replica.evaluate(batch)
     totals = world.sum(totals, "evaluate.totals")
     if not totals[-1]:
         return None, {}, {}
-    loss, scores = measure.means(totals)
+    loss, scores = metric.means(totals)
     scores = {name: score for name, score in scores.items() if np.isfinite(score)}
-    sums = {name: sum_ for name, sum_ in measure.by_name(totals).items() if np.all(np.isfinite(sum_))}
+    sums = {name: sum_ for name, sum_ in metric.by_name(totals).items() if np.all(np.isfinite(sum_))}
     return loss if np.isfinite(loss) else None, scores, sums
 
 
@@ -86,7 +86,7 @@ def renew_statistics(replica: Replica, batches: Iterable[Batch]) -> None:
     replica.load_local({name: array / np.float32(count) for name, array in sums.items()})
 
 
-def average_statistics(replica: Replica, world: World, shares: Sequence[float] | None = None) -> None:
+def average_statistics(replica: Replica, world: Communicator, shares: Sequence[float] | None = None) -> None:
     """Gives every rank the mean over ranks of the running statistics, in one message. Collective."""
     local = _statistics(replica)
     if world.size == 1 or not local:

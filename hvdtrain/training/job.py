@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from hvdtrain import records, strategies
-from hvdtrain.comm import world
-from hvdtrain.comm.backends.base import Alone
+from hvdtrain.comm import lifecycle, world
+from hvdtrain.comm.backends.base import Communicator
+from hvdtrain.comm.launch_env import LaunchEnv, launch_env
 from hvdtrain.config import batch_plan, parser
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.data.loader import Loader
@@ -28,7 +29,7 @@ from hvdtrain.pipeline.partition import Partition, measured_s
 from hvdtrain.pipeline.plan import Stages
 from hvdtrain.pipeline.schedule import Pipe, StageModel
 from hvdtrain.records.arrays_file import Arrays
-from hvdtrain.records.metrics import Measure
+from hvdtrain.records.metrics import Metric
 from hvdtrain.strategies import Exchange, Reducer, Strategy, catalog, registry
 from hvdtrain.strategies import shares as unequal_shares
 from hvdtrain.strategies.cost import elements
@@ -41,13 +42,13 @@ from hvdtrain.training.threads import Threads
 C = TypeVar("C", bound=TrainConfig)
 
 
-def begin(cls: type[C], name: str, purpose: str, argv: Sequence[str] | None = None) -> tuple[C, world.Place]:
+def begin(cls: type[C], name: str, purpose: str, argv: Sequence[str] | None = None) -> tuple[C, LaunchEnv]:
     """The config of workload `name`, its framework chosen, and what the launcher says of our place among the ranks.
 
     `purpose` heads the help; `argv`: its flags, else those of this process. Raises Failure (2, 65, 78) for settings
     that are not accepted.
     """
-    config, place = resume.parse(cls, name, purpose, argv), world.place()
+    config, place = resume.parse(cls, name, purpose, argv), launch_env()
     for name in parser.misspelled_variables(cls) if place.rank == 0 else ():
         print(f"hvdtrain: warning: unknown variable {name}", file=sys.stderr)
     return dataclasses.replace(config, framework=resolve(config.framework)), place
@@ -59,7 +60,7 @@ class Workload:
 
     name: str
     config: TrainConfig
-    place: world.Place
+    place: LaunchEnv
     dataset: Any
     """Its name, its fingerprint, and the splits train, validation and test: see `data.Split`"""
     data: Mapping[str, Any]
@@ -72,7 +73,7 @@ class Workload:
     """The model's name and size, for people"""
     shapes: Mapping[str, tuple[int, ...]]
     """Of the trained arrays, in the model's order and PyTorch's layout"""
-    measure: Measure
+    metric: Metric
     """What is added up over samples, and the scores made of it"""
     multiply_adds: float
     """Of a layer of mean size for one sample, forward"""
@@ -110,7 +111,7 @@ class Workload:
         plan = batch_plan.batch_plan(config, replicas, batch, loader.steps_per_epoch, shares)
         observers.check(config, plan.steps, place)
         if config.goal:
-            self.measure.target(config.goal)
+            self.metric.target(config.goal)
             if not len(getattr(self.dataset, config.evaluate_on)):
                 told = f"--target {config.goal} is looked for in the {config.evaluate_on} data: give some"
                 raise Failure(told, exits.BAD_DATA)
@@ -143,15 +144,15 @@ class Workload:
         ranks, device = connected(config, exchange, place, used, self.dataset.fingerprint, parted=stages.parted)
         data = ranks
         if config.stages > 1:
-            group = ranks.met.along(stages.mesh.holders(stages.stage))
-            data = world.World(config.framework, device != "cpu", carrier="streams", met=group)
+            group = ranks.group.subgroup(stages.mesh.holders(stages.stage))
+            data = world.connect(config.framework, device != "cpu", backend="tcp", group=group)
         strategy = exchange.make(config, data, shapes)
         return Job(
             about,
             facts,
             self.dataset,
             loader,
-            self.measure,
+            self.metric,
             ranks,
             exchange,
             strategy,
@@ -181,8 +182,8 @@ class Job:
     """Shown before step 0"""
     dataset: Any
     loader: Loader
-    measure: Measure
-    ranks: world.World
+    metric: Metric
+    ranks: Communicator
     exchange: Exchange
     """What --strategy means, resolved once"""
     strategy: Strategy
@@ -190,7 +191,7 @@ class Job:
     """This rank's"""
     threads: int
     work: Workload
-    data: world.World
+    data: Communicator
     """The ranks with the same part of the model: all, if it is whole"""
     stages: Stages
     pipe: Pipe | None
@@ -213,7 +214,7 @@ class Job:
         kept = self.ranks.gather(resume.kept_cut(config))[0]
         cut = self.stages.measured(self.ranks, kept, lambda: self._seconds(model))
         stage, shapes = self.stages.stage, self.work.of_stage(cut, self.stages.stage)
-        layout = dataclasses.replace(self.stages.layout(), hosts=self.data.ranks.hosts_count)
+        layout = dataclasses.replace(self.stages.layout(), hosts=self.data.hosts_count)
         facts = self.stages.facts(cut, plan.rank_batch)
         told = self.exchange.fact(shapes, layout, buckets=False)
         facts["exchange"] = told if mesh.replicas > 1 else "none: one replica of each stage"
@@ -230,14 +231,14 @@ class Job:
     def _seconds(self, model: Callable[[range | None], Any]) -> list[float]:
         """Of each layer by itself, forward and backward, for a sample of a micro-batch."""
         config, layers = self.about.config, self.stages.layers
-        alone = world.World(config.framework, carrier="streams", met=world.Met.by(Alone()))
+        alone = world.connect(config.framework, backend="tcp", group=world.RankGroup.watched(Communicator()))
 
         def part(number: int) -> StageModel:
             shapes = self.work.of_arrays(layers[number].arrays)
             strategy = strategies.parse(registry.DEFAULT_REDUCER).make(config, alone, shapes)
             pipe = Pipe(int(number == len(layers) - 1), 2)
             made = model(range(number, number + 1))
-            return cast(StageModel, replica_of(made, config, alone, strategy, self.device, self.measure, pipe))
+            return cast(StageModel, replica_of(made, config, alone, strategy, self.device, self.metric, pipe))
 
         batch = self.loader.first_of(None)
         return measured_s(part, layers, (batch.parts or (batch,))[0])
@@ -245,7 +246,7 @@ class Job:
     def replica(self, model: Any, state: Arrays) -> Replica:
         """The model on its device with its optimizer, in the state that all ranks agree on: arrays by name, all
         parameters and perhaps some that are each rank's own. Collective. Raises Failure (78): see `statistics_of`."""
-        replica = replica_of(model, self.about.config, self.data, self.strategy, self.device, self.measure, self.pipe)
+        replica = replica_of(model, self.about.config, self.data, self.strategy, self.device, self.metric, self.pipe)
         agreed = self.data.agreed(state)
         own = agreed.keys() & replica.local_state().keys()
         replica.load({f"parameter.{name}": array for name, array in agreed.items() if name not in own})
@@ -256,7 +257,7 @@ class Job:
         """Parameters and what else the model has, of all stages, by name. Collective."""
         return snapshot.whole(replica, self.ranks, gives=self.stages.data == 0)
 
-    def train(self, replica: Replica, stop: world.StopSignal, **more: Any) -> int:
+    def train(self, replica: Replica, stop: lifecycle.StopSignal, **more: Any) -> int:
         """The exit code after `trained`; the ranks part."""
         summary = self.trained(replica, stop, **more)
         self.leave()
@@ -267,14 +268,14 @@ class Job:
         if self.pipe is not None:
             self.pipe.leave()
         if self.data is not self.ranks:
-            self.data.leave()
-        self.ranks.leave()
+            self.data.shutdown()
+        self.ranks.shutdown()
         locks.release()
 
     def trained(
         self,
         replica: Replica,
-        stop: world.StopSignal,
+        stop: lifecycle.StopSignal,
         *,
         judge: Judge | None = None,
         precise_bn: int = 0,
@@ -287,7 +288,7 @@ class Job:
         """
         about, config, ranks, loader, device = self.about, self.about.config, self.ranks, self.loader, self.device
         told = f"{device} ({config.framework} sees no GPU)" if device == "cpu" and config.device == "auto" else device
-        facts = {**self.facts, "collectives": ranks.collectives, "device": told}
+        facts = {**self.facts, "collectives": ranks.library, "device": told}
         folder = run_folder.open_folder(config, about.workload, ranks)
         if config.shares == "measured":
             how, shares = "as this run began", run_folder.kept_shares(folder, ranks)
@@ -302,7 +303,7 @@ class Job:
             about,
             self.exchange,
             folder,
-            measure=self.measure,
+            metric=self.metric,
             device=device,
             threads=self.threads,
             world=ranks,
@@ -321,7 +322,7 @@ class Job:
             replica=replica,
             strategy=self.strategy,
             stop=stop,
-            measure=self.measure,
+            metric=self.metric,
             judge=judge,
             precise_bn=precise_bn,
         ).run()
@@ -330,7 +331,7 @@ class Job:
                 again = run_folder.command(folder, about.workload, ranks)
                 print(f"hvdtrain: stopped; continue {again}", file=sys.stderr, flush=True)
             else:
-                run_folder.show_summary(summary, self.measure, as_json=config.json)
+                run_folder.show_summary(summary, self.metric, as_json=config.json)
                 if tip := run_folder.advised(config, summary, ranks.links):
                     print(f"hvdtrain: {tip}", file=sys.stderr, flush=True)
         if summary is None:
@@ -339,14 +340,14 @@ class Job:
 
 
 def connected(
-    config: TrainConfig, exchange: Exchange, place: world.Place, used: Threads, data: str = "", *, parted: bool = False
-) -> tuple[world.World, str]:
+    config: TrainConfig, exchange: Exchange, place: LaunchEnv, used: Threads, data: str = "", *, parted: bool = False
+) -> tuple[Communicator, str]:
     """The ranks, which agree on settings and on the fingerprint of their `data`, and this one's device. Collective.
 
     `parted`: a step goes through the model in parts, which streams carry. Raises Failure (78) if the strategy does not
     go with the launcher, (69) if ranks did not find each other, (65, 78) if they do not agree."""
-    carrier = "streams" if parted else exchange.capabilities.backend
-    if carrier == "horovod" and place.launcher == "torchrun":
+    backend = "tcp" if parted else exchange.capabilities.backend
+    if backend == "horovod" and place.launcher == "torchrun":
         able = [name for name in registry.names(Strategy) if registry.lookup(name).capabilities.backend != "horovod"]
         first, *others = able
         raise Failure(
@@ -361,10 +362,10 @@ def connected(
     else:
         from hvdtrain.frameworks.tensorflow import prepare
     device = prepare(config.device, place.local_rank, used.count, one_each=config.shares is not None)
-    ranks = world.World(
+    ranks = world.connect(
         config.framework,
         gpu=device != "cpu",
-        carrier=carrier,
+        backend=backend,
         timeline=config.horovod_timeline,
         stall_limit_s=config.stall_limit,
     )
@@ -378,15 +379,15 @@ def connected(
 def replica_of(
     model: Any,
     config: TrainConfig,
-    ranks: world.World,
+    ranks: Communicator,
     strategy: Strategy,
     device: str,
-    measure: Measure,
+    metric: Metric,
     pipe: Pipe | None = None,
 ) -> Any:
     """The model on its device with its optimizer, as the framework of the config makes it: a `frameworks.Replica`, and
     a `StageModel` with a `pipe`."""
-    told = {"device": device, "config": config, "world": ranks, "strategy": strategy, "measure": measure}
+    told = {"device": device, "config": config, "world": ranks, "strategy": strategy, "metric": metric}
     made: Any
     if config.framework == "torch":
         from hvdtrain.frameworks.pytorch import TorchReplica as made

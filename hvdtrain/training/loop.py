@@ -22,13 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain import records
-from hvdtrain.comm.world import StopSignal, World
+from hvdtrain.comm.backends.base import Communicator
+from hvdtrain.comm.lifecycle import StopSignal
 from hvdtrain.data import Split
 from hvdtrain.data.loader import Loader
 from hvdtrain.frameworks import Replica
 from hvdtrain.observe.progress import Progress
 from hvdtrain.observe.timing import WARMUP_STEPS, Clock, Spent, process_age_s, step_shares
-from hvdtrain.records.metrics import Measure
+from hvdtrain.records.metrics import Metric
 from hvdtrain.strategies import Strategy
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
@@ -39,7 +40,7 @@ from hvdtrain.training.run_folder import Run
 from hvdtrain.training.train_state import Position
 
 Judge = Callable[[Any], dict[str, float]]
-"""Scores what a model makes of a split as a whole, its captions, say: those of the run's measure that no sums over
+"""Scores what a model makes of a split as a whole, its captions, say: those of the run's metric that no sums over
 samples give. Collective; all ranks get the same"""
 
 
@@ -57,18 +58,18 @@ class Loop:
         *,
         dataset: Any,
         loader: Loader,
-        world: World,
-        data: World,
+        world: Communicator,
+        data: Communicator,
         stage: int,
         replica: Replica,
         strategy: Strategy,
         stop: StopSignal,
-        measure: Measure,
+        metric: Metric,
         judge: Judge | None = None,
         precise_bn: int = 0,
     ) -> None:
-        self._measure, self._judge, self._precise_bn = measure, judge, precise_bn
-        self._target = measure.target(run.config.goal) if run.config.goal else None
+        self._metric, self._judge, self._precise_bn = metric, judge, precise_bn
+        self._target = metric.target(run.config.goal) if run.config.goal else None
         self._about, self._config, self._plan = run, run.config, run.plan
         self._dataset, self._loader, self._world, self._data = dataset, loader, world, data
         self._replica, self._strategy = replica, strategy
@@ -106,7 +107,7 @@ class Loop:
         with contextlib.ExitStack() as watching:
             watching.enter_context(self._observers.watching(self._at.step))
             self._began_unix_s, self._nic_began = time.time(), self._world.nic_counters()
-            while self._at.epoch < self._config.epochs and not self._at.reached(self._target, self._measure):
+            while self._at.epoch < self._config.epochs and not self._at.reached(self._target, self._metric):
                 if not self._epoch(self._at.epoch):
                     return None
             return self._finish(watching)
@@ -196,7 +197,7 @@ class Loop:
             loss, scores, _ = self._evaluate(split, most)
         record, is_best = self._at.end_epoch(
             epoch,
-            self._measure,
+            self._metric,
             scores,
             validation_loss=loss,
             validation_s=self._clock.take("validation"),
@@ -207,7 +208,7 @@ class Loop:
             rate = "" if record.samples_per_s is None else f", {record.samples_per_s:.0f} samples/s"
             self._say(
                 f"epoch {epoch + 1}/{self._config.epochs}: train loss {record.train_loss:.4f} "
-                f"{self._measure.words(record.train_scores)}, validation {self._measure.words(scores)}, "
+                f"{self._metric.words(record.train_scores)}, validation {self._metric.words(scores)}, "
                 f"{record.train_s:.1f} s{rate}"
             )
         every = self._config.checkpoint_epochs
@@ -233,7 +234,7 @@ class Loop:
             framework=world.framework,
             strategy=self._config.strategy,
             ranks=world.size,
-            hosts=max(world.ranks.hosts_count, len({host for host, *_ in facts})),
+            hosts=max(world.hosts_count, len({host for host, *_ in facts})),
             parameters=self._about.model["parameters"],
             global_batch=self._plan.global_batch,
             epochs=self._config.epochs,
@@ -260,8 +261,8 @@ class Loop:
 
     def _evaluate(self, split: Split, most: int | None = None) -> tuple[float | None, dict[str, float], dict[str, Any]]:
         """What `evaluate` returns, with the judge's scores."""
-        plan, measure = self._plan, self._measure
-        found = evaluate(self._replica, measure, split, plan.rank_batch, self._world, self._data, plan.shares, most)
+        plan, metric = self._plan, self._metric
+        found = evaluate(self._replica, metric, split, plan.rank_batch, self._world, self._data, plan.shares, most)
         loss, scores, sums = found
         return loss, scores | self._judge(split) if self._judge and len(split) else scores, sums
 

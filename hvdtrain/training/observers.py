@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain import records
-from hvdtrain.comm.world import Place, World
+from hvdtrain.comm.backends.base import Communicator
+from hvdtrain.comm.launch_env import LaunchEnv
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.frameworks import Profiler, Replica
 from hvdtrain.system import exits
@@ -24,7 +25,7 @@ from hvdtrain.system.exits import Failure
 UNSEEN: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
 
-def check(config: TrainConfig, steps: int, where: Place) -> None:
+def check(config: TrainConfig, steps: int, where: LaunchEnv) -> None:
     """Raises Failure (78) if the profiler, timeline or TensorBoard asked for cannot work in a run of so many steps."""
     profiled_steps(config.profile, steps)
     if config.horovod_timeline and where.launcher == "alone":
@@ -63,7 +64,7 @@ def writer(config: TrainConfig, folder: Path, rank: int) -> records.Writer:
 
 
 def monitoring(
-    config: TrainConfig, folder: Path, world: World, device: str, say: Callable[[str], None]
+    config: TrainConfig, folder: Path, world: Communicator, device: str, say: Callable[[str], None]
 ) -> contextlib.AbstractContextManager[Any]:
     """Starts a sampler on each host; with --monitor-idle-s waits until all have measured their idle power. Collective;
     the samples tile the block of what it returns. `device`: this rank's."""
@@ -92,7 +93,7 @@ class Observers:
         steps: int,
         folder: Path,
         *,
-        world: World,
+        world: Communicator,
         replica: Replica,
         say: Callable[[str], None],
     ) -> None:
@@ -147,12 +148,12 @@ class Observers:
         """Rank 0 starts the timeline; the barrier after it keeps other ranks from offering a tensor before that."""
         if self._world.rank == 0:
             name = f"horovod_timeline{f'-from-{start}' if start else ''}.json"
-            self._world.timeline().start_timeline(self._outputs() / name)
+            self._world.start_timeline(self._outputs() / name)
         self._world.gather("timeline")
         self._say("note: Horovod writes its timeline with a thread that never rests: this run is slower than others")
         yield
         if self._world.rank == 0:
-            self._world.timeline().stop_timeline()
+            self._world.stop_timeline()
 
     def _outputs(self) -> Path:
         folder = self._folder / "profile"

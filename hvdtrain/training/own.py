@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 
 from hvdtrain import records, strategies
-from hvdtrain.comm import world
+from hvdtrain.comm import lifecycle
+from hvdtrain.comm.backends.base import digest
+from hvdtrain.comm.launch_env import LaunchEnv, launch_env
 from hvdtrain.config import workloads
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.config.parser import flag
 from hvdtrain.data import own
-from hvdtrain.records.metrics import Accuracy, Measure, Regression
+from hvdtrain.records.metrics import Accuracy, Metric, Regression
 from hvdtrain.strategies import catalog
 from hvdtrain.strategies.registry import DEFAULT_REDUCER
 from hvdtrain.system import exits, locks
@@ -25,7 +27,7 @@ from hvdtrain.system.arguments import near
 from hvdtrain.system.exits import Failure
 from hvdtrain.training import job as workload
 
-MEASURES: dict[str, type[Measure]] = {"accuracy": Accuracy, "regression": Regression}
+METRICS: dict[str, type[Metric]] = {"accuracy": Accuracy, "regression": Regression}
 SETTINGS = [field.name for field in dataclasses.fields(TrainConfig) if field.name not in ("framework", "verify_data")]
 PROBED = 2
 """Samples that the model sees before it trains"""
@@ -49,7 +51,7 @@ def train(
     train: Any,
     validation: Any = None,
     test: Any = None,
-    measure: str | Measure | None = None,
+    metric: str | Metric | None = None,
     sums: Sums | None = None,
     argv: Sequence[str] = (),
     **settings: Any,
@@ -61,8 +63,8 @@ def train(
     loss: for PyTorch a function of (outputs, targets) that returns each sample's loss, or their mean; for Keras what
     `compile` takes. Means are weighted by samples over ranks.
     train, validation, test: see `data.own`. The last two may be left out.
-    measure: accuracy (for whole numbers as targets), regression (for others), or a `measures.Measure`, whose `sums` is
-    a function of (outputs, targets): what each sample adds to the measure's sums, by name.
+    metric: accuracy (for whole numbers as targets), regression (for others), or a `metrics.Metric`, whose `sums` is
+    a function of (outputs, targets): what each sample adds to the metric's sums, by name.
     argv: flags as of the built-in workloads, sys.argv[1:] say, which win over `settings`: fields of
     `config.TrainConfig`. Variables (HVDTRAIN_EPOCHS=2) count for what neither says.
 
@@ -70,13 +72,13 @@ def train(
     74, 78); one that nobody catches ends the whole job with one line.
     """
     global _parted
-    world.guard(debug=bool(settings.get("debug")) or "--debug" in argv)
+    lifecycle.guard(debug=bool(settings.get("debug")) or "--debug" in argv)
     if _parted:
         told = "hvdtrain.train has been called before, and the ranks have parted"
         raise Failure(f"{told}: train once in a start of several ranks", exits.BAD_CONFIG)
     framework, twin = _twin(model)
     purpose, name = sys.modules["__main__"].__doc__ or "", _name()
-    cls = OnTorchrun if world.place().launcher == "torchrun" else TrainConfig
+    cls = OnTorchrun if launch_env().launcher == "torchrun" else TrainConfig
     config, place = workload.begin(cls, name, purpose, [*_flags(settings, framework), *argv])
     if config.framework != framework:
         raise Failure(f"--framework {config.framework}: the model is one of {framework}", exits.BAD_CONFIG)
@@ -87,12 +89,12 @@ def train(
     dataset = own.opened(train, validation, test)
     first = np.arange(min(PROBED, len(dataset.train)))
     probed = dataset.train.batch(first, first, None).arrays
-    judged, added = _measure(measure, sums, probed[-2], twin)
+    judged, added = _metric(metric, sums, probed[-2], twin)
     adapted = twin.Own(model, loss, added, judged.sums, config)
     job = _workload(name, config, place, model, dataset, judged, adapted, probed).connect()
     if job is None:
         raise SystemExit(exits.OK)
-    stop, _parted = world.StopSignal(), place.size > 1
+    stop, _parted = lifecycle.StopSignal(), place.size > 1
     try:
         summary = _trained(job, adapted, stop)
     finally:
@@ -107,10 +109,10 @@ def train(
 def _workload(
     name: str,
     config: TrainConfig,
-    place: world.Place,
+    place: LaunchEnv,
     model: Any,
     dataset: own.Own,
-    judged: Measure,
+    judged: Metric,
     adapted: Any,
     probed: Sequence[np.ndarray],
 ) -> workload.Workload:
@@ -127,19 +129,19 @@ def _workload(
         model={"name": type(model).__name__},
         model_words=type(model).__name__,
         shapes=adapted.shapes,
-        measure=judged,
+        metric=judged,
         multiply_adds=multiply_adds,
         layers=adapted.layers,
     )
 
 
-def _trained(job: workload.Job, adapted: Any, stop: world.StopSignal) -> records.Summary | None:
+def _trained(job: workload.Job, adapted: Any, stop: lifecycle.StopSignal) -> records.Summary | None:
     """What `Job.trained` returns, of a model whose arrays are now rank 0's on all ranks. Collective."""
     _check_alike(job, adapted)
     constants = job.ranks.agreed(adapted.constants())
     adapted.set_constants(constants)
-    digest = world.digest(constants) if constants else None
-    about = dataclasses.replace(job.about, model={**job.about.model, "constants": digest})
+    constants_digest = digest(constants) if constants else None
+    about = dataclasses.replace(job.about, model={**job.about.model, "constants": constants_digest})
     job = dataclasses.replace(job, about=about)
     state, mine = adapted.arrays(), adapted
     if job.about.config.stages > 1:
@@ -190,18 +192,18 @@ def _flags(settings: Mapping[str, Any], framework: str) -> list[str]:
     return [f"--framework={framework}", *words]
 
 
-def _measure(measure: str | Measure | None, sums: Sums | None, targets: np.ndarray, twin: Any) -> tuple[Measure, Sums]:
-    """The measure, and what a sample adds to its sums. Raises Failure (78) for an unknown one, or one without sums."""
-    asked = ("accuracy" if targets.dtype.kind in "iu" else "regression") if measure is None else measure
+def _metric(metric: str | Metric | None, sums: Sums | None, targets: np.ndarray, twin: Any) -> tuple[Metric, Sums]:
+    """The metric, and what a sample adds to its sums. Raises Failure (78) for an unknown one, or one without sums."""
+    asked = ("accuracy" if targets.dtype.kind in "iu" else "regression") if metric is None else metric
     if isinstance(asked, str):
-        if asked not in MEASURES:
-            told = f"measure={asked!r} is unknown{near(asked, MEASURES)}: give {' or '.join(MEASURES)}"
-            raise Failure(f"{told}, or a hvdtrain.records.metrics.Measure", exits.BAD_CONFIG)
-        asked = MEASURES[asked]()
+        if asked not in METRICS:
+            told = f"metric={asked!r} is unknown{near(asked, METRICS)}: give {' or '.join(METRICS)}"
+            raise Failure(f"{told}, or a hvdtrain.records.metrics.Metric", exits.BAD_CONFIG)
+        asked = METRICS[asked]()
     known = {Accuracy: twin.correct, Regression: twin.errors}
     if (found := sums or known.get(type(asked))) is None:
         raise Failure(
-            f"measure: {type(asked).__name__} needs sums=, a function of (outputs, targets) that returns what each "
+            f"metric: {type(asked).__name__} needs sums=, a function of (outputs, targets) that returns what each "
             f"sample adds to {', '.join(asked.sums)}, by name",
             exits.BAD_CONFIG,
         )

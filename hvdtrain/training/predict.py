@@ -1,13 +1,13 @@
-"""Ask a classifier that a run of hvdtrain.tabular has trained, on this machine's processor.
+"""Use a classifier that hvdtrain.tabular has trained, on this machine's CPU.
 
 examples:
   hvdtrain tabular test --run results/RUN --data other.csv
   hvdtrain tabular predict --run results/RUN --data new.csv --out answers.csv
 
-The run's best checkpoint is used, by either framework whichever of them trained it, and the columns as the run kept
-them: their standardisation, the classes' names, and what to do about missing values. The file is read in blocks, so it
-may be larger than memory. `test` scores the answers, as training does; `predict` writes a line for each row: its line
-in the file, the class, and its probability. For `predict` the class column may be missing, or not filled in.
+Both load the run's best checkpoint, in either framework regardless of which one trained it. They use the columns that
+the run saved: means and deviations, class names and the treatment of missing values. The file is read in blocks, so it
+may be larger than memory. `test` computes the same scores as training. `predict` writes the line number, the class and
+its probability for each row; the class column may be missing or empty.
 """
 
 from __future__ import annotations
@@ -41,59 +41,60 @@ SCHEMA = "hvdtrain/classes/1"
 TRAINED_BY = "tabular"
 
 
-Answers = Iterator[tuple[Block, NDArray[np.float64]]]
-"""Some rows, and logarithms of their classes' probabilities, (n, classes)"""
+Predictions = Iterator[tuple[Block, NDArray[np.float64]]]
+"""Blocks of rows, each with the logarithms of its class probabilities, (n, classes)"""
 
 
 def main(arguments: list[str]) -> int:
     """Runs the command and returns its exit code. Raises Failure if the run or the file is unusable."""
-    asked = parser().parse_args(arguments)
-    manifest, parameters = trained.opened(asked.run, TRAINED_BY)
-    spec = trained.spec(asked.run, manifest, mlp.MLPSpec)
-    kept = asked.run / tabular.KEPT
+    options = parser().parse_args(arguments)
+    manifest, parameters = trained.opened(options.run, TRAINED_BY)
+    spec = trained.spec(options.run, manifest, mlp.MLPSpec)
+    path = options.run / tabular.COLUMNS_FILE
     try:
-        columns = Columns.from_json(files.from_json(files.read(kept, tabular.INDEX_BYTES)))
+        columns = Columns.from_json(files.from_json(files.read(path, tabular.INDEX_BYTES)))
     except OSError as error:
-        raise files.refused(kept, error, exits.BAD_DATA, "the run's folder is not whole") from None
+        raise files.refused(path, error, exits.BAD_DATA, "the run folder is incomplete") from None
     except ValueError as error:
-        raise Failure(f"{kept}: not what a run keeps of its columns ({error})", exits.BAD_DATA) from None
-    found = {name: array.shape for name, array in parameters.items()}
-    if found != mlp.parameters(spec) or (spec.inputs, spec.outputs) != (len(columns.mean), len(columns.classes)):
-        told = f"manifest, {tabular.KEPT} and checkpoint are not of one model"
-        raise Failure(f"{asked.run}: {told}", exits.BAD_DATA)
-    judged = asked.command == "test"
-    form = fitting(asked.data, columns, needs_classes=judged)
-    model = network(frameworks.resolve(asked.framework), spec, parameters)
-    answers = answered(asked.data, form, columns, model, judged=judged)
-    return test(asked, columns, answers) if judged else predict(asked, columns, answers)
+        raise Failure(f"{path} does not describe columns ({error})", exits.BAD_DATA) from None
+    shapes = {name: array.shape for name, array in parameters.items()}
+    if shapes != mlp.parameters(spec) or (spec.inputs, spec.outputs) != (len(columns.mean), len(columns.classes)):
+        message = f"manifest, {tabular.COLUMNS_FILE} and checkpoint do not belong to the same model"
+        raise Failure(f"{options.run}: {message}", exits.BAD_DATA)
+    has_classes = options.command == "test"
+    form = check_columns(options.data, columns, needs_classes=has_classes)
+    model = network(frameworks.resolve(options.framework), spec, parameters)
+    predictions = predicted(options.data, form, columns, model, with_classes=has_classes)
+    return (test if has_classes else predict)(options, columns, predictions)
 
 
 def parser() -> Parser:
     top = Parser(prog="hvdtrain tabular", description=__doc__)
     commands = top.add_subparsers(dest="command", required=True, metavar="test|predict", parser_class=Parser)
-    for name, about in (("test", "score the answers to a file"), ("predict", "write the answers to a file")):
+    for name, about in (("test", "score the predictions for a file"), ("predict", "write predictions to a file")):
         one = commands.add_parser(name, help=about, description=__doc__)
         one.add_argument("--run", type=Path, required=True, metavar="RUN", help="the run's folder")
-        one.add_argument("--data", type=Path, required=True, metavar="FILE", help="CSV with the run's columns")
+        one.add_argument("--data", type=Path, required=True, metavar="FILE", help="CSV file with the run's columns")
         one.add_argument("--framework", choices=("auto", "torch", "tensorflow"), default="auto", help="default: auto")
         if name == "test":
             one.add_argument("--json", action="store_true", help="print one JSON document")
         else:
-            one.add_argument("--out", type=Path, required=True, metavar="FILE", help="CSV to write")
+            one.add_argument("--out", type=Path, required=True, metavar="FILE", help="CSV file to write")
     return top
 
 
-def fitting(path: Path, columns: Columns, *, needs_classes: bool) -> Form:
-    """The form of a file that has the run's columns. Raises Failure (65)."""
-    form, features = csv_rows.form(path), len(columns.mean)
+def check_columns(path: Path, columns: Columns, *, needs_classes: bool) -> Form:
+    """The format of a file. Raises Failure (65) if its columns differ from the run's."""
+    form, features = csv_rows.detect(path), len(columns.mean)
     if form.columns != features + 1 and (needs_classes or form.columns != features):
-        known = f"the run was trained on {features} features{' and their class' if needs_classes else ''}"
-        raise Failure(f"{path}:{form.first}: {form.columns} columns, and {known} ({form})", exits.BAD_DATA)
+        expected = f"the run was trained on {features} features{' and a class' if needs_classes else ''}"
+        raise Failure(f"{path}:{form.first}: {form.columns} columns, but {expected} ({form})", exits.BAD_DATA)
     print(f"{path}: {form}", file=sys.stderr)
-    for number, (name, known) in enumerate(zip(form.names or (), columns.names or (), strict=False), start=1):
-        if name != known:
-            told = f"column {name!r}, and the run was trained with {known!r} there; give the columns in its order"
-            raise Failure(f"{path}:{form.first - 1}:{number}: {told}", exits.BAD_DATA)
+    for number, (name, trained_name) in enumerate(zip(form.names or (), columns.names or (), strict=False), start=1):
+        if name != trained_name:
+            message = f"column {name!r}, but the run was trained with {trained_name!r} there"
+            hint = "give the columns in the order of the training data"
+            raise Failure(f"{path}:{form.first - 1}:{number}: {message}; hint: {hint}", exits.BAD_DATA)
     return form
 
 
@@ -113,61 +114,62 @@ def network(framework: str, spec: mlp.MLPSpec, parameters: Arrays) -> Any:
     return model
 
 
-def answered(path: Path, form: Form, columns: Columns, model: Any, *, judged: bool) -> Answers:
-    """The file's rows, block by block, with their classes if answers are `judged`. Raises Failure (65, 77)."""
-    for block in csv_rows.rows(path, form, columns.missing, features=None if judged else len(columns.mean)):
-        logits = model.outputs(columns.standard(block.features)).astype(np.float64)
+def predicted(path: Path, form: Form, columns: Columns, model: Any, *, with_classes: bool) -> Predictions:
+    """Predictions for the rows of a file, block by block. Raises Failure (65, 77)."""
+    for block in csv_rows.rows(path, form, columns.missing, features=None if with_classes else len(columns.mean)):
+        logits = model.outputs(columns.standardize(block.features)).astype(np.float64)
         highest = logits.max(axis=1, keepdims=True)
-        logs = logits - highest - np.log(np.exp(logits - highest).sum(axis=1, keepdims=True))
-        yield block, logs
+        yield block, logits - highest - np.log(np.exp(logits - highest).sum(axis=1, keepdims=True))
 
 
-def test(asked: Any, columns: Columns, answers: Answers) -> int:
+def test(options: Any, columns: Columns, predictions: Predictions) -> int:
     """Prints loss, scores and confusion matrix. Raises Failure (65) for a class that the model does not know."""
-    measure = Confusion(columns.classes)
-    known = {name: number for number, name in enumerate(columns.classes)}
-    confusion, loss = np.zeros(measure.sums["confusion"]), 0.0
-    for block, logs in answers:
+    metric = Confusion(columns.classes)
+    numbers = {name: number for number, name in enumerate(columns.classes)}
+    confusion, loss = np.zeros(metric.sums["confusion"]), 0.0
+    for block, log_probabilities in predictions:
         for line, name in zip(block.lines, block.classes, strict=True):
-            if name not in known:
-                told = f"class {name!r} was not in training{near(name, known)}; it has {', '.join(known)}"
-                raise Failure(f"{asked.data}:{line}:{len(columns.mean) + 1}: {told}", exits.BAD_DATA)
-        truth = np.array([known[name] for name in block.classes], np.int64)
-        np.add.at(confusion, (truth, logs.argmax(axis=1)), 1)
-        loss -= float(logs[np.arange(len(truth)), truth].sum())
+            if name not in numbers:
+                message = f"class {name!r} was not in the training data{near(name, numbers)}"
+                hint = f"the model knows {', '.join(numbers)}"
+                place = f"{options.data}:{line}:{len(columns.mean) + 1}"
+                raise Failure(f"{place}: {message}; hint: {hint}", exits.BAD_DATA)
+        truth = np.array([numbers[name] for name in block.classes], np.int64)
+        np.add.at(confusion, (truth, log_probabilities.argmax(axis=1)), 1)
+        loss -= float(log_probabilities[np.arange(len(truth)), truth].sum())
     if not (samples := confusion.sum()):
-        raise Failure(f"{asked.data}: has no row; give it some", exits.BAD_DATA)
-    scores = measure.score({"confusion": confusion}, samples)
-    if asked.json:
-        about = {"schema": SCHEMA, "run": str(asked.run), "data": str(asked.data), "classes": columns.classes}
-        run_folder.emit(
-            json.dumps({**about, "loss": loss / samples, "scores": scores, "confusion": confusion.tolist()})
-        )
+        raise Failure(f"{options.data}: no rows; hint: give a file with rows", exits.BAD_DATA)
+    scores = metric.score({"confusion": confusion}, samples)
+    if options.json:
+        about = {"schema": SCHEMA, "run": str(options.run), "data": str(options.data), "classes": columns.classes}
+        results = {"loss": loss / samples, "scores": scores, "confusion": confusion.tolist()}
+        run_folder.emit(json.dumps({**about, **results}))
         return exits.OK
-    for title, table in measure.report({"confusion": confusion}):
+    for title, table in metric.report({"confusion": confusion}):
         run_folder.emit("\n".join([title, *run_folder.aligned(table)]))
-    run_folder.emit(f"{measure.words(scores)}, loss {loss / samples:.4f}, of {samples:,.0f} rows")
+    run_folder.emit(f"{metric.words(scores)}, loss {loss / samples:.4f}, of {samples:,.0f} rows")
     return exits.OK
 
 
-def predict(asked: Any, columns: Columns, answers: Answers) -> int:
-    """Writes the answers, whole or not at all. Raises Failure (73, 74)."""
-    out = Path(os.path.realpath(asked.out))
+def predict(options: Any, columns: Columns, predictions: Predictions) -> int:
+    """Writes the predictions as one complete file, or none. Raises Failure (73, 74)."""
+    out = Path(os.path.realpath(options.out))
     part = out.parent / f".{out.name}.{os.getpid()}"
     try:
-        if out.exists() and not out.is_file():  # a rename would put a file in the place of a device
+        if out.exists() and not out.is_file():  # renaming would replace a device by a file
             raise OSError(errno.EINVAL, "not a plain file")
         with part.open("x", newline="", encoding="utf-8") as file:
             table = csv.writer(file, lineterminator="\n")
             table.writerow(["line", "class", "probability"])
-            for block, logs in answers:
-                best = logs.argmax(axis=1)
-                chances = np.exp(logs[np.arange(len(best)), best])
-                names = (columns.classes[place] for place in best.tolist())
-                table.writerows(zip(block.lines.tolist(), names, (f"{x:.6f}" for x in chances), strict=True))
+            for block, log_probabilities in predictions:
+                best = log_probabilities.argmax(axis=1)
+                probabilities = np.exp(log_probabilities[np.arange(len(best)), best])
+                names = (columns.classes[number] for number in best.tolist())
+                table.writerows(zip(block.lines.tolist(), names, (f"{p:.6f}" for p in probabilities), strict=True))
         part.replace(out)
     except OSError as error:
-        raise files.unwritable(f"--out {asked.out}", error, "give a file in a folder that may be written") from None
+        message, hint = f"--out {options.out}", "give a file in a folder that is writable"
+        raise files.unwritable(message, error, hint) from None
     finally:
         with contextlib.suppress(OSError):
             part.unlink()

@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain import records, strategies
-from hvdtrain.comm.world import World
+from hvdtrain.comm.backends.base import Communicator
+from hvdtrain.comm.launch_env import launch_env
 from hvdtrain.config import workloads
 from hvdtrain.config.batch_plan import BatchPlan
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.launch import launched_by
 from hvdtrain.records import identity
-from hvdtrain.records.metrics import Measure
+from hvdtrain.records.metrics import Metric
 from hvdtrain.strategies import advice
 from hvdtrain.system import cgroup, exits, files, locks, proc
 from hvdtrain.system.exits import Failure
@@ -72,7 +73,7 @@ def _identity(
     }
 
 
-def check_alike(config: TrainConfig, data: str, world: World) -> None:
+def check_alike(config: TrainConfig, data: str, world: Communicator) -> None:
     """Raises Failure if a rank has other settings than rank 0 (78), as from a file of its own host, or data of another
     fingerprint (65); collective."""
     settings = {name: value for name, value in dataclasses.asdict(config).items() if name not in EACH_RANKS}
@@ -90,7 +91,7 @@ def check_alike(config: TrainConfig, data: str, world: World) -> None:
             raise Failure(f"{told}: give every rank all of it, the same and in the same order", exits.BAD_DATA)
 
 
-def open_folder(config: TrainConfig, workload: str, world: World) -> Path:
+def open_folder(config: TrainConfig, workload: str, world: Communicator) -> Path:
     """The run's folder, made and locked on every host; collective.
 
     Raises Failure (73) if it cannot be made, holds a run, or another job has it, (74) if the disk is full.
@@ -120,11 +121,11 @@ def open_folder(config: TrainConfig, workload: str, world: World) -> Path:
             problem = [str(failure), failure.code]
         if problems := [each for each in world.gather(problem) if each]:
             raise Failure(*problems[0])
-    world.keeps(str(folder), command(folder, workload, world))
+    world.set_run_folder(str(folder), command(folder, workload, world))
     return folder
 
 
-def command(folder: Path, workload: str, world: World) -> str:
+def command(folder: Path, workload: str, world: Communicator) -> str:
     """`with` and what a user types to go on with the run; its hosts, if a launcher of others chose them, in words."""
     again = ["--resume", str(folder)]
     variable = forwarded = ""
@@ -132,9 +133,9 @@ def command(folder: Path, workload: str, world: World) -> str:
         again = flags(sys.argv)
         variable, forwarded = f"HVDTRAIN_RESUME={shlex.quote(str(folder))} ", "-x HVDTRAIN_RESUME "
     words = shlex.join(without_secrets([*workloads.program(workload, sys.argv), *again]))
-    if ours := launched_by.heard():
+    if ours := launched_by.from_environment():
         return f"with {variable}{ours['launcher']} python {words}"
-    place = world.place
+    place = launch_env()
     count, here = place.size, place.local_size
     start = {
         "alone": "python",
@@ -146,7 +147,7 @@ def command(folder: Path, workload: str, world: World) -> str:
     return f"{'on the same hosts ' if count > here else ''}with {variable}{start} {words}"
 
 
-def kept_shares(folder: Path, world: World) -> tuple[float, ...] | None:
+def kept_shares(folder: Path, world: Communicator) -> tuple[float, ...] | None:
     """The ranks' shares that an earlier start of this run settled on, as rank 0's manifest tells; collective."""
     path, kept = folder / "manifest.json", None
     if world.rank == 0 and path.exists():
@@ -156,7 +157,7 @@ def kept_shares(folder: Path, world: World) -> tuple[float, ...] | None:
 
 
 def check_same(
-    run: Run, exchange: strategies.Exchange, reshard_refusal: str | None, folder: Path, world: World
+    run: Run, exchange: strategies.Exchange, reshard_refusal: str | None, folder: Path, world: Communicator
 ) -> None:
     """Check that the run in the folder can be resumed. Collective.
 
@@ -207,10 +208,10 @@ def write_manifest(
     exchange: strategies.Exchange,
     folder: Path,
     *,
-    measure: Measure,
+    metric: Metric,
     device: str,
     threads: int,
-    world: World,
+    world: Communicator,
     documents: Mapping[str, Any],
 ) -> dict[str, str]:
     """Measures the links; the first rank of each host writes manifest.json, and before it the `documents`. Of a run
@@ -226,28 +227,28 @@ def write_manifest(
         plan=dataclasses.asdict(run.plan),
         data=run.data,
         model=run.model,
-        measure=measure.as_json(),
+        metric=metric.as_json(),
         **surroundings(device, threads, world),
     )
     keep(manifest, folder, documents, world)
     return {"links": show_links(world.links)} if world.links else {}
 
 
-def surroundings(device: str, threads: int, world: World) -> dict[str, Any]:
+def surroundings(device: str, threads: int, world: Communicator) -> dict[str, Any]:
     """What a manifest says of where a run is made; measures the links. Collective."""
     here = {"host": world.host, "local_rank": world.local_rank, "device": device, "threads": threads}
     return {
         "ranks": world.gather(here | {"cpu": cpu(), "cores": cgroup.host_cores()}),
         "links": world.links or world.measure_links(),
         "started_utc": records.utc_now(),
-        "collectives": world.collectives,
-        "launch": launched_by.heard(),
+        "collectives": world.library,
+        "launch": launched_by.from_environment(),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
         "git_commit": git_commit(),
     }
 
 
-def keep(manifest: records.Manifest, folder: Path, documents: Mapping[str, Any], world: World) -> None:
+def keep(manifest: records.Manifest, folder: Path, documents: Mapping[str, Any], world: Communicator) -> None:
     """Writes it on every host; see `write_manifest`. Collective."""
     for first in (True, False):  # rank 0, and then those whose folder is another one
         if world.local_rank == 0 and first == (world.rank == 0):
@@ -343,18 +344,18 @@ def show_dry_run(run: Run, facts: Mapping[str, Any], cost: strategies.Cost) -> N
     emit(f"{settings}\n\n{arithmetic(run.config, run.plan, facts)}")
 
 
-def show_summary(summary: records.Summary, measure: Measure, *, as_json: bool) -> None:
+def show_summary(summary: records.Summary, metric: Metric, *, as_json: bool) -> None:
     """Prints the end of a run on stdout: one JSON document on one line, or tables."""
     if as_json:
         emit(json.dumps(records.as_json(summary) | records.by_score(summary)))
         return
-    report = measure.report(summary.test_sums) if summary.test_sums else []
-    found = [name for name in summary.test_scores if measure.scores[name].shown or not report]
-    names = found or [measure.headline]
-    rows = [["epoch", *(measure.scores[name].label for name in names)]]
+    report = metric.report(summary.test_sums) if summary.test_sums else []
+    found = [name for name in summary.test_scores if metric.scores[name].shown or not report]
+    names = found or [metric.primary]
+    rows = [["epoch", *(metric.scores[name].label for name in names)]]
     for epoch, scores in enumerate(summary.validation_scores, start=1):
         rows.append([str(epoch), *(f"{scores[name]:.4f}" if name in scores else "none" for name in names)])
-    what = measure.scores[names[0]].label if len(names) == 1 else "scores"
+    what = metric.scores[names[0]].label if len(names) == 1 else "scores"
     emit("\n".join([f"Validation {what} after each epoch", *aligned(rows)]))
     phases = [
         [phase, f"{getattr(summary, phase + '_s'):.2f}"] for phase in ("train", "validation", "test", "checkpoint")
@@ -370,7 +371,7 @@ def show_summary(summary: records.Summary, measure: Measure, *, as_json: bool) -
     loss = "" if summary.test_loss is None else f" (loss {summary.test_loss:.4f})"
     after = f" (weights after step {summary.tested_step})"
     lines = {
-        f"test {measure.scores[name].label}": measure.number(name, summary.test_scores.get(name))
+        f"test {metric.scores[name].label}": metric.number(name, summary.test_scores.get(name))
         + (loss if name == names[0] else after)
         for name in names
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from safetensors.numpy import load
 
-from hvdtrain.comm.world import World
+from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.frameworks import Replica
 from hvdtrain.records.arrays_file import pieces
 from hvdtrain.strategies import Strategy
@@ -33,7 +33,7 @@ def taken(replica: Replica, strategy: Strategy) -> tuple[Arrays, Arrays]:
     return shared, local | drift
 
 
-def whole(replica: Replica, world: World, *, gives: bool) -> Arrays:
+def whole(replica: Replica, world: Communicator, *, gives: bool) -> Arrays:
     """Parameters and what else the model has, by name, of the replicas on all ranks that give theirs. Collective."""
     state, own = replica.state().items(), replica.local_state()
     mine = {name.removeprefix("parameter."): array for name, array in state if name.startswith("parameter.")} | own

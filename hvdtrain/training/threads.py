@@ -12,7 +12,7 @@ import dataclasses
 import os
 from collections.abc import Mapping, MutableMapping
 
-from hvdtrain.comm.world import Place
+from hvdtrain.comm.launch_env import LaunchEnv
 from hvdtrain.system import cgroup
 from hvdtrain.system.environment import number
 
@@ -42,7 +42,7 @@ class Threads:
         environment.setdefault("OMP_WAIT_POLICY", "passive")
 
 
-def per_rank(asked: int, where: Place, work: float, environment: Mapping[str, str] = os.environ) -> Threads:
+def per_rank(asked: int, where: LaunchEnv, work: float, environment: Mapping[str, str] = os.environ) -> Threads:
     """`asked` if not 0, else the user's OMP_NUM_THREADS, else what this host's cores, its ranks and the model allow.
 
     `work`: multiply-adds of the mean layer for the samples of one step. Raises Failure (78) for an OMP_NUM_THREADS that

@@ -10,7 +10,7 @@ from typing import Any, Self
 import numpy as np
 
 from hvdtrain import records
-from hvdtrain.records.metrics import Measure
+from hvdtrain.records.metrics import Metric
 
 
 @dataclasses.dataclass
@@ -40,7 +40,7 @@ class Position:
     validation_scores: list[dict[str, float]] = dataclasses.field(default_factory=list)
     """Of each epoch; empty without a validation split"""
     best_step: int = 0
-    """Steps done at the end of the epoch with the best headline score"""
+    """Steps done at the end of the epoch with the best primary metric"""
 
     @classmethod
     def loaded(cls, progress: Mapping[str, Any], step: int, *, epoch_samples: int) -> Self:
@@ -90,20 +90,20 @@ class Position:
             self.total_rated_s += seconds
             self.total_data_s += step.data_s or 0.0
 
-    def reached(self, target: tuple[str, float] | None, measure: Measure) -> bool:
+    def reached(self, target: tuple[str, float] | None, metric: Metric) -> bool:
         """Whether the last epoch's score is at least as good as the target."""
         if target is None or not self.validation_scores:
             return False
         name, least = target
         value = self.validation_scores[-1].get(name)
-        return value is not None and not measure.scores[name].better(least, value)
+        return value is not None and not metric.scores[name].better(least, value)
 
     def end_epoch(
-        self, epoch: int, measure: Measure, scores: dict[str, float], **measured: Any
+        self, epoch: int, metric: Metric, scores: dict[str, float], **measured: Any
     ) -> tuple[records.Epoch, bool]:
-        """The epoch's record (`measured` are its fields that are not sums), and whether its headline score among
+        """The epoch's record (`measured` are its fields that are not sums), and whether its primary metric among
         `scores`, of the evaluated split, is the best so far: of equals, the longest trained is."""
-        loss, train_scores = measure.means(np.array(self.totals))
+        loss, train_scores = metric.means(np.array(self.totals))
         record = records.Epoch(
             epoch=epoch,
             step=self.step,
@@ -115,9 +115,9 @@ class Position:
             samples_per_s=self.rated_samples / self.rated_s if self.rated_s else None,
             **measured,
         )
-        found = scores.get(measure.headline)
-        before = [each[measure.headline] for each in self.validation_scores if measure.headline in each]
-        better = measure.scores[measure.headline].better
+        found = scores.get(metric.primary)
+        before = [each[metric.primary] for each in self.validation_scores if metric.primary in each]
+        better = metric.scores[metric.primary].better
         is_best = found is not None and not any(better(each, found) for each in before)
         if is_best:
             self.best_step = self.step

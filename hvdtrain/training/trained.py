@@ -1,4 +1,4 @@
-"""Opens the model that a run has trained: of any workload, in either framework whichever trained it, on the CPU."""
+"""Load the model that a run has trained, of any workload, on the CPU. Either framework loads models of both."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain import records
-from hvdtrain.comm import world
+from hvdtrain.comm.launch_env import launch_env
 from hvdtrain.records.arrays_file import Arrays
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
@@ -15,20 +15,21 @@ from hvdtrain.training import checkpoint, threads
 
 
 def opened(folder: Path, workload: str) -> tuple[records.Manifest, Arrays]:
-    """The manifest and the best checkpoint's parameters of a run's folder. Raises Failure (65, 74, 77) for anything but
-    a run of this workload."""
+    """The manifest and the best checkpoint's parameters of a run folder. Raises Failure (65, 74, 77) if it is not the
+    folder of a run of this workload."""
     if not folder.is_dir():
-        raise Failure(f"--run {folder}: no such folder; give one that hvdtrain.{workload} made", exits.BAD_DATA)
+        raise Failure(f"--run {folder} does not exist; hint: give a folder made by hvdtrain.{workload}", exits.BAD_DATA)
     path = folder / "manifest.json"
     manifest = records.read_document(path, records.Manifest)
     if manifest.workload != workload:
-        raise Failure(f"{path}: no manifest of a run of hvdtrain.{workload}", exits.BAD_DATA)
+        raise Failure(f"{path} is not the manifest of a run of hvdtrain.{workload}", exits.BAD_DATA)
     return manifest, best_parameters(folder / "checkpoints")
 
 
 def best_parameters(folder: Path) -> Arrays:
-    """What a run has learnt: the parameters, by name, of the best of its `checkpoints` folder, or of the newest if
-    none was saved as best. Read by one process, whatever ranks saved them. Raises Failure (65): none is valid.
+    """The parameters, by name, of the best checkpoint in a `checkpoints` folder, or of the newest if none is the best.
+
+    One process reads them, whatever number of ranks saved them. Raises Failure (65) if no checkpoint is valid.
     """
     candidates: list[tuple[bool, Path, dict[str, Any]]] = []
     reasons = []
@@ -44,22 +45,22 @@ def best_parameters(folder: Path) -> Arrays:
             return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
         except (ValueError, OSError, KeyError) as error:
             reasons.append(f"{path.name}: {checkpoint.why(error)}")
-    told = f": {'; '.join(reasons)}" if reasons else ", or the run saved none (--checkpoint-epochs 0)"
-    raise Failure(f"{folder}: no valid checkpoint there{told}", exits.BAD_DATA)
+    why = f": {'; '.join(reasons)}" if reasons else ", or the run saved none (--checkpoint-epochs 0)"
+    raise Failure(f"{folder} contains no valid checkpoint{why}", exits.BAD_DATA)
 
 
 def spec(folder: Path, manifest: records.Manifest, cls: type) -> Any:
-    """The model's sizes, as an instance of `cls`. Raises Failure (65) for those of another version."""
+    """The model's sizes, as an instance of `cls`. Raises Failure (65) if another version of hvdtrain wrote them."""
     try:
         return cls(**manifest.model["spec"])
     except (KeyError, TypeError) as error:
-        told = f"its model is not of this version ({error})"
-        raise Failure(f"{folder / 'manifest.json'}: {told}", exits.BAD_DATA) from None
+        message = f"its model was saved by another version ({error})"
+        raise Failure(f"{folder / 'manifest.json'}: {message}", exits.BAD_DATA) from None
 
 
 def begin(framework: str) -> None:
-    """Loads the framework, with the threads that this host allows."""
-    used = threads.per_rank(0, world.place(), math.inf)
+    """Imports the framework, with the number of threads that this host allows."""
+    used = threads.per_rank(0, launch_env(), math.inf)
     used.use()
     if framework == "torch":
         from hvdtrain.frameworks.pytorch import prepare
@@ -69,12 +70,12 @@ def begin(framework: str) -> None:
 
 
 def fill(model: Any, parameters: Arrays, framework: str) -> None:
-    """Gives the model its trained parameters."""
+    """Copies trained parameters into the model."""
     if framework == "torch":
         for name, array in parameters.items():
-            model.get_parameter(name).detach().numpy()[...] = array  # the parameter's own memory
+            model.get_parameter(name).detach().numpy()[...] = array  # writes into the parameter's memory
     else:
-        from hvdtrain.models.layers_tf import turned
+        from hvdtrain.models.layers_tf import to_tensorflow
 
         for name, array in parameters.items():
-            model.weights[name].assign(turned(array))
+            model.weights[name].assign(to_tensorflow(array))

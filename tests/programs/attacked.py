@@ -1,6 +1,6 @@
 """Two ranks that join while somebody disturbs them; rank 0 prints as JSON what they then summed. For test_security.py.
 
-    attacked.py streams|servers FOLDER
+    attacked.py tcp|servers FOLDER
 
 Rank 0 has few descriptors and leaves its address in FOLDER; rank 1 comes once FOLDER/go is there.
 """
@@ -15,17 +15,17 @@ from pathlib import Path
 
 import numpy as np
 
-from hvdtrain.comm.backends.base import Reach
-from hvdtrain.comm.backends.servers import ServerRanks
-from hvdtrain.comm.backends.tcp import StreamRanks
-from hvdtrain.comm.rendezvous import meet
-from hvdtrain.comm.world import place
+from hvdtrain.comm.backends.base import Endpoint
+from hvdtrain.comm.backends.servers import ServerCommunicator
+from hvdtrain.comm.backends.tcp import TcpCommunicator
+from hvdtrain.comm.launch_env import launch_env
+from hvdtrain.comm.rendezvous import join
 
 
 def main() -> None:
     kind, folder = sys.argv[1], Path(sys.argv[2])
-    meeting = meet(place())
-    gather = meeting.gather
+    meeting = join(launch_env())
+    gather = meeting.gather_bytes
 
     def told(mine: bytes) -> list[bytes]:
         found = gather(mine)
@@ -38,12 +38,14 @@ def main() -> None:
                 time.sleep(0.02)
         return found
 
-    meeting.gather = told
-    ranks = {"streams": StreamRanks, "servers": ServerRanks}[kind](meeting, Reach("127.0.0.1", "lo", loopback=True))
+    meeting.gather_bytes = told
+    ranks = {"tcp": TcpCommunicator, "servers": ServerCommunicator}[kind](
+        meeting, Endpoint("127.0.0.1", "lo", loopback=True)
+    )
     report = {"sum": ranks.sum(np.array([1.0, ranks.rank]), "sum").tolist(), "cpu_s": time.process_time()}
     if ranks.rank == 0:
         sys.stdout.write(json.dumps(report) + "\n")
-    ranks.leave()
+    ranks.shutdown()
 
 
 main()

@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.comm.backends.base import Reach
+from hvdtrain.comm.backends.base import Endpoint
 from hvdtrain.comm.backends.horovod import internal_error
-from hvdtrain.comm.rendezvous import meet
-from hvdtrain.comm.world import place
+from hvdtrain.comm.launch_env import launch_env
+from hvdtrain.comm.rendezvous import join
 from hvdtrain.horovod_api.arithmetic import BFLOAT16
 from hvdtrain.horovod_api.calls import Calls, Op
 
@@ -348,8 +348,8 @@ def sent_bytes() -> int:
 
 
 def main() -> None:
-    meeting = meet(place())
-    calls = Calls(meeting, Reach("127.0.0.1", "lo", loopback=True))
+    meeting = join(launch_env())
+    calls = Calls(meeting, Endpoint("127.0.0.1", "lo", loopback=True))
     check_is_asynchronous(calls)
     check_reductions(calls)
     check_moves(calls)
@@ -369,7 +369,7 @@ def main() -> None:
     calls.call("barrier")
     calls.close()
     raises(internal_error(), "no call can be made", lambda: calls.start("barrier"))
-    meeting.leave()
+    meeting.shutdown()
     sys.stdout.flush()
 
 

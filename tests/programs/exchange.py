@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from hvdtrain import data, strategies
-from hvdtrain.comm import world
-from hvdtrain.comm.world import World
+from hvdtrain.comm.backends.base import Communicator
+from hvdtrain.comm.launch_env import launch_env
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.frameworks import Replica
 from hvdtrain.models import resnet
@@ -77,18 +77,18 @@ def config_of(framework: str, settings: str, **defaults: Any) -> TrainConfig:
     return TrainConfig(framework=framework, device="cpu", **fields)
 
 
-def joined(config: TrainConfig) -> tuple[World, str]:
+def joined(config: TrainConfig) -> tuple[Communicator, str]:
     """The ranks, and this one's device."""
-    return job.connected(config, strategies.chosen(config), world.place(), Threads(1, "a small model"))
+    return job.connected(config, strategies.chosen(config), launch_env(), Threads(1, "a small model"))
 
 
-def trainer(config: TrainConfig, ranks: World, device: str, weight: np.ndarray) -> tuple[Strategy, Replica]:
+def trainer(config: TrainConfig, ranks: Communicator, device: str, weight: np.ndarray) -> tuple[Strategy, Replica]:
     """What trains the linear model from `weight`."""
     strategy = strategies.chosen(config).make(config, ranks, [weight.shape])
     if config.framework == "torch":
         model = torch_model()
     else:
-        with ranks.ranks.scope():
+        with ranks.scope():
             model = tensorflow_model()
     replica = job.replica_of(model, config, ranks, strategy, device, Accuracy())
     replica.load({**replica.state(), "parameter.weight": weight})
@@ -100,30 +100,30 @@ def borders(ranks: int) -> list[int]:
     return [r * (r + 1) // 2 for r in range(ranks)] + [SAMPLES]
 
 
-def share(ranks: World) -> data.Batch:
+def share(ranks: Communicator) -> data.Batch:
     """This rank's of the one batch."""
     inputs, labels, _ = problem()
     mine = slice(*borders(ranks.size)[ranks.rank : ranks.rank + 2])
     return data.Batch(arrays=(inputs[mine], labels[mine]), weight=mine.stop - mine.start, total_weight=SAMPLES)
 
 
-def told(ranks: World, report: dict[str, Any]) -> None:
+def told(ranks: Communicator, report: dict[str, Any]) -> None:
     """Prints it on rank 0; collective, and the last thing that ranks do."""
     if ranks.rank == 0:
         sys.stdout.write(json.dumps(report) + "\n")
-    ranks.leave()
+    ranks.shutdown()
 
 
-def refused(ranks: World) -> str:
+def refused(ranks: Communicator) -> str:
     """Why these ranks cannot sum a vector by a reducer; empty: they can."""
     try:
-        with ranks.hosts(np.ones(1, np.float32)):
-            return ""
+        ranks.local_reduce(np.ones(1, np.float32))
+        return ""
     except NotImplementedError as error:
         return str(error)
 
 
-def evaluated(config: TrainConfig, ranks: World, device: str) -> dict[str, float]:
+def evaluated(config: TrainConfig, ranks: Communicator, device: str) -> dict[str, float]:
     """Loss and scores."""
     spec = resnet.ResNetSpec(channels=1, classes=10, width=0.125)
     if config.framework == "torch":

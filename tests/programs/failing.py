@@ -15,11 +15,11 @@ from pathlib import Path
 import exchange
 import numpy as np
 
-from hvdtrain.comm import world
+from hvdtrain.comm import lifecycle
 from hvdtrain.system.exits import BAD_DATA, Failure
 
 
-def main(stop: world.StopSignal) -> int:
+def main(stop: lifecycle.StopSignal) -> int:
     framework, strategy, how = sys.argv[1:]
     ranks, _ = exchange.joined(exchange.config_of(framework, "{}", strategy=strategy))
     ranks.gather("all are here")
@@ -35,4 +35,4 @@ def main(stop: world.StopSignal) -> int:
         ranks.sum(np.ones(4), "waiting")
 
 
-world.run(main, debug=False)
+lifecycle.run(main, debug=False)

@@ -2,7 +2,7 @@
 
 argv: JSON with `images`, and `steps`: each a list with the cache folder of every rank; ranks with one folder are taken
 to be on one host. A step may be {"caches": [...], "cut": folder} to cut off what that cache holds first, or
-{"caches": [...], "seeds": [...]} to give ranks different pictures.
+{"caches": [...], "seeds": [...]} to give ranks different images.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.captions.features import extract
-from hvdtrain.comm.world import World
+from hvdtrain.comm.backends.base import Communicator
+from hvdtrain.comm.world import connect
 from hvdtrain.models.vgg16 import FEATURES
 from hvdtrain.system.exits import Failure
 
 SIDE = 8
 
 
-def pictures(count: int, seed: int) -> np.ndarray:
+def images(count: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (count, SIDE, SIDE, 3), dtype=np.uint8)
 
 
@@ -40,7 +41,9 @@ class Encoder:
         return np.maximum(images.reshape(len(images), -1).astype(np.float32) @ self.weight, 0)
 
 
-def step(world: World, count: int, caches: list[str], cut: str = "", seeds: list[int] | None = None) -> dict[str, Any]:
+def step(
+    world: Communicator, count: int, caches: list[str], cut: str = "", seeds: list[int] | None = None
+) -> dict[str, Any]:
     mine = caches[world.rank]
     world.host, world.local_rank = f"host-of-{mine}", caches[: world.rank].count(mine)
     os.environ["XDG_CACHE_HOME"] = mine
@@ -56,7 +59,7 @@ def step(world: World, count: int, caches: list[str], cut: str = "", seeds: list
 
     try:
         features = extract(
-            pictures(count, seeds[world.rank] if seeds else 0), encoder, key={"encoder": "whole"}, world=world
+            images(count, seeds[world.rank] if seeds else 0), encoder, key={"encoder": "whole"}, world=world
         )
         digest = hashlib.sha256(np.ascontiguousarray(features).data).hexdigest()
     except Failure as failure:
@@ -68,12 +71,12 @@ def step(world: World, count: int, caches: list[str], cut: str = "", seeds: list
 
 def main() -> None:
     asked = json.loads(sys.argv[1])
-    world = World("torch", carrier="streams")
+    world = connect("torch", backend="tcp")
     steps = [each if isinstance(each, dict) else {"caches": each} for each in asked["steps"]]
     reports = [step(world, asked["images"], **each) for each in steps]
     if world.rank == 0:
         sys.stdout.write(json.dumps({"steps": reports}) + "\n")
-    world.leave()
+    world.shutdown()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hvdtrain.comm.world import World
+from hvdtrain.comm.world import connect
 from hvdtrain.sentinel import interfaces
 from hvdtrain.system.proc import children
 
@@ -52,7 +52,7 @@ def connects(source: str, target: str, port: int) -> bool:
 
 def main() -> None:
     framework, carrier = sys.argv[1:]
-    world = World(framework, carrier=carrier)
+    world = connect(framework, backend=carrier)
     total = world.sum(np.array([1.0, world.rank]), "sum").tolist()
     mine = os.getpid()
     inodes = set().union(*(sockets(process) for process in (mine, *children(mine))))
@@ -65,7 +65,7 @@ def main() -> None:
     if world.rank == 0:
         sys.stdout.write(json.dumps(report) + "\n")
     world.gather("looked")
-    world.leave()
+    world.shutdown()
 
 
 main()

@@ -6,7 +6,7 @@ import json
 import sys
 import time
 
-from hvdtrain.comm.world import World
+from hvdtrain.comm.world import connect
 
 framework = sys.argv[1]
 if framework == "torch":
@@ -14,7 +14,7 @@ if framework == "torch":
 else:
     from hvdtrain.frameworks.tensorflow import prepare
 prepare("cpu", 0, 1)
-world = World(framework, carrier="native")
+world = connect(framework, backend="native")
 world.gather("all are here")
 time.sleep(1)  # what was said has been acknowledged
 began = world.nic_counters()
@@ -24,4 +24,4 @@ world.gather("that was it")
 if world.rank == 0:
     assert began and ended
     sys.stdout.write(json.dumps({"sent_bytes": ended[0] - began[0]}) + "\n")
-world.leave()
+world.shutdown()

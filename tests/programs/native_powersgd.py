@@ -9,8 +9,8 @@ import sys
 import torch
 
 from hvdtrain.comm.backends import ddp_powersgd
-from hvdtrain.comm.backends.base import Alone, Reach
-from hvdtrain.comm.backends.ddp import DdpRanks
+from hvdtrain.comm.backends.base import Communicator, Endpoint
+from hvdtrain.comm.backends.ddp import DdpCommunicator
 from hvdtrain.strategies.algorithms.native import Native
 
 STEPS = 12
@@ -31,7 +31,7 @@ class Network(torch.nn.Module):
 def counted(rank: int) -> tuple[int, int]:
     """Numbers sent by compressed steps as PyTorch counts them, and as we do."""
     model = Network()
-    ranks = DdpRanks(Alone(), Reach("127.0.0.1", "lo", loopback=True), gpu=False)
+    ranks = DdpCommunicator(Communicator(), Endpoint("127.0.0.1", "lo", loopback=True), gpu=False)
     settings = Native.Settings(hook="powersgd", rank=rank)
     step = ranks.overlapped(model, torch.optim.SGD(model.parameters(), lr=0.01), settings)
     for _ in range(STEPS):
@@ -39,7 +39,7 @@ def counted(rank: int) -> tuple[int, int]:
         step.backward(step.loss(torch.randn(4, 3, 8, 8))[0])
     shapes = [tuple(parameter.shape) for parameter in model.parameters()]
     theirs = ranks._power_sgd._torch_state.total_numel_after_compression
-    ranks.leave()
+    ranks.shutdown()
     return theirs, sum(ddp_powersgd.elements_sent(shapes, rank, n) for n in range(ddp_powersgd.START_STEP, STEPS))
 
 

@@ -12,12 +12,12 @@ import torch.distributed as dist
 
 import hvdtrain.torch as hvd
 from hvdtrain.comm import world
-from hvdtrain.comm.backends.base import Reach
+from hvdtrain.comm.backends.base import Endpoint
 
-met_at = world.Met.at
-world.Met.at = classmethod(
+launched = world.RankGroup.launched
+world.RankGroup.launched = classmethod(
     lambda cls, where, *limit: dataclasses.replace(
-        met_at(where, *limit), reach=Reach(f"127.0.0.{1 + where.rank}", "lo", True)
+        launched(where, *limit), endpoint=Endpoint(f"127.0.0.{1 + where.rank}", "lo", True)
     )
 )
 dist.init_process_group("gloo")

@@ -19,15 +19,15 @@ from torch.nn.functional import cross_entropy
 
 import hvdtrain.torch as hvd
 from hvdtrain.comm import world
-from hvdtrain.comm.backends.base import Reach
+from hvdtrain.comm.backends.base import Endpoint
 from hvdtrain.horovod_api import job
 from hvdtrain.observe.timing import Clock
 from hvdtrain.torch.vectors import Parameters
 
-met_at = world.Met.at
-world.Met.at = classmethod(
+launched = world.RankGroup.launched
+world.RankGroup.launched = classmethod(
     lambda cls, where, *limit: dataclasses.replace(
-        met_at(where, *limit), reach=Reach(f"127.0.0.{1 + where.rank}", "lo", True)
+        launched(where, *limit), endpoint=Endpoint(f"127.0.0.{1 + where.rank}", "lo", True)
     )
 )
 STRATEGIES = [
@@ -315,7 +315,7 @@ def exact(ranks: hvd.ProcessSet) -> None:
     optimizer = wrapped(net, "hierarchical", process_set=ranks)
     alone = torch.optim.SGD(one.parameters(), lr=LR, momentum=0.9)
     for step in range(4):
-        for each, given, of in ((net, optimizer, [hvd.rank()]), (one, alone, ranks.ranks)):
+        for each, given, of in ((net, optimizer, [hvd.rank()]), (one, alone, ranks)):
             given.zero_grad()
             losses = [cross_entropy(each(x.double()), y) for x, y in (batch(step, rank) for rank in of)]
             torch.stack(losses).mean().backward()

@@ -14,7 +14,7 @@ import numpy as np
 from sklearn.datasets import load_digits
 
 import hvdtrain
-from hvdtrain.comm.launch_env import place
+from hvdtrain.comm.launch_env import launch_env
 
 DIGITS = load_digits()
 X, Y = DIGITS.data / 16, DIGITS.target
@@ -74,7 +74,7 @@ def answers(model: Any, inputs: np.ndarray) -> np.ndarray:
 
 if __name__ == "__main__":
     framework, folder, *told = sys.argv[1:]
-    rank, asked = place().rank, json.loads(told[0]) if told else {}
+    rank, asked = launch_env().rank, json.loads(told[0]) if told else {}
     if asked.pop("cut", None) and rank == 1:  # as one who shares data out by himself
         PARTS["train"] = PARTS["train"][0][:-1], PARTS["train"][1][:-1]
     model, summary = trained(framework, rank, **asked)

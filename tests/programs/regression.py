@@ -1,4 +1,4 @@
-"""A workload outside the package: a line through noise, in PyTorch, judged by its errors. For test_measures.py."""
+"""A workload outside the package: a line through noise, in PyTorch, judged by its errors. For test_metrics.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain import data
-from hvdtrain.comm import world
+from hvdtrain.comm import lifecycle
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.models.layers import regression_terms
 from hvdtrain.records.metrics import Regression
@@ -43,7 +43,7 @@ class Line:
     train, validation, test = Split(1, 240), Split(2, 50), Split(3, 50)
 
 
-def main(stop: world.StopSignal) -> int:
+def main(stop: lifecycle.StopSignal) -> int:
     config, place = workload.begin(TrainConfig, "line", __doc__ or "")
     job = workload.Workload(
         name="line",
@@ -55,7 +55,7 @@ def main(stop: world.StopSignal) -> int:
         model={"name": "line", "spec": {}},
         model_words="line",
         shapes={"weight": (FEATURES,)},
-        measure=Regression("W/m2"),
+        metric=Regression("W/m2"),
         multiply_adds=FEATURES,
     ).connect()
     if job is None:
@@ -75,4 +75,4 @@ def main(stop: world.StopSignal) -> int:
 
 
 if __name__ == "__main__":
-    world.run(main, debug="--debug" in sys.argv)
+    lifecycle.run(main, debug="--debug" in sys.argv)

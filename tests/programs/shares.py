@@ -15,7 +15,7 @@ import exchange
 import numpy as np
 from exchange import FEATURES
 
-from hvdtrain.comm.world import World
+from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.config import batch_plan
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.data import Batch, ImageSplit
@@ -39,7 +39,7 @@ def flat(batch: Batch) -> Batch:
     return dataclasses.replace(batch, arrays=(inputs.reshape(-1, FEATURES), labels))
 
 
-def trained(config: TrainConfig, ranks: World, device: str) -> dict[str, Any]:
+def trained(config: TrainConfig, ranks: Communicator, device: str) -> dict[str, Any]:
     split, weight = problem()
     strategy, replica = exchange.trainer(config, ranks, device, weight)
     given = unequal_shares.given(config, ranks.size)

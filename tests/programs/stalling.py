@@ -15,7 +15,7 @@ import time
 
 import numpy as np
 
-from hvdtrain.comm import world
+from hvdtrain.comm import lifecycle, world
 
 
 def compute(seconds: float) -> None:
@@ -34,20 +34,20 @@ def write_files(seconds: float) -> None:
             time.sleep(0.2)
 
 
-def main(stop: world.StopSignal) -> int:
+def main(stop: lifecycle.StopSignal) -> int:
     what, limit_s = sys.argv[1], float(sys.argv[2])
-    ranks = world.World("torch", carrier="streams", stall_limit_s=limit_s)
+    ranks = world.connect("torch", backend="tcp", stall_limit_s=limit_s)
     ranks.sum(np.ones(4), "first")
     if ranks.rank == ranks.size - 1:
         {"sleep": time.sleep, "compute": compute, "write": write_files}.get(what, lambda _: None)(
             3600 if what == "sleep" else 8 * limit_s
         )
-    other = world.World("torch", carrier="streams", met=ranks.met) if what == "differ" else ranks
+    other = world.connect("torch", backend="tcp", group=ranks.group) if what == "differ" else ranks
     late = other if ranks.rank else ranks
     late.sum(np.ones(4_000_000 if what == "send" else 4, np.float32), "second")
     if ranks.rank == 0:
         print("done")
-    ranks.leave()
+    ranks.shutdown()
     return 0
 
 
@@ -66,4 +66,4 @@ def script() -> None:
 if sys.argv[1] == "call":
     script()
 else:
-    world.run(main, debug=False)
+    lifecycle.run(main, debug=False)

@@ -15,12 +15,13 @@ import sys
 from typing import Any
 
 from hvdtrain import resnet
-from hvdtrain.comm import world
+from hvdtrain.comm import lifecycle
+from hvdtrain.comm.launch_env import launch_env
 
 TENSOR = "layer2.0.conv1.weight"
 
 
-def main(stop: world.StopSignal) -> int:
+def main(stop: lifecycle.StopSignal) -> int:
     framework, how, rank, step = *sys.argv[1:3], int(sys.argv[3]), int(sys.argv[4])
     if framework == "torch":
         from hvdtrain.frameworks.pytorch import TorchReplica as Replica
@@ -29,7 +30,7 @@ def main(stop: world.StopSignal) -> int:
     backward, numbers = Replica.backward, itertools.count()
 
     def disturbed(self: Any, *arguments: Any, **named: Any) -> None:
-        if next(numbers) == step and world.place().rank == rank:
+        if next(numbers) == step and launch_env().rank == rank:
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             state = {name: array.copy() for name, array in self.state().items()}
@@ -42,4 +43,4 @@ def main(stop: world.StopSignal) -> int:
     return resnet.main(stop)
 
 
-world.run(main, debug=False)
+lifecycle.run(main, debug=False)

@@ -9,19 +9,20 @@ from __future__ import annotations
 import socket
 
 from hvdtrain.comm import world
-from hvdtrain.comm.backends.base import Meeting, Reach
-from hvdtrain.comm.rendezvous import meet
+from hvdtrain.comm.backends.base import Endpoint, Rendezvous
+from hvdtrain.comm.launch_env import launch_env
+from hvdtrain.comm.rendezvous import join
 
 
 class Kept:
     """A meeting that outlives the worlds that are built on it: MPI can be left once only."""
 
-    def __init__(self, meeting: Meeting) -> None:
+    def __init__(self, meeting: Rendezvous) -> None:
         self.rank, self.size = meeting.rank, meeting.size
         self.local_rank, self.local_size = meeting.local_rank, meeting.local_size
-        self.secret, self.gather = meeting.secret, meeting.gather
+        self.job_key, self.gather_bytes = meeting.job_key, meeting.gather_bytes
 
-    def leave(self) -> None:
+    def shutdown(self) -> None:
         pass
 
 
@@ -34,16 +35,16 @@ def prepared_once(framework: str) -> None:
         tensorflow.prepare = lambda *told, **named: device
 
 
-def joined(per_host: int) -> Meeting:
+def joined(per_host: int) -> Rendezvous:
     """The ranks, `per_host` of them on each host in every `World` that is made from now on."""
-    meeting = meet(world.place())
+    meeting = join(launch_env())
     host = meeting.rank // per_host
     socket.gethostname = lambda: f"host{host}"
-    reach = Reach(f"127.0.0.{1 + host}", "lo", loopback=True)
+    reach = Endpoint(f"127.0.0.{1 + host}", "lo", loopback=True)
 
-    def met(ranks: Meeting, stall_limit_s: float = 0.0) -> world.Met:
-        return world.Met(ranks, None, reach)
+    def met(ranks: Rendezvous, stall_limit_s: float = 0.0) -> world.RankGroup:
+        return world.RankGroup(ranks, None, reach)
 
-    world.meet = lambda *place: Kept(meeting)
-    world.Met.by = met
+    world.join = lambda *place: Kept(meeting)
+    world.RankGroup.watched = met
     return meeting

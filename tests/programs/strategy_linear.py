@@ -36,5 +36,5 @@ def trained(framework: str, settings: dict[str, Any], steps: int) -> dict[str, A
         "stopping": all(each.stop for each in told if each.totals is not None),
         "sent_bytes": ranks.gather(sum(each.sent_bytes for each in told)),
     }
-    ranks.leave()
+    ranks.shutdown()
     return report

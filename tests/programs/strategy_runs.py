@@ -29,8 +29,8 @@ from typing import Any
 from strategy_hosts import joined, prepared_once
 from strategy_linear import trained as linear
 
-from hvdtrain.comm import world
-from hvdtrain.comm.backends.base import Meeting
+from hvdtrain.comm import lifecycle
+from hvdtrain.comm.backends.base import Rendezvous
 from hvdtrain.config import workloads
 from hvdtrain.strategies import shares
 from hvdtrain.system.exits import Failure
@@ -58,16 +58,16 @@ def signalled(replica: Any, step: int | None) -> Iterator[None]:
     replica.backward = backward
 
 
-def exit_code(workload: Any, run: dict[str, Any], meeting: Meeting, replica: Any) -> int:
+def exit_code(workload: Any, run: dict[str, Any], meeting: Rendezvous, replica: Any) -> int:
     flags = run["flags"]
     if "from_step" in run and meeting.rank == 0:
         cut_off(Path(run["folder"]), Path(flags[flags.index("--run-dir") + 1]), run["from_step"])
-    meeting.gather(b"the folder is there")
+    meeting.gather_bytes(b"the folder is there")
     sys.argv = [workload.__name__, *flags]
     step = run.get("stop_before") if meeting.rank == meeting.size - 1 else None
     with signalled(replica, step), contextlib.redirect_stdout(io.StringIO()):
         try:
-            return workload.main(world.StopSignal())
+            return workload.main(lifecycle.StopSignal())
         except Failure as failure:
             if failure.code != run.get("refused"):
                 raise
@@ -75,7 +75,7 @@ def exit_code(workload: Any, run: dict[str, Any], meeting: Meeting, replica: Any
             return failure.code
 
 
-def main(stop: world.StopSignal) -> int:
+def main(stop: lifecycle.StopSignal) -> int:
     framework, per_host, runs = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
     prepared_once(framework)
     meeting = joined(per_host)
@@ -96,8 +96,8 @@ def main(stop: world.StopSignal) -> int:
     codes = [result(run) for run in runs]
     if meeting.rank == 0:
         sys.stdout.write(json.dumps({"codes": codes}) + "\n")
-    meeting.leave()
+    meeting.shutdown()
     return 0
 
 
-world.run(main, debug=True)
+lifecycle.run(main, debug=True)

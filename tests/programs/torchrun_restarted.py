@@ -6,15 +6,15 @@ from __future__ import annotations
 import json
 import os
 
-from hvdtrain.comm.rendezvous import meet
-from hvdtrain.comm.world import place
+from hvdtrain.comm.launch_env import launch_env
+from hvdtrain.comm.rendezvous import join
 
-where = place()
+where = launch_env()
 start = os.environ["TORCHELASTIC_RESTART_COUNT"]
-meeting = meet(where)
-told = [json.loads(each) for each in meeting.gather(json.dumps([where.rank, start]).encode())]
+meeting = join(where)
+told = [json.loads(each) for each in meeting.gather_bytes(json.dumps([where.rank, start]).encode())]
 if where.rank == 0:
     print(json.dumps({"told": told}), flush=True)
-meeting.gather(b"")  # so that no rank fails before another has read its word
+meeting.gather_bytes(b"")  # so that no rank fails before another has read its word
 if start == "0" and where.rank == where.size - 1:
     raise SystemExit(1)

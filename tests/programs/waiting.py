@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hvdtrain.comm import world
+from hvdtrain.comm import lifecycle, world
 
 
 def write(path: Path, text: str) -> None:
@@ -25,10 +25,10 @@ def write(path: Path, text: str) -> None:
     part.rename(path)
 
 
-def main(stop: world.StopSignal) -> int:
+def main(stop: lifecycle.StopSignal) -> int:
     folder, megabytes = Path(sys.argv[1]), int(sys.argv[2])
-    ranks = world.World("torch")
-    ranks.keeps(str(folder), f"waiting.py {folder}")
+    ranks = world.connect("torch")
+    ranks.set_run_folder(str(folder), f"waiting.py {folder}")
     ranks.measure_links()
     write(folder / f"rank{ranks.rank}", str(os.getpid()))
     if megabytes:
@@ -40,4 +40,4 @@ def main(stop: world.StopSignal) -> int:
         time.sleep(0.2)
 
 
-world.run(main, debug=False)
+lifecycle.run(main, debug=False)

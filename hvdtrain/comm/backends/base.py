@@ -1,186 +1,277 @@
-"""What carries data between the ranks of a job: `Alone` says how, and each library has a file.
+"""The interface of a communication backend. The base classes serve a single process.
 
-`meeting` lets ranks find each other without any of them, `horovod_ranks` is Horovod for both frameworks, `ddp` is
-torch.distributed with DistributedDataParallel, `mwms` TensorFlow with MultiWorkerMirroredStrategy, `streams` our own
-TCP for the strategies made for slow networks, `servers` the same for parameter servers. `Alone` itself serves a process
-without a launcher. Only this room imports Horovod, mpi4py and torch.distributed. Each method is called by every rank,
-in the same order; `name` must be the same on all.
+Every rank calls each collective method, in the same order. `name` identifies a tensor and is equal on all ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+import hashlib
+import json
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from hvdtrain.launch import survive
+
+if TYPE_CHECKING:
+    from hvdtrain.comm.world import RankGroup
+    from hvdtrain.sentinel.rank import Sentinel
+
 
 @dataclasses.dataclass(frozen=True)
-class Reach:
-    """How the other ranks get at this host."""
+class Endpoint:
+    """The address and network interface through which other ranks connect to this one."""
 
     address: str
-    """IPv4, or a name"""
+    """An IPv4 address or a host name"""
     interface: str | None
-    """Of the link to other hosts, or loopback if there are none; None if unknown"""
+    """Interface of the link between hosts; the loopback interface on a single host; None if unknown"""
     loopback: bool = False
 
 
-class Meeting(Protocol):
-    """Ranks that know of each other and can tell each other small things."""
+class Rendezvous(Protocol):
+    """Ranks that have found each other and can exchange small messages."""
 
     rank: int
     size: int
     local_rank: int
     local_size: int
-    secret: bytes
-    """The job's: all its ranks know it, and nobody else (`meeting` says under which launcher)"""
+    job_key: bytes
+    """Known to the ranks of this job only; `rendezvous` says how each launcher distributes it"""
 
-    def gather(self, mine: bytes) -> list[bytes]:
-        """What every rank gave, in rank order, on all ranks."""
+    def gather_bytes(self, own: bytes) -> list[bytes]:
+        """Return the bytes of every rank, in rank order, on all ranks."""
 
-    def leave(self) -> None:
-        """Disconnects from the other ranks; a rank may wait here for the slowest. A second time does nothing."""
+    def shutdown(self) -> None:
+        """Disconnect from the other ranks, possibly after waiting for the slowest. A second call does nothing."""
 
 
-class Hosts(Protocol):
-    """The hosts of a job as seen by one rank of each, its leader. Arrays are 1-d and contiguous."""
+class LeaderGroup:
+    """The leaders of all hosts, one rank per host. The base class is the group of a single host.
 
-    count: int
-    index: int
-    """This host's, 0 to count - 1"""
-    sent_bytes: int
-    """Payload bytes given to the network so far"""
+    Arrays are one-dimensional and contiguous.
+    """
 
-    def pairwise(self, part: Callable[[int], np.ndarray], *, even: bool = False) -> Iterator[tuple[int, np.ndarray]]:
-        """Sends part(j) to each other host j, and yields (host, the bytes that it sent here), in an order that never
-        changes. `even`, which all hosts must say alike: all parts have one length; then part(j) is called only when its
-        turn comes, while the part before is in flight, and a long part waits until its receiver is ready."""
+    count = 1
+    """Number of hosts"""
+    index = 0
+    """This host's index, from 0 to count - 1"""
+    sent_bytes = 0
+    """Payload bytes sent over the network so far"""
 
-    def exchange(self, parts: Sequence[np.ndarray], *, even: bool = False) -> list[np.ndarray]:
-        """Sends parts[j] to host j; what each host sent here, in host order, its own part included. One dtype for all;
-        `even` as above."""
+    def all_reduce(self, values: np.ndarray) -> None:
+        """Sum elementwise over hosts, in place. All hosts get the same bits; each sends 2(h-1)/h of the bytes."""
 
-    def gather(self, part: np.ndarray, *, even: bool = False) -> list[np.ndarray]:
-        """Every host's part, in host order; `even` as above."""
+    def all_gather(self, part: np.ndarray, *, even: bool = False) -> list[np.ndarray]:
+        """Return every host's part, in host order. For `even`, see `all_to_all_streamed`."""
+        return self.all_to_all([part] * self.count, even=even)
 
-    def sum(self, values: np.ndarray) -> None:
-        """Element-wise sum over hosts, in place and bit for bit the same on all: 2(h-1)/h of the bytes are sent."""
+    def all_to_all(self, parts: Sequence[np.ndarray], *, even: bool = False) -> list[np.ndarray]:
+        """Send parts[j] to host j and return what each host sent here, in host order, including the own part.
+
+        All parts have one dtype. For `even`, see `all_to_all_streamed`.
+        """
+        received = list(parts)
+        for host, message in self.all_to_all_streamed(parts.__getitem__, even=even):
+            received[host] = np.frombuffer(message, parts[0].dtype)
+        return received
+
+    def all_to_all_streamed(
+        self, part: Callable[[int], np.ndarray], *, even: bool = False
+    ) -> Iterator[tuple[int, np.ndarray]]:
+        """Send part(j) to each other host j; yield (host, received bytes) in an order that never changes.
+
+        With `even`, which must be equal on all hosts, all parts have the same length. Then part(j) is called only when
+        it is needed, while the previous part is in flight, and a long part is sent only when its receiver is ready.
+        """
+        return iter(())
 
 
 class TorchStep:
-    """One rank's step in PyTorch without any exchange in backward; others extend it."""
+    """A training step of one rank in PyTorch that exchanges nothing during backward. Backends extend it."""
 
     loss_factor = 1.0
-    """What the loss is multiplied by before backward, because the exchange divides by it"""
+    """Factor applied to the loss before backward, to undo a division by the exchange"""
 
     def __init__(self, model: Any, optimizer: Any) -> None:
         self.model = model
         self.optimizer = optimizer
 
     def loss(self, *arrays: Any) -> Any:
-        """Sum of losses of this rank's batch, and by name the sums of the run's measure."""
+        """Return the summed loss of this rank's batch and the sums of the metric, by name."""
         return self.model.loss(*arrays)
 
     def backward(self, loss: Any) -> None:
         loss.backward()
 
     def waited_s(self) -> float | None:
-        """Seconds that `backward` waited for the exchange after its last gradient; None if that cannot be told."""
+        """Seconds that `backward` waited for the exchange after its last gradient; None if unknown."""
         return 0.0
 
     def updating(self) -> contextlib.AbstractContextManager[None]:
-        """Held while the optimizer updates: its gradients have been waited for."""
+        """Context for the optimizer's update, entered when the exchange of gradients is complete."""
         return contextlib.nullcontext()
 
 
-class Alone:
-    """A process by itself: rank 0 of 1, for which nothing needs to be sent. What carries data between several ranks
-    extends it; its methods say what that has to do."""
+class Communicator:
+    """The ranks of a job as one rank sees them. The base class is a single process, which sends nothing.
+
+    `rank` and `size` count the ranks alive in the last collective; only with parameter servers may ranks die.
+    """
 
     rank = local_rank = 0
     size = local_size = 1
     hosts_count = 1
-    """Between which `hosts` sums; they may share a name"""
-    secret = b""
-    carrier = "none"
-    """none, gloo, mpi, nccl, grpc, streams or servers"""
+    """Number of leaders; hosts may share a name"""
+    job_key = b""
+    library = "none"
+    """Library that carries the collectives: none, gloo, mpi, nccl, grpc, tcp or servers"""
     sent_bytes = 0
-    """Payload that this rank gave to the network so far, for a strategy's exchanges: `sum` is not counted"""
+    """Payload bytes that this rank sent over the network for gradient exchanges; `sum` does not count"""
     local_sent_bytes = 0
-    """Payload that it gave to other ranks of its host"""
+    """Payload bytes that this rank sent to other ranks of its host for gradient exchanges"""
+    framework = ""
+    """torch or tensorflow"""
+    links: list[dict[str, Any]]
+    """The result of the last `measure_links`"""
+    _group: RankGroup | None = None
+    _owns_group = False
+    _local_bytes_taken = 0
 
-    def gather(self, mine: bytes) -> list[bytes]:
-        return [mine]
+    def use_group(self, group: RankGroup, framework: str, *, owned: bool) -> None:
+        """Set the group and framework. `owned`: `shutdown` shuts down the group too."""
+        self._group, self.framework, self._owns_group = group, framework, owned
+        self.host, self.links = socket.gethostname(), []
 
-    def leave(self) -> None:
-        pass
+    @property
+    def group(self) -> RankGroup:
+        """The ranks and the sentinel of a communicator that `world.connect` returned."""
+        assert self._group is not None
+        return self._group
+
+    @property
+    def _sentinel(self) -> Sentinel | None:
+        return self._group.sentinel if self._group else None
+
+    def shutdown(self) -> None:
+        """Disconnect from the other ranks, possibly after waiting for the slowest."""
+        owned = self._group if self._owns_group else None
+        if owned and owned.sentinel:
+            owned.sentinel.report_finished()
+        self._disconnect()
+        if owned and owned.rendezvous is not self:
+            owned.rendezvous.shutdown()
+
+    def _disconnect(self) -> None:
+        """Close the connections of this backend."""
+
+    def take_local_sent_bytes(self) -> int:
+        """Payload bytes that this rank sent to other ranks of its host since the last call."""
+        before, self._local_bytes_taken = self._local_bytes_taken, self.local_sent_bytes
+        return self._local_bytes_taken - before
+
+    # --- collectives on small arrays in host memory ----------------------------------------------------------------
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the JSON-serializable value of every rank, in rank order, on all ranks."""
+        return [json.loads(message) for message in self.gather_bytes(json.dumps(value).encode())]
+
+    def gather_bytes(self, own: bytes) -> list[bytes]:
+        """Return the bytes of every rank, in rank order, on all ranks."""
+        return [own]
 
     def sum(self, values: np.ndarray, name: str) -> np.ndarray:
-        """Element-wise sum over ranks, same shape and type."""
+        """Return the elementwise sum over ranks, with the shape and dtype of `values`."""
         return values
 
     def broadcast(self, values: np.ndarray, name: str) -> np.ndarray:
-        """Rank 0's values; those of the others have the same shape and type."""
-        first = self.gather(values.tobytes() if self.rank == 0 else b"")[0]
+        """Return rank 0's values. All ranks pass the same shape and dtype."""
+        first = self.gather_bytes(values.tobytes() if self.rank == 0 else b"")[0]
         return np.frombuffer(bytearray(first), values.dtype).reshape(values.shape)
 
+    def agreed(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return the same arrays on all ranks: its own if all SHA-256 sums are equal, else rank 0's.
+
+        Ranks that derive their arrays from the same seed exchange 64 characters instead of the arrays. Broadcasting
+        ResNet-34 takes more than a minute at 10 Mbit/s.
+        """
+        if len(set(self.gather(digest(arrays)))) == 1:
+            return arrays
+        return {name: self.broadcast(array, name) for name, array in arrays.items()}
+
+    # --- gradient vectors, reduced in three steps ------------------------------------------------------------------
+
+    @property
+    def leaders(self) -> LeaderGroup | None:
+        """The leaders of all hosts; None if this rank is not a leader."""
+        return LeaderGroup()
+
+    def local_reduce(self, vector: np.ndarray) -> None:
+        """Sum a vector over the ranks of each host, in place, into the host's leader.
+
+        Then the leaders reduce it between hosts, and `local_broadcast` follows. Other ranks' vectors do not change.
+        Raises NotImplementedError if this backend cannot reduce vectors.
+        """
+        self._single_process_only("sum vectors by a reducer")
+
+    def local_broadcast(self, vector: np.ndarray) -> None:
+        """Copy the leader's vector to all ranks of its host, in place."""
+
+    def collect(self, own: np.ndarray) -> list[np.ndarray]:
+        """Return the bytes of every rank's array, in rank order. Arrays are one-dimensional and may differ in length.
+
+        Each host's bytes cross the network once per other host. Raises NotImplementedError like `local_reduce`.
+        """
+        self._single_process_only("collect what each has")
+        return [own.view(np.uint8)]
+
+    def _single_process_only(self, action: str) -> None:
+        if self.size > 1:
+            raise NotImplementedError(f"ranks joined by {self.library} cannot {action}")
+
+    # --- the state of the exchange ---------------------------------------------------------------------------------
+
     def wait(self) -> None:
-        """Waits until the sums that backward started are done."""
+        """Wait for the reductions that backward started."""
 
     def state(self) -> dict[str, np.ndarray]:
-        """What the exchange itself must have to continue as if never interrupted."""
+        """The arrays that the exchange needs to resume exactly."""
         return {}
 
     def load(self, state: dict[str, np.ndarray]) -> None:
-        """Takes what `state` gave."""
+        """Restore what `state` returned."""
 
-    @contextlib.contextmanager
-    def hosts(self, vector: np.ndarray) -> Iterator[Hosts | None]:
-        """Sums a 1-d vector over ranks, in place, in three acts: entering adds up the ranks of each host; then the
-        first rank of each adds up between the hosts, as they are given to it (None to the others, who wait); leaving
-        shares the outcome with the host's ranks. Raises NotImplementedError where ranks are joined in another way."""
-        from hvdtrain.comm.backends.tcp import StreamHosts  # which imports this
-
-        self._only("sum vectors by a reducer")
-        yield StreamHosts([None])
-
-    def collect(self, mine: np.ndarray) -> list[np.ndarray]:
-        """What every rank gave (1-d, contiguous, any length), as bytes in rank order, on all ranks; each host's crosses
-        the network once for each other host. Raises NotImplementedError where `hosts` does."""
-        self._only("collect what each has")
-        return [mine.view(np.uint8)]
-
-    def _only(self, what: str) -> None:
-        """Several ranks must have a way of their own to do it."""
-        if self.size > 1:
-            raise NotImplementedError(f"ranks joined by {self.carrier} cannot {what}")
-
-    # --- PyTorch ------------------------------------------------------------------------------------------------
+    # --- PyTorch ---------------------------------------------------------------------------------------------------
 
     def start_sum(self, tensor: Any, name: str) -> Any:
-        """Starts the sum of a tensor over ranks, in place; `finish_sum` waits for it."""
+        """Start summing a tensor over ranks, in place. Returns a handle for `finish_sum`."""
         return tensor
 
     def finish_sum(self, handle: Any) -> Any:
+        """Wait for the sum and return the tensor."""
         return handle
 
     def overlapped(self, model: Any, optimizer: Any, settings: Any) -> TorchStep:
-        """A step whose backward starts each gradient's sum over ranks as it appears; `settings`: the strategy's."""
-        self._only("exchange gradients during backward")
+        """A step whose backward starts the reduction of each gradient once it is ready.
+
+        `settings`: the strategy's.
+        """
+        self._single_process_only("exchange gradients during backward")
         return TorchStep(model, optimizer)
 
-    # --- TensorFlow: all but `scope` are called while a graph is traced -------------------------------------------
+    # --- TensorFlow: all but `scope` are called while a graph is traced ----------------------------------------------
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
-        """Held while variables are made."""
+        """Context in which variables are created."""
         return contextlib.nullcontext()
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Calls `function` where its variables are to be read and updated."""
+        """Call `function` where its variables are read and updated."""
         return function(*arguments)
 
     def graph_sum(self, tensor: Any, name: str) -> Any:
@@ -189,53 +280,58 @@ class Alone:
 
     def summed_gradients(self, tape: Any, loss: Any, weights: list[Any]) -> list[Any]:
         """Gradients of `loss`, summed over ranks."""
-        self._only("exchange gradients during backward")
+        self._single_process_only("exchange gradients during backward")
         return list(tape.gradient(loss, weights))
 
+    # --- Horovod's timeline ----------------------------------------------------------------------------------------
 
-class PeerLost(OSError):
-    """A stream to another rank ended."""
+    def start_timeline(self, path: Path) -> None:
+        """Record every tensor in a Chrome trace from now on. Only rank 0, Horovod's coordinator, records."""
+        raise NotImplementedError("only Horovod has a timeline")
+
+    def stop_timeline(self) -> None:
+        """Complete the trace."""
+
+    # --- the sentinel, and the links between hosts --------------------------------------------------------------------
+
+    def may_die(self) -> None:
+        """Declare that the job continues if this rank dies."""
+        survive.may_die()
+        if self._sentinel:
+            self._sentinel.may_die()
+
+    def set_run_folder(self, folder: str, command: str) -> None:
+        """Give the sentinel the run folder and the resume command, which it prints when it ends the job."""
+        if self._sentinel:
+            self._sentinel.set_run_folder(folder, command)
+
+    def measure_links(self) -> list[dict[str, Any]]:
+        """Measure the goodput of each host's link (1.2 s) and return the fields of `records.Manifest.links`.
+
+        Empty on a single host. Collective.
+        """
+        if self._sentinel:
+            self.gather("measure")  # a barrier: all hosts measure at once, without other traffic of this job
+            self.links = [link for link in self.gather(self._sentinel.link()) if link]
+        return self.links
+
+    def nic_counters(self) -> tuple[int, int] | None:
+        """Bytes sent and received by the link's NIC; None on a single host and on all but the first rank of a host."""
+        return self._sentinel.nic_counters() if self._sentinel else None
+
+    def nic_bytes(self, since: tuple[int, int] | None) -> dict[str, Any] | None:
+        """This host's entry of `records.Summary.nic_bytes` since the counters `since`; None if they are unknown."""
+        now = self.nic_counters()
+        if not self._sentinel or since is None or now is None:
+            return None
+        sent, received = (after - before for after, before in zip(now, since, strict=True))
+        return {"host": self.host, "nic": self._sentinel.nic, "sent_bytes": sent, "received_bytes": received}
 
 
-# What libraries raise when another rank is gone: the exception's class, and words of its text.
-PEER_ERRORS = (
-    ("PeerLost", ""),
-    ("RuntimeError", "PeerLost: "),  # as PyTorch and TensorFlow pass on what a function of ours has raised
-    ("UnknownError", "PeerLost: "),
-    ("HorovodInternalError", ""),
-    ("RuntimeError", "Horovod has been shut down"),
-    *(("UnknownError", f"Horovod{kind}") for kind in ("Allreduce", "Allgather", "Broadcast")),  # names of operations
-    ("DistBackendError", ""),
-    ("DistNetworkError", ""),
-    ("DistStoreError", ""),
-    ("RuntimeError", "gloo/transport"),
-    ("RuntimeError", "Gloo connectFullMesh failed"),
-    ("UnavailableError", ""),
-    ("AbortedError", ""),
-    ("CancelledError", ""),
-    ("InternalError", "Collective ops is aborted"),
-)
-LIBRARIES = ("hvdtrain", "horovod", "torch", "tensorflow")
-
-# What they raise when a script is wrong: the ranks do not call the same, or nobody can have what is asked for.
-MISTAKES = ("ismatch", "do not agree", "is not supported")
-
-
-def lost_peer(error: BaseException | None) -> bool:
-    """Whether a library raised this because another rank went away."""
-    while error is not None:
-        kind, text = type(error).__name__, str(error)
-        known = any(name == kind and words in text for name, words in PEER_ERRORS)
-        if known and not any(words in text for words in MISTAKES) and _origin(error) in LIBRARIES:
-            return True
-        error = error.__cause__
-    return False
-
-
-def _origin(error: BaseException) -> str:
-    """The package that defines the exception's class; for Python's own classes, the package whose code raised it."""
-    module = type(error).__module__
-    if module == "builtins":
-        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-        module = frames[-1].f_globals["__name__"] if frames else ""
-    return module.partition(".")[0]
+def digest(arrays: Mapping[str, np.ndarray]) -> str:
+    """SHA-256 of names and values."""
+    sha256 = hashlib.sha256()
+    for name, array in arrays.items():
+        sha256.update(name.encode())
+        sha256.update(np.ascontiguousarray(array).data)
+    return sha256.hexdigest()

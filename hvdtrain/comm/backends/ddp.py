@@ -1,7 +1,7 @@
-"""torch.distributed (Gloo between CPUs, NCCL between GPUs) and DistributedDataParallel, as PyTorch users know them.
+"""torch.distributed (Gloo between CPUs, NCCL between GPUs) and DistributedDataParallel.
 
-Rank 0 opens PyTorch's TCP store on the link's address, and tells the others where through the meeting.
-Gloo and NCCL are held to the interface of the link unless GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME says otherwise.
+Rank 0 opens PyTorch's TCP store on the address of the link, and the rendezvous tells the other ranks where it is. Gloo
+and NCCL use the interface of the link unless GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names another.
 """
 
 from __future__ import annotations
@@ -19,62 +19,60 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
-from hvdtrain.comm.backends.base import Alone, Meeting, Reach, TorchStep
+from hvdtrain.comm.backends.base import Communicator, Endpoint, Rendezvous, TorchStep
 from hvdtrain.comm.backends.ddp_powersgd import PowerSGD
 
 LONGEST_S = 30 * 60
-"""For one exchange: PyTorch's own limit for Gloo. The sentinel ends the job of a dead host or rank long before"""
+"""Limit for one exchange, PyTorch's own for Gloo. The sentinel ends the job of a dead host or rank much earlier"""
 
 
-class DdpRanks(Alone):
-    """See `collectives.Alone`."""
-
-    def __init__(self, meeting: Meeting, reach: Reach, *, gpu: bool) -> None:
-        self.rank, self.size = meeting.rank, meeting.size
-        self.local_rank, self.local_size = meeting.local_rank, meeting.local_size
-        self._meeting = meeting
+class DdpCommunicator(Communicator):
+    def __init__(self, rendezvous: Rendezvous, endpoint: Endpoint, *, gpu: bool) -> None:
+        self.rank, self.size = rendezvous.rank, rendezvous.size
+        self.local_rank, self.local_size = rendezvous.local_rank, rendezvous.local_size
+        self._rendezvous = rendezvous
         self._power_sgd: PowerSGD | None = None
         self._step: DdpStep | None = None
-        if reach.interface:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", reach.interface)
-            if not reach.loopback:  # on one host NCCL needs no network
-                os.environ.setdefault("NCCL_SOCKET_IFNAME", reach.interface)
+        if endpoint.interface:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", endpoint.interface)
+            if not endpoint.loopback:  # on one host NCCL needs no network
+                os.environ.setdefault("NCCL_SOCKET_IFNAME", endpoint.interface)
         timeout = timedelta(seconds=LONGEST_S)
         store = None
         if self.rank == 0:
-            listener = socket.create_server((reach.address, 0))  # by itself the store listens on every address
+            listener = socket.create_server((endpoint.address, 0))  # the store's own would listen on every address
             store = dist.TCPStore(
-                reach.address,
+                endpoint.address,
                 listener.getsockname()[1],
                 is_master=True,
                 wait_for_workers=False,
                 timeout=timeout,
                 master_listen_fd=listener.detach(),
             )
-        told = meeting.gather(f"{reach.address} {store.port}".encode() if store else b"")
+        addresses = rendezvous.gather_bytes(f"{endpoint.address} {store.port}".encode() if store else b"")
         if store is None:
-            address, _, port = told[0].decode().rpartition(" ")
+            address, _, port = addresses[0].decode().rpartition(" ")
             store = dist.TCPStore(address, int(port), is_master=False, timeout=timeout)
         backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=timeout)
-        self.carrier = "nccl" if gpu else "gloo"
+        self.library = "nccl" if gpu else "gloo"
         self._gpu = gpu
 
-    def leave(self) -> None:
-        self._meeting.gather(b"")  # nobody closes a connection that another still reads from
-        # Gloo's threads end with the last reference to the group; one that still ran while Python ends would abort.
+    def _disconnect(self) -> None:
+        self._rendezvous.gather_bytes(b"")  # a barrier: another rank may still read from a connection
+        # Gloo's threads end with the last reference to the group. One that still runs when Python exits would abort.
         if self._step is not None:
             self._step.release()
         dist.destroy_process_group()
 
     # --- small host arrays --------------------------------------------------------------------------------------
 
-    def gather(self, mine: bytes) -> list[bytes]:
+    def gather_bytes(self, own: bytes) -> list[bytes]:
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(lengths, torch.tensor([len(mine)]))
+        dist.all_gather(lengths, torch.tensor([len(own)]))
         longest = max(int(length) for length in lengths)
         parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
-        dist.all_gather(parts, torch.from_numpy(np.frombuffer(mine.ljust(longest, b"\0"), dtype=np.uint8).copy()))
+        dist.all_gather(parts, torch.from_numpy(np.frombuffer(own.ljust(longest, b"\0"), dtype=np.uint8).copy()))
         return [part.numpy().tobytes()[: int(length)] for part, length in zip(parts, lengths, strict=True)]
 
     def sum(self, values: np.ndarray, name: str) -> np.ndarray:
@@ -98,7 +96,7 @@ class DdpRanks(Alone):
         return tensor
 
     def overlapped(self, model: Any, optimizer: Any, settings: Any) -> TorchStep:
-        """DistributedDataParallel round `model`, with the hook that is set."""
+        """Wraps `model` in DistributedDataParallel, with the communication hook of the settings."""
         if settings.hook == "powersgd":
             self._power_sgd = PowerSGD(dict(model.named_parameters()), settings.rank)
         self._step = DdpStep(model, optimizer, hook=settings.hook, power_sgd=self._power_sgd, gpu=self._gpu)
@@ -113,7 +111,7 @@ class DdpRanks(Alone):
 
 
 class Loss(torch.nn.Module):
-    """The model's `loss` as a module's forward, which is what DistributedDataParallel calls."""
+    """A module whose forward is the model's `loss`, since DistributedDataParallel calls forward."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -124,23 +122,23 @@ class Loss(torch.nn.Module):
 
 
 class DdpStep(TorchStep):
-    """DistributedDataParallel divides the sum by the number of ranks, and so the loss is multiplied by it first.
+    """A step with DistributedDataParallel, which divides the sum by the number of ranks; `loss_factor` undoes this.
 
-    Weights are equal on all ranks already and statistics of BatchNorm are each rank's own: neither is broadcast.
-    Backward returns when all sums have arrived. What it waited after the last gradient is measured on the CPU; on a GPU
-    the waiting is on the device and cannot be told apart.
+    Nothing is broadcast: weights are already equal on all ranks, and each rank keeps its own BatchNorm statistics.
+    Backward returns when all sums have arrived. How long it waited after the last gradient is measured on the CPU. On a
+    GPU the device waits, and the time is unknown.
     """
 
     def __init__(self, model: Any, optimizer: Any, *, hook: str, power_sgd: PowerSGD | None, gpu: bool) -> None:
         super().__init__(model, optimizer)
         self.loss_factor = float(dist.get_world_size())
-        # One bucket holds everything: torch's powerSGD_hook crashes on Gloo when two are on their way (its callbacks
-        # start further sums, in an order that differs between ranks). It then hides nothing behind backward.
+        # One bucket holds everything: torch's powerSGD_hook crashes on Gloo if two buckets are in flight, because its
+        # callbacks start further reductions in an order that differs between ranks. So nothing overlaps with backward.
         capacity = {"bucket_cap_mb": 1 << 20} if power_sgd else {}
         self._ddp = torch.nn.parallel.DistributedDataParallel(
             Loss(model), forward_sync_buffers=False, init_sync=False, **capacity
         )
-        # Of a kernel of 1x1 the strides of two dimensions say nothing; DistributedDataParallel warns that they differ.
+        # The strides of a 1x1 kernel's last two dimensions are arbitrary; DistributedDataParallel warns if they differ.
         warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
         if hook == "fp16":
             self._ddp.register_comm_hook(None, fp16_compress_hook)
@@ -154,7 +152,7 @@ class DdpStep(TorchStep):
                     parameter.register_post_accumulate_grad_hook(self._note_gradient)
 
     def release(self) -> None:
-        """Lets go of the process group; no step can follow."""
+        """Release the process group. No step can follow."""
         del self._ddp
         gc.collect()
 

@@ -1,4 +1,4 @@
-"""Ranks that Horovod connects, over MPI, Gloo or NCCL; its own optimizer and tape exchange the gradients."""
+"""Horovod as a backend, over MPI, Gloo or NCCL. Horovod's own optimizer and tape exchange the gradients."""
 
 from __future__ import annotations
 
@@ -12,17 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.comm.backends.base import Alone, TorchStep
-from hvdtrain.sentinel.auth import SECRET_BYTES
+from hvdtrain.comm.backends.base import Communicator, TorchStep
+from hvdtrain.sentinel.auth import KEY_BYTES
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
 
 
-class HorovodRanks(Alone):
-    """See `collectives.Alone`; what it overrides is what Horovod does."""
-
+class HorovodCommunicator(Communicator):
     def __init__(self, framework: str, *, gpu: bool, timeline: bool) -> None:
-        """`framework`: torch or tensorflow; `timeline`: it may be started later.
+        """`framework`: torch or tensorflow. `timeline`: allow the timeline to start later.
 
         Raises Failure (69) if Horovod is missing or cannot connect the ranks.
         """
@@ -33,36 +31,36 @@ class HorovodRanks(Alone):
                 import horovod.tensorflow as hvd
         except ImportError as error:
             raise Failure(
-                f"{error}; Horovod for {framework} is missing in {sys.prefix}: run `make setup FRAMEWORKS={framework}`",
+                f"{error}; Horovod for {framework} is missing in {sys.prefix}; hint: run `make setup "
+                f"FRAMEWORKS={framework}`",
                 exits.UNREACHABLE,
             ) from error
         if timeline:
             os.environ["HOROVOD_TIMELINE"] = "DYNAMIC"
         hvd.init()
         self._hvd: Any = hvd
-        self._framework = framework
+        self.framework = framework
         self._optimizer: Any = None
         self.rank, self.size = hvd.rank(), hvd.size()
         self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
         on_hosts = "gloo" if hvd.gloo_enabled() else "mpi"
-        self.carrier = "nccl" if gpu and hvd.nccl_built() else on_hosts
+        self.library = "nccl" if gpu and hvd.nccl_built() else on_hosts
         if self.size > 1:
-            self.secret = self.gather(secrets.token_bytes(SECRET_BYTES) if self.rank == 0 else b"")[0]
+            self.job_key = self.gather_bytes(secrets.token_bytes(KEY_BYTES) if self.rank == 0 else b"")[0]
 
-    def leave(self) -> None:
+    def _disconnect(self) -> None:
         self._hvd.shutdown()
 
     def start_timeline(self, path: Path) -> None:
-        """Records every tensor's way into a Chrome trace, from now on; on rank 0 only, which coordinates."""
         self._hvd.start_timeline(str(path))
 
     def stop_timeline(self) -> None:
         self._hvd.stop_timeline()
 
-    def gather(self, mine: bytes) -> list[bytes]:
-        own = np.frombuffer(mine, dtype=np.uint8)
-        lengths = self._numpy(self._hvd.allgather(self._tensor(np.array([own.size])), name="gather.lengths"))
-        joined = self._numpy(self._hvd.allgather(self._tensor(own), name="gather.bytes")).tobytes()
+    def gather_bytes(self, own: bytes) -> list[bytes]:
+        part = np.frombuffer(own, dtype=np.uint8)
+        lengths = self._numpy(self._hvd.allgather(self._tensor(np.array([part.size])), name="gather.lengths"))
+        joined = self._numpy(self._hvd.allgather(self._tensor(part), name="gather.bytes")).tobytes()
         ends = np.cumsum(lengths)
         return [joined[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 
@@ -73,7 +71,7 @@ class HorovodRanks(Alone):
         return self._numpy(self._hvd.broadcast(self._tensor(values), root_rank=0, name=f"broadcast.{name}"))
 
     def _tensor(self, array: np.ndarray) -> Any:
-        if self._framework == "torch":
+        if self.framework == "torch":
             import torch
 
             return torch.from_numpy(np.array(array))
@@ -94,7 +92,7 @@ class HorovodRanks(Alone):
         return self._hvd.synchronize(handle)
 
     def overlapped(self, model: Any, optimizer: Any, settings: Any) -> TorchStep:
-        """Horovod's optimizer round `optimizer`: hooks in backward start the sums, `wait` waits for them once."""
+        """Wraps `optimizer` in Horovod's: hooks in backward start the reductions, and `wait` waits for them once."""
         self._optimizer = self._hvd.DistributedOptimizer(
             optimizer, named_parameters=model.named_parameters(), op=self._hvd.Sum
         )
@@ -122,8 +120,7 @@ class HorovodStep(TorchStep):
 
 @functools.cache
 def internal_error() -> type[RuntimeError]:
-    """What Horovod raises when a collective call fails, so that scripts can catch it; a class of that name where
-    Horovod is not installed."""
+    """Horovod's exception for a failed collective call; a class of the same name if Horovod is not installed."""
     try:
         from horovod.common.exceptions import HorovodInternalError
     except ImportError:

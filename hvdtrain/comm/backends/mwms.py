@@ -1,13 +1,13 @@
 """TensorFlow's MultiWorkerMirroredStrategy, over gRPC between CPUs and NCCL between GPUs.
 
-The strategy must be made before TensorFlow runs its first operation, with the address of every rank. So each rank
-reserves a port, all tell each other through the meeting, and then each starts its gRPC server. Gradients are summed by
-the strategy's all_reduce in the replica's context, as Keras' optimizers do. Small host arrays go the same way, in one
-graph per type, since TensorFlow traces its own `gather` anew each time.
+The strategy must be created before TensorFlow runs its first operation, with the address of every rank. So each rank
+reserves a port, the ranks exchange their addresses at the rendezvous, and then each starts its gRPC server. The
+strategy's all_reduce sums gradients in the replica context, as Keras optimizers do. Small host arrays take the same
+way, in one graph per dtype, because TensorFlow traces its own `gather` again at each call.
 
-That server listens on every address of its host, whatever address it is given, and does all that it is asked to. So it
-shares its port with a decoy socket, and the kernel gives the decoy each connection that does not come from one of the
-job's hosts (`cluster.admission`).
+TensorFlow's server listens on every address of its host, whatever address it is given, and executes every request. So
+it shares its port with a decoy socket. The kernel gives the decoy each connection that does not come from one of the
+job's hosts (`system.socket_filter`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.comm.backends.base import Alone, Meeting, Reach
+from hvdtrain.comm.backends.base import Communicator, Endpoint, Rendezvous
 from hvdtrain.comm.rendezvous import FIRST_PORT, reserved_port
 from hvdtrain.sentinel import interfaces
 from hvdtrain.system import exits, socket_filter, stderr
@@ -36,35 +36,33 @@ START_NOTES = (
 )
 
 
-class MwmsRanks(Alone):
-    """See `collectives.Alone`."""
-
-    def __init__(self, meeting: Meeting, reach: Reach, *, gpu: bool) -> None:
-        """Raises Failure (69) if this rank cannot listen or reach the others."""
-        self.rank, self.size = meeting.rank, meeting.size
-        self.local_rank, self.local_size = meeting.local_rank, meeting.local_size
-        self._meeting = meeting
+class MwmsCommunicator(Communicator):
+    def __init__(self, rendezvous: Rendezvous, endpoint: Endpoint, *, gpu: bool) -> None:
+        """Raises Failure (69) if this rank cannot listen or cannot reach the others."""
+        self.rank, self.size = rendezvous.rank, rendezvous.size
+        self.local_rank, self.local_size = rendezvous.local_rank, rendezvous.local_size
+        self._rendezvous = rendezvous
         decoy = reserved_port(FIRST_PORT + self.local_rank)
         port = decoy.getsockname()[1]
-        mine = [f"{reach.address}:{port}", *([] if reach.loopback else interfaces.addresses().values())]
-        told = [each.decode().split() for each in meeting.gather(" ".join(mine).encode())]
-        addresses = [address for address, *_ in told]
-        hosts = {each.partition("/")[0] for _, *more in told for each in more}
+        own = [f"{endpoint.address}:{port}", *([] if endpoint.loopback else interfaces.addresses().values())]
+        of_ranks = [text.decode().split() for text in rendezvous.gather_bytes(" ".join(own).encode())]
+        addresses = [address for address, *_ in of_ranks]
+        hosts = {address.partition("/")[0] for _, *others in of_ranks for address in others}
         resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
             tf.train.ClusterSpec({"worker": addresses}), task_type="worker", task_id=self.rank, rpc_layer="grpc"
         )
         try:
-            with stderr.without(START_NOTES), _closed_to_strangers(decoy, hosts):
+            with stderr.suppress(START_NOTES), _closed_to_strangers(decoy, hosts):
                 self._strategy = tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=resolver)
         except tf.errors.OpError as error:
             reason = str(error).splitlines()[0]
             raise Failure(f"TensorFlow cannot connect {', '.join(addresses)}: {reason}", exits.UNREACHABLE) from error
-        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))  # TensorFlow has put its own in its place
-        self.carrier = "nccl" if gpu else "grpc"
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))  # TensorFlow replaced the handler
+        self.library = "nccl" if gpu else "grpc"
         self._sums: dict[str, Any] = {}
 
-    def leave(self) -> None:
-        self._meeting.gather(b"")  # nobody closes a connection that another still reads from
+    def _disconnect(self) -> None:
+        self._rendezvous.gather_bytes(b"")  # a barrier: another rank may still read from a connection
 
     # --- small host arrays --------------------------------------------------------------------------------------
 
@@ -79,13 +77,13 @@ class MwmsRanks(Alone):
             )
         return np.asarray(self._sums[kind](tf.constant(values.reshape(-1))).numpy()).reshape(values.shape)
 
-    def gather(self, mine: bytes) -> list[bytes]:
+    def gather_bytes(self, own: bytes) -> list[bytes]:
         lengths = np.zeros(self.size, dtype=np.int32)
-        lengths[self.rank] = len(mine)
+        lengths[self.rank] = len(own)
         lengths = self.sum(lengths, "gather.lengths")
         words = -(-int(lengths.max()) // 4)
         parts = np.zeros((self.size, words), dtype=np.int32)
-        parts[self.rank] = np.frombuffer(mine.ljust(4 * words, b"\0"), dtype=np.int32)
+        parts[self.rank] = np.frombuffer(own.ljust(4 * words, b"\0"), dtype=np.int32)
         parts = self.sum(parts, "gather.bytes")
         return [part.tobytes()[:length] for part, length in zip(parts, lengths, strict=True)]
 
@@ -101,34 +99,34 @@ class MwmsRanks(Alone):
         return self._strategy.run(function, arguments)
 
     def graph_sum(self, tensor: Any, name: str) -> Any:
-        here = tf.identity(tensor)  # a graph's argument has no device yet, which all_reduce goes by
-        return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, here)
+        placed = tf.identity(tensor)  # the argument of a graph has no device yet, and all_reduce needs one
+        return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, placed)
 
     def summed_gradients(self, tape: Any, loss: Any, weights: list[Any]) -> list[Any]:
         gradients = tape.gradient(loss, weights)
         return list(tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, gradients))
 
 
-# --- who may speak to TensorFlow's server -----------------------------------------------------------------------------
+# --- access to TensorFlow's server ------------------------------------------------------------------------------------
 
 LOOPBACK, STRANGER = "127.0.0.1", "127.0.0.2"
 PATIENCE_S = 10.0
 PAUSE_S = 0.01
-"""Between two connections to the decoy: a flood of them takes no processor time from the training"""
+"""Pause between two connections to the decoy, so that a flood of them takes no processor time from the training"""
 
 
 @contextlib.contextmanager
 def _closed_to_strangers(decoy: socket.socket, hosts: set[str]) -> Iterator[None]:
-    """TensorFlow's server, started inside, shares the port of the decoy, which gets all connections but those from this
-    host and these IPv4 addresses. The decoy stays open until the process ends, like the server.
+    """Start TensorFlow's server inside this context. It shares the decoy's port.
 
-    Raises Failure (69) if strangers cannot be kept out.
+    The decoy gets all connections except those from this host and from `hosts`, which are IPv4 addresses. It stays open
+    until the process ends, like the server. Raises Failure (69) if strangers cannot be kept out.
     """
     port = decoy.getsockname()[1]
     try:
         socket_filter.only_strangers(decoy, {LOOPBACK, *hosts})
     except OSError as error:
-        raise _open_to_all(port, f"the kernel says: {error.strerror}") from error
+        raise _open_to_all(port, f"the kernel reports: {error.strerror}") from error
     decoy.listen()
     threading.Thread(target=_turn_away, args=[decoy], daemon=True).start()
     os.environ["TF_GRPC_REUSE_PORT"] = "true"
@@ -146,7 +144,7 @@ def _closed_to_strangers(decoy: socket.socket, hosts: set[str]) -> Iterator[None
 
 
 def _turn_away(decoy: socket.socket) -> None:
-    """Closes what arrives: strangers' connections, and those of ranks that are faster than our server and try again."""
+    """Close every connection: those of strangers, and those of ranks that came before the server and will try again."""
     while True:
         with contextlib.suppress(OSError):
             decoy.accept()[0].close()
@@ -155,7 +153,7 @@ def _turn_away(decoy: socket.socket) -> None:
 
 def _open_to_all(port: int, reason: str) -> Failure:
     return Failure(
-        f"TensorFlow's server on {socket.gethostname()}, port {port}, obeys every machine that reaches it and cannot "
-        f"be closed to strangers ({reason}); hint: use another --strategy",
+        f"TensorFlow's server on {socket.gethostname()}, port {port}, obeys every machine that reaches it, and "
+        f"strangers cannot be kept out ({reason}); hint: use another --strategy",
         exits.UNREACHABLE,
     )

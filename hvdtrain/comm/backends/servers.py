@@ -1,21 +1,19 @@
-"""Ranks joined for parameter servers: whoever asks a server waits for its answer only, and for no other rank.
+"""Communication with parameter servers: a rank that asks a server waits for its answer only, and for no other rank.
 
-Every rank has a TCP stream to rank 0 and to each rank that holds a part of the parameters. A holder has a thread for
-each of these streams, which reads a question, lets the store answer it and sends the answer; what the store does is the
-strategy's matter. A rank asks all holders at once, the one in its own process by a call.
+Every rank has a TCP stream to rank 0 and to each server, a rank that holds a part of the parameters. A server has one
+thread per stream, which reads a request, lets the store answer it, and sends the answer. The strategy implements the
+store. A rank asks all servers at once; the one in its own process answers through a call.
 
-The small collectives go through rank 0's threads as a star: what each rank gave is put together there and sent to all.
-A rank whose stream ends is left out from then on: `size` is the number of ranks that took part in the last collective,
-`rank` the place among them, so that whoever counts or divides work by them is right about those that are left. Only the
-loss of a holder, and rank 0 is one, is felt by the others.
+Small collectives pass through the threads of rank 0, as a star: rank 0 combines what each rank gave and sends the
+result to all. A rank whose stream ends is left out from then on: `size` counts the ranks of the last collective, and
+`rank` is this rank's position among them. Other ranks notice only the loss of a server, and rank 0 is one.
 
-MPI is left as soon as the ranks are joined: nobody waits in it for a rank that has died.
+MPI is shut down once the ranks are connected, so no rank waits in it for a rank that has died.
 """
 
 from __future__ import annotations
 
 import itertools
-import socket
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -24,26 +22,27 @@ from typing import Protocol
 
 import numpy as np
 
-from hvdtrain.comm.backends.base import Alone, Meeting, PeerLost, Reach
-from hvdtrain.comm.backends.tcp import PATIENCE_S, Stream, joined, swap
+from hvdtrain.comm.backends.base import Communicator, Endpoint, Rendezvous
+from hvdtrain.comm.errors import PeerLost
+from hvdtrain.comm.stream import PATIENCE_S, Stream, exchange_ports, listen, open_streams, swap
 from hvdtrain.sentinel.auth import Party
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
 
 NUMBERS = 4
-"""float64 that go with each question and answer"""
-PULL, PUSH, MEET = range(3)
-"""Kinds of question, its first byte"""
+"""Number of float64 values that accompany each request and answer"""
+PULL, PUSH, GATHER = range(3)
+"""Kinds of request, the first byte of each"""
 
 
 class Store(Protocol):
-    """A part of the parameters. Called by several threads."""
+    """A part of the parameters. Several threads call it."""
 
     def answer(self, rank: int, numbers: np.ndarray, gradients: np.ndarray | None, weights: np.ndarray) -> np.ndarray:
-        """Takes `rank`'s gradients, if it sent any, and fills in the weights as they are then.
+        """Take the gradients of rank `rank`, if it sent any, and fill in the current weights.
 
-        `gradients` (float32 of the part's length, the store's to change) and NUMBERS float64 came with the question;
-        returned are NUMBERS float64 for the answer.
+        `gradients` is float32 with the length of the part; the store may change it. `numbers`, NUMBERS float64 values,
+        came with the request. Returns NUMBERS float64 values for the answer.
         """
 
 
@@ -56,166 +55,165 @@ class Star:
         self._given: dict[int, np.ndarray] = {}
         self._answer, self._rounds = np.empty(0, np.uint8), 0
 
-    def give(self, rank: int, mine: np.ndarray) -> np.ndarray:
-        """In the thread of rank `rank`: its part, for the answer to all."""
+    def give(self, rank: int, part: np.ndarray) -> np.ndarray:
+        """Add the part of rank `rank` and return the answer to all. Called in the rank's thread."""
         with self._changed:
-            self._given[rank], before = mine, self._rounds
+            self._given[rank], before = part, self._rounds
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._rounds > before)
             return self._answer
 
-    def gathered(self, mine: np.ndarray) -> dict[int, np.ndarray]:
-        """In rank 0's own thread: what all living ranks gave, in rank order."""
+    def gathered(self, own: np.ndarray) -> dict[int, np.ndarray]:
+        """Wait for the parts of all living ranks; return them in rank order. Called in rank 0's main thread."""
         with self._changed:
             self._changed.wait_for(lambda: self._living <= set(self._given))
             given, self._given = self._given, {}
-            return {0: mine, **{rank: given[rank] for rank in sorted(self._living)}}
+            return {0: own, **{rank: given[rank] for rank in sorted(self._living)}}
 
-    def tell(self, answer: np.ndarray) -> None:
+    def answer_all(self, answer: np.ndarray) -> None:
         with self._changed:
             self._answer, self._rounds = answer, self._rounds + 1
             self._changed.notify_all()
 
-    def lose(self, rank: int) -> int:
-        """Without this rank from now on; how many are left."""
+    def remove(self, rank: int) -> int:
+        """Continue without this rank; return the number of ranks left."""
         with self._changed:
             self._living.discard(rank)
             self._changed.notify_all()
             return len(self._living) + 1
 
 
-class ServerRanks(Alone):
-    """See `collectives.Alone`; `serve` and `ask` are for the strategy."""
+class ServerCommunicator(Communicator):
+    """Ranks connected to parameter servers. The strategy calls `serve` and `ask`.
 
-    carrier = "servers"
+    `sent_bytes` and `local_sent_bytes` count gradients and weights.
+    """
 
-    def __init__(self, meeting: Meeting, reach: Reach) -> None:
+    library = "servers"
+
+    def __init__(self, rendezvous: Rendezvous, endpoint: Endpoint) -> None:
         """Raises Failure (69) if a rank cannot be reached."""
-        self.rank, self.size = meeting.rank, meeting.size
-        self.local_rank, self.local_size = meeting.local_rank, meeting.local_size
-        self._me = Party(meeting.secret, b"servers", meeting.rank)
-        self._number, self._reach = meeting.rank, reach
-        """This rank's number, however many others are left"""
-        self.sent_bytes = 0
-        """Gradients and weights given to ranks of other hosts; `local_sent_bytes`: of this host"""
+        self.rank, self.size = rendezvous.rank, rendezvous.size
+        self.local_rank, self.local_size = rendezvous.local_rank, rendezvous.local_size
+        self._me = Party(rendezvous.job_key, b"servers", rendezvous.rank)
+        self._number, self._endpoint = rendezvous.rank, endpoint
+        """This rank's number at the start, however many ranks are left"""
         self._counting = threading.Lock()
-        self._ranks = range(meeting.size)
-        self._leaving = False
+        self._ranks = range(rendezvous.size)
+        self._shutting_down = False
         self._streams: dict[int, Stream] = {}
-        """To rank 0 and the holders"""
+        """Streams to rank 0 and the servers"""
         self._threads: list[threading.Thread] = []
-        """One for each other rank, if this one is a holder"""
+        """On a server, one for each other rank"""
         self._star = Star(self.size) if self.rank == 0 else None
         self._store: Store | None = None
         self._asking = ThreadPoolExecutor(1)
-        self._holders, self._parts = [0], [slice(0, 0)]
-        self._hosts = self._join(meeting.gather, [0])
-        meeting.leave()
+        self._servers, self._parts = [0], [slice(0, 0)]
+        self._hosts = self._connect(rendezvous.gather_bytes, [0])
+        rendezvous.shutdown()
 
-    def _join(self, gather: Callable[[bytes], Sequence[bytes]], holders: list[int]) -> list[str]:
-        """Connects all ranks with these holders; each rank's host. Collective."""
-        holds = self._number in holders
-        listener = socket.create_server((self._reach.address, 0), backlog=socket.SOMAXCONN) if holds else None
-        port = listener.getsockname()[1] if listener else 0
-        mine = f"{socket.gethostname()} {self._reach.address} {port}"
-        told = [each.decode().split() for each in gather(mine.encode())]
-        targets = [holder for holder in holders if holder != self._number]
-        awaited = set(self._ranks) - {self._number} if listener else set[int]()
-        reached, arrived = joined(told, self._me, targets, listener, awaited)
+    def _connect(self, gather_bytes: Callable[[bytes], Iterable[bytes]], servers: list[int]) -> list[tuple[str, str]]:
+        """Connect all ranks to these servers; return each rank's machine. Collective."""
+        listener = listen(self._endpoint) if self._number in servers else None
+        ranks = exchange_ports(gather_bytes, self._endpoint, listener)
+        targets = [server for server in servers if server != self._number]
+        expected = set(self._ranks) - {self._number} if listener else set[int]()
+        connected, accepted = open_streams(ranks, self._me, targets, listener, expected)
         if listener:
             listener.close()
-        for stream in (reached | arrived).values():  # a holder's threads always wait for questions
-            stream.awaited = False
-        self._streams |= reached
-        for stream in arrived.values():
-            self._threads.append(threading.Thread(target=self._attend, args=(stream,), daemon=True))
+        for stream in (connected | accepted).values():  # a server's threads always wait for requests
+            stream.blocks_rank = False
+        self._streams |= connected
+        for stream in accepted.values():
+            self._threads.append(threading.Thread(target=self._serve_rank, args=(stream,), daemon=True))
             self._threads[-1].start()
-        return [f"{host} {address}" for host, address, *_ in told]
+        return [rank.machine for rank in ranks]
 
-    # --- parameters ---------------------------------------------------------------------------------------------
+    # --- parameters ------------------------------------------------------------------------------------------------
 
     def serve(self, parts: int, size: int, make: Callable[[slice], Store]) -> bool:
-        """Cuts `size` numbers into parts, one per host for 0, made by `make` where they are held. Collective.
+        """Divide `size` numbers into parts (0: one per host); `make` creates each part's store. Collective.
 
-        The first ranks of the hosts become holders, then the second ones ... Whether this one did. Raises Failure (78)
-        if there are fewer ranks than parts.
+        The first ranks of the hosts become servers, then the second ranks, and so on. Returns whether this rank is one.
+        Raises Failure (78) if there are fewer ranks than parts.
         """
         before = [self._hosts[:rank].count(host) for rank, host in enumerate(self._hosts)]
         order = sorted(self._ranks, key=lambda rank: (before[rank], rank))
         count = parts or before.count(0)
         if count > len(order):
-            what = f"{count} servers: there are {len(order)} ranks; give that many at most"
-            raise Failure(what, exits.BAD_CONFIG)
-        self._holders = order[:count]
+            problem = f"{count} servers, but there are {len(order)} ranks; hint: use at most {len(order)} servers"
+            raise Failure(problem, exits.BAD_CONFIG)
+        self._servers = order[:count]
         borders = [size * part // count for part in range(count + 1)]
         self._parts = [slice(begin, end) for begin, end in itertools.pairwise(borders)]
-        holds = self._number in self._holders
-        if holds:
-            self._store = make(self._parts[self._holders.index(self._number)])
-        self._join(self.gather, self._holders[1:])  # from then on all may ask
+        is_server = self._number in self._servers
+        if is_server:
+            self._store = make(self._parts[self._servers.index(self._number)])
+        self._connect(self.gather_bytes, self._servers[1:])  # from then on all ranks may ask
         self._asking = ThreadPoolExecutor(max(1, count), thread_name_prefix="hvdtrain-ask")
-        return holds
+        return is_server
 
     def ask(self, numbers: np.ndarray, gradients: np.ndarray | None, weights: np.ndarray) -> np.ndarray:
-        """Sends each holder its part of the gradients, if any, and fills in the weights it answers with.
+        """Send each server its part of the gradients, if any, and fill in the weights that it answers with.
 
-        Both are 1-d float32 of the parameters' size; `numbers` (NUMBERS,) float64 go to all. What each answered:
-        (parts, NUMBERS). Raises PeerLost if a holder is gone.
+        Gradients and weights are one-dimensional float32 arrays of the size of the parameters. `numbers`, (NUMBERS,)
+        float64, are sent to all servers. Returns the numbers of the answers, (parts, NUMBERS). Raises PeerLost if a
+        server is gone.
         """
-        own, answers = None, {}
-        for part, holder in zip(self._parts, self._holders, strict=True):
-            mine = None if gradients is None else gradients[part]
-            if holder == self._number:
-                own = mine, weights[part]
+        own, pending = None, {}
+        for part, server in zip(self._parts, self._servers, strict=True):
+            gradients_of_part = None if gradients is None else gradients[part]
+            if server == self._number:
+                own = gradients_of_part, weights[part]
             else:
-                answers[holder] = self._asking.submit(self._ask, holder, numbers, mine, weights[part])
-        answered = {}
+                pending[server] = self._asking.submit(self._ask, server, numbers, gradients_of_part, weights[part])
+        answers = {}
         if own is not None:
             assert self._store is not None
-            answered[self._number] = self._store.answer(self._number, numbers, *own)
-        answered |= {holder: answer.result() for holder, answer in answers.items()}
-        return np.stack([answered[holder] for holder in self._holders])
+            answers[self._number] = self._store.answer(self._number, numbers, *own)
+        answers |= {server: answer.result() for server, answer in pending.items()}
+        return np.stack([answers[server] for server in self._servers])
 
-    def _ask(self, holder: int, numbers: np.ndarray, mine: np.ndarray | None, weights: np.ndarray) -> np.ndarray:
-        stream = self._streams[holder]
+    def _ask(self, server: int, numbers: np.ndarray, gradients: np.ndarray | None, weights: np.ndarray) -> np.ndarray:
+        stream = self._streams[server]
         try:
-            swap(stream, _question(PULL if mine is None else PUSH, numbers.view(np.uint8)), None)
-            if mine is not None:
-                swap(stream, mine, None)
-                self._count(stream, mine.nbytes)
+            swap(stream, _request(PULL if gradients is None else PUSH, numbers.view(np.uint8)), None)
+            if gradients is not None:
+                swap(stream, gradients, None)
+                self._count(stream, gradients.nbytes)
             answer = swap(None, None, stream, np.empty(NUMBERS))
             swap(None, None, stream, weights)
             return answer
         except PeerLost as error:
-            raise self._lost(holder, error) from error
+            raise self._lost(server, error) from error
 
-    def _attend(self, stream: Stream) -> None:
-        """The thread for one rank: answers its questions until it leaves or dies."""
+    def _serve_rank(self, stream: Stream) -> None:
+        """The thread for one rank: answers its requests until it shuts down or dies."""
         scratch: list[np.ndarray] = []
         try:
             while True:
-                question = swap(None, None, stream)
-                kind, told = question[0], question[1:]
-                if kind == MEET:
+                request = swap(None, None, stream)
+                kind, content = request[0], request[1:]
+                if kind == GATHER:
                     assert self._star is not None
-                    swap(stream, self._star.give(stream.rank, told), None)
+                    swap(stream, self._star.give(stream.rank, content), None)
                 else:
-                    self._answer(stream, np.frombuffer(told.tobytes()), kind == PUSH, scratch)
+                    self._answer(stream, np.frombuffer(content.tobytes()), kind == PUSH, scratch)
         except PeerLost:
             if self._star is not None:
-                left = self._star.lose(stream.rank)
-                if not self._leaving and stream.rank not in self._holders:
-                    rest = f"{left} ranks go on" if left > 1 else "1 rank goes on"
-                    gone = f"rank {stream.rank} on {self._host(stream.rank)} is gone"
-                    print(f"hvdtrain: {gone}; {rest}", file=sys.stderr, flush=True)
-        finally:  # whatever it was, the rank must not wait for an answer
+                left = self._star.remove(stream.rank)
+                if not self._shutting_down and stream.rank not in self._servers:
+                    rest = f"{left} ranks continue" if left > 1 else "1 rank continues"
+                    lost = f"rank {stream.rank} on {self._hosts[stream.rank][0]} is gone"
+                    print(f"hvdtrain: {lost}; {rest}", file=sys.stderr, flush=True)
+        finally:  # after any error: the rank must not wait for an answer
             stream.socket.close()
 
     def _answer(self, stream: Stream, numbers: np.ndarray, pushed: bool, scratch: list[np.ndarray]) -> None:
-        """`scratch` is for gradients and weights on their way, kept from question to question."""
+        """`scratch` holds the buffers for gradients and weights, reused for all requests of a rank."""
         assert self._store is not None
         if not scratch:
-            part = self._parts[self._holders.index(self._number)]
+            part = self._parts[self._servers.index(self._number)]
             scratch += [np.empty(part.stop - part.start, np.float32) for _ in range(2)]
         gradients, weights = scratch
         if pushed:
@@ -231,68 +229,66 @@ class ServerRanks(Alone):
             else:
                 self.sent_bytes += sent_bytes
 
-    def _lost(self, holder: int, error: Exception) -> PeerLost:
-        part = f"part {self._holders.index(holder) + 1} of {len(self._holders)} of the parameters"
-        return PeerLost(f"rank {holder} on {self._host(holder)}, which holds {part}, is gone ({error})")
+    def _lost(self, server: int, error: Exception) -> PeerLost:
+        part = f"part {self._servers.index(server) + 1} of {len(self._servers)} of the parameters"
+        return PeerLost(f"rank {server} on {self._hosts[server][0]}, which holds {part}, is gone ({error})")
 
-    def elsewhere(self, ranks: Iterable[int]) -> int:
+    def count_remote(self, ranks: Iterable[int]) -> int:
         """How many of these ranks are on other hosts."""
         return sum(self._hosts[rank] != self._hosts[self._number] for rank in ranks)
 
-    def _host(self, rank: int) -> str:
-        return self._hosts[rank].split()[0]
+    # --- small arrays in host memory -------------------------------------------------------------------------------
 
-    # --- small host arrays --------------------------------------------------------------------------------------
+    def gather_bytes(self, own: bytes) -> list[bytes]:
+        """Return the bytes of every living rank, in rank order."""
 
-    def gather(self, mine: bytes) -> list[bytes]:
-        """What every living rank gave, in rank order."""
-        own = np.frombuffer(mine, np.uint8)
+        def join(parts: Sequence[np.ndarray]) -> np.ndarray:
+            return np.concatenate([np.array([part.size for part in parts]).view(np.uint8), *parts])
 
-        def joined(given: Sequence[np.ndarray]) -> np.ndarray:
-            return np.concatenate([np.array([each.size for each in given]).view(np.uint8), *given])
-
-        whole = self._meet(own, joined)
+        whole = self._combine(np.frombuffer(own, np.uint8), join)
         lengths = np.frombuffer(whole[: 8 * self.size].tobytes(), np.int64)
         return [part.tobytes() for part in np.split(whole[8 * self.size :], np.cumsum(lengths)[:-1])]
 
     def sum(self, values: np.ndarray, name: str) -> np.ndarray:
-        """Over the living ranks, in rank order."""
+        """Return the elementwise sum over the living ranks, added in rank order."""
 
-        def summed(given: Sequence[np.ndarray]) -> np.ndarray:
-            total = np.frombuffer(given[0].tobytes(), values.dtype).copy()
-            for each in given[1:]:
-                total += np.frombuffer(each.tobytes(), values.dtype)
+        def add(parts: Sequence[np.ndarray]) -> np.ndarray:
+            total = np.frombuffer(parts[0].tobytes(), values.dtype).copy()
+            for part in parts[1:]:
+                total += np.frombuffer(part.tobytes(), values.dtype)
             return total.view(np.uint8)
 
-        mine = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
-        return np.frombuffer(self._meet(mine, summed).tobytes(), values.dtype).reshape(values.shape).copy()
+        own = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+        return np.frombuffer(self._combine(own, add).tobytes(), values.dtype).reshape(values.shape).copy()
 
-    def _meet(self, mine: np.ndarray, together: Callable[[list[np.ndarray]], np.ndarray]) -> np.ndarray:
-        """What rank 0 makes of all that the living ranks gave (bytes), the same on all."""
+    def _combine(self, own: np.ndarray, function: Callable[[list[np.ndarray]], np.ndarray]) -> np.ndarray:
+        """Apply `function` on rank 0 to the bytes of all living ranks; return the result on all of them."""
         if self._star is not None:
-            given = self._star.gathered(mine)
-            living, answer = np.array(list(given)), together(list(given.values()))
-            self._star.tell(np.concatenate([np.array([living.size]).view(np.uint8), living.view(np.uint8), answer]))
+            given = self._star.gathered(own)
+            living, answer = np.array(list(given)), function(list(given.values()))
+            self._star.answer_all(
+                np.concatenate([np.array([living.size]).view(np.uint8), living.view(np.uint8), answer])
+            )
         else:
             try:
-                swap(self._streams[0], _question(MEET, mine), None)
-                told = swap(None, None, self._streams[0])
+                swap(self._streams[0], _request(GATHER, own), None)
+                message = swap(None, None, self._streams[0])
             except PeerLost as error:
                 raise self._lost(0, error) from error
-            count = int(np.frombuffer(told[:8].tobytes(), np.int64)[0])
-            living, answer = np.frombuffer(told[8 : 8 + 8 * count].tobytes(), np.int64), told[8 + 8 * count :]
+            count = int(np.frombuffer(message[:8].tobytes(), np.int64)[0])
+            living, answer = np.frombuffer(message[8 : 8 + 8 * count].tobytes(), np.int64), message[8 + 8 * count :]
         self.size, self.rank = living.size, living.tolist().index(self._number)
         return answer
 
-    def leave(self) -> None:
-        self._leaving = True
-        self.gather(b"")
+    def _disconnect(self) -> None:
+        self._shutting_down = True
+        self.gather_bytes(b"")
         for stream in self._streams.values():
             stream.socket.close()
         self._asking.shutdown()
-        for thread in self._threads:  # they still send the answer that lets the others leave
+        for thread in self._threads:  # they still send the answer of the last gather
             thread.join(PATIENCE_S)
 
 
-def _question(kind: int, told: np.ndarray) -> np.ndarray:
-    return np.concatenate([np.array([kind], np.uint8), told])
+def _request(kind: int, content: np.ndarray) -> np.ndarray:
+    return np.concatenate([np.array([kind], np.uint8), content])

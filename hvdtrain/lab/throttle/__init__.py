@@ -1,8 +1,8 @@
-"""Links as slow as asked: `tools/throttle.sh 10mbit`.
+"""Limit the rate of links: `tools/throttle.sh 10mbit`.
 
-`request` reads what is asked and of which links, `qdisc` knows tc, `links` what a link was and is to be, `watchdog`
-changes links so that a killed command leaves none half-way, `goodput` measures them, `remote` does it all on other
-machines; `__main__` is the command.
+`request` parses what the user asks for, `qdisc` builds tc commands, `links` knows a link's original and target state,
+`watchdog` makes changes atomic, `goodput` measures links, and `remote` calls the throttle on other machines.
+`__main__` is the command.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ from hvdtrain.lab import virtual
 from hvdtrain.system import files
 
 
-def asked(path: Path = virtual.SELF / "throttle.json") -> dict[str, Any] | None:
-    """What was asked of this host's link, for any user; None without a throttle. `__main__.document` writes it."""
+def requested(path: Path = virtual.SELF / "throttle.json") -> dict[str, Any] | None:
+    """The throttle requested for this host, readable by any user. None if it is not throttled.
+
+    `__main__.document` describes the fields.
+    """
     try:
-        found = files.from_json(files.read(path, files.SETTINGS_BYTES))
+        document = files.from_json(files.read(path, files.SETTINGS_BYTES))
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
+    return document if isinstance(document, dict) else None

@@ -1,7 +1,7 @@
-"""The command line of the throttle: `tools/throttle.sh 10mbit`, `hvdtrain throttle ...`.
+"""The command `tools/throttle.sh 10mbit`, `hvdtrain throttle ...`.
 
-Which links: those of the virtual cluster that is up; or, with --dev, one interface of this machine; or, with --hosts or
---hostfile too, that interface on other machines, where the same checkout's throttle is called through ssh.
+It throttles the links of the running virtual cluster; with --dev, one interface of this machine; and with --hosts or
+--hostfile, that interface on other machines, where it runs the throttle of the same checkout over ssh.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from typing import Any
 
 from hvdtrain.lab import virtual
 from hvdtrain.lab.throttle import goodput, links, qdisc, remote, watchdog
-from hvdtrain.lab.throttle.links import Link
+from hvdtrain.lab.throttle.links import Link, LinkTarget
 from hvdtrain.lab.throttle.qdisc import Shape, shape_commands
-from hvdtrain.lab.throttle.request import ACTIONS, Place, check, parser, places, reachable, seconds, shapes
-from hvdtrain.lab.throttle.watchdog import Store, Wish
+from hvdtrain.lab.throttle.request import ACTIONS, check, parser, reachable, seconds, shapes, targets
+from hvdtrain.lab.throttle.watchdog import LinkChange, Store
 from hvdtrain.system import exits, net, proc
-from hvdtrain.system.commands import become_root, caller, find, run, run_all
+from hvdtrain.system.commands import become_root, calling_user, find, run, run_all
 from hvdtrain.system.exits import Failure
 from hvdtrain.system.rates import show_rate
 
 SCHEMA = "hvdtrain/throttle/1"
 FORCED_S = 600.0
-"""A forced throttle ends by itself after this time, unless `--for` says when or `keep` that it stays"""
+"""Duration of a forced throttle, unless `--for` sets it or `keep` makes it permanent."""
 
 
 def document(dev: str, up: Shape | None, down: Shape | None, mtu: int = 1500) -> dict[str, Any]:
-    """A host's throttle.json: rates in Mbit/s (null: unlimited), sizes in bytes of the slower direction's bucket."""
+    """Content of a host's throttle.json: rates in Mbit/s (null: unlimited), bucket sizes of the slower direction."""
     shapes = [shape for shape in (up, down) if shape]
     slowest = min(shape.rate_bit_s for shape in shapes) if shapes else None
     netem = up or down
@@ -54,7 +54,10 @@ def document(dev: str, up: Shape | None, down: Shape | None, mtu: int = 1500) ->
 
 
 def session_address() -> str | None:
-    """The address at the other end of the ssh session this runs in; sudo hides it, so the callers are asked too."""
+    """Address of the other end of this ssh session. None outside of one.
+
+    sudo removes the variable, so the parent processes are searched too.
+    """
     pid = os.getpid()
     variables: Mapping[str, str] = os.environ
     while not (connection := variables.get("SSH_CONNECTION", "").split()):
@@ -65,146 +68,147 @@ def session_address() -> str | None:
 
 
 def danger(dev: str) -> str | None:
-    """Why an interface of this machine had better not be throttled; None if nothing speaks against it."""
+    """Why throttling this interface could lock the user out. None if it is safe."""
     address, _, zone = (session_address() or "").partition("%")
-    if address and dev in _below(zone or net.route_device(address)):
+    if address and dev in _with_lower(zone or net.route_device(address)):
         return "carries the ssh session you are in"
     for family in ("-4", "-6"):
         routes = json.loads(run(["ip", family, "-json", "route", "show", "default"]) or "[]")
-        ways = [way for route in routes for way in (route, *route.get("nexthops", ()))]
-        if any(dev in _below(way.get("dev")) for way in ways):
+        hops = [hop for route in routes for hop in (route, *route.get("nexthops", ()))]
+        if any(dev in _with_lower(hop.get("dev")) for hop in hops):
             return "carries the default route"
     return None
 
 
-def _below(dev: str | None) -> set[str]:
-    """The interface and those that carry it: ports of a bridge or a bond, what a VLAN is on."""
+def _with_lower(dev: str | None) -> set[str]:
+    """The interface and those below it: ports of a bridge or bond, the base of a VLAN."""
     if dev is None:
         return set()
     lower = Path("/sys/class/net", dev).glob("lower_*")
-    return {dev}.union(*(_below(link.name.removeprefix("lower_")) for link in lower))
+    return {dev}.union(*(_with_lower(link.name.removeprefix("lower_")) for link in lower))
 
 
-def _guard(options: argparse.Namespace) -> float | None:
-    """Seconds after which the throttle is to end, None: stays. Raises Failure (1) for an interface one may need."""
-    wanted = seconds(options.duration) if options.duration else None
+def _duration_s(options: argparse.Namespace) -> float | None:
+    """Seconds until the throttle ends. None: it stays. Raises Failure (1) for a dangerous interface without --force."""
+    requested = seconds(options.duration) if options.duration else None
     if not options.dev or (reason := danger(options.dev)) is None:
-        return wanted
+        return requested
     if not options.force:
         raise Failure(
-            f"{options.dev} {reason}, so a rate too low could lock you out; nothing changed. "
-            "With --force it is throttled for 10 minutes (or --for TIME), until `throttle.sh keep`"
+            f"{options.dev} {reason}, so a low rate could lock you out; nothing changed; "
+            "hint: --force throttles it for 10 minutes (or --for TIME), until `throttle.sh keep`"
         )
-    return wanted or FORCED_S
+    return requested or FORCED_S
 
 
 # --- actions ---------------------------------------------------------------------------------------------------------
 
 
-def wishes(found: list[Place], known: Mapping[str, Link], wanted: Mapping[str, Shape | None]) -> list[Wish]:
-    """What to change. Looks at each device, and raises Failure for one that is missing or could not be put back."""
-    result = []
-    for place in found:
-        shape = wanted[place.direction]
-        link = known.get(place.key)
-        if link and links.identify(place.netns, place.dev)[0] != link.identity:
-            link = None  # made anew since
+def link_changes(
+    selected: list[LinkTarget], known: Mapping[str, Link], requested: Mapping[str, Shape | None]
+) -> list[LinkChange]:
+    """The changes to make. Raises Failure if a device is missing or its queue could not be restored."""
+    changes = []
+    for target in selected:
+        shape = requested[target.direction]
+        link = known.get(target.key)
+        if link and links.identify(target.netns, target.dev)[0] != link.identity:
+            link = None  # the device was recreated
         if shape and link is None:
-            link = links.first_look(place.host, place.netns, place.dev, place.direction, detour=place.detour)
+            link = links.inspect(target)
         if link:
-            result.append(Wish(link, shape))
+            changes.append(LinkChange(link, shape))
         else:
-            links.identify(place.netns, place.dev)
-    return result
+            links.identify(target.netns, target.dev)
+    return changes
 
 
 def throttle(options: argparse.Namespace) -> int:
-    wanted = shapes(options)
-    store, found = places(options)
-    for_s = _guard(options)
+    requested = shapes(options)
+    store, selected = targets(options)
+    for_s = _duration_s(options)
     find("tc")
     find("ip")
     if options.dry_run and os.geteuid():
-        return _blind(found, wanted)
-    if wanted["up"] and wanted["up"].netem and not qdisc.has_netem():
+        return _dry_run_without_root(selected, requested)
+    if requested["up"] and requested["up"].netem and not qdisc.has_netem():
         raise Failure(
-            "this kernel has no netem (module sch_netem), so --delay and --loss cannot be had; leave them out, or try: "
+            "this kernel has no netem (module sch_netem), which --delay and --loss need; hint: omit them, or try "
             "sudo modprobe sch_netem (Fedora: dnf install kernel-modules-extra)",
             exits.UNREACHABLE,
         )
     files: dict[Path, str | None] = {}
-    for place in found:
-        if place.direction == "up":  # named as the host sees it
-            mtu = links.identify(place.netns, place.dev)[1]
-            files[place.file] = json.dumps(document(place.dev, wanted["up"], wanted["down"], mtu)) + "\n"
+    for target in selected:
+        if target.direction == "up":  # this device has the name that the host sees
+            mtu = links.identify(target.netns, target.dev)[1]
+            files[target.file] = json.dumps(document(target.dev, requested["up"], requested["down"], mtu)) + "\n"
     if options.dry_run:
-        changes = wishes(found, store.links(), wanted)
+        changes = link_changes(selected, store.links(), requested)
         return _show_commands(changes, list(files), for_s)
-    os.umask(0o022)  # anybody may read what is asked; sudo adds the caller's own umask
-    store.folder.mkdir(mode=0o711, parents=True, exist_ok=True)  # who may list it could lock it
+    os.umask(0o022)  # any user may read the request; sudo adds the caller's own umask
+    store.folder.mkdir(mode=0o711, parents=True, exist_ok=True)  # a user who may list the folder could lock it
     with store.locked() as lock:
         watchdog.undo(store)
         known = store.links()
         for key, link in known.items():
             if options.dev and link.dev != options.dev:
-                raise Failure(
-                    f"{link.dev} is throttled already, one at a time; first: throttle.sh clear --dev {link.dev}"
-                )
+                hint = f"run throttle.sh clear --dev {link.dev} first"
+                raise Failure(f"{link.dev} is already throttled, and only one interface can be; hint: {hint}")
             if options.dev and links.current_identity(link) is None:
                 known = {name: other for name, other in known.items() if name != key}
-        watchdog.change(store, lock, wishes(found, known, wanted), files, for_s)
-    rates = ", ".join(f"{name} {show_rate(shape.rate_bit_s)}" for name, shape in wanted.items() if shape)
-    hosts = ",".join(dict.fromkeys(place.host for place in found))
-    end = f"; ends in {for_s:g} s unless you call `throttle.sh keep`" if for_s else ""
+        watchdog.change(store, lock, link_changes(selected, known, requested), files, for_s)
+    rates = ", ".join(f"{name} {show_rate(shape.rate_bit_s)}" for name, shape in requested.items() if shape)
+    hosts = ",".join(dict.fromkeys(target.host for target in selected))
+    end = f"; ends in {for_s:g} s unless you run `throttle.sh keep`" if for_s else ""
     print(f"throttle: {hosts} ({options.dev or 'virtual'}): {rates}{end}", file=sys.stderr)
     return exits.OK
 
 
-def _blind(found: list[Place], wanted: Mapping[str, Shape | None]) -> int:
-    """A dry run by somebody who may not look: the commands for links that have not been touched."""
-    for place in found:
-        shape = wanted[place.direction]
-        if shape and place.detour:
-            run_all(qdisc.ingress_commands(None, place.dev, "hvdifb0", shape, 1500, exists=False), dry_run=True)
+def _dry_run_without_root(selected: list[LinkTarget], requested: Mapping[str, Shape | None]) -> int:
+    """Print the commands for links that are not throttled yet: only root may read their state."""
+    for target in selected:
+        shape = requested[target.direction]
+        if shape and target.redirect:
+            run_all(qdisc.ingress_commands(None, target.dev, "hvdifb0", shape, 1500, exists=False), dry_run=True)
         elif shape:
-            shaping = shape_commands(place.netns, place.dev, shape.rate_bit_s)
-            run_all(shaping + qdisc.netem_commands(place.netns, place.dev, shape, 1500, []), dry_run=True)
-    print("throttle: without root only the commands for untouched links are known", file=sys.stderr)
+            shaping = shape_commands(target.netns, target.dev, shape.rate_bit_s)
+            run_all(shaping + qdisc.netem_commands(target.netns, target.dev, shape, 1500, []), dry_run=True)
+    print("throttle: without root, these are the commands for links that are not throttled yet", file=sys.stderr)
     return exits.OK
 
 
-def _show_commands(changes: list[Wish], files: list[Path], for_s: float | None) -> int:
-    for wish in changes:
-        run_all(links.plan(wish.link, wish.shape), dry_run=True)
+def _show_commands(changes: list[LinkChange], files: list[Path], for_s: float | None) -> int:
+    for change in changes:
+        run_all(links.plan(change.link, change.shape), dry_run=True)
     for path in files:
         print(f"# writes {path}")
     if for_s:
-        print(f"# puts back what was there after {for_s:g} s")
+        print(f"# restores the original queues after {for_s:g} s")
     return exits.OK
 
 
 def clear(options: argparse.Namespace) -> int:
-    """Puts back what was there: of --dev, of the cluster's hosts, or of whatever this tool has throttled."""
-    chosen = _stores(options)
+    """Restore the links of --dev or of the cluster's hosts, or all that the throttle has changed."""
+    stores = _stores(options)
     if options.dry_run:
-        for store, keys in chosen:
-            some = [link for key, link in store.links().items() if keys is None or key in keys]
+        for store, keys in stores:
+            selected = [link for key, link in store.links().items() if keys is None or key in keys]
             files = [Path(path) for path in store.load()["files"]]
-            _show_commands([Wish(link, None) for link in some], files if some else [], None)
+            _show_commands([LinkChange(link, None) for link in selected], files if selected else [], None)
         return exits.OK
     differences: list[str] = []
     count = 0
-    for store, keys in chosen:
+    for store, keys in stores:
         with store.locked() as lock:
             if watchdog.undo(store):
-                print("throttle: undid a change that had been interrupted", file=sys.stderr)
-            some = [link for key, link in store.links().items() if keys is None or key in keys]
-            if some:
-                differences += watchdog.clear(store, lock, some)
-            count += len(some)
+                print("throttle: undid an interrupted change", file=sys.stderr)
+            selected = [link for key, link in store.links().items() if keys is None or key in keys]
+            if selected:
+                differences += watchdog.clear(store, lock, selected)
+            count += len(selected)
     if differences:
         raise Failure("; ".join(differences))
-    print("throttle: put back what was there" if count else "throttle: nothing was throttled", file=sys.stderr)
+    print("throttle: restored the original queues" if count else "throttle: nothing was throttled", file=sys.stderr)
     return exits.OK
 
 
@@ -213,27 +217,28 @@ def keep(options: argparse.Namespace) -> int:
     for store, _ in _stores(options):
         with store.locked():
             kept += watchdog.keep(store)
-    print("throttle: it stays until `throttle.sh clear`" if kept else "throttle: nothing had an end", file=sys.stderr)
+    stays = "the throttle stays until `throttle.sh clear`"
+    print(f"throttle: {stays if kept else 'no throttle had an end'}", file=sys.stderr)
     return exits.OK
 
 
 def _stores(options: argparse.Namespace) -> list[tuple[Store, set[str] | None]]:
-    """Where this tool has done something, and the links that are meant there; None: all of them."""
+    """The stores that exist, each with the keys of the selected links. None: all links of the store."""
     if options.dev or options.name or options.host:
         if options.dev and not Store(virtual.SELF).path.exists():
-            qdisc.device(None, options.dev)  # a wrong name is told from one that is not throttled
-        store, found = places(options)
-        keys = {place.key for place in found} if options.dev or options.host else None
+            qdisc.device(None, options.dev)  # an unknown name is an error, an unthrottled interface is not
+        store, selected = targets(options)
+        keys = {target.key for target in selected} if options.dev or options.host else None
         return [(store, keys)] if store.path.exists() else []
-    known, user = virtual.whose(), caller()
-    there = [name for name in reachable() if known[name] == user]  # another's are named, or left alone
-    throttled = [name for name in there if Store(virtual.folder(name)).path.exists()]
-    if throttled and len(there) > 1:
-        raise Failure(f"several clusters are up ({', '.join(there)}); choose one with --name", exits.USAGE)
+    owners, user = virtual.owners(), calling_user()
+    own = [name for name in reachable() if owners[name] == user]  # other users' clusters must be named
+    throttled = [name for name in own if Store(virtual.folder(name)).path.exists()]
+    if throttled and len(own) > 1:
+        raise Failure(f"several clusters are up ({', '.join(own)}); hint: choose one with --name", exits.USAGE)
     stores = [Store(virtual.SELF), *(Store(virtual.folder(name)) for name in throttled)]
     stores = [store for store in stores if store.path.exists()]
-    if not stores and known and not reachable():
-        places(options)  # raises: a virtual host cannot reach its cluster's links
+    if not stores and owners and not reachable():
+        targets(options)  # raises: a virtual host cannot reach its cluster's links
     return [(store, None) for store in stores]
 
 
@@ -241,21 +246,21 @@ def _stores(options: argparse.Namespace) -> list[tuple[Store, set[str] | None]]:
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit code; raises Failure, whose message is for the user."""
+    """Run the command and return its exit code. Raises Failure."""
     options = parser().parse_args(arguments)
-    verb = options.what if options.what in ACTIONS else "throttle"
-    check(options, verb)
+    action = options.what if options.what in ACTIONS else "throttle"
+    check(options, action)
     if options.hosts or options.hostfile:
         return remote.main(options, arguments)
-    if verb == "throttle":
-        shapes(options)  # a bad rate is told before a missing permission
+    if action == "throttle":
+        shapes(options)  # report a bad rate before a missing permission
         if options.duration:
             seconds(options.duration)
-    if verb == "show":
+    if action == "show":
         return goodput.show_all(options)
     if os.geteuid() and not options.dry_run:
-        become_root("changing queues needs root: put sudo before it", "throttle.sh", arguments)
-    return {"throttle": throttle, "verify": goodput.verify, "clear": clear, "keep": keep}[verb](options)
+        become_root("changing queues needs root; hint: run it with sudo", "throttle.sh", arguments)
+    return {"throttle": throttle, "verify": goodput.verify, "clear": clear, "keep": keep}[action](options)
 
 
 if __name__ == "__main__":

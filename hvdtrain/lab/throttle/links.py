@@ -1,4 +1,4 @@
-"""One direction of a device: what was there before this tool touched it, what it is to be, and how to get there."""
+"""One direction of a device: its original queue, its target shape, and the commands that lead to either."""
 
 from __future__ import annotations
 
@@ -15,21 +15,32 @@ from hvdtrain.system.commands import Command, run
 from hvdtrain.system.exits import Failure
 
 
+@dataclasses.dataclass(frozen=True)
+class LinkTarget(virtual.Link):
+    """A link that a command refers to, and the file in which its host finds the requested rates."""
+
+    file: Path
+
+    @property
+    def redirect(self) -> bool:
+        """Whether packets arrive at this device instead of leaving through it. On a switch's port all leave."""
+        return self.netns is None and self.direction == "down"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Link(virtual.Link):
-    """One direction of a device, with what was there before this tool touched it."""
+    """A link with the state that the throttle needs to restore it."""
 
     ifb: str | None
-    """The detour through which `dev` receives; None: the root queue of `dev` is shaped"""
+    """Device through which the packets that `dev` receives are redirected. None: the root queue of `dev` is shaped."""
     mtu: int
     identity: str
-    """Of the network namespace and the device: a device that was made anew is not ours to restore"""
-    found: list[Qdisc]
-    words: list[str] | None
-    """What makes the root queue again (qdisc.rebuild_words)"""
+    """Identifies the network namespace and the device. A recreated device differs and must not be restored."""
+    original: list[Qdisc]
+    """Queues before the first throttle."""
     shape: Shape | None = None
     token: str = ""
-    """Of the change that set the shape"""
+    """Identifies the change that set the shape."""
     until_utc: str | None = None
 
     @classmethod
@@ -39,14 +50,14 @@ class Link(virtual.Link):
 
 
 def identify(netns: str | None, dev: str) -> tuple[str, int]:
-    """The identity of this device, which no other of its name has, and its MTU. Raises Failure (2) if there is none."""
+    """(unique identity, MTU) of a device. Raises Failure (2) if it does not exist."""
     about = qdisc.device(netns, dev)
-    space = Path(f"/run/netns/{netns}" if netns else "/proc/self/ns/net").stat()
-    return f"{space.st_ino}.{about['ifindex']}", int(about["mtu"])
+    namespace = Path(f"/run/netns/{netns}" if netns else "/proc/self/ns/net").stat()
+    return f"{namespace.st_ino}.{about['ifindex']}", int(about["mtu"])
 
 
 def current_identity(link: Link) -> str | None:
-    """The link's identity if its device is still the one that was throttled, None if it is gone or another."""
+    """The identity if the throttled device still exists. None if it is gone or was recreated."""
     try:
         identity, _ = identify(link.netns, link.dev)
     except (Failure, FileNotFoundError):
@@ -54,27 +65,35 @@ def current_identity(link: Link) -> str | None:
     return identity if identity == link.identity else None
 
 
-def first_look(host: str, netns: str | None, dev: str, direction: str, *, detour: bool) -> Link:
-    """A link not touched so far. Raises Failure if it could not be put back afterwards; changes nothing."""
+def inspect(target: LinkTarget) -> Link:
+    """Read the state of a link that is not throttled yet. Changes nothing.
+
+    Raises Failure (1) if the device has a queue that somebody configured. The throttle could not restore such a queue;
+    deleting its own token bucket brings back the kernel's default.
+    """
+    netns, dev = target.netns, target.dev
     identity, mtu = identify(netns, dev)
-    found = _part(netns, dev, detour)
-    ifb = f"hvdifb{identity.partition('.')[2]}" if detour else None
-    if detour and found:
+    original = _of_direction(netns, dev, target.redirect)
+    configured = original if target.redirect else [q for q in original if q.get("root") and q["handle"] != "0:"]
+    if configured:
+        parent = "ingress" if target.redirect else "root"
+        remove = " ".join(qdisc.tc(netns, "qdisc", "del", "dev", dev, parent))
         raise Failure(
-            f"{dev} has an ingress queue of its own, whose filters could not be put back; limit only what it sends "
-            "(--down none), or remove it first if it may go"
+            f"{_place(netns, dev)} has its own queue ({_names(original)}), which the throttle cannot restore; nothing "
+            f"changed; hint: note how to set it up again, remove it with `sudo {remove}`, then throttle"
+            + (", or limit only what the interface sends (--down none)" if target.redirect else "")
         )
-    words = None if detour else qdisc.rebuild_words(netns, dev, found)
-    return Link(host, netns, dev, direction, ifb=ifb, mtu=mtu, identity=identity, found=found, words=words)
+    ifb = f"hvdifb{identity.partition('.')[2]}" if target.redirect else None
+    return Link(target.host, netns, dev, target.direction, ifb=ifb, mtu=mtu, identity=identity, original=original)
 
 
-def _part(netns: str | None, dev: str, detour: bool) -> list[Qdisc]:
-    """The device's queues of one direction."""
-    return [entry for entry in qdisc.read(netns, dev) if qdisc.is_ingress(entry) == detour]
+def _of_direction(netns: str | None, dev: str, ingress: bool) -> list[Qdisc]:
+    """The device's queues for one direction."""
+    return [entry for entry in qdisc.read(netns, dev) if qdisc.is_ingress(entry) == ingress]
 
 
 def plan(link: Link, shape: Shape | None) -> list[Command]:
-    """The commands that give the link this shape; None: the one it was found with. Empty for a device that is gone."""
+    """The commands that give the link this shape, or restore it if `shape` is None. Empty if the device is gone."""
     if current_identity(link) is None:
         return []
     netns, dev = link.netns, link.dev
@@ -83,31 +102,36 @@ def plan(link: Link, shape: Shape | None) -> list[Command]:
         if shape:
             shaping = qdisc.shape_commands(netns, dev, shape.rate_bit_s, link.mtu)
             return shaping + qdisc.netem_commands(netns, dev, shape, link.mtu, current)
-        words = ["del", "dev", dev, "root"] if link.words is None else ["replace", "dev", dev, "root", *link.words]
-        # What is not ours any more was put there by somebody else, and is left alone.
-        return [qdisc.tc(netns, "qdisc", *words)] if qdisc.is_ours(current) else []
-    there = json.loads(run(qdisc.ip(netns, "-json", "link", "show")))
-    detour = any(entry.get("ifname") == link.ifb for entry in there)
+        # If another program has replaced the token bucket, its queue is left alone.
+        return [qdisc.tc(netns, "qdisc", "del", "dev", dev, "root")] if qdisc.is_ours(current) else []
+    devices = json.loads(run(qdisc.ip(netns, "-json", "link", "show")))
+    redirect = any(entry.get("ifname") == link.ifb for entry in devices)
     ingress = any(map(qdisc.is_ingress, current))
-    whole = detour and ingress and link.ifb in run(qdisc.tc(netns, "filter", "show", "dev", dev, "parent", "ffff:"))
-    if shape and whole:
+    complete = (
+        redirect and ingress and link.ifb in run(qdisc.tc(netns, "filter", "show", "dev", dev, "parent", "ffff:"))
+    )
+    if shape and complete:
         return qdisc.ingress_commands(netns, dev, link.ifb, shape, link.mtu, exists=True)
-    commands = qdisc.remove_ingress_commands(netns, dev, link.ifb, ingress=ingress, detour=detour)
+    commands = qdisc.remove_ingress_commands(netns, dev, link.ifb, ingress=ingress, redirect=redirect)
     return commands + (qdisc.ingress_commands(netns, dev, link.ifb, shape, link.mtu, exists=False) if shape else [])
 
 
 def difference(link: Link) -> str | None:
-    """A line for a user if the device is not as it was found; None if it is, or is gone."""
-    place = f"{link.dev} in {link.netns}" if link.netns else link.dev
+    """Describe how the device's queues differ from the original ones. None if they are equal or the device is gone."""
     if current_identity(link) is None:
         return None
-    current = _part(link.netns, link.dev, link.ifb is not None)
-    if current == link.found:
+    current = _of_direction(link.netns, link.dev, link.ifb is not None)
+    if current == link.original:
         return None
-    named = [
-        " ".join(f"{entry['kind']} {entry['handle']}" for entry in part) or "none" for part in (current, link.found)
-    ]
-    now, before = named
     return (
-        f"{place}: its queue was {before} before the throttle and is {now} now: changed by somebody else, and left so"
+        f"{_place(link.netns, link.dev)}: its queue was {_names(link.original)} before the throttle and is now "
+        f"{_names(current)}: another program changed it; left unchanged"
     )
+
+
+def _place(netns: str | None, dev: str) -> str:
+    return f"{dev} in {netns}" if netns else dev
+
+
+def _names(qdiscs: list[Qdisc]) -> str:
+    return " ".join(f"{entry['kind']} {entry['handle']}" for entry in qdiscs) or "none"

@@ -1,22 +1,22 @@
-"""Queues (tc(8)): the commands that shape a link, what is there now, and what puts it back.
+"""Queueing disciplines (tc(8)): the commands that shape a link, and the current state of a device.
 
-A link is shaped by a token bucket (tc-tbf(8)) in the place of the device's root queue. Its sizes follow from the rate:
+A token bucket (tc-tbf(8)) replaces the device's root queue. Its sizes follow from the rate:
 
-- the burst, what may pass at line speed after a pause, is what the rate sends in 2 ms, and two full frames at least;
-  above 125 kB it is what the rate sends in 1 ms. Larger ones let short messages through unthrottled (a burst of 1 s
-  passes 256 kB at 6.8 Gbit/s on a "10 Mbit/s" link); smaller ones lose rate whenever the kernel's timer is late, which
-  on a busy machine is often.
-- the queue is what the rate sends in 32 ms. Longer queues hold acknowledgements up behind data, which costs 20 % and
-  more when both directions are full; shorter ones drop when several hosts send to one.
+- The burst is the data that may pass at line speed after a pause: 2 ms of the rate, at least two full frames, and 1 ms
+  of the rate above 125 kB. Larger bursts let short messages through unthrottled: a burst of 1 s passes 256 kB at
+  6.8 Gbit/s on a "10 Mbit/s" link. Smaller bursts lose rate when the kernel's timer is late, which is common on a busy
+  machine.
+- The queue holds 32 ms of the rate. Longer queues delay acknowledgements behind data, which costs 20 % or more when
+  both directions are full. Shorter queues drop packets when several hosts send to one.
 
-What a device *receives* cannot wait in a queue, so it takes a detour through another device (ifb) whose root is shaped.
+Packets that a device *receives* cannot wait in a queue of the device. They are redirected through an ifb device, whose
+root queue is shaped.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
 from typing import Any
 
 from hvdtrain.system import exits
@@ -24,9 +24,10 @@ from hvdtrain.system.commands import Command, find, run
 from hvdtrain.system.exits import Failure
 
 Qdisc = dict[str, Any]
-"""One entry of `tc -json qdisc show`"""
+"""One entry of `tc -json qdisc show`."""
 
-HANDLE = "4876:"  # "Hv": nobody else's, so what carries it is ours; one and the same for ever, so a change is in place
+HANDLE = "4876:"
+""""Hv" in hexadecimal. It marks the throttle's own queue. It is constant, so a new rate changes the queue in place."""
 NETEM_HANDLE = "4877:"
 BURST_S = 0.002
 LARGE_BURST_BYTES = 125_000
@@ -41,7 +42,7 @@ VOLATILE = {"bytes", "packets", "drops", "overlimits", "requeues", "backlog", "q
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What a direction of a link is to be. A delay or loss needs the kernel's netem."""
+    """Target state of one direction of a link. A delay or loss needs the kernel module netem."""
 
     rate_bit_s: int
     delay_ms: float | None = None
@@ -49,7 +50,7 @@ class Shape:
 
     @property
     def netem(self) -> list[str]:
-        """netem's words (tc-netem(8)); empty without delay and loss."""
+        """Parameters of netem (tc-netem(8)). Empty without a delay or loss."""
         words = []
         if self.delay_ms is not None:
             words += ["delay", f"{self.delay_ms:g}ms"]
@@ -59,13 +60,13 @@ class Shape:
 
 
 def burst_bytes(rate_bit_s: int, mtu: int = 1500) -> int:
-    """Bytes that may pass at once after a pause."""
+    """Bytes that may pass at line speed after a pause."""
     most = max(LARGE_BURST_BYTES, round(rate_bit_s * LARGE_BURST_S / 8))
     return max(LEAST_FRAMES * (mtu + ETHERNET_BYTES), min(round(rate_bit_s * BURST_S / 8), most))
 
 
 def limit_bytes(rate_bit_s: int, mtu: int = 1500) -> int:
-    """Bytes that may wait in the queue; more are dropped."""
+    """Bytes that may wait in the queue. Further packets are dropped."""
     least = max(LEAST_QUEUE_BYTES, 8 * (mtu + ETHERNET_BYTES))
     return min(max(least, round(rate_bit_s * QUEUE_S / 8)), MOST_QUEUE_BYTES)
 
@@ -82,16 +83,16 @@ def ip(netns: str | None, *words: str) -> Command:
 
 
 def shape_commands(netns: str | None, dev: str, rate_bit_s: int, mtu: int = 1500) -> list[Command]:
-    """Limits what leaves through a device. On one that is shaped already it changes the rate in place, with no gap."""
+    """Limit the rate at which a device sends. If it is throttled already, this changes the rate in place."""
     sizes = ["burst", str(burst_bytes(rate_bit_s, mtu)), "limit", str(limit_bytes(rate_bit_s, mtu))]
     root = ["qdisc", "replace", "dev", dev, "root", "handle", HANDLE]
     return [tc(netns, *root, "tbf", "rate", f"{rate_bit_s}bit", *sizes)]
 
 
 def netem_commands(netns: str | None, dev: str, shape: Shape, mtu: int, current: list[Qdisc]) -> list[Command]:
-    """Delay and loss inside the token bucket: what waits there waits for its delay and for its turn at once.
+    """Add a delay and loss inside the token bucket, so that a packet waits for its delay and its turn simultaneously.
 
-    Without them, takes away what an earlier throttle left of them.
+    If `shape` has neither, remove the ones that an earlier throttle has set.
     """
     inner = ["qdisc", "replace", "dev", dev, "parent", f"{HANDLE}1", "handle"]
     if shape.netem:
@@ -104,7 +105,7 @@ def netem_commands(netns: str | None, dev: str, shape: Shape, mtu: int, current:
 
 
 def ingress_commands(netns: str | None, dev: str, ifb: str, shape: Shape, mtu: int, *, exists: bool) -> list[Command]:
-    """Limits what arrives at a device. With `exists` the detour is there and only its rate changes."""
+    """Limit the rate at which a device receives. With `exists` the ifb device exists and only its rate changes."""
     shaping = shape_commands(netns, ifb, shape.rate_bit_s, mtu)
     if exists:
         return shaping
@@ -121,33 +122,30 @@ def ingress_commands(netns: str | None, dev: str, ifb: str, shape: Shape, mtu: i
     ]
 
 
-# --- what is there ---------------------------------------------------------------------------------------------------
+# --- current state ---------------------------------------------------------------------------------------------------
 
 
 def device(netns: str | None, dev: str) -> dict[str, Any]:
-    """`ip -json link show` of one device. Raises Failure (2) if there is none, with the names there are."""
-    found = json.loads(run(ip(netns, "-json", "link", "show")))
-    names = [entry["ifname"] for entry in found if "ifname" in entry]
-    for entry in found:
+    """`ip -json link show` of one device. Raises Failure (2) that lists the existing devices if it does not exist."""
+    entries = json.loads(run(ip(netns, "-json", "link", "show")))
+    names = [entry["ifname"] for entry in entries if "ifname" in entry]
+    for entry in entries:
         if entry.get("ifname") == dev:
             return dict(entry)
-    raise Failure(f"no interface {dev!r}{f' in {netns}' if netns else ''}; there are: {', '.join(names)}", exits.USAGE)
+    where = f" in {netns}" if netns else ""
+    raise Failure(f"no interface {dev!r}{where}; hint: choose one of: {', '.join(names)}", exits.USAGE)
 
 
 def read(netns: str | None, dev: str) -> list[Qdisc]:
-    """The device's queues without their counters: equal lists mean that nothing about them differs.
+    """The device's queues without their counters. Equal lists mean equal queues.
 
-    `-raw` adds what tc otherwise only prints as a latency, the size of a token bucket's queue.
+    With `-raw` tc also prints the queue size of a token bucket, otherwise only its latency.
     """
-    return _settings(run(tc(netns, "-json", "-raw", "qdisc", "show", "dev", dev)))
-
-
-def _settings(said: str) -> list[Qdisc]:
-    """What tc printed, without counters."""
-    found = [{key: value for key, value in qdisc.items() if key not in VOLATILE} for qdisc in json.loads(said or "[]")]
-    for qdisc in found:
-        qdisc.get("options", {}).pop("direct_packets_stat", None)  # of HTB, a counter too
-    return found
+    text = run(tc(netns, "-json", "-raw", "qdisc", "show", "dev", dev)) or "[]"
+    qdiscs = [{key: value for key, value in qdisc.items() if key not in VOLATILE} for qdisc in json.loads(text)]
+    for qdisc in qdiscs:
+        qdisc.get("options", {}).pop("direct_packets_stat", None)  # a counter of HTB
+    return qdiscs
 
 
 def root_of(qdiscs: list[Qdisc]) -> Qdisc:
@@ -155,7 +153,7 @@ def root_of(qdiscs: list[Qdisc]) -> Qdisc:
 
 
 def is_ours(qdiscs: list[Qdisc]) -> bool:
-    """Whether the root is a token bucket with our handle."""
+    """Whether the root queue is the throttle's token bucket."""
     root = root_of(qdiscs)
     return root.get("handle") == HANDLE and root.get("kind") == "tbf"
 
@@ -165,12 +163,12 @@ def is_ingress(qdisc: Qdisc) -> bool:
 
 
 def rate_of(qdiscs: list[Qdisc]) -> int | None:
-    """bit/s of our token bucket at the root, None if there is none."""
+    """Rate of the throttle's token bucket in bit/s. None if the device has none."""
     return int(root_of(qdiscs)["options"]["rate"]) * 8 if is_ours(qdiscs) else None
 
 
 def has_netem() -> bool:
-    """Tries it on the loopback device of a network namespace that ends with the command. Needs root."""
+    """Whether the kernel has netem. Tries it in a temporary network namespace. Needs root."""
     try:
         run(["unshare", "--net", find("tc"), "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"])
     except Failure as failure:
@@ -180,80 +178,7 @@ def has_netem() -> bool:
     return True
 
 
-# --- putting back ----------------------------------------------------------------------------------------------------
-
-
-def _tbf_words(options: dict[str, Any]) -> Iterator[list[str]]:
-    # tc keeps a burst as the time it takes, in ticks of 64 ns, and shows less than what it was given
-    exact = int(options["burst_raw"], 16) * 64 * options["rate"] // 10**9
-    for burst in (exact + 1, exact, exact + 2, options["burst"]):
-        words = ["tbf", "rate", f"{options['rate'] * 8}bit", "burst", str(burst)]
-        yield [*words, "limit", str(options["limit"])]
-
-
-def _fq_codel_words(options: dict[str, Any]) -> Iterator[list[str]]:
-    sizes = [
-        (name, options[name]) for name in ("limit", "flows", "quantum", "memory_limit", "drop_batch") if name in options
-    ]
-    for more in (1, 0, 2):  # times are kept in units of 1.024 us and read rounded down
-        times = [
-            (name, f"{options[name] + more}us") for name in ("target", "interval", "ce_threshold") if name in options
-        ]
-        words = [str(word) for pair in (*sizes, *times) for word in pair]
-        yield ["fq_codel", *words, "ecn" if options.get("ecn") else "noecn"]
-
-
-def _words(qdisc: Qdisc) -> list[list[str]]:
-    """Words that might make this qdisc again, the likeliest first; empty if this tool does not know how."""
-    kind, options = qdisc["kind"], qdisc.get("options", {})
-    if kind in {"pfifo", "bfifo"} and set(options) == {"limit"}:
-        return [[kind, "limit", str(options["limit"])]]
-    needed = {"rate", "burst_raw", "limit"}
-    if kind == "tbf" and needed <= set(options) <= needed | {"burst", "lat"}:
-        return list(_tbf_words(options))
-    if kind == "fq_codel":
-        return list(_fq_codel_words(options))
-    if kind == "htb":
-        words = ["htb", "r2q", str(options["r2q"]), "default", str(options["default"])]
-        return [[*words, "direct_qlen", str(options["direct_qlen"])]]
-    return []
-
-
-def rebuild_words(netns: str | None, dev: str, found: list[Qdisc]) -> list[str] | None:
-    """`handle H: KIND OPTIONS` that makes the device's root queue again; None where it is the kernel's default.
-
-    Proved before anything is touched: the queue is made on the loopback device of a network namespace of its own and
-    must read exactly the same. Raises Failure (1) for a queue that cannot be made again: classes, filters, other kinds.
-    """
-    root = root_of(found)
-    if not root or root["handle"] == "0:":
-        return None
-    others = [qdisc["kind"] for qdisc in found if qdisc is not root and not is_ingress(qdisc)]
-    # HTB without classes shows no children; its classes have no entry of their own in this list
-    classes = run(tc(netns, "class", "show", "dev", dev)).strip() if root["kind"] == "htb" else ""
-    filters = run(tc(netns, "filter", "show", "dev", dev)).strip()
-    if not others and not classes and not filters:
-        for words in _words(root):
-            if _trial(["handle", root["handle"], *words]) == root:
-                return ["handle", root["handle"], *words]
-    what = f"{root['kind']} {root['handle']}" + (f" with {', '.join(others)}" if others else "")
-    place = f"{dev} in {netns}" if netns else dev
-    raise Failure(
-        f"{place} has a queue of its own ({what}) that could not be put back afterwards; nothing changed. "
-        f"Remove it first if it may go: sudo {' '.join(tc(netns, 'qdisc', 'del', 'dev', dev, 'root'))}"
-    )
-
-
-def _trial(words: list[str]) -> Qdisc:
-    batch = f"qdisc add dev lo root {' '.join(words)}\nqdisc show dev lo\n"
-    try:
-        said = run(["unshare", "--net", find("tc"), "-json", "-raw", "-batch", "-"], stdin=batch)
-    except Failure:
-        return {}
-    return root_of(_settings(said))
-
-
-def remove_ingress_commands(netns: str | None, dev: str, ifb: str, *, ingress: bool, detour: bool) -> list[Command]:
-    """Takes away what ingress_commands made, whole or in part."""
+def remove_ingress_commands(netns: str | None, dev: str, ifb: str, *, ingress: bool, redirect: bool) -> list[Command]:
+    """Undo `ingress_commands`, also after an interruption. The flags say which parts exist."""
     commands = [tc(netns, "qdisc", "del", "dev", dev, "ingress")] if ingress else []
-    return commands + ([ip(netns, "link", "del", "dev", ifb)] if detour else [])
+    return commands + ([ip(netns, "link", "del", "dev", ifb)] if redirect else [])

@@ -1,19 +1,20 @@
-"""Changes to links that are made whole or not at all, whatever is killed in between.
+"""Atomic changes to links: all of a command's changes are made, or none, whichever process is killed.
 
-A change is written down before it is made (a journal, as in databases): for every link what it was and what it becomes.
-A process that no kill reaches by accident (its own session, started by fork(2) twice) holds one end of a pipe; the
-command and every `tc` it starts hold the other. When all of them are gone, the kernel closes the pipe, and the watchdog
-looks: a journal that is still there was not finished, so it is undone, last step first. If the watchdog is killed too,
-the next command (`clear`, or a new rate) finds the journal and undoes it.
+A change is recorded before it is made, in a journal as databases use. The journal holds the previous state of every
+link. A watchdog process reads from a pipe; the command and every `tc` that it starts hold the other end. The watchdog
+has its own session (it forks twice), so killing the command's process group does not reach it. When the command and its
+children are gone, the kernel closes the pipe. If the journal still exists, the change was not finished, and the
+watchdog undoes it, last step first. If the watchdog is killed as well, the next command (`clear` or a new rate) finds
+the journal and undoes it.
 
 The same process ends a throttle whose time is up (`--for`).
 
-In a folder of /run/hvdtrain, mode 0644, so that everybody may look:
+Two kinds of file in /run/hvdtrain, mode 0644, so that any user may read them:
 
-    throttle-state.json    the queues that were there before the first throttle, what is set, the journal
-    throttle.json          what was asked, one per host (`throttle.asked` reads it)
+    throttle-state.json    the original queues, the current shapes, the journal
+    throttle.json          the requested rates, one file per host (`throttle.requested` reads it)
 
-The folder itself is the lock (flock(2)): one change at a time. The kernel lets go of it when its holder dies.
+A lock (flock(2)) on the folder allows one change at a time. The kernel releases it when its holder ends.
 """
 
 from __future__ import annotations
@@ -39,39 +40,27 @@ from hvdtrain.system.exits import Failure
 
 SCHEMA = "hvdtrain/throttle-state/1"
 PATIENCE_S = 15.0
-LOOK_S = 0.5
-"""How often a waiting watchdog looks whether it is still needed"""
+POLL_S = 0.5
+"""How often a waiting watchdog checks whether it is still needed."""
 
 State = dict[str, Any]
 """{"schema", "links": {key: link}, "files": {path: text before the first throttle}, "change": journal or None}"""
 
 
-# --- what is written down --------------------------------------------------------------------------------------------
-
-
-def write(path: Path, text: str) -> None:
-    """Replaces the file in one step (rename(2)); all may read it, whatever the umask."""
-    part = _part(path)
-    part.write_text(text)
-    part.chmod(0o644)
-    part.rename(path)
-
-
-def _part(path: Path) -> Path:
-    return path.with_name(path.name + ".part")
+# --- recorded state --------------------------------------------------------------------------------------------------
 
 
 def _remove(path: Path) -> None:
-    """Removes the file, and what a killed `write` may have left."""
+    """Remove a file, and the temporary file of a killed writer."""
     path.unlink(missing_ok=True)
-    _part(path).unlink(missing_ok=True)
+    files.part_of(path).unlink(missing_ok=True)
 
 
 def _put(path: Path, text: str | None) -> None:
     if text is None:
         _remove(path)
     elif path.parent.is_dir():
-        write(path, text)
+        files.replace_text(path, text)
 
 
 def _text(path: Path) -> str | None:
@@ -83,7 +72,7 @@ def _text(path: Path) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Store:
-    """The folder that remembers the links of a cluster, or of this machine."""
+    """The folder with the state of the links of a cluster, or of this machine."""
 
     folder: Path
 
@@ -92,7 +81,7 @@ class Store:
         return self.folder / "throttle-state.json"
 
     def load(self) -> State:
-        """Raises Failure (65) for a file that is no journal of ours."""
+        """Raises Failure (65) if the file is not a valid state."""
         try:
             state: State = files.from_json(files.read(self.path, files.SETTINGS_BYTES))
             journal = state["change"] or {"token": "", "links": [], "files": {}}
@@ -100,29 +89,29 @@ class Store:
                 Link.from_json(link)
             texts = [*state["files"].values(), *journal["files"].values(), journal["token"]]
             if not all(text is None or isinstance(text, str) for text in texts):
-                raise ValueError("a text is none")
+                raise ValueError("a file's text is not a string")
         except FileNotFoundError:
             return {"schema": SCHEMA, "links": {}, "files": {}, "change": None}
         except OSError as error:
-            raise files.refused(self.path, error, exits.IO_ERROR, "look at what is there") from None
+            raise files.refused(self.path, error, exits.IO_ERROR, "check the path") from None
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            hint = "look at the queues with `tc qdisc show`, then remove the file"
-            raise Failure(f"{self.path} is damaged ({error}): {hint}", exits.BAD_DATA) from None
+            hint = "hint: check the queues with `tc qdisc show`, then remove the file"
+            raise Failure(f"{self.path} is damaged ({error}); {hint}", exits.BAD_DATA) from None
         return state
 
     def save(self, state: State) -> None:
         if state["links"] or state["change"]:
-            write(self.path, json.dumps(state, indent=1) + "\n")
+            files.replace_text(self.path, json.dumps(state, indent=1) + "\n")
         else:
             _remove(self.path)
 
     def links(self) -> dict[str, Link]:
-        """The links that are set now, by key."""
+        """The throttled links, by key."""
         return {key: Link.from_json(link) for key, link in self.load()["links"].items()}
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[int]:
-        """Alone until the end of the block, or until a watchdog that was started in it lets go."""
+        """Hold the lock until the block ends, or until a watchdog that was started inside it closes the lock."""
         handle = os.open(self.folder, os.O_RDONLY | os.O_CLOEXEC)
         try:
             deadline = time.monotonic() + PATIENCE_S
@@ -132,8 +121,8 @@ class Store:
                     break
                 except BlockingIOError:
                     if time.monotonic() > deadline:
-                        what = f"another throttle command has been at work in {self.folder} for {PATIENCE_S:.0f} s"
-                        raise Failure(f"{what}; wait for it, or end it") from None
+                        message = f"another throttle command has held the lock of {self.folder} for {PATIENCE_S:.0f} s"
+                        raise Failure(f"{message}; hint: wait until it ends, or stop it") from None
                     time.sleep(0.02)
             yield handle
         finally:
@@ -144,26 +133,28 @@ class Store:
 
 
 @dataclasses.dataclass(frozen=True)
-class Wish:
-    """A link and the shape that it is to have; None: what it was found with."""
+class LinkChange:
+    """A link and its new shape. None restores the original queue."""
 
     link: Link
     shape: Shape | None
 
 
-def change(store: Store, lock: int, wishes: list[Wish], files: Mapping[Path, str | None], for_s: float | None) -> None:
-    """Makes all wishes true and writes the files (None: as before the first throttle), or leaves everything as it was.
+def change(
+    store: Store, lock: int, changes: list[LinkChange], files: Mapping[Path, str | None], for_s: float | None
+) -> None:
+    """Make all changes and write the files, or leave everything unchanged. A file's text None restores the original.
 
-    After `for_s` seconds what was found is put back. The caller holds the store's lock (`lock`) and has undone what was
-    interrupted (`undo`). Raises Failure with tc's own words; nothing is changed then.
+    After `for_s` seconds the original state is restored. The caller holds the store's lock (`lock`) and has undone an
+    interrupted change (`undo`). Raises Failure with tc's own message; nothing is changed then.
     """
     state, token = store.load(), secrets.token_hex(8)
     until = (datetime.now(UTC) + timedelta(seconds=for_s)).isoformat(timespec="seconds") if for_s else None
     after, originals = dict(state["links"]), dict(state["files"])
-    for wish in wishes:
-        after.pop(wish.link.key, None)
-        if wish.shape:
-            new = dataclasses.replace(wish.link, shape=wish.shape, token=token, until_utc=until)
+    for one in changes:
+        after.pop(one.link.key, None)
+        if one.shape:
+            new = dataclasses.replace(one.link, shape=one.shape, token=token, until_utc=until)
             after[new.key] = dataclasses.asdict(new)
     texts: dict[Path, str | None] = {}
     for path, text in files.items():
@@ -172,17 +163,17 @@ def change(store: Store, lock: int, wishes: list[Wish], files: Mapping[Path, str
         else:
             originals.setdefault(str(path), _text(path))
             texts[path] = text
-    now = {key: link["shape"] for key, link in state["links"].items()}
+    shapes = {key: link["shape"] for key, link in state["links"].items()}
     journal = {
-        "links": [{**dataclasses.asdict(wish.link), "shape": now.get(wish.link.key)} for wish in wishes],
+        "links": [{**dataclasses.asdict(one.link), "shape": shapes.get(one.link.key)} for one in changes],
         "files": {str(path): _text(path) for path in texts},
     }
-    held = _start_watchdog(store, lock, token, for_s)
+    pipe = _start_watchdog(store, lock, token, for_s)
     try:
         store.save({**state, "change": {"token": token, **journal}})
-        for wish in wishes:
-            for command in plan(wish.link, wish.shape):
-                _run_held(command, held)
+        for one in changes:
+            for command in plan(one.link, one.shape):
+                _run_with_pipe(command, pipe)
         for path, text in texts.items():
             _put(path, text)
         store.save({**state, "links": after, "files": originals, "change": None})
@@ -190,11 +181,11 @@ def change(store: Store, lock: int, wishes: list[Wish], files: Mapping[Path, str
         undo(store)
         raise
     finally:
-        os.close(held)
+        os.close(pipe)
 
 
 def undo(store: Store) -> bool:
-    """Undoes a change that was not finished, last step first; False if there is none. The caller holds the lock."""
+    """Undo an unfinished change, last step first. False if there is none. The caller holds the lock."""
     state = store.load()
     journal = state["change"]
     if not journal:
@@ -216,31 +207,32 @@ MODULES = {
     "u32": "cls_u32 and act_mirred",
     "ifb": "ifb",
 }
+"""Kernel module that each word of a tc command needs."""
 UNKNOWN = ("kind is unknown", "TC classifier not found", "Unknown device type", "not supported")
 
 
-def _run_held(command: Command, held: int) -> None:
-    """Runs it with the pipe's end open, so that the watchdog waits for it even if this process is gone."""
+def _run_with_pipe(command: Command, pipe: int) -> None:
+    """Run a command that inherits the pipe, so that the watchdog waits for it even if this process is gone."""
     try:
-        run(command, pass_fds=(held,))
+        run(command, pass_fds=(pipe,))
     except Failure as failure:
         if not any(words in str(failure) for words in UNKNOWN):
             raise
-        missing = next((MODULES[word] for word in reversed(command) if word in MODULES), "its module")
-        load = f"sudo modprobe -a {missing.replace(' and', '')}"
-        raise Failure(f"this kernel lacks {missing}; try: {load} ({failure})", failure.code) from None
+        module = next((MODULES[word] for word in reversed(command) if word in MODULES), "its module")
+        load = f"sudo modprobe -a {module.replace(' and', '')}"
+        raise Failure(f"this kernel has no {module} ({failure}); hint: try {load}", failure.code) from None
 
 
 # --- the watchdog ----------------------------------------------------------------------------------------------------
 
 
 def _start_watchdog(store: Store, lock: int, token: str, for_s: float | None) -> int:
-    """Starts it and returns the pipe's end that it watches. It keeps the lock until the change is made or undone."""
+    """Start the watchdog and return the pipe's write end. It keeps the lock until the change is made or undone."""
     read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            os.setsid()  # before the command goes on: no kill of its process group reaches what follows
+            os.setsid()  # before the command continues: killing its process group must not reach the watchdog
             if os.fork() == 0:
                 os.close(write_end)
                 _watch(store, lock, read_end, token, for_s)
@@ -252,13 +244,13 @@ def _start_watchdog(store: Store, lock: int, token: str, for_s: float | None) ->
 
 
 def _watch(store: Store, lock: int, read_end: int, token: str, for_s: float | None) -> NoReturn:
-    """Waits for the command's end, undoes what it left unfinished, and takes the throttle away when its time is up."""
-    until = time.clock_gettime(time.CLOCK_BOOTTIME) + for_s if for_s else None  # goes on while a laptop sleeps
+    """Wait for the command's end, undo an unfinished change, and remove the throttle when its time is up."""
+    until = time.clock_gettime(time.CLOCK_BOOTTIME) + for_s if for_s else None  # also counts while a laptop sleeps
     code = 1
     try:
         for number in (signal.SIGHUP, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
-        _let_go(keep={lock, read_end})
+        _detach(keep={lock, read_end})
         os.read(read_end, 1)
         journal = store.load()["change"]
         if journal and journal["token"] == token:
@@ -268,12 +260,12 @@ def _watch(store: Store, lock: int, read_end: int, token: str, for_s: float | No
             _expire(store, token, until)
         code = 0
     finally:
-        os._exit(code)  # not through the command's own handlers and buffers, of which this is a copy
+        os._exit(code)  # skips the handlers and buffers copied from the command
     raise AssertionError
 
 
-def _let_go(keep: set[int]) -> None:
-    """Closes the command's streams and files, because a shell that reads its output waits for their end."""
+def _detach(keep: set[int]) -> None:
+    """Close the command's streams and files, because a shell that reads the command's output waits for their end."""
     os.chdir("/")
     null = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
@@ -286,32 +278,32 @@ def _let_go(keep: set[int]) -> None:
 
 def _expire(store: Store, token: str, until: float) -> None:
     while (left := until - time.clock_gettime(time.CLOCK_BOOTTIME)) > 0:
-        time.sleep(min(left, LOOK_S))
+        time.sleep(min(left, POLL_S))
         if not any(link.token == token and link.until_utc for link in store.links().values()):
-            return  # cleared, kept, or set anew: another's business
+            return  # another command cleared it, made it permanent or replaced it
     with store.locked() as lock:
         undo(store)
         clear(store, lock, [link for link in store.links().values() if link.token == token and link.until_utc])
 
 
 def clear(store: Store, lock: int, links: list[Link]) -> list[str]:
-    """Puts back what was found; returns a line for each device that is now not as it was found.
+    """Restore links. Returns a line for each device whose queues differ from the original ones.
 
-    The file of a host goes (or becomes what it was) when none of the host's links stays set. The caller holds the lock.
+    A host's throttle.json is removed, or restored, when none of its links remains throttled. The caller holds the lock.
     """
     state = store.load()
-    gone = {link.key for link in links}
-    staying = {link["host"] for key, link in state["links"].items() if key not in gone}
-    hosts = {link.host for link in links} - staying
+    cleared = {link.key for link in links}
+    throttled = {link["host"] for key, link in state["links"].items() if key not in cleared}
+    hosts = {link.host for link in links} - throttled
     files: dict[Path, str | None] = {Path(path): None for path in state["files"] if Path(path).parent.name in hosts}
-    if not staying:
+    if not throttled:
         files = {Path(path): None for path in state["files"]}
-    change(store, lock, [Wish(link, None) for link in links], files, None)
+    change(store, lock, [LinkChange(link, None) for link in links], files, None)
     return [line for link in links if (line := difference(link))]
 
 
 def keep(store: Store) -> int:
-    """Lets a throttle with an end (`--for`, `--force`) stay; returns the number of links. The caller holds the lock."""
+    """Make throttles with an end (`--for`, `--force`) permanent. Returns their number. The caller holds the lock."""
     state = store.load()
     timed = [link for link in state["links"].values() if link["until_utc"]]
     for link in timed:

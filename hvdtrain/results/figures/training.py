@@ -1,4 +1,4 @@
-"""How well a model learns: the headline score against epochs and against time, one panel per framework and strategy.
+"""How well a model learns: the primary metric against epochs and against time, one panel per framework and strategy.
 
 A curve is the mean over the repeats of one group, its band their spread.
 """
@@ -25,7 +25,7 @@ from hvdtrain.system.exits import Failure
 
 
 def figure(loaded: Loaded, _: Options, *, x: str, label: str) -> Figure:
-    """The headline score of validation against x. Raises Failure (65) when no run has validated."""
+    """The primary metric of validation against x. Raises Failure (65) when no run has validated."""
     lacking = "no validation score: needs complete timing runs with a validation split"
     runs = panels.usable(loaded.runs, needs="best_validation_score", lacking=lacking)
     parts = list(panels.split(runs))
@@ -79,9 +79,9 @@ def curves(runs: pd.DataFrame) -> dict[tuple[int, float], pd.DataFrame]:
 
 
 def curve(runs: pd.DataFrame) -> pd.DataFrame:
-    """Mean of the headline score of validation after each epoch that all the runs reached: epoch (from 1), time_s
+    """Mean of the primary metric of validation after each epoch that all the runs reached: epoch (from 1), time_s
     (mean), mean, low, high, n."""
-    name = f"validation_{scores.headlines(runs)[0]}"
+    name = f"validation_{scores.primary_metrics(runs)[0]}"
     frames = [frame for folder in runs["run_dir"] if name in (frame := load.epochs(folder))]
     frames = [frame for each in frames if len(frame := each.dropna(subset=[name]))]
     rows: list[dict[str, Any]] = []

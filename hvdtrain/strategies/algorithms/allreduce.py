@@ -30,7 +30,7 @@ class AllReduce(Strategy):
 
     def step(self, replica: Vectors, lr: float, clock: Clock) -> Exchanged:
         with clock.span("communication"):
-            self._world.ranks.wait()
+            self._world.wait()
         with clock.span("compute"):
             replica.apply(lr)
             tail = replica.tail()

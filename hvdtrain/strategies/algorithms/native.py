@@ -96,11 +96,11 @@ class Native(Strategy):
     def state(self) -> dict[str, np.ndarray]:
         if self.settings.hook != "powersgd":
             return {}
-        return {"step": np.array(self._step), **self._world.ranks.state()}
+        return {"step": np.array(self._step), **self._world.state()}
 
     def load(self, state: dict[str, np.ndarray]) -> None:
         self._step = int(state.get("step", 0))
-        self._world.ranks.load({name: array for name, array in state.items() if name != "step"})
+        self._world.load({name: array for name, array in state.items() if name != "step"})
 
     def reshard_state(self, states: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
         return states[self._world.rank if len(states) == self._world.size else 0]

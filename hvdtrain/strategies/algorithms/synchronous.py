@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.comm.world import World
+from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.observe.timing import Clock
 from hvdtrain.strategies.base import Capabilities, ReducerCost, Strategy
 from hvdtrain.strategies.cost import Cost, Layout, Phase, Shape
@@ -64,18 +64,19 @@ def reducer_state(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name.removeprefix("inner."): array for name, array in state.items() if name.startswith("inner.")}
 
 
-def reduce(world: World, reducer: Reducer, vector: np.ndarray, size: int) -> int:
+def reduce(world: Communicator, reducer: Reducer, vector: np.ndarray, size: int) -> int:
     """Sum a vector over all ranks in place and return the payload bytes sent.
 
     The reducer sums the first `size` numbers. The tail after them is summed exactly.
     """
-    before = world.ranks.sent_bytes
-    with world.hosts(vector) as leaders:
-        if leaders is not None:
-            if vector.size > size:
-                leaders.sum(vector[size:])
-            if leaders.count > 1:
-                reducer.all_reduce(vector[:size], leaders)
-            else:
-                reducer.add_residual(vector[:size])
-    return world.ranks.sent_bytes - before
+    before = world.sent_bytes
+    world.local_reduce(vector)
+    if leaders := world.leaders:
+        if vector.size > size:
+            leaders.all_reduce(vector[size:])
+        if leaders.count > 1:
+            reducer.all_reduce(vector[:size], leaders)
+        else:
+            reducer.add_residual(vector[:size])
+    world.local_broadcast(vector)
+    return world.sent_bytes - before

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from hvdtrain.comm.backends.base import Hosts
+from hvdtrain.comm.backends.base import LeaderGroup
 from hvdtrain.config.constraints import Checked
 from hvdtrain.strategies.cost import Cost, Shape
 
@@ -59,7 +59,7 @@ class Reducer(abc.ABC):
         return [cls.cost([shapes[index] for index in bucket], hosts, settings) for bucket in buckets]
 
     @abc.abstractmethod
-    def all_reduce(self, values: np.ndarray, leaders: Hosts) -> None:
+    def all_reduce(self, values: np.ndarray, leaders: LeaderGroup) -> None:
         """Replace a flat float32 vector by its sum over two or more hosts, or by an approximation.
 
         All hosts get the same bits.

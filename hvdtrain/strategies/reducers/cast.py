@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.comm.backends.base import Hosts
+from hvdtrain.comm.backends.base import LeaderGroup
 from hvdtrain.strategies.cost import Cost, Shape, elements, two_phases
 from hvdtrain.strategies.reducers.base import Reducer
 from hvdtrain.strategies.reducers.bfloat16 import from_bf16, to_bf16
@@ -36,7 +36,7 @@ class BF16(Reducer):
         numbers = elements(shapes)
         return Cost(phases=two_phases(numbers, hosts, 2 * -(-numbers // hosts), "bf16"))
 
-    def all_reduce(self, values: np.ndarray, leaders: Hosts) -> None:
+    def all_reduce(self, values: np.ndarray, leaders: LeaderGroup) -> None:
         if not values.size:
             return
         size = -(-values.size // leaders.count)
@@ -50,10 +50,10 @@ class BF16(Reducer):
             encode(parts[host], messages[host])
             return messages[host]
 
-        for _, received in leaders.pairwise(encoded, even=True):
+        for _, received in leaders.all_to_all_streamed(encoded, even=True):
             decode(received.view(np.uint16), own, add=True)
         encoded(leaders.index)
-        for host, received in leaders.pairwise(lambda _: message, even=True):
+        for host, received in leaders.all_to_all_streamed(lambda _: message, even=True):
             decode(received.view(np.uint16), parts[host])
         decode(message, own)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.comm.backends.base import Hosts
+from hvdtrain.comm.backends.base import LeaderGroup
 from hvdtrain.strategies.cost import Cost, Shape, all_reduce, elements
 from hvdtrain.strategies.reducers.base import Reducer
 
@@ -27,5 +27,5 @@ class Hierarchical(Reducer):
     def cost(cls, shapes: Sequence[Shape], hosts: int, settings: Any = None) -> Cost:
         return Cost(phases=all_reduce(elements(shapes), hosts), exact=True)
 
-    def all_reduce(self, values: np.ndarray, leaders: Hosts) -> None:
-        leaders.sum(values)
+    def all_reduce(self, values: np.ndarray, leaders: LeaderGroup) -> None:
+        leaders.all_reduce(values)

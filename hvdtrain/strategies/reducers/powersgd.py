@@ -39,7 +39,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from hvdtrain.comm.backends.base import Hosts
+from hvdtrain.comm.backends.base import LeaderGroup
 from hvdtrain.config.constraints import Checked, bounded
 from hvdtrain.strategies.cost import Cost, Phase, Shape, elements
 from hvdtrain.strategies.reducers.base import Reducer
@@ -144,7 +144,7 @@ class PowerSGD(Reducer):
         return costs
 
     @np.errstate(invalid="ignore", over="ignore")  # NaN in, NaN out: the training loop then stops and reports it
-    def all_reduce(self, values: np.ndarray, leaders: Hosts) -> None:
+    def all_reduce(self, values: np.ndarray, leaders: LeaderGroup) -> None:
         self._error += values
         self._multiply()
         included = quantized_sum(self._first, leaders, self._bits)

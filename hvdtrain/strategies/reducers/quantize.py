@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.comm.backends.base import Hosts
+from hvdtrain.comm.backends.base import LeaderGroup
 from hvdtrain.strategies.cost import Cost, Phase, Shape, all_reduce, elements, two_phases
 from hvdtrain.strategies.reducers.base import Reducer
 
@@ -37,14 +37,14 @@ TINY = np.float32(1.5e-36)
 """1/127 of this is still a normal float32"""
 
 
-def quantized_sum(values: np.ndarray, leaders: Hosts, bits: int) -> np.ndarray:
+def quantized_sum(values: np.ndarray, leaders: LeaderGroup, bits: int) -> np.ndarray:
     """Replace flat float32 `values` by their rounded sum over hosts, with the same bits on all; 32 bits: not rounded.
 
     Returns the part of this host's numbers that the sum includes.
     """
     if bits == 32 or not values.size:
         own = values.copy()
-        leaders.sum(values)
+        leaders.all_reduce(values)
         return own
     index, blocks = leaders.index, blocks_per_owner(values.size, leaders.count)
     parts = np.zeros((leaders.count, blocks, LENGTH), np.float32)
@@ -56,11 +56,11 @@ def quantized_sum(values: np.ndarray, leaders: Hosts, bits: int) -> np.ndarray:
         decode(message, included[host], bits)
         return message
 
-    for _, received in leaders.pairwise(encoded, even=True):
+    for _, received in leaders.all_to_all_streamed(encoded, even=True):
         decode(received, others, bits, add=True)
     parts[index] += others
     message = encode(parts[index], bits)
-    for host, received in leaders.pairwise(lambda _: message, even=True):
+    for host, received in leaders.all_to_all_streamed(lambda _: message, even=True):
         decode(received, parts[host], bits)
     decode(message, parts[index], bits)
     np.subtract(parts[index], others, out=included[index])
@@ -134,7 +134,7 @@ class Int8(Reducer):
     def cost(cls, shapes: Sequence[Shape], hosts: int, settings: Any = None) -> Cost:
         return Cost(phases=sum_phases(elements(shapes), hosts, cls.bits))
 
-    def all_reduce(self, values: np.ndarray, leaders: Hosts) -> None:
+    def all_reduce(self, values: np.ndarray, leaders: LeaderGroup) -> None:
         values += self._error
         self._error[:] = values
         self._error -= quantized_sum(values, leaders, self.bits)

@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.comm.backends.base import Hosts
+from hvdtrain.comm.backends.base import LeaderGroup
 from hvdtrain.config.constraints import Checked, bounded
 from hvdtrain.strategies.cost import Cost, Shape, elements, two_phases
 from hvdtrain.strategies.reducers.base import Reducer
@@ -67,7 +67,7 @@ class TopK(Reducer):
         return Cost(phases=two_phases(numbers, hosts, Code.of(numbers, hosts, density).message_bytes, "sparse bf16"))
 
     @np.errstate(invalid="ignore")
-    def all_reduce(self, values: np.ndarray, leaders: Hosts) -> None:
+    def all_reduce(self, values: np.ndarray, leaders: LeaderGroup) -> None:
         if not values.size:
             return
         code = Code.of(values.size, leaders.count, self.settings.density)
@@ -78,12 +78,14 @@ class TopK(Reducer):
         self._errors[: self._size] += values
         parts = self._errors.reshape(leaders.count, code.size)
         own = parts[leaders.index]
-        for _, message in leaders.pairwise(lambda host: extract(parts[host], code), even=True):
+        for _, message in leaders.all_to_all_streamed(lambda host: extract(parts[host], code), even=True):
             positions, numbers = code.decode(message)
             own[positions] += numbers
         values[:] = 0
-        sums = extract(own, code)
-        for host, message in itertools.chain(leaders.pairwise(lambda _: sums, even=True), [(leaders.index, sums)]):
+        outcome = extract(own, code)
+        for host, message in itertools.chain(
+            leaders.all_to_all_streamed(lambda _: outcome, even=True), [(leaders.index, outcome)]
+        ):
             positions, numbers = code.decode(message)
             part = values[host * code.size : (host + 1) * code.size]
             inside = positions < part.size

@@ -26,12 +26,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from hvdtrain.comm.backends.servers import NUMBERS
-from hvdtrain.comm.world import World
+from hvdtrain.comm.backends.base import Communicator
+from hvdtrain.comm.backends.servers import NUMBERS, ServerCommunicator
 from hvdtrain.config.constraints import Checked, bounded
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.observe.timing import Clock
@@ -59,7 +59,7 @@ class AsyncPS(Strategy):
     reshard_refusal = "the momentum of each part is on the rank that serves it"
 
     def __init__(
-        self, world: World, shapes: Sequence[Shape], config: TrainConfig, settings: Any, reducer: Reducer | None
+        self, world: Communicator, shapes: Sequence[Shape], config: TrainConfig, settings: Any, reducer: Reducer | None
     ) -> None:
         super().__init__(world, shapes, config, settings, reducer)
         self._every = config.checkpoint_steps
@@ -69,7 +69,7 @@ class AsyncPS(Strategy):
             self._server = Server(part, config)
             return self._server
 
-        if not world.servers.serve(settings.servers, elements(shapes), serve):
+        if not self._servers.serve(settings.servers, elements(shapes), serve):
             world.may_die()
         self._weights = np.empty(elements(shapes), np.float32)
         self._steps, self._drifted = 0, 0
@@ -94,6 +94,10 @@ class AsyncPS(Strategy):
             )
 
     @property
+    def _servers(self) -> ServerCommunicator:
+        return cast(ServerCommunicator, self._world)
+
+    @property
     def in_sync(self) -> bool:
         return self._drifted == 0
 
@@ -106,7 +110,7 @@ class AsyncPS(Strategy):
         loss = float(tail[0] / samples)
         numbers = np.array([lr, samples / all_samples, self._steps, tail[-1]], np.float64)
         with clock.span("communication"):
-            answers = self._world.servers.ask(numbers, vector[: self._size], self._weights)
+            answers = self._servers.ask(numbers, vector[: self._size], self._weights)
         with clock.span("compute"):
             replica.set_weights(self._weights)
         late = answers[:, 0]
@@ -126,7 +130,7 @@ class AsyncPS(Strategy):
             if self._server:
                 self._server.synchronized()
             if self._world.size > 1:
-                self._world.servers.ask(np.zeros(NUMBERS), None, self._weights)
+                self._servers.ask(np.zeros(NUMBERS), None, self._weights)
                 self._world.gather("pulled")  # no rank pushes before all have pulled
         with clock.span("compute"):
             replica.set_weights(self._weights)
@@ -135,7 +139,7 @@ class AsyncPS(Strategy):
 
     def _sent_now(self) -> int:
         """Return the bytes that this rank and its server have sent since the last call."""
-        before, self._sent = self._sent, self._world.servers.sent_bytes
+        before, self._sent = self._sent, self._servers.sent_bytes
         return self._sent - before
 
     def state(self) -> dict[str, np.ndarray]:

@@ -13,11 +13,11 @@ Li et al., "Scaling distributed machine learning with the parameter server", 201
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from hvdtrain.comm.backends.servers import NUMBERS, Star
+from hvdtrain.comm.backends.servers import NUMBERS, ServerCommunicator, Star
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.observe.timing import Clock
 from hvdtrain.strategies.base import Capabilities, ReducerCost, Strategy
@@ -54,6 +54,10 @@ class Central(Strategy):
                 exits.BAD_CONFIG,
             )
 
+    @property
+    def _servers(self) -> ServerCommunicator:
+        return cast(ServerCommunicator, self._world)
+
     def step(self, replica: Vectors, lr: float, clock: Clock) -> Exchanged:
         vector = replica.vector()
         if not self._answer.size:
@@ -63,20 +67,20 @@ class Central(Strategy):
                 for gradients in list(self._centre.gathered(vector).values())[1:]:
                     vector += gradients
             else:
-                self._world.servers.ask(np.zeros(NUMBERS), vector, self._answer)
+                self._servers.ask(np.zeros(NUMBERS), vector, self._answer)
         with clock.span("compute"):
             if self._centre:
                 replica.apply(lr)
                 self._answer[: self._size] = replica.weights()
                 self._answer[self._size :] = vector[self._size :]
-                self._centre.tell(self._answer)
+                self._centre.answer_all(self._answer)
             else:
                 replica.set_weights(self._answer[: self._size])
         return Exchanged.of(self._answer[self._size :], vector.nbytes * self._messages())
 
     def _messages(self) -> int:
         """Return how many messages this rank sends to other hosts in a step; rank 0's threads may still be sending."""
-        return self._world.servers.elsewhere(range(1, self._world.size) if self._centre else [0])
+        return self._servers.count_remote(range(1, self._world.size) if self._centre else [0])
 
     def _begin(self, vector: np.ndarray) -> None:
         """Make rank 0 the server of all parameters. Collective."""
@@ -86,11 +90,11 @@ class Central(Strategy):
             self._centre = Centre(self._world.size)
             return self._centre
 
-        self._world.servers.serve(1, vector.size, serve)
+        self._servers.serve(1, vector.size, serve)
 
 
 class Centre(Star):
-    """A `backends.servers.Store` in which gradients wait for rank 0, and the other ranks for its weights."""
+    """A `comm.backends.servers.Store` in which gradients wait for rank 0, and the other ranks for its weights."""
 
     def answer(self, rank: int, numbers: np.ndarray, gradients: np.ndarray | None, weights: np.ndarray) -> np.ndarray:
         """Called in the thread of another rank."""

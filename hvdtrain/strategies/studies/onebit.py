@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.comm.backends.base import Hosts
+from hvdtrain.comm.backends.base import LeaderGroup
 from hvdtrain.strategies.cost import Cost, Shape, elements, two_phases
 from hvdtrain.strategies.reducers.base import Reducer
 from hvdtrain.strategies.reducers.bfloat16 import from_bf16, to_bf16
@@ -134,17 +134,17 @@ class OneBit(Reducer):
         return Cost(phases=two_phases(elements(shapes), hosts, Plan.of(shapes, hosts).message_bytes, "onebit"))
 
     @np.errstate(invalid="ignore")
-    def all_reduce(self, values: np.ndarray, leaders: Hosts) -> None:
+    def all_reduce(self, values: np.ndarray, leaders: LeaderGroup) -> None:
         if leaders.count != self._plan.hosts:
             self._prepare(leaders.count, self.state()["errors"])
         errors, sums, index = self._errors, self._sums, leaders.index
         for flat, own in errors.pieces(values):
             own += flat
-        for _, message in leaders.pairwise(self._encode, even=True):
+        for _, message in leaders.all_to_all_streamed(self._encode, even=True):
             self._decode(message, errors, index, add=True)
         errors.unpad()
         encoded = self._encode(index)
-        for host, message in leaders.pairwise(lambda _: encoded, even=True):
+        for host, message in leaders.all_to_all_streamed(lambda _: encoded, even=True):
             self._decode(message, sums, host, add=False)
         self._decode(encoded, sums, index, add=False)
         for flat, own in sums.pieces(values):

@@ -1,4 +1,4 @@
-"""Measures: scores of sums over ranks are one process's; the loop, records and tables go by the headline."""
+"""Metrics: scores of sums over ranks are one process's; the loop, records and tables go by the primary metric."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from hvdtrain.training.train_state import Position
 DRAW = np.random.default_rng(7)
 
 
-def totals(measure: metrics.Measure, parts: list[dict[str, np.ndarray]], samples: int) -> np.ndarray:
+def totals(metric: metrics.Metric, parts: list[dict[str, np.ndarray]], samples: int) -> np.ndarray:
     """Of parts that ranks have summed by themselves."""
-    sums = [np.sum([part[name] for part in parts], axis=0).ravel() for name in measure.sums]
+    sums = [np.sum([part[name] for part in parts], axis=0).ravel() for name in metric.sums]
     return np.concatenate([[3.0 * samples], *sums, [samples]])
 
 
@@ -56,10 +56,10 @@ def test_errors_of_a_regression_are_scikit_learns_however_it_is_cut() -> None:
 )
 def test_a_confusion_matrix_gives_scikit_learns_precision_recall_and_f1(classes: int, answers: int) -> None:
     truth, found = DRAW.integers(0, classes, 150), DRAW.integers(0, answers, 150)
-    measure = Confusion(("a", "b", "c", "d with a name that is long"))
+    metric = Confusion(("a", "b", "c", "d with a name that is long"))
     cuts = zip(np.split(truth, [60]), np.split(found, [60]), strict=True)
     parts = [{"confusion": known.confusion_matrix(t, f, labels=range(4))} for t, f in cuts]
-    _, scores = measure.means(totals(measure, parts, 150))
+    _, scores = metric.means(totals(metric, parts, 150))
     expected = {"accuracy": known.accuracy_score(truth, found)}
     for average, ending in (("macro", ""), ("weighted", "_weighted"), (None, "_class{}")):
         values = known.precision_recall_fscore_support(truth, found, average=average, zero_division=0)
@@ -67,8 +67,8 @@ def test_a_confusion_matrix_gives_scikit_learns_precision_recall_and_f1(classes:
             expected |= {f"{kind}{ending.format(place)}": each for place, each in enumerate(np.atleast_1d(value))}
     assert scores == pytest.approx(expected)
     absent = {f"{kind}_class{number}" for number in range(classes, 4) for kind in ("f1", "precision", "recall")}
-    assert set(scores) == set(measure.scores) - absent
-    of_classes, matrix = measure.report({"confusion": np.sum([part["confusion"] for part in parts], axis=0).tolist()})
+    assert set(scores) == set(metric.scores) - absent
+    of_classes, matrix = metric.report({"confusion": np.sum([part["confusion"] for part in parts], axis=0).tolist()})
     assert of_classes[1][2] == [
         "b",
         *(f"{scores[f'{kind}_class1']:.4f}" for kind in ("precision", "recall", "f1")),
@@ -81,15 +81,15 @@ def test_a_confusion_matrix_gives_scikit_learns_precision_recall_and_f1(classes:
 
 
 def test_what_a_measure_says_comes_back_and_nothing_else_is_taken() -> None:
-    for measure in (metrics.Accuracy(), Regression(), Confusion(("a", "b"))):
-        value = json.loads(json.dumps(measure.as_json()))
-        assert metrics.read(value) == (measure.headline, dict(measure.scores))
-    runs = pd.DataFrame({"scores": [json.dumps(Regression("W/m2").as_json())] * 2, "headline": "mae"})
+    for metric in (metrics.Accuracy(), Regression(), Confusion(("a", "b"))):
+        value = json.loads(json.dumps(metric.as_json()))
+        assert metrics.read(value) == (metric.primary, dict(metric.scores))
+    runs = pd.DataFrame({"scores": [json.dumps(Regression("W/m2").as_json())] * 2, "primary_metric": "mae"})
     assert named.best(runs.assign(best_validation_mae=[0.5, 0.3])) == "MAE 0.3 W/m2"
-    for wrong in ({}, {"headline": "x", "scores": {}}, {**value, "headline": "f2"}, {**value, "scores": {"f1": {}}}):
+    for wrong in ({}, {"primary": "x", "scores": {}}, {**value, "primary": "f2"}, {**value, "scores": {"f1": {}}}):
         with pytest.raises(ValueError, match="score"):
             metrics.read(wrong)
-    with pytest.raises(Failure, match="gives the sums wrong, and its measure adds up correct"):
+    with pytest.raises(Failure, match="gives the sums wrong, and its metric adds up correct"):
         metrics.Accuracy().in_order({"wrong": 1})
 
 
@@ -125,7 +125,7 @@ def line(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-def test_the_loop_goes_by_a_headline_that_is_better_when_lower(line: Path) -> None:
+def test_the_loop_goes_by_a_primary_metric_that_is_better_when_lower(line: Path) -> None:
     found = list(records.read(line / "metrics" / "rank0000.jsonl"))
     epochs = [each for each in found if isinstance(each, records.Epoch)]
     values = [each.validation_scores["mae"] for each in epochs]
@@ -150,7 +150,7 @@ def test_results_show_and_judge_it_so(line: Path, capsys: pytest.CaptureFixture[
     loaded = load.load([line])
     assert not loaded.problems
     row = loaded.runs.iloc[0]
-    assert row["headline"] == "mae"
+    assert row["primary_metric"] == "mae"
     assert row["best_validation_score"] == row["best_validation_mae"] <= 0.4
     assert "test MAE (W/m2)" in [column.heading for column in tables.overview(loaded).columns]
     assert accuracy.accuracy(loaded, 0.4).rows[0]["reached"] == "1 of 1"
@@ -180,12 +180,12 @@ def test_a_score_beyond_its_bounds_is_refused(line: Path, tmp_path: Path) -> Non
     assert "not of 0 W/m2 or more" in loaded.problems[0].what
 
 
-@pytest.mark.parametrize(("workload", "headline"), [("resnet", "accuracy"), ("captioning", "bleu4")])
-def test_runs_of_version_1_are_read(workload: str, headline: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("workload", "primary"), [("resnet", "accuracy"), ("captioning", "bleu4")])
+def test_runs_of_version_1_are_read(workload: str, primary: str, capsys: pytest.CaptureFixture[str]) -> None:
     folder = ROOT / "tests" / "version1" / workload
     loaded = load.load([folder])
     row = loaded.runs.iloc[0]
-    assert (row["state"], row["headline"], loaded.problems) == ("complete", headline, [])
+    assert (row["state"], row["primary_metric"], loaded.problems) == ("complete", primary, [])
     raw = [json.loads(text) for text in (folder / "metrics" / "rank0000.jsonl").read_text().splitlines()]
     summary = next(each for each in raw if each["type"] == "summary")
     assert row["test_accuracy"] == summary["test_accuracy"]

@@ -1,0 +1,32 @@
+"""The options with which hvdtrain calls ssh."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+from collections.abc import Sequence
+
+from hvdtrain.system.commands import Command, run
+from hvdtrain.system.exits import Failure
+
+CONNECT_S = 5
+"""Seconds in which a host's sshd must accept a connection."""
+ALIVE_S = 5
+"""Seconds between keep-alive messages. A connection ends after three unanswered ones."""
+
+
+def command(host: str, words: Sequence[str], *options: str) -> Command:
+    """Words that run a command on `host` without a prompt. `options` are further options of ssh.
+
+    sshd passes the command to the user's login shell, so each word is quoted.
+    """
+    fixed = ["BatchMode=yes", f"ConnectTimeout={CONNECT_S}", f"ServerAliveInterval={ALIVE_S}", "LogLevel=ERROR"]
+    return ["ssh", *(part for option in fixed for part in ("-o", option)), *options, "--", host, shlex.join(words)]
+
+
+def endpoint(host: str) -> tuple[str, int]:
+    """(host name, port) to which ssh would connect, from the user's ssh settings."""
+    with contextlib.suppress(Failure):
+        settings = dict(line.partition(" ")[::2] for line in run(["ssh", "-G", host]).splitlines())
+        return settings["hostname"], int(settings["port"])
+    return host, 22

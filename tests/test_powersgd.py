@@ -319,7 +319,7 @@ class GivenSums:
     def __init__(self) -> None:
         self.turn = 0
 
-    def sum(self, values: np.ndarray) -> None:
+    def all_reduce(self, values: np.ndarray) -> None:
         self.turn += 1
         values[:] = normal(self.turn, values.size)
 

@@ -10,6 +10,7 @@ import numpy as np
 from thread_ranks import Room, at_once
 
 from hvdtrain.comm.backends.base import LeaderGroup
+from hvdtrain.comm.backends.tcp import SMALL_BYTES
 from hvdtrain.strategies.reducers.base import Reducer
 
 T = TypeVar("T")
@@ -37,7 +38,10 @@ class FakeHosts(LeaderGroup):
         return self._all(("all_gather", part.copy()))
 
     def all_reduce(self, values: np.ndarray) -> None:
-        self.sent_bytes += 2 * (self.count - 1) * values.nbytes // self.count
+        if values.nbytes <= SMALL_BYTES or values.size < self.count:  # as the TCP backend sends them
+            self.sent_bytes += (self.count - 1) * values.nbytes
+        else:
+            self.sent_bytes += 2 * (self.count - 1) * values.nbytes // self.count
         whole = self._all(("all_reduce", values.copy()))
         values[:] = whole[0]
         for other in whole[1:]:
@@ -57,11 +61,14 @@ def run(count: int, program: Callable[[Any], T]) -> list[T]:
 
 
 def rounds(reducers: Sequence[Reducer], inputs: Sequence[np.ndarray] | np.ndarray) -> tuple[np.ndarray, int]:
-    """One round of the reducers, a host for each: what all hosts get, the same bits, and the bytes that each sends."""
+    """Run one all-reduce with a reducer per host. Returns the common result and the bytes that each host sends."""
 
     def host(hosts: LeaderGroup) -> tuple[np.ndarray, int]:
         values = inputs[hosts.index].copy()
-        reducers[hosts.index].sum(values, hosts)
+        if hosts.count > 1:
+            reducers[hosts.index].all_reduce(values, hosts)
+        else:
+            reducers[hosts.index].add_residual(values)
         return values, hosts.sent_bytes
 
     results = run(len(reducers), host)

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 from runs import cut_off, read_run
 from test_resnet_train import assert_same_arrays, newest_arrays, started, wait_for_steps
-from test_strategies import Simulated, simulated_delayed
+from test_strategies import Simulated, simulated_sync
 from thread_ranks import ThreadRendezvous, at_once, meetings
 
 from hvdtrain import strategies
@@ -101,7 +101,7 @@ def test_all_workers_hear_of_the_step_to_meet_after_before_they_pass_it(workers:
 
 def test_one_worker_is_plain_sgd() -> None:
     report = document(launch(0, [str(PROGRAMS / "exchange.py"), "torch", '{"strategy": "async-ps"}']))
-    weight, (losses,), _ = simulated_delayed(problem := Simulated(1), 0, problem.steps)
+    weight, (losses,), _ = simulated_sync(problem := Simulated(1), problem.steps)
     np.testing.assert_allclose(report["weight"], weight, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(report["losses"], losses, rtol=1e-6)
     assert (report["samples"], report["stopping"], report["bytes_sent"]) == (11, True, 0)

@@ -78,10 +78,19 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_ranks_and_frameworks_learn_the_same(small: str, tmp_path: Path) -> None:
     """The loss is the mean per word over all ranks, although captions differ in length.
 
-    A run that stopped within an epoch and resumes with another number of ranks learns the same, too.
+    A run that stopped within an epoch and resumed with another number of ranks learns the same.
     """
     flags = ["--data", small, *TINY, "--dropout", "0", "--global-batch-size", "16", "--epochs", "2", "--lr", "0.01"]
-    flags += ["--checkpoint-epochs", "0", "--checkpoint-steps", "9", "--keep-checkpoints", "9"]
+    flags += [
+        "--checkpoint-epochs",
+        "0",
+        "--checkpoint-steps",
+        "9",
+        "--keep-checkpoints",
+        "9",
+        "--strategy",
+        "hierarchical",
+    ]
     alone, two, tensorflow = (tmp_path / name for name in ("alone", "two", "tensorflow"))
     then_two, then_alone = tmp_path / "alone then two", tmp_path / "two then alone"
     here("captioning", *flags, "--framework", "torch", "--run-dir", str(alone))
@@ -126,7 +135,7 @@ STRATEGIES: dict[str, list[str]] = {
     "allreduce": [],
     "local-sgd": ["--strategy", "local-sgd:every=4+powersgd"],
     "async-ps": ["--strategy", "async-ps", "--optimizer", "sgd", "--lr", "0.05"],
-    "hybrid": ["--strategy", "hybrid:shares=3:1"],
+    "shares": ["--strategy", "hierarchical", "--shares", "3:1"],
     "native": ["--strategy", "native"],
 }
 

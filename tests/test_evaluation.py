@@ -22,6 +22,7 @@ from hvdtrain.models import resnet
 from hvdtrain.pipeline.schedule import Pipe
 from hvdtrain.records import metrics
 from hvdtrain.resnet import ResNetConfig
+from hvdtrain.strategies import Capabilities
 from hvdtrain.system.exits import Failure
 from hvdtrain.training import evaluation, job, snapshot
 from hvdtrain.training.checkpoint import Loaded
@@ -116,16 +117,16 @@ def test_ranks_get_their_mean_by_their_shares(shares: Any, mean: float, replica:
 def test_other_ranks_go_on_with_the_mean_of_those_that_were_saved() -> None:
     others = [{"buffer.mean": np.full(2, value, np.float32)} for value in (1, 2, 6)]
     loaded = Loaded(step=1, shared={}, local={}, progress={}, others=others, recut=False)
-    strategy: Any = SimpleNamespace(local=False, handed_on=lambda _: {})
-    assert snapshot.handed_on(loaded, strategy)["buffer.mean"].tolist() == [3, 3]
+    strategy: Any = SimpleNamespace(capabilities=Capabilities(), reshard_state=lambda _: {})
+    assert snapshot.resharded(loaded, strategy)["buffer.mean"].tolist() == [3, 3]
 
 
 def test_what_an_exchange_left_out_does_not_go_to_other_stages() -> None:
     others = [{"buffer.mean": np.ones(2, np.float32), "strategy.error": np.ones(5, np.float32)}]
     loaded = Loaded(step=1, shared={}, local={}, progress={}, others=others, recut=True)
-    strategy: Any = SimpleNamespace(local=False, handed_on=lambda states: states[0])
+    strategy: Any = SimpleNamespace(capabilities=Capabilities(), reshard_state=lambda states: states[0])
     with pytest.raises(Failure, match="belongs to the stages that its ranks had; give the same --stages"):
-        snapshot.handed_on(loaded, strategy)
+        snapshot.resharded(loaded, strategy)
 
 
 def test_a_diverged_run_has_no_loss_and_valid_records(tmp_path: Path) -> None:

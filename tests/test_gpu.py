@@ -61,7 +61,7 @@ def test_losses_equal_those_of_the_cpu(framework: str, precision: str, tolerance
     np.testing.assert_allclose(losses[1], losses[0], rtol=tolerance)
 
 
-@pytest.mark.parametrize("strategy", sorted({*strategies.SCHEDULES, *strategies.REDUCERS} - {"allreduce", "native"}))
+@pytest.mark.parametrize("strategy", sorted({*strategies.ALGORITHMS, *strategies.REDUCERS} - {"allreduce", "native"}))
 def test_two_ranks_share_a_gpu_with_every_strategy(strategy: str, tmp_path: Path) -> None:
     """The TCP backend moves the gradients, so that two ranks may use one GPU."""
     folder = tmp_path / "run"

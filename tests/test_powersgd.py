@@ -186,8 +186,8 @@ def test_not_a_number_is_not_hidden(bits: Bits, where: int) -> None:
     assert not np.isfinite(rounds(team(2, MIXED, 2, bits), inputs)[0][where])
 
 
-def test_the_state_of_another_rank_is_refused() -> None:
-    with pytest.raises(Failure, match="with the rank"):
+def test_the_state_of_another_rank_setting_is_rejected() -> None:
+    with pytest.raises(Failure, match="q of powersgd has 206 numbers"):
         team(1, MIXED, 1)[0].load(team(1, MIXED, 2)[0].state())
     with pytest.raises(Failure, match="error"):
         team(1, MIXED, 1)[0].load(team(1, [*MIXED, (3,)], 1)[0].state())
@@ -308,31 +308,31 @@ def test_the_parts_of_a_class_of_ones_own_are_of_that_class() -> None:
     class Own(PowerSGD):
         pass
 
-    assert [type(part) for part in Own(MIXED).cut([range(1), range(1, len(MIXED))])] == [Own, Own]
+    assert [type(part) for part in Own(MIXED).split([range(1), range(1, len(MIXED))])] == [Own, Own]
 
 
-class Told:
-    """Two hosts of which only this one is here: what the sums are is given."""
+class GivenSums:
+    """Two hosts, of which only one exists; the sums are given."""
 
     count, index, sent_bytes = 2, 0, 0
 
     def __init__(self) -> None:
         self.turn = 0
 
-    def sum(self, values: np.ndarray) -> None:
+    def all_reduce(self, values: np.ndarray) -> None:
         self.turn += 1
         values[:] = normal(self.turn, values.size)
 
 
-def told_digest() -> str:
+def digest_of_given_sums() -> str:
     reducer, values = PowerSGD(MIXED, settings_of(6)), normal(0, elements(MIXED))
-    reducer.sum(values, Told())  # type: ignore[arg-type]
+    reducer.all_reduce(values, GivenSums())  # type: ignore[arg-type]
     return hashlib.sha256(values.tobytes()).hexdigest()
 
 
 def test_processors_of_other_kinds_get_the_same_bits() -> None:
     """OpenBLAS rounds differently on processors with and without fused multiply-add; it can play an old one."""
-    program = "import test_powersgd; print(test_powersgd.told_digest())"
+    program = "import test_powersgd; print(test_powersgd.digest_of_given_sums())"
     digests = {
         finished([sys.executable, "-c", program], extra={"OPENBLAS_CORETYPE": kind, "PYTHONPATH": "tests"}).stdout
         for kind in ("Haswell", "Nehalem")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import PROGRAMS, document, failing, first_of, launch, refused
-from test_strategies import Simulated, simulated_delayed
+from test_strategies import Simulated, simulated_sync
 
 from hvdtrain.comm.launch_env import launch_env, separate_programs
 
@@ -44,7 +44,7 @@ def test_uneven_ranks_train_as_one_process_on_all_samples(
 ) -> None:
     report = exchanged(framework, ranks, strategy, launcher)
     size = max(1, ranks)
-    weight, (losses,), _ = simulated_delayed(problem := Simulated(1), 0, problem.steps)
+    weight, (losses,), _ = simulated_sync(problem := Simulated(1), problem.steps)
     np.testing.assert_allclose(report["weight"], weight, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(report["losses"], losses, rtol=1e-5)
     assert report["size"] == size

@@ -6,7 +6,7 @@ import pytest
 from conftest import ROOT, document, launch
 
 
-@pytest.mark.parametrize("strategy", ["delayed+powersgd", "native:hook=powersgd,rank=1"])
+@pytest.mark.parametrize("strategy", ["powersgd", "native:hook=powersgd,rank=1"])
 def test_a_replay_sleeps_its_computation_and_exchanges_for_real(strategy: str) -> None:
     flags = ["--width", "0.125", "--compute-s", "0.2", "--steps", "3", "--threads", "1", "--strategy", strategy]
     found = document(launch(2, [str(ROOT / "tools" / "replay.py"), "--framework", "torch", *flags]))

@@ -38,7 +38,7 @@ from hvdtrain.models.resnet_tf import ResNetTF
 from hvdtrain.models.resnet_torch import ResNetTorch
 from hvdtrain.observe.timing import Clock
 from hvdtrain.records.metrics import Accuracy
-from hvdtrain.strategies.algorithms.overlapped import PARTS, Overlapped, cut
+from hvdtrain.strategies.algorithms.overlapped import MAX_BUCKETS, Overlapped, buckets
 from hvdtrain.strategies.reducers.exact import Hierarchical
 from hvdtrain.system.exits import BAD_CONFIG, Failure
 from hvdtrain.training import job
@@ -434,43 +434,45 @@ def test_a_part_of_a_vector_becomes_a_tensor_wherever_it_begins(begin: int, end:
     assert (made.numpy() == -1).all() == (shared or begin == end)
 
 
-class Taking(Overlapped):
-    """Keeps the vectors of a replica instead of summing them."""
+class Recording(Overlapped):
+    """Records the buckets that a replica reports, instead of summing them."""
 
-    def parts(self) -> list[range]:
+    def buckets(self) -> list[range]:
         self.begins = [0, *np.cumsum([int(np.prod(shape)) for shape in self._shapes])]
-        self.cut = cut(self._shapes)
-        self.taken: list[tuple[int, np.ndarray, bool]] = []
+        self.ranges = buckets(self._shapes)
+        self.reported: list[tuple[int, np.ndarray, bool]] = []
         self.backward_done = False
-        return self.cut
+        return self.ranges
 
-    def take(self, part: int, vector: np.ndarray, ready: Any = None) -> None:
-        here = slice(self.begins[self.cut[part].start], self.begins[self.cut[part].stop] if part else None)
-        self.taken.append((part, vector[here].copy(), self.backward_done))
+    def on_bucket_ready(self, bucket: int, vector: np.ndarray, ready: Any = None) -> None:
+        here = slice(self.begins[self.ranges[bucket].start], self.begins[self.ranges[bucket].stop] if bucket else None)
+        self.reported.append((bucket, vector[here].copy(), self.backward_done))
 
 
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])
-def test_each_part_is_given_during_backward_when_its_gradients_are_final(framework: str) -> None:
+def test_each_bucket_is_reported_during_backward_when_its_gradients_are_final(framework: str) -> None:
     spec = SMALL
     images, labels = batch(spec, (8, 8))
     config = TrainConfig(framework=framework, device="cpu")
     world = connect(framework, backend="tcp")
     shapes = in_vector(framework, list(parameters(spec).values()))
-    strategy = Taking(world, shapes, config, None, Hierarchical(shapes))
+    strategy = Recording(world, shapes, config, None, Hierarchical(shapes))
     model: Any = (ResNetTorch if framework == "torch" else ResNetTF)(spec)
     replica = job.replica_of(model, config, world, strategy, "cpu", Accuracy())
     for _ in range(2):
-        strategy.taken.clear()
+        strategy.reported.clear()
         strategy.backward_done = False
         replica.backward(Batch(arrays=(images, labels), weight=16, total_weight=16), 0.1, stop=False)
         strategy.backward_done = True
-        assert [(part, late) for part, _, late in strategy.taken] == [(part, False) for part in range(PARTS)]
-        whole = np.concatenate([piece for _, piece, _ in reversed(strategy.taken)])
+        assert [(bucket, late) for bucket, _, late in strategy.reported] == [
+            (bucket, False) for bucket in range(MAX_BUCKETS)
+        ]
+        whole = np.concatenate([piece for _, piece, _ in reversed(strategy.reported)])
         np.testing.assert_array_equal(whole, replica.vector())
         assert whole[-2] == 16 and np.abs(whole[: strategy.begins[-1]]).sum() > 0
 
 
-def test_arrays_that_the_loss_does_not_use_are_given_with_the_others() -> None:
+def test_arrays_that_the_loss_does_not_use_are_reported_with_the_others() -> None:
     class Half(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -481,23 +483,23 @@ def test_arrays_that_the_loss_does_not_use_are_given_with_the_others() -> None:
 
     config = TrainConfig(framework="torch", device="cpu")
     world = connect("torch", backend="tcp")
-    strategy = Taking(world, [(100, 100)] * 2, config, None, Hierarchical([(100, 100)] * 2))
+    strategy = Recording(world, [(100, 100)] * 2, config, None, Hierarchical([(100, 100)] * 2))
     replica = job.replica_of(Half(), config, world, strategy, "cpu", Accuracy())
     ones = np.ones((1, 100), np.float32)
     replica.backward(Batch(arrays=(ones, ones), weight=1, total_weight=1), 0.1, stop=False)
-    (first, unused, _), (second, used, _) = strategy.taken
+    (first, unused, _), (second, used, _) = strategy.reported
     assert (first, second, unused[: 100 * 100].any(), used.all()) == (0, 1, False, True)
 
 
 @pytest.mark.parametrize(
-    ("shapes", "parts"),
+    ("shapes", "expected"),
     [
         ([(3, 3), (3,), (4, 3), (4,), (4,), (5, 4), (6, 5), (1 << 14, 6), (9,)], [(6, 9), (5, 6), (2, 5), (0, 2)]),
         ([(4,), (1 << 15, 4)], [(0, 2)]),
         ([(1 << 15,), (4,)], [(0, 2)]),
         ([(2, 2)] * 40, [(0, 40)]),
     ],
-    ids=["quarters", "one layer", "no layer", "so few numbers that more rounds cost more than they hide"],
+    ids=["quarters", "one layer", "no layer", "few numbers"],
 )
-def test_the_parts_are_quarters_of_the_layers_the_last_first(shapes: Any, parts: list[tuple[int, int]]) -> None:
-    assert cut(shapes) == [range(*part) for part in parts]
+def test_the_buckets_are_quarters_of_the_layers_the_last_first(shapes: Any, expected: list[tuple[int, int]]) -> None:
+    assert buckets(shapes) == [range(*bucket) for bucket in expected]

@@ -1,8 +1,7 @@
-"""One string names an exchange: how it is read and spelt, what is refused, and how it replaces the flags of before."""
+"""The strategy string: parsing, the canonical form, errors, help, costs, and plug-ins."""
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import json
 import re
@@ -12,18 +11,17 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
-from conftest import ROOT, SMALL, alone, document, failing, finished, here, installed
+from conftest import SMALL, alone, document, failing, finished, here, installed
 from hypothesis import given
 from hypothesis import strategies as some
 
-from hvdtrain.comm.world import BACKENDS
-from hvdtrain.config import constraints, workloads
+from hvdtrain.config import constraints
 from hvdtrain.config.options import TrainConfig
-from hvdtrain.strategies import REDUCERS, SCHEDULES, Layout, parse
+from hvdtrain.strategies import Layout, Reducer, Strategy, parse, registry
 from hvdtrain.strategies.algorithms.local_sgd import LocalSGD
-from hvdtrain.strategies.algorithms.native import Native
 
-KNOWN: dict[str, Any] = {**SCHEDULES, **REDUCERS}
+ALGORITHMS, REDUCERS = registry.names(Strategy), registry.names(Reducer)
+KNOWN: dict[str, Any] = {name: registry.lookup(name) for name in [*ALGORITHMS, *REDUCERS]}
 LONG = "local-sgd:every=6,staleness=1+powersgd:rank=12,bits=4"
 
 
@@ -36,17 +34,16 @@ LONG = "local-sgd:every=6,staleness=1+powersgd:rank=12,bits=4"
         ("powersgd:rank=2,bits=32", "powersgd:bits=32"),
         ("topk:density=0.0100", "topk"),
         ("local-sgd:outer_lr=0.7,outer_momentum=1e-1", "local-sgd:outer_lr=0.7,outer_momentum=0.1"),
-        ("hybrid:shares=3:1.5+int8", "hybrid:shares=3:1.5+int8"),
         ("native:rank=4,hook=powersgd", "native:hook=powersgd,rank=4"),
     ],
 )
-def test_only_what_differs_is_spelt_in_the_order_of_the_fields(text: str, canonical: str) -> None:
+def test_the_canonical_form_has_changed_settings_in_the_order_of_the_fields(text: str, canonical: str) -> None:
     assert str(parse(text)) == canonical
     assert parse(canonical) == parse(text)
 
 
 def values(cls: Any) -> some.SearchStrategy[dict[str, Any]]:
-    """Settings of a class within their bounds."""
+    """Draw settings of a class within their bounds."""
     drawn: dict[str, some.SearchStrategy[Any]] = {}
     for field in dataclasses.fields(cls.Settings):
         hint, limits = get_type_hints(cls.Settings)[field.name], field.metadata.get("bounds", {})
@@ -57,45 +54,42 @@ def values(cls: Any) -> some.SearchStrategy[dict[str, Any]]:
         elif hint is float:
             drawn[field.name] = numbers
         else:
-            several = some.lists(numbers, min_size=1).map(tuple)
-            drawn[field.name] = several if "tuple" in str(hint) else some.sampled_from(get_args(hint))
+            drawn[field.name] = some.sampled_from(get_args(hint))
     return some.fixed_dictionaries({}, optional=drawn)
 
 
 @given(some.data())
-def test_what_is_spelt_is_read_as_it_was(data: some.DataObject) -> None:
+def test_the_canonical_form_parses_to_the_same_exchange(data: some.DataObject) -> None:
     name = data.draw(some.sampled_from(list(KNOWN)))
-    holds = name in SCHEDULES and SCHEDULES[name].holds_reducer
-    words = [name, data.draw(some.sampled_from([*REDUCERS]))] if holds else [name]
+    holds = name in ALGORITHMS and KNOWN[name].capabilities.takes_reducer
+    words = [name, data.draw(some.sampled_from(REDUCERS))] if holds else [name]
     asked = [data.draw(values(KNOWN[word])) for word in words]
     exchange = parse("+".join(map(typed, words, asked)))
     assert parse(str(exchange)) == exchange
-    assert not re.search(r"[^A-Za-z0-9:=,+._-]", str(exchange)), "no shell needs quotes for it"
-    held = [part for part in (exchange.schedule, exchange.reducer) if part]
-    for part, expected in zip(held, asked, strict=True):
-        assert {key: getattr(part.settings, key) for key in expected} == expected
+    assert not re.search(r"[^A-Za-z0-9:=,+._-]", str(exchange)), "a shell needs no quotes"
+    components = [each for each in (exchange.algorithm, exchange.reducer) if each]
+    for component, expected in zip(components, asked, strict=True):
+        assert {key: getattr(component.settings, key) for key in expected} == expected
 
 
 def typed(name: str, asked: dict[str, Any]) -> str:
-    words = [
-        f"{key}={':'.join(map(repr, value)) if isinstance(value, tuple) else value}" for key, value in asked.items()
-    ]
+    words = [f"{key}={value}" for key, value in asked.items()]
     return f"{name}:{','.join(words)}".replace("e+", "e") if words else name
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
-        ("nonsense", f"unknown strategy 'nonsense'; known: {', '.join(KNOWN)} (see --strategy help)"),
+        ("nonsense", f"unknown strategy 'nonsense'; known: {', '.join(KNOWN)}"),
         ("powersdg", "did you mean powersgd?"),
-        ("delayed+nonsense", f"unknown reducer 'nonsense'; known: {', '.join(REDUCERS)}"),
-        ("local-sgd+delayed", f"known: {', '.join(REDUCERS)}"),
-        ("allreduce+int8", "allreduce takes no reducer behind a plus; these do: local-sgd, delayed, hybrid"),
-        ("int8+powersgd", "int8 is a reducer, which stands alone or behind the plus of a schedule"),
-        ("delayed+int8+int4", "one reducer goes behind a schedule"),
+        ("local-sgd+nonsense", f"unknown reducer 'nonsense'; known: {', '.join(REDUCERS)}"),
+        ("local-sgd+local-sgd", f"known: {', '.join(REDUCERS)}"),
+        ("allreduce+int8", "allreduce takes no reducer; hint: these do: local-sgd"),
+        ("int8+powersgd", "int8 is a reducer; hint: use it alone"),
+        ("local-sgd+int8+int4", "more than one reducer"),
         (
             "powersgd:rnak=3",
-            "no setting 'rnak' of powersgd, did you mean rank?; it has: rank (whole number >= 1, default 2)",
+            "no setting 'rnak' of powersgd, did you mean rank?; its settings: rank (whole number >= 1, default 2)",
         ),
         ("powersgd:rank", "rank of powersgd is '': give a whole number >= 1"),
         ("powersgd:rank=1,rank=2", "rank of powersgd is given twice"),
@@ -109,70 +103,79 @@ def typed(name: str, asked: dict[str, Any]) -> str:
         ("local-sgd:start=-1", "start is -1"),
         ("local-sgd:outer_momentum=1", "outer_momentum is 1.0: give a number >= 0 and < 1"),
         ("local-sgd:outer_lr=0", "outer_lr is 0.0"),
-        ("delayed:staleness=-1", "staleness is -1"),
+        ("local-sgd:staleness=-1", "staleness is -1"),
         ("async-ps:servers=-1", "servers is -1"),
-        ("allreduce:rank=2", "no setting 'rank' of allreduce; it has: nothing to set"),
+        ("allreduce:rank=2", "no setting 'rank' of allreduce; its settings: none"),
         ("", "unknown strategy ''"),
+        ("delayed:staleness=2", "delayed has been removed; hint: use local-sgd:every=1,staleness=1"),
+        ("hybrid+int8", "hint: use any other strategy with --shares measured"),
+        ("local-sgd+fp16", "hint: use bf16"),
+        ("factors", "hint: use powersgd:rank=4"),
     ],
 )
-def test_what_is_refused_says_what_there_is(text: str, told: str) -> None:
+def test_errors_list_what_is_valid(text: str, message: str) -> None:
     with failing(78) as refused:
         parse(text)
     assert str(refused.value).startswith(f"--strategy {text}: ")
-    assert told in str(refused.value)
+    assert message in str(refused.value)
 
 
-def test_help_about_one_tells_its_purpose_settings_and_an_example() -> None:
+def test_help_about_one_strategy_shows_its_purpose_settings_and_an_example() -> None:
     done = alone("resnet", "--strategy", "help:powersgd", *SMALL)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("powersgd: Low-rank gradients")
-    for said in ("rank=whole number >= 1, default 2", "bits=32, 8 or 4, default 8", "MB in 16 rounds, behind backward"):
-        assert said in done.stdout
+    for text in (
+        "rank=whole number >= 1, default 2",
+        "bits=32, 8 or 4, default 8",
+        "network latencies, overlapping with backward",
+    ):
+        assert text in done.stdout
     parse(done.stdout.rpartition("example: --strategy ")[2].strip())
     asked = alone("resnet", "--strategy", "help:powersgd:rank=4", *SMALL)
     assert (asked.returncode, asked.stderr) == (0, "") and asked.stdout.startswith("powersgd:rank=4: Low-rank")
     assert alone("resnet", "--strategy", "help:nonsense").returncode == 78
 
 
-def test_every_strategy_tells_what_it_costs_and_every_setting_what_it_is() -> None:
+def test_every_strategy_has_a_cost_and_every_setting_a_description() -> None:
     layout, shapes = Layout(ranks=4, hosts=4), [(64, 32, 3, 3), (64,), (10, 64)]
     for name, cls in KNOWN.items():
         cost = parse(name).cost(shapes, layout)
-        assert cost.sent_bytes > 0 and cost.rounds > 0 and cost.work >= 0, name
+        assert cost.sent_bytes > 0 and cost.hops > 0 and cost.numbers >= 0, name
         docs = constraints.field_docs(cls.Settings)
         assert all(docs.get(field.name) for field in dataclasses.fields(cls.Settings)), name
         alone = parse(name).cost(shapes, Layout(ranks=1, hosts=1))
-        assert (alone.sent_bytes, alone.rounds, alone.work) == (0, 0, 0), name
-    assert parse("local-sgd:every=4,staleness=2").cost(shapes, layout).behind == "the next 2 steps"
-    assert [name for name in KNOWN if parse(name).facts(in_parts=True)["exact"]] == [
-        *("allreduce", "native", "delayed", "hybrid", "hierarchical")
-    ], "whose limit is that of an allreduce"
+        assert (alone.sent_bytes, alone.hops, alone.numbers) == (0, 0, 0), name
+    assert parse("local-sgd:every=4,staleness=2").cost(shapes, layout).overlaps_with == "the next 2 steps"
+    exact = [name for name in KNOWN if parse(name).facts(buckets=True)["exact"]]
+    assert exact == ["allreduce", "native", "hierarchical"], "their limit is that of an all-reduce"
 
 
 @pytest.mark.parametrize(
-    ("text", "ranks", "hosts", "sent", "rounds", "work"),
+    ("text", "ranks", "hosts", "sent", "hops", "numbers"),
     [
         ("allreduce", 4, 4, 600, 6, 0),
-        ("hierarchical", 8, 4, 600, 6, 0),
+        ("hierarchical", 8, 4, 1200, 2, 0),
         ("central", 4, 4, 1200, 2, 0),
         ("central", 4, 2, 800, 2, 0),
         ("async-ps", 4, 2, 800, 2, 0),
-        ("bf16", 4, 4, 300, 2, 100 * 11 / 4),
-        ("local-sgd:every=4+bf16", 4, 4, 75, 0.5, 100 * 11 / 16),
+        ("bf16", 4, 4, 300, 3, 100 * 11 / 4),
+        ("local-sgd:every=4+bf16", 4, 4, 75, 0.75, 100 * 11 / 16),
     ],
 )
 def test_what_an_exchange_of_a_hundred_numbers_costs(
-    text: str, ranks: int, hosts: int, sent: float, rounds: float, work: float
+    text: str, ranks: int, hosts: int, sent: float, hops: float, numbers: float
 ) -> None:
     cost = parse(text).cost([(10, 10)], Layout(ranks=ranks, hosts=hosts))
-    assert (cost.sent_bytes, cost.rounds, cost.work) == (sent, rounds, work)
+    assert (cost.sent_bytes, cost.hops, cost.numbers) == (sent, hops, numbers)
 
 
-def test_factors_are_sent_where_they_are_smaller() -> None:
-    """Of a matrix of 100 x 50: a row and a column for each sample of a rank, of all ranks of a host."""
-    for rows, ranks, numbers in ((4, 2, 4 * 150), (4, 4, 8 * 150), (32, 4, 5000), (0, 4, 5000)):
-        cost = parse("factors").cost([(100, 50)], Layout(ranks=ranks, hosts=2, rows=[rows]))
-        assert cost.sent_bytes == 4 * numbers
+def test_latencies_of_a_sum_are_those_of_its_messages() -> None:
+    """Short messages take one latency, longer ones one per host, and those beyond a link's queue two per host."""
+    layout = Layout(ranks=4, hosts=4)
+    for numbers, hops in ((1_000, 2), (20_000, 2 * 3), (200_000, 2 * 2 * 3)):
+        cost = parse("bf16").cost([(numbers,)], layout, buckets=False)
+        assert cost.hops == 1 + hops, "and one for the step's totals"
+    assert parse("hierarchical").cost([(20_000,)], layout, buckets=False).hops == 1 + 6, "a ring"
 
 
 def test_a_run_is_resumed_with_its_own_strategy_only(tmp_path: Path) -> None:
@@ -191,8 +194,7 @@ def test_a_run_is_resumed_with_its_own_strategy_only(tmp_path: Path) -> None:
     assert (again["strategy"], again["epochs"]) == (asked, 2)
 
 
-def test_the_momentum_of_rounds_is_never_switched_off_by_a_checkpoint() -> None:
-    """Were its identity to pass, as that of a version which did not note it, the state itself tells."""
+def test_a_checkpoint_with_outer_momentum_cannot_be_loaded_without_it() -> None:
 
     def made(text: str) -> Any:
         return parse(text).make(TrainConfig(), None, [(3,)])  # type: ignore[arg-type]
@@ -203,35 +205,34 @@ def test_the_momentum_of_rounds_is_never_switched_off_by_a_checkpoint() -> None:
         with_.load(without.state())
 
 
-# --- who knows the names ----------------------------------------------------------------------------------------------
+# --- plug-ins ----------------------------------------------------------------------------------------------
 
-PLUGIN = '''"""Sums as they are, and doubles them where asked."""
+PLUGIN = '''"""Sums the vectors and multiplies the sum."""
 
 import dataclasses
 
 from hvdtrain.config.constraints import Checked, bounded
-from hvdtrain.strategies.cost import Cost, elements
-from hvdtrain.strategies.reducer import Reducer
+from hvdtrain.strategies.cost import Cost, all_reduce, elements
+from hvdtrain.strategies.reducers.base import Reducer
 
 
 class Mine(Reducer):
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Settings(Checked):
         times: int = bounded(1, least=1, most=9, example=2)
-        """How often"""
+        """Factor of the sum"""
 
     @classmethod
     def cost(cls, shapes, hosts, settings=None):
-        return Cost(sent_bytes=4 * elements(shapes), rounds=1)
+        return Cost(phases=all_reduce(elements(shapes), hosts))
 
-    def sum_between_hosts(self, values, hosts):
-        hosts.all_reduce(values)
+    def all_reduce(self, values, leaders):
+        leaders.all_reduce(values)
         values *= self.settings.times
 '''
 
 
-def test_a_strategy_made_outside_the_package_registers_itself(tmp_path: Path) -> None:
-    """As an installed package does: a module, and metadata that name it."""
+def test_an_installed_package_can_add_a_strategy(tmp_path: Path) -> None:
     (tmp_path / "mine_strategies.py").write_text(PLUGIN)
     extra = installed(tmp_path, "mine = mine_strategies:Mine", "hvdtrain.strategies")
 
@@ -249,53 +250,3 @@ def test_a_strategy_made_outside_the_package_registers_itself(tmp_path: Path) ->
         installed(tmp_path, f"mine = {value}", "hvdtrain.strategies")
         done = trained("--strategy", "mine")
         assert (done.returncode, why in done.stderr) == (78, True), done.stderr
-
-
-ELSEWHERE = {*BACKENDS, *get_args(get_type_hints(TrainConfig)["precision"])}
-"""Names that are those of a carrier or a precision too"""
-
-
-def strings(path: Path) -> list[str]:
-    """All text of a module but its docstrings and those of its fields."""
-    tree = ast.parse(path.read_text())
-    prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    return [
-        node.value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose
-    ]
-
-
-def test_only_its_own_file_and_the_table_know_a_strategys_name() -> None:
-    package, found = ROOT / "hvdtrain", []
-    for path in sorted(package.rglob("*.py")):
-        own = {name for name, cls in KNOWN.items() if sys.modules[cls.__module__].__file__ == str(path)}
-        if path.name == "table.py":
-            continue
-        excused = {*own, *ELSEWHERE}
-        if path.name in ("ddp.py", "native.py"):  # a hook of PyTorch's has a reducer's name
-            excused |= set(get_args(get_type_hints(Native.Settings)["hook"]))
-        if path.parent.name in ("horovod_api", "torch", "tensorflow"):  # the call of Horovod's of that name
-            excused.add("allreduce")
-        if path.name == "options.py" or path.parent.name == "pipeline":  # so has a form of activations on their way
-            excused |= set(get_args(get_type_hints(TrainConfig)["activations"]))
-        for text in strings(path):
-            names = "|".join(KNOWN.keys() - excused)
-            known = re.fullmatch(rf"(.*\+)?({names})([:+].*)?", text) or re.search(rf"--strategy .*\b({names})\b", text)
-            known = known or next((name for name in KNOWN.keys() - excused if "-" in name and name in text), None)
-            if known and (path.name, text) != ("config.py", TrainConfig.strategy):
-                found.append(f"{path.relative_to(ROOT)}: {text!r}")
-        imported = re.findall(r"hvdtrain\.strategies\.(\w+)", path.read_text())
-        outside = path.parent.name != "strategies"
-        modules = {cls.__module__.rpartition(".")[2] for cls in KNOWN.values()}
-        found += [f"{path.relative_to(ROOT)} imports {name}" for name in imported if outside and name in modules]
-    assert not found
-
-
-def test_only_its_own_file_and_the_table_know_a_workloads_name() -> None:
-    """And what is one workload's own: captioning's room, the command that asks tabular's runs, the names of commands
-    and the list of data sets."""
-    own = ("workloads.py", "cli.py", "answers.py", "listed.py")
-    for path in (ROOT / "hvdtrain").rglob("*.py"):
-        known = set() if path.name in own else workloads.OURS.keys() - {path.stem}
-        assert not known & set(strings(path)) or path.parent.name == "captions", path

@@ -33,7 +33,7 @@ CUT = 21
 STRATEGIES = {
     "local-sgd": "local-sgd:every=3,staleness=1+powersgd:rank=2",
     "topk": "topk",
-    "hybrid": "hybrid:shares=3:1",
+    "hierarchical": "hierarchical",
     "async-ps": "async-ps",
     "central": "central",
     "native": "native",

@@ -36,8 +36,8 @@ from hvdtrain import strategies  # noqa: E402
 from hvdtrain.models import captioner, mlp, resnet  # noqa: E402
 from hvdtrain.models.layers import Layer, Shapes  # noqa: E402
 from hvdtrain.observe.timing import WARMUP_STEPS  # noqa: E402
-from hvdtrain.pipeline import partition as cuts  # noqa: E402
-from hvdtrain.pipeline.mesh import Grid  # noqa: E402
+from hvdtrain.pipeline import partition  # noqa: E402
+from hvdtrain.pipeline.mesh import Mesh  # noqa: E402
 from hvdtrain.pipeline.schedule import NUMBER_BYTES  # noqa: E402
 from hvdtrain.strategies.cost import Layout  # noqa: E402
 from hvdtrain.system import exits  # noqa: E402
@@ -108,25 +108,25 @@ def payload(about: dict[str, Any], hosts: int, *, whole: bool) -> float:
     the weights that the other stage of a captioner gets twice, to write captions."""
     config, plan, data = about["config"], about["plan"], about["data"]
     layers, shapes = row_of(about)
-    grid, exchange = Grid(ranks=hosts, stages=config["stages"]), strategies.parse(config["strategy"])
-    cut = cuts.balanced(layers, grid.stages, [layer.multiply_adds for layer in layers], 0.0)
+    mesh, exchange = Mesh(ranks=hosts, stages=config["stages"]), strategies.parse(config["strategy"])
+    cut = partition.balanced(layers, mesh.stages, [layer.multiply_adds for layer in layers], 0.0)
     if plan["cut"]:
-        cut = cuts.named(layers, grid.stages, plan["cut"])
+        cut = partition.named(layers, mesh.stages, plan["cut"])
     trained = config["epoch_samples"] or data["train"]
     seen = min(config["evaluate_samples"] or data["validation"], data["validation"]) + data["test"] if whole else 0
     number = NUMBER_BYTES[config["activations"]]
-    writes = whole and about["model"]["name"] == "captioner" and grid.stages > 1
+    writes = whole and about["model"]["name"] == "captioner" and mesh.stages > 1
     written = 2 * NUMBER_BYTES["fp32"] if writes else 0
-    crossing = [0.0, *(cut.boundary_numbers(edge) * number / grid.replicas for edge in range(grid.stages - 1)), 0.0]
+    crossing = [0.0, *(cut.boundary_numbers(edge) * number / mesh.replicas for edge in range(mesh.stages - 1)), 0.0]
     most = 0.0
     for stage, (before, after) in enumerate(itertools.pairwise(crossing)):
         mine = [shapes[name] for name in cut.arrays(stage) if name in shapes]
-        cost = exchange.cost(mine, Layout(ranks=grid.replicas, hosts=grid.replicas)).sent_bytes
+        cost = exchange.cost(mine, Layout(ranks=mesh.replicas, hosts=mesh.replicas)).sent_bytes
         forward, back = trained + seen, trained
         weights = sum(map(math.prod, mine))
         sent = after * forward + before * back + written * weights
         got = before * forward + after * back + written * (about["model"]["parameters"] - weights)
-        most = max(most, max(sent, got) + (plan["steps"] * cost if grid.replicas > 1 else 0.0))
+        most = max(most, max(sent, got) + (plan["steps"] * cost if mesh.replicas > 1 else 0.0))
     return most / plan["steps"]
 
 
@@ -142,8 +142,6 @@ def run(words: Sequence[object], options: argparse.Namespace, timeout_s: float) 
 def measured(model: str, row: str, rate: int, turn: int, options: argparse.Namespace) -> dict[str, Any]:
     """A run's figures, made or found; why there are none under `none`."""
     hosts, flags = ROWS[row]
-    if model == "perceptron" and "--stages" in flags:
-        flags = [*flags, "--stage-memory", f"{options.memory_mb * 4 // 5}MB"]
     if model == "captioner" and "--stages" in flags:
         flags = [*flags, "--cut-at", "lstm"]
     folder = options.out / f"{show_rate(rate)}-{model}-{row}-{turn}"
@@ -213,7 +211,7 @@ def torch_program(about: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://{NAMES[0]}:29555", rank=rank, world_size=size)
     layers, _ = row_of(about)
-    cut = cuts.balanced(layers, size, [layer.multiply_adds for layer in layers], 0.0)
+    cut = partition.balanced(layers, size, [layer.multiply_adds for layer in layers], 0.0)
     spec, samples = about["model"]["spec"], about["plan"]["global_batch"] // MICRO
 
     class Part(torch.nn.Module):
@@ -269,7 +267,7 @@ def together(model: str, row: str, rate: int, found: Sequence[dict[str, Any]]) -
     told: dict[str, Any] = {"rate_mbit": rate / 1e6, "model": model, "row": row, **found[-1]}
     told |= {"wire_s": told["step_bytes"] * 8 / goodput_both_ways(rate), "bubble": None}
     if "--stages" in flags:
-        told["bubble"] = cuts.bubble(int(flags[flags.index("--stages") + 1]), MICRO)
+        told["bubble"] = partition.bubble(int(flags[flags.index("--stages") + 1]), MICRO)
         if "busiest" in told:
             told["over"] = (1 - told["bubble"]) / told["busiest"]
     if steps_s:

@@ -105,7 +105,7 @@ def main(stop: lifecycle.StopSignal) -> int:
 
     device = prepare("cpu", place.local_rank, used.count)
     exchange = strategies.chosen(config)
-    ranks = world.connect("torch", backend=exchange.strategy.backend)
+    ranks = world.connect("torch", backend=exchange.capabilities.backend)
     strategy = exchange.make(config, ranks, shapes)
     model = stand_in(shapes, config.compute_s)
     replica = TorchReplica(model, device=device, config=config, world=ranks, strategy=strategy, metric=Accuracy())

@@ -25,10 +25,9 @@ SIGNS = {
 }
 
 
-def bounded(default: Any, *, example: Any = None, may_change: bool = False, **bounds: float) -> Any:
-    """A dataclass field for a finite number, or several, within `bounds`: least, above, most, below. `example` is a
-    value that help shows; `may_change`: a run may go on with another one."""
-    return dataclasses.field(default=default, metadata={"bounds": bounds, "example": example, "may_change": may_change})
+def bounded(default: Any, *, example: Any = None, **bounds: float) -> Any:
+    """A dataclass field for a finite number within `bounds`: least, above, most, below. `example` is shown in help."""
+    return dataclasses.field(default=default, metadata={"bounds": bounds, "example": example})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,11 +52,10 @@ def problem(settings: Any, name: Any = str) -> str | None:
             return f"{name(field.name)} is {value}: {wanted(field, types_[field.name])}"
         if bounds is None or value is None:
             continue
-        for number in value if isinstance(value, tuple) else (value,):
-            if isinstance(number, int) and abs(number) > LARGEST:
-                return f"{name(field.name)}: give a whole number of at most {LARGEST:,}"
-            if not (math.isfinite(number) and all(SIGNS[key][1](float(number), bounds[key]) for key in bounds)):
-                return f"{name(field.name)} is {number}: {wanted(field, types_[field.name])}"
+        if isinstance(value, int) and abs(value) > LARGEST:
+            return f"{name(field.name)}: give a whole number of at most {LARGEST:,}"
+        if not (math.isfinite(value) and all(SIGNS[key][1](float(value), bounds[key]) for key in bounds)):
+            return f"{name(field.name)} is {value}: {wanted(field, types_[field.name])}"
     return None
 
 
@@ -80,9 +78,9 @@ def kind(field: dataclasses.Field[Any], hint: Any) -> str:
         return f"{', '.join(some)} or {last}"
     if origin in (Union, types.UnionType):
         return kind(field, next(each for each in choices if each is not type(None)))
-    word = {int: "whole number", float: "number"}.get(choices[0] if origin is tuple else hint, "text")
+    word = {int: "whole number", float: "number"}.get(hint, "text")
     limits = [f"{SIGNS[key][0]} {limit:g}" for key, limit in field.metadata.get("bounds", {}).items()]
-    return " ".join([word, " and ".join(limits)]).strip() + (" for each rank, as 3:1" if origin is tuple else "")
+    return " ".join([word, " and ".join(limits)]).strip()
 
 
 def field_docs(cls: type) -> dict[str, str]:

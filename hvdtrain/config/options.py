@@ -101,6 +101,11 @@ class Communication:
 
     ALGORITHM[:KEY=VALUE,...][+REDUCER[:KEY=VALUE,...]]: Horovod's own all-reduce or a strategy for slow networks.
     `--strategy help` lists all of them, `--strategy help:NAME` explains one."""
+    shares: str | None = None
+    """Unequal shares of each batch: measured, or e.g. 3:1
+
+    One number per rank, in order of ranks: a rank with share 3 gets three times the samples of one with share 1.
+    measured: hvdtrain measures the speed of each rank before step 0. Needs a strategy on hvdtrain's TCP backend."""
     stages: int = bounded(1, least=1)
     """Pipeline stages
 
@@ -128,10 +133,6 @@ class Communication:
     """Format of activations between stages
 
     It applies to their gradients too. bf16 sends half the bytes, int8 a quarter, scaled per 64 numbers."""
-    recompute: bool = False
-    """Run the forward pass again before backward to save memory"""
-    stage_memory: str | None = None
-    """SIZE that no stage may exceed, e.g. 800MB"""
     stall_limit: float = bounded(60.0, least=0)
     """Seconds before a stalled exchange is reported; 0: never
 
@@ -229,7 +230,10 @@ class TrainConfig(Data, Optimization, Communication, Run, Measurement):
     """The options of every training workload. Raises Failure (78) for values that cannot be combined."""
 
     GROUP: ClassVar[str] = "model"
-    REMOVED: ClassVar[dict[str, str]] = {}
+    REMOVED: ClassVar[dict[str, str]] = {
+        "--recompute": "leave it out; --stage-order 1f1b holds fewer activations than gpipe",
+        "--stage-memory": "leave it out and choose --stages, --cut-at or more --micro-batches",
+    }
     """Flags of earlier versions, and what to use instead"""
 
     @property

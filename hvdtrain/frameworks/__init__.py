@@ -11,12 +11,12 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from hvdtrain.data import Batch
-from hvdtrain.strategies import Factored
+from hvdtrain.strategies import Vectors
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
 
 
-class Replica(Factored, Protocol):
+class Replica(Vectors, Protocol):
     """A model, its optimizer and its device. State goes in and out as arrays in PyTorch's layout, named neutrally."""
 
     device: str

@@ -46,7 +46,7 @@ class PipelineTensorFlow(Parted, TensorFlowReplica):
         self._under_way[number] = arrays[0], output, tape
         return (None, found) if self._pipe.last else (np.asarray(output.numpy()), None)
 
-    def backward_of(self, number: int, gradient: np.ndarray | None) -> np.ndarray | None:
+    def back(self, number: int, gradient: np.ndarray | None) -> np.ndarray | None:
         (x, output, tape), weights = self._under_way.pop(number), list(self._weights.values())
         given = None if gradient is None else tf.constant(gradient)
         *gradients, of_inputs = tape.gradient(output, [*weights, x], output_gradients=given)

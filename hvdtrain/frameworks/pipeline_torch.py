@@ -44,17 +44,10 @@ class PipelineTorch(Parted, TorchReplica):
             return None, torch.cat(self._numbers(loss, sums))
         return output.detach().float().cpu().numpy(), None
 
-    def backward_of(self, number: int, gradient: np.ndarray | None) -> np.ndarray | None:
+    def back(self, number: int, gradient: np.ndarray | None) -> np.ndarray | None:
         x, output = self._under_way.pop(number)
         output.backward(None if gradient is None else torch.from_numpy(gradient).to(output))
         return None if x is None or x.grad is None else x.grad.cpu().numpy()
-
-    def random_state(self, state: torch.Tensor | None = None) -> torch.Tensor:
-        generator: Any = torch.cuda if self._device.type == "cuda" else torch
-        before: torch.Tensor = generator.get_rng_state()
-        if state is not None:
-            generator.set_rng_state(state)
-        return before
 
     def totals(self) -> np.ndarray:
         taken, self._totals = self._totals, []

@@ -43,29 +43,29 @@ def prepare(asked: str, local_rank: int, threads: int, *, one_each: bool = False
     return "cpu"
 
 
-class Announcer:
-    """Gives the strategy each of its `parts` during backward, as soon as all gradients of that part are computed.
+class GradientHooks:
+    """Reports each bucket to the strategy during backward, as soon as all of its gradients are computed.
 
-    Parts go in their order: one that is ready early waits for those before it. PyTorch does not call the hooks of
-    arrays that the loss does not use, so `finish` gives what is left when backward is done. Reentrant checkpoints call
-    the hook of a shared weight once for each use: that raises Failure, because the first call may have sent the part.
+    Buckets are reported in order: one that is ready early waits for those before it. PyTorch does not call the hooks of
+    parameters that the loss does not use, so `finish` reports the rest after backward. Reentrant checkpoints call the
+    hook of a shared weight once for each use. That raises Failure, because the first call may have sent the bucket.
     """
 
     def __init__(
-        self, strategy: Strategy, parts: Sequence[range], flat: Flat, named: Sequence[tuple[str, torch.nn.Parameter]]
+        self, strategy: Strategy, buckets: Sequence[range], flat: Flat, named: Sequence[tuple[str, torch.nn.Parameter]]
     ) -> None:
-        self._strategy, self._parts, self._flat = strategy, parts, flat
+        self._strategy, self._buckets, self._flat = strategy, buckets, flat
         self._names = [name for name, _ in named]
         self._borders = [0, *itertools.accumulate(parameter.numel() for _, parameter in named)]
         self._missing: list[set[int]] = []
-        """Of each part: the places of the arrays whose gradients are not computed yet"""
+        """For each bucket, the indices of the parameters whose gradients are not computed yet"""
         self._next = 0
-        for number, part in enumerate(parts):
-            for place in part:
+        for number, bucket in enumerate(buckets):
+            for place in bucket:
                 named[place][1].register_post_accumulate_grad_hook(functools.partial(self._computed, number, place))
 
     def begin(self) -> None:
-        self._missing = [set(part) for part in self._parts]
+        self._missing = [set(bucket) for bucket in self._buckets]
         self._next = 0
 
     def _computed(self, number: int, place: int, parameter: torch.nn.Parameter) -> None:
@@ -76,24 +76,24 @@ class Announcer:
                 "hint: torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
         self._missing[number].remove(place)
-        while self._next < len(self._parts) and not self._missing[self._next]:
-            self._announce()
+        while self._next < len(self._buckets) and not self._missing[self._next]:
+            self._report()
 
     def finish(self) -> None:
-        while self._next < len(self._parts):
-            self._announce()
+        while self._next < len(self._buckets):
+            self._report()
 
-    def _announce(self) -> None:
-        part = self._parts[self._next]
-        begin, end = self._borders[part.start], None if self._next == 0 else self._borders[part.stop]
-        self._strategy.take(self._next, self._flat.memory, self._flat.piece(begin, end))
+    def _report(self) -> None:
+        bucket = self._buckets[self._next]
+        begin, end = self._borders[bucket.start], None if self._next == 0 else self._borders[bucket.stop]
+        self._strategy.on_bucket_ready(self._next, self._flat.memory, self._flat.piece(begin, end))
         self._next += 1
 
 
 class TorchReplica:
     """See `frameworks.Replica`. `model.loss(*arrays)` returns the sum of losses and, by name, the metric's sums."""
 
-    _announcer: Announcer | None = None
+    _hooks: GradientHooks | None = None
     """None where the strategy reads the gradients after backward"""
     one_backward = True
     """Whether a step has one backward, so that a gradient that appears is final"""
@@ -123,13 +123,13 @@ class TorchReplica:
         trained = [(name, each) for name, each in self._parameters.items() if each.requires_grad]
         optimizer = _optimizer([each for _, each in trained], config)
         self._step = TorchStep(self._model, optimizer)
-        self._local, self._flat = strategy.local, None
-        if strategy.in_backward:
+        self._local, self._flat = strategy.capabilities.local_updates, None
+        if strategy.capabilities.in_backward:
             self._step = world.overlapped(self._model, optimizer, strategy.settings)
         else:
             self._flat = Flat([each for _, each in trained], metric.size + 1, self._device)
-            if self.one_backward and (parts := strategy.parts()):
-                self._announcer = Announcer(strategy, parts, self._flat, trained)
+            if self.one_backward and (buckets := strategy.buckets()):
+                self._hooks = GradientHooks(strategy, buckets, self._flat, trained)
         self._optimizer: torch.optim.Optimizer = self._step.optimizer
         # PyTorch's first scale, so that what backward sees is the same whatever the exchange divides by.
         first_scale = 2.0**16 / self._step.loss_factor
@@ -149,12 +149,12 @@ class TorchReplica:
         self._tail = self._world.start_sum(tail, "step.totals")
         self._samples = batch.weight, batch.total_weight
         mean_of = batch.weight if self._local else batch.total_weight
-        if self._announcer and self._flat:
+        if self._hooks and self._flat:
             self._flat.set_tail(tail)
-            self._announcer.begin()
+            self._hooks.begin()
         self._step.backward(self._scaler.scale(loss / (mean_of / self._step.loss_factor)))
-        if self._announcer:
-            self._announcer.finish()
+        if self._hooks:
+            self._hooks.finish()
 
     def _train(self, training: bool) -> None:
         if self._model.training != training:  # telling every module anew takes as long as a small layer
@@ -162,7 +162,7 @@ class TorchReplica:
 
     def vector(self) -> np.ndarray:
         assert self._flat is not None
-        return self._flat.memory if self._announcer else self._flat.vector(self._tail)
+        return self._flat.memory if self._hooks else self._flat.vector(self._tail)
 
     def tail(self) -> np.ndarray:
         return np.asarray(self._world.finish_sum(self._tail).cpu().numpy(), dtype=np.float64)

@@ -13,7 +13,7 @@ import itertools
 import math
 import os
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -107,18 +107,6 @@ def _dense(gradients: list[Any], weights: list[tf.Variable]) -> list[tf.Tensor]:
     return [tf.zeros_like(weight) if each is None else tf.convert_to_tensor(each) for each, weight in pairs]
 
 
-def _pair(gradient: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor] | None:
-    """Two matrices (n, a) and (n, b) whose product `first.T @ second` the graph makes for this gradient (a, b); None if
-    it is made in another way, as that of a weight that is used twice is."""
-    made = gradient.op
-    while made.type in ("Cast", "Identity", "Reshape") and made.inputs[0].shape == gradient.shape:
-        made = made.inputs[0].op
-    if made.type != "MatMul" or not made.get_attr("transpose_a") or made.get_attr("transpose_b"):
-        return None
-    first, second = (tf.cast(each, tf.float32) for each in made.inputs)
-    return first, second
-
-
 class TensorFlowReplica:
     """See `frameworks.Replica`. `model.loss(*arrays, training=...)` returns the sum of losses and, by name, the
     metric's sums; `model.weights` are its trained variables by name. A model may have `buffers`, variables by name
@@ -133,7 +121,8 @@ class TensorFlowReplica:
     ) -> None:
         self.device, self._metric = device, metric
         self._model, self._ranks = model, world
-        self._in_backward, self._local = strategy.in_backward, strategy.local
+        self._in_backward = strategy.capabilities.in_backward
+        self._local = strategy.capabilities.local_updates
         self._weights: dict[str, tf.Variable] = model.weights
         found = self._buffers() or {each.name: each for each in getattr(model, "non_trainable_variables", ())}
         self.statistics = statistics_of(model, [name for name, each in found.items() if each.dtype.is_floating])
@@ -146,10 +135,7 @@ class TensorFlowReplica:
         self._apply_graph = tf.function(self._apply, autograph=False)
         self._vector = np.empty(0, np.float32)
         self._strategy = strategy
-        self._parts = strategy.parts() if self.one_backward else ()
-        self._factored = set(strategy.factored)
-        """Places of those weights whose gradients are products that need not be made; see `_backward`"""
-        self._products: dict[int, tf.Tensor] = {}
+        self._buckets = strategy.buckets() if self.one_backward else ()
 
     def backward(self, batch: Batch, lr: float, stop: bool) -> None:
         arrays = [tf.constant(array) for array in batch.arrays]
@@ -161,9 +147,9 @@ class TensorFlowReplica:
             )
         mean_of = batch.weight if self._local else batch.total_weight
         numbers = tf.constant([mean_of, batch.weight, lr, stop], tf.float32)
-        self._gradients, self._pairs, self._tail = self._backward_graph(arrays, numbers)
+        self._gradients, self._tail = self._backward_graph(arrays, numbers)
         self._samples = batch.weight, batch.total_weight
-        self._gathered = bool(self._parts)
+        self._gathered = bool(self._buckets)
 
     def _any_length(self, arrays: list[tf.Tensor]) -> list[tf.TensorSpec]:
         """The arrays' types for any number of samples, and sequences of any length, so that no graph is compiled anew
@@ -188,34 +174,33 @@ class TensorFlowReplica:
         weights = list(self._weights.values())
         if not self._in_backward:
             gradients = _dense(tape.gradient(mean, weights), weights)
-            found = {place: _pair(gradients[place]) for place in sorted(self._factored)}
-            pairs = {place: pair for place, pair in found.items() if pair}
-            self._factored = set(pairs)  # while the graph is traced, which leaves out a product that nobody wants
-            if self._parts:
-                self._announce(gradients, tail)
-                return [], [], tail
-            return [each for place, each in enumerate(gradients) if place not in pairs], list(pairs.values()), tail
+            if not self._buckets:
+                return gradients, tail
+            self._report(gradients, tail)
+            return [], tail
         self._apply(_dense(self._ranks.summed_gradients(tape, mean, weights), weights), lr)
-        return [], [], tail
+        return [], tail
 
-    def _announce(self, gradients: list[tf.Tensor], tail: tf.Tensor) -> None:
-        """Adds operations to the graph that copy each part's gradients into the vector and give the strategy that part.
-        They run in the order of the parts; the first copies the tail too."""
+    def _report(self, gradients: list[tf.Tensor], tail: tf.Tensor) -> None:
+        """Add operations to the graph that copy each bucket's gradients into the vector and report it to the strategy.
+
+        They run in the order of the buckets. The first one also copies the tail.
+        """
         sizes = [math.prod(weight.shape) for weight in self._weights.values()]
         borders = [0, *itertools.accumulate(sizes)]
         self._vector = _aligned(borders[-1] + self._metric.size + 1)
         before: list[tf.Operation] = []
-        for number, part in enumerate(self._parts):
-            given = [gradients[place] for place in part] + ([tail] if number == 0 else [])
-            begin = borders[part.start]
+        for number, bucket in enumerate(self._buckets):
+            given = [gradients[place] for place in bucket] + ([tail] if number == 0 else [])
+            begin = borders[bucket.start]
 
-            def take(*arrays: np.ndarray, number: int = number, begin: int = begin) -> None:
+            def report(*arrays: np.ndarray, number: int = number, begin: int = begin) -> None:
                 size = sum(array.size for array in arrays)
                 np.concatenate([array.reshape(-1) for array in arrays], out=self._vector[begin : begin + size])
-                self._strategy.take(number, self._vector)
+                self._strategy.on_bucket_ready(number, self._vector)
 
             with tf.control_dependencies(before):
-                before = [tf.numpy_function(take, given, [])]
+                before = [tf.numpy_function(report, given, [])]
 
     def vector(self) -> np.ndarray:
         if not self._gathered:
@@ -226,14 +211,6 @@ class TensorFlowReplica:
                 self._vector = _aligned(size)
             np.concatenate(flat, out=self._vector)
         return self._vector
-
-    def factors(self) -> Mapping[int, tuple[np.ndarray, np.ndarray]]:
-        pairs = zip(sorted(self._factored), self._pairs, strict=True)
-        return {place: (first.numpy(), second.numpy()) for place, (first, second) in pairs}
-
-    def multiply(self, factors: Mapping[int, tuple[Sequence[np.ndarray], Sequence[np.ndarray]]]) -> None:
-        whole = {place: [np.concatenate(each) for each in pair] for place, pair in factors.items()}
-        self._products = {place: tf.matmul(*pair, transpose_a=True) for place, pair in whole.items()}
 
     def tail(self) -> np.ndarray:
         return np.asarray(self._tail.numpy(), dtype=np.float64)
@@ -247,9 +224,7 @@ class TensorFlowReplica:
             if self._gathered:
                 # On a GPU the next step may fill the vector while this one is still being copied from it.
                 made = _tensor if self.device == "cpu" else tf.constant
-                gradients = [made(gradient) for gradient in self._split(self._vector, self._factored)]
-            for place, product in sorted(self._products.items()):
-                gradients.insert(place, product)
+                gradients = [made(gradient) for gradient in self._split(self._vector)]
             self._apply_graph(gradients, tf.constant(lr, tf.float32))
 
     def weights(self) -> np.ndarray:
@@ -259,9 +234,9 @@ class TensorFlowReplica:
         for weight, part in zip(self._weights.values(), self._split(weights), strict=True):
             weight.assign(part)
 
-    def _split(self, vector: np.ndarray, without: Collection[int] = ()) -> list[np.ndarray]:
-        """Its parts in the shapes of the weights, `without` those at some places."""
-        shapes = [tuple(each.shape) for place, each in enumerate(self._weights.values()) if place not in without]
+    def _split(self, vector: np.ndarray) -> list[np.ndarray]:
+        """Views of the vector in the shapes of the weights."""
+        shapes = [tuple(weight.shape) for weight in self._weights.values()]
         ends = np.cumsum([math.prod(shape) for shape in shapes])
         return [part.reshape(shape) for part, shape in zip(np.split(vector, ends), shapes, strict=False)]
 

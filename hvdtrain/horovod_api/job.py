@@ -152,19 +152,17 @@ def wanted(strategy: str | None = None) -> Exchange | None:
     if text is None and launcher == "torchrun":
         text = DEFAULT_REDUCER
     exchange = parse(text or TrainConfig.strategy)
-    asked = exchange.strategy
-    if asked.backend == "horovod":
+    able = exchange.capabilities
+    if able.backend == "horovod":
         if launcher == "torchrun":
             why = f"Horovod cannot connect torchrun's ranks; give {DEFAULT_REDUCER}, or use horovodrun or mpirun"
             raise Failure(f"strategy {exchange}: {why}", exits.BAD_CONFIG)
         return None
     why = ""
-    if asked.backend == "native":
+    if able.backend == "native":
         why = f"it is PyTorch's DistributedDataParallel or Keras' own; take {DEFAULT_REDUCER}, or hvd.ddp_hook(...)"
-    elif asked.backend != "tcp":
+    elif able.backend != "tcp":
         why = f"its servers update the weights in place of the script's optimizer; take {DEFAULT_REDUCER}"
-    elif asked.divides:
-        why = f"it gives ranks unequal batches, and the script makes its own; take {DEFAULT_REDUCER}"
     if why:
         raise Failure(f"strategy {exchange}: a script cannot have it: {why}", exits.BAD_CONFIG)
     return exchange

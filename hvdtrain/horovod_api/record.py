@@ -91,7 +91,7 @@ def begin(
             "monitor": config.monitor,
             "arguments": rest,
         },
-        exchange=exchange.facts(in_parts=False),
+        exchange=exchange.facts(buckets=False),
         plan={"ranks": world.size},
         data={},
         model={"parameters": parameters},

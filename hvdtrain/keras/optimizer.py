@@ -307,10 +307,10 @@ def unfit(exchange: Exchange, optimizer: Any, compression: Any, op: int, process
     """Why a strategy does not go with the arguments; empty if it does."""
     if compression is not horovod.Compression.none:
         return "compression= is part of the strategy: name a reducer of few bits (--strategy help), and leave it out"
-    if op == horovod.Sum and exchange.strategy.local:
+    if op == horovod.Sum and exchange.capabilities.local_updates:
         return "it averages the ranks' weights, so op=hvd.Sum means nothing: leave it out"
     if process_set.process_set_id != 0:
         return "it works on all ranks together, not on a process_set: leave that out"
-    if exchange.remembers and isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+    if exchange.capabilities.has_residual and isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return "it keeps gradients from step to step, which loss scaling makes infinite: take mixed_bfloat16"
     return ""

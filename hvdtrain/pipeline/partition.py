@@ -1,9 +1,9 @@
-"""Chooses which layers make a stage, so that the slowest stage, or the slowest link between two, is as fast as can be.
+"""Chooses the layers of each stage so that the slowest stage or link is as fast as possible.
 
-A pipeline with all its stages at work goes on as fast as its slowest part: the time that a stage computes for a
-micro-batch, forward and backward, or the time that a micro-batch's activations need for a link (their gradients, as
-large, come back at the same time). The cut with the least such time is found by dynamic programming over the row of
-layers; of equal ones that which sends least.
+A full pipeline is as fast as its slowest part: the time that a stage computes for a micro-batch, forward and backward,
+or the time that a link needs for the activations of a micro-batch. (Their gradients have the same size and travel back
+at the same time.) Dynamic programming over the layers finds the partition with the least such time; among equal ones it
+takes the one that sends least.
 """
 
 from __future__ import annotations
@@ -18,27 +18,24 @@ import numpy as np
 
 from hvdtrain.data import Batch
 from hvdtrain.models.layers import Layer
-from hvdtrain.pipeline.schedule import Part
+from hvdtrain.pipeline.schedule import StageModel
 from hvdtrain.system import exits
 from hvdtrain.system.arguments import near
 from hvdtrain.system.exits import Failure
 
-MEASURED = 3
-"""Times that a layer is tried; the fastest counts, since others may have used the processor meanwhile"""
-Found = tuple[float, float, tuple[int, ...]]
-"""Of a cut: the slowest part, the numbers sent, the borders"""
-
-Needed = Callable[[int, int, int], float]
-"""Of a stage's number and the borders of its layers: what it takes"""
+REPEATS = 3
+"""Measurements of a layer; the fastest counts, because other programs may use the processor"""
+Candidate = tuple[float, float, tuple[int, ...]]
+"""A partition's slowest part, the numbers that it sends, and its borders"""
 
 
 @dataclasses.dataclass(frozen=True)
-class Cut:
-    """Layers, and which of them begin a stage. Raises Failure (78) for an array that two stages would have."""
+class Partition:
+    """The layers of a model and which of them begin a stage. Raises Failure (78) if stages would share an array."""
 
     layers: Sequence[Layer]
     borders: tuple[int, ...]
-    """Stage s has layers borders[s] to borders[s + 1] - 1"""
+    """Stage s has the layers borders[s] to borders[s + 1] - 1"""
 
     def __post_init__(self) -> None:
         known = dict[str, int]()
@@ -47,124 +44,105 @@ class Cut:
                 if known.setdefault(name, stage) != stage:
                     sharing = [layer.name for layer in self.layers if name in layer.arrays]
                     raise Failure(
-                        f"{name} is shared by the layers {', '.join(sharing)}, which a stage must have together: let "
-                        "--cut-at name layers before or behind them",
+                        f"{name} is shared by the layers {', '.join(sharing)}, which must be in one stage; hint: let "
+                        "--cut-at name layers before or after them",
                         exits.BAD_CONFIG,
                     )
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the layers that begin a stage, but the first: what --cut-at takes."""
+        """The first layer of each stage except the first stage, as --cut-at takes them."""
         return tuple(self.layers[border].name for border in self.borders[1:-1])
 
     def part(self, stage: int) -> range:
-        """The numbers of a stage's layers."""
+        """Return the indices of a stage's layers."""
         return range(self.borders[stage], self.borders[stage + 1])
 
     def arrays(self, stage: int) -> list[str]:
-        """The parameters and running statistics of a stage."""
+        """Return the parameters and running statistics of a stage."""
         return [name for layer in self.part(stage) for name in self.layers[layer].arrays]
 
     def boundary(self, stage: int) -> tuple[int, ...]:
-        """Shape of what a stage sends to the next for one sample."""
+        """Return the shape of what a stage sends to the next one for one sample."""
         return self.layers[self.borders[stage + 1] - 1].output
 
     def boundary_numbers(self, stage: int) -> int:
-        """How many those are."""
+        """Return how many numbers a stage sends to the next one for one sample."""
         return math.prod(self.boundary(stage))
 
 
-def named(layers: Sequence[Layer], stages: int, names: Sequence[str]) -> Cut:
-    """The cut before the layers of these names. Raises Failure (78) for names that make no such cut."""
+def named(layers: Sequence[Layer], stages: int, names: Sequence[str]) -> Partition:
+    """Return the partition whose stages begin with the layers of these names. Raises Failure (78) for invalid names."""
     known = [layer.name for layer in layers]
     for name in names:
         if name not in known[1:]:
-            told = f"--cut-at: no layer {name!r} can begin a stage{near(name, known)}; these can: "
-            raise Failure(told + ", ".join(known[1:]), exits.BAD_CONFIG)
+            raise Failure(
+                f"--cut-at: no layer {name!r} can begin a stage{near(name, known)}; hint: these can: "
+                f"{', '.join(known[1:])}",
+                exits.BAD_CONFIG,
+            )
     borders = (0, *(known.index(name) for name in names), len(known))
     if len(borders) != stages + 1 or any(a >= b for a, b in itertools.pairwise(borders)):
         raise Failure(
-            f"--cut-at {','.join(names)}: give {stages - 1} layer{'s' * (stages > 2)} in the model's order, the first "
-            f"of each of the {stages} stages but the first",
+            f"--cut-at {','.join(names)} does not make {stages} stages; hint: give {stages - 1} "
+            f"layer{'s' * (stages > 2)} in the model's order, the first of each stage except the first stage",
             exits.BAD_CONFIG,
         )
-    return Cut(layers, borders)
+    return Partition(layers, borders)
 
 
-def within(cut: Cut, needed: Needed, most_bytes: float) -> Cut:
-    """The cut. Raises Failure (78) for the first stage that needs more."""
-    for stage, (begin, end) in enumerate(itertools.pairwise(cut.borders)):
-        if (bytes_ := needed(stage, begin, end)) > most_bytes:
-            first, last = cut.layers[begin].name, cut.layers[end - 1].name
-            raise Failure(
-                f"--stage-memory: stage {stage} ({first} to {last}) needs {bytes_ / 1e6:,.0f} MB, "
-                f"{most_bytes / 1e6:,.0f} are allowed: take more --stages, more --micro-batches or --recompute",
-                exits.BAD_CONFIG,
-            )
-    return cut
+def balanced(layers: Sequence[Layer], stages: int, seconds: Sequence[float], seconds_per_number: float) -> Partition:
+    """Return the partition whose slowest part is fastest. Raises Failure (78) for more stages than layers.
 
-
-def balanced(
-    layers: Sequence[Layer],
-    stages: int,
-    seconds: Sequence[float],
-    seconds_per_number: float,
-    needed: Needed = lambda stage, begin, end: 0.0,
-    most_bytes: float = math.inf,
-) -> Cut:
-    """The cut whose slowest part is the fastest, of those with no stage that needs more than `most_bytes`: `seconds` of
-    each layer and sample, forward and backward; `seconds_per_number` of a link. Raises Failure (78) for more stages
-    than layers, and where all cuts need more: for the one whose largest stage is the smallest."""
+    `seconds`: time of each layer for one sample, forward and backward. `seconds_per_number`: time of a link.
+    """
     if stages > len(layers):
         raise Failure(
-            f"--stages {stages}: the model has {len(layers)} layers that can be cut apart; take fewer", exits.BAD_CONFIG
+            f"--stages {stages}: the model can be partitioned into at most {len(layers)} stages; hint: use fewer",
+            exits.BAD_CONFIG,
         )
-    until = [0.0, *itertools.accumulate(seconds)]
+    total_s = [0.0, *itertools.accumulate(seconds)]
     sent = [math.prod(layer.output) for layer in layers]
 
-    def slow(stage: int, begin: int, end: int) -> float:
-        if needed(stage, begin, end) > most_bytes:
-            return math.inf
+    def slowest(stage: int, begin: int, end: int) -> float:
         crossing = sent[end - 1] if stage < stages - 1 else 0
-        return max(until[end] - until[begin], crossing * seconds_per_number)
+        return max(total_s[end] - total_s[begin], crossing * seconds_per_number)
 
-    def best(part: Needed, limit: float, key: Callable[[Found], float]) -> Found:
-        """The cut with the least `key` among those with no `part` above `limit`."""
-        known: dict[int, Found] = {0: (0.0, 0.0, (0,))}  # by the end of the last stage
+    def best(limit: float, key: Callable[[Candidate], float]) -> Candidate:
+        """Return the candidate with the least `key` among those without a part above `limit`."""
+        by_end: dict[int, Candidate] = {0: (0.0, 0.0, (0,))}
         for stage in range(stages):
-            found: dict[int, Found] = {}
+            extended: dict[int, Candidate] = {}
             last = stage == stages - 1
-            for begin, (worst, total, borders) in known.items():
+            for begin, (worst, numbers, borders) in by_end.items():
                 for end in range(len(layers) if last else begin + 1, len(layers) - stages + stage + 2):
                     crossing = 0 if last else sent[end - 1]
-                    made = (max(worst, part(stage, begin, end)), total + crossing, (*borders, end))
-                    if made[0] <= limit:
-                        found[end] = min(found.get(end, made), made, key=key)
-            known = found
-        return known[len(layers)]
+                    candidate = (max(worst, slowest(stage, begin, end)), numbers + crossing, (*borders, end))
+                    if candidate[0] <= limit:
+                        extended[end] = min(extended.get(end, candidate), candidate, key=key)
+            by_end = extended
+        return by_end[len(layers)]
 
-    if most_bytes < math.inf:
-        within(Cut(layers, best(needed, math.inf, lambda made: made[0])[2]), needed, most_bytes)
-    fastest, _, _ = best(slow, math.inf, lambda made: made[0])
-    return Cut(layers, best(slow, fastest, lambda made: made[1])[2])
+    fastest, _, _ = best(math.inf, lambda candidate: candidate[0])
+    return Partition(layers, best(fastest, lambda candidate: candidate[1])[2])
 
 
-def timed(part: Callable[[int], Part], layers: Sequence[Layer], batch: Batch) -> list[float]:
-    """Seconds of each layer by itself, forward and backward, for a sample of the batch; `part` makes one."""
-    rows, found = len(batch.arrays[0]), list[float]()
+def measured_s(make: Callable[[int], StageModel], layers: Sequence[Layer], batch: Batch) -> list[float]:
+    """Measure the seconds of each layer for one sample of the batch, forward and backward; `make` makes one layer."""
+    samples, seconds = len(batch.arrays[0]), list[float]()
     inputs: np.ndarray | None = None
     for number in range(len(layers)):
-        layer, times = part(number), list[float]()
-        for _ in range(MEASURED):
+        layer, times = make(number), list[float]()
+        for _ in range(REPEATS):
             began = time.perf_counter()
             output = layer.forward(0, batch, inputs)
             layer.back(0, None if output is None else np.ones_like(output))
             times.append(time.perf_counter() - began)
         inputs = None if output is None else np.ones_like(output)
-        found.append(min(times) / rows)
-    return found
+        seconds.append(min(times) / samples)
+    return seconds
 
 
 def bubble(stages: int, micro_batches: int) -> float:
-    """The share of a step that a stage has nothing to do, if all are equally fast (GPipe, section 2.3)."""
+    """Return the fraction of a step in which a stage is idle if all stages are equally fast (GPipe, section 2.3)."""
     return (stages - 1) / (micro_batches + stages - 1)

@@ -1,11 +1,9 @@
-"""What a run's settings mean for its stages: the grid of ranks, the cut, and what is told of them before step 0."""
+"""The stages of a run: the mesh of ranks, the partition of the model, and the facts shown before step 0."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
-import re
 from collections.abc import Callable, Sequence
 
 from hvdtrain.comm.backends.base import Communicator
@@ -14,10 +12,10 @@ from hvdtrain.comm.launch_env import LaunchEnv
 from hvdtrain.config import batch_plan
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.models.layers import Layer
-from hvdtrain.pipeline import partition as cuts
-from hvdtrain.pipeline.mesh import Grid
-from hvdtrain.pipeline.partition import Cut
-from hvdtrain.pipeline.schedule import NUMBER_BYTES, Pipe, ahead
+from hvdtrain.pipeline import partition
+from hvdtrain.pipeline.mesh import Mesh
+from hvdtrain.pipeline.partition import Partition
+from hvdtrain.pipeline.schedule import NUMBER_BYTES, Pipe, warm_up
 from hvdtrain.strategies import Exchange, Layout
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
@@ -29,165 +27,147 @@ class Stages:
 
     config: TrainConfig
     place: LaunchEnv
-    grid: Grid
+    mesh: Mesh
     layers: Sequence[Layer]
-    """Empty for a model that has no row of layers"""
+    """The model's layers; empty if it cannot be partitioned"""
     parameters: Sequence[int]
-    """Of each layer"""
+    """Number of parameters of each layer"""
 
     @classmethod
     def of(
         cls, config: TrainConfig, place: LaunchEnv, layers: Sequence[Layer], parameters: Sequence[int], model: str
     ) -> Stages:
-        """Of a dry run by itself those of as many ranks. Raises Failure (78) for settings that do not go together."""
-        imagined = config.dry_run and place.launcher == "alone"
-        grid = Grid(ranks=config.stages if imagined else place.size, stages=config.stages, across=config.stage_across)
+        """Make the stages; a dry run without a launcher assumes one rank per stage.
+
+        Raises Failure (78) for settings that cannot be combined.
+        """
+        assumed = config.dry_run and place.launcher == "alone"
+        mesh = Mesh(ranks=config.stages if assumed else place.size, stages=config.stages, across=config.stage_across)
         if config.stages > 1 and not layers:
             raise Failure(
-                f"--stages {config.stages}: {model} cannot be cut (docs/STAGES.md says what can)", exits.BAD_CONFIG
+                f"--stages {config.stages}: {model} cannot be partitioned; hint: docs/STAGES.md lists the models that "
+                "can",
+                exits.BAD_CONFIG,
             )
         if config.stages > 1 and config.precision == "fp16":
-            told = "each stage would scale its loss by itself; take --precision bf16 or fp32"
-            raise Failure(f"--precision fp16 does not go with --stages: {told}", exits.BAD_CONFIG)
+            raise Failure(
+                "--precision fp16 cannot be combined with --stages, because each stage would scale its own loss; hint: "
+                "--precision bf16 or fp32",
+                exits.BAD_CONFIG,
+            )
         if config.stages > 1 and config.inference:
-            told = "rank 0, which times the model, has a part of it; resume the run with --stages 1 for that"
-            raise Failure(f"--inference does not go with --stages: {told}", exits.BAD_CONFIG)
-        if config.stages == 1 and not config.resume and (config.cut_at or config.recompute):
-            told = "--cut-at cuts a model into stages" if config.cut_at else "--recompute saves memory of stages"
-            raise Failure(f"{told}: give --stages too", exits.BAD_CONFIG)
-        _ = most_bytes(config)
-        return cls(config, place, grid, layers, parameters)
+            raise Failure(
+                "--inference cannot be combined with --stages, because rank 0 has only a part of the model; hint: "
+                "resume the run with --stages 1",
+                exits.BAD_CONFIG,
+            )
+        if config.stages == 1 and not config.resume and config.cut_at:
+            raise Failure("--cut-at needs more than one stage; hint: add --stages", exits.BAD_CONFIG)
+        return cls(config, place, mesh, layers, parameters)
 
     @property
     def data(self) -> int:
-        """This rank's place along the data."""
-        return self.grid.at(self.place.rank)[0]
+        """The replica of this rank."""
+        return self.mesh.at(self.place.rank)[0]
 
     @property
     def stage(self) -> int:
-        """This rank's place along the model."""
-        return self.grid.at(self.place.rank)[1]
+        """The stage of this rank."""
+        return self.mesh.at(self.place.rank)[1]
 
     @property
     def parted(self) -> bool:
-        """Whether a step goes through the model in parts."""
-        return self.grid.stages > 1 or batch_plan.micro_batches(self.config) > 1
+        """Whether a step goes through the model in micro-batches."""
+        return self.mesh.stages > 1 or batch_plan.micro_batches(self.config) > 1
 
     def check(self, exchange: Exchange) -> None:
-        """Raises Failure (78) for a strategy that replicas of a stage cannot have, and for what needs Horovod."""
-        if self.parted and self.config.horovod_timeline:
-            told = "Horovod does not run where a step goes through the model in parts; take --profile"
-            raise Failure(f"--horovod-timeline: {told}", exits.BAD_CONFIG)
-        strategy, several = exchange.strategy, self.grid.replicas > 1
-        alone = strategy.divides or strategy.backend == "servers"
-        if self.parted and (alone or (several and (strategy.in_backward or strategy.backend != "tcp"))):
-            stages, parts = self.grid.stages, batch_plan.micro_batches(self.config)
-            what = f"--stages {stages}" if stages > 1 else f"--micro-batches {parts}"
+        """Raise Failure (78) for a strategy or option that cannot be combined with stages or micro-batches."""
+        if not self.parted:
+            return
+        stages, parts = self.mesh.stages, batch_plan.micro_batches(self.config)
+        flag = f"--stages {stages}" if stages > 1 else f"--micro-batches {parts}"
+        if self.config.horovod_timeline:
             raise Failure(
-                f"--strategy {exchange} does not go with {what} on {self.grid.ranks} ranks: it needs a step's only "
-                "backward, or all ranks; take hierarchical (exact sums) or another reducer",
+                f"--horovod-timeline: Horovod does not run with {flag}; hint: --profile instead", exits.BAD_CONFIG
+            )
+        if self.config.shares is not None:
+            raise Failure(f"--shares cannot be combined with {flag}; hint: leave one of them out", exits.BAD_CONFIG)
+        able = exchange.capabilities
+        several = self.mesh.replicas > 1
+        if able.backend == "servers" or (several and (able.in_backward or able.backend != "tcp")):
+            raise Failure(
+                f"--strategy {exchange} cannot be combined with {flag} on {self.mesh.ranks} ranks; hint: hierarchical "
+                "(exact sums) or another reducer",
                 exits.BAD_CONFIG,
             )
 
-    def layout(self, rows: Sequence[int] = ()) -> Layout:
-        """Who exchanges this stage's gradients; `rows` as there, where a step goes through the model at once."""
-        hosts = {rank // self.place.local_size for rank in self.grid.holders(self.stage)}
-        return Layout(ranks=self.grid.replicas, hosts=len(hosts), rows=() if self.parted else rows)
+    def layout(self) -> Layout:
+        """Return the layout of the ranks that exchange this stage's gradients."""
+        hosts = {rank // self.place.local_size for rank in self.mesh.holders(self.stage)}
+        return Layout(ranks=self.mesh.replicas, hosts=len(hosts))
 
-    def parts(self, rank_batch: int) -> int:
-        """Micro-batches of a step: fewer than asked where they would have one sample, as the loader makes them."""
+    def micro_batches(self, rank_batch: int) -> int:
+        """Return the micro-batches of a step: like the loader, fewer than requested if they would have one sample."""
         return max(1, min(batch_plan.micro_batches(self.config), rank_batch // 2))
 
     def held(self, stage: int, rank_batch: int) -> int:
-        """Micro-batches that have gone forward through a stage and not yet backward, at most."""
-        return 1 + ahead(self.config.stage_order, stage, self.grid.stages, self.parts(rank_batch))
+        """Return the maximum number of micro-batches that a stage has run forward but not yet backward."""
+        return 1 + warm_up(self.config.stage_order, stage, self.mesh.stages, self.micro_batches(rank_batch))
 
-    def needed_bytes(self, rank_batch: int) -> cuts.Needed:
-        """What a stage of these layers needs: weights, gradients and what the optimizer keeps, in fp32, and what is
-        held of its micro-batches. What the framework itself takes comes on top."""
-        samples = -(-rank_batch // self.parts(rank_batch))
-        copies = 4 if self.config.optimizer == "adam" else 3
+    def guessed(self) -> Partition:
+        """Return the partition of --cut-at, or one by multiply-adds alone. Raises Failure (78), as `measured` does."""
+        if self.config.cut_at:
+            return partition.named(self.layers, self.mesh.stages, self.config.cut_at.split(","))
+        return partition.balanced(self.layers, self.mesh.stages, [layer.multiply_adds for layer in self.layers], 0.0)
 
-        def needed(stage: int, begin: int, end: int) -> float:
-            held, came = self.held(stage, rank_batch), math.prod(self.layers[begin - 1].output) if begin else 0
-            kept = sum(math.prod(each.output) if each.held is None else each.held for each in self.layers[begin:end])
-            waiting = came * held + kept * (1 if self.config.recompute else held)
-            return NUMBER_BYTES["fp32"] * (copies * sum(self.parameters[begin:end]) + samples * waiting)
+    def measured(self, ranks: Communicator, kept: Sequence[str], seconds: Callable[[], Sequence[float]]) -> Partition:
+        """Return the partition of --cut-at, of an earlier start of the run (`kept`), or one by measured times.
 
-        return needed
-
-    def guessed(self, rank_batch: int) -> Cut:
-        """The cut that --cut-at names, or one by multiply-adds alone. Raises Failure (78), and so `measured`."""
-        return self._cut(self.config.cut_at, [layer.multiply_adds for layer in self.layers], 0.0, rank_batch)
-
-    def measured(
-        self, ranks: Communicator, kept: Sequence[str], seconds: Callable[[], Sequence[float]], rank_batch: int
-    ) -> Cut:
-        """The cut that --cut-at names, that an earlier start of the run `kept`, or by `seconds` of each layer and
-        sample and the slowest link. Collective."""
+        `seconds()` measures the time of each layer for one sample. Links are measured too. Collective.
+        """
         if names := self.config.cut_at or ",".join(kept):
-            return self._cut(names, (), 0.0, rank_batch)
-        every = ranks.gather(list(seconds()))
-        fastest = [min(times) for times in zip(*every, strict=True)]  # others may have used the processors meanwhile
+            return partition.named(self.layers, self.mesh.stages, names.split(","))
+        times = ranks.gather(list(seconds()))
+        fastest = [min(each) for each in zip(*times, strict=True)]  # other programs may have used some processors
         rates = [link["goodput_mbit"] for link in ranks.measure_links() if link["goodput_mbit"]]
         per_number = NUMBER_BYTES[self.config.activations] * 8e-6 / min(rates) if rates else 0.0
-        return self._cut(None, fastest, per_number, rank_batch)
+        return partition.balanced(self.layers, self.mesh.stages, fastest, per_number)
 
-    def _cut(self, names: str | None, seconds: Sequence[float], per_number: float, rank_batch: int) -> Cut:
-        stages, memory = self.grid.stages, (self.needed_bytes(rank_batch), most_bytes(self.config))
-        if names:
-            return cuts.within(cuts.named(self.layers, stages, names.split(",")), *memory)
-        return cuts.balanced(self.layers, stages, seconds, per_number, *memory)
-
-    def connected(self, ranks: Communicator, cut: Cut) -> Pipe:
-        """This rank's place in its pipeline. Collective."""
-        data, stage, last = self.data, self.stage, self.grid.stages - 1
-        before = self.grid.rank(data, stage - 1) if stage else None
-        after = self.grid.rank(data, stage + 1) if stage < last else None
-        left, right = neighbours(ranks.group.rendezvous, ranks.group.endpoint, before, after)
+    def connected(self, ranks: Communicator, layers: Partition) -> Pipe:
+        """Connect this rank with its neighbours in the pipeline. Collective."""
+        replica, stage, last = self.data, self.stage, self.mesh.stages - 1
+        before = self.mesh.rank(replica, stage - 1) if stage else None
+        after = self.mesh.rank(replica, stage + 1) if stage < last else None
+        previous, following = neighbours(ranks.group.rendezvous, ranks.group.endpoint, before, after)
         return Pipe(
             stage,
-            self.grid.stages,
-            before=left,
-            after=right,
-            inputs=cut.boundary(stage - 1) if stage else (),
-            outputs=cut.boundary(stage) if stage < last else (),
+            self.mesh.stages,
+            before=previous,
+            after=following,
+            inputs=layers.boundary(stage - 1) if stage else (),
+            outputs=layers.boundary(stage) if stage < last else (),
             order=self.config.stage_order,
             coding=self.config.activations,
-            recompute=self.config.recompute,
         )
 
-    def facts(self, cut: Cut, rank_batch: int) -> dict[str, str]:
-        """What there is to show: a line for all, and one for each stage."""
-        parts, stages = self.parts(rank_batch), self.grid.stages
+    def facts(self, layers: Partition, rank_batch: int) -> dict[str, str]:
+        """Return what is shown before step 0: one line for the pipeline, and one for each stage."""
+        parts, stages = self.micro_batches(rank_batch), self.mesh.stages
         samples = -(-rank_batch // parts)
-        told = {
-            "pipeline": f"{stages} stages x {self.grid.replicas} replicas, {parts} micro-batches of {samples} samples, "
-            f"{self.config.stage_order}: idle {cuts.bubble(stages, parts):.0%} of a step if all stages are equally fast"
+        idle = partition.bubble(stages, parts)
+        lines = {
+            "pipeline": f"{stages} stages x {self.mesh.replicas} replicas, {parts} micro-batches of {samples} samples, "
+            f"{self.config.stage_order}; equally fast stages would be idle for {idle:.0%} of a step"
         }
-        needed = self.needed_bytes(rank_batch)
-        what = "the inputs of " if self.config.recompute else ""
         work = sum(layer.multiply_adds for layer in self.layers)
-        for stage, (begin, end) in enumerate(itertools.pairwise(cut.borders)):
+        for stage, (begin, end) in enumerate(itertools.pairwise(layers.borders)):
             inside = self.layers[begin:end]
             share = sum(layer.multiply_adds for layer in inside) / work
-            words = f"{inside[0].name} to {inside[-1].name}" if len(inside) > 1 else inside[0].name
-            words += f": {sum(self.parameters[begin:end]):,} parameters, {share:.0%} of the work, "
-            held = self.held(stage, rank_batch)
-            words += f"{needed(stage, begin, end) / 1e6:,.0f} MB, holds {what}{held} of the micro-batches"
+            names = f"{inside[0].name} to {inside[-1].name}" if len(inside) > 1 else inside[0].name
+            line = f"{names}: {sum(self.parameters[begin:end]):,} parameters, {share:.0%} of the work, "
+            line += f"activations of up to {self.held(stage, rank_batch)} micro-batches"
             if stage < stages - 1:
-                sent = cut.boundary_numbers(stage) * samples * NUMBER_BYTES[self.config.activations]
-                words += f", sends {sent / 1e6:.3f} MB per micro-batch, and receives as much"
-            told[f"stage {stage}"] = f"{words}; rank {', '.join(map(str, self.grid.holders(stage)))}"
-        return told
-
-
-def most_bytes(config: TrainConfig) -> float:
-    """--stage-memory, infinite without it. Raises Failure (78)."""
-    if config.stage_memory is None:
-        return math.inf
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([MG])B", config.stage_memory, re.ASCII)
-    if found is None or (config.stages == 1 and not config.resume):
-        told = "it is of stages, give --stages too" if found else "give a size, e.g. 800MB or 1.5GB"
-        raise Failure(f"--stage-memory {config.stage_memory}: {told}", exits.BAD_CONFIG)
-    return float(found[1]) * {"M": 1e6, "G": 1e9}[found[2]]
+                sent = layers.boundary_numbers(stage) * samples * NUMBER_BYTES[self.config.activations]
+                line += f", sends and receives {sent / 1e6:.3f} MB per micro-batch"
+            lines[f"stage {stage}"] = f"{line}; rank {', '.join(map(str, self.mesh.holders(stage)))}"
+        return lines

@@ -1,9 +1,10 @@
-"""What all strategies share: the exchange of one training step, with the defaults of one that keeps no state."""
+"""The base class of strategies: how a training step exchanges gradients or weights between ranks."""
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Collection, Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,42 +18,49 @@ from hvdtrain.strategies.cost import Cost, Layout, Shape, elements
 from hvdtrain.strategies.reducers.base import Reducer
 from hvdtrain.strategies.replicas import Exchanged, Vectors
 
+ReducerCost = Callable[[Sequence[Sequence[int]]], list[Cost]]
+"""Cost of one all-reduce of each bucket by the strategy's reducer, given the buckets as indices of arrays"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """What the rest of the program needs to know about a strategy."""
+
+    backend: Backend = "tcp"
+    """The backend that connects the ranks"""
+    takes_reducer: bool = False
+    """Whether a reducer may follow the plus"""
+    in_backward: bool = False
+    """Whether the backend's own step exchanges gradients during backward, as Horovod's optimizer does"""
+    local_updates: bool = False
+    """Whether ranks update their weights with their own gradients between exchanges.
+
+    Gradients are then divided by the rank's own sample count, and each rank has its own momentum."""
+    own_optimizer_state: bool = False
+    """Whether optimizer states differ between ranks although the weights are equal"""
+    has_residual: bool = False
+    """Whether gradients of one step are used in a later one"""
+    advice_level: int = 0
+    """Position on the ladder of `registry.ADVICE`; -1 sends more than its first entry"""
+
 
 class Strategy(abc.ABC):
-    """One object, one verb: `step`. Its state lives in it and goes into the checkpoint."""
+    """Exchanges gradients or weights in `step`. Its state is saved in checkpoints."""
 
     Settings: ClassVar[type[Any]] = Checked
-    """What may be set of it"""
-    backend: ClassVar[Backend] = "tcp"
-    """What connects the ranks"""
-    holds_reducer: ClassVar[bool] = False
-    """Whether a reducer sums its vectors over hosts"""
-    in_backward: ClassVar[bool] = False
-    """Whether the world's own step (Horovod's optimizer or tape, DistributedDataParallel,
-    MultiWorkerMirroredStrategy) exchanges each gradient while backward still computes the others"""
-    local: ClassVar[bool] = False
-    """Whether each rank updates its weights by its own gradients for a while: its gradients are then divided by its own
-    sample count, and its momentum is its own"""
-    own_optimizer: ClassVar[bool] = False
-    """Whether the optimizers' states differ between ranks though the weights do not"""
-    remembers: ClassVar[bool] = False
-    """Whether gradients of one step are used in a later one"""
-    divides: ClassVar[bool] = False
-    """Whether ranks take unequal shares of a step, those of its settings (`shares`) or `measured_shares`"""
-    rung: ClassVar[int] = 0
-    """How little it sends of what `table.RUNGS` advises: the number of its rung, -1: below all. One that holds a
-    reducer stands on the reducer's, if that is higher"""
+    """Dataclass of the settings that follow the colon"""
+    capabilities: ClassVar[Capabilities] = Capabilities()
 
     def __init__(
         self, world: Communicator, shapes: Sequence[Shape], config: TrainConfig, settings: Any, reducer: Reducer | None
     ) -> None:
-        """`shapes`: of the trainable arrays, in the model's order; `settings`: of `Settings`; `reducer`: the one that
-        it holds, if it holds one."""
+        """`shapes`: shapes of the trainable arrays, in the model's order. `settings`: an instance of `Settings`.
+        `reducer`: the reducer, if the strategy takes one."""
         self.settings = settings
+        self.paused = False
+        """While True, gradients that `on_bucket_ready` receives are not exchanged"""
         self._world, self._shapes, self._held = world, shapes, reducer
-        self.factored: Collection[int] = ()
-        """Which arrays' gradients the replica is to give as factors (see `replicas.Factored`): set by `plan`"""
-        self._size = elements(shapes)  # of the gradients: a vector's tail lies behind them
+        self._size = elements(shapes)  # numbers of the gradients; the vector's tail follows them
 
     @property
     def in_sync(self) -> bool:
@@ -61,73 +69,70 @@ class Strategy(abc.ABC):
 
     @property
     def shared_weights(self) -> np.ndarray | None:
-        """While the ranks' weights differ: the weights that they all know, as one float32 vector. A checkpoint may be
-        made of it, of `state` and of each rank's own weights. None while the ranks are `in_sync`, and for a strategy
-        whose checkpoints have to wait until they are."""
+        """The weights that all ranks know while their own weights differ, as one float32 vector.
+
+        With them, `state` and each rank's own weights, a checkpoint can be made between exchanges. None while the ranks
+        are `in_sync`, and for a strategy whose checkpoints have to wait until they are.
+        """
         return None
 
     @property
-    def bound(self) -> str | None:
-        """Why its state belongs to the very ranks that made it; None: it can be handed on to another number."""
+    def reshard_refusal(self) -> str | None:
+        """Why `reshard_state` is impossible for another number of ranks; None if it is possible."""
         return None
 
-    def handed_on(self, states: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-        """What this rank is to `load` after `states`, those of all ranks when they were another number (unless it is
-        `bound`), or as many on other hosts."""
+    def reshard_state(self, states: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+        """Return what this rank loads after a resume with another number of ranks or on other hosts.
+
+        `states`: the states of all earlier ranks.
+        """
         return {}
 
     @property
     def _reducer(self) -> Reducer:
-        assert self._held is not None, "holds_reducer"
+        assert self._held is not None, "takes_reducer"
         return self._held
 
     @classmethod
     @abc.abstractmethod
-    def cost(cls, shapes: Sequence[Shape], layout: Layout, settings: Any, round_: Cost | None) -> Cost:
-        """What a step costs each host; `round_`: what a sum by the reducer that it holds costs."""
+    def cost(cls, shapes: Sequence[Shape], layout: Layout, settings: Any, reducer_cost: ReducerCost) -> Cost:
+        """Return the cost of an exchange for each host."""
 
-    def plan(self, layout: Layout) -> None:  # noqa: B027 (most need not know)
-        """Before the replica is made: who takes part, and what of the arrays the workload tells. Collective."""
-
-    @classmethod  # noqa: B027 (most go with all)
+    @classmethod  # noqa: B027 (most accept every config)
     def check(cls, settings: Any, config: TrainConfig) -> None:
-        """Raises Failure (78) for a config that it does not go with."""
+        """Raise Failure (78) for a config that the strategy cannot be combined with."""
 
-    def measured_shares(
-        self, replica: Any, batch_of: Callable[[Sequence[float] | None], Any]
-    ) -> tuple[tuple[float, ...], str]:
-        """The share of each rank in a step, and how it was found, in words. Collective, before step 0.
+    def buckets(self) -> Sequence[range]:
+        """Return the buckets that the strategy takes during backward, as ranges of array indices.
 
-        `replica`: a `frameworks.Replica`, afterwards what it was before. `batch_of(shares)`: a training batch of this
-        rank's share, of even shares for None.
+        The order is that of the calls of `on_bucket_ready`. Without buckets it reads the whole vector in `step`. A
+        replica calls this once, when it is made. Collective.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not divide a step into unequal shares")
-
-    def parts(self) -> Sequence[range]:
-        """The arrays, by place, whose gradients the strategy takes during backward: a range for each `take`, in the
-        order of the calls. Empty: it reads the vector in `step` only. A replica calls this once, when it is made.
-        Collective."""
         return ()
 
-    def take(  # noqa: B027 (most have no parts)
-        self, part: int, vector: np.ndarray, ready: Callable[[], None] | None = None
+    def on_bucket_ready(  # noqa: B027 (most have no buckets)
+        self, bucket: int, vector: np.ndarray, ready: Callable[[], None] | None = None
     ) -> None:
-        """Starts the exchange of one of the `parts`, whose gradients backward has written into the vector, before the
-        first part's also the tail. If `ready` is given, they are complete once it has returned. `step` follows."""
+        """Start the exchange of a bucket whose gradients backward has written into the vector.
+
+        Before the first bucket the tail is written too. If `ready` is given, the gradients are complete when it
+        returns. `step` follows after the last bucket.
+        """
 
     @abc.abstractmethod
     def step(self, replica: Vectors, lr: float, clock: Clock) -> Exchanged:
-        """After backward: exchanges, and updates the replica's weights. What it waits for the others is spent under
-        the clock's label "communication", the update under "compute".
+        """Exchange after backward and update the replica's weights.
+
+        Time spent waiting for other ranks goes to the clock's label "communication", the update to "compute".
         """
 
     def synchronize(self, replica: Vectors, clock: Clock) -> Exchanged:
-        """Before an evaluation: waits for what is in flight and gives all ranks the same weights. Collective."""
+        """Wait for exchanges under way and give all ranks the same weights, before an evaluation. Collective."""
         return Exchanged()
 
     def state(self) -> dict[str, np.ndarray]:
-        """What this rank must have to continue as if never interrupted."""
+        """Return what this rank needs to continue as if it had never been interrupted."""
         return {}
 
     def load(self, state: dict[str, np.ndarray]) -> None:  # noqa: B027 (most have no state)
-        """Takes what `state` gave."""
+        """Restore what `state` returned."""

@@ -1,15 +1,16 @@
-"""One string names an exchange: `local-sgd:every=6,staleness=1+powersgd:rank=12,bits=4`.
+"""The strategy string, such as `local-sgd:every=6,staleness=1+powersgd:rank=12,bits=4`.
 
-    schedule[:key=value,...][+reducer[:key=value,...]]    or a reducer alone, which sums the gradients of every step
+    ALGORITHM[:KEY=VALUE,...][+REDUCER[:KEY=VALUE,...]], or a reducer alone, which sums the gradients of every step
 
-It needs no quotes in a shell. Settings, their checks and their help come from each class's `Settings`. The canonical
-string has the settings that differ from the default only, in the order of their fields, and no reducer that is the
-default one: manifests, checkpoints, results and sweeps hold that.
+The string needs no quotes in a shell. Settings, their checks and their help come from the `Settings` of each class. The
+canonical string contains only the settings that differ from their defaults, in the order of their fields, and omits the
+default reducer. Manifests, checkpoints, results and sweeps store the canonical string.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
@@ -19,7 +20,7 @@ from hvdtrain.config.options import TrainConfig
 from hvdtrain.strategies import registry
 from hvdtrain.strategies.algorithms.overlapped import Overlapped
 from hvdtrain.strategies.algorithms.synchronous import Synchronous
-from hvdtrain.strategies.base import Strategy
+from hvdtrain.strategies.base import Capabilities, Strategy
 from hvdtrain.strategies.cost import Cost, Layout, Shape
 from hvdtrain.strategies.reducers.base import Reducer
 from hvdtrain.system import exits
@@ -28,217 +29,214 @@ from hvdtrain.system.exits import Failure
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
-    """A schedule or a reducer, and what is set of it."""
+class Component:
+    """An algorithm or a reducer with its settings."""
 
     name: str
     cls: Any
     settings: Any
 
     def __str__(self) -> str:
-        given = [(field, getattr(self.settings, field.name)) for field in dataclasses.fields(self.settings)]
-        words = [f"{field.name}={spelt(value)}" for field, value in given if value != field.default]
+        values = [(field, getattr(self.settings, field.name)) for field in dataclasses.fields(self.settings)]
+        words = [f"{field.name}={format_value(value)}" for field, value in values if value != field.default]
         return self.name + (":" + ",".join(words) if words else "")
 
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """What a --strategy string means; `str` gives the canonical one."""
+    """A resolved strategy: the algorithm, its reducer and their settings. `str` returns the canonical string."""
 
-    schedule: Part | None
-    """None: the reducer alone"""
-    reducer: Part | None
+    algorithm: Component | None
+    """None if --strategy names a reducer alone"""
+    reducer: Component | None
 
     def __str__(self) -> str:
-        parts = [self.schedule, self.reducer]
-        if self.schedule and self.reducer == part(registry.DEFAULT_REDUCER):
-            parts.remove(self.reducer)
-        return "+".join(str(each) for each in parts if each)
+        components = [self.algorithm, self.reducer]
+        if self.algorithm and self.reducer == component(registry.DEFAULT_REDUCER):
+            components.remove(self.reducer)
+        return "+".join(str(each) for each in components if each)
 
     @property
     def strategy(self) -> type[Strategy]:
-        if self.schedule:
-            return self.schedule.cls
-        return Overlapped if self.reducer and self.reducer.cls.divisible else Synchronous
+        """The class of the algorithm; for a reducer alone, the class that runs it."""
+        if self.algorithm:
+            return self.algorithm.cls
+        return Overlapped if self.reducer and self.reducer.cls.supports_buckets else Synchronous
 
     @property
     def settings(self) -> Any:
-        return self.schedule.settings if self.schedule else None
+        """The settings of the algorithm, if there is one."""
+        return self.algorithm.settings if self.algorithm else None
 
-    @property
-    def rung(self) -> int:
-        """See `Strategy.rung`."""
-        return max(self.strategy.rung, self.reducer.cls.rung if self.reducer else -1)
+    @functools.cached_property
+    def capabilities(self) -> Capabilities:
+        """The capabilities of the algorithm together with its reducer."""
+        own = self.strategy.capabilities
+        if self.reducer is None:
+            return own
+        reducer: type[Reducer] = self.reducer.cls
+        return dataclasses.replace(
+            own,
+            has_residual=own.has_residual or bool(reducer.residual_key),
+            advice_level=max(own.advice_level, reducer.advice_level),
+        )
 
-    @property
-    def remembers(self) -> bool:
-        """Whether something of a step is kept for a later one, where infinite gradients would stay for ever."""
-        return self.strategy.remembers or (self.reducer is not None and bool(self.reducer.cls.remembers))
+    def cost(self, shapes: Sequence[Shape], layout: Layout, *, buckets: bool = True) -> Cost:
+        """Return the cost of an exchange for each host, for a model with these trainable arrays.
 
-    def cost(self, shapes: Sequence[Shape], layout: Layout, *, in_parts: bool = True) -> Cost:
-        """Of a training step of a model of these trainable arrays, for each host. `in_parts`: whether the replica tells
-        gradients during backward (see `Strategy.parts`), as those of whole models do."""
-        held = self.reducer
-        round_ = held.cls.cost(shapes, layout.hosts, held.settings) if held else None
-        if self.schedule is None and not in_parts:
-            return Synchronous.cost(shapes, layout, self.settings, round_)
-        return self.strategy.cost(shapes, layout, self.settings, round_)
+        `buckets`: whether the replica reports gradients during backward. Pipelines and micro-batches do not.
+        """
 
-    def fact(self, shapes: Sequence[Shape], layout: Layout, *, in_parts: bool = True) -> str:
-        """The strategy and what it costs, for people."""
+        def reducer_cost(parts: Sequence[Sequence[int]]) -> list[Cost]:
+            assert self.reducer is not None
+            return self.reducer.cls.bucket_costs(shapes, parts, layout.hosts, self.reducer.settings)
+
+        strategy = Synchronous if self.algorithm is None and not buckets else self.strategy
+        return strategy.cost(shapes, layout, self.settings, reducer_cost)
+
+    def fact(self, shapes: Sequence[Shape], layout: Layout, *, buckets: bool = True) -> str:
+        """Describe the strategy and its cost in one line."""
         if layout.hosts == 1 and self.reducer:
             return f"{self}: all ranks are on one host, nothing is compressed"
-        cost = self.cost(shapes, layout, in_parts=in_parts)
-        where = "per host and step" if layout.hosts > 1 else "per rank and step"
-        behind = f", behind {cost.behind}" if cost.behind and layout.ranks > 1 else ""
-        return f"{self}: {cost.sent_bytes / 1e6:.2f} MB sent {where} in {cost.rounds:g} rounds{behind}"
+        cost = self.cost(shapes, layout, buckets=buckets)
+        sender = "host" if layout.hosts > 1 else "rank"
+        return f"{self}: {cost.sent_bytes / 1e6:.2f} MB sent per {sender} and step{timing(cost)}"
 
-    def facts(self, *, in_parts: bool) -> dict[str, Any]:
-        """What of the cost holds for every model and layout, for the records: overlaps_with and exact."""
-        cost = self.cost([(1,)], Layout(ranks=2, hosts=2), in_parts=in_parts)
-        return {"overlaps_with": cost.behind, "exact": cost.exact}
-
-    def shares(self, ranks: int) -> tuple[float, ...] | None:
-        """Of each rank in a step; None: equal ones, or still to be measured. Raises Failure (78) if they are not one
-        for each of so many ranks."""
-        given: tuple[float, ...] = self.settings.shares if self.strategy.divides else ()
-        if given and len(given) != ranks:
-            raise refusal(self, f"{len(given)} shares for {ranks} ranks; give one for each, in order of ranks")
-        return given or None
+    def facts(self, *, buckets: bool) -> dict[str, Any]:
+        """Return what manifests record about the exchange, which holds for every model and layout."""
+        cost = self.cost([(64, 64)] * 8, Layout(ranks=2, hosts=2), buckets=buckets)
+        return {"overlaps_with": cost.overlaps_with, "exact": cost.exact}
 
     def check(self, config: TrainConfig) -> None:
-        """Raises Failure (78) for a config that this does not go with."""
-        if config.precision == "fp16" and self.remembers:
+        """Raise Failure (78) for a config that the strategy cannot be combined with."""
+        if config.precision == "fp16" and self.capabilities.has_residual:
             raise Failure(
-                f"--precision fp16 does not go with --strategy {self}: its loss scaling makes infinite gradients, and "
-                "scales each step differently, so nothing can be kept from step to step; take --precision bf16",
+                f"--precision fp16 cannot be combined with --strategy {self}: loss scaling produces infinite gradients "
+                "and scales each step differently, so nothing can be kept between steps; hint: --precision bf16",
                 exits.BAD_CONFIG,
             )
-        if config.horovod_timeline and self.strategy.backend != "horovod":
-            what = f"--horovod-timeline: Horovod does not run with --strategy {self}; try --profile"
-            raise Failure(what, exits.BAD_CONFIG)
+        if config.horovod_timeline and self.capabilities.backend != "horovod":
+            raise Failure(
+                f"--horovod-timeline: Horovod does not run with --strategy {self}; hint: --profile", exits.BAD_CONFIG
+            )
+        if config.shares is not None and self.capabilities.backend != "tcp":
+            raise Failure(
+                f"--shares needs hvdtrain's TCP backend, and --strategy {self} uses another; hint: --strategy "
+                f"{registry.DEFAULT_REDUCER}",
+                exits.BAD_CONFIG,
+            )
         try:
             self.strategy.check(self.settings, config)
         except Failure as failure:
-            raise refusal(self, str(failure)) from None
+            raise error(self, str(failure)) from None
 
     def make(self, config: TrainConfig, world: Communicator, shapes: Sequence[Shape]) -> Strategy:
-        """The strategy in this world."""
-        held = self.reducer.cls(shapes, self.reducer.settings) if self.reducer else None
-        return self.strategy(world, shapes, config, self.settings, held)
+        """Make the strategy for the ranks of `world` and a model with these trainable arrays."""
+        reducer = self.reducer.cls(shapes, self.reducer.settings) if self.reducer else None
+        return self.strategy(world, shapes, config, self.settings, reducer)
+
+
+def timing(cost: Cost) -> str:
+    """Describe the latencies of an exchange and what it overlaps with: ` in 6 latencies, overlapping with backward`."""
+    if not cost.phases:
+        return ""
+    overlap = f", overlapping with {cost.overlaps_with}" if cost.overlaps_with else ""
+    return f" in {cost.hops:g} network latencies{overlap}"
 
 
 def parse(text: str) -> Exchange:
-    """What the string means. Raises Failure (78), with what is known in place of what is not."""
+    """Resolve a strategy string. Raises Failure (78), which lists the valid names or settings."""
     words = text.split("+")
-    first = _part(text, words[0], [*registry.names(Strategy), *registry.names(Reducer)], "strategy")
+    first = _component(text, words[0], [*registry.names(Strategy), *registry.names(Reducer)], "strategy")
     if len(words) > 2:
-        raise refusal(text, "one reducer goes behind a schedule, as in SCHEDULE+REDUCER")
+        raise error(text, "more than one reducer; hint: ALGORITHM+REDUCER")
     if issubclass(first.cls, Reducer):
         if len(words) > 1:
-            raise refusal(text, f"{first.name} is a reducer, which stands alone or behind the plus of a schedule")
+            raise error(text, f"{first.name} is a reducer; hint: use it alone or after the plus of an algorithm")
         return Exchange(None, first)
-    if not first.cls.holds_reducer:
+    if not first.cls.capabilities.takes_reducer:
         if len(words) > 1:
-            holders = [name for name in registry.names(Strategy) if registry.found(name).holds_reducer]
-            raise refusal(text, f"{first.name} takes no reducer behind a plus; these do: {', '.join(holders)}")
+            able = [name for name in registry.names(Strategy) if registry.lookup(name).capabilities.takes_reducer]
+            raise error(text, f"{first.name} takes no reducer; hint: these do: {', '.join(able)}")
         return Exchange(first, None)
-    return Exchange(
-        first, _part(text, (words[1:] or [registry.DEFAULT_REDUCER])[0], registry.names(Reducer), "reducer")
-    )
+    reducer = (words[1:] or [registry.DEFAULT_REDUCER])[0]
+    return Exchange(first, _component(text, reducer, registry.names(Reducer), "reducer"))
 
 
 def canonical(text: str) -> str:
-    """The canonical form of a strategy string; the text itself if it names a strategy that is not installed."""
+    """Return the canonical form of a strategy string, or the text itself if its strategy is not installed."""
     try:
         return str(parse(text))
     except Failure:
         return text
 
 
-def resumable(text: str) -> str:
-    """The canonical form without the settings that a resumed run may change."""
-    try:
-        exchange = parse(text)
-    except Failure:
-        return text
-    if exchange.schedule is None:
-        return str(exchange)
-    settings = exchange.schedule.settings
-    defaults = {field.name: field.default for field in dataclasses.fields(settings) if field.metadata.get("may_change")}
-    schedule = dataclasses.replace(exchange.schedule, settings=dataclasses.replace(settings, **defaults))
-    return str(dataclasses.replace(exchange, schedule=schedule))
-
-
-def part(name: str, given: str = "") -> Part:
-    """A name of the table and the settings behind its colon. Raises Failure (78)."""
-    cls = registry.found(name)
+def component(name: str, settings: str = "") -> Component:
+    """Resolve a known name and the settings after its colon. Raises Failure (78)."""
+    cls = registry.lookup(name)
     fields = {field.name: field for field in dataclasses.fields(cls.Settings)}
     hints = get_type_hints(cls.Settings)
     values: dict[str, Any] = {}
-    for word in given.split(",") if given else ():
+    for word in settings.split(",") if settings else ():
         key, _, value = word.partition("=")
         if key not in fields:
-            known = "; ".join(described(cls)) or "nothing to set"
-            _bad(f"no setting {key!r} of {name}{near(key, fields)}; it has: {known}")
+            known = "; ".join(described(cls)) or "none"
+            _bad(f"no setting {key!r} of {name}{near(key, fields)}; its settings: {known}")
         if key in values:
             _bad(f"{key} of {name} is given twice")
         try:
             values[key] = read(hints[key], value)
         except ValueError:
             _bad(f"{key} of {name} is {value!r}: {constraints.wanted(fields[key], hints[key])}")
-    return Part(name, cls, cls.Settings(**values))
+    return Component(name, cls, cls.Settings(**values))
 
 
 def described(cls: Any) -> list[str]:
-    """The settings of a class: `rank (whole number >= 1, default 2)`."""
+    """Describe the settings of a class: `rank (whole number >= 1, default 2)`."""
     hints = get_type_hints(cls.Settings)
     return [
-        f"{field.name} ({constraints.kind(field, hints[field.name])}, default {spelt(field.default) or 'none'})"
+        f"{field.name} ({constraints.kind(field, hints[field.name])}, default {format_value(field.default) or 'none'})"
         for field in dataclasses.fields(cls.Settings)
     ]
 
 
-def spelt(value: Any) -> str:
-    """As it stands in the string."""
-    if isinstance(value, tuple):
-        return ":".join(map(spelt, value))
+def format_value(value: Any) -> str:
+    """Format a value for the strategy string."""
     if isinstance(value, float):
         short = f"{value:g}"
-        return (short if float(short) == value else repr(value)).replace("e+", "e")  # a plus stands before a reducer
+        return (short if float(short) == value else repr(value)).replace("e+", "e")  # a plus separates the reducer
     return str(value)
 
 
 def read(hint: Any, text: str) -> Any:
-    """The value of a type that a text spells. Raises ValueError."""
+    """Parse a value of a type. Raises ValueError."""
     origin, choices = get_origin(hint), get_args(hint)
     if origin is Literal:
         for choice in choices:
             if str(choice) == text:
                 return choice
         raise ValueError(text)
-    if origin is tuple:
-        return tuple(read(choices[0], word) for word in text.split(":"))
     if hint not in (int, float, str):
-        raise TypeError(f"a setting of type {hint} cannot be spelt")
+        raise TypeError(f"a setting of type {hint} cannot be parsed")
     return hint(text)
 
 
-def refusal(exchange: Exchange | str, why: str) -> Failure:
-    return Failure(f"--strategy {exchange}: {why}", exits.BAD_CONFIG)
+def error(exchange: Exchange | str, reason: str) -> Failure:
+    return Failure(f"--strategy {exchange}: {reason}", exits.BAD_CONFIG)
 
 
-def _bad(why: str) -> NoReturn:
-    raise Failure(why, exits.BAD_CONFIG)
+def _bad(reason: str) -> NoReturn:
+    raise Failure(reason, exits.BAD_CONFIG)
 
 
-def _part(text: str, word: str, known: Sequence[str], what: str) -> Part:
-    """`part`, of the names known; its Failure names the whole string."""
-    name, _, given = word.partition(":")
+def _component(text: str, word: str, known: Sequence[str], kind: str) -> Component:
+    """Resolve one of the `known` names with its settings; failures quote the whole string."""
+    name, _, settings = word.partition(":")
     if name not in known:
-        told = f"unknown {what} {name!r}{near(name, known)}; known: {', '.join(known)} (see --strategy help)"
-        raise refusal(text, told)
+        if name in registry.REMOVED:
+            raise error(text, f"{name} has been removed; hint: use {registry.REMOVED[name]}")
+        raise error(text, f"unknown {kind} {name!r}{near(name, known)}; known: {', '.join(known)}")
     try:
-        return part(name, given)
+        return component(name, settings)
     except Failure as failure:
-        raise refusal(text, str(failure)) from None
+        raise error(text, str(failure)) from None

@@ -36,7 +36,7 @@ class Step:
 
     def __init__(self, exchange: Exchange, *, average: bool) -> None:
         self.exchange = exchange
-        self._scale = 1.0 / job.job().size if average and not exchange.strategy.local else 1.0
+        self._scale = 1.0 / job.job().size if average and not exchange.capabilities.local_updates else 1.0
         self._variables: list[Any] = []
         self._strategy: Strategy | None = None
         self.world: Communicator | None = None
@@ -70,11 +70,11 @@ class Step:
         size = vector.shape[0]
         vector, due = tf.numpy_function(self._begin, [vector], [tf.float32, tf.bool])
         vector.set_shape([size])
-        if exchange.schedule is None:
+        if exchange.algorithm is None:
             update(self._split(vector))
             return
         updated = tf.cond(due, lambda: _done(update(self._split(vector))), lambda: False)
-        if exchange.strategy.local:
+        if exchange.capabilities.local_updates:
             with tf.control_dependencies([updated]):
                 weights, changed = tf.numpy_function(self._end, [], [tf.float32, tf.bool])
             weights.set_shape([None])
@@ -96,11 +96,11 @@ class Step:
     # --- within the graph's two operations ----------------------------------------------------------------------
 
     def _begin(self, vector: np.ndarray) -> tuple[np.ndarray, np.bool_]:
-        if self.postponed and self.exchange.strategy.local:
+        if self.postponed and self.exchange.capabilities.local_updates:
             return vector, np.bool_(True)
         self._vector, self._due = vector, False
         strategy = self._made()
-        if strategy.local:
+        if strategy.capabilities.local_updates:
             threading.Thread(target=self._run, args=(strategy,), daemon=True).start()
             self._wait()
         else:
@@ -134,7 +134,7 @@ class Step:
             self._strategy, self.world = job.job().strategy(self.exchange, shapes)
             if self._loaded is not None:
                 self._strategy.load(self._loaded)
-            if self._strategy.local:
+            if self._strategy.capabilities.local_updates:
                 weights = 0 if self._loaded is not None else zlib.crc32(self.weights().data)
                 how = "build the model, and call hvd.broadcast_variables(model.variables, root_rank=0)"
                 job.check_beginning(self.world, weights, how)
@@ -153,7 +153,7 @@ class Step:
 
     def apply(self, lr: float) -> None:
         self._due = True
-        if self._made().local:
+        if self._made().capabilities.local_updates:
             self._events.put(True)
             self._resume.acquire()
 

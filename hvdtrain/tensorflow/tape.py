@@ -95,7 +95,7 @@ def DistributedGradientTape(
     with it.
     """
     asked, why = job.wanted(strategy), ""
-    if asked is not None and asked.schedule is not None:
+    if asked is not None and asked.algorithm is not None:
         why = (
             "a tape does not see the update, and this strategy is part of it: use hvd.DistributedOptimizer of a Keras "
             "optimizer, or a strategy that sums gradients (the part behind the plus)"
@@ -106,7 +106,9 @@ def DistributedGradientTape(
         why = "compression= is part of the strategy: name a reducer of few bits (--strategy help), and leave it out"
     elif process_set.process_set_id != 0:
         why = "a strategy exchanges among all ranks: leave process_set out"
-    elif asked is not None and asked.remembers and tf.keras.config.dtype_policy().name == "mixed_float16":
+    elif (
+        asked is not None and asked.capabilities.has_residual and tf.keras.config.dtype_policy().name == "mixed_float16"
+    ):
         why = "it keeps gradients from step to step, which loss scaling makes infinite: take mixed_bfloat16"
     if asked is not None and why and str(asked) != DEFAULT_REDUCER:
         raise ValueError(f"DistributedGradientTape, strategy {asked}: {why}")

@@ -15,6 +15,7 @@ import torch
 
 from hvdtrain.horovod_api import job
 from hvdtrain.strategies import Reducer, parse
+from hvdtrain.strategies.algorithms.synchronous import reduce
 from hvdtrain.strategies.registry import DEFAULT_REDUCER
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
@@ -26,7 +27,7 @@ class Buckets:
     def __init__(self, front: job.Front, strategy: str) -> None:
         """Collective. Raises Failure (78) for what is no reducer."""
         exchange = parse(strategy)
-        if exchange.schedule is not None or exchange.reducer is None:
+        if exchange.algorithm is not None or exchange.reducer is None:
             why = "a hook sums the gradients of a step, so it can be a reducer alone; see --strategy help"
             raise Failure(f"ddp_hook {strategy!r}: {why}", exits.BAD_CONFIG)
         job.init(front, strategy=strategy)
@@ -70,15 +71,11 @@ class Buckets:
     def _mean(self, vector: np.ndarray, reducer: Reducer) -> None:
         """Replaces the gradients; the number behind them says whether a rank's were not finite."""
         gradients = vector[:-1]
-        lost = bool(reducer.remembers) and not np.isfinite(gradients @ gradients)
+        lost = bool(reducer.residual_key) and not np.isfinite(gradients @ gradients)
         if lost:
             gradients[:] = 0
         gradients /= self._world.size
         vector[-1] = lost
-        self._world.local_reduce(vector)
-        if leaders := self._world.leaders:
-            leaders.all_reduce(vector[-1:])
-            reducer.sum(gradients, leaders)
-        self._world.local_broadcast(vector)
+        reduce(self._world, reducer, vector, gradients.size)
         if vector[-1] > 0:
             gradients[:] = np.inf

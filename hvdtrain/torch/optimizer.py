@@ -107,7 +107,7 @@ def _unfit(exchange: Exchange, compression: Any, op: int, predivide: float, proc
         return "compression= is part of the strategy: give strategy='fp16' (or bf16) and leave compression= out"
     if op not in (Average, Sum):
         return "gradients can be averaged (op=hvd.Average) or summed (op=hvd.Sum)"
-    if op == Sum and exchange.strategy.local:
+    if op == Sum and exchange.capabilities.local_updates:
         return "it averages the ranks' weights, so op=hvd.Sum means nothing: leave it out"
     if predivide != 1.0 and op != Average:
         return "gradient_predivide_factor goes with op=hvd.Average only"
@@ -146,7 +146,7 @@ class Exchanging(torch.optim.Optimizer):
         shapes = {name: list(parameter.shape) for name, parameter in named.items()}
         self._named, self._spelling = named, str(exchange)
         self._parameter_names = {parameter: name for name, parameter in named.items()}  # as Horovod's has it
-        self._asked, self._local = exchange, exchange.strategy.local
+        self._asked, self._local = exchange, exchange.capabilities.local_updates
         self._divided, self._sparse_as_dense = divided and not self._local, sparse_as_dense
         self._make(set())
         told = self._world.gather(hashlib.sha256(json.dumps(shapes).encode()).hexdigest())
@@ -176,7 +176,7 @@ class Exchanging(torch.optim.Optimizer):
         self._sparse = {name: parameter for name, parameter in self._named.items() if name in sparse}
         shapes = [tuple(parameter.shape) for parameter in dense.values()]
         self._strategy, self._world = job.job().strategy(self._asked, shapes)
-        size, careful = self._world.size, self._asked.remembers
+        size, careful = self._world.size, self._asked.capabilities.has_residual
         self._parameters = Parameters(dense, self._own_step, ranks=size, divided=self._divided, careful=careful)
 
     # --- a step -------------------------------------------------------------------------------------------------
@@ -338,7 +338,7 @@ class Exchanging(torch.optim.Optimizer):
         if set(told["sparse"]) != set(self._sparse):
             self._make(set(told["sparse"]))
         arrays = {name: np.array(array.cpu()) for name, array in told["arrays"].items()}
-        self._strategy.load(arrays if self._own(told) else self._strategy.handed_on([arrays]))
+        self._strategy.load(arrays if self._own(told) else self._strategy.reshard_state([arrays]))
         self._compared = not self._local or not told["in_sync"]
 
     def state_dict(self) -> dict[str, Any]:

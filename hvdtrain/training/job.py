@@ -27,12 +27,13 @@ from hvdtrain.config.options import TrainConfig
 from hvdtrain.data.loader import Loader
 from hvdtrain.frameworks import Replica, in_vector, resolve
 from hvdtrain.models.layers import Layer
-from hvdtrain.pipeline.partition import Cut, timed
+from hvdtrain.pipeline.partition import Partition, measured_s
 from hvdtrain.pipeline.plan import Stages
-from hvdtrain.pipeline.schedule import Part, Pipe
+from hvdtrain.pipeline.schedule import Pipe, StageModel
 from hvdtrain.records.arrays_file import Arrays
 from hvdtrain.records.metrics import Metric
-from hvdtrain.strategies import Reducer, Strategy, catalog, registry
+from hvdtrain.strategies import Exchange, Reducer, Strategy, catalog, registry
+from hvdtrain.strategies import shares as unequal_shares
 from hvdtrain.strategies.cost import elements
 from hvdtrain.system import exits, locks
 from hvdtrain.system.exits import Failure
@@ -78,9 +79,6 @@ class Workload:
     """What is added up over samples, and the scores made of it"""
     multiply_adds: float
     """Of a layer of mean size for one sample, forward"""
-    dense: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """Which of the arrays are weights of dense layers, used by one product with rows of inputs alone (`F.linear`,
-    `tf.matmul`): name -> rows per sample, on average"""
     layers: Sequence[Layer] = ()
     """The model as a row of layers, if it can be cut into stages: see `Job.staged`"""
 
@@ -92,17 +90,16 @@ class Workload:
         config, place = self.config, self.place
         sizes = [elements(self.of_arrays(layer.arrays)) for layer in self.layers]
         stages = Stages.of(config, place, self.layers, sizes, self.model_words)
-        shapes, replicas = in_vector(config.framework, self.shapes.values()), stages.grid.replicas
+        shapes, replicas = in_vector(config.framework, self.shapes.values()), stages.mesh.replicas
         batch = resume.global_batch(config, replicas)
-        rows = [self.dense.get(name, 0) * -(-batch // replicas) for name in self.shapes]
-        layout, in_parts = stages.layout(rows), not stages.parted
-        if catalog.asked(config.strategy):
+        layout, buckets = stages.layout(), not stages.parted
+        if catalog.help_requested(config.strategy):
             if place.rank == 0:
                 catalog.show(config.strategy, shapes, layout)
             return None
         exchange = strategies.chosen(config)
         stages.check(exchange)
-        shares = exchange.shares(replicas)
+        shares = unequal_shares.given(config, replicas)
         loader = Loader(
             self.dataset.train,
             global_batch=batch,
@@ -126,15 +123,13 @@ class Workload:
             "model": f"{self.model_words}: {parameters:,} parameters, {4 * parameters / 1e6:.2f} MB",
             "data": f"{self.dataset.name}: {self.data_words}",
             "ranks": f"{place.size} ({place.launcher}), {config.framework}, {used}",
-            "exchange": exchange.fact(shapes, layout, in_parts=in_parts),
+            "exchange": exchange.fact(shapes, layout, buckets=buckets),
         }
-        if ways := exchange.cost(shapes, layout).ways:
-            facts["of which"] = "; ".join(ways)
         if config.stages > 1:
-            cut = stages.guessed(plan.rank_batch)
+            cut = stages.guessed()
             shapes = max((self.of_stage(cut, stage) for stage in range(config.stages)), key=elements)
-            facts |= stages.facts(cut, plan.rank_batch) | {"exchange": exchange.fact(shapes, layout, in_parts=False)}
-        if exchange.strategy.divides:
+            facts |= stages.facts(cut, plan.rank_batch) | {"exchange": exchange.fact(shapes, layout, buckets=False)}
+        if config.shares is not None:
             facts["shares"] = run_folder.show_shares(plan.shares, loader.rank_samples)
         splits = {split: len(getattr(self.dataset, split)) for split in ("train", "validation", "test")}
         about = run_folder.Run(
@@ -146,15 +141,14 @@ class Workload:
         )
         if config.dry_run:
             if place.rank == 0:
-                run_folder.show_dry_run(about, facts, exchange.cost(shapes, layout, in_parts=in_parts))
+                run_folder.show_dry_run(about, facts, exchange.cost(shapes, layout, buckets=buckets))
             return None
-        ranks, device = connected(config, place, used, self.dataset.fingerprint, parted=stages.parted)
+        ranks, device = connected(config, exchange, place, used, self.dataset.fingerprint, parted=stages.parted)
         data = ranks
         if config.stages > 1:
-            group = ranks.group.subgroup(stages.grid.holders(stages.stage))
+            group = ranks.group.subgroup(stages.mesh.holders(stages.stage))
             data = world.connect(config.framework, device != "cpu", backend="tcp", group=group)
         strategy = exchange.make(config, data, shapes)
-        strategy.plan(layout)
         return Job(
             about,
             facts,
@@ -162,6 +156,7 @@ class Workload:
             loader,
             self.metric,
             ranks,
+            exchange,
             strategy,
             device,
             used.count,
@@ -171,7 +166,7 @@ class Workload:
             pipe=Pipe() if stages.parted else None,
         )
 
-    def of_stage(self, cut: Cut, stage: int) -> list[tuple[int, ...]]:
+    def of_stage(self, cut: Partition, stage: int) -> list[tuple[int, ...]]:
         """Shapes of a stage's trained arrays, as they lie in its vector."""
         return self.of_arrays(cut.arrays(stage))
 
@@ -191,6 +186,8 @@ class Job:
     loader: Loader
     metric: Metric
     ranks: Communicator
+    exchange: Exchange
+    """What --strategy means, resolved once"""
     strategy: Strategy
     device: str
     """This rank's"""
@@ -213,19 +210,17 @@ class Job:
 
         Without --cut-at every rank times each layer, forward and backward. Raises Failure (69, 78).
         """
-        config, grid, plan = self.about.config, self.stages.grid, self.about.plan
+        config, mesh, plan = self.about.config, self.stages.mesh, self.about.plan
         if config.stages == 1:
             return self
         kept = self.ranks.gather(resume.kept_cut(config))[0]
-        cut = self.stages.measured(self.ranks, kept, lambda: self._seconds(model), plan.rank_batch)
+        cut = self.stages.measured(self.ranks, kept, lambda: self._seconds(model))
         stage, shapes = self.stages.stage, self.work.of_stage(cut, self.stages.stage)
         layout = dataclasses.replace(self.stages.layout(), hosts=self.data.hosts_count)
         facts = self.stages.facts(cut, plan.rank_batch)
-        exchange = strategies.chosen(config)
-        told = exchange.fact(shapes, layout, in_parts=False)
-        facts["exchange"] = told if grid.replicas > 1 else "none: one replica of each stage"
-        strategy = exchange.make(config, self.data, shapes)
-        strategy.plan(layout)
+        told = self.exchange.fact(shapes, layout, buckets=False)
+        facts["exchange"] = told if mesh.replicas > 1 else "none: one replica of each stage"
+        strategy = self.exchange.make(config, self.data, shapes)
         return dataclasses.replace(
             self,
             about=dataclasses.replace(self.about, plan=dataclasses.replace(plan, cut=cut.names)),
@@ -240,15 +235,15 @@ class Job:
         config, layers = self.about.config, self.stages.layers
         alone = world.connect(config.framework, backend="tcp", group=world.RankGroup.watched(Communicator()))
 
-        def part(number: int) -> Part:
+        def part(number: int) -> StageModel:
             shapes = self.work.of_arrays(layers[number].arrays)
             strategy = strategies.parse(registry.DEFAULT_REDUCER).make(config, alone, shapes)
             pipe = Pipe(int(number == len(layers) - 1), 2)
             made = model(range(number, number + 1))
-            return cast(Part, replica_of(made, config, alone, strategy, self.device, self.metric, pipe))
+            return cast(StageModel, replica_of(made, config, alone, strategy, self.device, self.metric, pipe))
 
         batch = self.loader.first_of(None)
-        return timed(part, layers, (batch.parts or (batch,))[0])
+        return measured_s(part, layers, (batch.parts or (batch,))[0])
 
     def replica(self, model: Any, state: Arrays) -> Replica:
         """The model on its device with its optimizer, in the state that all ranks agree on: arrays by name, all
@@ -297,16 +292,18 @@ class Job:
         told = f"{device} ({config.framework} sees no GPU)" if device == "cpu" and config.device == "auto" else device
         facts = {**self.facts, "collectives": ranks.library, "device": told}
         folder = run_folder.open_folder(config, about.workload, ranks)
-        if self.strategy.divides and about.plan.shares is None:
+        if config.shares == "measured":
             how, shares = "as this run began", run_folder.kept_shares(folder, ranks)
             if shares is None:
-                shares, how = self.strategy.measured_shares(replica, loader.first_of)
+                found = unequal_shares.measure(ranks, self.strategy, replica, loader.first_of)
+                shares, how = found.shares, str(found)
             about = dataclasses.replace(about, plan=dataclasses.replace(about.plan, shares=shares))
             loader = loader.divided(shares)
             facts["shares"] = f"{run_folder.show_shares(shares, loader.rank_samples)}, {how}"
-        run_folder.check_same(about, self.strategy.bound, folder, ranks)
+        run_folder.check_same(about, self.exchange, self.strategy.reshard_refusal, folder, ranks)
         facts |= run_folder.write_manifest(
             about,
+            self.exchange,
             folder,
             metric=self.metric,
             device=device,
@@ -345,16 +342,16 @@ class Job:
 
 
 def connected(
-    config: TrainConfig, place: LaunchEnv, used: Threads, data: str = "", *, parted: bool = False
+    config: TrainConfig, exchange: Exchange, place: LaunchEnv, used: Threads, data: str = "", *, parted: bool = False
 ) -> tuple[Communicator, str]:
     """The ranks, which agree on settings and on the fingerprint of their `data`, and this one's device. Collective.
 
     `parted`: a step goes through the model in parts, which streams carry. Raises Failure (78) if the strategy does not
     go with the launcher, (69) if ranks did not find each other, (65, 78) if they do not agree."""
-    strategy = strategies.chosen(config).strategy
-    backend = "tcp" if parted else strategy.backend
+    backend = "tcp" if parted else exchange.capabilities.backend
     if backend == "horovod" and place.launcher == "torchrun":
-        first, *others = [name for name in registry.names(Strategy) if registry.found(name).backend != "horovod"]
+        able = [name for name in registry.names(Strategy) if registry.lookup(name).capabilities.backend != "horovod"]
+        first, *others = able
         raise Failure(
             f"--strategy {config.strategy} is Horovod's, whose ranks torchrun cannot connect: give --strategy "
             f"{first} (or {', '.join([*registry.names(Reducer), *others])}), or start it with mpirun or horovodrun",
@@ -366,7 +363,7 @@ def connected(
         from hvdtrain.frameworks.pytorch import prepare
     else:
         from hvdtrain.frameworks.tensorflow import prepare
-    device = prepare(config.device, place.local_rank, used.count, one_each=strategy.divides)
+    device = prepare(config.device, place.local_rank, used.count, one_each=config.shares is not None)
     ranks = world.connect(
         config.framework,
         gpu=device != "cpu",
@@ -391,7 +388,7 @@ def replica_of(
     pipe: Pipe | None = None,
 ) -> Any:
     """The model on its device with its optimizer, as the framework of the config makes it: a `frameworks.Replica`, and
-    a `stages.pipe.Part` with a `pipe`."""
+    a `StageModel` with a `pipe`."""
     told = {"device": device, "config": config, "world": ranks, "strategy": strategy, "metric": metric}
     made: Any
     if config.framework == "torch":

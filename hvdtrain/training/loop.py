@@ -93,7 +93,7 @@ class Loop:
         self._at = Position()
         self._stopping = self._save_due = self._check_due = False
         self._steps_here = 0
-        self._computed = strategy.in_backward
+        self._computed = strategy.capabilities.in_backward
         """Whether bytes are computed, because what exchanges does not count them"""
         self._spent = Spent()
         self._first_step_s: float | None = None

@@ -82,8 +82,8 @@ def train(
     config, place = workload.begin(cls, name, purpose, [*_flags(settings, framework), *argv])
     if config.framework != framework:
         raise Failure(f"--framework {config.framework}: the model is one of {framework}", exits.BAD_CONFIG)
-    asked = None if catalog.asked(config.strategy) else strategies.parse(config.strategy)
-    if asked and framework == "tensorflow" and asked.strategy.backend == "native":
+    asked = None if catalog.help_requested(config.strategy) else strategies.parse(config.strategy)
+    if asked and framework == "tensorflow" and asked.capabilities.backend == "native":
         told = "TensorFlow's own must begin before a model is made"
         raise Failure(f"--strategy {config.strategy}: {told}; take {DEFAULT_REDUCER}", exits.BAD_CONFIG)
     dataset = own.opened(train, validation, test)

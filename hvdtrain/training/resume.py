@@ -37,7 +37,7 @@ def parse(cls: type[C], workload: str, purpose: str, argv: Sequence[str] | None 
         purpose=purpose,
         earlier=functools.partial(earlier, cls, workload),
     )
-    if catalog.asked(config.strategy):
+    if catalog.help_requested(config.strategy):
         return config
     return dataclasses.replace(config, strategy=str(strategies.parse(config.strategy)))
 

@@ -67,7 +67,7 @@ def _identity(
         "model": model,
         "data": data["fingerprint"],
         "optimizer": config["optimizer"],
-        "strategy": strategies.resumable(str(config["strategy"])),
+        "strategy": strategies.canonical(str(config["strategy"])),
         "global_batch": plan["global_batch"],
         "seed": config["seed"],
         **({"epoch_samples": samples} if (samples := config.get("epoch_samples")) else {}),
@@ -158,9 +158,13 @@ def kept_shares(folder: Path, world: Communicator) -> tuple[float, ...] | None:
     return tuple(kept) if kept and len(kept) == world.size else None
 
 
-def check_same(run: Run, bound: str | None, folder: Path, world: Communicator) -> None:
-    """Raises Failure (78) if the folder's run was made with settings that must be equal and are not, or by another
-    number of ranks to which its strategy's state is `bound` (why), Failure (65) if its manifest is damaged; collective.
+def check_same(
+    run: Run, exchange: strategies.Exchange, reshard_refusal: str | None, folder: Path, world: Communicator
+) -> None:
+    """Check that the run in the folder can be resumed. Collective.
+
+    Raises Failure (78) for settings that must not differ, or for another number of ranks if the strategy's state cannot
+    be resharded (`reshard_refusal`); Failure (65) for a damaged manifest.
     """
     path, told = folder / "manifest.json", None
     if world.rank == 0 and path.exists():
@@ -173,12 +177,12 @@ def check_same(run: Run, bound: str | None, folder: Path, world: Communicator) -
         ranks, last = kept.plan.get("ranks"), kept.config.get("framework", run.config.framework)
         if differences := identity.differing(there, here):
             told = f"{folder} was made with other settings: {'; '.join(differences)}. Give the same"
-        elif bound and ranks != run.plan.ranks:
+        elif reshard_refusal and ranks != run.plan.ranks:
             told = (
                 f"{folder} was made by {ranks} ranks, here are {run.plan.ranks}, and with --strategy "
-                f"{run.config.strategy} {bound}: start with -np {ranks}"
+                f"{run.config.strategy} {reshard_refusal}: start with -np {ranks}"
             )
-        elif last != run.config.framework and strategies.chosen(run.config).remembers:
+        elif last != run.config.framework and exchange.capabilities.has_residual:
             told = (
                 f"{folder} was last trained with {last}, in whose order --strategy {run.config.strategy} keeps its "
                 f"numbers: give --framework {last}"
@@ -195,7 +199,7 @@ def check_same(run: Run, bound: str | None, folder: Path, world: Communicator) -
 
 
 def show_shares(shares: Sequence[float] | None, rank_samples: Sequence[int]) -> str:
-    """As `shares=` takes them, and what follows: `0.75:0.25: 48 + 16 samples of a step`."""
+    """Describe shares as --shares takes them, and the samples: `0.75:0.25: 48 + 16 samples of a step`."""
     if shares is None:
         return "measured before step 0"
     return f"{':'.join(f'{share:g}' for share in shares)}: {' + '.join(map(str, rank_samples))} samples of a step"
@@ -203,6 +207,7 @@ def show_shares(shares: Sequence[float] | None, rank_samples: Sequence[int]) -> 
 
 def write_manifest(
     run: Run,
+    exchange: strategies.Exchange,
     folder: Path,
     *,
     metric: Metric,
@@ -220,7 +225,7 @@ def write_manifest(
         workload=run.workload,
         argv=sys.argv,
         config=dataclasses.asdict(run.config),
-        exchange=strategies.chosen(run.config).facts(in_parts=run.plan.stages == run.plan.micro_batches == 1),
+        exchange=exchange.facts(buckets=run.plan.stages == run.plan.micro_batches == 1),
         plan=dataclasses.asdict(run.plan),
         data=run.data,
         model=run.model,
@@ -274,7 +279,7 @@ def advised(config: TrainConfig, summary: records.Summary, links: Sequence[Mappi
     """What to try if the hosts of a run have waited long for each other; None if there is nothing to say."""
     if summary.hosts == 1 or not (shares := summary.step_shares):
         return None
-    wire_s = advice.wire_s(summary.parameters, summary.hosts, links)
+    wire_s = advice.network_s(summary.parameters, summary.hosts, links)
     step_s = summary.train_s / summary.steps
     if summary.global_batch and summary.samples_per_s:  # which leave warm-up out, as the shares do
         step_s = summary.global_batch / summary.samples_per_s
@@ -334,7 +339,7 @@ def arithmetic(config: TrainConfig, plan: BatchPlan, facts: Mapping[str, Any]) -
 def show_dry_run(run: Run, facts: Mapping[str, Any], cost: strategies.Cost) -> None:
     """Prints the resolved config and the arithmetic on stdout; `cost`: of a step's exchange."""
     if run.config.json:
-        told = {"cost": dataclasses.asdict(cost), "facts": dict(facts)}
+        told = {"cost": cost.as_json(), "facts": dict(facts)}
         emit(json.dumps({"schema": records.SCHEMA, **dataclasses.asdict(run), **told}))
         return
     settings = "\n".join(f"{name} = {value}" for name, value in dataclasses.asdict(run.config).items())

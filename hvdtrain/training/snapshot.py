@@ -28,7 +28,7 @@ def taken(replica: Replica, strategy: Strategy) -> tuple[Arrays, Arrays]:
         replica.set_weights(drift["drift.weights"])
     local = {f"buffer.{name}": array for name, array in replica.local_state().items()}
     local |= {f"strategy.{name}": array for name, array in strategy.state().items()}
-    if strategy.local or strategy.own_optimizer:
+    if strategy.capabilities.local_updates or strategy.capabilities.own_optimizer_state:
         local |= {f"own.{name}": shared.pop(name) for name in list(shared) if not name.startswith("parameter.")}
     return shared, local | drift
 
@@ -44,7 +44,7 @@ def whole(replica: Replica, world: Communicator, *, gives: bool) -> Arrays:
 def restore(loaded: Loaded, replica: Replica, strategy: Strategy) -> None:
     """Both are as they were when it was taken. Raises Failure (65) for arrays that are not this replica's."""
     parts: dict[str, Arrays] = {"own": {}, "buffer": {}, "strategy": {}, "drift": {}}
-    local = handed_on(loaded, strategy) if loaded.others else loaded.local
+    local = resharded(loaded, strategy) if loaded.others else loaded.local
     for name, array in local.items():
         prefix, _, rest = name.partition(".")
         if prefix not in parts:
@@ -62,7 +62,7 @@ def restore(loaded: Loaded, replica: Replica, strategy: Strategy) -> None:
     strategy.load(parts["strategy"])
 
 
-def handed_on(loaded: Loaded, strategy: Strategy) -> Arrays:
+def resharded(loaded: Loaded, strategy: Strategy) -> Arrays:
     """This rank's own part of what another number of ranks saved, or as many on other hosts: running statistics are
     the ranks' mean, which is what evaluation uses; what becomes of its state the strategy says. Raises Failure (78) for
     state that belongs to other stages, or to ranks that had others."""
@@ -70,7 +70,7 @@ def handed_on(loaded: Loaded, strategy: Strategy) -> Arrays:
         {name.removeprefix("strategy."): array for name, array in each.items() if name.startswith("strategy.")}
         for each in loaded.others
     ]
-    if (loaded.recut and any(states)) or (strategy.local and not loaded.local):
+    if (loaded.recut and any(states)) or (strategy.capabilities.local_updates and not loaded.local):
         raise Failure(
             f"checkpoint of step {loaded.step}: the state of its exchange belongs to the stages that its ranks had; "
             "give the same --stages, --cut-at and --stage-across",
@@ -81,7 +81,7 @@ def handed_on(loaded: Loaded, strategy: Strategy) -> Arrays:
         name: np.mean([each[name] for each in loaded.others if name in each], axis=0, dtype=array.dtype)
         for name, array in buffers.items()
     }
-    return own | {f"strategy.{name}": array for name, array in strategy.handed_on(states).items()}
+    return own | {f"strategy.{name}": array for name, array in strategy.reshard_state(states).items()}
 
 
 def _fit(step: int, found: Arrays, known: Arrays) -> None:

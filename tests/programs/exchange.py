@@ -79,13 +79,12 @@ def config_of(framework: str, settings: str, **defaults: Any) -> TrainConfig:
 
 def joined(config: TrainConfig) -> tuple[Communicator, str]:
     """The ranks, and this one's device."""
-    return job.connected(config, launch_env(), Threads(1, "a small model"))
+    return job.connected(config, strategies.chosen(config), launch_env(), Threads(1, "a small model"))
 
 
 def trainer(config: TrainConfig, ranks: Communicator, device: str, weight: np.ndarray) -> tuple[Strategy, Replica]:
     """What trains the linear model from `weight`."""
     strategy = strategies.chosen(config).make(config, ranks, [weight.shape])
-    strategy.plan(strategies.Layout(ranks=ranks.size, hosts=ranks.size, rows=[1]))
     if config.framework == "torch":
         model = torch_model()
     else:

@@ -31,8 +31,8 @@ world.RankGroup.launched = classmethod(
     )
 )
 STRATEGIES = [
-    *("hierarchical", "fp16", "bf16", "int8", "int4", "powersgd:rank=2", "topk", "onebit"),
-    *("delayed", "delayed:staleness=2+powersgd", "local-sgd:every=3", "local-sgd:every=3,start=2,outer_momentum=0.5"),
+    *("hierarchical", "bf16", "int8", "int4", "powersgd:rank=2", "topk", "onebit"),
+    *("local-sgd:every=3", "local-sgd:every=3,start=2,outer_momentum=0.5"),
     "local-sgd:every=3,staleness=1+powersgd:rank=2,bits=4",
 ]
 LR, STEPS = 0.1, 8
@@ -381,8 +381,7 @@ def scaled(strategy: str, order: str) -> None:
             scaler.step(optimizer)
         scaler.update()
         skipped = np.array_equal(before, flat(net))
-        late = strategy.startswith("delayed")  # by a step: there is nothing for the first
-        expected = step in (0, 3) if late else step == 2 and (spoilt or not strategy.startswith("local"))
+        expected = step == 2 and (spoilt or not strategy.startswith("local"))
         assert skipped == expected, (strategy, order, step, skipped)
     optimizer.synchronize_weights()
     assert np.isfinite(flat(net)).all()
@@ -401,7 +400,7 @@ def mistakes() -> None:
     refused(ValueError, "op=hvd.Sum means nothing", lambda: wrapped(net, "local-sgd", op=hvd.Sum))
     lbfgs = torch.optim.LBFGS(net.parameters())
     refused(ValueError, "LBFGS", lambda: hvd.DistributedOptimizer(lbfgs, strategy="powersgd"))
-    absent = dict.fromkeys(("native", "hybrid", "async-ps"), "a script cannot have it")
+    absent = dict.fromkeys(("native", "async-ps"), "a script cannot have it")
     for strategy, words in (absent | {"allreduce": "Horovod", "powersdg": "did you mean powersgd"}).items():
         refused(Exception, words, lambda name=strategy: wrapped(net, name))
     refused(ValueError, "same model", lambda: wrapped(torch.nn.Linear(2, 2 + hvd.rank()), "hierarchical"))
@@ -457,7 +456,7 @@ for name in STRATEGIES:
     as_the_loop(name)
     of_rank_0(name)
     done.append(name)
-for name in ("hierarchical", "powersgd:rank=2", "delayed+powersgd", "local-sgd:every=2+powersgd"):
+for name in ("hierarchical", "powersgd:rank=2", "local-sgd:every=2+powersgd"):
     for order in ("", "unscale", "synchronize"):
         scaled(name, order)
     done.append(f"scaled {name}")
@@ -465,7 +464,7 @@ clipped("hierarchical")
 odd_models()
 summed()
 of_rank_1("powersgd:rank=2")
-of_rank_1("delayed")
+of_rank_1("bf16")
 broadcast_before_it_is_wrapped()
 nothing_it_can_train()
 with_closure()

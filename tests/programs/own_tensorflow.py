@@ -187,10 +187,9 @@ def fits(folder: Path) -> dict[str, Any]:
     }
     if STREAMS:
         kept = "local-sgd:every=2,outer_momentum=0.5"
-        for text in ("powersgd:rank=2", "delayed", "local-sgd:every=1", "local-sgd:every=3,start=2,staleness=1"):
+        for text in ("powersgd:rank=2", "local-sgd:every=1", "local-sgd:every=3,start=2,staleness=1"):
             made[text] = lambda text=text: fitted(model(distributed(plain(), strategy=text)))
         made["alone, plain"] = lambda: alone(plain())
-        made["alone, late"] = late
         made["kept"] = lambda: fitted(model(distributed(sgd(), strategy=kept)))
         late_built = lambda: model(distributed(sgd(), strategy=kept), 3 + hvd.rank(), built_by_fit=True)  # noqa: E731
         made["built by fit"] = lambda: fitted(late_built())

@@ -1,12 +1,16 @@
-"""Several trainings one after the other in the same ranks, which takes seconds to start only once.
+"""Runs several trainings one after the other in the same ranks, which take seconds to start.
 
     strategy_runs.py torch|tensorflow RANKS_PER_HOST RUNS [WORKLOAD]
 
-RUNS is a JSON list of objects: `flags`; `stop_before` (optional): the step before which the last rank is sent SIGUSR1;
-`from_step` and `folder` (optional): the run in --run-dir is first made from that in `folder` as if it had been killed
-after its checkpoint of this step; `refused` (optional): the code with which all ranks refuse it, and tell why; or
-`linear` and `steps`: settings for strategy_linear.py, whose report stands in the code's place. Rank 0 prints their exit
-codes as JSON. Used by test_strategies.py, and by others through conftest.py.
+RUNS is a JSON list of objects with these keys:
+
+    flags               flags of the training
+    stop_before         step before which the last rank gets SIGUSR1 (optional)
+    from_step, folder   copy the run in `folder` to --run-dir, as if it was killed after this checkpoint (optional)
+    refused             exit code with which all ranks reject the training (optional)
+    linear, steps       instead of flags: settings for strategy_linear.py, whose report replaces the exit code
+
+Rank 0 prints the exit codes as JSON. Used by test_strategies.py, and by other tests through conftest.py.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ from strategy_linear import trained as linear
 from hvdtrain.comm import lifecycle
 from hvdtrain.comm.backends.base import Rendezvous
 from hvdtrain.config import workloads
-from hvdtrain.strategies.algorithms import hybrid
+from hvdtrain.strategies import shares
 from hvdtrain.system.exits import Failure
 
 sys.path.append(str(Path(__file__).parent.parent))
@@ -37,8 +41,10 @@ from runs import cut_off
 
 @contextlib.contextmanager
 def signalled(replica: Any, step: int | None) -> Iterator[None]:
-    """This process gets SIGUSR1 before its step of this number, counted from 0 within the training. Passes that only
-    measure shares have a learning rate of 0."""
+    """Send SIGUSR1 to this process before the given step, counted from 0 within the training.
+
+    Backward passes that only measure shares have a learning rate of 0 and are not counted.
+    """
     backward, numbers = replica.backward, itertools.count()
 
     def after_signal(self: Any, batch: Any, lr: float, stop: bool) -> None:
@@ -52,18 +58,18 @@ def signalled(replica: Any, step: int | None) -> Iterator[None]:
     replica.backward = backward
 
 
-def trained(workload: Any, about: dict[str, Any], meeting: Rendezvous, replica: Any) -> int:
-    flags = about["flags"]
-    if "from_step" in about and meeting.rank == 0:
-        cut_off(Path(about["folder"]), Path(flags[flags.index("--run-dir") + 1]), about["from_step"])
+def exit_code(workload: Any, run: dict[str, Any], meeting: Rendezvous, replica: Any) -> int:
+    flags = run["flags"]
+    if "from_step" in run and meeting.rank == 0:
+        cut_off(Path(run["folder"]), Path(flags[flags.index("--run-dir") + 1]), run["from_step"])
     meeting.gather_bytes(b"the folder is there")
     sys.argv = [workload.__name__, *flags]
-    step = about.get("stop_before") if meeting.rank == meeting.size - 1 else None
+    step = run.get("stop_before") if meeting.rank == meeting.size - 1 else None
     with signalled(replica, step), contextlib.redirect_stdout(io.StringIO()):
         try:
             return workload.main(lifecycle.StopSignal())
         except Failure as failure:
-            if failure.code != about.get("refused"):
+            if failure.code != run.get("refused"):
                 raise
             sys.stderr.write(f"{failure}\n")
             return failure.code
@@ -79,15 +85,15 @@ def main(stop: lifecycle.StopSignal) -> int:
     else:
         from hvdtrain.frameworks.pipeline_tensorflow import PipelineTensorFlow as Pipeline
         from hvdtrain.frameworks.tensorflow import TensorFlowReplica as Replica
-    hybrid.TRY_S, hybrid.LONGEST_S = 0.05, 0.5  # that measured shares are exact is no matter here
+    shares.TRIAL_S, shares.MAX_S = 0.05, 0.5  # measured shares need not be accurate here
     workload = workloads.module(*sys.argv[4:] or ["resnet"])
 
-    def run(about: dict[str, Any]) -> Any:
-        if "linear" in about:
-            return linear(framework, about["linear"], about["steps"])
-        return trained(workload, about, meeting, Pipeline if "--stages" in about["flags"] else Replica)
+    def result(run: dict[str, Any]) -> Any:
+        if "linear" in run:
+            return linear(framework, run["linear"], run["steps"])
+        return exit_code(workload, run, meeting, Pipeline if "--stages" in run["flags"] else Replica)
 
-    codes = [run(about) for about in runs]
+    codes = [result(run) for run in runs]
     if meeting.rank == 0:
         sys.stdout.write(json.dumps({"codes": codes}) + "\n")
     meeting.shutdown()

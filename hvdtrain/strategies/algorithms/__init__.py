@@ -1,1 +1,1 @@
-"""When ranks exchange what: an algorithm uses a reducer, or the framework's own collectives."""
+"""Algorithms: what ranks exchange and when, by a reducer or by the framework's own collectives."""

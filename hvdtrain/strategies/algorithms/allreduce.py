@@ -1,9 +1,8 @@
-"""Ring-allreduce, as Horovod does it out of the box.
+"""Horovod's own ring all-reduce, as it works out of the box.
 
-Every rank sends to its right neighbour and receives from its left. A tensor is cut into p parts, p the number of ranks.
-In p-1 rounds each part travels round the ring and is summed on the way, in p-1 more rounds the sums travel round: each
-rank sends 2(p-1)/p of the payload, whatever p is. Horovod starts a tensor's reduction as soon as backward has its
-gradient, and fuses small tensors into one message.
+Horovod starts the reduction of a tensor as soon as backward has computed its gradient, and fuses small tensors into one
+message. In a ring of p ranks every rank sends 2(p-1)/p of the payload: each of p parts travels around the ring once to
+be summed and once more to be distributed.
 
 Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009;
 Sergeev and Del Balso, "Horovod: fast and easy distributed deep learning in TensorFlow", 2018.
@@ -15,20 +14,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from hvdtrain.observe.timing import Clock
-from hvdtrain.strategies.base import Strategy
+from hvdtrain.strategies.base import Capabilities, ReducerCost, Strategy
 from hvdtrain.strategies.cost import Cost, Layout, Shape, elements, ring, ring_bytes
 from hvdtrain.strategies.replicas import Exchanged, Vectors
 
 
 class AllReduce(Strategy):
-    """Gradients summed by Horovod's own optimizer (PyTorch) or tape (TensorFlow) during backward; no state."""
+    """Gradients are summed during backward by Horovod's optimizer (PyTorch) or tape (TensorFlow)."""
 
-    backend = "horovod"
-    in_backward = True
-    rung = -1
+    capabilities = Capabilities(backend="horovod", in_backward=True, advice_level=-1)
 
     @classmethod
-    def cost(cls, shapes: Sequence[Shape], layout: Layout, settings: Any, round_: Cost | None) -> Cost:
+    def cost(cls, shapes: Sequence[Shape], layout: Layout, settings: Any, reducer_cost: ReducerCost) -> Cost:
         return ring(4 * elements(shapes), layout.ranks, exact=True)
 
     def step(self, replica: Vectors, lr: float, clock: Clock) -> Exchanged:

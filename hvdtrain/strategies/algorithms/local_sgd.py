@@ -1,21 +1,21 @@
-"""Ranks train by themselves for some steps, then average what became of their weights.
+"""Local SGD: ranks train on their own for some steps, then average the changes of their weights.
 
-For `every` = H steps each rank updates its own weights by its own gradients and sends nothing. Then the ranks exchange
-the change of their weights since the last exchange by the reducer, weighted by the samples each has seen,
-and all go on from the mean: a step sends 1/H of what the reducer sends. H = 1 is parameter averaging per batch, and
-with plain SGD the same as summing gradients. Momentum stays each rank's own.
+For `every` = H steps each rank updates its own weights with its own gradients and sends nothing. Then the ranks
+exchange their weight changes since the last exchange by the reducer, weighted by the samples that each has seen, and
+continue from the mean. Per step this sends 1/H of the reducer's bytes. H = 1 averages parameters after every batch;
+with plain SGD that equals summing gradients. Each rank keeps its own momentum.
 
-With `staleness` = S the exchange of a round runs beside the next S steps: each rank trains on from its own weights, and
-then the mean change replaces what was the rank's own change in them (Wang, Liang and Joshi, "Overlap local-SGD", 2020,
-with S = H; Douillard et al., "Streaming DiLoCo", 2025, with less). Nobody waits as long as an exchange takes no longer
-than S steps.
+With `staleness` = S the exchange of a round runs during the next S steps. Each rank continues from its own weights;
+then the mean change replaces its own change in them (Wang, Liang and Joshi, "Overlap local-SGD", 2020, with S = H;
+Douillard et al., "Streaming DiLoCo", 2025, with smaller S). Nobody waits if the exchange takes at most S steps.
+
+`start` exchanges gradients in each of the first steps, when weights change fastest (post-local SGD: Lin et al., 2020).
+`outer_lr` and `outer_momentum` treat the mean change as a gradient and make Nesterov steps with it (DiLoCo: Douillard
+et al., 2023). A reducer with error feedback adds what it left out to the next change. At the end of `start` it drops
+what it left out of gradients, because a gradient is not a change of weights. Adding it times -lr did not help.
 
 McMahan et al., "Communication-efficient learning of deep networks from decentralized data", 2017; Stich, "Local SGD
-converges fast and communicates little", 2019. `start` exchanges gradients in each of the first steps, when weights
-change fastest (post-local SGD: Lin et al., 2020). `outer_lr` and `outer_momentum` take the mean change for a gradient
-and make Nesterov steps with it (DiLoCo: Douillard et al., 2023). A reducer that compresses adds what it left out to the
-next change. What it left out of the first steps' gradients is dropped at the end of `start`: a gradient does not belong
-in a change of weights, and adding it times -lr trains no better (docs/LOG.md).
+converges fast and communicates little", 2019.
 """
 
 from __future__ import annotations
@@ -32,29 +32,32 @@ from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.config.constraints import Checked, bounded
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.observe.timing import Clock
-from hvdtrain.strategies.algorithms.synchronous import Synchronous, inner, reduce
-from hvdtrain.strategies.cost import Cost, Layout, Shape, next_steps
+from hvdtrain.strategies.algorithms.synchronous import Synchronous, reduce, reducer_state
+from hvdtrain.strategies.base import Capabilities, ReducerCost
+from hvdtrain.strategies.cost import Cost, Layout, Shape
 from hvdtrain.strategies.reducers.base import Reducer
 from hvdtrain.strategies.replicas import Exchanged, Vectors
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
 
 
-class Flight(NamedTuple):
-    """A change on its way."""
+class InFlight(NamedTuple):
+    """A weight change that is being exchanged."""
 
     due: int
     """The step at whose end it is used"""
     own: np.ndarray
-    """This rank's"""
+    """This rank's change"""
     change: np.ndarray
-    """Weighted, with totals; the mean over ranks once it has landed"""
+    """This rank's weighted change followed by totals; after the exchange, the mean over ranks"""
     sent_bytes: Future[int]
 
 
 class LocalSGD(Synchronous):
-    """A rank's weights are the anchor, the same bits on all, and its own changes: those that fly, which make `_began`
-    of it, and that of the current round.
+    """A rank's weights are `_anchor` plus its own changes.
+
+    All ranks have the same bits in `_anchor`. Adding the changes that are being exchanged gives `_began`, and adding
+    the change of the current round gives the weights.
     """
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,18 +65,16 @@ class LocalSGD(Synchronous):
         every: int = bounded(8, least=1, example=6)
         """Steps between two exchanges"""
         start: int = bounded(0, least=0)
-        """Steps before, in which gradients are exchanged each time"""
+        """Steps at the beginning in which gradients are exchanged every time"""
         outer_lr: float = bounded(1.0, above=0, most=2)
-        """Factor of the mean of the ranks' changes; 1 without momentum is plain averaging"""
+        """Factor of the ranks' mean change; 1 without momentum is plain averaging"""
         outer_momentum: float = bounded(0.0, least=0, below=1)
         """Nesterov momentum of the mean changes; 0: none"""
         staleness: int = bounded(0, least=0, example=1)
-        """Steps computed while an exchange is under way; it is used after them"""
+        """Steps computed during an exchange, before its result is used"""
 
-    local = True
-    remembers = True
-    rung = 2
-    bound = "each rank has weights and a momentum of its own"
+    capabilities = Capabilities(takes_reducer=True, local_updates=True, has_residual=True, advice_level=2)
+    reshard_refusal = "each rank has its own weights and momentum"
 
     def __init__(
         self, world: Communicator, shapes: Sequence[Shape], config: TrainConfig, settings: Any, reducer: Reducer | None
@@ -81,7 +82,7 @@ class LocalSGD(Synchronous):
         super().__init__(world, shapes, config, settings, reducer)
         self._outer_lr, self._outer_momentum = np.float32(settings.outer_lr), np.float32(settings.outer_momentum)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hvdtrain-exchange")
-        self._flying: collections.deque[Flight] = collections.deque()
+        self._in_flight: collections.deque[InFlight] = collections.deque()
         self._steps = 0  # of the whole run
         self._drifted, self._samples, self._all_samples = 0, 0, 0  # steps and samples of the current round
         self._tail = np.zeros(1)  # sum of the current round's tails
@@ -89,18 +90,18 @@ class LocalSGD(Synchronous):
         self._velocity = np.zeros(self._size if settings.outer_momentum else 0, np.float32)
 
     @classmethod
-    def cost(cls, shapes: Sequence[Shape], layout: Layout, settings: Any, round_: Cost | None) -> Cost:
-        assert round_ is not None
-        once = {name: getattr(round_, name) / settings.every for name in ("sent_bytes", "rounds", "work")}
-        return Cost(**once, behind=next_steps(settings.staleness))
+    def cost(cls, shapes: Sequence[Shape], layout: Layout, settings: Any, reducer_cost: ReducerCost) -> Cost:
+        cost = super().cost(shapes, layout, settings, reducer_cost)
+        phases = tuple(dataclasses.replace(phase, needed_at=1.0 + settings.staleness) for phase in cost.phases)
+        return Cost(phases=phases, every=settings.every)
 
     @property
     def in_sync(self) -> bool:
-        return not self._drifted and not self._flying
+        return not self._drifted and not self._in_flight
 
     @property
     def shared_weights(self) -> np.ndarray | None:
-        """None without `staleness`: a checkpoint waits for the end of the round."""
+        """Without `staleness` a checkpoint waits for the end of the round."""
         return None if self.in_sync or not self.settings.staleness else self._anchor
 
     def step(self, replica: Vectors, lr: float, clock: Clock) -> Exchanged:
@@ -108,10 +109,10 @@ class LocalSGD(Synchronous):
         loss, self._steps = float(tail[0] / samples), self._steps + 1
         if self._steps <= self.settings.start:
             vector = replica.vector()
-            vector[: self._size] *= np.float32(samples / all_samples)  # it was a mean over this rank's samples
+            vector[: self._size] *= np.float32(samples / all_samples)  # was a mean over this rank's samples
             exchanged = self._summed(replica, vector, lr, clock)
             if self._steps == self.settings.start:
-                self._reducer.drop_residual()  # of gradients: it does not belong to changes of weights
+                self._reducer.drop_residual()  # a residual of gradients is not one of weight changes
             return exchanged
         with clock.span("compute"):
             if self.in_sync:
@@ -130,7 +131,7 @@ class LocalSGD(Synchronous):
         return self._receive(replica, clock, self._steps + self.settings.staleness, 0.0)
 
     def _send(self, replica: Vectors, clock: Clock) -> None:
-        """Ends the round: its change is on its way."""
+        """End the round and start the exchange of its change."""
         with clock.span("compute"):
             weights = replica.weights().copy()
             own, self._began = weights - self._began, weights
@@ -138,21 +139,21 @@ class LocalSGD(Synchronous):
             np.multiply(own, np.float32(self._samples / self._all_samples), out=change[: self._size])
             change[self._size :] = self._tail
         sent = self._thread.submit(reduce, self._world, self._reducer, change, self._size)
-        self._flying.append(Flight(self._steps + self.settings.staleness, own, change, sent))
+        self._in_flight.append(InFlight(self._steps + self.settings.staleness, own, change, sent))
         self._drifted = self._samples = self._all_samples = 0
         self._tail = np.zeros(1)
 
     def _receive(self, replica: Vectors, clock: Clock, step: int, loss: float) -> Exchanged:
-        """Waits for the changes that are due by this step; their means take the place of the rank's own."""
+        """Wait for the changes due by this step; their means replace this rank's own changes."""
         tails, sent = [], 0
-        while self._flying and self._flying[0].due <= step:
-            flight = self._flying.popleft()
+        while self._in_flight and self._in_flight[0].due <= step:
+            flight = self._in_flight.popleft()
             with clock.span("communication"):
                 sent += flight.sent_bytes.result()
             tails.append(flight.change[self._size :])
             with clock.span("compute"):
                 self._anchor = self._anchor + self._outer(flight.change[: self._size])
-                began = sum((other.own for other in self._flying), start=self._anchor)
+                began = sum((other.own for other in self._in_flight), start=self._anchor)
                 replica.set_weights(began + (replica.weights() - self._began) if self._drifted else began)
                 self._began = began
         if not tails:
@@ -160,7 +161,7 @@ class LocalSGD(Synchronous):
         return dataclasses.replace(Exchanged.of(np.stack(tails).sum(axis=0, dtype=np.float64), sent), loss=loss)
 
     def _outer(self, mean: np.ndarray) -> np.ndarray:
-        """The step that all ranks make for a mean change."""
+        """Return the step that all ranks make for a mean change."""
         if self._velocity.size:
             self._velocity *= self._outer_momentum
             self._velocity += mean
@@ -168,39 +169,43 @@ class LocalSGD(Synchronous):
         return self._outer_lr * mean
 
     def state(self) -> dict[str, np.ndarray]:
-        due = [(flight.due, flight.sent_bytes.result()) for flight in self._flying]  # landed: the reducer is at rest
+        due = [
+            (flight.due, flight.sent_bytes.result()) for flight in self._in_flight
+        ]  # waits until the reducer is idle
         inner = {f"inner.{name}": array for name, array in self._reducer.state().items()}
         state = {"steps": np.array(self._steps), "velocity": self._velocity.copy(), **inner}
         if self.in_sync:
             return state
         state["round"] = np.array([self._drifted, self._samples, self._all_samples])
         state |= {"began": self._began.copy(), "anchor": self._anchor.copy(), "totals": self._tail.copy()}
-        state["flying"] = np.array(due, np.int64).reshape(-1, 2)
-        for age, flight in enumerate(self._flying):
+        state["in_flight"] = np.array(due, np.int64).reshape(-1, 2)
+        for age, flight in enumerate(self._in_flight):
             state |= {f"own.{age}": flight.own.copy(), f"change.{age}": flight.change.copy()}
         return state
 
     def load(self, state: dict[str, np.ndarray]) -> None:
         if state["velocity"].size != self._velocity.size:
             there = "with" if state["velocity"].size else "without"
-            raise Failure(f"checkpoint: made {there} outer_momentum; resume with the same", exits.BAD_CONFIG)
+            raise Failure(
+                f"checkpoint: it was made {there} outer_momentum; hint: resume with the same settings", exits.BAD_CONFIG
+            )
         self._steps, self._velocity = int(state["steps"]), state["velocity"].copy()
-        self._reducer.load(inner(state))
-        self._flying.clear()
+        self._reducer.load(reducer_state(state))
+        self._in_flight.clear()
         self._drifted, self._samples, self._all_samples = (int(n) for n in state.get("round", (0, 0, 0)))
         self._tail = state.get("totals", np.zeros(1)).copy()
-        self._tail[-1] = 0  # the request to stop that it carried has been obeyed
+        self._tail[-1] = 0  # the request to stop has been handled
         if "began" in state:
             self._began, self._anchor = state["began"].copy(), state["anchor"].copy()
-        for age, (due, sent) in enumerate(state.get("flying", ())):
-            landed: Future[int] = Future()
-            landed.set_result(int(sent))
+        for age, (due, sent) in enumerate(state.get("in_flight", ())):
+            arrived: Future[int] = Future()
+            arrived.set_result(int(sent))
             change = state[f"change.{age}"].copy()
             change[-1] = 0
-            self._flying.append(Flight(int(due), state[f"own.{age}"].copy(), change, landed))
+            self._in_flight.append(InFlight(int(due), state[f"own.{age}"].copy(), change, arrived))
 
-    def handed_on(self, states: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    def reshard_state(self, states: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
         first = self._world.rank == 0
-        left = self._reducer.handed_on([inner(state) for state in states], first)
+        residual = self._reducer.reshard_state([reducer_state(state) for state in states], first)
         own = states[self._world.rank if len(states) == self._world.size else 0]
-        return own | {f"inner.{name}": array for name, array in left.items()}
+        return own | {f"inner.{name}": array for name, array in residual.items()}

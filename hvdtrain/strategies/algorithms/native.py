@@ -1,11 +1,11 @@
-"""The framework's own data parallelism, with no Horovod: what one would use without this package.
+"""The framework's own data parallelism, without Horovod.
 
-PyTorch: DistributedDataParallel over Gloo (CPU) or NCCL (GPU). Gradients are put into buckets in the order in which
-backward makes them; a full bucket is summed over ranks in a ring while backward goes on. `hook=fp16` sends them as
-half precision, `hook=powersgd` as factors of `rank` (see `comm.backends.ddp_powersgd`), both by PyTorch's own hooks.
+PyTorch: DistributedDataParallel over Gloo (CPU) or NCCL (GPU). It fills buckets in the order in which backward computes
+gradients and sums each full bucket in a ring while backward continues. PyTorch's own hooks compress: `hook=fp16` sends
+half precision, `hook=powersgd` low-rank factors of `rank`.
 
-TensorFlow: MultiWorkerMirroredStrategy over gRPC (CPU) or NCCL (GPU). Gradients are summed by the strategy's all_reduce
-in the replica's context, as Keras' optimizers do, in a ring too.
+TensorFlow: MultiWorkerMirroredStrategy over gRPC (CPU) or NCCL (GPU). Its all_reduce sums gradients in the replica's
+context, as Keras' optimizers do, also in a ring.
 
 Li et al., "PyTorch Distributed: experiences on accelerating data parallel training", 2020;
 TensorFlow's guide "Distributed training with TensorFlow" (tensorflow.org/guide/distributed_training).
@@ -23,56 +23,67 @@ from hvdtrain.comm.backends import ddp_powersgd
 from hvdtrain.config.constraints import Checked, bounded
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.observe.timing import Clock
-from hvdtrain.strategies.base import Strategy
+from hvdtrain.strategies.base import Capabilities, ReducerCost, Strategy
 from hvdtrain.strategies.cost import Cost, Layout, Shape, elements, ring, ring_bytes
 from hvdtrain.strategies.replicas import Exchanged, Vectors
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
 
-HALF = 2
-"""Bytes"""
+NUMBER_BYTES = {"none": 4, "fp16": 2}
 
 
 class Native(Strategy):
-    """Gradients summed by the framework itself during backward; its state is that of the hook."""
+    """Gradients are summed during backward by the framework. Its state is that of the hook."""
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Settings(Checked):
         hook: Literal["none", "fp16", "powersgd"] = dataclasses.field(default="none", metadata={"example": "powersgd"})
-        """Gradient compression with PyTorch: DistributedDataParallel's own hooks"""
+        """Gradient compression by DistributedDataParallel's hooks, with PyTorch only"""
         rank: int = bounded(2, least=1, example=4)
-        """Of the factors that the hook powersgd sends"""
+        """Rank of the factors that the hook powersgd sends"""
 
-    backend = "native"
-    in_backward = True
+    capabilities = Capabilities(backend="native", in_backward=True)
     _step = 0
 
     @property
-    def bound(self) -> str | None:
-        held = self.settings.hook == "powersgd"
-        return "PyTorch's PowerSGD keeps in each rank what that one left out" if held else None
+    def reshard_refusal(self) -> str | None:
+        if self.settings.hook == "powersgd":
+            return "PyTorch's PowerSGD hook keeps each rank's residual on that rank"
+        return None
 
     @classmethod
-    def cost(cls, shapes: Sequence[Shape], layout: Layout, settings: Any, round_: Cost | None) -> Cost:
-        """With the hook powersgd two sums that wait for all of backward (`comm.backends.ddp`). Raises Failure (78)."""
-        if settings.hook == "powersgd" and not all(map(len, shapes)):
-            told = "PyTorch's hook takes no parameter without dimensions; give it the shape (1,), or take powersgd"
-            raise Failure(f"--strategy native:hook=powersgd: {told}", exits.BAD_CONFIG)
-        payload = payload_bytes(shapes, settings, ddp_powersgd.START_STEP)
-        cost = ring(payload, layout.ranks, exact=settings.hook == "none")
-        return dataclasses.replace(cost, rounds=2 * cost.rounds, behind="") if settings.hook == "powersgd" else cost
+    def cost(cls, shapes: Sequence[Shape], layout: Layout, settings: Any, reducer_cost: ReducerCost) -> Cost:
+        """The hook powersgd sends two sums after backward. Raises Failure (78) for arrays that it does not support."""
+        if settings.hook != "powersgd":
+            nbytes = payload_bytes(shapes, settings, 0)
+            codec = "fp16" if settings.hook == "fp16" else "fp32"
+            return ring(nbytes, layout.ranks, codec=codec, exact=settings.hook == "none")
+        if not all(map(len, shapes)):
+            raise Failure(
+                "--strategy native:hook=powersgd: PyTorch's hook does not support parameters without dimensions; hint: "
+                "use the shape (1,), or --strategy powersgd",
+                exits.BAD_CONFIG,
+            )
+        nbytes = payload_bytes(shapes, settings, ddp_powersgd.START_STEP)
+        (phase,) = ring(nbytes, layout.ranks, ready_at=1.0).phases or (None,)
+        if phase is None:
+            return Cost()
+        half = dataclasses.replace(phase, bytes_per_peer=phase.bytes_per_peer / 2, codec="factors")
+        return Cost(phases=(half, half))
 
     @classmethod
     def check(cls, settings: Any, config: TrainConfig) -> None:
         if settings.hook != "none" and config.framework == "tensorflow":
             raise Failure(
-                f"hook={settings.hook}: only PyTorch's DistributedDataParallel has such hooks; add --framework torch, "
-                "or leave it out",
+                f"hook={settings.hook} exists only in PyTorch's DistributedDataParallel; hint: --framework torch",
                 exits.BAD_CONFIG,
             )
         if settings.hook == "powersgd" and config.precision == "fp16":
-            told = "it would keep the infinite gradients that loss scaling makes; take --precision bf16"
-            raise Failure(f"hook=powersgd does not go with --precision fp16: {told}", exits.BAD_CONFIG)
+            raise Failure(
+                "hook=powersgd cannot be combined with --precision fp16, because it would keep the infinite gradients "
+                "of loss scaling; hint: --precision bf16",
+                exits.BAD_CONFIG,
+            )
 
     def step(self, replica: Vectors, lr: float, clock: Clock) -> Exchanged:
         with clock.span("compute"):
@@ -91,12 +102,12 @@ class Native(Strategy):
         self._step = int(state.get("step", 0))
         self._world.load({name: array for name, array in state.items() if name != "step"})
 
-    def handed_on(self, states: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    def reshard_state(self, states: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
         return states[self._world.rank if len(states) == self._world.size else 0]
 
 
 def payload_bytes(shapes: Sequence[Shape], settings: Native.Settings, step: int) -> int:
-    """What one rank gives to the sums of step `step`."""
+    """Bytes that one rank contributes to the sums of step `step`."""
     if settings.hook == "powersgd":
         return 4 * ddp_powersgd.elements_sent(shapes, settings.rank, step)
-    return (HALF if settings.hook == "fp16" else 4) * elements(shapes)
+    return NUMBER_BYTES[settings.hook] * elements(shapes)

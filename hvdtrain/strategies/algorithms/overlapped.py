@@ -1,12 +1,12 @@
-"""Every step sums the gradients of all ranks by a reducer, behind backward: what `--strategy REDUCER` means.
+"""Sums the gradients of all ranks with a reducer during every backward pass: `--strategy REDUCER`.
 
-Backward makes the gradients of the last layers first. While it computes those of the layers before, a thread of each
-rank sums what is there, by `synchronous.reduce`: first the gradients of the last quarter of the model's layers, then
-those of the quarter before it, and so on, on all ranks in that order, each part by a reducer of its own. So when
-backward is done about a quarter of the exchange is left to wait for, if it takes no longer than backward.
+Backward computes the gradients of the last layers first. While it computes the others, a thread of each rank sums those
+that are ready, in up to four buckets: the last quarter of the model's layers, then the quarter before it, and so on.
+All ranks use the same order, and each bucket has its own reducer. After backward about a quarter of the exchange
+remains to be waited for, if the exchange is not slower than backward.
 
-A step takes as many times the rounds as there are parts. Backward's thread and this one share the processor: what
-coding costs is not hidden where a rank has one core.
+Each bucket costs the latencies of one exchange. Backward and the thread share the processor, so on a rank with a single
+core the time for encoding is not hidden.
 
 Zhang et al., "Poseidon: an efficient communication architecture for distributed deep learning on GPU clusters", 2017
 (wait-free backpropagation); Li et al., "PyTorch distributed: experiences on accelerating data parallel training", 2020.
@@ -24,102 +24,113 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.observe.timing import Clock
-from hvdtrain.strategies.algorithms.synchronous import Synchronous, reduce
+from hvdtrain.strategies.algorithms.synchronous import Synchronous, reduce, with_totals
+from hvdtrain.strategies.base import ReducerCost
 from hvdtrain.strategies.cost import Cost, Layout, Shape
 from hvdtrain.strategies.reducers.base import Reducer
 from hvdtrain.strategies.replicas import Exchanged, Vectors
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
 
-PARTS = 4
-"""Of the model at most"""
-LEAST = 1 << 14
-"""Numbers that are not cut further: their bytes take no longer than the rounds"""
+MAX_BUCKETS = 4
+MIN_NUMBERS = 1 << 14
+"""Models with fewer numbers have one bucket: sending them takes no longer than the extra latencies"""
 
 
 class Overlapped(Synchronous):
-    """Its state is the parts' states, concatenated: the same arrays however many parts there are."""
+    """Its state is the concatenation of the reducers' states, so it does not depend on the number of buckets."""
 
-    _flights: tuple[tuple[slice, Reducer], ...] = ()
-    """Each part's place in the vector and its reducer; empty where the vector is summed whole, after backward"""
-    _flying: Sequence[Future[int]] = ()
-    """Of this step: the payload bytes of each part's sum, once it is done"""
+    _buckets: tuple[tuple[slice, Reducer], ...] = ()
+    """Each bucket's slice of the vector and its reducer; empty if the whole vector is summed after backward"""
+    _pending: Sequence[Future[int]] = ()
+    """The sums of this step's buckets; each returns the payload bytes sent"""
 
     @classmethod
-    def cost(cls, shapes: Sequence[Shape], layout: Layout, settings: Any, round_: Cost | None) -> Cost:
-        assert round_ is not None
-        return dataclasses.replace(round_, rounds=round_.rounds * len(cut(shapes)), behind="backward")
+    def cost(cls, shapes: Sequence[Shape], layout: Layout, settings: Any, reducer_cost: ReducerCost) -> Cost:
+        ranges = buckets(shapes)
+        if len(ranges) == 1:
+            return super().cost(shapes, layout, settings, reducer_cost)
+        costs = reducer_cost(ranges)
+        phases = [
+            dataclasses.replace(phase, ready_at=number / len(ranges))
+            for number, cost in enumerate(costs, start=1)
+            for phase in (with_totals(cost, layout) if number == 1 else cost).phases
+        ]
+        return Cost(phases=tuple(phases), exact=costs[0].exact)
 
-    def parts(self) -> list[range]:
-        parts = cut(self._shapes)
-        if len(parts) == 1 or self._world.hosts_count == 1:
+    def buckets(self) -> list[range]:
+        ranges = buckets(self._shapes)
+        if len(ranges) == 1 or self._world.hosts_count == 1:
             return []
         borders = [0, *itertools.accumulate(math.prod(shape) for shape in self._shapes)]
-        places = [slice(borders[part.start], borders[part.stop]) for part in parts]
+        slices = [slice(borders[bucket.start], borders[bucket.stop]) for bucket in ranges]
         state = self.state()
-        self._flights = tuple(zip(places, self._reducer.cut(parts), strict=True))
+        self._buckets = tuple(zip(slices, self._reducer.split(ranges), strict=True))
         self._held = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hvdtrain-exchange")
         self.load(state)
-        return parts
+        return ranges
 
-    def take(self, part: int, vector: np.ndarray, ready: Callable[[], None] | None = None) -> None:
-        place, reducer = self._flights[part]
+    def on_bucket_ready(self, bucket: int, vector: np.ndarray, ready: Callable[[], None] | None = None) -> None:
+        if self.paused:
+            return
+        place, reducer = self._buckets[bucket]
         size = place.stop - place.start
-        piece = vector[place.start :] if part == 0 else vector[place]  # the first is the vector's last, with the tail
+        # The first bucket is at the end of the vector and includes the tail.
+        piece = vector[place.start :] if bucket == 0 else vector[place]
 
-        def sum_() -> int:
+        def exchange() -> int:
             if ready:
                 ready()
             return reduce(self._world, reducer, piece, size)
 
-        self._flying = [*self._flying, self._thread.submit(sum_)]
+        self._pending = [*self._pending, self._thread.submit(exchange)]
 
     def step(self, replica: Vectors, lr: float, clock: Clock) -> Exchanged:
         vector = replica.vector()
-        if not self._flights:
+        if not self._buckets:
             return self._summed(replica, vector, lr, clock)
         with clock.span("communication"):
-            sent = sum(each.result() for each in self._flying)
-        self._flying = ()
+            sent = sum(future.result() for future in self._pending)
+        self._pending = ()
         with clock.span("compute"):
             replica.apply(lr)
         return Exchanged.of(vector[self._size :], sent)
 
     def state(self) -> dict[str, np.ndarray]:
-        if not self._flights:
+        if not self._buckets:
             return super().state()
-        states = [reducer.state() for _, reducer in reversed(self._flights)]
+        states = [reducer.state() for _, reducer in reversed(self._buckets)]
         return {name: np.concatenate([state[name] for state in states]) for name in states[0]}
 
-    def handed_on(self, states: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-        reducer = self._flights[0][1] if self._flights else self._reducer
-        return reducer.handed_on(states, first=self._world.rank == 0)
+    def reshard_state(self, states: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+        reducer = self._buckets[0][1] if self._buckets else self._reducer
+        return reducer.reshard_state(states, first=self._world.rank == 0)
 
     def load(self, state: dict[str, np.ndarray]) -> None:
-        """Raises Failure (78) for the state of another model, or of other settings."""
-        if not self._flights:
+        """Raises Failure (78) for the state of another model or of other settings."""
+        if not self._buckets:
             super().load(state)
             return
-        reducers = [reducer for _, reducer in reversed(self._flights)]
+        reducers = [reducer for _, reducer in reversed(self._buckets)]
         states = [reducer.state() for reducer in reducers]
         for name, array in state.items():
-            ends = np.cumsum([mine[name].size for mine in states])
+            ends = np.cumsum([part[name].size for part in states])
             if ends[-1] != array.size:
                 raise Failure(
-                    f"checkpoint: the strategy's {name} has {array.size} numbers, this run's {ends[-1]}: resume with "
-                    "the settings and the model that it was made with",
+                    f"checkpoint: {name} of the strategy has {array.size} numbers, this run needs {ends[-1]}; hint: "
+                    "resume with the settings and the model of the checkpoint",
                     exits.BAD_CONFIG,
                 )
-            for mine, piece in zip(states, np.split(array, ends[:-1]), strict=True):
-                mine[name] = piece
-        for reducer, mine in zip(reducers, states, strict=True):
-            reducer.load(mine)
+            for part, values in zip(states, np.split(array, ends[:-1]), strict=True):
+                part[name] = values
+        for reducer, part in zip(reducers, states, strict=True):
+            reducer.load(part)
 
 
-def cut(shapes: Sequence[Shape]) -> list[range]:
-    """The places of each part's arrays, the last arrays first."""
-    layers = [place for place, shape in enumerate(shapes) if len(shape) > 1]
-    many = min(PARTS, len(layers)) if sum(math.prod(shape) for shape in shapes) > LEAST else 1
-    borders = [0, *(layers[len(layers) * part // many] for part in range(1, many)), len(shapes)]
+def buckets(shapes: Sequence[Shape]) -> list[range]:
+    """Divide the arrays into buckets with about the same number of layers, the last arrays first."""
+    layers = [index for index, shape in enumerate(shapes) if len(shape) > 1]
+    count = min(MAX_BUCKETS, len(layers)) if sum(math.prod(shape) for shape in shapes) > MIN_NUMBERS else 1
+    borders = [0, *(layers[len(layers) * bucket // count] for bucket in range(1, count)), len(shapes)]
     return [range(begin, end) for begin, end in itertools.pairwise(borders)][::-1]

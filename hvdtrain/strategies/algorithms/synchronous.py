@@ -1,13 +1,13 @@
-"""Every step sums the gradients of all ranks by a reducer and then updates.
+"""Sums the gradients of all ranks with a reducer after every backward pass.
 
-The ranks of a host add their gradients up in its first rank; that one exchanges with the first ranks of the other
-hosts, as the reducer says; each then shares the sum with its host. The update is the same on all ranks, so the weights
-stay the same without ever being sent. With a reducer that wants all gradients at once, such as topk, this is what
-`--strategy REDUCER` means; `overlapped` sums by the others.
+The ranks of a host add up their gradients in its leader. The leaders exchange the sums as the reducer defines, and each
+distributes the result on its host. All ranks make the same update, so the weights stay equal without being sent. This
+is how `--strategy REDUCER` runs if the reducer needs all gradients at once, as topk does; otherwise see `overlapped`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,8 +15,8 @@ import numpy as np
 
 from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.observe.timing import Clock
-from hvdtrain.strategies.base import Strategy
-from hvdtrain.strategies.cost import Cost, Layout, Shape
+from hvdtrain.strategies.base import Capabilities, ReducerCost, Strategy
+from hvdtrain.strategies.cost import Cost, Layout, Phase, Shape
 from hvdtrain.strategies.reducers.base import Reducer
 from hvdtrain.strategies.replicas import Exchanged, Vectors
 
@@ -24,12 +24,12 @@ from hvdtrain.strategies.replicas import Exchanged, Vectors
 class Synchronous(Strategy):
     """Its state is the reducer's."""
 
-    holds_reducer = True
+    capabilities = Capabilities(takes_reducer=True)
 
     @classmethod
-    def cost(cls, shapes: Sequence[Shape], layout: Layout, settings: Any, round_: Cost | None) -> Cost:
-        assert round_ is not None
-        return round_
+    def cost(cls, shapes: Sequence[Shape], layout: Layout, settings: Any, reducer_cost: ReducerCost) -> Cost:
+        (cost,) = reducer_cost([range(len(shapes))])
+        return with_totals(cost, layout)
 
     def step(self, replica: Vectors, lr: float, clock: Clock) -> Exchanged:
         return self._summed(replica, replica.vector(), lr, clock)
@@ -47,23 +47,36 @@ class Synchronous(Strategy):
     def load(self, state: dict[str, np.ndarray]) -> None:
         self._reducer.load(state)
 
-    def handed_on(self, states: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-        return self._reducer.handed_on(states, first=self._world.rank == 0)
+    def reshard_state(self, states: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+        return self._reducer.reshard_state(states, first=self._world.rank == 0)
 
 
-def inner(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What of a strategy's state is its reducer's."""
+def with_totals(cost: Cost, layout: Layout) -> Cost:
+    """Add the exchange of the step's totals, whose few bytes are not counted."""
+    if layout.hosts == 1:
+        return cost
+    totals = Phase(bytes_per_peer=0, peers=layout.hosts - 1, hops=1)
+    return dataclasses.replace(cost, phases=(totals, *cost.phases))
+
+
+def reducer_state(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the reducer's part of a strategy's state."""
     return {name.removeprefix("inner."): array for name, array in state.items() if name.startswith("inner.")}
 
 
 def reduce(world: Communicator, reducer: Reducer, vector: np.ndarray, size: int) -> int:
-    """Sums a vector over all ranks in place: its first `size` numbers as the reducer does, the tail behind them
-    exactly. Returns the payload bytes sent."""
+    """Sum a vector over all ranks in place and return the payload bytes sent.
+
+    The reducer sums the first `size` numbers. The tail after them is summed exactly.
+    """
     before = world.sent_bytes
     world.local_reduce(vector)
     if leaders := world.leaders:
         if vector.size > size:
             leaders.all_reduce(vector[size:])
-        reducer.sum(vector[:size], leaders)
+        if leaders.count > 1:
+            reducer.all_reduce(vector[:size], leaders)
+        else:
+            reducer.add_residual(vector[:size])
     world.local_broadcast(vector)
     return world.sent_bytes - before

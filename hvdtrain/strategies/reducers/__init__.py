@@ -1,1 +1,1 @@
-"""How one vector per host becomes their sum, exactly or nearly."""
+"""Reducers: how one vector of each host becomes the sum over hosts."""

@@ -1,8 +1,8 @@
-"""What all reducers share: one vector of each host becomes the sum over hosts, or nearly.
+"""The base class of reducers: each host's vector is replaced by the sum over hosts, or by an approximation.
 
-A reducer that leaves something out keeps it and adds it to a later vector (error feedback), so that over the rounds the
-sum of what went in is the sum of what came out. Ranks that go on with the run of others keep to that: what all of those
-left out is added up.
+A reducer that leaves something out keeps it and adds it to a later vector (error feedback). So over many rounds the sum
+of all inputs equals the sum of all outputs plus what is still kept. A resume on other ranks preserves that: what the
+earlier ranks left out is added up.
 """
 
 from __future__ import annotations
@@ -19,69 +19,81 @@ from hvdtrain.strategies.cost import Cost, Shape
 
 
 class Reducer(abc.ABC):
-    """Runs in the first rank of each host; the ranks of a host are summed before it sees them."""
+    """Runs in the leader of each host, after the ranks of the host have been summed."""
 
     Settings: ClassVar[type[Any]] = Checked
-    """What may be set of it"""
-    remembers: ClassVar[str] = ""
-    """What of its state a round leaves out and the next one adds (error feedback), by name; an infinite gradient would
-    stay there for ever"""
-    divisible: ClassVar[bool] = False
-    """Whether a vector may be cut into parts that reducers of their own sum one after the other; not if it chooses what
-    to send among all numbers. The arrays of its `state` must then have one dimension and the vector's order"""
-    rung: ClassVar[int] = 0
-    """See `strategy.Strategy.rung`"""
+    """Dataclass of the settings that follow the colon"""
+    residual_key: ClassVar[str] = ""
+    """Name of the array in `state` with what was left out; NaN or infinity would stay in it. Empty: nothing is left out
+    """
+    supports_buckets: ClassVar[bool] = False
+    """Whether the vector may be divided into buckets with a reducer each.
+
+    Not possible if the reducer selects among all numbers. The arrays of its `state` must then be one-dimensional and in
+    the vector's order."""
+    advice_level: ClassVar[int] = 0
+    """See `Capabilities.advice_level`"""
 
     def __init__(self, shapes: Sequence[Shape], settings: Any = None) -> None:
-        """`shapes`: of the arrays in the vector, one after the other; `settings`: of `Settings`, None: its defaults."""
+        """`shapes`: shapes of the arrays in the vector, in order. `settings`: an instance of `Settings`; None: the
+        defaults."""
         self.shapes = [tuple(shape) for shape in shapes]
-        self._owes = False
         self.settings = settings or self.Settings()
+        self._residual_pending = False
+        """Whether `load` may have restored a residual that a single host has to add to its next vector"""
 
-    def cut(self, parts: Sequence[range]) -> list[Reducer]:
-        """A new reducer for each part of the arrays. Of a `divisible` one only."""
-        return [type(self)([self.shapes[place] for place in part], self.settings) for part in parts]
+    def split(self, buckets: Sequence[range]) -> list[Reducer]:
+        """Return a new reducer for each bucket of arrays, if the reducer supports buckets."""
+        return [type(self)([self.shapes[index] for index in bucket], self.settings) for bucket in buckets]
 
     @classmethod
     @abc.abstractmethod
     def cost(cls, shapes: Sequence[Shape], hosts: int, settings: Any = None) -> Cost:
-        """What a round costs one of `hosts` hosts."""
+        """Return the cost of one all-reduce for each of `hosts` hosts."""
 
-    def sum(self, values: np.ndarray, hosts: LeaderGroup) -> None:
-        """Replaces a flat float32 vector by its sum over hosts, or an approximation; the same bits on all hosts.
+    @classmethod
+    def bucket_costs(
+        cls, shapes: Sequence[Shape], buckets: Sequence[Sequence[int]], hosts: int, settings: Any
+    ) -> list[Cost]:
+        """Return the cost for each bucket, given as indices of arrays."""
+        return [cls.cost([shapes[index] for index in bucket], hosts, settings) for bucket in buckets]
 
-        A single host leaves nothing out; what was left out when there were more, before a resume, is added at once.
+    @abc.abstractmethod
+    def all_reduce(self, values: np.ndarray, leaders: LeaderGroup) -> None:
+        """Replace a flat float32 vector by its sum over two or more hosts, or by an approximation.
+
+        All hosts get the same bits.
         """
-        if hosts.count > 1:
-            self.sum_between_hosts(values, hosts)
-        elif self._owes:
-            values += self.state()[self.remembers]
+
+    def add_residual(self, values: np.ndarray) -> None:
+        """Do the work of `all_reduce` on a single host: add what was left out before a resume."""
+        if self._residual_pending:
+            values += self.state()[self.residual_key]
             self.drop_residual()
 
     def drop_residual(self) -> None:
-        """Forgets what earlier rounds left out: the vectors to come are of another kind."""
-        if self.remembers:
+        """Forget what was left out of earlier vectors, because the next ones are of another kind."""
+        if self.residual_key:
             state = self.state()
-            self.load(state | {self.remembers: np.zeros_like(state[self.remembers])})
-            self._owes = False
-
-    @abc.abstractmethod
-    def sum_between_hosts(self, values: np.ndarray, hosts: LeaderGroup) -> None:
-        """What `sum` does where there are two hosts or more."""
+            self.load(state | {self.residual_key: np.zeros_like(state[self.residual_key])})
+            self._residual_pending = False
 
     def state(self) -> dict[str, np.ndarray]:
-        """What this host must have to continue as if never interrupted."""
+        """Return what this host needs to continue as if it had never been interrupted."""
         return {}
 
-    def handed_on(self, states: Sequence[dict[str, np.ndarray]], first: bool) -> dict[str, np.ndarray]:
-        """What a rank goes on with after `states`, those of all ranks when they were others: what they left out is
-        added up and the `first` rank has it, so that the sum over ranks stays the same; the rest is the old first's."""
+    def reshard_state(self, states: Sequence[dict[str, np.ndarray]], first: bool) -> dict[str, np.ndarray]:
+        """Return what a rank loads after a resume on other ranks; `states`: the states of all earlier ranks.
+
+        The `first` rank gets the sum of their residuals, so that the sum over ranks does not change. All ranks get the
+        rest of the earlier first rank's state.
+        """
         state = dict(states[0])
-        if self.remembers:
-            left_out = [each[self.remembers] for each in states]
-            state[self.remembers] = np.sum(left_out, axis=0) if first else np.zeros_like(left_out[0])
+        if self.residual_key:
+            residuals = [each[self.residual_key] for each in states]
+            state[self.residual_key] = np.sum(residuals, axis=0) if first else np.zeros_like(residuals[0])
         return state
 
     def load(self, state: dict[str, np.ndarray]) -> None:
-        """Takes what `state` gave."""
-        self._owes = bool(self.remembers)
+        """Restore what `state` returned."""
+        self._residual_pending = bool(self.residual_key)

@@ -1,13 +1,13 @@
-"""Which arrays of a model are sent as two thin factors, cut how, and at which rank.
+"""Which arrays of a model are sent as low-rank factors, as matrices of which shape, and with which rank.
 
-An array of several dimensions is cut into a matrix where it becomes most square; so PyTorch's kernels (out, in, h, w)
-and TensorFlow's (h, w, in, out) give each other's transpose.
+An array with several dimensions becomes the most square matrix possible. PyTorch's kernels (out, in, h, w) and
+TensorFlow's (h, w, in, out) then give transposed matrices.
 
-Matrices share the numbers sent evenly, not the rank: the one set is that of a matrix of mean sides, smaller ones get a
-higher, larger ones a lower. For most of what one rank for all leaves out is in the smallest matrices (last layer, 1x1
-shortcuts, stem), where a rank costs least. ResNet-34 at width 0.25 on digits of 128x128 pixels, rank 2: the momentum
-(0.9) of what arrives is off by 8 % of its norm instead of 25 % in steps 12 to 40, by 27 instead of 36 % in steps 62 to
-90, with 11 % fewer bytes.
+All matrices send the same number of values, not the same rank: a matrix of mean size has the rank of the setting,
+smaller ones a higher rank, larger ones a lower. With one rank for all, most of the error would be in the smallest
+matrices (last layer, 1x1 shortcuts, stem), where a higher rank costs least. Measured with ResNet-34 at width 0.25 on
+digits of 128x128 pixels at rank 2: the relative error of the momentum (0.9) of what arrives falls from 25 to 8 % in
+steps 12 to 40, and from 36 to 27 % in steps 62 to 90, with 11 % fewer bytes.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import NamedTuple
 from hvdtrain.strategies.cost import Shape
 
 HIGHEST = 32
-"""Rank that sharing evenly leads to at most: making a factor orthonormal grows with its square"""
+"""Maximum rank of small matrices: the cost of making a factor orthonormal grows with the square of its rank"""
 
 
 class Cut(NamedTuple):
-    """The array of this number, at `span` of the vector, as a matrix rows x columns sent as factors of this rank."""
+    """Array `number`, at `span` of the vector, as a matrix (rows, columns) that is sent as factors of `rank`."""
 
     number: int
     span: slice
@@ -33,8 +33,10 @@ class Cut(NamedTuple):
 
 
 def plan(shapes: Sequence[Shape], rank: int, among: Sequence[Shape] | None = None) -> tuple[list[Cut], list[slice]]:
-    """What is sent as factors and what whole, when a matrix of mean sides is sent at this rank. The mean is over the
-    arrays `among`, by default over `shapes`."""
+    """Return the matrices sent as factors and the spans sent whole, if a matrix of mean size has this rank.
+
+    The mean is over the arrays `among`, by default over `shapes`.
+    """
     sides = [rows + math.prod(shape) // rows for shape in among or shapes if (rows := most_square(shape)) > 1]
     cuts: list[Cut] = []
     whole: list[slice] = []
@@ -43,10 +45,10 @@ def plan(shapes: Sequence[Shape], rank: int, among: Sequence[Shape] | None = Non
         rows, size = most_square(shape), math.prod(shape)
         span, columns = slice(start, start + size), size // rows
         even = rank * sum(sides) // (len(sides) * (rows + columns)) if rows > 1 else 0
-        mine = min(max(1, even), max(rank, HIGHEST))
-        # The rank asked for is full where it is that of the short side, whatever the even share.
-        if rank < min(rows, columns) and mine * (rows + columns) < size:
-            cuts.append(Cut(number, span, rows, columns, mine))
+        own = min(max(1, even), max(rank, HIGHEST))
+        # If the requested rank is full, factors save nothing.
+        if rank < min(rows, columns) and own * (rows + columns) < size:
+            cuts.append(Cut(number, span, rows, columns, own))
         else:
             whole.append(span)
         start += size
@@ -54,14 +56,14 @@ def plan(shapes: Sequence[Shape], rank: int, among: Sequence[Shape] | None = Non
 
 
 def most_square(shape: Shape) -> int:
-    """Rows of the matrix with the shortest sides that an array of this shape can be cut into; 1 for a vector."""
+    """Return the rows of the most square matrix that an array of this shape can be reshaped to; 1 for a vector."""
     size = math.prod(shape)
-    ways = (max(1, math.prod(shape[:at])) for at in range(len(shape)))
-    return min(ways, key=lambda rows: rows + size // rows, default=1)
+    options = (max(1, math.prod(shape[:at])) for at in range(len(shape)))
+    return min(options, key=lambda rows: rows + size // rows, default=1)
 
 
 def payload(cuts: Sequence[Cut], whole: Sequence[slice]) -> tuple[int, int]:
-    """Numbers in the first and in the second sum."""
+    """Return how many numbers are in the first and in the second sum."""
     short = sum(cut.rank * min(cut.rows, cut.columns) for cut in cuts)
     long = sum(cut.rank * max(cut.rows, cut.columns) for cut in cuts)
     return short + sum(span.stop - span.start for span in whole), long

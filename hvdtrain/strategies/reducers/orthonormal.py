@@ -1,9 +1,10 @@
-"""The columns of many matrices, made orthonormal all at once.
+"""Makes the columns of many matrices orthonormal, all matrices at once.
 
-Gram-Schmidt: of each column, what those before it in its matrix do not span, made as long as 1. The first columns of
-all matrices are one row of numbers, the second ones another, and so on: as many NumPy calls for fifty matrices as for
-one. By NumPy's own products and sums, whose order is fixed, and by no linear algebra library: the same bits on all
-hosts, whatever their processors. In double precision nothing underflows.
+Gram-Schmidt: from each column, the span of the columns before it in its matrix is subtracted, and the rest is scaled to
+length 1. The first columns of all matrices are handled together, then the second ones, and so on, so fifty matrices
+take as many NumPy calls as one. Only NumPy's own products and sums are used, whose order is fixed, and no linear
+algebra library: the result has the same bits on all hosts, whatever their processors. Double precision avoids
+underflow.
 """
 
 from __future__ import annotations
@@ -14,24 +15,24 @@ from typing import NamedTuple
 import numpy as np
 
 NEGLIGIBLE = 1e-9
-"""A column of which less than this share is left is rounding of those before it (float32: 6e-8)"""
+"""A column with less than this share left is rounding error of the columns before it (float32: 6e-8)"""
 
 
 class Row(NamedTuple):
-    """The columns of one number in all matrices that have so many."""
+    """Column k of all matrices that have more than k columns."""
 
     matrices: list[int]
     starts: np.ndarray
-    """Where each begins when they are put in a row"""
+    """Offsets of the columns when they are concatenated"""
     lengths: np.ndarray
     flat: np.ndarray
-    """Where all that is in the vector that holds the matrices"""
+    """Indices of their numbers in the vector that holds the matrices"""
 
 
 def arranged(sizes: Sequence[tuple[int, int]]) -> list[Row]:
-    """Of matrices that lie one after the other in a vector, column by column; `sizes`: columns, length of a column.
+    """Arrange matrices that follow each other in a vector, column by column; `sizes`: columns, length of a column.
 
-    Most columns first, so that each row begins with the same matrices as the one before.
+    Matrices with most columns come first, so that each row begins with the same matrices as the previous one.
     """
     begins = np.cumsum([0, *(columns * length for columns, length in sizes)])
     rows = []
@@ -44,9 +45,9 @@ def arranged(sizes: Sequence[tuple[int, int]]) -> list[Row]:
 
 
 def orthonormalise(values: np.ndarray, rows: Sequence[Row]) -> list[tuple[int, int]]:
-    """In place. Returns matrix and number of the columns that are 0 or depend on those before them: they become 0.
+    """Orthonormalise in place. Columns that depend on earlier ones become 0; their (matrix, column) are returned.
 
-    What others span is subtracted twice, because the first time leaves rounding in nearly dependent columns.
+    Projections are subtracted twice, because the first pass leaves rounding errors in nearly dependent columns.
     """
     lost = []
     done = np.empty((len(rows), len(rows[0].flat)))

@@ -1,29 +1,29 @@
-"""Low-rank gradients: two thin factors of each matrix are sent in its place, and what they miss is sent later.
+"""Low-rank gradients: two thin factors of each matrix are sent instead, and what they miss is sent later.
 
-A gradient of several dimensions is a matrix M, short side x long side. Each host i adds to its own M_i what earlier
-rounds left out of it. With Q from the round before (long side x rank):
+A gradient with several dimensions is a matrix M, short side x long side. Each host i adds to its own M_i what earlier
+all-reduces left out of it. With Q from the previous all-reduce (long side x rank):
 
-    P = sum over hosts of M_i Q       first sum over hosts, together with all that is sent whole
-    P made orthonormal                by each host for itself, the same bits on all
+    P = sum over hosts of M_i Q       first sum, together with everything that is sent whole
+    P is made orthonormal             by each host for itself, with the same bits on all
     Q_i = M_i^T P, Q = sum of Q_i     second sum
-    out = P Q^T                       the approximation of the sum of M_i: its projection on the span of P
-    kept by host i: M_i - P Q_i^T     error feedback; summed over hosts exactly what `out` misses
+    out = P Q^T                       the sum of the M_i, projected on the span of P
+    host i keeps M_i - P Q_i^T        error feedback; over all hosts exactly what `out` misses
 
-So a round is one step of subspace iteration on the sum, begun where the last one ended (warm start). A round makes two
-sums over hosts whatever the number of arrays: of all P with the vectors and with the matrices whose factors would not
-be smaller, and of all Q.
+So one all-reduce is one step of subspace iteration on the sum, which starts where the previous one ended (warm start).
+It makes two sums between hosts, however many arrays there are: one of all P together with vectors and with matrices
+whose factors would not be smaller, and one of all Q.
 
-Both sums are rounded to `bits` (see `rounded`). Q_i is then what of host i's is in Q, and of what is sent whole each
-keeps what is not in the sum; P needs no such care: M_i - P Q_i^T is right whatever it spans. The columns of Q are
-scaled to a largest number of 1 before they are used: P spans the same, and has columns of like magnitudes, which share
-scales well. ResNet-34 at width 0.25 on digits of 128x128 pixels, 4 hosts, steps 12 to 40: the momentum (0.9) of what
-arrives is off by 8.1 % of its norm at rank 2 with 32 bits (147 kB), by 8.2 % with 8 (39 kB), by 10.9 % with 4 (21 kB);
-at rank 4 with 4 bits by 6.4 % (38 kB).
+Both sums are rounded to `bits` (see `quantize`). Then Q_i is the part of host i's numbers that Q includes, and each
+host also keeps what the sums of whole arrays miss. P needs no such care: M_i - P Q_i^T is correct for any span. The
+columns of Q are scaled to a largest magnitude of 1 before use: P spans the same, and its columns have similar
+magnitudes, which share scales well. Measured with ResNet-34 at width 0.25 on digits of 128x128 pixels, 4 hosts, steps
+12 to 40: the relative error of the momentum (0.9) of what arrives is 8.1 % at rank 2 with 32 bits (147 kB), 8.2 % with
+8 (39 kB), 10.9 % with 4 (21 kB), and 6.4 % at rank 4 with 4 bits (38 kB).
 
-The error is that of the host's own share, as in the paper's algorithm, and not M_i - out / h, though both add up to the
-same: the latter would also keep how host i differs from the mean inside the span of P, which nobody lacks, but which
-grows from round to round as a random walk does and costs digits. When other ranks go on with a run, rank 0 gets the sum
-of all errors, and all get the same Q: P and `out` are linear in the M_i, so it does not matter who has what.
+As in the paper, the error is that of the host's own part, not M_i - out / h, although both add up to the same. The
+latter would also keep how host i differs from the mean inside the span of P. Nobody needs that, but it grows like a
+random walk and costs digits. After a resume on other ranks, rank 0 gets the sum of all errors, and all get the same Q:
+P and `out` are linear in the M_i, so it does not matter which host keeps what.
 
 Unlike in the paper, small matrices have a higher rank than large ones: see `matrices`.
 
@@ -41,65 +41,68 @@ import numpy as np
 
 from hvdtrain.comm.backends.base import LeaderGroup
 from hvdtrain.config.constraints import Checked, bounded
-from hvdtrain.strategies.cost import Cost, Shape, elements, two_phases
+from hvdtrain.strategies.cost import Cost, Phase, Shape, elements
 from hvdtrain.strategies.reducers.base import Reducer
 from hvdtrain.strategies.reducers.matrices import Cut, payload, plan
 from hvdtrain.strategies.reducers.orthonormal import arranged, orthonormalise
-from hvdtrain.strategies.reducers.quantize import total, total_bytes
+from hvdtrain.strategies.reducers.quantize import quantized_sum, sum_phases
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
 
 SEED = 1905
-"""Of the first Q: all hosts draw the same without asking"""
+"""Seed of the first Q, so that all hosts draw the same"""
 
 
 class Matrix(NamedTuple):
-    """Views of the reducer's arrays: M (short side x long side), scratch like it, and, transposed (rank x side), P, Q
-    and this host's part of Q."""
+    """Views of the reducer's arrays.
+
+    M has shape (short side, long side), `term` is scratch of that shape. P, Q and this host's part of Q are stored
+    transposed, with shape (rank, side).
+    """
 
     cut: Cut
     m: np.ndarray
     term: np.ndarray
     p: np.ndarray
     q: np.ndarray
-    mine: np.ndarray
+    own_q: np.ndarray
 
 
 class PowerSGD(Reducer):
-    """The sum, projected on a few directions. Its memory: what was left out, one float32 per number, and Q."""
+    """The sum, projected on a few directions. Its state is Q and what was left out, one float32 per number."""
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Settings(Checked):
         rank: int = bounded(2, least=1, example=4)
-        """Rank of the factors that a matrix of mean size is sent as; smaller ones get a higher, larger ones a lower"""
+        """Rank of the factors of a matrix of mean size; smaller matrices get a higher rank, larger ones a lower"""
         bits: Literal[32, 8, 4] = 8
-        """Of each number sent; 8 or 4: rounded, what is lost goes into the next round"""
+        """Bits of each number sent; with 8 or 4, rounding errors are added to the next vector"""
 
-    remembers = "error"
-    divisible = True
-    rung = 1
+    residual_key = "error"
+    supports_buckets = True
+    advice_level = 1
 
     def __init__(self, shapes: Sequence[Shape], settings: Any = None, among: Sequence[Shape] | None = None) -> None:
-        """`among`: all arrays of the model, if `shapes` are a part of them; the ranks are those that the whole would
-        get (see `matrices`)."""
+        """`among`: the shapes of the whole model, if `shapes` is a bucket of it. The matrices then have the same ranks
+        as in the whole model (see `matrices`)."""
         super().__init__(shapes, settings)
         self._bits = self.settings.bits
         cuts, whole = plan(self.shapes, self.settings.rank, among)
         first, second = payload(cuts, whole)
-        self._first, self._second, self._mine = (np.zeros(n, np.float32) for n in (first, second, second))
-        """All P and what is sent whole; all Q; this host's part of all Q"""
+        self._first, self._second, self._own_q = (np.zeros(n, np.float32) for n in (first, second, second))
+        """All P and the arrays sent whole; all Q; this host's part of all Q"""
         self._error = np.zeros(elements(self.shapes), np.float32)
         self._matrices = self._views(cuts)
         self._whole = np.concatenate([np.arange(0), *(np.arange(span.start, span.stop) for span in whole)])
         self._dense = slice(first - self._whole.size, first)
         self._columns = arranged([matrix.p.shape for matrix in self._matrices])
         self._sides = np.array([max(cut.rows, cut.columns) for cut in cuts for _ in range(cut.rank)], int)
-        """Length of each column of Q"""
+        """Length of each column of all Q"""
         for matrix in self._matrices:
             matrix.q[:] = random_q(matrix)
 
-    def cut(self, parts: Sequence[range]) -> list[Reducer]:
-        return [type(self)([self.shapes[i] for i in part], self.settings, among=self.shapes) for part in parts]
+    def split(self, buckets: Sequence[range]) -> list[Reducer]:
+        return [type(self)([self.shapes[i] for i in bucket], self.settings, among=self.shapes) for bucket in buckets]
 
     def _views(self, cuts: Sequence[Cut]) -> list[Matrix]:
         scratch = np.empty(max((cut.rows * cut.columns for cut in cuts), default=0), np.float32)
@@ -108,7 +111,7 @@ class PowerSGD(Reducer):
             short, long = sorted((cut.rows, cut.columns))
             p, q = slice(first, first + cut.rank * short), slice(second, second + cut.rank * long)
             first, second = p.stop, q.stop
-            factors = (array.reshape(cut.rank, -1) for array in (self._first[p], self._second[q], self._mine[q]))
+            factors = (array.reshape(cut.rank, -1) for array in (self._first[p], self._second[q], self._own_q[q]))
             m, term = (
                 array.reshape(cut.rows, cut.columns) for array in (self._error[cut.span], scratch[: short * long])
             )
@@ -119,39 +122,47 @@ class PowerSGD(Reducer):
 
     @classmethod
     def cost(cls, shapes: Sequence[Shape], hosts: int, settings: Any = None) -> Cost:
-        """Work: four products of each matrix with a factor, and what is rounded of the two sums."""
-        asked = settings or cls.Settings()
-        cuts, whole = plan(shapes, asked.rank)
-        sent = payload(cuts, whole)
-        sums = [two_phases(numbers, hosts, total_bytes(numbers, hosts, asked.bits)) for numbers in sent if numbers]
-        products = 4 * sum(cut.rank * cut.rows * cut.columns for cut in cuts) * (hosts > 1)
-        coded = 0 if asked.bits == 32 else sum(each.work for each in sums)
-        return Cost(
-            sent_bytes=sum(each.sent_bytes for each in sums),
-            rounds=sum(each.rounds for each in sums) * (hosts - 1 if asked.bits == 32 else 1),
-            work=products + coded,
-        )
+        (cost,) = cls.bucket_costs(shapes, [range(len(shapes))], hosts, settings)
+        return cost
 
-    @np.errstate(invalid="ignore", over="ignore")  # NaN in, NaN out: the loop stops there, and says why
-    def sum_between_hosts(self, values: np.ndarray, hosts: LeaderGroup) -> None:
+    @classmethod
+    def bucket_costs(
+        cls, shapes: Sequence[Shape], buckets: Sequence[Sequence[int]], hosts: int, settings: Any
+    ) -> list[Cost]:
+        """Each of the two sums multiplies every matrix with a factor twice."""
+        settings = settings or cls.Settings()
+        costs = []
+        for bucket in buckets:
+            cuts, whole = plan([shapes[index] for index in bucket], settings.rank, among=shapes)
+            products = 2 * sum(cut.rank * cut.rows * cut.columns for cut in cuts)
+            phases: list[Phase] = []
+            for numbers in payload(cuts, whole):
+                first, *others = sum_phases(numbers, hosts, settings.bits) or [None]
+                if first is not None:
+                    phases += [dataclasses.replace(first, numbers=first.numbers + products), *others]
+            costs.append(Cost(phases=tuple(phases)))
+        return costs
+
+    @np.errstate(invalid="ignore", over="ignore")  # NaN in, NaN out: the training loop then stops and reports it
+    def all_reduce(self, values: np.ndarray, leaders: LeaderGroup) -> None:
         self._error += values
         self._multiply()
-        included = total(self._first, hosts, self._bits)
+        included = quantized_sum(self._first, leaders, self._bits)
         values[self._whole] = self._first[self._dense]
         self._error[self._whole] -= included[self._dense]
         if not self._matrices:
             return
-        lost = orthonormalise(self._first, self._columns)
+        dependent = orthonormalise(self._first, self._columns)
         for matrix in self._matrices:
             np.matmul(matrix.p, matrix.m, out=matrix.q)
-        self._mine[:] = total(self._second, hosts, self._bits)
+        self._own_q[:] = quantized_sum(self._second, leaders, self._bits)
         for matrix in self._matrices:
             unpack(matrix, values[matrix.cut.span])
-        for number, column in lost:  # its Q is 0 and would stay so
+        for number, column in dependent:  # their Q is 0 and would stay 0
             self._matrices[number].q[column] = random_q(self._matrices[number])[column]
 
     def _multiply(self) -> None:
-        """This host's part of the first sum."""
+        """Compute this host's part of the first sum."""
         if self._matrices:
             largest = np.maximum.reduceat(np.abs(self._second), np.cumsum(self._sides) - self._sides)
             largest[largest == 0] = 1
@@ -164,33 +175,33 @@ class PowerSGD(Reducer):
         return {"error": self._error.copy(), "q": self._second.copy()}
 
     def load(self, state: dict[str, np.ndarray]) -> None:
-        """Raises Failure (78) for the state of another rank or model."""
+        """Raises Failure (78) for the state of another model or of another rank setting."""
         super().load(state)
-        for name, mine in (("error", self._error), ("q", self._second)):
-            if state[name].shape != mine.shape:
+        for name, own in (("error", self._error), ("q", self._second)):
+            if state[name].shape != own.shape:
                 raise Failure(
-                    f"checkpoint: powersgd's {name} has {state[name].size} numbers, this run's {mine.size}: resume "
-                    "with the rank and the model that it was made with",
+                    f"checkpoint: {name} of powersgd has {state[name].size} numbers, this run needs {own.size}; hint: "
+                    "resume with the settings and the model of the checkpoint",
                     exits.BAD_CONFIG,
                 )
-            mine[:] = state[name]
+            own[:] = state[name]
 
 
 def random_q(matrix: Matrix) -> np.ndarray:
-    """Uniform, which takes no logarithm: the same bits on every machine."""
+    """Draw a uniform Q. Without a logarithm the bits are the same on every machine."""
     return np.random.default_rng((SEED, matrix.cut.number)).random(matrix.q.shape, np.float32) - np.float32(0.5)
 
 
 def unpack(matrix: Matrix, out: np.ndarray) -> None:
-    """The sum into its span of the vector; of M stays what this host's part of it misses.
+    """Write the sum into its span of the vector, and subtract from M this host's part of the sum.
 
-    The sum not by matmul, whose last bits depend on the processor: the hosts' may differ.
+    The sum is not computed by matmul, because matmul's last bits depend on the processor and hosts may differ.
     """
-    cut, m, term, p, q, mine = matrix
-    if cut.rank == 1:  # matmul has no fast way for it
-        m -= np.multiply(p[0, :, None], mine[0], out=term)
+    cut, m, term, p, q, own_q = matrix
+    if cut.rank == 1:  # matmul is slow for it
+        m -= np.multiply(p[0, :, None], own_q[0], out=term)
     else:
-        m -= np.matmul(p.T, mine, out=term)
+        m -= np.matmul(p.T, own_q, out=term)
     whole = out.reshape(cut.rows, cut.columns)
     whole = whole if cut.rows <= cut.columns else whole.T
     np.multiply(p[0, :, None], q[0], out=whole)

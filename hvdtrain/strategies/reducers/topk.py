@@ -1,20 +1,19 @@
-"""Only the largest numbers are sent; what is left out is added to the next step's.
+"""Only the largest numbers are sent; what is left out is added to the next vector.
 
-Each of h hosts owns one of h equal, contiguous parts of the vector and keeps an error per number. A round:
+Each of h hosts owns one of h equal, contiguous parts of the vector and keeps an error per number. One all-reduce:
 
-    1. error += gradient. Of each part that another host owns, the c largest (by magnitude) go to the owner.
+    1. error += gradient. Each host sends every other owner the c largest numbers, by magnitude, of that owner's part.
     2. The owner adds them to its own part, of which nothing was left out, and sends the c largest of the sum to all.
 
-What was sent is taken off the error: in phase 1 the sender's, in phase 2 the owner's. So nothing is ever lost:
-sum over hosts of (gradient + old error) == output + sum over hosts of the new error. When other ranks go on with
-a run, rank 0 gets the sum of all errors. c is density / h of all numbers, rounded up, so h c numbers of the output
-differ from zero, and each host sends 2(h-1) messages of the same length. (To gather everybody's choice instead costs
-(h-1) h c numbers per host, and the output fills up as hosts are added.)
+What is sent is subtracted from the error: in phase 1 the sender's, in phase 2 the owner's. So nothing is lost:
+sum over hosts of (gradient + old error) == output + sum over hosts of the new error. After a resume on other ranks,
+rank 0 gets the sum of all errors. c is density / h of all numbers, rounded up, so h c numbers of the output differ from
+zero, and each host sends 2(h-1) messages of the same length. (Gathering every host's choice instead would cost
+(h-1) h c numbers per host, and the output would fill up as hosts are added.)
 
-A message is c values of 16 bits (bfloat16: the rounding stays in the error as well) and c positions: how many there are
-in each block of 255 numbers, a byte, and where in their block, a byte; that is 11 bits per number at density 0.01,
-where 8.1 are the least possible. Blocks of 65535 with two bytes each where density is below 0.004, one bit per number
-of the part where it is above 0.12.
+A message has c values of 16 bits (bfloat16; the rounding error stays in the error as well) and c positions: the number
+of positions in each block of 255 numbers as a byte, then each position in its block as a byte. At density 0.01 that is
+11 bits per position, of which at least 8.1 are needed.
 
 Stich, Cordonnier and Jaggi, "Sparsified SGD with memory", 2018 (error feedback); Lin et al., "Deep gradient
 compression", 2018; Tang et al., "DoubleSqueeze: parallel stochastic gradient descent with double-pass error-compensated
@@ -38,9 +37,11 @@ from hvdtrain.strategies.reducers.base import Reducer
 from hvdtrain.strategies.reducers.bfloat16 import from_bf16, to_bf16
 
 BLOCK = 1 << 16
-"""Numbers looked at at a time, so that they stay in the processor's cache"""
+"""Numbers compared at a time, so that they stay in the processor's cache"""
 SAMPLE = 1 << 14
-"""Numbers from which the limit of the largest ones is guessed"""
+"""Numbers from which the threshold of the largest ones is estimated"""
+POSITIONS = 255
+"""Numbers in a block of positions, so that a byte can count them"""
 
 
 class TopK(Reducer):
@@ -49,10 +50,10 @@ class TopK(Reducer):
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Settings(Checked):
         density: float = bounded(0.01, above=0, most=1, example=0.005)
-        """Share of the numbers that is sent"""
+        """Fraction of the numbers that is sent"""
 
-    remembers = "errors"
-    rung = 1
+    residual_key = "errors"
+    advice_level = 1
 
     def __init__(self, shapes: Sequence[Shape], settings: Any = None) -> None:
         super().__init__(shapes, settings)
@@ -62,29 +63,28 @@ class TopK(Reducer):
 
     @classmethod
     def cost(cls, shapes: Sequence[Shape], hosts: int, settings: Any = None) -> Cost:
-        density = (settings or cls.Settings()).density
-        message_bytes = Code.of(elements(shapes), hosts, density).message_bytes
-        return two_phases(elements(shapes), hosts, 2 * (hosts - 1) * message_bytes)
+        numbers, density = elements(shapes), (settings or cls.Settings()).density
+        return Cost(phases=two_phases(numbers, hosts, Code.of(numbers, hosts, density).message_bytes, "sparse bf16"))
 
     @np.errstate(invalid="ignore")
-    def sum_between_hosts(self, values: np.ndarray, hosts: LeaderGroup) -> None:
+    def all_reduce(self, values: np.ndarray, leaders: LeaderGroup) -> None:
         if not values.size:
             return
-        code = Code.of(values.size, hosts.count, self.settings.density)
-        if self._errors.size != code.size * hosts.count:
+        code = Code.of(values.size, leaders.count, self.settings.density)
+        if self._errors.size != code.size * leaders.count:
             self._errors = np.concatenate(
-                [self._errors[: self._size], np.zeros(code.size * hosts.count - self._size, np.float32)]
+                [self._errors[: self._size], np.zeros(code.size * leaders.count - self._size, np.float32)]
             )
         self._errors[: self._size] += values
-        parts = self._errors.reshape(hosts.count, code.size)
-        mine = parts[hosts.index]
-        for _, message in hosts.all_to_all_streamed(lambda host: take(parts[host], code), even=True):
+        parts = self._errors.reshape(leaders.count, code.size)
+        own = parts[leaders.index]
+        for _, message in leaders.all_to_all_streamed(lambda host: extract(parts[host], code), even=True):
             positions, numbers = code.decode(message)
-            mine[positions] += numbers
+            own[positions] += numbers
         values[:] = 0
-        outcome = take(mine, code)
+        outcome = extract(own, code)
         for host, message in itertools.chain(
-            hosts.all_to_all_streamed(lambda _: outcome, even=True), [(hosts.index, outcome)]
+            leaders.all_to_all_streamed(lambda _: outcome, even=True), [(leaders.index, outcome)]
         ):
             positions, numbers = code.decode(message)
             part = values[host * code.size : (host + 1) * code.size]
@@ -99,91 +99,71 @@ class TopK(Reducer):
         self._errors = state["errors"].copy()
 
 
-def take(part: np.ndarray, code: Code) -> np.ndarray:
-    """Takes the largest numbers out of a part, leaves their rounding errors; the message with them."""
+def extract(part: np.ndarray, code: Code) -> np.ndarray:
+    """Return the message with the largest numbers of a part, and leave only their rounding errors in the part."""
     positions = largest(part, code.count)
     numbers = part[positions]
     halves = to_bf16(numbers)
-    part[positions] = left = numbers - from_bf16(halves)
-    if not np.isfinite(left).all():  # infinity and NaN count as largest, so they have been sent; they are not kept
+    part[positions] = rest = numbers - from_bf16(halves)
+    if not np.isfinite(rest).all():  # NaN and infinity count as largest: they have been sent and must not be kept
         part[~np.isfinite(part)] = 0
     return code.encode(positions, halves)
 
 
 def largest(values: np.ndarray, count: int) -> np.ndarray:
-    """Positions of the `count` largest |values|, ascending; NaN counts as largest.
+    """Return the positions of the `count` largest |values|, in ascending order; NaN counts as largest.
 
-    A limit from evenly spaced numbers leaves a few more candidates than wanted, nearly always; if not, all are.
+    A threshold estimated from evenly spaced numbers nearly always leaves a few more candidates than needed. If it
+    leaves fewer, all numbers are candidates.
     """
     sample = np.abs(values[:: max(1, values.size // SAMPLE)])
     expected = sample.size * count / values.size
-    aim = math.ceil(expected + 4 * math.sqrt(expected) + 4)
-    found = np.arange(values.size)
-    if aim < sample.size:
-        limit = np.partition(sample, sample.size - aim)[sample.size - aim]
+    target = math.ceil(expected + 4 * math.sqrt(expected) + 4)
+    positions = np.arange(values.size)
+    if target < sample.size:
+        threshold = np.partition(sample, sample.size - target)[sample.size - target]
         blocks = []
         for begin in range(0, values.size, BLOCK):
-            small = np.abs(values[begin : begin + BLOCK]) < limit
+            small = np.abs(values[begin : begin + BLOCK]) < threshold
             blocks.append(np.flatnonzero(~small) + begin)
         candidates = np.concatenate(blocks)
         if candidates.size >= count:
-            found = candidates
-    if found.size > count:
-        best = np.argpartition(np.abs(values[found]), found.size - count)[found.size - count :]
-        found = np.sort(found[best])
-    return found
+            positions = candidates
+    if positions.size > count:
+        best = np.argpartition(np.abs(values[positions]), positions.size - count)[positions.size - count :]
+        positions = np.sort(positions[best])
+    return positions
 
 
 @dataclasses.dataclass(frozen=True)
 class Code:
-    """How `count` of `size` numbers are written down."""
+    """Encodes `count` of `size` numbers as a message."""
 
     size: int
     count: int
 
     @staticmethod
     def of(numbers: int, hosts: int, density: float) -> Code:
-        """For one of `hosts` parts of a vector of so many numbers."""
+        """Return the code for one of `hosts` parts of a vector of so many numbers."""
         size = -(-numbers // hosts)
         return Code(size, min(size, max(1, math.ceil(density * numbers / hosts))))
 
     @property
-    def position_bytes(self) -> int:
-        return min(self._blocked_bytes(1), self._blocked_bytes(2), -(-self.size // 8))
+    def blocks(self) -> int:
+        return -(-self.size // POSITIONS)
 
     @property
     def message_bytes(self) -> int:
-        return 2 * self.count + self.position_bytes
-
-    def _blocked_bytes(self, width: int) -> int:
-        """With blocks of the numbers that `width` bytes can count."""
-        return width * (-(-self.size // (256**width - 1)) + self.count)
-
-    @property
-    def _width(self) -> int:
-        return next((width for width in (1, 2) if self._blocked_bytes(width) == self.position_bytes), 0)
+        return 3 * self.count + self.blocks
 
     def encode(self, positions: np.ndarray, halves: np.ndarray) -> np.ndarray:
-        """The message of ascending positions and their values in 16 bits."""
-        if width := self._width:
-            kind, length = (np.uint8, np.uint16)[width - 1], 256**width - 1
-            block, place = np.divmod(positions, length)
-            counts = np.bincount(block, minlength=-(-self.size // length))
-            coded = np.concatenate([counts.astype(kind), place.astype(kind)]).view(np.uint8)
-        else:
-            bits = np.zeros(self.size, np.bool_)
-            bits[positions] = True
-            coded = np.packbits(bits)
-        return np.concatenate([halves.view(np.uint8), coded])
+        """Return the message of ascending positions and their values in 16 bits."""
+        block, place = np.divmod(positions, POSITIONS)
+        counts = np.bincount(block, minlength=self.blocks)
+        return np.concatenate([halves.view(np.uint8), counts.astype(np.uint8), place.astype(np.uint8)])
 
     def decode(self, message: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Positions and values, float32."""
-        halves, coded = message[: 2 * self.count].view(np.uint16), message[2 * self.count :]
-        if width := self._width:
-            kind, length = (np.uint8, np.uint16)[width - 1], 256**width - 1
-            numbers = coded.view(kind)
-            counts, place = numbers[: -self.count], numbers[-self.count :]
-            positions = np.repeat(np.arange(counts.size) * length, counts.astype(np.int64)) + place
-        else:
-            positions = np.flatnonzero(np.unpackbits(coded, count=self.size))
-        return positions, from_bf16(halves)
+        """Return the positions and the values, float32."""
+        halves, counts, place = np.split(message, [2 * self.count, 2 * self.count + self.blocks])
+        positions = np.repeat(np.arange(self.blocks) * POSITIONS, counts.astype(np.int64)) + place
+        return positions, from_bf16(halves.view(np.uint16))

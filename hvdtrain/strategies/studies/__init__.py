@@ -1,1 +1,1 @@
-"""Strategies of published studies, for comparison."""
+"""Strategies of published studies, for comparison. They are plug-ins: setup.cfg registers them as entry points."""

@@ -1,11 +1,11 @@
-"""A synchronous parameter server: rank 0 holds the weights, sums all gradients, updates, and hands weights back.
+"""A synchronous parameter server: rank 0 holds the weights, sums all gradients, updates, and returns the weights.
 
-In each step every rank sends its gradients to rank 0, which waits for all of them, adds them up in rank order, makes
-the one update with the run's optimizer, and answers each with the new weights. So training is that of `allreduce`, up
-to the order in which numbers are added, and only rank 0 has the optimizer's state. It loses by its link: of p ranks,
-p - 1 send 4 bytes per parameter to one host, which sends as many back, where in an allreduce no host sends more than
-twice the parameters, whatever p is. The ranks of a host do not add up first. martin2019 measured it as TensorFlow's
-central storage, where one device keeps the variables of several GPUs.
+In every step each rank sends its gradients to rank 0. Rank 0 waits for all of them, adds them up in rank order, updates
+with the run's optimizer, and sends the new weights to each rank. Training equals that of `allreduce`, up to the order
+of additions, and only rank 0 has the optimizer's state. Rank 0's link is the bottleneck: p - 1 ranks send 4 bytes per
+parameter to it, and it sends as many to each. In an all-reduce no host sends more than twice the parameters, whatever p
+is. The ranks of a host do not add up first. martin2019 measured this as TensorFlow's central storage, where one device
+keeps the variables of several GPUs.
 
 Li et al., "Scaling distributed machine learning with the parameter server", 2014.
 """
@@ -20,38 +20,43 @@ import numpy as np
 from hvdtrain.comm.backends.servers import NUMBERS, ServerCommunicator, Star
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.observe.timing import Clock
-from hvdtrain.strategies.base import Strategy
-from hvdtrain.strategies.cost import Cost, Layout, Shape, elements
+from hvdtrain.strategies.base import Capabilities, ReducerCost, Strategy
+from hvdtrain.strategies.cost import Cost, Layout, Phase, Shape, elements
 from hvdtrain.strategies.replicas import Exchanged, Vectors
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
 
 
 class Central(Strategy):
-    """Weights are the same on all ranks after each step. It keeps no state beside rank 0's optimizer."""
+    """The weights are equal on all ranks after each step. Its only state is rank 0's optimizer."""
 
-    backend = "servers"
-    own_optimizer = True
-    bound = "the optimizer's state is with rank 0"
-    rung = -1
+    capabilities = Capabilities(backend="servers", own_optimizer_state=True, advice_level=-1)
+    reshard_refusal = "the optimizer's state is on rank 0"
     _centre: Centre | None = None
     _answer = np.empty(0, np.float32)
 
-    @property
-    def _servers(self) -> ServerCommunicator:
-        return cast(ServerCommunicator, self._world)
-
     @classmethod
-    def cost(cls, shapes: Sequence[Shape], layout: Layout, settings: Any, round_: Cost | None) -> Cost:
-        """Of rank 0's host, which sends most."""
-        elsewhere = layout.ranks - (layout.ranks / layout.hosts if layout.hosts > 1 else 1)
-        return Cost(sent_bytes=4 * elements(shapes) * elsewhere, rounds=2 * (layout.ranks > 1))
+    def cost(cls, shapes: Sequence[Shape], layout: Layout, settings: Any, reducer_cost: ReducerCost) -> Cost:
+        """The bytes are those of rank 0's host, which sends most."""
+        if layout.ranks == 1:
+            return Cost()
+        others = layout.ranks - (layout.ranks / layout.hosts if layout.hosts > 1 else 1)
+        peers = max(1, layout.hosts - 1)
+        gather = Phase(bytes_per_peer=0, peers=peers, hops=1)
+        answer = Phase(bytes_per_peer=4 * elements(shapes) * others / peers, peers=peers, hops=1)
+        return Cost(phases=(gather, answer))
 
     @classmethod
     def check(cls, settings: Any, config: TrainConfig) -> None:
         if config.precision == "fp16":
-            told = "other ranks do not learn the loss scale of rank 0, which updates; take --precision bf16"
-            raise Failure(f"--precision fp16: {told}", exits.BAD_CONFIG)
+            raise Failure(
+                "--precision fp16: only rank 0, which updates, knows its loss scale; hint: --precision bf16",
+                exits.BAD_CONFIG,
+            )
+
+    @property
+    def _servers(self) -> ServerCommunicator:
+        return cast(ServerCommunicator, self._world)
 
     def step(self, replica: Vectors, lr: float, clock: Clock) -> Exchanged:
         vector = replica.vector()
@@ -74,11 +79,11 @@ class Central(Strategy):
         return Exchanged.of(self._answer[self._size :], vector.nbytes * self._messages())
 
     def _messages(self) -> int:
-        """That this rank sends to other hosts in a step; the threads of rank 0 may still be sending them."""
+        """Return how many messages this rank sends to other hosts in a step; rank 0's threads may still be sending."""
         return self._servers.count_remote(range(1, self._world.size) if self._centre else [0])
 
     def _begin(self, vector: np.ndarray) -> None:
-        """Collective."""
+        """Make rank 0 the server of all parameters. Collective."""
         self._answer = np.empty_like(vector)
 
         def serve(part: slice) -> Centre:
@@ -89,10 +94,10 @@ class Central(Strategy):
 
 
 class Centre(Star):
-    """A `comm.backends.servers.Store`: other ranks' gradients wait in it for rank 0, and they for its weights."""
+    """A `comm.backends.servers.Store` in which gradients wait for rank 0, and the other ranks for its weights."""
 
     def answer(self, rank: int, numbers: np.ndarray, gradients: np.ndarray | None, weights: np.ndarray) -> np.ndarray:
-        """In the thread of another rank."""
+        """Called in the thread of another rank."""
         assert gradients is not None
         np.copyto(weights, self.give(rank, gradients))
         return numbers

@@ -1,8 +1,8 @@
-"""Ranks with unequal shares of each batch train the model of exchange.py, for test_hybrid.py; rank 0 prints JSON.
+"""Ranks with unequal shares of each batch train the model of exchange.py, for test_shares.py. Rank 0 prints JSON.
 
-    hybrid.py torch|tensorflow STRATEGY...
+    shares.py torch|tensorflow STRATEGY SHARES...
 
-One training by each strategy; without shares they are measured, and nothing may be left of that.
+Trains once with each value of --shares.
 """
 
 from __future__ import annotations
@@ -15,20 +15,19 @@ import exchange
 import numpy as np
 from exchange import FEATURES
 
-from hvdtrain import strategies
 from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.config import batch_plan
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.data import Batch, ImageSplit
 from hvdtrain.data.loader import Loader
 from hvdtrain.observe.timing import Clock
-from hvdtrain.strategies.algorithms import hybrid
+from hvdtrain.strategies import shares as unequal_shares
 
 SAMPLES, CLASSES, GLOBAL_BATCH, EPOCHS, LR, SEED = 54, 3, 12, 2, 0.1, 7
 
 
 def problem() -> tuple[ImageSplit, np.ndarray]:
-    """The samples, and the weights to start from."""
+    """Return the samples and the initial weights."""
     draw = np.random.default_rng(5)
     inputs = draw.normal(size=(SAMPLES, 1, 1, FEATURES)).astype(np.float32)
     split = ImageSplit(samples=inputs, labels=draw.integers(0, CLASSES, SAMPLES))
@@ -43,7 +42,7 @@ def flat(batch: Batch) -> Batch:
 def trained(config: TrainConfig, ranks: Communicator, device: str) -> dict[str, Any]:
     split, weight = problem()
     strategy, replica = exchange.trainer(config, ranks, device, weight)
-    given = strategies.chosen(config).shares(ranks.size)
+    given = unequal_shares.given(config, ranks.size)
     loader = Loader(
         split,
         global_batch=batch_plan.global_batch(config, ranks.size),
@@ -54,8 +53,9 @@ def trained(config: TrainConfig, ranks: Communicator, device: str) -> dict[str, 
     )
     unmeasured = replica.state()
     if given is None:
-        hybrid.TRY_S, hybrid.LONGEST_S = 0.05, 0.5  # that they are exact is no matter here
-        shares, _ = strategy.measured_shares(replica, lambda shares: flat(loader.first_of(shares)))
+        unequal_shares.TRIAL_S, unequal_shares.MAX_S = 0.05, 0.5  # the measured shares need not be accurate here
+        found = unequal_shares.measure(ranks, strategy, replica, lambda shares: flat(loader.first_of(shares)))
+        shares = found.shares
         loader = loader.divided(shares)
         assert sum(shares) > 0.999 and len(shares) == ranks.size
     state = replica.state()
@@ -77,8 +77,9 @@ def trained(config: TrainConfig, ranks: Communicator, device: str) -> dict[str, 
 
 
 def main() -> None:
-    framework, *asked = sys.argv[1:]
-    configs = [exchange.config_of(framework, "{}", strategy=each, global_batch_size=GLOBAL_BATCH) for each in asked]
+    framework, strategy, *shares = sys.argv[1:]
+    settings = {"strategy": strategy, "global_batch_size": GLOBAL_BATCH}
+    configs = [exchange.config_of(framework, "{}", shares=each, **settings) for each in shares]
     ranks, device = exchange.joined(configs[0])
     exchange.told(ranks, {"trained": [trained(config, ranks, device) for config in configs]})
 

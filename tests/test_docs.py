@@ -51,13 +51,6 @@ def test_a_broken_link_is_found(tmp_path: Path) -> None:
     assert broken(page) == ["a.md#y", "b.md"]
 
 
-def test_each_entry_of_the_log_is_in_its_index() -> None:
-    log = (ROOT / "docs" / "LOG.md").read_text()
-    entries = re.findall(r'^<a id="([^"]+)"></a>\*\*', log, re.MULTILINE)
-    index = log[: log.index("\n## 20")]
-    assert sorted(entries) == sorted(re.findall(r"\]\(#([^)]+)\)", index))
-
-
 STARTERS = r"(\$ )?(sudo|hvdtrain|python|(launch/)?(mpirun|horovodrun)(\.sh)?|torchrun|srun|sbatch|tools/\w+\.sh) "
 SCRIPTS = {"tools/cluster.sh": "cluster", "tools/throttle.sh": "throttle"}
 

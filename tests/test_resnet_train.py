@@ -149,7 +149,7 @@ def test_one_process_trains_and_leaves_a_whole_run_folder(framework: str, whole:
 
 def test_both_frameworks_give_the_same_first_losses(tmp_path: Path) -> None:
     # Blocks that start as the identity, and a small rate: otherwise a relative change of 1e-7 in the weights of one
-    # framework alone moves the loss by 0.1 within five steps, and no two programs could agree (docs/LOG.md).
+    # framework alone moves the loss by 0.1 within five steps, and no two programs could agree.
     flags = ["--image-size", "48", "--width", "0.125", "--batch-size", "48", "--lr", "0.005"]
     flags += ["--epoch-samples", "480", "--evaluate-samples", "48"]
     losses = []

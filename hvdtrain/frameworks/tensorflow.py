@@ -47,7 +47,7 @@ def without_modules(names: tuple[str, ...]) -> Iterator[None]:
             del sys.modules[name]
 
 
-# TensorFlow takes oneDNN by itself with AVX-512 alone; with AVX2 small maps take many times as long without it (docs/KNOWN_ISSUES.md).
+# TensorFlow enables oneDNN by default only with AVX-512 (docs/KNOWN_ISSUES.md).
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
 with stderr.suppress(BUILD_NOTES), without_modules(KERAS_EXTRAS):
     import tensorflow as tf

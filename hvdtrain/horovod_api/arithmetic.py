@@ -160,6 +160,34 @@ def _flatten(arrays: Sequence[np.ndarray], out: Sequence[np.ndarray] | None, dty
     return np.concatenate([array.reshape(-1) for array in arrays])
 
 
+def reducescatter(
+    array: np.ndarray,
+    op: Op,
+    scales: tuple[float, float],
+    members: TcpLeaderGroup,
+    inputs: Sequence[np.ndarray] | None,
+) -> np.ndarray:
+    """Reduces arrays over all members and returns this member's rows of the result; the first members get one more."""
+    rows = _even_lengths(array.shape[0], members.count)
+    row_size = array[:1].size if array.shape[0] else 0
+    lengths = [count * row_size for count in rows]
+
+    def split(flat: np.ndarray) -> list[np.ndarray]:
+        if scales[0] == 1.0 and flat.dtype.kind != "V":
+            return _split(flat, lengths)
+        copy = _working_copy(flat)
+        _scale(copy, scales[0])
+        return _split(copy, lengths)
+
+    if inputs is None:
+        pieces = _all_to_all(members, split(array.reshape(-1)), even=len(set(lengths)) == 1)
+    else:
+        pieces = [split(flat)[members.index] for flat in inputs]
+    result = _combine(pieces, op)
+    _average_and_scale(result, op, members.count, scales[1])
+    return _convert_back(result, array.dtype).reshape(rows[members.index], *array.shape[1:])
+
+
 def allgather(
     array: np.ndarray, rows: Sequence[int], members: TcpLeaderGroup, inputs: Sequence[np.ndarray] | None
 ) -> np.ndarray:

@@ -11,7 +11,7 @@ the responses (`arithmetic`). An array of at most SMALL_BYTES travels with the r
 trip. Idle ranks neither poll nor send.
 
 The meaning and the errors of each call follow Horovod 0.28 (horovod.readthedocs.io, API). When the ranks disagree about
-a call, `finish` raises the same error on all of them. Adasum, reducescatter and join need Horovod's own backend.
+a call, `finish` raises the same error on all of them. Adasum and join need Horovod's own backend.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ class Calls:
         """Starts a call and returns its handle at once. The arrays must not change until the call is done.
 
         Args:
-            kind: allreduce, allgather, broadcast, alltoall or barrier.
-            arrays: One array, or a list for a grouped call (allreduce, allgather).
+            kind: allreduce, allgather, broadcast, alltoall, reducescatter or barrier.
+            arrays: One array, or a list for a grouped call (allreduce, allgather, reducescatter).
             root: The rank that broadcasts.
             ranks: The members; all ranks if None.
             out: Where the results of allreduce and broadcast go; `arrays` itself to work in place.
@@ -133,7 +133,7 @@ class Calls:
             ranks=list(members),
             types=[arithmetic.type_name(array.dtype) for array in inputs],
             shapes=[list(array.shape) for array in inputs],
-            op=int(op) if kind == "allreduce" else 0,
+            op=int(op) if kind in ("allreduce", "reducescatter") else 0,
             root=members.index(root) if kind == "broadcast" else 0,
             scales=[float(prescale), float(postscale)],
             splits=_check_splits(inputs[0], splits, len(members)) if kind == "alltoall" else None,
@@ -220,12 +220,14 @@ class Calls:
             raise ValueError(f"rank {self.rank} called {kind} for the process set {list(members)}, which lacks it")
         if kind == "broadcast" and root not in members:
             raise ValueError(f"root rank {root} is not in the process set {list(members)}")
-        if kind == "allreduce":
+        if kind == "reducescatter" and op not in (Op.SUM, Op.AVERAGE):
+            raise internal_error()(f"reducescatter can sum and average; {op.name.lower()} is not supported")
+        if kind in ("allreduce", "reducescatter"):
             if op is Op.ADASUM:
                 raise needs_horovod("Adasum")
             for array in arrays:
                 if not arithmetic.is_reducible(array.dtype):
-                    raise TypeError(f"allreduce cannot reduce {array.dtype}; hint: convert it to float32 or int64")
+                    raise TypeError(f"{kind} cannot reduce {array.dtype}; hint: convert it to float32 or int64")
 
     # --- the thread ---------------------------------------------------------------------------------------------
 
@@ -343,6 +345,9 @@ class Calls:
             case "allreduce":
                 scales = (request.scales[0], request.scales[1])
                 return arithmetic.allreduce(arrays, call.out, Op(request.op), scales, members, inputs)
+            case "reducescatter":
+                scales, op = (request.scales[0], request.scales[1]), Op(request.op)
+                return [arithmetic.reducescatter(array, op, scales, members, inputs) for array in arrays]
             case "allgather":
                 rows = zip(*response.sizes, strict=True)
                 return [arithmetic.allgather(a, each, members, inputs) for a, each in zip(arrays, rows, strict=True)]

@@ -21,7 +21,7 @@ class Request:
     """One rank's request for a call."""
 
     kind: str
-    """allreduce, allgather, broadcast, alltoall or barrier"""
+    """allreduce, allgather, broadcast, alltoall, reducescatter or barrier"""
     name: str
     ranks: list[int]
     """The members of the call, in ascending order"""
@@ -186,6 +186,6 @@ def _format(value: Any) -> str:
 
 def find_unsupported(request: Request) -> str:
     """The reason why no rank can have this call; empty if it is possible."""
-    if request.kind in ("allgather", "alltoall") and [] in request.shapes:
+    if request.kind in ("allgather", "alltoall", "reducescatter") and [] in request.shapes:
         return f"{request.label}: a scalar has no first dimension; hint: reshape it to (1,)"
     return ""

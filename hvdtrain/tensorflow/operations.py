@@ -68,6 +68,8 @@ class Operations:
     horovod_allgather = _operation("allgather")
     horovod_grouped_allgather = _operation("grouped_allgather")
     horovod_broadcast = _operation("broadcast")
+    horovod_reducescatter = _operation("reducescatter")
+    horovod_grouped_reducescatter = _operation("grouped_reducescatter")
 
     def horovod_alltoall(self, tensor: Any, *, splits: Any, **attributes: Any) -> Any:
         def call(array: np.ndarray, splits: np.ndarray) -> Sequence[np.ndarray]:
@@ -77,11 +79,6 @@ class Operations:
             return [*_unknown_rows(tensor), tf.TensorSpec([None], tf.int32)]
 
         return _with_gradient(call, [tensor, splits], specs, attributes, mpi_ops._alltoall_grad)
-
-    def horovod_reducescatter(self, *_: Any, **__: Any) -> Any:
-        raise needs_horovod("hvd.reducescatter")
-
-    horovod_grouped_reducescatter = horovod_reducescatter
 
     def horovod_join(self) -> Any:
         raise needs_horovod("hvd.join")

@@ -50,8 +50,10 @@ class Operations:
             raise ValueError(f"alltoall takes splits as int32, not {splits.dtype}")
         return self._start("alltoall", inputs, [out, received], name, number, splits=splits.cpu().numpy())
 
-    def _reducescatter(self, *_: Any) -> int:
-        raise needs_horovod("hvd.reducescatter")
+    def _reducescatter(
+        self, inputs: Any, out: Any, name: Any, op: int, number: int, prescale: float, postscale: float
+    ) -> int:
+        return self._start("reducescatter", inputs, out, name, number, op=op, prescale=prescale, postscale=postscale)
 
     def horovod_torch_join(self, *_: Any) -> int:
         raise needs_horovod("hvd.join")

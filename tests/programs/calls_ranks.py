@@ -80,6 +80,12 @@ def check_reductions(calls: Calls) -> None:
             found = calls.call("allreduce", into, op=op, out=into)
             assert found is into
             same(into, folded(inputs, op), mine)
+        if shape:
+            rows = [shape[0] // calls.size + (rank < shape[0] % calls.size) for rank in everyone]
+            begin = sum(rows[: calls.rank])
+            for op in (Op.SUM, Op.AVERAGE):
+                expected = folded(inputs, op)[begin : begin + rows[calls.rank]]
+                same(calls.call("reducescatter", mine, op=op), expected, mine)
 
 
 def check_moves(calls: Calls) -> None:
@@ -126,12 +132,17 @@ def check_scales(calls: Calls) -> None:
                 expected = total * factor if dtype.startswith("f") else np.trunc(total * factor)
                 found = calls.call("allreduce", inputs[calls.rank], op=op, prescale=1.7, postscale=0.6)
                 np.testing.assert_allclose(found, expected, rtol=1e-2 if dtype == "float16" else 1e-5, atol=1e-2)
+                found = calls.call("reducescatter", inputs[calls.rank], op=op, prescale=1.7, postscale=0.6)
+                rows = [size // calls.size + (rank < size % calls.size) for rank in range(calls.size)]
+                begin = sum(rows[: calls.rank])
+                part = expected[begin : begin + rows[calls.rank]]
+                np.testing.assert_allclose(found, part, rtol=1e-2 if dtype == "float16" else 1e-5, atol=1e-2)
 
 
 def check_groups(calls: Calls) -> None:
     """A list goes as one call, whatever types are in it."""
     kinds = [("float32", (5, 2)), ("int64", (3,)), ("float32", (4000,)), ("float16", ()), ("float32", (0,))]
-    for kind in ("allreduce", "allgather"):
+    for kind in ("allreduce", "allgather", "reducescatter"):
         inputs = [
             [drawn(dtype, shape or ((1,) if kind != "allreduce" else ()), rank) for dtype, shape in kinds]
             for rank in range(calls.size)
@@ -210,6 +221,7 @@ def check_disagreements(calls: Calls) -> list[str]:
         ("operation is allreduce", lambda: calls.call("allgather" if odd else "allreduce", np.ones(3))),
         ("number of arrays", lambda: calls.call("allreduce", [np.ones(3)] * (1 + odd))),
         ("scalar", lambda: calls.call("allgather", np.ones(()))),
+        ("scalar", lambda: calls.call("reducescatter", np.ones(()))),
         ("data type", lambda: calls.call("alltoall", np.ones(calls.size, np.int32 if odd else np.float32))),
     ]
     told = [raises(failed, words, action) for words, action in cases]

@@ -250,7 +250,7 @@ def test_a_sweeps_lock_follows_no_link_and_harms_no_file(
     treasure.write_text("process of law, years of work")
     plant(tmp_path / execute.MACHINE_LOCK, treasure)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with pytest.raises(Failure, match=execute.MACHINE_LOCK) as refused, execute.alone(tmp_path / "root"):
+    with pytest.raises(Failure, match=execute.MACHINE_LOCK) as refused, execute.exclusive(tmp_path / "root"):
         pass
     assert refused.value.code == exits.CANNOT_WRITE
     assert treasure.read_text() == "process of law, years of work"
@@ -261,11 +261,11 @@ def test_a_sweeps_lock_truncates_nothing_that_was_there(tmp_path: Path, monkeypa
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     lock = tmp_path / execute.MACHINE_LOCK
     lock.write_text("years of work")
-    with execute.alone(tmp_path / "root"):
+    with execute.exclusive(tmp_path / "root"):
         assert lock.read_text() == "years of work"
     lock.unlink()
     for root in ("a-long-name", "short"):
-        with execute.alone(tmp_path / root):
+        with execute.exclusive(tmp_path / root):
             assert lock.read_text() == f"process {os.getpid()}, {tmp_path / root}"
 
 

@@ -92,6 +92,10 @@ def test_what_a_measure_says_comes_back_and_nothing_else_is_taken() -> None:
             metrics.read(wrong)
     with pytest.raises(Failure, match="returns the sums wrong, but its metric declares correct"):
         metrics.Accuracy().in_order({"wrong": 1})
+    value = json.loads(json.dumps(metrics.Accuracy().as_json()))
+    value["scores"]["accuracy"].pop("most")
+    with pytest.raises(ValueError, match="missing or invalid most"):
+        metrics.read(value)
 
 
 def test_a_bias_is_better_the_nearer_it_is_to_0() -> None:

@@ -175,7 +175,7 @@ def read(value: Mapping[str, Any]) -> tuple[str, dict[str, Score]]:
         if not NAME.fullmatch(name) or not isinstance(fields, dict):
             raise ValueError(f"{name!r:.60} is not a valid score")
         for field in dataclasses.fields(Score):
-            if type(fields.get(field.name)) not in kinds[str(field.type)]:
+            if field.name not in fields or type(fields[field.name]) not in kinds[str(field.type)]:
                 raise ValueError(f"score {name}: missing or invalid {field.name}")
     names = [field.name for field in dataclasses.fields(Score)]
     return primary, {name: Score(**{each: fields[each] for each in names}) for name, fields in given.items()}

@@ -139,7 +139,7 @@ def as_the_loop(strategy: str) -> None:
     exchange = job.wanted(strategy)
     assert exchange is not None
     made, _ = job.job().strategy(exchange, [tuple(p.shape) for p in plain.parameters()])
-    vectors = Plain(plain, made.local)
+    vectors = Plain(plain, made.capabilities.local_updates)
     for step in range(STEPS):
         plain.zero_grad()
         loss_of(plain, step, [hvd.rank()]).backward()

@@ -379,7 +379,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         "which is no file of a checkpoint",
     ),
     "no bytes": (lambda f: edit(f / "checkpoint.json", files={"shared.safetensors": {"bytes": "1"}}), "neither bytes"),
-    "head too long": (lambda f: forged(f, b"{}", head_bytes=2**63), "a head of 9223372036854775808 bytes"),
+    "head too long": (lambda f: forged(f, b"{}", head_bytes=2**63), "a header of 9223372036854775808 bytes"),
     **{name: (lambda f, head=head: forged(f, head), reason) for name, (head, reason) in FORGED.items()},
 }
 

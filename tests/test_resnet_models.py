@@ -244,13 +244,13 @@ def test_small_maps_are_convolved_like_any(
         y = convolution(x.permute(0, 3, 1, 2), weight, None, stride, side // 2)
         (y**2).sum().backward()
         found.append([y.permute(0, 2, 3, 1).detach().numpy(), x.grad.numpy(), weight.grad.numpy()])
-    x, weight = (tf.constant(array) for array in (images, layers_tf.turned(kernel)))
+    x, weight = (tf.constant(array) for array in (images, layers_tf.to_tensorflow(kernel)))
     with tf.GradientTape() as tape:
         tape.watch([x, weight])
         y = layers_tf.convolved(x, weight, stride)
         loss = tf.reduce_sum(y**2)
     of_images, of_kernel = (tf.convert_to_tensor(gradient).numpy() for gradient in tape.gradient(loss, [x, weight]))
-    found.append([y.numpy(), of_images, layers_tf.turned_back(of_kernel)])
+    found.append([y.numpy(), of_images, layers_tf.to_pytorch(of_kernel)])
     for other in found[1:]:
         for one, another in zip(found[0], other, strict=True):
             np.testing.assert_allclose(one, another, atol=1e-9)

@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from conftest import PROGRAMS, ROOT, document, launch
 from torch import nn
 
-from hvdtrain.models.dense_torch import Kept, Seen
 from hvdtrain.torch.vectors import Parameters
 
 
@@ -71,31 +69,3 @@ def test_a_hook_sums_the_buckets_of_distributeddataparallel() -> None:
     worst, of_the_sum = told["powersgd:rank=4"]
     assert 0 < 5 * of_the_sum < worst < 0.1
     assert "a reducer alone" in told["refused"]
-
-
-def test_a_dense_layers_gradient_is_the_product_of_what_it_keeps() -> None:
-    """Used twice, with several rows per sample and without bias; what else uses a weight is told before or refused."""
-    torch.manual_seed(0)
-    layer, tied, unused = nn.Linear(3, 4, bias=False), nn.Linear(4, 4), nn.Linear(2, 2)
-    inputs = torch.randn(5, 2, 3)
-
-    def loss() -> torch.Tensor:
-        hidden = layer(torch.tanh(layer(inputs)[..., :3]))
-        return tied(hidden).square().sum() + F.embedding(torch.tensor([1]), tied.weight).sum()
-
-    with Seen() as seen:
-        loss().backward()
-    assert [seen.rows(each.weight) for each in (layer, tied, unused)] == [2 * 5 * 2, 0, 0]
-    expected = layer.weight.grad
-    kept = Kept({3: layer.weight, 7: unused.weight})
-    with kept:
-        loss().backward()
-    assert not layer.weight.grad.any(), "not made in backward"
-    pairs = kept.pairs()
-    assert pairs[7][0].shape == (0, 2)
-    kept.multiply(
-        {place: ([first[:7], first[7:]], [second[:7], second[7:]]) for place, (first, second) in pairs.items()}
-    )
-    torch.testing.assert_close(layer.weight.grad, expected)
-    with pytest.raises(RuntimeError, match=r"a weight \(4, 4\) .* is used by something else"), Kept({0: tied.weight}):
-        loss().backward()

@@ -1,13 +1,12 @@
-"""ResNet-34: its published numbers, and the law that the two twins are one network.
+"""ResNet-34: its published sizes, and equal results of both frameworks.
 
-The twins are compared at odd image sizes and on tiny maps too: there a wrong padding or BatchNorm convention shows.
+The frameworks are compared at odd image sizes and on tiny maps, where a wrong padding or BatchNorm convention shows.
 
-What two float32 implementations can agree on: logits and losses of equal weights, to about 1e-6; and gradients, but for
-a ReLU whose input lies within rounding of 0, which one of them may cut and the other not. One such unit changes a
-gradient by up to a few percent, and training multiplies a difference by up to 50 per step: PyTorch against itself, its
-weights changed by one unit in the last place, is 0.3 apart in loss after ten steps. Hence the losses of a real run are
-compared from equal weights at each step, those of two separate runs in a net so small that hardly a unit comes that
-near to 0, and gradients over several batches.
+Two float32 implementations with equal weights agree in logits and losses to about 1e-6. Their gradients agree except
+for ReLU inputs within rounding of 0, which only one of them may cut. One such unit changes a gradient by up to a few
+percent, and training multiplies a difference by up to 50 per step. PyTorch compared with itself, with weights changed
+by one unit in the last place, differs by 0.3 in loss after ten steps. Therefore the losses of a real run are compared
+from equal weights at each step, separate runs are compared in a small net, and gradients over several batches.
 """
 
 from __future__ import annotations

@@ -427,7 +427,7 @@ def test_dropout_is_a_function_of_the_key(twin: type[Twin]) -> None:
 
 @TWINS
 def test_it_learns_captions_that_only_the_image_tells(twin: type[Twin]) -> None:
-    """Eight images, each with three words of its own choice of two: without the image each costs log 2."""
+    """Eight images, each with three binary words. Without the image, each word costs log 2."""
     captions = np.array([[1, *(4 + 2 * place + bit for place, bit in enumerate(bits)), 2, 0] for bits in EIGHT])
     final = {}
     for encoder in ("vgg16", "none"):

@@ -117,7 +117,7 @@ def split(lengths: list[int], images: int = 7) -> CaptionSplit:
 
 
 def zipf_like(count: int) -> list[int]:
-    """Lengths with a long tail, worse than those of real captions: from 1 to 34 words."""
+    """Lengths with a long tail, worse than real captions: from 1 to 34 words."""
     return np.minimum(np.random.default_rng(0).zipf(1.5, count) + 4, 34).tolist()
 
 

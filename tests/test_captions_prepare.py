@@ -33,7 +33,7 @@ Told = dict[str, list[str]]
 
 
 def told(count: int = 12) -> Told:
-    """Images and what is said of them, three captions each."""
+    """Images with three captions each."""
     things = ("temple", "flower", "caf\u00e9")
     return {f"p{n:02}.jpg": [text.format(f"{things[n % 3]} {n}") for text in TEXTS] for n in range(count)}
 
@@ -47,7 +47,7 @@ def write_images(folder: Path, names: list[str]) -> None:
 
 
 def flickr(root: Path, captions: Told) -> Path:
-    """As the original archives unpack: two folders."""
+    """The two folders of the original archives."""
     write_images(root / "Flicker8k_Dataset", list(captions))
     lines = [f"{name}#{n}\t{text}\n" for name, texts in captions.items() for n, text in enumerate(texts)]
     (root / "Flickr8k_text").mkdir()
@@ -56,7 +56,7 @@ def flickr(root: Path, captions: Told) -> Path:
 
 
 def table(root: Path, captions: Told) -> Path:
-    """As the later copies are."""
+    """The layout of later copies."""
     write_images(root / "Images", list(captions))
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -210,7 +210,7 @@ def swap(old: str, new: str) -> Callable[[bytes], bytes]:
 
 A_LINE = 'p03.jpg#1\tThe "temple 3", seen from afar'
 A_ROW = 'p03.jpg,"The ""temple 3"", seen from afar"'
-# The format, what happens to its text, the place that is named, what is said, how many captions are left out.
+# Format, change of its text, place in the error, reason in the error.
 BAD: dict[str, tuple[Callable[[Path, Told], Path], Callable[[bytes], bytes], str, str]] = {
     "no image": (flickr, swap("p03.jpg#1", "p03.jpg.1#1"), "token.txt:11", "there is no image 'p03.jpg.1'"),
     "not an image": (flickr, swap("p03.jpg#1", "Flickr8k.token.txt#1"), "token.txt:11", "there is no image"),

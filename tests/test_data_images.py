@@ -296,9 +296,9 @@ def test_an_unreadable_folder_is_named(tmp_path: Path) -> None:
     source = tree(tmp_path / "in")
     for folder in (tmp_path, *tmp_path.parents):
         if ROOT and folder.stat().st_uid == 0 and folder != Path("/") and not folder.stat().st_mode & 0o001:
-            folder.chmod(0o711)  # pytest's own folder, which nobody must be able to pass
+            folder.chmod(0o711)  # the user nobody must be able to pass pytest's folder
     (source / "class1").chmod(0o000)
-    # Imports first: the package may lie where nobody may not go.
+    # Imports come first, since the user nobody may not have access to the package.
     code = f"""
 import os, sys
 from fractions import Fraction

@@ -1,4 +1,4 @@
-"""The loader's laws: what an epoch is, whatever the sizes; and a prefetch thread that overlaps and goes away."""
+"""The laws of the loader: every epoch is complete, disjoint and reproducible; the prefetch thread overlaps and ends."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Writing captions: greedy and beam search against loops that try everything, and judged alike on any number of ranks.
+"""Captions by greedy and beam search, compared with exhaustive loops; and equal scores on any number of ranks.
 
-The writer here is a recurrent net in NumPy with few words, sharp enough that captions end early, late and never.
+The writer here is a recurrent net in NumPy with few words. Its captions end early, late or never.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hvdtrain.comm.world import connect
 from hvdtrain.system.exits import BAD_CONFIG
 
 LIMIT = 4
-WORDS = 4  # beside the four specials
+WORDS = 4  # without the four specials
 SENTENCES = sum(WORDS**length for length in range(LIMIT + 1))
 
 
@@ -183,11 +183,11 @@ def test_what_must_be_positive_is(wrong: str) -> None:
         write(Tiny(0), images(1), **{wrong: 0})
 
 
-# --- judging ----------------------------------------------------------------------------------------------------------
+# --- scoring ----------------------------------------------------------------------------------------------------------
 
 
 def problem(count: int) -> tuple[Tiny, CaptionSplit, Vocabulary]:
-    """Images whose references are partly what the writer writes and partly other words, one to three of them."""
+    """Images with one to three references, a mixture of the writer's captions and other words."""
     words = [f"w{number:02d}" for number in range(20)]
     vocabulary = Vocabulary.build([" ".join(words)], 1)
     writer, seen = Tiny(4, words=20), images(count)

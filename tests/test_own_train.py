@@ -130,7 +130,7 @@ def test_the_stages_of_a_keras_sequential_equal_the_whole() -> None:
     for found in others:
         np.testing.assert_allclose(found, known, rtol=1e-5, atol=1e-6)
     doubles = keras.Sequential([keras.Input((64,)), keras.layers.Dense(10, dtype="float64")])
-    with pytest.raises(Failure, match="is float64; float32 weights are trained"):
+    with pytest.raises(Failure, match="is float64; hint: use float32 weights"):
         own_tf.Own(doubles, loss, own_tf.correct, metric.sums, config)
     arrays = {name: 2 * array for name, array in whole.arrays().items()}
     whole.take(arrays)
@@ -279,7 +279,7 @@ class Endless(torch.utils.data.IterableDataset):
         ({"argv": ["--bach-size", "3"]}, "did you mean --batch-size?", 2),
         ({"strategy": "powersgd:rnak=4"}, "did you mean rank?", 78),
         ({"train": (X, Y[:-1])}, "train= holds arrays of 400, 399 samples", 65),
-        ({"train": X}, "train= is a ndarray which has inputs or targets only", 65),
+        ({"train": X}, "train= is a ndarray with inputs or targets only", 65),
         ({"train": Endless()}, "train= is a Endless that has no random access", 65),
         ({"train": torch.utils.data.DataLoader(Pairs())}, "give its dataset=", 65),
         ({"train": (X[:0], Y[:0])}, "train= has no samples", 65),

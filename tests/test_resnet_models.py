@@ -1,13 +1,12 @@
-"""ResNet-34: its published numbers, and the law that the two twins are one network.
+"""ResNet-34: its published sizes, and equal results of both frameworks.
 
-The twins are compared at odd image sizes and on tiny maps too: there a wrong padding or BatchNorm convention shows.
+The frameworks are compared at odd image sizes and on tiny maps, where a wrong padding or BatchNorm convention shows.
 
-What two float32 implementations can agree on: logits and losses of equal weights, to about 1e-6; and gradients, but for
-a ReLU whose input lies within rounding of 0, which one of them may cut and the other not. One such unit changes a
-gradient by up to a few percent, and training multiplies a difference by up to 50 per step: PyTorch against itself, its
-weights changed by one unit in the last place, is 0.3 apart in loss after ten steps. Hence the losses of a real run are
-compared from equal weights at each step, those of two separate runs in a net so small that hardly a unit comes that
-near to 0, and gradients over several batches.
+Two float32 implementations with equal weights agree in logits and losses to about 1e-6. Their gradients agree except
+for ReLU inputs within rounding of 0, which only one of them may cut. One such unit changes a gradient by up to a few
+percent, and training multiplies a difference by up to 50 per step. PyTorch compared with itself, with weights changed
+by one unit in the last place, differs by 0.3 in loss after ten steps. Therefore the losses of a real run are compared
+from equal weights at each step, separate runs are compared in a small net, and gradients over several batches.
 """
 
 from __future__ import annotations
@@ -244,13 +243,13 @@ def test_small_maps_are_convolved_like_any(
         y = convolution(x.permute(0, 3, 1, 2), weight, None, stride, side // 2)
         (y**2).sum().backward()
         found.append([y.permute(0, 2, 3, 1).detach().numpy(), x.grad.numpy(), weight.grad.numpy()])
-    x, weight = (tf.constant(array) for array in (images, layers_tf.turned(kernel)))
+    x, weight = (tf.constant(array) for array in (images, layers_tf.to_tensorflow(kernel)))
     with tf.GradientTape() as tape:
         tape.watch([x, weight])
         y = layers_tf.convolved(x, weight, stride)
         loss = tf.reduce_sum(y**2)
     of_images, of_kernel = (tf.convert_to_tensor(gradient).numpy() for gradient in tape.gradient(loss, [x, weight]))
-    found.append([y.numpy(), of_images, layers_tf.turned_back(of_kernel)])
+    found.append([y.numpy(), of_images, layers_tf.to_pytorch(of_kernel)])
     for other in found[1:]:
         for one, another in zip(found[0], other, strict=True):
             np.testing.assert_allclose(one, another, atol=1e-9)

@@ -1,4 +1,4 @@
-"""VGG16's weights: from whatever file they are published in to one of ours, and nothing that is not them."""
+"""Import of VGG16's weights from all formats in which they are published; other files are errors."""
 
 from __future__ import annotations
 

@@ -308,7 +308,6 @@ def refusals() -> dict[str, str]:
     }
     if STREAMS:
         asked["join"] = hvd.join
-        asked["reducescatter"] = lambda: hvd.reducescatter(tf.ones(2))
         asked["adasum"] = lambda: hvd.allreduce(tf.ones(2), op=hvd.Adasum)
         asked["weights"] = lambda: _apart(distributed(plain(), strategy="local-sgd"))
     found = {}

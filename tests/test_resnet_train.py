@@ -247,9 +247,7 @@ def test_a_prepared_folder_of_photographs_trains(tmp_path: Path) -> None:
     preset = ["--config", "launch/presets/cruz2021_resnet34.toml", "--data", prepared, "--dry-run", "--json"]
     refused = alone("resnet", *preset)
     assert refused.returncode == 78
-    (advice,) = re.findall(
-        r"holds images of 36x24, and 197x148 is asked for .*: add (--image-size \S+) ", refused.stderr
-    )
+    (advice,) = re.findall(r"contains images of 36x24, not 197x148 .*; hint: use (--image-size \S+), ", refused.stderr)
     shown = document(alone("resnet", *preset, *advice.split()))
     asked = [shown["config"][name] for name in ("batch_size", "lr", "epochs", "momentum", "schedule", "zero_gamma")]
     assert asked == [128, 0.05, 100, 0.0, "constant", False]
@@ -421,7 +419,7 @@ def test_bad_input_under_a_launcher_is_said_once() -> None:
     done = resnet(2, "--global-batch-size", "1")
     assert done.returncode == 78
     assert done.stderr.count("hvdtrain: ") == 1
-    assert "a step of 1 samples is too few for 2 ranks: use at most 1" in done.stderr
+    assert "a global batch of 1 is too small for 2 ranks" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,10 @@ def test_bytes_per_step() -> None:
 
 
 def test_what_does_not_go_together_is_refused() -> None:
-    for wrong, why in (({"precision": "fp16"}, "loss scaling"), ({"optimizer": "adam"}, "its servers only make SGD steps")):
+    for wrong, why in (
+        ({"precision": "fp16"}, "loss scaling"),
+        ({"optimizer": "adam"}, "its servers only make SGD steps"),
+    ):
         with pytest.raises(Failure, match=why) as refused:
             strategies.chosen(TrainConfig(strategy="async-ps", **wrong))
         assert refused.value.code == 78

@@ -326,7 +326,7 @@ def exact(ranks: hvd.ProcessSet) -> None:
 def twice() -> None:
     """A name is taken until its call is finished, however quick the other ranks are."""
     handle = hvd.allreduce_async(torch.zeros(2), name="twice")
-    refused(ValueError, "under way already", lambda: hvd.allreduce_async(torch.zeros(2), name="twice"))
+    refused(ValueError, "is in progress already", lambda: hvd.allreduce_async(torch.zeros(2), name="twice"))
     hvd.synchronize(handle)
     hvd.allreduce(torch.zeros(2), name="twice")
 

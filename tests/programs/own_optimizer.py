@@ -315,7 +315,7 @@ def exact(ranks: hvd.ProcessSet) -> None:
     optimizer = wrapped(net, "hierarchical", process_set=ranks)
     alone = torch.optim.SGD(one.parameters(), lr=LR, momentum=0.9)
     for step in range(4):
-        for each, given, of in ((net, optimizer, [hvd.rank()]), (one, alone, ranks)):
+        for each, given, of in ((net, optimizer, [hvd.rank()]), (one, alone, ranks.ranks)):
             given.zero_grad()
             losses = [cross_entropy(each(x.double()), y) for x, y in (batch(step, rank) for rank in of)]
             torch.stack(losses).mean().backward()

@@ -27,14 +27,14 @@ SLOTS = {"momentum": "momentum_buffer", "adam_mean": "exp_avg", "adam_square": "
 """hvdtrain's and torch.optim's names of the optimizer's state of a parameter"""
 
 
-def prepare(device: str, local_rank: int, threads: int, *, one_each: bool = False) -> str:
+def prepare(device: str, local_rank: int, threads: int, *, exclusive_gpu: bool = False) -> str:
     """Select this rank's GPU, or the CPU with `threads` threads, and return the device's name.
 
-    With `one_each` and device "auto", ranks without a GPU of their own use the CPU. Raises Failure (78) if "gpu" is
+    With `exclusive_gpu` and device "auto", ranks without a GPU of their own use the CPU. Raises Failure (78) if "gpu" is
     requested and none exists.
     """
     torch.set_num_threads(threads)
-    available = device == "gpu" or not one_each or local_rank < torch.cuda.device_count()
+    available = device == "gpu" or not exclusive_gpu or local_rank < torch.cuda.device_count()
     if device != "cpu" and available and torch.cuda.is_available():
         own = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(own)

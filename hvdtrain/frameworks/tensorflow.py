@@ -60,16 +60,16 @@ PRECISIONS = {"fp32": tf.float32, "bf16": tf.bfloat16, "fp16": tf.float16}
 FIRST_SCALE, GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0**16, 2.0, 0.5, 2000
 
 
-def prepare(device: str, local_rank: int, threads: int, *, one_each: bool = False) -> str:
+def prepare(device: str, local_rank: int, threads: int, *, exclusive_gpu: bool = False) -> str:
     """Select this rank's GPU, or the CPU with `threads` threads, and return the device's name.
 
-    Must be called before the first operation, when TensorFlow fixes the devices. With `one_each` and device "auto",
+    Must be called before the first operation, when TensorFlow fixes the devices. With `exclusive_gpu` and device "auto",
     ranks without a GPU of their own use the CPU. Raises Failure (78) if "gpu" is requested and none exists.
     """
     gpus = [] if device == "cpu" else tf.config.list_physical_devices("GPU")
     if device == "gpu" and not gpus:
         raise Failure("--device gpu: TensorFlow finds no GPU; hint: use --device cpu or auto", exits.BAD_CONFIG)
-    available = device == "gpu" or not one_each or local_rank < len(gpus)
+    available = device == "gpu" or not exclusive_gpu or local_rank < len(gpus)
     own = gpus[local_rank % len(gpus)] if gpus and available else None
     try:
         tf.config.threading.set_intra_op_parallelism_threads(threads)

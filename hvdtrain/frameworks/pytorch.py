@@ -30,8 +30,8 @@ SLOTS = {"momentum": "momentum_buffer", "adam_mean": "exp_avg", "adam_square": "
 def prepare(device: str, local_rank: int, threads: int, *, exclusive_gpu: bool = False) -> str:
     """Select this rank's GPU, or the CPU with `threads` threads, and return the device's name.
 
-    With `exclusive_gpu` and device "auto", ranks without a GPU of their own use the CPU. Raises Failure (78) if "gpu" is
-    requested and none exists.
+    With `exclusive_gpu` and device "auto", surplus ranks use the CPU. Raises Failure (78) if "gpu" is requested and
+    none exists.
     """
     torch.set_num_threads(threads)
     available = device == "gpu" or not exclusive_gpu or local_rank < torch.cuda.device_count()

@@ -63,8 +63,8 @@ FIRST_SCALE, GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0**16, 2.0, 0.5, 2000
 def prepare(device: str, local_rank: int, threads: int, *, exclusive_gpu: bool = False) -> str:
     """Select this rank's GPU, or the CPU with `threads` threads, and return the device's name.
 
-    Must be called before the first operation, when TensorFlow fixes the devices. With `exclusive_gpu` and device "auto",
-    ranks without a GPU of their own use the CPU. Raises Failure (78) if "gpu" is requested and none exists.
+    Must be called before the first operation, when TensorFlow fixes the devices. With `exclusive_gpu` and device
+    "auto", surplus ranks use the CPU. Raises Failure (78) if "gpu" is requested and none exists.
     """
     gpus = [] if device == "cpu" else tf.config.list_physical_devices("GPU")
     if device == "gpu" and not gpus:

@@ -71,7 +71,7 @@ class Progress:
 
     def _show(self) -> None:
         if self._bar is not None:
-            text = whole(self._numbers(), self._bar.console.width - len(self.label) - 1)
+            text = wrapped(self._numbers(), self._bar.console.width - len(self.label) - 1)
             self._bar.update(self._task, completed=self._done, text=text, refresh=True)
         else:
             print(f"{self.label} {self._numbers()}", file=sys.stderr, flush=True)
@@ -84,7 +84,7 @@ class Progress:
         return f"{numbers}, {self._note}" if self._note else numbers
 
 
-def whole(text: str, width: int) -> str:
+def wrapped(text: str, width: int) -> str:
     """Wrap the text next to a bar, which rich would truncate."""
     return textwrap.fill(text, max(1, width - BAR), break_long_words=False, break_on_hyphens=False)
 
@@ -112,7 +112,7 @@ def started_bar(label: str, total: int, done: int = 0) -> tuple[Bar, TaskID]:
 
 
 def duration(seconds: float) -> str:
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    return f"{whole // 60} min {whole % 60} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60} min"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -20,13 +20,11 @@ from hypothesis import given
 from hypothesis import strategies as some
 from runs import cut_off, read_run
 from test_resnet_train import assert_same_arrays, newest_arrays, started, wait_for_steps
-from test_strategies import Simulated, simulated_sync
 from thread_ranks import ThreadRendezvous, at_once, meetings
 
 from hvdtrain import strategies
 from hvdtrain.comm.backends.base import Endpoint
 from hvdtrain.comm.backends.servers import NUMBERS, ServerCommunicator
-from hvdtrain.comm.errors import PeerLost
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.launch import survive
 from hvdtrain.strategies import Layout
@@ -96,15 +94,6 @@ def test_workers_agree_on_the_last_step_before_any_passes_it(workers: int, seed:
 
 
 # --- real ranks ------------------------------------------------------------------------------------------------------
-
-
-def test_one_worker_equals_sgd() -> None:
-    report = document(launch(0, [str(PROGRAMS / "exchange.py"), "torch", '{"strategy": "async-ps"}']))
-    weight, (losses,), _ = simulated_sync(problem := Simulated(1), problem.steps)
-    np.testing.assert_allclose(report["weight"], weight, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(report["losses"], losses, rtol=1e-6)
-    assert (report["samples"], report["stopping"], report["bytes_sent"]) == (11, True, 0)
-    assert report["loaded"] == []
 
 
 @pytest.mark.parametrize(
@@ -221,25 +210,6 @@ def test_collectives_continue_without_a_dead_rank(capsys: pytest.CaptureFixture[
             [0.0, 1.0, 2.0],
         ]
     assert capsys.readouterr().err.count("rank 1 on ") == 1
-
-
-class Dying(Echo):
-    def answer(self, rank: int, numbers: np.ndarray, gradients: np.ndarray | None, weights: np.ndarray) -> np.ndarray:
-        raise PeerLost("the process has ended")
-
-
-def test_the_loss_of_a_server_is_reported() -> None:
-    def program(ranks: ServerCommunicator) -> Any:
-        ranks.serve(1, 3, Dying)
-        if ranks.rank == 1:
-            with pytest.raises(PeerLost, match="rank 0 on"):
-                ranks.ask(np.zeros(NUMBERS), None, np.empty(3, np.float32))
-            with pytest.raises(PeerLost, match="rank 0 on"):
-                ranks.gather_bytes(b"")
-            ranks._streams[0].socket.close()
-        return ranks.rank
-
-    assert joined(["127.0.0.1", "127.0.0.2"], program) == [0, 1]
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------

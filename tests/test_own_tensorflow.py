@@ -97,10 +97,10 @@ def test_strategies_in_fit() -> None:
     fits = script("hierarchical")["fits"]
     # powersgd compresses nothing within one host
     assert_equal_weights(fits, {"powersgd:rank=2": "alone, plain", "local-sgd:every=1": "alone, plain"})
-    for name in ("local-sgd:every=3,start=2,staleness=1", "kept", "built by fit"):
+    for name in ("local-sgd:every=3,start=2,staleness=1", "outer momentum", "built by fit"):
         assert (weights(fits[name]) == weights(fits[name])[0]).all(), name
         assert fits[name]["loss"][-1] < fits[name]["loss"][0]
-    assert fits["kept, resumed"]["weights"] == fits["kept"]["weights"]
+    assert fits["outer momentum, resumed"]["weights"] == fits["outer momentum"]["weights"]
 
 
 @on_each_backend

@@ -29,7 +29,7 @@ torch = pytest.importorskip("torch")
 @pytest.fixture(autouse=True)
 def separate_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Imitate a separate process: a script name, no flags, and an error hook that is restored."""
-    monkeypatch.setattr(sys, "argv", ["mine.py"])
+    monkeypatch.setattr(sys, "argv", ["script.py"])
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.chdir(tmp_path)
     threads = torch.get_num_threads()
@@ -295,7 +295,7 @@ BAD_DATA = [
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
 def test_errors_are_one_line_that_names_the_argument(changes: dict[str, Any], name: str, code: int) -> None:
-    arguments = {"model": own_train.made("torch", 0), "loss": torch.nn.functional.cross_entropy, **own_train.PARTS}
+    arguments = {"model": own_train.new_model("torch", 0), "loss": torch.nn.functional.cross_entropy, **own_train.PARTS}
     arguments |= changes
     with pytest.raises(Failure, match=re.escape(name)) as error:
         hvdtrain.train(arguments.pop("model"), **arguments)

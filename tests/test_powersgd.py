@@ -245,13 +245,6 @@ def test_a_warm_start_finds_the_best_projection() -> None:
     assert missed[-1] < 1.001 * best
 
 
-def test_split_keeps_the_class() -> None:
-    class Own(PowerSGD):
-        pass
-
-    assert [type(part) for part in Own(MIXED).split([range(1), range(1, len(MIXED))])] == [Own, Own]
-
-
 class GivenSums:
     """A leader group of two hosts of which only one exists. Sums are random."""
 

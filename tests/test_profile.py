@@ -96,9 +96,9 @@ def test_samples_cover_the_loop_from_the_first_step_to_the_test_evaluation(obser
     _, run = observed
     (file,) = (run / "monitors").iterdir()  # one sampler for both ranks
     sensors, *samples = records.read(file)
-    found = read_run(run)
-    (summary,) = found["summary"]
-    epochs = [epoch.unix_s for epoch in found["epoch"]]
+    by_type = read_run(run)
+    (summary,) = by_type["summary"]
+    epochs = [epoch.unix_s for epoch in by_type["epoch"]]
     times = [sensors.unix_s, summary.began_unix_s, *epochs, summary.ended_unix_s, samples[-1].unix_s]
     assert times == sorted(times)
     assert {tuple(rank["rank"] for rank in sample.ranks) for sample in samples} == {(0, 1)}
@@ -149,7 +149,7 @@ def test_a_signal_writes_the_trace_of_the_steps_so_far(tmp_path: Path) -> None:
         process.send_signal(signal.SIGUSR1)
         stderr = process.communicate(timeout=LIMIT_S)[1]
     assert process.returncode == 75, stderr[-3000:]
-    made = [step.step for step in read_run(run)["step"]]
+    steps = [step.step for step in read_run(run)["step"]]
     (trace,) = (run / "profile").glob("*.trace.json.gz")
-    assert sorted(steps_in(spans(trace), "torch")) == made[4:]
-    assert trace.name == f"steps-4-{made[-1]}.pt.trace.json.gz"
+    assert sorted(steps_in(spans(trace), "torch")) == steps[4:]
+    assert trace.name == f"steps-4-{steps[-1]}.pt.trace.json.gz"

@@ -55,10 +55,10 @@ def test_ranks_share_the_cores_of_the_host(
     assert threads.per_rank(3, env, math.inf, variables).count == 3
 
 
-@pytest.mark.parametrize("given", ["0", "x", "²", "9" * 5000])
-def test_invalid_numbers_of_threads_are_rejected(given: str) -> None:
+@pytest.mark.parametrize("threads_variable", ["0", "x", "²", "9" * 5000])
+def test_invalid_numbers_of_threads_are_rejected(threads_variable: str) -> None:
     with failing(78, "OMP_NUM_THREADS="):
-        threads.per_rank(0, LaunchEnv(launcher="alone"), math.inf, {"OMP_NUM_THREADS": given})
+        threads.per_rank(0, LaunchEnv(launcher="alone"), math.inf, {"OMP_NUM_THREADS": threads_variable})
 
 
 def test_small_layers_get_fewer_threads(monkeypatch: pytest.MonkeyPatch) -> None:

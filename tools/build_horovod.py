@@ -212,16 +212,16 @@ def unpack(archive: Path, folder: Path) -> None:
 def fetch(folder: Path) -> Path:
     """Download, unpack and edit the source below `folder`. Exits if the SHA-256 or an edit does not match."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-build-isolation", "--no-binary"]
-    got = subprocess.run(
+    done = subprocess.run(
         [*command, "horovod", "--dest", str(folder), f"horovod=={VERSION}"], text=True, capture_output=True
     )
     archive = folder / f"horovod-{VERSION}.tar.gz"
     if not archive.is_file():
-        reason = (got.stderr.strip().splitlines() or ["no reason given"])[-1].removeprefix("ERROR: ")
+        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1].removeprefix("ERROR: ")
         fail(f"cannot download horovod {VERSION} ({reason}); hint: check the network and pip's index settings", 69)
-    found = hashlib.sha256(archive.read_bytes()).hexdigest()
-    if found != SDIST_SHA256:
-        fail(f"horovod-{VERSION}.tar.gz has SHA-256 {found}, not {SDIST_SHA256}; hint: check the package index")
+    sha256 = hashlib.sha256(archive.read_bytes()).hexdigest()
+    if sha256 != SDIST_SHA256:
+        fail(f"horovod-{VERSION}.tar.gz has SHA-256 {sha256}, not {SDIST_SHA256}; hint: check the package index")
     unpack(archive, folder)
     source = folder / f"horovod-{VERSION}"
     for name, old, new, why in EDITS:
@@ -269,15 +269,15 @@ def environment(frameworks: list[str], mpi_bin: Path, nccl: dict[str, str], fold
 
 def explain(log: Path) -> NoReturn:
     """Exit with the first error of the build log, and keep the log."""
-    kept = cache_folder() / "build.log"
-    shutil.copy(log, kept)
+    copy = cache_folder() / "build.log"
+    shutil.copy(log, copy)
     text = log.read_text(errors="replace")
     for pattern, advice, code in TROUBLE:
         if pattern in text:
-            fail(f"{advice} (log: {kept})", code)
-    found = re.search(r"CMake Error at .*\n\s*(.+)|CMake Error: (.+)|\berror: (?!subprocess)(.+)", text)
-    reason = " ".join(filter(None, found.groups())) if found else "no error line found"
-    fail(f"the build failed: {reason} (log: {kept})")
+            fail(f"{advice} (log: {copy})", code)
+    match = re.search(r"CMake Error at .*\n\s*(.+)|CMake Error: (.+)|\berror: (?!subprocess)(.+)", text)
+    reason = " ".join(filter(None, match.groups())) if match else "no error line found"
+    fail(f"the build failed: {reason} (log: {copy})")
 
 
 def build(frameworks: list[str], mpi_bin: Path, nccl: dict[str, str], folder: Path) -> Path:

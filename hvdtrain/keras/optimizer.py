@@ -196,9 +196,11 @@ class Distributed:
                 tf.Variable(sums[index], trainable=False) if index in sums else None
                 for index in range(max(max(sums) + 1, len(self._trainable_variables)))
             ]
-        kept = {name.removeprefix("strategy."): array for name, array in arrays.items() if name.startswith("strategy.")}
-        if kept and state.step is not None:
-            state.step.load(kept)
+        exchange = {
+            name.removeprefix("strategy."): array for name, array in arrays.items() if name.startswith("strategy.")
+        }
+        if exchange and state.step is not None:
+            state.step.load(exchange)
 
 
 def grouped(indices: list[int], variables: list[Any], groups: Any) -> list[list[int]]:

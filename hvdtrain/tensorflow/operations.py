@@ -93,7 +93,7 @@ class Operations:
         return None if tf.executing_eagerly() else tf.group(*assignments)
 
     def horovod_broadcast_inplace(self, *_: Any, **__: Any) -> Any:
-        raise needs_horovod("hvd.broadcast_ of reference variables (resource variables, TensorFlow 2's, can be given)")
+        raise needs_horovod("hvd.broadcast_ of reference variables (TensorFlow 2's resource variables are supported)")
 
     def broadcast_variables(self, variables: Sequence[Any], root_rank: int, process_set_id: int) -> None:
         """Broadcasts variables from one rank, unless checksums show that all ranks hold the same bytes. Eager only."""

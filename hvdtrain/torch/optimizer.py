@@ -1,4 +1,4 @@
-"""`DistributedOptimizer`: Horovod's optimizer, or, if a strategy is given, an optimizer that exchanges by the strategy.
+"""`DistributedOptimizer`: Horovod's optimizer, or one that exchanges by a strategy.
 
 With a strategy, `step` exchanges the gradients that backward left in the parameters and then calls the wrapped
 optimizer's step. Nothing is sent during backward, because a strategy sends one vector.
@@ -91,7 +91,7 @@ def DistributedOptimizer(
     cls: Any = type(type(optimizer).__name__, (Exchanging, type(optimizer)), {})
     new: Exchanging = cls.__new__(cls)
     new.__dict__.update(optimizer.__dict__)
-    new.__dict__.pop("step", None)  # a scheduler has wrapped the step of the given optimizer
+    new.__dict__.pop("step", None)  # a scheduler may have wrapped it
     if new.__dict__.pop("_state_of_broadcast", None) is new.state:
         new.state.clear()  # Horovod's broadcast made a step to create this state; it is not part of the training
     new._connect(exchange, named, average=op == Average, sparse_as_dense=sparse_as_dense)
@@ -115,7 +115,7 @@ def _unsupported(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None) -> None:
     """Broadcast an optimizer's state like `horovod.torch.broadcast_optimizer_state`.
 
-    Each rank keeps its own state of the exchange. If only some ranks have loaded one, the others continue from theirs.
+    Each rank keeps its own state of the exchange. If only some ranks have loaded one, the others use it too.
     """
     if not isinstance(optimizer, Exchanging):
         is_new = horovod.broadcast_object(not optimizer.state, root_rank, name="is_new")

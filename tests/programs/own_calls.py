@@ -29,17 +29,17 @@ def results() -> Iterator[tuple[str, Any]]:
         [hvd.is_initialized(), hvd.mpi_built(), hvd.gloo_built(), hvd.nccl_built(), hvd.mpi_ops.is_homogeneous()],
     )
     for dtype in TYPES:
-        given = (torch.arange(6, dtype=torch.float32).reshape(3, 2) * (rank + 1)).to(dtype)
-        yield f"broadcast {dtype}", hvd.broadcast(given, root_rank=size - 1)
-        yield f"allgather {dtype}", hvd.allgather(given[: rank + 1])
+        matrix = (torch.arange(6, dtype=torch.float32).reshape(3, 2) * (rank + 1)).to(dtype)
+        yield f"broadcast {dtype}", hvd.broadcast(matrix, root_rank=size - 1)
+        yield f"allgather {dtype}", hvd.allgather(matrix[: rank + 1])
         yield (
             f"alltoall {dtype}",
-            hvd.alltoall(given, splits=torch.tensor([1, 2]).int()),
+            hvd.alltoall(matrix, splits=torch.tensor([1, 2]).int()),
         )
         if dtype in TYPES[3:]:
             ops = {"sum": hvd.Sum, "average": hvd.Average, "min": hvd.Min, "max": hvd.Max, "product": hvd.Product}
             for name, op in ops.items():
-                yield f"allreduce {name} {dtype}", hvd.allreduce(given, op=op)
+                yield f"allreduce {name} {dtype}", hvd.allreduce(matrix, op=op)
     vector = torch.full([100_001], rank + 1.0)
     yield "scaled", hvd.allreduce(vector, op=hvd.Sum, prescale_factor=0.5, postscale_factor=2.0)[::50_000]
     yield "in place", [hvd.allreduce_(vector, name="in place") is vector, vector[::50_000]]

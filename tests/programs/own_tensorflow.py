@@ -42,7 +42,7 @@ def calls() -> dict[str, Any]:
     rank = hvd.rank()
     matrix = tf.constant(np.arange(12, dtype=np.float32).reshape(4, 3) + 100 * rank)
     rows = matrix[: rank + 1]
-    made = {
+    functions = {
         "average": lambda matrix, rows: hvd.allreduce(matrix),
         "sum": lambda matrix, rows: hvd.allreduce(matrix, op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0),
         "min": lambda matrix, rows: hvd.allreduce(matrix, op=hvd.Min),
@@ -64,11 +64,11 @@ def calls() -> dict[str, Any]:
     }
 
     def at_once(matrix: Any, rows: Any) -> Any:
-        return {name: call(matrix, rows) for name, call in made.items()}
+        return {name: call(matrix, rows) for name, call in functions.items()}
 
-    found: dict[str, Any] = {name: tolist(value) for name, value in at_once(matrix, rows).items()}
+    results: dict[str, Any] = {name: tolist(value) for name, value in at_once(matrix, rows).items()}
     in_graph = tf.function(at_once, autograph=False)(matrix, rows)
-    found |= {f"{name} in a graph": tolist(value) for name, value in in_graph.items()}
+    results |= {f"{name} in a graph": tolist(value) for name, value in in_graph.items()}
     weights = tf.Variable(matrix)
     differentiable = {
         "average": lambda: hvd.allreduce(weights),
@@ -85,17 +85,17 @@ def calls() -> dict[str, Any]:
                 loss = tf.reduce_sum(call() ** 2)
             return tf.convert_to_tensor(tape.gradient(loss, weights))
 
-        found[f"gradient of {name}"] = tolist(gradient())
-        found[f"gradient of {name} in a graph"] = tolist(tf.function(gradient, autograph=False)())
+        results[f"gradient of {name}"] = tolist(gradient())
+        results[f"gradient of {name} in a graph"] = tolist(tf.function(gradient, autograph=False)())
     weights.assign(matrix)
     hvd.broadcast_variables([weights, keras.Variable(matrix, name=f"of_{rank}")], root_rank=1)
-    found["variables"] = tolist(weights)
+    results["variables"] = tolist(weights)
     weights.assign(matrix)
-    found["in place"] = tolist(hvd.broadcast_([weights], root_rank=1))
-    found["objects"] = [hvd.broadcast_object({"rank": rank}, root_rank=1), hvd.allgather_object(["rank", rank])]
-    found["sizes"] = [*tolist([hvd.size_op(), hvd.local_size_op()]), hvd.size(), hvd.local_size(), hvd.cross_size()]
-    found["set"] = tolist(hvd.allreduce(matrix, process_set=RANK_1)) if rank else None
-    return found
+    results["in place"] = tolist(hvd.broadcast_([weights], root_rank=1))
+    results["objects"] = [hvd.broadcast_object({"rank": rank}, root_rank=1), hvd.allgather_object(["rank", rank])]
+    results["sizes"] = [*tolist([hvd.size_op(), hvd.local_size_op()]), hvd.size(), hvd.local_size(), hvd.cross_size()]
+    results["set"] = tolist(hvd.allreduce(matrix, process_set=RANK_1)) if rank else None
+    return results
 
 
 def data() -> tuple[np.ndarray, np.ndarray]:
@@ -165,34 +165,34 @@ def alone(optimizer: Any, *between: Any, epochs: int = 3) -> dict[str, Any]:
 def fits(folder: Path) -> dict[str, Any]:
     distributed = hvdtrain.keras.DistributedOptimizer
     adam = lambda: keras.optimizers.Adam(Decay(0.01, 4, 0.5))  # noqa: E731
-    made = {
+    runs = {
         "alone": lambda: alone(sgd()),
         "fit": lambda: fitted(model(distributed(sgd()), seed=3 + hvd.rank())),
         "two passes": two_passes,
         "tape": taped,
     }
     if ON_TCP:
-        kept = "local-sgd:every=2,outer_momentum=0.5"
+        outer = "local-sgd:every=2,outer_momentum=0.5"
         for text in ("powersgd:rank=2", "local-sgd:every=1", "local-sgd:every=3,start=2,staleness=1"):
-            made[text] = lambda text=text: fitted(model(distributed(plain(), strategy=text)))
-        made["alone, plain"] = lambda: alone(plain())
-        made["kept"] = lambda: fitted(model(distributed(sgd(), strategy=kept)))
-        late_built = lambda: model(distributed(sgd(), strategy=kept), 3 + hvd.rank(), built_by_fit=True)  # noqa: E731
-        made["built by fit"] = lambda: fitted(late_built())
-        made["kept, resumed"] = lambda: resumed(folder, strategy=kept)
+            runs[text] = lambda text=text: fitted(model(distributed(plain(), strategy=text)))
+        runs["alone, plain"] = lambda: alone(plain())
+        runs["outer momentum"] = lambda: fitted(model(distributed(sgd(), strategy=outer)))
+        late_built = lambda: model(distributed(sgd(), strategy=outer), 3 + hvd.rank(), built_by_fit=True)  # noqa: E731
+        runs["built by fit"] = lambda: fitted(late_built())
+        runs["outer momentum, resumed"] = lambda: resumed(folder, strategy=outer)
     else:
-        made["resumed"] = lambda: resumed(folder)
-        made["alone, adam"] = lambda: alone(adam())
-        made["adam"] = lambda: fitted(model(distributed(adam(), groups=2)))
-        made["alone, norm"] = lambda: alone(plain(), keras.layers.BatchNormalization())
-        made["norm"] = lambda: fitted(model(distributed(plain()), 3, hvd.SyncBatchNormalization()))
-        made["rates"] = rates
-        made["rank 0 resumed"] = lambda: fitted(
+        runs["resumed"] = lambda: resumed(folder)
+        runs["alone, adam"] = lambda: alone(adam())
+        runs["adam"] = lambda: fitted(model(distributed(adam(), groups=2)))
+        runs["alone, norm"] = lambda: alone(plain(), keras.layers.BatchNormalization())
+        runs["norm"] = lambda: fitted(model(distributed(plain()), 3, hvd.SyncBatchNormalization()))
+        runs["rates"] = rates
+        runs["rank 0 resumed"] = lambda: fitted(
             model(distributed(sgd()), seed=9) if hvd.rank() else hvdtrain.keras.load_model(folder / "0.keras"), epochs=2
         )
         # the TCP backend takes over from Horovod here
-        made["late change"] = lambda: fitted(model(distributed(sgd(), strategy="powersgd")))
-    return {name: call() for name, call in made.items()}
+        runs["late change"] = lambda: fitted(model(distributed(sgd(), strategy="powersgd")))
+    return {name: call() for name, call in runs.items()}
 
 
 def plain() -> Any:

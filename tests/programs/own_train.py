@@ -22,7 +22,7 @@ PARTS = {"train": (X[:400], Y[:400]), "validation": (X[400:500], Y[400:500]), "t
 SETTINGS = {"epochs": 2, "global_batch_size": 48, "checkpoint_steps": 3, "keep_checkpoints": 9, "lr": 0.1}
 
 
-def made(framework: str, seed: int, dropout: float = 0.0) -> Any:
+def new_model(framework: str, seed: int, dropout: float = 0.0) -> Any:
     """Return a model with random weights, some of which are not trained."""
     if framework == "torch":
         import torch
@@ -43,7 +43,7 @@ def made(framework: str, seed: int, dropout: float = 0.0) -> Any:
 
 def trained(framework: str, start: int, dropout: float = 0.0, **settings: Any) -> tuple[Any, Any]:
     """Train a model; return it and the run's summary."""
-    model = made(framework, start, dropout)
+    model = new_model(framework, start, dropout)
     if framework == "torch":
         import torch
 

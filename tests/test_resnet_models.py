@@ -423,11 +423,11 @@ def test_the_loss_scale_doubles_after_2000_good_steps_and_halves_after_an_overfl
 
 @pytest.mark.parametrize(("begin", "end", "shared"), [(0, 16, True), (16, 160, True), (33, 100, False), (5, 5, False)])
 def test_a_part_of_a_vector_becomes_a_tensor_wherever_it_begins(begin: int, end: int, shared: bool) -> None:
-    from hvdtrain.frameworks.tensorflow import _aligned, _tensor
+    from hvdtrain.frameworks.flat_tensorflow import aligned, shared_tensor
 
-    vector = _aligned(160)
+    vector = aligned(160)
     vector[:] = np.arange(160)
-    made = _tensor(vector[begin:end])
+    made = shared_tensor(vector[begin:end])
     np.testing.assert_array_equal(made.numpy(), np.arange(begin, end, dtype=np.float32))
     vector[:] = -1
     assert (made.numpy() == -1).all() == (shared or begin == end)

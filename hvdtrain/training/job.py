@@ -363,7 +363,7 @@ def connected(
         from hvdtrain.frameworks.pytorch import prepare
     else:
         from hvdtrain.frameworks.tensorflow import prepare
-    device = prepare(config.device, place.local_rank, used.count, one_each=config.shares is not None)
+    device = prepare(config.device, place.local_rank, used.count, exclusive_gpu=config.shares is not None)
     ranks = world.connect(
         config.framework,
         gpu=device != "cpu",

@@ -37,8 +37,8 @@ examples:
 SECTIONS = {
     "Keys at the top of the file": file.TOP,
     "Keys of [cluster] (set one of virtual, existing, hostfile; without [cluster], this machine is used)": file.CLUSTER,
-    "Keys of [[grid]] and [defaults] (a value, or a list of values to combine)": file.OWN,
-    "Keys of [[grid]] only": file.GRID_ONLY,
+    "Keys of [[grid]] and [defaults] (a value, or a list of values to combine)": file.SETTINGS,
+    "Keys of [[grid]] with a single value": file.GRID,
 }
 REST = """Any other key of a grid is a flag of the workload: batch_size = [16, 32] means --batch-size 16, then 32.
 With a command, lr = 0.1 means --lr 0.1, OMP_NUM_THREADS = 1 is a variable, and strategy sets HVDTRAIN_STRATEGY.
@@ -51,7 +51,7 @@ def manual() -> str:
     """Describes the file's keys for --help."""
     lines = []
     for title, known in SECTIONS.items():
-        lines += [f"{title}:", *(f"  {key:<16}{text}" for key, (text, _) in known.items())]
+        lines += [f"{title}:", *(f"  {key:<16}{hint.__metadata__[-1]}" for key, hint in known.items())]
     return "\n".join([*lines, REST])
 
 

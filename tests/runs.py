@@ -80,9 +80,9 @@ class Made:
     inference: dict[int, float] = dataclasses.field(default_factory=dict)
     """Batch size -> seconds"""
     kind: str | None = None
-    """If set, there is a point.json"""
+    """If set, there is a experiment.json"""
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Settings of the point, in addition to hosts"""
+    """Settings of the experiment, in addition to hosts"""
     sweep: str = "made"
     repeat: int = 0
     marked: str | None = None
@@ -122,7 +122,7 @@ def make(folder: Path, run: Made | None = None, **changes: Any) -> Path:
     folder.mkdir(parents=True)
     records.write_document(folder / "manifest.json", records.as_json(manifest(run)))
     if run.kind is not None:
-        records.write_document(folder / "point.json", records.as_json(point(run)))
+        records.write_document(folder / "experiment.json", records.as_json(experiment(run)))
     writer = records.Writer(folder / "metrics" / "rank0000.jsonl")
     for record in metrics(run, folder):
         writer.write(record)
@@ -195,10 +195,10 @@ def manifest(run: Made) -> records.Manifest:
     )
 
 
-def point(run: Made) -> records.Point:
-    return records.Point(
+def experiment(run: Made) -> records.Experiment:
+    return records.Experiment(
         sweep=run.sweep,
-        point=f"hosts{run.hosts}-rate{run.rate_mbit}",
+        experiment=f"hosts{run.hosts}-rate{run.rate_mbit}",
         repeat=run.repeat,
         kind=run.kind or "timing",
         attempt=1,

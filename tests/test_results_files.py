@@ -149,7 +149,7 @@ def test_unfinished_runs_are_listed_but_do_not_count(folder: Path, capsys: pytes
         (lambda at: (at / "manifest.json").write_text("[" * 10_000), "not JSON"),
         (lambda at: (at / "manifest.json").write_bytes(b" " * (records.LONGEST_DOCUMENT_BYTES + 1)), "MiB"),
         (lambda at: (at / "manifest.json").write_text(lines(at)[0]), "Invalid value 'step'"),
-        (lambda at: (at / "point.json").write_text("{}"), "point.json"),
+        (lambda at: (at / "experiment.json").write_text("{}"), "experiment.json"),
         (lambda at: (at / METRICS).unlink(), "No such file"),
         (lambda at: put(at, b""), "summary"),
         (lambda at: put(at, lines(at)[:-1]), "summary"),
@@ -298,7 +298,7 @@ def test_the_slowest_link_and_the_busiest_nic_count(folder: Path) -> None:
     put(folder, [json.dumps(manifest)], path)
     nics = [{"nic": "eth0", "sent_bytes": 1000, "received_bytes": 7000}, {"nic": "eth1", "sent_bytes": 6000}]
     change(folder, len(lines(folder)), nic_bytes=nics)
-    (folder / "point.json").unlink()
+    (folder / "experiment.json").unlink()
     row = load([folder]).runs.iloc[0]
     assert (row["goodput_mbit"], row["rate_mbit"]) == (9.1, 8.0)
     assert row["network_bytes_per_step"] == 7000 / row["steps"]
@@ -434,7 +434,7 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=6,
 )
-FILES = [Path("manifest.json"), Path("point.json"), METRICS, Path("monitors/h0.jsonl")]
+FILES = [Path("manifest.json"), Path("experiment.json"), METRICS, Path("monitors/h0.jsonl")]
 
 
 @settings(max_examples=30)

@@ -30,7 +30,7 @@ RUNS: dict[str, Column] = {
     "marked": _text("why the run does not count (a sweep's check, a profiler); null: no objection"),
     "resumed": Column("flag", "", "whether the run was stopped and resumed"),
     "sweep": _text("name of the sweep"),
-    "point": _text("name of the sweep's point; equal for repeats"),
+    "experiment": _text("name of the sweep's experiment; equal for repeats"),
     "repeat": _number("number of the repeat"),
     "launcher": _text("launcher of the sweep"),
     "fill": _number("for a single host of a sweep: number of other hosts that trained alongside"),

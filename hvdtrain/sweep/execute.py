@@ -200,9 +200,9 @@ class Executor:
         if target.exists():
             folder.set_aside(target, "other" if (target / "COMPLETE").exists() else "unfinished")
         rate = run.experiment.rate_bit_s
-        request = records.Point(
+        request = records.Experiment(
             sweep=sweep.name,
-            point=run.experiment.name,
+            experiment=run.experiment.name,
             repeat=run.repeat,
             kind=run.kind,
             attempt=attempt,

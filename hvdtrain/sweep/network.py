@@ -19,7 +19,7 @@ from hvdtrain.system.rates import show_rate
 
 @dataclasses.dataclass(frozen=True)
 class LinkCheck:
-    """Result of measuring the links: the fields rate_off_percent and marked of `point.json`."""
+    """Result of measuring the links: the fields rate_off_percent and marked of `experiment.json`."""
 
     off_percent: float | None = None
     marked: str | None = None

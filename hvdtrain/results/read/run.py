@@ -34,8 +34,8 @@ def row(folder: Path, problems: list[Problem]) -> dict[str, Any]:
         found |= _settings_of(manifest)
         score_columns, declared = scores.row(manifest.metric, str(folder / "manifest.json"))
         found |= score_columns
-        if exists(folder / "point.json"):
-            found |= _point(records.read_document(folder / "point.json", records.Point))
+        if exists(folder / "experiment.json"):
+            found |= _experiment(records.read_document(folder / "experiment.json", records.Experiment))
             if SET_ASIDE.fullmatch(folder.name):
                 found["marked"] = found["marked"] or "set aside by its sweep"
         if found["hosts"] == 1:
@@ -116,19 +116,19 @@ def _rate_mbit(links: list[dict[str, Any]]) -> float | None:
     return min(numbers(each.get(key) for each in throttles for key in ("up_mbit", "down_mbit")), default=None)
 
 
-def _point(point: records.Point) -> dict[str, Any]:
-    cluster = point.settings.get("cluster")
+def _experiment(experiment: records.Experiment) -> dict[str, Any]:
+    cluster = experiment.settings.get("cluster")
     found: dict[str, Any] = {
         "fill": number(cluster.get("fill")) if isinstance(cluster, dict) else None,
-        "sweep": printable(point.sweep),
-        "point": printable(point.point),
-        "repeat": point.repeat,
-        "launcher": text(point.settings.get("launcher")),
-        "kind": printable(point.kind),
+        "sweep": printable(experiment.sweep),
+        "experiment": printable(experiment.experiment),
+        "repeat": experiment.repeat,
+        "launcher": text(experiment.settings.get("launcher")),
+        "kind": printable(experiment.kind),
     }
-    if point.marked is not None:
-        found["marked"] = printable(point.marked)
-    return found if point.rate_mbit is None else found | {"rate_mbit": point.rate_mbit}
+    if experiment.marked is not None:
+        found["marked"] = printable(experiment.marked)
+    return found if experiment.rate_mbit is None else found | {"rate_mbit": experiment.rate_mbit}
 
 
 # --- measurements -----------------------------------------------------------------------------------------------------

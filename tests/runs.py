@@ -8,7 +8,7 @@ import io
 import itertools
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -137,6 +137,14 @@ def results(*words: object) -> Any:
     with contextlib.redirect_stdout(io.StringIO()) as out:
         assert main([*map(str, words), "--format", "json"]) == 0
     return json.loads(out.getvalue(), parse_constant=pytest.fail)
+
+
+@contextlib.contextmanager
+def edited(path: Path) -> Iterator[Any]:
+    """A JSON file's document, written back after the block."""
+    document = json.loads(path.read_text())
+    yield document
+    path.write_text(json.dumps(document))
 
 
 def read_run(folder: Path, rank: int = 0) -> dict[str, list[Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -106,9 +105,8 @@ def test_the_users_baseline_may_differ_in_the_columns_it_names(tmp_path: Path) -
 
 def test_unequal_hosts_are_not_comparable_with_a_single_one(tmp_path: Path) -> None:
     folder = runs.make(tmp_path / "two", hosts=2, cores=0.5)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["ranks"][1]["cores"] = 2.0
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with runs.edited(folder / "manifest.json") as manifest:
+        manifest["ranks"][1]["cores"] = 2.0
     runs.make(tmp_path / "one", cores=0.5, rank_batch=64)
     one, two = groups.by(load([tmp_path]).runs)
     assert comparability.differing(one, two, comparability.SAME) == ["cores"]
@@ -199,8 +197,7 @@ def test_a_resumed_run_is_a_repeat(tmp_path: Path) -> None:
     """Its config contains the micro-batches that the other run leaves to the default."""
     for seed, micro_batches in enumerate((None, 1)):
         folder = runs.make(tmp_path / str(seed), seed=seed, config={"micro_batches": micro_batches})
-        manifest = json.loads((folder / "manifest.json").read_text())
-        manifest["plan"]["micro_batches"] = 1
-        (folder / "manifest.json").write_text(json.dumps(manifest))
+        with runs.edited(folder / "manifest.json") as manifest:
+            manifest["plan"]["micro_batches"] = 1
     (group,) = groups.by(load([tmp_path]).runs)
     assert group.n == 2

@@ -48,6 +48,11 @@ def key_cells(group: Group, names: Sequence[str]) -> dict[str, Any]:
     return {name: short(name, group.value(name)) for name in names}
 
 
+def cells(group: Group, names: Sequence[str], figures: Sequence[Column]) -> dict[str, Any]:
+    """The settings `names`, the number of runs, and the statistics of the measurements."""
+    return key_cells(group, names) | {"n": group.n} | {one.key: group.statistic(one.key) for one in figures}
+
+
 def score_columns(runs: pd.DataFrame, part: str = "test", names: Sequence[str] = ()) -> list[Column]:
     """Columns of the primary metrics of the runs, or of the scores `names`. Shares are printed in percent."""
     known, chosen = scores.of(runs), names or scores.primary(runs)

@@ -88,7 +88,7 @@ def test_a_declaration_of_scores_is_read_back_and_an_invalid_one_is_rejected() -
     runs = pd.DataFrame({"scores": [json.dumps(Regression("W/m2").as_json())] * 2, "primary_metric": "mae"})
     assert named.best(runs.assign(best_validation_mae=[0.5, 0.3])) == "MAE 0.3 W/m2"
     for wrong in ({}, {"primary": "x", "scores": {}}, {**value, "primary": "f2"}, {**value, "scores": {"f1": {}}}):
-        with pytest.raises(ValueError, match="score|primary"):
+        with pytest.raises(ValueError, match=r"score|primary"):
             metrics.read(wrong)
     with pytest.raises(Failure, match="returns the sums wrong, but its metric declares correct"):
         metrics.Accuracy().in_order({"wrong": 1})

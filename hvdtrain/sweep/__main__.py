@@ -36,7 +36,7 @@ examples:
 """
 SECTIONS = {
     "Keys at the top of the file": file.TOP,
-    "Keys of [cluster] (set one of virtual, existing, hostfile; without [cluster], this machine is used)": file.CLUSTER,
+    "Keys of [cluster] (set virtual or hostfile; without [cluster], this machine is used)": file.CLUSTER,
     "Keys of [[grid]] and [defaults] (a value, or a list of values to combine)": file.SETTINGS,
     "Keys of [[grid]] with a single value": file.GRID,
 }
@@ -165,7 +165,7 @@ def _network_commands(task: Task, waiting: list[Outcome], name: str, rate: str |
     if experiment.rate is not None and experiment.rate != rate:
         commands.append(command.throttle(experiment.rate, spec, name))
         if experiment.rate_bit_s:
-            hosts = network.host_names(spec, name, execute.most_hosts(waiting))
+            hosts = spec.names[: execute.most_hosts(waiting)]
             commands += command.verify(hosts, spec, name, task.sweep.off_percent)
     return commands
 

@@ -40,6 +40,7 @@ NEVER_FLAGS = {
     "monitor": 'use protocol = "E" for runs with sensors',
 }
 REMOVED = {
+    "existing": "use virtual, whose hosts exist only during the sweep",
     "when_off": "a run over a link that is off its rate is always marked and repeated by the next sweep",
     "order_seed": 'order = "random" always uses the same order',
 }
@@ -50,7 +51,7 @@ REMOVED = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClusterSpec:
-    """The hosts of a sweep. Exactly one of virtual, existing and hostfile is set."""
+    """The hosts of a sweep. Either virtual or hostfile is set."""
 
     virtual: Annotated[tuple[str, ...], "names of virtual hosts, which exist only during the sweep"] = ()
     cpu_share: Annotated[Positive | None, "with virtual: CPU cores per host, e.g. 0.5 (default: no limit)"] = None
@@ -58,7 +59,6 @@ class ClusterSpec:
     fill: Annotated[
         bool, "with virtual: during a run on one host, keep the other hosts busy with the same run (default: false)"
     ] = False
-    existing: Annotated[str | None, "name of a running virtual cluster"] = None
     hostfile: Annotated[str | None, "machines, one `name slots=N` per line, starting with this one"] = None
     dev: Annotated[str | None, "with hostfile: the network interface to throttle (needs sudo without a password)"] = (
         None
@@ -67,9 +67,8 @@ class ClusterSpec:
     """The names in the hostfile"""
 
     @property
-    def size(self) -> int | None:
-        """Number of hosts; None for an existing cluster, whose description has not been read."""
-        return None if self.existing else len(self.virtual or self.machines)
+    def names(self) -> tuple[str, ...]:
+        return self.virtual or self.machines
 
 
 class Settings:
@@ -180,7 +179,7 @@ def _checked(where: str, key: str, value: Any, types: Any) -> Any:
 
 def _check_key(where: str, key: str, known: Mapping[str, Any], table: str) -> None:
     if key in REMOVED:
-        raise _bad(where, f"{key} was removed: {REMOVED[key]}")
+        raise _bad(where, f"{key} was removed; hint: {REMOVED[key]}")
     if key not in known:
         raise _bad(where, f"unknown key {key!r} {table}; known: {', '.join(known)}")
 
@@ -244,10 +243,10 @@ def _cluster(text: _Text, table: dict[str, Any]) -> ClusterSpec:
         _check_key(text.at(key, start), key, CLUSTER, "in [cluster]")
         table[key] = _checked(text.at(key, start), key, table[key], CLUSTER[key])
     where = text.at("cluster", start) if not start else f"{text.path}:{start}"
-    kinds = [key for key in ("virtual", "existing", "hostfile") if key in table]
+    kinds = [key for key in ("virtual", "hostfile") if key in table]
     if len(kinds) != 1:
         given = " and ".join(kinds) or "no hosts"
-        raise _bad(where, f"[cluster] has {given}; hint: use one of virtual, existing, hostfile")
+        raise _bad(where, f"[cluster] has {given}; hint: use virtual or hostfile")
     for key, owner in (("cpu_share", "virtual"), ("cpus", "virtual"), ("fill", "virtual"), ("dev", "hostfile")):
         if key in table and owner not in table:
             raise _bad(text.at(key, start), f"{key} needs {owner} and cannot be combined with {kinds[0]}")

@@ -146,8 +146,8 @@ def _check_size(sweep: Sweep, grid: Grid, values: dict[str, Any]) -> None:
     on, hosts, per_host, launcher = (values[key] for key in ("on", "hosts", "ranks_per_host", "launcher"))
     if on == "cluster" and sweep.cluster is None:
         raise _bad(grid, 'on = "cluster", but the file has no [cluster]')
-    available = 1 if on == "machine" else sweep.cluster.size if sweep.cluster else None
-    if available is not None and hosts > available:
+    available = len(sweep.cluster.names) if on == "cluster" and sweep.cluster else 1
+    if hosts > available:
         limit = "without [cluster] there is only this machine" if on == "machine" else f"[cluster] has {available}"
         raise _bad(grid, f"hosts = {hosts}: {limit}")
     if launcher == "none" and (hosts, per_host) != (1, 1):
@@ -183,7 +183,7 @@ def _cluster_settings(sweep: Sweep, hosts: int) -> dict[str, Any]:
     """The properties of the cluster that may affect a run on so many hosts."""
     cluster = sweep.cluster
     assert cluster is not None
-    keys = ("virtual", "cpu_share", "cpus", "existing", "hostfile", "dev")
+    keys = ("virtual", "cpu_share", "cpus", "hostfile", "dev")
     settings = {key: getattr(cluster, key) for key in keys if getattr(cluster, key)}
     if cluster.virtual:
         settings["virtual"] = list(cluster.virtual[:hosts])

@@ -65,7 +65,6 @@ def _settings_of(manifest: records.Manifest) -> dict[str, Any]:
     cpu_ranks = [rank for rank in manifest.ranks if rank.get("device") == "cpu"]
     cores = {str(rank.get("host")): rank.get("cores") for rank in cpu_ranks}
     processors = sorted({str(rank["cpu"]) for rank in manifest.ranks if rank.get("cpu")})
-    parameters = number(manifest.model.get("parameters"))
     return {
         "started_utc": printable(manifest.started_utc),
         "workload": printable(manifest.workload),
@@ -82,8 +81,7 @@ def _settings_of(manifest: records.Manifest) -> dict[str, Any]:
         "precision": text(config.get("precision")),
         "rate_mbit": _rate_mbit(manifest.links),
         "goodput_mbit": min(numbers(link.get("goodput_mbit") for link in manifest.links), default=None),
-        "parameters": parameters,
-        "payload_bytes": parameters and FP32_BYTES * parameters,
+        "parameters": number(manifest.model.get("parameters")),
         "rank_batch": number(plan.get("rank_batch")),
         "global_batch": number(plan.get("global_batch")),
         "epochs": number(config.get("epochs")),

@@ -28,7 +28,7 @@ FIGURES: dict[str, Column] = {
     "samples_per_s": Column("samples_per_s", "throughput", "samples/s", spread=False),
     "data_s": Column("data_s", "data", "ms", 1e3, spread=False),
     "compute_s": Column("compute_s", "compute", "ms", 1e3, spread=False),
-    "communication_s": Column("communication_s", "waiting for exchange", "ms", 1e3),
+    "communication_s": Column("communication_s", "exchange", "ms", 1e3),
     "communication_share": Column("communication_share", "waiting for exchange", "%", 100, spread=False),
     "network_bytes_per_step": Column("network_bytes_per_step", "network per step", "MB", 1e-6, spread=False),
     "limit_bytes_per_step": Column("limit_bytes_per_step", "network limit", "MB", 1e-6),

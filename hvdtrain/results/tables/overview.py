@@ -74,8 +74,8 @@ def phases(loaded: Loaded, group_by: Sequence[str] | None = None) -> Table:
     notes = [
         SPREAD_NOTE,
         "train, validation, test, checkpoint: seconds per run, without loading and initialisation (MLPerf's rule)",
-        "data, compute, waiting for exchange: milliseconds per step of rank 0, without warm-up. Communication that "
-        "backward hides counts as compute. -: the framework cannot separate them",
+        "data, compute, exchange: milliseconds per step of rank 0, without warm-up; data and exchange are waiting "
+        "times. Communication that backward hides counts as compute. -: the framework cannot separate them",
         *group_notes(loaded.runs, found, shown, group_by),
     ]
     spare = ("n", "checkpoint_s", "test_s", "validation_s", "data_s")

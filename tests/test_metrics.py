@@ -81,20 +81,20 @@ def test_a_confusion_matrix_gives_scikit_learns_precision_recall_and_f1(classes:
     assert {len(row) for row in matrix[1]} == {5}
 
 
-def test_what_a_measure_says_comes_back_and_nothing_else_is_taken() -> None:
+def test_a_declaration_of_scores_is_read_back_and_an_invalid_one_is_rejected() -> None:
     for metric in (metrics.Accuracy(), Regression(), Confusion(("a", "b"))):
         value = json.loads(json.dumps(metric.as_json()))
         assert metrics.read(value) == (metric.primary, dict(metric.scores))
     runs = pd.DataFrame({"scores": [json.dumps(Regression("W/m2").as_json())] * 2, "primary_metric": "mae"})
     assert named.best(runs.assign(best_validation_mae=[0.5, 0.3])) == "MAE 0.3 W/m2"
     for wrong in ({}, {"primary": "x", "scores": {}}, {**value, "primary": "f2"}, {**value, "scores": {"f1": {}}}):
-        with pytest.raises(ValueError, match="score"):
+        with pytest.raises(ValueError, match=r"score|primary"):
             metrics.read(wrong)
     with pytest.raises(Failure, match="returns the sums wrong, but its metric declares correct"):
         metrics.Accuracy().in_order({"wrong": 1})
     value = json.loads(json.dumps(metrics.Accuracy().as_json()))
     value["scores"]["accuracy"].pop("most")
-    with pytest.raises(ValueError, match="missing or invalid most"):
+    with pytest.raises(ValueError, match="missing most"):
         metrics.read(value)
 
 

@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 
-from hvdtrain.lab import virtual
 from hvdtrain.launch import __main__ as launch
 from hvdtrain.sweep import command
 from hvdtrain.sweep.file import ALL_GPUS, ClusterSpec, Sweep
@@ -101,15 +100,6 @@ def _hosts(experiment: Experiment, cluster: ClusterSpec) -> str | None:
             find(program)
         except Failure as failure:
             return str(failure)
-    if cluster.existing:
-        if cluster.existing not in virtual.clusters():
-            return (
-                f"cluster {cluster.existing} is not running; "
-                f"hint: sudo hvdtrain cluster up --name {cluster.existing} ..."
-            )
-        available = len(virtual.load(cluster.existing).hosts)
-        if available < experiment.hosts:
-            return f"cluster {cluster.existing} has only {available} hosts"
     return None
 
 

@@ -138,7 +138,7 @@ def _run_document(outcome: Outcome) -> dict[str, Any]:
     run = outcome.run
     return {
         "order": run.order,
-        "point": run.experiment.name,
+        "experiment": run.experiment.name,
         "kind": run.kind,
         "repeat": run.repeat,
         "state": outcome.state,

@@ -18,8 +18,9 @@ import functools
 import math
 import sys
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
+from hvdtrain import models
 from hvdtrain.captions import bleu, features, frozen, generation
 from hvdtrain.captions.dataset import CaptionDataset, CaptionSplit
 from hvdtrain.captions.load import load
@@ -157,17 +158,7 @@ def main(stop: lifecycle.StopSignal) -> int:
         key = {"encoder": config.encoder, "weights": weights}
         dataset = dataset.with_inputs(features.extract(dataset.images, make, key=key, world=job.ranks))
         job = job.over(dataset)
-    scope = job.data.scope
-
-    def model(part: range | None) -> Any:
-        if config.framework == "torch":
-            from hvdtrain.models.captioner_torch import CaptionerTorch
-
-            return CaptionerTorch(spec, part)
-        from hvdtrain.models.captioner_tf import CaptionerTF
-
-        return CaptionerTF(spec, workload.compute_dtype(config), scope(), part)
-
+    model = models.maker("captioner.Captioner", spec, config, job.data.scope)
     job = job.staged(model)
     network = model(job.part)
     replica = job.replica(network, captioner.initial_state(spec, config.seed, job.part))

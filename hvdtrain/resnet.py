@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from typing import Any
 
-from hvdtrain import data
+from hvdtrain import data, models
 from hvdtrain.comm import lifecycle
 from hvdtrain.config import options
 from hvdtrain.config.constraints import bounded, counts
@@ -102,17 +101,7 @@ def main(stop: lifecycle.StopSignal) -> int:
         hint = "BatchNorm needs two values: increase the batch size or --image-size"
         raise Failure(f"{message}; hint: {hint}", exits.BAD_CONFIG)
 
-    scope = job.data.scope
-
-    def model(part: range | None) -> Any:
-        if config.framework == "torch":
-            from hvdtrain.models.resnet_torch import ResNetTorch
-
-            return ResNetTorch(spec, part)
-        from hvdtrain.models.resnet_tf import ResNetTF
-
-        return ResNetTF(spec, workload.compute_dtype(config), scope(), part)
-
+    model = models.maker("resnet.ResNet", spec, config, job.data.scope)
     job = job.staged(model)
     if job.part and job.part.start:
         job = job.over(dataset.labels_only())

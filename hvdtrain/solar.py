@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from hvdtrain import models
 from hvdtrain.comm import lifecycle
 from hvdtrain.config import options
 from hvdtrain.config.constraints import bounded, counts
@@ -119,19 +120,9 @@ def opened(config: SolarConfig, *, verify: bool = False) -> data.Windows:
     return data.windows(series, look=look, window=config.window, ahead=config.ahead, station=config.station)
 
 
-def build(framework: str, spec: mlp.MLPSpec | nets.CNNSpec, part: range | None = None, **settings: Any) -> Any:
-    """The network of a spec, without values, or a `part` of its layers. `settings` are for TensorFlow."""
-    if framework == "torch":
-        from hvdtrain.models import mlp_torch, solar_torch
-
-        if isinstance(spec, nets.CNNSpec):
-            return solar_torch.CNNTorch(spec, part)
-        return mlp_torch.MLPTorch(spec, solar_torch.forecast_error, part)
-    from hvdtrain.models import mlp_tf, solar_tf
-
-    if isinstance(spec, nets.CNNSpec):
-        return solar_tf.CNNTF(spec, stage=part, **settings)
-    return mlp_tf.MLPTF(spec, solar_tf.forecast_error, stage=part, **settings)
+def network(spec: mlp.MLPSpec | nets.CNNSpec) -> tuple[str, dict[str, str]]:
+    """Name and options of the network of a spec, for `models.network`."""
+    return ("solar.CNN", {}) if isinstance(spec, nets.CNNSpec) else ("mlp.MLP", {"loss": "forecast_error"})
 
 
 def open_run(folder: Path, framework: str) -> tuple[Any, data.Windows]:
@@ -144,7 +135,8 @@ def open_run(folder: Path, framework: str) -> tuple[Any, data.Windows]:
     config = SolarConfig(**{name: value for name, value in manifest.config.items() if name in fields})
     spec = trained.spec(folder, manifest, nets.CNNSpec if config.layers is None else mlp.MLPSpec)
     trained.begin(framework)
-    model = build(framework, spec)
+    name, options = network(spec)
+    model = models.network(name, framework, spec, **options)
     trained.fill(model, parameters, framework)
     if framework == "torch":
         model.eval()
@@ -189,13 +181,8 @@ def main(stop: lifecycle.StopSignal) -> int:
     if job is None:  # a dry run
         return exits.OK
 
-    scope = job.data.scope
-
-    def model(part: range | None) -> Any:
-        if config.framework == "torch":
-            return build("torch", spec, part)
-        return build("tensorflow", spec, part, compute_dtype=workload.compute_dtype(config), scope=scope())
-
+    name, options = network(spec)
+    model = models.maker(name, spec, config, job.data.scope, **options)
     job = job.staged(model)
     replica = job.replica(model(job.part), numbers.initial_state(spec, config.seed, job.part))
 

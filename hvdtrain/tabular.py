@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from typing import Any, Literal
+from typing import Literal
 
+from hvdtrain import models
 from hvdtrain.comm import lifecycle
 from hvdtrain.config import options
 from hvdtrain.config.constraints import bounded, counts
@@ -94,17 +95,7 @@ def main(stop: lifecycle.StopSignal) -> int:
     ).connect()
     if job is None:  # a dry run
         return exits.OK
-    scope = job.data.scope
-
-    def model(part: range | None) -> Any:
-        if config.framework == "torch":
-            from hvdtrain.models import mlp_torch
-
-            return mlp_torch.MLPTorch(spec, mlp_torch.cross_entropy, part)
-        from hvdtrain.models import mlp_tf
-
-        return mlp_tf.MLPTF(spec, mlp_tf.cross_entropy, workload.compute_dtype(config), scope(), part)
-
+    model = models.maker("mlp.MLP", spec, config, job.data.scope, loss="cross_entropy")
     job = job.staged(model)
     replica = job.replica(model(job.part), mlp.initial_state(spec, config.seed, job.part))
     return job.train(replica, stop, documents={tabular.COLUMNS_FILE: columns.as_json()})

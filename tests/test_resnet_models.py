@@ -141,7 +141,7 @@ def test_every_spec_makes_a_chain_of_fitting_layers(channels: int, classes: int,
     network = plan(spec)
     assert network.stem.inputs == channels
     carried = network.stem.outputs
-    for block in network.blocks:
+    for block in network.blocks.values():
         assert block.first.inputs == carried
         assert block.first.outputs == block.second.inputs == block.second.outputs
         assert (block.shortcut is None) == (block.first.inputs == block.first.outputs and block.first.stride == 1)

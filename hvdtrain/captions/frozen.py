@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from hvdtrain.captions.features import Encoder
-from hvdtrain.models import vgg16, vgg16_weights
+from hvdtrain.models import network, vgg16, vgg16_weights
 from hvdtrain.system.exits import BAD_CONFIG, Failure
 
 RANDOM = "random"
@@ -29,10 +31,4 @@ def encoder(weights: str, framework: str, device: str = "cpu") -> Encoder:
         arrays, preprocessing = vgg16.random_weights(0), "torchvision"
     else:
         arrays, preprocessing, _ = vgg16_weights.open_weights(weights)
-    if framework == "torch":
-        from hvdtrain.models.vgg16_torch import Vgg16Torch
-
-        return Vgg16Torch(arrays, preprocessing, device)
-    from hvdtrain.models.vgg16_tf import Vgg16TF
-
-    return Vgg16TF(arrays, preprocessing, device)
+    return cast(Encoder, network("vgg16.Vgg16", framework, arrays, preprocessing, device))

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from hvdtrain.captions import frozen, generation
 from hvdtrain.captions.vocabulary import Vocabulary
-from hvdtrain.models import captioner
+from hvdtrain.models import captioner, network
 from hvdtrain.records.arrays_file import Arrays
 from hvdtrain.system import exits, files
 from hvdtrain.system.exits import Failure
@@ -78,15 +78,7 @@ def model(run: Trained, framework: str, weights: str | None) -> tuple[generation
     """The trained model on the CPU, and the function that computes its inputs from images (N, height, width, 3)
     uint8."""
     trained.begin(framework)
-    writer: Any
-    if framework == "torch":
-        from hvdtrain.models.captioner_torch import CaptionerTorch
-
-        writer = CaptionerTorch(run.spec)
-    else:
-        from hvdtrain.models.captioner_tf import CaptionerTF
-
-        writer = CaptionerTF(run.spec)
+    writer = network("captioner.Captioner", framework, run.spec)
     trained.fill(writer, run.parameters, framework)
     return writer, (vgg16(run, framework, weights) if run.spec.encoder == "vgg16" else lambda images: images)
 
@@ -97,10 +89,10 @@ def vgg16(run: Trained, framework: str, weights: str | None) -> Encode:
     if frozen.digest(path, run.spec.image_size) != run.encoder:
         message = f"{path} does not contain the weights that the run was trained with"
         raise Failure(f"{message}; hint: give their file with --weights", exits.BAD_DATA)
-    network = frozen.encoder(path, framework)
+    encoder = frozen.encoder(path, framework)
 
     def encode(images: Pixels) -> NDArray[Any]:
         parts = range(0, len(images), FEATURES_BATCH)
-        return np.concatenate([network(images[start : start + FEATURES_BATCH]) for start in parts])
+        return np.concatenate([encoder(images[start : start + FEATURES_BATCH]) for start in parts])
 
     return encode

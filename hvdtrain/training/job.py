@@ -402,10 +402,3 @@ def replica_of(
         if pipe is not None:
             from hvdtrain.frameworks.pipeline_tensorflow import PipelineTensorFlow as made
     return made(model, **told) if pipe is None else made(model, **told, pipe=pipe)
-
-
-def compute_dtype(config: TrainConfig) -> Any:
-    """TensorFlow's type of --precision."""
-    from hvdtrain.frameworks.tensorflow import PRECISIONS
-
-    return PRECISIONS[config.precision]

@@ -116,7 +116,7 @@ def main(stop: lifecycle.StopSignal) -> int:
     config = dataclasses.replace(config, encoder=config.chosen_encoder)
 
     # 2. Data: images and captions. A batch has captions of similar length, and is weighted by its number of words.
-    dataset = load(config.data, verify=config.verify_data and place.local_rank == 0)
+    dataset = load(config.data)
     height, width = dataset.images.shape[1:3]
     splits = {name: getattr(dataset, name) for name in ("train", "validation", "test")}
     counts = ", ".join(f"{len(split):,} {name} captions of {len(split.names):,}" for name, split in splits.items())

@@ -67,7 +67,7 @@ def main(stop: lifecycle.StopSignal) -> int:
     config, place = workload.begin(ResNetConfig, WORKLOAD, __doc__ or "")
 
     # 2. Data: memory-mapped splits.
-    dataset = data.load(config.data, config.size(), verify=config.verify_data and place.local_rank == 0)
+    dataset = data.load(config.data, config.size())
     height, width, channels = dataset.image_shape
     classes = len(dataset.classes)
 

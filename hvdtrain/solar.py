@@ -112,9 +112,9 @@ class Forecast(metrics.Regression):
         return {**scores, **scaled, "skill": skill}
 
 
-def opened(config: SolarConfig, *, verify: bool = False) -> data.Windows:
+def opened(config: SolarConfig) -> data.Windows:
     """The windows for these options."""
-    series = data.load(config.data, verify=verify)
+    series = data.load(config.data)
     maps = len(set(series.places)) > 1
     look: data.Look = "window" if config.layers is not None else "map" if maps else "stack"
     return data.windows(series, look=look, window=config.window, ahead=config.ahead, station=config.station)
@@ -148,7 +148,7 @@ def main(stop: lifecycle.StopSignal) -> int:
     config, place = workload.begin(SolarConfig, WORKLOAD, __doc__ or "")
 
     # 2. Data: windows of readings, as views, split by time.
-    dataset = opened(config, verify=config.verify_data and place.local_rank == 0)
+    dataset = opened(config)
     about, layers = dataset.about, config.layers
     counts = {**about["windows_left_out"], "bad readings": sum(about["readings_flagged"].values())}
     left_out = ", ".join(f"{count:,} {reason}" for reason, count in counts.items() if count)

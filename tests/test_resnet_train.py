@@ -165,7 +165,7 @@ def test_what_is_evaluated_after_an_epoch(tmp_path: Path, monkeypatch: pytest.Mo
     renewed: list[int] = []
     monkeypatch.setattr(loop, "renew_statistics", lambda _, batches: renewed.append(len(list(batches))))
     flags = [*SMALL, "--framework", "torch", "--epochs", "9", "--epoch-samples", "240", "--evaluate-on", "test"]
-    flags += ["--target-accuracy", "0.01", "--run-dir"]
+    flags += ["--target", "accuracy=0.01", "--run-dir"]
     some = here("resnet", *flags, str(tmp_path / "some"), "--precise-bn", "2", "--evaluate-samples", "100")
     (scores,) = some["validation_scores"]  # the target is reached at once
     assert 100 * scores["accuracy"] == pytest.approx(round(100 * scores["accuracy"])), "of 100 samples"

@@ -179,7 +179,7 @@ def prepared(source: Path, folder: Path, **more: object) -> solar.Series:
     )
     assert sorted(path.name for path in folder.iterdir()) == ["index.json", "readings.npy", "times.npy"]
     assert not list(folder.parent.glob(".*unfinished"))
-    series = solar.load(str(folder), verify=True)
+    series = solar.load(str(folder))
     assert dict(series.flagged) == index["flagged"]
     return series
 
@@ -210,7 +210,7 @@ def test_days_of_the_oahu_grid(tmp_path: Path) -> None:
     file = tmp_path / "oahu" / "readings.npy"
     file.write_bytes(file.read_bytes()[:-8] + b"\0" * 8)
     with pytest.raises(Failure, match="damaged"):
-        solar.load(str(tmp_path / "oahu"), verify=True)
+        solar.load(str(tmp_path / "oahu"))
 
 
 def test_a_bsrn_month_and_a_midc_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

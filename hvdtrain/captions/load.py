@@ -18,13 +18,12 @@ from hvdtrain.system.exits import BAD_DATA, Failure
 RAW = "flickr8k:"
 
 
-def load(name: str, *, verify: bool = False) -> CaptionDataset:
+def load(name: str) -> CaptionDataset:
     """The data set with this name: 'shapes', 'flickr8k:DIR', or the path of a folder made by `hvdtrain data captions`.
 
     DIR is a prepared folder or contains the original files (hvdtrain.captions.sources). Original files are prepared
     once by the first process on the host, into `hvdtrain/captions` of the user's cache, while other processes wait.
-    With `verify` the SHA-256 of a folder's large array is checked even if this host has checked it before. Preparing
-    starts worker processes, so a script that calls this function must guard its main program. Raises Failure: BAD_DATA
+    Preparing starts worker processes, so a script that calls this function must guard its main program. Raises Failure: BAD_DATA
     for a missing, foreign or damaged folder, CANNOT_WRITE for the cache.
     """
     if name == "shapes":
@@ -35,4 +34,4 @@ def load(name: str, *, verify: bool = False) -> CaptionDataset:
         raise Failure(f"unknown captions '{name}': {folder} is not a folder; hint: give {known}", BAD_DATA)
     if name.startswith(RAW) and not (folder / "index.json").exists():
         folder = cached(folder)
-    return open_captions(folder, verify=verify)
+    return open_captions(folder)

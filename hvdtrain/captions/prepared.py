@@ -18,7 +18,7 @@ FILES = ("images.npy", "captions.json", "vocabulary.json")
 WORDS_BYTES = 1024 * files.MIB  # twenty times the size of COCO
 
 
-def open_captions(folder: str | Path, *, verify: bool = False) -> CaptionDataset:
+def open_captions(folder: str | Path) -> CaptionDataset:
     """The data set in a folder made by `prepare`; images stay a memory map.
 
     Small files are verified completely, the large one like in `data.prepared.open_images`.
@@ -28,7 +28,7 @@ def open_captions(folder: str | Path, *, verify: bool = False) -> CaptionDataset
     with opening(folder, "hvdtrain data captions", SCHEMA) as index:
         counts, stated = list(whole_numbers(index["counts"])), index["files"]
         shape = whole_numbers([index[name] for name in ("images", "height", "width", "channels")])
-        images = open_array(folder / "images.npy", stated["images.npy"], shape, "uint8", verify=verify)
+        images = open_array(folder / "images.npy", stated["images.npy"], shape, "uint8")
         documents = _document(folder / "captions.json", stated)["images"]
         vocabulary = Vocabulary.from_json(_document(folder / "vocabulary.json", stated), folder / "vocabulary.json")
         try:

@@ -91,13 +91,13 @@ def flag(
     return kept, {rule: int(broken.sum()) for rule, broken in rules.items()}
 
 
-def load(name: str, *, verify: bool = False) -> Series:
+def load(name: str) -> Series:
     """The series with this name: 'pvanalytics', or a folder made by `hvdtrain data solar`. Raises Failure (65, 77)."""
     if name == PACKAGED:
         return shipped()
     if not Path(name).is_dir():
         raise Failure(f"unknown readings '{name}'; hint: give '{PACKAGED}' or a folder made by `{COMMAND}`", BAD_DATA)
-    return open_series(Path(name), verify=verify)
+    return open_series(Path(name))
 
 
 def shipped() -> Series:
@@ -135,7 +135,7 @@ def shipped() -> Series:
     )
 
 
-def open_series(folder: Path, *, verify: bool = False) -> Series:
+def open_series(folder: Path) -> Series:
     """The series in a folder made by `hvdtrain data solar`; readings stay a memory map. Raises Failure (65, 77)."""
     with opening(folder, COMMAND, SCHEMA) as index:
         stations, stated = tuple(map(str, index["stations"])), index["files"]
@@ -143,9 +143,7 @@ def open_series(folder: Path, *, verify: bool = False) -> Series:
         ticks, step_s = int(index["readings"]), int(index["step_s"])
         times = open_array(folder / "times.npy", stated["times.npy"], (ticks,), "int64", verify=True)
         shape = (ticks, len(stations))
-        readings = open_array(
-            folder / "readings.npy", stated["readings.npy"], shape, "float32", verify=verify, shares=False
-        )
+        readings = open_array(folder / "readings.npy", stated["readings.npy"], shape, "float32", shares=False)
         flagged = {str(rule): int(count) for rule, count in index["flagged"].items()}
         if len(places) not in (0, len(stations)) or step_s < 1:
             raise ValueError("its numbers of stations and places differ, or its time step is not positive")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import alone, document, here, launch, refused, trainings
+from conftest import document, here, launch, refused, trainings
 from PIL import Image
 from runs import cut_off, read_run
 from sklearn.datasets import load_sample_image
@@ -81,16 +81,8 @@ def test_ranks_and_frameworks_learn_the_same(small: str, tmp_path: Path) -> None
     A run that stopped within an epoch and resumed with another number of ranks learns the same.
     """
     flags = ["--data", small, *TINY, "--dropout", "0", "--global-batch-size", "16", "--epochs", "2", "--lr", "0.01"]
-    flags += [
-        "--checkpoint-epochs",
-        "0",
-        "--checkpoint-steps",
-        "9",
-        "--keep-checkpoints",
-        "9",
-        "--strategy",
-        "hierarchical",
-    ]
+    flags += ["--checkpoint-epochs", "0", "--checkpoint-steps", "9", "--keep-checkpoints", "9"]
+    flags += ["--strategy", "hierarchical"]
     alone, two, tensorflow = (tmp_path / name for name in ("alone", "two", "tensorflow"))
     then_two, then_alone = tmp_path / "alone then two", tmp_path / "two then alone"
     here("captioning", *flags, "--framework", "torch", "--run-dir", str(alone))
@@ -265,14 +257,8 @@ def test_photographs_from_end_to_end_with_vgg16(
     ("flags", "code", "said"),
     [
         (["--encoder", "vgg16"], 78, "hvdtrain data vgg16"),
-        (
-            ["--encoder", "small", "--weights", "vgg16.safetensors"],
-            78,
-            "--weights cannot be combined with --encoder small",
-        ),
+        (["--encoder", "small", "--weights", "w.safetensors"], 78, "cannot be combined with --encoder small"),
         (["--weights", "vgg16.safetensors"], 78, "224x224"),
-        (["--beam", "0"], 78, "--beam is 0"),
-        (["--dropout", "1"], 78, "dropout is 1"),
         (["--data", "nowhere"], 65, "unknown captions 'nowhere'"),
         (["--strategy", "async-ps"], 78, "--optimizer adam"),
     ],
@@ -280,11 +266,3 @@ def test_photographs_from_end_to_end_with_vgg16(
 )
 def test_invalid_options_are_one_line(flags: list[str], code: int, said: str) -> None:
     refused("captioning", "--dry-run", *flags, code=code, said=said)
-
-
-def test_a_dry_run_shows_words_and_bytes(small: str) -> None:
-    shown = document(alone("captioning", "--data", small, *TINY, "--dry-run", "--json"))
-    assert shown["config"]["encoder"] == "small"
-    assert shown["data"]["words"] > 20
-    assert shown["data"]["bleu"].startswith("nrefs:var|")
-    assert "images of 32x32" in shown["facts"]["data"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import alone, document, failing, here, launch, refused
+from conftest import document, failing, here, launch, refused
 from runs import cut_off, read_run
 from sklearn import metrics
 from test_resnet_train import assert_same_arrays
@@ -183,7 +183,6 @@ def hvdtrain(folder: Path, *words: str) -> str:
     [
         (["--net", "p4-k1"], "--net p4-k1 is unknown; hint: give p1, p2 or p3"),
         (["--net", "cnn", "--window", "20"], "--window 20 cannot be combined with --net cnn"),
-        (["--net", "p1-k1", "--hidden", "5"], "--net and --hidden cannot be combined"),
         (["--hidden", "5,x"], "--hidden 5,x is not a list of sizes; hint: give units per layer"),
         (["--station", "AP1"], "--station AP1: unknown station; hint: the stations are poa"),
     ],
@@ -191,11 +190,3 @@ def hvdtrain(folder: Path, *words: str) -> str:
 )
 def test_invalid_options_are_one_line(flags: list[str], said: str) -> None:
     refused("solar", "--dry-run", *flags, code=BAD_CONFIG, said=said)
-
-
-def test_a_dry_run_shows_why_windows_were_left_out() -> None:
-    shown = document(alone("solar", "--net", "cnn", "--dry-run", "--json"))
-    assert shown["model"]["parameters"] == 4_352_641
-    assert shown["config"]["batch_size"] == 100
-    assert shown["data"]["unit"] == "W/m2" and shown["data"]["windows_left_out"]["with a bad reading"] > 0
-    assert "windows of 50x50" in shown["facts"]["data"] and "at night" in shown["facts"]["data"]

@@ -1,19 +1,15 @@
 """Compute the features of images with a frozen encoder, once on all ranks, and keep them on disk.
 
-**Cache key**: the file is named after the SHA-256 of the encoder's key (weights, preprocessing) and of the images. It
-is reused if both are the same, whatever else a run changes. The file is an .npy file (N, features) float32 followed by
-the 32 bytes of its SHA-256. A truncated, damaged or foreign file is therefore detected and replaced.
+**The cache file** is named after the SHA-256 of the encoder's key (weights, preprocessing) and of the images. It is an
+.npy file (N, features) float32 followed by its SHA-256, so that a damaged or foreign file is detected and replaced.
 
-**Work distribution**: if every rank finds the file, nothing is computed and the encoder is not created. If only some
-hosts have it, their ranks read equal parts from it. Otherwise each rank computes a contiguous part of the images. Each
-rank writes its part to a file in its host's cache. Then one rank per disk joins all parts that it can see into the
-complete file. Hosts that share a disk send nothing; parts that a disk is missing are sent over the network.
-
-**Compression**: a bit per value says whether it is zero, followed by the values that are not. This is exact, and 54 %
-of the size with random weights, since half of a ReLU's outputs are zero.
+**Work distribution**: if every rank finds the file, nothing is computed. If only some hosts have it, their ranks read
+equal parts from it. Otherwise each rank computes a part of the images. Each rank writes its part to its host's cache.
+Then one rank per disk joins all parts that it can see. Parts that a disk is missing are sent over the network: a bit
+per value says whether it is zero, followed by the others, 54 % of the size with random weights.
 
 **Interruptions** are safe at any time: the file gets its name when it is complete. Leftovers of a killed run are
-removed by another run a day later, when no process can be using them.
+removed by another run a day later.
 """
 
 import collections

@@ -1,9 +1,4 @@
-"""Open captioning data by name.
-
-dataset = load("shapes")                     # drawn on the fly: hvdtrain.captions.shapes
-dataset = load("flickr8k:/path/to/Flickr8k") # the original files, prepared once in the cache
-dataset = load("prepared")                   # a folder made by `hvdtrain data captions`
-"""
+"""Open captioning data by name."""
 
 from __future__ import annotations
 
@@ -21,10 +16,9 @@ RAW = "flickr8k:"
 def load(name: str) -> CaptionDataset:
     """The data set with this name: 'shapes', 'flickr8k:DIR', or the path of a folder made by `hvdtrain data captions`.
 
-    DIR is a prepared folder or contains the original files (hvdtrain.captions.sources). Original files are prepared
-    once by the first process on the host, into `hvdtrain/captions` of the user's cache, while other processes wait.
-    Preparing starts worker processes, so a script that calls this function must guard its main program. Raises Failure: BAD_DATA
-    for a missing, foreign or damaged folder, CANNOT_WRITE for the cache.
+    DIR is a prepared folder or contains the original files, which are prepared once on each host, in the user's cache.
+    That starts worker processes, so a script that calls this function must guard its main program. Raises Failure:
+    BAD_DATA for a missing, foreign or damaged folder, CANNOT_WRITE for the cache.
     """
     if name == "shapes":
         return shapes.load()

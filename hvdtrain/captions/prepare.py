@@ -1,19 +1,14 @@
 """Convert images with captions to a folder of arrays: `hvdtrain data captions Flickr8k prepared`.
 
-**Input**: the formats of hvdtrain.captions.sources. **Output**: DST with
-  * `images.npy` (N, height, width, 3) uint8, converted as hvdtrain.data.images describes;
-  * `captions.json`: name and cleaned sentences of each image, in the same order;
-  * `vocabulary.json`: the words of the training captions, see hvdtrain.captions.vocabulary;
-  * `index.json`: description, statistics, every bad sample with its reason, sizes and SHA-256 of the files.
+**Input**: the formats of hvdtrain.captions.sources. **Output**: DST with `images.npy` (N, height, width, 3) uint8,
+converted as hvdtrain.data.images describes; `captions.json`, names and cleaned sentences in the same order;
+`vocabulary.json`, the words of the training captions; and `index.json` with statistics and every bad sample.
 
-**The split** into train, validation and test is the source's own if it has one (Flickr8k's three lists, Karpathy's
-`split`). Otherwise images are split in the proportions of `--split`, by a hash of the seed and the image's name. Rows
-are in the order train | validation | test.
+**The split** is the source's own if it has one (Flickr8k's three lists, Karpathy's `split`). Otherwise images are split
+in the proportions of `--split`, by a hash of the seed and the image's name.
 
-**Bad samples** may be captions or images. The first one stops the work with file and line, or they are skipped, counted
-and listed. The captions of an undecodable image are skipped with it.
-
-**Interruptions** are safe at any time, as in hvdtrain.data.images: after a kill, the same command continues.
+Bad samples may be captions or images; the captions of an undecodable image are skipped with it. Interruptions are safe
+at any time, as in hvdtrain.data.images.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Load the trained model of a captioning run, on the CPU.
+"""Load the trained model of a captioning run, on the CPU, in either framework.
 
-The run's manifest contains the model's sizes, vocabulary.json the words, and the best checkpoint the parameters. Either
-framework can load models of both. The weights of a frozen encoder are in a separate file; the manifest contains its
-path and digest.
+The manifest contains the model's sizes and the frozen encoder's weights (path and digest), vocabulary.json the words,
+and the best checkpoint the parameters.
 """
 
 from __future__ import annotations

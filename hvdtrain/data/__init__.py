@@ -135,21 +135,16 @@ def load(name: str, image_size: tuple[int, int] | None = None) -> Dataset:
     """The data set with this name: 'digits', 'fashion-mnist', 'idx:DIR' (see `idx`), or the path of a folder made by
     `hvdtrain data images`.
 
-    `image_size` is (width, height) in pixels; None means 32x32 for the digits, and otherwise the images' own size. Raises
-    Failure: BAD_DATA for a missing, foreign or damaged folder, BAD_CONFIG if a folder has images of another size.
+    `image_size` is (width, height) in pixels; None means 32x32 for the digits, and otherwise the images' own size.
+    Raises Failure: BAD_DATA for an unusable folder, BAD_CONFIG if a folder has images of another size.
     """
-    if name == "digits":
-        from hvdtrain.data import digits
-
-        return digits.load(image_size or digits.DEFAULT_SIZE)
-
-    if name == "fashion-mnist" or name.startswith("idx:"):
-        from hvdtrain.data import idx
-
-        return idx.load(name, image_size)
-
+    from hvdtrain.data import digits, idx
     from hvdtrain.data.prepared import open_images
 
+    if name == "digits":
+        return digits.load(image_size or digits.DEFAULT_SIZE)
+    if name == "fashion-mnist" or name.startswith("idx:"):
+        return idx.load(name, image_size)
     if not Path(name).is_dir():
         known = "'digits', 'fashion-mnist', 'idx:DIR' or a folder made by `hvdtrain data images`"
         raise Failure(f"unknown data set '{name}'; hint: give {known}", BAD_DATA)

@@ -1,12 +1,8 @@
 """Images in IDX files, the format of MNIST and its successors: `--data fashion-mnist`, or `--data idx:DIR`.
 
-DIR contains train-images-idx3-ubyte, train-labels-idx1-ubyte and the corresponding t10k files, with or without .gz. A
-file consists of big-endian 32-bit numbers (magic number, with type 8 for bytes and the number of axes; length of each
-axis) and the bytes.
-
-The t10k images are the test part. 10 % of each class of the other images are for validation and the rest for training;
-the split is fixed. All images stay in memory as bytes (55 MB for Fashion-MNIST). Another --image-size is made batch by
-batch, with Pillow's bilinear filter.
+DIR contains train-images-idx3-ubyte, train-labels-idx1-ubyte and the corresponding t10k files, with or without .gz. The
+t10k images are the test part. 10 % of each class of the others are for validation; the split is fixed. All images stay
+in memory as bytes, and another --image-size is made batch by batch.
 
 Fashion-MNIST: 60,000 + 10,000 gray images of 28x28 in 10 classes (Xiao, Rasul, Vollgraf, arXiv:1708.07747; MIT).
 """

@@ -1,28 +1,21 @@
 """Convert folders of images to memory-mapped arrays: `hvdtrain data images SRC DST --size 197x148 --gray`.
 
-**Input**: one folder per class, with JPEG, PNG, GIF, BMP, TIFF or WebP files anywhere below it. Hidden files, and files
-outside the class folders, are ignored.
-
-**Output**: DST with `samples.npy` (N, height, width, channels), `labels.npy` (N,) int64 and `index.json`. Rows are in
-the order train | validation | test. Each part has its share of every class, with the classes mixed. A file's position
-depends on the seed and its own name, so other files in the tree hardly move it.
+**Input**: one folder per class, with images anywhere below it. **Output**: DST with `samples.npy` (N, height, width,
+channels), `labels.npy` (N,) int64 and `index.json`. Rows are in the order train | validation | test, with the classes
+of a part mixed. A file's position depends on the seed and its own name, so other files in the tree hardly move it.
 
 **Conversion** of an image to a row:
   1. Decode the first frame and rotate it by its EXIF orientation.
   2. Convert to RGB, or with `--gray` to luma by ITU-R 601-2, L = (299 R + 587 G + 114 B) / 1000 (Pillow's 'L').
-     16-bit gray is scaled, round(255 v / 65535). Pillow keeps the high byte of 16-bit colour. CMYK is converted to RGB
-     first, and transparency is dropped.
-  3. Resize to --size with Pillow's bilinear filter (antialiased when shrinking). The aspect ratio is not kept.
-  4. Normalize: v / 255 in 0..1, rounded to the nearest float16 or float32. `--dtype uint8` stores 0..255, which is
-     divided when a batch is made: the same information in half the bytes of float16.
+     16-bit gray is scaled, and 16-bit colour keeps its high byte. Transparency is dropped.
+  3. Resize to --size with Pillow's bilinear filter (antialiased when shrinking), whatever the aspect ratio.
+  4. Normalize: v / 255 in 0..1, rounded to float16 or float32. `--dtype uint8` stores 0..255, divided in batches.
 
-**Bad samples** are files that are not images, truncated, empty, one pixel wide, suspiciously large or unreadable, and
-links that leave the tree. The first one stops the work with an error, or they are skipped, counted and listed in the
-index.
+**Bad samples** are unusable files, and links that leave the tree.
 
-**Interruptions** are safe at any time. The work is done in `.DST.unfinished` next to DST, which is renamed when
-everything is on disk. After a kill, the same command continues and produces the same bytes as an uninterrupted run.
-Workers write rows to the file and not to a memory map, where a full disk would kill them with SIGBUS.
+**Interruptions** are safe at any time. The work is done in `.DST.unfinished`, which becomes DST when everything is on
+disk. After a kill, the same command continues and produces the same bytes as an uninterrupted run. Workers write rows
+to the file and not to a memory map, where a full disk would kill them with SIGBUS.
 """
 
 from __future__ import annotations

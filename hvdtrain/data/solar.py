@@ -1,7 +1,6 @@
 """Measured irradiance in W/m2, and windows of it from which a model learns to forecast.
 
-A **series** contains the readings of one or more stations, at times that are `step_s` seconds apart. A reading that
-breaks one of these rules becomes NaN, is counted, and is never filled in:
+A reading of a **series** that breaks one of these rules becomes NaN, is counted, and is never filled in:
   * missing: no number was recorded;
   * out of bounds: outside the range that the sun and the instrument's offset at night allow;
   * near one out of bounds: within `spoils_s` seconds of such a reading, since the instrument is not reliable then.
@@ -10,8 +9,8 @@ A **window** is the model's input, up to some reading; its target is the reading
 left out and counted: those with a bad reading or target, those over a gap in the times, and those at night, when
 neither the last reading nor the target reaches DARK_W_M2. Windows are views of the series; each batch copies its own.
 
-**The split** is by time: the first 70 % of the readings train, the next 15 % validate, the last 15 % test. A window
-across a border is left out. Inputs and targets are scaled by mean and deviation of the training part.
+**The split** is by time: 70 % of the readings train, the next 15 % validate, the last 15 % test. A window across a
+border is left out. Inputs and targets are scaled by mean and deviation of the training part.
 """
 
 from __future__ import annotations

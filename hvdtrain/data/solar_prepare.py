@@ -1,20 +1,16 @@
 """Convert files of irradiance stations to memory-mapped arrays: `hvdtrain data solar SRC DST`.
 
-**Input**: a file, or a folder whose files are all of the same kind. Files may be gzipped; hidden files are ignored.
+**Input**: a file, or a folder whose files are all of the same kind, perhaps gzipped.
   * A day of NREL's Oahu Solar Measurement Grid: one line per second, no header, 23 columns. They are second, year, day
-    of the year, HHMM in Hawaii's time, and W/m2 of 17 horizontal and 2 tilted instruments. The tilted ones are not
-    used. -99999 means missing.
+    of the year, HHMM in Hawaii's time, and W/m2 of 17 horizontal and 2 tilted instruments, which are not used. -99999
+    means missing.
   * A raw export of NREL's Measurement and Instrumentation Data Center (MIDC): one line per minute. The header names an
     arbitrary first column, Year, DOY, the time zone (a column with HHMM) and the quantities. -7999 means missing.
   * A month of a BSRN station ("station-to-archive"): one value per minute, global irradiance from logical record 0100.
     -999 means missing.
 
-**Output**: DST with three files. `times.npy` is int64 (T,), seconds since 1970. `readings.npy` is float32
-(T, stations) in W/m2, with NaN for readings that break a rule of hvdtrain.data.solar. `index.json` says how many
-readings broke each rule.
-
-Files are ordered by their times. Errors name the file and the line. DST appears when it is complete; until then the
-work is in `.DST.unfinished`.
+**Output**: DST with `times.npy`, int64 (T,) seconds since 1970; `readings.npy`, float32 (T, stations) W/m2, with NaN
+for readings that break a rule of hvdtrain.data.solar; and `index.json`. Errors name the file and the line.
 """
 
 from __future__ import annotations

@@ -6,16 +6,12 @@ It is the "merge" model of Lucero (2022), in which image and words are combined 
     words  (N, T)        embedding of E values; dropout; LSTM                -> H   at each of the T positions
     both                 sum; linear, ReLU; linear; softmax                  -> probabilities of the next word
 
-Encoders: `vgg16` takes 4,096 precomputed values per image (fc2 of VGG16, which is not trained and not part of this
-model). `small` is a convolutional network that is trained too. `none` uses no image: its encoded image is 0, which
-shows how far the words alone lead.
+Encoders: `vgg16` takes 4,096 precomputed values per image. `small` is a convolutional network that is trained too: it
+halves the image four times (3x3 convolution with stride 2, padding 1, ReLU), and its maps are flattened in the order
+height, width, channel. `none` uses no image: its encoded image is 0, which shows how far the words alone lead.
 
-`small` halves the image four times (3x3 convolution with stride 2, padding 1, ReLU). Its last maps are flattened in the
-order height, width, channel. They are not averaged, because positions matter in a caption.
-
-The study trained on one row per word: the words before it, padded on the left with masked zeros. Here a caption is one
-row, and one pass gives the loss of all its words. This is equivalent, since the LSTM looks back only. Padding is at the
-end, where only the loss must ignore it.
+The study trained on one row per word. Here a caption is one row, and one pass gives the loss of all its words, which is
+equivalent since the LSTM looks back only. Padding is at the end, where only the loss must ignore it.
 
 Names and shapes are PyTorch's: convolutions (out, in, height, width), linear (out, in), and the gates of the LSTM in
 the order input, forget, cell, output. The LSTM has one bias.

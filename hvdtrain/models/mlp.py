@@ -1,9 +1,4 @@
-"""Description of a multilayer perceptron for both frameworks: sizes, array shapes and initial values.
-
-    inputs (N, inputs)
-      hidden layers     linear, ReLU
-      last layer        linear
-    outputs (N, outputs): logits of classes, or predicted numbers
+"""Description of a multilayer perceptron for both frameworks: linear layers with ReLUs between them.
 
 Names and shapes are PyTorch's: layers.0.weight (out, in), layers.0.bias (out,), layers.1.weight ...
 """

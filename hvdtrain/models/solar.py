@@ -10,8 +10,6 @@ has layers of 1600 and 800. The third layer has 13 * 2^k units, since the study 
       dense1     linear, ReLU; dropout 0.5             -> 128
       dense2     linear
     outputs (N, 1)
-
-Names and shapes are PyTorch's: convolutions (out, in, height, width), linear (out, in).
 """
 
 from __future__ import annotations

@@ -6,13 +6,10 @@
                 such as `block1_conv1/kernel`; Keras 2 appended `:0`
 
 **Output**: safetensors with torchvision's names and shapes, float32, without the last layer. Its metadata contains the
-schema, the preprocessing of the training, the source's name and SHA-256, and a digest of the arrays. Equal weights have
-equal digests, whatever file they came from.
+preprocessing of the training and a digest of the arrays, which does not depend on the kind of source.
 
-Keras stores convolutions as (height, width, in, out) and linear layers as (in, out), and flattens images with channels
-last. torchvision stores (out, in, height, width) and (out, in), and flattens channels first, so the inputs of the first
-linear layer are reordered. torchvision's weights expect its own normalization of RGB, and those from Keras expect
-Caffe's of BGR (see `vgg16.PREPROCESSING`).
+Keras flattens images with channels last and torchvision with channels first, so the inputs of the first linear layer
+are reordered. Both kinds of weights expect their own preprocessing (see `vgg16.PREPROCESSING`).
 """
 
 from __future__ import annotations

@@ -7,8 +7,7 @@ examples:
   mpirun -np 2 python -m hvdtrain.captioning --framework tensorflow --json
   hvdtrain caption photo.jpg --run results/RUN
 
-Without --data it trains on 5,000 drawn scenes of coloured shapes. `hvdtrain data captions` prepares images with
-sentences, and `hvdtrain data vgg16` the encoder's weights. `caption` describes images with a trained model.
+Without --data it trains on 5,000 drawn scenes of coloured shapes. `caption` describes images with a trained model.
 """
 
 from __future__ import annotations
@@ -43,7 +42,9 @@ class CaptioningData(options.Data):
     """Images with sentences."""
 
     data: str = "shapes"
-    """'shapes', 'flickr8k:DIR' (prepared once from the original files), or a folder made by `hvdtrain data captions`"""
+    """shapes, flickr8k:DIR or a prepared folder
+
+    flickr8k:DIR contains the original files. `hvdtrain data captions` prepares a folder of images with sentences."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,10 +52,14 @@ class CaptioningConfig(CaptioningData, options.TrainConfig):
     """Options of this workload."""
 
     encoder: Literal["auto", "small", "vgg16", "none"] = "auto"
-    """Image encoder: a small CNN that is trained too, frozen VGG16 with --weights, or none (words alone); auto: vgg16
-    if --weights is given, else small"""
+    """Image encoder
+
+    A small CNN that is trained too, frozen VGG16 with --weights, or none (words alone); auto: vgg16 if --weights is
+    given, else small."""
     weights: str | None = None
-    """VGG16 weights, a file made by `hvdtrain data vgg16`; 'random' only for testing"""
+    """VGG16 weights, made by `hvdtrain data vgg16`
+
+    'random' is for testing only."""
     embedding: int = bounded(256, least=1)
     """Size of a word's embedding"""
     hidden: int = bounded(256, least=1)
@@ -64,11 +69,8 @@ class CaptioningConfig(CaptioningData, options.TrainConfig):
     beam: int = bounded(3, least=1)
     """Beam width; captions are also written greedily"""
     optimizer: Literal["sgd", "adam"] = "adam"
-    """SGD with --momentum, or Adam with its usual constants (0.9, 0.999, 1e-8)"""
     lr: float = bounded(2e-3, above=0)
-    """Learning rate for the global batch set by --batch-size or --global-batch-size"""
     epochs: int = bounded(8, least=1)
-    """Passes over the training captions"""
 
     @property
     def chosen_encoder(self) -> Literal["small", "vgg16", "none"]:

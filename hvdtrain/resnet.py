@@ -6,8 +6,7 @@ examples:
   mpirun -np 2 python -m hvdtrain.resnet --framework tensorflow --json
   python -m hvdtrain.resnet --config launch/presets/cruz2021_resnet34.toml --data PREPARED --dry-run
 
-Without --data it trains on handwritten digits that come with hvdtrain. `hvdtrain data list` shows other data sets, and
-`hvdtrain data images` prepares a folder of images.
+Without --data it trains on handwritten digits that come with hvdtrain. `hvdtrain data list` shows other data sets.
 """
 
 from __future__ import annotations
@@ -33,10 +32,13 @@ class ResNetData(options.Data):
     """Images and their size."""
 
     data: str = "digits"
-    """'digits', 'fashion-mnist', 'idx:DIR' with files like MNIST's, or a folder made by `hvdtrain data images`"""
+    """digits, fashion-mnist, idx:DIR or a prepared folder
+
+    idx:DIR contains files like MNIST's. `hvdtrain data images` prepares a folder of images."""
     image_size: str | None = None
-    """N or WIDTHxHEIGHT to which images are resized (default: 32 for digits, otherwise unchanged); a prepared folder
-    has a fixed size"""
+    """N or WIDTHxHEIGHT (default: 32 for digits)
+
+    Images are resized to it; by default only digits are. A prepared folder has a fixed size."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,10 +48,14 @@ class ResNetConfig(ResNetData, options.TrainConfig):
     width: float = 1.0
     """Number of channels relative to ResNet-34"""
     zero_gamma: bool = True
-    """Start each block's last BatchNorm scale at 0, so that blocks start as the identity (Goyal et al., 2017)"""
+    """Start each block's last BatchNorm scale at 0
+
+    Blocks then start as the identity (Goyal et al., 2017)."""
     precise_bn: int = bounded(0, least=0)
-    """Recompute BatchNorm statistics from each rank's last N batches of the epoch before evaluation (precise BN: Wu and
-    Johnson, 2021); 0: use running statistics, which lag behind fast-changing weights"""
+    """Batches for exact BatchNorm statistics; 0: none
+
+    Statistics are computed from each rank's last N batches of the epoch before evaluation (precise BN: Wu and Johnson,
+    2021). Running statistics lag behind fast-changing weights."""
 
     def size(self) -> tuple[int, int] | None:
         """(width, height) of --image-size. Raises Failure (78) if it cannot be parsed."""

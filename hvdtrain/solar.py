@@ -41,7 +41,7 @@ class SolarData(options.Data):
     """Readings and windows."""
 
     data: str = data.PACKAGED
-    """'pvanalytics', or a folder made by `hvdtrain data solar`"""
+    """pvanalytics, or a folder made by `hvdtrain data solar`"""
     station: str | None = None
     """Station to forecast (default: the folder's first)"""
     window: int = bounded(50, least=1)
@@ -55,19 +55,17 @@ class SolarConfig(SolarData, options.TrainConfig):
     """Options of this workload."""
 
     net: str | None = None
-    """A pyramid of the study, p1-k0 to p3-k9, or cnn, which sees maps of several stations or 50 windows of one
-    (default: p3-k1 with hidden layers of 100, 50 and 26). horovodrun uses --net for itself, so set HVDTRAIN_NET
-    there"""
+    """p1-k0 to p3-k9 of the study, or cnn (default: p3-k1)
+
+    p3-k1 is a pyramid with hidden layers of 100, 50 and 26. The CNN sees maps of several stations or 50 windows of one.
+    horovodrun uses --net for itself, so set HVDTRAIN_NET there."""
     hidden: str | None = None
-    """Hidden layers of another pyramid instead of --net: 100,50,25"""
+    """Hidden layers instead of --net: 100,50,25"""
     optimizer: Literal["sgd", "adam"] = "adam"
-    """SGD with --momentum, or Adam with its usual constants (0.9, 0.999, 1e-8)"""
     lr: float = bounded(1e-3, above=0)
-    """Learning rate for the global batch set by --batch-size or --global-batch-size"""
     epochs: int = bounded(6, least=1)
-    """Passes over the training windows"""
     batch_size: int | None = bounded(None, least=1)
-    """Samples per rank and step (default: 100); the global batch grows with the number of ranks"""
+    """Samples per rank and step (default: 100)"""
 
     def __post_init__(self) -> None:
         super().__post_init__()

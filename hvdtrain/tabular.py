@@ -37,9 +37,11 @@ class TabularData(options.Data):
     """Table and its missing values."""
 
     data: str = "breast-cancer"
-    """A CSV file, or a data set that comes with hvdtrain: 'breast-cancer', 'iris', 'wine'"""
+    """A CSV file, or breast-cancer, iris or wine"""
     missing: Missing = "refuse"
-    """How to handle missing values: stop with an error, use the training part's mean, or drop the row"""
+    """Missing values: an error, the mean, or drop the row
+
+    The mean is that of the training part."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,9 +51,7 @@ class TabularConfig(TabularData, options.TrainConfig):
     layers: str = "30,10"
     """Units of each hidden layer, separated by commas"""
     optimizer: Literal["sgd", "adam"] = "adam"
-    """SGD with --momentum, or Adam with its usual constants (0.9, 0.999, 1e-8)"""
     lr: float = bounded(5e-3, above=0)
-    """Learning rate for the global batch set by --batch-size or --global-batch-size"""
 
     @property
     def hidden(self) -> tuple[int, ...]:

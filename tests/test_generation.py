@@ -111,13 +111,6 @@ def test_a_caption_does_not_depend_on_the_others_of_its_batch(beam: int) -> None
     assert write(writer, seen[shuffled], words_limit=8, beam=beam) == [together[i] for i in shuffled]
 
 
-def test_finished_captions_leave_the_batch() -> None:
-    writer = Tiny(1, words=20)
-    written = write(writer, images(30), words_limit=8)
-    alive = [sum(len(words) >= step for words in written) for step in range(9)]
-    assert writer.rows == [rows for rows in alive if rows]
-
-
 class Fixed:
     """The same probabilities after any word, END's growing or not."""
 

@@ -32,7 +32,7 @@ from hvdtrain.config.options import TrainConfig
 from hvdtrain.data import Batch
 from hvdtrain.frameworks import in_vector
 from hvdtrain.models import layers_tf, layers_torch
-from hvdtrain.models.resnet import NORM_MOMENTUM, ResNetSpec, buffers, initial_state, parameters
+from hvdtrain.models.resnet import ResNetSpec, buffers, initial_state, parameters
 from hvdtrain.models.resnet_tf import ResNetTF
 from hvdtrain.models.resnet_torch import ResNetTorch
 from hvdtrain.observe.timing import Clock
@@ -103,16 +103,6 @@ class TensorFlow(Model):
 def twins(spec: ResNetSpec = SMALL, seed: int = 0) -> tuple[Torch, TensorFlow]:
     state = initial_state(spec, seed)
     return Torch(spec, state), TensorFlow(spec, state)
-
-
-def worn(spec: ResNetSpec) -> Arrays:
-    """A state in which no BatchNorm array has its neutral value: a swapped or forgotten one would show."""
-    random = np.random.default_rng(7)
-    state = initial_state(spec, 0)
-    for name, array in state.items():
-        if array.ndim == 1:
-            state[name] = (array + random.uniform(-0.3, 0.3, array.shape)).astype(np.float32)
-    return state
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -213,30 +203,6 @@ def test_small_maps_are_convolved_like_any(
     for other in found[1:]:
         for one, another in zip(found[0], other, strict=True):
             np.testing.assert_allclose(one, another, atol=1e-9)
-
-
-@pytest.mark.parametrize("framework", [Torch, TensorFlow])
-def test_running_statistics_are_the_unbiased_ones_of_the_batch(framework: Any) -> None:
-    """Images of one pixel meet the stem's kernel in its centre only, so that NumPy can say what BatchNorm must keep."""
-    images, _ = batch(SMALL, (1, 1))
-    twin = framework(SMALL, initial_state(SMALL, 0))
-    activations = images[:, 0, 0, :] @ twin.state()["conv1.weight"][:, :, 3, 3].T
-    twin.logits(images, training=True)
-    state = twin.state()
-    np.testing.assert_allclose(state["bn1.running_mean"], NORM_MOMENTUM * activations.mean(0), atol=1e-6)
-    expected = 1 - NORM_MOMENTUM + NORM_MOMENTUM * activations.var(0, ddof=1)
-    np.testing.assert_allclose(state["bn1.running_var"], expected, atol=1e-6)
-
-
-@pytest.mark.parametrize("framework", [Torch, TensorFlow])
-def test_evaluation_changes_nothing_and_takes_each_image_alone(framework: Any) -> None:
-    images, _ = batch(SMALL, (32, 32), count=5)
-    state = worn(SMALL)
-    twin = framework(SMALL, state)
-    together = twin.logits(images)
-    alone = np.concatenate([twin.logits(images[i : i + 1]) for i in range(5)])
-    np.testing.assert_allclose(together, alone, atol=1e-5)
-    assert all(np.array_equal(array, state[name]) for name, array in twin.state().items())
 
 
 def test_same_loss_hits_gradients_and_running_statistics() -> None:
@@ -431,17 +397,3 @@ def test_arrays_that_the_loss_does_not_use_are_reported_with_the_others() -> Non
     replica.backward(Batch(arrays=(ones, ones), weight=1, total_weight=1), 0.1, stop=False)
     (first, unused, _), (second, used, _) = strategy.reported
     assert (first, second, unused[: 100 * 100].any(), used.all()) == (0, 1, False, True)
-
-
-@pytest.mark.parametrize(
-    ("shapes", "expected"),
-    [
-        ([(3, 3), (3,), (4, 3), (4,), (4,), (5, 4), (6, 5), (1 << 14, 6), (9,)], [(6, 9), (5, 6), (2, 5), (0, 2)]),
-        ([(4,), (1 << 15, 4)], [(0, 2)]),
-        ([(1 << 15,), (4,)], [(0, 2)]),
-        ([(2, 2)] * 40, [(0, 40)]),
-    ],
-    ids=["quarters", "one layer", "no layer", "few numbers"],
-)
-def test_the_buckets_are_quarters_of_the_layers_the_last_first(shapes: Any, expected: list[tuple[int, int]]) -> None:
-    assert buckets(shapes) == [range(*bucket) for bucket in expected]

@@ -44,17 +44,8 @@ from hvdtrain import records
 from hvdtrain.training import loop
 
 FRAMEWORKS = ("torch", "tensorflow")
-SUMMARY_KEYS = {
-    "schema",
-    "run_dir",
-    "framework",
-    "strategy",
-    "ranks",
-    "hosts",
-    "parameters",
-    "epochs",
-    "test_accuracy",
-} | {"test_loss", "train_s", "validation_s", "test_s", "samples_per_s"}
+SUMMARY_KEYS = {"schema", "run_dir", "framework", "strategy", "ranks", "hosts", "parameters", "epochs"}
+SUMMARY_KEYS |= {"test_accuracy", "test_loss", "train_s", "validation_s", "test_s", "samples_per_s"}
 
 
 def newest_arrays(folder: Path) -> dict[str, np.ndarray]:

@@ -223,6 +223,12 @@ class TrainConfig(Data, Optimization, Communication, Run, Measurement):
     """The options of every training workload. Raises Failure (78) for values that cannot be combined."""
 
     GROUP: ClassVar[str] = "model"
+    RARE: ClassVar[tuple[str, ...]] = (
+        *("epoch_samples", "stages", "micro_batches", "cut_at", "stage_across", "stage_order", "activations"),
+        *("stall_limit", "check_replicas", "checkpoint_steps", "keep_checkpoints", "evaluate_samples", "monitor_ms"),
+        *("monitor_idle_s", "profile", "horovod_timeline", "inference", "tensorboard", "debug"),
+    )
+    """Options that help lists by name only"""
     REMOVED: ClassVar[dict[str, str]] = {
         "--target-accuracy": "use --target accuracy=X",
         "--verify-data": "leave it out, or remove ~/.cache/hvdtrain/verified; a folder is verified once on each host",

@@ -17,7 +17,7 @@ from hvdtrain import data
 from hvdtrain.data import idx, listed
 from hvdtrain.system.exits import BAD_DATA, Failure
 
-PACKAGED = pytest.mark.skipif(not idx.FASHION.is_dir(), reason=f"needs Debian's {listed.PACKAGE} (apt-get install)")
+PACKAGED = pytest.mark.skipif(not idx.FASHION.is_dir(), reason="needs Debian's dataset-fashion-mnist (apt-get install)")
 
 
 def packed(array: np.ndarray) -> bytes:

@@ -25,7 +25,8 @@ from hvdtrain.data import SPLIT_SEED, Dataset, ImageSplit, drawn_lots, listed, s
 from hvdtrain.system import files
 from hvdtrain.system.exits import BAD_DATA, Failure
 
-FASHION = Path(listed.FASHION)
+FASHION = Path("/usr/share/datasets/fashion-mnist")
+"""Folder of Debian's package dataset-fashion-mnist"""
 CLASSES = ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
 SHARES = (Fraction(90, 100), Fraction(10, 100))
 MOST_BYTES = 4 << 30
@@ -37,7 +38,7 @@ def load(name: str, image_size: tuple[int, int] | None = None) -> Dataset:
     fashion = name == "fashion-mnist"
     folder = FASHION if fashion else Path(name.removeprefix("idx:"))
     if not folder.is_dir():
-        hint = listed.GET_FASHION if fashion else "give a folder with four files in the format of MNIST"
+        hint = listed.how_to_get(name) if fashion else "give a folder with four files in the format of MNIST"
         raise Failure(f"{name}: {folder} is not a folder; hint: {hint}", BAD_DATA)
     (images, labels), (test_images, test_labels) = _part(folder, "train"), _part(folder, "t10k")
     if images.shape[1:] != test_images.shape[1:]:

@@ -217,9 +217,7 @@ def windows(series: Series, *, look: Look, window: int, ahead: int, station: str
     """All good windows of a station (default: the first), in one of three forms:
 
     * window: the station's last `window` readings;
-    * stack: its last 2 SIDE - 1 readings as a matrix. Row i is the window of SIDE readings that ends i readings after
-      the
-      first row's window;
+    * stack: its last 2 SIDE - 1 readings as a matrix, whose row i is the window of SIDE readings from reading i on;
     * map: the readings of all stations at that moment, interpolated to SIDE x SIDE pixels (see `map_weights`).
 
     Raises Failure: BAD_CONFIG for an unknown station, BAD_DATA if a part has no windows.

@@ -16,6 +16,7 @@ for readings that break a rule of hvdtrain.data.solar; and `index.json`. Errors 
 from __future__ import annotations
 
 import calendar
+import csv
 import errno
 import gzip
 import itertools
@@ -33,6 +34,7 @@ from numpy.typing import NDArray
 from hvdtrain import __version__
 from hvdtrain.config.constraints import bounded, problem
 from hvdtrain.config.parser import flag as as_flag
+from hvdtrain.data import SHIPPED
 from hvdtrain.data.images import check_destination, making, seal
 from hvdtrain.data.pixels import npy_header
 from hvdtrain.data.solar import SCHEMA, flag
@@ -46,26 +48,11 @@ MOST_BYTES = 1024 * files.MIB
 ZONES = {"HST": -10, "PST": -8, "MST": -7, "CST": -6, "EST": -5, "AST": -4, "GMT": 0, "UTC": 0}
 """Hours from UTC"""
 OAHU_COLUMNS = 23
-# Column -> station, latitude, longitude.
-OAHU: dict[int, tuple[str, float, float]] = {
-    4: ("DH3", 21.31236, -158.08463),
-    5: ("DH4", 21.31303, -158.08505),
-    6: ("DH5", 21.31357, -158.08424),
-    7: ("DH10", 21.31183, -158.08554),
-    8: ("DH11", 21.31042, -158.0853),
-    9: ("DH9", 21.31268, -158.08688),
-    10: ("DH2", 21.31451, -158.08534),
-    11: ("DH1", 21.31533, -158.087),
-    13: ("AP6", 21.30812, -158.07935),
-    15: ("AP1", 21.31276, -158.08389),
-    16: ("AP3", 21.31281, -158.08163),
-    17: ("AP5", 21.30983, -158.08249),
-    18: ("AP4", 21.31141, -158.07947),
-    19: ("AP7", 21.31478, -158.07785),
-    20: ("DH6", 21.31179, -158.08678),
-    21: ("DH7", 21.31418, -158.08685),
-    22: ("DH8", 21.31034, -158.08675),
+OAHU = {
+    int(row["column"]): (row["station"], float(row["latitude"]), float(row["longitude"]))
+    for row in csv.DictReader((SHIPPED / "oahu.csv").read_text().splitlines())
 }
+"""Column -> station, latitude, longitude"""
 
 
 @dataclass(frozen=True, kw_only=True)

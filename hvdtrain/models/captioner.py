@@ -149,8 +149,7 @@ def initial_state(spec: CaptionerSpec, seed: int, stage: range | None = None) ->
     The distributions are those of Keras, which the study used: the embedding is uniform within +-0.05; biases are 0,
     except 1 for the forget gate (Jozefowicz, Zaremba, Sutskever: "An empirical exploration of recurrent network
     architectures", ICML 2015); everything else is Glorot's (see `layers.glorot`). One exception: `lstm.weight_hh` is
-    Glorot's instead of orthogonal, because a decomposition rounds differently on different machines. ~ Raises Failure
-    (BAD_CONFIG) for a negative seed.
+    Glorot's instead of orthogonal, because a decomposition rounds differently on different machines.
     """
     shapes, table = parameters(spec, stage), "embedding.weight"
     state = glorot(seed, {name: shape for name, shape in shapes.items() if name != table})

@@ -67,7 +67,6 @@ def multiply_adds(spec: MLPSpec) -> float:
 def initial_state(spec: MLPSpec, seed: int, stage: range | None = None) -> Arrays:
     """Parameters before the first step, float32; a pure function of `spec` and `seed`. `stage`: only these layers.
 
-    The distributions are those of Keras, which Martin (2019) used (see `layers.glorot`). Raises Failure (BAD_CONFIG)
-    for a negative seed.
+    The distributions are those of Keras, which Martin (2019) used.
     """
     return glorot(seed, parameters(spec, stage))

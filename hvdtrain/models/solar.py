@@ -112,7 +112,6 @@ def multiply_adds(spec: CNNSpec) -> float:
 def initial_state(spec: CNNSpec, seed: int, stage: range | None = None) -> Arrays:
     """Parameters before the first step, float32; a pure function of `spec` and `seed`. `stage`: only these layers.
 
-    The distributions are those of Keras, which the study used (see `layers.glorot`). Raises Failure (BAD_CONFIG) for a
-    negative seed.
+    The distributions are those of Keras, which the study used.
     """
     return glorot(seed, parameters(spec, stage))

@@ -20,9 +20,9 @@ from collections.abc import Mapping
 from typing import Literal
 
 from hvdtrain import models
-from hvdtrain.captions import bleu, features, frozen, generation
+from hvdtrain.captions import bleu, features, generation
 from hvdtrain.captions.dataset import CaptionDataset, CaptionSplit
-from hvdtrain.captions.load import load
+from hvdtrain.captions.prepared import load
 from hvdtrain.comm import lifecycle
 from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.config import options
@@ -132,7 +132,7 @@ def main(stop: lifecycle.StopSignal) -> int:
         hidden=config.hidden,
         dropout=config.dropout,
     )
-    weights = frozen.digest(config.weights, (width, height)) if config.weights else None
+    weights = features.digest(config.weights, (width, height)) if config.weights else None
 
     # 4. Metric: accuracy per word during training; BLEU, which is computed for whole splits.
     metric, signature = Captions(), bleu.signature()
@@ -156,7 +156,7 @@ def main(stop: lifecycle.StopSignal) -> int:
     if job is None:  # a dry run
         return exits.OK
     if config.weights:
-        make = functools.partial(frozen.encoder, config.weights, config.framework, job.device)
+        make = functools.partial(features.encoder, config.weights, config.framework, job.device)
         key = {"encoder": config.encoder, "weights": weights}
         dataset = dataset.with_inputs(features.extract(dataset.images, make, key=key, world=job.ranks))
         job = job.over(dataset)

@@ -20,10 +20,10 @@ from PIL import Image
 from hvdtrain import records
 from hvdtrain.captioning import Captions
 from hvdtrain.captions import command as captions
-from hvdtrain.captions import frozen
+from hvdtrain.captions import features
 from hvdtrain.captions.dataset import CaptionDataset
 from hvdtrain.captions.generation import write
-from hvdtrain.captions.load import load
+from hvdtrain.captions.prepared import load
 from hvdtrain.comm.world import connect
 from hvdtrain.data.pixels import pixels
 from hvdtrain.models.captioner import CaptionerSpec, initial_state
@@ -188,7 +188,7 @@ def test_bad_images_are_reported_and_the_others_captioned(
 
 def test_vgg16_needs_the_weights_that_it_was_trained_with(tmp_path: Path, words: int, photos: Path) -> None:
     spec = CaptionerSpec(vocabulary=words, encoder="vgg16", image_size=(224, 224), embedding=24, hidden=32)
-    run = make_run(tmp_path / "run", spec, encoder="0" * 64, weights=frozen.RANDOM)
+    run = make_run(tmp_path / "run", spec, encoder="0" * 64, weights=features.RANDOM)
     arguments = [str(photos / "a.png"), "--run", str(run)]
     with failing(BAD_DATA, "does not contain the weights that the run was trained with"):
         captions.main(arguments)

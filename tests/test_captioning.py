@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from conftest import document, here, launch, refused, trainings
 from PIL import Image
 from runs import cut_off, read_run
@@ -22,7 +21,6 @@ from hvdtrain import cli
 from hvdtrain.captions import command, shapes
 from hvdtrain.captions.shapes import Group, Scene
 from hvdtrain.captions.trained import open_run
-from hvdtrain.models import vgg16
 
 FRAMEWORKS = ("torch", "tensorflow")
 CUT = 15
@@ -221,17 +219,11 @@ def test_every_strategy_trains(strategy: str, runs: Path) -> None:
 def test_photographs_from_end_to_end_with_vgg16(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All commands of a Flickr8k user, with random weights in torchvision's format."""
+    """All commands of a Flickr8k user, with random weights; test_vgg16_weights.py imports published ones."""
     photographs = tmp_path / "flickr"
     lay_out(photographs, PLACES[:2], SIDES[:3])
-    weights, cache = tmp_path / "vgg16.pth", {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-    arrays = vgg16.random_weights(0)
-    torch.save({name: torch.from_numpy(array) for name, array in arrays.items()}, weights)
-    imported = tmp_path / "vgg16.safetensors"
-    hvdtrain("data", "vgg16", str(weights), str(imported))
-    weights.unlink()  # half a gigabyte
-    run = tmp_path / "run"
-    flags = ["--data", f"flickr8k:{photographs}", "--weights", str(imported)]
+    run, cache = tmp_path / "run", {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    flags = ["--data", f"flickr8k:{photographs}", "--weights", "random"]
     flags += ["--hidden", "32", "--embedding", "32", "--epochs", "4", "--batch-size", "8", "--framework", "torch"]
     first = launch(2, ["-m", "hvdtrain.captioning", *flags, "--json", "--run-dir", str(run)], extra=cache)
     summary = document(first)
@@ -243,13 +235,9 @@ def test_photographs_from_end_to_end_with_vgg16(
     monkeypatch.setenv("XDG_CACHE_HOME", cache["XDG_CACHE_HOME"])
     here("captioning", *flags, "--epochs", "1", "--run-dir", str(tmp_path / "again"))
     assert "features of 12 images: read" in capsys.readouterr().err
-    images, told = sorted(str(path) for path in (photographs / "Images").iterdir())[:3], {}
-    for framework in FRAMEWORKS:
-        assert command.main([*images, "--run", str(run), "--json", "--framework", framework]) == 0
-        told[framework] = json.loads(capsys.readouterr().out)
-    sentences = [[each["caption"] for each in found["captions"]] for found in told.values()]
-    assert len(sentences[0]) == 3
-    assert sentences[0] == sentences[1], "either framework writes what the model has learnt"
+    images = sorted(str(path) for path in (photographs / "Images").iterdir())[:3]
+    assert command.main([*images, "--run", str(run), "--json", "--framework", "tensorflow"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["captions"]) == 3
     hvdtrain("results", "accuracy", str(run))
 
 

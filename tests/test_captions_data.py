@@ -13,7 +13,7 @@ from scipy import ndimage
 
 from hvdtrain.captions import shapes
 from hvdtrain.captions.dataset import CaptionDataset, CaptionSplit, assemble
-from hvdtrain.captions.load import load
+from hvdtrain.captions.prepared import load
 from hvdtrain.captions.vocabulary import END, PAD, SPECIALS, START, UNKNOWN, Vocabulary, clean
 from hvdtrain.data.loader import Loader, shard
 from hvdtrain.system.exits import BAD_DATA
@@ -168,18 +168,6 @@ def test_the_loaders_weights_are_targets_and_exact(scenes: CaptionDataset) -> No
             assert all(np.count_nonzero(batch.arrays[1][:, 1:]) == batch.weight for batch in batches)
             targets += batches[0].total_weight
         assert targets == part.lengths.sum()
-
-
-def test_other_inputs_for_the_same_captions(scenes: CaptionDataset) -> None:
-    features = np.arange(5000, dtype=np.float32)[:, None] * np.ones(8, np.float32)
-    other = scenes.with_inputs(features)
-    assert np.array_equal(
-        np.concatenate([part.inputs for part in (other.train, other.validation, other.test)]), features
-    )
-    assert other.test.inputs[0, 0] == 4500 and other.test.tokens is scenes.test.tokens
-    assert scenes.test.inputs.shape == (500, 64, 64, 3) and np.shares_memory(scenes.test.inputs, scenes.images)
-    with pytest.raises(ValueError, match="4999 rows of features for 5000 images"):
-        scenes.with_inputs(features[1:])
 
 
 # The drawn scenes.

@@ -20,10 +20,9 @@ from PIL import Image
 from sklearn.datasets import load_sample_images
 
 from hvdtrain.captions.dataset import CaptionDataset
-from hvdtrain.captions.load import load
 from hvdtrain.captions.prepare import CaptionsConfig, prepare
-from hvdtrain.captions.prepared import open_captions
-from hvdtrain.system.exits import BAD_CONFIG, BAD_DATA, CANNOT_WRITE, Failure
+from hvdtrain.captions.prepared import load, open_captions
+from hvdtrain.system.exits import BAD_DATA, Failure
 
 PHOTOS = load_sample_images().images
 LISTS = ("Flickr_8k.trainImages.txt", "Flickr_8k.devImages.txt", "Flickr_8k.testImages.txt")
@@ -183,16 +182,6 @@ def test_the_seed_decides_and_nothing_else(tmp_path: Path) -> None:
     assert len(set(names)) == 30, "each image, with all its captions, is in one part"
 
 
-def test_a_dry_run_tells_and_makes_nothing(tmp_path: Path) -> None:
-    flickr(tmp_path / "in", told())
-    before = sorted(tmp_path.rglob("*"))
-    dry = prepare(config(tmp_path, dry_run=True))
-    assert sorted(tmp_path.rglob("*")) == before and dry["dry_run"]
-    made = prepare(config(tmp_path))
-    same = set(dry) - {"dry_run", "schema"}
-    assert {name: dry[name] for name in same} == {name: made[name] for name in same}
-
-
 # Bad samples.
 
 
@@ -208,12 +197,8 @@ BAD: dict[str, tuple[Callable[[Path, Told], Path], Callable[[bytes], bytes], str
     "outside": (flickr, swap("p03.jpg#1", "../../x.jpg#1"), "token.txt:11", "there is no image '../../x.jpg'"),
     "empty": (flickr, swap(A_LINE, "p03.jpg#1\t \u201c...\u201d !"), "token.txt:11", "without words"),
     "long": (flickr, swap(A_LINE, A_LINE + " a b" * 15), "token.txt:11", "36 words, more than --max-words 34"),
-    "duplicate": (
-        flickr,
-        swap(A_LINE, "p03.jpg#1\ta TEMPLE 3 in the sun"),
-        "token.txt:11",
-        "the same caption of the same image as Flickr8k_text/Flickr8k.token.txt:10",
-    ),
+    "duplicate": (flickr, swap(A_LINE, "p03.jpg#1\ta TEMPLE 3 in the sun"), "token.txt:11",
+                  "the same caption of the same image as Flickr8k_text/Flickr8k.token.txt:10"),
     "spaces for tab": (flickr, swap("p03.jpg#1\t", "p03.jpg#1    "), "token.txt:11", "expected name.jpg#0, a tab"),
     "latin-1": (flickr, lambda text: text.replace(A_LINE.encode(), b"p03.jpg#1\tcaf\xe9"), "token.txt:11", "byte 14"),
     "comma": (table, swap(A_ROW, "p03.jpg,The temple, seen"), "captions.txt:12", "3 fields"),
@@ -233,14 +218,6 @@ def spoil(source: Path, change: Callable[[bytes], bytes]) -> None:
     text = found[0].read_bytes()
     found[0].write_bytes(change(text))
     assert found[0].read_bytes() != text
-
-
-def test_two_images_of_one_id_have_no_captions(tmp_path: Path) -> None:
-    source = coco(tmp_path / "in", told())
-    spoil(source, swap('"id": 104', '"id": 103'))
-    made = prepare(config(tmp_path, on_bad_sample="skip"))
-    assert sum("2 images have the id 103" in bad["reason"] for bad in made["bad_samples"]) == 3
-    assert not {"p03.jpg", "p04.jpg"} & set(references(open_captions(tmp_path / "out")))
 
 
 @pytest.mark.parametrize("kind", BAD)
@@ -353,19 +330,6 @@ def test_an_unusable_source_is_an_error(tmp_path: Path) -> None:
     fails(lambda: prepare(config(tmp_path)), BAD_DATA, "captions twice", "captions_train.json")
 
 
-def test_options_are_checked(tmp_path: Path) -> None:
-    for changes, words in (
-        ({"min_count": 0}, "--min-count is 0"),
-        ({"split": "90/10"}, "--split 90/10"),
-        ({"on_bad_sample": "ignore"}, "--on-bad-sample is ignore"),
-    ):
-        fails(lambda changes=changes: config(tmp_path, **changes), BAD_CONFIG, words)
-    source = flickr(tmp_path / "in", told())
-    fails(lambda: prepare(config(tmp_path, destination=str(source / "out"))), BAD_CONFIG, "is inside the source")
-    (tmp_path / "out").mkdir()
-    fails(lambda: prepare(config(tmp_path)), CANNOT_WRITE, "exists")
-
-
 # --- the prepared folder, and the cache ---------------------------------------------------------------------------
 
 
@@ -415,7 +379,7 @@ def rejects_document(folder: Path, name: str, change: Callable[[Any], object], w
 def test_ranks_that_start_together_prepare_once(tmp_path: Path) -> None:
     source = flickr(tmp_path / "in", told(60))
     (source / "Flicker8k_Dataset" / "p03.jpg").unlink()
-    program = "import sys; from hvdtrain.captions.load import load; print(load(sys.argv[1]).fingerprint)"
+    program = "import sys; from hvdtrain.captions.prepared import load; print(load(sys.argv[1]).fingerprint)"
     started = [
         subprocess.Popen(
             [sys.executable, "-c", program, f"flickr8k:{source}"],
@@ -449,21 +413,3 @@ def test_a_changed_source_is_prepared_again_and_an_unwritable_cache_is_an_error(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(Failure, match="XDG_CACHE_HOME"):
         load(f"flickr8k:{source}")
-
-
-def test_unfinished_work_is_continued_and_makes_the_bytes_of_one_go(tmp_path: Path) -> None:
-    source = flickr(tmp_path / "in", told(150))
-    prepare(config(tmp_path, destination=str(tmp_path / "whole")))
-    rows = [name for part in vars(open_captions(tmp_path / "whole")).values() for name in getattr(part, "names", ())]
-    broken = source / rows[100]
-    broken.write_bytes(broken.read_bytes()[:900])
-    fails(lambda: prepare(config(tmp_path)), BAD_DATA, rows[100])
-    assert (tmp_path / ".out.unfinished").is_dir() and not (tmp_path / "out").exists()
-    continued = prepare(config(tmp_path, on_bad_sample="skip"))
-    assert continued["resumed_rows"] == 128 and not (tmp_path / ".out.unfinished").exists()
-    at_once = prepare(config(tmp_path, on_bad_sample="skip", destination=str(tmp_path / "again")))
-    assert at_once["resumed_rows"] == 0 and at_once["files"] == continued["files"]
-    left = open_captions(tmp_path / "out")
-    assert [name for part in vars(left).values() for name in getattr(part, "names", ())] == [
-        name for name in rows if name != rows[100]
-    ]

@@ -80,22 +80,6 @@ def test_epoch_laws(shape: tuple[tuple[int, int, int], list[float]], epoch: int)
             assert max(abs(weight - part) for weight, part in zip(weights, fair, strict=True)) < 1 + 1e-9
 
 
-@pytest.mark.parametrize(
-    ("shares", "samples"),
-    [
-        ([3, 1], [48, 16]),
-        ([50, 1, 50], [47, 2, 47]),  # two for BatchNorm
-        ([0.1, 0.2, 0.3], [16, 32, 48]),
-    ],
-)
-def test_a_global_batch_is_cut_by_the_shares(shares: list[float], samples: list[int]) -> None:
-    size = len(shares)
-    even = loaders(500, 32, size)[0]
-    assert even.divided(shares).rank_samples == samples
-    assert even.first_of(shares).weight == samples[0]
-    assert even.rank_samples == [32] * size, "as it was"
-
-
 @settings(max_examples=25)
 @given(shapes, st.integers(0, 2**32), st.data())
 def test_an_epoch_is_a_pure_function_and_start_is_its_tail(

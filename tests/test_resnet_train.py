@@ -409,12 +409,3 @@ def test_dry_run_prints_the_arithmetic_and_loads_no_framework(tmp_path: Path) ->
     assert asked == {"seed": 4, "lr": 0.2, "momentum": 0.5}, "flag over file over variable over default"
     assert shown["plan"]["rank_batch"] == shown["plan"]["global_batch"] == 64
     assert "21,283,530" in shown["facts"]["model"]
-
-
-def test_a_signal_before_the_first_step_has_nothing_to_resume() -> None:
-    code = (
-        "import os, signal\nfrom hvdtrain.comm import lifecycle\n"
-        "lifecycle.run(lambda stop: os.kill(os.getpid(), signal.SIGTERM) or 0, debug=False)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], env=environment(), cwd=ROOT, check=False)
-    assert done.returncode == 143

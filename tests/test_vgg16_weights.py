@@ -18,7 +18,7 @@ import torch
 from conftest import failing
 from test_vgg16 import distance, smooth_images
 
-from hvdtrain.models.vgg16 import STAGES, parameters
+from hvdtrain.models.vgg16 import parameters
 from hvdtrain.models.vgg16_torch import Vgg16Torch
 from hvdtrain.models.vgg16_weights import Vgg16Config, convert, import_weights, open_weights, read_head
 from hvdtrain.system.exits import BAD_DATA, CANNOT_WRITE, Failure
@@ -98,34 +98,6 @@ def test_a_file_that_is_cut_off_or_foreign_is_refused(tmp_path: Path) -> None:
             open_weights(path)
         assert str(path) in str(failed.value)
         assert failed.value.code == BAD_DATA
-
-
-KERAS = dict(
-    zip(
-        (name.removesuffix(".weight") for name in parameters() if name.endswith("weight")),
-        [f"block{i + 1}_conv{j + 1}" for i, (_, count) in enumerate(STAGES) for j in range(count)] + ["fc1", "fc2"],
-        strict=True,
-    )
-)
-
-
-def keras_turn(array: np.ndarray) -> np.ndarray:
-    return array.transpose(2, 3, 1, 0) if array.ndim == 4 else array.T
-
-
-@pytest.mark.parametrize("pattern", ["{}/{}", "model_weights/{0}/{0}/{1}:0"])
-def test_names_of_keras_2_and_3(pattern: str) -> None:
-    def rename(name: str) -> str:
-        layer, _, leaf = name.rpartition(".")
-        return pattern.format(KERAS[layer], "kernel" if leaf == "weight" else "bias")
-
-    found = constants(rename, keras_turn)
-    found[pattern.format("predictions", "kernel")] = np.zeros((4096, 1000), np.float32)
-    arrays, preprocessing = convert(found, HERE)
-    assert preprocessing == "caffe"
-    assert {name: float(array.flat[-1]) for name, array in arrays.items()} == {
-        name: float(n) for n, name in enumerate(parameters())
-    }
 
 
 def test_torchvisions_state_dict_in_both_formats_of_torch_save(tmp_path: Path) -> None:

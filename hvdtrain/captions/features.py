@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,12 +31,15 @@ from numpy.typing import NDArray
 from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.data.pixels import npy_header
 from hvdtrain.data.prepared import cache_folder, caching
+from hvdtrain.models import network, vgg16, vgg16_weights
 from hvdtrain.models.vgg16 import FEATURES
 from hvdtrain.observe.progress import Progress
-from hvdtrain.system.exits import BAD_DATA, IO_ERROR, Failure
+from hvdtrain.system.exits import BAD_CONFIG, BAD_DATA, IO_ERROR, Failure
 from hvdtrain.system.files import open_plain
 
 SCHEMA = "hvdtrain.features/1"
+RANDOM = "random"
+"""Instead of a file of weights: random weights, for testing"""
 CHUNK_BYTES = 4 * 2**20  # bytes of features that a rank sends, and bytes that are hashed, at a time
 ROW_BYTES = 4 * FEATURES
 DIGEST_BYTES = hashlib.sha256().digest_size
@@ -45,12 +48,37 @@ ABANDONED_S = 86400.0  # a part not modified for this time was left by a killed 
 Encoder = Callable[[NDArray[np.uint8]], NDArray[np.float32]]  # images (n, height, width, 3) -> features (n, 4096)
 
 
-# --- 1. all steps -----------------------------------------------------------------------------------------------------
+# --- 1. the encoder: VGG16 --------------------------------------------------------------------------------------------
+
+
+def digest(weights: str, image_size: tuple[int, int]) -> str:
+    """A digest of the weights and their preprocessing. Raises Failure: 65 for a missing or foreign file, 78 for an
+    image size (width, height) that VGG16 does not support."""
+    if image_size != vgg16.IMAGE_SIZE:
+        wanted, size = ("{}x{}".format(*pair) for pair in (vgg16.IMAGE_SIZE, image_size))
+        raise Failure(
+            f"--encoder vgg16 needs images of {wanted}, not {size}; hint: prepare them with "
+            f"`hvdtrain data captions ... --size {wanted}`, or use --encoder small",
+            BAD_CONFIG,
+        )
+    return RANDOM if weights == RANDOM else vgg16_weights.read_head(weights)["digest"]
+
+
+def encoder(weights: str, framework: str, device: str = "cpu") -> Encoder:
+    """Features (n, 4096) float32 of images (n, 224, 224, 3) uint8. Raises Failure (65) for a damaged file."""
+    if weights == RANDOM:
+        arrays, preprocessing = vgg16.random_weights(0), "torchvision"
+    else:
+        arrays, preprocessing, _ = vgg16_weights.open_weights(weights)
+    return cast(Encoder, network("vgg16.Vgg16", framework, arrays, preprocessing, device))
+
+
+# --- 2. all steps -----------------------------------------------------------------------------------------------------
 
 
 def extract(
     images: NDArray[np.uint8],
-    encoder: Callable[[], Encoder],
+    make: Callable[[], Encoder],
     *,
     key: dict[str, Any],
     world: Communicator,
@@ -58,7 +86,7 @@ def extract(
 ) -> NDArray[np.float32]:
     """Features (N, 4096) of images (N, height, width, 3), a read-only memory map of the cache file. Collective.
 
-    `encoder` creates the encoder; only ranks that compute something call it. `key` (JSON-serializable) identifies
+    `make` makes the encoder; only ranks that compute something call it. `key` (JSON-serializable) identifies
     everything besides the images that features depend on: the weights' digest, the preprocessing.
     Raises Failure: BAD_DATA if hosts have different images, CANNOT_WRITE or IO_ERROR if the cache cannot be written.
     """
@@ -72,7 +100,7 @@ def extract(
     token = world.gather(secrets.token_hex(4))[0]
     with caching(path.parent), _own_part(path, token, world) as files:
         part = parts[world.rank]
-        encode = encoder() if whole is None and part.stop > part.start else None
+        encode = make() if whole is None and part.stop > part.start else None
         started_s = time.monotonic()
         if encode is not None:
             _write_part(files[world.rank], _computed(images, part, encode, batch_size, world))
@@ -119,7 +147,7 @@ def _log(world: Communicator, line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-# --- 2. each rank's part ----------------------------------------------------------------------------------------------
+# --- 3. each rank's part ----------------------------------------------------------------------------------------------
 
 
 def _computed(
@@ -161,7 +189,7 @@ def _write_part(file: Path, batches: Iterator[NDArray[np.float32]]) -> None:
             out.write(np.ascontiguousarray(batch).data)
 
 
-# --- 3. each disk's complete file -------------------------------------------------------------------------------------
+# --- 4. each disk's complete file -------------------------------------------------------------------------------------
 
 
 def _join(

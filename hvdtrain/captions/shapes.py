@@ -11,7 +11,8 @@ Everything follows from one fixed seed and is drawn with NumPy alone: the same b
 from __future__ import annotations
 
 import hashlib
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,7 +41,8 @@ JITTER = (1, 3)  # largest displacement of a shape along and across, in pixels; 
 GROUND, NOISE = 50, 12  # brightest gray of the background, and amplitude of its noise
 
 
-class Group(NamedTuple):
+@dataclass(frozen=True)
+class Group:
     """Equal shapes next to each other."""
 
     shape: str
@@ -63,7 +65,8 @@ class Group(NamedTuple):
         return f"{self.number} {self.size} {self.colour} {self.noun}"
 
 
-class Scene(NamedTuple):
+@dataclass(frozen=True)
+class Scene:
     """Two groups: the first is left of the second, or above it."""
 
     first: Group

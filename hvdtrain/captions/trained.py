@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.captions import frozen, generation
+from hvdtrain.captions import features, generation
 from hvdtrain.captions.vocabulary import Vocabulary
 from hvdtrain.models import captioner, network
 from hvdtrain.records.arrays_file import Arrays
@@ -85,10 +85,10 @@ def model(run: Trained, framework: str, weights: str | None) -> tuple[generation
 def vgg16(run: Trained, framework: str, weights: str | None) -> Encode:
     """The frozen encoder that the model was trained with. Raises Failure (65) for other weights."""
     path = weights or run.config["weights"]
-    if frozen.digest(path, run.spec.image_size) != run.encoder:
+    if features.digest(path, run.spec.image_size) != run.encoder:
         message = f"{path} does not contain the weights that the run was trained with"
         raise Failure(f"{message}; hint: give their file with --weights", exits.BAD_DATA)
-    encoder = frozen.encoder(path, framework)
+    encoder = features.encoder(path, framework)
 
     def encode(images: Pixels) -> NDArray[Any]:
         parts = range(0, len(images), FEATURES_BATCH)

@@ -114,12 +114,13 @@ def test_a_bad_workload_of_another_package_is_told_in_a_line(
 def test_training_s_help_groups_flags() -> None:
     told = hvdtrain("train", "resnet", "--help").stdout
     groups = dict(re.findall(r"^(\w+):\n((?:  .*\n|\n)*)", told, re.MULTILINE))
-    assert list(groups)[-6:] == ["data", "model", "optimization", "communication", "run", "measurement"]
+    assert list(groups)[-7:] == ["data", "model", "optimization", "communication", "run", "measurement", "more"]
     for title, word in {
         "data": "image-size",
         "model": "width",
         "communication": "strategy",
         "measurement": "monitor",
+        "more": "stages",
     }.items():
         assert f"--{word} " in groups[title]
 

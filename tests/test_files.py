@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain import records
-from hvdtrain.captions.load import load
+from hvdtrain.captions.prepared import load
 from hvdtrain.config import options, parser
 from hvdtrain.data.prepared import open_images
 from hvdtrain.lab import throttle, topology

@@ -207,7 +207,7 @@ def torch_program(about: dict[str, Any]) -> None:
     import torch.distributed as dist
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-    from hvdtrain.models.mlp_torch import MLPTorch, cross_entropy
+    from hvdtrain.models.mlp_torch import MLPTorch
     from hvdtrain.models.resnet_torch import ResNetTorch
 
     rank, size = (int(os.environ[f"OMPI_COMM_WORLD_{name}"]) for name in ("RANK", "SIZE"))
@@ -229,7 +229,7 @@ def torch_program(about: dict[str, Any]) -> None:
             return torch.Tensor(self.part(x)).contiguous()
 
     if about["model"]["name"] == "mlp":
-        part = Part(MLPTorch(mlp.MLPSpec(**spec), cross_entropy, cut.part(rank)))
+        part = Part(MLPTorch(mlp.MLPSpec(**spec), "cross_entropy", cut.part(rank)))
     else:
         part = Part(ResNetTorch(resnet.ResNetSpec(**spec), cut.part(rank)))
     first = tuple(about["data"]["image_shape"]) if "image_shape" in about["data"] else (spec["inputs"],)

@@ -55,7 +55,6 @@ with stderr.suppress(BUILD_NOTES), without_modules(KERAS_EXTRAS):
     from hvdtrain.frameworks.optimizers_tensorflow import OPTIMIZERS
     from hvdtrain.models.layers_tf import to_pytorch, to_tensorflow
 
-PRECISIONS = {"fp32": tf.float32, "bf16": tf.bfloat16, "fp16": tf.float16}
 # Dynamic loss scaling with the constants of torch.amp.GradScaler, so that both frameworks scale alike.
 FIRST_SCALE, GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0**16, 2.0, 0.5, 2000
 

@@ -400,7 +400,7 @@ def mistakes() -> None:
     refused(ValueError, "op=hvd.Sum means nothing", lambda: wrapped(net, "local-sgd", op=hvd.Sum))
     lbfgs = torch.optim.LBFGS(net.parameters())
     refused(ValueError, "LBFGS", lambda: hvd.DistributedOptimizer(lbfgs, strategy="powersgd"))
-    absent = dict.fromkeys(("native", "async-ps"), "a script cannot have it")
+    absent = dict.fromkeys(("native", "async-ps"), "scripts cannot use")
     for strategy, words in (absent | {"allreduce": "Horovod", "powersdg": "did you mean powersgd"}).items():
         refused(Exception, words, lambda name=strategy: wrapped(net, name))
     refused(ValueError, "same model", lambda: wrapped(torch.nn.Linear(2, 2 + hvd.rank()), "hierarchical"))

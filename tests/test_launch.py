@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from hvdtrain.launch import __main__ as launch
 from hvdtrain.launch import launched_by, tuning
+from hvdtrain.launch.link import network_of
 from hvdtrain.launch.tuning import GLOO, MPI, Link
 from hvdtrain.system import cgroup, net, proc
 
@@ -273,7 +274,7 @@ def test_ranks_get_an_allow_list_and_the_command_line_has_no_values() -> None:
 
 def test_open_mpi_gets_the_network_whatever_this_hosts_own_name_resolves_to(iproute2: None) -> None:
     for _, device in socket.if_nameindex():
-        assert launch.network_of(device, ["localhost"]) == str(net.network(device) or device)
+        assert network_of(device, ["localhost"]) == str(net.network(device) or device)
 
 
 def test_an_unknown_interface_is_one_line_that_lists_the_known(iproute2: None) -> None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 from hvdtrain.lab import virtual
-from hvdtrain.launch import __main__ as launch
+from hvdtrain.launch.link import address_of
 from hvdtrain.sweep import command
 from hvdtrain.sweep.file import ALL_GPUS, ClusterSpec, Sweep
 from hvdtrain.sweep.grid import Experiment
@@ -122,6 +122,6 @@ def _can_be_root() -> bool:
 def _reachable(host: str) -> bool:
     """Whether ssh can log in to the host without a prompt; true for this machine."""
     try:
-        return net.is_own(launch.address_of(host)) or succeeds([*SSH, host, "true"])
+        return net.is_own(address_of(host)) or succeeds([*SSH, host, "true"])
     except Failure:
         return False

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from conftest import until
 
 from hvdtrain.sentinel import auth, goodput, interfaces
 from hvdtrain.sentinel.auth import Party
-from hvdtrain.sentinel.processes import Process, launchers
+from hvdtrain.sentinel.processes import launchers
 from hvdtrain.sentinel.stalls import ENDS_AFTER, PROGRESS, WAIT
 from hvdtrain.sentinel.watch import ASLEEP_S, PURPOSE, REFUSED_S, SILENCE_S, STOPPED_S, RankReport, Watch
 from hvdtrain.system import link_probe
@@ -320,13 +319,6 @@ def test_a_launcher_that_proc_hides_is_not_watched() -> None:
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
-def test_reused_process_numbers_are_detected() -> None:
-    process = Process(os.getpid())
-    assert process.state() == "R"
-    process._started -= 1
-    assert process.gone()
-
-
 @pytest.mark.parametrize(
     ("local", "remote", "preferred", "expected"),
     [
@@ -356,17 +348,6 @@ def test_routes_use_a_common_network(
     local: dict[str, str], remote: dict[str, str], preferred: list[str], expected: tuple[str, str, str] | None
 ) -> None:
     assert interfaces.route(local, remote, "no-such-host.invalid", preferred) == expected
-
-
-def test_authenticated_connections_are_readable_for_any_byte() -> None:
-    """During the handshake a socket becomes readable only for a whole proof; afterwards for any byte."""
-    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
-        one, other = Party(KEY, b"test", 0), Party(KEY, b"test", 1)
-        coming = pool.submit(auth.connect, "127.0.0.1", listener.getsockname()[1], other, 0, 10)
-        found = auth.accept(listener, one, {1}, 10)
-        for end in (found[1], coming.result()):
-            assert end.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == 1
-            end.close()
 
 
 def test_goodput_receivers_reject_strangers() -> None:

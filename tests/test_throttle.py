@@ -28,15 +28,6 @@ def words(commands: list[list[str]]) -> list[str]:
 # --- commands --------------------------------------------------------------------------------------------------------
 
 
-def test_a_new_rate_changes_the_bucket_in_place() -> None:
-    """The handle is constant, so tc changes the bucket instead of replacing it."""
-    assert words(qdisc.shape_commands("ns", "eth0", 10_000_000)) == [
-        "tc -netns ns qdisc replace dev eth0 root handle 4876: tbf rate 10000000bit burst 3028 limit 40000"
-    ]
-    one, other = (qdisc.shape_commands(None, "eth1", rate)[0] for rate in (10**7, 10**9))
-    assert one[: one.index("rate")] == other[: other.index("rate")]
-
-
 @pytest.mark.parametrize("rate", [8_000, 10**6, 10**7, 10**8, 10**9, 10**10, 10**11])
 @pytest.mark.parametrize("mtu", [1500, 9000])
 def test_burst_and_queue_follow_from_the_rate(rate: int, mtu: int) -> None:
@@ -46,17 +37,6 @@ def test_burst_and_queue_follow_from_the_rate(rate: int, mtu: int) -> None:
     assert burst < 256_000 or rate > 10**9
     assert limit >= max(burst, 32_000)
     assert limit < 2**32 and burst < 2**32, "tc's numbers have 32 bits"
-
-
-def test_received_packets_are_redirected_only_after_the_ifb_device_is_shaped() -> None:
-    first = words(qdisc.ingress_commands(None, "eth1", "hvdifb7", TEN, 1500, exists=False))
-    shaped = next(i for i, command in enumerate(first) if "dev hvdifb7 root" in command)
-    redirected = next(i for i, command in enumerate(first) if "redirect dev hvdifb7" in command)
-    assert shaped < redirected
-    again = qdisc.ingress_commands(None, "eth1", "hvdifb7", Shape(rate_bit_s=10**9), 1500, exists=True)
-    assert words(again) == words(qdisc.shape_commands(None, "hvdifb7", 10**9))
-    removed = words(qdisc.remove_ingress_commands(None, "eth1", "hvdifb7", ingress=True, redirect=True))
-    assert removed == ["tc qdisc del dev eth1 ingress", "ip link del dev hvdifb7"]
 
 
 def test_delay_and_loss_are_inside_the_bucket_with_room_for_delayed_packets() -> None:

@@ -273,22 +273,14 @@ def test_status_shows_a_broken_link(cluster: Cluster) -> None:
 
 
 @pytest.mark.root
-@pytest.mark.parametrize(
-    ("launcher", "where", "ranks_on"),
-    [("horovodrun -np 4", "a:2,b:2", "aabb"), ("horovodrun --gloo -np 3", "a:1,b:2", "abb")],
-)
-def test_horovodrun_trains_on_two_hosts(
-    cluster: Cluster, launcher: str, where: str, ranks_on: str, tmp_path: Path
-) -> None:
+def test_horovodrun_trains_on_two_hosts(cluster: Cluster, tmp_path: Path) -> None:
     if shutil.which("horovodrun", path=environment()["PATH"]) is None:
         pytest.skip("no horovodrun in this environment: run `make setup`")
     train = ["python", "-m", "hvdtrain.resnet", *SMALL, "--epochs", "1", "--json", "--run-dir", str(tmp_path / "run")]
-    summary = document(cluster.on("a", *launcher.split(), "-H", where, *train))
-    assert (summary["ranks"], summary["hosts"]) == (len(ranks_on), 2)
+    summary = document(cluster.on("a", "horovodrun", "-np", "3", "-H", "a:1,b:2", *train))
+    assert (summary["ranks"], summary["hosts"]) == (3, 2)
     ranks = json.loads((tmp_path / "run" / "manifest.json").read_text())["ranks"]
-    assert [(rank["host"], rank["local_rank"]) for rank in ranks] == [
-        (host, ranks_on[:place].count(host)) for place, host in enumerate(ranks_on)
-    ]
+    assert [(rank["host"], rank["local_rank"]) for rank in ranks] == [("a", 0), ("b", 0), ("b", 1)]
     assert cluster_processes(cluster.name) == {"sshd"}
 
 

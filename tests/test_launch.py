@@ -328,8 +328,14 @@ def test_signals_become_usr1(tmp_path: Path, name: str) -> None:
     assert proc.ended(int(pid.read_text()))
 
 
-@pytest.mark.parametrize("launcher", [["mpirun.sh"], ["horovodrun.sh"], ["horovodrun.sh", "--gloo"]])
-@pytest.mark.parametrize("raised", ["Failure('no such data', 65)", "ValueError('no such data')"])
+@pytest.mark.parametrize(
+    ("launcher", "raised"),
+    [
+        (["mpirun.sh"], "ValueError('no such data')"),
+        (["horovodrun.sh"], "Failure('no such data', 65)"),
+        (["horovodrun.sh", "--gloo"], "Failure('no such data', 65)"),
+    ],
+)
 def test_the_last_line_is_the_reason_of_a_rank(launcher: list[str], raised: str) -> None:
     """It follows the messages that mpirun and horovodrun print when a rank fails."""
     imports = "from hvdtrain.comm.lifecycle import guard\nfrom hvdtrain.system.exits import Failure\n"

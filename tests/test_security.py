@@ -280,7 +280,7 @@ def test_strangers_reach_only_the_decoy_of_a_shared_port() -> None:
 
 @pytest.mark.parametrize(
     ("framework", "backend"),
-    [("torch", "tcp"), ("torch", "servers"), ("torch", "native"), ("tensorflow", "native")],
+    [("torch", "tcp"), ("torch", "native"), ("tensorflow", "native")],
 )
 def test_a_job_on_one_host_admits_no_strangers(framework: str, backend: str) -> None:
     report = document(launch(2, [str(PROGRAMS / "listening.py"), framework, backend], "horovodrun --gloo"))
@@ -290,7 +290,7 @@ def test_a_job_on_one_host_admits_no_strangers(framework: str, backend: str) -> 
     assert any(one[0] == "udp" for one in report["listening"]), "the sentinel has a socket"
     assert not any(report["strangers"])
     assert all(report["ranks"])
-    if backend in {"tcp", "servers"}:
+    if backend == "tcp":
         assert not any(one[0] == "tcp" for one in report["listening"]), "all ranks are connected"
 
 

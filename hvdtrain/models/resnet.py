@@ -187,12 +187,11 @@ def layers(spec: ResNetSpec, height: int, width: int) -> list[Layer]:
     for name, convolutions in network.rows:
         height, width = (-(-side // convolutions[0].stride) for side in (height, width))
         work = sum(layer.multiply_adds(height, width) for layer in convolutions)
-        held = sum(2 * layer.outputs for layer in convolutions) * height * width  # outputs of convolutions and norms
         if name == "stem":
             height, width = (-(-side // POOL_STRIDE) for side in (height, width))
         arrays = [array for layer in convolutions for array in (*_trained(layer), *_running(layer))]
         output = (height, width, convolutions[0].outputs)
-        result.append(Layer(name=name, arrays=tuple(arrays), output=output, multiply_adds=work, held=held))
+        result.append(Layer(name=name, arrays=tuple(arrays), output=output, multiply_adds=work))
     last = Layer(
         name="fc",
         arrays=("fc.weight", "fc.bias"),

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 
+from hvdtrain.comm import world
 from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.comm.channel import neighbours
 from hvdtrain.comm.launch_env import LaunchEnv
@@ -94,7 +95,7 @@ class Stages:
             raise Failure(f"--shares cannot be combined with {flag}; hint: leave one of them out", exits.BAD_CONFIG)
         able = exchange.capabilities
         several = self.mesh.replicas > 1
-        if able.backend == "servers" or (several and (able.in_backward or able.backend != "tcp")):
+        if able.backend not in world.BUILT_IN or (several and (able.in_backward or able.backend != "tcp")):
             raise Failure(
                 f"--strategy {exchange} cannot be combined with {flag} on {self.mesh.ranks} ranks; hint: hierarchical "
                 "(exact sums) or another reducer",

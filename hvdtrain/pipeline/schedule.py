@@ -170,7 +170,7 @@ class Pipe:
                 self._send(self._after, output)
         return np.sum(totals, axis=0) if self.last else None
 
-    def leave(self) -> None:
+    def shut_down(self) -> None:
         """Close the connections after everything has been sent."""
         for each in (self._before, self._after):
             if each is not None:

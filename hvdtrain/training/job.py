@@ -262,13 +262,13 @@ class Job:
     def train(self, replica: Replica, stop: lifecycle.StopSignal, **more: Any) -> int:
         """The exit code after `trained`; the ranks part."""
         summary = self.trained(replica, stop, **more)
-        self.leave()
+        self.shut_down()
         return exits.RESUMABLE if summary is None else exits.OK
 
-    def leave(self) -> None:
+    def shut_down(self) -> None:
         """The ranks part. Collective."""
         if self.pipe is not None:
-            self.pipe.leave()
+            self.pipe.shut_down()
         if self.data is not self.ranks:
             self.data.shutdown()
         self.ranks.shutdown()
@@ -290,7 +290,7 @@ class Job:
         """
         about, config, ranks, loader, device = self.about, self.about.config, self.ranks, self.loader, self.device
         told = f"{device} ({config.framework} sees no GPU)" if device == "cpu" and config.device == "auto" else device
-        facts = {**self.facts, "collectives": ranks.library, "device": told}
+        facts = {**self.facts, "backend": ranks.library, "device": told}
         folder = run_folder.open_folder(config, about.workload, ranks)
         if config.shares == "measured":
             how, shares = "as this run began", run_folder.kept_shares(folder, ranks)

@@ -153,7 +153,7 @@ def _trained(job: workload.Job, adapted: Any, stop: lifecycle.StopSignal) -> rec
     summary = job.trained(replica, stop)
     if job.part and summary is not None:
         adapted.take(job.whole(replica))
-    job.leave()
+    job.shut_down()
     return summary
 
 

@@ -222,14 +222,6 @@ class Communicator:
     def local_broadcast(self, vector: np.ndarray) -> None:
         """Copy the leader's vector to all ranks of its host, in place."""
 
-    def collect(self, own: np.ndarray) -> list[np.ndarray]:
-        """Return the bytes of every rank's array, in rank order. Arrays are one-dimensional and may differ in length.
-
-        Each host's bytes cross the network once per other host. Raises NotImplementedError like `local_reduce`.
-        """
-        self._single_process_only("collect what each has")
-        return [own.view(np.uint8)]
-
     def _single_process_only(self, action: str) -> None:
         if self.size > 1:
             raise NotImplementedError(f"ranks joined by {self.library} cannot {action}")

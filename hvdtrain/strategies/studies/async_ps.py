@@ -31,7 +31,6 @@ from typing import Any, cast
 import numpy as np
 
 from hvdtrain.comm.backends.base import Communicator
-from hvdtrain.comm.backends.servers import NUMBERS, ServerCommunicator
 from hvdtrain.config.constraints import Checked, bounded
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.observe.timing import Clock
@@ -40,6 +39,7 @@ from hvdtrain.strategies.cost import Cost, Layout, Phase, Shape, elements
 from hvdtrain.strategies.reducers.base import Reducer
 from hvdtrain.strategies.replicas import Exchanged, Vectors
 from hvdtrain.strategies.studies.server import Server
+from hvdtrain.strategies.studies.servers import NUMBERS, ServerCommunicator
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
 

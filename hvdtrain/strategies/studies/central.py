@@ -17,12 +17,12 @@ from typing import Any, cast
 
 import numpy as np
 
-from hvdtrain.comm.backends.servers import NUMBERS, ServerCommunicator, Star
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.observe.timing import Clock
 from hvdtrain.strategies.base import Capabilities, ReducerCost, Strategy
 from hvdtrain.strategies.cost import Cost, Layout, Phase, Shape, elements
 from hvdtrain.strategies.replicas import Exchanged, Vectors
+from hvdtrain.strategies.studies.servers import NUMBERS, ServerCommunicator, Star
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
 
@@ -94,7 +94,7 @@ class Central(Strategy):
 
 
 class Centre(Star):
-    """A `comm.backends.servers.Store` in which gradients wait for rank 0, and the other ranks for its weights."""
+    """A `servers.Store` in which gradients wait for rank 0, and the other ranks for its weights."""
 
     def answer(self, rank: int, numbers: np.ndarray, gradients: np.ndarray | None, weights: np.ndarray) -> np.ndarray:
         """Called in the thread of another rank."""

@@ -152,7 +152,7 @@ def test_what_does_not_go_together_is_refused() -> None:
         ({"optimizer": "adam"}, "its servers only make SGD steps"),
     ):
         with pytest.raises(Failure, match=why) as refused:
-            strategies.chosen(TrainConfig(strategy="async-ps", **wrong))
+            strategies.resolve(TrainConfig(strategy="async-ps", **wrong))
         assert refused.value.code == 78
     done = resnet(2, "--strategy", "async-ps:servers=3", "--epochs", "1")
     assert done.returncode == 78

@@ -24,9 +24,10 @@ from hvdtrain.records import metrics
 from hvdtrain.resnet import ResNetConfig
 from hvdtrain.strategies import Capabilities
 from hvdtrain.system.exits import Failure
-from hvdtrain.training import evaluation, job, snapshot
+from hvdtrain.training import evaluation, snapshot
 from hvdtrain.training.checkpoint import Loaded
 from hvdtrain.training.evaluation import average_statistics, renew_statistics
+from hvdtrain.training.framework import make_replica
 
 SPEC = resnet.ResNetSpec(channels=1, classes=10, width=0.125)
 
@@ -34,7 +35,7 @@ SPEC = resnet.ResNetSpec(channels=1, classes=10, width=0.125)
 def made(framework: str, pipe: Pipe | None = None) -> Any:
     config = parse(ResNetConfig, ["--framework", framework], prog="", purpose="")
     ranks = connect(framework, backend="tcp")
-    strategy = strategies.chosen(config).make(config, ranks, list(resnet.parameters(SPEC).values()))
+    strategy = strategies.resolve(config).make(config, ranks, list(resnet.parameters(SPEC).values()))
     model: Any
     if framework == "torch":
         from hvdtrain.models.resnet_torch import ResNetTorch
@@ -44,7 +45,7 @@ def made(framework: str, pipe: Pipe | None = None) -> Any:
         from hvdtrain.models.resnet_tf import ResNetTF
 
         model = ResNetTF(SPEC)
-    replica = job.replica_of(model, config, ranks, strategy, "cpu", metrics.Accuracy(), pipe)
+    replica = make_replica(model, config, ranks, strategy, "cpu", metrics.Accuracy(), pipe)
     state = resnet.initial_state(SPEC, 1)
     replica.load({f"parameter.{name}": state[name] for name in resnet.parameters(SPEC)})
     return replica
@@ -162,7 +163,7 @@ def test_a_model_says_which_of_its_arrays_are_statistics() -> None:
     ranks = connect("torch", backend="tcp")
     model: Any = Normed()
     make = functools.partial(
-        job.replica_of, model, config, ranks, strategies.chosen(config).make(config, ranks, [(2,)] * 4)
+        make_replica, model, config, ranks, strategies.resolve(config).make(config, ranks, [(2,)] * 4)
     )
     with pytest.raises(Failure, match=r"Normed has arrays .*quick.running_mean.* does not say .*`statistics`"):
         make("cpu", metrics.Accuracy())
@@ -192,6 +193,6 @@ def test_tensorflow_s_models_say_so_too() -> None:
     config = parse(TrainConfig, ["--framework", "tensorflow"], prog="", purpose="")
     ranks = connect("tensorflow", backend="tcp")
     with pytest.raises(Failure, match=r"Shifted has arrays that are not trained \(mean:0\)"):
-        job.replica_of(
-            Shifted(), config, ranks, strategies.chosen(config).make(config, ranks, [(1,)]), "cpu", metrics.Accuracy()
+        make_replica(
+            Shifted(), config, ranks, strategies.resolve(config).make(config, ranks, [(1,)]), "cpu", metrics.Accuracy()
         )

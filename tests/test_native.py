@@ -138,7 +138,7 @@ def test_horovods_own_strategy_under_torchrun_says_what_to_take(tmp_path: Path) 
 
 def test_a_hook_without_pytorchs_ddp_is_refused() -> None:
     with failing(78, "hook=fp16 exists only in PyTorch's"):
-        strategies.chosen(TrainConfig(strategy="native:hook=fp16", framework="tensorflow"))
+        strategies.resolve(TrainConfig(strategy="native:hook=fp16", framework="tensorflow"))
 
 
 def test_each_hook_tells_its_bytes() -> None:

@@ -271,7 +271,7 @@ class Endless(torch.utils.data.IterableDataset):
 @pytest.mark.parametrize(
     ("changes", "said", "code"),
     [
-        ({"model": "resnet"}, "model is a str: give a torch.nn.Module or a keras.Model", 78),
+        ({"model": "resnet"}, "model is a str; hint: pass a torch.nn.Module or a keras.Model", 78),
         ({"model": torch.nn.Flatten()}, "no parameter requires a gradient", 78),
         ({"epoch": 3}, "no setting epoch, did you mean epochs?", 2),
         ({"epochs": "many"}, "--epochs", 2),
@@ -287,9 +287,13 @@ class Endless(torch.utils.data.IterableDataset):
         ({"train": (X.astype(object), Y)}, "unequal shape or values that are not numbers", 65),
         ({"train": {"x": X, "y": Y}}, "a sample is a dict with the keys x, y; hint: give the parts as a tuple", 65),
         ({"validation": (X[:, :32], Y)}, "validation= has samples of float32 32, int64 number", 65),
-        ({"target": "accuracy=0.9", "validation": None}, "looked for in the validation data", 65),
+        ({"target": "accuracy=0.9", "validation": None}, "needs validation data", 65),
         ({"loss": lambda outputs, targets: outputs.logsumexp(1).sum()}, "loss returns a sum over samples", 78),
-        ({"model": torch.nn.Linear(64, 10), "stages": 2, "dry_run": True}, "--stages 2: Linear cannot be cut", 78),
+        (
+            {"model": torch.nn.Linear(64, 10), "stages": 2, "dry_run": True},
+            "Linear cannot be partitioned",
+            78,
+        ),
         ({"model": tied(), "stages": 2, "dry_run": True}, "0.weight is shared by the layers 0, 2, which", 78),
         ({"model": torch.nn.Linear(64, 1), "loss": lambda outputs, y: outputs[:, 0] - y}, "one score per class", 78),
         ({"metric": "acuracy"}, "did you mean accuracy", 78),
@@ -314,5 +318,5 @@ def test_errors_are_one_line(changes: dict[str, Any], said: str, code: int) -> N
 def test_ranks_with_different_data_are_an_error(strategy: str, tmp_path: Path) -> None:
     done = ranks("torch", tmp_path, "mpirun", cut=True, strategy=strategy)
     assert done.returncode == 65, done.stderr[-3000:]
-    assert re.search(r"own_train\.py:\d+: rank 1 on \S+ has other data than rank 0 on \S+: give every", done.stderr)
+    assert re.search(r"own_train\.py:\d+: rank 1 on \S+ has other data than rank 0 on \S+; hint: give all", done.stderr)
     assert "Traceback" not in done.stderr

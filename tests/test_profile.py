@@ -134,7 +134,7 @@ def test_what_is_no_range_is_refused(text: str) -> None:
     ("flags", "reason"),
     [
         (["--profile", "9:4"], "step 9 is after step 4"),
-        (["--profile", "3:500", "--epochs", "1"], "the run's steps are 0 to 29: lower M"),
+        (["--profile", "3:500", "--epochs", "1"], "the run has steps 0 to 29; hint: lower M"),
         (["--horovod-timeline", "--strategy", "native"], "does not run with --strategy native"),
         (["--horovod-timeline"], "use horovodrun or mpirun"),
     ],

@@ -327,10 +327,10 @@ def test_a_forged_checkpoint_gives_way_to_the_one_before(
     edit(newest, progress=json.loads(newest.read_text())["progress"] | forge)
     here("resnet", "--resume", str(tmp_path))
     said = capfd.readouterr().err
-    assert said.count("refused: ") == 1 and "resumed at step 80 of 90" in said
+    assert said.count("rejected: ") == 1 and "resumed at step 80 of 90" in said
     for path in [*older, newest]:
         edit(path, progress=json.loads(path.read_text())["progress"] | forge)
-    with failing(65, "no valid checkpoint there .* hint: "):
+    with failing(65, "no valid checkpoint .* hint: "):
         here("resnet", "--resume", str(tmp_path))
 
 
@@ -424,7 +424,7 @@ def test_bad_input_under_a_launcher_is_said_once() -> None:
 
 @pytest.mark.parametrize(
     ("flags", "code", "told"),
-    [(["--resume"], 78, "epochs: 3 there, 12 here; "), (["--epochs", "3"], 73, " already holds a run: ")],
+    [(["--resume"], 78, "epochs: 3 there, 12 here; "), (["--epochs", "3"], 73, " already holds a run; hint: ")],
 )
 def test_hosts_that_share_no_folder_one_of_which_has_a_run_there_do_not_begin(
     flags: list[str], code: int, told: str, tmp_path: Path

@@ -56,7 +56,7 @@ from hvdtrain.pipeline.schedule import NUMBER_BYTES, Coding, Order, Pipe, order,
 from hvdtrain.records import metrics
 from hvdtrain.records.metrics import Metric
 from hvdtrain.system.exits import Failure
-from hvdtrain.training import job as workload
+from hvdtrain.training.framework import make_replica
 
 # --- who, what, when --------------------------------------------------------------------------------------------------
 
@@ -227,8 +227,8 @@ def stepped(
         shapes = [cut.boundary(stage - 1) if stage else (), cut.boundary(stage)]
         pipe = Pipe(stage, count, before=before, after=after, inputs=shapes[0], outputs=shapes[1])
         model = make(cut.part(stage) if border else None)
-        strategy = strategies.chosen(config).make(config, ranks, [(1,)])
-        replicas.append(workload.replica_of(model, config, ranks, strategy, "cpu", metric, pipe))
+        strategy = strategies.resolve(config).make(config, ranks, [(1,)])
+        replicas.append(make_replica(model, config, ranks, strategy, "cpu", metric, pipe))
     at_once([functools.partial(each.backward, batch, 0.1, False) for each in replicas])
     vectors = [each.vector() for each in replicas]
     tail = metric.size + 1
@@ -552,7 +552,7 @@ def test_a_measured_cut_is_for_the_slowest_link_and_what_is_fastest_of_a_layer()
     def names(*rates: float | None) -> tuple[str, ...]:
         ranks: Any = SimpleNamespace(
             gather=lambda mine: [mine, [9.0, 0.1, 9.0]],
-            measure_links=lambda: [{"goodput_mbit": rate} for rate in rates],
+            links=[{"goodput_mbit": rate} for rate in rates],
         )
         return made.measured(ranks, (), lambda: [0.2, 9.0, 0.1]).names
 

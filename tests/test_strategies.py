@@ -53,7 +53,7 @@ from hvdtrain.records.metrics import Accuracy
 from hvdtrain.strategies import REDUCERS, Reducer, Strategy, registry
 from hvdtrain.strategies.algorithms.local_sgd import LocalSGD
 from hvdtrain.strategies.cost import elements
-from hvdtrain.training import job as workload
+from hvdtrain.training.framework import make_replica
 
 FRAMEWORKS = ("torch", "tensorflow")
 LAUNCHED = {"torch": (3, 2, "mpirun"), "tensorflow": (2, 1, "horovodrun --gloo")}
@@ -254,7 +254,7 @@ def test_two_hosts_resume_a_run_of_three_ranks_or_reject_it(runs: Runs, tmp_path
     codes, said = trainings(2, todo)
     assert codes == [0, 78], said
     asked = RESUMED["local-sgd"][0]
-    assert f"made by 3 ranks, here are 2, and with {asked} each rank has its own weights" in said
+    assert f"made by 3 ranks, not 2, and with {asked} each rank has its own weights" in said
     assert "start with -np 3, or choose another --run-dir" in said
     assert (local / "manifest.json").read_bytes() == manifest
     summary = read_run(whole)["summary"][-1]
@@ -418,8 +418,8 @@ def host(
     a function that makes a step with a learning rate, on rows of 128 numbers that differ between ranks."""
     world = connect("torch", backend="tcp", group=RankGroup(meeting, None, reach(meeting.rank)))
     config = TrainConfig(framework="torch", device="cpu", strategy=text)
-    strategy = strategies.chosen(config).make(config, world, shapes)
-    replica = workload.replica_of(model, config, world, strategy, "cpu", Accuracy())
+    strategy = strategies.resolve(config).make(config, world, shapes)
+    replica = make_replica(model, config, world, strategy, "cpu", Accuracy())
     replica.set_weights(np.random.default_rng(0).normal(0, 0.1, elements(shapes)).astype(np.float32))
     rows = np.random.default_rng(meeting.rank).normal(size=(4, 128)).astype(np.float32)
 

@@ -21,7 +21,7 @@ from hvdtrain import cli
 from hvdtrain.records.metrics import Confusion
 from hvdtrain.system.exits import Failure
 from hvdtrain.training import loop, predict
-from hvdtrain.training.run_folder import show_summary
+from hvdtrain.training.summary import show_summary
 
 pytest.importorskip("torch")
 pytest.importorskip("tensorflow")

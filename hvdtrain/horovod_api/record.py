@@ -35,7 +35,9 @@ from hvdtrain.records.metrics import Score
 from hvdtrain.strategies import Exchange
 from hvdtrain.system import exits, locks
 from hvdtrain.system.exits import Failure
+from hvdtrain.training import manifest as run_manifest
 from hvdtrain.training import observers, run_folder
+from hvdtrain.training.summary import advised
 
 VARIABLES = ("RECORD", "RUN_DIR", "RESUME", "MONITOR", "MONITOR_MS", "MONITOR_IDLE_S")
 FAILED_PATIENCE_S = 2.0
@@ -80,6 +82,7 @@ def begin(
         _say(world, f"the script goes on without a run folder: {told}")
         return None
     world.set_run_folder(str(folder), "")
+    world.measure_links()
     seed, rest = script.seed_and_rest(sys.argv)
     manifest = records.Manifest(
         workload=name,
@@ -96,9 +99,9 @@ def begin(
         data={},
         model={"parameters": parameters},
         metric={},
-        **run_folder.surroundings(device, threads, world),
+        **run_manifest.surroundings(device, threads, world),
     )
-    run_folder.keep(manifest, folder, {}, world)
+    run_manifest.keep(manifest, folder, {}, world)
     _recorder = Recorder(world, config, manifest, folder, device, gather)
     exit_status.watch()
     atexit.register(_ended)
@@ -369,7 +372,7 @@ class Recorder:
             summary = self._summary(facts, ended_unix_s)
             self._writer.write(summary)
             _say(self._world, script.words(summary))
-            if tip := run_folder.advised(self._config, summary, self._world.links):
+            if tip := advised(self._config, summary, self._world.links):
                 _say(self._world, tip.replace("--strategy ", "HVDTRAIN_STRATEGY=", 1))
         self._writer.close()
         locks.release()

@@ -124,13 +124,13 @@ class Stages:
     def measured(self, ranks: Communicator, kept: Sequence[str], seconds: Callable[[], Sequence[float]]) -> Partition:
         """Return the partition of --cut-at, of an earlier start of the run (`kept`), or one by measured times.
 
-        `seconds()` measures the time of each layer for one sample. Links are measured too. Collective.
+        `seconds()` measures the time of each layer for one sample. Collective.
         """
         if names := self.config.cut_at or ",".join(kept):
             return partition.named(self.layers, self.mesh.stages, names.split(","))
         times = ranks.gather(list(seconds()))
         fastest = [min(each) for each in zip(*times, strict=True)]  # other programs may have used some processors
-        rates = [link["goodput_mbit"] for link in ranks.measure_links() if link["goodput_mbit"]]
+        rates = [link["goodput_mbit"] for link in ranks.links if link["goodput_mbit"]]
         per_number = NUMBER_BYTES[self.config.activations] * 8e-6 / min(rates) if rates else 0.0
         return partition.balanced(self.layers, self.mesh.stages, fastest, per_number)
 

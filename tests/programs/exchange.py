@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain import data, strategies
+from hvdtrain.comm import world
 from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.comm.launch_env import launch_env
 from hvdtrain.config.options import TrainConfig
@@ -25,8 +26,8 @@ from hvdtrain.models import resnet
 from hvdtrain.observe.timing import Clock
 from hvdtrain.records.metrics import Accuracy
 from hvdtrain.strategies import Strategy
-from hvdtrain.training import job
 from hvdtrain.training.evaluation import evaluate
+from hvdtrain.training.framework import make_replica, prepare
 from hvdtrain.training.threads import Threads
 
 FEATURES, CLASSES, SAMPLES, STEPS, LR = 6, 3, 11, 3, 0.1
@@ -79,18 +80,22 @@ def config_of(framework: str, settings: str, **defaults: Any) -> TrainConfig:
 
 def joined(config: TrainConfig) -> tuple[Communicator, str]:
     """The ranks, and this one's device."""
-    return job.connected(config, strategies.chosen(config), launch_env(), Threads(1, "a small model"))
+    device = prepare(
+        config.framework, Threads(1, "a small model"), device=config.device, local_rank=launch_env().local_rank
+    )
+    backend = strategies.resolve(config).capabilities.backend
+    return world.connect(config.framework, device != "cpu", backend=backend), device
 
 
 def trainer(config: TrainConfig, ranks: Communicator, device: str, weight: np.ndarray) -> tuple[Strategy, Replica]:
     """What trains the linear model from `weight`."""
-    strategy = strategies.chosen(config).make(config, ranks, [weight.shape])
+    strategy = strategies.resolve(config).make(config, ranks, [weight.shape])
     if config.framework == "torch":
         model = torch_model()
     else:
         with ranks.scope():
             model = tensorflow_model()
-    replica = job.replica_of(model, config, ranks, strategy, device, Accuracy())
+    replica = make_replica(model, config, ranks, strategy, device, Accuracy())
     replica.load({**replica.state(), "parameter.weight": weight})
     return strategy, replica
 
@@ -130,8 +135,8 @@ def evaluated(config: TrainConfig, ranks: Communicator, device: str) -> dict[str
         from hvdtrain.models.resnet_torch import ResNetTorch as Model
     else:
         from hvdtrain.models.resnet_tf import ResNetTF as Model
-    strategy = strategies.chosen(config).make(config, ranks, [(1,)])
-    replica = job.replica_of(Model(spec), config, ranks, strategy, device, Accuracy())
+    strategy = strategies.resolve(config).make(config, ranks, [(1,)])
+    replica = make_replica(Model(spec), config, ranks, strategy, device, Accuracy())
     state = resnet.initial_state(spec, 3)
     replica.load({f"parameter.{name}": state[name] for name in resnet.parameters(spec)})
     # Offsets whose mean over ranks is 0: -1 and 1, -1, 0 and 1 for three, times a quarter.

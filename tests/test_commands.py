@@ -96,7 +96,7 @@ def test_train_is_the_workload_s_entry_point() -> None:
         ("mine = mine", "def main(stop) return 0", "mine cannot be imported: expected ':' (mine.py, line 1)"),
         ("mine = mine", "WORKLOAD = 'mine'", "workload mine: mine has no main(stop)"),
         ("mine = gone", "", "workload mine: gone cannot be imported: No module named 'gone'"),
-        ("resnet = mine", "", "two workloads are named resnet: hvdtrain.resnet and mine. Rename an entry point"),
+        ("resnet = mine", "", "two workloads are named resnet: hvdtrain.resnet and mine; hint: rename an entry"),
     ],
 )
 def test_a_bad_workload_of_another_package_is_told_in_a_line(

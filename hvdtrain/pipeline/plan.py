@@ -152,7 +152,7 @@ class Stages:
         )
 
     def facts(self, layers: Partition, rank_batch: int) -> dict[str, str]:
-        """Return what is shown before step 0: one line for the pipeline, and one for each stage."""
+        """Return the facts shown before step 0: one line for the pipeline, and one for each stage."""
         parts, stages = self.micro_batches(rank_batch), self.mesh.stages
         samples = -(-rank_batch // parts)
         idle = partition.bubble(stages, parts)

@@ -97,7 +97,7 @@ class Saving:
         """Complete the temporary folder and rename it."""
         if not self.writer:
             return
-        # Shared files are those of this file system, because other processors may differ in the last bit.
+        # Keep the shared files of this file system, because other processors may differ in the last bit.
         names = [path.name for path in self.temp.iterdir() if COMMON.fullmatch(path.name)]
         shared = {name: self.shared.get(name) or stated(self.temp / name) for name in names}
         own = {name: entry for name, entry in manifest["files"].items() if not COMMON.fullmatch(name)}

@@ -1,4 +1,4 @@
-"""What a run prints: its arithmetic before step 0, and its results after the last step."""
+"""The output of a run: its arithmetic before step 0, and its results after the last step."""
 
 from __future__ import annotations
 

@@ -216,7 +216,7 @@ class Workload:
     def _facts(
         self, run: run_folder.Run, loader: Loader, stages: Stages, exchange: Exchange, used: Threads
     ) -> dict[str, Any]:
-        """Return what is shown before step 0."""
+        """Return the facts that are shown before step 0."""
         config, parameters = self.config, run.model["parameters"]
         layout, shapes = stages.layout(), self._largest_stage(stages)
         facts: dict[str, Any] = {

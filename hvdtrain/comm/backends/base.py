@@ -72,7 +72,7 @@ class LeaderGroup:
         return self.all_to_all([part] * self.count, even=even)
 
     def all_to_all(self, parts: Sequence[np.ndarray], *, even: bool = False) -> list[np.ndarray]:
-        """Send parts[j] to host j and return what each host sent here, in host order, including the own part.
+        """Send parts[j] to host j and return the parts sent here, in host order, including the own part.
 
         All parts have one dtype. For `even`, see `all_to_all_streamed`.
         """

@@ -153,7 +153,7 @@ class TcpCommunicator(Communicator):
         """The leaders' `sent_bytes` when the current exchange began"""
 
     def _disconnect(self) -> None:
-        # Nothing waits here: what was sent still arrives, and a peer that waits for more learns that this rank is gone.
+        # No wait: messages already sent still arrive, and a peer that waits for more notices that this rank is gone.
         for stream in (*self._members, *self._streams, self._leader):
             if stream is not None:
                 stream.socket.close()

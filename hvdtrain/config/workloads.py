@@ -28,8 +28,8 @@ def known() -> dict[str, str]:
     for point in importlib.metadata.entry_points(group=GROUP):
         if modules.setdefault(point.name, point.module) != point.module:
             raise Failure(
-                f"two workloads are named {point.name}: {modules[point.name]} and {point.module}; hint: rename an entry "
-                f"point of the group {GROUP}, or uninstall its package",
+                f"two workloads are named {point.name}: {modules[point.name]} and {point.module}; hint: rename an "
+                f"entry point of the group {GROUP}, or uninstall its package",
                 exits.BAD_CONFIG,
             )
     return modules

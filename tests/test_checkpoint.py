@@ -201,11 +201,6 @@ def test_files_written_by_the_safetensors_library_can_be_read(tmp_path: Path) ->
     assert same({name: loaded[name] for name in shared}, shared)
 
 
-def test_big_endian_arrays_keep_their_values(tmp_path: Path) -> None:
-    make(tmp_path).save(1, {"x": np.arange(5, dtype=">f4")}, {}, {})
-    np.testing.assert_array_equal(found(make(tmp_path)).shared["x"], np.arange(5, dtype="<f4"))
-
-
 def test_saving_and_loading_make_no_second_copy_in_memory(tmp_path: Path) -> None:
     def status(key: str) -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
@@ -307,13 +302,10 @@ def array(shape: Any, start: Any, stop: Any, dtype: Any = "F32") -> dict[str, An
 
 FORGED: dict[str, tuple[Any, str]] = {
     "beyond": ({"a": array([4], 0, 16)}, "arrays end at byte 16 of 8"),
-    "overlap": ({"a": array([2], 0, 8), "b": array([2], 0, 8)}, "does not match its offsets"),
     "gap": ({"a": array([1], 4, 8)}, "does not match its offsets"),
     "huge": ({"a": array([2**40, 2**40], 0, 8)}, "does not match its offsets"),
     "negative": ({"a": array([-2, -1], 0, 8)}, "are not whole numbers"),
-    "text": ({"a": array([2], "0", "8")}, "are not whole numbers"),
     "dtype": ({"a": array([2], 0, 8, "object")}, "KeyError: 'object'"),
-    "no dict": ({"a": 1}, "TypeError"),
     "list": ([1, 2], "is not a valid safetensors file"),
     "nesting": (b"[" * 100_000, "nested more than"),
     "escapes": ({"\x1b]0;x\x07": array([1], 4, 8)}, r"\x1b]0;x"),
@@ -321,13 +313,10 @@ FORGED: dict[str, tuple[Any, str]] = {
 SHARED, OWN, JSON = "shared.safetensors", "rank0000.safetensors", "checkpoint.json"
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "shorter file": (lambda f: os.truncate(f / SHARED, 100), f"{SHARED} has 100 bytes instead of"),
-    "longer file": (lambda f: os.truncate(f / OWN, 9999), f"{OWN} has 9999 bytes"),
     "bit in array": (lambda f: flip(f / SHARED, -1), f"{SHARED} is damaged (SHA-256 differs)"),
-    "bit in header": (lambda f: flip(f / OWN, 0), f"{OWN} is damaged"),
     "missing file": (lambda f: (f / OWN).unlink(), f"{OWN} is missing"),
     "foreign folder": (lambda f: (f / JSON).unlink(), f"{JSON} is missing"),
     "foreign file": (into_a_file, f"{JSON}: Not a directory"),
-    "JSON list": (lambda f: (f / JSON).write_text("[]"), "has schema None"),
     "not text": (lambda f: (f / JSON).write_bytes(b"\xff\xfe\x00"), f"{JSON} is not JSON"),
     "nested JSON": (lambda f: (f / JSON).write_text("[" * 10**6), f"{JSON} is not JSON"),
     "edited JSON": (
@@ -335,7 +324,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         f"{JSON} is damaged",
     ),
     "schema": (lambda f: edit(f / JSON, schema="hvdtrain/checkpoint/9"), "has schema 'hvdtrain/checkpoint/9'"),
-    "no fields": (lambda f: edit(f / JSON, files={}), f"KeyError: '{SHARED}'"),
     "other model": (lambda f: edit(f / JSON, identity=IDENTITY | {"width": 1.0}), "width: 1.0 there, 0.25 here"),
     "renamed": (lambda f: f.rename(f.with_name("step-00000077")), f"disagrees with the step in its {JSON}, 20"),
     "pipe": (lambda f: into_a_pipe(f / SHARED), f"{SHARED}: a pipe, not a plain file"),
@@ -361,20 +349,16 @@ def test_a_damaged_checkpoint_is_rejected_and_the_previous_one_is_used(tmp_path:
 
 POSITION = {"epoch": 2, "consumed": 8, "totals": [0.5, 8.0], "validation_scores": [{"accuracy": 0.5}, {}]}
 IMPOSSIBLE: list[dict[str, Any]] = [
-    {"step": -5},
     {"step": 19},
     {"step": "20"},
-    {"epoch": True},
     {"epoch": 10**400},
     {"epoch": 0, "validation_scores": []},
     {"consumed": 17},
     {"rated_s": math.nan},
-    {"total_rated_s": math.inf},
     {"train_s": -1.0},
     {"best_step": 21},
     {"totals": ["1"]},
     {"validation_scores": [{"accuracy": "high"}, {}]},
-    {"validation_scores": [{}]},
     {"unknown": 1},
 ]
 
@@ -393,12 +377,9 @@ def test_impossible_progress_is_rejected(tmp_path: Path, changes: dict[str, Any]
     assert ["its progress " in line for line in lines] == [True]
 
 
-def test_without_a_valid_checkpoint_none_is_returned_and_the_reasons_are_reported(tmp_path: Path) -> None:
+def test_without_a_valid_checkpoint_the_reasons_are_reported(tmp_path: Path) -> None:
     lines: list[str] = []
-    assert make(tmp_path / "new", report=lines.append).newest() is None
-    assert lines == [f"no checkpoint in {tmp_path / 'new'}"]
     save(tmp_path, 1, 2)
-    lines.clear()
     assert make(tmp_path, report=lines.append, identity=IDENTITY | {"framework": "tensorflow"}).newest() is None
     assert names(2)[0] in lines[0] and names(1)[0] in lines[1]
     assert "framework: 'torch' there, 'tensorflow' here" in lines[0]
@@ -484,93 +465,82 @@ def test_hosts_that_differ_in_the_last_bit_load_their_own_bits(tmp_path: Path) -
     assert run(2, work) == [0.1, 0.1 + 2**-53]
 
 
-@pytest.mark.parametrize("harm", ["flip", "remove", "other"])
-def test_all_ranks_load_the_newest_checkpoint_that_is_valid_everywhere(tmp_path: Path, harm: str) -> None:
+@pytest.mark.parametrize(
+    ("harm", "reason"),
+    [
+        (lambda f: flip(f / "rank0001.safetensors", -1), "rank0001.safetensors is damaged (SHA-256 differs) (rank 1)"),
+        (shutil.rmtree, "it is missing (rank 1)"),
+        (lambda f: edit(f / "checkpoint.json", save="another"), "the hosts hold different saves of this step"),
+    ],
+    ids=["damaged", "missing", "different"],
+)
+def test_all_ranks_load_the_newest_checkpoint_that_is_valid_everywhere(
+    tmp_path: Path, harm: Callable[[Path], Any], reason: str
+) -> None:
     def work(group: Pipes) -> tuple[list[str], bool, int]:
         lines: list[str] = []
         folder = tmp_path / str(group.rank)
         save(folder, 10, 20, group=group)
-        last = folder / names(20)[0]
         if group.rank == 1:
-            if harm == "flip":
-                flip(last / "rank0001.safetensors", -1)
-            elif harm == "remove":
-                shutil.rmtree(last)
-            else:
-                edit(last / "checkpoint.json", save="another")
+            harm(folder / names(20)[0])
         loaded = found(make(folder, group, report=lines.append))
         return lines, whole(loaded, group.rank), loaded.step
 
     (lines, *first), *others = run(3, work)
-    reasons = {
-        "flip": "rejected: rank0001.safetensors is damaged (SHA-256 differs) (rank 1)",
-        "remove": "rejected: it is missing (rank 1)",
-        "other": "rejected: the hosts hold different saves of this step",
-    }
     assert first == [True, 10] and others == [([], True, 10)] * 2
-    assert len(lines) == 1 and lines[0].endswith(reasons[harm])
+    assert len(lines) == 1 and lines[0].endswith(f"rejected: {reason}")
 
 
 def limit_files(size: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
-@pytest.mark.parametrize(
-    ("disk", "trouble"),
-    [
-        ("one disk", "no room"),
-        *(("a disk each", each) for each in ("no room", "folder is a file", "dtype", "nan", "progress", "step")),
-    ],
-)
+FAULTS: dict[str, tuple[int, str]] = {
+    "no room": (IO_ERROR, f"{os.strerror(errno.EFBIG)} on {os.uname().nodename}; hint: raise the limit"),
+    "folder is a file": (CANNOT_WRITE, f"{os.strerror(errno.EEXIST)} on {os.uname().nodename}; hint: check the path"),
+    "dtype": (FAILED, "TypeError: array 'big' of object cannot be stored"),
+    "nan": (FAILED, "parameter.w contains infinity or NaN"),
+    "progress": (FAILED, "TypeError: Object of type float32"),
+    "step": (FAILED, "the ranks are at different steps, [20, 21]"),
+}
+
+
+@pytest.mark.parametrize(("disk", "fault"), [("one disk", "no room"), *(("a disk each", fault) for fault in FAULTS)])
 def test_if_one_rank_fails_all_raise_the_same_failure_and_keep_the_previous_checkpoint(
-    tmp_path: Path, disk: str, trouble: str
+    tmp_path: Path, disk: str, fault: str
 ) -> None:
-    culprit = 0 if trouble == "progress" else 2
+    culprit, (code, reason) = 0 if fault == "progress" else 2, FAULTS[fault]
 
     def work(group: Pipes) -> Any:
-        folder = tmp_path / DISKS[disk](group.rank)
+        folder = usual = tmp_path / DISKS[disk](group.rank)
         save(folder, 10, group=group)
-        shared, local, progress = state(20, group.rank)
-        guilty = group.rank == culprit
-        if guilty and trouble == "no room":
-            limit_files(2000)
-            local["big"] = np.zeros(9999)
-        if guilty and trouble == "dtype":
-            local["big"] = np.zeros(3, object)
-        if guilty and trouble == "nan":
-            local["parameter.w"] = np.array([1, np.nan], np.float16)
-        if guilty and trouble == "progress":
-            progress["loss"] = np.float32(3)
-        if guilty and trouble == "folder is a file":
-            folder = tmp_path / "file"
-            folder.write_text("")
-        try:
-            make(folder, group).save(21 if guilty and trouble == "step" else 20, shared, local, progress)
-        except Failure as failure:
-            limit_files(resource.RLIM_INFINITY)
-            folder = tmp_path / DISKS[disk](group.rank)
-            loaded = found(make(folder, group))
-            group.gather(None)
-            text = str(failure)
-            return failure.code, text[text.index(": ") :], loaded.step, present(folder)
+        (shared, local, progress), step = state(20, group.rank), 20
+        if group.rank == culprit:
+            if fault == "no room":
+                limit_files(2000)
+                local["big"] = np.zeros(9999)
+            elif fault == "folder is a file":
+                folder = tmp_path / "file"
+                folder.write_text("")
+            elif fault == "dtype":
+                local["big"] = np.zeros(3, object)
+            elif fault == "nan":
+                local["parameter.w"] = np.array([1, np.nan], np.float16)
+            elif fault == "progress":
+                progress["loss"] = np.float32(3)
+            else:
+                step = 21
+        with pytest.raises(Failure) as failure:
+            make(folder, group).save(step, shared, local, progress)
+        limit_files(resource.RLIM_INFINITY)
+        loaded, text = found(make(usual, group)), str(failure.value)
+        group.gather(None)
+        return failure.value.code, text[text.index(": ") :], loaded.step, present(usual)
 
-    results = run(3, work)
-    codes = {"no room": IO_ERROR, "folder is a file": CANNOT_WRITE}
-    reasons = {
-        "no room": f"{os.strerror(errno.EFBIG)} on {os.uname().nodename}; hint: raise the limit",
-        "folder is a file": f"{os.strerror(errno.EEXIST)} on {os.uname().nodename}; hint: check the path",
-        "dtype": "TypeError: array 'big' of object cannot be stored",
-        "nan": "parameter.w contains infinity or NaN",
-        "progress": "TypeError: Object of type float32",
-        "step": "the ranks are at different steps, [20, 21]",
-    }
-    codes_seen, texts, steps, entries = zip(*results, strict=True)
-    assert set(codes_seen) == {codes.get(trouble, FAILED)}
-    assert set(steps) == {10}
-    assert all(entry == names(10) for entry in entries)
-    assert all(reasons[trouble] in text and "\n" not in text for text in texts)
-    assert trouble == "step" or all(f"(rank {culprit})" in text for text in texts)
-    assert len(set(texts)) == 1
+    (first, *others) = run(3, work)
+    assert others == [first] * 2 and first[0] == code and first[2:] == (10, names(10))
+    assert reason in first[1] and "\n" not in first[1]
+    assert fault == "step" or f"(rank {culprit})" in first[1]
 
 
 @pytest.mark.parametrize("step", [10, 20], ids=["same step", "next step"])
@@ -667,7 +637,7 @@ def test_a_valid_checkpoint_survives_a_kill_at_any_call_of_a_save(
 @pytest.mark.parametrize(("disk", "again"), [("one disk", False), ("a disk each", True)])
 def test_all_ranks_agree_on_a_valid_checkpoint_after_one_is_killed(memory_path: Path, disk: str, again: bool) -> None:
     step, seen = 10 if again else 20, set()
-    for victim, number in [(number % 2, number) for number in range(1, 44, 4)]:
+    for victim, number in [(number % 2, number) for number in range(1, 44, 5)]:
 
         def place(group: Pipes, number: int = number) -> Path:
             return memory_path / str(number) / DISKS[disk](group.rank)
@@ -725,60 +695,43 @@ def test_a_save_is_durable_before_it_is_renamed_and_before_old_ones_are_removed(
     assert set(rest) == {"removal"}
 
 
-def mounted(folder: Path, options: str) -> bool:
-    command = ["mount", "-t", "tmpfs", "-o", options, "none", str(folder)]
-    return (
-        os.geteuid() == 0
-        and bool(shutil.which("mount"))
-        and not subprocess.run(command, capture_output=True).returncode
-    )
-
-
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 2 MiB with a checkpoint, or a limit of 1 MiB for each file if this process may not mount."""
+    """A checkpoint folder on a disk of 2 MiB, or with a limit of 1 MiB for each file if this process may not mount."""
     folder = tmp_path / "disk"
     folder.mkdir()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    mount = mounted(folder, "size=2m")
-    if not mount:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(folder)]
+    mounted = os.geteuid() == 0 and not subprocess.run(mount, capture_output=True).returncode
+    if not mounted:
         limit_files(1 << 20)
     save(folder / "checkpoints", 10)
     yield folder / "checkpoints"
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    if mount:
+    if mounted:
         subprocess.run(["umount", str(folder)], check=True)
 
 
 def test_a_full_disk_is_an_io_error_and_the_previous_checkpoint_is_kept(small_disk: Path) -> None:
-    shared = {"big": np.zeros(1 << 19)}
     for _ in range(2):  # leftovers of the first attempt would fill the disk
         with failing(IO_ERROR, r"(No space left on device|File too large) on .*; "):
-            make(small_disk).save(20, shared, {}, {})
+            make(small_disk).save(20, {"big": np.zeros(1 << 19)}, {}, {})
         assert present(small_disk) == names(10)
-    assert shared["big"].sum() == 0
     assert whole(found(make(small_disk)))
     save(small_disk, 20)
 
 
-def test_a_read_only_folder_can_still_be_read(tmp_path: Path) -> None:
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = mounted(folder, "size=2m")
-    if not mount and os.geteuid() == 0:
+def test_a_read_only_folder_can_still_be_read(small_disk: Path) -> None:
+    if small_disk.parent.is_mount():
+        subprocess.run(["mount", "-o", "remount,ro", str(small_disk.parent)], check=True)
+    elif os.geteuid() == 0:
         pytest.skip("root can write anywhere and cannot mount here")
-    save(folder, 10)
-    try:
-        if mount:
-            subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
-        else:
-            folder.chmod(0o555)
-        with failing(CANNOT_WRITE, "check the path and its permissions"):
-            save(folder, 20)
-        assert whole(found(make(folder)))
-        assert present(folder) == names(10)
-    finally:
-        folder.chmod(0o755) if not mount else subprocess.run(["umount", str(folder)], check=True)
+    else:
+        small_disk.chmod(0o555)
+    with failing(CANNOT_WRITE, "check the path and its permissions"):
+        save(small_disk, 20)
+    assert whole(found(make(small_disk)))
+    assert present(small_disk) == names(10)
 
 
 def test_a_folder_that_cannot_be_listed_is_a_failure(tmp_path: Path) -> None:

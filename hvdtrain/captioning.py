@@ -31,8 +31,7 @@ from hvdtrain.models import captioner
 from hvdtrain.records import metrics
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
-from hvdtrain.training import job as workload
-from hvdtrain.training import trained
+from hvdtrain.training import trained, workload
 
 WORKLOAD = "captioning"
 
@@ -114,7 +113,7 @@ def bleu_scores(
 
 def main(stop: lifecycle.StopSignal) -> int:
     # 1. Options: flags, file, environment; and this process's rank from the launcher.
-    config, place = workload.begin(CaptioningConfig, WORKLOAD, __doc__ or "")
+    config, environment = workload.begin(CaptioningConfig, WORKLOAD, __doc__ or "")
     config = dataclasses.replace(config, encoder=config.chosen_encoder)
 
     # 2. Data: images and captions. A batch has captions of similar length, and is weighted by its number of words.
@@ -142,16 +141,20 @@ def main(stop: lifecycle.StopSignal) -> int:
     job = workload.Workload(
         name=WORKLOAD,
         config=config,
-        place=place,
-        dataset=dataset,
-        data={"words": len(dataset.vocabulary), "image_shape": dataset.images.shape[1:], "bleu": signature},
-        data_words=f"{counts} images of {width}x{height}, {len(dataset.vocabulary):,} words",
-        model={"name": "captioner", "spec": dataclasses.asdict(spec), "encoder": weights},
-        model_words=f"captioner, encoder {config.encoder}",
-        shapes=captioner.parameters(spec),
+        environment=environment,
+        data=workload.Data(
+            dataset=dataset,
+            title=f"{counts} images of {width}x{height}, {len(dataset.vocabulary):,} words",
+            facts={"words": len(dataset.vocabulary), "image_shape": dataset.images.shape[1:], "bleu": signature},
+        ),
+        model=workload.Model(
+            title=f"captioner, encoder {config.encoder}",
+            facts={"name": "captioner", "spec": dataclasses.asdict(spec), "encoder": weights},
+            shapes=captioner.parameters(spec),
+            multiply_adds=captioner.multiply_adds(spec),
+            layers=captioner.layers(spec, math.ceil(dataset.train.lengths.mean())),
+        ),
         metric=metric,
-        multiply_adds=captioner.multiply_adds(spec),
-        layers=captioner.layers(spec, math.ceil(dataset.train.lengths.mean())),
     ).connect()
     if job is None:  # a dry run
         return exits.OK

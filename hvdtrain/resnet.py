@@ -22,7 +22,7 @@ from hvdtrain.models import resnet
 from hvdtrain.records import metrics
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
-from hvdtrain.training import job as workload
+from hvdtrain.training import workload
 
 WORKLOAD = "resnet"
 
@@ -70,7 +70,7 @@ class ResNetConfig(ResNetData, options.TrainConfig):
 
 def main(stop: lifecycle.StopSignal) -> int:
     # 1. Options: flags, file, environment; and this process's rank from the launcher.
-    config, place = workload.begin(ResNetConfig, WORKLOAD, __doc__ or "")
+    config, environment = workload.begin(ResNetConfig, WORKLOAD, __doc__ or "")
 
     # 2. Data: memory-mapped splits.
     dataset = data.load(config.data, config.size())
@@ -87,21 +87,25 @@ def main(stop: lifecycle.StopSignal) -> int:
     job = workload.Workload(
         name=WORKLOAD,
         config=config,
-        place=place,
-        dataset=dataset,
-        data={"classes": classes, "image_shape": dataset.image_shape},
-        data_words=f"{len(dataset.train):,} training, {len(dataset.validation):,} validation, {len(dataset.test):,} "
-        f"test images of {width}x{height}x{channels}, {classes} classes",
-        model={"name": "resnet34", "spec": dataclasses.asdict(spec)},
-        model_words=f"ResNet-34, width {config.width:g}",
-        shapes=resnet.parameters(spec),
+        environment=environment,
+        data=workload.Data(
+            dataset=dataset,
+            title=f"{len(dataset.train):,} training, {len(dataset.validation):,} validation, {len(dataset.test):,} "
+            f"test images of {width}x{height}x{channels}, {classes} classes",
+            facts={"classes": classes, "image_shape": dataset.image_shape},
+        ),
+        model=workload.Model(
+            title=f"ResNet-34, width {config.width:g}",
+            facts={"name": "resnet34", "spec": dataclasses.asdict(spec)},
+            shapes=resnet.parameters(spec),
+            multiply_adds=resnet.multiply_adds(spec, height, width),
+            layers=resnet.layers(spec, height, width),
+        ),
         metric=metric,
-        multiply_adds=resnet.multiply_adds(spec, height, width),
-        layers=resnet.layers(spec, height, width),
     ).connect()
     if job is None:  # a dry run
         return exits.OK
-    plan, (rows, columns, _) = job.about.plan, job.work.layers[-2].output
+    plan, (rows, columns, _) = job.run.plan, job.workload.model.layers[-2].output
     if plan.global_batch // plan.ranks * rows * columns == 1:
         message = f"with {plan.global_batch} samples per step a rank has one, and the last feature maps have one pixel"
         hint = "BatchNorm needs two values: increase the batch size or --image-size"

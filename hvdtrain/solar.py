@@ -29,8 +29,7 @@ from hvdtrain.models import solar as nets
 from hvdtrain.records import metrics
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
-from hvdtrain.training import job as workload
-from hvdtrain.training import trained
+from hvdtrain.training import trained, workload
 
 WORKLOAD = "solar"
 DEFAULT_NET, DEFAULT_BATCH = "p3-k1", 100
@@ -143,7 +142,7 @@ def open_run(folder: Path, framework: str) -> tuple[Any, data.Windows]:
 
 def main(stop: lifecycle.StopSignal) -> int:
     # 1. Options: flags, file, environment; and this process's rank from the launcher.
-    config, place = workload.begin(SolarConfig, WORKLOAD, __doc__ or "")
+    config, environment = workload.begin(SolarConfig, WORKLOAD, __doc__ or "")
 
     # 2. Data: windows of readings, as views, split by time.
     dataset = opened(config)
@@ -163,18 +162,22 @@ def main(stop: lifecycle.StopSignal) -> int:
     job = workload.Workload(
         name=WORKLOAD,
         config=config,
-        place=place,
-        dataset=dataset,
-        data=about,
-        data_words=f"{len(dataset.train):,} training, {len(dataset.validation):,} validation, {len(dataset.test):,} "
-        f"test windows of {'x'.join(map(str, dataset.shape))}, {about['step_s']} s from reading to reading, "
-        f"{about['step_s'] * config.ahead} s ahead; left out: {left_out or 'none'}",
-        model={"name": config.net or ("own" if config.hidden else DEFAULT_NET), "spec": dataclasses.asdict(spec)},
-        model_words=words,
-        shapes=numbers.parameters(spec),
+        environment=environment,
+        data=workload.Data(
+            dataset=dataset,
+            title=f"{len(dataset.train):,} training, {len(dataset.validation):,} validation, {len(dataset.test):,} "
+            f"test windows of {'x'.join(map(str, dataset.shape))}, {about['step_s']} s from reading to reading, "
+            f"{about['step_s'] * config.ahead} s ahead; left out: {left_out or 'none'}",
+            facts=about,
+        ),
+        model=workload.Model(
+            title=words,
+            facts={"name": config.net or ("own" if config.hidden else DEFAULT_NET), "spec": dataclasses.asdict(spec)},
+            shapes=numbers.parameters(spec),
+            multiply_adds=numbers.multiply_adds(spec),
+            layers=numbers.layers(spec),
+        ),
         metric=metric,
-        multiply_adds=numbers.multiply_adds(spec),
-        layers=numbers.layers(spec),
     ).connect()
     if job is None:  # a dry run
         return exits.OK

@@ -27,7 +27,7 @@ from hvdtrain.models import mlp
 from hvdtrain.records import metrics
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
-from hvdtrain.training import job as workload
+from hvdtrain.training import workload
 
 WORKLOAD = "tabular"
 
@@ -64,7 +64,7 @@ class TabularConfig(TabularData, options.TrainConfig):
 
 def main(stop: lifecycle.StopSignal) -> int:
     # 1. Options: flags, file, environment; and this process's rank from the launcher.
-    config, place = workload.begin(TabularConfig, WORKLOAD, __doc__ or "")
+    config, environment = workload.begin(TabularConfig, WORKLOAD, __doc__ or "")
 
     # 2. Data: the rows of the file, split and standardized.
     dataset = tabular.load(config.data, config.missing)
@@ -81,17 +81,21 @@ def main(stop: lifecycle.StopSignal) -> int:
     job = workload.Workload(
         name=WORKLOAD,
         config=config,
-        place=place,
-        dataset=dataset,
-        data={"classes": classes, "class_names": columns.classes, "features": features},
-        data_words=f"{len(dataset.train):,} training, {len(dataset.validation):,} validation, {len(dataset.test):,} "
-        f"test rows of {features} features, {classes} classes ({dataset.file_format})",
-        model={"name": "mlp", "spec": dataclasses.asdict(spec)},
-        model_words=f"multilayer perceptron {'-'.join(map(str, spec.sizes))}",
-        shapes=mlp.parameters(spec),
+        environment=environment,
+        data=workload.Data(
+            dataset=dataset,
+            title=f"{len(dataset.train):,} training, {len(dataset.validation):,} validation, {len(dataset.test):,} "
+            f"test rows of {features} features, {classes} classes ({dataset.file_format})",
+            facts={"classes": classes, "class_names": columns.classes, "features": features},
+        ),
+        model=workload.Model(
+            title=f"multilayer perceptron {'-'.join(map(str, spec.sizes))}",
+            facts={"name": "mlp", "spec": dataclasses.asdict(spec)},
+            shapes=mlp.parameters(spec),
+            multiply_adds=mlp.multiply_adds(spec),
+            layers=mlp.layers(spec),
+        ),
         metric=metric,
-        multiply_adds=mlp.multiply_adds(spec),
-        layers=mlp.layers(spec),
     ).connect()
     if job is None:  # a dry run
         return exits.OK

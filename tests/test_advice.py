@@ -13,7 +13,7 @@ from hvdtrain import records, strategies
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.observe.timing import Spent, step_shares
 from hvdtrain.strategies.advice import advice, network_s
-from hvdtrain.training import run_folder
+from hvdtrain.training.summary import advised
 
 HIERARCHICAL, POWERSGD = "--strategy hierarchical", "--strategy powersgd:rank=4"
 LOCAL = "--strategy local-sgd:every=4,staleness=2+powersgd:rank=12,bits=4"
@@ -51,7 +51,7 @@ def test_advice_follows_the_link_and_is_at_least_the_next_level(
         return
     assert text is not None
     assert text.startswith(f"try {flags} (")
-    strategies.chosen(TrainConfig(strategy=flags.removeprefix("--strategy ")))
+    strategies.resolve(TrainConfig(strategy=flags.removeprefix("--strategy ")))
 
 
 def test_ranks_that_wait_for_slower_ones_are_advised_to_use_unequal_shares() -> None:
@@ -76,7 +76,7 @@ def test_the_network_time_is_compared_with_the_computation_of_a_step() -> None:
     shares = {"data": 0.0, "compute": 0.5, "exchange": 0.5, "exchange_least": 0.5}
     summary = msgspec.structs.replace(runs.summary(made, Path("run"), 0.0), step_shares=shares)
     for changes in ({"train_s": 300.0}, {"samples_per_s": None}):  # a long warm-up; a script that logs no samples
-        text = run_folder.advised(TrainConfig(), msgspec.structs.replace(summary, **changes), [{"goodput_mbit": 6.4}])
+        text = advised(TrainConfig(), msgspec.structs.replace(summary, **changes), [{"goodput_mbit": 6.4}])
         assert text and "take 10 times as long" in text, "5 s for 4 MB"
 
 

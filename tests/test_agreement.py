@@ -99,7 +99,7 @@ def test_one_bit_of_one_rank_is_found_by_all(name: str) -> None:
     said, ranks = checked([state(), state(), last_bit(f"parameter.{name}"), state()])
     assert len(set(said)) == 1
     assert said[0] is not None
-    assert f"the weights of rank 2 are not those of the other ranks: {name} of 4 tensors differ" in said[0]
+    assert f"the weights of rank 2 differ from those of the other ranks in {name} of 4 tensors" in said[0]
     assert all(rank.given_bytes < 100 for rank in ranks)
 
 
@@ -108,7 +108,7 @@ def test_several_ranks_and_tensors_are_named() -> None:
     both["parameter.c"] = both["parameter.c"] + 1
     said, _ = checked([both, state(), state(), last_bit("parameter.c"), state()])
     assert said[0] is not None
-    assert "the weights of rank 0, 3 are not those of the other ranks: a and 1 more of 4 tensors differ" in said[0]
+    assert "the weights of rank 0, 3 differ from those of the other ranks in a and 1 more of 4 tensors" in said[0]
 
 
 def test_of_two_ranks_that_differ_the_second_is_named() -> None:
@@ -135,7 +135,7 @@ def test_a_disturbed_rank_stops_the_run_and_is_named(
     assert done.returncode == 1, done.stderr
     said = [line for line in done.stderr.splitlines() if "hvdtrain: " in line]
     assert said, done.stderr
-    text = f"the weights of rank 1 are not those of the other ranks: {TENSOR} of {TENSORS} tensors differ"
+    text = f"the weights of rank 1 differ from those of the other ranks in {TENSOR} of {TENSORS} tensors"
     assert all(text in line for line in said)
     assert launcher != "mpirun" or len(said) == 1, said
     assert len(read_run(tmp_path)["step"]) == steps

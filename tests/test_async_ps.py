@@ -24,12 +24,12 @@ from thread_ranks import ThreadRendezvous, at_once, meetings
 
 from hvdtrain import strategies
 from hvdtrain.comm.backends.base import Endpoint
-from hvdtrain.comm.backends.servers import NUMBERS, ServerCommunicator
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.launch import survive
 from hvdtrain.strategies import Layout
 from hvdtrain.strategies.studies.async_ps import AsyncPS
 from hvdtrain.strategies.studies.server import Server
+from hvdtrain.strategies.studies.servers import NUMBERS, ServerCommunicator
 from hvdtrain.system.exits import Failure
 
 DRAW = np.random.default_rng(3)
@@ -131,7 +131,7 @@ def test_the_weights_are_the_initial_ones_minus_all_updates(
 def test_impossible_combinations_are_rejected() -> None:
     for options in ({"precision": "fp16"}, {"optimizer": "adam"}):
         with pytest.raises(Failure) as error:
-            strategies.chosen(TrainConfig(strategy="async-ps", **options))
+            strategies.resolve(TrainConfig(strategy="async-ps", **options))
         assert error.value.code == 78
     assert resnet(2, "--strategy", "async-ps:servers=3", "--epochs", "1").returncode == 78
 

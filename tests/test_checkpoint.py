@@ -1,6 +1,6 @@
-"""Laws of checkpoints: what is saved is what is loaded; whatever happens, there is always a whole one; all ranks agree.
+"""Laws of checkpoints: arrays survive a save unchanged, a valid checkpoint always exists, and all ranks agree on it.
 
-Ranks are real processes joined by pipes; a host with a disk of its own is a root folder of its own.
+Ranks are processes connected by pipes. A folder stands for the disk of a host.
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ from hypothesis.extra import numpy as hnp
 from safetensors.numpy import load_file, save_file
 
 from hvdtrain.records import arrays_file
-from hvdtrain.system.exits import BAD_CONFIG, CANNOT_WRITE, FAILED, IO_ERROR, NO_PERMISSION, Failure
-from hvdtrain.training import checkpoint
+from hvdtrain.system.exits import CANNOT_WRITE, FAILED, IO_ERROR, NO_PERMISSION, Failure
 from hvdtrain.training.checkpoint import Checkpoints, Loaded
+from hvdtrain.training.checkpoint_files import digest
 from hvdtrain.training.train_state import Position
 
 IDENTITY = {"workload": "resnet", "framework": "torch", "parameters": "ab12", "width": 0.25}
-MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # for the laws with many examples and no need of a disk
+MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+"""Faster than a disk, for laws with many examples"""
 
 
 class Pipes:
-    """A group of processes in a star of pipes around rank 0."""
+    """A group of processes, each connected with rank 0 by pipes."""
 
     def __init__(self, rank: int, size: int, pipes: list[tuple[Connection, Connection]]) -> None:
         self.rank, self.size, self._pipes = rank, size, pipes
@@ -75,9 +76,9 @@ ALONE = Pipes(0, 1, [])
 
 
 def run(size: int, work: Callable[[Pipes], Any]) -> list[Any]:
-    """work(group) in `size` processes: each one's result, or its Failure as (code, text), or None if it was killed.
+    """Call work(group) in `size` processes. Results are (code, text) for a Failure and None for a killed process.
 
-    As a launcher does, the death of one kills the others.
+    As under a launcher, the death of one process kills the others.
     """
     fork = multiprocessing.get_context("fork")
     pipes = [fork.Pipe() for _ in range(size)]
@@ -155,7 +156,7 @@ def names(*steps: int) -> list[str]:
     return [f"step-{step:08d}" for step in steps]
 
 
-# What is saved is what is loaded
+# --- arrays survive unchanged ---------------------------------------------------------------------------------------
 
 DTYPES = [np.float32, np.float64, np.float16, np.int64, np.uint8, np.uint16, np.bool_, np.complex64, np.int8, np.uint64]
 
@@ -166,21 +167,21 @@ def arrays(draw: st.DrawFn) -> np.ndarray:
     dtype = np.dtype(draw(st.sampled_from(DTYPES)))
     count = int(np.prod(shape)) * dtype.itemsize
     raw = np.frombuffer(draw(st.binary(min_size=count, max_size=count)), np.uint8)
-    array = (raw % 2 if dtype.kind == "b" else raw).view(dtype).reshape(shape)  # any bits, NaNs too
+    array = (raw % 2 if dtype.kind == "b" else raw).view(dtype).reshape(shape)  # any bits, including NaN
     if array.ndim and draw(st.booleans()):
         array = array.transpose(draw(st.permutations(range(array.ndim))))
         array = array[(slice(None, None, draw(st.sampled_from([1, 2, -1]))),)]
     return array
 
 
-@settings(max_examples=80)
+@settings(max_examples=30)
 @given(
     st.dictionaries(st.text(max_size=8), arrays(), max_size=5),
     st.dictionaries(st.text(max_size=8), arrays(), max_size=2),
     st.dictionaries(st.text(max_size=8), st.integers() | st.floats(allow_nan=False) | st.text() | st.lists(st.none())),
     st.integers(0, 10**10),
 )
-def test_what_is_saved_is_what_is_loaded(shared: Any, local: Any, progress: Any, step: int) -> None:
+def test_load_returns_what_was_saved(shared: Any, local: Any, progress: Any, step: int) -> None:
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
         path = make(Path(folder) / "checkpoints").save(step, shared, local, progress)
         loaded = found(make(Path(folder) / "checkpoints"))
@@ -192,7 +193,7 @@ def test_what_is_saved_is_what_is_loaded(shared: Any, local: Any, progress: Any,
         assert same({name: library[name] for name in shared}, shared)
 
 
-def test_files_of_the_safetensors_library_load(tmp_path: Path) -> None:
+def test_files_written_by_the_safetensors_library_can_be_read(tmp_path: Path) -> None:
     shared = {"b": np.arange(6.0).reshape(2, 3), "a": np.array(3, np.int16)}
     save_file(shared, tmp_path / "x")
     digest = hashlib.sha256((tmp_path / "x").read_bytes()).hexdigest()
@@ -200,12 +201,7 @@ def test_files_of_the_safetensors_library_load(tmp_path: Path) -> None:
     assert same({name: loaded[name] for name in shared}, shared)
 
 
-def test_big_endian_arrays_keep_their_values(tmp_path: Path) -> None:
-    make(tmp_path).save(1, {"x": np.arange(5, dtype=">f4")}, {}, {})
-    np.testing.assert_array_equal(found(make(tmp_path)).shared["x"], np.arange(5, dtype="<f4"))
-
-
-def test_no_second_copy_in_memory(tmp_path: Path) -> None:
+def test_saving_and_loading_make_no_second_copy_in_memory(tmp_path: Path) -> None:
     def status(key: str) -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith(key))
@@ -226,12 +222,12 @@ def test_no_second_copy_in_memory(tmp_path: Path) -> None:
     assert load_mib < 64 + 8
 
 
-# Which ones stay
+# --- which checkpoints are kept --------------------------------------------------------------------------------------
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(st.lists(st.booleans(), min_size=1, max_size=8), st.integers(1, 3))
-def test_the_last_k_and_the_best_stay(bests: list[bool], keep: int) -> None:
+def test_the_last_k_and_the_best_are_kept(bests: list[bool], keep: int) -> None:
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
         for step, best in enumerate(bests):
             make(Path(folder), keep=keep).save(step, *state(step), best=best)
@@ -240,7 +236,7 @@ def test_the_last_k_and_the_best_stay(bests: list[bool], keep: int) -> None:
         assert present(Path(folder)) == names(*sorted({*last, *best_steps}))
 
 
-def test_of_other_runs_nothing_is_removed_and_of_leftovers_only_ours(tmp_path: Path) -> None:
+def test_only_old_checkpoints_and_leftovers_of_this_run_are_removed(tmp_path: Path) -> None:
     save(tmp_path, 1, 2, identity={"workload": "captioning"})
     others = [*names(1, 2), ".saving-notes", ".saving-step-00000001-short", "step-1", "notes"]
     for name in [*others[2:], *(f".{kind}-step-00000003-0123456789abcdef" for kind in ("saving", "removing"))]:
@@ -251,34 +247,27 @@ def test_of_other_runs_nothing_is_removed_and_of_leftovers_only_ours(tmp_path: P
     assert present(tmp_path) == sorted([*others, *names(4, 5)])
 
 
-def test_refused_ones_neither_count_nor_hide_what_is_saved_after_them(tmp_path: Path) -> None:
+def test_rejected_and_later_checkpoints_are_neither_counted_nor_removed(tmp_path: Path) -> None:
     save(tmp_path, 10, 20, 30, keep=3)
     for step in (20, 30):
         os.truncate(tmp_path / names(step)[0] / "shared.safetensors", 99)
-    run_ = make(tmp_path, keep=1)
-    assert found(run_).step == 10
-    run_.save(25, *state(25))
+    checkpoints = make(tmp_path, keep=1)
+    assert found(checkpoints).step == 10
+    checkpoints.save(25, *state(25))
     assert present(tmp_path) == names(20, 25, 30)
     assert found(make(tmp_path)).step == 25
-    run_.save(30, *state(30))
-    assert present(tmp_path) == names(20, 30), "it is none of those that were refused any more"
-    assert found(make(tmp_path)).step == 30
+    checkpoints.save(30, *state(30))
+    assert present(tmp_path) == names(20, 30), "step 30 is no longer a rejected one"
 
 
-def test_later_ones_than_the_one_saved_are_left_alone(tmp_path: Path) -> None:
-    save(tmp_path, 10, 20, 30, keep=3)
-    save(tmp_path, 15, keep=1)
-    assert present(tmp_path) == names(15, 20, 30)
-
-
-# Refusals, each with its reason, each falling back to the one before
+# --- invalid checkpoints are rejected with a reason, and the previous one is used ------------------------------------
 
 
 def edit(path: Path, **fields: Any) -> None:
-    """Change checkpoint.json as another version would, with a digest that fits."""
+    """Change fields of checkpoint.json, with a digest that fits."""
     manifest = json.loads(path.read_text()) | fields
     del manifest["digest"]
-    path.write_text(json.dumps(manifest | {"digest": checkpoint._digest(manifest)}))
+    path.write_text(json.dumps(manifest | {"digest": digest(manifest)}))
 
 
 def flip(path: Path, at: int) -> None:
@@ -292,18 +281,13 @@ def into_a_file(folder: Path) -> None:
     folder.write_text("")
 
 
-def into_a_folder(file: Path) -> None:
-    file.unlink()
-    file.mkdir()
-
-
 def into_a_pipe(file: Path) -> None:
     file.unlink()
     os.mkfifo(file)
 
 
 def forged(folder: Path, head: Any, data: bytes = bytes(8), head_bytes: int | None = None) -> None:
-    """Another shared.safetensors, of which checkpoint.json tells the right size and SHA-256."""
+    """Replace shared.safetensors, with its size and SHA-256 in checkpoint.json."""
     text = head if isinstance(head, bytes) else json.dumps(head).encode()
     whole = (len(text) if head_bytes is None else head_bytes).to_bytes(8, "little") + text + data
     (folder / "shared.safetensors").write_bytes(whole)
@@ -318,115 +302,69 @@ def array(shape: Any, start: Any, stop: Any, dtype: Any = "F32") -> dict[str, An
 
 FORGED: dict[str, tuple[Any, str]] = {
     "beyond": ({"a": array([4], 0, 16)}, "arrays end at byte 16 of 8"),
-    "overlap": ({"a": array([2], 0, 8), "b": array([2], 0, 8)}, "'b' of [2] does not match its offsets, 0 to 8"),
-    "gap": ({"a": array([1], 4, 8)}, "'a' of [1] does not match its offsets"),
-    "other shape": ({"a": array([2**40, 2**40], 0, 8)}, "does not match its offsets"),
+    "gap": ({"a": array([1], 4, 8)}, "does not match its offsets"),
+    "huge": ({"a": array([2**40, 2**40], 0, 8)}, "does not match its offsets"),
     "negative": ({"a": array([-2, -1], 0, 8)}, "are not whole numbers"),
-    "no number": ({"a": array(["2"], 0, 8)}, "are not whole numbers"),
-    "text for numbers": ({"a": array([2], "0", "8")}, "are not whole numbers"),
-    "unknown dtype": ({"a": array([2], 0, 8, "object")}, "KeyError: 'object'"),
-    "no dtype": ({"a": array([2], 0, 8, [])}, "TypeError"),
-    "no dict": ({"a": 1}, "TypeError"),
+    "dtype": ({"a": array([2], 0, 8, "object")}, "KeyError: 'object'"),
     "list": ([1, 2], "is not a valid safetensors file"),
-    "deep": (b"[" * 100_000, "nested more than"),
+    "nesting": (b"[" * 100_000, "nested more than"),
     "escapes": ({"\x1b]0;x\x07": array([1], 4, 8)}, r"\x1b]0;x"),
 }
+SHARED, OWN, JSON = "shared.safetensors", "rank0000.safetensors", "checkpoint.json"
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "truncated": (
-        lambda f: os.truncate(f / "shared.safetensors", 100),
-        "shared.safetensors has 100 bytes instead of",
+    "shorter file": (lambda f: os.truncate(f / SHARED, 100), f"{SHARED} has 100 bytes instead of"),
+    "bit in array": (lambda f: flip(f / SHARED, -1), f"{SHARED} is damaged (SHA-256 differs)"),
+    "missing file": (lambda f: (f / OWN).unlink(), f"{OWN} is missing"),
+    "foreign folder": (lambda f: (f / JSON).unlink(), f"{JSON} is missing"),
+    "foreign file": (into_a_file, f"{JSON}: Not a directory"),
+    "not text": (lambda f: (f / JSON).write_bytes(b"\xff\xfe\x00"), f"{JSON} is not JSON"),
+    "nested JSON": (lambda f: (f / JSON).write_text("[" * 10**6), f"{JSON} is not JSON"),
+    "edited JSON": (
+        lambda f: (f / JSON).write_text((f / JSON).read_text().replace('"epoch": 2', '"epoch": 3')),
+        f"{JSON} is damaged",
     ),
-    "longer": (lambda f: os.truncate(f / "rank0000.safetensors", 9999), "rank0000.safetensors has 9999 bytes"),
-    "empty": (lambda f: os.truncate(f / "shared.safetensors", 0), "has 0 bytes"),
-    "bit in array": (lambda f: flip(f / "shared.safetensors", -1), "shared.safetensors is damaged (SHA-256 differs)"),
-    "bit in header": (lambda f: flip(f / "rank0000.safetensors", 0), "rank0000.safetensors is damaged"),
-    "missing": (lambda f: (f / "rank0000.safetensors").unlink(), "rank0000.safetensors is missing"),
-    "foreign folder": (
-        lambda f: (f / "checkpoint.json").unlink(),
-        "checkpoint.json is missing (the folder is not hvdtrain's",
-    ),
-    "foreign file": (into_a_file, "checkpoint.json: Not a directory"),
-    "foreign JSON": (lambda f: (f / "checkpoint.json").write_text('{"step": 1}'), "is of schema None"),
-    "JSON list": (lambda f: (f / "checkpoint.json").write_text("[]"), "is of schema None"),
-    "not JSON": (lambda f: (f / "checkpoint.json").write_text('{"step": '), "checkpoint.json is not JSON"),
-    "not text": (lambda f: (f / "checkpoint.json").write_bytes(b"\xff\xfe\x00"), "checkpoint.json is not JSON"),
-    "deep JSON": (lambda f: (f / "checkpoint.json").write_text("[" * 10**6), "checkpoint.json is not JSON"),
-    "bit in JSON": (
-        lambda f: (f / "checkpoint.json").write_text(
-            (f / "checkpoint.json").read_text().replace('"epoch": 2', '"epoch": 3')
-        ),
-        "checkpoint.json is damaged",
-    ),
-    "schema": (
-        lambda f: edit(f / "checkpoint.json", schema="hvdtrain/checkpoint/9"),
-        "is of schema 'hvdtrain/checkpoint/9', this version",
-    ),
-    "no fields": (lambda f: edit(f / "checkpoint.json", files={}), "KeyError: 'shared.safetensors'"),
-    "older model": (
-        lambda f: edit(f / "checkpoint.json", identity=IDENTITY | {"width": 1.0}),
-        "width: 1.0 there, 0.25 here",
-    ),
-    "new field": (
-        lambda f: edit(f / "checkpoint.json", identity={"workload": "resnet"}),
-        "framework: None there, 'torch' here",
-    ),
-    "renamed": (lambda f: f.rename(f.with_name("step-00000077")), "disagrees with the step in its checkpoint.json, 20"),
-    "a directory": (lambda f: into_a_folder(f / "shared.safetensors"), "a folder, not a plain file"),
-    "a pipe": (lambda f: into_a_pipe(f / "shared.safetensors"), "shared.safetensors: a pipe, not a plain file"),
-    "JSON pipe": (lambda f: into_a_pipe(f / "checkpoint.json"), "checkpoint.json: a pipe, not a plain file"),
-    "other place": (
-        lambda f: edit(f / "checkpoint.json", files={"../step-00000010/shared.safetensors": {}}),
-        "which is no file of a checkpoint",
-    ),
-    "no bytes": (lambda f: edit(f / "checkpoint.json", files={"shared.safetensors": {"bytes": "1"}}), "neither bytes"),
-    "head too long": (lambda f: forged(f, b"{}", head_bytes=2**63), "a header of 9223372036854775808 bytes"),
+    "schema": (lambda f: edit(f / JSON, schema="hvdtrain/checkpoint/9"), "has schema 'hvdtrain/checkpoint/9'"),
+    "other model": (lambda f: edit(f / JSON, identity=IDENTITY | {"width": 1.0}), "width: 1.0 there, 0.25 here"),
+    "renamed": (lambda f: f.rename(f.with_name("step-00000077")), f"disagrees with the step in its {JSON}, 20"),
+    "pipe": (lambda f: into_a_pipe(f / SHARED), f"{SHARED}: a pipe, not a plain file"),
+    "JSON pipe": (lambda f: into_a_pipe(f / JSON), f"{JSON}: a pipe, not a plain file"),
+    "other folder": (lambda f: edit(f / JSON, files={f"../step-00000010/{SHARED}": {}}), "not a file of a checkpoint"),
+    "no size": (lambda f: edit(f / JSON, files={SHARED: {"bytes": "1"}}), "no valid size and SHA-256"),
+    "long head": (lambda f: forged(f, b"{}", head_bytes=2**63), "a header of 9223372036854775808 bytes"),
     **{name: (lambda f, head=head: forged(f, head), reason) for name, (head, reason) in FORGED.items()},
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_what_is_wrong_is_refused_with_the_reason_and_the_one_before_is_used(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_checkpoint_is_rejected_and_the_previous_one_is_used(tmp_path: Path, damage: str) -> None:
     harm, reason = DAMAGES[damage]
     save(tmp_path, 10, 20)
     harm(tmp_path / names(20)[0])
     lines: list[str] = []
     loaded = found(make(tmp_path, report=lines.append))
-    assert loaded.step == 10
-    assert whole(loaded)
-    assert len(lines) == 1
-    assert "refused: " in lines[0]
-    assert reason in lines[0]
-    assert "\n" not in lines[0]
+    assert loaded.step == 10 and whole(loaded)
+    (line,) = lines
+    assert "rejected: " in line and reason in line and "\n" not in line
 
 
 POSITION = {"epoch": 2, "consumed": 8, "totals": [0.5, 8.0], "validation_scores": [{"accuracy": 0.5}, {}]}
-FORGED_PROGRESS: list[dict[str, Any]] = [
-    {"step": -5},
-    {"step": 10**9},
+IMPOSSIBLE: list[dict[str, Any]] = [
     {"step": 19},
-    {"step": "6"},
-    {"step": 20.0},
-    {"step": None},
-    {"epoch": True},
+    {"step": "20"},
     {"epoch": 10**400},
     {"epoch": 0, "validation_scores": []},
     {"consumed": 17},
     {"rated_s": math.nan},
-    {"total_rated_s": math.inf},
     {"train_s": -1.0},
-    {"epoch_s": "1"},
     {"best_step": 21},
-    {"totals": 1.0},
     {"totals": ["1"]},
     {"validation_scores": [{"accuracy": "high"}, {}]},
-    {"validation_scores": [[], []]},
-    {"validation_scores": [{}]},
     {"unknown": 1},
 ]
 
 
-@pytest.mark.parametrize("forged", FORGED_PROGRESS, ids=str)
-def test_progress_that_no_run_can_have_made_is_refused(tmp_path: Path, forged: dict[str, Any]) -> None:
+@pytest.mark.parametrize("changes", IMPOSSIBLE, ids=str)
+def test_impossible_progress_is_rejected(tmp_path: Path, changes: dict[str, Any]) -> None:
     lines: list[str] = []
     check = partial(Position.loaded, epoch_samples=16)
     checkpoints = make(tmp_path, check=check, report=lines.append)
@@ -434,24 +372,21 @@ def test_progress_that_no_run_can_have_made_is_refused(tmp_path: Path, forged: d
         progress = dataclasses.asdict(Position(step=step, best_step=10, **POSITION))
         checkpoints.save(step, {}, {}, progress)
     assert found(checkpoints).step == 20
-    edit(tmp_path / names(20)[0] / "checkpoint.json", progress=progress | forged)
+    edit(tmp_path / names(20)[0] / "checkpoint.json", progress=progress | changes)
     assert found(checkpoints).step == 10
     assert ["its progress " in line for line in lines] == [True]
 
 
-def test_nothing_valid_is_none_and_says_why(tmp_path: Path) -> None:
+def test_without_a_valid_checkpoint_the_reasons_are_reported(tmp_path: Path) -> None:
     lines: list[str] = []
-    assert make(tmp_path / "new", report=lines.append).newest() is None
-    assert lines == [f"no checkpoint in {tmp_path / 'new'}"]
     save(tmp_path, 1, 2)
-    lines.clear()
     assert make(tmp_path, report=lines.append, identity=IDENTITY | {"framework": "tensorflow"}).newest() is None
-    assert [names(2)[0] in lines[0], names(1)[0] in lines[1]] == [True, True]
+    assert names(2)[0] in lines[0] and names(1)[0] in lines[1]
     assert "framework: 'torch' there, 'tensorflow' here" in lines[0]
     assert lines[2] == f"no valid checkpoint in {tmp_path}"
 
 
-def test_the_best_is_found_behind_newer_ones(tmp_path: Path) -> None:
+def test_the_best_checkpoint_may_be_older_than_the_newest(tmp_path: Path) -> None:
     for step, best in ((1, True), (2, True), (3, False)):
         make(tmp_path).save(step, *state(step), best=best)
     loaded = make(tmp_path).newest(best=True)
@@ -459,26 +394,15 @@ def test_the_best_is_found_behind_newer_ones(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["parameter.weight", "drift.weights"])
-def test_weights_that_are_no_numbers_are_not_saved(name: str, tmp_path: Path) -> None:
-    """Also those of a rank that trains by itself for a while; what an optimizer keeps may be anything."""
-    spoilt = np.array([1, np.inf], np.float32)
-    with failing(FAILED, f"{name} holds infinity or NaN"):
-        make(tmp_path).save(1, {}, {name: spoilt}, {})
-    make(tmp_path).save(2, {"momentum.weight": spoilt}, {}, {})
+def test_infinite_weights_are_not_saved(name: str, tmp_path: Path) -> None:
+    """An optimizer's state may be infinite."""
+    infinite = np.array([1, np.inf], np.float32)
+    with failing(FAILED, f"{name} contains infinity or NaN"):
+        make(tmp_path).save(1, {}, {name: infinite}, {})
+    make(tmp_path).save(2, {"momentum.weight": infinite}, {}, {})
 
 
-def test_scores_that_all_ranks_know_are_saved_with_the_progress(tmp_path: Path) -> None:
-    progress = {"epoch": 3, "validation_scores": {"accuracy": [0.5, 0.75]}}
-    make(tmp_path).save(1, {}, {}, progress)
-    assert found(make(tmp_path)).progress == progress
-
-
-def test_keep_must_be_positive(tmp_path: Path) -> None:
-    with failing(BAD_CONFIG):
-        make(tmp_path, keep=0)
-
-
-# Several ranks, one disk or several
+# --- several ranks, on one disk or on several ------------------------------------------------------------------------
 
 DISKS: dict[str, Callable[[int], str]] = {
     "one disk": lambda rank: "all",
@@ -488,7 +412,7 @@ DISKS: dict[str, Callable[[int], str]] = {
 
 
 @pytest.mark.parametrize("disk", DISKS)
-def test_each_disk_gets_the_shared_file_once_and_each_rank_loads_its_own(tmp_path: Path, disk: str) -> None:
+def test_each_disk_has_one_shared_file_and_each_rank_loads_its_own(tmp_path: Path, disk: str) -> None:
     def work(group: Pipes) -> tuple[int, bool]:
         folder = tmp_path / DISKS[disk](group.rank) / "run" / "checkpoints"
         save(folder, 10, 20, 30, group=group)
@@ -503,36 +427,36 @@ def test_each_disk_gets_the_shared_file_once_and_each_rank_loads_its_own(tmp_pat
         assert present(folder / names(30)[0]) == ["checkpoint.json", *here, "shared.safetensors"]
 
 
-@pytest.mark.parametrize("now", [[0], [0, 1], [0, 1, 0], [0, 1, 2], [0, 1, 2, 3]], ids=str)
-def test_other_ranks_load_what_each_of_the_old_ones_saved(tmp_path: Path, now: list[int]) -> None:
-    """Another number, or as many on other hosts; the same get their own alone."""
+@pytest.mark.parametrize("now", [[0, 1], [0, 1, 0], [0, 1, 2], [0, 1, 2, 3]], ids=str)
+def test_after_a_change_of_ranks_each_loads_the_state_of_all_earlier_ranks(tmp_path: Path, now: list[int]) -> None:
+    """`now`: the new local ranks. With the same ranks on the same hosts each loads only its own state."""
     before = [0, 1, 0]
     run(3, lambda group: str(save(tmp_path, 10, group=group, layout=before)))
 
     def load(group: Pipes) -> bool:
         loaded = found(make(tmp_path, group, layout=now))
         own = [state(10, rank)[1] for rank in range(3)]
-        everyones = len(loaded.others) == 3 and all(map(same, loaded.others, own))
-        mine = same(loaded.local, own[group.rank]) if len(now) == 3 else not loaded.local
-        return mine and (not loaded.others if now == before else everyones) and same(loaded.shared, state(10)[0])
+        all_others = len(loaded.others) == 3 and all(map(same, loaded.others, own))
+        local = same(loaded.local, own[group.rank]) if len(now) == 3 else not loaded.local
+        return local and (not loaded.others if now == before else all_others) and same(loaded.shared, state(10)[0])
 
     assert all(run(len(now), load))
     (tmp_path / names(10)[0] / "rank0001.safetensors").unlink()
     assert not any(run(len(now), lambda group: make(tmp_path, group, layout=now).newest() is not None))
 
 
-def test_fewer_ranks_of_as_many_stages_load_what_those_of_their_stage_saved(tmp_path: Path) -> None:
+def test_fewer_ranks_load_the_state_of_all_earlier_ranks_of_their_stage(tmp_path: Path) -> None:
     run(4, lambda group: str(save(tmp_path, 10, group=group, stages=[0, 0, 1, 1], cut=["fc"])))
 
     def load(group: Pipes) -> bool:
         loaded = found(make(tmp_path, group, stages=[0, 1], cut=["fc"]))
-        theirs = [state(10, rank)[1] for rank in (2 * group.rank, 2 * group.rank + 1)]
-        return not loaded.local and all(map(same, loaded.others, theirs)) and len(loaded.others) == 2
+        earlier = [state(10, rank)[1] for rank in (2 * group.rank, 2 * group.rank + 1)]
+        return not loaded.local and all(map(same, loaded.others, earlier)) and len(loaded.others) == 2
 
     assert all(run(2, load))
 
 
-def test_hosts_that_differ_in_the_last_bit_get_back_their_own(tmp_path: Path) -> None:
+def test_hosts_that_differ_in_the_last_bit_load_their_own_bits(tmp_path: Path) -> None:
     def work(group: Pipes) -> float:
         run_ = make(tmp_path / str(group.rank), group)
         run_.save(1, {"weight": np.array(0.1) + group.rank * 2**-53}, {}, {})
@@ -541,93 +465,87 @@ def test_hosts_that_differ_in_the_last_bit_get_back_their_own(tmp_path: Path) ->
     assert run(2, work) == [0.1, 0.1 + 2**-53]
 
 
-@pytest.mark.parametrize("harm", ["flip", "remove", "other"])
-def test_all_ranks_agree_on_the_newest_that_is_valid_everywhere(tmp_path: Path, harm: str) -> None:
+@pytest.mark.parametrize(
+    ("harm", "reason"),
+    [
+        (lambda f: flip(f / "rank0001.safetensors", -1), "rank0001.safetensors is damaged (SHA-256 differs) (rank 1)"),
+        (shutil.rmtree, "it is missing (rank 1)"),
+        (lambda f: edit(f / "checkpoint.json", save="another"), "the hosts hold different saves of this step"),
+    ],
+    ids=["damaged", "missing", "different"],
+)
+def test_all_ranks_load_the_newest_checkpoint_that_is_valid_everywhere(
+    tmp_path: Path, harm: Callable[[Path], Any], reason: str
+) -> None:
     def work(group: Pipes) -> tuple[list[str], bool, int]:
         lines: list[str] = []
         folder = tmp_path / str(group.rank)
         save(folder, 10, 20, group=group)
-        last = folder / names(20)[0]
         if group.rank == 1:
-            if harm == "flip":
-                flip(last / "rank0001.safetensors", -1)
-            elif harm == "remove":
-                shutil.rmtree(last)
-            else:
-                edit(last / "checkpoint.json", save="another")
+            harm(folder / names(20)[0])
         loaded = found(make(folder, group, report=lines.append))
         return lines, whole(loaded, group.rank), loaded.step
 
     (lines, *first), *others = run(3, work)
-    reasons = {
-        "flip": "refused: rank0001.safetensors is damaged (SHA-256 differs) (rank 1)",
-        "remove": "refused: it is missing (rank 1)",
-        "other": "refused: the hosts hold different saves of this step",
-    }
-    assert first == [True, 10]
-    assert others == [([], True, 10)] * 2
-    assert len(lines) == 1
-    assert lines[0].endswith(reasons[harm])
+    assert first == [True, 10] and others == [([], True, 10)] * 2
+    assert len(lines) == 1 and lines[0].endswith(f"rejected: {reason}")
 
 
 def limit_files(size: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
-@pytest.mark.parametrize("trouble", ["no room", "folder is a file", "dtype", "nan", "progress", "step"])
-@pytest.mark.parametrize("disk", ["one disk", "a disk each"])
-def test_a_rank_that_fails_fails_all_alike_and_leaves_the_one_before(tmp_path: Path, disk: str, trouble: str) -> None:
-    culprit = 0 if trouble == "progress" else 2
+FAULTS: dict[str, tuple[int, str]] = {
+    "no room": (IO_ERROR, f"{os.strerror(errno.EFBIG)} on {os.uname().nodename}; hint: raise the limit"),
+    "folder is a file": (CANNOT_WRITE, f"{os.strerror(errno.EEXIST)} on {os.uname().nodename}; hint: check the path"),
+    "dtype": (FAILED, "TypeError: array 'big' of object cannot be stored"),
+    "nan": (FAILED, "parameter.w contains infinity or NaN"),
+    "progress": (FAILED, "TypeError: Object of type float32"),
+    "step": (FAILED, "the ranks are at different steps, [20, 21]"),
+}
+
+
+@pytest.mark.parametrize(("disk", "fault"), [("one disk", "no room"), *(("a disk each", fault) for fault in FAULTS)])
+def test_if_one_rank_fails_all_raise_the_same_failure_and_keep_the_previous_checkpoint(
+    tmp_path: Path, disk: str, fault: str
+) -> None:
+    culprit, (code, reason) = 0 if fault == "progress" else 2, FAULTS[fault]
 
     def work(group: Pipes) -> Any:
-        folder = tmp_path / DISKS[disk](group.rank)
+        folder = usual = tmp_path / DISKS[disk](group.rank)
         save(folder, 10, group=group)
-        shared, local, progress = state(20, group.rank)
-        guilty = group.rank == culprit
-        if guilty and trouble == "no room":
-            limit_files(2000)
-            local["big"] = np.zeros(9999)
-        if guilty and trouble == "dtype":
-            local["big"] = np.zeros(3, object)
-        if guilty and trouble == "nan":
-            local["parameter.w"] = np.array([1, np.nan], np.float16)
-        if guilty and trouble == "progress":
-            progress["loss"] = np.float32(3)
-        if guilty and trouble == "folder is a file":
-            folder = tmp_path / "file"
-            folder.write_text("")
-        try:
-            make(folder, group).save(21 if guilty and trouble == "step" else 20, shared, local, progress)
-        except Failure as failure:
-            limit_files(resource.RLIM_INFINITY)
-            folder = tmp_path / DISKS[disk](group.rank)
-            loaded = found(make(folder, group))
-            group.gather(None)
-            text = str(failure)
-            return failure.code, text[text.index(": ") :], loaded.step, present(folder)
+        (shared, local, progress), step = state(20, group.rank), 20
+        if group.rank == culprit:
+            if fault == "no room":
+                limit_files(2000)
+                local["big"] = np.zeros(9999)
+            elif fault == "folder is a file":
+                folder = tmp_path / "file"
+                folder.write_text("")
+            elif fault == "dtype":
+                local["big"] = np.zeros(3, object)
+            elif fault == "nan":
+                local["parameter.w"] = np.array([1, np.nan], np.float16)
+            elif fault == "progress":
+                progress["loss"] = np.float32(3)
+            else:
+                step = 21
+        with pytest.raises(Failure) as failure:
+            make(folder, group).save(step, shared, local, progress)
+        limit_files(resource.RLIM_INFINITY)
+        loaded, text = found(make(usual, group)), str(failure.value)
+        group.gather(None)
+        return failure.value.code, text[text.index(": ") :], loaded.step, present(usual)
 
-    results = run(3, work)
-    codes = {"no room": IO_ERROR, "folder is a file": CANNOT_WRITE}
-    says = {
-        "no room": f"{os.strerror(errno.EFBIG)} on {os.uname().nodename}; raise the limit",
-        "folder is a file": f"{os.strerror(errno.EEXIST)} on {os.uname().nodename}; check the path",
-        "dtype": "TypeError: array 'big' of object cannot be stored",
-        "nan": "parameter.w holds infinity or NaN",
-        "progress": "TypeError: Object of type float32",
-        "step": "the ranks are at different steps, [20, 21]",
-    }
-    codes_seen, texts, steps, entries = zip(*results, strict=True)
-    assert set(codes_seen) == {codes.get(trouble, FAILED)}
-    assert set(steps) == {10}
-    assert all(entry == names(10) for entry in entries)
-    assert all(says[trouble] in text and "\n" not in text for text in texts)
-    assert trouble == "step" or all(f"(rank {culprit})" in text for text in texts)
-    assert len(set(texts)) == 1
+    (first, *others) = run(3, work)
+    assert others == [first] * 2 and first[0] == code and first[2:] == (10, names(10))
+    assert reason in first[1] and "\n" not in first[1]
+    assert fault == "step" or f"(rank {culprit})" in first[1]
 
 
 @pytest.mark.parametrize("step", [10, 20], ids=["same step", "next step"])
-def test_a_failure_on_one_host_while_the_others_are_done_is_undone_everywhere(tmp_path: Path, step: int) -> None:
-    identity = {"long": "x" * 9000}  # checkpoint.json is then the largest file, and the only one over the limit
+def test_a_failure_on_one_host_is_undone_on_hosts_that_were_done(tmp_path: Path, step: int) -> None:
+    identity = {"long": "x" * 9000}  # makes checkpoint.json the only file over the limit
 
     def work(group: Pipes) -> Any:
         folder = tmp_path / str(group.rank)
@@ -642,13 +560,13 @@ def test_a_failure_on_one_host_while_the_others_are_done_is_undone_everywhere(tm
     assert run(3, work) == [(IO_ERROR, 10, True, 0, names(10))] * 3
 
 
-# Killed, cut off, full, read-only
+# --- killed processes, full and read-only disks ----------------------------------------------------------------------
 
 CALLS = ("open", "write", "fsync", "close", "mkdir", "rename", "unlink", "rmdir", "scandir", "listdir")
 
 
 def watch(before: Callable[[str, tuple[Any, ...]], None]) -> None:
-    """In this process, call before(name, arguments) ahead of each call of the operating system's file functions."""
+    """In this process, call before(name, arguments) before each call of a file function of `os`."""
 
     def wrapped(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -662,7 +580,7 @@ def watch(before: Callable[[str, tuple[Any, ...]], None]) -> None:
 
 
 def die_at(number: int) -> Callable[[], int]:
-    """Kill this process with SIGKILL at its `number`-th call, a write half done; returns how many calls there were."""
+    """Kill this process at its `number`-th call, with a write half done. The result returns the number of calls."""
     real_write, count = os.write, 0
 
     def before(name: str, args: tuple[Any, ...]) -> None:
@@ -678,7 +596,7 @@ def die_at(number: int) -> Callable[[], int]:
 
 
 def after(folder: Path, group: Any) -> tuple[int, int, bool, list[str], int]:
-    """What a new process finds in the folder, and that it can go on from there."""
+    """Load in a new process, and save again: (step, version, whether it was intact, folders, last step)."""
     first = found(make(folder, group, keep=1))
     good = whole(first, group.rank)
     save(folder, 30, group=group, keep=1)
@@ -688,13 +606,13 @@ def after(folder: Path, group: Any) -> tuple[int, int, bool, list[str], int]:
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["next step", "same step"])
-def test_killed_anywhere_in_a_save_there_is_always_a_whole_one(
+def test_a_valid_checkpoint_survives_a_kill_at_any_call_of_a_save(
     memory_path: Path, again: bool, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(arrays_file, "_CHUNK_BYTES", 256)
     step, seen, number = 10 if again else 20, [], 0
     while True:
-        number += 1
+        number += 2 if again else 1
         folder = memory_path / str(number)
         save(folder, 10)
 
@@ -712,15 +630,14 @@ def test_killed_anywhere_in_a_save_there_is_always_a_whole_one(
             break
     assert number > 40
     old, new = (10, 0), (step, 1)
-    assert seen == [old] * seen.count(old) + [new] * seen.count(new)  # at one moment, the old one became the new one
+    assert seen == [old] * seen.count(old) + [new] * seen.count(new)  # the change happens at one moment
     assert min(seen.count(old), seen.count(new)) > 1
 
 
-@pytest.mark.parametrize("disk", ["one disk", "a disk each"])
-@pytest.mark.parametrize("again", [False, True], ids=["next step", "same step"])
-def test_one_of_several_ranks_killed_all_agree_on_a_whole_one(memory_path: Path, disk: str, again: bool) -> None:
+@pytest.mark.parametrize(("disk", "again"), [("one disk", False), ("a disk each", True)])
+def test_all_ranks_agree_on_a_valid_checkpoint_after_one_is_killed(memory_path: Path, disk: str, again: bool) -> None:
     step, seen = 10 if again else 20, set()
-    for victim, number in [(number % 2, number) for number in range(1, 44, 3)]:
+    for victim, number in [(number % 2, number) for number in range(1, 44, 5)]:
 
         def place(group: Pipes, number: int = number) -> Path:
             return memory_path / str(number) / DISKS[disk](group.rank)
@@ -740,10 +657,10 @@ def test_one_of_several_ranks_killed_all_agree_on_a_whole_one(memory_path: Path,
     assert seen <= {(10, 0), (step, 1)}
 
 
-def test_everything_is_durable_before_the_name_and_the_name_before_the_old_one_goes(tmp_path: Path) -> None:
+def test_a_save_is_durable_before_it_is_renamed_and_before_old_ones_are_removed(tmp_path: Path) -> None:
     def work(group: Pipes) -> list[str]:
         save(tmp_path, 10)
-        unsynced: set[str] = set()  # files with bytes, and folders with entries, that a loss of power may take
+        unsynced: set[str] = set()  # files and folders whose content a loss of power may destroy
         opened: dict[int, str] = {}
         story: list[str] = []
         real_open = os.open
@@ -778,63 +695,46 @@ def test_everything_is_durable_before_the_name_and_the_name_before_the_old_one_g
     assert set(rest) == {"removal"}
 
 
-def mounted(folder: Path, options: str) -> bool:
-    command = ["mount", "-t", "tmpfs", "-o", options, "none", str(folder)]
-    return (
-        os.geteuid() == 0
-        and bool(shutil.which("mount"))
-        and not subprocess.run(command, capture_output=True).returncode
-    )
-
-
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 2 MiB with a checkpoint on it, or without the right to mount one a limit of 1 MiB for any file."""
+    """A checkpoint folder on a disk of 2 MiB, or with a limit of 1 MiB for each file if this process may not mount."""
     folder = tmp_path / "disk"
     folder.mkdir()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    mount = mounted(folder, "size=2m")
-    if not mount:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(folder)]
+    mounted = os.geteuid() == 0 and not subprocess.run(mount, capture_output=True).returncode
+    if not mounted:
         limit_files(1 << 20)
     save(folder / "checkpoints", 10)
     yield folder / "checkpoints"
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    if mount:
+    if mounted:
         subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_a_full_disk_is_an_io_error_and_the_one_before_stays(small_disk: Path) -> None:
-    shared = {"big": np.zeros(1 << 19)}
-    for _ in range(2):  # what the first try left would fill the disk for good
+def test_a_full_disk_is_an_io_error_and_the_previous_checkpoint_is_kept(small_disk: Path) -> None:
+    for _ in range(2):  # leftovers of the first attempt would fill the disk
         with failing(IO_ERROR, r"(No space left on device|File too large) on .*; "):
-            make(small_disk).save(20, shared, {}, {})
+            make(small_disk).save(20, {"big": np.zeros(1 << 19)}, {}, {})
         assert present(small_disk) == names(10)
-    assert shared["big"].sum() == 0
     assert whole(found(make(small_disk)))
     save(small_disk, 20)
 
 
-def test_a_folder_that_cannot_be_written_says_so_and_can_still_be_read(tmp_path: Path) -> None:
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = mounted(folder, "size=2m")
-    if not mount and os.geteuid() == 0:
-        pytest.skip("root may write anywhere and may not mount here")
-    save(folder, 10)
-    try:
-        if mount:
-            subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
-        else:
-            folder.chmod(0o555)
-        with failing(CANNOT_WRITE, "check the path and its permissions"):
-            save(folder, 20)
-        assert whole(found(make(folder)))
-        assert present(folder) == names(10)
-    finally:
-        folder.chmod(0o755) if not mount else subprocess.run(["umount", str(folder)], check=True)
+def test_a_read_only_folder_can_still_be_read(small_disk: Path) -> None:
+    if small_disk.parent.is_mount():
+        subprocess.run(["mount", "-o", "remount,ro", str(small_disk.parent)], check=True)
+    elif os.geteuid() == 0:
+        pytest.skip("root can write anywhere and cannot mount here")
+    else:
+        small_disk.chmod(0o555)
+    with failing(CANNOT_WRITE, "check the path and its permissions"):
+        save(small_disk, 20)
+    assert whole(found(make(small_disk)))
+    assert present(small_disk) == names(10)
 
 
-def test_a_folder_that_cannot_be_listed_is_a_failure_and_not_a_fresh_start(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_listed_is_a_failure(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with failing(NO_PERMISSION, "cannot list"):
         found(make(tmp_path / "file"))

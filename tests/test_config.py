@@ -28,17 +28,17 @@ CONFIGS = (ResNetConfig, CaptioningConfig, SolarConfig, TabularConfig)
 
 
 @given(st.integers(1, 64), st.integers(1, 16), st.sampled_from(["none", "linear", "sqrt"]))
-def test_rate_follows_the_global_batch_and_not_how_it_is_given(batch: int, ranks: int, rule: str) -> None:
-    given = {"batch_size": batch}, {"global_batch_size": batch * ranks}
-    configs = [TrainConfig(lr=0.1, lr_scaling=rule, **each) for each in given]  # type: ignore[arg-type]
+def test_the_learning_rate_depends_on_the_global_batch_only(batch: int, ranks: int, rule: str) -> None:
+    sizes = {"batch_size": batch}, {"global_batch_size": batch * ranks}
+    configs = [TrainConfig(lr=0.1, lr_scaling=rule, **each) for each in sizes]  # type: ignore[arg-type]
     per_rank, total = (batch_plan(each, ranks, global_batch(each, ranks), 10) for each in configs)
     assert per_rank.global_batch == total.global_batch == batch * ranks
     assert per_rank.base_lr == pytest.approx(0.1 * {"none": 1, "linear": ranks, "sqrt": math.sqrt(ranks)}[rule])
-    assert total.base_lr == pytest.approx(0.1), "the rate is for the batch that was named"
-    assert batch_plan(TrainConfig(), 3, 16, 5).rank_batch == 6, "of the rank that has most"
+    assert total.base_lr == pytest.approx(0.1), "the rate belongs to the batch size given"
+    assert batch_plan(TrainConfig(), 3, 16, 5).rank_batch == 6, "the largest share"
 
 
-def test_warmup_rises_evenly_to_the_full_rate_and_schedules_end_where_they_should() -> None:
+def test_warm_up_is_linear_and_schedules_reach_their_final_rates() -> None:
     common = {"epochs": 8, "warmup_epochs": 2, "lr": 0.4}
     plans = {s: batch_plan(TrainConfig(schedule=s, **common), 1, 32, 5) for s in ("constant", "cosine", "step")}
     for plan in plans.values():
@@ -59,7 +59,7 @@ def test_warmup_rises_evenly_to_the_full_rate_and_schedules_end_where_they_shoul
         *({"epochs": 10**400}, {"inference": "9" * 5000}),
     ],
 )
-def test_values_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
+def test_values_out_of_range_are_rejected(wrong: dict[str, Any]) -> None:
     with failing(78):
         TrainConfig(**wrong)
 
@@ -71,7 +71,7 @@ def test_run_dir_and_resume_name_one_folder() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "problem"),
     [
         ("epoch = 3", "unknown key 'epoch', did you mean epochs?"),
         ("[optimization]\nepochs = 3", "tables such as [optimization] are not accepted"),
@@ -81,41 +81,46 @@ def test_run_dir_and_resume_name_one_folder() -> None:
         (None, ""),
     ],
 )
-def test_a_value_that_is_not_accepted_is_told_with_its_place(
-    line: str | None, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_error_names_the_file_or_variable_of_an_invalid_value(
+    line: str | None, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file, place = tmp_path / "c.toml", "HVDTRAIN_LR=x: "
+    file, source = tmp_path / "c.toml", "HVDTRAIN_LR=x: "
     if line:
         file.write_text(line)
-        place = f"--config {file}: "
+        source = f"--config {file}: "
     else:
         monkeypatch.setenv("HVDTRAIN_LR", "x")
     with pytest.raises(Failure) as error:
         resume.parse(ResNetConfig, "resnet", "", ["--config", str(file)] if line else [])
-    assert str(error.value).startswith(place) and told in str(error.value)
+    assert str(error.value).startswith(source) and problem in str(error.value)
 
 
-def test_a_flag_is_written_out_and_a_switchs_variable_is_true_or_false(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What looks for --resume in a command, to have a job go on, must find it."""
-    for word, meant in (("--run-d", "--run-dir"), ("--res", "--resume")):
-        with failing(2, f"{word} x, did you mean {meant}?"):
+def test_flags_cannot_be_abbreviated_and_variables_of_switches_are_true_or_false(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Launchers look for --resume in a command line."""
+    for word, flag in (("--run-d", "--run-dir"), ("--resum", "--resume")):
+        with failing(2, f"{word} x, did you mean {flag}?"):
             resume.parse(ResNetConfig, "resnet", "", [word, "x"])
     monkeypatch.setenv("HVDTRAIN_JSON", "1")
     with failing(2, "HVDTRAIN_JSON=1: '1' is neither true nor false"):
         resume.parse(ResNetConfig, "resnet", "", [])
 
 
-def test_a_misspelt_variable_is_told_and_one_that_something_else_reads_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_misspelled_variables_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     others = ("RECORD", "MPI", "LAUNCHED_WITH", "SURVIVE_FD", "THREADS_BY_LAUNCHER", "POWERCAP", "LAYERS", "EPOCHS")
-    theirs = [field.name.upper() for cls in CONFIGS for field in dataclasses.fields(cls)]
-    for name in ("EPOCH", "BATCHSIZE", *others, *theirs):
+    options = [field.name.upper() for cls in CONFIGS for field in dataclasses.fields(cls)]
+    for name in ("EPOCH", "BATCHSIZE", *others, *options):
         monkeypatch.setenv(f"HVDTRAIN_{name}", "3")
-    told = ["HVDTRAIN_BATCHSIZE, did you mean HVDTRAIN_BATCH_SIZE?", "HVDTRAIN_EPOCH, did you mean HVDTRAIN_EPOCHS?"]
-    assert [misspelled_variables(cls) for cls in CONFIGS] == [told] * len(CONFIGS)
+    expected = [
+        "HVDTRAIN_BATCHSIZE, did you mean HVDTRAIN_BATCH_SIZE?",
+        "HVDTRAIN_EPOCH, did you mean HVDTRAIN_EPOCHS?",
+    ]
+    assert [misspelled_variables(cls) for cls in CONFIGS] == [expected] * len(CONFIGS)
 
 
 @pytest.mark.parametrize("cls", CONFIGS)
-def test_flags_win_over_the_file_the_file_over_variables_and_variables_over_defaults(
+def test_flags_precede_the_file_the_file_variables_and_variables_defaults(
     cls: type[TrainConfig], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "c.toml").write_text("epochs = 5\nseed = 6\n")
@@ -125,17 +130,17 @@ def test_flags_win_over_the_file_the_file_over_variables_and_variables_over_defa
     assert (config.epochs, config.seed, config.batch_size, config.momentum) == (4, 6, 3, 0.9)
 
 
-@pytest.mark.parametrize(("value", "asked"), [("1", True), ("0", False), ("true", True), ("false", False)])
-def test_the_variable_of_resume_takes_a_switch(
-    value: str, asked: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(("value", "resumes"), [("1", True), ("false", False)])
+def test_the_variable_of_resume_may_be_a_switch(
+    value: str, resumes: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("HVDTRAIN_RESUME", value)
     monkeypatch.setattr(sys, "argv", ["resnet", "--run-dir", str(tmp_path)])
     config = resume.parse(ResNetConfig, "resnet", "")
-    assert (config.resume, config.run_dir) == (asked, str(tmp_path))
+    assert (config.resume, config.run_dir) == (resumes, str(tmp_path))
 
 
-def test_place_follows_the_launcher() -> None:
+def test_the_launch_environment_depends_on_the_launcher() -> None:
     assert launch_env({}) == LaunchEnv(launcher="alone")
     gloo = {"HOROVOD_RANK": "3", "HOROVOD_SIZE": "4", "HOROVOD_LOCAL_RANK": "1", "HOROVOD_LOCAL_SIZE": "2"}
     assert launch_env(gloo) == LaunchEnv(launcher="horovodrun", rank=3, size=4, local_rank=1, local_size=2)

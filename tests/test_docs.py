@@ -91,7 +91,7 @@ def parse(words: list[str]) -> None:
     made = next(value for name, value in vars(module).items() if name.endswith("Config") and name != "TrainConfig")
     asked: Any = parser.parse(made, arguments, prog=program, purpose="")
     if not asked.strategy.startswith("help"):
-        strategies.chosen(asked)
+        strategies.resolve(asked)
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,10 @@ from hvdtrain.records import metrics
 from hvdtrain.resnet import ResNetConfig
 from hvdtrain.strategies import Capabilities
 from hvdtrain.system.exits import Failure
-from hvdtrain.training import evaluation, job, snapshot
+from hvdtrain.training import evaluation, snapshot
 from hvdtrain.training.checkpoint import Loaded
 from hvdtrain.training.evaluation import average_statistics, renew_statistics
+from hvdtrain.training.framework import make_replica
 
 SPEC = resnet.ResNetSpec(channels=1, classes=10, width=0.125)
 
@@ -34,7 +35,7 @@ SPEC = resnet.ResNetSpec(channels=1, classes=10, width=0.125)
 def made(framework: str, pipe: Pipe | None = None) -> Any:
     config = parse(ResNetConfig, ["--framework", framework], prog="", purpose="")
     ranks = connect(framework, backend="tcp")
-    strategy = strategies.chosen(config).make(config, ranks, list(resnet.parameters(SPEC).values()))
+    strategy = strategies.resolve(config).make(config, ranks, list(resnet.parameters(SPEC).values()))
     model: Any
     if framework == "torch":
         from hvdtrain.models.resnet_torch import ResNetTorch
@@ -44,7 +45,7 @@ def made(framework: str, pipe: Pipe | None = None) -> Any:
         from hvdtrain.models.resnet_tf import ResNetTF
 
         model = ResNetTF(SPEC)
-    replica = job.replica_of(model, config, ranks, strategy, "cpu", metrics.Accuracy(), pipe)
+    replica = make_replica(model, config, ranks, strategy, "cpu", metrics.Accuracy(), pipe)
     state = resnet.initial_state(SPEC, 1)
     replica.load({f"parameter.{name}": state[name] for name in resnet.parameters(SPEC)})
     return replica
@@ -66,37 +67,37 @@ def batches() -> list[data.Batch]:
     return list(Loader(train, global_batch=256, rank=0, size=1, seed=1).epoch(0))[:3]
 
 
-def taken(replica: Any, batches: list[data.Batch]) -> dict[str, np.ndarray]:
+def renewed(replica: Any, batches: list[data.Batch]) -> dict[str, np.ndarray]:
     renew_statistics(replica, batches)
     return {name: array.copy() for name, array in replica.local_state().items()}
 
 
-def test_they_are_the_mean_over_the_batches_and_nothing_else(replica: Any, batches: list[data.Batch]) -> None:
+def test_renewed_statistics_are_the_mean_over_batches(replica: Any, batches: list[data.Batch]) -> None:
     weights = {name: array.copy() for name, array in replica.state().items()}
-    one, two, three = [taken(replica, [batch]) for batch in batches]
-    together = taken(replica, batches)
-    assert taken(replica, batches).keys() == resnet.buffers(SPEC).keys()
+    one, two, three = [renewed(replica, [batch]) for batch in batches]
+    together = renewed(replica, batches)
+    assert renewed(replica, batches).keys() == resnet.buffers(SPEC).keys()
     for name, array in together.items():
         mean = (one[name] + two[name] + three[name]) / 3
         np.testing.assert_allclose(array, mean, rtol=1e-4, atol=1e-5, err_msg=name)
-    for name, array in taken(replica, batches).items():
-        np.testing.assert_array_equal(array, together[name], err_msg="what was there before does not matter")
+    for name, array in renewed(replica, batches).items():
+        np.testing.assert_array_equal(array, together[name], err_msg="earlier statistics do not matter")
     for name, array in replica.state().items():
-        np.testing.assert_array_equal(array, weights[name], err_msg="nothing else is learnt")
+        np.testing.assert_array_equal(array, weights[name], err_msg="weights do not change")
 
 
 def test_micro_batches_share_the_weight_of_their_batch(framework: str, replica: Any, batches: list[data.Batch]) -> None:
     one, *others = batches
     cut = data.Batch(arrays=(), weight=one.weight, total_weight=one.total_weight, parts=(one, *others[:1]))
-    parted = taken(made(framework, Pipe()), [cut, *others[1:]])
-    first, second, third = [taken(replica, [batch]) for batch in batches]
+    parted = renewed(made(framework, Pipe()), [cut, *others[1:]])
+    first, second, third = [renewed(replica, [batch]) for batch in batches]
     for name, array in parted.items():
         mean = ((0.9 * first[name] + second[name]) / 1.9 + third[name]) / 2
         np.testing.assert_allclose(array, mean, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
-def test_one_batch_is_then_evaluated_as_it_is_trained_on(replica: Any, batches: list[data.Batch]) -> None:
-    """But for the variance's n / (n - 1), n at least 256 here."""
+def test_with_the_statistics_of_a_batch_its_evaluation_equals_training(replica: Any, batches: list[data.Batch]) -> None:
+    """Except for the factor n / (n - 1) of the variance, with n >= 256."""
     replica.backward(batches[0], 0.0, stop=False)
     trained = replica.tail()
     renew_statistics(replica, batches[:1])
@@ -105,27 +106,27 @@ def test_one_batch_is_then_evaluated_as_it_is_trained_on(replica: Any, batches: 
 
 
 @pytest.mark.parametrize(("shares", "mean"), [(None, 3), ((3.0, 1.0), 2)])
-def test_ranks_get_their_mean_by_their_shares(shares: Any, mean: float, replica: Any) -> None:
-    """Of two, this one with 1 everywhere, the other with 5."""
+def test_statistics_are_averaged_by_shares(shares: Any, mean: float, replica: Any) -> None:
+    """This rank has 1 everywhere, the other 5."""
     replica.load_local({name: np.ones_like(array) for name, array in replica.local_state().items()})
-    theirs = np.float32(5 if shares is None else 5 / 4)
-    world: Any = SimpleNamespace(rank=0, size=2, sum=lambda values, _: values + theirs)
+    remote = np.float32(5 if shares is None else 5 / 4)
+    world: Any = SimpleNamespace(rank=0, size=2, sum=lambda values, _: values + remote)
     average_statistics(replica, world, shares)
     assert all((replica.local_state()[name] == mean).all() for name in replica.statistics)
 
 
-def test_other_ranks_go_on_with_the_mean_of_those_that_were_saved() -> None:
+def test_new_ranks_get_the_mean_of_the_saved_statistics() -> None:
     others = [{"buffer.mean": np.full(2, value, np.float32)} for value in (1, 2, 6)]
     loaded = Loaded(step=1, shared={}, local={}, progress={}, others=others, recut=False)
     strategy: Any = SimpleNamespace(capabilities=Capabilities(), reshard_state=lambda _: {})
     assert snapshot.resharded(loaded, strategy)["buffer.mean"].tolist() == [3, 3]
 
 
-def test_what_an_exchange_left_out_does_not_go_to_other_stages() -> None:
+def test_residuals_cannot_move_to_other_stages() -> None:
     others = [{"buffer.mean": np.ones(2, np.float32), "strategy.error": np.ones(5, np.float32)}]
     loaded = Loaded(step=1, shared={}, local={}, progress={}, others=others, recut=True)
     strategy: Any = SimpleNamespace(capabilities=Capabilities(), reshard_state=lambda states: states[0])
-    with pytest.raises(Failure, match="belongs to the stages that its ranks had; give the same --stages"):
+    with pytest.raises(Failure, match="belongs to other stages; hint: use the same --stages"):
         snapshot.resharded(loaded, strategy)
 
 
@@ -137,16 +138,16 @@ def test_a_diverged_run_has_no_loss_and_valid_records(tmp_path: Path) -> None:
     assert epoch.validation_loss is None and epoch.train_loss is not None
 
 
-def test_inference_is_timed_behind_its_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inference_is_timed_after_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.accumulate(itertools.chain([0, 5, 0, 5], itertools.cycle([0, 0.2])))  # two slow passes
     monkeypatch.setattr(evaluation, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     replica: Any = SimpleNamespace(evaluate=lambda _: None)
-    (found,) = evaluation.timed_inference(replica, data.load("digits", (8, 8)).test, [4])
-    assert (found["samples"], found["passes"], found["most_s"]) == (4, 5, pytest.approx(0.2))
+    (timed,) = evaluation.timed_inference(replica, data.load("digits", (8, 8)).test, [4])
+    assert (timed["samples"], timed["passes"], timed["most_s"]) == (4, 5, pytest.approx(0.2))
 
 
-def test_a_model_says_which_of_its_arrays_are_statistics() -> None:
-    """Each with its own momentum; what it has besides stays as it is."""
+def test_a_torch_model_declares_which_arrays_are_statistics() -> None:
+    """Each has its own momentum, and other arrays do not change."""
     import torch
 
     class Normed(torch.nn.Module):
@@ -162,7 +163,7 @@ def test_a_model_says_which_of_its_arrays_are_statistics() -> None:
     ranks = connect("torch", backend="tcp")
     model: Any = Normed()
     make = functools.partial(
-        job.replica_of, model, config, ranks, strategies.chosen(config).make(config, ranks, [(2,)] * 4)
+        make_replica, model, config, ranks, strategies.resolve(config).make(config, ranks, [(2,)] * 4)
     )
     with pytest.raises(Failure, match=r"Normed has arrays .*quick.running_mean.* does not say .*`statistics`"):
         make("cpu", metrics.Accuracy())
@@ -173,14 +174,14 @@ def test_a_model_says_which_of_its_arrays_are_statistics() -> None:
     replica = make("cpu", metrics.Accuracy())
     inputs = [np.full((4, 2), value, np.float32) for value in (1, 2)]
     renew_statistics(replica, [data.Batch(arrays=(x,), weight=4, total_weight=4) for x in inputs])
-    found = replica.local_state()
-    assert found["quick.running_mean"] == pytest.approx(1.5)
-    assert found["slow.running_mean"] == pytest.approx(3 * 1.5)
-    assert found["scale"].tolist() == [3, 3]
-    assert found["quick.running_var"] == pytest.approx(0.25), "which it did not name: as training leaves it"
+    state = replica.local_state()
+    assert state["quick.running_mean"] == pytest.approx(1.5)
+    assert state["slow.running_mean"] == pytest.approx(3 * 1.5)
+    assert state["scale"].tolist() == [3, 3]
+    assert state["quick.running_var"] == pytest.approx(0.25), "not declared, so training updates it"
 
 
-def test_tensorflow_s_models_say_so_too() -> None:
+def test_a_tensorflow_model_declares_which_arrays_are_statistics() -> None:
     import tensorflow as tf
 
     class Shifted(tf.Module):
@@ -192,6 +193,6 @@ def test_tensorflow_s_models_say_so_too() -> None:
     config = parse(TrainConfig, ["--framework", "tensorflow"], prog="", purpose="")
     ranks = connect("tensorflow", backend="tcp")
     with pytest.raises(Failure, match=r"Shifted has arrays that are not trained \(mean:0\)"):
-        job.replica_of(
-            Shifted(), config, ranks, strategies.chosen(config).make(config, ranks, [(1,)]), "cpu", metrics.Accuracy()
+        make_replica(
+            Shifted(), config, ranks, strategies.resolve(config).make(config, ranks, [(1,)]), "cpu", metrics.Accuracy()
         )

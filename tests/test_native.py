@@ -137,7 +137,7 @@ def test_horovods_strategy_is_rejected_under_torchrun(tmp_path: Path) -> None:
 
 def test_hooks_require_pytorch() -> None:
     with failing(78, "hook=fp16"):
-        strategies.chosen(TrainConfig(strategy="native:hook=fp16", framework="tensorflow"))
+        strategies.resolve(TrainConfig(strategy="native:hook=fp16", framework="tensorflow"))
 
 
 def test_the_predicted_bytes_of_powersgd_are_pytorchs() -> None:

@@ -77,7 +77,7 @@ def test_a_workload_with_its_measure(mine: dict[str, str], tmp_path: Path) -> No
     assert "512 training, 64 validation, 64 test points" in told.stdout
     again = ["python", "-m", "hvdtrain.resnet", "--resume", str(tmp_path / "run")]
     told = subprocess.run(again, env=mine, capture_output=True, text=True)
-    assert f"is a run of waves: python -m waves --resume {tmp_path / 'run'}" in told.stderr
+    assert f"is a run of waves; hint: python -m waves --resume {tmp_path / 'run'}" in told.stderr
     (tmp_path / "waves.toml").write_text('[[grid]]\nworkload = "waves"\nranks_per_host = 2\nhidden = 4\n')
     sweep = ["hvdtrain", "sweep", str(tmp_path / "waves.toml"), "--dry-run"]
     told = subprocess.run(sweep, env=mine, capture_output=True, text=True, check=True)

@@ -40,7 +40,7 @@ from hvdtrain.records.metrics import Accuracy
 from hvdtrain.strategies.algorithms.overlapped import MAX_BUCKETS, Overlapped, buckets
 from hvdtrain.strategies.reducers.exact import Hierarchical
 from hvdtrain.system.exits import BAD_CONFIG, Failure
-from hvdtrain.training import job
+from hvdtrain.training.framework import make_replica
 
 SMALL = ResNetSpec(channels=1, classes=10, width=0.25)
 
@@ -321,7 +321,7 @@ def test_the_loss_scale_doubles_after_2000_good_steps_and_halves_after_an_overfl
     exchange = importlib.import_module("exchange")
     config = TrainConfig(precision="fp16", strategy="hierarchical", framework=framework)
     world = connect(framework, backend="tcp")
-    strategy = strategies.chosen(config).make(config, world, [exchange.problem()[2].shape])
+    strategy = strategies.resolve(config).make(config, world, [exchange.problem()[2].shape])
     module = importlib.import_module(f"hvdtrain.frameworks.{'pytorch' if framework == 'torch' else framework}")
     model = getattr(exchange, f"{framework}_model")()
     kind = module.TorchReplica if framework == "torch" else module.TensorFlowReplica
@@ -366,7 +366,7 @@ def test_each_bucket_is_reported_during_backward_when_its_gradients_are_final(fr
     shapes = in_vector(framework, list(parameters(spec).values()))
     strategy = Recording(world, shapes, config, None, Hierarchical(shapes))
     model: Any = (ResNetTorch if framework == "torch" else ResNetTF)(spec)
-    replica = job.replica_of(model, config, world, strategy, "cpu", Accuracy())
+    replica = make_replica(model, config, world, strategy, "cpu", Accuracy())
     for _ in range(2):
         strategy.reported.clear()
         strategy.backward_done = False
@@ -392,7 +392,7 @@ def test_arrays_that_the_loss_does_not_use_are_reported_with_the_others() -> Non
     config = TrainConfig(framework="torch", device="cpu")
     world = connect("torch", backend="tcp")
     strategy = Recording(world, [(100, 100)] * 2, config, None, Hierarchical([(100, 100)] * 2))
-    replica = job.replica_of(Half(), config, world, strategy, "cpu", Accuracy())
+    replica = make_replica(Half(), config, world, strategy, "cpu", Accuracy())
     ones = np.ones((1, 100), np.float32)
     replica.backward(Batch(arrays=(ones, ones), weight=1, total_weight=1), 0.1, stop=False)
     (first, unused, _), (second, used, _) = strategy.reported

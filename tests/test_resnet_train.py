@@ -288,10 +288,10 @@ def test_a_forged_checkpoint_gives_way_to_the_one_before(
     edit(newest, progress=json.loads(newest.read_text())["progress"] | forge)
     here("resnet", "--resume", str(tmp_path))
     said = capfd.readouterr().err
-    assert said.count("refused: ") == 1 and "resumed at step 80 of 90" in said
+    assert said.count("rejected: ") == 1 and "resumed at step 80 of 90" in said
     for path in [*older, newest]:
         edit(path, progress=json.loads(path.read_text())["progress"] | forge)
-    with failing(65, "no valid checkpoint there .* hint: "):
+    with failing(65, "no valid checkpoint .* hint: "):
         here("resnet", "--resume", str(tmp_path))
 
 

@@ -18,7 +18,7 @@ from hvdtrain.results.__main__ import main
 from hvdtrain.results.tables.model import Column, Table
 from hvdtrain.results.text import terminal
 from hvdtrain.system.exits import Failure
-from hvdtrain.training import run_folder
+from hvdtrain.training.summary import show_summary
 
 TABLES = ("list", "table", "scaling", "accuracy", "strategies", "energy", "phases", "show", "compare")
 NUMBER = r"[+-]?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?"
@@ -93,7 +93,7 @@ def test_a_summary_has_every_score(capsys: pytest.CaptureFixture[str]) -> None:
     scores = {name: 0.1234 + number / 1000 for number, name in enumerate(names)}
     fields = {"test_scores": scores, "validation_scores": [scores] * 2, "tested_step": 3}
     record = msgspec.structs.replace(runs.summary(runs.Made(), Path("r"), 0.0), **fields)
-    run_folder.show_summary(record, Captions(), as_json=False)
+    show_summary(record, Captions(), as_json=False)
     text = capsys.readouterr().out
     for name, score in scores.items():
         assert re.search(rf"\b{name}\b", text)

@@ -25,8 +25,6 @@ from hvdtrain.data.loader import Loader
 from hvdtrain.strategies import shares as unequal_shares
 from hvdtrain.strategies.shares import DIGITS, MIN_TRIALS, TOLERANCE, measure, shares_of
 
-FRAMEWORKS = ("torch", "tensorflow")
-
 
 def numpy_training() -> tuple[np.ndarray, list[float]]:
     """Return weights and losses of the problem of programs/shares.py in float64, on whole global batches."""
@@ -47,23 +45,19 @@ def numpy_training() -> tuple[np.ndarray, list[float]]:
 
 
 @pytest.mark.parametrize(
-    ("framework", "ranks", "strategy"),
-    [
-        ("torch", 0, "hierarchical"),
-        ("torch", 3, "hierarchical"),
-        ("tensorflow", 3, "hierarchical"),
-    ],
+    ("framework", "ranks"),
+    [("torch", 0), ("torch", 3), ("tensorflow", 3)],
 )
 def test_unequal_ranks_train_like_one_process_on_the_union(
-    framework: str, ranks: int, strategy: str, monkeypatch: pytest.MonkeyPatch
+    framework: str, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With given shares, and with measured ones."""
+    """With given and with measured shares."""
     monkeypatch.syspath_prepend(PROGRAMS)
     # Samples of a whole global batch, and of the short last one.
-    given = {0: [[12, 6]], 3: [[6, 2], [4, 2], [2, 2]]}[ranks]
-    asked = ["3:2:1" if ranks else "1", *["measured"] * bool(ranks)]
-    reports = document(launch(ranks, [str(PROGRAMS / "shares.py"), framework, strategy, *asked]))["trained"]
-    assert len(reports) == len(asked)
+    samples = {0: [[12, 6]], 3: [[6, 2], [4, 2], [2, 2]]}[ranks]
+    given = ["3:2:1" if ranks else "1", *["measured"] * bool(ranks)]
+    reports = document(launch(ranks, [str(PROGRAMS / "shares.py"), framework, "hierarchical", *given]))["trained"]
+    assert len(reports) == len(given)
     weight, losses = numpy_training()
     for report in reports:
         np.testing.assert_allclose(report["weights"][0], weight, rtol=1e-4, atol=1e-5)
@@ -71,7 +65,7 @@ def test_unequal_ranks_train_like_one_process_on_the_union(
         assert all(other == report["weights"][0] for other in report["weights"]), "the same bits on all ranks"
         assert report["untouched"], "measuring changes nothing"
         assert report["traces"] == 1, "one graph for batches of all sizes"
-    assert reports[0]["samples"] == [[whole] * 4 + [last] + [whole] * 4 + [last] for whole, last in given]
+    assert reports[0]["samples"] == [[whole] * 4 + [last] + [whole] * 4 + [last] for whole, last in samples]
 
 
 class Clock(threading.local):
@@ -85,9 +79,9 @@ class Clock(threading.local):
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
-    monkeypatch.setattr(unequal_shares, "time", made)
-    return made
+    clock = Clock()
+    monkeypatch.setattr(unequal_shares, "time", clock)
+    return clock
 
 
 class Timed:
@@ -138,9 +132,9 @@ def test_with_measured_shares_all_ranks_end_at_the_same_time(speeds: list[tuple[
         assert replica.statistic == 0
         return shares, sum(loader.divided(shares).rank_samples)
 
-    found = fake_hosts.run(size, rank)
-    shares = found[0][0]
-    assert all(each == (shares, global_batch) for each in found)
+    results = fake_hosts.run(size, rank)
+    shares = results[0][0]
+    assert all(each == (shares, global_batch) for each in results)
     assert sum(shares) == pytest.approx(1, abs=size * 10.0**-DIGITS)
     times = [a + b * share * global_batch for (a, b), share in zip(speeds, shares, strict=True)]
     assert max(times) < (1 + 2 * TOLERANCE) * min(times)
@@ -160,11 +154,11 @@ def test_with_measured_shares_all_ranks_end_at_the_same_time(speeds: list[tuple[
 def test_other_work_on_a_host_does_not_make_shares_unequal(
     trials: list[tuple[float, ...]], shares: tuple[float, ...]
 ) -> None:
-    found = shares_of(trials)
-    assert found.shares == pytest.approx(shares, abs=0.003)
-    assert len(set(found.shares)) == len(set(shares))
-    assert ("no rank is clearly faster" in str(found)) == (len(set(shares)) == 1)
-    assert ("give --shares" in str(found)) != found.agreed
+    measured = shares_of(trials)
+    assert measured.shares == pytest.approx(shares, abs=0.003)
+    assert len(set(measured.shares)) == len(set(shares))
+    assert ("no rank is clearly faster" in str(measured)) == (len(set(shares)) == 1)
+    assert ("give --shares" in str(measured)) != measured.agreed
 
 
 @pytest.mark.parametrize("scatter", [0.02, 0.05, 0.2])
@@ -206,16 +200,14 @@ def test_a_very_slow_rank_still_has_a_share(clock: Clock) -> None:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Return two runs of two ranks and their output: `cut` measures, stops and resumes; `given` changes its shares."""
     folder = tmp_path_factory.mktemp("runs")
-    flags = ["--framework", "torch", *SMALL, "--epochs", "2", "--run-dir"]
-    flags = [*flags[:-1], "--strategy", "hierarchical", "--run-dir"]
+    flags = ["--framework", "torch", *SMALL, "--epochs", "2", "--strategy", "hierarchical", "--run-dir"]
     cut = [*flags, str(folder / "cut"), "--shares", "measured"]
     given = [*flags, str(folder / "given"), "--schedule", "constant"]
-    more = (["--epochs", "1", "--shares", "3:1"], ["--resume"])
-    more += (["--epochs", "3", "--resume", "--shares", "1:1"],)
+    more = (["--epochs", "1", "--shares", "3:1"], ["--resume"], ["--epochs", "3", "--resume", "--shares", "1:1"])
     todo = [{"flags": cut, "stop_before": 17}, {"flags": [*cut, "--resume"]}]
-    codes, said = trainings(2, [*todo, *({"flags": [*given, *each]} for each in more)])
-    assert codes == [75, 0, 0, 0, 0], said
-    return folder, said
+    codes, output = trainings(2, [*todo, *({"flags": [*given, *each]} for each in more)])
+    assert codes == [75, 0, 0, 0, 0], output
+    return folder, output
 
 
 def test_measuring_changes_nothing_and_resumed_equals_uninterrupted(runs: tuple[Path, str], tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A model cut into stages: the same weights as one process that goes through the same micro-batches."""
+"""Pipelines learn the weights that one process learns from the same micro-batches."""
 
 from __future__ import annotations
 
@@ -36,6 +36,8 @@ from conftest import (
     until,
 )
 from conftest import command as started_by
+from hypothesis import given
+from hypothesis import strategies as st
 from test_faults import is_rank
 from test_resnet_train import newest_arrays
 from thread_ranks import at_once, meetings, reach
@@ -56,22 +58,18 @@ from hvdtrain.pipeline.schedule import NUMBER_BYTES, Coding, Order, Pipe, order,
 from hvdtrain.records import metrics
 from hvdtrain.records.metrics import Metric
 from hvdtrain.system.exits import Failure
-from hvdtrain.training import job as workload
+from hvdtrain.training.framework import make_replica
 
-# --- who, what, when --------------------------------------------------------------------------------------------------
+# --- mesh, schedule and partition -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("across", ["hosts", "ranks"])
-def test_every_rank_has_its_own_coordinates_in_the_mesh(across: Any) -> None:
+def test_every_rank_has_different_coordinates_in_the_mesh(across: Any) -> None:
     mesh = Mesh(ranks=12, stages=3, across=across)
     places = [mesh.at(rank) for rank in range(12)]
     assert sorted(places) == list(itertools.product(range(4), range(3)))
     assert [mesh.rank(*place) for place in places] == list(range(12))
-    assert [mesh.holders(stage) for stage in range(3)] == (
-        [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-        if across == "hosts"
-        else [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]
-    )
+    assert mesh.holders(1) == ([4, 5, 6, 7] if across == "hosts" else [1, 4, 7, 10])
     with pytest.raises(Failure, match="--stages 5: the number of ranks, 12, is not a multiple"):
         Mesh(ranks=12, stages=5)
 
@@ -94,12 +92,10 @@ def layers(work: list[float], sent: list[int]) -> list[Layer]:
     return [Layer(name=f"l{n}", arrays=(), output=(size,), multiply_adds=each) for n, (each, size) in pairs]
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_no_other_partition_is_faster(seed: int) -> None:
-    drawn = np.random.default_rng(seed)
-    count, stages = int(drawn.integers(2, 9)), int(drawn.integers(1, 5))
-    stages, work = min(stages, count), drawn.integers(1, 20, count).astype(float).tolist()
-    row, link = layers(work, drawn.integers(1, 20, count).tolist()), float(drawn.choice([0.0, 0.5]))
+@given(st.integers(1, 4), st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), min_size=4, max_size=8))
+def test_no_other_partition_is_faster(stages: int, sizes: list[tuple[int, int]]) -> None:
+    count, link, work = len(sizes), 0.5, [float(each) for each, _ in sizes]
+    row = layers(work, [sent for _, sent in sizes])
 
     def slowest(borders: tuple[int, ...]) -> tuple[float, int]:
         sent = [math.prod(row[end - 1].output) for end in borders[1:-1]]
@@ -112,22 +108,39 @@ def test_no_other_partition_is_faster(seed: int) -> None:
 
 
 def test_the_plan_of_two_stages() -> None:
-    row = [Layer(name=name, arrays=(), output=(size,), multiply_adds=1) for name, size in (("a", 5), ("b", 7))]
+    row = layers([1.0, 1.0], [10**6, 7])
 
-    def made(size: int = 2, local_size: int = 1, **more: Any) -> Stages:
-        place = LaunchEnv(launcher="mpirun", size=size, local_size=local_size)
-        return Stages.of(TrainConfig(stages=2, **more), place, row, [10, 20], "it")
+    def plan(size: int = 2, local_size: int = 1, **options: Any) -> Stages:
+        environment = LaunchEnv(launcher="mpirun", size=size, local_size=local_size)
+        return Stages.of(TrainConfig(stages=2, **options), environment, row, [10, 20], "model")
 
-    assert [made().held(stage, 12) for stage in range(2)] == [2, 1]
-    assert [made(stage_order="gpipe").held(stage, 12) for stage in range(2)] == [4, 4]
-    few, cut = made(), partition.named(row, 2, ["b"])
-    line = few.facts(cut, 4)["pipeline"]
-    assert "2 micro-batches of 2 samples" in line and "idle for 33%" in line, "the loader makes none of one sample"
-    wide = dataclasses.replace(few, layers=[dataclasses.replace(row[0], output=(10**6,)), row[1]])
-    line = wide.facts(dataclasses.replace(cut, layers=wide.layers), 12)["stage 0"]
-    assert "sends and receives 12.000 MB per micro-batch" in line, "a million numbers of 3 samples"
-    assert [made(4, 2, stage_across=across).layout().hosts for across in ("hosts", "ranks")] == [1, 2]
+    assert [plan().held(stage, 12) for stage in range(2)] == [2, 1]
+    assert [plan(stage_order="gpipe").held(stage, 12) for stage in range(2)] == [4, 4]
+    facts = plan().facts(partition.named(row, 2, ["l1"]), 4)
+    assert "2 micro-batches of 2 samples" in facts["pipeline"], "a micro-batch has at least two samples"
+    assert "sends and receives 8.000 MB per micro-batch" in facts["stage 0"]
+    assert [plan(4, 2, stage_across=across).layout().hosts for across in ("hosts", "ranks")] == [1, 2]
     assert partition.bubble(2, 4) == 1 / 5 and partition.bubble(1, 4) == 0
+
+
+def test_a_measured_partition_uses_the_slowest_link_and_the_fastest_time_of_each_layer() -> None:
+    row = layers([1.0] * 3, [10**6, 1, 1])
+    plan = Stages.of(TrainConfig(stages=2), LaunchEnv(launcher="mpirun", size=2, local_size=1), row, [1] * 3, "model")
+
+    def border(*rates: float | None) -> str:
+        ranks: Any = SimpleNamespace(
+            gather=lambda own: [own, [9.0, 0.1, 9.0]], links=[{"goodput_mbit": rate} for rate in rates]
+        )
+        (name,) = plan.measured(ranks, (), lambda: [0.2, 9.0, 0.1]).names
+        return name
+
+    assert border() == border(None, 1e4) == "l1", "sending takes no time, or 3 ms"
+    assert border(1e4, 1.0) == "l2", "sending would take 32 s"
+    assert (border(110.0), border(100.0)) == ("l1", "l2"), "0.29 s and 0.32 s, compared with 0.3 s of computation"
+    ranks: Any = SimpleNamespace()
+    assert plan.measured(ranks, ("l2",), list).names == ("l2",), "a resumed run keeps its partition"
+    plan = dataclasses.replace(plan, config=dataclasses.replace(plan.config, cut_at="l1"))
+    assert plan.measured(ranks, ("l2",), list).names == ("l1",), "--cut-at takes precedence"
 
 
 def test_invalid_partitions_are_rejected() -> None:
@@ -146,9 +159,8 @@ def test_invalid_partitions_are_rejected() -> None:
         partition.named(tied, 2, ["l1"])
 
 
-def test_the_parts_of_a_model_are_the_whole_bit_for_bit() -> None:
-    """At every cut, with dropout, also where a picture is one pixel, whose strides say nothing: the loss, the sums, and
-    gradients of weights."""
+def test_two_stages_compute_the_loss_and_gradients_of_the_model_bit_for_bit() -> None:
+    """For every partition of every model, with dropout, and with images of one pixel, whose strides are arbitrary."""
     import torch
 
     from hvdtrain.models import captioner, mlp, mlp_torch, resnet, solar, solar_torch
@@ -167,18 +179,18 @@ def test_the_parts_of_a_model_are_the_whole_bit_for_bit() -> None:
     def perceptron(spec: mlp.MLPSpec, part: range | None) -> Any:
         return mlp_torch.MLPTorch(spec, "forecast_error", part)
 
-    whole: list[tuple[Any, ...]] = [
+    models: list[tuple[Any, ...]] = [
         (resnet, small, ResNetTorch, resnet.layers(small, 16, 16), (images, np.arange(9))),
         (mlp, net, perceptron, mlp.layers(net), (windows, targets)),
         (solar, cnn, solar_torch.CNNTorch, solar.layers(cnn), (maps, targets, key)),
     ]
-    pictures, features = drawn.integers(0, 256, (9, 24, 40, 3), np.uint8), drawn.random((9, 13), np.float32)
-    for encoder, seen in (("small", pictures), ("vgg16", features), ("none", features)):
+    photos, features = drawn.integers(0, 256, (9, 24, 40, 3), np.uint8), drawn.random((9, 13), np.float32)
+    for encoder, seen in (("small", photos), ("vgg16", features), ("none", features)):
         spec = captioner.CaptionerSpec(
             vocabulary=11, encoder=encoder, image_size=(40, 24), features=13, embedding=6, hidden=9
         )
-        whole.append((captioner, spec, CaptionerTorch, captioner.layers(spec, 5), (seen, tokens, key)))
-    for numbers, spec, make, row, arrays in whole:
+        models.append((captioner, spec, CaptionerTorch, captioner.layers(spec, 5), (seen, tokens, key)))
+    for numbers, spec, make, row, arrays in models:
         values, *others = map(torch.from_numpy, arrays)
 
         def filled(part: range | None, numbers: Any = numbers, spec: Any = spec, make: Any = make) -> Any:
@@ -194,12 +206,12 @@ def test_the_parts_of_a_model_are_the_whole_bit_for_bit() -> None:
             first, second = filled(range(border)), filled(range(border, len(row)))
             sent = first(values, *others)
             assert tuple(sent.shape[1:]) == row[border - 1].output
-            got = torch.from_numpy(np.array(sent.detach().numpy(), order="C")).requires_grad_()
-            found, added = second.loss(got, *others)
-            assert torch.equal(found, loss)
-            assert all(torch.equal(added[name], each) for name, each in sums.items())
-            found.backward()
-            sent.backward(torch.from_numpy(np.array(got.grad.numpy(), order="C")))
+            received = torch.from_numpy(np.array(sent.detach().numpy(), order="C")).requires_grad_()
+            stage_loss, stage_sums = second.loss(received, *others)
+            assert torch.equal(stage_loss, loss)
+            assert all(torch.equal(stage_sums[name], each) for name, each in sums.items())
+            stage_loss.backward()
+            sent.backward(torch.from_numpy(np.array(received.grad.numpy(), order="C")))
             parts = {**dict(first.named_parameters()), **dict(second.named_parameters())}
             assert parts.keys() == known.keys() == {name for layer in row for name in layer.arrays} & known.keys()
             assert not [name for name in known if not torch.equal(known[name].grad, parts[name].grad)], border
@@ -209,16 +221,15 @@ def test_the_parts_of_a_model_are_the_whole_bit_for_bit() -> None:
 
 
 def channels(count: int) -> list[list[Channel | None]]:
-    """Of each rank in a row: to the one before, and to the one after."""
-    places = zip(meetings(count), [None, *range(count - 1)], [*range(1, count), None], strict=True)
-    return at_once([functools.partial(neighbours, each, reach(each.rank), a, b) for each, a, b in places])
+    """Return the channels of each rank in a row: to the previous rank and to the next one."""
+    ends = zip(meetings(count), [None, *range(count - 1)], [*range(1, count), None], strict=True)
+    return at_once([functools.partial(neighbours, each, reach(each.rank), a, b) for each, a, b in ends])
 
 
 def stepped(
     framework: str, make: Callable[[range | None], Any], row: list[Layer], border: int, batch: Batch, metric: Metric
 ) -> np.ndarray:
-    """Gradients of all parameters and the totals of a step of two stages, cut before layer `border` of the row; 0: of
-    the whole model at once."""
+    """Return the gradients and totals of a step in two stages; `border` begins the second, 0 for an undivided model."""
     config = parse(TrainConfig, ["--framework", framework, "--strategy", "hierarchical"], prog="", purpose="")
     cut = partition.Partition(row, (0, border, len(row)) if border else (0, len(row)))
     count, ranks = len(cut.borders) - 1, connect(framework, backend="tcp")
@@ -227,17 +238,17 @@ def stepped(
         shapes = [cut.boundary(stage - 1) if stage else (), cut.boundary(stage)]
         pipe = Pipe(stage, count, before=before, after=after, inputs=shapes[0], outputs=shapes[1])
         model = make(cut.part(stage) if border else None)
-        strategy = strategies.chosen(config).make(config, ranks, [(1,)])
-        replicas.append(workload.replica_of(model, config, ranks, strategy, "cpu", metric, pipe))
+        strategy = strategies.resolve(config).make(config, ranks, [(1,)])
+        replicas.append(make_replica(model, config, ranks, strategy, "cpu", metric, pipe))
     at_once([functools.partial(each.backward, batch, 0.1, False) for each in replicas])
     vectors = [each.vector() for each in replicas]
     tail = metric.size + 1
-    assert all(np.array_equal(vector[-tail:], vectors[0][-tail:]) for vector in vectors), "all stages know the totals"
+    assert all(np.array_equal(vector[-tail:], vectors[0][-tail:]) for vector in vectors), "all stages have the totals"
     return np.concatenate([*(vector[:-tail] for vector in vectors), vectors[0][-tail:]])
 
 
 class Linear:
-    """y = x W; the last stage's loss is half the squared distance to the labels. A `StageModel` in NumPy."""
+    """A `StageModel` in NumPy: y = x W. The last stage's loss is half the squared distance to the labels."""
 
     def __init__(self, weight: np.ndarray, last: bool) -> None:
         self.weight, self.gradient, self._last = weight, np.zeros_like(weight), last
@@ -266,10 +277,12 @@ class Linear:
         return np.array([((y - batch.arrays[1]) ** 2).sum() / 2, batch.weight]) if self._last else np.asarray(y)
 
 
-@pytest.mark.parametrize("how", ["1f1b", "eager", "gpipe"])
-@pytest.mark.parametrize(("stages", "sizes"), [(1, [3]), (2, [4, 4, 1]), (3, [2] * 9), (4, [5, 3])])
-def test_a_pipeline_learns_what_one_process_learns(how: Order, stages: int, sizes: list[int]) -> None:
-    """Gradients and totals, for more and fewer micro-batches than stages, and a last one that is short."""
+@pytest.mark.parametrize(
+    ("how", "stages", "sizes"),
+    [("1f1b", 1, [3]), ("1f1b", 2, [4, 4, 1]), ("1f1b", 4, [5, 3]), ("eager", 3, [2] * 9), ("gpipe", 3, [2] * 9)],
+)
+def test_a_pipeline_has_the_gradients_and_totals_of_one_process(how: Order, stages: int, sizes: list[int]) -> None:
+    """With more and with fewer micro-batches than stages, and with a short last one."""
     drawn = np.random.default_rng(stages)
     widths = [6, *drawn.integers(2, 8, stages - 1).tolist(), 2]
     weights = [drawn.standard_normal(shape, np.float32) for shape in itertools.pairwise(widths)]
@@ -298,8 +311,8 @@ def test_a_pipeline_learns_what_one_process_learns(how: Order, stages: int, size
         tail = pipes[stage].train(made[stage], batch, stop=stage == 1)
         return tail, pipes[stage].see(made[stage], batch, training=False)
 
-    told = at_once([functools.partial(run, stage) for stage in range(stages)])
-    at_once([pipe.leave for pipe in pipes])
+    results = at_once([functools.partial(run, stage) for stage in range(stages)])
+    at_once([pipe.shut_down for pipe in pipes])
 
     inputs, values = [], x.astype(float)
     for weight in weights:
@@ -310,39 +323,38 @@ def test_a_pipeline_learns_what_one_process_learns(how: Order, stages: int, size
     for stage in reversed(range(stages)):
         np.testing.assert_allclose(made[stage].gradient, inputs[stage].T @ error, rtol=2e-4, atol=1e-4)
         error = error @ weights[stage].T
-    for stage, (tail, seen) in enumerate(told):
-        np.testing.assert_allclose(tail, [loss, len(x), stages > 1], rtol=1e-5, err_msg="all stages know the totals")
+    for stage, (tail, seen) in enumerate(results):
+        np.testing.assert_allclose(tail, [loss, len(x), stages > 1], rtol=1e-5, err_msg="all stages have the totals")
         assert (seen is None) == (stage < stages - 1)
-    np.testing.assert_allclose(told[-1][1], [loss, len(x)], rtol=1e-5)
+    np.testing.assert_allclose(results[-1][1], [loss, len(x)], rtol=1e-5)
     sent = [(stage > 0) + (stage < stages - 1) for stage in range(stages)]
     assert all(
         bool(pipe.take_sent_bytes()[0]) == bool(neighbours_) for pipe, neighbours_ in zip(pipes, sent, strict=True)
     )
 
 
-def test_a_steps_bytes_and_waiting_are_its_own() -> None:
-    """Not the evaluation's that came before it, nor those of the step before, for which one stage came late."""
+def test_bytes_and_waiting_times_of_a_step_exclude_evaluations_and_earlier_steps() -> None:
     x, weight = np.ones((6, 4), np.float32), np.ones((4, 4), np.float32)
     batch = Batch(arrays=(x, x), weight=6, total_weight=6)
     pipes = [Pipe(n, 2, before=a, after=b, inputs=(4,), outputs=(4,)) for n, (a, b) in enumerate(channels(2))]
 
     def run(stage: int) -> list[tuple[int, float]]:
-        part, pipe, told = Linear(weight.copy(), stage == 1), pipes[stage], []
+        part, pipe, steps = Linear(weight.copy(), stage == 1), pipes[stage], []
         for late_s in (0.5, 0.0):
             time.sleep(late_s * (stage == 0))
             pipe.train(part, batch, stop=False)
-            told.append((pipe.take_sent_bytes()[0], pipe.waited_s))
+            steps.append((pipe.take_sent_bytes()[0], pipe.waited_s))
             pipe.see(part, batch, training=False)
-        return told
+        return steps
 
-    told = at_once([functools.partial(run, stage) for stage in range(2)])
-    at_once([pipe.leave for pipe in pipes])
-    assert all(first == second > 0 for (first, _), (second, _) in told)
-    (_, late_s), (_, usual_s) = told[1]
+    results = at_once([functools.partial(run, stage) for stage in range(2)])
+    at_once([pipe.shut_down for pipe in pipes])
+    assert all(first == second > 0 for (first, _), (second, _) in results)
+    (_, late_s), (_, usual_s) = results[1]
     assert usual_s < late_s
 
 
-def test_a_layers_time_is_that_of_a_sample() -> None:
+def test_layers_are_timed_per_sample() -> None:
     class Slow:
         def forward(self, number: int, batch: Batch, inputs: Any) -> np.ndarray:
             time.sleep(0.002 * len(batch.arrays[0]))
@@ -352,16 +364,18 @@ def test_a_layers_time_is_that_of_a_sample() -> None:
             time.sleep(0.001 * len(gradient))
 
     made: Any = lambda number: Slow()  # noqa: E731
-    found = partition.measured_s(
+    seconds = partition.measured_s(
         made, layers([1.0] * 2, [1] * 2), Batch(arrays=(np.ones((20, 1)),), weight=20, total_weight=20)
     )
-    assert len(found) == 2 and all(0.003 <= each < 0.02 for each in found)
+    assert len(seconds) == 2 and all(0.003 <= each < 0.02 for each in seconds)
 
 
 @pytest.mark.parametrize(("coding", "error"), [("fp32", 0), ("bf16", 2**-8), ("int8", 1 / 254)])
 @pytest.mark.parametrize("shape", [(3, 5), (2, 8, 8, 16)])
-def test_what_a_neighbour_gets_is_as_near_as_is_said(coding: Coding, error: float, shape: tuple[int, ...]) -> None:
-    """Of the largest magnitude of 64 numbers in row; at the bytes that the plan tells."""
+def test_activations_arrive_within_the_declared_error_and_bytes(
+    coding: Coding, error: float, shape: tuple[int, ...]
+) -> None:
+    """`error`: relative to the largest magnitude in each block of 64 numbers."""
     drawn = np.random.default_rng(len(shape))
     sent = (drawn.standard_normal(shape) * 10.0 ** drawn.integers(-20, 20, shape)).astype(np.float32)
     message = packed(sent, coding)
@@ -371,7 +385,7 @@ def test_what_a_neighbour_gets_is_as_near_as_is_said(coding: Coding, error: floa
     assert 0 <= message.nbytes - sent.size * NUMBER_BYTES[coding] < 4
 
 
-def test_a_sender_waits_for_a_slow_receiver_and_a_lost_one_is_told() -> None:
+def test_a_sender_waits_for_a_slow_receiver_and_notices_a_lost_one() -> None:
     (_, one), (other, _) = channels(2)
     assert one is not None and other is not None
     sent = []
@@ -384,7 +398,7 @@ def test_a_sender_waits_for_a_slow_receiver_and_a_lost_one_is_told() -> None:
     sending = threading.Thread(target=send, daemon=True)
     sending.start()
     until(lambda: len(sent) >= AHEAD)
-    assert len(sent) < 70, "what nobody takes stays with its maker"
+    assert len(sent) < 70, "messages that nothing receives are not sent"
     assert [int(other.receive()[0]) for _ in range(80)] == list(range(80))
     sending.join()
     other.shutdown()
@@ -392,7 +406,7 @@ def test_a_sender_waits_for_a_slow_receiver_and_a_lost_one_is_told() -> None:
         one.receive()
 
 
-def test_a_stage_may_begin_with_a_layer_that_works_in_place() -> None:
+def test_a_stage_may_begin_with_an_in_place_layer() -> None:
     import torch
 
     class Some(torch.nn.Sequential):
@@ -417,61 +431,55 @@ FLAGS = [*USUAL, "--micro-batches", "3"]
 
 
 def arrays(folder: Path) -> dict[str, np.ndarray]:
-    """All that the newest checkpoint holds of model and optimizer, whoever wrote it."""
+    """Return the arrays of model and optimizer in the newest checkpoint, from all its files."""
     return {name.partition("/")[2]: array for name, array in newest_arrays(folder).items()}
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """The folder of a run of so many ranks with these flags."""
+    """Trains on this number of ranks with these flags, once, and returns the run folder."""
 
     @functools.cache
     def train(ranks: int, *flags: str) -> Path:
         folder = tmp_path_factory.mktemp("run")
         words = [*FLAGS, *flags, "--run-dir", str(folder)]
-        told = document(resnet(ranks, *words)) if ranks else here("resnet", *words)
-        assert told["ranks"] == max(1, ranks)
+        summary = document(resnet(ranks, *words)) if ranks else here("resnet", *words)
+        assert summary["ranks"] == max(1, ranks)
         return folder
 
     return train
 
 
-def test_two_stages_learn_what_one_process_does_bit_for_bit(trained: Callable[..., Path], tmp_path: Path) -> None:
-    """With a short last batch, running statistics and momentum too."""
-    ways = {"1f1b": [], "gpipe": ["--stage-order", "gpipe"]}
-    todo = [{"flags": [*FLAGS, "--stages", "2", *more, "--run-dir", str(tmp_path / way)]} for way, more in ways.items()]
-    codes, said = trainings(2, todo)
-    assert codes == [0, 0], said
-    one = arrays(trained(0))
-    for way in ways:
-        two = arrays(tmp_path / way)
-        assert one.keys() == two.keys()
-        assert not [name for name, array in one.items() if not np.array_equal(array, two[name])], way
+def test_two_stages_equal_one_process_bit_for_bit(trained: Callable[..., Path]) -> None:
+    """With a short last batch; running statistics and momentum too."""
+    one, two = arrays(trained(0)), arrays(trained(2, "--stages", "2"))
+    assert one.keys() == two.keys()
+    assert not [name for name, array in one.items() if not np.array_equal(array, two[name])]
 
 
-def test_stages_and_replicas_together_learn_nearly_that(trained: Callable[..., Path], tmp_path: Path) -> None:
-    """Replicas see other micro-batches in BatchNorm, so the weights are near, and equal among themselves."""
-    flags = [*FLAGS, "--stages", "2", "--strategy", "hierarchical", "--check-replicas", "1"]
-    ways = {"across": ["--stage-across", "ranks"], "int8": ["--stage-order", "gpipe", "--activations", "int8"]}
-    todo = [{"flags": [*flags, *more, "--run-dir", str(tmp_path / way)]} for way, more in ways.items()]
-    drifting = [*FLAGS, "--stages", "2", "--strategy", "local-sgd:every=2", "--run-dir", str(tmp_path / "drifting")]
+def test_stages_combined_with_replicas(trained: Callable[..., Path], tmp_path: Path) -> None:
+    """BatchNorm sees smaller micro-batches in each replica, so the weights only resemble the weights of one process."""
+    flags = [*FLAGS, "--stages", "2"]
+    exact = [*flags, "--strategy", "hierarchical", "--check-replicas", "1", "--stage-across", "ranks"]
+    exact += ["--stage-order", "gpipe", "--activations", "int8", "--run-dir", str(tmp_path / "exact")]
+    drifting = [*flags, "--strategy", "local-sgd:every=2", "--run-dir", str(tmp_path / "drifting")]
     other = [*drifting, "--resume", "--stage-across", "ranks"]
-    codes, said = trainings(4, [*todo, {"flags": drifting, "stop_before": 1}, {"flags": other, "refused": 78}])
-    assert codes == [0, 0, 75, 78], said
-    assert "give the same --stages, --cut-at and --stage-across" in said, "each rank's momentum is its own"
-    one = arrays(trained(0))
-    for way in ways:
-        four = arrays(tmp_path / way)
-        shift = np.concatenate([(four[name] - one[name]).ravel() for name in one if name.startswith("parameter.")])
-        assert 0 < np.abs(shift).mean() < 2e-2
+    todo = [{"flags": exact}, {"flags": drifting, "stop_before": 1}, {"flags": other, "refused": 78}]
+    codes, output = trainings(4, todo)
+    assert codes == [0, 75, 78], output
+    assert "hint: use the same --stages, --cut-at and --stage-across" in output, "momentum belongs to a rank"
+    one, four = arrays(trained(0)), arrays(tmp_path / "exact")
+    shift = np.concatenate([(four[name] - one[name]).ravel() for name in one if name.startswith("parameter.")])
+    assert 0 < np.abs(shift).mean() < 2e-2
 
 
-def test_a_run_goes_on_with_other_stages_as_if_never_interrupted(trained: Callable[..., Path], tmp_path: Path) -> None:
-    """Stopped by a signal as three stages, then one process; equal to that process alone, with as many micro-batches as
-    stages have by default."""
+def test_a_run_resumed_with_other_stages_equals_an_uninterrupted_one(
+    trained: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Three stages are stopped by a signal, and one process continues with the default micro-batches of stages."""
     flags = [*USUAL, "--stages", "3", "--strategy", "native", "--run-dir", str(tmp_path / "run")]
-    codes, said = trainings(3, [{"flags": flags, "stop_before": 1}])
-    assert codes == [75], said
+    codes, output = trainings(3, [{"flags": flags, "stop_before": 1}])
+    assert codes == [75], output
     files = {file.name for file in max((tmp_path / "run" / "checkpoints").glob("step-*")).iterdir()}
     assert {"stage0.safetensors", "stage1.safetensors", "stage2.safetensors"} <= files
     here("resnet", "--resume", str(tmp_path / "run"), "--stages", "1")
@@ -479,7 +487,7 @@ def test_a_run_goes_on_with_other_stages_as_if_never_interrupted(trained: Callab
     assert all(np.array_equal(array, resumed[name]) for name, array in one.items())
 
 
-def test_a_killed_stage_ends_the_job_like_any_dead_rank(tmp_path: Path) -> None:
+def test_a_killed_stage_ends_the_job(tmp_path: Path) -> None:
     flags = [*SMALL[:4], "--epochs", "400", "--framework", "torch", "--stages", "3", "--run-dir", str(tmp_path / "run")]
     words = started_by(3, ["-m", "hvdtrain.resnet", *flags])
     with subprocess.Popen(words, env=environment(), stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True) as job:
@@ -494,31 +502,28 @@ def test_a_killed_stage_ends_the_job_like_any_dead_rank(tmp_path: Path) -> None:
     until(lambda: not any(is_rank(path, tmp_path / "run") for path in ranks), 100)
 
 
-def test_tensorflows_stages_learn_what_one_process_does(trained: Callable[..., Path]) -> None:
+def test_stages_in_tensorflow_equal_one_process(trained: Callable[..., Path]) -> None:
     flags = ("--framework", "tensorflow", "--epochs", "1")
-    one, two = (
-        arrays(trained(0, *flags)),
-        arrays(trained(2, *flags, "--stages", "2", "--cut-at", "layer2.1")),
-    )
+    one, two = arrays(trained(0, *flags)), arrays(trained(2, *flags, "--stages", "2", "--cut-at", "layer2.1"))
     assert one.keys() == two.keys()
     for name, array in one.items():
         np.testing.assert_allclose(two[name], array, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
 @pytest.mark.root
-def test_the_benchmark_finds_the_bytes_of_the_formula_on_the_wire(tmp_path: Path) -> None:
-    """Payload, and at most 8 % for headers and acknowledgements."""
+def test_the_bytes_on_the_network_are_those_of_the_formula(tmp_path: Path) -> None:
+    """Plus at most 8 % for headers and acknowledgements."""
     flags = ["--rates", "100mbit", "--models", "small", "--rows", "stages2", "--rounds", "1", "--json"]
     words = [sys.executable, "tools/bench_stages.py", *flags, "--name", f"t{os.getpid()}", "--out", str(tmp_path)]
     done = finished(words)
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(done.stdout)["rows"]
-    assert row["formula_bytes"] == 4 * 2048 * (398 + 85 + 86) / 4, "4 steps: what was trained on, and evaluated"
+    assert row["formula_bytes"] == 4 * 2048 * (398 + 85 + 86) / 4, "4 steps of training and evaluation"
     assert 1 < row["of_formula"] <= 1.08, row
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "problem"),
     [
         (["--stages", "2", "--strategy", "native"], "--strategy native cannot be combined with --stages 2 on 4 ranks"),
         (["--stages", "2", "--strategy", "async-ps"], "--strategy async-ps cannot be combined with --stages 2"),
@@ -531,34 +536,14 @@ def test_the_benchmark_finds_the_bytes_of_the_formula_on_the_wire(tmp_path: Path
         (["--stages", "2", "--strategy", "int8", "--cut-at", "layer9"], "no layer 'layer9' can begin a stage"),
     ],
 )
-def test_settings_that_do_not_go_together(flags: list[str], told: str) -> None:
-    refused("resnet", "--framework", "torch", "--dry-run", *flags, code=78, said=told, extra=first_of(4))
+def test_options_that_cannot_be_combined_with_stages(flags: list[str], problem: str) -> None:
+    refused("resnet", "--framework", "torch", "--dry-run", *flags, code=78, said=problem, extra=first_of(4))
 
 
-def test_a_dry_run_by_itself_shows_the_plan_of_as_many_ranks() -> None:
+def test_a_dry_run_without_a_launcher_assumes_one_rank_per_stage() -> None:
     facts = document(alone("resnet", "--stages", "2", "--dry-run", "--json"))["facts"]
     assert facts["pipeline"].startswith("2 stages x 1 replicas, 4 micro-batches")
     assert facts["stage 0"].startswith("stem to ") and facts["stage 0"].endswith("; rank 0")
     assert " to fc: " in facts["stage 1"] and facts["stage 1"].endswith("; rank 1")
     parted = document(alone("resnet", "--micro-batches", "2", "--strategy", "powersgd", "--dry-run", "--json"))
-    assert parted["cost"]["overlaps_with"] == "", "gradients are whole after the last micro-batch alone"
-
-
-def test_a_measured_cut_is_for_the_slowest_link_and_what_is_fastest_of_a_layer() -> None:
-    sizes = zip("abc", (10**6, 1, 1), strict=True)
-    row = [Layer(name=name, arrays=(), output=(size,), multiply_adds=1) for name, size in sizes]
-    made = Stages.of(TrainConfig(stages=2), LaunchEnv(launcher="mpirun", size=2, local_size=1), row, [1] * 3, "it")
-
-    def names(*rates: float | None) -> tuple[str, ...]:
-        ranks: Any = SimpleNamespace(
-            gather=lambda mine: [mine, [9.0, 0.1, 9.0]],
-            measure_links=lambda: [{"goodput_mbit": rate} for rate in rates],
-        )
-        return made.measured(ranks, (), lambda: [0.2, 9.0, 0.1]).names
-
-    assert names() == names(None, 1e4) == ("b",), "what is sent takes no time, or 3 ms"
-    assert names(1e4, 1.0) == ("c",), "32 s"
-    assert (names(110.0), names(100.0)) == (("b",), ("c",)), "0.29 s and 0.32 s, beside the 0.3 s of a and b"
-    assert made.measured(ranks := SimpleNamespace(), ("c",), list).names == ("c",), "that of the run that goes on"
-    made = dataclasses.replace(made, config=dataclasses.replace(made.config, cut_at="b"))
-    assert made.measured(ranks, ("c",), list).names == ("b",), "what is asked for comes first"
+    assert parted["cost"]["overlaps_with"] == "", "gradients are complete after the last micro-batch only"

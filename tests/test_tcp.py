@@ -8,6 +8,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import functools
+import itertools
 import json
 import socket
 import struct
@@ -48,7 +49,7 @@ from hvdtrain.system.exits import Failure
 
 
 def host_sends(hosts: int, size: int, item_bytes: int) -> tuple[int, int]:
-    """The least and the most payload that one host sends to the others for a sum."""
+    """Return the minimum and maximum payload that a host sends for a sum."""
     whole = size * item_bytes
     if whole <= SMALL_BYTES or size < hosts:
         return (hosts - 1) * whole, (hosts - 1) * whole
@@ -58,7 +59,7 @@ def host_sends(hosts: int, size: int, item_bytes: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     ("ranks", "per_host", "launcher"),
-    [(2, 2, "mpirun"), (3, 2, "mpirun"), (4, 1, "mpirun"), (4, 2, "horovodrun --gloo")],
+    [(3, 2, "mpirun"), (4, 1, "mpirun"), (4, 2, "horovodrun --gloo")],
 )
 def test_ranks_sum_as_numpy_does_and_send_the_expected_bytes(ranks: int, per_host: int, launcher: str) -> None:
     report = document(launch(ranks, [str(PROGRAMS / "tcp_ranks.py"), str(per_host)], launcher))
@@ -84,8 +85,11 @@ def test_ranks_sum_as_numpy_does_and_send_the_expected_bytes(ranks: int, per_hos
     assert report["broadcast"] == [[1, 2], [3, 0]]
 
 
-@pytest.mark.parametrize("dying", [0, 3], ids=["a leader", "a member of another host"])
-@pytest.mark.parametrize(("engine", "error"), [("tcp", "PeerLost"), ("calls", "HorovodInternalError")])
+@pytest.mark.parametrize(
+    ("engine", "error", "dying"),
+    [("tcp", "PeerLost", 0), ("tcp", "PeerLost", 3), ("calls", "HorovodInternalError", 0)],
+    ids=["leader", "member of another host", "calls"],
+)
 def test_every_rank_notices_that_a_rank_died(engine: str, error: str, dying: int, tmp_path: Path) -> None:
     words = [sys.executable, str(PROGRAMS / "tcp_dying.py"), str(tmp_path)]
     processes = [
@@ -109,7 +113,7 @@ def test_every_rank_notices_that_a_rank_died(engine: str, error: str, dying: int
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:
-    """The two ends of a TCP connection."""
+    """Return both ends of a TCP connection."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         one = socket.create_connection(listener.getsockname())
         other, _ = listener.accept()
@@ -118,7 +122,7 @@ def socket_pair() -> tuple[socket.socket, socket.socket]:
 
 @contextlib.contextmanager
 def connected(count: int) -> Iterator[list[TcpLeaderGroup]]:
-    """Hosts with a stream between each two."""
+    """Connect each pair of hosts by a stream."""
     table: list[list[Stream | None]] = [[None] * count for _ in range(count)]
     for i in range(count):
         for j in range(i):
@@ -134,7 +138,7 @@ def connected(count: int) -> Iterator[list[TcpLeaderGroup]]:
 dtypes = some.sampled_from(["float32", "float64", "int64", "uint8"])
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(count=some.integers(2, 5), sizes=some.lists(some.integers(0, 3000), min_size=1, max_size=4), dtype=dtypes)
 def test_sums_of_any_size_in_succession(count: int, sizes: list[int], dtype: str) -> None:
     random = np.random.default_rng(count)
@@ -157,7 +161,7 @@ def test_sums_of_any_size_in_succession(count: int, sizes: list[int], dtype: str
             np.testing.assert_allclose(values, expected, atol=1e-3)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(data=some.data(), count=some.integers(1, 5), dtype=dtypes)
 def test_all_to_all_delivers_every_part_to_its_host(data: some.DataObject, count: int, dtype: str) -> None:
     lengths = [[data.draw(some.integers(0, 2000)) for _ in range(count)] for _ in range(count)]
@@ -173,7 +177,7 @@ def test_all_to_all_delivers_every_part_to_its_host(data: some.DataObject, count
     assert sent == [item * (sum(row) - row[host]) for host, row in enumerate(lengths)]
 
 
-@pytest.mark.parametrize("count", [2, 3, 4, 5])
+@pytest.mark.parametrize("count", [2, 5])
 @pytest.mark.parametrize("size", [100, QUEUE_BYTES // 4 + 1, 200_000])
 def test_long_parts_of_equal_length_arrive_separately(count: int, size: int) -> None:
     table = np.random.default_rng(count).normal(size=(count, count, size)).astype(np.float32)
@@ -184,11 +188,9 @@ def test_long_parts_of_equal_length_arrive_separately(count: int, size: int) -> 
             [lambda h=hosts: dict(h.all_to_all_streamed(lambda _: table[h.index, 0], even=True)) for hosts in all_hosts]
         )
         assert [hosts.sent_bytes for hosts in all_hosts] == [2 * (count - 1) * 4 * size] * count
-    for me in range(count):
-        for source in range(count):
-            if source != me:
-                np.testing.assert_array_equal(gathered[me][source].view(np.float32), table[source, 0])
-                np.testing.assert_array_equal(results[me][source], table[source, me])
+    for target, source in itertools.permutations(range(count), 2):
+        np.testing.assert_array_equal(gathered[target][source].view(np.float32), table[source, 0])
+        np.testing.assert_array_equal(results[target][source], table[source, target])
 
 
 def test_received_arrays_are_writable_and_inputs_do_not_change() -> None:
@@ -218,9 +220,9 @@ class Delayed(TcpLeaderGroup):
         return super()._swap(None, None, source, *rest)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("count", [2, 3, 4, 5])
+@pytest.mark.parametrize("count", [2, 3, 5])
 @pytest.mark.parametrize("nbytes", [400, SMALL_BYTES, SMALL_BYTES + 4, QUEUE_BYTES + 4])
-def test_the_number_of_hops_is_what_the_exchange_takes(count: int, nbytes: int) -> None:
+def test_exchanges_take_the_declared_number_of_hops(count: int, nbytes: int) -> None:
     """`cost()` computes with these numbers."""
     vector = np.ones(nbytes // 4, np.float32)
     calls = {
@@ -361,8 +363,7 @@ def test_a_rank_that_does_not_connect_is_named(monkeypatch: pytest.MonkeyPatch) 
     present, other = meetings(2)
     failure, nothing = at_once([lambda: TcpCommunicator(present, reach(0)), lambda: absent(other)], Failure)
     assert nothing is None
-    assert isinstance(failure, Failure)
-    assert failure.code == 69
+    assert isinstance(failure, Failure) and failure.code == 69
     assert "rank 1 did not connect within 0.5 s" in str(failure)
 
 
@@ -389,8 +390,7 @@ def test_a_host_that_cannot_be_reached_is_named() -> None:
     other, present = meetings(2)
     nothing, failure = at_once([lambda: unreachable(other), lambda: TcpCommunicator(present, reach(1))], Failure)
     assert nothing is None
-    assert isinstance(failure, Failure)
-    assert failure.code == 69
+    assert isinstance(failure, Failure) and failure.code == 69
     assert (
         f"rank 1 on {socket.gethostname()} cannot connect to rank 0 on {socket.gethostname()} at 127.0.0.9, port"
         in str(failure)

@@ -103,7 +103,7 @@ def main(stop: lifecycle.StopSignal) -> int:
     from hvdtrain.frameworks.pytorch import TorchReplica, prepare
 
     device = prepare("cpu", env.local_rank, used.count)
-    exchange = strategies.chosen(config)
+    exchange = strategies.resolve(config)
     ranks = world.connect("torch", backend=exchange.capabilities.backend)
     strategy = exchange.make(config, ranks, shapes)
     model = stand_in(shapes, config.compute_s)

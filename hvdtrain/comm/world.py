@@ -1,6 +1,6 @@
 """Connects the ranks of a job: rendezvous, sentinel, backend.
 
-The strategy names the backend: Horovod, the framework's own collectives (native), TCP, or parameter servers over TCP.
+The strategy names the backend: Horovod, the framework's own collectives (native), TCP, or a plug-in's.
 Without a launcher there is one rank, and Horovod is not imported.
 """
 
@@ -12,20 +12,22 @@ import json
 import os
 import socket
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Any, cast
 
 from hvdtrain.comm import lifecycle
 from hvdtrain.comm.backends.base import Communicator, Endpoint, Rendezvous
 from hvdtrain.comm.backends.horovod import HorovodCommunicator
-from hvdtrain.comm.backends.servers import ServerCommunicator
 from hvdtrain.comm.backends.tcp import TcpCommunicator
 from hvdtrain.comm.launch_env import LaunchEnv, launch_env
 from hvdtrain.comm.rendezvous import Subgroup, join
 from hvdtrain.sentinel.rank import Sentinel
 from hvdtrain.sentinel.waiting import LIMIT_S
+from hvdtrain.system import exits
+from hvdtrain.system.exits import Failure
 
 Backend = str
 """horovod, or a key of BACKENDS"""
+BUILT_IN = ("horovod", "native", "tcp")
 
 
 def _native(framework: str, rendezvous: Rendezvous, endpoint: Endpoint, gpu: bool) -> Communicator:
@@ -43,12 +45,13 @@ def _tcp(_: str, rendezvous: Rendezvous, endpoint: Endpoint, gpu: bool) -> Commu
     return TcpCommunicator(rendezvous, endpoint) if rendezvous.size > 1 else Communicator()
 
 
-# name -> function that connects ranks that have found each other: (framework, rendezvous, endpoint, gpu)
 BACKENDS: dict[Backend, Callable[[str, Rendezvous, Endpoint, bool], Communicator]] = {
     "native": _native,
     "tcp": _tcp,
-    "servers": lambda _, rendezvous, endpoint, gpu: ServerCommunicator(rendezvous, endpoint),
 }
+"""Functions (framework, rendezvous, endpoint, gpu) that connect ranks which have found each other, by name.
+
+A plug-in adds its own when it is imported."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,12 +73,13 @@ class RankGroup:
         sentinel = Sentinel(rendezvous.rank, first=first, job_key=rendezvous.job_key, stall_limit_s=stall_limit_s)
         lifecycle.report_to(sentinel)
         atexit.register(sentinel.report_finished)
-        sentinel.join(lambda own: [json.loads(text) for text in rendezvous.gather_bytes(json.dumps(own).encode())])
+        group = cls(rendezvous, sentinel, loopback)
+        sentinel.join(group.gather)
         if route := sentinel.route:
-            return cls(rendezvous, sentinel, Endpoint(route.source, route.device))
+            return dataclasses.replace(group, endpoint=Endpoint(route.source, route.device))
         if sentinel.hosts > 1:
-            return cls(rendezvous, sentinel, Endpoint(socket.gethostname(), None))
-        return cls(rendezvous, sentinel, loopback)
+            return dataclasses.replace(group, endpoint=Endpoint(socket.gethostname(), None))
+        return group
 
     @classmethod
     def launched(cls, environment: LaunchEnv, stall_limit_s: float = LIMIT_S) -> RankGroup:
@@ -85,9 +89,58 @@ class RankGroup:
         """
         return cls.watched(join(environment), stall_limit_s)
 
+    def gather(self, value: Any) -> list[Any]:
+        """Return the JSON-serializable value of every rank, in rank order, on all ranks."""
+        return [json.loads(text) for text in self.rendezvous.gather_bytes(json.dumps(value).encode())]
+
+    def measure_links(self) -> list[dict[str, Any]]:
+        """Measure the goodput of each host's link before a backend connects: see `Sentinel.measure_links`."""
+        return self.sentinel.measure_links(self.gather) if self.sentinel else []
+
+    def connect(
+        self, framework: str, gpu: bool = False, *, backend: Backend = "horovod", owned: bool = False
+    ) -> Communicator:
+        """Connect the ranks through a backend. Collective.
+
+        `gpu`: whether gradients are on a GPU. `owned`: the communicator shuts down this group too.
+        """
+        if backend == "horovod":
+            communicator = cast(Communicator, self.rendezvous)
+        else:
+            communicator = BACKENDS[backend](framework, self.rendezvous, self.endpoint, gpu)
+        communicator.use_group(self, framework, owned=owned)
+        return communicator
+
     def subgroup(self, ranks: Sequence[int]) -> RankGroup:
         """The group of these ranks. Collective: every rank of the whole group passes the ranks of its subgroup."""
         return dataclasses.replace(self, rendezvous=Subgroup(self.rendezvous, ranks))
+
+
+def find_ranks(
+    framework: str, *, horovod: bool, gpu: bool = False, timeline: bool = False, stall_limit_s: float = LIMIT_S
+) -> RankGroup:
+    """Find the other ranks of this job and start the sentinels. Collective.
+
+    `horovod`: let Horovod find them, which is then the backend. `timeline`: allow Horovod's timeline to start later.
+    `stall_limit_s`: see `sentinel.stalls`; 0 for no limit. Raises Failure (69) if Horovod is missing or ranks cannot be
+    found.
+    """
+    environment = launch_env()
+    if not horovod:
+        group = RankGroup.launched(environment, stall_limit_s)
+    else:
+        if stall_limit_s:  # Horovod's own check names the stalled ranks; it takes whole seconds
+            os.environ.setdefault("HOROVOD_STALL_CHECK_TIME_SECONDS", str(max(1, round(stall_limit_s))))
+        single = environment.launcher == "alone"
+        ranks = Communicator() if single else HorovodCommunicator(framework, gpu=gpu, timeline=timeline)
+        group = RankGroup.watched(ranks, stall_limit_s)
+    if (found := group.rendezvous.size) != environment.size:
+        raise Failure(
+            f"{environment.launcher} started {environment.size} ranks, but {found} found each other; hint: the "
+            "launcher may belong to another MPI than the one loaded here, see `hvdtrain doctor`",
+            exits.UNREACHABLE,
+        )
+    return group
 
 
 def connect(
@@ -95,28 +148,14 @@ def connect(
     gpu: bool = False,
     *,
     backend: Backend = "horovod",
-    timeline: bool = False,
     group: RankGroup | None = None,
     stall_limit_s: float = LIMIT_S,
 ) -> Communicator:
-    """Connect the ranks of this job through a backend. Collective.
+    """Find the ranks of this job and connect them through a backend. Collective.
 
-    `framework`: torch or tensorflow. `gpu`: whether gradients are on a GPU. `timeline`: allow Horovod's timeline to
-    start later. `group`: ranks that have found each other before and outlive the communicator. `stall_limit_s`: see
-    `sentinel.stalls`; 0 for no limit. Raises Failure (69) if Horovod is missing or the ranks cannot be connected.
+    `group`: ranks that have found each other before and outlive the communicator. Raises Failure (69) if Horovod is
+    missing or the ranks cannot be connected.
     """
     owned = group is None
-    environment = launch_env()
-    if backend == "horovod":
-        if stall_limit_s:  # Horovod's own check names the stalled ranks; it takes whole seconds
-            os.environ.setdefault("HOROVOD_STALL_CHECK_TIME_SECONDS", str(max(1, round(stall_limit_s))))
-        if group is None:
-            single = environment.launcher == "alone"
-            ranks = Communicator() if single else HorovodCommunicator(framework, gpu=gpu, timeline=timeline)
-            group = RankGroup.watched(ranks, stall_limit_s)
-        communicator = cast(Communicator, group.rendezvous)
-    else:
-        group = group or RankGroup.launched(environment, stall_limit_s)
-        communicator = BACKENDS[backend](framework, group.rendezvous, group.endpoint, gpu)
-    communicator.use_group(group, framework, owned=owned)
-    return communicator
+    group = group or find_ranks(framework, horovod=backend == "horovod", gpu=gpu, stall_limit_s=stall_limit_s)
+    return group.connect(framework, gpu, backend=backend, owned=owned)

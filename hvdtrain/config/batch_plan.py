@@ -56,7 +56,7 @@ def global_batch(config: TrainConfig, ranks: int) -> int:
 def batch_plan(
     config: TrainConfig, ranks: int, global_batch: int, steps_per_epoch: int, shares: tuple[float, ...] | None = None
 ) -> BatchPlan:
-    """The plan for `ranks` replicas that take these `shares` of a step."""
+    """Make the plan for `ranks` replicas with these shares of a step."""
     ratio = global_batch / (config.global_batch_size or config.batch_size or 32)
     factor = {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[config.lr_scaling]
     return BatchPlan(

@@ -18,14 +18,14 @@ from hvdtrain.system.exits import Failure
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Data:
-    """What the model is trained on."""
+    """Options for the data."""
 
     GROUP: ClassVar[str] = "data"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Optimization:
-    """How the model learns."""
+    """Options for the optimization."""
 
     GROUP: ClassVar[str] = "optimization"
 
@@ -85,7 +85,7 @@ class Optimization:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Communication:
-    """What ranks send each other."""
+    """Options for the communication between ranks."""
 
     GROUP: ClassVar[str] = "communication"
 
@@ -139,7 +139,7 @@ class Communication:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """Where and how the run happens."""
+    """Options for the run."""
 
     GROUP: ClassVar[str] = "run"
 
@@ -184,7 +184,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """What is measured and recorded."""
+    """Options for measurements and records."""
 
     GROUP: ClassVar[str] = "measurement"
 

@@ -23,6 +23,7 @@ from hvdtrain.horovod_api.recorder import Gather, Recorder
 from hvdtrain.strategies import Exchange
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
+from hvdtrain.training import manifest as run_manifest
 from hvdtrain.training import run_folder
 
 VARIABLES = ("RECORD", "RUN_DIR", "RESUME", "MONITOR", "MONITOR_MS", "MONITOR_IDLE_S")
@@ -73,6 +74,7 @@ def begin(
             print(f"hvdtrain: this run is not recorded: {message}", file=sys.stderr, flush=True)
         return None
     world.set_run_folder(str(folder), "")
+    world.measure_links()
     seed, rest = script.seed_and_rest(sys.argv)
     manifest = records.Manifest(
         workload=name,
@@ -89,9 +91,9 @@ def begin(
         data={},
         model={"parameters": parameters},
         metric={},
-        **run_folder.surroundings(device, threads, world),
+        **run_manifest.surroundings(device, threads, world),
     )
-    run_folder.keep(manifest, folder, {}, world)
+    run_manifest.keep(manifest, folder, {}, world)
     _recorder = Recorder(world, config, manifest, folder, device, gather)
     exit_status.watch()
     atexit.register(_at_exit, _recorder)

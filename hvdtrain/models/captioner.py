@@ -111,12 +111,6 @@ def layers(spec: CaptionerSpec, words: int) -> list[Layer]:
     """The model as a sequence of layers, for captions of `words` words: image layers first, then `lstm` adds the
     words."""
     outputs = {"encoder": (image_values(spec),), "image": (spec.hidden,), "lstm": (words, spec.hidden)}
-    held = {  # outputs of each ReLU; dropout masks; an LSTM's gates and both of its states; logits
-        "encoder": sum(_pixels(spec, number) * count for number, count in enumerate(CONVOLUTIONS, start=1)),
-        "image": image_values(spec) + spec.hidden,
-        "lstm": words * (2 * spec.embedding + 7 * spec.hidden),
-        "words": words * (2 * spec.hidden + 2 * spec.vocabulary),
-    }
 
     def work(name: str, shape: tuple[int, ...]) -> int:
         if len(shape) == 1 or name == "embedding.weight":  # a lookup multiplies nothing
@@ -131,7 +125,6 @@ def layers(spec: CaptionerSpec, words: int) -> list[Layer]:
             arrays=tuple(shapes),
             output=outputs.get(name, (words, spec.vocabulary)),
             multiply_adds=sum(work(array, shape) for array, shape in shapes.items()),
-            held=held[name],
         )
         for name, shapes in layer_shapes(spec).items()
     ]

@@ -28,8 +28,6 @@ class Layer:
     length. The first number may differ between batches."""
     multiply_adds: float
     """Multiply-adds for one sample, forward."""
-    held: float | None = None
-    """Numbers per sample that are kept for the backward pass, besides the input; None: the output's"""
 
 
 def grouped(children: Iterable[tuple[Layer, bool, bool]]) -> tuple[list[Layer], list[int]]:
@@ -47,7 +45,6 @@ def grouped(children: Iterable[tuple[Layer, bool, bool]]) -> tuple[list[Layer], 
                 arrays=tuple(dict.fromkeys((*before.arrays, *child.arrays))),
                 output=child.output,
                 multiply_adds=before.multiply_adds + child.multiply_adds,
-                held=sum(math.prod(part.output) if part.held is None else part.held for part in (before, child)),
             )
         else:
             begins.append(number)

@@ -156,7 +156,7 @@ def layers(spec: ResNetSpec, height: int, width: int) -> list[Layer]:
     for name, convolutions in network.layers.items():
         height, width = (-(-side // convolutions[0].stride) for side in (height, width))
         kernels = sum(layer.inputs * layer.outputs * layer.size**2 for layer in convolutions)
-        pixels, channels = height * width, sum(layer.outputs for layer in convolutions)
+        pixels = height * width
         if name == "stem":
             height, width = (-(-side // POOL_STRIDE) for side in (height, width))
         result.append(
@@ -165,7 +165,6 @@ def layers(spec: ResNetSpec, height: int, width: int) -> list[Layer]:
                 arrays=tuple(_joined(layer.trained | layer.running for layer in convolutions)),
                 output=(height, width, convolutions[0].outputs),
                 multiply_adds=kernels * pixels,
-                held=2 * channels * pixels,  # outputs of convolutions and norms
             )
         )
     last = Layer(

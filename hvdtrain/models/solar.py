@@ -83,14 +83,12 @@ def parameters(spec: CNNSpec, stage: range | None = None) -> Shapes:
 def layers(spec: CNNSpec) -> list[Layer]:
     """The network as a sequence of layers; dropout belongs to the layer after it."""
     outputs = {"convolutions": CHANNELS[-1] * sides(spec)[2] ** 2, "dense1": DENSE, "dense2": 1}
-    maps = sum(side**2 * count for side, count in zip(sides(spec), CHANNELS, strict=False)) + outputs["convolutions"]
     return [
         Layer(
             name=name,
             arrays=tuple(shapes),
             output=(outputs[name],),
             multiply_adds=sum(_work(spec, shapes).values()),
-            held=maps if name == "convolutions" else None,
         )
         for name, shapes in layer_shapes(spec).items()
     ]

@@ -8,7 +8,7 @@
 
 The ranks form a `mesh` with two axes: the stages of a replica of the model, and the replicas of a stage, which exchange
 gradients with any strategy. `partition` chooses the layers of each stage. `schedule` defines the order in which a stage
-runs forward and backward, and what it sends when. Data loader, evaluation and strategy see only the replicas.
+computes and sends. Data loader, evaluation and strategy see only the replicas.
 
 Huang et al., "GPipe", 2019 (arXiv:1811.06965): micro-batches; Narayanan et al., "PipeDream", 2019 (doi
 10.1145/3341301.3359646) and "Memory-efficient pipeline-parallel DNN training", 2021: one forward, one backward.

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 
+from hvdtrain.comm import world
 from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.comm.channel import neighbours
 from hvdtrain.comm.launch_env import LaunchEnv
@@ -94,7 +95,7 @@ class Stages:
             raise Failure(f"--shares cannot be combined with {flag}; hint: leave one of them out", exits.BAD_CONFIG)
         able = exchange.capabilities
         several = self.mesh.replicas > 1
-        if able.backend == "servers" or (several and (able.in_backward or able.backend != "tcp")):
+        if able.backend not in world.BUILT_IN or (several and (able.in_backward or able.backend != "tcp")):
             raise Failure(
                 f"--strategy {exchange} cannot be combined with {flag} on {self.mesh.ranks} ranks; hint: hierarchical "
                 "(exact sums) or another reducer",
@@ -123,13 +124,13 @@ class Stages:
     def measured(self, ranks: Communicator, kept: Sequence[str], seconds: Callable[[], Sequence[float]]) -> Partition:
         """Return the partition of --cut-at, of an earlier start of the run (`kept`), or one by measured times.
 
-        `seconds()` measures the time of each layer for one sample. Links are measured too. Collective.
+        `seconds()` measures the time of each layer for one sample. Collective.
         """
         if names := self.config.cut_at or ",".join(kept):
             return partition.named(self.layers, self.mesh.stages, names.split(","))
         times = ranks.gather(list(seconds()))
         fastest = [min(each) for each in zip(*times, strict=True)]  # other programs may have used some processors
-        rates = [link["goodput_mbit"] for link in ranks.measure_links() if link["goodput_mbit"]]
+        rates = [link["goodput_mbit"] for link in ranks.links if link["goodput_mbit"]]
         per_number = NUMBER_BYTES[self.config.activations] * 8e-6 / min(rates) if rates else 0.0
         return partition.balanced(self.layers, self.mesh.stages, fastest, per_number)
 
@@ -151,7 +152,7 @@ class Stages:
         )
 
     def facts(self, layers: Partition, rank_batch: int) -> dict[str, str]:
-        """Return what is shown before step 0: one line for the pipeline, and one for each stage."""
+        """Return the facts shown before step 0: one line for the pipeline, and one for each stage."""
         parts, stages = self.micro_batches(rank_batch), self.mesh.stages
         samples = -(-rank_batch // parts)
         idle = partition.bubble(stages, parts)

@@ -1,11 +1,11 @@
-"""The schedule of a stage: in which order it runs micro-batches forward and backward, and what it sends when.
+"""The schedule of a stage: the order of its forward and backward passes and of its messages.
 
 With K stages and M micro-batches, stage s of `1f1b` runs K - 1 - s of them forward before its first backward, and then
 alternates. So it holds the activations of at most K - s micro-batches. `eager` first runs twice as many forward, so
-that stages have work while activations and gradients are on a slow link (Zhuang et al., "On optimizing the
-communication of model parallelism", MLSys 2023). `gpipe` runs all M forward first and holds all of them. Every schedule
-runs backward in the order of the micro-batches. So gradients are added in that order, and the weights equal those of
-one process that runs the same micro-batches, bit for bit if its arithmetic is the same.
+that stages have work while activations are on a slow link (Zhuang et al., "On optimizing the communication of model
+parallelism", MLSys 2023). `gpipe` runs all M forward first and holds all of them. Every schedule runs backward in the
+order of the micro-batches. So gradients are added in that order, and the weights equal the weights of one process that
+runs the same micro-batches, bit for bit if its arithmetic is the same.
 
 After the last activations of a step each stage sends on whether any rank before it was asked to stop. After the last
 gradients the last stage sends back the step's totals, which only it knows. So all stages record the same and stop
@@ -38,14 +38,14 @@ class StageModel(Protocol):
     """
 
     def forward(self, number: int, batch: Batch, inputs: np.ndarray | None) -> np.ndarray | None:
-        """Run micro-batch `number` forward and return what the next stage needs.
+        """Run micro-batch `number` forward and return the input of the next stage.
 
         `inputs` come from the previous stage; None in the first stage, which uses the batch's own inputs. The last
         stage keeps the loss and returns None.
         """
 
     def back(self, number: int, gradient: np.ndarray | None) -> np.ndarray | None:
-        """Return the gradient of the inputs, given that of the outputs. It is None at the ends of the pipeline."""
+        """Return the gradient of the inputs, given the gradient of the outputs. None at the pipeline's ends."""
 
     def totals(self) -> np.ndarray:
         """Return the sums of losses and of the metric since the last call. Only for the last stage."""
@@ -61,7 +61,7 @@ class Parted:
     """Common base of both frameworks' replicas that run a batch in micro-batches.
 
     It implements `frameworks.Replica` and `StageModel`. Subclasses define `through`, which runs a micro-batch forward,
-    stores it in `_under_way` and returns what the next stage needs and the last stage's totals, and `back`.
+    stores it in `_under_way` and returns the next stage's input and the last stage's totals, and `back`.
     """
 
     one_backward = False
@@ -170,7 +170,7 @@ class Pipe:
                 self._send(self._after, output)
         return np.sum(totals, axis=0) if self.last else None
 
-    def leave(self) -> None:
+    def shut_down(self) -> None:
         """Close the connections after everything has been sent."""
         for each in (self._before, self._after):
             if each is not None:

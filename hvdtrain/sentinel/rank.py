@@ -10,11 +10,13 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
 from hvdtrain.sentinel import interfaces, waiting
+from hvdtrain.sentinel.goodput import COUNT_S, SETTLE_S
 from hvdtrain.sentinel.watch import RankReport
 from hvdtrain.system import net
 
@@ -41,6 +43,8 @@ class Sentinel:
         """From this host to the next one; None on a single host, or if no route was found"""
         self.hosts = 1
         """Number of host names in the job"""
+        self.links: list[dict[str, Any]] = []
+        """The result of the last `measure_links`"""
         self._next_host: str | None = None
 
     def join(self, gather: Callable[[Any], list[Any]]) -> None:
@@ -164,13 +168,20 @@ class Sentinel:
 
     # --- the link --------------------------------------------------------------------------------------------------
 
-    def link(self) -> dict[str, Any] | None:
-        """This host's link for the manifest, with its goodput measured now. None unless this rank started the sentinel.
+    def measure_links(self, gather: Callable[[Any], list[Any]]) -> list[dict[str, Any]]:
+        """Measure the goodput of each host's link in 1.2 s; return the fields of `records.Manifest.links`. Collective.
 
-        All hosts must measure at the same time, without other traffic on the links.
+        Empty on a single host. `gather` returns every rank's value, by rank. All hosts measure at the same time.
         """
-        if self._process is None or self._next_host is None:
-            return None
+        measures = self._process is not None and self._next_host is not None
+        if any(gather(measures)):  # also a barrier
+            if not measures:
+                time.sleep(SETTLE_S + COUNT_S)  # ranks that wait in MPI would poll, and disturb the measurement
+            self.links = [link for link in gather(self._link() if measures else None) if link]
+        return self.links
+
+    def _link(self) -> dict[str, Any]:
+        """This host's link for the manifest, with its goodput measured now."""
         from hvdtrain.lab import throttle  # used once, and on several hosts only
 
         throttled = throttle.requested()

@@ -6,6 +6,9 @@ when (`base`). `--strategy` names a reducer, or an algorithm and its reducer, wi
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.strategies.base import Capabilities as Capabilities
 from hvdtrain.strategies.base import Strategy as Strategy
@@ -22,10 +25,11 @@ from hvdtrain.strategies.spec import canonical as canonical
 from hvdtrain.strategies.spec import parse as parse
 
 
-def chosen(config: TrainConfig) -> Exchange:
+def resolve(config: TrainConfig, links: Sequence[Mapping[str, Any]] = ()) -> Exchange:
     """Return the exchange that --strategy names.
 
-    Raises Failure (78) if it is unknown or cannot be combined with the other options.
+    `links`: the result of `RankGroup.measure_links`, empty before the ranks have found each other. No strategy depends
+    on them yet. Raises Failure (78) if the strategy is unknown or cannot be combined with the other options.
     """
     exchange = parse(config.strategy)
     exchange.check(config)

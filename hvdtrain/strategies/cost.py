@@ -1,4 +1,4 @@
-"""What an exchange costs each host, as phases from which bytes, latencies and times can be computed."""
+"""The cost of an exchange for each host, as phases from which bytes, latencies and times are computed."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Cost:
 
     @property
     def overlaps_with(self) -> str:
-        """What is computed during the exchange, in words; empty if all ranks wait for it."""
+        """The computation during the exchange, in words; empty if all ranks wait for it."""
         if self.independent:
             return "other ranks' steps"
         steps = round(max((phase.needed_at for phase in self.phases), default=1.0)) - 1

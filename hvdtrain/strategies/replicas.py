@@ -1,4 +1,4 @@
-"""How a strategy sees a model replica, and what it returns to the training loop."""
+"""The interface between a strategy, a model replica and the training loop."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Vectors(Protocol):
         """
 
     def share(self) -> tuple[int, int]:
-        """Return the samples of the last backward pass: this rank's, and those of all ranks."""
+        """Return the samples of the last backward pass: this rank's number and the number over all ranks."""
 
     def apply(self, lr: float) -> None:
         """Update the weights with the gradients, unless backward has done so.

@@ -7,9 +7,9 @@ the measurement is repeated with the shares just measured. Other work on a host 
 measured in short trials until the medians of odd and even trials agree. Ranks whose speeds differ by less than the
 trials vary get equal shares.
 
-Gradients are divided by the sample count of the whole step. So the mean is weighted by samples, and training equals
-that of one process on the union of the batches, whatever the shares. BatchNorm is the usual exception: it normalises
-over the samples of its rank.
+Gradients are divided by the sample count of the whole step. So the mean is weighted by samples, and training equals one
+process on the union of the batches, whatever the shares. BatchNorm is the usual exception: it normalises over the
+samples of its rank.
 
 cruz2021 gave a CPU 1/F of a GPU's batch, with F from two earlier runs. The result was slower than the GPU alone and
 less accurate, because an unweighted mean gives a sample of the small batch F times the weight of one of the large

@@ -137,7 +137,7 @@ class Exchange:
 
 
 def timing(cost: Cost) -> str:
-    """Describe the latencies of an exchange and what it overlaps with: ` in 6 latencies, overlapping with backward`."""
+    """Describe the latencies and the overlap of an exchange: ` in 6 latencies, overlapping with backward`."""
     if not cost.phases:
         return ""
     overlap = f", overlapping with {cost.overlaps_with}" if cost.overlaps_with else ""
@@ -187,7 +187,7 @@ def component(name: str, settings: str = "") -> Component:
         try:
             values[key] = read(hints[key], value)
         except ValueError:
-            _bad(f"{key} of {name} is {value!r}: {constraints.wanted(fields[key], hints[key])}")
+            _bad(f"{key} of {name} is {value!r}; hint: {constraints.wanted(fields[key], hints[key])}")
     return Component(name, cls, cls.Settings(**values))
 
 

@@ -1,4 +1,4 @@
-"""Checks that all ranks hold the same weights: compares one checksum, and those of all tensors only if it differs."""
+"""Check that all ranks hold the same weights: compare one checksum, and one per tensor only if it differs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hvdtrain.system.exits import Failure
 
 
 def check(state: dict[str, np.ndarray], world: Communicator) -> None:
-    """Compares the parameters in `state` over ranks. Collective. Raises Failure (1) naming ranks and tensors.
+    """Compare the parameters in `state` over ranks. Collective. Raises Failure (1), which names ranks and tensors.
 
     CRC-32 detects accidents; it reads some GB/s of memory, and 12 bytes per rank cross the network.
     """
@@ -30,7 +30,7 @@ def check(state: dict[str, np.ndarray], world: Communicator) -> None:
     tensors = list(dict.fromkeys(name.removeprefix("parameter.") for _, name in wrong))
     named = tensors[0] + (f" and {len(tensors) - 1} more" if len(tensors) > 1 else "")
     raise Failure(
-        f"the weights of rank {ranks} are not those of the other ranks: {named} of {len(sums)} tensors differ; "
+        f"the weights of rank {ranks} differ from those of the other ranks in {named} of {len(sums)} tensors; hint: "
         "resume from the last checkpoint, and look for different versions, data or faulty memory on that host "
-        "(--check-replicas 0 does not look)"
+        "(--check-replicas 0 turns this check off)"
     )

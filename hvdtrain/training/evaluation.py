@@ -1,4 +1,4 @@
-"""Distributed evaluation that equals one process's: counts are summed over ranks, and divided once."""
+"""Distributed evaluation that equals that of one process: sums are added over ranks and divided once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hvdtrain.frameworks import Replica
 from hvdtrain.records.metrics import Metric
 
 WARM_PASSES, LEAST_PASSES, TIMED_S = 2, 5, 0.5
-"""Of inference: passes that do not count, those that count at least, and seconds that all take at least"""
+"""For timed inference: warm-up passes, minimum timed passes, and minimum seconds of all passes"""
 
 
 def evaluate(
@@ -27,13 +27,13 @@ def evaluate(
     shares: Sequence[float] | None = None,
     most: int | None = None,
 ) -> tuple[float | None, dict[str, float], dict[str, np.ndarray]]:
-    """Mean loss, scores and the metric's sums over the whole split, or its first `most` samples, the same on all
-    ranks; None, {} and {} for an empty split. What is not finite, as of weights that have just diverged, is left out.
-    Collective.
+    """Return mean loss, scores and the metric's sums over the split, or its first `most` samples. Collective.
 
-    `data`: the ranks among which the split is shared out, all of `world` where each has the whole model. Each of them
-    evaluates its own part, even or by `shares`, in batches of `batch_size`. All use the mean over ranks of the running
-    statistics, weighted by the shares that they trained on, so the result does not depend on who evaluates what.
+    All ranks get the same result: None, {} and {} for an empty split, without values that are not finite.
+
+    `data`: the ranks that share out the split; each evaluates its part, equal or by `shares`, in batches of
+    `batch_size`. All use the mean of the running statistics over ranks, weighted by `shares`, so the result does not
+    depend on which rank evaluates which sample.
     """
     average_statistics(replica, data, shares)
     totals = np.zeros(metric.size)
@@ -49,29 +49,26 @@ def evaluate(
 
 
 def timed_inference(replica: Replica, split: Split, sizes: Sequence[int]) -> list[dict[str, float]]:
-    """What the replica takes for so many samples at once; see `records.Summary.inference`. They are the split's, from
-    the start again where it has fewer. Two passes warm up."""
-    found = []
+    """Time the inference of batches of these sizes; see `records.Summary.inference`. A short split is repeated."""
+    results = []
     for size in sizes:
-        mine = np.resize(np.arange(len(split)), size)
-        batch, spent_s = split.batch(mine, mine, None), list[float]()
+        samples = np.resize(np.arange(len(split)), size)
+        batch, spent_s = split.batch(samples, samples, None), list[float]()
         while len(spent_s) < WARM_PASSES + LEAST_PASSES or sum(spent_s) < TIMED_S:
             began = time.perf_counter()
             replica.evaluate(batch)
             spent_s.append(time.perf_counter() - began)
         timed = spent_s[WARM_PASSES:]
-        about = {"median_s": float(np.median(timed)), "least_s": min(timed), "most_s": max(timed)}
-        found.append({"samples": size, "passes": len(timed), **about})
-    return found
+        times = {"median_s": float(np.median(timed)), "least_s": min(timed), "most_s": max(timed)}
+        results.append({"samples": size, "passes": len(timed), **times})
+    return results
 
 
 def renew_statistics(replica: Replica, batches: Iterable[Batch]) -> None:
-    """Takes the running statistics anew from these training batches alone (precise BN: Wu and Johnson, "Rethinking
-    'Batch' in BatchNorm", 2021): those of the weights as they are, not of the weights' recent past.
-    Each batch counts alike.
+    """Compute the running statistics of the current weights from these training batches, with equal weights.
 
-    From zeros, a batch of n micro-batches leaves a mean of their statistics with weights that sum to
-    1 - (1 - momentum)^n.
+    This is precise BN (Wu and Johnson, "Rethinking 'Batch' in BatchNorm", 2021). Statistics that start at zero are,
+    after a batch of n micro-batches, their mean with weights that sum to 1 - (1 - momentum)^n.
     """
     if not replica.statistics:
         return
@@ -87,7 +84,7 @@ def renew_statistics(replica: Replica, batches: Iterable[Batch]) -> None:
 
 
 def average_statistics(replica: Replica, world: Communicator, shares: Sequence[float] | None = None) -> None:
-    """Gives every rank the mean over ranks of the running statistics, in one message. Collective."""
+    """Replace the running statistics on every rank by their mean over ranks, in one message. Collective."""
     local = _statistics(replica)
     if world.size == 1 or not local:
         return

@@ -1,12 +1,12 @@
-"""The step loop, blind to framework, model and strategy.
+"""The training loop, which does not depend on framework, model or strategy.
 
     for each epoch:
         for each batch:  gradients -> strategy: exchange and update -> record
         evaluate on the validation split, record, save a checkpoint
     evaluate on the test split (with scores: the best epoch's weights), record, mark the run COMPLETE
 
-A signal, or a signal to any other rank, ends the loop with a checkpoint: after the current step, or, with a strategy
-that lets ranks drift apart for some steps, after the exchange that tells all of it.
+A signal to any rank ends the loop with a checkpoint. That happens after the current step, or after the next exchange if
+the strategy lets ranks train on their own for some steps.
 """
 
 from __future__ import annotations
@@ -19,87 +19,74 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hvdtrain import records
-from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.comm.lifecycle import StopSignal
 from hvdtrain.data import Split
-from hvdtrain.data.loader import Loader
 from hvdtrain.frameworks import Replica
 from hvdtrain.observe.progress import Progress
 from hvdtrain.observe.timing import WARMUP_STEPS, Clock, Spent, process_age_s, step_shares
-from hvdtrain.records.metrics import Metric
-from hvdtrain.strategies import Strategy
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
 from hvdtrain.training import consistency, observers, snapshot
 from hvdtrain.training.checkpoint import Checkpoints
 from hvdtrain.training.evaluation import evaluate, renew_statistics, timed_inference
-from hvdtrain.training.run_folder import Run
 from hvdtrain.training.train_state import Position
 
+if TYPE_CHECKING:
+    from hvdtrain.training.job import Job
+
 Judge = Callable[[Any], dict[str, float]]
-"""Scores what a model makes of a split as a whole, its captions, say: those of the run's metric that no sums over
-samples give. Collective; all ranks get the same"""
+"""Computes the scores of a whole split that are not sums over samples, such as BLEU. Collective, with equal results"""
 
 
 class Loop:
-    """One rank's training run in `folder`, which exists. All ranks call the same methods in the same order.
-
-    `dataset`: whose splits validation and test are evaluated; `data`: the ranks among which the data are shared out,
-    all of `world` where each has the whole model; `stage`: which part of it this one has.
-    """
+    """One rank's training run in `folder`, which exists. All ranks call the same methods in the same order."""
 
     def __init__(
         self,
-        run: Run,
+        job: Job,
         folder: Path,
         *,
-        dataset: Any,
-        loader: Loader,
-        world: Communicator,
-        data: Communicator,
-        stage: int,
         replica: Replica,
-        strategy: Strategy,
         stop: StopSignal,
-        metric: Metric,
         judge: Judge | None = None,
         precise_bn: int = 0,
     ) -> None:
-        self._metric, self._judge, self._precise_bn = metric, judge, precise_bn
-        self._target = metric.target(run.config.target) if run.config.target else None
-        self._about, self._config, self._plan = run, run.config, run.plan
-        self._dataset, self._loader, self._world, self._data = dataset, loader, world, data
-        self._replica, self._strategy = replica, strategy
+        assert job.strategy is not None
+        self._metric, self._judge, self._precise_bn = job.workload.metric, judge, precise_bn
+        self._run, self._config, self._plan = job.run, job.run.config, job.run.plan
+        self._target = self._metric.target(self._config.target) if self._config.target else None
+        self._dataset, self._loader, self._world, self._data = job.dataset, job.loader, job.ranks, job.data
+        self._replica, self._strategy = replica, job.strategy
         self._folder, self._stop = folder, stop
         self._checkpoints = Checkpoints(
             folder / "checkpoints",
-            world,
-            keep=run.config.keep_checkpoints,
-            identity=run.identity(),
-            layout=world.gather(world.local_rank),
-            cut=[*run.plan.cut],
-            stages=world.gather(stage),
+            self._world,
+            keep=self._config.keep_checkpoints,
+            identity=job.run.identity(),
+            layout=self._world.gather(self._world.local_rank),
+            cut=[*self._plan.cut],
+            stages=self._world.gather(job.stages.stage),
             check=self._position,
             report=self._say,
         )
-        self._writer = observers.writer(run.config, folder, world.rank)
+        self._writer = observers.writer(self._config, folder, self._world.rank)
         self._observers = observers.Observers(
-            run.config, run.plan.steps, folder, world=world, replica=replica, say=self._say
+            self._config, self._plan.steps, folder, world=self._world, replica=replica, say=self._say
         )
         self._clock = Clock(replica.synchronize)
         self._at = Position()
         self._stopping = self._save_due = self._check_due = False
         self._steps_here = 0
-        self._computed = strategy.capabilities.in_backward
-        """Whether bytes are computed, because what exchanges does not count them"""
+        self._computed = job.strategy.capabilities.in_backward
+        """Whether bytes sent are computed, because the backend does not count them"""
         self._spent = Spent()
         self._first_step_s: float | None = None
 
     def run(self) -> records.Summary | None:
-        """Trains to the end; None if a signal stopped it first (its checkpoint is saved)."""
+        """Train to the end. Returns None if a signal stopped the run, after saving a checkpoint."""
         if self._config.resume:
             self._resume()
         self._stop.resumable = True
@@ -113,7 +100,7 @@ class Loop:
             return self._finish(watching)
 
     def _epoch(self, epoch: int) -> bool:
-        """Trains from where the epoch stands to its end, evaluates, records, saves; False if stopped by a signal."""
+        """Train to the end of the epoch, evaluate, record and save. Returns False if a signal stopped the run."""
         start, every = self._at.consumed, self._config.checkpoint_steps
         ends = self._loader.ends(start)
         first, label = self._loader.step_at(start), f"epoch {epoch + 1}/{self._config.epochs}"
@@ -128,7 +115,7 @@ class Loop:
                 progress.advance(note=f"loss {loss:.4f}")
                 self._save_due |= bool(every and self._at.step % every == 0)
                 savable = self._strategy.in_sync or self._strategy.shared_weights is not None
-                if savable and (self._stopping or (self._save_due and not last)):  # a stop waits for no evaluation
+                if savable and (self._stopping or (self._save_due and not last)):
                     self._save()
                     if self._stopping:
                         return False
@@ -136,7 +123,7 @@ class Loop:
         return True
 
     def _step(self, epoch: int, batches: Any, end: int, last: bool) -> float:
-        """One step on all ranks up to sample `end` of its epoch, the `last` one or not; its mean loss."""
+        """Run a step up to sample `end` of the epoch and return its mean loss. `last`: whether it ends the epoch."""
         at, clock = self._at, self._clock
         lr = self._plan.learning_rate(epoch * self._plan.steps_per_epoch + self._loader.step_at(at.consumed))
         began = time.perf_counter()
@@ -149,7 +136,7 @@ class Loop:
             self._check_due = True
         if last or (self._check_due and self._strategy.in_sync):
             done.append(self._strategy.synchronize(self._replica, clock))
-        check = self._check_due and self._strategy.in_sync  # which synchronize may just have changed
+        check = self._check_due and self._strategy.in_sync  # synchronize may have changed it
         for each in done:
             if each.totals is not None:
                 at.learn(each.totals)
@@ -157,8 +144,8 @@ class Loop:
         loss = done[0].loss
         if not math.isfinite(loss):
             raise Failure(
-                f"the loss is {loss} at step {at.step} (epoch {epoch + 1}, learning rate {lr:g}): lower --lr or "
-                f"lengthen --warmup-epochs; checkpoints of earlier steps are in {self._folder / 'checkpoints'}"
+                f"the loss is {loss} at step {at.step} (epoch {epoch + 1}, learning rate {lr:g}); hint: lower --lr or "
+                f"lengthen --warmup-epochs. Earlier checkpoints are in {self._folder / 'checkpoints'}"
             )
         compute_s, exchange_s, waited_s = clock.take("compute"), clock.take("communication"), self._replica.waited_s()
         stages_bytes, local_stages_bytes = self._replica.sent_bytes()
@@ -184,7 +171,7 @@ class Loop:
             self._check_due = False
         if self._steps_here == 0:
             self._first_step_s = process_age_s()
-            self._say(f"first step     done {self._first_step_s:.1f} s after this process began")
+            self._say(f"first step     done {self._first_step_s:.1f} s after the start of this process")
         self._steps_here += 1
         return loss
 
@@ -216,7 +203,7 @@ class Loop:
             self._save(best=is_best)
 
     def _finish(self, watching: contextlib.ExitStack) -> records.Summary:
-        """Evaluates on the test split, ends `watching`, times inference, writes the summary and then COMPLETE."""
+        """Evaluate on the test split, end `watching`, time inference, write the summary and then COMPLETE."""
         world = self._world
         tested_step = self._take_best() if self._judge else self._at.step
         with self._clock.span("test"):
@@ -230,12 +217,12 @@ class Loop:
         facts = world.gather([world.host, rss, world.nic_bytes(self._nic_began), dataclasses.asdict(self._spent)])
         summary = self._at.summary(
             run_dir=str(self._folder),
-            workload=self._about.workload,
+            workload=self._run.workload,
             framework=world.framework,
             strategy=self._config.strategy,
             ranks=world.size,
             hosts=max(world.hosts_count, len({host for host, *_ in facts})),
-            parameters=self._about.model["parameters"],
+            parameters=self._run.model["parameters"],
             global_batch=self._plan.global_batch,
             epochs=self._config.epochs,
             test_loss=test_loss,
@@ -260,14 +247,15 @@ class Loop:
         return summary
 
     def _evaluate(self, split: Split, most: int | None = None) -> tuple[float | None, dict[str, float], dict[str, Any]]:
-        """What `evaluate` returns, with the judge's scores."""
+        """Evaluate as `evaluation.evaluate` does, with the scores of the judge."""
         plan, metric = self._plan, self._metric
-        found = evaluate(self._replica, metric, split, plan.rank_batch, self._world, self._data, plan.shares, most)
-        loss, scores, sums = found
+        loss, scores, sums = evaluate(
+            self._replica, metric, split, plan.rank_batch, self._world, self._data, plan.shares, most
+        )
         return loss, scores | self._judge(split) if self._judge and len(split) else scores, sums
 
     def _take_best(self) -> int:
-        """Goes back to the best epoch's weights, if they were saved; after how many steps they were so."""
+        """Load the weights of the best epoch, if they were saved. Returns the number of steps after which they were."""
         if self._at.best_step == self._at.step or not self._config.checkpoint_epochs:
             return self._at.step
         loaded = self._checkpoints.newest(best=True)
@@ -290,18 +278,18 @@ class Loop:
         loaded = self._checkpoints.newest()
         if loaded is None:
             folder = self._folder / "checkpoints"
-            there = any(self._world.gather(any(folder.glob("step-*"))))
+            exists = any(self._world.gather(any(folder.glob("step-*"))))
             others = any(self._world.gather(self._checkpoints.others))
             if others:
                 raise Failure(
-                    f"{folder}: no checkpoint there fits this run (reasons above); give the settings that it was made "
-                    "with, or choose another --run-dir",
+                    f"{folder}: no checkpoint fits this run (reasons above); hint: use the options of the earlier "
+                    "run, or choose another --run-dir",
                     exits.BAD_CONFIG,
                 )
-            if there:
+            if exists:
                 raise Failure(
-                    f"{folder}: no valid checkpoint there (reasons above); hint: restore one from a copy, or begin "
-                    "again with another --run-dir",
+                    f"{folder}: no valid checkpoint (reasons above); hint: restore one from a copy, or start again "
+                    "with another --run-dir",
                     exits.BAD_DATA,
                 )
             self._say("starting at step 0")

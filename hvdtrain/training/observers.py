@@ -1,8 +1,7 @@
-"""What looks on while a run trains, each of it only if asked: the framework's profiler, Horovod's timeline, monitors
-and TensorBoard scalars.
+"""The optional observers of a run: the framework's profiler, Horovod's timeline, monitors and TensorBoard scalars.
 
-The profiler and the timeline see the run from inside and slow it, so profiled steps stay out of rates, and so does the
-step after them, in which the other ranks wait for rank 0 to write its trace.
+The profiler slows the steps that it observes, and in the next step the other ranks wait for rank 0 to write its trace.
+So these steps are excluded from rates.
 """
 
 from __future__ import annotations
@@ -22,39 +21,37 @@ from hvdtrain.frameworks import Profiler, Replica
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
 
-UNSEEN: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+UNOBSERVED: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
 
-def check(config: TrainConfig, steps: int, where: LaunchEnv) -> None:
-    """Raises Failure (78) if the profiler, timeline or TensorBoard asked for cannot work in a run of so many steps."""
+def check(config: TrainConfig, steps: int, environment: LaunchEnv) -> None:
+    """Raise Failure (78) if the requested profiler, timeline or TensorBoard cannot work in a run of `steps` steps."""
     profiled_steps(config.profile, steps)
-    if config.horovod_timeline and where.launcher == "alone":
-        raise Failure(
-            "--horovod-timeline: without a launcher no Horovod runs; use horovodrun or mpirun", exits.BAD_CONFIG
-        )
+    if config.horovod_timeline and environment.launcher == "alone":
+        raise Failure("--horovod-timeline needs Horovod, and there is no launcher; hint: use mpirun", exits.BAD_CONFIG)
     if config.tensorboard:
         from hvdtrain.observe import tensorboard
 
         tensorboard.check()
 
 
-def profiled_steps(asked: str | None, steps: int) -> range:
-    """The steps of `--profile N:M`, both included. Raises Failure (78) if a run of `steps` steps does not have them."""
-    if asked is None:
+def profiled_steps(text: str | None, steps: int) -> range:
+    """Return the steps of `--profile N:M`, including M. Raises Failure (78) if a run of `steps` steps has none."""
+    if text is None:
         return range(0)
-    found = re.fullmatch("([0-9]{1,9}):([0-9]{1,9})", asked)
-    if found is None:
-        raise Failure(f"--profile {asked}: give N:M, two steps counted from 0, e.g. 10:12", exits.BAD_CONFIG)
-    first, last = int(found[1]), int(found[2])
+    match = re.fullmatch("([0-9]{1,9}):([0-9]{1,9})", text)
+    if match is None:
+        raise Failure(f"--profile {text}: not two steps; hint: give N:M, counted from 0, e.g. 10:12", exits.BAD_CONFIG)
+    first, last = int(match[1]), int(match[2])
     if first > last:
-        raise Failure(f"--profile {asked}: step {first} is after step {last}: give N:M with N <= M", exits.BAD_CONFIG)
+        raise Failure(f"--profile {text}: step {first} is after step {last}; hint: give N <= M", exits.BAD_CONFIG)
     if last >= steps:
-        raise Failure(f"--profile {asked}: the run's steps are 0 to {steps - 1}: lower M", exits.BAD_CONFIG)
+        raise Failure(f"--profile {text}: the run has steps 0 to {steps - 1}; hint: lower M", exits.BAD_CONFIG)
     return range(first, last + 1)
 
 
 def writer(config: TrainConfig, folder: Path, rank: int) -> records.Writer:
-    """The writer of this rank's records."""
+    """Return the writer of this rank's records."""
     path = folder / "metrics" / f"rank{rank:04d}.jsonl"
     if rank or not config.tensorboard:
         return records.Writer(path)
@@ -66,8 +63,10 @@ def writer(config: TrainConfig, folder: Path, rank: int) -> records.Writer:
 def monitoring(
     config: TrainConfig, folder: Path, world: Communicator, device: str, say: Callable[[str], None]
 ) -> contextlib.AbstractContextManager[Any]:
-    """Starts a sampler on each host; with --monitor-idle-s waits until all have measured their idle power. Collective;
-    the samples tile the block of what it returns. `device`: this rank's."""
+    """Return a context manager that samples monitors on each host. Collective.
+
+    With --monitor-idle-s it first waits until all hosts have measured their idle power. `device`: this rank's device.
+    """
     from hvdtrain import monitors
 
     monitor: Any = None
@@ -78,14 +77,14 @@ def monitoring(
         )
     else:
         time.sleep(config.monitor_idle_s)
-    for nothing in world.gather(monitor and monitor.unavailable):
-        if nothing:
-            say(f"warning: --monitor {nothing}")
-    return monitor or UNSEEN
+    for unavailable in world.gather(monitor and monitor.unavailable):
+        if unavailable:
+            say(f"warning: --monitor {unavailable}")
+    return monitor or UNOBSERVED
 
 
 class Observers:
-    """Runs one rank's monitors, profiler and timeline. Collective: every rank makes them and calls the same methods."""
+    """Runs one rank's monitors, profiler and timeline. Every rank makes one and calls the same methods."""
 
     def __init__(
         self,
@@ -105,7 +104,7 @@ class Observers:
 
     @contextlib.contextmanager
     def watching(self, start: int) -> Iterator[None]:
-        """Runs monitors and timeline from `start`, the first step of this process, until the run ends or stops."""
+        """Run monitors and timeline from `start`, the first step of this process, until the run ends or stops."""
         with contextlib.ExitStack() as watching:
             if self._config.monitor != "none":
                 watching.enter_context(
@@ -122,8 +121,8 @@ class Observers:
         return step in self._profiled or step - 1 in self._profiled
 
     def step(self, number: int) -> contextlib.AbstractContextManager[Any]:
-        """Profiles the step if it is one of --profile, on rank 0."""
-        return self._profile(number) if number in self._profiled and self._world.rank == 0 else UNSEEN
+        """Profile the step on rank 0 if --profile includes it."""
+        return self._profile(number) if number in self._profiled and self._world.rank == 0 else UNOBSERVED
 
     @contextlib.contextmanager
     def _profile(self, number: int) -> Iterator[None]:
@@ -140,17 +139,17 @@ class Observers:
         steps, self._profiler = f"{self._first_profiled}-{self._last_profiled}", None
         try:
             self._say(f"profile of steps {steps}: {profiler.stop(f'steps-{steps}')}")
-        except OSError as error:  # no reason to end the training
-            self._say(f"warning: the profile of steps {steps} is not written: {error}")
+        except OSError as error:  # training continues
+            self._say(f"warning: the profile of steps {steps} could not be written: {error}")
 
     @contextlib.contextmanager
     def _timeline(self, start: int) -> Iterator[None]:
-        """Rank 0 starts the timeline; the barrier after it keeps other ranks from offering a tensor before that."""
+        """Start the timeline on rank 0. A barrier makes sure that no rank submits a tensor before that."""
         if self._world.rank == 0:
             name = f"horovod_timeline{f'-from-{start}' if start else ''}.json"
             self._world.start_timeline(self._outputs() / name)
         self._world.gather("timeline")
-        self._say("note: Horovod writes its timeline with a thread that never rests: this run is slower than others")
+        self._say("note: the thread that writes Horovod's timeline never sleeps, so this run is slower than others")
         yield
         if self._world.rank == 0:
             self._world.stop_timeline()
@@ -160,5 +159,5 @@ class Observers:
         try:
             folder.mkdir(exist_ok=True)
         except OSError as error:
-            raise Failure(f"{folder}: {error.strerror}; choose another --run-dir", exits.CANNOT_WRITE) from error
+            raise Failure(f"{folder}: {error.strerror}; hint: choose another --run-dir", exits.CANNOT_WRITE) from error
         return folder

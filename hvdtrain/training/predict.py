@@ -35,7 +35,7 @@ from hvdtrain.records.metrics import Confusion
 from hvdtrain.system import exits, files
 from hvdtrain.system.arguments import Parser, near
 from hvdtrain.system.exits import Failure
-from hvdtrain.training import run_folder, trained
+from hvdtrain.training import summary, trained
 
 SCHEMA = "hvdtrain/classes/1"
 TRAINED_BY = "tabular"
@@ -135,11 +135,11 @@ def test(options: Any, columns: Columns, predictions: Predictions) -> int:
     if options.json:
         about = {"schema": SCHEMA, "run": str(options.run), "data": str(options.data), "classes": columns.classes}
         results = {"loss": loss / samples, "scores": scores, "confusion": confusion.tolist()}
-        run_folder.emit(json.dumps({**about, **results}))
+        summary.emit(json.dumps({**about, **results}))
         return exits.OK
     for title, table in metric.report({"confusion": confusion}):
-        run_folder.emit("\n".join([title, *run_folder.aligned(table)]))
-    run_folder.emit(f"{metric.words(scores)}, loss {loss / samples:.4f}, of {samples:,.0f} rows")
+        summary.emit("\n".join([title, *summary.aligned(table)]))
+    summary.emit(f"{metric.words(scores)}, loss {loss / samples:.4f}, of {samples:,.0f} rows")
     return exits.OK
 
 

@@ -1,4 +1,4 @@
-"""--resume: a run goes on with the settings of its manifest, which give way to flags, files and variables."""
+"""--resume: a run continues with the options of its manifest. Flags, files and variables take precedence."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from hvdtrain.system.exits import Failure
 
 C = TypeVar("C", bound=options.TrainConfig)
 
-OF_A_START = ("run_dir", "resume", "json", "dry_run", "debug")
-"""Settings that are each start's own"""
+PER_START = ("run_dir", "resume", "json", "dry_run", "debug")
+"""Options that apply to one start of a run only"""
 
 
 def parse(cls: type[C], workload: str, purpose: str, argv: Sequence[str] | None = None) -> C:
-    """The config of a start of `workload` with the flags `argv`, else those of this process: see `config.parse`.
+    """Parse the config of `workload` from the flags `argv`, by default this process's. See `parser.parse`.
 
-    Raises Failure (65) if there is no run to go on with or its manifest is damaged, Failure (78) if it is another
-    workload's.
+    Raises Failure (65) if there is no run to resume or its manifest is damaged, Failure (78) if another workload made
+    the run.
     """
     given = sys.argv[1:] if argv is None else argv
     config = parser.parse(
@@ -43,39 +43,39 @@ def parse(cls: type[C], workload: str, purpose: str, argv: Sequence[str] | None 
 
 
 def flags(argv: Sequence[str]) -> list[str]:
-    """The words of a command line after its program, without --run-dir and --resume and the folders they name."""
-    words, found = iter(itertools.pairwise([*argv[1:], "-"])), []
+    """Return the arguments of a command line without --run-dir and --resume and their values."""
+    words, kept = iter(itertools.pairwise([*argv[1:], "-"])), []
     for word, after in words:
         if word == "--run-dir" or (word == "--resume" and not after.startswith("-")):
             next(words, None)
         elif word != "--resume" and word.partition("=")[0] not in ("--run-dir", "--resume"):
-            found.append(word)
-    return found
+            kept.append(word)
+    return kept
 
 
 def earlier(cls: type[C], workload: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of the run that is to go on; none if there is none, which only --resume DIR takes for an error."""
-    asked, folder = settings["resume"], settings["run_dir"]
-    if isinstance(asked, str):
-        folder = asked
-    if not asked or folder is None:
+    """Return the options of the run to resume. Empty if there is none; with --resume DIR that is an error."""
+    resume, folder = settings["resume"], settings["run_dir"]
+    if isinstance(resume, str):
+        folder = resume
+    if not resume or folder is None:
         return {}
     manifest = _manifest(Path(folder))
-    if manifest is None and isinstance(asked, bool):
+    if manifest is None and isinstance(resume, bool):
         return {}
     if manifest is None:
         raise Failure(
-            f"--resume {folder}: no run there (no manifest.json); see `hvdtrain results list`, or start one with "
-            "--run-dir",
+            f"--resume {folder}: no run there (no manifest.json); hint: see `hvdtrain results list`, or start "
+            "a run with --run-dir",
             exits.BAD_DATA,
         )
     if manifest.workload != workload:
         words = ["python", *workloads.program(manifest.workload, manifest.argv), "--resume", str(folder)]
-        raise Failure(f"{folder} is a run of {manifest.workload}: {shlex.join(words)}", exits.BAD_CONFIG)
-    kept = {name: value for name, value in manifest.config.items() if name in settings and name not in OF_A_START}
+        raise Failure(f"{folder} is a run of {manifest.workload}; hint: {shlex.join(words)}", exits.BAD_CONFIG)
+    kept = {name: value for name, value in manifest.config.items() if name in settings and name not in PER_START}
     if "strategy" in kept:
         kept["strategy"] = strategies.canonical(str(kept["strategy"]))
-    if kept.get("micro_batches") is None:  # its default follows from the number of stages, which may change
+    if kept.get("micro_batches") is None:  # the default depends on the number of stages, which may change
         kept["micro_batches"] = manifest.plan.get("micro_batches", 1)
     for given, counterpart in itertools.permutations(("batch_size", "global_batch_size")):
         if settings[given] is not None:
@@ -87,28 +87,28 @@ def earlier(cls: type[C], workload: str, settings: Mapping[str, Any]) -> dict[st
 
 
 def global_batch(config: options.TrainConfig, ranks: int) -> int:
-    """Samples per step over all ranks. If only the number of ranks is another than that of the run that goes on, its
-    steps are as large as before: --batch-size counts for the ranks that the run began with.
+    """Return the samples per step over all ranks.
 
-    Raises Failure (65) for a manifest that is damaged.
+    A run that is resumed with another number of ranks keeps its global batch, unless --batch-size or
+    --global-batch-size changes. Raises Failure (65) for a damaged manifest.
     """
     manifest = _manifest(Path(config.run_dir)) if config.resume and config.run_dir else None
-    given = ("batch_size", "global_batch_size")
+    sizes = ("batch_size", "global_batch_size")
     kept = manifest.plan.get("global_batch") if manifest else None
-    if manifest and type(kept) is int and all(manifest.config.get(name) == getattr(config, name) for name in given):
+    if manifest and type(kept) is int and all(manifest.config.get(name) == getattr(config, name) for name in sizes):
         return kept
     return batch_plan.global_batch(config, ranks)
 
 
 def kept_cut(config: options.TrainConfig) -> tuple[str, ...]:
-    """Where the run that goes on was cut into as many stages; empty if it was not. Raises Failure (65)."""
+    """Return the partition of the run to resume; empty if its number of stages differs. Raises Failure (65)."""
     manifest = _manifest(Path(config.run_dir)) if config.resume and config.run_dir else None
     same = manifest is not None and manifest.plan.get("stages", 1) == config.stages
     return tuple(manifest.plan.get("cut", ())) if manifest and same else ()
 
 
 def _manifest(folder: Path) -> records.Manifest | None:
-    """That of the run in this folder, None if there is none. Raises Failure (65) if it is damaged."""
+    """Read the manifest in a folder; None if there is none. Raises Failure (65) if it is damaged."""
     path = folder / "manifest.json"
     try:
         if not path.exists():

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a replica and its strategy: what all ranks have in common once, and each rank's own."""
+"""The state of a replica and its strategy in a checkpoint: arrays that all ranks share, and arrays of each rank."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ Arrays = dict[str, np.ndarray]
 
 
 def taken(replica: Replica, strategy: Strategy) -> tuple[Arrays, Arrays]:
-    """What is equal on all ranks, and what is this rank's own: running statistics (`buffer.`), the strategy's state
-    (`strategy.`), the optimizer's (`own.`) where it differs, and, while ranks drift apart, all weights (`drift.`)."""
+    """Return the arrays that are equal on all ranks, and this rank's local arrays.
+
+    The local ones are running statistics (`buffer.`), the strategy's state (`strategy.`), optimizer state that differs
+    between ranks (`own.`), and all weights while they differ between ranks (`drift.`).
+    """
     drift = {}
     if strategy.shared_weights is None:
         shared = replica.state()
@@ -34,28 +37,28 @@ def taken(replica: Replica, strategy: Strategy) -> tuple[Arrays, Arrays]:
 
 
 def whole(replica: Replica, world: Communicator, *, gives: bool) -> Arrays:
-    """Parameters and what else the model has, by name, of the replicas on all ranks that give theirs. Collective."""
-    state, own = replica.state().items(), replica.local_state()
-    mine = {name.removeprefix("parameter."): array for name, array in state if name.startswith("parameter.")} | own
-    every = world.gather_bytes(b"".join(pieces(mine)) if gives else b"")
-    return {name: array for each in every if each for name, array in load(each).items()}
+    """Return parameters and other arrays of the model, by name, from all ranks with `gives`. Collective."""
+    state = replica.state().items()
+    arrays = {name.removeprefix("parameter."): array for name, array in state if name.startswith("parameter.")}
+    messages = world.gather_bytes(b"".join(pieces(arrays | replica.local_state())) if gives else b"")
+    return {name: array for message in messages if message for name, array in load(message).items()}
 
 
 def restore(loaded: Loaded, replica: Replica, strategy: Strategy) -> None:
-    """Both are as they were when it was taken. Raises Failure (65) for arrays that are not this replica's."""
+    """Load a checkpoint into a replica and its strategy. Raises Failure (65) for arrays that do not fit the replica."""
     parts: dict[str, Arrays] = {"own": {}, "buffer": {}, "strategy": {}, "drift": {}}
     local = resharded(loaded, strategy) if loaded.others else loaded.local
     for name, array in local.items():
         prefix, _, rest = name.partition(".")
         if prefix not in parts:
-            raise Failure(f"checkpoint of step {loaded.step}: no rank has an array {name!r:.80}", BAD_DATA)
+            raise Failure(f"checkpoint of step {loaded.step}: unknown array {name!r:.80}", BAD_DATA)
         parts[prefix][rest] = array
-    state, found = replica.state(), loaded.shared | parts["own"]
-    # An optimizer's or loss scaling's may be lacking: PyTorch keeps nothing without momentum, say.
-    wanted = {name: array for name, array in state.items() if name in found or name.startswith("parameter.")}
-    _fit(loaded.step, found, wanted)
-    _fit(loaded.step, parts["buffer"], replica.local_state())
-    replica.load(found)
+    state, saved = replica.state(), loaded.shared | parts["own"]
+    # State of the optimizer or of loss scaling may be missing: PyTorch keeps none without momentum.
+    needed = {name: array for name, array in state.items() if name in saved or name.startswith("parameter.")}
+    _check_fit(loaded.step, saved, needed)
+    _check_fit(loaded.step, parts["buffer"], replica.local_state())
+    replica.load(saved)
     replica.load_local(parts["buffer"])
     if parts["drift"]:
         replica.set_weights(parts["drift"]["weights"])
@@ -63,17 +66,19 @@ def restore(loaded: Loaded, replica: Replica, strategy: Strategy) -> None:
 
 
 def resharded(loaded: Loaded, strategy: Strategy) -> Arrays:
-    """This rank's own part of what another number of ranks saved, or as many on other hosts: running statistics are
-    the ranks' mean, which is what evaluation uses; what becomes of its state the strategy says. Raises Failure (78) for
-    state that belongs to other stages, or to ranks that had others."""
+    """Return this rank's local arrays from a checkpoint of other ranks, or of the same number on other hosts.
+
+    Running statistics become the mean over the earlier ranks, which evaluation uses anyway. The strategy reshards its
+    state. Raises Failure (78) for state that belongs to other stages.
+    """
     states = [
         {name.removeprefix("strategy."): array for name, array in each.items() if name.startswith("strategy.")}
         for each in loaded.others
     ]
     if (loaded.recut and any(states)) or (strategy.capabilities.local_updates and not loaded.local):
         raise Failure(
-            f"checkpoint of step {loaded.step}: the state of its exchange belongs to the stages that its ranks had; "
-            "give the same --stages, --cut-at and --stage-across",
+            f"checkpoint of step {loaded.step}: the state of its strategy belongs to other stages; hint: use the same "
+            "--stages, --cut-at and --stage-across",
             BAD_CONFIG,
         )
     buffers = {name: array for each in loaded.others for name, array in each.items() if name.startswith("buffer.")}
@@ -84,17 +89,18 @@ def resharded(loaded: Loaded, strategy: Strategy) -> Arrays:
     return own | {f"strategy.{name}": array for name, array in strategy.reshard_state(states).items()}
 
 
-def _fit(step: int, found: Arrays, known: Arrays) -> None:
-    """Raises Failure unless what the replica has is there, each array of its shape and type, and an optimizer's of its
-    parameter's shape: frameworks would stretch others to fit."""
-    for name, mine in known.items():
-        if name not in found:
-            raise Failure(f"checkpoint of step {step}: {name} is not in it", BAD_DATA)
-        theirs = found[name]
-        if (theirs.shape, theirs.dtype) != (mine.shape, mine.dtype):
-            told = f"{theirs.dtype} {theirs.shape}, not {mine.dtype} {mine.shape}"
-            raise Failure(f"checkpoint of step {step}: {name} is {told}", BAD_DATA)
-    for name, theirs in found.items():
-        parameter = known.get(f"parameter.{name.partition('.')[2]}")
-        if parameter is not None and theirs.size > 1 and theirs.shape != parameter.shape:
-            raise Failure(f"checkpoint of step {step}: {name} is {theirs.shape}, not {parameter.shape}", BAD_DATA)
+def _check_fit(step: int, saved: Arrays, needed: Arrays) -> None:
+    """Raise Failure (65) if an array is missing, or has another shape or dtype than the replica's.
+
+    Optimizer state must have its parameter's shape, because frameworks would broadcast other shapes.
+    """
+    for name, array in needed.items():
+        if name not in saved:
+            raise Failure(f"checkpoint of step {step}: {name} is missing", BAD_DATA)
+        if (saved[name].shape, saved[name].dtype) != (array.shape, array.dtype):
+            difference = f"{saved[name].dtype} {saved[name].shape}, not {array.dtype} {array.shape}"
+            raise Failure(f"checkpoint of step {step}: {name} is {difference}", BAD_DATA)
+    for name, array in saved.items():
+        parameter = needed.get(f"parameter.{name.partition('.')[2]}")
+        if parameter is not None and array.size > 1 and array.shape != parameter.shape:
+            raise Failure(f"checkpoint of step {step}: {name} is {array.shape}, not {parameter.shape}", BAD_DATA)

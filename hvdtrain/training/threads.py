@@ -19,10 +19,10 @@ from hvdtrain.system.environment import number
 LEAST_WORK = 16e6
 """Least multiply-adds of a layer per thread: a quarter to half a millisecond of a core, several times what waking a
 sleeping thread takes. On two cores two sleeping threads were no faster than one with 4 million per layer; with 65
-million they were a fifth faster alone and a third slower beside a copy of the run (see docs/DECISIONS.md)"""
+million they were a fifth faster alone and a third slower alongside a copy of the run (see docs/DECISIONS.md)"""
 
 MOST = 4096
-"""Threads of a rank; more than the cores of any host only fill its memory"""
+"""Maximum number of threads of a rank; more than any host has cores"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,39 +36,39 @@ class Threads:
         return f"{self.count} thread{'' if self.count == 1 else 's'} each ({self.why})"
 
     def use(self, environment: MutableMapping[str, str] = os.environ) -> None:
-        """Sets OpenMP's variables; call it before a framework is imported, because OpenMP reads them then."""
+        """Set OpenMP's variables; call it before a framework is imported, because OpenMP reads them then."""
         environment["OMP_NUM_THREADS"] = str(self.count)
         # A waiting thread that spins takes its core from the threads it waits for.
         environment.setdefault("OMP_WAIT_POLICY", "passive")
 
 
-def per_rank(asked: int, where: LaunchEnv, work: float, environment: Mapping[str, str] = os.environ) -> Threads:
-    """`asked` if not 0, else the user's OMP_NUM_THREADS, else what this host's cores, its ranks and the model allow.
+def per_rank(requested: int, launch: LaunchEnv, work: float, environment: Mapping[str, str] = os.environ) -> Threads:
+    """Return `requested` unless it is 0, else the user's OMP_NUM_THREADS, else a number for these cores and ranks.
 
-    `work`: multiply-adds of the mean layer for the samples of one step. Raises Failure (78) for an OMP_NUM_THREADS that
-    is not a number of threads.
+    `work`: multiply-adds of a layer of mean size for the samples of one step. Raises Failure (78) for an invalid
+    OMP_NUM_THREADS.
     """
-    if asked:
-        return Threads(asked, "--threads")
-    given = environment.get("OMP_NUM_THREADS", "").partition(",")[0]  # `4,2`: 4, and 2 for each in nested regions
-    if given and cgroup.LAUNCHERS_OWN not in environment:
-        hint = "give the threads of each rank, or unset it"
-        return Threads(number("OMP_NUM_THREADS", given, hint, least=1, most=MOST), "OMP_NUM_THREADS")
-    cores, ranks = cgroup.process_cores(), where.local_size
-    if bound := _bound(environment, ranks):  # each rank to cores, which ranks may share
+    if requested:
+        return Threads(requested, "--threads")
+    value = environment.get("OMP_NUM_THREADS", "").partition(",")[0]  # `4,2`: 4, and 2 for each in nested regions
+    if value and cgroup.LAUNCHERS_OWN not in environment:
+        hint = "set it to the threads of each rank, or unset it"
+        return Threads(number("OMP_NUM_THREADS", value, hint, least=1, most=MOST), "OMP_NUM_THREADS")
+    cores, ranks = cgroup.process_cores(), launch.local_size
+    if bound := _bound(environment, ranks):  # several ranks may share the cores
         count = min(cgroup.threads(cores, 1), cgroup.threads(cgroup.host_cores(), ranks))
-        why = f"{bound[0]} binds each rank to {cores:g} of the cores; {bound[1]} frees them"
+        why = f"{bound[0]} binds each rank to {cores:g} cores; {bound[1]} avoids it"
     else:
         count = cgroup.threads(cores, ranks)
         why = f"{cores:g} core{'' if cores == 1 else 's'} here" + (f" for {ranks} ranks" if ranks > 1 else "")
     enough = int(max(1, min(count, work / LEAST_WORK)))
     if enough < count:
-        return Threads(enough, f"small layers; --threads {count} may be faster where nothing else runs")
+        return Threads(enough, f"small layers; --threads {count} may be faster if nothing else runs")
     return Threads(count, why)
 
 
 def _bound(environment: Mapping[str, str], ranks: int) -> tuple[str, str] | None:
-    """Who binds each rank to cores of its own, and what prevents it."""
+    """Return what binds each rank to separate cores, and the option that avoids it."""
     if environment.get("OMPI_MCA_orte_bound_at_launch"):
         return "Open MPI", "mpirun --bind-to none"
     listed = environment.get("SLURM_CPU_BIND_LIST")  # cores for each rank; fewer entries: ranks share all of them

@@ -1,4 +1,4 @@
-"""How far a run is, and the sums that its records are made of: what a checkpoint keeps of the loop."""
+"""The progress of a run and the sums for its records: the part of a checkpoint that belongs to the loop."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from hvdtrain.records.metrics import Metric
 
 @dataclasses.dataclass
 class Position:
-    """Steps done and sums so far. Seconds and bytes are rank 0's where they are recorded, samples are all ranks'."""
+    """Steps and sums so far. Seconds and bytes are those of one rank, samples those of all ranks."""
 
     epoch: int = 0
     """Epochs done"""
     consumed: int = 0
-    """Of the current epoch's samples (images, captions), how many all ranks together have trained on"""
+    """Samples of the current epoch that all ranks together have trained on"""
     step: int = 0
-    """Steps done since the start of the run: the number of the next one"""
+    """Number of the next step, counted from the start of the run"""
     totals: list[float] = dataclasses.field(default_factory=list)
-    """Of the current epoch over all ranks, as far as known: see `Exchanged.totals`"""
+    """Sums of the current epoch over all ranks, as far as known: see `Exchanged.totals`"""
     epoch_s: float = 0.0
     rated_samples: int = 0
-    """Samples over all ranks, and seconds, of the current epoch's steps that are not warm-up"""
+    """Samples over all ranks in the current epoch's steps after warm-up; `rated_s` has their seconds"""
     rated_s: float = 0.0
     total_rated_samples: int = 0
     total_rated_s: float = 0.0
@@ -38,19 +38,19 @@ class Position:
     bytes_sent: int = 0
     local_bytes_sent: int = 0
     validation_scores: list[dict[str, float]] = dataclasses.field(default_factory=list)
-    """Of each epoch; empty without a validation split"""
+    """Scores of each epoch; empty without a validation split"""
     best_step: int = 0
     """Steps done at the end of the epoch with the best primary metric"""
 
     @classmethod
     def loaded(cls, progress: Mapping[str, Any], step: int, *, epoch_samples: int) -> Self:
-        """The position that a checkpoint of step `step` holds, of a run with `epoch_samples` samples in an epoch.
+        """Return the position in a checkpoint of step `step`, for a run with `epoch_samples` samples in an epoch.
 
-        Raises ValueError for one that no run of this version can have reached.
+        Raises ValueError for a position that no run of this version can have reached.
         """
         if other := sorted(progress.keys() ^ vars(cls()).keys()):
             raise ValueError(
-                f"its progress is of another version of hvdtrain ({', '.join(other)[:80]}): use that version"
+                f"its progress is from another version of hvdtrain ({', '.join(other)[:80]}); hint: use that version"
             )
         at = cls(**progress)
         for name, value in progress.items():
@@ -62,7 +62,7 @@ class Position:
         if not all(type(value) in (int, float) for value in [*at.totals, *scores]):
             raise ValueError("its progress has totals or validation_scores that are not numbers")
         if at.step != step:
-            raise ValueError(f"its progress is of step {at.step}, the checkpoint of step {step}")
+            raise ValueError(f"its progress has step {at.step}, and the checkpoint step {step}")
         samples = at.epoch * epoch_samples + at.consumed
         possible = at.best_step <= step <= samples and at.consumed <= epoch_samples
         if not possible or len(at.validation_scores) != at.epoch:
@@ -73,11 +73,11 @@ class Position:
         return at
 
     def learn(self, totals: np.ndarray) -> None:
-        """Adds totals of all ranks that have become known: of one step, or several."""
+        """Add totals over all ranks, of one step or of several."""
         self.totals = [a + b for a, b in zip(self.totals or [0.0] * len(totals), totals.tolist(), strict=True)]
 
     def add(self, step: records.Step, *, seconds: float, consumed: int) -> None:
-        """A step is done: how long it took in all, and how many samples of the epoch are `consumed` by now."""
+        """Add a step that took `seconds`, after which `consumed` samples of the epoch are done."""
         self.step += 1
         samples, self.consumed = consumed - self.consumed, consumed
         self.epoch_s += seconds
@@ -101,8 +101,10 @@ class Position:
     def end_epoch(
         self, epoch: int, metric: Metric, scores: dict[str, float], **measured: Any
     ) -> tuple[records.Epoch, bool]:
-        """The epoch's record (`measured` are its fields that are not sums), and whether its primary metric among
-        `scores`, of the evaluated split, is the best so far: of equals, the longest trained is."""
+        """Return the epoch's record, and whether its primary metric is the best so far; of equal ones the last is.
+
+        `scores`: of the evaluated split. `measured`: the record's fields that are not sums.
+        """
         loss, train_scores = metric.means(np.array(self.totals))
         record = records.Epoch(
             epoch=epoch,
@@ -115,10 +117,10 @@ class Position:
             samples_per_s=self.rated_samples / self.rated_s if self.rated_s else None,
             **measured,
         )
-        found = scores.get(metric.primary)
+        value = scores.get(metric.primary)
         before = [each[metric.primary] for each in self.validation_scores if metric.primary in each]
         better = metric.scores[metric.primary].better
-        is_best = found is not None and not any(better(each, found) for each in before)
+        is_best = value is not None and not any(better(each, value) for each in before)
         if is_best:
             self.best_step = self.step
         self.train_s += record.train_s
@@ -129,7 +131,7 @@ class Position:
         return record, is_best
 
     def summary(self, *, ranks: int, **measured: Any) -> records.Summary:
-        """The run's summary; `measured` are its fields that are not sums."""
+        """Return the run's summary. `measured`: its fields that are not sums."""
         rate = self.total_rated_samples / self.total_rated_s if self.total_rated_s else None
         return records.Summary(
             ranks=ranks,

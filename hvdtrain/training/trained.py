@@ -11,7 +11,8 @@ from hvdtrain.comm.launch_env import launch_env
 from hvdtrain.records.arrays_file import Arrays
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
-from hvdtrain.training import checkpoint, threads
+from hvdtrain.training import checkpoint_files, threads
+from hvdtrain.training.framework import prepare
 
 
 def opened(folder: Path, workload: str) -> tuple[records.Manifest, Arrays]:
@@ -35,16 +36,16 @@ def best_parameters(folder: Path) -> Arrays:
     reasons = []
     for path in sorted(folder.glob("step-*"), reverse=True):
         try:
-            manifest = checkpoint.read_manifest(path)
+            manifest = checkpoint_files.read_manifest(path)
             candidates.append((not manifest["best"], path, manifest))
         except (ValueError, OSError) as error:
-            reasons.append(f"{path.name}: {checkpoint.why(error)}")
+            reasons.append(f"{path.name}: {checkpoint_files.reason(error)}")
     for _, path, manifest in sorted(candidates, key=lambda candidate: candidate[0]):
         try:
-            arrays, prefix = checkpoint.common(path, manifest), "parameter."
+            arrays, prefix = checkpoint_files.common(path, manifest), "parameter."
             return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
         except (ValueError, OSError, KeyError) as error:
-            reasons.append(f"{path.name}: {checkpoint.why(error)}")
+            reasons.append(f"{path.name}: {checkpoint_files.reason(error)}")
     why = f": {'; '.join(reasons)}" if reasons else ", or the run saved none (--checkpoint-epochs 0)"
     raise Failure(f"{folder} contains no valid checkpoint{why}", exits.BAD_DATA)
 
@@ -61,12 +62,7 @@ def spec(folder: Path, manifest: records.Manifest, cls: type) -> Any:
 def begin(framework: str) -> None:
     """Imports the framework, with the number of threads that this host allows."""
     used = threads.per_rank(0, launch_env(), math.inf)
-    used.use()
-    if framework == "torch":
-        from hvdtrain.frameworks.pytorch import prepare
-    else:
-        from hvdtrain.frameworks.tensorflow import prepare
-    prepare("cpu", 0, used.count)
+    prepare(framework, used)
 
 
 def fill(model: Any, parameters: Arrays, framework: str) -> None:

@@ -55,7 +55,7 @@ def main() -> None:
         "agreed": {name: array.tolist() for name, array in ranks.agreed({"own": np.full(2, ranks.rank)}).items()},
         "gathered": ranks.gather("ä" * ranks.rank),
     }
-    exchange.told(ranks, report)
+    exchange.finish(ranks, report)
 
 
 if __name__ == "__main__":

@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 
 from hvdtrain.comm.backends.base import Endpoint
-from hvdtrain.comm.backends.servers import ServerCommunicator
 from hvdtrain.comm.backends.tcp import TcpCommunicator
 from hvdtrain.comm.launch_env import launch_env
 from hvdtrain.comm.rendezvous import join
+from hvdtrain.strategies.studies.servers import ServerCommunicator
 
 
 def main() -> None:

@@ -1,11 +1,10 @@
-"""What the ranks do together, done for real on a model without BatchNorm, and printed by rank 0 as JSON.
+"""Collectives and three training steps of real ranks; rank 0 prints the results as JSON.
 
     exchange.py torch|tensorflow SETTINGS [evaluate]
 
-Three steps of SGD with momentum on uneven shares of one fixed batch; a collective of each kind. SETTINGS are
-`TrainConfig`'s fields. With `evaluate` a ResNet is evaluated, whose BatchNorm statistics differ between ranks but have
-one mean. test_ranks.py, test_native.py and test_async_ps.py compare ranks with each other and with NumPy; other
-programs take the model from here.
+The ranks make three steps of SGD with momentum on uneven shares of one fixed batch, with a model without BatchNorm, and
+call each collective. SETTINGS are fields of `TrainConfig`. With `evaluate` they also evaluate a ResNet whose BatchNorm
+statistics differ between ranks but always have the same mean. Other programs import the model from here.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain import data, strategies
+from hvdtrain.comm import world
 from hvdtrain.comm.backends.base import Communicator
 from hvdtrain.comm.launch_env import launch_env
 from hvdtrain.config.options import TrainConfig
@@ -25,8 +25,8 @@ from hvdtrain.models import resnet
 from hvdtrain.observe.timing import Clock
 from hvdtrain.records.metrics import Accuracy
 from hvdtrain.strategies import Strategy
-from hvdtrain.training import job
 from hvdtrain.training.evaluation import evaluate
+from hvdtrain.training.framework import make_replica, prepare
 from hvdtrain.training.threads import Threads
 
 FEATURES, CLASSES, SAMPLES, STEPS, LR = 6, 3, 11, 3, 0.1
@@ -72,50 +72,54 @@ def tensorflow_model():
 
 
 def config_of(framework: str, settings: str, **defaults: Any) -> TrainConfig:
-    """`settings`: fields as JSON, over `defaults`."""
+    """Return a config with `settings`, fields as JSON, which take precedence over `defaults`."""
     fields = {"lr": LR, "momentum": 0.9, "weight_decay": 0.01} | defaults | json.loads(settings)
     return TrainConfig(framework=framework, device="cpu", **fields)
 
 
 def joined(config: TrainConfig) -> tuple[Communicator, str]:
-    """The ranks, and this one's device."""
-    return job.connected(config, strategies.chosen(config), launch_env(), Threads(1, "a small model"))
+    """Connect the ranks; return them and the device of this rank."""
+    device = prepare(
+        config.framework, Threads(1, "a small model"), device=config.device, local_rank=launch_env().local_rank
+    )
+    backend = strategies.resolve(config).capabilities.backend
+    return world.connect(config.framework, device != "cpu", backend=backend), device
 
 
 def trainer(config: TrainConfig, ranks: Communicator, device: str, weight: np.ndarray) -> tuple[Strategy, Replica]:
-    """What trains the linear model from `weight`."""
-    strategy = strategies.chosen(config).make(config, ranks, [weight.shape])
+    """Return the strategy and the replica that train the linear model from `weight`."""
+    strategy = strategies.resolve(config).make(config, ranks, [weight.shape])
     if config.framework == "torch":
         model = torch_model()
     else:
         with ranks.scope():
             model = tensorflow_model()
-    replica = job.replica_of(model, config, ranks, strategy, device, Accuracy())
+    replica = make_replica(model, config, ranks, strategy, device, Accuracy())
     replica.load({**replica.state(), "parameter.weight": weight})
     return strategy, replica
 
 
 def borders(ranks: int) -> list[int]:
-    """Rank r takes the samples from borders[r] to borders[r + 1]: 1, 2, 3 ... and the rest."""
+    """Return borders: rank r has the samples borders[r] to borders[r + 1] - 1, which are 1, 2, 3 ... and the rest."""
     return [r * (r + 1) // 2 for r in range(ranks)] + [SAMPLES]
 
 
 def share(ranks: Communicator) -> data.Batch:
-    """This rank's of the one batch."""
+    """Return this rank's share of the batch."""
     inputs, labels, _ = problem()
-    mine = slice(*borders(ranks.size)[ranks.rank : ranks.rank + 2])
-    return data.Batch(arrays=(inputs[mine], labels[mine]), weight=mine.stop - mine.start, total_weight=SAMPLES)
+    own = slice(*borders(ranks.size)[ranks.rank : ranks.rank + 2])
+    return data.Batch(arrays=(inputs[own], labels[own]), weight=own.stop - own.start, total_weight=SAMPLES)
 
 
-def told(ranks: Communicator, report: dict[str, Any]) -> None:
-    """Prints it on rank 0; collective, and the last thing that ranks do."""
+def finish(ranks: Communicator, report: dict[str, Any]) -> None:
+    """Print the report on rank 0 and disconnect. Collective."""
     if ranks.rank == 0:
         sys.stdout.write(json.dumps(report) + "\n")
     ranks.shutdown()
 
 
-def refused(ranks: Communicator) -> str:
-    """Why these ranks cannot sum a vector by a reducer; empty: they can."""
+def rejection(ranks: Communicator) -> str:
+    """Return why these ranks cannot sum a vector by a reducer; empty if they can."""
     try:
         ranks.local_reduce(np.ones(1, np.float32))
         return ""
@@ -124,17 +128,17 @@ def refused(ranks: Communicator) -> str:
 
 
 def evaluated(config: TrainConfig, ranks: Communicator, device: str) -> dict[str, float]:
-    """Loss and scores."""
+    """Evaluate a ResNet; return loss and scores."""
     spec = resnet.ResNetSpec(channels=1, classes=10, width=0.125)
     if config.framework == "torch":
         from hvdtrain.models.resnet_torch import ResNetTorch as Model
     else:
         from hvdtrain.models.resnet_tf import ResNetTF as Model
-    strategy = strategies.chosen(config).make(config, ranks, [(1,)])
-    replica = job.replica_of(Model(spec), config, ranks, strategy, device, Accuracy())
+    strategy = strategies.resolve(config).make(config, ranks, [(1,)])
+    replica = make_replica(Model(spec), config, ranks, strategy, device, Accuracy())
     state = resnet.initial_state(spec, 3)
     replica.load({f"parameter.{name}": state[name] for name in resnet.parameters(spec)})
-    # Offsets whose mean over ranks is 0: -1 and 1, -1, 0 and 1 for three, times a quarter.
+    # Offsets from -1/4 to 1/4, whose mean over ranks is 0.
     offset = 0.25 * (2 * ranks.rank / (ranks.size - 1) - 1) if ranks.size > 1 else 0.0
     replica.load_local({name: state[name] + offset * (state[name] != 0) for name in resnet.buffers(spec)})
     loss, scores, _ = evaluate(replica, Accuracy(), data.load("digits", (16, 16)).test, 32, ranks, ranks)
@@ -165,10 +169,10 @@ def main() -> None:
         "gathered": ranks.gather({"rank": ranks.rank, "text": "ä" * ranks.rank}),
         "agreed": {name: array.tolist() for name, array in agreed.items()},
         "loaded": [name for name in ("horovod", "torch._dynamo") if name in sys.modules],
-        "refused": refused(ranks),
+        "refused": rejection(ranks),
         "evaluated": evaluated(config, ranks, device) if more else None,
     }
-    told(ranks, report)
+    finish(ranks, report)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import numpy as np
 
 from hvdtrain.comm.world import connect
 from hvdtrain.sentinel import interfaces
+from hvdtrain.strategies.studies import servers as servers  # registers its backend
 from hvdtrain.system.proc import children
 
 

@@ -14,7 +14,7 @@ from hvdtrain.config.options import TrainConfig
 from hvdtrain.models.layers import regression_terms
 from hvdtrain.records.metrics import Regression
 from hvdtrain.system import exits
-from hvdtrain.training import job as workload
+from hvdtrain.training import workload
 
 FEATURES = 3
 
@@ -44,19 +44,22 @@ class Line:
 
 
 def main(stop: lifecycle.StopSignal) -> int:
-    config, place = workload.begin(TrainConfig, "line", __doc__ or "")
+    config, environment = workload.begin(TrainConfig, "line", __doc__ or "")
     job = workload.Workload(
         name="line",
         config=config,
-        place=place,
-        dataset=Line(),
-        data={},
-        data_words="points of a line",
-        model={"name": "line", "spec": {}},
-        model_words="line",
-        shapes={"weight": (FEATURES,)},
+        environment=environment,
+        data=workload.Data(
+            dataset=Line(),
+            title="points of a line",
+        ),
+        model=workload.Model(
+            title="line",
+            facts={"name": "line", "spec": {}},
+            shapes={"weight": (FEATURES,)},
+            multiply_adds=FEATURES,
+        ),
         metric=Regression("W/m2"),
-        multiply_adds=FEATURES,
     ).connect()
     if job is None:
         return exits.OK

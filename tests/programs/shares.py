@@ -81,7 +81,7 @@ def main() -> None:
     settings = {"strategy": strategy, "global_batch_size": GLOBAL_BATCH}
     configs = [exchange.config_of(framework, "{}", shares=each, **settings) for each in shares]
     ranks, device = exchange.joined(configs[0])
-    exchange.told(ranks, {"trained": [trained(config, ranks, device) for config in configs]})
+    exchange.finish(ranks, {"trained": [trained(config, ranks, device) for config in configs]})
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ class LeaderGroup:
         return self.all_to_all([part] * self.count, even=even)
 
     def all_to_all(self, parts: Sequence[np.ndarray], *, even: bool = False) -> list[np.ndarray]:
-        """Send parts[j] to host j and return what each host sent here, in host order, including the own part.
+        """Send parts[j] to host j and return the parts sent here, in host order, including the own part.
 
         All parts have one dtype. For `even`, see `all_to_all_streamed`.
         """
@@ -137,8 +137,6 @@ class Communicator:
     """Payload bytes that this rank sent to other ranks of its host for gradient exchanges"""
     framework = ""
     """torch or tensorflow"""
-    links: list[dict[str, Any]]
-    """The result of the last `measure_links`"""
     _group: RankGroup | None = None
     _owns_group = False
     _local_bytes_taken = 0
@@ -146,7 +144,7 @@ class Communicator:
     def use_group(self, group: RankGroup, framework: str, *, owned: bool) -> None:
         """Set the group and framework. `owned`: `shutdown` shuts down the group too."""
         self._group, self.framework, self._owns_group = group, framework, owned
-        self.host, self.links = socket.gethostname(), []
+        self.host = socket.gethostname()
 
     @property
     def group(self) -> RankGroup:
@@ -221,14 +219,6 @@ class Communicator:
 
     def local_broadcast(self, vector: np.ndarray) -> None:
         """Copy the leader's vector to all ranks of its host, in place."""
-
-    def collect(self, own: np.ndarray) -> list[np.ndarray]:
-        """Return the bytes of every rank's array, in rank order. Arrays are one-dimensional and may differ in length.
-
-        Each host's bytes cross the network once per other host. Raises NotImplementedError like `local_reduce`.
-        """
-        self._single_process_only("collect what each has")
-        return [own.view(np.uint8)]
 
     def _single_process_only(self, action: str) -> None:
         if self.size > 1:
@@ -306,14 +296,13 @@ class Communicator:
             self._sentinel.set_run_folder(folder, command)
 
     def measure_links(self) -> list[dict[str, Any]]:
-        """Measure the goodput of each host's link (1.2 s) and return the fields of `records.Manifest.links`.
+        """Measure the goodput of each host's link: see `Sentinel.measure_links`. Collective."""
+        return self._sentinel.measure_links(self.gather) if self._sentinel else []
 
-        Empty on a single host. Collective.
-        """
-        if self._sentinel:
-            self.gather("measure")  # a barrier: all hosts measure at once, without other traffic of this job
-            self.links = [link for link in self.gather(self._sentinel.link()) if link]
-        return self.links
+    @property
+    def links(self) -> list[dict[str, Any]]:
+        """The result of the last measurement of links; empty on a single host."""
+        return self._sentinel.links if self._sentinel else []
 
     def nic_counters(self) -> tuple[int, int] | None:
         """Bytes sent and received by the link's NIC; None on a single host and on all but the first rank of a host."""

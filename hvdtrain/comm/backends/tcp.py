@@ -87,14 +87,6 @@ class TcpLeaderGroup(LeaderGroup):
                 self._swap(source, NOTHING, target)
             yield source, self._swap(target, own, source)
 
-    def all_gather_ring(self, part: np.ndarray) -> list[np.ndarray]:
-        """Every host's part, in host order. Parts pass around a ring and may differ in length."""
-        after, before = (self.index + 1) % self.count, (self.index - 1) % self.count
-        parts = [part] * self.count
-        for step in range(self.count - 1):
-            parts[(before - step) % self.count] = self._swap(after, parts[(self.index - step) % self.count], before)
-        return parts
-
     def all_reduce(self, values: np.ndarray) -> None:
         if self.count == 1:
             return
@@ -161,7 +153,7 @@ class TcpCommunicator(Communicator):
         """The leaders' `sent_bytes` when the current exchange began"""
 
     def _disconnect(self) -> None:
-        # Nothing waits here: what was sent still arrives, and a peer that waits for more learns that this rank is gone.
+        # No wait: messages already sent still arrive, and a peer that waits for more notices that this rank is gone.
         for stream in (*self._members, *self._streams, self._leader):
             if stream is not None:
                 stream.socket.close()
@@ -169,13 +161,7 @@ class TcpCommunicator(Communicator):
     # --- small arrays in host memory -------------------------------------------------------------------------------
 
     def gather_bytes(self, own: bytes) -> list[bytes]:
-        return [part.tobytes() for part in self._gather(np.frombuffer(own, np.uint8), TcpLeaderGroup.all_gather)]
-
-    def _gather(
-        self, own: np.ndarray, all_gather: Callable[[TcpLeaderGroup, np.ndarray], list[np.ndarray]]
-    ) -> list[np.ndarray]:
-        """Bytes of all ranks, in rank order. `all_gather` exchanges one block per host."""
-        block = np.concatenate([np.array([self.rank, own.size]).view(np.uint8), own])
+        block = np.concatenate([np.array([self.rank, len(own)]).view(np.uint8), np.frombuffer(own, np.uint8)])
         if self._leader is not None:
             swap(self._leader, block, None)
             blocks = [swap(None, None, self._leader) for _ in range(self.hosts_count)]
@@ -183,7 +169,7 @@ class TcpCommunicator(Communicator):
             assert self._leaders is not None
             self._leaders.max_message_bytes = MAX_MESSAGE_BYTES
             local = [block, *(swap(None, None, member) for member in self._members)]
-            blocks = all_gather(self._leaders, np.concatenate(local) if self._members else block)
+            blocks = self._leaders.all_gather(np.concatenate(local) if self._members else block)
             for member, part in itertools.product(self._members, blocks):
                 swap(member, part, None)
         parts = {}
@@ -191,7 +177,7 @@ class TcpCommunicator(Communicator):
             while part.size:
                 rank, length = part[:HEAD_BYTES].view(np.int64).tolist()
                 parts[rank], part = np.split(part[HEAD_BYTES:], [length])
-        return [parts[rank] for rank in range(self.size)]
+        return [parts[rank].tobytes() for rank in range(self.size)]
 
     def sum(self, values: np.ndarray, name: str) -> np.ndarray:
         flat = np.array(values).reshape(-1)
@@ -231,13 +217,3 @@ class TcpCommunicator(Communicator):
             swap(member, vector, None)
         self.sent_bytes += self._leaders.sent_bytes - self._counted_bytes
         self.local_sent_bytes += vector.nbytes * len(self._members)
-
-    def collect(self, own: np.ndarray) -> list[np.ndarray]:
-        before = self._leaders.sent_bytes if self._leaders else 0
-        parts = self._gather(own.view(np.uint8), TcpLeaderGroup.all_gather_ring)
-        if self._leaders is None:
-            self.local_sent_bytes += own.nbytes
-        else:
-            self.sent_bytes += self._leaders.sent_bytes - before
-            self.local_sent_bytes += sum(part.nbytes for part in parts) * len(self._members)
-        return parts

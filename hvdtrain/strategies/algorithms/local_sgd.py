@@ -7,12 +7,12 @@ with plain SGD that equals summing gradients. Each rank keeps its own momentum.
 
 With `staleness` = S the exchange of a round runs during the next S steps. Each rank continues from its own weights;
 then the mean change replaces its own change in them (Wang, Liang and Joshi, "Overlap local-SGD", 2020, with S = H;
-Douillard et al., "Streaming DiLoCo", 2025, with smaller S). Nobody waits if the exchange takes at most S steps.
+Douillard et al., "Streaming DiLoCo", 2025, with smaller S). No rank waits if the exchange takes at most S steps.
 
 `start` exchanges gradients in each of the first steps, when weights change fastest (post-local SGD: Lin et al., 2020).
 `outer_lr` and `outer_momentum` treat the mean change as a gradient and make Nesterov steps with it (DiLoCo: Douillard
-et al., 2023). A reducer with error feedback adds what it left out to the next change. At the end of `start` it drops
-what it left out of gradients, because a gradient is not a change of weights. Adding it times -lr did not help.
+et al., 2023). A reducer with error feedback adds its residual to the next change. At the end of `start` it drops the
+residual, because a gradient is not a change of weights. Adding it times -lr did not help.
 
 McMahan et al., "Communication-efficient learning of deep networks from decentralized data", 2017; Stich, "Local SGD
 converges fast and communicates little", 2019.

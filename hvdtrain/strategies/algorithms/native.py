@@ -33,7 +33,7 @@ NUMBER_BYTES = {"none": 4, "fp16": 2}
 
 
 class Native(Strategy):
-    """Gradients are summed during backward by the framework. Its state is that of the hook."""
+    """Gradients are summed during backward by the framework. Its state is the state of the hook."""
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Settings(Checked):

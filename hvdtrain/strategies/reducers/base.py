@@ -1,8 +1,8 @@
 """The base class of reducers: each host's vector is replaced by the sum over hosts, or by an approximation.
 
-A reducer that leaves something out keeps it and adds it to a later vector (error feedback). So over many rounds the sum
-of all inputs equals the sum of all outputs plus what is still kept. A resume on other ranks preserves that: what the
-earlier ranks left out is added up.
+A lossy reducer keeps the residual, its error, and adds it to a later vector (error feedback). So the sum of all inputs
+equals the sum of all outputs plus the current residuals. After a resume on other ranks the residuals of the earlier
+ranks are added up.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ class Reducer(abc.ABC):
     Settings: ClassVar[type[Any]] = Checked
     """Dataclass of the settings that follow the colon"""
     residual_key: ClassVar[str] = ""
-    """Name of the array in `state` with what was left out; NaN or infinity would stay in it. Empty: nothing is left out
-    """
+    """Name of the residual in `state`, in which NaN or infinity would persist; empty if there is none"""
     supports_buckets: ClassVar[bool] = False
     """Whether the vector may be divided into buckets with a reducer each.
 
@@ -66,24 +65,24 @@ class Reducer(abc.ABC):
         """
 
     def add_residual(self, values: np.ndarray) -> None:
-        """Do the work of `all_reduce` on a single host: add what was left out before a resume."""
+        """Do the work of `all_reduce` on a single host: add the residual from before a resume."""
         if self._residual_pending:
             values += self.state()[self.residual_key]
             self.drop_residual()
 
     def drop_residual(self) -> None:
-        """Forget what was left out of earlier vectors, because the next ones are of another kind."""
+        """Set the residual to zero, because the next vectors are of another kind."""
         if self.residual_key:
             state = self.state()
             self.load(state | {self.residual_key: np.zeros_like(state[self.residual_key])})
             self._residual_pending = False
 
     def state(self) -> dict[str, np.ndarray]:
-        """Return what this host needs to continue as if it had never been interrupted."""
+        """Return the arrays that this host needs to continue as if it had never been interrupted."""
         return {}
 
     def reshard_state(self, states: Sequence[dict[str, np.ndarray]], first: bool) -> dict[str, np.ndarray]:
-        """Return what a rank loads after a resume on other ranks; `states`: the states of all earlier ranks.
+        """Return the state for a rank after a resume on other ranks; `states`: the states of all earlier ranks.
 
         The `first` rank gets the sum of their residuals, so that the sum over ranks does not change. All ranks get the
         rest of the earlier first rank's state.

@@ -1,4 +1,4 @@
-"""Low-rank gradients: two thin factors of each matrix are sent instead, and what they miss is sent later.
+"""Low-rank gradients: two thin factors of each matrix are sent instead, and their error is sent later.
 
 A gradient with several dimensions is a matrix M, short side x long side. Each host i adds to its own M_i what earlier
 all-reduces left out of it. With Q from the previous all-reduce (long side x rank):
@@ -14,16 +14,16 @@ It makes two sums between hosts, however many arrays there are: one of all P tog
 whose factors would not be smaller, and one of all Q.
 
 Both sums are rounded to `bits` (see `quantize`). Then Q_i is the part of host i's numbers that Q includes, and each
-host also keeps what the sums of whole arrays miss. P needs no such care: M_i - P Q_i^T is correct for any span. The
-columns of Q are scaled to a largest magnitude of 1 before use: P spans the same, and its columns have similar
-magnitudes, which share scales well. Measured with ResNet-34 at width 0.25 on digits of 128x128 pixels, 4 hosts, steps
-12 to 40: the relative error of the momentum (0.9) of what arrives is 8.1 % at rank 2 with 32 bits (147 kB), 8.2 % with
-8 (39 kB), 10.9 % with 4 (21 kB), and 6.4 % at rank 4 with 4 bits (38 kB).
+host also keeps the rounding errors of arrays that are sent whole. Those of P do not matter, because M_i - P Q_i^T is
+correct for any span. The columns of Q are scaled to a largest magnitude of 1 before use: P spans the same, and its
+columns have similar magnitudes, which share scales well. Measured with ResNet-34 at width 0.25 on digits of 128x128
+pixels, 4 hosts. In steps 12 to 40 the relative error of the output's momentum (0.9) is 8.1 % at rank 2 with 32 bits
+(147 kB), 8.2 % with 8 bits (39 kB) and 10.9 % with 4 bits (21 kB). At rank 4 with 4 bits it is 6.4 % (38 kB).
 
-As in the paper, the error is that of the host's own part, not M_i - out / h, although both add up to the same. The
-latter would also keep how host i differs from the mean inside the span of P. Nobody needs that, but it grows like a
-random walk and costs digits. After a resume on other ranks, rank 0 gets the sum of all errors, and all get the same Q:
-P and `out` are linear in the M_i, so it does not matter which host keeps what.
+As in the paper, each host keeps the error of its own part, not M_i - out / h, although both have the same sum. The
+latter would also keep the difference of host i from the mean inside the span of P. That difference is useless, grows
+like a random walk and costs digits. After a resume on other ranks, rank 0 gets the sum of all errors, and all get the
+same Q: P and `out` are linear in the M_i, so it does not matter which host keeps what.
 
 Unlike in the paper, small matrices have a higher rank than large ones: see `matrices`.
 
@@ -69,7 +69,7 @@ class Matrix(NamedTuple):
 
 
 class PowerSGD(Reducer):
-    """The sum, projected on a few directions. Its state is Q and what was left out, one float32 per number."""
+    """The sum, projected on a few directions. Its state is Q and the residual, one float32 per number."""
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Settings(Checked):

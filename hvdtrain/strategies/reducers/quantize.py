@@ -69,7 +69,7 @@ def quantized_sum(values: np.ndarray, leaders: LeaderGroup, bits: int) -> np.nda
 
 
 def sum_phases(numbers: int, hosts: int, bits: int) -> tuple[Phase, ...]:
-    """Return the phases of `quantized_sum` for so many numbers."""
+    """Return the phases of `quantized_sum` for this number of numbers."""
     if bits == 32:
         return all_reduce(numbers, hosts)
     message_bytes = blocks_per_owner(numbers, hosts) * (4 + LENGTH * bits // 8)

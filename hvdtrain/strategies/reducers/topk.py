@@ -1,15 +1,17 @@
-"""Only the largest numbers are sent; what is left out is added to the next vector.
+"""Only the largest numbers are sent; the others are added to the next vector.
 
 Each of h hosts owns one of h equal, contiguous parts of the vector and keeps an error per number. One all-reduce:
 
     1. error += gradient. Each host sends every other owner the c largest numbers, by magnitude, of that owner's part.
     2. The owner adds them to its own part, of which nothing was left out, and sends the c largest of the sum to all.
 
-What is sent is subtracted from the error: in phase 1 the sender's, in phase 2 the owner's. So nothing is lost:
-sum over hosts of (gradient + old error) == output + sum over hosts of the new error. After a resume on other ranks,
-rank 0 gets the sum of all errors. c is density / h of all numbers, rounded up, so h c numbers of the output differ from
-zero, and each host sends 2(h-1) messages of the same length. (Gathering every host's choice instead would cost
-(h-1) h c numbers per host, and the output would fill up as hosts are added.)
+The numbers sent are subtracted from the error: in phase 1 the sender's, in phase 2 the owner's. So nothing is lost:
+
+    sum over hosts of (gradient + old error) == output + sum over hosts of the new error
+
+After a resume on other ranks, rank 0 gets the sum of all errors. c is density / h of all numbers, rounded up, so h c
+numbers of the output differ from zero, and each host sends 2(h-1) messages of the same length. (Gathering every host's
+choice instead would cost (h-1) h c numbers per host, and the output would fill up as hosts are added.)
 
 A message has c values of 16 bits (bfloat16; the rounding error stays in the error as well) and c positions: the number
 of positions in each block of 255 numbers as a byte, then each position in its block as a byte. At density 0.01 that is
@@ -144,7 +146,7 @@ class Code:
 
     @staticmethod
     def of(numbers: int, hosts: int, density: float) -> Code:
-        """Return the code for one of `hosts` parts of a vector of so many numbers."""
+        """Return the code for one of `hosts` parts of a vector with `numbers` numbers."""
         size = -(-numbers // hosts)
         return Code(size, min(size, max(1, math.ceil(density * numbers / hosts))))
 

@@ -3,8 +3,8 @@
 The parameters are divided into `servers` contiguous parts (default: one per host). A thread inside one rank holds each
 part with its momentum. Every rank is a worker: after backward it sends each part's gradient to its server, which
 updates at once and answers with the current part. That takes one round trip, with 4 bytes per parameter in each
-direction. On h hosts with r ranks each, a host sends 2r(h-1)/h of the parameters per step, r times as much as
-`hierarchical`.
+direction. On h hosts with r ranks each, a host sends 2r(h-1)/h of the parameters per step. That is r times as much as
+`hierarchical` sends.
 
     v = momentum v + share (g + weight_decay p);  p -= lr v
 
@@ -31,7 +31,6 @@ from typing import Any, cast
 import numpy as np
 
 from hvdtrain.comm.backends.base import Communicator
-from hvdtrain.comm.backends.servers import NUMBERS, ServerCommunicator
 from hvdtrain.config.constraints import Checked, bounded
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.observe.timing import Clock
@@ -40,6 +39,7 @@ from hvdtrain.strategies.cost import Cost, Layout, Phase, Shape, elements
 from hvdtrain.strategies.reducers.base import Reducer
 from hvdtrain.strategies.replicas import Exchanged, Vectors
 from hvdtrain.strategies.studies.server import Server
+from hvdtrain.strategies.studies.servers import NUMBERS, ServerCommunicator
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
 
@@ -124,7 +124,7 @@ class AsyncPS(Strategy):
         return self._synchronize(replica, clock, 0.0, {}) if self._drifted else Exchanged()
 
     def _synchronize(self, replica: Vectors, clock: Clock, loss: float, notes: dict[str, float]) -> Exchanged:
-        """Wait until all ranks have pushed, then give all the same weights."""
+        """Wait until all ranks have pushed, then give every rank the same weights."""
         with clock.span("communication"):
             tail = self._world.sum(self._tail, "async-ps.totals")
             if self._server:

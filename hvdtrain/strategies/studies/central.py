@@ -1,11 +1,11 @@
 """A synchronous parameter server: rank 0 holds the weights, sums all gradients, updates, and returns the weights.
 
 In every step each rank sends its gradients to rank 0. Rank 0 waits for all of them, adds them up in rank order, updates
-with the run's optimizer, and sends the new weights to each rank. Training equals that of `allreduce`, up to the order
-of additions, and only rank 0 has the optimizer's state. Rank 0's link is the bottleneck: p - 1 ranks send 4 bytes per
-parameter to it, and it sends as many to each. In an all-reduce no host sends more than twice the parameters, whatever p
-is. The ranks of a host do not add up first. martin2019 measured this as TensorFlow's central storage, where one device
-keeps the variables of several GPUs.
+with the run's optimizer, and sends the new weights to each rank. Training equals training with `allreduce`, up to the
+order of additions, and only rank 0 has the optimizer's state. Rank 0's link is the bottleneck: p - 1 ranks send 4 bytes
+per parameter to it, and it sends as many to each. In an all-reduce no host sends more than twice the parameters,
+whatever p is. The ranks of a host do not add up first. martin2019 measured this as TensorFlow's central storage, where
+one device keeps the variables of several GPUs.
 
 Li et al., "Scaling distributed machine learning with the parameter server", 2014.
 """
@@ -17,12 +17,12 @@ from typing import Any, cast
 
 import numpy as np
 
-from hvdtrain.comm.backends.servers import NUMBERS, ServerCommunicator, Star
 from hvdtrain.config.options import TrainConfig
 from hvdtrain.observe.timing import Clock
 from hvdtrain.strategies.base import Capabilities, ReducerCost, Strategy
 from hvdtrain.strategies.cost import Cost, Layout, Phase, Shape, elements
 from hvdtrain.strategies.replicas import Exchanged, Vectors
+from hvdtrain.strategies.studies.servers import NUMBERS, ServerCommunicator, Star
 from hvdtrain.system import exits
 from hvdtrain.system.exits import Failure
 
@@ -37,7 +37,7 @@ class Central(Strategy):
 
     @classmethod
     def cost(cls, shapes: Sequence[Shape], layout: Layout, settings: Any, reducer_cost: ReducerCost) -> Cost:
-        """The bytes are those of rank 0's host, which sends most."""
+        """The bytes that rank 0's host sends, which sends most."""
         if layout.ranks == 1:
             return Cost()
         others = layout.ranks - (layout.ranks / layout.hosts if layout.hosts > 1 else 1)
@@ -94,7 +94,7 @@ class Central(Strategy):
 
 
 class Centre(Star):
-    """A `comm.backends.servers.Store` in which gradients wait for rank 0, and the other ranks for its weights."""
+    """A `servers.Store` in which gradients wait for rank 0, and the other ranks for its weights."""
 
     def answer(self, rank: int, numbers: np.ndarray, gradients: np.ndarray | None, weights: np.ndarray) -> np.ndarray:
         """Called in the thread of another rank."""

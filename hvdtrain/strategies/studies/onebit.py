@@ -8,9 +8,11 @@ consecutive blocks. One all-reduce:
     2. The owner adds these to its own blocks, of which nothing was left out, and sends the signs and mean magnitudes of
        the sum to all.
 
-What was sent is subtracted from the error: in phase 1 the sender's, in phase 2 the owner's. So nothing is lost:
-sum over hosts of (gradient + old error) == output + sum over hosts of the new error. After a resume on other ranks,
-rank 0 gets the sum of all errors.
+The numbers sent are subtracted from the error: in phase 1 the sender's, in phase 2 the owner's. So nothing is lost:
+
+    sum over hosts of (gradient + old error) == output + sum over hosts of the new error
+
+After a resume on other ranks, rank 0 gets the sum of all errors.
 
 The smallest arrays, up to 1/64 of all numbers together, are sent in 16 bits (bfloat16) instead: their numbers differ
 most in magnitude, so one magnitude per block harms them most. Measured with ResNet-34 at width 0.25 on digits of 32x32
@@ -121,7 +123,7 @@ class OneBit(Reducer):
         self._prepare(1, np.zeros(elements(shapes), np.float32))
 
     def _prepare(self, hosts: int, errors: np.ndarray) -> None:
-        """Allocate the buffers for so many hosts."""
+        """Allocate the buffers for this number of hosts."""
         self._plan = plan = Plan.of(self.shapes, hosts)
         self._errors, self._sums = Parts(plan), Parts(plan)
         for flat, own in self._errors.pieces(errors):
@@ -151,7 +153,7 @@ class OneBit(Reducer):
             flat[:] = own
 
     def _encode(self, owner: int) -> np.ndarray:
-        """Return the message of an owner's part of the errors, and subtract from them what it contains."""
+        """Return the message of an owner's part of the errors, and subtract the message from them."""
         errors, counts = self._errors.blocks[owner], self._counts[owner]
         means = np.empty(len(errors), np.float32)
         bits = np.empty((len(errors), LENGTH // 8), np.uint8)

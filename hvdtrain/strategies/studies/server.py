@@ -10,7 +10,7 @@ from hvdtrain.config.options import TrainConfig
 
 
 class Server:
-    """One part of the parameters, as a `comm.backends.servers.Store`.
+    """One part of the parameters, as a `servers.Store`.
 
     The numbers of a request are the learning rate, the rank's share of the samples, the step (from 1), and whether the
     rank was asked to stop. Those of an answer are the updates by other ranks since the rank's last answer, and the step

@@ -4,8 +4,8 @@ Every rank has a TCP stream to rank 0 and to each server, a rank that holds a pa
 thread per stream, which reads a request, lets the store answer it, and sends the answer. The strategy implements the
 store. A rank asks all servers at once; the one in its own process answers through a call.
 
-Small collectives pass through the threads of rank 0, as a star: rank 0 combines what each rank gave and sends the
-result to all. A rank whose stream ends is left out from then on: `size` counts the ranks of the last collective, and
+Small collectives pass through the threads of rank 0, as a star: rank 0 combines the values of all ranks and sends them
+the result. A rank whose stream ends is left out from then on: `size` counts the ranks of the last collective, and
 `rank` is this rank's position among them. Other ranks notice only the loss of a server, and rank 0 is one.
 
 MPI is shut down once the ranks are connected, so no rank waits in it for a rank that has died.
@@ -22,6 +22,7 @@ from typing import Protocol
 
 import numpy as np
 
+from hvdtrain.comm import world
 from hvdtrain.comm.backends.base import Communicator, Endpoint, Rendezvous
 from hvdtrain.comm.errors import PeerLost
 from hvdtrain.comm.stream import PATIENCE_S, Stream, exchange_ports, listen, open_streams, swap
@@ -288,6 +289,9 @@ class ServerCommunicator(Communicator):
         self._asking.shutdown()
         for thread in self._threads:  # they still send the answer of the last gather
             thread.join(PATIENCE_S)
+
+
+world.BACKENDS["servers"] = lambda _, rendezvous, endpoint, gpu: ServerCommunicator(rendezvous, endpoint)
 
 
 def _request(kind: int, content: np.ndarray) -> np.ndarray:

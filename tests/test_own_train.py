@@ -269,7 +269,6 @@ BAD_DATA = [
     ("train", (X[:0], Y[:0])),
     ("train", (X, Y.astype(str))),
     ("train", (X.astype(object), Y)),
-    ("train", {"x": X, "y": Y}),
     ("validation", (X[:, :32], Y)),
 ]
 
@@ -278,6 +277,7 @@ BAD_DATA = [
     ("changes", "name", "code"),
     [
         *(({part: data}, f"{part}=", 65) for part, data in BAD_DATA),
+        ({"train": {"x": X, "y": Y}}, "dict", 65),
         ({"target": "accuracy=0.9", "validation": None}, "validation", 65),
         ({"model": "resnet"}, "model", 78),
         ({"model": torch.nn.Flatten()}, "parameter", 78),

@@ -126,7 +126,7 @@ def main(stop: lifecycle.StopSignal) -> int:
             steps_s.append(time.perf_counter() - began)
             waited_s.append(clock.take("communication") + (replica.waited_s() or 0.0))
             sent_bytes += done.sent_bytes
-    strategy.synchronize(replica, clock)  # gather must not meet exchanges under way
+    strategy.synchronize(replica, clock)  # so that no exchange is under way in gather
     layout = strategies.Layout(ranks=ranks.size, hosts=hosts)
     document = {
         "schema": SCHEMA,

@@ -142,8 +142,8 @@ class TensorFlowReplica:
         Then a short batch does not compile another graph, which takes seconds.
         """
         names, sequences = inspect.signature(self._model.loss).parameters, getattr(self._model, "sequences", ())
-        places = [place for place, name in enumerate(names) if name in sequences]
-        free = [2 if place in places else 1 for place in range(len(arrays))]
+        with_length = {index for index, name in enumerate(names) if name in sequences}
+        free = [2 if index in with_length else 1 for index in range(len(arrays))]
         each = zip(arrays, free, strict=True)
         return [tf.TensorSpec([None] * count + array.shape[count:], array.dtype) for array, count in each]
 

@@ -77,11 +77,12 @@ class Step:
             with tf.control_dependencies([updated]):
                 weights, changed = tf.numpy_function(self._end, [], [tf.float32, tf.bool])
             weights.set_shape([None])
-            tf.cond(changed, lambda: _true(self._assign(weights)), lambda: False)
+            tf.cond(changed, lambda: self._assign(weights), lambda: False)
 
-    def _assign(self, weights: Any) -> None:
+    def _assign(self, weights: Any) -> bool:
         for variable, piece in zip(self._flat.variables, self._flat.split_tensor(weights), strict=True):
             variable.assign(piece)
+        return True
 
     # --- inside the graph's two operations ----------------------------------------------------------------------
 

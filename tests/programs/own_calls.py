@@ -23,7 +23,7 @@ TYPES = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.f
 
 def results() -> Iterator[tuple[str, Any]]:
     rank, size = hvd.rank(), hvd.size()
-    yield "place", [rank, size, hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()]
+    yield "ranks", [rank, size, hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()]
     yield (
         "is",
         [hvd.is_initialized(), hvd.mpi_built(), hvd.gloo_built(), hvd.nccl_built(), hvd.mpi_ops.is_homogeneous()],

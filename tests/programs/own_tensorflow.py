@@ -172,14 +172,13 @@ def fits(folder: Path) -> dict[str, Any]:
         "tape": taped,
     }
     if ON_TCP:
-        outer = "local-sgd:every=2,outer_momentum=0.5"
-        for text in ("powersgd:rank=2", "local-sgd:every=1", "local-sgd:every=3,start=2,staleness=1"):
-            runs[text] = lambda text=text: fitted(model(distributed(plain(), strategy=text)))
+        stale = "local-sgd:every=2,staleness=1"
+        late_built = lambda: model(distributed(sgd(), strategy=stale), 3 + hvd.rank(), built_by_fit=True)  # noqa: E731
         runs["alone, plain"] = lambda: alone(plain())
-        runs["outer momentum"] = lambda: fitted(model(distributed(sgd(), strategy=outer)))
-        late_built = lambda: model(distributed(sgd(), strategy=outer), 3 + hvd.rank(), built_by_fit=True)  # noqa: E731
-        runs["built by fit"] = lambda: fitted(late_built())
-        runs["outer momentum, resumed"] = lambda: resumed(folder, strategy=outer)
+        runs["averaged"] = lambda: fitted(model(distributed(plain(), strategy="local-sgd:every=1")))
+        runs["stale"] = lambda: fitted(model(distributed(sgd(), strategy=stale)))
+        runs["stale, built by fit"] = lambda: fitted(late_built())
+        runs["stale, resumed"] = lambda: resumed(folder, strategy=stale)
     else:
         runs["resumed"] = lambda: resumed(folder)
         runs["alone, adam"] = lambda: alone(adam())

@@ -59,7 +59,7 @@ def newest_arrays(folder: Path) -> dict[str, np.ndarray]:
 
 
 def assert_same_arrays(one: Path, other: Path, rtol: float = 0.0, atol: float = 0.0) -> dict[str, np.ndarray]:
-    """The newest checkpoints of two runs hold the same; what the first one's holds."""
+    """Compares the newest checkpoints of two runs; returns the arrays of the first."""
     expected, got = newest_arrays(one), newest_arrays(other)
     assert expected.keys() == got.keys()
     for name, array in expected.items():
@@ -89,7 +89,7 @@ def started(ranks: int, folder: Path, *flags: str) -> Iterator[subprocess.Popen[
 
 
 def wait_for_steps(process: subprocess.Popen[str], folder: Path, steps: int) -> None:
-    """Returns once rank 0 has recorded so many steps."""
+    """Returns once rank 0 has recorded this number of steps."""
     path = folder / "metrics" / "rank0000.jsonl"
 
     def recorded() -> bool:
@@ -231,7 +231,7 @@ def test_a_prepared_folder_of_photographs_trains(tmp_path: Path) -> None:
 
 
 def test_killed_run_resumes_from_its_last_checkpoint_to_the_same_end(whole: Whole, tmp_path: Path) -> None:
-    """Nobody else can go on with it while it is there."""
+    """No other process can resume the run while it is running."""
     cut, flags = tmp_path / "cut", ["--framework", "torch", *WHOLE]
     with started(0, cut, *flags) as process:
         wait_for_steps(process, cut, 13)

@@ -1,8 +1,8 @@
 """Corpus BLEU-1 to BLEU-4 of captions (Papineni et al., ACL 2002), from counts that can be added over ranks.
 
-BLEU follows from ten counts, each a sum over captions. So each rank counts its part of a corpus, the counts are added,
-and the score is exactly that of the whole corpus. sacrebleu counts and scores, without tokenizer (captions are words
-joined by spaces) and without smoothing. The reference length is that of the closest reference (the shorter of two).
+BLEU follows from ten counts, each a sum over captions. So each rank counts its part of a corpus, and the sums give
+exactly the score of the whole corpus. sacrebleu counts and scores, without tokenizer (captions are words joined by
+spaces) and without smoothing. The closest reference (the shorter of two) gives the reference length.
 """
 
 from __future__ import annotations

@@ -30,12 +30,7 @@ class CaptionerTF(Held):
         """`stage`: only these layers (`captioner.layers`)."""
         super().__init__(parameters(spec, stage), compute_dtype, scope)
         self.spec = spec
-        methods = {
-            "encoder": self._encoder,
-            "image": self._image_layer,
-            "lstm": self._lstm_layer,
-            "words": self._word_layer,
-        }
+        methods = {"encoder": self._encoder, "image": self._image, "lstm": self._lstm_layer, "words": self._words}
         names = [list(layer_shapes(spec))[number] for number in stage or range(len(layer_shapes(spec)))]
         self._layers = [methods[name] for name in names]
         self.sequences = ("inputs", "tokens") if names[0] == "words" else ("tokens",)
@@ -104,7 +99,7 @@ class CaptionerTF(Held):
             x = tf.nn.relu(tf.nn.bias_add(x, self._array(f"{name}.bias")))
         return tf.reshape(x, (-1, image_values(self.spec)))
 
-    def _image_layer(self, x: tf.Tensor, tokens: tf.Tensor, key: tf.Tensor | None) -> tf.Tensor:
+    def _image(self, x: tf.Tensor, tokens: tf.Tensor, key: tf.Tensor | None) -> tf.Tensor:
         """(N, hidden), the encoded image."""
         return tf.nn.relu(self._linear("image", dropped(tf.cast(x, self.compute_dtype), self.spec.dropout, key)))
 
@@ -114,7 +109,7 @@ class CaptionerTF(Held):
         read = self._read(dropped(embedded, self.spec.dropout, None if key is None else key + 1))
         return read if self.spec.encoder == "none" else read + tf.cast(image, tf.float32)[:, tf.newaxis]
 
-    def _word_layer(self, merged: tf.Tensor, tokens: tf.Tensor, key: tf.Tensor | None) -> tuple[tf.Tensor, tf.Tensor]:
+    def _words(self, merged: tf.Tensor, tokens: tf.Tensor, key: tf.Tensor | None) -> tuple[tf.Tensor, tf.Tensor]:
         """Logits and targets, as `__call__` returns them."""
         targets = tokens[:, 1:]
         is_word = tf.where(targets != PAD)  # the widest layer is computed only for these

@@ -19,12 +19,7 @@ class CaptionerTorch(Named):
     def __init__(self, spec: CaptionerSpec, stage: range | None = None) -> None:
         super().__init__(parameters(spec, stage))
         self.spec = spec
-        methods = {
-            "encoder": self._encoder,
-            "image": self._image_layer,
-            "lstm": self._lstm_layer,
-            "words": self._word_layer,
-        }
+        methods = {"encoder": self._encoder, "image": self._image, "lstm": self._lstm_layer, "words": self._words}
         layers = [methods[name] for name in layer_shapes(spec)]
         self._layers = [layers[number] for number in stage or range(len(layers))]
 
@@ -75,7 +70,7 @@ class CaptionerTorch(Named):
             x = F.relu_(F.conv2d(x, *self._layer(f"encoder.conv{number}"), STRIDE, PADDING))
         return x.permute(0, 2, 3, 1).flatten(1)
 
-    def _image_layer(self, x: Tensor, tokens: Tensor, key: Tensor | None) -> Tensor:
+    def _image(self, x: Tensor, tokens: Tensor, key: Tensor | None) -> Tensor:
         """(N, hidden), the encoded image."""
         return F.relu_(F.linear(dropped(x, self.spec.dropout, key), *self._layer("image")))
 
@@ -85,7 +80,7 @@ class CaptionerTorch(Named):
         read = self._read(dropped(embedded, self.spec.dropout, None if key is None else key + 1))
         return read if self.spec.encoder == "none" else read + image.unsqueeze(1)
 
-    def _word_layer(self, merged: Tensor, tokens: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _words(self, merged: Tensor, tokens: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor]:
         """Logits and targets, as `forward` returns them."""
         targets = tokens[:, 1:]
         is_word = targets != PAD  # the widest layer is computed only for these

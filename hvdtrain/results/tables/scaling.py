@@ -182,30 +182,15 @@ def reading(curve: Sequence[Row], count: Count) -> str:
 
 
 def suspicion(doubted: Sequence[Row], count: Count) -> str:
-    """Possible causes of an efficiency above 100 %. Causes that the records support come first."""
-    base = doubted[0].baseline
-    kind, n, efficiency = max(
-        ((row.kind, row.count, row.efficiency.mean) for row in doubted if row.efficiency), key=lambda each: each[2]
-    )
-    times = base.values("train_s")
-    cores, threads = base.key["cores"], (base.key["threads"] or 0) * (base.key["ranks_per_host"] or 0)
-    causes = {
-        "more threads than cores, which spin while they wait": (
-            f"{threads:g} threads on {cores:g} cores" if cores and threads > cores else ""
-        ),
-        "a machine that was busy during the baseline": (
-            f"its runs took {min(times):.3g} to {max(times):.3g} s" if max(times) > 1.2 * min(times) else ""
-        ),
-        "hosts of unequal speed": "",
-    }
-    if kind == "strong":
-        causes["a smaller batch per rank, which fits the cache"] = ""
-    listed = [f"{cause} (here: {seen})" for cause, seen in causes.items() if seen]
-    listed += [cause for cause, seen in causes.items() if not seen]
+    """A warning about efficiencies above 100 %, with the likely causes."""
+    efficiency, n = max((row.efficiency.mean, row.count) for row in doubted if row.efficiency)
+    times = doubted[0].baseline.values("train_s")
     return (
         f"Suspect: an efficiency of {100 * efficiency:.0f} % with {many(n, count)} is more than sharing the work can "
-        f"explain (the limit is {100 * MOST_EFFICIENCY:.0f} %). Likely causes: {'; '.join(listed)}. Repeat the "
-        "baseline on a quiet machine."
+        f"explain (the limit is {100 * MOST_EFFICIENCY:.0f} %). Likely causes: a machine that was busy during the "
+        f"baseline (its runs took {min(times):.3g} to {max(times):.3g} s); more threads than cores, which spin while "
+        "they wait; hosts of unequal speed; with an equal global batch, a smaller batch per rank that fits the cache. "
+        "Repeat the baseline on a quiet machine."
     )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import runs
 from conftest import ROOT, finished, installed
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,7 +27,7 @@ FLAGS = {"resnet": {"seed", "lr", "batch_size", "global_batch_size", "framework"
 SHIPPED = sorted((ROOT / "launch" / "sweeps").glob("*.toml"))
 CLUSTER = '[cluster]\nvirtual = ["a", "b", "c", "d"]\n'
 TEN = {"up_mbit": 10.0, "down_mbit": 10.0}
-DRY_RUN = DryRun(config={"framework": "torch"}, plan={"steps": 30}, fingerprint="0123")
+DRY_RUN = DryRun(config={"framework": "torch"}, plan={"steps": 10}, fingerprint="da4c")
 
 
 def read(folder: Path, text: str, *overrides: str) -> file.Sweep:
@@ -174,16 +175,6 @@ def test_an_experiment_in_two_grids_has_the_runs_of_both_protocols(tmp_path: Pat
 # --- finished runs ---------------------------------------------------------------------------------------------------
 
 
-def write_run(folder: Path, **manifest: Any) -> None:
-    """Writes the folder of a run on two hosts at 10 Mbit/s, with these changes in the manifest."""
-    hosts = {"ranks": [{"host": "a"}, {"host": "b"}], "links": [{"host": host, "throttle": TEN} for host in "ab"]}
-    usual = {"plan": {"steps": 30}, "config": {"framework": "torch"}, "data": {"fingerprint": "0123"}} | hosts
-    (folder / "metrics").mkdir(exist_ok=True)
-    (folder / "manifest.json").write_text(json.dumps(usual | manifest))
-    (folder / "metrics" / "rank0000.jsonl").write_text('{"type": "summary"}\n')
-    (folder / "COMPLETE").touch()
-
-
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
@@ -194,24 +185,29 @@ def write_run(folder: Path, **manifest: Any) -> None:
         ({"links": [{"host": "b", "throttle": None}]}, "host b was throttled to"),
         ({"links": [{"host": "b", "throttle": TEN | {"down_mbit": 100.0}}]}, "host b was throttled to"),
         ({"config": {"framework": "torch", "monitor": "power"}}, "monitor is 'power' in the manifest"),
-        ({"plan": {"steps": 31}}, "batch sizes or steps"),
+        ({"config": {"framework": "tensorflow"}}, "framework is 'tensorflow' in the manifest"),
+        ({"plan": {"steps": 11}}, "batch sizes or steps"),
     ],
 )
 def test_a_finished_run_counts_only_if_its_records_match_the_settings(
     change: dict[str, Any], problem: str | None, tmp_path: Path
 ) -> None:
-    write_run(tmp_path, **change)
+    made = runs.make(tmp_path / "run", hosts=2, rate_mbit=10.0)
+    with runs.edited(made / "manifest.json") as manifest:
+        manifest.update(change)
     run = run_of(experiment(hosts=2, rate="10mbit", on="cluster"))
-    mismatch = folder.mismatch(tmp_path, run, DRY_RUN)
+    mismatch = folder.mismatch(made, run, DRY_RUN)
     assert mismatch == problem or (problem and problem in (mismatch or ""))
 
 
 def test_values_that_are_measured_before_step_0_match_only_if_the_settings_leave_them_open(tmp_path: Path) -> None:
+    made = runs.make(tmp_path / "run")
     for name, measured, default in (("cut", ["fc"], []), ("shares", [0.7, 0.3], None)):
+        with runs.edited(made / "manifest.json") as manifest:
+            manifest["plan"][name] = measured
         for requested, matches in ((default, True), (["layer3.0"], False)):
-            asked = dataclasses.replace(DRY_RUN, plan={"steps": 30, name: requested})
-            write_run(tmp_path, plan={"steps": 30, name: measured}, ranks=[{"host": "a"}])
-            assert (folder.mismatch(tmp_path, run_of(experiment()), asked) is None) == matches, name
+            asked = dataclasses.replace(DRY_RUN, plan={name: requested})
+            assert (folder.mismatch(made, run_of(experiment()), asked) is None) == matches, name
 
 
 # --- rejected files --------------------------------------------------------------------------------------------------

@@ -321,6 +321,6 @@ def test_the_cluster_of_a_sweep_must_be_named_explicitly(tmp_path: Path, monkeyp
         )
         (tmp_path / name).mkdir()
         (tmp_path / name / "cluster.json").write_text(json.dumps(dataclasses.asdict(made)))
-        with contextlib.nullcontext() if chosen else failing(2, rf"\({own} is a sweep's\); choose with --name"):
+        with contextlib.nullcontext() if chosen else failing(2, rf"\({own} is a sweep's\); hint: choose"):
             assert virtual.choose() == chosen
         assert virtual.choose(own) == own

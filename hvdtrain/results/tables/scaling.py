@@ -40,9 +40,9 @@ NOTES = (
 
 def table(loaded: Loaded, count: Count | None = None, baseline: Baseline | None = None) -> Table:
     """A section for each curve in ascending order from its baseline, with its conclusion. Raises Failure (2)."""
-    found = groups.by(groups.usable(loaded.runs))
-    count = count or scaling.what_varies(found)
-    rows = scaling.rows(found, count, baseline)
+    experiments = groups.by(groups.usable(loaded.runs))
+    count = count or scaling.what_varies(experiments)
+    rows = scaling.rows(experiments, count, baseline)
     curves = [list(curve) for _, curve in itertools.groupby(rows, key=lambda row: row.curve)]
     columns = [
         Column("count", count),
@@ -58,7 +58,9 @@ def table(loaded: Loaded, count: Count | None = None, baseline: Baseline | None 
     for title, curve in zip(_titles(curves, count), curves, strict=True):
         made.rows += [_cells(row, title) for row in curve]
         alone = len(curve) == 1 and curve[0].count and curve[0].group.values("train_s")
-        made.readings[title] = why_alone(curve[0].group, found, count, baseline) if alone else reading(curve, count)
+        made.readings[title] = (
+            why_alone(curve[0].group, experiments, count, baseline) if alone else reading(curve, count)
+        )
     kinds = {curve[-1].kind for curve in curves if len(curve) > 1}
     made.notes = [SPREAD_NOTE, *NOTES, *(note for kind, note in EFFICIENCY.items() if kind in kinds)]
     if any(row.speedup is None and row.train_s and row.group is not row.baseline for row in rows):
@@ -66,9 +68,9 @@ def table(loaded: Loaded, count: Count | None = None, baseline: Baseline | None 
     if names := sorted({name for row in rows for name in unrecorded(row.group, row.baseline, MUST[count])}):
         which = ", ".join(map(label, names))
         made.notes.append(f"warning: some runs did not record {which}, which is assumed equal to the baseline's")
-    made.notes += [*common(found, ["hosts"]), *left_out(loaded.runs)]
+    made.notes += [*common(experiments, ["hosts"]), *left_out(loaded.runs)]
     lonely = count == "hosts" and any(len(curve) == 1 for curve in curves)
-    if lonely and len({group.key["ranks_per_host"] for group in found}) > 1:
+    if lonely and len({group.key["ranks_per_host"] for group in experiments}) > 1:
         made.notes.append("use --count ranks to compare runs with different ranks on the same hosts")
     return made
 
@@ -97,12 +99,12 @@ def rate_words(mbit: float | None) -> str:
     return "no throttle" if mbit is None or math.isnan(mbit) else f"{mbit:g} Mbit/s"
 
 
-def settings_of(found: Sequence[Group], skip: Sequence[str] = ()) -> list[list[str]]:
+def settings_of(experiments: Sequence[Group], skip: Sequence[str] = ()) -> list[list[str]]:
     """For each group, the settings that differ between the groups, as `threads per rank 2`; without hosts and rate,
     strategy and framework, and `skip`."""
     shown = ("hosts", "ranks_per_host", "rate_mbit", "strategy", "framework", *skip)
-    names = [name for name in varying(found) if name not in shown]
-    cells = [key_cells(group, names) for group in found]
+    names = [name for name in varying(experiments) if name not in shown]
+    cells = [key_cells(group, names) for group in experiments]
     return [[f"{label(name)} {value}" for name, value in each.items() if value is not None] for each in cells]
 
 
@@ -196,10 +198,10 @@ def suspicion(doubted: Sequence[Row], count: Count) -> str:
 
 def _change(before: Group, after: Group) -> str:
     """slower, faster, or unclear if the 95 % interval of the ratio of the times contains 1."""
-    found = ratio(after.statistic("train_s"), before.statistic("train_s"))
-    if found is None:
+    change = ratio(after.statistic("train_s"), before.statistic("train_s"))
+    if change is None:
         return "unclear"
-    low, high = found.span or (found.mean, found.mean)  # single runs have no interval
+    low, high = change.span or (change.mean, change.mean)  # single runs have no interval
     return "slower" if low > 1 else "faster" if high < 1 else "unclear"
 
 

@@ -47,6 +47,8 @@ def test_errors_of_a_regression_are_scikit_learns_however_it_is_cut() -> None:
         }
     )
     constant = [{"absolute": 1.0, "squared": 1.0, "signed": 1.0, "truth": 4.0, "truth_squared": 8.0}]
+    bias = Regression("W/m2").scores["bias"]
+    assert bias.better(5, -80) and bias.better(-5, 80) and not bias.better(-5, 5), "better the nearer it is to 0"
     assert "r2" not in Regression().means(totals(Regression(), constant, 2))[1], "what is not defined is not there"
 
 
@@ -75,10 +77,7 @@ def test_a_confusion_matrix_gives_scikit_learns_precision_recall_and_f1(classes:
         *(f"{scores[f'{kind}_class1']:.4f}" for kind in ("precision", "recall", "f1")),
         str((truth == 1).sum()),
     ]
-    assert [row[3] for row in of_classes[1][-2:]] == [f"{scores[name]:.4f}" for name in ("f1", "f1_weighted")]
-    assert [row[1] == "-" for row in of_classes[1][1:5]] == [number >= classes for number in range(4)]
     assert [row[1:] for row in matrix[1][1:]] == [list(map(str, row)) for row in sum(p["confusion"] for p in parts)]
-    assert {len(row) for row in matrix[1]} == {5}
 
 
 def test_a_declaration_of_scores_is_read_back_and_an_invalid_one_is_rejected() -> None:
@@ -98,17 +97,11 @@ def test_a_declaration_of_scores_is_read_back_and_an_invalid_one_is_rejected() -
         metrics.read(value)
 
 
-def test_a_bias_is_better_the_nearer_it_is_to_0() -> None:
-    bias = Regression("W/m2").scores["bias"]
-    assert bias.better(5, -80) and bias.better(-5, 80) and not bias.better(-5, 5)
-
-
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
         ("acuracy=0.9", "did you mean accuracy"),
         ("accuracy=1.5", "from 0 to 1"),
-        ("accuracy=much", "from 0 to 1"),
         ("0.9", "SCORE=VALUE, e.g. accuracy=0.95"),
     ],
 )

@@ -157,7 +157,7 @@ def test_energy_runs_and_marked_runs_do_not_count_for_times(tmp_path: Path) -> N
 def test_runs_with_different_settings_are_never_averaged(tmp_path: Path) -> None:
     runs.make(tmp_path / "a", config={"lr": 0.05})
     runs.make(tmp_path / "b", config={"lr": 0.1})
-    runs.make(tmp_path / "c", config={"lr": 0.1, "run_dir": "elsewhere", "monitor_ms": 100, "verify_data": True})
+    runs.make(tmp_path / "c", config={"lr": 0.1, "run_dir": "elsewhere", "monitor_ms": 100})
     rows = runs.results("table", tmp_path)["rows"]
     assert [(row["lr"], row["n"]) for row in rows] == [(0.05, 1), (0.1, 2)]
     assert [row["n"] for row in runs.results("table", tmp_path, "--where", "lr>0.05")["rows"]] == [2]

@@ -135,7 +135,7 @@ NOT_SETTINGS = frozenset(
         *("threads", "precision"),
         *("run_dir", "resume", "json", "dry_run", "debug", "monitor", "monitor_ms", "monitor_idle_s"),
         *("profile", "horovod_timeline", "tensorboard", "checkpoint_epochs", "checkpoint_steps", "keep_checkpoints"),
-        *("check_replicas", "verify_data", "inference"),
+        *("check_replicas", "inference"),
     }
 )
 """Keys of a run's config that have a column, or that change neither times nor accuracy"""

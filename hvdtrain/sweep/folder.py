@@ -20,7 +20,7 @@ from hvdtrain.system.commands import calling_user
 from hvdtrain.system.exits import Failure
 from hvdtrain.system.redaction import without_secret_values
 
-NOT_COMPARED = {"run_dir", "resume", "verify_data", "json", "dry_run", "debug", "monitor"}
+NOT_COMPARED = {"run_dir", "resume", "json", "dry_run", "debug", "monitor"}
 R = TypeVar("R", bound=records.Record)
 LOG = Path("logs") / "launch.log"
 TAIL_LINES = 6

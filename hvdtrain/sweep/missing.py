@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 
-from hvdtrain.launch import __main__ as launch
+from hvdtrain.launch.link import address_of
 from hvdtrain.sweep import command
 from hvdtrain.sweep.file import ALL_GPUS, ClusterSpec, Sweep
 from hvdtrain.sweep.grid import Experiment
@@ -112,6 +112,6 @@ def _can_be_root() -> bool:
 def _reachable(host: str) -> bool:
     """Whether ssh can log in to the host without a prompt; true for this machine."""
     try:
-        return net.is_own(launch.address_of(host)) or succeeds([*SSH, host, "true"])
+        return net.is_own(address_of(host)) or succeeds([*SSH, host, "true"])
     except Failure:
         return False
